@@ -1,0 +1,38 @@
+# Everything runs in .venv, which `install` makes. PYTHON picks the interpreter, TORCH the torch requirement
+# (torch goes in first, so that a CPU build found by pip is not replaced by a dependency's choice).
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: install serve test check bench clean
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "tidemill needs Python 3.11 or newer (PYTHON=... picks one)"; exit 1; }
+	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { echo "Python's venv module is missing: apt-get install python3-venv"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[dev,gpu]"
+	@touch $@
+
+serve: install
+	$(BIN)/tidemill serve $(MODEL) $(ARGS)
+
+test: install
+	$(BIN)/python -m pytest -n 2 $(ARGS)
+
+check: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
+	$(BIN)/python tools/size_report.py
+
+bench: install
+	$(BIN)/python -m loadgen.bench $(ARGS)
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

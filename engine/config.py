@@ -1,0 +1,68 @@
+"""The frozen configuration of engine and scheduler. Command-line flags are generated from `EngineConfig`'s fields:
+`metadata["help"]` is the flag's help, `metadata["choices"]` its choices. Torch-free."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from engine.errors import ConfigError
+
+
+def _flag(default: Any, help_text: str, choices: tuple[str, ...] = ()) -> Any:
+    return field(default=default, metadata={"help": help_text, "choices": choices})
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """What a user may say about the engine; None means "decide from the model and the machine"."""
+
+    model: str = _flag("", "folder or Hugging Face id of a checkpoint; empty: the packaged demo model")
+    device: str = _flag("auto", "where the model runs", ("auto", "cpu", "cuda"))
+    dtype: str = _flag("auto", "type of weights and cache", ("auto", "bfloat16", "float16", "float32"))
+    load_format: str = _flag("auto", "dummy: random weights for benchmarks", ("auto", "safetensors", "dummy"))
+    max_model_len: int | None = _flag(None, "longest prompt plus output, tokens (default: the model's)")
+    block_size: int = _flag(16, "tokens in a cache block")
+    num_gpu_blocks_override: int | None = _flag(None, "device cache size in blocks of KV; also on CPU")
+    gpu_memory_utilization: float = _flag(0.9, "share of the device's memory for weights and cache")
+    max_num_seqs: int = _flag(64, "most requests in one step")
+    max_num_batched_tokens: int = _flag(512, "most tokens in one step (the prefill chunk's upper bound)")
+    max_num_waiting: int = _flag(1024, "most online requests waiting; beyond it 429")
+    enable_prefix_caching: bool = _flag(True, "share equal prompt prefixes between requests of one tenant")
+    seed: int = _flag(0, "seed of random weights and of scheduling choices")
+
+    def __post_init__(self) -> None:
+        _positive(self, "block_size", "max_num_seqs", "max_num_batched_tokens", "max_num_waiting")
+        _positive(self, "max_model_len", "num_gpu_blocks_override")
+        if self.block_size & (self.block_size - 1):
+            raise ConfigError(f"--block-size must be a power of two, not {self.block_size}")
+        if not 0.0 < self.gpu_memory_utilization <= 1.0:
+            raise ConfigError(f"--gpu-memory-utilization must be in (0, 1], not {self.gpu_memory_utilization}")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError("--max-num-batched-tokens must be at least --max-num-seqs: every decode is one token")
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """What the core needs to know, resolved. `num_units`: device units of the pool (a KV block takes two).
+
+    `pipeline_depth`: steps that may be in flight when `schedule` is called (0 on CPU, 1 on a GPU).
+    """
+
+    num_units: int
+    max_model_len: int
+    block_size: int = 16
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 512
+    max_num_waiting: int = 1024
+    enable_prefix_caching: bool = True
+    pipeline_depth: int = 0
+    min_prefill_chunk: int = 64
+
+    def __post_init__(self) -> None:
+        _positive(self, "num_units", "max_model_len", "block_size", "max_num_seqs", "max_num_batched_tokens")
+
+
+def _positive(config: object, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, not {value}")

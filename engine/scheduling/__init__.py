@@ -1,0 +1,1 @@
+"""What runs in a step: the ledger, the scheduler and its policies; torch-free."""

@@ -1,0 +1,1 @@
+"""The load generator: it measures any OpenAI-style server from outside."""
