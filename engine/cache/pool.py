@@ -1,0 +1,155 @@
+"""The unified block pool: who holds which unit, what may be reused, and which blocks can be shared.
+
+Every unit is in exactly one place (reliability E1): *free*; *owned* by a block some request refers to; *cached*, in a
+published block that nobody refers to (a prefix hit revives it, an allocation evicts it); or *deferred*, in a block
+given up while a step that may touch it is still in flight (E2). The pool counts units and knows nothing of requests,
+tensors or time; steps are known by their increasing ids.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from engine.cache.cache_map import CacheBlock, CacheEntry, CacheKind, Tier
+
+UNITS_PER_KV_BLOCK = 2
+
+
+class BlockPool:
+    """Allocation, sharing and eviction of blocks over `num_units` device units."""
+
+    def __init__(self, num_units: int) -> None:
+        self.num_units = num_units
+        self._free = list(range(num_units - 1, -1, -1))
+        self._index: dict[bytes, CacheBlock] = {}
+        # Insertion order is release order, so the first key is the least recently used block.
+        self._cached_offline: dict[CacheBlock, None] = {}
+        self._cached_online: dict[CacheBlock, None] = {}
+        self._deferred: dict[CacheBlock, None] = {}
+        self._last_completed_step = -1
+        self.num_owned_units = 0
+        self.num_cached_units = 0
+        self.num_deferred_units = 0
+
+    @property
+    def num_free_units(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_available_units(self) -> int:
+        """Units an allocation could get now: free ones and those of evictable cached blocks."""
+        return len(self._free) + self.num_cached_units
+
+    def allocate_kv(self, *, online: bool) -> CacheBlock | None:
+        """A block of KV with reference count 1, or None when no unit is available."""
+        while len(self._free) < UNITS_PER_KV_BLOCK:
+            if not self._evict_one():
+                return None
+        units = (self._free.pop(), self._free.pop())
+        self.num_owned_units += UNITS_PER_KV_BLOCK
+        return CacheBlock(CacheEntry(CacheKind.KV, Tier.DEVICE, units), online=online)
+
+    def lookup(self, hashes: Sequence[bytes]) -> list[CacheBlock]:
+        """The longest run of published blocks along a hash chain, from its root."""
+        found: list[CacheBlock] = []
+        for block_hash in hashes:
+            block = self._index.get(block_hash)
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def num_idle_units(self, blocks: Iterable[CacheBlock]) -> int:
+        """How many of these blocks' units count as available now and would no longer once acquired."""
+        return sum(len(b.entry.units) for b in blocks if b.ref_count == 0 and b not in self._deferred)
+
+    def acquire(self, block: CacheBlock, *, online: bool) -> None:
+        """One more reference to a published block; an online touch raises the block's class."""
+        if block.ref_count == 0:
+            size = len(block.entry.units)
+            if block in self._deferred:
+                del self._deferred[block]
+                self.num_deferred_units -= size
+            else:
+                del self._cached_of(block)[block]
+                self.num_cached_units -= size
+            self.num_owned_units += size
+        block.ref_count += 1
+        block.online = block.online or online
+
+    def release(self, block: CacheBlock, last_step: int) -> None:
+        """Give up one reference; `last_step` is the newest step of the caller that may touch the block."""
+        assert block.ref_count > 0, "released more often than acquired"
+        block.ref_count -= 1
+        block.last_step = max(block.last_step, last_step)
+        if block.ref_count:
+            return
+        size = len(block.entry.units)
+        self.num_owned_units -= size
+        if block.last_step > self._last_completed_step:
+            self._deferred[block] = None
+            self.num_deferred_units += size
+        else:
+            self._settle(block)
+
+    def complete_step(self, step_id: int) -> None:
+        """All steps up to `step_id` have ended: blocks deferred for them become free or cached."""
+        self._last_completed_step = step_id
+        for block in [b for b in self._deferred if b.last_step <= step_id]:
+            del self._deferred[block]
+            self.num_deferred_units -= len(block.entry.units)
+            self._settle(block)
+
+    def publish(self, block: CacheBlock, block_hash: bytes) -> None:
+        """Offer a full, confirmed block to later requests; the first block published under a hash stays."""
+        if block.block_hash is None and block_hash not in self._index:
+            block.block_hash = block_hash
+            self._index[block_hash] = block
+
+    def withdraw(self, block: CacheBlock) -> None:
+        """Take a block out of the prefix index (its content is in doubt); holders keep it."""
+        if block.block_hash is None:
+            return
+        del self._index[block.block_hash]
+        if block.ref_count == 0 and block not in self._deferred:
+            del self._cached_of(block)[block]
+            self.num_cached_units -= len(block.entry.units)
+            self._free.extend(block.entry.units)
+        block.block_hash = None
+
+    def check_integrity(self, held: Iterable[CacheBlock]) -> None:
+        """Assert unit conservation, given every reference that live requests hold (one item per reference)."""
+        counts: dict[CacheBlock, int] = {}
+        for block in held:
+            counts[block] = counts.get(block, 0) + 1
+        assert all(block.ref_count == count for block, count in counts.items()), "reference counts differ"
+        cached = [*self._cached_offline, *self._cached_online]
+        idle = [*cached, *self._deferred]
+        assert all(block.ref_count == 0 for block in idle), "an idle block is referred to"
+        assert all(block.block_hash is not None for block in cached), "an unpublished block is cached"
+        units = list(self._free)
+        for block in [*counts, *idle]:
+            units.extend(block.entry.units)
+        assert sorted(units) == list(range(self.num_units)), "a unit is lost or owned twice"
+        assert self.num_owned_units == sum(len(block.entry.units) for block in counts)
+        assert self.num_cached_units == sum(len(block.entry.units) for block in cached)
+        assert self.num_deferred_units == sum(len(block.entry.units) for block in self._deferred)
+        alive = {*counts, *idle}
+        assert all(b in alive and b.block_hash == h for h, b in self._index.items()), "the index holds a dead block"
+
+    def _settle(self, block: CacheBlock) -> None:
+        if block.block_hash is None:
+            self._free.extend(block.entry.units)
+        else:
+            self._cached_of(block)[block] = None
+            self.num_cached_units += len(block.entry.units)
+
+    def _cached_of(self, block: CacheBlock) -> dict[CacheBlock, None]:
+        return self._cached_online if block.online else self._cached_offline
+
+    def _evict_one(self) -> bool:
+        """Evict the least recently used cached block, those that only offline work touched first."""
+        cached = self._cached_offline or self._cached_online
+        if not cached:
+            return False
+        block = next(iter(cached))
+        self.withdraw(block)
+        return True

@@ -1,0 +1,275 @@
+"""EngineCore: the state machine between arrivals and steps. Pure: no torch, no clock, no I/O, no asyncio.
+
+    schedule(now) ──► SchedulerOutput ──► (a runner) ──► ModelRunnerOutput ──► update(output, result, now)
+
+With `pipeline_depth` 1, `schedule(n+1)` may be called before `update(n)`: progress is advanced when a chunk is
+scheduled, a token not yet known is a placeholder, a request that turns out to have ended costs one discarded token,
+and units it gave up wait until the step in flight has ended. Blocks are offered to other requests only in `update`,
+once their content is confirmed. HyGen §4.1; reliability E1-E8.
+"""
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import repeat
+
+from engine.cache.prefix import extend_hashes
+from engine.config import SchedulerConfig
+from engine.errors import ContextLengthError, EngineStepError, InvalidRequestError, QueueFullError, TidemillError
+from engine.request import (
+    EngineRequest,
+    FinishReason,
+    Request,
+    RequestClass,
+    RequestOutput,
+    RequestStatus,
+    RequestTimes,
+    TokenLogprobs,
+)
+from engine.scheduling.output import INVALID_TOKEN, Chunk, ModelRunnerOutput, SchedulerOutput
+from engine.scheduling.policies import ONLINE_POLICIES
+from engine.scheduling.scheduler import Scheduler
+from engine.stats import EngineStats
+
+MAX_STEP_FAILURES = 3
+
+
+@dataclass(frozen=True, slots=True)
+class _InFlight:
+    """A step that was scheduled and not yet updated; `epochs` tell which requests were rewound since."""
+
+    output: SchedulerOutput
+    requests: list[Request]
+    epochs: list[int]
+
+
+class EngineCore:
+    """Requests in, steps out, outputs back. Drive it by hand on any clock (seconds, monotonic)."""
+
+    def __init__(self, config: SchedulerConfig, online_policy: str = "fcfs") -> None:
+        self.config = config
+        self._scheduler = Scheduler(config, ONLINE_POLICIES[online_policy])
+        self._requests: dict[str, Request] = {}
+        self._in_flight: deque[_InFlight] = deque()
+        self._next_step_id = 0
+        self._num_arrived = 0
+        self._steps = self._failed_steps = 0
+        self._prefill_tokens = self._decode_tokens = 0
+        self._step_seconds = 0.0
+
+    @property
+    def has_requests(self) -> bool:
+        """Whether any request has not ended."""
+        return bool(self._requests)
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._in_flight)
+
+    def add_request(self, spec: EngineRequest, now: float) -> None:
+        """Queue a request. Raises InvalidRequestError if it can never run, QueueFullError if the queue is full."""
+        self._check(spec)
+        waiting = self._scheduler.queues[RequestClass.ONLINE].waiting
+        if spec.request_class is RequestClass.ONLINE and len(waiting) >= self.config.max_num_waiting:
+            raise QueueFullError(f"{len(waiting)} requests are waiting already.")
+        request = Request(spec, RequestTimes(arrival=now), self._num_arrived)
+        self._num_arrived += 1
+        self._requests[spec.request_id] = request
+        self._scheduler.queues[spec.request_class].add_waiting(request)
+
+    def abort(self, request_id: str, now: float, reason: FinishReason = FinishReason.ABORT) -> RequestOutput | None:
+        """End a request now, whatever it is doing; its terminal output, or None if it has already ended."""
+        request = self._requests.get(request_id)
+        return None if request is None else self._finish(request, reason, now, [], None)
+
+    def schedule(self, now: float) -> SchedulerOutput | None:
+        """Decide the next step, or None when nothing can run now.
+
+        At most `pipeline_depth` steps may be in flight. A None with a step in flight means: update first.
+        """
+        assert len(self._in_flight) <= self.config.pipeline_depth, "too many steps in flight"
+        last_completed = self._in_flight[0].output.step_id - 1 if self._in_flight else self._next_step_id - 1
+        built = self._scheduler.build_step(self._next_step_id, last_completed)
+        if built is None:
+            return None
+        output, requests = built
+        self._next_step_id += 1
+        self._in_flight.append(_InFlight(output, requests, [request.epoch for request in requests]))
+        for request in requests:
+            if request.times.first_scheduled is None:
+                request.times.first_scheduled = now
+        return output
+
+    def update(
+        self, output: SchedulerOutput, result: ModelRunnerOutput | None, now: float, error: TidemillError | None = None
+    ) -> list[RequestOutput]:
+        """Take in what the oldest step in flight gave: a result, or `error` when it failed.
+
+        A failed step is rewound to the last confirmed progress: offline requests run again (at most
+        `MAX_STEP_FAILURES` times), online ones end with the error. Returns the outputs of this step's requests.
+        """
+        flight = self._in_flight.popleft()
+        assert flight.output is output, "steps must be updated in the order they were scheduled"
+        if result is None:
+            outputs = self._rewind(flight, now, error or EngineStepError("The model step failed."))
+        else:
+            outputs = list(self._confirm(flight, result, now))
+        self._scheduler.pool.complete_step(output.step_id)
+        return outputs
+
+    def stats(self) -> EngineStats:
+        """A snapshot; see EngineStats."""
+        pool, queues, counters = self._scheduler.pool, self._scheduler.queues, self._scheduler.counters
+        return EngineStats(
+            running={c: len(q.running) for c, q in queues.items()},
+            waiting={c: len(q.waiting) for c, q in queues.items()},
+            units_total=pool.num_units,
+            units_free=pool.num_free_units,
+            units_cached=pool.num_cached_units,
+            units_owned=pool.num_owned_units + pool.num_deferred_units,
+            prefix_queried_tokens=counters.prefix_queried_tokens,
+            prefix_hit_tokens=counters.prefix_hit_tokens,
+            preemptions=dict(counters.preemptions),
+            steps=self._steps,
+            failed_steps=self._failed_steps,
+            step_seconds=self._step_seconds,
+            prefill_tokens=self._prefill_tokens,
+            decode_tokens=self._decode_tokens,
+        )
+
+    def check_integrity(self) -> None:
+        """Assert E1 (every unit in one place), E3 (ended requests hold nothing) and the queues' agreement."""
+        held = []
+        rows = list(self._scheduler.free_rows)
+        for queues in self._scheduler.queues.values():
+            for request in queues.waiting:
+                assert request.status in {RequestStatus.WAITING, RequestStatus.PREEMPTED}
+                assert not request.cache_map.blocks and request.row < 0, "a waiting request holds something"
+            for request in queues.running:
+                assert request.status is RequestStatus.RUNNING
+                held.extend(request.cache_map.blocks)
+                rows.append(request.row)
+                capacity = len(request.cache_map.blocks) * self.config.block_size
+                assert request.num_confirmed_tokens <= request.num_computed_tokens <= capacity
+                assert request.num_computed_tokens <= request.num_expected_tokens
+            for request in (*queues.waiting, *queues.running):
+                assert self._requests.get(request.request_id) is request, "a queued request is unknown"
+        assert sorted(rows) == list(range(self.config.max_num_seqs)), "a row is lost or owned twice"
+        assert len(self._requests) == sum(len(q.waiting) + len(q.running) for q in self._scheduler.queues.values())
+        self._scheduler.pool.check_integrity(held)
+
+    def _check(self, spec: EngineRequest) -> None:
+        if not spec.prompt_token_ids:
+            raise InvalidRequestError("The prompt is empty.", param="prompt", code="invalid_value")
+        if spec.request_id in self._requests:
+            raise InvalidRequestError(f"A request '{spec.request_id}' is already running.", param="request_id")
+        total = len(spec.prompt_token_ids) + spec.sampling.max_tokens
+        if total > self.config.max_model_len:
+            raise ContextLengthError(
+                f"This model's context is {self.config.max_model_len} tokens; the prompt has "
+                f"{len(spec.prompt_token_ids)} and {spec.sampling.max_tokens} more were asked for."
+            )
+
+    def _confirm(self, flight: _InFlight, result: ModelRunnerOutput, now: float) -> Iterator[RequestOutput]:
+        self._steps += 1
+        self._step_seconds += result.latency
+        tokens = iter(result.token_ids)
+        logprobs: Iterator[TokenLogprobs | None] = iter(result.logprobs) if result.logprobs else repeat(None)
+        for chunk, request, epoch in zip(flight.output.chunks, flight.requests, flight.epochs, strict=True):
+            token, token_logprobs = (next(tokens), next(logprobs)) if chunk.sample else (None, None)
+            if request.status is RequestStatus.FINISHED or request.epoch != epoch:
+                continue
+            self._confirm_progress(request, chunk)
+            if token is not None:
+                request.num_placeholders -= 1
+                yield self._append_token(request, token, token_logprobs, now)
+
+    def _confirm_progress(self, request: Request, chunk: Chunk) -> None:
+        if chunk.length == 1 and chunk.sample:
+            self._decode_tokens += 1
+        else:
+            self._prefill_tokens += chunk.length
+        if request.status is not RequestStatus.RUNNING:
+            return  # preempted meanwhile: the token counts, the cache is gone
+        request.num_confirmed_tokens = chunk.start + chunk.length
+        cache_map, block_size = request.cache_map, self.config.block_size
+        num_full = request.num_confirmed_tokens // block_size
+        if num_full <= cache_map.num_published or not self.config.enable_prefix_caching:
+            return
+        extend_hashes(cache_map.hashes, request.token_ids, block_size, request.spec.cache_salt)
+        for index in range(cache_map.num_published, num_full):
+            self._scheduler.pool.publish(cache_map.blocks[index], cache_map.hashes[index])
+        cache_map.num_published = num_full
+
+    def _append_token(
+        self, request: Request, token: int, token_logprobs: TokenLogprobs | None, now: float
+    ) -> RequestOutput:
+        if token == INVALID_TOKEN:
+            return self._fail_invalid(request, now)
+        times, sampling = request.times, request.spec.sampling
+        times.first_token = now if times.first_token is None else times.first_token
+        times.last_token = now
+        request.token_ids.append(token)
+        logprobs = None if token_logprobs is None else [token_logprobs]
+        num_output = request.num_output_tokens
+        if token in sampling.stop_token_ids and num_output >= sampling.min_tokens:
+            return self._finish(request, FinishReason.STOP, now, [token], logprobs, stop_token_id=token)
+        if num_output >= sampling.max_tokens:
+            return self._finish(request, FinishReason.LENGTH, now, [token], logprobs)
+        return _output(request, [token], logprobs)
+
+    def _fail_invalid(self, request: Request, now: float) -> RequestOutput:
+        """NaN logits end this request only, and what it computed leaves the prefix cache (E7)."""
+        for block in request.cache_map.blocks:
+            self._scheduler.pool.withdraw(block)
+        error = EngineStepError("The model gave no finite logits for this request.")
+        return self._finish(request, FinishReason.ERROR, now, [], None, error=error)
+
+    def _rewind(self, flight: _InFlight, now: float, error: TidemillError) -> list[RequestOutput]:
+        self._failed_steps += 1
+        outputs = []
+        for request, epoch in zip(flight.requests, flight.epochs, strict=True):
+            if request.status is RequestStatus.FINISHED or request.epoch != epoch:
+                continue
+            request.epoch += 1
+            request.num_placeholders = 0
+            request.num_step_failures += 1
+            online = request.request_class is RequestClass.ONLINE
+            if online or request.num_step_failures >= MAX_STEP_FAILURES:
+                outputs.append(self._finish(request, FinishReason.ERROR, now, [], None, error=error))
+            elif request.status is RequestStatus.RUNNING:
+                # The runner may have applied only part of the step's deltas: the row is written whole again.
+                self._scheduler.preempt(request, "step_failure")
+        return outputs
+
+    def _finish(
+        self,
+        request: Request,
+        reason: FinishReason,
+        now: float,
+        token_ids: list[int],
+        logprobs: list[TokenLogprobs] | None,
+        *,
+        stop_token_id: int | None = None,
+        error: TidemillError | None = None,
+    ) -> RequestOutput:
+        self._scheduler.give_up(request)
+        request.move_to(RequestStatus.FINISHED)
+        del self._requests[request.request_id]
+        request.times.finished = now
+        output = _output(request, token_ids, logprobs)
+        output.finish_reason, output.stop_token_id, output.error = reason, stop_token_id, error
+        return output
+
+
+def _output(request: Request, token_ids: list[int], logprobs: list[TokenLogprobs] | None) -> RequestOutput:
+    return RequestOutput(
+        request_id=request.request_id,
+        token_ids=token_ids,
+        logprobs=logprobs,
+        times=request.times,
+        num_prompt_tokens=request.num_prompt_tokens,
+        num_cached_tokens=request.num_cached_tokens,
+        num_output_tokens=request.num_output_tokens,
+        num_preemptions=request.num_preemptions,
+    )
