@@ -1,0 +1,239 @@
+"""Engine: the async loop around EngineCore, the one place that joins the control plane with the data plane.
+
+Model steps run one after another in one worker thread; the loop schedules, awaits and hands outputs to their streams.
+It wakes on events, never polls, and never waits on a client: a stream that is not read fills its own bounded queue and
+its request is ended. Implements `engine.client.EngineClient` in this process.
+"""
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
+
+from engine.client import EngineInfo
+from engine.core import EngineCore
+from engine.errors import EngineStepError, EngineUnavailableError, TidemillError
+from engine.request import EngineRequest, FinishReason, RequestOutput, RequestTimes, SamplingParams
+from engine.scheduling.output import ModelRunnerOutput, SchedulerOutput
+from engine.stats import EngineStats
+
+log = logging.getLogger("tidemill.engine")
+
+STREAM_LIMIT = 1024
+WARM_UP_ID = "warm-up"
+
+
+class ModelRunner(Protocol):
+    """The data plane as the loop sees it; `execute` blocks and runs in the worker thread."""
+
+    def execute(self, output: SchedulerOutput) -> ModelRunnerOutput: ...
+
+
+class RequestStream:
+    """The outputs of one request: a bounded queue between the engine loop and one reader on the same event loop."""
+
+    def __init__(self, engine: "Engine", request_id: str, *, final_only: bool) -> None:
+        self._engine = engine
+        self._request_id = request_id
+        self._final_only = final_only
+        self._outputs: deque[RequestOutput] = deque()
+        self._pending: RequestOutput | None = None
+        self._readable = asyncio.Event()
+        self._ended = False
+
+    def __aiter__(self) -> "RequestStream":
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        while not self._outputs:
+            if self._ended:
+                raise StopAsyncIteration
+            self._readable.clear()
+            await self._readable.wait()
+        return self._outputs.popleft()
+
+    async def aclose(self) -> None:
+        """Abort the request if it has not ended; safe to call at any time."""
+        self._engine.abort(self._request_id)
+
+    def push(self, output: RequestOutput) -> bool:
+        """Queue an output for the reader; False when the reader is too far behind."""
+        if self._final_only:
+            output = self._pending = _merged(self._pending, output)
+            if output.finish_reason is None:
+                return True
+        self._outputs.append(output)
+        self._ended = output.finish_reason is not None
+        self._readable.set()
+        return self._ended or len(self._outputs) < STREAM_LIMIT
+
+
+class Engine:
+    """One model on one device, in this process. `core` and `runner` must agree on pool and block size.
+
+    `watchdog_seconds`: a step that runs longer makes `alive` False.
+    """
+
+    def __init__(
+        self,
+        core: EngineCore,
+        runner: ModelRunner,
+        info: EngineInfo,
+        *,
+        watchdog_seconds: float = 60.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.info = info
+        self._core = core
+        self._runner = runner
+        self._clock = clock
+        self._watchdog_seconds = watchdog_seconds
+        self._streams: dict[str, RequestStream] = {}
+        self._in_flight: deque[tuple[SchedulerOutput, asyncio.Future[ModelRunnerOutput]]] = deque()
+        self._step_started: float | None = None
+        self._wake = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tidemill-runner")
+        self._loop_task: asyncio.Task[None] | None = None
+        self._warm = self._draining = self._stopping = False
+
+    @property
+    def alive(self) -> bool:
+        if self._loop_task is None or self._loop_task.done():
+            return False
+        return self._step_started is None or self._clock() - self._step_started < self._watchdog_seconds
+
+    @property
+    def ready(self) -> bool:
+        return self._warm and self.alive and not self._draining
+
+    async def start(self) -> None:
+        """Start the loop and run one request through it; raises what the runner raised if that fails."""
+        self._loop_task = asyncio.create_task(self._run(), name="tidemill-engine")
+        length = min(8, self.info.max_model_len - 2)
+        spec = EngineRequest(WARM_UP_ID, (0,) * length, SamplingParams(max_tokens=2, temperature=0.0), final_only=True)
+        async for output in self.add(spec):
+            if output.error is not None:
+                await self.stop()
+                raise output.error
+        self._warm = True
+
+    async def stop(self, drain_seconds: float = 0.0) -> None:
+        """Refuse new work, let requests end for `drain_seconds`, abort the rest, stop the loop and the worker."""
+        self._draining = True
+        if self._loop_task is None:
+            return
+        if drain_seconds > 0 and self._streams and self.alive:
+            self._idle.clear()
+            try:
+                await asyncio.wait_for(self._idle.wait(), drain_seconds)
+            except TimeoutError:
+                log.info("%d requests did not end within %.0f s", len(self._streams), drain_seconds)
+        for request_id in list(self._streams):
+            self.abort(request_id)
+        self._stopping = True
+        self._wake.set()
+        await asyncio.wait([self._loop_task])
+        self._executor.shutdown(wait=False)
+
+    def add(self, request: EngineRequest) -> RequestStream:
+        """See EngineClient.add."""
+        if self._draining:
+            raise EngineUnavailableError("The server is shutting down.", retry_after=5.0)
+        if not self.alive:
+            raise EngineUnavailableError("The engine is not running.", retry_after=5.0)
+        self._core.add_request(request, self._clock())
+        stream = RequestStream(self, request.request_id, final_only=request.final_only)
+        self._streams[request.request_id] = stream
+        self._wake.set()
+        return stream
+
+    def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
+        """See EngineClient.abort."""
+        if request_id not in self._streams:
+            return
+        output = self._core.abort(request_id, self._clock(), reason)
+        assert output is not None, "a stream is open for a request that the core does not know"
+        self._deliver(output)
+        self._wake.set()
+
+    def stats(self) -> EngineStats:
+        return self._core.stats()
+
+    async def _run(self) -> None:
+        try:
+            while not self._stopping or self._in_flight:
+                self._launch()
+                if self._in_flight:
+                    await self._complete_oldest()
+                else:
+                    await self._wake.wait()
+        except BaseException as error:
+            self._fail_all(error)
+            raise
+
+    def _launch(self) -> None:
+        """Schedule steps until the pipeline is full or nothing can run."""
+        self._wake.clear()
+        depth = self._core.config.pipeline_depth
+        while not self._stopping and len(self._in_flight) <= depth:
+            output = self._core.schedule(self._clock())
+            if output is None:
+                return
+            loop = asyncio.get_running_loop()
+            self._step_started = self._step_started or self._clock()
+            self._in_flight.append((output, loop.run_in_executor(self._executor, self._runner.execute, output)))
+
+    async def _complete_oldest(self) -> None:
+        output, future = self._in_flight[0]
+        error: TidemillError | None = None
+        result: ModelRunnerOutput | None = None
+        try:
+            result = await future
+        except Exception as cause:  # whatever a model step raises must end at its requests, not at the server
+            log.exception("step %d failed", output.step_id)
+            error = EngineStepError("The model step failed under this request.")
+            error.__cause__ = cause
+        self._in_flight.popleft()
+        self._step_started = self._clock() if self._in_flight else None
+        for request_output in self._core.update(output, result, self._clock(), error):
+            self._deliver(request_output)
+
+    def _deliver(self, output: RequestOutput) -> None:
+        stream = self._streams[output.request_id]
+        keeps_up = stream.push(output)
+        if output.finish_reason is not None:
+            del self._streams[output.request_id]
+            if not self._streams:
+                self._idle.set()
+        elif not keeps_up:
+            self.abort(output.request_id)
+
+    def _fail_all(self, error: BaseException) -> None:
+        """The loop itself broke: nothing can be stepped any more, so every open stream ends with an error."""
+        if not isinstance(error, asyncio.CancelledError):
+            log.critical("the engine loop ended: %r", error, exc_info=error)
+        for request_id, stream in list(self._streams.items()):
+            failure = EngineUnavailableError("The engine stopped while this request was running.", retry_after=5.0)
+            now = self._clock()
+            stream.push(
+                RequestOutput(
+                    request_id, [], None, RequestTimes(now, finished=now), 0, 0, 0, FinishReason.ERROR, error=failure
+                )
+            )
+        self._streams.clear()
+        self._idle.set()
+
+
+def _merged(pending: RequestOutput | None, output: RequestOutput) -> RequestOutput:
+    """The newest output carrying all tokens so far, appended in place: one list however long the answer."""
+    if pending is not None:
+        pending.token_ids.extend(output.token_ids)
+        output.token_ids = pending.token_ids
+        if pending.logprobs is not None:
+            pending.logprobs.extend(output.logprobs or [])
+            output.logprobs = pending.logprobs
+    return output
