@@ -1,0 +1,64 @@
+"""The frozen configuration of the HTTP server. Like `EngineConfig`, its fields are the command line's flags: a field's
+`metadata` holds the flag's help and choices. Knows nothing of the engine."""
+
+import ipaddress
+from dataclasses import dataclass, field
+from typing import Any
+
+from engine.errors import ConfigError
+
+LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
+
+
+def _flag(default: Any, help_text: str, choices: tuple[str, ...] = (), *, secret: bool = False) -> Any:
+    return field(default=default, repr=not secret, metadata={"help": help_text, "choices": choices})
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    """What a user may say about the server. Raises ConfigError, naming the flag, when a value cannot be served.
+
+    `api_key` holds the accepted keys as given (empty: no key is asked for); `repr` leaves them out. Durations are
+    seconds, sizes bytes.
+    """
+
+    host: str = _flag("127.0.0.1", "address to listen on; any but loopback needs --api-key")
+    port: int = _flag(8000, "TCP port; 0 lets the system choose")
+    api_key: tuple[str, ...] = _flag(
+        (), "a key that clients must send; repeat for several (better: in the environment)", secret=True
+    )
+    served_model_name: tuple[str, ...] = _flag(
+        (), "model name in the API; repeat for aliases (default: the model's folder name)"
+    )
+    chat_template: str | None = _flag(None, "file with a Jinja chat template (default: the checkpoint's)")
+    max_body_bytes: int = _flag(4 * 1024 * 1024, "largest request body; beyond it 413")
+    shutdown_timeout: float = _flag(30.0, "seconds that running requests may take to end after SIGTERM")
+    log_level: str = _flag("info", "how much the server logs", LOG_LEVELS)
+
+    def __post_init__(self) -> None:
+        if not self.host.strip():
+            raise ConfigError("--host must not be empty (0.0.0.0 or :: listens on every address)")
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"--port must be between 0 and 65535, not {self.port}")
+        if self.max_body_bytes < 1024:
+            raise ConfigError(f"--max-body-bytes must be at least 1024, not {self.max_body_bytes}")
+        if not 0.0 <= self.shutdown_timeout <= 86400.0:
+            raise ConfigError(f"--shutdown-timeout must be between 0 and 86400, not {self.shutdown_timeout}")
+        if self.log_level not in LOG_LEVELS:
+            raise ConfigError(f"--log-level must be one of {', '.join(LOG_LEVELS)}, not {self.log_level!r}")
+        if any(not key or key != key.strip() for key in self.api_key):
+            raise ConfigError("--api-key must not be empty and must not begin or end with white space")
+        if any(not name.strip() for name in self.served_model_name):
+            raise ConfigError("--served-model-name must not be empty")
+        if not self.api_key and not is_loopback(self.host):
+            raise ConfigError(f"--host {self.host} is reachable from other machines: set --api-key, or use 127.0.0.1")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach `host`. Names are not resolved: all but localhost count as reachable."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
