@@ -1,0 +1,215 @@
+"""Trains the packaged demo model from text that `corpus` writes: ``python -m engine.models.demo.train [--out DIR]``.
+
+Two processor cores need a few minutes. The forward and backward passes are transformers' `LlamaForCausalLM`, so the
+weights are by construction those of an ordinary Llama. Knows nothing about serving.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from engine.models.demo.corpus import Corpus
+from engine.models.demo.phrases import Item
+from engine.models.demo.tokenizer import CONTEXT, DialogueEncoder, build_tokenizer, save_tokenizer
+
+WEIGHTS = Path(__file__).parent / "weights"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Size of the model and length of the training."""
+
+    hidden: int = 256
+    layers: int = 5
+    heads: int = 8
+    ffn: int = 576
+    row_lengths: tuple[int, ...] = (512, CONTEXT)  # a dialogue goes into the shortest row that holds it
+    tokens: int = 4096  # per step
+    steps: int = 1000
+    peak_rate: float = 0.02  # matrices, Muon; the embedding takes a fifth of it, AdamW
+    vocabulary_dialogues: int = 6000
+    seed: int = 0
+
+
+def new_model(settings: Settings, vocab_size: int, end: int, pad: int) -> LlamaForCausalLM:
+    """A Llama with full multi-head attention, whose hidden state is half the size of its keys and values."""
+    config = LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=settings.hidden,
+        num_hidden_layers=settings.layers,
+        num_attention_heads=settings.heads,
+        num_key_value_heads=settings.heads,
+        intermediate_size=settings.ffn,
+        max_position_embeddings=CONTEXT,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=end,
+        pad_token_id=pad,
+        attn_implementation="sdpa",
+    )
+    return LlamaForCausalLM(config)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Packed rows: ids, positions that restart at every dialogue, and what is to be learnt; all [rows, length]."""
+
+    ids: Tensor
+    positions: Tensor
+    learn: Tensor
+
+
+def packed(corpus: Corpus, encoder: DialogueEncoder, settings: Settings) -> Iterator[Batch]:
+    """Batches without end, each of rows of one length: attention over short rows costs far less."""
+    pools: dict[int, list[list[tuple[list[int], list[bool]]]]] = {length: [[]] for length in settings.row_lengths}
+    for messages in corpus.dialogues():
+        ids, learn = encoder.encode(messages)
+        length = next((n for n in settings.row_lengths if len(ids) <= n), 0)
+        if not length:
+            continue
+        rows = pools[length]
+        if sum(len(part[0]) for part in rows[-1]) + len(ids) > length:
+            if len(rows) >= settings.tokens // length:
+                yield _batch(rows, length)
+                rows.clear()
+            rows.append([])
+        rows[-1].append((ids, learn))
+
+
+def _batch(rows: list[list[tuple[list[int], list[bool]]]], length: int) -> Batch:
+    shape = (len(rows), length)
+    ids, positions = torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long)
+    learn = torch.zeros(shape, dtype=torch.bool)
+    for r, row in enumerate(rows):
+        at = 0
+        for part, wanted in row:
+            end = at + len(part)
+            ids[r, at:end] = torch.tensor(part)
+            positions[r, at:end] = torch.arange(len(part))
+            learn[r, at:end] = torch.tensor(wanted)
+            at = end
+        positions[r, at:] = torch.arange(length - at)
+    return Batch(ids, positions, learn)
+
+
+def loss_of(model: LlamaForCausalLM, batch: Batch) -> Tensor:
+    """Mean cross-entropy of the assistant's tokens; logits are computed for those only."""
+    hidden = model.model(input_ids=batch.ids, position_ids=batch.positions, use_cache=False).last_hidden_state
+    wanted = batch.learn[:, 1:]
+    logits = model.lm_head(hidden[:, :-1][wanted])
+    return nn.functional.cross_entropy(logits.float(), batch.ids[:, 1:][wanted])
+
+
+def optimizers(model: LlamaForCausalLM, peak: float) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices inside the layers (it needs far fewer steps), AdamW for the rest."""
+    matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "layers" in name]
+    others = [p for name, p in model.named_parameters() if not (p.ndim == 2 and "layers" in name)]
+    muon = torch.optim.Muon(matrices, lr=peak, weight_decay=0.01, momentum=0.95)
+    return [muon, torch.optim.AdamW(others, lr=peak / 5, weight_decay=0.0, betas=(0.9, 0.98))]
+
+
+def _rate(progress: float) -> float:
+    """Share of the peak rate: a short warm-up, then a cosine to nothing."""
+    return min(1.0, progress / 0.02) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+
+
+def fit(model: LlamaForCausalLM, batches: Iterator[Batch], settings: Settings, minutes: float) -> None:
+    """Train for ``settings.steps`` steps, or for ``minutes`` where that is shorter (the schedule follows either)."""
+    both = optimizers(model, settings.peak_rate)
+    peaks = [group["lr"] for o in both for group in o.param_groups]
+    start = time.monotonic()
+    model.train()
+    for step in itertools.count():
+        progress = max(step / settings.steps, (time.monotonic() - start) / (60 * minutes))
+        if progress >= 1:
+            break
+        for group, peak in zip((g for o in both for g in o.param_groups), peaks, strict=True):
+            group["lr"] = peak * max(_rate(progress), 1e-3)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = loss_of(model, next(batches))
+        torch.autograd.backward(loss)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimizer in both:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        if step % 50 == 0:
+            print(f"step {step:5d}  loss {loss.item():.4f}  {time.monotonic() - start:6.1f} s", flush=True)
+    model.eval()
+
+
+@torch.inference_mode()
+def greedy_matches(model: LlamaForCausalLM, encoder: DialogueEncoder, items: list[Item]) -> list[bool]:
+    """For each question: is the greedy answer exactly the expected one? One forward pass of both decides it."""
+    found = []
+    for item in items:
+        messages = [{"role": "user", "content": item.question}, {"role": "assistant", "content": item.answer}]
+        ids, learn = encoder.encode(messages)
+        best = model(input_ids=torch.tensor([ids])).logits[0].argmax(-1)
+        wanted = torch.tensor(learn)[1:]
+        found.append(bool((best[:-1][wanted] == torch.tensor(ids)[1:][wanted]).all()))
+    return found
+
+
+def report(model: LlamaForCausalLM, encoder: DialogueEncoder, items: list[Item]) -> str:
+    """A table: held-out questions answered exactly as expected, per category."""
+    table: dict[str, list[bool]] = defaultdict(list)
+    for item, right in zip(items, greedy_matches(model, encoder, items), strict=True):
+        table[item.category].append(right)
+    table["all"] = [right for rows in list(table.values()) for right in rows]
+    lines = ((name, sum(rows), len(rows)) for name, rows in table.items())
+    return "\n".join(f"{name:16s} {right:4d} of {asked:4d}  {right / asked:7.1%}" for name, right, asked in lines)
+
+
+def save(model: LlamaForCausalLM, folder: Path) -> None:
+    """Write config.json, generation_config.json and model.safetensors (bfloat16)."""
+    model.generation_config = GenerationConfig(
+        eos_token_id=model.config.eos_token_id, pad_token_id=model.config.pad_token_id, do_sample=False
+    )
+    model.to(torch.bfloat16).save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["name"] = "tidemill-demo"
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def train(folder: Path, settings: Settings, minutes: float, questions: int = 1500) -> str:
+    """Make the whole model folder from nothing; returns the closing table."""
+    torch.manual_seed(settings.seed)
+    folder.mkdir(parents=True, exist_ok=True)
+    sample = itertools.islice(Corpus(settings.seed).dialogues(), settings.vocabulary_dialogues)
+    save_tokenizer(build_tokenizer(m["content"] for dialogue in sample for m in dialogue), folder)
+    encoder = DialogueEncoder(PreTrainedTokenizerFast.from_pretrained(folder))
+    tokenizer = encoder.tokenizer
+    model = new_model(settings, len(tokenizer), encoder.end, tokenizer.pad_token_id)
+    print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(tokenizer)} tokens", flush=True)
+    fit(model, packed(Corpus(settings.seed + 1), encoder, settings), settings, minutes)
+    save(model, folder)
+    return report(model.float(), encoder, Corpus(settings.seed + 2).tests(questions))
+
+
+def main() -> None:
+    """Parse the command line and train."""
+    parser = argparse.ArgumentParser(description="Train the packaged demo model tidemill-demo.")
+    parser.add_argument("--out", type=Path, default=WEIGHTS, help="folder to write (default: the packaged one)")
+    parser.add_argument("--minutes", type=float, default=15.0, help="stop after this time at the latest")
+    parser.add_argument("--steps", type=int, default=Settings.steps)
+    parser.add_argument("--threads", type=int, default=2)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    print(train(options.out, Settings(steps=options.steps), options.minutes))
+
+
+if __name__ == "__main__":
+    main()
