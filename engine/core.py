@@ -52,6 +52,7 @@ class EngineCore:
         self._requests: dict[str, Request] = {}
         self._in_flight: deque[_InFlight] = deque()
         self._next_step_id = 0
+        self._undone_through = -1
         self._num_arrived = 0
         self._steps = self._failed_steps = 0
         self._prefill_tokens = self._decode_tokens = 0
@@ -106,11 +107,14 @@ class EngineCore:
         """Take in what the oldest step in flight gave: a result, or `error` when it failed.
 
         A failed step is rewound to the last confirmed progress: offline requests run again (at most
-        `MAX_STEP_FAILURES` times), online ones end with the error. Returns the outputs of this step's requests.
+        `MAX_STEP_FAILURES` times), online ones end with the error. What steps in flight behind it give is ignored,
+        and their requests run again. Returns the outputs of this step's requests.
         """
         flight = self._in_flight.popleft()
         assert flight.output is output, "steps must be updated in the order they were scheduled"
-        if result is None:
+        if output.step_id <= self._undone_through:
+            outputs = []  # it was built on a step that failed; whatever it gave, its requests run again
+        elif result is None:
             outputs = self._rewind(flight, now, error or EngineStepError("The model step failed."))
         else:
             outputs = list(self._confirm(flight, result, now))
@@ -226,21 +230,39 @@ class EngineCore:
         return self._finish(request, FinishReason.ERROR, now, [], None, error=error)
 
     def _rewind(self, flight: _InFlight, now: float, error: TidemillError) -> list[RequestOutput]:
+        """Undo a failed step and the steps in flight behind it, which were built on its tokens.
+
+        The runner may have applied only part of the deltas: every row concerned is released and written whole again.
+        """
         self._failed_steps += 1
+        self._undone_through = self._next_step_id - 1
         outputs = []
-        for request, epoch in zip(flight.requests, flight.epochs, strict=True):
-            if request.status is RequestStatus.FINISHED or request.epoch != epoch:
-                continue
-            request.epoch += 1
-            request.num_placeholders = 0
+        for request in self._live(flight):
             request.num_step_failures += 1
             online = request.request_class is RequestClass.ONLINE
             if online or request.num_step_failures >= MAX_STEP_FAILURES:
+                request.epoch += 1
                 outputs.append(self._finish(request, FinishReason.ERROR, now, [], None, error=error))
-            elif request.status is RequestStatus.RUNNING:
-                # The runner may have applied only part of the step's deltas: the row is written whole again.
-                self._scheduler.preempt(request, "step_failure")
+            else:
+                self._restart(request)
+        for later in self._in_flight:
+            for request in self._live(later):
+                self._restart(request)
+        for undone in (flight, *self._in_flight):
+            self._scheduler.released_rows.extend(undone.output.released_rows)
         return outputs
+
+    @staticmethod
+    def _live(flight: _InFlight) -> list[Request]:
+        """The step's requests that have neither ended nor been rewound since."""
+        pairs = zip(flight.requests, flight.epochs, strict=True)
+        return [r for r, epoch in pairs if r.status is not RequestStatus.FINISHED and r.epoch == epoch]
+
+    def _restart(self, request: Request) -> None:
+        request.epoch += 1
+        request.num_placeholders = 0
+        if request.status is RequestStatus.RUNNING:
+            self._scheduler.preempt(request, "step_failure")
 
     def _finish(
         self,

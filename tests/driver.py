@@ -1,0 +1,102 @@
+"""Drives an EngineCore and a runner by hand: a virtual clock, the pipeline's depth, and integrity after every move."""
+
+from collections import deque
+
+from engine.config import SchedulerConfig
+from engine.core import EngineCore
+from engine.engine import ModelRunner
+from engine.errors import EngineStepError
+from engine.request import EngineRequest, FinishReason, RequestClass, RequestOutput, SamplingParams
+from engine.scheduling.output import SchedulerOutput
+
+
+def make_request(
+    request_id: str,
+    prompt: list[int] | tuple[int, ...],
+    max_tokens: int = 4,
+    *,
+    request_class: RequestClass = RequestClass.ONLINE,
+    salt: bytes = b"",
+    **sampling: object,
+) -> EngineRequest:
+    params = SamplingParams(max_tokens=max_tokens, **{"temperature": 0.0, **sampling})  # type: ignore[arg-type]
+    return EngineRequest(request_id, tuple(prompt), params, request_class, salt)
+
+
+class Driver:
+    """`outputs` collects the tokens of every request, `finals` the terminal output of every ended one."""
+
+    def __init__(self, runner: ModelRunner, config: SchedulerConfig) -> None:
+        self.core = EngineCore(config)
+        self.runner = runner
+        self.now = 0.0
+        self.in_flight: deque[SchedulerOutput] = deque()
+        self.poisoned: list[SchedulerOutput] = []
+        self.steps: list[SchedulerOutput] = []
+        self.outputs: dict[str, list[int]] = {}
+        self.finals: dict[str, RequestOutput] = {}
+
+    def add(self, *requests: EngineRequest) -> None:
+        for request in requests:
+            self.core.add_request(request, self.now)
+            self.outputs[request.request_id] = []
+
+    def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
+        output = self.core.abort(request_id, self.now, reason)
+        if output is not None:
+            self._take(output)
+        self.core.check_integrity()
+
+    def launch(self) -> bool:
+        """Schedule one step if the pipeline has room."""
+        if len(self.in_flight) > self.core.config.pipeline_depth:
+            return False
+        output = self.core.schedule(self.now)
+        self.core.check_integrity()
+        if output is None:
+            return False
+        self.in_flight.append(output)
+        self.steps.append(output)
+        return True
+
+    def complete(self) -> None:
+        """Execute and update the oldest step in flight."""
+        output = self.in_flight.popleft()
+        self.now += 1.0
+        result, error = None, None
+        try:
+            if output in self.poisoned:
+                raise RuntimeError("built on a step that failed")
+            result = self.runner.execute(output)
+        except RuntimeError as cause:
+            error = EngineStepError(str(cause))
+            if output not in self.poisoned:
+                self.poisoned = list(self.in_flight)
+        for request_output in self.core.update(output, result, self.now, error):
+            self._take(request_output)
+        self.core.check_integrity()
+
+    def step(self) -> bool:
+        """Fill the pipeline, then complete its oldest step; False when nothing could run."""
+        while self.launch():
+            pass
+        if not self.in_flight:
+            return False
+        self.complete()
+        return True
+
+    def run(self, max_steps: int = 20_000) -> None:
+        """Step until idle; everything must have ended and nothing may be left allocated."""
+        for _ in range(max_steps):
+            if not self.step():
+                break
+        assert not self.core.has_requests, "requests are left but nothing can run"
+        stats = self.core.stats()
+        assert stats.units_owned == 0
+        assert stats.units_free + stats.units_cached == stats.units_total
+
+    def _take(self, output: RequestOutput) -> None:
+        assert output.request_id not in self.finals, "an output after the terminal one"
+        self.outputs[output.request_id].extend(output.token_ids)
+        if output.finish_reason is not None:
+            self.finals[output.request_id] = output

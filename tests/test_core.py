@@ -1,0 +1,293 @@
+"""EngineCore by hand: the contract of schedule/update at pipeline depth 0 and 1 over a runner that checks the cache."""
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from driver import Driver, make_request
+
+from engine.config import SchedulerConfig
+from engine.core import MAX_STEP_FAILURES
+from engine.errors import ContextLengthError, InvalidRequestError, QueueFullError
+from engine.execution.fake import FakeRunner, solo_tokens
+from engine.request import EngineRequest, FinishReason, RequestClass, RequestStatus
+
+VOCAB = 50
+BLOCK = 4
+
+
+@pytest.fixture(params=[0, 1], ids=["depth0", "depth1"])
+def depth(request: pytest.FixtureRequest) -> int:
+    return int(request.param)
+
+
+def make_driver(depth: int, *, runner: FakeRunner | None = None, **changes: Any) -> Driver:
+    settings: dict[str, Any] = {
+        "num_units": 64,
+        "max_model_len": 64,
+        "block_size": BLOCK,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 16,
+        "pipeline_depth": depth,
+    }
+    config = SchedulerConfig(**{**settings, **changes})
+    return Driver(runner or FakeRunner(block_size=BLOCK, vocab_size=VOCAB), config)
+
+
+def check_solo(driver: Driver, *requests: EngineRequest) -> None:
+    for request in requests:
+        expected = solo_tokens(list(request.prompt_token_ids), request.sampling, VOCAB)
+        assert driver.outputs[request.request_id] == expected, request.request_id
+
+
+def test_one_request(depth: int) -> None:
+    driver = make_driver(depth)
+    request = make_request("a", range(10), 6)
+    driver.add(request)
+    driver.run()
+    check_solo(driver, request)
+    final = driver.finals["a"]
+    assert final.finish_reason is FinishReason.LENGTH
+    assert (final.num_prompt_tokens, final.num_output_tokens, final.num_cached_tokens) == (10, 6, 0)
+    times = final.times
+    assert times.arrival == 0.0 and times.first_scheduled == 0.0
+    assert times.first_token is not None and times.last_token == times.finished
+
+
+def test_prompts_run_in_chunks_beside_decodes(depth: int) -> None:
+    driver = make_driver(depth)
+    first, second = make_request("a", range(5), 12), make_request("b", range(40), 4)
+    driver.add(first)
+    for _ in range(3):
+        driver.step()
+    driver.add(second)
+    driver.run()
+    check_solo(driver, first, second)
+    mixed = [s for s in driver.steps if {c.length == 1 for c in s.chunks} == {True, False}]
+    assert len(mixed) >= 2, "decode and prefill share steps"
+    assert all(s.num_tokens <= 16 for s in driver.steps)
+
+
+def test_requests_share_every_step(depth: int) -> None:
+    driver = make_driver(depth)
+    requests = [make_request(str(i), [i, 7, 9], 8) for i in range(5)]
+    driver.add(*requests)
+    driver.run()
+    check_solo(driver, *requests)
+    assert max(len(s.chunks) for s in driver.steps) == 5
+
+
+def test_no_more_requests_than_rows(depth: int) -> None:
+    driver = make_driver(depth, max_num_seqs=2)
+    requests = [make_request(str(i), [i] * 6, 5) for i in range(7)]
+    driver.add(*requests)
+    driver.run()
+    check_solo(driver, *requests)
+    assert max(len(s.chunks) for s in driver.steps) == 2
+
+
+def test_stop_token_ends_and_min_tokens_delays_it(depth: int) -> None:
+    prompt = [3, 1, 4]
+    free = solo_tokens(prompt, make_request("x", prompt, 12).sampling, VOCAB)
+    stop = frozenset({free[2]})
+    driver = make_driver(depth)
+    early = make_request("early", prompt, 12, stop_token_ids=stop)
+    late = make_request("late", prompt, 12, stop_token_ids=stop, min_tokens=6)
+    driver.add(early, late)
+    driver.run()
+    check_solo(driver, early, late)
+    assert driver.finals["early"].finish_reason is FinishReason.STOP
+    assert driver.finals["early"].stop_token_id == free[2]
+    assert driver.finals["early"].num_output_tokens == free.index(free[2]) + 1
+    assert driver.finals["late"].num_output_tokens >= 6
+
+
+def test_prefix_is_shared_within_a_tenant_only(depth: int) -> None:
+    driver = make_driver(depth)
+    prompt = list(range(20))
+    driver.add(make_request("first", prompt, 2, salt=b"one"))
+    driver.run()
+    same = make_request("same", [*prompt, 42], 2, salt=b"one")
+    exact = make_request("exact", prompt, 2, salt=b"one")
+    other = make_request("other", prompt, 2, salt=b"two")
+    driver.add(same, exact, other)
+    driver.run()
+    check_solo(driver, same, exact, other)
+    assert driver.finals["same"].num_cached_tokens == 20
+    assert driver.finals["exact"].num_cached_tokens == 16, "the last token is always computed"
+    assert driver.finals["other"].num_cached_tokens == 0
+
+
+def test_prefix_caching_can_be_switched_off(depth: int) -> None:
+    driver = make_driver(depth, enable_prefix_caching=False)
+    driver.add(make_request("a", range(20), 2))
+    driver.run()
+    driver.add(make_request("b", range(20), 2))
+    driver.run()
+    assert driver.finals["b"].num_cached_tokens == 0
+    assert driver.core.stats().units_cached == 0
+
+
+def test_cached_blocks_are_evicted_least_recently_used_first_and_offline_before_online(depth: int) -> None:
+    driver = make_driver(depth, num_units=2 * 12)
+    online, offline = list(range(8)), list(range(20, 28))
+    driver.add(make_request("on", online, 1))
+    driver.run()
+    driver.add(make_request("off", offline, 1, request_class=RequestClass.OFFLINE))
+    driver.run()
+    driver.add(make_request("big", range(30, 66 - 24), 28))  # needs ten blocks: two cached ones must go
+    driver.run()
+    driver.add(make_request("on2", [*online, 1], 1))
+    driver.run()
+    driver.add(make_request("off2", [*offline, 1], 1))
+    driver.run()
+    assert driver.finals["on2"].num_cached_tokens == 8
+    assert driver.finals["off2"].num_cached_tokens < 8
+
+
+def test_preemption_loses_nothing(depth: int) -> None:
+    driver = make_driver(depth, num_units=2 * 10)
+    requests = [make_request(str(i), [i] * 6, 30) for i in range(4)]
+    driver.add(*requests)
+    driver.run()
+    check_solo(driver, *requests)
+    assert driver.core.stats().preemptions["memory"] >= 2
+    assert sum(f.num_preemptions for f in driver.finals.values()) >= 2
+    assert driver.finals["0"].num_preemptions == 0, "the oldest is never the victim"
+
+
+def test_online_takes_memory_and_rows_from_offline(depth: int) -> None:
+    driver = make_driver(depth, num_units=2 * 12, max_num_seqs=2)
+    jobs = [make_request(f"off{i}", [i] * 8, 30, request_class=RequestClass.OFFLINE) for i in range(3)]
+    driver.add(*jobs)
+    for _ in range(4):
+        driver.step()
+    chats = [make_request(f"on{i}", [9, i] * 4, 16) for i in range(2)]
+    driver.add(*chats)
+    driver.run()
+    check_solo(driver, *jobs, *chats)
+    assert driver.core.stats().preemptions["online"] >= 1
+    assert all(driver.finals[c.request_id].num_preemptions == 0 for c in chats)
+
+
+def test_abort_in_every_state_frees_everything(depth: int) -> None:
+    driver = make_driver(depth, max_num_seqs=1)
+    driver.add(make_request("running", range(6), 40), make_request("waiting", range(6), 40))
+    driver.step()
+    driver.launch()  # one more step in flight while both are aborted
+    driver.abort("running")
+    driver.abort("waiting")
+    driver.abort("unknown")
+    assert {f.finish_reason for f in driver.finals.values()} == {FinishReason.ABORT}
+    driver.run()
+
+
+def test_abort_with_reason_stop(depth: int) -> None:
+    driver = make_driver(depth)
+    driver.add(make_request("a", range(6), 40))
+    driver.step()
+    driver.abort("a", FinishReason.STOP)
+    assert driver.finals["a"].finish_reason is FinishReason.STOP
+    driver.run()
+
+
+def test_units_wait_for_the_step_in_flight() -> None:
+    driver = make_driver(1)
+    driver.add(make_request("a", range(8), 20))
+    driver.step()
+    driver.launch()
+    driver.abort("a")
+    pool = driver.core._scheduler.pool
+    assert pool.num_deferred_units > 0
+    while driver.in_flight:
+        driver.complete()
+    assert pool.num_deferred_units == 0
+
+
+def test_failed_step_ends_online_and_repeats_offline(depth: int) -> None:
+    runner = FakeRunner(block_size=BLOCK, vocab_size=VOCAB, fail_steps=frozenset({2}))
+    driver = make_driver(depth, runner=runner)
+    job = make_request("job", range(6), 10, request_class=RequestClass.OFFLINE)
+    driver.add(make_request("chat", range(6), 10), job)
+    driver.run()
+    assert driver.finals["chat"].finish_reason is FinishReason.ERROR
+    assert driver.finals["chat"].error is not None
+    check_solo(driver, job)
+    after = make_request("after", range(9), 3)
+    driver.add(after)
+    driver.run()
+    check_solo(driver, after)
+    assert driver.core.stats().failed_steps == 1
+
+
+def test_offline_request_whose_steps_always_fail_ends(depth: int) -> None:
+    runner = FakeRunner(block_size=BLOCK, vocab_size=VOCAB, fail_steps=frozenset(range(100)))
+    driver = make_driver(depth, runner=runner)
+    driver.add(make_request("job", range(6), 10, request_class=RequestClass.OFFLINE))
+    driver.run()
+    assert driver.finals["job"].finish_reason is FinishReason.ERROR
+    assert driver.core.stats().failed_steps >= MAX_STEP_FAILURES
+
+
+def test_nan_ends_one_request_and_its_blocks_leave_the_index(depth: int) -> None:
+    bad = list(range(30, 42))
+    runner = FakeRunner(
+        block_size=BLOCK, vocab_size=VOCAB, invalid=lambda prefix: len(prefix) == 14 and prefix[0] == 30
+    )
+    driver = make_driver(depth, runner=runner)
+    good = make_request("good", range(12), 8)
+    driver.add(make_request("bad", bad, 8), good)
+    driver.run()
+    assert driver.finals["bad"].finish_reason is FinishReason.ERROR
+    check_solo(driver, good)
+    driver.add(make_request("again", bad[:11], 1))
+    driver.run()
+    assert driver.finals["again"].num_cached_tokens == 0
+
+
+def test_requests_that_can_never_run_are_refused() -> None:
+    driver = make_driver(0, max_num_waiting=2)
+    with pytest.raises(ContextLengthError):
+        driver.add(make_request("long", range(60), 5))
+    with pytest.raises(InvalidRequestError):
+        driver.add(make_request("empty", [], 5))
+    driver.add(make_request("a", [1], 1), make_request("b", [1], 1))
+    with pytest.raises(InvalidRequestError):
+        driver.add(make_request("a", [1], 1))
+    with pytest.raises(QueueFullError):
+        driver.add(make_request("c", [1], 1))
+    driver.add(make_request("job", [1], 1, request_class=RequestClass.OFFLINE))
+    driver.run()
+    assert sorted(driver.finals) == ["a", "b", "job"]
+
+
+def test_a_request_that_fills_the_pool_exactly(depth: int) -> None:
+    driver = make_driver(depth, num_units=2 * 16)
+    requests = [make_request(str(i), [i] * 34, 30) for i in range(3)]
+    driver.add(*requests)
+    driver.run()
+    check_solo(driver, *requests)
+
+
+def test_steps_are_deterministic(depth: int) -> None:
+    def run() -> list[Any]:
+        driver = make_driver(depth, num_units=2 * 12)
+        driver.add(*[make_request(str(i), [i % 3] * (5 + i), 12) for i in range(6)])
+        driver.run()
+        return driver.steps
+
+    assert run() == run()
+
+
+def test_illegal_transition_is_refused() -> None:
+    driver = make_driver(0)
+    driver.add(make_request("a", [1], 1))
+    request = driver.core._requests["a"]
+    with pytest.raises(AssertionError, match="illegal transition"):
+        request.move_to(RequestStatus.PREEMPTED)
+
+
+def test_the_core_loads_no_torch() -> None:
+    code = "import sys, engine.core, engine.client, engine.engine; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

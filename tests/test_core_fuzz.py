@@ -1,0 +1,164 @@
+"""The core against the solo run: random arrivals, aborts, failures, retries and shared prefixes on a full pool."""
+
+import hypothesis.strategies as st
+import pytest
+from driver import Driver, make_request
+from hypothesis import HealthCheck, given, settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from engine.config import SchedulerConfig
+from engine.execution.fake import FakeRunner, solo_tokens
+from engine.request import EngineRequest, FinishReason, RequestClass
+
+VOCAB = 40
+BLOCK = 4
+PREFIXES = ([], list(range(8)), list(range(13)), [1] * 21)
+
+request_shape = st.tuples(
+    st.sampled_from(PREFIXES),
+    st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=14),
+    st.integers(1, 20),
+    st.sampled_from([RequestClass.ONLINE, RequestClass.ONLINE, RequestClass.OFFLINE]),
+    st.sampled_from([b"", b"tenant"]),
+    st.frozensets(st.integers(0, VOCAB - 1), max_size=3),
+)
+# (steps to wait before it arrives, shape, steps after which it is aborted or 0, retried after the abort)
+arrival = st.tuples(st.integers(0, 4), request_shape, st.sampled_from([0, 0, 0, 1, 2, 3]), st.booleans())
+
+
+def build(request_id: str, shape: tuple) -> EngineRequest:  # type: ignore[type-arg]
+    prefix, tail, max_tokens, request_class, salt, stops = shape
+    return make_request(
+        request_id, [*prefix, *tail], max_tokens, request_class=request_class, salt=salt, stop_token_ids=stops
+    )
+
+
+def make_fuzz_driver(depth: int, num_blocks: int, seqs: int, chunk: int, prefix_caching: bool) -> Driver:
+    config = SchedulerConfig(
+        num_units=2 * num_blocks,
+        max_model_len=num_blocks * BLOCK,
+        block_size=BLOCK,
+        max_num_seqs=seqs,
+        max_num_batched_tokens=max(seqs, chunk),
+        enable_prefix_caching=prefix_caching,
+        pipeline_depth=depth,
+    )
+    return Driver(FakeRunner(block_size=BLOCK, vocab_size=VOCAB), config)
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    arrivals=st.lists(arrival, min_size=1, max_size=14),
+    num_blocks=st.integers(14, 22),
+    seqs=st.integers(1, 6),
+    chunk=st.integers(1, 24),
+    prefix_caching=st.booleans(),
+)
+def test_every_output_equals_the_solo_run(
+    depth: int,
+    arrivals: list,  # type: ignore[type-arg]
+    num_blocks: int,
+    seqs: int,
+    chunk: int,
+    prefix_caching: bool,
+) -> None:
+    driver = make_fuzz_driver(depth, num_blocks, seqs, chunk, prefix_caching)
+    requests: dict[str, EngineRequest] = {}
+    aborts: list[tuple[int, str, tuple | None]] = []  # type: ignore[type-arg]
+    step = 0
+
+    def advance() -> None:
+        nonlocal step
+        driver.step()
+        step += 1
+        for due in [a for a in aborts if a[0] <= step]:
+            aborts.remove(due)
+            driver.abort(due[1])
+            if due[2] is not None:
+                again = build(f"{due[1]}-again", due[2])
+                requests[again.request_id] = again
+                driver.add(again)
+
+    for index, (wait, shape, abort_after, retry) in enumerate(arrivals):
+        for _ in range(wait):
+            advance()
+        request = build(str(index), shape)
+        requests[request.request_id] = request
+        driver.add(request)
+        if abort_after:
+            aborts.append((step + abort_after, request.request_id, shape if retry else None))
+    while aborts:
+        advance()
+    driver.run()
+    for request_id, request in requests.items():
+        expected = solo_tokens(list(request.prompt_token_ids), request.sampling, VOCAB)
+        if driver.finals[request_id].finish_reason is FinishReason.ABORT:
+            assert driver.outputs[request_id] == expected[: len(driver.outputs[request_id])]
+        else:
+            assert driver.outputs[request_id] == expected
+
+
+class CoreMachine(RuleBasedStateMachine):
+    """Any order of arrivals, launches, completions, failures and aborts keeps every promise of the core."""
+
+    @initialize(depth=st.integers(0, 1), seqs=st.integers(1, 4), chunk=st.integers(4, 20))
+    def start(self, depth: int, seqs: int, chunk: int) -> None:
+        self.driver = make_fuzz_driver(depth, 14, seqs, chunk, True)
+        self.requests: dict[str, EngineRequest] = {}
+
+    @rule(shape=request_shape)
+    def arrive(self, shape: tuple) -> None:  # type: ignore[type-arg]
+        request = build(str(len(self.requests)), shape)
+        self.requests[request.request_id] = request
+        self.driver.add(request)
+
+    @rule()
+    def launch(self) -> None:
+        self.driver.launch()
+
+    @precondition(lambda self: self.driver.in_flight)
+    @rule()
+    def complete(self) -> None:
+        self.driver.complete()
+
+    @precondition(lambda self: self.driver.in_flight)
+    @rule()
+    def fail(self) -> None:
+        runner = self.driver.runner
+        assert isinstance(runner, FakeRunner)
+        runner.fail_steps = frozenset({self.driver.in_flight[0].step_id})
+        self.driver.complete()
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        self.driver.abort(data.draw(st.sampled_from(sorted(self.requests))))
+
+    @invariant()
+    def online_decodes_are_never_forgotten(self) -> None:
+        """Every running online decode that memory did not stop is in the newest step (HyGen Algorithm 1, corrected)."""
+        if not hasattr(self, "driver") or not self.driver.in_flight:
+            return
+        newest = self.driver.in_flight[-1]
+        scheduler = self.driver.core._scheduler
+        for request in scheduler.queues[RequestClass.ONLINE].running:
+            due = request.num_expected_tokens - request.num_computed_tokens == 1
+            wanted = request.num_expected_tokens < request.max_total_tokens
+            if due and wanted and request.num_placeholders == 0 and len(self.driver.in_flight) == 1:
+                had_room = request.num_computed_tokens < len(request.cache_map.blocks) * BLOCK
+                assert not had_room or request.last_step == newest.step_id or request.num_output_tokens == 0
+
+    def teardown(self) -> None:
+        if not hasattr(self, "driver"):
+            return
+        self.driver.run()
+        for request_id, request in self.requests.items():
+            final = self.driver.finals[request_id]
+            if final.finish_reason in {FinishReason.STOP, FinishReason.LENGTH}:
+                expected = solo_tokens(list(request.prompt_token_ids), request.sampling, VOCAB)
+                assert self.driver.outputs[request_id] == expected
+
+
+TestCoreMachine = CoreMachine.TestCase
+TestCoreMachine.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
