@@ -137,6 +137,8 @@ class Engine:
         self._stopping = True
         self._wake.set()
         await asyncio.wait([self._loop_task])
+        if not self._loop_task.cancelled():
+            self._loop_task.exception()  # already logged when it happened; read here so that asyncio does not repeat it
         self._executor.shutdown(wait=False)
 
     def add(self, request: EngineRequest) -> RequestStream:

@@ -1,0 +1,221 @@
+"""The async engine over the checking fake runner: streams, aborts, slow readers, failures, drain."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+from driver import make_request
+
+from engine.client import EngineClient, EngineInfo
+from engine.config import SchedulerConfig
+from engine.core import EngineCore
+from engine.engine import STREAM_LIMIT, Engine
+from engine.errors import EngineUnavailableError, InvalidRequestError
+from engine.execution.fake import FakeRunner, solo_tokens
+from engine.request import EngineRequest, FinishReason, RequestClass, RequestOutput
+from engine.scheduling.output import ModelRunnerOutput, SchedulerOutput
+
+VOCAB = 50
+
+
+def make_engine(depth: int = 0, runner: Any = None, **changes: Any) -> Engine:
+    settings: dict[str, Any] = {"num_units": 128, "max_model_len": 4096, "block_size": 64, "pipeline_depth": depth}
+    core = EngineCore(SchedulerConfig(**{**settings, **changes}))
+    info = EngineInfo(4096, VOCAB, frozenset(), "fake", "none", "none", 0)
+    return Engine(core, runner or FakeRunner(block_size=64, vocab_size=VOCAB), info)
+
+
+class GatedRunner:
+    """A fake runner whose steps wait for a permit, so that a test decides what happens while one is running."""
+
+    def __init__(self) -> None:
+        import threading
+
+        self.inner = FakeRunner(block_size=64, vocab_size=VOCAB)
+        self.permits = threading.Semaphore(0)
+        self.entered = threading.Semaphore(0)
+        self.open = True
+
+    def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
+        if not self.open:
+            self.entered.release()
+            assert self.permits.acquire(timeout=30)
+        return self.inner.execute(output)
+
+
+@pytest.fixture(params=[0, 1], ids=["depth0", "depth1"])
+async def engine(request: pytest.FixtureRequest) -> AsyncIterator[Engine]:
+    engine = make_engine(request.param)
+    await engine.start()
+    yield engine
+    await engine.stop()
+    assert engine._core.num_in_flight == 0
+    engine._core.check_integrity()
+
+
+async def collect(engine: EngineClient, request: EngineRequest) -> tuple[list[int], RequestOutput]:
+    tokens: list[int] = []
+    async for output in engine.add(request):
+        tokens += output.token_ids
+    return tokens, output
+
+
+def solo(request: EngineRequest) -> list[int]:
+    return solo_tokens(list(request.prompt_token_ids), request.sampling, VOCAB)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():  # noqa: ASYNC110 - the event is a state of the engine, which has no waiter for it
+        await asyncio.sleep(0)
+
+
+async def test_many_requests_at_once(engine: Engine) -> None:
+    requests = [make_request(str(i), range(i, i + 20 + i), 5 + i % 7) for i in range(40)]
+    results = await asyncio.gather(*[collect(engine, r) for r in requests])
+    assert [tokens for tokens, _ in results] == [solo(r) for r in requests]
+    assert engine.stats().units_owned == 0
+    assert engine.ready and engine.alive
+
+
+async def test_final_only_gives_one_output(engine: Engine) -> None:
+    plain = make_request("a", range(9), 12)
+    request = EngineRequest("b", plain.prompt_token_ids, plain.sampling, final_only=True)
+    outputs = [output async for output in engine.add(request)]
+    assert len(outputs) == 1
+    assert outputs[0].token_ids == solo(plain)
+
+
+async def test_aclose_aborts_even_before_the_first_read(engine: Engine) -> None:
+    stream = engine.add(make_request("a", range(9), 4000))
+    await stream.aclose()
+    await stream.aclose()
+    outputs = [output async for output in stream]
+    assert outputs[-1].finish_reason is FinishReason.ABORT
+    assert engine.stats().units_owned == 0 or engine._core.num_in_flight
+
+
+async def test_abort_with_reason_from_outside(engine: Engine) -> None:
+    stream = engine.add(make_request("a", range(9), 4000))
+    await anext(stream)
+    engine.abort("a", FinishReason.STOP)
+    engine.abort("nobody")
+    assert [o async for o in stream][-1].finish_reason is FinishReason.STOP
+
+
+async def test_a_reader_that_does_not_read_is_ended_and_others_go_on(engine: Engine) -> None:
+    lazy = engine.add(make_request("lazy", range(9), STREAM_LIMIT + 500))
+    busy = make_request("busy", range(9), STREAM_LIMIT + 800)
+    tokens, _ = await collect(engine, busy)
+    assert tokens == solo(busy)
+    outputs = [output async for output in lazy]
+    assert len(outputs) <= STREAM_LIMIT + 1
+    assert outputs[-1].finish_reason is FinishReason.ABORT
+
+
+async def test_invalid_requests_are_refused_before_anything_is_queued(engine: Engine) -> None:
+    with pytest.raises(InvalidRequestError):
+        engine.add(make_request("long", range(4000), 200))
+    assert not engine._streams
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+async def test_failed_step(depth: int) -> None:
+    engine = make_engine(depth, FakeRunner(block_size=64, vocab_size=VOCAB, fail_steps=frozenset({6})))
+    await engine.start()
+    job = make_request("job", range(5), 30, request_class=RequestClass.OFFLINE)
+    (_, chat_end), (job_tokens, _) = await asyncio.gather(
+        collect(engine, make_request("chat", range(5), 30)), collect(engine, job)
+    )
+    assert chat_end.finish_reason is FinishReason.ERROR and chat_end.error is not None
+    assert job_tokens == solo(job)
+    after = make_request("after", range(5), 3)
+    assert (await collect(engine, after))[0] == solo(after)
+    await engine.stop()
+
+
+async def test_warm_up_failure_is_raised_by_start() -> None:
+    engine = make_engine(0, FakeRunner(block_size=64, vocab_size=VOCAB, fail_steps=frozenset({0})))
+    with pytest.raises(Exception, match="failed"):
+        await engine.start()
+    assert not engine.ready
+
+
+async def test_stop_drains_then_aborts() -> None:
+    runner = GatedRunner()
+    engine = make_engine(0, runner)
+    await engine.start()
+    runner.open = False
+    short = engine.add(make_request("short", range(5), 2))
+    stopping = asyncio.create_task(engine.stop(drain_seconds=30))
+    await until(lambda: engine._draining)
+    assert not engine.ready
+    with pytest.raises(EngineUnavailableError):
+        engine.add(make_request("late", range(5), 2))
+    runner.permits.release(10)
+    await stopping
+    assert [o async for o in short][-1].finish_reason is FinishReason.LENGTH
+    assert not engine.alive
+
+
+async def test_stop_without_drain_ends_every_stream() -> None:
+    engine = make_engine(1)
+    await engine.start()
+    streams = [engine.add(make_request(str(i), range(5), 4000)) for i in range(4)]
+    await engine.stop()
+    for stream in streams:
+        assert [o async for o in stream][-1].finish_reason is FinishReason.ABORT
+
+
+async def test_requests_arriving_during_a_step_join_the_next() -> None:
+    runner = GatedRunner()
+    engine = make_engine(0, runner)
+    await engine.start()
+    runner.open = False
+    first = engine.add(make_request("first", range(5), 3))
+    assert await asyncio.to_thread(runner.entered.acquire, timeout=30)
+    second = engine.add(make_request("second", range(7), 3))
+    runner.permits.release(20)
+    assert len([o async for o in first]) == 3
+    assert len([o async for o in second]) == 3
+    # warm-up 2 steps, then: first alone, first + second three times at most
+    assert engine.stats().steps <= 2 + 4
+    await engine.stop()
+
+
+async def test_watchdog_sees_a_step_that_hangs() -> None:
+    runner = GatedRunner()
+    now = 0.0
+    core = EngineCore(SchedulerConfig(num_units=128, max_model_len=4096, block_size=64))
+    info = EngineInfo(4096, VOCAB, frozenset(), "fake", "none", "none", 0)
+    engine = Engine(core, runner, info, watchdog_seconds=10.0, clock=lambda: now)
+    await engine.start()
+    runner.open = False
+    stream = engine.add(make_request("a", range(5), 1))
+    assert await asyncio.to_thread(runner.entered.acquire, timeout=30)
+    assert engine.alive
+    now = 11.0
+    assert not engine.alive and not engine.ready
+    with pytest.raises(EngineUnavailableError):
+        engine.add(make_request("b", range(5), 1))
+    runner.permits.release(5)
+    assert [o async for o in stream][-1].finish_reason is FinishReason.LENGTH
+    assert engine.alive and engine.ready
+    await engine.stop()
+
+
+async def test_a_broken_loop_ends_streams_and_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine(0)
+    await engine.start()
+
+    def broken(*_: object) -> None:
+        raise AssertionError("bug")
+
+    monkeypatch.setattr(engine._core, "update", broken)
+    outputs = [o async for o in engine.add(make_request("a", range(5), 5))]
+    assert outputs[-1].finish_reason is FinishReason.ERROR
+    assert isinstance(outputs[-1].error, EngineUnavailableError)
+    assert not engine.alive
+    with pytest.raises(EngineUnavailableError):
+        engine.add(make_request("b", range(5), 5))
+    await engine.stop()
