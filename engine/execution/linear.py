@@ -1,0 +1,109 @@
+"""Linear layers with weights packed once for the CPU; plain `F.linear` everywhere else.
+
+At the few rows of a decode step a linear layer is bound by reading its weight. `F.linear` on a CPU hands oneDNN a
+row-major weight and pays for bringing it into the blocked layout of the matmul kernels in every call; packing at load
+leaves only the read. The packing operators are private to torch, so they live in this module alone, behind a self-test:
+if one is missing, or answers differently from `F.linear`, that type of weight stays plain and a log line says so once.
+
+Which types: bfloat16 and float16 where oneDNN has kernels for them (AMX, AVX-512 or AVX2 with the right extensions).
+float32 stays plain: packed it gained little at a few rows and lost at one row and at prefill sizes. The packed layout
+depends on the row count given as a hint: the layout for one row is slower from 32 rows on, and all hints from 16 up
+gave one layout that is as fast at one row too; hence one hint for everything.
+
+Knows nothing of models, devices other than "CPU or not", or layouts of checkpoints.
+"""
+
+import functools
+import logging
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+logger = logging.getLogger(__name__)
+
+_PACK_ROWS = 64
+
+
+class Linear(Protocol):
+    """`x [T, in_features] -> [T, out_features]`, same type and device as the weight."""
+
+    in_features: int
+    out_features: int
+
+    def __call__(self, x: Tensor) -> Tensor: ...
+
+
+class PlainLinear:
+    """`F.linear` on the weight as it is."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.out_features, self.in_features = weight.shape
+        self._weight = weight
+        self._bias = bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return functional.linear(x, self._weight, self._bias)
+
+
+class PackedLinear:
+    """A oneDNN matmul on a weight in oneDNN's own layout. The original weight is not kept."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.out_features, self.in_features = weight.shape
+        self._weight: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _PACK_ROWS)
+        self._bias = bias
+        self._matmul = torch.ops.mkldnn._linear_pointwise.default
+
+    def __call__(self, x: Tensor) -> Tensor:
+        result: Tensor = self._matmul(x, self._weight, self._bias, "none", [], "")
+        return result
+
+
+def make_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
+    """The fastest linear layer for `weight [out, in]` and `bias [out]` that gives the result of `F.linear`.
+
+    Drop the weight afterwards: a packed layer holds its own copy, a plain one refers to it.
+    """
+    if weight.device.type == "cpu" and _packing_works(weight.dtype):
+        with torch.inference_mode():
+            return PackedLinear(weight, bias)
+    return PlainLinear(weight, bias)
+
+
+@functools.cache
+def _packing_works(dtype: torch.dtype) -> bool:
+    """Whether weights of this type are worth packing here, and the private operators answer as `F.linear` does."""
+    if dtype not in (torch.bfloat16, torch.float16):
+        return False
+    try:
+        reason = _self_test(dtype)
+    except (AttributeError, RuntimeError, NotImplementedError, TypeError) as error:
+        reason = str(error).partition("\n")[0]
+    if reason:
+        logger.warning("linear layers in %s are not packed and will be slower: %s", dtype, reason)
+    return not reason
+
+
+def _self_test(dtype: torch.dtype) -> str:
+    """Compare with `F.linear` on small layers, odd sizes included. Returns what is wrong, or an empty string."""
+    if dtype == torch.bfloat16:
+        supported = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    else:
+        supported = torch.ops.mkldnn._is_mkldnn_fp16_supported()
+    if not supported:
+        return "this CPU has no instructions for it"
+    generator = torch.Generator().manual_seed(0)
+    with torch.inference_mode():
+        for rows, width, outputs in ((1, 96, 64), (5, 33, 7), (130, 64, 100)):
+            x = torch.randn(rows, width, generator=generator).to(dtype)
+            weight = torch.randn(outputs, width, generator=generator).to(dtype)
+            bias = torch.randn(outputs, generator=generator).to(dtype)
+            for each in (None, bias):
+                expected = functional.linear(x, weight, each).float()
+                error = (PackedLinear(weight, each)(x).float() - expected).abs()
+                allowed = 4 * torch.finfo(dtype).eps * (expected.abs() + width**0.5)
+                if not bool((error <= allowed).all()):
+                    return "the packed operator does not agree with F.linear"
+    return ""

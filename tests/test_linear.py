@@ -1,0 +1,91 @@
+"""Packed linear layers: equal to F.linear for every type and size, and a fallback that says so once."""
+
+import logging
+
+import pytest
+import torch
+from torch.nn import functional
+
+from engine.execution import linear
+from engine.execution.linear import PackedLinear, PlainLinear, make_linear
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+
+
+@pytest.fixture(autouse=True)
+def fresh_self_test():
+    linear._packing_works.cache_clear()
+    yield
+    linear._packing_works.cache_clear()
+
+
+def _bf16_kernels() -> bool:
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("shape", [(64, 96), (7, 33), (192, 64), (1, 1)])
+def test_same_as_f_linear(dtype: torch.dtype, with_bias: bool, shape: tuple[int, int]) -> None:
+    torch.manual_seed(1)
+    weight = torch.randn(shape).to(dtype)
+    bias = torch.randn(shape[0]).to(dtype) if with_bias else None
+    layer = make_linear(weight, bias)
+    assert (layer.out_features, layer.in_features) == shape
+    for rows in (1, 2, 16, 33, 128):
+        x = torch.randn(rows, shape[1]).to(dtype)
+        got = layer(x)
+        assert got.dtype == dtype
+        assert got.shape == (rows, shape[0])
+        exact = x.double() @ weight.double().T + (bias.double() if bias is not None else 0.0)
+        tolerance = (32 if dtype == torch.float32 else 4) * torch.finfo(dtype).eps
+        torch.testing.assert_close(got.double(), exact, rtol=tolerance, atol=tolerance * shape[1] ** 0.5)
+
+
+def test_strided_and_empty_inputs() -> None:
+    torch.manual_seed(2)
+    weight = torch.randn(24, 32).bfloat16()
+    layer = make_linear(weight)
+    wide = torch.randn(10, 64).bfloat16()
+    torch.testing.assert_close(layer(wide[:, 32:]), functional.linear(wide[:, 32:], weight))
+    torch.testing.assert_close(layer(wide[::2, :32]), functional.linear(wide[::2, :32], weight))
+    assert layer(torch.empty(0, 32, dtype=torch.bfloat16)).shape == (0, 24)
+
+
+def test_a_strided_weight_is_packed_by_value() -> None:
+    weight = torch.randn(32, 24).bfloat16().T
+    x = torch.randn(3, 32).bfloat16()
+    torch.testing.assert_close(make_linear(weight)(x), functional.linear(x, weight))
+
+
+def test_packs_bfloat16_where_the_cpu_can_and_never_float32() -> None:
+    weight = torch.randn(8, 8)
+    assert isinstance(make_linear(weight), PlainLinear)
+    expected = PackedLinear if _bf16_kernels() else PlainLinear
+    assert isinstance(make_linear(weight.bfloat16()), expected)
+
+
+@pytest.mark.parametrize("fault", ["missing", "wrong"])
+def test_falls_back_and_says_so_once(
+    fault: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    if fault == "missing":
+
+        def broken(self: PackedLinear, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+            raise AttributeError("'_OpNamespace' 'mkldnn' object has no attribute '_reorder_linear_weight'")
+
+        monkeypatch.setattr(PackedLinear, "__init__", broken)
+    else:
+        monkeypatch.setattr(
+            PackedLinear,
+            "__call__",
+            lambda self, x: functional.linear(x, torch.zeros(self.out_features, self.in_features, dtype=x.dtype)),
+        )
+    weight = torch.randn(16, 8).bfloat16()
+    x = torch.randn(2, 8).bfloat16()
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            layer = make_linear(weight)
+    assert isinstance(layer, PlainLinear)
+    torch.testing.assert_close(layer(x), functional.linear(x, weight))
+    assert len(caplog.records) == 1
