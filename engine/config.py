@@ -45,6 +45,8 @@ class SchedulerConfig:
     """What the core needs to know, resolved. `num_units`: device units of the pool (a KV block takes two).
 
     `pipeline_depth`: steps that may be in flight when `schedule` is called (0 on CPU, 1 on a GPU).
+    `min_prefill_chunk`: what the oldest prompt gets in every step, however late the decodes beside it are.
+    `max_offline_preemptions`: an offline request evicted that often waits for a quiet moment and then keeps its place.
     """
 
     num_units: int
@@ -56,6 +58,8 @@ class SchedulerConfig:
     enable_prefix_caching: bool = True
     pipeline_depth: int = 0
     min_prefill_chunk: int = 64
+    max_offline_preemptions: int = 8
+    seed: int = 0
 
     def __post_init__(self) -> None:
         _positive(self, "num_units", "max_model_len", "block_size", "max_num_seqs", "max_num_batched_tokens")

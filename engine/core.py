@@ -9,7 +9,7 @@ once their content is confirmed. HyGen §4.1; reliability E1-E8.
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from itertools import repeat
 
@@ -26,9 +26,12 @@ from engine.request import (
     RequestTimes,
     TokenLogprobs,
 )
+from engine.scheduling.objective import LatencyPredictor, Objective
 from engine.scheduling.output import INVALID_TOKEN, Chunk, ModelRunnerOutput, SchedulerOutput
+from engine.scheduling.planner import OfflinePlan, plan_offline
 from engine.scheduling.policies import ONLINE_POLICIES
 from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.step import StepBuilder
 from engine.stats import EngineStats
 
 MAX_STEP_FAILURES = 3
@@ -46,9 +49,18 @@ class _InFlight:
 class EngineCore:
     """Requests in, steps out, outputs back. Drive it by hand on any clock (seconds, monotonic)."""
 
-    def __init__(self, config: SchedulerConfig, online_policy: str = "fcfs") -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        *,
+        online_policy: str = "fcfs",
+        offline_policy: str = "psm",
+        model: LatencyPredictor | None = None,
+        objective: Objective | None = None,
+    ) -> None:
         self.config = config
-        self._scheduler = Scheduler(config, ONLINE_POLICIES[online_policy])
+        policy = ONLINE_POLICIES[online_policy]
+        self._scheduler = Scheduler(config, policy, offline_policy, model, objective or Objective())
         self._requests: dict[str, Request] = {}
         self._in_flight: deque[_InFlight] = deque()
         self._next_step_id = 0
@@ -64,39 +76,52 @@ class EngineCore:
         return bool(self._requests)
 
     @property
+    def has_online(self) -> bool:
+        """Whether any online request is waiting or running."""
+        return self._scheduler.has_online
+
+    @property
+    def has_offline(self) -> bool:
+        """Whether any offline request is waiting or running."""
+        return bool(self._scheduler.running[RequestClass.OFFLINE] or len(self._scheduler.waiting_offline))
+
+    @property
     def num_in_flight(self) -> int:
         return len(self._in_flight)
 
     def add_request(self, spec: EngineRequest, now: float) -> None:
         """Queue a request. Raises InvalidRequestError if it can never run, QueueFullError if the queue is full."""
         self._check(spec)
-        waiting = self._scheduler.queues[RequestClass.ONLINE].waiting
-        if spec.request_class is RequestClass.ONLINE and len(waiting) >= self.config.max_num_waiting:
-            raise QueueFullError(f"{len(waiting)} requests are waiting already.")
+        if spec.request_class is RequestClass.ONLINE:
+            self._check_room()
         request = Request(spec, RequestTimes(arrival=now), self._num_arrived)
         self._num_arrived += 1
         self._requests[spec.request_id] = request
-        self._scheduler.queues[spec.request_class].add_waiting(request)
+        self._scheduler.add_waiting(request)
 
     def abort(self, request_id: str, now: float, reason: FinishReason = FinishReason.ABORT) -> RequestOutput | None:
         """End a request now, whatever it is doing; its terminal output, or None if it has already ended."""
         request = self._requests.get(request_id)
         return None if request is None else self._finish(request, reason, now, [], None)
 
-    def schedule(self, now: float) -> SchedulerOutput | None:
-        """Decide the next step, or None when nothing can run now.
+    def plan_offline(self, now: float) -> Generator[None, None, OfflinePlan]:
+        """The offline fill of the next step, computed in slices; see engine.scheduling.planner."""
+        return plan_offline(self._scheduler, now)
+
+    def schedule(self, now: float, plan: OfflinePlan | None = None) -> SchedulerOutput | None:
+        """Decide the next step, or None when nothing can run now. Without a plan the step is online-only.
 
         At most `pipeline_depth` steps may be in flight. A None with a step in flight means: update first.
         """
         assert len(self._in_flight) <= self.config.pipeline_depth, "too many steps in flight"
         last_completed = self._in_flight[0].output.step_id - 1 if self._in_flight else self._next_step_id - 1
-        built = self._scheduler.build_step(self._next_step_id, last_completed)
-        if built is None:
+        step = StepBuilder(self._scheduler, self._next_step_id, last_completed, now)
+        output = step.build(plan, self._requests.get)
+        if output is None:
             return None
-        output, requests = built
         self._next_step_id += 1
-        self._in_flight.append(_InFlight(output, requests, [request.epoch for request in requests]))
-        for request in requests:
+        self._in_flight.append(_InFlight(output, step.requests, [request.epoch for request in step.requests]))
+        for request in step.requests:
             if request.times.first_scheduled is None:
                 request.times.first_scheduled = now
         return output
@@ -123,10 +148,14 @@ class EngineCore:
 
     def stats(self) -> EngineStats:
         """A snapshot; see EngineStats."""
-        pool, queues, counters = self._scheduler.pool, self._scheduler.queues, self._scheduler.counters
+        scheduler = self._scheduler
+        pool, counters = scheduler.pool, scheduler.counters
         return EngineStats(
-            running={c: len(q.running) for c, q in queues.items()},
-            waiting={c: len(q.waiting) for c, q in queues.items()},
+            running={c: len(running) for c, running in scheduler.running.items()},
+            waiting={
+                RequestClass.ONLINE: len(scheduler.waiting_online),
+                RequestClass.OFFLINE: len(scheduler.waiting_offline),
+            },
             units_total=pool.num_units,
             units_free=pool.num_free_units,
             units_cached=pool.num_cached_units,
@@ -145,21 +174,19 @@ class EngineCore:
         """Assert E1 (every unit in one place), E3 (ended requests hold nothing) and the queues' agreement."""
         held = []
         rows = list(self._scheduler.free_rows)
-        for queues in self._scheduler.queues.values():
-            for request in queues.waiting:
+        for request in self._scheduler.all_requests():
+            assert self._requests.get(request.request_id) is request, "a queued request is unknown"
+            if request.status is not RequestStatus.RUNNING:
                 assert request.status in {RequestStatus.WAITING, RequestStatus.PREEMPTED}
                 assert not request.cache_map.blocks and request.row < 0, "a waiting request holds something"
-            for request in queues.running:
-                assert request.status is RequestStatus.RUNNING
-                held.extend(request.cache_map.blocks)
-                rows.append(request.row)
-                capacity = len(request.cache_map.blocks) * self.config.block_size
-                assert request.num_confirmed_tokens <= request.num_computed_tokens <= capacity
-                assert request.num_computed_tokens <= request.num_expected_tokens
-            for request in (*queues.waiting, *queues.running):
-                assert self._requests.get(request.request_id) is request, "a queued request is unknown"
+                continue
+            held.extend(request.cache_map.blocks)
+            rows.append(request.row)
+            capacity = len(request.cache_map.blocks) * self.config.block_size
+            assert request.num_confirmed_tokens <= request.num_computed_tokens <= capacity
+            assert request.num_computed_tokens <= request.num_expected_tokens
         assert sorted(rows) == list(range(self.config.max_num_seqs)), "a row is lost or owned twice"
-        assert len(self._requests) == sum(len(q.waiting) + len(q.running) for q in self._scheduler.queues.values())
+        assert len(self._requests) == sum(1 for _ in self._scheduler.all_requests()), "a request is in no queue"
         self._scheduler.pool.check_integrity(held)
 
     def _check(self, spec: EngineRequest) -> None:
@@ -173,6 +200,11 @@ class EngineCore:
                 f"This model's context is {self.config.max_model_len} tokens; the prompt has "
                 f"{len(spec.prompt_token_ids)} and {spec.sampling.max_tokens} more were asked for."
             )
+
+    def _check_room(self) -> None:
+        waiting = len(self._scheduler.waiting_online)
+        if waiting >= self.config.max_num_waiting:
+            raise QueueFullError(f"{waiting} requests are waiting already.")
 
     def _confirm(self, flight: _InFlight, result: ModelRunnerOutput, now: float) -> Iterator[RequestOutput]:
         self._steps += 1

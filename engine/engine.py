@@ -11,18 +11,20 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Protocol
 
 from engine.client import EngineInfo
 from engine.core import EngineCore
 from engine.errors import EngineStepError, EngineUnavailableError, TidemillError
+from engine.planner_task import Planner, PlanOffline
 from engine.request import EngineRequest, FinishReason, RequestOutput, RequestTimes, SamplingParams
 from engine.scheduling.output import ModelRunnerOutput, SchedulerOutput
 from engine.stats import EngineStats
+from engine.stream import RequestStream
 
 log = logging.getLogger("tidemill.engine")
 
-STREAM_LIMIT = 1024
 WARM_UP_ID = "warm-up"
 
 
@@ -30,45 +32,6 @@ class ModelRunner(Protocol):
     """The data plane as the loop sees it; `execute` blocks and runs in the worker thread."""
 
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput: ...
-
-
-class RequestStream:
-    """The outputs of one request: a bounded queue between the engine loop and one reader on the same event loop."""
-
-    def __init__(self, engine: "Engine", request_id: str, *, final_only: bool) -> None:
-        self._engine = engine
-        self._request_id = request_id
-        self._final_only = final_only
-        self._outputs: deque[RequestOutput] = deque()
-        self._pending: RequestOutput | None = None
-        self._readable = asyncio.Event()
-        self._ended = False
-
-    def __aiter__(self) -> "RequestStream":
-        return self
-
-    async def __anext__(self) -> RequestOutput:
-        while not self._outputs:
-            if self._ended:
-                raise StopAsyncIteration
-            self._readable.clear()
-            await self._readable.wait()
-        return self._outputs.popleft()
-
-    async def aclose(self) -> None:
-        """Abort the request if it has not ended; safe to call at any time."""
-        self._engine.abort(self._request_id)
-
-    def push(self, output: RequestOutput) -> bool:
-        """Queue an output for the reader; False when the reader is too far behind."""
-        if self._final_only:
-            output = self._pending = _merged(self._pending, output)
-            if output.finish_reason is None:
-                return True
-        self._outputs.append(output)
-        self._ended = output.finish_reason is not None
-        self._readable.set()
-        return self._ended or len(self._outputs) < STREAM_LIMIT
 
 
 class Engine:
@@ -85,6 +48,7 @@ class Engine:
         *,
         watchdog_seconds: float = 60.0,
         clock: Callable[[], float] = time.monotonic,
+        plan_offline: PlanOffline | None = None,
     ) -> None:
         self.info = info
         self._core = core
@@ -95,6 +59,8 @@ class Engine:
         self._in_flight: deque[tuple[SchedulerOutput, asyncio.Future[ModelRunnerOutput]]] = deque()
         self._step_started: float | None = None
         self._wake = asyncio.Event()
+        self._planner = Planner(plan_offline or core.plan_offline, clock, self._wake.set)
+        self._plan_tried = False
         self._idle = asyncio.Event()
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tidemill-runner")
         self._loop_task: asyncio.Task[None] | None = None
@@ -113,6 +79,7 @@ class Engine:
     async def start(self) -> None:
         """Start the loop and run one request through it; raises what the runner raised if that fails."""
         self._loop_task = asyncio.create_task(self._run(), name="tidemill-engine")
+        self._planner.start()
         length = min(8, self.info.max_model_len - 2)
         spec = EngineRequest(WARM_UP_ID, (0,) * length, SamplingParams(max_tokens=2, temperature=0.0), final_only=True)
         async for output in self.add(spec):
@@ -137,6 +104,7 @@ class Engine:
         self._stopping = True
         self._wake.set()
         await asyncio.wait([self._loop_task])
+        await self._planner.stop()
         if not self._loop_task.cancelled():
             self._loop_task.exception()  # already logged when it happened; read here so that asyncio does not repeat it
         self._executor.shutdown(wait=False)
@@ -148,9 +116,9 @@ class Engine:
         if not self.alive:
             raise EngineUnavailableError("The engine is not running.", retry_after=5.0)
         self._core.add_request(request, self._clock())
-        stream = RequestStream(self, request.request_id, final_only=request.final_only)
+        stream = RequestStream(partial(self.abort, request.request_id), final_only=request.final_only)
         self._streams[request.request_id] = stream
-        self._wake.set()
+        self._wake_up()
         return stream
 
     def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
@@ -160,7 +128,7 @@ class Engine:
         output = self._core.abort(request_id, self._clock(), reason)
         assert output is not None, "a stream is open for a request that the core does not know"
         self._deliver(output)
-        self._wake.set()
+        self._wake_up()
 
     def stats(self) -> EngineStats:
         return self._core.stats()
@@ -177,17 +145,31 @@ class Engine:
             self._fail_all(error)
             raise
 
+    def _wake_up(self) -> None:
+        self._plan_tried = False
+        self._wake.set()
+
     def _launch(self) -> None:
-        """Schedule steps until the pipeline is full or nothing can run."""
+        """Schedule steps until the pipeline is full or nothing can run.
+
+        The offline plan was made while the last step ran. Beside online work a step does not wait for it; without
+        online work there is nothing to run until it comes, and the planner wakes the loop.
+        """
         self._wake.clear()
-        depth = self._core.config.pipeline_depth
-        while not self._stopping and len(self._in_flight) <= depth:
-            output = self._core.schedule(self._clock())
+        core = self._core
+        while not self._stopping and len(self._in_flight) <= core.config.pipeline_depth:
+            output = core.schedule(self._clock(), self._planner.take())
             if output is None:
+                if core.has_offline and not self._plan_tried:
+                    self._plan_tried = True  # one fresh plan per event: when even that runs nothing, wait for the next
+                    self._planner.want()
                 return
+            self._plan_tried = False
             loop = asyncio.get_running_loop()
             self._step_started = self._step_started or self._clock()
             self._in_flight.append((output, loop.run_in_executor(self._executor, self._runner.execute, output)))
+            if core.has_offline:
+                self._planner.want()
 
     async def _complete_oldest(self) -> None:
         output, future = self._in_flight[0]
@@ -228,14 +210,3 @@ class Engine:
             )
         self._streams.clear()
         self._idle.set()
-
-
-def _merged(pending: RequestOutput | None, output: RequestOutput) -> RequestOutput:
-    """The newest output carrying all tokens so far, appended in place: one list however long the answer."""
-    if pending is not None:
-        pending.token_ids.extend(output.token_ids)
-        output.token_ids = pending.token_ids
-        if pending.logprobs is not None:
-            pending.logprobs.extend(output.logprobs or [])
-            output.logprobs = pending.logprobs
-    return output

@@ -8,6 +8,7 @@ from engine.engine import ModelRunner
 from engine.errors import EngineStepError
 from engine.request import EngineRequest, FinishReason, RequestClass, RequestOutput, SamplingParams
 from engine.scheduling.output import SchedulerOutput
+from engine.scheduling.planner import OfflinePlan
 
 
 def make_request(
@@ -21,6 +22,17 @@ def make_request(
 ) -> EngineRequest:
     params = SamplingParams(max_tokens=max_tokens, **{"temperature": 0.0, **sampling})  # type: ignore[arg-type]
     return EngineRequest(request_id, tuple(prompt), params, request_class, salt)
+
+
+def run_plan(core: EngineCore, now: float) -> OfflinePlan:
+    """The plan that a planner with all the time it wants would make."""
+    slices = core.plan_offline(now)
+    while True:
+        try:
+            next(slices)
+        except StopIteration as end:
+            plan: OfflinePlan = end.value
+            return plan
 
 
 class Driver:
@@ -51,7 +63,7 @@ class Driver:
         """Schedule one step if the pipeline has room."""
         if len(self.in_flight) > self.core.config.pipeline_depth:
             return False
-        output = self.core.schedule(self.now)
+        output = self.core.schedule(self.now, run_plan(self.core, self.now))
         self.core.check_integrity()
         if output is None:
             return False

@@ -142,7 +142,7 @@ class CoreMachine(RuleBasedStateMachine):
             return
         newest = self.driver.in_flight[-1]
         scheduler = self.driver.core._scheduler
-        for request in scheduler.queues[RequestClass.ONLINE].running:
+        for request in scheduler.running[RequestClass.ONLINE]:
             due = request.num_expected_tokens - request.num_computed_tokens == 1
             wanted = request.num_expected_tokens < request.max_total_tokens
             if due and wanted and request.num_placeholders == 0 and len(self.driver.in_flight) == 1:

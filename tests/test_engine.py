@@ -1,7 +1,8 @@
 """The async engine over the checking fake runner: streams, aborts, slow readers, failures, drain."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+import threading
+from collections.abc import AsyncIterator, Callable, Generator
 from typing import Any
 
 import pytest
@@ -10,11 +11,13 @@ from driver import make_request
 from engine.client import EngineClient, EngineInfo
 from engine.config import SchedulerConfig
 from engine.core import EngineCore
-from engine.engine import STREAM_LIMIT, Engine
+from engine.engine import Engine
 from engine.errors import EngineUnavailableError, InvalidRequestError
 from engine.execution.fake import FakeRunner, solo_tokens
 from engine.request import EngineRequest, FinishReason, RequestClass, RequestOutput
 from engine.scheduling.output import ModelRunnerOutput, SchedulerOutput
+from engine.scheduling.planner import OfflinePlan, PlannedChunk
+from engine.stream import STREAM_LIMIT
 
 VOCAB = 50
 
@@ -30,8 +33,6 @@ class GatedRunner:
     """A fake runner whose steps wait for a permit, so that a test decides what happens while one is running."""
 
     def __init__(self) -> None:
-        import threading
-
         self.inner = FakeRunner(block_size=64, vocab_size=VOCAB)
         self.permits = threading.Semaphore(0)
         self.entered = threading.Semaphore(0)
@@ -219,3 +220,51 @@ async def test_a_broken_loop_ends_streams_and_is_reported(monkeypatch: pytest.Mo
     with pytest.raises(EngineUnavailableError):
         engine.add(make_request("b", range(5), 5))
     await engine.stop()
+
+
+def make_planned_engine(plan_offline: Any) -> Engine:
+    core = EngineCore(SchedulerConfig(num_units=128, max_model_len=4096, block_size=64))
+    info = EngineInfo(4096, VOCAB, frozenset(), "fake", "none", "none", 0)
+    runner = FakeRunner(block_size=64, vocab_size=VOCAB)
+    return Engine(core, runner, info, plan_offline=lambda now: plan_offline(core, now))
+
+
+def dead(core: EngineCore, now: float) -> Generator[None, None, OfflinePlan]:
+    raise RuntimeError("the planner is dead")
+    yield
+
+
+def endless(core: EngineCore, now: float) -> Generator[None, None, OfflinePlan]:
+    while True:
+        yield
+
+
+def wrong(core: EngineCore, now: float) -> Generator[None, None, OfflinePlan]:
+    yield
+    chunks = [
+        PlannedChunk(name, length, running)
+        for name in ("nobody", "job", "chat")
+        for length in (0, 9**9)
+        for running in (True, False)
+    ]
+    return OfflinePlan(tuple(chunks))
+
+
+@pytest.mark.parametrize("plan_offline", [dead, endless, wrong])
+async def test_a_planner_that_fails_never_harms_an_online_request(plan_offline: Any) -> None:
+    engine = make_planned_engine(plan_offline)
+    await engine.start()
+    job = engine.add(make_request("job", range(5), 50, request_class=RequestClass.OFFLINE))
+    chat = make_request("chat", range(9), 40)
+    tokens, final = await collect(engine, chat)
+    assert tokens == solo(chat) and final.finish_reason is FinishReason.LENGTH
+    await job.aclose()
+    await engine.stop()
+    engine._core.check_integrity()
+
+
+async def test_offline_runs_alone_and_beside_online(engine: Engine) -> None:
+    jobs = [make_request(f"job{i}", range(i, i + 30), 25, request_class=RequestClass.OFFLINE) for i in range(30)]
+    chats = [make_request(f"chat{i}", range(i, i + 12), 9) for i in range(10)]
+    results = await asyncio.gather(*[collect(engine, r) for r in (*jobs, *chats)])
+    assert [tokens for tokens, _ in results] == [solo(r) for r in (*jobs, *chats)]

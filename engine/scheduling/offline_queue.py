@@ -53,6 +53,10 @@ class OfflineQueue:
         if self._policy == "psm":
             self._tree.remove(request, taken=taken)
 
+    def __iter__(self) -> Iterator[Request]:
+        yield from self._preempted.values()
+        yield from self._by_age.values()
+
     def candidates(self) -> Iterator[Request]:
         """Requests in the order in which they would be admitted now; the queue must not change meanwhile."""
         yield from sorted(self._preempted.values(), key=attrgetter("arrival_order"))

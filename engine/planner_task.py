@@ -1,0 +1,75 @@
+"""The planner coroutine: the offline fill of step n+1 is computed while step n runs (HyGen §4.3).
+
+Knows nothing of requests or streams; the plan itself is made by `engine.scheduling.planner`.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Generator
+
+from engine.scheduling.planner import OfflinePlan
+
+log = logging.getLogger("tidemill.engine")
+
+SLICE_SECONDS = 0.001
+RETRY_SECONDS = 1.0
+
+PlanOffline = Callable[[float], Generator[None, None, OfflinePlan]]
+
+
+class Planner:
+    """The planner coroutine: computes the next step's offline fill in slices while the current step runs.
+
+    It mutates nothing but its own plan. Whatever goes wrong in it is logged and costs offline work one step.
+    """
+
+    def __init__(self, plan_offline: PlanOffline, clock: Callable[[], float], ready: Callable[[], None]) -> None:
+        self._plan_offline = plan_offline
+        self._clock = clock
+        self._ready = ready
+        self._wanted = asyncio.Event()
+        self._plan: OfflinePlan | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._run(), name="tidemill-planner")
+
+    async def stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+
+    def want(self) -> None:
+        """Ask for a new plan; returns at once."""
+        self._wanted.set()
+
+    def take(self) -> OfflinePlan | None:
+        """The newest plan, once; None when none is ready."""
+        plan, self._plan = self._plan, None
+        return plan
+
+    async def _run(self) -> None:
+        while True:
+            await self._wanted.wait()
+            self._wanted.clear()
+            try:
+                self._plan = await self._make()
+            except Exception:  # a broken planner must not touch online requests: they run without a plan
+                log.exception("the offline planner failed")
+                await asyncio.sleep(RETRY_SECONDS)
+                self._wanted.set()
+            else:
+                self._ready()
+
+    async def _make(self) -> OfflinePlan:
+        slices = self._plan_offline(self._clock())
+        slice_end = self._clock() + SLICE_SECONDS
+        while True:
+            try:
+                next(slices)
+            except StopIteration as end:
+                plan: OfflinePlan = end.value
+                return plan
+            if self._clock() >= slice_end:
+                await asyncio.sleep(0)
+                slice_end = self._clock() + SLICE_SECONDS

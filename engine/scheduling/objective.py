@@ -1,0 +1,98 @@
+"""From the latency objective to time limits of one step (HyGen §4.2 and our rules; algorithms.md's KKT reading).
+
+All times are seconds on the core's clock. Without a latency model or an objective every limit is infinite and steps are
+bounded by tokens, sequences and units alone.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Protocol
+
+from engine.request import Request
+from predictor.features import BatchFeatures
+
+
+class LatencyPredictor(Protocol):
+    """What the scheduler asks of a fitted latency model; all plain floats, seconds and tokens."""
+
+    def predict(self, features: BatchFeatures) -> float: ...
+
+    def marginal(self, features: BatchFeatures, start: int, length: int) -> float: ...
+
+    def max_prefill(self, features: BatchFeatures, seconds: float, max_tokens: int, start: int) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Objective:
+    """What online requests were promised and how much of a step offline work may take.
+
+    `ttft`, `tbt`: limits of one request. `gap_limited`: the TBT limit holds for every gap (`tbt_pNN`), not only for
+    the mean (`tbt_mean`, `tpot`): then banked slack may not be spent in one gap.
+    `latency_budget` is L: no step is extended beyond it for offline work. `interference_weight` is λ and
+    `decode_value` δ of the KKT rule: an item whose pure-offline time is v joins n online decodes while
+    added time · n ≤ λ · v; an infinite λ is the paper's flat budget.
+    """
+
+    ttft: float = math.inf
+    tbt: float = math.inf
+    gap_limited: bool = True
+    latency_budget: float = math.inf
+    interference_weight: float = math.inf
+    decode_value: float = 1.0
+
+    def next_token_deadline(self, request: Request) -> float:
+        """When the request's next token is due; before its first token that is its TTFT limit."""
+        times = request.times
+        if times.first_token is None or times.last_token is None:
+            return times.arrival + self.ttft
+        # Tokens in flight count as given: the deadline is that of the token which the next step computes.
+        given = len(request.token_ids) + request.num_placeholders - request.num_prompt_tokens
+        cumulative = times.first_token + given * self.tbt
+        return min(cumulative, times.last_token + self.tbt) if self.gap_limited else cumulative
+
+
+@dataclass(slots=True)
+class OfflineAllowance:
+    """How much offline work one step may take in: the rule of algorithms.md §3, applied item by item.
+
+    `limit`: predicted end of the step, seconds from its start. `num_decodes`: online decodes beside it.
+    """
+
+    model: LatencyPredictor | None
+    limit: float
+    num_decodes: int
+    objective: Objective
+    saturated: BatchFeatures
+
+    def largest(self, features: BatchFeatures, seconds: float, start: int, wanted: int) -> int:
+        """The largest chunk (≤ wanted tokens from `start`) that may join a step predicted to take `seconds`."""
+        model = self.model
+        if model is None:
+            return wanted
+        room = self.limit - seconds
+        if room <= 0.0:
+            return 0
+        if wanted == 1:
+            fits = model.marginal(features, start, 1) <= room and self._is_worth(features, start, 1)
+            return 1 if fits else 0
+        length = wanted if math.isinf(room) else model.max_prefill(features, room, wanted, start)
+        if length == 0 or self._is_worth(features, start, length):
+            return length
+        # The step time is convex in its tokens, so what a token costs beside what it is worth only grows.
+        low, high = 0, length
+        while high - low > 1:
+            middle = (low + high) // 2
+            if self._is_worth(features, start, middle):
+                low = middle
+            else:
+                high = middle
+        return low
+
+    def _is_worth(self, features: BatchFeatures, start: int, length: int) -> bool:
+        weight = self.objective.interference_weight
+        if self.model is None or self.num_decodes == 0 or math.isinf(weight):
+            return True
+        value = self.model.marginal(self.saturated, start, length)
+        if length == 1:
+            value *= self.objective.decode_value
+        return self.model.marginal(features, start, length) * self.num_decodes <= weight * value

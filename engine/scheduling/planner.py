@@ -1,0 +1,166 @@
+"""Plans the offline fill of the next step while the current one runs (HyGen §4.3; the planner of algorithms.md §5).
+
+A plan is a list of candidates in the order in which they should be taken, cut where the expected leftover ends. It is
+derived from the state as it will be when the step in flight has ended (tokens in flight count as known), mutates
+nothing, and is only a proposal: the step re-validates every item against what online work really left. The search
+yields now and then so that a caller can slice it.
+"""
+
+import math
+from collections.abc import Generator
+from typing import NamedTuple
+
+from engine.cache.pool import UNITS_PER_KV_BLOCK
+from engine.request import Request, RequestClass
+from engine.scheduling.ledger import StepLedger
+from engine.scheduling.objective import OfflineAllowance
+from engine.scheduling.scheduler import Scheduler
+from predictor.features import BatchFeatures
+
+ITEMS_PER_SLICE = 32
+
+
+class PlannedChunk(NamedTuple):
+    """`running`: the request held a row when it was planned."""
+
+    request_id: str
+    length: int
+    running: bool
+
+
+class OfflinePlan(NamedTuple):
+    """Offline chunks in the order in which they should be taken."""
+
+    chunks: tuple[PlannedChunk, ...]
+
+
+def offline_allowance(
+    scheduler: Scheduler, ledger: StepLedger, num_online_decodes: int, beside_prompt: bool, now: float
+) -> OfflineAllowance:
+    """What offline work may add to a step whose online work is in `ledger`.
+
+    Beside online decodes the step ends before the tightest deadline that can still be met; beside an online prompt it
+    may spend at most half of the prompt's TTFT slack. With nobody online it may last up to L.
+    """
+    objective = scheduler.objective
+    limit = objective.latency_budget
+    if num_online_decodes or beside_prompt or scheduler.waiting_online:
+        limit *= scheduler.offline_share
+    if num_online_decodes and not math.isinf(objective.tbt):
+        limit = min(limit, objective.tbt)
+        for request in scheduler.running[RequestClass.ONLINE]:
+            slack = objective.next_token_deadline(request) - now if request.times.first_token is not None else math.inf
+            if slack >= ledger.seconds:
+                limit = min(limit, slack)
+    if beside_prompt or scheduler.waiting_online:
+        limit = min(limit, ledger.seconds + _prompt_slack(scheduler, now) / 2)
+    saturated = BatchFeatures()
+    saturated.add_decodes(scheduler.config.max_num_batched_tokens, 0)
+    return OfflineAllowance(scheduler.model, limit, num_online_decodes, objective, saturated)
+
+
+def _prompt_slack(scheduler: Scheduler, now: float) -> float:
+    """Seconds that the oldest online prompt can still lose, what its own prefill needs taken off; ≥ 0."""
+    objective, model = scheduler.objective, scheduler.model
+    if math.isinf(objective.ttft) or model is None:
+        return math.inf
+    prompts = [r for r in scheduler.running[RequestClass.ONLINE] if r.times.first_token is None]
+    oldest = (prompts or scheduler.waiting_online)[:1]
+    if not oldest:
+        return math.inf
+    request = oldest[0]
+    features = BatchFeatures()
+    features.add_decodes(len(scheduler.running[RequestClass.ONLINE]), 0)
+    remaining = len(request.token_ids) - request.num_computed_tokens
+    chunk = max(1, min(remaining, scheduler.config.max_num_batched_tokens - features.num_tokens))
+    features.add_chunk(request.num_computed_tokens, chunk)
+    needed = model.predict(features) * math.ceil(remaining / chunk)
+    return max(0.0, request.times.arrival + objective.ttft - now - needed)
+
+
+def plan_offline(scheduler: Scheduler, now: float) -> Generator[None, None, OfflinePlan]:
+    """Yields between slices of work; returns the plan. The scheduler may change between slices: items go stale."""
+    ledger = _expected_online(scheduler)
+    beside_prompt = ledger.features.num_prefill_chunks > 0
+    allowance = offline_allowance(scheduler, ledger, ledger.features.num_decodes, beside_prompt, now)
+    chunks: list[PlannedChunk] = []
+    examined = 0
+    for request in list(scheduler.running[RequestClass.OFFLINE]):
+        wanted = min(request.num_expected_tokens - request.num_computed_tokens, ledger.tokens_left)
+        if wanted < 1 or not ledger.open or request.num_expected_tokens >= request.max_total_tokens:
+            continue
+        length = allowance.largest(ledger.features, ledger.seconds, request.num_computed_tokens, wanted)
+        # One item more than fits: online work may turn out smaller, and alone the first item always moves on.
+        chunks.append(PlannedChunk(request.request_id, length, running=True))
+        if length == 0:
+            return OfflinePlan(tuple(chunks))
+        ledger.charge(request.num_computed_tokens, length)
+        examined += 1
+        if examined % ITEMS_PER_SLICE == 0:
+            yield
+    yield from _plan_waiting(scheduler, ledger, allowance, chunks)
+    return OfflinePlan(tuple(chunks))
+
+
+def _plan_waiting(
+    scheduler: Scheduler, ledger: StepLedger, allowance: OfflineAllowance, chunks: list[PlannedChunk]
+) -> Generator[None, None, None]:
+    """Waiting requests in the offline policy's order, while rows, units, tokens and time last."""
+    units = scheduler.pool.num_available_units + scheduler.pool.num_deferred_units
+    rows = len(scheduler.free_rows)
+    block_size = scheduler.config.block_size
+    for request in _candidates(scheduler, rows):
+        if not ledger.open:
+            return
+        hits = scheduler.find_prefix(request)
+        start = len(hits) * block_size
+        blocks = len(request.token_ids) // block_size + 1 - len(hits)
+        units -= blocks * UNITS_PER_KV_BLOCK + scheduler.pool.num_idle_units(hits)
+        if units < 0:
+            return
+        wanted = min(len(request.token_ids) - start, ledger.tokens_left)
+        length = allowance.largest(ledger.features, ledger.seconds, start, wanted)
+        chunks.append(PlannedChunk(request.request_id, length, running=False))
+        if length == 0:
+            return
+        ledger.charge(start, length)
+        if len(chunks) % ITEMS_PER_SLICE == 0:
+            yield
+
+
+def _candidates(scheduler: Scheduler, limit: int) -> list[Request]:
+    """Up to `limit` waiting requests that may be admitted now.
+
+    One that was evicted too often waits for a quiet moment: it would only be evicted again (E4 bounds this).
+    """
+    found: list[Request] = []
+    if limit == 0:
+        return found
+    for request in scheduler.waiting_offline.candidates():
+        if request.num_preemptions >= scheduler.config.max_offline_preemptions and scheduler.has_online:
+            continue
+        found.append(request)
+        if len(found) == limit:
+            break
+    return found
+
+
+def _expected_online(scheduler: Scheduler) -> StepLedger:
+    """The ledger of the next step after the online work that is known now."""
+    config = scheduler.config
+    ledger = StepLedger(config.max_num_batched_tokens, config.max_num_seqs, scheduler.model)
+    count = context_sum = 0
+    prompts: list[Request] = []
+    for request in scheduler.running[RequestClass.ONLINE]:
+        pending = request.num_expected_tokens - request.num_computed_tokens
+        if pending == 1 and request.num_expected_tokens < request.max_total_tokens:
+            count += 1
+            context_sum += request.num_computed_tokens + 1
+        elif pending > 1:
+            prompts.append(request)
+    ledger.charge_decodes(count, context_sum)
+    for request in (*prompts, *scheduler.waiting_online[:1]):
+        length = min(len(request.token_ids) - request.num_computed_tokens, ledger.tokens_left)
+        if length > 0 and ledger.open:
+            ledger.charge(request.num_computed_tokens, length)
+    return ledger
