@@ -26,13 +26,14 @@ from engine.request import (
     RequestTimes,
     TokenLogprobs,
 )
-from engine.scheduling.objective import LatencyPredictor, Objective
+from engine.scheduling.objective import Objective
 from engine.scheduling.output import INVALID_TOKEN, Chunk, ModelRunnerOutput, SchedulerOutput
 from engine.scheduling.planner import OfflinePlan, plan_offline
 from engine.scheduling.policies import ONLINE_POLICIES
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.step import StepBuilder
 from engine.stats import EngineStats
+from predictor.model import LatencyPredictor
 
 MAX_STEP_FAILURES = 3
 

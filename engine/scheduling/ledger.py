@@ -3,8 +3,8 @@ to all of them (units are kept by the pool)."""
 
 from dataclasses import dataclass, field
 
-from engine.scheduling.objective import LatencyPredictor
 from predictor.features import BatchFeatures
+from predictor.model import LatencyPredictor
 
 
 @dataclass(slots=True)

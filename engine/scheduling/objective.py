@@ -6,20 +6,10 @@ bounded by tokens, sequences and units alone.
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
 
 from engine.request import Request
 from predictor.features import BatchFeatures
-
-
-class LatencyPredictor(Protocol):
-    """What the scheduler asks of a fitted latency model; all plain floats, seconds and tokens."""
-
-    def predict(self, features: BatchFeatures) -> float: ...
-
-    def marginal(self, features: BatchFeatures, start: int, length: int) -> float: ...
-
-    def max_prefill(self, features: BatchFeatures, seconds: float, max_tokens: int, start: int) -> int: ...
+from predictor.model import LatencyPredictor
 
 
 @dataclass(frozen=True, slots=True)

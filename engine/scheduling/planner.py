@@ -106,7 +106,8 @@ def _plan_waiting(
     scheduler: Scheduler, ledger: StepLedger, allowance: OfflineAllowance, chunks: list[PlannedChunk]
 ) -> Generator[None, None, None]:
     """Waiting requests in the offline policy's order, while rows, units, tokens and time last."""
-    units = scheduler.pool.num_available_units + scheduler.pool.num_deferred_units
+    pool = scheduler.pool
+    units = pool.num_available_units + pool.num_deferred_units - scheduler.growth_reserve
     rows = len(scheduler.free_rows)
     block_size = scheduler.config.block_size
     for request in _candidates(scheduler, rows):
@@ -115,7 +116,7 @@ def _plan_waiting(
         hits = scheduler.find_prefix(request)
         start = len(hits) * block_size
         blocks = len(request.token_ids) // block_size + 1 - len(hits)
-        units -= blocks * UNITS_PER_KV_BLOCK + scheduler.pool.num_idle_units(hits)
+        units -= blocks * UNITS_PER_KV_BLOCK + pool.num_idle_units(hits)
         if units < 0:
             return
         wanted = min(len(request.token_ids) - start, ledger.tokens_left)

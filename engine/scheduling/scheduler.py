@@ -8,14 +8,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from engine.cache.cache_map import CacheBlock
-from engine.cache.pool import BlockPool
+from engine.cache.pool import UNITS_PER_KV_BLOCK, BlockPool
 from engine.cache.prefix import extend_hashes
 from engine.config import SchedulerConfig
 from engine.request import Request, RequestClass, RequestStatus
-from engine.scheduling.objective import LatencyPredictor, Objective
+from engine.scheduling.objective import Objective
 from engine.scheduling.offline_queue import OfflineQueue
 from engine.scheduling.policies import OnlinePolicy
 from engine.scheduling.queues import insert_by_age, remove_by_age
+from predictor.model import LatencyPredictor
 
 
 @dataclass(slots=True)
@@ -57,6 +58,12 @@ class Scheduler:
     def has_online(self) -> bool:
         """Whether any online request is waiting or running."""
         return bool(self.waiting_online or self.running[RequestClass.ONLINE])
+
+    @property
+    def growth_reserve(self) -> int:
+        """Units that offline admission leaves alone: the next block of everything that runs. Without it the pool fills
+        to the brim and offline requests preempt one another for ever."""
+        return UNITS_PER_KV_BLOCK * sum(len(running) for running in self.running.values())
 
     def add_waiting(self, request: Request) -> None:
         if request.request_class is RequestClass.ONLINE:

@@ -225,10 +225,10 @@ class StepBuilder:
     def _make_room(self, units: int, online: bool) -> bool:
         """Whether a row and `units` units are available now, evicting offline work for an online request."""
         scheduler, pool = self.scheduler, self.pool
+        if not online:
+            return bool(scheduler.free_rows) and pool.num_available_units >= units + scheduler.growth_reserve
         if scheduler.free_rows and pool.num_available_units >= units:
             return True
-        if not online:
-            return False
         if scheduler.free_rows and pool.num_available_units + pool.num_deferred_units >= units:
             return False  # enough is on its way; a later step admits it
         for victim in self._smallest_victims(units - pool.num_available_units - pool.num_deferred_units):

@@ -1,0 +1,193 @@
+"""The virtual-clock driver: arrivals → EngineCore → a runner whose steps take the time it claims. No asyncio, no torch.
+
+The same core, planner and policies as the live engine, driven as fast as Python runs: the SLO → budget search replays
+on it, and the simulator stands on it. Deterministic for equal arrivals and an equally seeded runner.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Protocol
+
+from engine.core import EngineCore
+from engine.errors import RetryableError
+from engine.request import EngineRequest, RequestClass, RequestOutput
+from engine.scheduling.output import ModelRunnerOutput, SchedulerOutput
+from engine.scheduling.planner import OfflinePlan
+from predictor.features import BatchFeatures
+from predictor.model import LatencyPredictor
+
+PLACEHOLDER_TOKEN = 0
+
+
+class VirtualRunner(Protocol):
+    """A data plane on the virtual clock: `latency` of its outputs is how long the step takes."""
+
+    def execute(self, output: SchedulerOutput) -> ModelRunnerOutput: ...
+
+
+class PredictedRunner:
+    """Every step takes what a latency model says; tokens are placeholders (lengths are forced by max_tokens)."""
+
+    def __init__(self, model: LatencyPredictor) -> None:
+        self._model = model
+
+    def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
+        features = step_features(output)
+        num_sampled = sum(chunk.sample for chunk in output.chunks)
+        latency = self._model.predict(features)
+        return ModelRunnerOutput(output.step_id, [PLACEHOLDER_TOKEN] * num_sampled, None, latency)
+
+
+def step_features(output: SchedulerOutput) -> BatchFeatures:
+    """The latency model's features of a step."""
+    features = BatchFeatures()
+    count = context_sum = 0
+    for _, start, length, _ in output.chunks:
+        if length == 1:
+            count += 1
+            context_sum += start + 1
+        else:
+            features.add_chunk(start, length)
+    features.add_decodes(count, context_sum)
+    return features
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A request and when it arrives, seconds on the virtual clock."""
+
+    at: float
+    request: EngineRequest
+
+
+@dataclass(slots=True)
+class VirtualRecord:
+    """What happened to one request: token times in seconds, `ended` when its terminal output came."""
+
+    arrival: Arrival
+    token_times: list[float] = field(default_factory=list)
+    ended: float | None = None
+    rejected: bool = False
+
+    @property
+    def ttft(self) -> float | None:
+        return self.token_times[0] - self.arrival.at if self.token_times else None
+
+    @property
+    def gaps(self) -> list[float]:
+        times = self.token_times
+        return [later - earlier for earlier, later in pairwise(times)]
+
+
+@dataclass(slots=True)
+class VirtualRun:
+    """`online` in order of arrival. `offline_tokens`: prompt tokens of offline requests at their first token, and
+    output tokens, both counted inside the window."""
+
+    online: list[VirtualRecord] = field(default_factory=list)
+    offline_tokens: int = 0
+    steps: int = 0
+    end: float = 0.0
+
+
+class VirtualDriver:
+    """Replays arrivals (ascending) for `seconds`; offline requests come from `offline`, `backlog` of them queued."""
+
+    def __init__(
+        self,
+        core: EngineCore,
+        runner: VirtualRunner,
+        arrivals: Iterable[Arrival],
+        offline: Iterator[EngineRequest] | None = None,
+        *,
+        backlog: int = 64,
+    ) -> None:
+        self._core = core
+        self._runner = runner
+        self._arrivals = deque(arrivals)
+        self._offline = offline
+        self._backlog = backlog
+        self._num_offline = 0
+        self._records: dict[str, VirtualRecord] = {}
+        self._prompts: dict[str, int] = {}
+        self._now = 0.0
+        self.run_data = VirtualRun()
+
+    def run(self, seconds: float) -> VirtualRun:
+        """Until the virtual clock passes `seconds` or nothing is left to do."""
+        run = self.run_data
+        plan: OfflinePlan | None = None
+        self._arrive()
+        while self._now < seconds:
+            self._refill()
+            output = self._core.schedule(self._now, plan)
+            if output is None and self._core.has_offline:
+                output = self._core.schedule(self._now, self._plan())
+            if output is None:
+                if not self._arrivals:
+                    break
+                self._now = max(self._now, self._arrivals[0].at)
+                self._arrive()
+                plan = None
+                continue
+            plan = self._plan() if self._core.has_offline else None
+            self._execute(output)
+            run.steps += 1
+        run.end = self._now
+        return run
+
+    def _plan(self) -> OfflinePlan:
+        slices = self._core.plan_offline(self._now)
+        while True:
+            try:
+                next(slices)
+            except StopIteration as end:
+                plan: OfflinePlan = end.value
+                return plan
+
+    def _execute(self, output: SchedulerOutput) -> None:
+        result = self._runner.execute(output)
+        self._now += result.latency
+        self._arrive()
+        for request_output in self._core.update(output, result, self._now):
+            self._take(request_output)
+
+    def _arrive(self) -> None:
+        while self._arrivals and self._arrivals[0].at <= self._now:
+            arrival = self._arrivals.popleft()
+            record = VirtualRecord(arrival)
+            self.run_data.online.append(record)
+            try:
+                self._core.add_request(arrival.request, arrival.at)
+            except RetryableError:
+                record.rejected = True
+            else:
+                self._records[arrival.request.request_id] = record
+
+    def _refill(self) -> None:
+        while self._offline is not None and self._num_offline < self._backlog:
+            request = next(self._offline, None)
+            if request is None:
+                self._offline = None
+                return
+            assert request.request_class is RequestClass.OFFLINE
+            self._core.add_request(request, self._now)
+            self._prompts[request.request_id] = len(request.prompt_token_ids)
+            self._num_offline += 1
+
+    def _take(self, output: RequestOutput) -> None:
+        record = self._records.get(output.request_id)
+        if record is not None:
+            record.token_times.extend([self._now] * len(output.token_ids))
+            if output.finish_reason is not None:
+                record.ended = self._now
+                del self._records[output.request_id]
+            return
+        self.run_data.offline_tokens += len(output.token_ids)
+        if output.num_output_tokens == 1:
+            self.run_data.offline_tokens += self._prompts[output.request_id]
+        if output.finish_reason is not None:
+            del self._prompts[output.request_id]
+            self._num_offline -= 1
