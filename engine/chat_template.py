@@ -1,0 +1,253 @@
+"""Messages to token ids through the checkpoint's chat template, so that no message can forge a role.
+
+The template runs in transformers' sandbox. Where the text of a control token stands in a client's string, the string is
+marked before rendering, and the rendered text is encoded with only the template's own control tokens as tokens. A
+conversation without such text takes transformers' plain path. Knows nothing of HTTP; rendering belongs in a thread.
+"""
+
+import json
+import re
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken
+
+from engine.errors import InvalidRequestError
+from engine.template_probe import TemplateFacts
+
+MAX_PROMPT_CHARS = 16 * 2**20
+_MAX_MESSAGE_CHARS = 200
+
+# Unicode noncharacters: never part of a text that is meant to be exchanged.
+_STAND_IN, _BREAK, _MARK = "\ufdd0", "\ufdd1", "\ufdd2"
+_RESERVED = re.compile("[\ufdd0-\ufdd2]")
+_FIRST_STAND_IN = 0xF0000
+
+
+def encode_text(tokenizer: tokenizers.Tokenizer, text: str, *, add_special_tokens: bool, param: str) -> list[int]:
+    """Token ids; raises InvalidRequestError naming `param` for text with lone surrogates, which has no UTF-8."""
+    try:
+        ids: list[int] = tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+    except (TypeError, UnicodeEncodeError) as error:
+        raise InvalidRequestError(f"'{param}' must be valid Unicode text.", param=param) from error
+    return ids
+
+
+class ChatTemplate:
+    """The chat side of a tokenizer. `render(messages, **kwargs)` is transformers' rendering to a string."""
+
+    def __init__(
+        self,
+        render: Callable[..., str],
+        backend: tokenizers.Tokenizer,
+        sources: Mapping[str, str],
+        facts: TemplateFacts,
+    ) -> None:
+        self._render = render
+        self._backend = backend
+        self._facts = facts
+        written = "\0".join([*sources.values(), facts.rendered])
+        added = backend.get_added_tokens_decoder()
+        self._control = {i: token for i, token in added.items() if _is_control(token, written)}
+        self._control_pattern = _pattern(self._control.values())
+        self._plain: _PlainTextEncoder | None = None
+        self._plain_lock = threading.Lock()
+        # Such a token is matched after normalisation, so text that only normalises to it must be looked for, too.
+        self._seen_late = backend.normalizer is not None and any(t.normalized for t in self._control.values())
+
+    def encode(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        **template_kwargs: Any,
+    ) -> list[int]:
+        """Token ids of a conversation. Raises InvalidRequestError when the template refuses it."""
+        inputs: dict[str, Any] = {
+            "messages": [self._fit(message) for message in messages],
+            "tools": [dict(tool) for tool in tools] if tools else None,
+            "template_kwargs": template_kwargs,
+        }
+        marked = any(self._control_pattern.search(text) for text in _strings(inputs))
+        if marked:
+            inputs = _map_strings(inputs, self._mark)
+        text = self._render_text(inputs, add_generation_prompt)
+        if marked:
+            return self._plain_text_encoder().encode(text)
+        ids = encode_text(self._backend, text, add_special_tokens=False, param="messages")
+        if self._seen_late and self._holds_late_tokens(text, ids):
+            return self._plain_text_encoder().encode(text)
+        return ids
+
+    def _render_text(self, inputs: dict[str, Any], add_generation_prompt: bool) -> str:
+        from jinja2 import TemplateError
+
+        try:
+            text = self._render(
+                inputs["messages"],
+                tools=inputs["tools"],
+                add_generation_prompt=add_generation_prompt,
+                **inputs["template_kwargs"],
+            )
+        except TemplateError as error:
+            reason = (error.message or type(error).__name__)[:_MAX_MESSAGE_CHARS]
+            raise InvalidRequestError(
+                f"The chat template refuses these messages: {reason}", param="messages"
+            ) from error
+        except Exception as error:  # a template is a program: any of its operations may fail on odd input
+            reason = type(error).__name__
+            raise InvalidRequestError(
+                f"The chat template fails on these messages ({reason}).", param="messages"
+            ) from error
+        if len(text) > MAX_PROMPT_CHARS:
+            raise InvalidRequestError("The chat template makes too long a prompt of these messages.", param="messages")
+        return text
+
+    def _mark(self, text: str) -> str:
+        return self._control_pattern.sub(lambda match: _MARK + match[0], _RESERVED.sub("\ufffd", text))
+
+    def _holds_late_tokens(self, text: str, ids: list[int]) -> bool:
+        return sum(map(self._control.__contains__, ids)) > len(self._control_pattern.findall(text))
+
+    def _plain_text_encoder(self) -> "_PlainTextEncoder":
+        with self._plain_lock:  # built at the first need: it costs a second copy of the vocabulary
+            if self._plain is None:
+                self._plain = _PlainTextEncoder(self._backend, self._control, self._control_pattern)
+            return self._plain
+
+    def _fit(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """A message in the form that templates read: content as string or parts, tool arguments as objects."""
+        fitted = dict(message)
+        content = fitted.get("content")
+        if isinstance(content, (list, tuple)):
+            fitted["content"] = self._fit_parts([_part_text(part) for part in content])
+        elif isinstance(content, str) and self._facts.reads_parts and not self._facts.reads_strings:
+            fitted["content"] = [{"type": "text", "text": content}]
+        if fitted.get("tool_calls"):
+            fitted["tool_calls"] = [_with_parsed_arguments(call) for call in fitted["tool_calls"]]
+        return fitted
+
+    def _fit_parts(self, texts: list[str]) -> str | list[dict[str, str]]:
+        if not self._facts.reads_parts:
+            return "\n".join(texts)
+        joined = "".join(texts)
+        if len(self._control_pattern.findall(joined)) > sum(len(self._control_pattern.findall(t)) for t in texts):
+            texts = [joined]  # the parts together spell a control token
+        return [{"type": "text", "text": text} for text in texts]
+
+
+class _PlainTextEncoder:
+    """Encodes rendered text in which a mark before a control token's text makes it plain text.
+
+    It holds a copy of the tokenizer that does not know the control tokens; in their place it has stand-ins of reserved
+    characters, which take the place of the control tokens that the template wrote. So everything else about the
+    tokenizer (what happens beside a special token, at the start, between words) stays as it is.
+    """
+
+    def __init__(
+        self, backend: tokenizers.Tokenizer, control: Mapping[int, AddedToken], pattern: re.Pattern[str]
+    ) -> None:
+        names = {token.content for token in control.values()}
+        layout = json.loads(backend.to_str())
+        layout["added_tokens"] = [token for token in layout["added_tokens"] if token["content"] not in names]
+        layout |= {"post_processor": None, "truncation": None, "padding": None}
+        self._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(layout))
+        stand_ins = {i: _STAND_IN + chr(_FIRST_STAND_IN + n) for n, i in enumerate(control)}
+        self._tokenizer.add_special_tokens([_like(control[i], name) for i, name in stand_ins.items()])
+        self._tokenizer.add_special_tokens([AddedToken(_BREAK, normalized=False, special=True)])
+        self._stand_in_of = {control[i].content: name for i, name in stand_ins.items()}
+        self._ids = {self._id_of(token["content"]): token["id"] for token in layout["added_tokens"]}
+        self._ids |= {self._id_of(name): i for i, name in stand_ins.items()}
+        self._break_id = self._id_of(_BREAK)
+        self._pattern = re.compile(f"({_MARK}?)({pattern.pattern})")
+        # Ids by which the model itself can spell a control token (Unigram vocabularies hold them as pieces); that of
+        # the unknown token is what any unknown character becomes.
+        model = layout["model"]
+        unknown = {model.get("unk_id"), self._tokenizer.token_to_id(model.get("unk_token") or "")}
+        self._forgeable = {i for name in names if (i := self._tokenizer.token_to_id(name)) is not None} - unknown
+
+    def _id_of(self, name: str) -> int:
+        found = self._tokenizer.token_to_id(name)
+        assert found is not None, "an added token of the copy has an id"
+        return int(found)
+
+    def encode(self, rendered: str) -> list[int]:
+        """Token ids; raises InvalidRequestError where marked text cannot be spelled without its token."""
+        ids = self._encode(rendered, "")
+        if not self._forgeable.isdisjoint(ids):
+            ids = self._encode(rendered, _BREAK)
+            if not self._forgeable.isdisjoint(ids):
+                raise InvalidRequestError("The messages hold a control token of the model.", param="messages")
+        return [self._ids.get(i, i) for i in ids if i != self._break_id]
+
+    def _encode(self, rendered: str, separator: str) -> list[int]:
+        def place(match: re.Match[str]) -> str:
+            mark, token = match[1], match[2]
+            return token[0] + separator + token[1:] if mark else self._stand_in_of[token]
+
+        text = self._pattern.sub(place, rendered).replace(_MARK, "")
+        return encode_text(self._tokenizer, text, add_special_tokens=False, param="messages")
+
+
+def _is_control(token: AddedToken, written: str) -> bool:
+    """Special, or written by the template itself; white space (Gemma's newlines) is ordinary text."""
+    return bool(token.content.strip()) and (token.special or token.content in written)
+
+
+def _pattern(control: Any) -> re.Pattern[str]:
+    longest_first = sorted(control, key=lambda token: len(token.content), reverse=True)
+    return re.compile("|".join(_token_pattern(token) for token in longest_first) or "(?!)")
+
+
+def _token_pattern(token: AddedToken) -> str:
+    text = re.escape(token.content)
+    return rf"(?<!\w){text}(?!\w)" if token.single_word else text
+
+
+def _like(token: AddedToken, name: str) -> AddedToken:
+    return AddedToken(name, lstrip=token.lstrip, rstrip=token.rstrip, normalized=False, special=token.special)
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """Every string in a JSON-like value, keys included."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _strings(key)
+            yield from _strings(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _strings(item)
+
+
+def _map_strings(value: Any, change: Callable[[str], str]) -> Any:
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {_map_strings(key, change): _map_strings(item, change) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_map_strings(item, change) for item in value]
+    return value
+
+
+def _part_text(part: Any) -> str:
+    text = part.get("text") if isinstance(part, Mapping) else part
+    if not isinstance(text, str):
+        raise InvalidRequestError("Only text parts are supported in a message's content.", param="messages")
+    return text
+
+
+def _with_parsed_arguments(call: Any) -> Any:
+    """OpenAI sends a call's arguments as a JSON string; templates expect the object."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"])
+    except (ValueError, RecursionError):
+        return call
+    return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call

@@ -1,0 +1,176 @@
+"""Stop strings, and the text of one streamed choice: detokenisation and stop strings joined.
+
+Knows nothing of HTTP or of the engine; whoever sees a stop string here ends the request there.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from engine.detokenizer import IncrementalDetokenizer, TokenTable
+
+
+class StopMatcher:
+    """Finds the stop string that is complete first, and lets text through as soon as it can be part of none.
+
+    Of several that end at the same character the longest counts. What comes out does not depend on how the text was
+    cut into pushes. `include` leaves the stop string itself in the text. Constant time per character and stop string.
+    """
+
+    def __init__(self, stop: tuple[str, ...], include: bool = False) -> None:
+        self._stops = [text for text in stop if text]
+        self._tables = [_failure_table(text) for text in self._stops]
+        self._matched = [0] * len(self._stops)  # how much of each stop string the text ends with
+        self._held = ""
+        self._include = include
+        self.matched: str | None = None
+        self.position = 0  # characters let through so far
+
+    def push(self, text: str) -> tuple[str, str | None]:
+        """Add text; returns what may be shown and the stop string that ended it. Nothing may follow a match."""
+        assert self.matched is None, "text after a stop string"
+        if not self._stops:
+            return self._let_through(text), None
+        for index, char in enumerate(text):
+            found = self._advance(char)
+            if found is not None:
+                self.matched = found
+                seen = self._held + text[: index + 1]
+                self._held = ""
+                return self._let_through(seen if self._include else seen[: len(seen) - len(found)]), found
+        seen, held = self._held + text, max(self._matched)
+        cut = len(seen) - held
+        self._held = seen[cut:]
+        return self._let_through(seen[:cut]), None
+
+    def flush(self) -> str:
+        """The text held back, when no more will come."""
+        held, self._held = self._held, ""
+        self._matched = [0] * len(self._stops)
+        return self._let_through(held)
+
+    def _let_through(self, text: str) -> str:
+        self.position += len(text)
+        return text
+
+    def _advance(self, char: str) -> str | None:
+        """Move every match on by a character (Knuth-Morris-Pratt); returns the longest stop string now complete."""
+        complete: str | None = None
+        for index, stop in enumerate(self._stops):
+            size, table = self._matched[index], self._tables[index]
+            while size and stop[size] != char:
+                size = table[size - 1]
+            if stop[size] == char:
+                size += 1
+            self._matched[index] = size
+            if size == len(stop):
+                complete = stop if complete is None or size > len(complete) else complete
+        return complete
+
+
+def _failure_table(text: str) -> list[int]:
+    """For each prefix the length of its longest proper prefix that it also ends with."""
+    table = [0] * len(text)
+    size = 0
+    for index in range(1, len(text)):
+        while size and text[size] != text[index]:
+            size = table[size - 1]
+        if text[size] == text[index]:
+            size += 1
+        table[index] = size
+    return table
+
+
+@dataclass(frozen=True, slots=True)
+class TextDelta:
+    """What a push adds to the answer: its text, the stop string that ended it, and how many more tokens the text so far
+    is made of. A token counts once its last character is out (one without text: once all before it is); after a stop
+    string, if any of its characters stayed in the text. The counts of one answer never exceed the tokens pushed.
+    """
+
+    text: str
+    stop: str | None = None
+    num_tokens: int = 0
+
+
+class OutputTextStream:
+    """The text of one choice. After a delta with `stop` nothing more may be pushed.
+
+    Stop strings are looked for only in the text of tokens after the first `min_tokens`. With `prompt_ids` the text is
+    what the answer adds to the prompt (completions); chat answers stand on their own.
+    """
+
+    def __init__(
+        self,
+        tokenizer: TokenTable,
+        prompt_ids: Sequence[int] = (),
+        *,
+        stop: tuple[str, ...] = (),
+        include_stop: bool = False,
+        min_tokens: int = 0,
+        skip_special_tokens: bool = True,
+    ) -> None:
+        self._detokenizer = IncrementalDetokenizer(tokenizer, prompt_ids, skip_special_tokens=skip_special_tokens)
+        self._matcher = StopMatcher(stop, include_stop)
+        self._unchecked_tokens = min_tokens if stop else 0
+        self._length = 0  # characters detokenized
+        self._shown = 0  # characters returned
+        # Tokens not yet counted: where each begins, and where it ends (None inside an unfinished character).
+        self._open: deque[tuple[int, int | None]] = deque()
+
+    def push(self, token_ids: Sequence[int], final: bool = False) -> TextDelta:
+        """Add the tokens of a step; `final` lets out all that was held back."""
+        texts: list[str] = []
+        for token_id in token_ids:
+            begin, text = self._length, self._detokenizer.push((token_id,))
+            self._length += len(text)
+            if self._unchecked_tokens > 0:
+                self._unchecked_tokens -= 1
+                shown, stop = text, None
+            else:
+                shown, stop = self._matcher.push(text)
+            self._record(begin)
+            texts.append(shown)
+            if stop is not None:
+                return self._cut(texts, stop)
+        return self._finish(texts) if final else self._delta(texts)
+
+    def _record(self, begin: int) -> None:
+        """Note where the token just pushed lies; it also ends the tokens that began its first character."""
+        if self._detokenizer.holds_text:
+            self._open.append((begin, None))
+            return
+        if self._open and self._open[-1][1] is None:
+            self._open = deque((start, self._length if end is None else end) for start, end in self._open)
+        self._open.append((begin, self._length))
+
+    def _finish(self, texts: list[str]) -> TextDelta:
+        rest = self._detokenizer.finish()
+        self._length += len(rest)
+        shown, stop = self._matcher.push(rest) if self._unchecked_tokens <= 0 else (rest, None)
+        texts.append(shown)
+        if stop is not None:
+            return self._cut(texts, stop)
+        texts.append(self._matcher.flush())
+        text, count = "".join(texts), len(self._open)
+        self._open.clear()
+        return TextDelta(text, None, count)
+
+    def _delta(self, texts: list[str]) -> TextDelta:
+        text = "".join(texts)
+        self._shown += len(text)
+        count = 0
+        while self._open:
+            end = self._open[0][1]
+            if end is None or end > self._shown:
+                break
+            self._open.popleft()
+            count += 1
+        return TextDelta(text, None, count)
+
+    def _cut(self, texts: list[str], stop: str) -> TextDelta:
+        text = "".join(texts)
+        self._shown += len(text)
+        count = sum(begin < self._shown for begin, _ in self._open)
+        self._open.clear()
+        return TextDelta(text, stop, count)

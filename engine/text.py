@@ -1,0 +1,170 @@
+"""Token ids in and out of the engine; text only here. Loads no torch: `tokenizer.json` is read by transformers' fast
+tokenizer, never by code from the checkpoint. Every method may be called from several threads at once.
+
+Knows nothing of requests, HTTP or models.
+"""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from engine.chat_template import ChatTemplate, encode_text
+from engine.detokenizer import ByteRule, IncrementalDetokenizer, read_byte_rule
+from engine.errors import ConfigError, InvalidRequestError, ModelLoadError
+from engine.template_probe import TemplateFacts, probe_templates
+
+__all__ = ["IncrementalDetokenizer", "Tokenizer"]
+
+_NO_TEMPLATE = "This model has no chat template: use /v1/completions, or start the server with --chat-template."
+
+
+class Tokenizer:
+    """A checkpoint's tokenizer with its chat template. Use `load`."""
+
+    def __init__(self, backend: Any, chat: ChatTemplate | None) -> None:
+        """`backend` is a transformers fast tokenizer."""
+        self._tokenizer: tokenizers.Tokenizer = backend.backend_tokenizer
+        self._chat = chat
+        self._special_ids = frozenset(
+            i for i, token in self._tokenizer.get_added_tokens_decoder().items() if token.special
+        )
+        self._byte_rule = read_byte_rule(_decoder_layout(self._tokenizer))
+        self._bytes: dict[int, bytes | None] = {}
+        self.eos_token_id: int | None = backend.eos_token_id
+        self.bos_token_id: int | None = backend.bos_token_id
+        self.vocab_size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
+
+    @classmethod
+    def load(
+        cls, folder: str | os.PathLike[str], chat_template: str | os.PathLike[str] | None = None, *, probe: bool = True
+    ) -> "Tokenizer":
+        """Read the tokenizer of a checkpoint's folder.
+
+        `chat_template` is a file or the text of a template and takes the place of the checkpoint's. With `probe` the
+        template is first run in a child process (about a second) and refused if it does not end or explodes.
+        Raises ModelLoadError when there is no usable tokenizer, ConfigError when the template file cannot be read.
+        """
+        backend = _load_backend(Path(folder))
+        if chat_template is not None:
+            backend.chat_template = _read_template(chat_template)
+        sources = _template_sources(backend)
+        if not sources:
+            return cls(backend, None)
+        facts = probe_templates(sources, backend.special_tokens_map) if probe else TemplateFacts()
+        if facts.error is not None:
+            raise ModelLoadError(f"the chat template cannot be used: {facts.error}")
+        return cls(backend, _chat_template(backend, sources, facts))
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._chat is not None
+
+    @property
+    def byte_rule(self) -> ByteRule | None:
+        """How single tokens decode, None where they do not."""
+        return self._byte_rule
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a raw prompt; the text of a special token stands for the token."""
+        return encode_text(self._tokenizer, text, add_special_tokens=add_special_tokens, param="prompt")
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        **template_kwargs: Any,
+    ) -> list[int]:
+        """Token ids of a conversation in OpenAI's form; special-token text in it stays plain text.
+
+        Slow for long conversations: call it in a worker thread. Raises InvalidRequestError when there is no template
+        or the template refuses the messages.
+        """
+        if self._chat is None:
+            raise InvalidRequestError(_NO_TEMPLATE, param="messages", code="chat_template_missing")
+        return self._chat.encode(messages, tools=tools, add_generation_prompt=add_generation_prompt, **template_kwargs)
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of some ids on their own: what `IncrementalDetokenizer` without a prompt gives in all."""
+        detokenizer = IncrementalDetokenizer(self, skip_special_tokens=skip_special_tokens)
+        return detokenizer.push(token_ids) + detokenizer.finish()
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that a token adds inside a text, special tokens spelled out; empty for an unknown id."""
+        if self._byte_rule is None:
+            return self.decode_window([token_id], False).encode()
+        return self.visible_bytes(token_id, False) or b""
+
+    def token_text(self, token_id: int) -> str:
+        """`token_bytes` as text, U+FFFD where they are no whole characters."""
+        return self.token_bytes(token_id).decode("utf-8", "replace")
+
+    def visible_bytes(self, token_id: int, skip_special_tokens: bool) -> bytes | None:
+        """The bytes of a token; None for an unknown id and, if they are skipped, for a special one."""
+        if skip_special_tokens and token_id in self._special_ids:
+            return None
+        try:
+            return self._bytes[token_id]
+        except KeyError:
+            token = self._tokenizer.id_to_token(token_id) if 0 <= token_id < 2**32 else None
+            piece = None if token is None or self._byte_rule is None else self._byte_rule.token_bytes(token)
+            return self._bytes.setdefault(token_id, piece)
+
+    def decode_window(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
+        """The text of some ids by the checkpoint's own decoder."""
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+
+
+def _load_backend(folder: Path) -> Any:
+    """transformers' fast tokenizer. `AutoTokenizer` would load torch, and may build the tokenizer anew by a class that
+    the checkpoint names; `tokenizer.json` says all that there is to say."""
+    from transformers import PreTrainedTokenizerFast
+
+    if not (folder / "tokenizer.json").is_file():
+        raise ModelLoadError(f"no tokenizer.json in {folder}: only tokenizers in that format can be loaded")
+    try:
+        backend = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # the library raises whatever a broken file leads to
+        reason = str(error).strip().split("\n")[0][:200] or type(error).__name__
+        raise ModelLoadError(f"the tokenizer in {folder} cannot be loaded: {reason}") from error
+    backend.backend_tokenizer.no_truncation()
+    backend.backend_tokenizer.no_padding()
+    return backend
+
+
+def _read_template(source: str | os.PathLike[str]) -> str:
+    """The text of a template given as such or as a file. A text has Jinja's braces, a path has not."""
+    if isinstance(source, str) and "{" in source:
+        return source
+    try:
+        return Path(source).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or "not a text file"
+        raise ConfigError(f"--chat-template {os.fspath(source)}: {reason}") from error
+
+
+def _template_sources(backend: Any) -> dict[str, str]:
+    template = backend.chat_template
+    if not template:
+        return {}
+    return dict(template) if isinstance(template, Mapping) else {"default": str(template)}
+
+
+def _chat_template(backend: Any, sources: Mapping[str, str], facts: TemplateFacts) -> ChatTemplate:
+    def render(messages: list[dict[str, Any]], **kwargs: Any) -> str:
+        return str(backend.apply_chat_template(messages, tokenize=False, **kwargs))
+
+    return ChatTemplate(render, backend.backend_tokenizer, sources, facts)
+
+
+def _decoder_layout(tokenizer: tokenizers.Tokenizer) -> dict[str, Any] | None:
+    """The decoder as `tokenizer.json` spells it."""
+    if tokenizer.decoder is None:
+        return None
+    layout: dict[str, Any] = json.loads(tokenizer.decoder.__getstate__())
+    return layout
