@@ -1,4 +1,237 @@
 """What a decoder-only checkpoint is, read from its Hugging Face config; torch-free.
 
 One `ModelSpec` covers Llama 2/3.x, Mistral, Qwen2/2.5, Qwen3, Phi-3, OPT and GPT-NeoX/Pythia: the differences are data.
+Knows nothing of tensors, devices or files other than config.json and generation_config.json.
 """
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine.errors import ConfigError, ModelLoadError
+from engine.models.families import Family, family_of
+from engine.models.rope import RopeSpec, rope_from_config
+
+_ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "relu": "relu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
+_DTYPES = ("bfloat16", "float16", "float32")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """Sizes in elements, `vocab_size` = width of the logits. `dtype` is the checkpoint's own.
+
+    `position_offset` is None without learned positions; `sliding_window` is None where every layer sees everything.
+    """
+
+    family: str
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    max_position_embeddings: int
+    norm: str  # "rms" or "layer"
+    norm_eps: float
+    activation: str  # "silu", "relu", "gelu" or "gelu_tanh"
+    gated_mlp: bool
+    qkv_bias: bool
+    out_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    rope: RopeSpec | None
+    position_offset: int | None
+    parallel_residual: bool
+    tie_word_embeddings: bool
+    sliding_window: int | None
+    eos_token_ids: frozenset[int]
+    dtype: str
+
+    @property
+    def q_size(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def hidden_ratio(self) -> float:
+        """r: the size of a token's hidden state over the size of its keys and values."""
+        return self.hidden_size / (2 * self.kv_size)
+
+    @property
+    def max_context(self) -> int:
+        """Longest context that is computed exactly: beyond the sliding window attention would have to forget."""
+        return min(self.max_position_embeddings, self.sliding_window or self.max_position_embeddings)
+
+    def kv_bytes_per_token(self, element_size: int) -> int:
+        """Keys and values of one token over all layers, bytes."""
+        return 2 * self.num_layers * self.kv_size * element_size
+
+    @property
+    def num_parameters(self) -> int:
+        """Distinct parameters (a tied head counts once)."""
+        hidden, ffn = self.hidden_size, self.intermediate_size
+        norm = hidden * (2 if self.norm == "layer" else 1)
+        attention = hidden * (self.q_size + 2 * self.kv_size) + self.q_size * hidden
+        attention += (self.q_size + 2 * self.kv_size) * self.qkv_bias + hidden * self.out_bias
+        attention += 2 * self.head_dim * self.qk_norm
+        up = ffn * (2 if self.gated_mlp else 1)
+        mlp = hidden * up + ffn * hidden + (up + hidden) * self.mlp_bias
+        embeddings = self.vocab_size * hidden * (1 if self.tie_word_embeddings else 2)
+        if self.position_offset is not None:
+            embeddings += (self.max_position_embeddings + self.position_offset) * hidden
+        return embeddings + self.num_layers * (attention + mlp + 2 * norm) + norm
+
+
+def load_spec(folder: Path) -> ModelSpec:
+    """Read `config.json` and the end tokens of `generation_config.json`. Errors: ModelLoadError, one line."""
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ModelLoadError(f"{folder} has no config.json: not a Hugging Face checkpoint folder")
+    generation = folder / "generation_config.json"
+    try:
+        return spec_from_config(_read_json(path), _read_json(generation) if generation.is_file() else None)
+    except ModelLoadError as error:
+        raise ModelLoadError(f"{folder}: {error.message}") from None
+
+
+def resolve_max_model_len(spec: ModelSpec, requested: int | None) -> int:
+    """The engine's longest context: the model's own limit, or less on request. Errors: ConfigError for more."""
+    if requested is None or requested <= spec.max_context:
+        return requested or spec.max_context
+    limit = f"the model's {spec.max_position_embeddings} positions"
+    if spec.max_context < spec.max_position_embeddings:
+        limit = f"the model's sliding window of {spec.max_context} tokens (longer contexts are not supported)"
+    raise ConfigError(f"--max-model-len {requested} exceeds {limit}")
+
+
+def spec_from_config(config: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> ModelSpec:
+    """Translate a config.json (and generation_config.json). Errors: ModelLoadError naming what is not supported."""
+    if config.get("quantization_config"):
+        method = _describe_quantization(config["quantization_config"])
+        raise ModelLoadError(f"quantized checkpoints are not supported (quantization_config: {method})")
+    family = family_of(config)
+    family.check(config)
+    hidden, heads = _size(config, "hidden_size"), _size(config, "num_attention_heads")
+    kv_heads = _size(config, "num_key_value_heads", family.kv_heads_default or heads) if family.gqa else heads
+    if heads % kv_heads:
+        raise ModelLoadError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
+    head_dim = _head_dim(config, family, hidden, heads)
+    max_position = _size(config, "max_position_embeddings")
+    return ModelSpec(
+        family=family.name,
+        hidden_size=hidden,
+        num_layers=_size(config, "num_hidden_layers"),
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        intermediate_size=_size(config, family.intermediate_key),
+        vocab_size=_size(config, "vocab_size"),
+        max_position_embeddings=max_position,
+        norm=family.norm,
+        norm_eps=_eps(config, family),
+        activation=_activation(config, family),
+        gated_mlp=family.gated_mlp,
+        qkv_bias=family.qkv_bias(config),
+        out_bias=family.out_bias(config),
+        mlp_bias=family.mlp_bias(config),
+        qk_norm=family.qk_norm,
+        rope=rope_from_config(config, family.name, head_dim, max_position) if family.rope else None,
+        position_offset=family.position_offset,
+        parallel_residual=family.parallel_residual(config),
+        tie_word_embeddings=bool(config.get("tie_word_embeddings", family.tied_default)),
+        sliding_window=_sliding_window(config, family),
+        eos_token_ids=_eos(config) | _eos(generation or {}),
+        dtype=_dtype(config),
+    )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(f"cannot read {path.name}: {error}") from None
+    if not isinstance(value, dict):
+        raise ModelLoadError(f"{path.name} is not a JSON object")
+    return value
+
+
+def _size(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    value = config.get(key)
+    value = default if value is None else value
+    if value is None:
+        raise ModelLoadError(f"config.json lacks {key!r}")
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ModelLoadError(f"config.json: {key!r} must be a positive integer, not {value!r}")
+    return value
+
+
+def _head_dim(config: Mapping[str, Any], family: Family, hidden: int, heads: int) -> int:
+    if family.head_dim_key:
+        value = config.get("head_dim") or family.head_dim_default
+        if value is not None:
+            return _size({"head_dim": value}, "head_dim")
+    if hidden % heads:
+        raise ModelLoadError(f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
+    return hidden // heads
+
+
+def _eps(config: Mapping[str, Any], family: Family) -> float:
+    value = config.get(family.eps_key) if family.eps_key else None
+    value = family.eps_default if value is None else value
+    if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
+        raise ModelLoadError(f"config.json: {family.eps_key!r} must be a number, not {value!r}")
+    return float(value)
+
+
+def _activation(config: Mapping[str, Any], family: Family) -> str:
+    name = config.get(family.activation_key) or family.activation_default
+    known = _ACTIVATIONS.get(name) if isinstance(name, str) else None
+    if known is None or (known == "silu") != family.gated_mlp:
+        raise ModelLoadError(f"activation {name!r} is not supported in {family.architecture}")
+    return known
+
+
+def _sliding_window(config: Mapping[str, Any], family: Family) -> int | None:
+    if family.window == "none" or (family.window == "switched" and not config.get("use_sliding_window", False)):
+        return None
+    if "sliding_window" in config and config["sliding_window"] is None:
+        return None
+    layer_types = config.get("layer_types")
+    if family.window == "switched" and layer_types and "sliding_attention" not in layer_types:
+        return None
+    window = config.get("sliding_window", family.window_default)
+    return None if window is None else _size({"sliding_window": window}, "sliding_window")
+
+
+def _eos(config: Mapping[str, Any]) -> frozenset[int]:
+    value = config.get("eos_token_id")
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if any(isinstance(token, bool) or not isinstance(token, int) for token in ids):
+        raise ModelLoadError(f"eos_token_id must be an integer or a list of integers, not {value!r}")
+    return frozenset(ids)
+
+
+def _dtype(config: Mapping[str, Any]) -> str:
+    name = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
+    if name not in _DTYPES:
+        raise ModelLoadError(f"dtype {name!r} is not supported (supported: {', '.join(_DTYPES)})")
+    return name
+
+
+def _describe_quantization(value: object) -> str:
+    method = value.get("quant_method") if isinstance(value, Mapping) else None
+    return str(method or "unknown method")

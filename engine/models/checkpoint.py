@@ -1,0 +1,107 @@
+"""A folder of safetensors as a tensor source: one tensor in memory at a time, and an account of what was used.
+
+Pickled weights (.bin, .pt) are refused, never opened: reading them can run code. Knows nothing of model families
+beyond the names of buffers that some exporters leave in.
+"""
+
+import json
+import re
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from engine.errors import ModelLoadError
+
+_INERT = re.compile(r"(^|\.)(rotary_emb\.inv_freq|attention\.bias|attention\.masked_bias)$")
+_PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+class Checkpoint:
+    """The tensors of a folder. A context manager: the files are mapped while it is open.
+
+    Errors: ModelLoadError when the folder has no safetensors, or a file is missing, damaged or inconsistent.
+    """
+
+    def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
+        self._folder = folder
+        self._dtype = dtype
+        self._device = device
+        self._files: dict[str, Any] = {}
+        self._where: dict[str, str] = {}
+        self._unused: set[str] = set()
+
+    def __enter__(self) -> Self:
+        for name in _weight_files(self._folder):
+            for tensor in self._open(name).keys():  # noqa: SIM118 - a safetensors handle is not a mapping
+                if tensor in self._where:
+                    raise ModelLoadError(f"{self._folder}: tensor {tensor} is in {self._where[tensor]} and in {name}")
+                self._where[tensor] = name
+        self._unused = set(self._where)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._files.clear()
+
+    def has(self, name: str) -> bool:
+        return name in self._where
+
+    def fetch(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """One tensor, converted. Errors: ModelLoadError if it is missing, has another shape or is not of floats."""
+        if name not in self._where:
+            raise ModelLoadError(f"{self._folder} lacks tensor {name} {list(shape)}")
+        file = self._files[self._where[name]]
+        found = tuple(file.get_slice(name).get_shape())
+        if found != shape:
+            raise ModelLoadError(f"{self._folder}: tensor {name} is {list(found)}, config.json implies {list(shape)}")
+        tensor: Tensor = file.get_tensor(name)
+        if tensor.dtype not in _FLOATS:
+            kind = str(tensor.dtype).removeprefix("torch.")
+            raise ModelLoadError(
+                f"{self._folder}: tensor {name} is of type {kind}: quantized weights are not supported"
+            )
+        self._unused.discard(name)
+        return tensor.to(self._device, self._dtype)
+
+    def check_all_used(self, *, tied_copies: tuple[str, ...] = ()) -> None:
+        """Errors: ModelLoadError if a tensor was never fetched: the model would silently not be what was trained.
+
+        Left aside: rotary and mask buffers, and `tied_copies` (a tied head stored a second time).
+        """
+        left = sorted(name for name in self._unused if not _INERT.search(name) and name not in tied_copies)
+        if left:
+            more = f" and {len(left) - 3} more" if len(left) > 3 else ""
+            raise ModelLoadError(f"{self._folder} has tensors this model does not use: {', '.join(left[:3])}{more}")
+
+    def _open(self, name: str) -> Any:
+        path = self._folder / name
+        if not path.is_file():
+            raise ModelLoadError(f"{self._folder} lacks {name}, which model.safetensors.index.json names")
+        try:
+            self._files[name] = safe_open(path, framework="pt", device="cpu")
+        except (SafetensorError, OSError) as error:
+            raise ModelLoadError(f"{path} is not a readable safetensors file: {error}") from None
+        return self._files[name]
+
+
+def _weight_files(folder: Path) -> list[str]:
+    """The files that make up the checkpoint: those of the index, or the one file, or every safetensors file."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            raise ModelLoadError(f"{index} is not a readable safetensors index") from None
+    if (folder / "model.safetensors").is_file():
+        return ["model.safetensors"]
+    found = sorted(path.name for path in folder.glob("*.safetensors"))
+    if found:
+        return found
+    pickled = sorted(path.name for pattern in _PICKLED for path in folder.glob(pattern))
+    if pickled:
+        raise ModelLoadError(f"{folder} has pickled weights only ({pickled[0]}); convert them to safetensors")
+    raise ModelLoadError(f"{folder} has no *.safetensors file")

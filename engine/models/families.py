@@ -1,0 +1,253 @@
+"""The supported families as data: what their configs leave unsaid, and where their tensors are. Torch-free.
+
+Adding a family that is a recombination of known parts is adding a `Family` and a `TensorNames`. Knows nothing of files.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from engine.errors import ModelLoadError
+
+Config = Mapping[str, Any]
+
+
+def _never(_config: Config) -> bool:
+    return False
+
+
+def _always(_config: Config) -> bool:
+    return True
+
+
+def _flag(key: str, default: bool) -> Callable[[Config], bool]:
+    def read(config: Config) -> bool:
+        return bool(config.get(key, default))
+
+    return read
+
+
+def _nothing_to_check(_config: Config) -> None:
+    return
+
+
+@dataclass(frozen=True, slots=True)
+class TensorNames:
+    """Where a family keeps its tensors. Modules get `.weight` (and `.bias`) appended; several modules in one slot are
+    stacked along the output dimension. `prefixes` and `head`: the first one that the checkpoint has is used.
+
+    `interleaved_qkv`: the fused projection is [heads, 3, head_dim], not [3, heads, head_dim].
+    """
+
+    prefixes: tuple[str, ...]
+    embedding: str
+    input_norm: str
+    qkv: tuple[str, ...]
+    out: str
+    post_norm: str
+    up: tuple[str, ...]
+    down: str
+    final_norm: str
+    head: tuple[str, ...] = ("lm_head",)
+    positions: str | None = None
+    q_norm: str = "self_attn.q_norm"
+    k_norm: str = "self_attn.k_norm"
+    interleaved_qkv: bool = False
+
+
+_LLAMA_NAMES = TensorNames(
+    prefixes=("model.", ""),
+    embedding="embed_tokens",
+    input_norm="input_layernorm",
+    qkv=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    out="self_attn.o_proj",
+    post_norm="post_attention_layernorm",
+    up=("mlp.gate_proj", "mlp.up_proj"),
+    down="mlp.down_proj",
+    final_norm="norm",
+)
+_PHI3_NAMES = TensorNames(
+    prefixes=("model.", ""),
+    embedding="embed_tokens",
+    input_norm="input_layernorm",
+    qkv=("self_attn.qkv_proj",),
+    out="self_attn.o_proj",
+    post_norm="post_attention_layernorm",
+    up=("mlp.gate_up_proj",),
+    down="mlp.down_proj",
+    final_norm="norm",
+)
+_OPT_NAMES = TensorNames(
+    prefixes=("model.decoder.", "decoder."),
+    embedding="embed_tokens",
+    positions="embed_positions",
+    input_norm="self_attn_layer_norm",
+    qkv=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    out="self_attn.out_proj",
+    post_norm="final_layer_norm",
+    up=("fc1",),
+    down="fc2",
+    final_norm="final_layer_norm",
+)
+_NEOX_NAMES = TensorNames(
+    prefixes=("gpt_neox.", ""),
+    embedding="embed_in",
+    input_norm="input_layernorm",
+    qkv=("attention.query_key_value",),
+    interleaved_qkv=True,
+    out="attention.dense",
+    post_norm="post_attention_layernorm",
+    up=("mlp.dense_h_to_4h",),
+    down="mlp.dense_4h_to_h",
+    final_norm="final_layer_norm",
+    head=("embed_out", "lm_head"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One architecture. `*_default` stand where the config is silent; `window`: "none", "always" or "switched"."""
+
+    name: str
+    architecture: str
+    names: TensorNames
+    norm: str = "rms"
+    eps_key: str = "rms_norm_eps"
+    eps_default: float = 1e-6
+    intermediate_key: str = "intermediate_size"
+    activation_key: str = "hidden_act"
+    activation_default: str = "silu"
+    gated_mlp: bool = True
+    gqa: bool = True
+    kv_heads_default: int | None = None
+    head_dim_key: bool = True
+    head_dim_default: int | None = None
+    qkv_bias: Callable[[Config], bool] = _never
+    out_bias: Callable[[Config], bool] = _never
+    mlp_bias: Callable[[Config], bool] = _never
+    qk_norm: bool = False
+    rope: bool = True
+    position_offset: int | None = None
+    parallel_residual: Callable[[Config], bool] = _never
+    tied_default: bool = False
+    window: str = "none"
+    window_default: int | None = None
+    check: Callable[[Config], None] = _nothing_to_check
+
+
+def _check_opt(config: Config) -> None:
+    if not config.get("do_layer_norm_before", True):
+        raise ModelLoadError("OPT with do_layer_norm_before=false (opt-350m) is not supported")
+    projected = config.get("word_embed_proj_dim")
+    if projected is not None and projected != config.get("hidden_size"):
+        raise ModelLoadError(f"OPT with word_embed_proj_dim {projected} other than hidden_size is not supported")
+    if config.get("_remove_final_layer_norm", False):
+        raise ModelLoadError("OPT without its final layer norm (_remove_final_layer_norm) is not supported")
+    if not config.get("layer_norm_elementwise_affine", True):
+        raise ModelLoadError("OPT with layer_norm_elementwise_affine=false is not supported")
+
+
+_LLAMA_BIAS = _flag("attention_bias", False)
+_OPT_BIAS = _flag("enable_bias", True)
+_NEOX_BIAS = _flag("attention_bias", True)
+
+FAMILIES: tuple[Family, ...] = (
+    Family(
+        name="llama",
+        architecture="LlamaForCausalLM",
+        names=_LLAMA_NAMES,
+        qkv_bias=_LLAMA_BIAS,
+        out_bias=_LLAMA_BIAS,
+        mlp_bias=_flag("mlp_bias", False),
+    ),
+    Family(
+        name="mistral",
+        architecture="MistralForCausalLM",
+        names=_LLAMA_NAMES,
+        kv_heads_default=8,
+        window="always",
+        window_default=4096,
+    ),
+    Family(
+        name="qwen2",
+        architecture="Qwen2ForCausalLM",
+        names=_LLAMA_NAMES,
+        qkv_bias=_always,
+        window="switched",
+        window_default=4096,
+    ),
+    Family(
+        name="qwen3",
+        architecture="Qwen3ForCausalLM",
+        names=_LLAMA_NAMES,
+        head_dim_default=128,
+        qkv_bias=_LLAMA_BIAS,
+        out_bias=_LLAMA_BIAS,
+        qk_norm=True,
+        window="switched",
+        window_default=4096,
+    ),
+    Family(name="phi3", architecture="Phi3ForCausalLM", names=_PHI3_NAMES, eps_default=1e-5, window="always"),
+    Family(
+        name="opt",
+        architecture="OPTForCausalLM",
+        names=_OPT_NAMES,
+        norm="layer",
+        eps_key="",  # not configurable
+        eps_default=1e-5,
+        intermediate_key="ffn_dim",
+        activation_key="activation_function",
+        activation_default="relu",
+        gated_mlp=False,
+        gqa=False,
+        head_dim_key=False,
+        qkv_bias=_OPT_BIAS,
+        out_bias=_OPT_BIAS,
+        mlp_bias=_OPT_BIAS,
+        rope=False,
+        position_offset=2,
+        tied_default=True,
+        check=_check_opt,
+    ),
+    Family(
+        name="gpt_neox",
+        architecture="GPTNeoXForCausalLM",
+        names=_NEOX_NAMES,
+        norm="layer",
+        eps_key="layer_norm_eps",
+        eps_default=1e-5,
+        activation_default="gelu",
+        gated_mlp=False,
+        gqa=False,
+        head_dim_key=False,
+        qkv_bias=_NEOX_BIAS,
+        out_bias=_NEOX_BIAS,
+        mlp_bias=_always,
+        parallel_residual=_flag("use_parallel_residual", True),
+    ),
+)
+
+
+def family_of(config: Config) -> Family:
+    """The family that a config names. Errors: ModelLoadError if it is not supported or needs code of its own."""
+    named = config.get("architectures") or []
+    architecture = named[0] if isinstance(named, list) and named else None
+    model_type = config.get("model_type")
+    if architecture is None and model_type is None:
+        raise ModelLoadError("config.json names neither 'architectures' nor 'model_type'")
+    family = next(
+        (f for f in FAMILIES if architecture in (f.architecture, None) and model_type in (f.name, None)), None
+    )
+    # A file may name its own copy of a class that is built in (the first Phi-3 releases do): nothing of it is run.
+    own_code = str((config.get("auto_map") or {}).get("AutoModelForCausalLM", architecture)).rpartition(".")[2]
+    if config.get("auto_map") and (family is None or own_code != family.architecture):
+        raise ModelLoadError(f"{architecture or model_type} needs its own code (auto_map), which is never run")
+    if family is None:
+        supported = ", ".join(f.architecture for f in FAMILIES)
+        raise ModelLoadError(f"architecture {architecture or model_type!r} is not supported (supported: {supported})")
+    return family
+
+
+def family_named(name: str) -> Family:
+    """The family of a spec."""
+    return next(family for family in FAMILIES if family.name == name)

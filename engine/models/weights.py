@@ -1,0 +1,185 @@
+"""A model's weights as explicit objects, built from a tensor source (a checkpoint, or seeded random numbers).
+
+q/k/v and gate/up are stacked here: a layer is four GEMMs whatever the family. Knows nothing of how a layer runs.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from engine.errors import ModelLoadError
+from engine.execution.linear import Linear, make_linear
+from engine.models.families import TensorNames, family_named
+from engine.models.spec import ModelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """weight [H]; bias [H] for layer norm, None for RMS norm."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """One decoder layer. `qkv` gives [q heads | k heads | v heads], `up` gives [gate | up] where the MLP is gated.
+
+    `qk_norm` [heads + kv_heads, head_dim] is None where q and k are not normed.
+    """
+
+    input_norm: Norm
+    qkv: Linear
+    qk_norm: Tensor | None
+    out: Linear
+    post_norm: Norm
+    up: Linear
+    down: Linear
+
+
+@dataclass(frozen=True, slots=True)
+class ModelWeights:
+    """A whole model. embedding [vocab, H]; positions [max_position + offset, H] or None."""
+
+    embedding: Tensor
+    positions: Tensor | None
+    layers: list[LayerWeights]
+    final_norm: Norm
+    head: Linear
+
+
+class TensorSource(Protocol):
+    """Where tensors come from. Every tensor is on the target device, in the target type."""
+
+    def has(self, name: str, /) -> bool:
+        """Whether there is such a tensor."""
+
+    def fetch(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """The tensor, of exactly this shape. Errors: ModelLoadError if it is missing or has another shape."""
+
+
+class DummyTensors:
+    """Random weights that keep activations near 1: norms of one, small biases, matrices scaled by their width."""
+
+    def __init__(self, seed: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._generator = torch.Generator(device).manual_seed(seed)
+        self._dtype = dtype
+        self._device = device
+
+    def has(self, _name: str, /) -> bool:
+        return True
+
+    def fetch(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        if len(shape) == 1 and name.endswith(".weight"):
+            return torch.ones(shape, dtype=self._dtype, device=self._device)
+        empty = torch.empty(shape, dtype=self._dtype, device=self._device)
+        return empty.normal_(0.0, shape[-1] ** -0.5 if len(shape) > 1 else 0.02, generator=self._generator)
+
+
+def build_weights(spec: ModelSpec, source: TensorSource) -> ModelWeights:
+    """Fetch, stack and pack every tensor, one layer at a time. Errors: ModelLoadError."""
+    return _Builder(spec, source).model()
+
+
+class _Builder:
+    """Walks a family's tensor names in the order in which the model runs."""
+
+    def __init__(self, spec: ModelSpec, source: TensorSource) -> None:
+        self._spec = spec
+        self._source = source
+        self._names: TensorNames = family_named(spec.family).names
+        self._prefix = self._first_prefix()
+
+    def model(self) -> ModelWeights:
+        spec, names, prefix = self._spec, self._names, self._prefix
+        embedding = self._source.fetch(f"{prefix}{names.embedding}.weight", (spec.vocab_size, spec.hidden_size))
+        positions = None
+        if spec.position_offset is not None:
+            shape = (spec.max_position_embeddings + spec.position_offset, spec.hidden_size)
+            positions = self._source.fetch(f"{prefix}{names.positions}.weight", shape)
+        layers = [self._layer(f"{prefix}layers.{index}.") for index in range(spec.num_layers)]
+        final_norm = self._norm(prefix + names.final_norm)
+        return ModelWeights(embedding, positions, layers, final_norm, make_linear(self._head(embedding), None))
+
+    def _layer(self, prefix: str) -> LayerWeights:
+        spec, names = self._spec, self._names
+        hidden, ffn = spec.hidden_size, spec.intermediate_size
+        qkv_sizes = _split_over(names.qkv, (spec.q_size, spec.kv_size, spec.kv_size))
+        up_sizes = _split_over(names.up, (ffn, ffn) if spec.gated_mlp else (ffn,))
+        return LayerWeights(
+            input_norm=self._norm(prefix + names.input_norm),
+            qkv=self._linear(prefix, names.qkv, qkv_sizes, hidden, spec.qkv_bias, names.interleaved_qkv),
+            qk_norm=self._qk_norm(prefix),
+            out=self._linear(prefix, (names.out,), (hidden,), spec.q_size, spec.out_bias),
+            post_norm=self._norm(prefix + names.post_norm),
+            up=self._linear(prefix, names.up, up_sizes, hidden, spec.mlp_bias),
+            down=self._linear(prefix, (names.down,), (hidden,), ffn, spec.mlp_bias),
+        )
+
+    def _linear(
+        self,
+        prefix: str,
+        modules: tuple[str, ...],
+        sizes: tuple[int, ...],
+        width: int,
+        has_bias: bool,
+        interleaved: bool = False,
+    ) -> Linear:
+        pairs = list(zip(modules, sizes, strict=True))
+        weight = _stack([self._source.fetch(f"{prefix}{name}.weight", (size, width)) for name, size in pairs])
+        bias = None
+        if has_bias:
+            bias = _stack([self._source.fetch(f"{prefix}{name}.bias", (size,)) for name, size in pairs])
+        if interleaved:
+            weight, bias = self._straighten(weight), None if bias is None else self._straighten(bias)
+        return make_linear(weight, bias)
+
+    def _straighten(self, fused: Tensor) -> Tensor:
+        """[heads · 3 · D, ...] to [3 · heads · D, ...]."""
+        by_head = fused.view(self._spec.num_heads, 3, self._spec.head_dim, *fused.shape[1:])
+        return by_head.transpose(0, 1).flatten(0, 2)
+
+    def _norm(self, module: str) -> Norm:
+        shape = (self._spec.hidden_size,)
+        weight = self._source.fetch(f"{module}.weight", shape)
+        return Norm(weight, self._source.fetch(f"{module}.bias", shape) if self._spec.norm == "layer" else None)
+
+    def _qk_norm(self, prefix: str) -> Tensor | None:
+        spec, names = self._spec, self._names
+        if not spec.qk_norm:
+            return None
+        q, k = (self._source.fetch(f"{prefix}{name}.weight", (spec.head_dim,)) for name in (names.q_norm, names.k_norm))
+        return torch.cat((q.expand(spec.num_heads, -1), k.expand(spec.num_kv_heads, -1)))
+
+    def _head(self, embedding: Tensor) -> Tensor:
+        if self._spec.tie_word_embeddings:
+            return embedding
+        names = [f"{module}.weight" for module in self._names.head]
+        name = next((name for name in names if self._source.has(name)), names[0])
+        return self._source.fetch(name, (self._spec.vocab_size, self._spec.hidden_size))
+
+    def _first_prefix(self) -> str:
+        """The prefix this checkpoint uses: some were saved from the model without its head."""
+        prefixes = self._names.prefixes
+        has = self._source.has
+        return next((p for p in prefixes if has(f"{p}{self._names.embedding}.weight")), prefixes[0])
+
+
+def _split_over(modules: tuple[str, ...], sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """Output sizes of the modules of one slot: one each, or all of them in one fused module."""
+    assert len(modules) in (1, len(sizes))
+    return sizes if len(modules) == len(sizes) else (sum(sizes),)
+
+
+def _stack(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The torch type of a spec's or a configuration's name. Errors: ModelLoadError."""
+    types = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+    if name not in types:
+        raise ModelLoadError(f"dtype {name!r} is not supported (supported: {', '.join(types)})")
+    return types[name]
