@@ -1,0 +1,186 @@
+"""Arrival processes: absolute schedules computed before the run starts.
+
+A unit-rate renewal process (constant, Poisson or gamma gaps) is mapped through the inverse of the cumulative rate, so
+that one construction serves a fixed rate and any rate curve. Knows nothing of requests, lengths or clocks.
+"""
+
+import csv
+import gzip
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, TextIO, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from loadgen.errors import InputError
+
+Floats = NDArray[np.float64]
+Process = Literal["constant", "poisson", "gamma"]
+
+
+@dataclass(frozen=True, slots=True)
+class RateCurve:
+    """A piecewise constant rate that repeats: `rates[i]` requests/s for `durations[i]` seconds each period."""
+
+    durations: Floats
+    rates: Floats
+
+    def __post_init__(self) -> None:
+        if len(self.durations) != len(self.rates) or len(self.rates) == 0:
+            raise InputError("a rate curve needs one rate for each duration")
+        if not (np.isfinite(self.durations).all() and np.isfinite(self.rates).all()):
+            raise InputError("a rate curve needs finite numbers")
+        if (self.durations <= 0).any() or (self.rates < 0).any() or not self.rates.any():
+            raise InputError("a rate curve needs positive durations, no negative rate and some positive rate")
+
+    @property
+    def period(self) -> float:
+        """Seconds after which the curve repeats."""
+        return float(self.durations.sum())
+
+    @property
+    def mean_rate(self) -> float:
+        """Requests per second over one period."""
+        return float((self.durations * self.rates).sum() / self.period)
+
+    def at(self, time: float) -> float:
+        """The rate at `time` seconds after the start."""
+        index = int(np.searchsorted(np.cumsum(self.durations), time % self.period, side="right"))
+        return float(self.rates[min(index, len(self.rates) - 1)])
+
+    def scaled(self, mean_rate: float) -> "RateCurve":
+        """The same shape with another mean rate (requests/s)."""
+        return RateCurve(self.durations, self.rates * (mean_rate / self.mean_rate))
+
+    def invert(self, events: Floats) -> Floats:
+        """Times at which the cumulative expected count reaches each of `events` (sorted, >= 0)."""
+        cumulative = np.concatenate([[0.0], np.cumsum(self.durations * self.rates)])
+        edges = np.concatenate([[0.0], np.cumsum(self.durations)])
+        # Where the rate is zero the cumulative count stands still: a time is the first that reaches the count.
+        rising = np.concatenate([[True], np.diff(cumulative) > 0])
+        ends = np.flatnonzero(rising)[1:]
+        periods, within = np.divmod(events, cumulative[-1])
+        segment = ends[np.minimum(np.searchsorted(cumulative[ends], within), len(ends) - 1)]
+        offset = (within - cumulative[segment - 1]) / self.rates[segment - 1]
+        return cast(Floats, periods * self.period + edges[segment - 1] + offset)
+
+
+def constant_rate(rate: float) -> RateCurve:
+    """The curve of one fixed rate (requests/s)."""
+    if not (math.isfinite(rate) and rate > 0):
+        raise InputError(f"a rate must be positive and finite, not {rate}")
+    return RateCurve(np.array([1.0 / rate]), np.array([rate]))
+
+
+def gaps(process: Process, count: int, random: np.random.Generator, cv: float = 1.0) -> Floats:
+    """`count` gaps of mean 1. `cv` is used by `gamma` alone: shape 1 / cv², scale cv²."""
+    if process == "constant":
+        return np.ones(count)
+    if process == "poisson":
+        return random.exponential(1.0, count)
+    if not (math.isfinite(cv) and cv > 0):
+        raise InputError(f"cv must be positive, not {cv}")
+    return random.gamma(1.0 / cv**2, cv**2, count)
+
+
+def schedule(
+    curve: RateCurve,
+    process: Process,
+    random: np.random.Generator,
+    *,
+    count: int | None = None,
+    duration: float | None = None,
+    cv: float = 1.0,
+) -> Floats:
+    """Arrival times in seconds from the start, sorted: the first `count`, or all before `duration`, or both limits.
+
+    Raises InputError when neither limit is given.
+    """
+    if count is not None:
+        events = np.cumsum(gaps(process, count, random, cv))
+        times = curve.invert(_from_zero(process, events))
+        return times if duration is None else times[times < duration]
+    if duration is None:
+        raise InputError("an arrival schedule needs a number of requests or a duration")
+    block = max(64, int(curve.mean_rate * duration * 1.2))
+    events = np.empty(0)
+    while True:
+        start = events[-1] if len(events) else 0.0
+        events = np.concatenate([events, start + np.cumsum(gaps(process, block, random, cv))])
+        times = curve.invert(_from_zero(process, events))
+        if times[-1] >= duration:
+            return times[times < duration]
+
+
+def _from_zero(process: Process, events: Floats) -> Floats:
+    # A constant process starts with an arrival at 0: n requests in n / rate seconds, not one gap later.
+    return events - 1.0 if process == "constant" else events
+
+
+def parse_curve(text: str) -> RateCurve:
+    """A rate curve from the command line.
+
+    `steps:90@15,90@1` (seconds@requests/s) · `sine:mean=5,amplitude=3,period=60` ·
+    `burst:base=1,peak=10,every=60,for=10` · `envelope:FILE[#model]` (CSV with `t` and `rate` columns).
+    """
+    kind, _, rest = text.partition(":")
+    if kind == "envelope":
+        return read_envelope(rest)
+    try:
+        if kind == "steps":
+            pairs = [part.split("@") for part in rest.split(",")]
+            return RateCurve(np.array([float(a) for a, _ in pairs]), np.array([float(b) for _, b in pairs]))
+        named = {key: float(value) for key, value in (part.split("=") for part in rest.split(","))}
+        if kind == "sine":
+            return sine(named.pop("mean"), named.pop("amplitude"), named.pop("period"), **named)
+        if kind == "burst":
+            peak_for = named.pop("for")
+            return burst(named.pop("base"), named.pop("peak"), named.pop("every"), peak_for, **named)
+    except (KeyError, ValueError, TypeError) as error:
+        raise InputError(f"cannot read the rate curve {text!r}: {error}") from None
+    raise InputError(f"unknown rate curve {kind!r}: use steps, sine, burst or envelope")
+
+
+def sine(mean: float, amplitude: float, period: float, steps: float = 200) -> RateCurve:
+    """`mean + amplitude · sin(2πt / period)` in `steps` steps a period, the average rate within each step."""
+    if amplitude > mean:
+        raise InputError("a sine's amplitude must not exceed its mean")
+    edges = np.linspace(0.0, 2 * math.pi, int(steps) + 1)
+    average = (np.cos(edges[:-1]) - np.cos(edges[1:])) / np.diff(edges)
+    return RateCurve(np.full(len(average), period / len(average)), np.maximum(0.0, mean + amplitude * average))
+
+
+def burst(base: float, peak: float, every: float, peak_for: float) -> RateCurve:
+    """`base` requests/s, with `peak` requests/s during the last `peak_for` seconds of each `every` seconds."""
+    return RateCurve(np.array([every - peak_for, peak_for]), np.array([base, peak]))
+
+
+def read_envelope(reference: str) -> RateCurve:
+    """A rate curve from a CSV (or `.csv.gz`) with columns `t` (s) and `rate` or `rate_req_per_s`.
+
+    `FILE#name` keeps only the rows whose `model` column is `name`. The last step lasts as long as the one before it.
+    """
+    name, _, model = reference.partition("#")
+    path = Path(name)
+    try:
+        with _open_text(path) as stream:
+            rows = [row for row in csv.DictReader(stream) if not model or row.get("model") == model]
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror}") from None
+    try:
+        times = np.array([float(row["t"]) for row in rows])
+        rates = np.array([float(row["rate"] if "rate" in row else row["rate_req_per_s"]) for row in rows])
+    except (KeyError, ValueError) as error:
+        raise InputError(f"{path}: an envelope has columns t and rate ({error})") from None
+    if len(times) < 2:
+        raise InputError(f"{path}: an envelope needs at least two rows")
+    durations = np.diff(times)
+    return RateCurve(np.append(durations, durations[-1]), rates)
+
+
+def _open_text(path: Path) -> TextIO:
+    if path.suffix == ".gz":
+        return gzip.open(path, "rt", encoding="utf-8")
+    return path.open(encoding="utf-8")

@@ -1,0 +1,294 @@
+"""Readers for the public trace and prompt formats, each also gzipped, and the writer of the native format.
+
+Azure CSV, BurstGPT CSV, Mooncake JSONL, Vidur/Sarathi and Splitwise CSV, native CSV/JSONL, OpenAI batch JSONL,
+ShareGPT JSON, prompt JSONL. The format is recognised by its column or key names. Knows nothing of servers or
+tokenizers: where a file has text and no token count, the count is an estimate and a note says so.
+"""
+
+import csv
+import gzip
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+
+from loadgen.errors import InputError
+from loadgen.traces import PREFIX_BLOCK, Content, Trace, build
+
+CHARACTERS_PER_TOKEN = 4.0
+DEFAULT_OUTPUT = 128
+Row = Mapping[str, Any]
+
+ESTIMATED = "input lengths are estimates (4 characters a token); the text itself is sent, usage gives the true counts"
+
+
+def read(path: Path, kind: str | None = None) -> Trace:
+    """The trace in `path`; `kind` names the format, else it is recognised. Raises InputError naming file and line."""
+    try:
+        data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        text = data.decode("utf-8-sig")
+    except (OSError, UnicodeDecodeError, EOFError) as error:
+        raise InputError(f"cannot read {path}: {error}") from None
+    name = path.name.removesuffix(".gz")
+    try:
+        return parse(text, name.rsplit(".", 1)[-1].lower(), kind)
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from None
+
+
+def parse(text: str, suffix: str, kind: str | None = None) -> Trace:
+    """A trace from text; `suffix` is csv, jsonl or json."""
+    if suffix == "json":
+        if kind not in (None, "sharegpt"):
+            raise InputError(f"a .json file is ShareGPT, not {kind}")
+        return _sharegpt(_load_json(text))
+    rows: Sequence[Row] = list(csv.DictReader(text.splitlines())) if suffix == "csv" else _json_lines(text)
+    if not rows:
+        raise InputError("no rows")
+    kind = kind or recognise(rows[0])
+    if kind not in READERS:
+        raise InputError(f"unknown format {kind!r}: use {', '.join(READERS)}")
+    return READERS[kind](rows)
+
+
+def recognise(row: Row) -> str:
+    """The format that has these column names; raises InputError when none has."""
+    keys = set(row)
+    for kind, needed in SIGNATURES:
+        if needed <= keys:
+            return kind
+    raise InputError(f"no known format has the columns {', '.join(sorted(map(str, keys)))}")
+
+
+SIGNATURES: tuple[tuple[str, set[str]], ...] = (
+    ("native", {"input_tokens", "output_tokens"}),
+    ("azure", {"TIMESTAMP", "ContextTokens", "GeneratedTokens"}),
+    ("burstgpt", {"Timestamp", "Request tokens", "Response tokens"}),
+    ("mooncake", {"timestamp", "input_length", "output_length"}),
+    ("vidur", {"num_prefill_tokens", "num_decode_tokens"}),
+    ("splitwise", {"prompt_size", "token_size"}),
+    ("openai-batch", {"custom_id", "body"}),
+    ("sharegpt", {"conversations"}),
+    ("prompts", {"prompt"}),
+    ("prompts", {"messages"}),
+)
+
+
+def _load_json(text: str) -> list[Any]:
+    try:
+        loaded = orjson.loads(text)
+    except orjson.JSONDecodeError as error:
+        raise InputError(f"not JSON: {error}") from None
+    if not isinstance(loaded, list):
+        raise InputError("a ShareGPT file is a list of conversations")
+    return loaded
+
+
+def _json_lines(text: str) -> list[Row]:
+    rows: list[Row] = []
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            row = orjson.loads(line)
+        except orjson.JSONDecodeError as error:
+            raise InputError(f"line {number}: not JSON ({error})") from None
+        if not isinstance(row, dict):
+            raise InputError(f"line {number}: not an object")
+        rows.append(row)
+    return rows
+
+
+def _column(rows: Sequence[Row], name: str, convert: Callable[[Any], float]) -> np.ndarray[Any, np.dtype[np.float64]]:
+    values = np.empty(len(rows))
+    for index, row in enumerate(rows):
+        try:
+            values[index] = convert(row[name])
+        except (KeyError, TypeError, ValueError):
+            raise InputError(f"row {index + 1}: bad {name} {row.get(name)!r}") from None
+    return values
+
+
+def _lengths(
+    rows: Sequence[Row],
+    times: np.ndarray[Any, np.dtype[np.float64]] | None,
+    inputs: str,
+    outputs: str,
+    content: Sequence[Content] = (),
+) -> Trace:
+    """Drops rows without a prompt or an answer (failed requests in the public traces) and says how many."""
+    columns = _column(rows, inputs, float), _column(rows, outputs, float)
+    if not all(np.isfinite(column).all() for column in columns):
+        raise InputError("a token count is not a finite number")
+    prompt, answer = (column.astype(np.int64) for column in columns)
+    keep = np.flatnonzero((prompt > 0) & (answer > 0))
+    dropped = len(rows) - len(keep)
+    notes = (f"{dropped} rows without prompt or answer dropped",) if dropped else ()
+    kept = tuple(content[int(index)] for index in keep) if content else ()
+    return build(None if times is None else times[keep], prompt[keep], answer[keep], kept, notes)
+
+
+def _native(rows: Sequence[Row]) -> Trace:
+    times = _column(rows, "arrived_at", float) if "arrived_at" in rows[0] else None
+    return _lengths(rows, times, "input_tokens", "output_tokens", _hashed(rows, "input_tokens"))
+
+
+def _hashed(rows: Sequence[Row], inputs: str) -> tuple[Content, ...]:
+    """Prefix blocks of 512 tokens, the last one partial, from `hash_ids`; empty when the file has none."""
+    if "hash_ids" not in rows[0]:
+        return ()
+    return tuple(Content(segments=_segments(row.get("hash_ids") or [], int(row[inputs]))) for row in rows)
+
+
+def _segments(ids: Any, tokens: int) -> tuple[tuple[int, int], ...]:
+    listed = orjson.loads(ids) if isinstance(ids, str) else ids
+    pairs = []
+    for index, name in enumerate(listed):
+        size = min(PREFIX_BLOCK, tokens - index * PREFIX_BLOCK)
+        if size > 0:
+            pairs.append((int(name), size))
+    return tuple(pairs)
+
+
+def _azure(rows: Sequence[Row]) -> Trace:
+    return _lengths(rows, _column(rows, "TIMESTAMP", _timestamp), "ContextTokens", "GeneratedTokens")
+
+
+def _timestamp(text: str) -> float:
+    """Seconds since the epoch of `2023-11-16 18:15:46.6805900[+00:00]` (100-ns digits that datetime refuses)."""
+    stamp, dot, rest = text.strip().partition(".")
+    digits = rest[: len(rest) - len(rest.lstrip("0123456789"))]
+    moment = datetime.fromisoformat(stamp + rest[len(digits) :])
+    if moment.tzinfo is None:
+        moment = moment.replace(tzinfo=UTC)
+    return moment.timestamp() + (float(f"0.{digits}") if dot and digits else 0.0)
+
+
+def _burstgpt(rows: Sequence[Row]) -> Trace:
+    return _lengths(rows, _column(rows, "Timestamp", float), "Request tokens", "Response tokens")
+
+
+def _mooncake(rows: Sequence[Row]) -> Trace:
+    times = _column(rows, "timestamp", float) / 1000.0
+    return _lengths(rows, times, "input_length", "output_length", _hashed(rows, "input_length"))
+
+
+def _vidur(rows: Sequence[Row]) -> Trace:
+    times = _column(rows, "arrived_at", float) if "arrived_at" in rows[0] else None
+    return _lengths(rows, times, "num_prefill_tokens", "num_decode_tokens")
+
+
+def _splitwise(rows: Sequence[Row]) -> Trace:
+    times = _column(rows, "arrival_timestamp", float) if "arrival_timestamp" in rows[0] else None
+    return _lengths(rows, times, "prompt_size", "token_size")
+
+
+def _texts(items: Iterable[tuple[Content, int, float | None]], notes: tuple[str, ...]) -> Trace:
+    listed = list(items)
+    content = tuple(item for item, _, _ in listed)
+    inputs = np.array([_estimate(item) for item in content], dtype=np.int64)
+    outputs = np.array([size for _, size, _ in listed], dtype=np.int64)
+    timed = bool(listed) and all(when is not None for _, _, when in listed)
+    times = np.array([when or 0.0 for _, _, when in listed]) if timed else None
+    return build(times, inputs, outputs, content, notes)
+
+
+def _estimate(content: Content) -> int:
+    characters = len(content.text or "") + sum(len(text) for _, text in content.messages)
+    return max(1, round(characters / CHARACTERS_PER_TOKEN))
+
+
+def _content(body: Row) -> Content:
+    """The prompt of a request body: text or messages; token ids are not text and are refused."""
+    prompt, messages = body.get("prompt"), body.get("messages")
+    if isinstance(messages, list):
+        return Content(messages=tuple((str(m.get("role", "user")), _plain(m.get("content"))) for m in messages))
+    if isinstance(prompt, str):
+        return Content(text=prompt)
+    raise InputError("a line without a text prompt or messages")
+
+
+def _plain(content: Any) -> str:
+    if isinstance(content, list):
+        return "".join(str(part.get("text", "")) for part in content)
+    return str(content or "")
+
+
+def _output_size(row: Row) -> int | None:
+    for name in ("output_tokens", "max_tokens", "max_completion_tokens"):
+        if isinstance(row.get(name), int) and row[name] > 0:
+            return int(row[name])
+    return None
+
+
+def _openai_batch(rows: Sequence[Row]) -> Trace:
+    items = [(_content(row["body"]), _output_size(row["body"]) or DEFAULT_OUTPUT, None) for row in rows]
+    return _texts(items, (ESTIMATED,))
+
+
+def _prompts(rows: Sequence[Row]) -> Trace:
+    items = []
+    for row in rows:
+        answer = row.get("canonical_solution") or row.get("completion")
+        estimated = max(1, round(len(answer) / CHARACTERS_PER_TOKEN)) if isinstance(answer, str) else DEFAULT_OUTPUT
+        when = float(row["arrived_at"]) if "arrived_at" in row else None
+        items.append((_content(row), _output_size(row) or estimated, when))
+    return _texts(items, (ESTIMATED,))
+
+
+def _sharegpt(rows: Sequence[Any]) -> Trace:
+    items = []
+    for row in rows:
+        turns = row.get("conversations", []) if isinstance(row, dict) else []
+        # The first question and its answer, as every tool that reads this file takes it.
+        if len(turns) >= 2 and turns[0].get("value") and turns[1].get("value"):
+            size = max(1, round(len(turns[1]["value"]) / CHARACTERS_PER_TOKEN))
+            items.append((Content(messages=(("user", str(turns[0]["value"])),)), size, None))
+    if not items:
+        raise InputError("no conversation with a question and an answer")
+    notes = (ESTIMATED, "output lengths are estimates (4 characters a token)")
+    return _texts(items, notes)
+
+
+READERS: dict[str, Callable[[Sequence[Row]], Trace]] = {
+    "native": _native,
+    "azure": _azure,
+    "burstgpt": _burstgpt,
+    "mooncake": _mooncake,
+    "vidur": _vidur,
+    "sarathi": _vidur,
+    "splitwise": _splitwise,
+    "openai-batch": _openai_batch,
+    "sharegpt": _sharegpt,
+    "prompts": _prompts,
+}
+
+
+def write(trace: Trace, path: Path) -> None:
+    """Writes the native format: JSONL (with hash ids) or CSV by the path's suffix, gzipped for `.gz`."""
+    name = path.name.removesuffix(".gz")
+    lines = _native_jsonl(trace) if name.endswith(".jsonl") else _native_csv(trace)
+    data = "".join(line + "\n" for line in lines).encode()
+    path.write_bytes(gzip.compress(data, mtime=0) if path.suffix == ".gz" else data)
+
+
+def _native_csv(trace: Trace) -> Iterable[str]:
+    columns = zip(trace.arrived_at, trace.input_tokens, trace.output_tokens, strict=True)
+    if not trace.timed:
+        return ["input_tokens,output_tokens", *(f"{size},{out}" for _, size, out in columns)]
+    rows = (f"{when:.6f},{size},{out}" for when, size, out in columns)
+    return ["arrived_at,input_tokens,output_tokens", *rows]
+
+
+def _native_jsonl(trace: Trace) -> Iterable[str]:
+    for index in range(len(trace)):
+        row: dict[str, Any] = {"arrived_at": round(float(trace.arrived_at[index]), 6)} if trace.timed else {}
+        row |= {"input_tokens": int(trace.input_tokens[index]), "output_tokens": int(trace.output_tokens[index])}
+        segments = trace.content_of(index).segments
+        if segments and trace.blocks:
+            row["hash_ids"] = [name for name, _ in segments]
+        yield json.dumps(row)

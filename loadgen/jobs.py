@@ -1,0 +1,140 @@
+"""One batch job, start to finish, over POST /v1/files and /v1/batches: upload, create, poll, fetch, check.
+
+Nothing here computes a metric: a `JobRecord` holds what the polls and the result files said, and whether every line
+came back exactly once.
+"""
+
+import asyncio
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import aiohttp
+import orjson
+
+from loadgen.client import Client, error_message
+from loadgen.errors import ServerError
+from loadgen.records import JobPoll, JobRecord
+
+TERMINAL = frozenset({"completed", "failed", "expired", "cancelled"})
+CANCEL_GRACE = 60.0
+"""Seconds a cancelled job may take to reach its terminal state before it is left alone."""
+
+
+def job_lines(bodies: Iterable[dict[str, Any]], endpoint: str, job: int) -> bytes:
+    """The input file: one line for each body, `custom_id` "<job>-<line>"."""
+    return b"".join(
+        orjson.dumps(
+            {"custom_id": f"{job}-{index}", "method": "POST", "url": endpoint, "body": body},
+            option=orjson.OPT_APPEND_NEWLINE,
+        )
+        for index, body in enumerate(bodies)
+    )
+
+
+class JobRun:
+    """Drives one job. `stop` (an event) asks for an early end: the job is cancelled, what is finished is fetched."""
+
+    def __init__(
+        self, client: Client, record: JobRecord, *, now: Callable[[], float], poll_every: float, stop: asyncio.Event
+    ) -> None:
+        self.client = client
+        self.record = record
+        self._now = now
+        self._poll_every = poll_every
+        self._stop = stop
+
+    async def run(self, data: bytes, endpoint: str, window: str) -> None:
+        """Uploads `data`, runs the job to a terminal state and fills the record; problems end up in `record.error`."""
+        try:
+            batch = await self._create(data, endpoint, window)
+            batch = await self._watch(batch)
+            await self._collect(batch)
+        except ServerError as error:
+            self.record.error = str(error)
+
+    async def _create(self, data: bytes, endpoint: str, window: str) -> dict[str, Any]:
+        form = aiohttp.FormData()
+        form.add_field("purpose", "batch")
+        form.add_field("file", data, filename=f"job-{self.record.index}.jsonl", content_type="application/jsonl")
+        file = await self._expect("POST", "/v1/files", data=form)
+        body = {"input_file_id": file["id"], "endpoint": endpoint, "completion_window": window}
+        batch = await self._expect("POST", "/v1/batches", json=body)
+        self.record.created_at = self._now()
+        self._note(batch)
+        return batch
+
+    async def _expect(self, method: str, path: str, **arguments: Any) -> dict[str, Any]:
+        status, data = await self.client.raw(method, path, **arguments)
+        if status != 200:
+            raise ServerError(f"{method} {path} answered {status}: {error_message(data)}")
+        loaded = orjson.loads(data)
+        if not isinstance(loaded, dict):
+            raise ServerError(f"{method} {path} did not answer with an object")
+        return loaded
+
+    def _note(self, batch: dict[str, Any]) -> None:
+        counts = batch.get("request_counts") or {}
+        usage = batch.get("usage") or {}
+        tokens = usage.get("total_tokens")
+        if not tokens and "input_tokens" in usage:
+            tokens = int(usage["input_tokens"]) + int(usage.get("output_tokens") or 0)
+        self.record.status = str(batch.get("status", "unknown"))
+        completed, failed = int(counts.get("completed") or 0), int(counts.get("failed") or 0)
+        self.record.polls.append(JobPoll(self._now(), self.record.status, completed, failed, tokens))
+
+    async def _watch(self, batch: dict[str, Any]) -> dict[str, Any]:
+        path, cancelled_at = f"/v1/batches/{batch['id']}", None
+        while self.record.status not in TERMINAL:
+            if self._stop.is_set() and cancelled_at is None:
+                cancelled_at = self._now()
+                await self.client.call("POST", f"{path}/cancel")
+            await self._pause(cancelled=cancelled_at is not None)
+            batch = await self._expect("GET", path)
+            self._note(batch)
+            if cancelled_at is not None and self._now() - cancelled_at > CANCEL_GRACE:
+                self.record.error = f"still {self.record.status} {CANCEL_GRACE:g} s after cancel"
+                break
+        return batch
+
+    async def _pause(self, *, cancelled: bool) -> None:
+        if cancelled:
+            await asyncio.sleep(min(self._poll_every, 0.25))
+            return
+        try:
+            await asyncio.wait_for(self._stop.wait(), self._poll_every)
+        except TimeoutError:
+            return
+
+    async def _collect(self, batch: dict[str, Any]) -> None:
+        seen: dict[str, int] = {}
+        record = self.record
+        for kind in ("output_file_id", "error_file_id"):
+            if not batch.get(kind):
+                continue
+            status, data = await self.client.raw("GET", f"/v1/files/{batch[kind]}/content")
+            if status != 200:
+                raise ServerError(f"the {kind} cannot be read: {status} {error_message(data)}")
+            rows = [orjson.loads(line) for line in data.splitlines() if line.strip()]
+            for row in rows:
+                seen[row["custom_id"]] = seen.get(row["custom_id"], 0) + 1
+            if kind == "output_file_id":
+                record.output_lines = len(rows)
+                self._count_tokens(rows)
+            else:
+                record.error_lines = len(rows)
+        record.duplicated = sum(count - 1 for count in seen.values())
+        record.missing = record.lines - len(seen)
+
+    def _count_tokens(self, rows: list[dict[str, Any]]) -> None:
+        for row in rows:
+            usage = ((row.get("response") or {}).get("body") or {}).get("usage") or {}
+            self.record.input_tokens += int(usage.get("prompt_tokens") or 0)
+            self.record.output_tokens += int(usage.get("completion_tokens") or 0)
+
+
+def window_seconds(text: str) -> float:
+    """Seconds of a completion window such as "24h", "30m", "90s" or "7d"."""
+    units = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+    if text[-1:] not in units or not text[:-1].replace(".", "", 1).isdigit():
+        raise ServerError(f"cannot read the completion window {text!r}")
+    return float(text[:-1]) * units[text[-1]]

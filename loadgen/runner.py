@@ -1,0 +1,272 @@
+"""Schedule -> requests -> records: one worker's part of a run.
+
+Open loop: every request leaves at its absolute time, whatever the server does. Closed loop: a request starts when a
+slot is free. Offline work runs beside it, as batch jobs or as flex requests. Knows nothing of metrics or reports; the
+clock and the sender are given, so that a test can script both.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import orjson
+
+from loadgen.client import Client
+from loadgen.jobs import JobRun, job_lines, window_seconds
+from loadgen.plan import FIRST_OFFLINE, Plan, joined
+from loadgen.records import ClientSample, JobRecord, Records, RequestRecord
+from loadgen.traces import Trace
+
+SAMPLE_EVERY = 1.0
+
+
+class Clock(Protocol):
+    """Seconds since the start of the run, and a way to wait for one of them."""
+
+    def now(self) -> float:
+        """Seconds since the start (negative before it)."""
+        ...
+
+    async def sleep_until(self, when: float) -> None:
+        """Returns at `when` or at once when it has passed; never early."""
+        ...
+
+
+class MonotonicClock:
+    """The machine's monotonic clock, zero at the epoch given to `start`; the same in every process of one machine."""
+
+    def __init__(self) -> None:
+        self._epoch = time.monotonic()
+
+    def start(self, epoch: float) -> None:
+        """Moves zero to `epoch` (a value of time.monotonic(), usually a little ahead)."""
+        self._epoch = epoch
+
+    def now(self) -> float:
+        """Seconds since the epoch."""
+        return time.monotonic() - self._epoch
+
+    async def sleep_until(self, when: float) -> None:
+        """Timers have a resolution of a millisecond and may fire early: the rest is spent in bare loop turns."""
+        while (left := when - self.now()) > 0:  # noqa: ASYNC110 - nobody else knows that a time has come
+            await asyncio.sleep(left if left > 0.001 else 0)
+
+
+Send = Callable[[bytes, RequestRecord], Awaitable[None]]
+
+
+@dataclass(slots=True)
+class Progress:
+    """Counters for the live line."""
+
+    at: float = 0.0
+    scheduled: int = 0
+    sent: int = 0
+    finished: int = 0
+    failed: int = 0
+    offline_finished: int = 0
+    offline_lines: int = 0
+
+
+class Run:
+    """One worker's part of a run; `execute` returns what was observed, also after `stop`."""
+
+    def __init__(self, plan: Plan, clock: Clock, client: Client | None, send: Send | None = None) -> None:
+        self.plan = plan
+        self.clock = clock
+        self.client = client
+        self.records = Records()
+        self.progress = Progress(
+            scheduled=len(plan.rows(len(plan.online))) if plan.online else 0, offline_lines=plan.offline_lines
+        )
+        self._send = send or (client.send if client else None)
+        self._maker = plan.maker()
+        # Input files are built before the clock starts: building one takes long enough to delay a request.
+        self._files = self._job_files() if plan.offline_mode == "batch" and plan.worker == 0 else []
+        self._stop = asyncio.Event()
+        self._stop_offline = asyncio.Event()
+        self._open = {"online": 0, "offline": 0}
+
+    def stop(self) -> None:
+        """Ends the run early: open requests are recorded as unfinished, jobs are cancelled."""
+        self.records.interrupted = True
+        self._stop.set()
+
+    async def execute(self) -> Records:
+        """Runs the plan and returns the records (those of this worker alone)."""
+        sampler = asyncio.create_task(self._sample())
+        online = asyncio.create_task(self._online())
+        offline = asyncio.create_task(self._offline())
+        try:
+            await self._online_end(online)
+            await self._offline_end(offline, wait=self.plan.wait_offline or self.plan.online is None)
+        finally:
+            for task in (online, offline, sampler):
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await task
+        self._take_sample()
+        self.records.ended_at = max(0.0, self.clock.now())
+        return self.records
+
+    async def _online_end(self, online: asyncio.Task[None]) -> None:
+        """Waits for the online requests, at most until the drain is over or the run is stopped."""
+        windows = self.plan.windows
+        horizon = windows.horizon
+        limits: list[asyncio.Task[Any]] = [asyncio.create_task(self._stop.wait())]
+        if horizon is not None and self.plan.online is not None:
+            limits.append(asyncio.create_task(self.clock.sleep_until(horizon + windows.drain)))
+        await _first(online, *limits)
+        if online.done():
+            online.result()
+
+    async def _offline_end(self, offline: asyncio.Task[None], *, wait: bool) -> None:
+        limits: list[asyncio.Task[Any]] = [asyncio.create_task(self._stop.wait())]
+        horizon = self.plan.windows.horizon
+        if not wait or (self.plan.online is None and horizon is not None):
+            limits.append(asyncio.create_task(self.clock.sleep_until(horizon or 0.0)))
+        await _first(offline, *limits)
+        self._stop_offline.set()
+        await offline
+
+    async def _online(self) -> None:
+        trace = self.plan.online
+        if trace is None:
+            return
+        slots = asyncio.Semaphore(self.plan.max_concurrency) if self.plan.max_concurrency else None
+        async with asyncio.TaskGroup() as group:
+            for row in self.plan.rows(len(trace)):
+                record = self._record(trace, row, row, "online")
+                body = self._encode(trace, row, row, None)
+                if self.plan.closed_loop:
+                    if slots:
+                        await slots.acquire()
+                    record.scheduled_at = max(0.0, self.clock.now())
+                else:
+                    await self.clock.sleep_until(record.scheduled_at)
+                record.lag = self.clock.now() - record.scheduled_at
+                self.records.requests.append(record)
+                self.progress.sent += 1
+                group.create_task(self._one(record, body, slots, held=self.plan.closed_loop))
+
+    async def _one(self, record: RequestRecord, body: bytes, slots: asyncio.Semaphore | None, *, held: bool) -> None:
+        if slots and not held:
+            await slots.acquire()
+        try:
+            await self._deliver(record, body)
+        finally:
+            if slots:
+                slots.release()
+        self.progress.finished += 1
+        self.progress.failed += not record.ok
+
+    async def _deliver(self, record: RequestRecord, body: bytes) -> None:
+        if self._send is None:
+            raise RuntimeError("a run needs a client or a sender")
+        self._open[record.service_class] += 1
+        try:
+            await self._send(body, record)
+        finally:
+            self._open[record.service_class] -= 1
+
+    def _record(self, trace: Trace, row: int, index: int, service_class: str) -> RequestRecord:
+        return RequestRecord(
+            index=index,
+            service_class="online" if service_class == "online" else "offline",
+            scheduled_at=float(trace.arrived_at[row]),
+            input_asked=int(trace.input_tokens[row]),
+            output_asked=int(trace.output_tokens[row]),
+        )
+
+    def _encode(self, trace: Trace, row: int, index: int, tier: str | None) -> bytes:
+        body = self.plan.body(self._maker, trace, row, index) | self.plan.stream_fields()
+        if tier:
+            body["service_tier"] = tier
+        return orjson.dumps(body)
+
+    async def _offline(self) -> None:
+        if self.plan.offline_mode == "flex":
+            await self._flex()
+            return
+        async with asyncio.TaskGroup() as group:
+            for number in range(len(self._files)):
+                group.create_task(self._job(number))
+
+    async def _flex(self) -> None:
+        """Keeps a fixed number of offline requests open until the lines run out or the end of offline work."""
+        lines = joined(self.plan.jobs)
+        order = iter(self.plan.rows(len(lines)))
+        await self.clock.sleep_until(0.0)
+        work = asyncio.create_task(self._feed_all(lines, order))
+        await _first(work, asyncio.create_task(self._stop_offline.wait()))
+        work.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await work
+
+    async def _feed_all(self, lines: list[tuple[Trace, int]], order: Iterator[int]) -> None:
+        async with asyncio.TaskGroup() as group:
+            for _ in range(max(1, self.plan.offline_concurrency)):
+                group.create_task(self._feed(lines, order))
+
+    async def _feed(self, lines: list[tuple[Trace, int]], order: Iterator[int]) -> None:
+        for number in order:
+            trace, row = lines[number]
+            index = FIRST_OFFLINE + number
+            record = self._record(trace, row, index, "offline")
+            body = self._encode(trace, row, index, self.plan.offline_tier)
+            record.scheduled_at = self.clock.now()
+            self.records.requests.append(record)
+            await self._deliver(record, body)
+            self.progress.offline_finished += 1
+            if not record.ok:
+                # A server that refuses at once must not be hammered by a closed loop.
+                await asyncio.sleep(0.05)
+
+    def _job_files(self) -> list[bytes]:
+        files, first = [], FIRST_OFFLINE
+        for number, job in enumerate(self.plan.jobs):
+            rows = range(len(job.lines))
+            bodies = (self.plan.body(self._maker, job.lines, row, first + row) for row in rows)
+            files.append(job_lines(bodies, self.plan.target.endpoint, number))
+            first += len(job.lines)
+        return files
+
+    async def _job(self, number: int) -> None:
+        job = self.plan.jobs[number]
+        client = self.client
+        if client is None:
+            raise RuntimeError("batch jobs need a client")
+        record = JobRecord(number, len(job.lines), completion_window=window_seconds(job.completion_window))
+        record.output_asked = int(job.lines.output_tokens.sum())
+        self.records.jobs.append(record)
+        await self.clock.sleep_until(job.submit_at)
+        run = JobRun(client, record, now=self.clock.now, poll_every=self.plan.poll_every, stop=self._stop_offline)
+        await run.run(self._files[number], self.plan.target.endpoint, job.completion_window)
+
+    async def _sample(self) -> None:
+        due = 0.0
+        while True:
+            await self.clock.sleep_until(due)
+            self._take_sample()
+            due += SAMPLE_EVERY
+
+    def _take_sample(self) -> None:
+        now = self.clock.now()
+        sample = ClientSample(now, time.process_time(), self._open["online"], self._open["offline"], self.plan.worker)
+        self.records.samples.append(sample)
+        self.progress.at = now
+        if self.records.jobs:
+            polls = [job.polls[-1] for job in self.records.jobs if job.polls]
+            self.progress.offline_finished = sum(poll.completed + poll.failed for poll in polls)
+
+
+async def _first(*tasks: asyncio.Task[Any]) -> None:
+    """Waits for the first of `tasks` and cancels those after the first argument."""
+    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for task in tasks[1:]:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task

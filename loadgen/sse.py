@@ -1,0 +1,133 @@
+"""The events of one streamed answer: bytes and their arrival times in, token events out.
+
+A state machine without a socket or a clock. A token event is a chunk whose delta has content, reasoning or tool calls;
+role-only, empty, finish-only and usage-only chunks are none. A chunk carries as many tokens as `completion_tokens` grew
+since the last token event when the server sends usage with each chunk, else one.
+"""
+
+from typing import Any
+
+import orjson
+
+from loadgen.records import Outcome, RequestRecord
+
+DATA = b"data:"
+DONE = b"[DONE]"
+MAX_LINE = 16 * 1024 * 1024
+
+
+class StreamEvents:
+    """Feeds one request's record. Call `feed` for every read, then `close` once."""
+
+    def __init__(self, record: RequestRecord) -> None:
+        self.record = record
+        self._pending = b""
+        self._counted = 0
+        self._usage: int | None = None
+        self._done = False
+        self._error = ""
+
+    def feed(self, data: bytes, now: float) -> None:
+        """Bytes that arrived at `now` (seconds since the run's start); events may be split anywhere."""
+        if self._pending:
+            data = self._pending + data
+        lines = data.split(b"\n")
+        self._pending = lines.pop()
+        if len(self._pending) > MAX_LINE:
+            raise ValueError("the server sent a line of more than 16 MiB")
+        for line in lines:
+            if line.startswith(DATA):
+                self._event(line[len(DATA) :].strip(), now)
+
+    def _event(self, payload: bytes, now: float) -> None:
+        if payload == DONE:
+            self._done = True
+            return
+        try:
+            chunk = orjson.loads(payload)
+        except orjson.JSONDecodeError:
+            self._error = self._error or "an event is not JSON"
+            return
+        if isinstance(chunk, dict):
+            self._chunk(chunk, now)
+
+    def _chunk(self, chunk: dict[str, Any], now: float) -> None:
+        if chunk.get("error"):
+            error = chunk["error"]
+            self._error = str(error.get("message", error) if isinstance(error, dict) else error)[:300]
+            return
+        usage = chunk.get("usage")
+        if usage:
+            self._read_usage(usage)
+        choices = chunk.get("choices")
+        if not choices:
+            return
+        choice = choices[0]
+        if has_tokens(choice):
+            self._tokens(now, had_usage=bool(usage))
+        if choice.get("finish_reason"):
+            self.record.finish_reason = str(choice["finish_reason"])
+
+    def _read_usage(self, usage: dict[str, Any]) -> None:
+        record = self.record
+        self._usage = int(usage.get("completion_tokens") or 0)
+        if usage.get("prompt_tokens") is not None:
+            record.input_tokens = int(usage["prompt_tokens"])
+        cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+        if cached is not None:
+            record.cached_tokens = int(cached)
+
+    def _tokens(self, now: float, *, had_usage: bool) -> None:
+        grown = 1
+        if had_usage and self._usage is not None:
+            grown = max(1, self._usage - self._counted)
+        self._counted += grown
+        record = self.record
+        if record.first_token_at is None:
+            record.first_token_at = now
+        record.chunk_at.append(now)
+        record.chunk_tokens.append(grown)
+
+    def close(self, now: float) -> None:
+        """The stream ended at `now`: settles the outcome and the token count."""
+        record = self.record
+        record.ended_at = now
+        record.output_tokens = self._counted if self._usage is None else max(self._usage, self._counted)
+        record.outcome = self._outcome()
+        if self._error:
+            record.error = self._error
+
+    def _outcome(self) -> Outcome:
+        if self._error:
+            return "stream_error"
+        if not self._done and not self.record.finish_reason:
+            return "cut"
+        return "ok" if self.record.chunk_at else "empty"
+
+
+def has_tokens(choice: dict[str, Any]) -> bool:
+    """Whether a choice carries content, reasoning or tool calls (chat delta or completion text)."""
+    if choice.get("text"):
+        return True
+    delta = choice.get("delta")
+    if not delta:
+        return False
+    return bool(
+        delta.get("content") or delta.get("reasoning_content") or delta.get("reasoning") or delta.get("tool_calls")
+    )
+
+
+def whole_answer(record: RequestRecord, body: dict[str, Any], now: float) -> None:
+    """Fills a record from an answer that was not streamed: all its tokens arrived at `now`."""
+    usage = body.get("usage") or {}
+    tokens = int(usage.get("completion_tokens") or 0)
+    choices = body.get("choices") or [{}]
+    record.ended_at = now
+    record.finish_reason = str(choices[0].get("finish_reason") or "")
+    record.output_tokens = tokens
+    record.input_tokens = usage.get("prompt_tokens", record.input_tokens)
+    record.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+    record.outcome = "ok" if tokens else "empty"
+    if tokens:
+        record.first_token_at = now
+        record.chunk_at, record.chunk_tokens = [now], [tokens]

@@ -1,0 +1,234 @@
+"""A trace - arrival times and lengths - and the operators that change one.
+
+Columnar and immutable: every operator returns a new trace. Reading files is the duty of `loadgen.formats`; sending is
+no concern of this module. Operators: `window, thin, stretch, repeat, jitter, scale`.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from loadgen.errors import InputError
+from loadgen.randomness import stream
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+Segment = tuple[int, int]
+"""(stream id, tokens): a run of prompt tokens; the same id always gives the same tokens from its beginning."""
+
+PREFIX_BLOCK = 512
+"""Tokens of one hash id in a Mooncake trace."""
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """What a prompt is made of, when the trace says more than its length.
+
+    `segments`: shared runs of tokens (a remainder up to the prompt's length is unique). `text` or `messages`: given
+    text, sent as it is; the token count in the trace is then an estimate.
+    """
+
+    segments: tuple[Segment, ...] = ()
+    text: str | None = None
+    messages: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """Requests in order of arrival.
+
+    `arrived_at`: float64[n] seconds from the start, sorted (all zero when `timed` is False: lengths only);
+    `input_tokens`, `output_tokens`: int64[n]; `content`: one per request, or empty; `span`: seconds the trace covers;
+    `notes`: what was dropped, estimated or done, for the report.
+    """
+
+    arrived_at: Floats
+    input_tokens: Ints
+    output_tokens: Ints
+    content: tuple[Content, ...] = ()
+    timed: bool = True
+    span: float = 0.0
+    notes: tuple[str, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.arrived_at)
+
+    @property
+    def rate(self) -> float:
+        """Requests per second over the span (0 for a trace without times)."""
+        return len(self) / self.span if self.span > 0 else 0.0
+
+    @property
+    def blocks(self) -> bool:
+        """Whether every shared segment but a prompt's last is a whole prefix block."""
+        return all(size == PREFIX_BLOCK for item in self.content for _, size in item.segments[:-1])
+
+    def content_of(self, index: int) -> Content:
+        """The content of one request; empty when the trace has lengths alone."""
+        return self.content[index] if self.content else Content()
+
+    def take(self, index: NDArray[np.int64]) -> "Trace":
+        """The requests at `index`, in that order, with their times."""
+        content = tuple(self.content[i] for i in index) if self.content else ()
+        return replace(
+            self,
+            arrived_at=self.arrived_at[index],
+            input_tokens=self.input_tokens[index],
+            output_tokens=self.output_tokens[index],
+            content=content,
+        )
+
+    def at(self, times: Floats) -> "Trace":
+        """The first `len(times)` requests' lengths and contents (cycling) at other, absolute times."""
+        if len(self) == 0:
+            raise InputError("the trace is empty")
+        taken = self.take(np.arange(len(times), dtype=np.int64) % len(self))
+        return replace(taken, arrived_at=times, timed=True, span=float(times[-1]) if len(times) else 0.0)
+
+    def noted(self, *notes: str) -> "Trace":
+        """The same trace with more notes for the report."""
+        return replace(self, notes=(*self.notes, *notes))
+
+
+def build(
+    arrived_at: Floats | None,
+    input_tokens: Ints,
+    output_tokens: Ints,
+    content: tuple[Content, ...] = (),
+    notes: tuple[str, ...] = (),
+) -> Trace:
+    """A trace from columns in any order of time; times are moved to start at 0 and sorted (stable)."""
+    if arrived_at is None or len(arrived_at) == 0:
+        zeros = np.zeros(len(input_tokens))
+        return Trace(zeros, input_tokens, output_tokens, content, arrived_at is not None, 0.0, notes)
+    if not np.isfinite(arrived_at).all():
+        raise InputError("an arrival time is not a finite number")
+    order = np.argsort(arrived_at, kind="stable")
+    moved = arrived_at - arrived_at.min()
+    trace = Trace(moved, input_tokens, output_tokens, content, True, float(moved.max()), notes)
+    return trace.take(order.astype(np.int64))
+
+
+def window(trace: Trace, start: float, end: float) -> Trace:
+    """The requests with start <= arrived_at < end; the window's start becomes time 0 and its length the span."""
+    if not 0 <= start < end:
+        raise InputError("window needs 0 <= start < end")
+    index = np.flatnonzero((trace.arrived_at >= start) & (trace.arrived_at < end)).astype(np.int64)
+    kept = trace.take(index)
+    return replace(kept, arrived_at=kept.arrived_at - start, span=max(0.0, min(end, trace.span) - start))
+
+
+def thin(trace: Trace, keep: float, seed: int) -> Trace:
+    """Keeps each request with probability `keep`, independently: the shape over time and the bursts stay."""
+    if not 0 < keep <= 1:
+        raise InputError(f"thin keeps a share in (0, 1], not {keep:g}; use stretch or repeat for a higher rate")
+    kept = stream(seed, "thin").random(len(trace)) < keep
+    return trace.take(np.flatnonzero(kept).astype(np.int64))
+
+
+def stretch(trace: Trace, factor: float) -> Trace:
+    """Multiplies every time by `factor` (> 1 is slower)."""
+    if not (math.isfinite(factor) and factor > 0):
+        raise InputError("stretch needs a positive factor")
+    return replace(trace, arrived_at=trace.arrived_at * factor, span=trace.span * factor)
+
+
+def repeat(trace: Trace, times: int) -> Trace:
+    """The trace `times` times, one after another."""
+    if times < 1:
+        raise InputError("repeat needs at least 1")
+    # One mean gap between copies, or the last and the first request would coincide.
+    period = trace.span + (trace.span / max(1, len(trace) - 1))
+    arrived = np.concatenate([trace.arrived_at + period * copy for copy in range(times)])
+    return replace(
+        trace,
+        arrived_at=arrived,
+        input_tokens=np.tile(trace.input_tokens, times),
+        output_tokens=np.tile(trace.output_tokens, times),
+        content=trace.content * times,
+        span=period * (times - 1) + trace.span,
+    )
+
+
+def jitter(trace: Trace, width: float, seed: int) -> Trace:
+    """Adds uniform noise in [0, width) seconds to every time and sorts again (undoes stamps rounded down)."""
+    if not (math.isfinite(width) and width >= 0):
+        raise InputError("jitter needs a width >= 0")
+    moved = trace.arrived_at + stream(seed, "jitter").uniform(0.0, 1.0, len(trace)) * width
+    order = np.argsort(moved, kind="stable").astype(np.int64)
+    return replace(replace(trace, arrived_at=moved).take(order), span=trace.span + width)
+
+
+def scale(trace: Trace, inputs: float, outputs: float | None = None) -> Trace:
+    """Multiplies input and output lengths (at least one token each); shared segments shrink alike."""
+    outputs = inputs if outputs is None else outputs
+    if not (0 < inputs < math.inf and 0 < outputs < math.inf):
+        raise InputError("scale needs positive factors")
+    content = tuple(
+        replace(item, segments=tuple((name, max(1, round(size * inputs))) for name, size in item.segments))
+        for item in trace.content
+    )
+    return replace(
+        trace,
+        input_tokens=_scaled(trace.input_tokens, inputs),
+        output_tokens=_scaled(trace.output_tokens, outputs),
+        content=content,
+    )
+
+
+def _scaled(lengths: Ints, factor: float) -> Ints:
+    scaled: Ints = np.maximum(1, np.rint(lengths * factor)).astype(np.int64)
+    return scaled
+
+
+def to_rate(trace: Trace, rate: float, seed: int, by: str = "thin") -> Trace:
+    """The trace at `rate` requests/s: `by` is "thin" (drops requests at random) or "stretch" (changes the times)."""
+    if trace.rate <= 0:
+        raise InputError("this trace has no times; choose an arrival process for it")
+    if by == "stretch":
+        return stretch(trace, trace.rate / rate)
+    if rate > trace.rate * (1 + 1e-9):
+        raise InputError(
+            f"the trace has {trace.rate:.3g} requests/s; thinning cannot reach {rate:g} - use --rate-by stretch"
+        )
+    return thin(trace, min(1.0, rate / trace.rate), seed)
+
+
+def apply(trace: Trace, operators: str, seed: int) -> Trace:
+    """Operators from the command line, left to right: `window=0:600,thin=0.5,stretch=2,scale=0.5:1`."""
+    table: dict[str, Callable[..., Trace]] = {
+        "window": window,
+        "thin": lambda t, keep: thin(t, keep, seed),
+        "stretch": stretch,
+        "repeat": lambda t, times: repeat(t, int(times)),
+        "jitter": lambda t, width: jitter(t, width, seed),
+        "scale": scale,
+    }
+    for part in filter(None, (piece.strip() for piece in operators.split(","))):
+        name, _, values = part.partition("=")
+        if name not in table:
+            raise InputError(f"unknown trace operator {name!r}: use {', '.join(table)}")
+        try:
+            trace = table[name](trace, *[float(value) for value in values.split(":")]).noted(part)
+        except (TypeError, ValueError) as error:
+            raise InputError(f"operator {part!r}: {error}") from None
+    return trace
+
+
+def moments(trace: Trace) -> dict[str, float | int]:
+    """Figures that characterise a trace: rate (1/s), CV of gaps, share of idle 10-s bins, length mean/median/P99."""
+    found: dict[str, float | int] = {"requests": len(trace), "span": trace.span, "rate": trace.rate}
+    if trace.timed and len(trace) > 2 and trace.span > 0:
+        spacing = np.diff(trace.arrived_at)
+        found["gap_cv"] = float(spacing.std() / spacing.mean()) if spacing.mean() > 0 else 0.0
+        bins = np.bincount((trace.arrived_at // 10).astype(np.int64), minlength=math.ceil(trace.span / 10))
+        found["idle_10s_share"] = float((bins == 0).mean())
+    for name, column in (("input", trace.input_tokens), ("output", trace.output_tokens)):
+        if len(column):
+            found[f"{name}_mean"] = float(column.mean())
+            found[f"{name}_median"] = float(np.median(column))
+            found[f"{name}_p99"] = float(np.percentile(column, 99))
+    return found
