@@ -1,0 +1,196 @@
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
+"""Attention of one new token per request over its cached context: split-KV (flash decoding) and a merge.
+
+The query heads that share a KV head are packed into one tile, so that K and V are read once per group. A program takes
+one split of one context from the work list; splits of one request are merged by a second kernel. Knows nothing of
+requests or of who computed K and V. Twin: engine.execution.reference.attention.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from engine.triton_kernels import configs
+from engine.triton_kernels.addressing import check_heads, check_pool, slice_start
+from engine.triton_kernels.work import DecodeWork
+
+_LOG2_E = 1.4426950408889634
+
+
+@triton.jit
+def load_entries(row, tokens, end, BLOCK_SIZE: tl.constexpr):
+    """Block table entries of a tile of tokens; entry 0 (never used) beyond `end`."""
+    return tl.load(row + tokens // BLOCK_SIZE, mask=tokens < end, other=0)
+
+
+@triton.jit
+def online_softmax(scores, peak, total):
+    """One tile's step in base 2: (weights, new peak, new sum, factor for what was accumulated before)."""
+    new_peak = tl.maximum(peak, tl.max(scores, 1))
+    weights = tl.exp2(scores - new_peak[:, None])
+    scale = tl.exp2(peak - new_peak)
+    return weights, new_peak, total * scale + tl.sum(weights, 1), scale
+
+
+@triton.jit
+def attend_split(
+    q, pool, k_row, v_row, head, begin, end, layer, scratch_base, scale,
+    BLOCK_SIZE: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Tokens [begin, end) of one KV head for the rows of `q` [BLOCK_M, BLOCK_D]: (weighted V, peak, sum)."""
+    ROW: tl.constexpr = KV_HEADS * HEAD_DIM
+    dims = tl.arange(0, BLOCK_D)
+    inside = (dims < HEAD_DIM)[None, :]
+    peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    tokens = begin + tl.arange(0, BLOCK_N)
+    k_entries = load_entries(k_row, tokens, end, BLOCK_SIZE)
+    v_entries = load_entries(v_row, tokens, end, BLOCK_SIZE)
+    for start in range(begin, end, BLOCK_N):
+        tokens = start + tl.arange(0, BLOCK_N)
+        in_block = (tokens % BLOCK_SIZE) * ROW + head * HEAD_DIM
+        k_at = slice_start(k_entries, layer, scratch_base, BLOCK_SIZE * ROW) + in_block
+        v_at = slice_start(v_entries, layer, scratch_base, BLOCK_SIZE * ROW) + in_block
+        mask = (tokens < end)[:, None] & inside
+        # The next tile's entries are loaded one iteration ahead: K and V addresses then depend on nothing that this
+        # iteration loads, and the pipeliner can keep several tiles in flight.
+        k_entries = load_entries(k_row, tokens + BLOCK_N, end, BLOCK_SIZE)
+        v_entries = load_entries(v_row, tokens + BLOCK_N, end, BLOCK_SIZE)
+        k = tl.load(pool + k_at[:, None] + dims[None, :], mask=mask, other=0.0)
+        v = tl.load(pool + v_at[:, None] + dims[None, :], mask=mask, other=0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        scores = tl.where((tokens < end)[None, :], scores, float("-inf"))
+        weights, peak, total, rescale = online_softmax(scores, peak, total)
+        acc = tl.dot(weights.to(v.dtype), v, acc * rescale[:, None], input_precision="ieee")
+    return acc, peak, total
+
+
+@triton.jit(do_not_specialize=["layer", "scratch_base"])
+def split_kernel(
+    q_ptr, pool, k_table, v_table, items, ranges, out_ptr, partial, partial_lse, q_stride, out_stride, table_stride,
+    layer, scratch_base, scale,
+    BLOCK_SIZE: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Program (KV head, item). A request with one split goes straight to `out`, others to partial results."""
+    head = tl.program_id(0)
+    item = tl.program_id(1).to(tl.int64)
+    request = tl.load(items + item * 4)
+    if request < 0:
+        return
+    row = tl.load(items + item * 4 + 1).to(tl.int64) * table_stride
+    begin = tl.load(items + item * 4 + 2)
+    end = tl.load(items + item * 4 + 3)
+    group = tl.arange(0, BLOCK_M)
+    dims = tl.arange(0, BLOCK_D)
+    columns = (head * GROUP + group) * HEAD_DIM
+    mask = (group < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
+    q_at = q_ptr + request.to(tl.int64) * q_stride + columns[:, None] + dims[None, :]
+    q = tl.load(q_at, mask=mask, other=0.0)
+    acc, peak, total = attend_split(
+        q, pool, k_table + row, v_table + row, head, begin, end, layer, scratch_base, scale,
+        BLOCK_SIZE, KV_HEADS, HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D,
+    )  # fmt: skip
+    acc = acc / total[:, None]
+    if tl.load(ranges + request * 2 + 1) == 1:
+        out_at = out_ptr + request.to(tl.int64) * out_stride + columns[:, None] + dims[None, :]
+        tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=mask)
+    else:
+        heads = item * (KV_HEADS * GROUP) + head * GROUP + group
+        tl.store(partial + heads[:, None] * HEAD_DIM + dims[None, :], acc, mask=mask)
+        tl.store(partial_lse + heads, peak + tl.log2(total), mask=group < GROUP)
+
+
+@triton.jit
+def merge_kernel(
+    ranges, partial, partial_lse, out_ptr, out_stride,
+    NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Program (head, request): weigh the request's splits by their sums. Without any split the output is zero."""
+    head = tl.program_id(0)
+    request = tl.program_id(1).to(tl.int64)
+    first = tl.load(ranges + request * 2)
+    count = tl.load(ranges + request * 2 + 1)
+    if count == 1:
+        return
+    dims = tl.arange(0, BLOCK_D)
+    inside = dims < HEAD_DIM
+    peak = tl.full([1], float("-inf"), tl.float32)
+    total = tl.zeros([1], tl.float32)
+    acc = tl.zeros([BLOCK_D], tl.float32)
+    for start in range(0, count, BLOCK_S):
+        index = start + tl.arange(0, BLOCK_S)
+        at = (first + index).to(tl.int64) * NUM_HEADS + head
+        lse = tl.load(partial_lse + at, mask=index < count, other=float("-inf"))
+        mask = (index < count)[:, None] & inside[None, :]
+        values = tl.load(partial + at[:, None] * HEAD_DIM + dims[None, :], mask=mask, other=0.0)
+        weights, peak, total, rescale = online_softmax(lse[None, :], peak, total)
+        acc = acc * tl.sum(rescale, 0) + tl.sum(tl.trans(weights) * values, 0)
+    acc = tl.where(count > 0, acc / tl.sum(tl.where(total > 0, total, 1.0), 0), 0.0)
+    out_at = out_ptr + request * out_stride + head * HEAD_DIM + dims
+    tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def decode_attention(
+    q: Tensor,
+    pool: Tensor,
+    k_table: Tensor,
+    v_table: Tensor,
+    work: DecodeWork,
+    partial: Tensor,
+    partial_lse: Tensor,
+    out: Tensor,
+    *,
+    layer: int,
+    scratch_base: int,
+    scale: float,
+    config: configs.LaunchConfig | None = None,
+) -> None:
+    """out[i] = softmax(scale * q[i] K^T) V over the context of request i; zeros where `work` has no such request.
+
+    Shapes: q, out [n, heads, head_dim] with n <= the work list's requests; pool [slices, block_size, kv_heads,
+    head_dim]; k_table, v_table [rows, max_blocks]; partial [max_items, heads, head_dim] and partial_lse
+    [max_items, heads] float32, scratch whose contents do not matter. The grid depends on shapes alone.
+    """
+    (num_requests, num_heads, head_dim), (_, block_size, kv_heads, _) = q.shape, pool.shape
+    _check(q, pool, k_table, v_table, work, partial, partial_lse, out)
+    group = num_heads // kv_heads
+    config = config or configs.decode_config(configs.device_arch(q.device), head_dim, group, q.dtype)
+    assert work.tile % config.block_n == 0, f"splits of the work list begin at {work.tile}, tiles are {config.block_n}"
+    if num_requests == 0:
+        return
+    block_d = configs.next_power_of_two(head_dim)
+    split_kernel[(kv_heads, work.items.shape[0])](
+        q, pool, k_table, v_table, work.items, work.ranges, out, partial, partial_lse, q.stride(0), out.stride(0),
+        k_table.stride(0), layer, scratch_base, scale * _LOG2_E, BLOCK_SIZE=block_size, KV_HEADS=kv_heads, GROUP=group,
+        HEAD_DIM=head_dim, BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_D=block_d, **config.options,
+    )  # fmt: skip
+    merge_kernel[(num_heads, num_requests)](
+        work.ranges, partial, partial_lse, out, out.stride(0), NUM_HEADS=num_heads, HEAD_DIM=head_dim, BLOCK_S=16,
+        BLOCK_D=block_d, num_warps=4, num_stages=1, enable_fp_fusion=True,
+    )  # fmt: skip
+
+
+def _check(
+    q: Tensor,
+    pool: Tensor,
+    k_table: Tensor,
+    v_table: Tensor,
+    work: DecodeWork,
+    partial: Tensor,
+    partial_lse: Tensor,
+    out: Tensor,
+) -> None:
+    check_pool(pool, k_table, v_table)
+    check_heads("q", q, pool.shape[3], pool.dtype)
+    check_heads("out", out, pool.shape[3], pool.dtype)
+    assert q.shape == out.shape, f"out {out.shape} differs from q {q.shape}"
+    assert q.shape[1] % pool.shape[2] == 0, f"{q.shape[1]} query heads over {pool.shape[2]} KV heads"
+    assert q.shape[0] <= work.requests.shape[0], "more queries than the work list has requests"
+    shape = (work.items.shape[0], *q.shape[1:])
+    assert partial.shape == shape and partial.is_contiguous(), f"partial: contiguous {shape}, not {partial.shape}"
+    assert partial_lse.shape == shape[:2] and partial_lse.is_contiguous(), f"partial_lse: contiguous {shape[:2]}"
+    assert partial.dtype == partial_lse.dtype == torch.float32, "partial results are float32"

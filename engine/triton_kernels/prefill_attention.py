@@ -1,0 +1,128 @@
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
+"""Causal attention of chunks of prompts over the paged cache, K and V of the chunk itself included (write them first).
+
+Chunks of any length, one-token ones too, so that a mixed step needs no other kernel. A tile's rows are (token, head of
+the group) pairs: with grouped heads a short chunk still fills a tile, and the causal edge is short. Tiles of cached
+tokens that every row sees run without a mask; only the last ones pay for it. Knows nothing of requests.
+Twin: engine.execution.reference.attention.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from engine.triton_kernels import configs
+from engine.triton_kernels.addressing import check_heads, check_pool, slice_start
+from engine.triton_kernels.decode_attention import load_entries, online_softmax
+from engine.triton_kernels.work import PrefillWork
+
+_LOG2_E = 1.4426950408889634
+
+
+@triton.jit
+def attend_tiles(
+    q, state, entries, pool, k_row, v_row, head, positions, begin, end, last, layer, scratch_base, scale,
+    BLOCK_SIZE: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Continue `state` = (acc, peak, total) over tokens [begin, end); `entries` are those of the tile at `begin`."""
+    ROW: tl.constexpr = KV_HEADS * HEAD_DIM
+    acc, peak, total = state
+    k_entries, v_entries = entries
+    dims = tl.arange(0, BLOCK_D)
+    for start in range(begin, end, BLOCK_N):
+        tokens = start + tl.arange(0, BLOCK_N)
+        in_block = (tokens % BLOCK_SIZE) * ROW + head * HEAD_DIM
+        k_at = slice_start(k_entries, layer, scratch_base, BLOCK_SIZE * ROW) + in_block
+        v_at = slice_start(v_entries, layer, scratch_base, BLOCK_SIZE * ROW) + in_block
+        mask = (dims < HEAD_DIM)[None, :]
+        if MASKED:
+            mask = mask & (tokens < last)[:, None]
+        # One iteration ahead, as in decode: no K or V address waits for a load of its own iteration.
+        k_entries = load_entries(k_row, tokens + BLOCK_N, last, BLOCK_SIZE)
+        v_entries = load_entries(v_row, tokens + BLOCK_N, last, BLOCK_SIZE)
+        k = tl.load(pool + k_at[:, None] + dims[None, :], mask=mask, other=0.0)
+        v = tl.load(pool + v_at[:, None] + dims[None, :], mask=mask, other=0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        if MASKED:
+            scores = tl.where(tokens[None, :] <= positions[:, None], scores, float("-inf"))
+        weights, peak, total, rescale = online_softmax(scores, peak, total)
+        acc = tl.dot(weights.to(v.dtype), v, acc * rescale[:, None], input_precision="ieee")
+    return (acc, peak, total), (k_entries, v_entries)
+
+
+@triton.jit(do_not_specialize=["layer", "scratch_base"])
+def prefill_kernel(
+    q_ptr, pool, k_table, v_table, items, out_ptr, q_stride, out_stride, table_stride, layer, scratch_base, scale,
+    BLOCK_SIZE: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Program (KV head, item)."""
+    head = tl.program_id(0)
+    item = items + tl.program_id(1) * 4
+    count = tl.load(item + 2)
+    if count == 0:
+        return
+    row = tl.load(item).to(tl.int64) * table_stride
+    first = tl.load(item + 1).to(tl.int64)
+    position = tl.load(item + 3)
+    pairs = tl.arange(0, BLOCK_M)
+    token = pairs // GROUP
+    dims = tl.arange(0, BLOCK_D)
+    columns = (head * GROUP + pairs % GROUP) * HEAD_DIM
+    mask = (token < count)[:, None] & (dims < HEAD_DIM)[None, :]
+    q_at = (first + token) * q_stride + columns
+    q = tl.load(q_ptr + q_at[:, None] + dims[None, :], mask=mask, other=0.0)
+    last = position + count
+    seen_by_all = (position + 1) // BLOCK_N * BLOCK_N
+    k_row, v_row = k_table + row, v_table + row
+    tokens = tl.arange(0, BLOCK_N)
+    entries = (load_entries(k_row, tokens, last, BLOCK_SIZE), load_entries(v_row, tokens, last, BLOCK_SIZE))
+    peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    state = (tl.zeros([BLOCK_M, BLOCK_D], tl.float32), peak, tl.zeros([BLOCK_M], tl.float32))
+    state, entries = attend_tiles(
+        q, state, entries, pool, k_row, v_row, head, position + token, 0, seen_by_all, last, layer, scratch_base, scale,
+        BLOCK_SIZE, KV_HEADS, HEAD_DIM, BLOCK_N, BLOCK_D, False,
+    )  # fmt: skip
+    state, entries = attend_tiles(
+        q, state, entries, pool, k_row, v_row, head, position + token, seen_by_all, last, last, layer, scratch_base,
+        scale, BLOCK_SIZE, KV_HEADS, HEAD_DIM, BLOCK_N, BLOCK_D, True,
+    )  # fmt: skip
+    out = (state[0] / state[2][:, None]).to(out_ptr.dtype.element_ty)
+    out_at = (first + token) * out_stride + columns
+    tl.store(out_ptr + out_at[:, None] + dims[None, :], out, mask=mask)
+
+
+def prefill_attention(
+    q: Tensor,
+    pool: Tensor,
+    k_table: Tensor,
+    v_table: Tensor,
+    work: PrefillWork,
+    out: Tensor,
+    *,
+    layer: int,
+    scratch_base: int,
+    scale: float,
+    config: configs.LaunchConfig | None = None,
+) -> None:
+    """Token at position p of a chunk attends cached tokens [0, p] of its row; other tokens' `out` is not touched.
+
+    Shapes: q, out [tokens, heads, head_dim], the chunks' tokens where `work` says; pool [slices, block_size, kv_heads,
+    head_dim]; k_table, v_table [rows, max_blocks]. The grid depends on shapes alone.
+    """
+    (_, num_heads, head_dim), (_, block_size, kv_heads, _) = q.shape, pool.shape
+    check_pool(pool, k_table, v_table)
+    check_heads("q", q, head_dim, pool.dtype)
+    check_heads("out", out, head_dim, pool.dtype)
+    assert head_dim == pool.shape[3], f"head_dim {head_dim} of q, {pool.shape[3]} of the pool"
+    assert q.shape == out.shape, f"out {out.shape} differs from q {q.shape}"
+    assert num_heads % kv_heads == 0, f"{num_heads} query heads over {kv_heads} KV heads"
+    group = num_heads // kv_heads
+    config = config or configs.prefill_config(configs.device_arch(q.device), head_dim, q.dtype)
+    assert work.tokens_per_tile * group <= config.block_m, "the work list's tiles are larger than the kernel's"
+    prefill_kernel[(kv_heads, work.items.shape[0])](
+        q, pool, k_table, v_table, work.items, out, q.stride(0), out.stride(0), k_table.stride(0), layer, scratch_base,
+        scale * _LOG2_E, BLOCK_SIZE=block_size, KV_HEADS=kv_heads, GROUP=group, HEAD_DIM=head_dim,
+        BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_D=configs.next_power_of_two(head_dim), **config.options,
+    )  # fmt: skip

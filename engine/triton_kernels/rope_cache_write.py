@@ -1,0 +1,168 @@
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
+"""RMS-norm of every head of Q and K (where the model has it), rotary embedding, and the write of K and V to the pool.
+
+One pass over a step's projections: Q is changed in place, K goes rotated and V as it is to the slices their block
+tables name. Without `q` it is the second half of a restore from hidden state. Half-split ("neox") layout; rotary
+dimensions may be fewer than a head has, or none. Knows nothing of requests.
+Twin: engine.execution.reference.rope_cache.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from engine.triton_kernels import configs
+from engine.triton_kernels.addressing import check_heads, check_pool, token_start
+
+
+@triton.jit
+def normalize(a, b, rest, weight, half, tail, eps, HEAD_DIM: tl.constexpr, ROTARY: tl.constexpr):
+    """RMS-norm over the three parts of each head; what lies outside a part is zero."""
+    squares = tl.sum(a * a, 1) + tl.sum(b * b, 1) + tl.sum(rest * rest, 1)
+    scale = tl.rsqrt(squares / HEAD_DIM + eps)[:, None]
+    a *= scale * tl.load(weight + half, mask=half < ROTARY // 2, other=0.0).to(tl.float32)
+    b *= scale * tl.load(weight + ROTARY // 2 + half, mask=half < ROTARY // 2, other=0.0).to(tl.float32)
+    rest *= scale * tl.load(weight + tail, mask=tail < HEAD_DIM, other=0.0).to(tl.float32)
+    return a, b, rest
+
+
+@triton.jit
+def transform_heads(
+    source, target, weight, cos_sin, block, eps,
+    NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY: tl.constexpr, NORM: tl.constexpr,
+    BLOCK_H: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
+):  # fmt: skip
+    """Heads [block * BLOCK_H, ...) of one token from `source` to `target` (may be the same): norm, then rotation."""
+    heads = block * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
+    half = tl.arange(0, HALF)[None, :]
+    tail = ROTARY + tl.arange(0, REST)[None, :]
+    turns = (heads < NUM_HEADS) & (half < ROTARY // 2)
+    stays = (heads < NUM_HEADS) & (tail < HEAD_DIM)
+    first = heads * HEAD_DIM + half
+    a = tl.load(source + first, mask=turns, other=0.0).to(tl.float32)
+    b = tl.load(source + first + ROTARY // 2, mask=turns, other=0.0).to(tl.float32)
+    rest = tl.load(source + heads * HEAD_DIM + tail, mask=stays, other=0.0).to(tl.float32)
+    if NORM:
+        a, b, rest = normalize(a, b, rest, weight, half, tail, eps, HEAD_DIM, ROTARY)
+    kind = target.dtype.element_ty
+    if ROTARY > 0:
+        cos = tl.load(cos_sin + half, mask=half < ROTARY // 2, other=0.0)
+        sin = tl.load(cos_sin + ROTARY // 2 + half, mask=half < ROTARY // 2, other=0.0)
+        tl.store(target + first, (a * cos - b * sin).to(kind), mask=turns)
+        tl.store(target + first + ROTARY // 2, (b * cos + a * sin).to(kind), mask=turns)
+    if ROTARY < HEAD_DIM:
+        tl.store(target + heads * HEAD_DIM + tail, rest.to(kind), mask=stays)
+
+
+@triton.jit(do_not_specialize=["layer", "scratch_base"])
+def rope_cache_kernel(
+    q, k, v, cos_sin, positions, rows, pool, k_table, v_table, q_weight, k_weight, q_stride, k_stride, v_stride,
+    table_stride, layer, scratch_base, eps,
+    Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, Q_NORM: tl.constexpr, K_NORM: tl.constexpr,
+    BLOCK_H: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Program (token, block of heads): the blocks of Q come first, then those of K, then those of V."""
+    token = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    Q_BLOCKS: tl.constexpr = (Q_HEADS + BLOCK_H - 1) // BLOCK_H
+    KV_BLOCKS: tl.constexpr = (KV_HEADS + BLOCK_H - 1) // BLOCK_H
+    row = tl.load(rows + token)
+    if row < 0:
+        return
+    position = tl.load(positions + token)
+    angles = cos_sin + position.to(tl.int64) * ROTARY
+    ROW: tl.constexpr = KV_HEADS * HEAD_DIM
+    if part < Q_BLOCKS:
+        at = q + token * q_stride
+        transform_heads(
+            at, at, q_weight, angles, part, eps, Q_HEADS, HEAD_DIM, ROTARY, Q_NORM, BLOCK_H, HALF, REST
+        )  # fmt: skip
+    elif part < Q_BLOCKS + KV_BLOCKS:
+        to = token_start(k_table, row, table_stride, position, layer, scratch_base, BLOCK_SIZE, ROW)
+        transform_heads(
+            k + token * k_stride, pool + to, k_weight, angles, part - Q_BLOCKS, eps, KV_HEADS, HEAD_DIM, ROTARY, K_NORM,
+            BLOCK_H, HALF, REST,
+        )  # fmt: skip
+    else:
+        to = token_start(v_table, row, table_stride, position, layer, scratch_base, BLOCK_SIZE, ROW)
+        heads = (part - Q_BLOCKS - KV_BLOCKS) * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
+        dims = tl.arange(0, WIDE)[None, :]
+        mask = (heads < KV_HEADS) & (dims < HEAD_DIM)
+        values = tl.load(v + token * v_stride + heads * HEAD_DIM + dims, mask=mask)
+        tl.store(pool + to + heads * HEAD_DIM + dims, values, mask=mask)
+
+
+def rope_cache_write(
+    q: Tensor | None,
+    k: Tensor,
+    v: Tensor,
+    cos_sin: Tensor | None,
+    positions: Tensor,
+    rows: Tensor,
+    pool: Tensor,
+    k_table: Tensor,
+    v_table: Tensor,
+    *,
+    layer: int,
+    scratch_base: int,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 1e-6,
+) -> None:
+    """Rotate q in place; write rotated k, and v, of token i to position positions[i] of table row rows[i].
+
+    Shapes: q [n, heads, head_dim]; k, v [n, kv_heads, head_dim]; cos_sin [positions, rotary_dim] float32, cosines
+    first, or None for no rotation; positions, rows [n] int32 or int64, rows[i] < 0 = padding, nothing is done; q_norm,
+    k_norm [head_dim] or None.
+    """
+    (count, kv_heads, head_dim), block_size = k.shape, pool.shape[1]
+    rotary = 0 if cos_sin is None else cos_sin.shape[1]
+    _check(q, k, v, cos_sin, positions, rows, pool, k_table, v_table, (q_norm, k_norm))
+    if count == 0:
+        return
+    config = configs.heads_config()
+    # Models without rotation and norm leave Q alone: no programs for it.
+    q_heads = q.shape[1] if q is not None and (rotary or q_norm is not None) else 0
+    query = k if q is None else q
+    blocks = -(-q_heads // config.block_m) + 2 * -(-kv_heads // config.block_m)
+    rope_cache_kernel[(count, blocks)](
+        query, k, v, pool if cos_sin is None else cos_sin, positions, rows, pool, k_table, v_table,
+        pool if q_norm is None else q_norm, pool if k_norm is None else k_norm, query.stride(0), k.stride(0),
+        v.stride(0), k_table.stride(0), layer, scratch_base, eps, Q_HEADS=q_heads, KV_HEADS=kv_heads,
+        HEAD_DIM=head_dim, ROTARY=rotary, BLOCK_SIZE=block_size, Q_NORM=q_norm is not None, K_NORM=k_norm is not None,
+        BLOCK_H=config.block_m, HALF=configs.next_power_of_two(max(1, rotary // 2)),
+        REST=configs.next_power_of_two(max(1, head_dim - rotary)), WIDE=configs.next_power_of_two(head_dim),
+        **config.options,
+    )  # fmt: skip
+
+
+def _check(
+    q: Tensor | None,
+    k: Tensor,
+    v: Tensor,
+    cos_sin: Tensor | None,
+    positions: Tensor,
+    rows: Tensor,
+    pool: Tensor,
+    k_table: Tensor,
+    v_table: Tensor,
+    norms: tuple[Tensor | None, ...],
+) -> None:
+    check_pool(pool, k_table, v_table)
+    head_dim = pool.shape[3]
+    for name, value in (("k", k), ("v", v)):
+        check_heads(name, value, head_dim, pool.dtype)
+        assert value.shape == k.shape and value.shape[1] == pool.shape[2], f"{name}: {value.shape}, pool {pool.shape}"
+    if q is not None:
+        check_heads("q", q, head_dim, pool.dtype)
+        assert len(q) == len(k), f"{len(q)} queries, {len(k)} keys"
+    for name, index in (("positions", positions), ("rows", rows)):
+        assert index.shape == (len(k),) and index.is_contiguous(), f"{name}: contiguous [{len(k)}], not {index.shape}"
+        assert index.dtype in (torch.int32, torch.int64), f"{name}: int32 or int64, not {index.dtype}"
+    if cos_sin is not None:
+        assert cos_sin.dim() == 2 and cos_sin.is_contiguous() and cos_sin.dtype == torch.float32, "cos_sin: float32 2-D"
+        assert cos_sin.shape[1] % 2 == 0 and cos_sin.shape[1] <= head_dim, f"rotary_dim {cos_sin.shape[1]}"
+    for weight in norms:
+        assert weight is None or (weight.shape == (head_dim,) and weight.is_contiguous()), "norm weight: [head_dim]"

@@ -1,0 +1,38 @@
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
+"""The gate of a SwiGLU feed-forward layer: silu(gate) * up from one fused projection.
+
+ReLU and GELU have no kernel. Both follow a plain projection: torch._addmm_activation lets cuBLASLt apply ReLU and the
+tanh form of GELU in its epilogue, and for the exact form torch's own operator is the one pass that a kernel here would
+be. Twin: engine.execution.reference.activation.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from engine.triton_kernels import configs
+
+
+@triton.jit
+def silu_and_mul_kernel(x, out, x_stride, out_stride, width, BLOCK: tl.constexpr):
+    """Program (row, block of columns)."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = columns < width
+    gate = tl.load(x + row * x_stride + columns, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(x + row * x_stride + width + columns, mask=mask, other=0.0).to(tl.float32)
+    value = gate / (1.0 + tl.exp(-gate)) * up
+    tl.store(out + row * out_stride + columns, value.to(out.dtype.element_ty), mask=mask)
+
+
+def silu_and_mul(x: Tensor, out: Tensor) -> None:
+    """out = silu(x[:, :width]) * x[:, width:]. Shapes: x [n, 2 * width], out [n, width], rows contiguous."""
+    assert x.dim() == out.dim() == 2 and x.stride(1) == out.stride(1) == 1, "x, out: two dimensions, rows contiguous"
+    assert x.shape == (len(out), 2 * out.shape[1]), f"x {x.shape}, out {out.shape}"
+    assert x.dtype == out.dtype, f"x {x.dtype}, out {out.dtype}"
+    if len(x) == 0:
+        return
+    config, width = configs.flat_config(), out.shape[1]
+    silu_and_mul_kernel[(len(x), -(-width // config.block_n))](
+        x, out, x.stride(0), out.stride(0), width, BLOCK=config.block_n, **config.options
+    )
