@@ -147,6 +147,14 @@ class EngineCore:
         self._scheduler.pool.complete_step(output.step_id)
         return outputs
 
+    def set_offline_share(self, share: float) -> None:
+        """Scale the offline budget beside online work, 0 to 1 (the circuit breaker's dial)."""
+        self._scheduler.offline_share = share
+
+    def set_objective(self, objective: Objective) -> None:
+        """Follow another objective or budget from the next step on."""
+        self._scheduler.objective = objective
+
     def stats(self) -> EngineStats:
         """A snapshot; see EngineStats."""
         scheduler = self._scheduler

@@ -1,6 +1,7 @@
 """Drives an EngineCore and a runner by hand: a virtual clock, the pipeline's depth, and integrity after every move."""
 
 from collections import deque
+from typing import Any
 
 from engine.config import SchedulerConfig
 from engine.core import EngineCore
@@ -38,8 +39,8 @@ def run_plan(core: EngineCore, now: float) -> OfflinePlan:
 class Driver:
     """`outputs` collects the tokens of every request, `finals` the terminal output of every ended one."""
 
-    def __init__(self, runner: ModelRunner, config: SchedulerConfig) -> None:
-        self.core = EngineCore(config)
+    def __init__(self, runner: ModelRunner, config: SchedulerConfig, **core_options: Any) -> None:
+        self.core = EngineCore(config, **core_options)
         self.runner = runner
         self.now = 0.0
         self.in_flight: deque[SchedulerOutput] = deque()
@@ -74,7 +75,7 @@ class Driver:
     def complete(self) -> None:
         """Execute and update the oldest step in flight."""
         output = self.in_flight.popleft()
-        self.now += 1.0
+        self.now += 1.0 if output.predicted_latency is None else output.predicted_latency
         result, error = None, None
         try:
             if output in self.poisoned:

@@ -35,10 +35,13 @@ class Objective:
         times = request.times
         if times.first_token is None or times.last_token is None:
             return times.arrival + self.ttft
+        if self.gap_limited:
+            # While no gap was missed this is also before the cumulative deadline; after a miss the cumulative one would
+            # call every later token late and so end the protection of gaps that can still be kept.
+            return times.last_token + self.tbt
         # Tokens in flight count as given: the deadline is that of the token which the next step computes.
         given = len(request.token_ids) + request.num_placeholders - request.num_prompt_tokens
-        cumulative = times.first_token + given * self.tbt
-        return min(cumulative, times.last_token + self.tbt) if self.gap_limited else cumulative
+        return times.first_token + given * self.tbt
 
 
 @dataclass(slots=True)

@@ -81,8 +81,8 @@ class StepBuilder:
         self.ledger.charge_decodes(self.num_online_decodes, context_sum)
         if timed and slacks:
             # A decode that would be late even in a decode-only step cannot be saved by starving the prompts.
-            reachable = (slack for slack in slacks if slack >= self.ledger.seconds)
-            self._time_limit = min(objective.tbt, objective.latency_budget, min(reachable, default=math.inf))
+            reachable = [min(slack, objective.tbt) for slack in slacks if slack >= self.ledger.seconds]
+            self._time_limit = min(objective.latency_budget, *reachable, math.inf)
 
     def _add_online_prefills(self) -> None:
         """Continue prompts that have begun, oldest first."""

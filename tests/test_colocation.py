@@ -1,0 +1,278 @@
+"""Co-location: what a step may take in beside online work, and that nobody online ever pays for it."""
+
+import math
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+from driver import Driver, make_request, run_plan
+from hypothesis import HealthCheck, given, settings
+
+from engine.config import SchedulerConfig
+from engine.execution.fake import FakeRunner, solo_tokens
+from engine.request import EngineRequest, RequestClass, RequestStatus
+from engine.scheduling.objective import Objective
+from engine.scheduling.output import SchedulerOutput
+from engine.scheduling.step import decode_is_due, prefill_is_due
+from engine.virtual import step_features
+from predictor.model import LatencyModel
+
+VOCAB = 40
+BLOCK = 4
+# 10 ms for any step, then 1 ms a token beyond 8 tokens: a memory-bound floor with a knee.
+MODEL = LatencyModel(intercept=0.010, decode_context=1e-6, knots=(8,), hinges=(0.001,), token_limit=256)
+ONLINE, OFFLINE = RequestClass.ONLINE, RequestClass.OFFLINE
+
+
+def make_driver(objective: Objective, *, depth: int = 0, **changes: Any) -> Driver:
+    settings_: dict[str, Any] = {
+        "num_units": 2 * 60,
+        "max_model_len": 120,
+        "block_size": BLOCK,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 64,
+        "min_prefill_chunk": 8,
+        "pipeline_depth": depth,
+    }
+    config = SchedulerConfig(**{**settings_, **changes})
+    return Driver(FakeRunner(block_size=BLOCK, vocab_size=VOCAB), config, model=MODEL, objective=objective)
+
+
+def chunks_of(driver: Driver, step: SchedulerOutput, prefix: str) -> list[int]:
+    """Lengths of the step's chunks of requests whose id starts with `prefix`; call before the step is updated."""
+    flight = next(f for f in driver.core._in_flight if f.output is step)
+    pairs = zip(flight.requests, step.chunks, strict=True)
+    return [chunk.length for request, chunk in pairs if request.request_id.startswith(prefix)]
+
+
+def decoding_driver(objective: Objective, **changes: Any) -> Driver:
+    """One online request in the middle of its output."""
+    driver = make_driver(objective, **changes)
+    driver.add(make_request("on", range(6), 60))
+    for _ in range(3):
+        driver.step()
+    return driver
+
+
+def test_offline_fills_up_to_the_budget_and_not_beyond() -> None:
+    driver = decoding_driver(Objective(latency_budget=0.020))
+    driver.add(make_request("off", range(100), 5, request_class=OFFLINE))
+    assert driver.launch()
+    step = driver.steps[-1]
+    assert chunks_of(driver, step, "on") == [1]
+    assert sum(chunks_of(driver, step, "off")) == 16, "8 free tokens with the decode, then 1 ms each"
+    assert step.predicted_latency == pytest.approx(MODEL.predict(step_features(step)))
+    assert step.predicted_latency is not None and step.predicted_latency <= 0.020
+
+
+def test_without_a_plan_a_step_is_online_only() -> None:
+    driver = decoding_driver(Objective(latency_budget=0.020))
+    driver.add(make_request("off", range(50), 5, request_class=OFFLINE))
+    output = driver.core.schedule(driver.now, None)
+    assert output is not None and len(output.chunks) == 1
+
+
+def test_a_deadline_tighter_than_the_budget_wins() -> None:
+    driver = decoding_driver(Objective(tbt=0.015, latency_budget=0.050))
+    driver.add(make_request("off", range(100), 5, request_class=OFFLINE))
+    assert driver.launch()
+    step = driver.steps[-1]
+    assert step.predicted_latency is not None and step.predicted_latency <= 0.015
+    assert sum(chunks_of(driver, step, "off")) > 0
+
+
+def test_banked_slack_may_delay_the_mean_but_not_one_gap() -> None:
+    driver = decoding_driver(Objective(tbt=0.1))
+    request = driver.core._requests["on"]
+    assert request.times.first_token is not None and request.times.last_token is not None
+    gap = Objective(tbt=0.1).next_token_deadline(request)
+    mean = Objective(tbt=0.1, gap_limited=False).next_token_deadline(request)
+    assert gap == pytest.approx(request.times.last_token + 0.1)
+    assert mean == pytest.approx(request.times.first_token + 0.1 * request.num_output_tokens)
+    assert mean > gap, "it has been faster than it had to be"
+
+
+def test_decodes_slow_down_prompts_but_never_stop_the_oldest() -> None:
+    """Every decode is late already: prompts still get their floor (algorithms.md §1)."""
+    driver = decoding_driver(Objective(tbt=0.001, latency_budget=0.001))
+    prompt = make_request("prompt", range(80), 2)
+    driver.add(prompt)
+    assert driver.launch()
+    lengths = chunks_of(driver, driver.steps[-1], "prompt")
+    assert lengths == [8], "the floor chunk"
+    driver.complete()
+    driver.run()
+    assert driver.outputs["prompt"] == solo_tokens(list(range(80)), prompt.sampling, VOCAB)
+
+
+def test_prompts_are_sized_by_the_slack_of_the_decodes_beside_them() -> None:
+    driver = decoding_driver(Objective(tbt=0.030))
+    driver.add(make_request("prompt", range(100), 2))
+    assert driver.launch()
+    step = driver.steps[-1]
+    assert step.predicted_latency is not None and 0.025 < step.predicted_latency <= 0.030
+
+
+def test_a_late_decode_does_not_shrink_prompts() -> None:
+    driver = decoding_driver(Objective(tbt=0.030))
+    driver.now += 10.0
+    driver.add(make_request("prompt", range(100), 2))
+    assert driver.launch()
+    assert chunks_of(driver, driver.steps[-1], "prompt") == [63], "nothing can be saved: the prompt takes the step"
+
+
+def test_a_waiting_prompt_with_no_ttft_slack_keeps_offline_out() -> None:
+    driver = make_driver(Objective(ttft=0.001, latency_budget=1.0), max_num_batched_tokens=32)
+    driver.add(make_request("off", range(90), 5, request_class=OFFLINE))
+    driver.step()
+    driver.add(make_request("on", range(90), 5))
+    assert driver.launch()
+    assert chunks_of(driver, driver.steps[-1], "off") == []
+
+
+def test_weight_limits_interference_by_the_number_of_decodes() -> None:
+    def offline_tokens(num_online: int, weight: float) -> int:
+        objective = Objective(latency_budget=0.060, interference_weight=weight)
+        driver = make_driver(objective, max_num_seqs=16)
+        driver.add(*[make_request(f"on{i}", [i, 1, 2], 40) for i in range(num_online)])
+        for _ in range(4):
+            driver.step()
+        driver.add(make_request("off", range(100), 5, request_class=OFFLINE))
+        assert driver.launch()
+        return sum(chunks_of(driver, driver.steps[-1], "off"))
+
+    assert offline_tokens(1, math.inf) > 40
+    assert offline_tokens(1, 1.0) > 40, "one decode: a second of it is worth a second of offline work"
+    few = offline_tokens(4, 1.0)
+    assert 0 < few < 10, "four decodes: only what the memory-bound floor gives nearly for nothing"
+    assert offline_tokens(4, 0.0) <= 5
+
+
+def test_offline_share_is_the_breaker() -> None:
+    driver = decoding_driver(Objective(latency_budget=0.020))
+    driver.add(make_request("off", range(100), 5, request_class=OFFLINE))
+    driver.core.set_offline_share(0.0)
+    assert driver.launch()
+    assert chunks_of(driver, driver.steps[-1], "off") == []
+
+
+def test_alone_the_oldest_offline_request_moves_whatever_the_budget() -> None:
+    driver = make_driver(Objective(latency_budget=0.0001))
+    driver.core.set_offline_share(0.0)
+    job = make_request("off", range(50), 6, request_class=OFFLINE)
+    driver.add(job)
+    driver.run()
+    assert driver.outputs["off"] == solo_tokens(list(range(50)), job.sampling, VOCAB)
+
+
+def test_smallest_victim_set() -> None:
+    driver = make_driver(Objective(), num_units=2 * 30, max_model_len=118, max_num_batched_tokens=200)
+    sizes = {"small": 10, "large": 50, "middle": 30}
+    driver.add(
+        *[make_request(name, [7 + i] * n, 20, request_class=OFFLINE) for i, (name, n) in enumerate(sizes.items())]
+    )
+    driver.step()
+    driver.step()
+    driver.add(make_request("on", [3] * 48, 4))
+    driver.launch()
+    preempted = {r.request_id for r in driver.core._requests.values() if r.status is RequestStatus.PREEMPTED}
+    assert preempted == {"middle"}, "one victim that is just large enough"
+
+
+def test_preemptions_of_one_request_are_bounded() -> None:
+    driver = make_driver(Objective(), num_units=2 * 20, max_model_len=80, max_offline_preemptions=3)
+    job = make_request("job", [5] * 40, 30, request_class=OFFLINE)
+    driver.add(job)
+    for index in range(40):
+        driver.add(make_request(f"on{index}", [index] * 50, 2))
+        for _ in range(4):
+            driver.step()
+    driver.run()
+    assert driver.outputs["job"] == solo_tokens([5] * 40, job.sampling, VOCAB)
+    assert 0 < driver.finals["job"].num_preemptions <= 3
+
+
+mix = st.lists(
+    st.tuples(
+        st.integers(0, 3),
+        st.sampled_from([ONLINE, OFFLINE]),
+        st.lists(st.integers(0, 5), min_size=1, max_size=60),
+        st.integers(1, 25),
+    ),
+    min_size=1,
+    max_size=16,
+)
+objectives = st.builds(
+    Objective,
+    ttft=st.sampled_from([0.001, 0.1, 10.0, math.inf]),
+    tbt=st.sampled_from([0.001, 0.012, 0.05, math.inf]),
+    gap_limited=st.booleans(),
+    latency_budget=st.sampled_from([0.001, 0.015, 0.05, math.inf]),
+    interference_weight=st.sampled_from([0.0, 0.5, 4.0, math.inf]),
+    decode_value=st.sampled_from([1.0, 4.0]),
+)
+
+
+class Watcher:
+    """Checks every step against the promises while it is built."""
+
+    def __init__(self, driver: Driver) -> None:
+        self.driver = driver
+        self.scheduler = driver.core._scheduler
+
+    def launch(self) -> None:
+        driver, scheduler = self.driver, self.scheduler
+        due = [r for r in scheduler.running[ONLINE] if decode_is_due(r)]
+        prompts = [r for r in scheduler.running[ONLINE] if prefill_is_due(r)]
+        before = {r.request_id: r.num_preemptions for r in due}
+        had_online = scheduler.has_online
+        oldest = scheduler.running[OFFLINE][:1] or list(scheduler.waiting_offline)[:1]
+        plan = run_plan(driver.core, driver.now)
+        if not driver.launch():
+            return
+        step = driver.steps[-1]
+        in_step = {r.request_id for r in driver.core._in_flight[-1].requests}
+        config = driver.core.config
+        assert step.num_tokens <= config.max_num_batched_tokens
+        assert len(step.chunks) <= config.max_num_seqs
+        waits_for_units = driver.core._scheduler.pool.num_deferred_units > 0
+        for request in due:
+            assert (
+                request.request_id in in_step or request.num_preemptions > before[request.request_id] or waits_for_units
+            ), "an online decode was left out"
+        if prompts and scheduler.pool.num_available_units > 2 * len(prompts):
+            assert any(p.request_id in in_step for p in prompts if p.status is RequestStatus.RUNNING) or not any(
+                p.status is RequestStatus.RUNNING for p in prompts
+            ), "no prompt moved"
+        if not had_online and oldest and not driver.core.num_in_flight > 1:
+            assert any(r.request_class is OFFLINE for r in driver.core._in_flight[-1].requests)
+        assert plan is not None
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(arrivals=mix, objective=objectives, num_blocks=st.integers(22, 40), share=st.sampled_from([0.0, 0.1, 1.0]))
+def test_promises_hold_and_outputs_equal_the_solo_run(
+    depth: int, arrivals: list[Any], objective: Objective, num_blocks: int, share: float
+) -> None:
+    driver = make_driver(objective, depth=depth, num_units=2 * num_blocks, max_model_len=88, max_num_seqs=5)
+    driver.core.set_offline_share(share)
+    watcher = Watcher(driver)
+    requests: list[EngineRequest] = []
+    for index, (steps, request_class, prompt, max_tokens) in enumerate(arrivals):
+        request = make_request(str(index), prompt, max_tokens, request_class=request_class)
+        requests.append(request)
+        driver.add(request)
+        for _ in range(steps):
+            watcher.launch()
+            if driver.in_flight:
+                driver.complete()
+    for _ in range(5000):
+        watcher.launch()
+        if not driver.in_flight:
+            break
+        driver.complete()
+    driver.run()
+    for request in requests:
+        expected = solo_tokens(list(request.prompt_token_ids), request.sampling, VOCAB)
+        assert driver.outputs[request.request_id] == expected
