@@ -1,0 +1,136 @@
+"""What one step is made of, as running sums: the input of the latency model (HyGen §4.2, "Feature Engineering").
+
+Knows nothing of requests, blocks or devices: a chunk is (start, length), tokens [start, start + length) of a sequence.
+A chunk of length 1 is a decode, whatever its position, because that is what the device runs for one query row.
+The sums are Python integers, so that removing what was added restores them exactly.
+"""
+
+from typing import NamedTuple
+
+
+class FeatureRow(NamedTuple):
+    """The sums of one step in the order in which samples store them."""
+
+    num_tokens: int
+    num_decodes: int
+    decode_context_sum: int
+    num_prefill_chunks: int
+    prefill_token_sum: int
+    attention_work: int
+    compact_tokens: int
+    restored_tokens: int
+    transferred_bytes: int
+
+
+class BatchFeatures:
+    """Running sums of the step being built; every operation is O(1).
+
+    num_tokens           T: all tokens of the step, decodes included
+    num_decodes          N_d
+    decode_context_sum   S_d: tokens that the decodes attend to, each its own included
+    num_prefill_chunks   N_p
+    prefill_token_sum    S_p
+    attention_work       Σ over prefill chunks of length·start + length·(length + 1)/2 query-key pairs
+    compact_tokens       context tokens run from compact (hidden) cache
+    restored_tokens      tokens whose KV is restored in this step
+    transferred_bytes    bytes moved between host and device in this step
+    """
+
+    __slots__ = FeatureRow._fields
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Back to the empty step."""
+        self.num_tokens = 0
+        self.num_decodes = 0
+        self.decode_context_sum = 0
+        self.num_prefill_chunks = 0
+        self.prefill_token_sum = 0
+        self.attention_work = 0
+        self.compact_tokens = 0
+        self.restored_tokens = 0
+        self.transferred_bytes = 0
+
+    def add_decodes(self, count: int, context_sum: int) -> None:
+        """Add `count` decodes whose contexts (own token included) sum to `context_sum`."""
+        self.num_tokens += count
+        self.num_decodes += count
+        self.decode_context_sum += context_sum
+
+    def remove_decodes(self, count: int, context_sum: int) -> None:
+        """Undo `add_decodes`."""
+        self.add_decodes(-count, -context_sum)
+
+    def add_chunk(self, start: int, length: int) -> None:
+        """Add one chunk of `length` ≥ 1 tokens behind `start` computed ones; length 1 counts as a decode."""
+        self._change_chunk(start, length, 1)
+
+    def remove_chunk(self, start: int, length: int) -> None:
+        """Undo `add_chunk`."""
+        self._change_chunk(start, length, -1)
+
+    def _change_chunk(self, start: int, length: int, sign: int) -> None:
+        assert start >= 0 and length >= 1, "a chunk has a start >= 0 and a length >= 1"
+        if length == 1:
+            self.add_decodes(sign, sign * (start + 1))
+            return
+        self.num_tokens += sign * length
+        self.num_prefill_chunks += sign
+        self.prefill_token_sum += sign * length
+        self.attention_work += sign * chunk_attention_work(start, length)
+
+    def add_cache_work(self, compact_tokens: int = 0, restored_tokens: int = 0, transferred_bytes: int = 0) -> None:
+        """Add the hidden-cache and host-tier terms (negative numbers take them back)."""
+        self.compact_tokens += compact_tokens
+        self.restored_tokens += restored_tokens
+        self.transferred_bytes += transferred_bytes
+
+    def copy(self) -> "BatchFeatures":
+        """An independent copy."""
+        return BatchFeatures.from_row(self.row())
+
+    def row(self) -> FeatureRow:
+        """The sums as a tuple."""
+        return FeatureRow(
+            self.num_tokens,
+            self.num_decodes,
+            self.decode_context_sum,
+            self.num_prefill_chunks,
+            self.prefill_token_sum,
+            self.attention_work,
+            self.compact_tokens,
+            self.restored_tokens,
+            self.transferred_bytes,
+        )
+
+    @classmethod
+    def from_row(cls, row: FeatureRow) -> "BatchFeatures":
+        """Inverse of `row`."""
+        features = cls()
+        (
+            features.num_tokens,
+            features.num_decodes,
+            features.decode_context_sum,
+            features.num_prefill_chunks,
+            features.prefill_token_sum,
+            features.attention_work,
+            features.compact_tokens,
+            features.restored_tokens,
+            features.transferred_bytes,
+        ) = row
+        return features
+
+    def __eq__(self, other: object) -> bool:
+        return self.row() == other.row() if isinstance(other, BatchFeatures) else NotImplemented
+
+    __hash__ = None  # type: ignore[assignment]  # mutable
+
+    def __repr__(self) -> str:
+        return f"BatchFeatures{tuple(self.row())}"
+
+
+def chunk_attention_work(start: int, length: int) -> int:
+    """Query-key pairs of a causal chunk: every token attends to `start` earlier ones and to its own chunk so far."""
+    return length * start + length * (length + 1) // 2

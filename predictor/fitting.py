@@ -1,0 +1,172 @@
+"""Fitting the latency model: non-negative least squares of the relative error (HyGen §4.2, "Model Training").
+
+A scheduler cares about relative error, so every sample is divided by its measured time; a second pass weighs each
+sample by 1/|its residual|, which turns squares into absolute values (MAPE) and takes the leverage from outliers.
+The solve works on a Gram matrix accumulated block by block, so 80,000 samples cost a few passes over their rows. The
+hinges are accumulated as increments between knots, which are nearly orthogonal; as hinges they would square an already
+large condition number. The only module that needs numpy and scipy, both imported when a fit is asked for.
+"""
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from predictor.features import FeatureRow
+from predictor.model import FEATURE_SETS, LatencyModel, default_knots
+from predictor.samples import ROW_WIDTH, Sample, SampleLog
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Matrix = NDArray[np.float64]
+
+BLOCK_ROWS = 8192
+SINGLE_THREAD_PRODUCT = 220_000
+"""Multiply-adds below which BLAS stays on the calling thread. The machine is busy serving while a fit runs, and threads
+that wait for one another on taken cores made the same product a hundred times slower than one thread."""
+RESIDUAL_FLOOR = 0.002
+"""Relative residuals below this weigh the same, or the second pass would chase the best-fitted samples."""
+
+COLUMNS = {
+    "decodes": "num_decodes",
+    "decode_context": "decode_context_sum",
+    "prefill_chunks": "num_prefill_chunks",
+    "attention": "attention_work",
+    "compact": "compact_tokens",
+    "restored": "restored_tokens",
+    "transferred": "transferred_bytes",
+    "prefill_tokens": "prefill_token_sum",
+    "prefill_tokens_squared": "prefill_token_sum",
+    "decode_context_squared": "decode_context_sum",
+}
+"""Model coefficient → the sum it multiplies (squared for the `_squared` ones)."""
+
+
+def fit(
+    samples: Iterable[Sample] | SampleLog,
+    feature_set: str = "full",
+    *,
+    token_limit: int = 8192,
+    buckets: tuple[int, ...] = (),
+    passes: int = 2,
+) -> LatencyModel:
+    """The model of `feature_set` with the least mean relative error over `samples`.
+
+    `token_limit` is the largest step in tokens, `buckets` what token counts are padded to. A `SampleLog` is used in
+    place. Raises ValueError when there are no samples, a time is not positive, or the feature set is unknown.
+    """
+    import numpy as np
+
+    if feature_set not in FEATURE_SETS:
+        raise ValueError(f"unknown feature set '{feature_set}'; known: {', '.join(FEATURE_SETS)}")
+    log = samples if isinstance(samples, SampleLog) else SampleLog(samples)
+    rows = np.frombuffer(log.values, dtype=np.float64).reshape(-1, ROW_WIDTH)
+    if not len(rows):
+        raise ValueError("a fit needs at least one sample")
+    seconds = rows[:, -1]
+    if not (np.isfinite(seconds) & (seconds > 0)).all():
+        raise ValueError("measured times must be positive and finite")
+    knots = default_knots(token_limit) if feature_set == "full" else ()
+    design = _Design(FEATURE_SETS[feature_set], knots, buckets)
+    weights = 1.0 / seconds
+    coefficients = _solve(*design.gram(rows, weights), len(knots))
+    for _ in range(passes - 1):
+        residuals = np.abs(design.evaluate(rows, coefficients) / seconds - 1.0)
+        sharper = weights / np.sqrt(np.maximum(residuals, RESIDUAL_FLOOR))
+        coefficients = _solve(*design.gram(rows, sharper), len(knots))
+    linear = dict(zip(design.terms, map(float, coefficients), strict=False))
+    hinges = tuple(map(float, coefficients[len(design.terms) :]))
+    return LatencyModel(feature_set, **linear, knots=knots, hinges=hinges, token_limit=token_limit, buckets=buckets)
+
+
+class _Design:
+    """The design matrix of a feature set, made block by block: linear terms, then increments between knots."""
+
+    def __init__(self, terms: tuple[str, ...], knots: tuple[int, ...], buckets: tuple[int, ...]) -> None:
+        import numpy as np
+
+        self.terms = terms
+        self._np: Any = np
+        self._knots = np.array(knots, dtype=np.float64)
+        self._widths = np.diff(self._knots, append=np.inf)
+        self._buckets = np.array(buckets, dtype=np.float64)
+        self._fields = [(FeatureRow._fields.index(COLUMNS[t]), t.endswith("_squared")) for t in terms[1:]]
+
+    def _block(self, rows: "Matrix") -> "Matrix":
+        """[n, ROW_WIDTH] → [columns, n]: one contiguous row per feature."""
+        np = self._np
+        out: Matrix = np.empty((len(self.terms) + len(self._knots), len(rows)))
+        out[0] = 1.0
+        for index, (column, squared) in enumerate(self._fields, start=1):
+            out[index] = rows[:, column]
+            if squared:
+                out[index] *= out[index]
+        if len(self._knots):
+            tokens = self._pad(rows[:, FeatureRow._fields.index("num_tokens")])
+            increments = out[len(self.terms) :]
+            np.subtract(tokens, self._knots[:, None], out=increments)
+            np.clip(increments, 0.0, self._widths[:, None], out=increments)
+        return out
+
+    def _pad(self, tokens: "Matrix") -> "Matrix":
+        if not len(self._buckets):
+            return tokens
+        np = self._np
+        edges = np.append(self._buckets, np.inf)[np.searchsorted(self._buckets, tokens)]
+        padded: Matrix = np.where(np.isinf(edges), tokens, edges)
+        return padded
+
+    def gram(self, rows: "Matrix", weights: "Matrix") -> tuple["Matrix", "Matrix"]:
+        """(AᵀA, Aᵀb) of the rows scaled by `weights`, b their seconds."""
+        np = self._np
+        width = len(self.terms) + len(self._knots)
+        total: Matrix = np.zeros((width + 1, width))
+        step = max(64, SINGLE_THREAD_PRODUCT // (width * (width + 1)))
+        for at in range(0, len(rows), BLOCK_ROWS):
+            part = rows[at : at + BLOCK_ROWS]
+            block = np.vstack((self._block(part), part[:, -1]))
+            block *= weights[at : at + BLOCK_ROWS]
+            for begin in range(0, len(part), step):
+                piece = block[:, begin : begin + step]
+                total += piece @ piece[:-1].T
+        return total[:-1], total[-1]
+
+    def evaluate(self, rows: "Matrix", coefficients: "Matrix") -> "Matrix":
+        """Predicted seconds of every row; hinge coefficients become slopes of the increments by summing up."""
+        np = self._np
+        slopes = coefficients.copy()
+        slopes[len(self.terms) :] = np.cumsum(coefficients[len(self.terms) :])
+        blocks = range(0, len(rows), BLOCK_ROWS)
+        parts = [np.einsum("i,ij->j", slopes, self._block(rows[at : at + BLOCK_ROWS])) for at in blocks]
+        predicted: Matrix = np.concatenate(parts)
+        return predicted
+
+
+def _solve(gram: "Matrix", target: "Matrix", num_knots: int) -> "Matrix":
+    """Coefficients ≥ 0 of least squares, the last `num_knots` of them as hinges rather than increments.
+
+    With the pivoted Cholesky factor PᵀGP = UᵀU the problem is min |U Pᵀx − U⁻ᵀPᵀg|; directions without data are
+    beyond the rank and drop out, so a feature that never occurs, or two that always occur together, do no harm.
+    """
+    import numpy as np
+    from scipy.linalg import solve_triangular
+    from scipy.linalg.lapack import dpstrf
+    from scipy.optimize import nnls
+
+    scale = np.sqrt(np.diag(gram))
+    scale[scale == 0.0] = 1.0
+    factor, pivots, rank, _ = dpstrf(gram / np.outer(scale, scale), tol=len(gram) * 1e-15)
+    order = pivots - 1
+    upper = np.triu(factor)[:rank]
+    right = solve_triangular(upper[:, :rank], (target / scale)[order][:rank], trans="T")
+    matrix = np.empty_like(upper)
+    matrix[:, order] = upper
+    matrix *= scale
+    if num_knots:
+        # A hinge is the sum of all increments from its knot on.
+        matrix[:, -num_knots:] = np.cumsum(matrix[:, -num_knots:][:, ::-1], axis=1)[:, ::-1]
+    norms = np.linalg.norm(matrix, axis=0)
+    used = norms > 1e-9 * scale
+    solution = np.zeros(len(norms))
+    solution[used] = nnls(matrix[:, used] / norms[used], right, maxiter=50 * len(norms))[0] / norms[used]
+    return solution

@@ -1,0 +1,223 @@
+"""The latency model: seconds of a step from its features, what a chunk adds, and its inverse (HyGen §4.2).
+
+Linear with non-negative coefficients, so that more work never costs less. Two feature sets, one formula:
+
+- `hygen`: intercept and the paper's S_p, S_d, S_p², S_d², N_p, N_d, with S_d read as the sum of decode contexts (as
+  printed it equals N_d and the fit is singular) and the squares of the sums, as printed;
+- `full`: intercept, hinges max(0, T − k) of the padded token count T (convex: a memory-bound floor that bends into the
+  compute-bound slope), decode contexts, attention work, N_p, N_d, and the hidden-cache and host-tier terms.
+
+Knows nothing of requests or schedulers. `predictor.fitting` finds the coefficients.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from predictor.features import BatchFeatures
+from predictor.samples import Sample
+
+LINEAR_TERMS = (
+    "intercept",
+    "decodes",
+    "decode_context",
+    "prefill_chunks",
+    "attention",
+    "compact",
+    "restored",
+    "transferred",
+    "prefill_tokens",
+    "prefill_tokens_squared",
+    "decode_context_squared",
+)
+"""Names of all coefficients but the hinges, each a field of `LatencyModel`."""
+
+FEATURE_SETS: dict[str, tuple[str, ...]] = {
+    "hygen": (
+        "intercept",
+        "decodes",
+        "decode_context",
+        "prefill_chunks",
+        "prefill_tokens",
+        "prefill_tokens_squared",
+        "decode_context_squared",
+    ),
+    "full": LINEAR_TERMS[:8],
+}
+"""The linear terms of each feature set; `full` has hinges as well."""
+
+KNOT_SPACING = 32
+LAST_KNOT = 1024
+
+
+class LatencyPredictor(Protocol):
+    """What a scheduler needs; times in seconds. `LatencyModel` and `OnlineModel` both serve."""
+
+    def predict(self, features: BatchFeatures) -> float:
+        """Time of the whole step; of the empty step, the fixed cost of any step."""
+        ...
+
+    def marginal(self, features: BatchFeatures, start: int, length: int) -> float:
+        """What the chunk (start, length) adds to the step."""
+        ...
+
+    def marginal_decodes(self, features: BatchFeatures, count: int, context_sum: int) -> float:
+        """What `count` decodes with that sum of contexts add to the step."""
+        ...
+
+    def max_prefill(self, features: BatchFeatures, seconds: float, max_tokens: int, start: int) -> int:
+        """The largest chunk length ≤ `max_tokens` behind `start` that adds at most `seconds`; 0 if none does."""
+        ...
+
+
+def default_knots(token_limit: int) -> tuple[int, ...]:
+    """0, 32, 64, ... 1,024, as far as a step of at most `token_limit` tokens reaches."""
+    return tuple(range(0, min(LAST_KNOT, max(token_limit - 1, 0)) + 1, KNOT_SPACING))
+
+
+@dataclass(frozen=True, slots=True)
+class LatencyModel:
+    """Fitted coefficients in seconds per unit of their feature, all non-negative.
+
+    `hinges[i]` belongs to `knots[i]` (ascending). `token_limit` sizes the table of the hinge part; larger steps are
+    extrapolated by its last slope. `buckets` (ascending) are the token counts that steps are padded to; empty: none.
+    Raises ValueError when the parts do not fit together.
+    """
+
+    feature_set: str = "full"
+    intercept: float = 0.0
+    decodes: float = 0.0
+    decode_context: float = 0.0
+    prefill_chunks: float = 0.0
+    attention: float = 0.0
+    compact: float = 0.0
+    restored: float = 0.0
+    transferred: float = 0.0
+    prefill_tokens: float = 0.0
+    prefill_tokens_squared: float = 0.0
+    decode_context_squared: float = 0.0
+    knots: tuple[int, ...] = ()
+    hinges: tuple[float, ...] = ()
+    token_limit: int = 8192
+    buckets: tuple[int, ...] = ()
+    _table: list[float] = field(init=False, repr=False, compare=False)
+    _table_end: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.feature_set not in FEATURE_SETS:
+            raise ValueError(f"unknown feature set '{self.feature_set}'; known: {', '.join(FEATURE_SETS)}")
+        if len(self.knots) != len(self.hinges) or any(a >= b for a, b in zip(self.knots, self.knots[1:], strict=False)):
+            raise ValueError("knots must ascend and have one hinge each")
+        if self.token_limit < 1 or any(a >= b for a, b in zip((0, *self.buckets), self.buckets, strict=False)):
+            raise ValueError("token_limit must be positive and buckets ascend from 1")
+        values = (*(getattr(self, name) for name in LINEAR_TERMS), *self.hinges)
+        if not all(0.0 <= value < float("inf") for value in values):
+            raise ValueError("coefficients must be finite and not negative")
+        end = max(self.token_limit, self.buckets[-1] if self.buckets else 0)
+        object.__setattr__(self, "_table", _hinge_table(self.knots, self.hinges, self.buckets, end))
+        object.__setattr__(self, "_table_end", end)
+
+    def _hinge(self, tokens: int) -> float:
+        """The hinge part at `tokens` (padded), also beyond the table."""
+        if tokens <= self._table_end:
+            return self._table[tokens]
+        return sum(
+            hinge * (tokens - knot) for knot, hinge in zip(self.knots, self.hinges, strict=True) if knot < tokens
+        )
+
+    def predict(self, features: BatchFeatures) -> float:
+        """Seconds of the step; of the empty step, the intercept."""
+        context, prefill = features.decode_context_sum, features.prefill_token_sum
+        return (
+            self.intercept
+            + self._hinge(features.num_tokens)
+            + self.decodes * features.num_decodes
+            + context * (self.decode_context + self.decode_context_squared * context)
+            + self.prefill_chunks * features.num_prefill_chunks
+            + self.attention * features.attention_work
+            + prefill * (self.prefill_tokens + self.prefill_tokens_squared * prefill)
+            + self.compact * features.compact_tokens
+            + self.restored * features.restored_tokens
+            + self.transferred * features.transferred_bytes
+        )
+
+    def marginal(self, features: BatchFeatures, start: int, length: int) -> float:
+        """Seconds that the chunk (start, length ≥ 1) adds: `predict` after it minus `predict` before, in O(1)."""
+        tokens = features.num_tokens
+        end = tokens + length
+        if end <= self._table_end:
+            table = self._table
+            hinge = table[end] - table[tokens]
+        else:
+            hinge = self._hinge(end) - self._hinge(tokens)
+        if length == 1:
+            context = start + 1
+            squares = self.decode_context_squared * (2 * features.decode_context_sum + context)
+            return hinge + self.decodes + context * (self.decode_context + squares)
+        squares = self.prefill_tokens_squared * (2 * features.prefill_token_sum + length)
+        per_token = self.attention * (start + 0.5 * (length + 1)) + self.prefill_tokens + squares
+        return hinge + self.prefill_chunks + length * per_token
+
+    def marginal_decodes(self, features: BatchFeatures, count: int, context_sum: int) -> float:
+        """Seconds that `count` decodes whose contexts sum to `context_sum` add."""
+        tokens = features.num_tokens
+        squares = self.decode_context_squared * (2 * features.decode_context_sum + context_sum)
+        hinge = self._hinge(tokens + count) - self._hinge(tokens)
+        return hinge + self.decodes * count + context_sum * (self.decode_context + squares)
+
+    def cache_work(self, compact_tokens: int = 0, restored_tokens: int = 0, transferred_bytes: int = 0) -> float:
+        """Seconds that such cache work adds to any step."""
+        return self.compact * compact_tokens + self.restored * restored_tokens + self.transferred * transferred_bytes
+
+    def max_prefill(self, features: BatchFeatures, seconds: float, max_tokens: int, start: int) -> int:
+        """The largest chunk length ≤ `max_tokens` behind `start` that adds at most `seconds`; 0 if none does.
+
+        Under padding this is an upper edge of a bucket whenever the edge fits: inside one, only attention grows.
+        """
+        return largest_chunk(lambda length: self.marginal(features, start, length), seconds, max_tokens)
+
+    def mape(self, samples: Iterable[Sample]) -> float:
+        """Mean of |predicted − measured| ÷ measured over `samples`; raises ValueError when there are none."""
+        errors = [abs(self.predict(features) - seconds) / seconds for features, seconds in samples]
+        if not errors:
+            raise ValueError("a mean error needs at least one sample")
+        return sum(errors) / len(errors)
+
+
+def largest_chunk(cost: Callable[[int], float], seconds: float, max_tokens: int) -> int:
+    """The largest length ≤ `max_tokens` with cost(length) ≤ `seconds`, or 0.
+
+    `cost` never falls over lengths ≥ 2; length 1 is a decode, priced by other terms, and is tried on its own.
+    """
+    if max_tokens < 1:
+        return 0
+    if cost(max_tokens) <= seconds:
+        return max_tokens
+    low, high = 1, max_tokens
+    while high - low > 1:
+        middle = (low + high) // 2
+        if cost(middle) <= seconds:
+            low = middle
+        else:
+            high = middle
+    if low > 1 or cost(1) <= seconds:
+        return low
+    return 0
+
+
+def _hinge_table(knots: tuple[int, ...], hinges: tuple[float, ...], buckets: tuple[int, ...], end: int) -> list[float]:
+    """Hinge part in seconds at 0 … `end` tokens, each count padded up to its bucket (none above the largest)."""
+    table = [0.0] * (end + 1)
+    value, slope, at = 0.0, 0.0, 0
+    for knot, hinge in zip((*knots, end), (*hinges, 0.0), strict=True):
+        stop = min(knot, end)
+        for tokens in range(at + 1, stop + 1):
+            table[tokens] = value + slope * (tokens - at)
+        if stop > at:
+            value, at = table[stop], stop
+        slope += hinge
+    previous = 0
+    for bucket in buckets:
+        table[previous + 1 : bucket] = [table[bucket]] * (bucket - previous - 1)
+        previous = bucket
+    return table

@@ -1,0 +1,187 @@
+"""Online refinement: a latency model that follows what executed steps really took, with a margin for what they vary.
+
+Three corrections, each O(1) a step, deterministic, and unable to be broken by an outlier:
+
+- one scale for the whole model (clock throttling, a busy neighbour), exponentially forgotten, moved by a clipped error;
+- per regime (octave of the step's tokens) a tracker of a high quantile of the relative residual: the safety margin. It
+  is applied in seconds, grows with the step's tokens, and so keeps costs monotone: more work never costs less;
+- per regime a ring of recent steps, so that a new fit (off the loop, then `replace`) sees all regimes alike although
+  nearly all steps are small.
+
+Knows nothing of the clock, of fitting, or of who asks.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from predictor.features import BatchFeatures
+from predictor.model import LatencyModel, largest_chunk
+from predictor.samples import Sample, SampleLog
+
+NUM_REGIMES = 16
+"""Regime r holds the steps of 2^(r−1) … 2^r − 1 tokens; the last one all larger steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class OnlineSettings:
+    """How fast and how far an `OnlineModel` moves.
+
+    forgetting       share of a new step in the scale and in the means (0.02: about 50 steps)
+    clip             largest relative error that one step can teach
+    quantile         of the relative residual, taken as the margin
+    initial_margin   relative margin of a regime before its first step
+    max_margin       the largest relative margin
+    max_scale        the scale stays within [1/max_scale, max_scale]
+    window           steps of the windowed error
+    ring             recent steps kept per regime
+    """
+
+    forgetting: float = 0.02
+    clip: float = 0.25
+    quantile: float = 0.95
+    initial_margin: float = 0.05
+    max_margin: float = 0.5
+    max_scale: float = 8.0
+    window: int = 512
+    ring: int = 256
+
+
+@dataclass(slots=True)
+class RegimeStats:
+    """What the steps of one regime showed: relative residuals are measured ÷ expected − 1, after the scale."""
+
+    count: int = 0
+    bias: float = 0.0
+    spread: float = 0.0
+    quantile: float = 0.0
+    mean_expected: float = 0.0
+
+
+class OnlineModel:
+    """A `LatencyModel` that learns from executed steps. Times in seconds.
+
+    `predict`, `marginal`, `marginal_decodes` and `max_prefill` include the margin: they bound a step as the chosen
+    quantile does. `expected` is without it: what to compare with measurements.
+    """
+
+    def __init__(self, model: LatencyModel, settings: OnlineSettings | None = None) -> None:
+        self.settings = settings or OnlineSettings()
+        self.num_observed = 0
+        self._errors = [0.0] * self.settings.window
+        self._error_sum = 0.0
+        self.replace(model)
+
+    def replace(self, model: LatencyModel) -> None:
+        """Continue with a new fit: corrections start over, recent steps and the windowed error stay."""
+        self.model = model
+        self.scale = 1.0
+        self.regimes = [self._prior(regime) for regime in range(NUM_REGIMES)]
+        self._margins = [0.0] * (NUM_REGIMES + 1)
+        self._raise_margins(0)
+        if not self.num_observed:
+            self._recent = [SampleLog(capacity=self.settings.ring) for _ in range(NUM_REGIMES)]
+
+    def _prior(self, regime: int) -> RegimeStats:
+        """A regime before its first step: the initial margin of what a prompt of its smallest size would take."""
+        features = BatchFeatures()
+        features.add_chunk(0, 1 << max(regime - 1, 0))
+        return RegimeStats(quantile=self.settings.initial_margin, mean_expected=self.model.predict(features))
+
+    def observe(self, features: BatchFeatures, measured: float) -> None:
+        """Learn from one executed step of `measured` > 0 seconds; anything else is not a measurement and is ignored."""
+        if not 0.0 < measured < math.inf:
+            return
+        settings = self.settings
+        raw = self.model.predict(features)
+        expected = raw * self.scale
+        self._count_error(abs(expected - measured) / measured)
+        index = min(features.num_tokens.bit_length(), NUM_REGIMES - 1)
+        self._recent[index].append(features, measured)
+        if expected <= 0.0:
+            return
+        residual = measured / expected - 1.0
+        clipped = min(max(residual, -settings.clip), settings.clip)
+        scale = self.scale * (1.0 + settings.forgetting * clipped)
+        self.scale = min(max(scale, 1.0 / settings.max_scale), settings.max_scale)
+        self._learn(self.regimes[index], residual, clipped, expected)
+        self._raise_margins(index)
+
+    def _learn(self, stats: RegimeStats, residual: float, clipped: float, expected: float) -> None:
+        """Move one regime's means towards the step, and its quantile by a step whose size follows the spread."""
+        settings = self.settings
+        rate = max(settings.forgetting, 1.0 / (stats.count + 1))
+        stats.count += 1
+        stats.bias += rate * (clipped - stats.bias)
+        stats.spread += rate * (abs(clipped - stats.bias) - stats.spread)
+        stats.mean_expected += rate * (expected - stats.mean_expected)
+        # Above the quantile it rises by q, below it falls by 1 − q: at rest where a share of q lies below.
+        pace = 2.0 * rate**0.5 * max(stats.spread, 0.001)
+        above = residual > stats.quantile
+        stats.quantile += pace * (settings.quantile if above else settings.quantile - 1.0)
+        stats.quantile = min(max(stats.quantile, 0.0), settings.max_margin)
+
+    def _raise_margins(self, index: int) -> None:
+        """Margins in seconds at 2^(r−1) tokens, never falling with r; regime `index` and those above may change."""
+        margins = self._margins
+        highest = margins[index - 1] if index else 0.0
+        for regime in range(index, NUM_REGIMES):
+            stats = self.regimes[regime]
+            own = stats.quantile * stats.mean_expected
+            if own > highest:
+                highest = own
+            if margins[regime] == highest and regime > index:
+                return
+            margins[regime] = highest
+        margins[NUM_REGIMES] = highest
+
+    def _count_error(self, error: float) -> None:
+        at = self.num_observed % len(self._errors)
+        self._error_sum += error - self._errors[at]
+        self._errors[at] = error
+        self.num_observed += 1
+        if at == 0:
+            self._error_sum = math.fsum(self._errors)  # forgets the rounding of a whole window
+
+    @property
+    def mape(self) -> float:
+        """Mean of |expected − measured| ÷ measured over the last window of steps; 0 before the first."""
+        return self._error_sum / max(1, min(self.num_observed, len(self._errors)))
+
+    def margin(self, tokens: int) -> float:
+        """Seconds kept free beside the expected time of a step of `tokens` tokens; linear between octaves."""
+        if tokens <= 0:
+            return 0.0
+        regime = min(tokens.bit_length(), NUM_REGIMES - 1)
+        low = self._margins[regime]
+        base = 1 << (regime - 1)
+        return low + (self._margins[regime + 1] - low) * min((tokens - base) / base, 1.0)
+
+    def expected(self, features: BatchFeatures) -> float:
+        """The step's time without the margin."""
+        return self.scale * self.model.predict(features)
+
+    def predict(self, features: BatchFeatures) -> float:
+        """The step's time with the margin."""
+        return self.scale * self.model.predict(features) + self.margin(features.num_tokens)
+
+    def marginal(self, features: BatchFeatures, start: int, length: int) -> float:
+        """What the chunk (start, length) adds, its share of the margin included."""
+        tokens = features.num_tokens
+        extra = self.margin(tokens + length) - self.margin(tokens)
+        return self.scale * self.model.marginal(features, start, length) + extra
+
+    def marginal_decodes(self, features: BatchFeatures, count: int, context_sum: int) -> float:
+        """What `count` decodes add, their share of the margin included."""
+        tokens = features.num_tokens
+        extra = self.margin(tokens + count) - self.margin(tokens)
+        return self.scale * self.model.marginal_decodes(features, count, context_sum) + extra
+
+    def max_prefill(self, features: BatchFeatures, seconds: float, max_tokens: int, start: int) -> int:
+        """The largest chunk length ≤ `max_tokens` behind `start` that adds at most `seconds`; 0 if none does."""
+        return largest_chunk(lambda length: self.marginal(features, start, length), seconds, max_tokens)
+
+    def recent(self) -> Iterator[Sample]:
+        """Recently executed steps, as many per regime as its ring holds: the input of a new fit."""
+        for log in self._recent:
+            yield from log

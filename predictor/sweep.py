@@ -1,0 +1,221 @@
+"""The start-up sweep: which steps to measure, in which order, within how much time (HyGen §4.2, "Training Data").
+
+Pure: the caller runs a shape on its runner and returns seconds; the clock is an argument. Order is what makes a budget
+safe: first the anchors that pin every term down, then points dense around the knee between the memory-bound and the
+compute-bound regime, interleaved with a low-discrepancy sequence of mixed steps; any prefix gives a usable fit.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from predictor.features import BatchFeatures
+from predictor.samples import Sample
+
+MAX_SHAPES = 400
+REPEATS = 3
+DEFAULT_KNEE = 256
+MIX_PRIMES = (2, 3, 5, 7)
+
+
+@dataclass(frozen=True, slots=True)
+class SweepLimits:
+    """What a step may hold: requests, tokens, context per request, and cache units of `block_size` tokens' blocks."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    num_units: int
+    block_size: int = 16
+    units_per_block: int = 2
+
+    def units(self, context: int) -> int:
+        """Units that a request of `context` tokens needs."""
+        return -(-context // self.block_size) * self.units_per_block
+
+    def max_decodes(self, context: int) -> int:
+        """How many decodes of `context` tokens one step can hold."""
+        return min(self.max_num_seqs, self.max_num_batched_tokens, self.num_units // self.units(context))
+
+    def fits(self, shape: "StepShape") -> bool:
+        """True when the step can be run under these limits."""
+        contexts = [start + length for start, length in shape.chunks] + [shape.decode_context] * shape.num_decodes
+        return (
+            0 < len(contexts) <= self.max_num_seqs
+            and shape.num_tokens <= self.max_num_batched_tokens
+            and max(contexts) <= self.max_model_len
+            and sum(map(self.units, contexts)) <= self.num_units
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """One step to measure: `num_decodes` decodes of `decode_context` tokens each, and prefill chunks (start, length).
+
+    `decode_context` includes the decode's own token: such a decode is the chunk (decode_context − 1, 1).
+    """
+
+    num_decodes: int = 0
+    decode_context: int = 0
+    chunks: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        """T of the step."""
+        return self.num_decodes + sum(length for _, length in self.chunks)
+
+    def features(self) -> BatchFeatures:
+        """The step as the latency model sees it."""
+        features = BatchFeatures()
+        if self.num_decodes:
+            features.add_decodes(self.num_decodes, self.num_decodes * self.decode_context)
+        for start, length in self.chunks:
+            features.add_chunk(start, length)
+        return features
+
+
+def anchor_shapes(limits: SweepLimits) -> Iterator[StepShape]:
+    """Few shapes that pin every term down: small steps first, so that what a token costs is known before large ones."""
+    tokens, length = limits.max_num_batched_tokens, limits.max_model_len
+    short = min(32, length)
+    seqs = limits.max_decodes(short)
+    yield from (StepShape(1, short), StepShape(0, 0, ((0, min(64, tokens, length)),)), StepShape(seqs, short))
+    for chunk in (128, 256, 512, 1024, 2048, tokens):
+        yield StepShape(0, 0, ((0, min(chunk, tokens, length)),))
+    for count in (1, 4, seqs // 8, seqs // 2, seqs):
+        for context in (512, 2048, length):
+            context = min(context, length)
+            yield StepShape(min(max(count, 1), limits.max_decodes(context)), context)
+    for parts in (2, 4, 16):
+        yield StepShape(0, 0, ((0, max(2, min(tokens // parts, 512, length))),) * parts)
+    for start in (length // 4, length // 2, length):
+        for chunk in (64, 512):
+            yield StepShape(0, 0, ((max(min(start, length - chunk), 0), min(chunk, tokens, length)),))
+
+
+def knee_shapes(limits: SweepLimits, knee: int) -> Iterator[StepShape]:
+    """Steps of 16, 32, 48 … tokens up to four times the knee (then in eighths of an octave), nearest the knee first.
+
+    Each is built as a mix of decodes and one chunk, as offline fill makes them.
+    """
+    top = limits.max_num_batched_tokens
+    counts = set(range(16, min(4 * knee, top) + 1, 16))
+    counts |= {min(top, round(4 * knee * 2 ** (step / 8))) for step in range(64) if knee * 2 ** (step / 8) <= top / 4}
+    for tokens in sorted(counts, key=lambda count: (abs(math.log2(count / knee)), count)):
+        context = min(256, limits.max_model_len)
+        decodes = min(tokens // 4, limits.max_num_seqs - 1, limits.max_decodes(context) // 2)
+        chunk = min(tokens - decodes, limits.max_model_len)
+        if chunk >= 2:
+            yield StepShape(decodes, context if decodes else 0, ((0, chunk),))
+
+
+def mixed_shapes(limits: SweepLimits) -> Iterator[StepShape]:
+    """Endless mixes, spread evenly over the logarithms of (decodes, context, chunk, prefix): a Halton sequence."""
+    for index in itertools.count(1):
+        u = [_radical_inverse(index, prime) for prime in MIX_PRIMES]
+        context = _log_scale(u[1], limits.max_model_len)
+        decodes = _log_scale(u[0], limits.max_decodes(context)) if index % 4 else 0
+        chunk = _log_scale(u[2], limits.max_num_batched_tokens - decodes) if index % 3 or not decodes else 0
+        start = _log_scale(u[3], limits.max_model_len) - 1
+        chunk = min(chunk, limits.max_model_len - start)
+        yield StepShape(decodes, context if decodes else 0, ((start, chunk),) if chunk >= 2 else ())
+
+
+def plan_sweep(limits: SweepLimits, knee: int, max_shapes: int = MAX_SHAPES) -> Iterator[StepShape]:
+    """What follows the anchors: knee points and mixes in turn, without repetition, each within the limits."""
+    seen: set[StepShape] = set()
+    dense: Iterator[StepShape | None] = itertools.chain(knee_shapes(limits, knee), itertools.repeat(None))
+    mixes = itertools.islice(mixed_shapes(limits), 4 * max_shapes)
+    for pair in zip(dense, mixes, strict=False):
+        for shape in pair:
+            if shape is not None and shape not in seen and limits.fits(shape) and len(seen) < max_shapes:
+                seen.add(shape)
+                yield shape
+
+
+def find_knee(samples: Sequence[Sample]) -> int:
+    """The token count where the slope of prefill-only steps takes over from their floor.
+
+    The least time is the floor, the steepest time per token the slope; their crossing is the knee. Falls back on
+    DEFAULT_KNEE when there is nothing to go by.
+    """
+    prefills = [(f.num_tokens, seconds) for f, seconds in samples if f.num_prefill_chunks == 1 and not f.num_decodes]
+    if len(prefills) < 2:
+        return DEFAULT_KNEE
+    floor = min(seconds for _, seconds in prefills)
+    tokens, seconds = max(prefills)
+    return max(32, min(round(floor * tokens / seconds), 1024))
+
+
+def run_sweep(
+    measure: Callable[[StepShape], float],
+    limits: SweepLimits,
+    budget_seconds: float,
+    clock: Callable[[], float],
+    max_shapes: int = MAX_SHAPES,
+) -> list[Sample]:
+    """Measure as many shapes as the budget allows, each as the median of REPEATS runs after one to warm up.
+
+    `measure` runs the step once and returns its seconds. A shape that is expected to overrun what is left is measured
+    once, or left out. At least one shape is always measured.
+    """
+    sweep = _Sweep(measure, clock, clock() + budget_seconds)
+    anchors = [shape for shape in dict.fromkeys(anchor_shapes(limits)) if limits.fits(shape)]
+    for shape in anchors:
+        sweep.take(shape)
+    for shape in plan_sweep(limits, find_knee(sweep.samples), max_shapes):
+        if shape not in anchors and not sweep.take(shape):
+            break
+    return sweep.samples
+
+
+class _Sweep:
+    """Measures shapes one by one and keeps within the deadline."""
+
+    def __init__(self, measure: Callable[[StepShape], float], clock: Callable[[], float], deadline: float) -> None:
+        self.samples: list[Sample] = []
+        self._measure = measure
+        self._clock = clock
+        self._deadline = deadline
+        self._costs: list[tuple[int, float]] = []
+
+    def take(self, shape: StepShape) -> bool:
+        """Measure `shape` if the time left allows; False once the budget is spent."""
+        left = self._deadline - self._clock()
+        if self.samples and left <= 0:
+            return False
+        if self.samples and self._expected(shape) > left:
+            return True
+        begin = self._clock()
+        times = [self._measure(shape)]
+        first = self._clock() - begin
+        if REPEATS * first <= left - first:
+            times = [self._measure(shape) for _ in range(REPEATS)]
+        took = self._clock() - begin - first
+        self._costs.append((shape.num_tokens, took / REPEATS if took > 0 else first))
+        self.samples.append(Sample(shape.features(), sorted(times)[len(times) // 2]))
+        return True
+
+    def _expected(self, shape: StepShape) -> float:
+        """Seconds one run may take on the wall clock: the nearest smaller step, grown by the ratio of tokens."""
+        smaller = [cost for cost in self._costs if cost[0] <= shape.num_tokens]
+        if not smaller:
+            return max((cost for _, cost in self._costs), default=0.0)
+        tokens, cost = max(smaller)
+        return cost * shape.num_tokens / tokens
+
+
+def _radical_inverse(index: int, base: int) -> float:
+    """The digits of `index` mirrored behind the point: evenly spread over [0, 1)."""
+    value, scale = 0.0, 1.0
+    while index:
+        scale /= base
+        index, digit = divmod(index, base)
+        value += digit * scale
+    return value
+
+
+def _log_scale(u: float, top: int) -> int:
+    """u in [0, 1) → 1 … `top`, even in the logarithm."""
+    return max(1, round(math.pow(max(top, 1), u)))
