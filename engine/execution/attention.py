@@ -1,0 +1,194 @@
+"""Paged attention over the unified pool in plain torch operations, batched over requests.
+
+A step is planned once: which chunks share a batched call, where new K and V go, which slices each call reads, what it
+masks. Every layer then only picks its row of the index tensors. Chunks are grouped by shape, so that one long context
+does not pad many short ones: decodes by context length, short prefill chunks by length and context, long prefill
+chunks alone and in pieces whose keys end where causality ends. Whole blocks are gathered with `index_select`.
+
+Why SDPA for decodes too: with the query heads of one KV head packed as its query rows no K or V is repeated, and
+torch's flash kernel beat the forms of batched matmul that were tried. Padding reads the pool's zero unit; cells past a
+request's end are masked, and `clear_new_blocks` has seen to it that they hold finite numbers.
+
+Knows nothing of requests, sampling or models.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from engine.execution.pool import UnitPool
+from engine.execution.rows import IntArray, RowTable
+
+LONG_CHUNK = 64
+"""Prefill chunks from this length on get calls of their own."""
+
+_PIECE = 128  # query rows of a long chunk per call: short enough to skip most masked keys, long enough for matmuls
+_GROUP_COST = 512 * 1024  # bytes of K and V that could be read in the time of one more group's calls
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A step's chunks in the order the model sees them. All arrays int64.
+
+    `order [n]`: for each place the index of its chunk in the step; `rows`, `starts`, `lengths [n]`: in that order;
+    `firsts [n]`: index of the chunk's first token among the T tokens; `token_rows`, `positions [T]`.
+    `groups`: ranges of places that attention handles together.
+    """
+
+    order: IntArray
+    rows: IntArray
+    starts: IntArray
+    lengths: IntArray
+    firsts: IntArray
+    token_rows: IntArray
+    positions: IntArray
+    groups: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Chunks that share their calls: `first:last` are their tokens, `queries` the padded length of a chunk.
+
+    `slices [layers, 2 * n * blocks]` are the K slices, then the V slices. `bias [n, 1, queries, keys]` is 0 or -inf.
+    `pad [n * queries]` and `unpad [tokens]` are set for several prefill chunks: token -> padded place and back.
+    """
+
+    first: int
+    last: int
+    queries: int
+    slices: Tensor
+    bias: Tensor
+    pad: Tensor | None
+    unpad: Tensor | None
+
+
+def arrange(chunks: IntArray, rows: RowTable, cell_bytes: int) -> Batch:
+    """Order a step's chunks [n, >=3] (row, start, length) into groups. `cell_bytes`: K and V of one token and layer."""
+    starts, lengths = chunks[:, 1], chunks[:, 2]
+    blocks = -(-(starts + lengths) // rows.block_size)
+    threshold = max(1, _GROUP_COST // (cell_bytes * rows.block_size))
+    places: list[IntArray] = []
+    for low, high in ((1, 1), (2, 8), (9, LONG_CHUNK - 1)):
+        members = np.flatnonzero((lengths >= low) & (lengths <= high))
+        if members.size:
+            members = members[np.argsort(-blocks[members], kind="stable")]
+            places.extend(_split(members, blocks, threshold))
+    places.extend(np.flatnonzero(lengths >= LONG_CHUNK)[:, None])
+    ends = np.cumsum([len(members) for members in places]).tolist()
+    order = np.concatenate(places)
+    rows_, starts, lengths = chunks[order, 0], starts[order], lengths[order]
+    firsts = np.cumsum(lengths) - lengths
+    positions = np.arange(int(lengths.sum())) + np.repeat(starts - firsts, lengths)
+    groups = tuple(zip([0, *ends[:-1]], ends, strict=True))
+    return Batch(order, rows_, starts, lengths, firsts, np.repeat(rows_, lengths), positions, groups)
+
+
+def _split(members: IntArray, blocks: IntArray, threshold: int) -> list[IntArray]:
+    """Cut members (longest context first) where a shorter table for the rest saves more than one more group costs."""
+    counts = blocks[members]
+    saved = (counts[0] - counts) * np.arange(len(members), 0, -1)
+    cut = int(saved.argmax())
+    if saved[cut] <= threshold:
+        return [members]
+    return _split(members[:cut], blocks, threshold) + _split(members[cut:], blocks, threshold)
+
+
+def clear_new_blocks(pool: UnitPool, rows: RowTable, chunks: IntArray) -> None:
+    """Clear the blocks that chunks [n, >=3] begin and do not fill: they are read whole, and no mask hides a NaN."""
+    members, starts, ends = chunks[:, 0], chunks[:, 1], chunks[:, 1] + chunks[:, 2]
+    last_blocks = ends // rows.block_size
+    begun = np.flatnonzero((ends % rows.block_size > 0) & (starts <= last_blocks * rows.block_size))
+    where = (members[begun], last_blocks[begun])
+    pool.clear(np.concatenate((rows.k_table[where], rows.v_table[where])))
+
+
+class PagedAttention:
+    """One step's attention: call it with each layer's q, k and v. Plans on creation, for all layers."""
+
+    def __init__(self, pool: UnitPool, rows: RowTable, batch: Batch) -> None:
+        self._pool = pool
+        block, offset = batch.positions // pool.block_size, batch.positions % pool.block_size
+        self._k_cells = pool.cell_ids(rows.k_table[batch.token_rows, block], offset)
+        self._v_cells = pool.cell_ids(rows.v_table[batch.token_rows, block], offset)
+        self._groups = [_plan_group(pool, rows, batch, first, last) for first, last in batch.groups]
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q [T, heads, d], k and v [T, kv_heads, d] of all tokens -> [T, heads * d]. Writes k and v to the pool."""
+        num_tokens = q.shape[0]
+        self._pool.cells.index_copy_(0, self._k_cells[layer], k.reshape(num_tokens, -1))
+        self._pool.cells.index_copy_(0, self._v_cells[layer], v.reshape(num_tokens, -1))
+        outputs = [self._attend(group, layer, q) for group in self._groups]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def _attend(self, group: _Group, layer: int, q: Tensor) -> Tensor:
+        pool, num_chunks, num_keys = self._pool, group.bias.shape[0], group.bias.shape[-1]
+        gathered = pool.slices.index_select(0, group.slices[layer])
+        k, v = gathered.view(2, num_chunks, num_keys, pool.num_kv_heads, pool.head_dim).transpose(2, 3).unbind(0)
+        q = q[group.first : group.last]
+        if group.queries == 1:
+            return _attend_decodes(q, k, v, group.bias)
+        if group.pad is None or group.unpad is None:
+            return _attend_chunk(q, k, v, group.bias)
+        padded = q.index_select(0, group.pad).view(num_chunks, group.queries, *q.shape[1:]).transpose(1, 2)
+        output = functional.scaled_dot_product_attention(padded, k, v, attn_mask=group.bias, enable_gqa=True)
+        return output.transpose(1, 2).flatten(2).flatten(0, 1).index_select(0, group.unpad)
+
+
+def _attend_decodes(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+    """q [n, heads, d], k and v [n, kv_heads, keys, d] -> [n, heads * d]; the heads of a KV head are its query rows."""
+    packed = q.reshape(q.shape[0], k.shape[1], -1, q.shape[2])
+    return functional.scaled_dot_product_attention(packed, k, v, attn_mask=bias).flatten(1)
+
+
+def _attend_chunk(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+    """One chunk: q [c, heads, d], k and v [1, kv_heads, keys, d] -> [c, heads * d], in pieces of `_PIECE` queries."""
+    num_queries, num_keys = bias.shape[2:]
+    queries, outputs = q.unsqueeze(0).transpose(1, 2), []
+    for first in range(0, num_queries, _PIECE):
+        last = min(first + _PIECE, num_queries)
+        end = num_keys - (num_queries - last)  # no query of this piece sees a later key
+        part = functional.scaled_dot_product_attention(
+            queries[:, :, first:last],
+            k[:, :, :end],
+            v[:, :, :end],
+            attn_mask=bias[:, :, first:last, :end],
+            enable_gqa=True,
+        )
+        outputs.append(part.transpose(1, 2).flatten(2)[0])
+    return torch.cat(outputs)
+
+
+def _plan_group(pool: UnitPool, rows: RowTable, batch: Batch, first: int, last: int) -> _Group:
+    starts, lengths, members = batch.starts[first:last], batch.lengths[first:last], batch.rows[first:last]
+    blocks = -(-(starts + lengths) // pool.block_size)
+    num_blocks, queries = int(blocks.max()), int(lengths.max())
+    tables = np.stack((rows.k_table[members, :num_blocks], rows.v_table[members, :num_blocks]))
+    tables[:, np.arange(num_blocks) >= blocks[:, None]] = pool.zero_unit
+    # a padded query repeats the last one of its chunk: its result is dropped, but must not be NaN
+    within = np.minimum(np.arange(queries), lengths[:, None] - 1)
+    places = np.arange(queries) < lengths[:, None]
+    ragged = queries > 1 and last - first > 1
+    group_first = batch.firsts[first]
+    return _Group(
+        first=int(group_first),
+        last=int(group_first + lengths.sum()),
+        queries=queries,
+        slices=pool.slice_ids(tables.reshape(-1)),
+        bias=_bias(pool, starts[:, None] + within, num_blocks * pool.block_size),
+        pad=_ids(pool, (batch.firsts[first:last] - group_first)[:, None] + within) if ragged else None,
+        unpad=_ids(pool, np.flatnonzero(places)) if ragged else None,
+    )
+
+
+def _bias(pool: UnitPool, positions: IntArray, num_keys: int) -> Tensor:
+    """Query positions [n, c] -> [n, 1, c, keys]: -inf where the key comes after the query."""
+    query = torch.from_numpy(positions).to(pool.device)
+    future = torch.arange(num_keys, device=pool.device) > query[:, None, :, None]
+    return torch.zeros(future.shape, dtype=pool.dtype, device=pool.device).masked_fill_(future, float("-inf"))
+
+
+def _ids(pool: UnitPool, ids: IntArray) -> Tensor:
+    return torch.from_numpy(ids.reshape(-1)).to(pool.device)

@@ -1,0 +1,96 @@
+"""How many cache units fit on the device: after the weights, and beside what a step needs.
+
+CPU: a share of the memory that is available to this process (container limits counted), capped. CUDA: what
+`gpu_memory_utilization` of the whole device leaves after weights and the peak of a profiling pass.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from engine.errors import ConfigError
+from engine.models.spec import ModelSpec
+
+CPU_SHARE = 0.25
+CPU_LIMIT = 4 * 1024**3
+UNITS_PER_BLOCK = 2  # K and V
+
+_MEMINFO = Path("/proc/meminfo")
+_CGROUP = Path("/sys/fs/cgroup")
+_FALLBACK = 2 * 1024**3  # available memory where nobody tells
+
+
+def unit_bytes(spec: ModelSpec, block_size: int, dtype: torch.dtype) -> int:
+    """One block of K, or of V, for all layers."""
+    return spec.num_layers * block_size * spec.num_kv_heads * spec.head_dim * dtype.itemsize
+
+
+def cpu_cache_bytes(available: int | None = None) -> int:
+    """Bytes for the cache on the CPU, of `available` bytes of memory (default: ask the machine)."""
+    available = available_memory() if available is None else available
+    return min(int(available * CPU_SHARE), CPU_LIMIT)
+
+
+def cuda_cache_bytes(device: torch.device, utilization: float, profile: Callable[[], object]) -> int:
+    """Bytes for the cache on a CUDA device that holds the weights. `profile` runs the largest step once."""
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    profile()
+    torch.cuda.synchronize(device)
+    peak = torch.cuda.max_memory_allocated(device)
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    # the context, libraries, and other processes: in use, and not by torch's allocator
+    outside = total - free - torch.cuda.memory_reserved(device)
+    return int(total * utilization) - peak - outside
+
+
+def num_units(cache_bytes: int, bytes_per_unit: int, block_size: int, max_model_len: int) -> int:
+    """Units that fit into `cache_bytes` beside the scratch unit. ConfigError if not one full context does."""
+    units = cache_bytes // bytes_per_unit - 1
+    units -= units % UNITS_PER_BLOCK
+    longest = longest_context(units, block_size)
+    if longest < 1:
+        needed = (UNITS_PER_BLOCK + 1) * bytes_per_unit
+        raise ConfigError(
+            f"no memory is left for the cache: one block takes {_mib(needed)}, "
+            f"{_mib(max(cache_bytes, 0))} are available"
+        )
+    if longest < max_model_len:
+        raise ConfigError(
+            f"the cache ({_mib(cache_bytes)}) holds {longest} tokens, less than one context of {max_model_len}; "
+            f"use --max-model-len {longest} or less, or give the cache more memory"
+        )
+    return units
+
+
+def longest_context(units: int, block_size: int) -> int:
+    """Tokens of one request that fit into so many units."""
+    return max(units, 0) // UNITS_PER_BLOCK * block_size
+
+
+def available_memory() -> int:
+    """Bytes this process may still take: the machine's, or its container's if that is less."""
+    candidates = [amount for amount in (_machine_memory(), _cgroup_memory()) if amount is not None]
+    return min(candidates, default=_FALLBACK)
+
+
+def _machine_memory() -> int | None:
+    try:
+        lines = _MEMINFO.read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration, ValueError, IndexError):
+        return None
+
+
+def _cgroup_memory() -> int | None:
+    """What the container's limit leaves; None without a limit (cgroup v2 only)."""
+    try:
+        return int((_CGROUP / "memory.max").read_text()) - int((_CGROUP / "memory.current").read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / 1024**2:.1f} MiB"

@@ -1,0 +1,173 @@
+"""From logits to tokens, vectorised over rows; only rows with special wishes pay for them.
+
+Order of operations: log-probabilities from the raw logits; logit bias, minimum length, penalties; temperature, min-p,
+top-k, top-p; inverse CDF in order of token ids at a given uniform number. Every row is computed by itself (sums are
+prefix sums along the row), so neighbours cannot change its token. Rows whose logits are not finite where it matters
+(any NaN, +inf, or nothing but -inf) give INVALID_TOKEN and disturb nobody.
+
+Knows nothing of requests' lives or the cache; token ids of callers were checked against the vocabulary before.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.execution.sampling_table import FloatArray, IntArray, SamplingTable, has_penalties, uniforms
+from engine.request import SamplingParams, TokenLogprobs
+from engine.scheduling.output import INVALID_TOKEN
+
+_Lowest = Callable[[Tensor, Tensor], Tensor]
+
+_FIRST_CANDIDATES = 64  # of top-p; then this many times more, until they hold the share asked for
+_MORE_CANDIDATES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class SampleInput:
+    """What is sampled: for each of R logits rows its table row, its number of prompt tokens, and its tokens so far."""
+
+    rows: IntArray
+    num_prompt: IntArray
+    token_ids: Sequence[IntArray]
+
+    @property
+    def output_positions(self) -> IntArray:
+        lengths = np.array([len(ids) for ids in self.token_ids], dtype=np.int64)
+        return lengths - self.num_prompt
+
+
+def sample(
+    logits: Tensor, table: SamplingTable, batch: SampleInput
+) -> tuple[IntArray, list[TokenLogprobs | None] | None]:
+    """logits [R, vocab] of any float type -> tokens [R] and, if any row wants them, log-probabilities per row."""
+    rows = batch.rows
+    wanted = np.flatnonzero(table.num_logprobs[rows] >= 0)
+    edited = np.flatnonzero(table.edits[rows])
+    raw = logits.float()
+    chosen_from = raw
+    if edited.size:
+        chosen_from = raw.clone() if wanted.size or raw is logits else raw
+        _edit(chosen_from, edited, table, batch)
+    tokens, best = _argmax(chosen_from)
+    valid = np.isfinite(best)
+    if edited.size:  # the edits may hide a NaN behind a mask
+        valid &= np.isfinite(_argmax(logits)[1])
+    drawn = np.flatnonzero(~table.greedy[rows] & valid)
+    if drawn.size:
+        tokens[drawn] = _draw(_select(chosen_from, drawn), table, rows[drawn], batch.output_positions[drawn])
+    logprobs = _logprobs(raw, tokens, wanted[valid[wanted]], table.num_logprobs[rows]) if wanted.size else None
+    tokens[~valid] = INVALID_TOKEN
+    return tokens, logprobs
+
+
+def _argmax(logits: Tensor) -> tuple[IntArray, np.ndarray]:
+    """Lowest id of the largest logit per row [R], and that logit (NaN if the row has one)."""
+    if logits.device.type == "cpu":
+        values = logits.float().numpy()  # numpy's argmax is several times faster than torch's
+        tokens = values.argmax(axis=1)
+        return tokens, values[np.arange(len(tokens)), tokens]
+    best, tokens_ = logits.float().max(dim=-1)
+    return tokens_.cpu().numpy(), best.cpu().numpy()
+
+
+def _select(logits: Tensor, places: IntArray) -> Tensor:
+    if len(places) == logits.shape[0]:
+        return logits
+    return logits.index_select(0, torch.from_numpy(places).to(logits.device))
+
+
+def _edit(logits: Tensor, places: IntArray, table: SamplingTable, batch: SampleInput) -> None:
+    """Apply logit bias, minimum length and penalties to rows `places` of float32 logits, in place."""
+    for place in places.tolist():
+        params = table.params[batch.rows[place]]
+        assert params is not None, "a row is sampled that no request was written to"
+        row = logits[place]
+        num_prompt, token_ids = int(batch.num_prompt[place]), batch.token_ids[place]
+        if params.logit_bias:
+            ids, biases = zip(*params.logit_bias, strict=True)
+            row.index_add_(0, _tensor(ids, row), torch.tensor(biases, device=row.device))
+        if len(token_ids) - num_prompt < params.min_tokens and params.stop_token_ids:
+            row.index_fill_(0, _tensor(sorted(params.stop_token_ids), row), float("-inf"))
+        if has_penalties(params):
+            _penalise(row, params, token_ids, num_prompt)
+
+
+def _penalise(row: Tensor, params: SamplingParams, token_ids: IntArray, num_prompt: int) -> None:
+    """Repetition over prompt and output, multiplicative; frequency and presence over the output, additive."""
+    if params.repetition_penalty != 1:
+        seen = _tensor(np.unique(token_ids), row)
+        values = row.index_select(0, seen)
+        penalty = params.repetition_penalty
+        row.index_copy_(0, seen, torch.where(values > 0, values / penalty, values * penalty))
+    if params.frequency_penalty or params.presence_penalty:
+        ids, counts = np.unique(token_ids[num_prompt:], return_counts=True)
+        penalties = params.frequency_penalty * counts + params.presence_penalty
+        row.index_add_(0, _tensor(ids, row), torch.from_numpy(-penalties).to(row))
+
+
+def _tensor(ids: Sequence[int] | IntArray, like: Tensor) -> Tensor:
+    return torch.as_tensor(ids, dtype=torch.int64).to(like.device)
+
+
+def _draw(logits: Tensor, table: SamplingTable, rows: IntArray, output_positions: IntArray) -> IntArray:
+    """Draw a token for each of the rows [r, vocab] of finite float32 logits."""
+    device = logits.device
+    temperature = torch.from_numpy(table.temperature[rows]).to(device, torch.float32)[:, None]
+    weights = ((logits - logits.amax(dim=-1, keepdim=True)) / temperature).exp_()  # the largest is 1
+    _filter(weights, np.flatnonzero(table.min_p[rows] > 0), table.min_p[rows], _lowest_min_p)
+    top_k = table.top_k[rows]
+    _filter(weights, np.flatnonzero((top_k > 0) & (top_k < logits.shape[1])), top_k, _lowest_top_k)
+    _filter(weights, np.flatnonzero(table.top_p[rows] < 1), table.top_p[rows], _lowest_top_p)
+    cdf = weights.cumsum(dim=-1).double()
+    uniform = torch.from_numpy(uniforms(table.seed[rows], output_positions)).to(device)[:, None]
+    return torch.searchsorted(cdf, uniform * cdf[:, -1:], right=True)[:, 0].cpu().numpy()
+
+
+def _filter(weights: Tensor, places: IntArray, values: FloatArray | IntArray, lowest: _Lowest) -> None:
+    """Zero what lies under the lowest weight to keep, for the rows in `places`. Ties with it stay."""
+    if not places.size:
+        return
+    some = _select(weights, places)
+    kept = some * (some >= lowest(some, torch.from_numpy(values[places]).to(some.device)[:, None]))
+    weights.index_copy_(0, torch.from_numpy(places).to(weights.device), kept)
+
+
+def _lowest_min_p(weights: Tensor, min_p: Tensor) -> Tensor:
+    return min_p.to(weights.dtype)  # the largest weight is 1
+
+
+def _lowest_top_k(weights: Tensor, top_k: Tensor) -> Tensor:
+    return weights.topk(int(top_k.max()), dim=-1).values.gather(1, top_k - 1)
+
+
+def _lowest_top_p(weights: Tensor, top_p: Tensor) -> Tensor:
+    """The smallest weight of the smallest set of tokens with a share of at least top_p. Sorts no more than it must."""
+    target = top_p * weights.cumsum(dim=-1)[:, -1:].double()
+    vocab_size, num_candidates = weights.shape[1], _FIRST_CANDIDATES
+    while True:
+        num_candidates = min(num_candidates, vocab_size)
+        best = weights.topk(num_candidates, dim=-1).values
+        missing = (best.double().cumsum(dim=-1) < target).sum(dim=-1, keepdim=True)
+        if num_candidates == vocab_size or int(missing.max()) < num_candidates:
+            return best.gather(1, missing.clamp(max=num_candidates - 1))
+        num_candidates *= _MORE_CANDIDATES
+
+
+def _logprobs(logits: Tensor, tokens: IntArray, places: IntArray, num_logprobs: IntArray) -> list[TokenLogprobs | None]:
+    """Natural logarithms of the softmax of raw float32 logits, for rows `places`; None for the others."""
+    results: list[TokenLogprobs | None] = [None] * len(tokens)
+    if not places.size:
+        return results
+    values = _select(logits, places).log_softmax(dim=-1)
+    chosen = values.gather(1, torch.from_numpy(tokens[places]).to(values.device)[:, None])[:, 0].tolist()
+    most = min(max(int(num_logprobs[places].max()), 1), values.shape[1])
+    top = values.topk(most, dim=-1)
+    for place, logprob, ids, bests in zip(
+        places.tolist(), chosen, top.indices.tolist(), top.values.tolist(), strict=True
+    ):
+        count = int(num_logprobs[place])
+        results[place] = TokenLogprobs(logprob, tuple(zip(ids[:count], bests[:count], strict=True)))
+    return results
