@@ -1,1 +1,1 @@
-"""Triton kernels, one operation per file, each with a twin of the same signature in engine.execution.torch_ops."""
+"""Triton kernels, one operation per file, each with a twin of the same signature in engine.execution.reference."""

@@ -12,7 +12,7 @@ import torch
 
 _HOPPER, _AMPERE = 90, 80
 MIN_SPLIT = 256
-"""A decode split shorter than this (tokens) costs more in the merge than it hides."""
+"""Length (tokens) from which on a context is split in decode; evened out, a split is at least half as long."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,7 +66,7 @@ class DecodeWork:
     def fill(self, rows: Int32Array, context_lens: Int32Array) -> None:
         """Plan a batch: table row and context length of each request, fewer than the capacity or as many.
 
-        Splits are as even as tiles allow and no shorter than `min_split`, unless the whole context is.
+        Contexts longer than `min_split` are split, as evenly as tiles allow and never under half of it.
         """
         count, capacity = len(rows), len(self._items)
         assert count <= len(self._requests), "more requests than the work list holds"

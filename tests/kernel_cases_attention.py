@@ -1,0 +1,179 @@
+"""Attention kernels against their twins in float64. Run by test_kernels.py, in a process of its own."""
+
+import numpy as np
+import pytest
+import torch
+from kernel_pool import DEVICE, DTYPES, INTERPRETED, NAN, PagedCache, assert_same, fused_heads, index, paged_cache
+
+from engine.execution.reference import attention as twin
+from engine.triton_kernels.configs import LaunchConfig, prefill_config
+from engine.triton_kernels.decode_attention import decode_attention
+from engine.triton_kernels.prefill_attention import prefill_attention
+from engine.triton_kernels.work import DecodeWork, PrefillWork
+
+DECODE_TILE = LaunchConfig(16, 32, 4, 2)
+PREFILL_TILE = LaunchConfig(64, 32, 8, 2)
+SHAPES = [
+    # head_dim, group, kv_heads, block_size, table
+    (64, 1, 3, 16, torch.int32),
+    (80, 7, 2, 16, torch.int64),
+    (96, 2, 2, 32, torch.int32),
+    (128, 4, 2, 16, torch.int32),
+    (128, 3, 1, 64, torch.int64),
+    (256, 8, 1, 8, torch.int32),
+    (64, 5, 2, 16, torch.int32),
+    (80, 6, 1, 4, torch.int32),
+]
+
+
+def case_id(shape: tuple[object, ...]) -> str:
+    return "-".join(str(part).removeprefix("torch.") for part in shape)
+
+
+def decode_both(
+    cache: PagedCache, lengths: list[int], rows: list[int], group: int, dtype: torch.dtype, seed: int, max_items: int
+) -> DecodeWork:
+    """Decode request i with lengths[i] tokens of table row rows[i], in a batch with two padded requests."""
+    generator = torch.Generator().manual_seed(seed + 1)
+    _, _, kv_heads, head_dim = cache.pool.shape
+    count, heads = len(rows) + 2, kv_heads * group
+    work = DecodeWork(count + 1, max_items, DECODE_TILE.block_n, DEVICE, min_split=DECODE_TILE.block_n)
+    work.fill(np.array(rows, np.int32), np.array(lengths, np.int32))
+    work.buffer.upload()
+    q = fused_heads(generator, count, heads, head_dim, dtype)
+    partial = torch.full((max_items, heads, head_dim), NAN, device=DEVICE)
+    partial_lse = torch.full((max_items, heads), NAN, device=DEVICE)
+    where = {"layer": cache.layer, "scratch_base": cache.scratch_base, "scale": 1.3 * head_dim**-0.5}
+    actual = torch.full(q.shape, NAN, dtype=dtype, device=DEVICE)
+    tables = (cache.k_table, cache.v_table)
+    decode_attention(q, cache.pool, *tables, work, partial, partial_lse, actual, **where, config=DECODE_TILE)
+    expected = torch.full(q.shape, NAN, dtype=torch.float64, device=DEVICE)
+    twin.decode_attention(q.double(), cache.pool.double(), *tables, work, partial, partial_lse, expected, **where)
+    assert not expected.isnan().any()
+    assert_same(actual, expected, dtype)
+    return work
+
+
+@pytest.mark.parametrize(("seed", "dtype"), list(enumerate(DTYPES)), ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=case_id)
+def test_decode(shape: tuple[int, int, int, int, torch.dtype], dtype: torch.dtype, seed: int) -> None:
+    head_dim, group, kv_heads, block_size, table_dtype = shape
+    rng = np.random.default_rng(seed)
+    lengths = [int(n) for n in rng.permutation([1, 15, 33, 64, int(rng.integers(70, 140))])]
+    cache = paged_cache(
+        lengths, seed=seed, dtype=dtype, kv_heads=kv_heads, head_dim=head_dim, block_size=block_size,
+        table_dtype=table_dtype,
+    )  # fmt: skip
+    rows = [int(n) for n in rng.permutation(len(lengths))]
+    batch = [*rows[:3], rows[3], rows[4], rows[0]]  # one context read twice
+    contexts = [lengths[row] for row in batch]
+    contexts[2] = 0  # an empty context in the middle of the batch
+    work = decode_both(cache, contexts, batch, group, dtype, seed, max_items=14)
+    counts = work.ranges[:, 1].tolist()
+    assert max(counts) > 1 and 1 in counts and 0 in counts, "splits, whole contexts and empty ones are all tested"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_decode_merges_more_splits_than_one_tile(dtype: torch.dtype) -> None:
+    cache = paged_cache([1300, 40], seed=3, dtype=dtype, kv_heads=1, head_dim=64)
+    work = decode_both(cache, [1300, 40], [0, 1], 4, dtype, 3, max_items=64)
+    assert work.ranges[0, 1].item() > 32
+
+
+def test_decode_with_no_room_to_split() -> None:
+    cache = paged_cache([90, 40], seed=4, dtype=torch.float32, kv_heads=2, head_dim=64)
+    work = decode_both(cache, [90, 40], [1, 0][::-1], 2, torch.float32, 4, max_items=5)
+    assert work.ranges[:2, 1].tolist() <= [2, 1]
+
+
+def test_decode_of_large_scores_does_not_overflow() -> None:
+    cache = paged_cache([100], seed=5, dtype=torch.float32, kv_heads=1, head_dim=64)
+    cache.pool.mul_(40.0)
+    decode_both(cache, [100], [0], 4, torch.float32, 5, max_items=8)
+
+
+def prefill_both(
+    cache: PagedCache, chunks: list[list[int]], count: int, group: int, dtype: torch.dtype, config: LaunchConfig
+) -> None:
+    generator = torch.Generator().manual_seed(7)
+    _, _, kv_heads, head_dim = cache.pool.shape
+    work = PrefillWork(len(chunks) + 2, 40, config.block_m // group, DEVICE)
+    work.fill(np.array(chunks, np.int32))
+    work.buffer.upload()
+    q = fused_heads(generator, count, kv_heads * group, head_dim, dtype)
+    where = {"layer": cache.layer, "scratch_base": cache.scratch_base, "scale": 1.3 * head_dim**-0.5}
+    actual = torch.full(q.shape, NAN, dtype=dtype, device=DEVICE)
+    expected = torch.full(q.shape, NAN, dtype=torch.float64, device=DEVICE)
+    tables = (cache.k_table, cache.v_table)
+    prefill_attention(q, cache.pool, *tables, work, actual, **where, config=config)
+    twin.prefill_attention(q.double(), cache.pool.double(), *tables, work, expected, **where)
+    covered = torch.zeros(count, dtype=torch.bool)
+    for _, first, length, _ in chunks:
+        covered[first : first + length] = True
+    assert (~expected.isnan()).all(dim=-1).all(dim=-1).tolist() == covered.tolist()
+    assert_same(actual, expected, dtype)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=case_id)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_prefill(shape: tuple[int, int, int, int, torch.dtype], dtype: torch.dtype) -> None:
+    """A mixed step: decodes, a whole prompt, a chunk in the middle and one that ends at a tile's edge; gaps in q."""
+    head_dim, group, kv_heads, block_size, table_dtype = shape
+    chunks = [[2, 0, 1, 76], [0, 1, 1, 0], [3, 2, 37, 0], [1, 42, 33, 31], [4, 80, 5, 59]]
+    lengths = [1, 64, 77, 37, 64]
+    cache = paged_cache(
+        lengths, seed=11, dtype=dtype, kv_heads=kv_heads, head_dim=head_dim, block_size=block_size,
+        table_dtype=table_dtype,
+    )  # fmt: skip
+    prefill_both(cache, chunks, 88, group, dtype, PREFILL_TILE)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_prefill_of_random_chunks(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    positions, sizes = rng.integers(0, 100, 4), rng.integers(1, 50, 4)
+    first = np.cumsum(sizes) - sizes
+    chunks = [[row, int(first[row]), int(sizes[row]), int(positions[row])] for row in range(4)]
+    lengths = [int(n) for n in positions + sizes]
+    group = int(rng.integers(1, 9))
+    cache = paged_cache(lengths, seed=seed, dtype=torch.float32, kv_heads=1, head_dim=64)
+    prefill_both(cache, chunks, int(sizes.sum()) + 1, group, torch.float32, PREFILL_TILE)
+
+
+def test_prefill_of_nothing_writes_nothing() -> None:
+    cache = paged_cache([5], seed=1, dtype=torch.float32, kv_heads=1, head_dim=64)
+    work = PrefillWork(2, 4, 16, DEVICE)
+    work.fill(np.zeros((0, 4), np.int32))
+    work.buffer.upload()
+    q = torch.zeros((3, 4, 64), device=DEVICE)
+    out = torch.full_like(q, NAN)
+    tables = (cache.k_table, cache.v_table)
+    prefill_attention(q, cache.pool, *tables, work, out, layer=1, scratch_base=cache.scratch_base, scale=1.0)
+    assert out.isnan().all()
+
+
+def test_prefill_with_the_table_configuration() -> None:
+    dtype = torch.float16
+    config = prefill_config(90, 64, dtype) if INTERPRETED else prefill_config(80, 64, dtype)
+    cache = paged_cache([300], seed=2, dtype=dtype, kv_heads=1, head_dim=64)
+    prefill_both(cache, [[0, 0, 60, 240]], 60, 4, dtype, config)
+
+
+def test_wrong_shapes_are_refused() -> None:
+    cache = paged_cache([5], seed=1, dtype=torch.float32, kv_heads=2, head_dim=64)
+    work, q = PrefillWork(2, 4, 16, DEVICE), torch.zeros((3, 4, 64), device=DEVICE)
+    args = {"layer": 1, "scratch_base": cache.scratch_base, "scale": 1.0}
+    tables = (cache.k_table, cache.v_table)
+    with pytest.raises(AssertionError, match="3 query heads over 2 KV heads"):
+        prefill_attention(q[:, :3], cache.pool, *tables, work, q[:, :3].clone(), **args)
+    with pytest.raises(AssertionError, match="heads of a token must be contiguous"):
+        prefill_attention(q[:, ::2], cache.pool, *tables, work, q[:, ::2], **args)
+    with pytest.raises(AssertionError, match="float16"):
+        prefill_attention(q.half(), cache.pool, *tables, work, q, **args)
+    with pytest.raises(AssertionError, match="larger than the kernel's"):
+        prefill_attention(q, cache.pool, *tables, PrefillWork(2, 4, 99, DEVICE), q.clone(), **args)
+    with pytest.raises(AssertionError, match="int32 or int64"):
+        prefill_attention(q, cache.pool, tables[0].float(), tables[1], work, q.clone(), **args)
+    decode = DecodeWork(3, 4, 32, DEVICE)
+    with pytest.raises(AssertionError, match="partial"):
+        decode_attention(q, cache.pool, *tables, decode, q, index([0]).float(), q.clone(), **args)

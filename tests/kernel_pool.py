@@ -1,0 +1,93 @@
+"""What the kernel cases share: where they run, a poisoned paged cache, and how results are compared.
+
+Interpreted kernels (TRITON_INTERPRET=1) run on the CPU, others on the GPU. bfloat16 is left to the GPU: products of the
+interpreter are wrong in it.
+"""
+
+import os
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
+DTYPES = (torch.float32, torch.float16) if INTERPRETED else (torch.float32, torch.float16, torch.bfloat16)
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+NAN = float("nan")
+SPARE = 3
+
+
+def random(generator: torch.Generator, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=generator).to(DEVICE, dtype)
+
+
+def index(values: object, dtype: torch.dtype = torch.int32) -> Tensor:
+    return torch.tensor(values, dtype=dtype, device=DEVICE)
+
+
+@dataclass(frozen=True)
+class PagedCache:
+    """`slots(table, row, position)` spells the layout out once more, apart from kernels and twins."""
+
+    pool: Tensor
+    k_table: Tensor
+    v_table: Tensor
+    layer: int
+    scratch_base: int
+
+    def slots(self, table: Tensor, row: int, length: int) -> list[int]:
+        entries, size = table[row].tolist(), self.pool.shape[1]
+        starts = [t + self.layer if t >= 0 else self.scratch_base + (-t - 1) for t in entries]
+        return [starts[position // size] * size + position % size for position in range(length)]
+
+    def double(self) -> "PagedCache":
+        return replace(self, pool=self.pool.double())
+
+
+def paged_cache(
+    lengths: list[int],
+    *,
+    seed: int,
+    dtype: torch.dtype,
+    kv_heads: int,
+    head_dim: int,
+    block_size: int = 16,
+    table_dtype: torch.dtype = torch.int32,
+    layers: int = 3,
+) -> PagedCache:
+    """A pool of NaN in which only the first lengths[row] tokens of each table row are numbers, in layer 1.
+
+    Units are scattered; every third entry is scratch; entries behind the last block name a unit of NaN.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    blocks = max(-(-length // block_size) for length in lengths) + 2
+    entries = 2 * len(lengths) * blocks
+    units = torch.randperm(entries + SPARE, generator=generator)[:entries] * layers
+    scratch = -1 - torch.randperm(entries, generator=generator)
+    chosen = torch.where(torch.arange(entries) % 3 == 1, scratch, units).reshape(2, len(lengths), blocks)
+    num_units = entries + SPARE
+    pool = torch.full((num_units * layers + entries, block_size, kv_heads, head_dim), NAN, dtype=dtype)
+    # A table is a view into a wider one: its rows are apart.
+    tables = torch.full((2, len(lengths), blocks + 5), units[-1].item(), dtype=table_dtype)
+    tables[:, :, :blocks] = chosen
+    tables = tables.to(DEVICE)[:, :, : blocks + 1]
+    cache = PagedCache(pool.to(DEVICE), tables[0], tables[1], 1, num_units * layers)
+    tokens = cache.pool.flatten(0, 1)
+    for row, length in enumerate(lengths):
+        for table in (cache.k_table, cache.v_table):
+            tokens[cache.slots(table, row, length)] = random(generator, length, kv_heads, head_dim, dtype=dtype)
+    return cache
+
+
+def fused_heads(generator: torch.Generator, count: int, heads: int, dim: int, dtype: torch.dtype) -> Tensor:
+    """[count, heads, dim] as a view into the columns of a wider projection."""
+    return random(generator, count, (heads + 2) * dim, dtype=dtype)[:, dim : (heads + 1) * dim].unflatten(
+        1, (heads, dim)
+    )
+
+
+def assert_same(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+    """Equal within the rounding of `dtype`, NaN where NaN is expected and nowhere else."""
+    tolerance = TOLERANCE[dtype]
+    torch.testing.assert_close(actual.double(), expected.double(), rtol=tolerance, atol=tolerance, equal_nan=True)
