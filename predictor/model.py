@@ -102,6 +102,7 @@ class LatencyModel:
     buckets: tuple[int, ...] = ()
     _table: list[float] = field(init=False, repr=False, compare=False)
     _table_end: int = field(init=False, repr=False, compare=False)
+    _last_slope: float = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.feature_set not in FEATURE_SETS:
@@ -113,17 +114,16 @@ class LatencyModel:
         values = (*(getattr(self, name) for name in LINEAR_TERMS), *self.hinges)
         if not all(0.0 <= value < float("inf") for value in values):
             raise ValueError("coefficients must be finite and not negative")
-        end = max(self.token_limit, self.buckets[-1] if self.buckets else 0)
+        end = max((self.token_limit, *self.buckets[-1:], *self.knots[-1:]))
         object.__setattr__(self, "_table", _hinge_table(self.knots, self.hinges, self.buckets, end))
         object.__setattr__(self, "_table_end", end)
+        object.__setattr__(self, "_last_slope", sum(self.hinges))
 
     def _hinge(self, tokens: int) -> float:
         """The hinge part at `tokens` (padded), also beyond the table."""
         if tokens <= self._table_end:
             return self._table[tokens]
-        return sum(
-            hinge * (tokens - knot) for knot, hinge in zip(self.knots, self.hinges, strict=True) if knot < tokens
-        )
+        return self._table[-1] + self._last_slope * (tokens - self._table_end)
 
     def predict(self, features: BatchFeatures) -> float:
         """Seconds of the step; of the empty step, the intercept."""

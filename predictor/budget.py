@@ -1,0 +1,292 @@
+"""From an SLO to the parameters of the offline fill, by replay (HyGen §4.2 "SLO-aware profiling", and ours).
+
+The caller provides `evaluate(params) → metrics`, a replay of one workload on a virtual clock; this module decides what
+to try. All constraints of the SLO bind the same replay at once. Offline throughput is not monotone in the budget (large
+steps fill the cache with decodes and waste the memory-bound region), so nothing is bisected: a coarse grid first, then
+refinement around the best points found. Deterministic; every set of parameters is replayed at most once.
+
+- `hygen`: one flat latency budget L per step;
+- `tidemill`: (L, λ, δ, rule), starting from the best flat L, so it is never worse on the replayed window.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from predictor.slo import SLO
+
+Metrics = Mapping[str, float]
+"""`offline_throughput`, the SLO's keys (`ttft_p99` ... in seconds) and, for per-request limits, `slo_attainment`."""
+
+POLICIES = ("hygen", "tidemill")
+MAX_EVALUATIONS = 60
+MARGIN = 0.8
+RESOLUTION = 1.005
+MAX_CONFIRMATIONS = 5
+DELTAS = (1.0, 2.0, 4.0, 8.0)
+DEFAULT_DELTA = 4.0
+LAMBDAS = (0.25, 1.0, 4.0, 16.0)
+
+
+@dataclass(frozen=True, slots=True)
+class BudgetParams:
+    """How offline work may extend a step beside online work.
+
+    latency_budget  L in seconds: no step is extended beyond it; 0: no offline work at all (the online-only run)
+    lam             λ: an item joins n online decodes while added time · n ≤ λ · its value; inf: no such rule
+    delta           δ: what a second of an offline decode is worth in seconds of offline prefill
+    rule            which weight the SLO gives a step: `flat`, or the metric it protects (`tbt_mean`: online decodes;
+                    `ttft_mean`, `ttft_p99`: next to nothing, or its slack, beside a waiting prompt; `tbt_p99`: steps
+                    that are over L anyway are free)
+    """
+
+    policy: str
+    latency_budget: float
+    lam: float = math.inf
+    delta: float = 1.0
+    rule: str = "flat"
+
+    def __post_init__(self) -> None:
+        if self.policy not in POLICIES:
+            raise ValueError(f"unknown policy '{self.policy}'; known: {', '.join(POLICIES)}")
+        if not (self.latency_budget >= 0.0 and self.lam >= 0.0 and self.delta > 0.0):
+            raise ValueError("latency_budget and lam must not be negative, delta must be positive")
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    """One replay: its parameters and metrics, and by how much it breaks each bound (empty: feasible)."""
+
+    params: BudgetParams
+    metrics: dict[str, float]
+    violations: dict[str, float]
+
+    @property
+    def feasible(self) -> bool:
+        """True when every constraint holds, margin included."""
+        return not self.violations
+
+    @property
+    def throughput(self) -> float:
+        """Offline tokens per second."""
+        return self.metrics["offline_throughput"]
+
+    def rank(self) -> tuple[float, float, float, float]:
+        """Larger is better: feasible before infeasible, more throughput, less violation; then the smaller budget."""
+        if self.feasible:
+            return (1.0, self.throughput, -self.params.latency_budget, -self.params.lam)
+        return (0.0, -max(self.violations.values()), -self.params.latency_budget, -self.params.lam)
+
+
+@dataclass(frozen=True, slots=True)
+class SearchResult:
+    """`best` and all replays in the order in which they were made, the online-only one (`baseline`) first.
+
+    `confirmed` is None without a second window, else whether `best` kept the whole SLO there. `slo_in_reach` is False
+    when the online-only run itself breaks an absolute limit: then the search kept co-location from making it worse.
+    """
+
+    best: Evaluated
+    baseline: Evaluated
+    surface: tuple[Evaluated, ...]
+    slo_in_reach: bool
+    confirmed: bool | None
+    num_evaluations: int
+
+    @property
+    def params(self) -> BudgetParams:
+        """The chosen parameters."""
+        return self.best.params
+
+
+def search_budget(
+    evaluate: Callable[[BudgetParams], Metrics],
+    slo: SLO,
+    latency_range: tuple[float, float],
+    policy: str = "tidemill",
+    *,
+    confirm: Callable[[BudgetParams], Metrics] | None = None,
+    margin: float = MARGIN,
+    max_evaluations: int = MAX_EVALUATIONS,
+) -> SearchResult:
+    """The parameters of `policy` with the highest offline throughput that keep the SLO.
+
+    `latency_range`: from the shortest step to the longest one, seconds; L is sought between. `margin`: the share of
+    the tolerance that may be used on the searched window; `confirm` replays the next window, where the whole of it may
+    be. At most `max_evaluations` calls of `evaluate` and `confirm` together. Raises ValueError for an impossible range,
+    an unknown policy or too few evaluations, KeyError when a replay lacks a metric.
+    """
+    low, high = latency_range
+    if not 0.0 < low < high < math.inf:
+        raise ValueError(f"latency_range must ascend from above 0, not {latency_range}")
+    reserve = 0 if confirm is None else MAX_CONFIRMATIONS + 1
+    if max_evaluations - reserve < 4:
+        raise ValueError(f"max_evaluations must leave at least 4 for the search, not {max_evaluations - reserve}")
+    search = _Search(evaluate, slo, margin, (low, high), max_evaluations - reserve)
+    search.baseline = search.take(BudgetParams(policy, 0.0))
+    flat_share = 1.0 if policy == "hygen" else 0.4
+    flat = search.flat(policy, max(3, round(flat_share * search.left)))
+    if policy == "tidemill":
+        rules = protecting_rules(slo)
+        for index, rule in enumerate(rules):
+            search.weighted(rule, flat.params.latency_budget, search.left // (len(rules) - index))
+    if confirm is None:
+        best, confirmed, spent = search.best(), None, 0
+    else:
+        best, confirmed, spent = _confirm(search, confirm, slo)
+    surface = tuple(search.done.values())
+    in_reach = _keeps_limits(slo, search.baseline.metrics)
+    return SearchResult(best, search.baseline, surface, in_reach, confirmed, len(surface) + spent)
+
+
+def protecting_rules(slo: SLO) -> tuple[str, ...]:
+    """The rules that can help with the metrics of `slo`, each once; `flat` is always searched besides."""
+    rules = []
+    for objective in slo.objectives:
+        metric = "tbt" if objective.metric == "tpot" else objective.metric
+        statistic = "mean" if objective.percentile is None or objective.metric == "tpot" else "p99"
+        rules.append(f"{metric}_{statistic}")
+    return tuple(dict.fromkeys(rules))
+
+
+def _keeps_limits(slo: SLO, online_only: Metrics) -> bool:
+    """Whether the online-only run keeps the absolute limits."""
+    absolute = SLO(tuple(objective for objective in slo.objectives if objective.limit is not None))
+    return not absolute.violations(online_only)
+
+
+class _Search:
+    """Replays, each once, and what they showed so far."""
+
+    def __init__(
+        self,
+        evaluate: Callable[[BudgetParams], Metrics],
+        slo: SLO,
+        margin: float,
+        latency_range: tuple[float, float],
+        max_evaluations: int,
+    ) -> None:
+        self.done: dict[BudgetParams, Evaluated] = {}
+        self.baseline: Evaluated | None = None
+        self._evaluate = evaluate
+        self._slo = slo
+        self._margin = margin
+        self._low, self._high = latency_range
+        self._max_evaluations = max_evaluations
+
+    @property
+    def left(self) -> int:
+        """Replays left."""
+        return self._max_evaluations - len(self.done)
+
+    def best(self) -> Evaluated:
+        """The best replay so far; the online-only one is always feasible."""
+        return max(self.done.values(), key=Evaluated.rank)
+
+    def take(self, params: BudgetParams) -> Evaluated:
+        """The replay of `params`, made now unless it was made before."""
+        if params not in self.done:
+            assert self.left > 0, "out of evaluations"
+            metrics = dict(self._evaluate(params))
+            base = self.baseline.metrics if self.baseline is not None else metrics
+            self.done[params] = Evaluated(params, metrics, self._slo.violations(metrics, base, self._margin))
+        return self.done[params]
+
+    def flat(self, policy: str, evaluations: int) -> Evaluated:
+        """The best flat budget: a geometric grid over the range, then halving the gaps beside the best points."""
+        stop = self.left - evaluations
+        size = max(3, round(0.5 * evaluations))
+        ratio = self._high / self._low
+        grid = [self._low * ratio ** (i / (size - 1)) for i in range(size - 1)] + [self._high]
+        points = [self.take(BudgetParams(policy, budget)) for budget in grid]
+        while self.left > stop:
+            budgets = _next_budgets(points)
+            if not budgets:
+                break
+            points += [self.take(BudgetParams(policy, budget)) for budget in budgets[: self.left - stop]]
+        return max(points, key=Evaluated.rank)
+
+    def weighted(self, rule: str, flat_budget: float, evaluations: int) -> None:
+        """Pattern search over (L, λ, δ) under one rule, from the best of a few starts."""
+        stop = self.left - evaluations
+        uses_lambda = rule == "tbt_mean"
+        starts = [
+            BudgetParams("tidemill", budget, lam, DEFAULT_DELTA if uses_lambda else 1.0, rule)
+            for budget in dict.fromkeys((flat_budget, self._high, math.sqrt(flat_budget * self._high)))
+            for lam in (LAMBDAS if uses_lambda else (math.inf,))
+        ]
+        tried = [self.take(params) for params in starts[: max(self.left - stop, 0)]]
+        if not tried:
+            return
+        here, factor = max(tried, key=Evaluated.rank), 2.0
+        while factor > RESOLUTION and self.left > stop:
+            around = [params for params in self._neighbours(here.params, factor) if params not in self.done]
+            found = [self.take(params) for params in around[: self.left - stop]]
+            ahead = max([here, *found], key=Evaluated.rank)
+            if ahead is here:
+                factor = math.sqrt(factor)
+            here = ahead
+
+    def _neighbours(self, params: BudgetParams, factor: float) -> list[BudgetParams]:
+        """One step along every axis, both ways, inside the range."""
+        found = []
+        for step in (factor, 1.0 / factor):
+            budget = min(max(params.latency_budget * step, self._low), self._high)
+            found.append(replace(params, latency_budget=budget))
+            if not math.isinf(params.lam):
+                found.append(replace(params, lam=params.lam * step))
+        if not math.isinf(params.lam) and params.delta in DELTAS:
+            at = DELTAS.index(params.delta)
+            found += [replace(params, delta=DELTAS[i]) for i in (at + 1, at - 1) if 0 <= i < len(DELTAS)]
+        return found
+
+
+def _next_budgets(points: Sequence[Evaluated]) -> list[float]:
+    """Middles of the gaps beside the two best local maxima, wide ones only; empty when all are fine enough.
+
+    Two, because the best of a coarse grid need not be next to the best of the range.
+    """
+    ordered = sorted(points, key=lambda point: point.params.latency_budget)
+    ranks = [point.rank() for point in ordered]
+    peaks = [
+        i for i, rank in enumerate(ranks) if rank >= max(ranks[max(i - 1, 0) : i + 2]) and ordered[i].feasible
+    ] or [ranks.index(max(ranks))]
+    found = []
+    for at in sorted(peaks, key=lambda i: ranks[i], reverse=True)[:2]:
+        for left in (at, at - 1):
+            if 0 <= left < len(ordered) - 1:
+                low, high = ordered[left].params.latency_budget, ordered[left + 1].params.latency_budget
+                if high / low > RESOLUTION:
+                    found.append(math.sqrt(low * high))
+    return list(dict.fromkeys(found))
+
+
+def _confirm(search: _Search, confirm: Callable[[BudgetParams], Metrics], slo: SLO) -> tuple[Evaluated, bool, int]:
+    """(the best candidate that keeps the SLO in the second window, True, replays spent).
+
+    If none of the first few does, the online-only parameters, which make nothing worse, and False.
+    """
+    assert search.baseline is not None
+    base = dict(confirm(search.baseline.params))
+    ranking = sorted((e for e in search.done.values() if e.feasible), key=Evaluated.rank, reverse=True)
+    tried: list[Evaluated] = []
+    for candidate in ranking:
+        if candidate is search.baseline:
+            return candidate, True, 1 + len(tried)
+        if any(_alike(candidate.params, other.params) for other in tried):
+            continue
+        if len(tried) == MAX_CONFIRMATIONS:
+            break
+        tried.append(candidate)
+        if not slo.violations(dict(confirm(candidate.params)), base):
+            return candidate, True, 1 + len(tried)
+    return search.baseline, False, 1 + len(tried)
+
+
+def _alike(one: BudgetParams, other: BudgetParams) -> bool:
+    """So close to a candidate that failed that it would fail as well."""
+    if one.rule != other.rule or one.delta != other.delta or math.isinf(one.lam) != math.isinf(other.lam):
+        return False
+    ratio = one.latency_budget / other.latency_budget
+    weights = 1.0 if math.isinf(one.lam) else one.lam / other.lam
+    return max(ratio, 1 / ratio, weights, 1 / weights) < 1.05

@@ -1,0 +1,635 @@
+"""The predictor: features, latency model, fitting, profile files, the start-up sweep, online refinement."""
+
+import json
+import math
+import os
+import random
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from predictor.features import BatchFeatures, FeatureRow
+from predictor.fitting import fit
+from predictor.model import LINEAR_TERMS, LatencyModel, LatencyPredictor, default_knots, largest_chunk
+from predictor.online import OnlineModel, OnlineSettings
+from predictor.profile import Profile, ProfileError, ProfileKey
+from predictor.samples import Sample, SampleLog, split_samples
+from predictor.sweep import StepShape, SweepLimits, anchor_shapes, find_knee, plan_sweep, run_sweep
+
+
+def roofline(features: BatchFeatures) -> float:
+    """Seconds of a step on a device that is not the model's own regression: overhead + max(bytes, FLOPs) + attention.
+
+    The corner of the maximum is slightly rounded, as measured devices show it.
+    """
+    memory, compute = 3.3e-3, features.num_tokens * 2.7e-5
+    linear = (memory**6 + compute**6) ** (1 / 6)
+    attention = features.decode_context_sum * 3.3e-8 + features.attention_work * 1.3e-9
+    return 3e-4 + linear + attention + 1e-6 * features.num_decodes + 5e-6 * features.num_prefill_chunks
+
+
+def random_step(rng: random.Random, token_limit: int = 2048) -> BatchFeatures:
+    while True:
+        features = BatchFeatures()
+        if rng.random() < 0.8:
+            count = int(2 ** rng.uniform(0, 8))
+            features.add_decodes(count, int(count * 2 ** rng.uniform(5, 12)))
+        for _ in range(rng.choice((0, 1, 1, 2, 4))):
+            features.add_chunk(int(2 ** rng.uniform(0, 12)) - 1, int(2 ** rng.uniform(1, 11)))
+        if 0 < features.num_tokens <= token_limit:
+            return features
+
+
+def noisy_samples(count: int, seed: int, noise: float = 0.01) -> list[Sample]:
+    rng = random.Random(seed)
+    steps = [random_step(rng) for _ in range(count)]
+    return [Sample(step, roofline(step) * math.exp(rng.gauss(0, noise))) for step in steps]
+
+
+coefficient = st.one_of(st.just(0.0), st.floats(1e-9, 1e-2))
+chunk = st.tuples(st.integers(0, 5000), st.integers(1, 700))
+
+
+@st.composite
+def models(draw: st.DrawFn) -> LatencyModel:
+    token_limit = draw(st.sampled_from((1, 100, 1000, 3000)))
+    knots = draw(st.sampled_from(((), (0,), default_knots(token_limit))))
+    buckets = draw(st.sampled_from(((), (8, 64, 256, 512), (1, 2, 4, 1024))))
+    linear = {name: draw(coefficient) for name in LINEAR_TERMS}
+    hinges = tuple(draw(st.lists(coefficient, min_size=len(knots), max_size=len(knots))))
+    return LatencyModel("full", **linear, knots=knots, hinges=hinges, token_limit=token_limit, buckets=buckets)
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> BatchFeatures:
+    features = BatchFeatures()
+    count = draw(st.integers(0, 300))
+    features.add_decodes(count, count * draw(st.integers(1, 4000)))
+    for start, length in draw(st.lists(chunk, max_size=4)):
+        features.add_chunk(start, length)
+    return features
+
+
+# Features
+
+
+def test_features_are_the_sums_of_the_definition() -> None:
+    features = BatchFeatures()
+    features.add_decodes(3, 300)
+    features.add_chunk(99, 1)
+    features.add_chunk(10, 4)
+    features.add_chunk(0, 2)
+    features.add_cache_work(compact_tokens=5, restored_tokens=6, transferred_bytes=7)
+    attention = sum(10 + i for i in (1, 2, 3, 4)) + 1 + 2
+    assert features.row() == FeatureRow(10, 4, 400, 2, 6, attention, 5, 6, 7)
+
+
+@given(batches(), chunk, st.integers(0, 50))
+@settings(deadline=None)
+def test_removing_what_was_added_restores_the_features(features: BatchFeatures, added: tuple[int, int], n: int) -> None:
+    before = features.copy()
+    features.add_chunk(*added)
+    features.add_decodes(n, 100 * n)
+    assert features != before
+    features.remove_decodes(n, 100 * n)
+    features.remove_chunk(*added)
+    assert features == before
+    assert BatchFeatures.from_row(before.row()) == before
+
+
+def test_a_sample_log_keeps_samples_and_overwrites_the_oldest() -> None:
+    samples = noisy_samples(10, 0)
+    assert list(SampleLog(samples)) == samples
+    ring = SampleLog(samples, capacity=4)
+    assert len(ring) == 4
+    assert sorted(s.seconds for s in ring) == sorted(s.seconds for s in samples[-4:])
+
+
+def test_split_is_deterministic_and_disjoint() -> None:
+    samples = noisy_samples(50, 0)
+    train, held = split_samples(samples, 0.2, seed=3)
+    assert (len(train), len(held)) == (40, 10)
+    assert sorted(s.seconds for s in train + held) == sorted(s.seconds for s in samples)
+    assert split_samples(samples, 0.2, seed=3) == (train, held)
+    assert split_samples(samples, 0.2, seed=4) != (train, held)
+    with pytest.raises(ValueError, match="held_out"):
+        split_samples(samples, 1.0)
+
+
+# The latency model
+
+
+def by_definition(model: LatencyModel, f: BatchFeatures) -> float:
+    """The formula written out, without tables."""
+    padded = min((b for b in model.buckets if b >= f.num_tokens), default=f.num_tokens) if f.num_tokens else 0
+    hinges = sum(h * max(0, padded - k) for k, h in zip(model.knots, model.hinges, strict=True))
+    linear = (
+        model.intercept,
+        model.decodes * f.num_decodes,
+        model.decode_context * f.decode_context_sum,
+        model.decode_context_squared * f.decode_context_sum**2,
+        model.prefill_chunks * f.num_prefill_chunks,
+        model.prefill_tokens * f.prefill_token_sum,
+        model.prefill_tokens_squared * f.prefill_token_sum**2,
+        model.attention * f.attention_work,
+        model.compact * f.compact_tokens,
+        model.restored * f.restored_tokens,
+        model.transferred * f.transferred_bytes,
+    )
+    return math.fsum((*linear, hinges))
+
+
+@given(models(), batches(), st.integers(0, 9))
+@settings(deadline=None)
+def test_predict_is_the_formula(model: LatencyModel, features: BatchFeatures, cache_work: int) -> None:
+    features.add_cache_work(cache_work, 2 * cache_work, 3 * cache_work)
+    assert model.predict(features) == pytest.approx(by_definition(model, features), rel=1e-9)
+
+
+@given(models(), batches(), chunk)
+@settings(deadline=None)
+def test_marginal_is_the_difference_of_predictions(
+    model: LatencyModel, features: BatchFeatures, added: tuple[int, int]
+) -> None:
+    before = model.predict(features)
+    marginal = model.marginal(features, *added)
+    features.add_chunk(*added)
+    after = model.predict(features)
+    assert marginal >= 0
+    assert marginal == pytest.approx(after - before, rel=1e-6, abs=1e-9 * after)
+
+
+@given(models(), batches(), st.integers(0, 300), st.integers(1, 4000))
+@settings(deadline=None)
+def test_marginal_of_decodes_in_bulk(model: LatencyModel, features: BatchFeatures, count: int, context: int) -> None:
+    before = model.predict(features)
+    marginal = model.marginal_decodes(features, count, count * context)
+    if count == 1:
+        assert marginal == pytest.approx(model.marginal(features, context - 1, 1))
+    features.add_decodes(count, count * context)
+    after = model.predict(features)
+    assert marginal == pytest.approx(after - before, rel=1e-6, abs=1e-9 * after)
+
+
+@given(models(), batches(), st.integers(0, 4000), st.integers(0, 300), st.floats(0, 3), st.floats(0, 1))
+@settings(max_examples=200, deadline=None)
+def test_max_prefill_is_maximal_and_monotone(
+    model: LatencyModel, features: BatchFeatures, start: int, max_tokens: int, share: float, less: float
+) -> None:
+    seconds = share * model.marginal(features, start, max(1, max_tokens))
+    costs = {length: model.marginal(features, start, length) for length in range(1, max_tokens + 1)}
+    best = max((length for length, cost in costs.items() if cost <= seconds), default=0)
+    assert model.max_prefill(features, seconds, max_tokens, start) == best
+    assert model.max_prefill(features, seconds * less, max_tokens, start) <= best
+
+
+def test_max_prefill_takes_the_upper_edge_of_a_bucket() -> None:
+    model = LatencyModel(intercept=1e-3, knots=(0,), hinges=(1e-5,), buckets=(64, 128, 256))
+    features = BatchFeatures()
+    features.add_decodes(10, 1000)
+    assert model.max_prefill(features, 0.0, 500, 0) == 54
+    assert model.max_prefill(features, 64e-5, 500, 0) == 118
+    assert model.max_prefill(features, 63e-5, 500, 0) == 54
+
+
+def test_largest_chunk_prices_a_single_token_on_its_own() -> None:
+    assert largest_chunk(lambda length: 5.0 if length == 1 else 1.0, 2.0, 10) == 10
+    assert largest_chunk(lambda length: 5.0 if length == 1 else float(length), 2.0, 10) == 2
+    assert largest_chunk(lambda length: 0.5 if length == 1 else float(length), 1.0, 10) == 1
+    assert largest_chunk(lambda length: float(length), 0.5, 10) == 0
+    assert largest_chunk(lambda length: 0.0, 1.0, 0) == 0
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"feature_set": "neural"},
+        {"knots": (0, 32), "hinges": (1.0,)},
+        {"knots": (32, 0), "hinges": (1.0, 1.0)},
+        {"buckets": (8, 8)},
+        {"buckets": (0, 8)},
+        {"token_limit": 0},
+        {"intercept": -1.0},
+        {"attention": math.nan},
+        {"decodes": math.inf},
+    ],
+)
+def test_a_model_refuses_parts_that_do_not_fit(change: dict[str, object]) -> None:
+    with pytest.raises(ValueError):
+        LatencyModel(**change)  # type: ignore[arg-type]
+
+
+def test_mape_needs_samples() -> None:
+    model = LatencyModel(intercept=2.0)
+    assert model.mape([Sample(BatchFeatures(), 1.0), Sample(BatchFeatures(), 4.0)]) == pytest.approx(0.75)
+    with pytest.raises(ValueError, match="at least one sample"):
+        model.mape([])
+
+
+# Fitting
+
+
+@pytest.mark.parametrize("buckets", [(), (32, 64, 128, 256, 512, 1024, 2048)])
+def test_fit_recovers_known_coefficients(buckets: tuple[int, ...]) -> None:
+    knots = default_knots(2048)
+    hinges = tuple({0: 1e-6, 96: 5e-6, 256: 2e-5}.get(knot, 0.0) for knot in knots)
+    linear = {"intercept": 3e-3, "decodes": 1e-6, "decode_context": 3e-8, "prefill_chunks": 7e-6, "attention": 2e-9}
+    cache = {"compact": 1e-7, "restored": 2e-6, "transferred": 2e-11}
+    truth = LatencyModel("full", **linear, **cache, knots=knots, hinges=hinges, token_limit=2048, buckets=buckets)
+    rng = random.Random(5)
+    samples = []
+    for _ in range(1500):
+        step = random_step(rng)
+        step.add_cache_work(rng.randrange(5000), rng.randrange(200), rng.randrange(10**8))
+        samples.append(Sample(step, truth.predict(step)))
+    found = fit(samples, "full", token_limit=2048, buckets=buckets)
+    assert found.mape(samples) < 1e-6
+    for name, value in (*linear.items(), *cache.items()):
+        assert getattr(found, name) == pytest.approx(value, rel=1e-3), name
+    if not buckets:
+        assert found.hinges == pytest.approx(hinges, rel=1e-2, abs=1e-8)
+
+
+def test_fit_recovers_the_papers_features() -> None:
+    truth = LatencyModel(
+        "hygen",
+        intercept=4e-3,
+        decodes=2e-6,
+        decode_context=3e-8,
+        prefill_chunks=5e-6,
+        prefill_tokens=2e-5,
+        prefill_tokens_squared=1e-9,
+        decode_context_squared=1e-14,
+    )
+    samples = [Sample(step, truth.predict(step)) for step, _ in noisy_samples(800, 7)]
+    found = fit(samples, "hygen")
+    assert found.knots == () and found.attention == 0.0
+    for name in ("intercept", "decodes", "decode_context", "prefill_tokens", "prefill_tokens_squared"):
+        assert getattr(found, name) == pytest.approx(getattr(truth, name), rel=1e-4), name
+
+
+def test_full_holds_at_the_knee_where_the_papers_features_bend() -> None:
+    train, held = noisy_samples(3000, 1), noisy_samples(500, 2)
+    full, hygen = fit(train, "full", token_limit=2048), fit(train, "hygen")
+    assert full.mape(held) < 0.015, "the noise alone gives 0.8 %"
+    assert hygen.mape(held) > 2 * full.mape(held)
+    near_knee = [sample for sample in held if 60 <= sample.features.num_tokens <= 250]
+    assert len(near_knee) > 50 and full.mape(near_knee) < 0.015
+
+
+def test_fit_takes_few_samples_and_outliers() -> None:
+    train, held = noisy_samples(200, 3), noisy_samples(300, 4)
+    assert fit(train, "full", token_limit=2048).mape(held) < 0.02
+    hiccups = [Sample(f, seconds * (10 if index % 50 == 7 else 1)) for index, (f, seconds) in enumerate(train)]
+    assert fit(hiccups, "full", token_limit=2048).mape(held) < 0.05
+
+
+def test_coefficients_are_never_negative_even_where_that_would_fit_better() -> None:
+    steps = [StepShape(count, 100).features() for count in range(1, 60)]
+    falling = [Sample(step, 1.0 / step.num_tokens) for step in steps]
+    model = fit(falling, "full", token_limit=64)
+    assert min(getattr(model, name) for name in LINEAR_TERMS) >= 0.0
+    assert min(model.hinges) >= 0.0
+
+
+def test_one_sample_is_enough_to_fit() -> None:
+    sample = noisy_samples(1, 0)[0]
+    assert fit([sample], "full").predict(sample.features) == pytest.approx(sample.seconds)
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, math.nan, math.inf])
+def test_fit_refuses_impossible_times(seconds: float) -> None:
+    with pytest.raises(ValueError, match="positive and finite"):
+        fit([Sample(StepShape(1, 1).features(), seconds)])
+
+
+def test_fit_refuses_no_samples_and_unknown_sets() -> None:
+    with pytest.raises(ValueError, match="at least one sample"):
+        fit([])
+    with pytest.raises(ValueError, match="known: hygen, full"):
+        fit(noisy_samples(2, 0), "quadratic")
+
+
+def test_importing_the_predictor_loads_no_numerical_library() -> None:
+    modules = ("breaker", "budget", "features", "fitting", "model", "online", "profile", "samples", "slo", "sweep")
+    imports = "; ".join(f"import predictor.{name}" for name in modules)
+    check = (
+        f"{imports}; import sys; print(sorted({{'numpy', 'scipy', 'torch', 'engine', 'gateway'}} & set(sys.modules)))"
+    )
+    root = Path(__file__).parent.parent
+    done = subprocess.run([sys.executable, "-c", check], cwd=root, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+# Profile files
+
+KEY = ProfileKey("org/Model 8B", "NVIDIA H200", "bfloat16", "0.1.0")
+
+
+@pytest.fixture
+def profile() -> Profile:
+    model = fit(noisy_samples(100, 0), "full", token_limit=2048, buckets=(16, 256))
+    return Profile(KEY, "2026-01-02T03:04:05Z", model, 0.0123, 100)
+
+
+def test_a_profile_survives_the_disk(tmp_path: Path, profile: Profile) -> None:
+    path = tmp_path / "made" / KEY.filename()
+    profile.save(path)
+    loaded = Profile.load(path, KEY)
+    assert loaded == profile
+    step = random_step(random.Random(0))
+    assert loaded.model.predict(step) == profile.model.predict(step)
+    profile.save(path)
+    assert [entry.name for entry in path.parent.iterdir()] == [KEY.filename()]
+
+
+def test_file_names_are_safe_and_distinct() -> None:
+    names = {replace(KEY, model=model).filename() for model in ("a/b", "a-b", "a_b", "../../etc", "x" * 400)}
+    assert len(names) == 5
+    assert all("/" not in name and not name.startswith(".") and len(name) < 200 for name in names)
+
+
+@pytest.mark.parametrize("field", ["model", "device", "dtype", "version"])
+def test_a_profile_of_something_else_is_refused(tmp_path: Path, profile: Profile, field: str) -> None:
+    profile.save(tmp_path / "p.json")
+    with pytest.raises(ProfileError, match=rf"p\.json: made for {field} '.*', not 'other'"):
+        Profile.load(tmp_path / "p.json", replace(KEY, **{field: "other"}))
+
+
+def damaged(text: str, **changes: object) -> str:
+    document = json.loads(text)
+    for name, value in changes.items():
+        if value is None:
+            del document[name]
+        else:
+            document[name] = value
+    return json.dumps(document)
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (lambda text: text[: len(text) // 2], "not JSON"),
+        (lambda text: "", "not JSON"),
+        (lambda text: "\x00\xff", "not JSON"),
+        (lambda text: "[" * 100_000, "not JSON"),
+        (lambda text: "[]", "schema None"),
+        (lambda text: damaged(text, schema=99), "schema 99"),
+        (lambda text: damaged(text, coefficients=None), "missing 'coefficients'"),
+        (lambda text: damaged(text, coefficients={"intercept": 1.0}), "missing 'decodes'"),
+        (lambda text: damaged(text, hinges=[[0, -1.0]]), "not negative"),
+        (lambda text: damaged(text, hinges=[[0]]), "damaged"),
+        (lambda text: damaged(text, hinges=[[0.5, 1.0]]), "whole number"),
+        (lambda text: damaged(text, hinges=7), "damaged"),
+        (lambda text: damaged(text, feature_set="x"), "unknown feature set"),
+        (lambda text: damaged(text, held_out_mape="low"), "finite number"),
+        (lambda text: damaged(text, held_out_mape=-0.1), "negative"),
+        (lambda text: damaged(text, key="x"), "damaged"),
+        (lambda text: damaged(text, key={}), "missing 'model'"),
+        (lambda text: damaged(text, token_limit=True), "whole number"),
+        (lambda text: text.replace('"intercept": ', '"intercept": NaN, "x": '), "finite number"),
+    ],
+)
+def test_a_damaged_profile_is_one_clear_line(tmp_path: Path, profile: Profile, damage: object, reason: str) -> None:
+    path = tmp_path / "p.json"
+    profile.save(path)
+    path.write_text(damage(path.read_text()))  # type: ignore[operator]
+    with pytest.raises(ProfileError, match=reason) as caught:
+        Profile.load(path, KEY)
+    assert "\n" not in str(caught.value) and str(path) in str(caught.value)
+
+
+def test_a_missing_profile_is_a_profile_error(tmp_path: Path) -> None:
+    with pytest.raises(ProfileError, match="cannot be read"):
+        Profile.load(tmp_path / "none.json", KEY)
+
+
+def test_a_crash_while_writing_leaves_the_old_profile(
+    tmp_path: Path, profile: Profile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "p.json"
+    profile.save(path)
+
+    def crash(descriptor: int) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr(os, "fsync", crash)
+    with pytest.raises(OSError, match="disk full"):
+        replace(profile, num_samples=1).save(path)
+    assert Profile.load(path, KEY) == profile
+    assert list(tmp_path.iterdir()) == [path]
+
+
+# The start-up sweep
+
+LIMITS = SweepLimits(256, 2048, 4096, num_units=2 * 20_000)
+
+
+class Device:
+    """A roofline device on a virtual clock."""
+
+    def __init__(self, slowdown: float = 1.0) -> None:
+        self.now = 0.0
+        self.runs = 0
+        self._slowdown = slowdown
+        self._rng = random.Random(0)
+
+    def measure(self, shape: StepShape) -> float:
+        seconds = self._slowdown * roofline(shape.features()) * math.exp(self._rng.gauss(0, 0.005))
+        self.now += seconds + 1e-4
+        self.runs += 1
+        return seconds
+
+    def clock(self) -> float:
+        return self.now
+
+
+limits_strategy = st.builds(
+    SweepLimits,
+    max_num_seqs=st.integers(1, 300),
+    max_num_batched_tokens=st.integers(1, 5000),
+    max_model_len=st.integers(2, 9000),
+    num_units=st.integers(600, 50_000),
+    block_size=st.sampled_from((1, 16, 64)),
+)
+
+
+@given(limits_strategy, st.sampled_from((32, 100, 1024)))
+@settings(max_examples=60, deadline=None)
+def test_every_planned_shape_is_within_the_limits_and_new(limits: SweepLimits, knee: int) -> None:
+    shapes = list(plan_sweep(limits, knee, max_shapes=60))
+    assert len(shapes) == len(set(shapes)) <= 60
+    for shape in shapes:
+        features = shape.features()
+        contexts = [shape.decode_context] * shape.num_decodes + [start + length for start, length in shape.chunks]
+        assert all(1 <= context <= limits.max_model_len for context in contexts)
+        assert 1 <= features.num_tokens <= limits.max_num_batched_tokens
+        assert len(contexts) <= limits.max_num_seqs
+        assert sum(2 * math.ceil(context / limits.block_size) for context in contexts) <= limits.num_units
+    assert any(limits.fits(shape) for shape in anchor_shapes(limits)), "there is always something to measure"
+
+
+def test_the_plan_is_dense_around_the_knee() -> None:
+    shapes = list(plan_sweep(LIMITS, 128, max_shapes=200))
+    tokens = [shape.num_tokens for shape in shapes if shape.num_decodes and shape.chunks]
+    assert sum(64 <= count <= 256 for count in tokens) > sum(512 <= count <= 2048 for count in tokens)
+    assert {shape.num_tokens for shape in shapes} >= set(range(64, 257, 16))
+
+
+def test_a_sweep_of_the_device_gives_a_good_fit() -> None:
+    device = Device()
+    train, held = split_samples(run_sweep(device.measure, LIMITS, 60.0, device.clock), 0.2)
+    assert device.now < 60.0
+    assert fit(train, "full", token_limit=2048).mape(held) < 0.015
+    assert fit(train, "full", token_limit=2048).mape(noisy_samples(300, 9)) < 0.02
+
+
+@pytest.mark.parametrize("slowdown", [30, 300])
+def test_a_slow_device_stops_in_time_with_a_usable_fit(slowdown: float) -> None:
+    device = Device(slowdown)
+    samples = run_sweep(device.measure, LIMITS, 60.0, device.clock)
+    assert device.now <= 63.0, "an underestimated step may overrun by itself, not by its repeats"
+    mix = [Sample(f, slowdown * seconds) for f, seconds in noisy_samples(300, 9)]
+    assert fit(samples, "full", token_limit=2048).mape(mix) < (0.05 if slowdown == 30 else 0.3)
+
+
+def test_a_sweep_without_time_still_measures_one_shape() -> None:
+    device = Device()
+    assert len(run_sweep(device.measure, LIMITS, 0.0, device.clock)) == 1
+    assert device.runs == 1
+
+
+def test_a_sample_is_the_median_after_a_warm_up() -> None:
+    times = iter([9.0, 1.0, 5.0, 2.0] * 1000)
+    samples = run_sweep(lambda shape: next(times), LIMITS, 1.0, lambda: 0.0, max_shapes=3)
+    assert {sample.seconds for sample in samples} == {2.0}
+
+
+def test_the_knee_is_where_the_slope_takes_over() -> None:
+    device = Device()
+    samples = [Sample(shape.features(), device.measure(shape)) for shape in anchor_shapes(LIMITS)]
+    assert 90 <= find_knee(samples) <= 160, "3.3 ms ÷ 27 µs = 122 tokens"
+    assert find_knee([]) == 256
+
+
+# Online refinement
+
+
+def online(noise: float = 0.0) -> tuple[OnlineModel, random.Random]:
+    return OnlineModel(fit(noisy_samples(1000, 1, noise), "full", token_limit=2048)), random.Random(11)
+
+
+def run_steps(model: OnlineModel, rng: random.Random, count: int, factor: float = 1.0, noise: float = 0.02) -> None:
+    for _ in range(count):
+        step = random_step(rng)
+        model.observe(step, factor * roofline(step) * math.exp(rng.gauss(0, noise)))
+
+
+def test_both_models_are_latency_predictors() -> None:
+    model, _ = online()
+    predictors: list[LatencyPredictor] = [model, model.model]
+    assert all(predictor.predict(BatchFeatures()) > 0 for predictor in predictors)
+
+
+def test_the_margin_covers_the_quantile() -> None:
+    model, rng = online()
+    run_steps(model, rng, 4000)
+    steps = [random_step(rng) for _ in range(1000)]
+    measured = [roofline(step) * math.exp(rng.gauss(0, 0.02)) for step in steps]
+    covered = sum(seconds <= model.predict(step) for step, seconds in zip(steps, measured, strict=True))
+    assert 920 <= covered <= 999
+    expected = sum(seconds <= model.expected(step) for step, seconds in zip(steps, measured, strict=True))
+    assert 400 <= expected <= 600
+    assert 0.012 < model.mape < 0.022, "mean |N(0, 2 %)| is 1.6 %"
+
+
+def test_the_scale_follows_a_slower_device_and_comes_back() -> None:
+    model, rng = online()
+    run_steps(model, rng, 500, factor=2.0)
+    assert model.scale == pytest.approx(2.0, rel=0.05)
+    run_steps(model, rng, 500, factor=1.0)
+    assert model.scale == pytest.approx(1.0, rel=0.05)
+
+
+def test_one_outlier_changes_next_to_nothing() -> None:
+    model, rng = online()
+    run_steps(model, rng, 2000)
+    step = random_step(rng)
+    before = model.predict(step)
+    model.observe(step, 10 * roofline(step))
+    assert model.predict(step) == pytest.approx(before, rel=0.02)
+    assert model.mape < 0.03
+    for nonsense in (0.0, -1.0, math.nan, math.inf):
+        model.observe(step, nonsense)
+    assert model.num_observed == 2001
+
+
+@given(st.integers(0, 2**32), batches(), chunk, st.floats(0, 0.1), st.integers(1, 600))
+@settings(max_examples=50, deadline=None)
+def test_an_online_model_stays_consistent_and_monotone(
+    seed: int, features: BatchFeatures, added: tuple[int, int], seconds: float, max_tokens: int
+) -> None:
+    model, rng = OnlineModel(MODEL), random.Random(seed)
+    run_steps(model, rng, 100, factor=rng.uniform(0.3, 3), noise=0.3)
+    start = added[0]
+    costs = {length: model.marginal(features, start, length) for length in range(1, max_tokens + 1)}
+    best = max((length for length, cost in costs.items() if cost <= seconds), default=0)
+    assert model.max_prefill(features, seconds, max_tokens, start) == best
+    before, marginal = model.predict(features), model.marginal(features, *added)
+    bulk = model.marginal_decodes(features, 1, start + 1)
+    assert bulk == pytest.approx(model.marginal(features, start, 1), rel=1e-6, abs=1e-12)
+    features.add_chunk(*added)
+    assert marginal >= 0
+    assert marginal == pytest.approx(model.predict(features) - before, rel=1e-6, abs=1e-9)
+
+
+MODEL = fit(noisy_samples(300, 1), "full", token_limit=2048)
+
+
+def test_a_margin_stands_before_the_first_step() -> None:
+    model = OnlineModel(MODEL, OnlineSettings(initial_margin=0.1))
+    step = StepShape(0, 0, ((0, 512),)).features()
+    assert model.expected(step) == MODEL.predict(step)
+    assert model.predict(step) == pytest.approx(1.1 * MODEL.predict(step))
+    assert model.mape == 0.0
+
+
+def test_the_mean_error_is_that_of_the_window() -> None:
+    model = OnlineModel(LatencyModel(intercept=1.0), OnlineSettings(window=4, forgetting=0.0))
+    step = StepShape(1, 1).features()
+    for measured in (2.0, 2.0, 1.0, 1.0, 1.0, 1.0):
+        model.observe(step, measured)
+        if model.num_observed == 2:
+            assert model.mape == pytest.approx(0.5)
+    assert model.mape == pytest.approx(0.0, abs=1e-12)
+
+
+def test_recent_steps_keep_all_regimes_for_a_new_fit() -> None:
+    model = OnlineModel(LatencyModel(intercept=1e-3), OnlineSettings(ring=20))
+    rng = random.Random(3)
+    run_steps(model, rng, 400)
+    for _ in range(2000):
+        step = StepShape(1, rng.randrange(1, 4000)).features()
+        model.observe(step, roofline(step))
+    recent = list(model.recent())
+    assert sum(sample.features.num_tokens == 1 for sample in recent) <= 20
+    assert sum(sample.features.num_tokens >= 256 for sample in recent) >= 40
+    refitted = fit(recent, "full", token_limit=2048)
+    model.replace(refitted)
+    assert model.scale == 1.0 and model.model is refitted
+    assert list(model.recent()) == recent
+    assert refitted.mape(noisy_samples(200, 5)) < 0.05
+
+
+def test_observing_is_deterministic() -> None:
+    results = []
+    for _ in range(2):
+        model, rng = OnlineModel(MODEL), random.Random(1)
+        run_steps(model, rng, 300, noise=0.1)
+        results.append((model.scale, model.mape, [model.margin(tokens) for tokens in range(0, 4096, 17)]))
+    assert results[0] == results[1]

@@ -1,0 +1,464 @@
+"""From an SLO to the offline fill: parsing and judging, the circuit breaker, the budget search."""
+
+import math
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from predictor.breaker import BreakerSettings, BreakerState, CircuitBreaker
+from predictor.budget import BudgetParams, SearchResult, protecting_rules, search_budget
+from predictor.slo import ALLOWED, SLO, Objective, SLOError, aggregate, default_slo, nearest_rank
+
+# Parsing
+
+
+@pytest.mark.parametrize(
+    ("text", "limits", "tolerances"),
+    [
+        ("ttft_p99=1s,tbt_p99=100ms", {"ttft_p99": 1.0, "tbt_p99": 0.1}, {}),
+        ("tbt_mean=50ms", {"tbt_mean": 0.05}, {}),
+        (" TTFT_P50 = 1.5 s , tpot_mean=.5ms", {"ttft_p50": 1.5, "tpot_mean": 0.0005}, {}),
+        ("tbt_p90=250us", {"tbt_p90": 0.00025}, {}),
+        ("5%", {}, {"ttft_mean": 0.05, "ttft_p99": 0.05, "tbt_mean": 0.05, "tbt_p99": 0.05}),
+        ("ttft_p99=5%", {}, {"ttft_p99": 0.05}),
+        ("tbt_mean=12.5%,ttft_p99=2s", {"ttft_p99": 2.0}, {"tbt_mean": 0.125}),
+        ("5%,tbt_p99=50%", {}, {"ttft_mean": 0.05, "ttft_p99": 0.05, "tbt_mean": 0.05, "tbt_p99": 0.5}),
+        ("ttft_p99=1s,5%", {"ttft_p99": 1.0}, {"ttft_mean": 0.05, "tbt_mean": 0.05, "tbt_p99": 0.05}),
+    ],
+)
+def test_parse(text: str, limits: dict[str, float], tolerances: dict[str, float]) -> None:
+    slo = SLO.parse(text)
+    assert slo.limits() == pytest.approx(limits)
+    assert slo.tolerances() == pytest.approx(tolerances)
+    assert SLO.parse(str(slo)).limits() == pytest.approx(limits)
+    assert SLO.parse(str(slo)).tolerances() == pytest.approx(tolerances)
+
+
+@pytest.mark.parametrize(
+    ("text", "part", "reason"),
+    [
+        ("", "", "empty"),
+        ("ttft_p99=1s,", "", "empty"),
+        ("fast", "fast", "no time or percentage"),
+        ("100ms", "100ms", "needs the name of a metric"),
+        ("5%,10%", "10%", "second percentage"),
+        ("ttft_p99=1s,ttft_p99=2s", "ttft_p99=2s", "second objective for ttft_p99"),
+        ("ttft_p99=1s,latency_p99=2s", "latency_p99=2s", "unknown metric 'latency'"),
+        ("ttft=1s", "ttft=1s", "unknown statistic ''"),
+        ("ttft_max=1s", "ttft_max=1s", "unknown statistic 'max'"),
+        ("ttft_p49=1s", "ttft_p49=1s", "unknown statistic 'p49'"),
+        ("ttft_p100=1s", "ttft_p100=1s", "unknown statistic 'p100'"),
+        ("ttft_p9=1s", "ttft_p9=1s", "unknown statistic 'p9'"),
+        ("ttft_p٩٩=1s", "ttft_p٩٩=1s", "unknown statistic"),
+        ("ttft_p99=1", "ttft_p99=1", "no time or percentage"),
+        ("ttft_p99=", "ttft_p99=", "no time or percentage"),
+        ("ttft_p99=1m", "ttft_p99=1m", "no time or percentage"),
+        ("ttft_p99=-1s", "ttft_p99=-1s", "no time or percentage"),
+        ("ttft_p99=nans", "ttft_p99=nans", "no time or percentage"),
+        ("ttft_p99=0s", "ttft_p99=0s", "not a positive number"),
+        ("0%", "0%", "not a positive number"),
+        ("ttft_p99=" + "9" * 400 + "s", "ttft_p99=" + "9" * 400 + "s", "not a positive number"),
+        ("ttft_p99=1s=2s", "ttft_p99=1s=2s", "no time or percentage"),
+    ],
+)
+def test_parse_errors_name_the_part_and_what_is_allowed(text: str, part: str, reason: str) -> None:
+    with pytest.raises(SLOError, match=reason) as caught:
+        SLO.parse(text)
+    assert isinstance(caught.value, ValueError)
+    assert caught.value.part == part and f"'{part}'" in str(caught.value)
+    assert str(caught.value).count(ALLOWED) == 1 and "\n" not in str(caught.value)
+
+
+@given(st.text(max_size=30))
+@settings(deadline=None)
+def test_parse_raises_nothing_but_its_error(text: str) -> None:
+    try:
+        slo = SLO.parse(text)
+    except SLOError:
+        return
+    assert slo.objectives
+
+
+def test_properties() -> None:
+    assert str(default_slo()) == "ttft_p99=1s,tbt_p99=100ms"
+    slo = SLO.parse("ttft_p90=1s,ttft_mean=500ms,tbt_p99=100ms,tbt_mean=10%")
+    assert slo.attainment_target == 0.99
+    assert slo.limit_of("ttft") == 0.5 and slo.limit_of("tbt") == 0.1 and slo.limit_of("tpot") is None
+    assert slo.gap_limited and not SLO.parse("tbt_mean=50ms,ttft_p99=1s").gap_limited
+    assert SLO.parse("5%,ttft_mean=1s").attainment_target is None
+    assert slo.first_token_deadline(10.0) == 10.5
+    assert SLO().first_token_deadline(0.0) == math.inf
+
+
+# Judging
+
+
+def test_nearest_rank() -> None:
+    assert nearest_rank([3.0], 99) == 3.0
+    assert nearest_rank(list(range(1, 101)), 99) == 99
+    assert nearest_rank(list(range(1, 102)), 99) == 100
+    assert nearest_rank([4, 1, 3, 2], 50) == 2
+
+
+@given(st.lists(st.integers(0, 20), min_size=1), st.integers(1, 99))
+@settings(deadline=None)
+def test_nearest_rank_is_the_smallest_that_covers(values: list[int], percentile: int) -> None:
+    found = nearest_rank(values, percentile)
+    covering = [v for v in values if 100 * sum(other <= v for other in values) >= percentile * len(values)]
+    assert found == min(covering)
+
+
+@pytest.mark.parametrize(
+    ("text", "ttft", "gaps", "good"),
+    [
+        ("ttft_p99=1s,tbt_p99=100ms", 1.0, [0.1] * 5, True),
+        ("ttft_p99=1s,tbt_p99=100ms", 1.01, [0.1] * 5, False),
+        ("ttft_p99=1s,tbt_p99=100ms", 0.5, [0.05] * 99 + [9.0], True),
+        ("ttft_p99=1s,tbt_p99=100ms", 0.5, [0.05] * 98 + [9.0], False),
+        ("ttft_p99=1s,tbt_p99=100ms", 0.5, [], True),
+        ("ttft_p99=1s,tbt_p99=100ms", None, [], False),
+        ("tbt_p50=100ms", 9.0, [0.1, 0.1, 5.0, 5.0], True),
+        ("tbt_p50=100ms", 9.0, [0.1, 5.0, 5.0], False),
+        ("tpot_p99=100ms", 9.0, [0.0, 0.0, 0.3], True),
+        ("tpot_p99=100ms", 9.0, [0.0, 0.0, 0.31], False),
+        ("ttft_mean=1s", 9.0, [9.0], True),
+        ("5%", None, [], True),
+    ],
+)
+def test_one_request(text: str, ttft: float | None, gaps: list[float], good: bool) -> None:
+    assert SLO.parse(text).good(ttft, gaps) is good
+
+
+def test_aggregates_pool_the_gaps() -> None:
+    requests = [(1.0, [0.1] * 9), (3.0, [0.9]), (2.0, [])]
+    found = aggregate(requests, ("ttft_mean", "ttft_p50", "tbt_mean", "tbt_p50", "tbt_p99", "tpot_mean"))
+    assert found == pytest.approx(
+        {"ttft_mean": 2.0, "ttft_p50": 2.0, "tbt_mean": 0.18, "tbt_p50": 0.1, "tbt_p99": 0.9, "tpot_mean": 0.5}
+    )
+    assert aggregate([], ("tbt_p99",)) == {"tbt_p99": 0.0}
+    with pytest.raises(SLOError):
+        aggregate(requests, ("e2e_mean",))
+
+
+def test_violations_of_a_window() -> None:
+    slo = SLO.parse("ttft_p99=1s,tbt_mean=100ms,tbt_p99=10%")
+    base = {"tbt_mean": 0.05, "tbt_p99": 0.2, "slo_attainment": 1.0}
+    assert slo.bounds(base, 0.8) == pytest.approx({"tbt_p99": 0.216, "tbt_mean": 0.09, "slo_attainment": 0.008})
+    window = {"tbt_mean": 0.09, "tbt_p99": 0.216, "slo_attainment": 0.992}
+    assert slo.violations(window, base, 0.8) == {}
+    worse = {"tbt_mean": 0.1, "tbt_p99": 0.22, "slo_attainment": 0.99}
+    assert slo.violations(worse, base) == {}
+    assert set(slo.violations(worse, base, 0.8)) == {"tbt_mean", "tbt_p99", "slo_attainment"}
+    assert slo.violations({**window, "tbt_mean": math.nan}, base).keys() == {"tbt_mean"}
+    with pytest.raises(ValueError, match="online-only"):
+        slo.violations(window)
+    with pytest.raises(KeyError):
+        slo.violations({}, base)
+
+
+def test_a_limit_that_the_base_line_breaks_gives_way_to_the_base_line() -> None:
+    slo = SLO.parse("tbt_mean=100ms")
+    assert slo.violations({"tbt_mean": 0.15}, {"tbt_mean": 0.15}, 0.8) == {}
+    assert slo.violations({"tbt_mean": 0.16}, {"tbt_mean": 0.15}, 0.8).keys() == {"tbt_mean"}
+    assert slo.violations({"tbt_mean": 0.15}).keys() == {"tbt_mean"}
+
+
+def test_token_deadlines() -> None:
+    gap = SLO.parse("ttft_p99=1s,tbt_p99=100ms")
+    assert gap.next_token_deadline(10.0, 3, 10.05) == pytest.approx(10.15), "banked slack may not delay one gap"
+    assert gap.next_token_deadline(10.0, 3, 10.29) == pytest.approx(10.3), "nor may the sum run away"
+    for text in ("tbt_mean=100ms", "tpot_p99=100ms"):
+        assert SLO.parse(text).next_token_deadline(10.0, 3, 10.05) == pytest.approx(10.3), "but it may delay the mean"
+    both = SLO.parse("tbt_p99=100ms,tbt_mean=50ms")
+    assert both.next_token_deadline(10.0, 3, 10.01) == pytest.approx(10.11)
+    assert both.next_token_deadline(10.0, 3, 10.09) == pytest.approx(10.15)
+    for text in ("ttft_p99=1s", "5%"):
+        assert SLO.parse(text).next_token_deadline(10.0, 3, 10.05) == math.inf
+
+
+# The circuit breaker
+
+SETTINGS = BreakerSettings(attainment=0.9, max_error=0.3, window=20.0, min_requests=8, min_steps=5)
+
+
+def run_requests(breaker: CircuitBreaker, start: float, outcomes: str) -> None:
+    """One request a tenth of a second: `.` good, `x` missed beside offline work, `o` missed without any."""
+    for index, outcome in enumerate(outcomes):
+        breaker.record_request(start + index / 10, outcome == ".", outcome != "o")
+
+
+def test_misses_beside_offline_work_open_it() -> None:
+    breaker = CircuitBreaker(SETTINGS)
+    run_requests(breaker, 0.0, "......x")
+    assert breaker.state(1.0) is BreakerState.CLOSED, "too few requests, and one miss"
+    assert breaker.budget(1.0, 0.05, online_present=True) == 0.05
+    run_requests(breaker, 1.0, "x")
+    assert breaker.state(1.1) is BreakerState.OPEN
+    assert breaker.cause == "slo" and breaker.num_openings == 1
+    assert breaker.budget(1.1, 0.05, online_present=True) == 0.0
+    assert breaker.budget(1.1, 0.05, online_present=False) == 0.05, "nobody there, nobody hurt"
+
+
+def test_misses_that_offline_work_had_no_part_in_never_open_it() -> None:
+    breaker = CircuitBreaker(SETTINGS)
+    run_requests(breaker, 0.0, "o" * 100 + "." * 10)
+    assert breaker.state(11.0) is BreakerState.CLOSED
+    assert breaker.attainment == 1.0
+
+
+def test_misses_within_the_objective_do_not_open_it() -> None:
+    breaker = CircuitBreaker(SETTINGS)
+    run_requests(breaker, 0.0, (".........x" * 15))
+    assert breaker.state(15.0) is BreakerState.CLOSED
+    assert breaker.attainment == pytest.approx(0.9)
+
+
+def test_old_misses_are_forgotten() -> None:
+    breaker = CircuitBreaker(SETTINGS)
+    run_requests(breaker, 0.0, "xxx")
+    run_requests(breaker, 25.0, "." * 8 + "x")
+    assert breaker.state(26.0) is BreakerState.CLOSED
+
+
+def test_it_decays_by_itself_through_half_open() -> None:
+    breaker = CircuitBreaker(SETTINGS)
+    run_requests(breaker, 0.0, "x" * 8)
+    opened = 0.7
+    assert breaker.state(opened + 9.99) is BreakerState.OPEN
+    assert breaker.state(opened + 10.0) is BreakerState.HALF_OPEN
+    assert breaker.budget(opened + 12.0, 0.05, online_present=True) == pytest.approx(0.005)
+    assert breaker.budget(opened + 12.0, 0.05, online_present=False) == 0.05
+    assert breaker.state(opened + 19.99) is BreakerState.HALF_OPEN
+    assert breaker.state(opened + 20.0) is BreakerState.CLOSED
+    assert breaker.cause is None and breaker.num_openings == 1
+
+
+def test_time_passes_all_transitions_at_once() -> None:
+    breaker = CircuitBreaker(SETTINGS)
+    run_requests(breaker, 0.0, "x" * 8)
+    assert breaker.state(1000.0) is BreakerState.CLOSED
+
+
+def test_a_miss_while_probing_opens_it_again_with_less_evidence() -> None:
+    breaker = CircuitBreaker(SETTINGS)
+    run_requests(breaker, 0.0, "x" * 8)
+    run_requests(breaker, 11.0, "x")
+    assert breaker.state(11.1) is BreakerState.HALF_OPEN, "two requests at least"
+    run_requests(breaker, 11.2, ".")
+    assert breaker.state(11.3) is BreakerState.OPEN and breaker.num_openings == 2
+    assert breaker.state(21.1) is BreakerState.OPEN
+    assert breaker.state(21.2) is BreakerState.HALF_OPEN
+
+
+def test_requests_judged_while_open_are_not_held_against_the_probe() -> None:
+    breaker = CircuitBreaker(SETTINGS)
+    run_requests(breaker, 0.0, "x" * 60)
+    run_requests(breaker, 11.0, "....")
+    assert breaker.state(12.0) is BreakerState.HALF_OPEN and breaker.num_openings == 1
+
+
+def test_a_wrong_predictor_opens_it_but_a_hiccup_does_not() -> None:
+    breaker = CircuitBreaker(SETTINGS)
+    for step in range(20):
+        breaker.record_step(step / 100, 100.0 if step == 10 else 0.02)
+    assert breaker.state(1.0) is BreakerState.CLOSED
+    for step in range(40):
+        breaker.record_step(1 + step / 100, -0.6)
+    assert breaker.state(2.0) is BreakerState.OPEN and breaker.cause == "predictor"
+
+
+@given(st.lists(st.tuples(st.floats(0, 5), st.sampled_from(".xoe")), max_size=200))
+@settings(deadline=None)
+def test_the_breaker_never_gives_more_than_its_state_allows(events: list[tuple[float, str]]) -> None:
+    breaker, now = CircuitBreaker(SETTINGS), 0.0
+    legal = {
+        BreakerState.CLOSED: {BreakerState.CLOSED, BreakerState.OPEN},
+        BreakerState.OPEN: set(BreakerState),
+        BreakerState.HALF_OPEN: set(BreakerState),
+    }
+    before = breaker.state(now)
+    for gap, event in events:
+        now += gap
+        if event == "e":
+            breaker.record_step(now, 1.0)
+        else:
+            breaker.record_request(now, event == ".", event == "x")
+        state = breaker.state(now)
+        assert state in legal[before]
+        allowed = {BreakerState.CLOSED: 1.0, BreakerState.HALF_OPEN: 0.1, BreakerState.OPEN: 0.0}[state]
+        assert breaker.budget(now, 1.0, online_present=True) == allowed
+        assert 0.0 <= breaker.attainment <= 1.0
+        before = state
+    assert breaker.state(now + 20.0) is BreakerState.CLOSED
+
+
+@pytest.mark.parametrize("change", [{"probe_share": 0.2}, {"attainment": 0.0}])
+def test_breaker_settings_are_checked(change: dict[str, float]) -> None:
+    with pytest.raises(ValueError):
+        BreakerSettings(**change)  # type: ignore[arg-type]
+
+
+# The budget search
+
+RANGE = (0.005, 0.5)
+
+
+class Replay:
+    """A workload whose offline throughput is not monotone in L: a ridge, then a lower plateau, as measured.
+
+    Under the `tbt_mean` rule, λ decides how much a step beside decodes may grow, so more throughput comes at the same
+    interference; δ has its best value at 4.
+    """
+
+    def __init__(self, harm: float = 1.0, peak: float = 0.024) -> None:
+        self.calls: list[BudgetParams] = []
+        self._harm = harm
+        self._peak = peak
+
+    def __call__(self, params: BudgetParams) -> dict[str, float]:
+        self.calls.append(params)
+        budget = params.latency_budget
+        if params.rule == "tbt_mean":
+            extent = min(budget / 0.02, 5.0) * (1 - math.exp(-params.lam / 3))
+            throughput = 3600.0 * extent**0.7 * (1.1 - 0.1 * abs(math.log2(params.delta / 4)))
+            extra = 0.004 * extent**2 * self._harm
+        else:
+            throughput = self.flat_throughput(budget)
+            extra = 0.4 * budget * self._harm
+        return {
+            "offline_throughput": throughput,
+            "tbt_mean": 0.02 + 0.1 * extra,
+            "tbt_p99": 0.03 + extra,
+            "ttft_mean": 0.2 + extra,
+            "ttft_p99": 0.8 + 2 * extra,
+            "slo_attainment": 0.999 - 0.1 * extra,
+        }
+
+    def flat_throughput(self, budget: float) -> float:
+        ridge = 3181.0 * math.exp(-(math.log(budget / self._peak) ** 2) / 0.3) if budget > 0 else 0.0
+        return ridge + 2706.0 * budget / (budget + 0.1)
+
+    def best_flat(self, feasible: Callable[[dict[str, float]], bool]) -> float:
+        """By brute force over a grid far finer than a search may use."""
+        ratio = RANGE[1] / RANGE[0]
+        budgets = [RANGE[0] * ratio ** (i / 5000) for i in range(5001)]
+        outcomes = [self(BudgetParams("hygen", budget)) for budget in budgets]
+        return max((m["offline_throughput"] for m in outcomes if feasible(m)), default=0.0)
+
+
+def search(
+    text: str, policy: str = "hygen", replay: Replay | None = None, **options: int
+) -> tuple[SearchResult, Replay]:
+    replay = replay or Replay()
+    return search_budget(replay, SLO.parse(text), RANGE, policy, **options), replay
+
+
+@pytest.mark.parametrize("peak", [0.008, 0.024, 0.11, 0.3])
+@pytest.mark.parametrize("tolerance", [1, 5, 20, 50, 500])
+def test_the_best_flat_budget_is_found_though_throughput_is_not_monotone(peak: float, tolerance: int) -> None:
+    result, replay = search(f"tbt_p99={tolerance}%", replay=Replay(peak=peak))
+    bound = 0.03 * (1 + 0.8 * tolerance / 100)
+    best = replay.best_flat(lambda metrics: metrics["tbt_p99"] <= bound)
+    assert result.best.throughput >= 0.97 * best
+    assert result.best.feasible and result.best.metrics["tbt_p99"] <= bound + 1e-9
+
+
+def test_all_constraints_bind_one_search() -> None:
+    result, replay = search("tbt_mean=50%,ttft_p99=900ms,tbt_p99=20s")
+    assert result.slo_in_reach
+    attainment = 0.999 - 0.8 * 0.009
+    best = replay.best_flat(lambda m: m["slo_attainment"] >= attainment and m["tbt_mean"] <= 0.028)
+    assert result.best.throughput >= 0.97 * best
+
+
+def test_a_search_is_bounded_deterministic_and_replays_nothing_twice() -> None:
+    for policy in ("hygen", "tidemill"):
+        first, replay = search("5%", policy)
+        assert len(replay.calls) == len(set(replay.calls)) == first.num_evaluations <= 60
+        assert first.surface[0] is first.baseline and first.baseline.params.latency_budget == 0.0
+        assert search("5%", policy)[0] == first
+        assert all(RANGE[0] <= e.params.latency_budget <= RANGE[1] for e in first.surface[1:])
+
+
+def test_the_weighted_rule_beats_the_flat_budget_on_the_mean() -> None:
+    flat, _ = search("tbt_mean=5%")
+    ours, _ = search("tbt_mean=5%", "tidemill")
+    assert ours.best.throughput > 1.1 * flat.best.throughput
+    assert ours.params.rule == "tbt_mean" and ours.params.delta == 4.0 and math.isfinite(ours.params.lam)
+    # By hand: 0.1 · extra = 0.8 · 5 % · 0.02 s, extent = sqrt(extra / 0.004), δ = 4.
+    assert ours.best.throughput >= 0.95 * 1.1 * 3600.0 * math.sqrt(0.008 / 0.004) ** 0.7
+
+
+def test_ours_is_never_worse_than_flat_where_the_rule_does_not_help() -> None:
+    flat, _ = search("tbt_p99=20%")
+    ours, _ = search("tbt_p99=20%", "tidemill")
+    assert ours.best.throughput >= 0.95 * flat.best.throughput
+
+
+def test_the_search_never_makes_an_unreachable_slo_worse() -> None:
+    result, _ = search("ttft_mean=100ms")
+    assert not result.slo_in_reach
+    assert result.params.latency_budget == 0.0, "any offline work would add to what is already too late"
+
+
+def test_a_harmless_workload_takes_the_best_of_the_range() -> None:
+    result, replay = search("5%", replay=Replay(harm=0.0))
+    assert result.best.throughput >= 0.97 * replay.best_flat(lambda metrics: True)
+
+
+def test_the_second_window_has_a_say() -> None:
+    slo = SLO.parse("tbt_p99=20%")
+    calm, busy = Replay(), Replay(harm=1.4)
+    result = search_budget(calm, slo, RANGE, "hygen", confirm=busy)
+    assert result.confirmed is True
+    assert slo.violations(busy(result.params), busy(BudgetParams("hygen", 0.0))) == {}
+    assert slo.violations(busy(search("tbt_p99=20%")[0].params), busy(BudgetParams("hygen", 0.0))) != {}
+    assert result.num_evaluations <= 60
+
+
+def test_without_any_confirmed_candidate_nothing_runs_beside_online_work() -> None:
+    result = search_budget(Replay(), SLO.parse("tbt_p99=20%"), RANGE, "hygen", confirm=Replay(harm=1000.0))
+    assert result.confirmed is False and result.params.latency_budget == 0.0
+    assert result.num_evaluations <= 60
+
+
+def test_a_missing_metric_is_an_error_not_a_pass() -> None:
+    with pytest.raises(KeyError):
+        search_budget(lambda params: {"offline_throughput": 1.0}, SLO.parse("5%"), RANGE)
+
+
+@pytest.mark.parametrize("latency_range", [(0.0, 1.0), (0.2, 0.1), (0.1, math.inf)])
+def test_an_impossible_range_is_refused(latency_range: tuple[float, float]) -> None:
+    with pytest.raises(ValueError, match="latency_range"):
+        search_budget(Replay(), SLO.parse("5%"), latency_range)
+
+
+def test_too_few_evaluations_are_refused() -> None:
+    with pytest.raises(ValueError, match="max_evaluations"):
+        search("5%", max_evaluations=3)
+
+
+@pytest.mark.parametrize("max_evaluations", [4, 5, 10, 23, 41])
+def test_fewer_evaluations_still_give_a_feasible_answer(max_evaluations: int) -> None:
+    result, replay = search("5%", "tidemill", max_evaluations=max_evaluations)
+    assert len(replay.calls) <= max_evaluations and result.best.feasible
+
+
+def test_rules_follow_the_metrics() -> None:
+    assert protecting_rules(SLO.parse("5%")) == ("ttft_mean", "ttft_p99", "tbt_mean", "tbt_p99")
+    assert protecting_rules(SLO.parse("ttft_p90=1s,tpot_p99=50ms,tbt_p50=1s,tbt_p99=1s")) == (
+        "ttft_p99",
+        "tbt_mean",
+        "tbt_p99",
+    )
+    assert protecting_rules(SLO((Objective("tbt", None, limit=1.0),))) == ("tbt_mean",)
+
+
+@pytest.mark.parametrize(
+    "bad", [("x", 1.0, 1.0, 1.0), ("hygen", -1.0, 1.0, 1.0), ("hygen", 1.0, math.nan, 1.0), ("hygen", 1.0, 1.0, 0.0)]
+)
+def test_budget_params_are_checked(bad: tuple[str, float, float, float]) -> None:
+    with pytest.raises(ValueError):
+        BudgetParams(*bad)
