@@ -26,7 +26,7 @@ from engine.request import (
     RequestTimes,
     TokenLogprobs,
 )
-from engine.scheduling.objective import Objective
+from engine.scheduling.objective import StepObjective
 from engine.scheduling.output import INVALID_TOKEN, Chunk, ModelRunnerOutput, SchedulerOutput
 from engine.scheduling.planner import OfflinePlan, plan_offline
 from engine.scheduling.policies import ONLINE_POLICIES
@@ -57,11 +57,11 @@ class EngineCore:
         online_policy: str = "fcfs",
         offline_policy: str = "psm",
         model: LatencyPredictor | None = None,
-        objective: Objective | None = None,
+        objective: StepObjective | None = None,
     ) -> None:
         self.config = config
         policy = ONLINE_POLICIES[online_policy]
-        self._scheduler = Scheduler(config, policy, offline_policy, model, objective or Objective())
+        self._scheduler = Scheduler(config, policy, offline_policy, model, objective or StepObjective())
         self._requests: dict[str, Request] = {}
         self._in_flight: deque[_InFlight] = deque()
         self._next_step_id = 0
@@ -151,7 +151,7 @@ class EngineCore:
         """Scale the offline budget beside online work, 0 to 1 (the circuit breaker's dial)."""
         self._scheduler.offline_share = share
 
-    def set_objective(self, objective: Objective) -> None:
+    def set_objective(self, objective: StepObjective) -> None:
         """Follow another objective or budget from the next step on."""
         self._scheduler.objective = objective
 

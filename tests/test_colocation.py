@@ -11,10 +11,11 @@ from hypothesis import HealthCheck, given, settings
 from engine.config import SchedulerConfig
 from engine.execution.fake import FakeRunner, solo_tokens
 from engine.request import EngineRequest, RequestClass, RequestStatus
-from engine.scheduling.objective import Objective
+from engine.scheduling.objective import StepObjective
 from engine.scheduling.output import SchedulerOutput
 from engine.scheduling.step import decode_is_due, prefill_is_due
 from engine.virtual import step_features
+from predictor.budget import BudgetParams
 from predictor.model import LatencyModel
 
 VOCAB = 40
@@ -24,7 +25,11 @@ MODEL = LatencyModel(intercept=0.010, decode_context=1e-6, knots=(8,), hinges=(0
 ONLINE, OFFLINE = RequestClass.ONLINE, RequestClass.OFFLINE
 
 
-def make_driver(objective: Objective, *, depth: int = 0, **changes: Any) -> Driver:
+def flat(budget: float, **limits: float) -> StepObjective:
+    return StepObjective(budget=BudgetParams("hygen", budget), **limits)
+
+
+def make_driver(objective: StepObjective, *, depth: int = 0, **changes: Any) -> Driver:
     settings_: dict[str, Any] = {
         "num_units": 2 * 60,
         "max_model_len": 120,
@@ -45,7 +50,7 @@ def chunks_of(driver: Driver, step: SchedulerOutput, prefix: str) -> list[int]:
     return [chunk.length for request, chunk in pairs if request.request_id.startswith(prefix)]
 
 
-def decoding_driver(objective: Objective, **changes: Any) -> Driver:
+def decoding_driver(objective: StepObjective, **changes: Any) -> Driver:
     """One online request in the middle of its output."""
     driver = make_driver(objective, **changes)
     driver.add(make_request("on", range(6), 60))
@@ -55,7 +60,7 @@ def decoding_driver(objective: Objective, **changes: Any) -> Driver:
 
 
 def test_offline_fills_up_to_the_budget_and_not_beyond() -> None:
-    driver = decoding_driver(Objective(latency_budget=0.020))
+    driver = decoding_driver(flat(0.020))
     driver.add(make_request("off", range(100), 5, request_class=OFFLINE))
     assert driver.launch()
     step = driver.steps[-1]
@@ -66,14 +71,14 @@ def test_offline_fills_up_to_the_budget_and_not_beyond() -> None:
 
 
 def test_without_a_plan_a_step_is_online_only() -> None:
-    driver = decoding_driver(Objective(latency_budget=0.020))
+    driver = decoding_driver(flat(0.020))
     driver.add(make_request("off", range(50), 5, request_class=OFFLINE))
     output = driver.core.schedule(driver.now, None)
     assert output is not None and len(output.chunks) == 1
 
 
 def test_a_deadline_tighter_than_the_budget_wins() -> None:
-    driver = decoding_driver(Objective(tbt=0.015, latency_budget=0.050))
+    driver = decoding_driver(flat(0.050, tbt=0.015))
     driver.add(make_request("off", range(100), 5, request_class=OFFLINE))
     assert driver.launch()
     step = driver.steps[-1]
@@ -82,11 +87,11 @@ def test_a_deadline_tighter_than_the_budget_wins() -> None:
 
 
 def test_banked_slack_may_delay_the_mean_but_not_one_gap() -> None:
-    driver = decoding_driver(Objective(tbt=0.1))
+    driver = decoding_driver(StepObjective(tbt=0.1))
     request = driver.core._requests["on"]
     assert request.times.first_token is not None and request.times.last_token is not None
-    gap = Objective(tbt=0.1).next_token_deadline(request)
-    mean = Objective(tbt=0.1, gap_limited=False).next_token_deadline(request)
+    gap = StepObjective(tbt=0.1).next_token_deadline(request)
+    mean = StepObjective(tbt=0.1, gap_limited=False).next_token_deadline(request)
     assert gap == pytest.approx(request.times.last_token + 0.1)
     assert mean == pytest.approx(request.times.first_token + 0.1 * request.num_output_tokens)
     assert mean > gap, "it has been faster than it had to be"
@@ -94,7 +99,7 @@ def test_banked_slack_may_delay_the_mean_but_not_one_gap() -> None:
 
 def test_decodes_slow_down_prompts_but_never_stop_the_oldest() -> None:
     """Every decode is late already: prompts still get their floor (algorithms.md §1)."""
-    driver = decoding_driver(Objective(tbt=0.001, latency_budget=0.001))
+    driver = decoding_driver(flat(0.001, tbt=0.001))
     prompt = make_request("prompt", range(80), 2)
     driver.add(prompt)
     assert driver.launch()
@@ -106,7 +111,7 @@ def test_decodes_slow_down_prompts_but_never_stop_the_oldest() -> None:
 
 
 def test_prompts_are_sized_by_the_slack_of_the_decodes_beside_them() -> None:
-    driver = decoding_driver(Objective(tbt=0.030))
+    driver = decoding_driver(StepObjective(tbt=0.030))
     driver.add(make_request("prompt", range(100), 2))
     assert driver.launch()
     step = driver.steps[-1]
@@ -114,7 +119,7 @@ def test_prompts_are_sized_by_the_slack_of_the_decodes_beside_them() -> None:
 
 
 def test_a_late_decode_does_not_shrink_prompts() -> None:
-    driver = decoding_driver(Objective(tbt=0.030))
+    driver = decoding_driver(StepObjective(tbt=0.030))
     driver.now += 10.0
     driver.add(make_request("prompt", range(100), 2))
     assert driver.launch()
@@ -122,7 +127,7 @@ def test_a_late_decode_does_not_shrink_prompts() -> None:
 
 
 def test_a_waiting_prompt_with_no_ttft_slack_keeps_offline_out() -> None:
-    driver = make_driver(Objective(ttft=0.001, latency_budget=1.0), max_num_batched_tokens=32)
+    driver = make_driver(flat(1.0, ttft=0.001), max_num_batched_tokens=32)
     driver.add(make_request("off", range(90), 5, request_class=OFFLINE))
     driver.step()
     driver.add(make_request("on", range(90), 5))
@@ -132,7 +137,7 @@ def test_a_waiting_prompt_with_no_ttft_slack_keeps_offline_out() -> None:
 
 def test_weight_limits_interference_by_the_number_of_decodes() -> None:
     def offline_tokens(num_online: int, weight: float) -> int:
-        objective = Objective(latency_budget=0.060, interference_weight=weight)
+        objective = StepObjective(budget=BudgetParams("tidemill", 0.060, weight, 1.0, "tbt_mean"))
         driver = make_driver(objective, max_num_seqs=16)
         driver.add(*[make_request(f"on{i}", [i, 1, 2], 40) for i in range(num_online)])
         for _ in range(4):
@@ -149,7 +154,7 @@ def test_weight_limits_interference_by_the_number_of_decodes() -> None:
 
 
 def test_offline_share_is_the_breaker() -> None:
-    driver = decoding_driver(Objective(latency_budget=0.020))
+    driver = decoding_driver(flat(0.020))
     driver.add(make_request("off", range(100), 5, request_class=OFFLINE))
     driver.core.set_offline_share(0.0)
     assert driver.launch()
@@ -157,7 +162,7 @@ def test_offline_share_is_the_breaker() -> None:
 
 
 def test_alone_the_oldest_offline_request_moves_whatever_the_budget() -> None:
-    driver = make_driver(Objective(latency_budget=0.0001))
+    driver = make_driver(flat(0.0001))
     driver.core.set_offline_share(0.0)
     job = make_request("off", range(50), 6, request_class=OFFLINE)
     driver.add(job)
@@ -166,7 +171,7 @@ def test_alone_the_oldest_offline_request_moves_whatever_the_budget() -> None:
 
 
 def test_smallest_victim_set() -> None:
-    driver = make_driver(Objective(), num_units=2 * 30, max_model_len=118, max_num_batched_tokens=200)
+    driver = make_driver(StepObjective(), num_units=2 * 30, max_model_len=118, max_num_batched_tokens=200)
     sizes = {"small": 10, "large": 50, "middle": 30}
     driver.add(
         *[make_request(name, [7 + i] * n, 20, request_class=OFFLINE) for i, (name, n) in enumerate(sizes.items())]
@@ -180,7 +185,7 @@ def test_smallest_victim_set() -> None:
 
 
 def test_preemptions_of_one_request_are_bounded() -> None:
-    driver = make_driver(Objective(), num_units=2 * 20, max_model_len=80, max_offline_preemptions=3)
+    driver = make_driver(StepObjective(), num_units=2 * 20, max_model_len=80, max_offline_preemptions=3)
     job = make_request("job", [5] * 40, 30, request_class=OFFLINE)
     driver.add(job)
     for index in range(40):
@@ -203,13 +208,18 @@ mix = st.lists(
     max_size=16,
 )
 objectives = st.builds(
-    Objective,
+    StepObjective,
     ttft=st.sampled_from([0.001, 0.1, 10.0, math.inf]),
     tbt=st.sampled_from([0.001, 0.012, 0.05, math.inf]),
     gap_limited=st.booleans(),
-    latency_budget=st.sampled_from([0.001, 0.015, 0.05, math.inf]),
-    interference_weight=st.sampled_from([0.0, 0.5, 4.0, math.inf]),
-    decode_value=st.sampled_from([1.0, 4.0]),
+    budget=st.builds(
+        BudgetParams,
+        policy=st.just("tidemill"),
+        latency_budget=st.sampled_from([0.001, 0.015, 0.05, math.inf]),
+        lam=st.sampled_from([0.0, 0.5, 4.0, math.inf]),
+        delta=st.sampled_from([1.0, 4.0]),
+        rule=st.sampled_from(["flat", "tbt_mean", "tbt_p99", "ttft_mean", "ttft_p99"]),
+    ),
 )
 
 
@@ -253,7 +263,7 @@ class Watcher:
 @settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(arrivals=mix, objective=objectives, num_blocks=st.integers(22, 40), share=st.sampled_from([0.0, 0.1, 1.0]))
 def test_promises_hold_and_outputs_equal_the_solo_run(
-    depth: int, arrivals: list[Any], objective: Objective, num_blocks: int, share: float
+    depth: int, arrivals: list[Any], objective: StepObjective, num_blocks: int, share: float
 ) -> None:
     driver = make_driver(objective, depth=depth, num_units=2 * num_blocks, max_model_len=88, max_num_seqs=5)
     driver.core.set_offline_share(share)

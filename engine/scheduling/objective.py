@@ -8,27 +8,33 @@ import math
 from dataclasses import dataclass
 
 from engine.request import Request
+from predictor.budget import BudgetParams
 from predictor.features import BatchFeatures
 from predictor.model import LatencyPredictor
+from predictor.slo import SLO
+
+UNLIMITED = BudgetParams("hygen", math.inf)
 
 
 @dataclass(frozen=True, slots=True)
-class Objective:
-    """What online requests were promised and how much of a step offline work may take.
+class StepObjective:
+    """What online requests were promised, and how much of a step offline work may take.
 
-    `ttft`, `tbt`: limits of one request. `gap_limited`: the TBT limit holds for every gap (`tbt_pNN`), not only for
-    the mean (`tbt_mean`, `tpot`): then banked slack may not be spent in one gap.
-    `latency_budget` is L: no step is extended beyond it for offline work. `interference_weight` is λ and
-    `decode_value` δ of the KKT rule: an item whose pure-offline time is v joins n online decodes while
-    added time · n ≤ λ · v; an infinite λ is the paper's flat budget.
+    `ttft`, `tbt`: absolute limits in seconds (infinite: none stated). `gap_limited`: the TBT limit holds for every gap
+    (`tbt_pNN`), not only for the mean (`tbt_mean`, `tpot`): then banked slack may not be spent in one gap.
+    `budget` is the offline fill's rule: L, λ, δ and which metric it protects; see `predictor.budget`.
     """
 
     ttft: float = math.inf
     tbt: float = math.inf
     gap_limited: bool = True
-    latency_budget: float = math.inf
-    interference_weight: float = math.inf
-    decode_value: float = 1.0
+    budget: BudgetParams = UNLIMITED
+
+    @classmethod
+    def from_slo(cls, slo: SLO, budget: BudgetParams) -> "StepObjective":
+        """The absolute part of an SLO with a budget; tolerances live in the budget alone."""
+        tbt = min((limit for metric in ("tbt", "tpot") if (limit := slo.limit_of(metric))), default=math.inf)
+        return cls(slo.limit_of("ttft") or math.inf, tbt, slo.gap_limited, budget)
 
     def next_token_deadline(self, request: Request) -> float:
         """When the request's next token is due; before its first token that is its TTFT limit."""
@@ -54,7 +60,7 @@ class OfflineAllowance:
     model: LatencyPredictor | None
     limit: float
     num_decodes: int
-    objective: Objective
+    budget: BudgetParams
     saturated: BatchFeatures
 
     def largest(self, features: BatchFeatures, seconds: float, start: int, wanted: int) -> int:
@@ -82,10 +88,10 @@ class OfflineAllowance:
         return low
 
     def _is_worth(self, features: BatchFeatures, start: int, length: int) -> bool:
-        weight = self.objective.interference_weight
+        weight = self.budget.lam
         if self.model is None or self.num_decodes == 0 or math.isinf(weight):
             return True
         value = self.model.marginal(self.saturated, start, length)
         if length == 1:
-            value *= self.objective.decode_value
+            value *= self.budget.delta
         return self.model.marginal(features, start, length) * self.num_decodes <= weight * value

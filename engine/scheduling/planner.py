@@ -39,24 +39,35 @@ def offline_allowance(
 ) -> OfflineAllowance:
     """What offline work may add to a step whose online work is in `ledger`.
 
-    Beside online decodes the step ends before the tightest deadline that can still be met; beside an online prompt it
-    may spend at most half of the prompt's TTFT slack. With nobody online it may last up to L.
+    L bounds the step, scaled by the circuit breaker beside online work. An absolute TBT limit also ends it before the
+    tightest deadline that can still be met. The budget's rule does the rest (algorithms.md §3): beside a waiting
+    prompt `ttft_mean` adds nothing and `ttft_p99` half of what the prompt can still lose; under `tbt_p99` a step that
+    is over L anyway is in the tail already and may be doubled.
     """
     objective = scheduler.objective
-    limit = objective.latency_budget
-    if num_online_decodes or beside_prompt or scheduler.waiting_online:
+    rule, limit = objective.budget.rule, objective.budget.latency_budget
+    beside_prompt = beside_prompt or bool(scheduler.waiting_online)
+    if num_online_decodes or beside_prompt:
         limit *= scheduler.offline_share
+        if rule == "tbt_p99" and ledger.seconds > limit > 0.0:
+            limit = 2.0 * ledger.seconds
     if num_online_decodes and not math.isinf(objective.tbt):
-        limit = min(limit, objective.tbt)
-        for request in scheduler.running[RequestClass.ONLINE]:
-            slack = objective.next_token_deadline(request) - now if request.times.first_token is not None else math.inf
-            if slack >= ledger.seconds:
-                limit = min(limit, slack)
-    if beside_prompt or scheduler.waiting_online:
+        limit = min(limit, objective.tbt, _tightest_slack(scheduler, ledger.seconds, now))
+    if beside_prompt and rule == "ttft_mean":
+        limit = 0.0
+    elif beside_prompt:
         limit = min(limit, ledger.seconds + _prompt_slack(scheduler, now) / 2)
     saturated = BatchFeatures()
     saturated.add_decodes(scheduler.config.max_num_batched_tokens, 0)
-    return OfflineAllowance(scheduler.model, limit, num_online_decodes, objective, saturated)
+    return OfflineAllowance(scheduler.model, limit, num_online_decodes, objective.budget, saturated)
+
+
+def _tightest_slack(scheduler: Scheduler, reachable_from: float, now: float) -> float:
+    """Seconds to the earliest token deadline that a step of `reachable_from` seconds can still meet."""
+    deadline = scheduler.objective.next_token_deadline
+    decoding = (r for r in scheduler.running[RequestClass.ONLINE] if r.times.first_token is not None)
+    slacks = (deadline(request) - now for request in decoding)
+    return min((slack for slack in slacks if slack >= reachable_from), default=math.inf)
 
 
 def _prompt_slack(scheduler: Scheduler, now: float) -> float:

@@ -12,7 +12,7 @@ from engine.cache.pool import UNITS_PER_KV_BLOCK, BlockPool
 from engine.cache.prefix import extend_hashes
 from engine.config import SchedulerConfig
 from engine.request import Request, RequestClass, RequestStatus
-from engine.scheduling.objective import Objective
+from engine.scheduling.objective import StepObjective
 from engine.scheduling.offline_queue import OfflineQueue
 from engine.scheduling.policies import OnlinePolicy
 from engine.scheduling.queues import insert_by_age, remove_by_age
@@ -39,7 +39,7 @@ class Scheduler:
         online_policy: OnlinePolicy,
         offline_policy: str,
         model: LatencyPredictor | None,
-        objective: Objective,
+        objective: StepObjective,
     ) -> None:
         self.config = config
         self.online_policy = online_policy

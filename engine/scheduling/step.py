@@ -82,7 +82,7 @@ class StepBuilder:
         if timed and slacks:
             # A decode that would be late even in a decode-only step cannot be saved by starving the prompts.
             reachable = [min(slack, objective.tbt) for slack in slacks if slack >= self.ledger.seconds]
-            self._time_limit = min(objective.latency_budget, *reachable, math.inf)
+            self._time_limit = min(reachable, default=math.inf)
 
     def _add_online_prefills(self) -> None:
         """Continue prompts that have begun, oldest first."""
