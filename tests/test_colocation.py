@@ -98,8 +98,8 @@ def test_banked_slack_may_delay_the_mean_but_not_one_gap() -> None:
 
 
 def test_decodes_slow_down_prompts_but_never_stop_the_oldest() -> None:
-    """Every decode is late already: prompts still get their floor (algorithms.md §1)."""
-    driver = decoding_driver(flat(0.001, tbt=0.001))
+    """The decode beside it leaves room for seven tokens: the oldest prompt still gets its floor of eight."""
+    driver = decoding_driver(flat(0.001, tbt=0.0105))
     prompt = make_request("prompt", range(80), 2)
     driver.add(prompt)
     assert driver.launch()
