@@ -1,0 +1,216 @@
+"""From flags to a workload and a plan. Reads files; talks to no server."""
+
+import argparse
+import math
+import os
+import secrets
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import orjson
+
+from loadgen import formats, workloads
+from loadgen.arrivals import Process, parse_curve
+from loadgen.client import Target
+from loadgen.errors import InputError, ServerError
+from loadgen.jobs import window_seconds
+from loadgen.metrics import Slo
+from loadgen.plan import Plan, Windows
+from loadgen.prompts import TokenIds
+from loadgen.session import Session
+from loadgen.traces import Trace
+from loadgen.workloads import Options, Workload
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """Everything the flags say, parsed: what a run or each run of a sweep is made from."""
+
+    args: argparse.Namespace
+    target: Target
+    options: Options
+    ids: TokenIds
+    slo: Slo
+    salt: int
+    extra_body: dict[str, Any]
+
+    def workload(self, rate: float | None = None) -> Workload:
+        """The workload, at another rate when one is given."""
+        options = self.options if rate is None else replace(self.options, rate=rate, curve=self._scaled(rate))
+        made = workloads.build(_name(self.args), options)
+        made = workloads.clipped(made, self.args.length_scale, self.args.max_model_len)
+        if self.args.only == "online":
+            made = replace(made, jobs=())
+        if self.args.only == "offline":
+            made = replace(made, online=None, closed_loop=False, horizon=self.options.duration)
+        if made.online is None and not made.jobs:
+            raise InputError("nothing to send: the workload has no requests of this class (see --offline-lines)")
+        return made
+
+    def _scaled(self, rate: float) -> Any:
+        return self.options.curve.scaled(rate) if self.options.curve is not None else None
+
+    def plan(self, made: Workload, session: Session) -> Plan:
+        """The plan of one run."""
+        args = self.args
+        jobs = tuple(replace(job, completion_window=args.completion_window) for job in made.jobs)
+        tier = None if args.offline_service_tier == "none" else args.offline_service_tier
+        return Plan(
+            target=session.target,
+            online=made.online,
+            closed_loop=made.closed_loop,
+            max_concurrency=args.max_concurrency,
+            jobs=jobs,
+            offline_mode=args.offline_mode if jobs else "none",
+            offline_concurrency=args.offline_concurrency,
+            offline_tier=tier,
+            wait_offline=made.wait_offline if args.wait_offline is None else args.wait_offline,
+            poll_every=args.poll_interval,
+            windows=Windows(args.warmup, args.cooldown, args.drain, made.horizon),
+            source=session.source,
+            seed=args.seed,
+            salt=self.salt,
+            ignore_eos=args.ignore_eos,
+            continuous_usage=args.continuous_usage,
+            extra_body=self.extra_body,
+        )
+
+
+def setup(args: argparse.Namespace) -> Setup:
+    """Parses and checks every flag of `run` and `sweep`; raises InputError."""
+    _check(args)
+    low, _, high = args.token_id_range.partition(":")
+    if not (low.isdigit() and high.isdigit()):
+        raise InputError("--token-id-range is LOW:HIGH")
+    return Setup(
+        args=args,
+        target=target(args),
+        options=options(args),
+        ids=TokenIds(int(low), int(high)),
+        slo=Slo.parse(args.goodput),
+        salt=secrets.randbits(31) if args.salt is None else args.salt,
+        extra_body=_extra_body(args.extra_body),
+    )
+
+
+def _check(args: argparse.Namespace) -> None:
+    positive = ("num_prompts", "duration", "max_concurrency", "workers", "offline_concurrency", "poll_interval")
+    for name in (*positive, "request_rate", "length_scale", "request_timeout", "random_input_len", "random_output_len"):
+        value = getattr(args, name)
+        if value is not None and not value > 0:
+            raise InputError(f"--{name.replace('_', '-')} must be positive")
+    for name in ("warmup", "cooldown", "drain", "num_warmups", "random_prefix_len", "offline_lines"):
+        value = getattr(args, name)
+        if value is not None and not value >= 0:
+            raise InputError(f"--{name.replace('_', '-')} cannot be negative")
+    if args.max_model_len is not None and args.max_model_len < 2:
+        raise InputError("--max-model-len must hold a prompt and an answer")
+    if not 0 <= args.random_range_ratio < 1:
+        raise InputError("--random-range-ratio lies in [0, 1)")
+    if args.max_concurrency is not None and args.workers > args.max_concurrency:
+        raise InputError("--workers cannot exceed --max-concurrency")
+    try:
+        window_seconds(args.completion_window)
+    except ServerError as error:
+        raise InputError(str(error)) from None
+
+
+def target(args: argparse.Namespace) -> Target:
+    """The server the flags name."""
+    pairs = [header.partition("=") for header in args.header]
+    if any(not equals for _, equals, _ in pairs):
+        raise InputError("--header is NAME=VALUE")
+    base = (args.base_url or f"http://{args.host}:{args.port}").rstrip("/")
+    return Target(
+        base_url=base.removesuffix("/v1"),
+        endpoint="/" + args.endpoint.lstrip("/"),
+        model=args.model,
+        api_key=os.environ.get("OPENAI_API_KEY", "") if args.api_key is None else args.api_key,
+        headers=tuple((name, value) for name, _, value in pairs),
+        timeout=args.request_timeout,
+    )
+
+
+def options(args: argparse.Namespace) -> Options:
+    """What the flags ask of a workload."""
+    process, cv = _process(args)
+    curve = parse_curve(args.rate_curve) if args.rate_curve else None
+    if curve is not None and args.request_rate is not None and math.isfinite(args.request_rate):
+        curve = curve.scaled(args.request_rate)
+    return Options(
+        rate=args.request_rate,
+        duration=args.duration,
+        count=args.num_prompts,
+        process=process,
+        cv=cv,
+        curve=curve,
+        seed=args.seed,
+        data=args.data_dir,
+        trace=formats.read(args.trace, args.trace_format) if args.trace else None,
+        trace_ops=args.trace_ops,
+        rate_by=args.rate_by,
+        input_tokens=args.random_input_len,
+        output_tokens=args.random_output_len,
+        prefix_tokens=args.random_prefix_len,
+        range_ratio=args.random_range_ratio,
+        offline_lines=args.offline_lines,
+        offline_trace=formats.read(args.offline_trace) if args.offline_trace else None,
+    )
+
+
+def _process(args: argparse.Namespace) -> tuple[Process, float]:
+    if args.cv is not None and args.burstiness is not None:
+        raise InputError("--cv and --burstiness say the same thing: give one")
+    cv = args.cv if args.cv is not None else 1.0
+    if args.burstiness is not None:
+        if not args.burstiness > 0:
+            raise InputError("--burstiness must be positive")
+        cv = 1.0 / math.sqrt(args.burstiness)
+    if not cv > 0:
+        raise InputError("--cv must be positive")
+    process: Process = args.arrival or ("poisson" if args.cv is None and args.burstiness is None else "gamma")
+    return process, cv
+
+
+def _extra_body(text: str) -> dict[str, Any]:
+    try:
+        loaded = orjson.loads(text or "{}")
+    except orjson.JSONDecodeError as error:
+        raise InputError(f"--extra-body is not JSON: {error}") from None
+    if not isinstance(loaded, dict):
+        raise InputError("--extra-body must be an object")
+    return loaded
+
+
+def _name(args: argparse.Namespace) -> str:
+    if args.workload is not None:
+        return str(args.workload)
+    return "trace" if args.trace else "random"
+
+
+def needs_calibration(made: Workload) -> bool:
+    """Whether any prompt has to be made up (and is not given as text)."""
+    traces: list[Trace] = [job.lines for job in made.jobs]
+    if made.online is not None:
+        traces.append(made.online)
+    return any(not trace.content or any(not (c.text or c.messages) for c in trace.content) for trace in traces)
+
+
+def describe(made: Workload, plan: Plan) -> dict[str, Any]:
+    """The `workload` section of a summary."""
+    online = made.online
+    return {
+        "name": made.name,
+        "notes": list(made.notes),
+        "online_requests": len(online) if online else 0,
+        "online_input_tokens": int(online.input_tokens.sum()) if online else 0,
+        "online_output_tokens": int(online.output_tokens.sum()) if online else 0,
+        "closed_loop": made.closed_loop,
+        "jobs": [len(job.lines) for job in made.jobs],
+        "offline_mode": plan.offline_mode,
+        "offline_input_tokens": int(np.sum([job.lines.input_tokens.sum() for job in made.jobs])),
+        "offline_output_tokens": int(np.sum([job.lines.output_tokens.sum() for job in made.jobs])),
+        "windows": {"warmup": plan.windows.warmup, "cooldown": plan.windows.cooldown, "drain": plan.windows.drain},
+        "horizon": plan.windows.horizon,
+    }

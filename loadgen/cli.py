@@ -1,0 +1,227 @@
+"""`tidemill bench run|sweep|compare|trace`: flags to runs, runs to folders, exit codes.
+
+Exit codes: 0 done; 1 an assertion failed or the server cannot be measured; 2 the run is INVALID (or the flags are
+wrong); 130 interrupted, results written.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from loadgen import assemble, checks, flags, folder, formats, report, sweep, tables, traces
+from loadgen.assemble import Setup
+from loadgen.compare import Arm, Row, compare
+from loadgen.errors import InputError, ServerError
+from loadgen.folder import About
+from loadgen.metrics import harvest, interference
+from loadgen.plan import Plan
+from loadgen.progress import LiveLine
+from loadgen.session import Session, prepare, warm_up
+from loadgen.workers import execute
+
+DONE, FAILED, INVALID, INTERRUPTED = 0, 1, 2, 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns the exit code; prints errors in one line."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    args = flags.parser().parse_args(arguments)
+    commands = {"run": _run, "sweep": _sweep, "compare": _compare, "trace": _trace}
+    try:
+        return commands[args.command](args, folder.command_line(arguments))
+    except InputError as error:
+        print(f"tidemill bench: {error}", file=sys.stderr)
+        return INVALID
+    except (ServerError, OSError) as error:
+        print(f"tidemill bench: {error}", file=sys.stderr)
+        return FAILED
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+@dataclass(slots=True)
+class Bench:
+    """A prepared server and workload: makes runs at one rate or several."""
+
+    setup: Setup
+    session: Session
+    command: str
+    warmed: bool = False
+
+    def run(self, path: Path, rate: float | None = None) -> dict[str, Any]:
+        """One run into the folder `path`; returns its summary."""
+        made = self.setup.workload(rate)
+        plan = self.setup.plan(made, self.session)
+        args = self.setup.args
+        if not self.warmed:
+            warm_up(plan, args.num_warmups)
+            self.warmed = True
+        for note in made.notes:
+            print(f"  {note}", file=sys.stderr)
+        line = LiveLine(plan.windows.horizon, quiet=args.quiet)
+        records = execute(plan, args.workers, line.show)
+        line.close()
+        summary = folder.summarise(records, plan, self.setup.slo, self.about(assemble.describe(made, plan)))
+        _baselines(args, summary)
+        folder.write(path, summary, records)
+        return summary
+
+    def about(self, workload: dict[str, Any]) -> About:
+        """What a summary says besides its figures."""
+        args = self.setup.args
+        pairs = tuple((key, value) for key, _, value in (item.partition("=") for item in args.metadata))
+        version = self.session.server.get("version")
+        named = version.get("device") if isinstance(version, dict) else None
+        device = args.device or named or "not stated"
+        return About(self.command, self.session.server, device, workload, args.label, pairs)
+
+    def plan(self) -> Plan:
+        """The plan at the flags' own rate."""
+        return self.setup.plan(self.setup.workload(), self.session)
+
+
+def _bench(args: argparse.Namespace, command: str) -> Bench:
+    setup = assemble.setup(args)
+    for expression in args.assertions:
+        checks.parse(expression)
+    calibrate = assemble.needs_calibration(setup.workload())
+    session = prepare(setup.target, args.prompt_mode, setup.ids, args.ready_check_timeout_sec, calibrate=calibrate)
+    return Bench(setup, session, command)
+
+
+def _run(args: argparse.Namespace, command: str) -> int:
+    bench = _bench(args, command)
+    path = args.output or folder.default_folder(args.result_dir, bench.setup.workload().name)
+    summary = bench.run(path)
+    tables.show_run(summary)
+    print(f"report: {path / 'report.html'}")
+    return _verdict(summary, args.assertions)
+
+
+def _verdict(summary: dict[str, Any], assertions: Sequence[str]) -> int:
+    failed = [problem for item in assertions if (problem := checks.check(summary, item)) is not None]
+    for problem in failed:
+        print(f"ASSERTION FAILED {problem}", file=sys.stderr)
+    for reason in summary.get("invalid", []):
+        print(f"INVALID: {reason}", file=sys.stderr)
+    if summary.get("interrupted"):
+        return INTERRUPTED
+    if not summary.get("valid", True):
+        return INVALID
+    return FAILED if failed else DONE
+
+
+def _baselines(args: argparse.Namespace, summary: dict[str, Any]) -> None:
+    """Adds interference and harvest against the runs named by --online-baseline and --offline-baseline."""
+    online, offline = getattr(args, "online_baseline", None), getattr(args, "offline_baseline", None)
+    if online is not None:
+        summary["online"] |= interference(summary["online"], folder.read_summary(online)["online"])
+    if offline is not None:
+        summary["total"]["harvest"] = harvest(summary, folder.read_summary(offline))
+
+
+def _sweep(args: argparse.Namespace, command: str) -> int:
+    if bool(args.request_rates) == args.find_knee:
+        raise InputError("a sweep needs --request-rates or --find-knee")
+    if not args.goodput:
+        raise InputError("a sweep needs an SLO: --goodput ttft:500 tbt_p99:100")
+    rates, levels = _numbers(args.request_rates or ""), _numbers(args.levels)
+    if any(not 0 < rate < float("inf") for rate in rates) or any(not 0 < level <= 100 for level in levels):
+        raise InputError("rates must be positive, levels in (0, 100]")
+    bench = _bench(args, command)
+    path = args.output or folder.default_folder(args.result_dir, "sweep")
+    found = _Points(bench, path)
+    knees: dict[int, float | None] = {}
+    try:
+        for rate in rates:
+            found.measure(rate)
+        for level in sorted(levels) if args.find_knee else []:
+            knees[round(level)] = sweep.knee(found.measure, level / 100, args.request_rate or 1.0, found.attained)
+    except KeyboardInterrupt:
+        found.interrupted = True
+    summary = _sweep_summary(bench, found, knees)
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "summary.json").write_bytes(folder.to_json(summary))
+    (path / "report.html").write_text(report.sweep_page(summary), encoding="utf-8")
+    tables.show_sweep(summary)
+    print(f"report: {path / 'report.html'}")
+    return _verdict(summary, args.assertions)
+
+
+def _numbers(text: str) -> list[float]:
+    try:
+        return [float(part) for part in text.split(",") if part.strip()]
+    except ValueError as error:
+        raise InputError(f"not a list of numbers: {text!r} ({error})") from None
+
+
+class _Points:
+    """The measured points of a sweep, each in its own folder."""
+
+    def __init__(self, bench: Bench, path: Path) -> None:
+        self.bench = bench
+        self.path = path
+        self.points: list[dict[str, Any]] = []
+        self.attained: dict[float, float] = {}
+        self.interrupted = False
+
+    def measure(self, rate: float) -> float:
+        """Runs at `rate`, returns the attainment; KeyboardInterrupt when the run was stopped (its folder is kept)."""
+        print(f"rate {rate:.4g}/s", file=sys.stderr)
+        summary = self.bench.run(self.path / f"rate-{rate:.4g}", rate)
+        online = summary["online"]
+        names = ("slo_attainment", "slo_attainment_interval", "ttft_p99", "tbt_p99", "requests")
+        throughput = summary["total"]["throughput"]
+        point = {"rate": rate, **{name: online[name] for name in names}, "throughput": throughput}
+        self.points.append(point | {"valid": summary["valid"]})
+        if summary["interrupted"]:
+            raise KeyboardInterrupt
+        attainment = 0.0 if online["slo_attainment"] is None else float(online["slo_attainment"])
+        self.attained[rate] = attainment
+        return attainment
+
+
+def _sweep_summary(bench: Bench, found: _Points, knees: dict[int, float | None]) -> dict[str, Any]:
+    plan = bench.plan()
+    invalid = [f"the run at {point['rate']:.4g}/s is invalid" for point in found.points if not point["valid"]]
+    levels = {level: sweep.effective(found.attained, level / 100) for level in sweep.LEVELS} | knees
+    return {
+        **folder.heading("sweep", plan, bench.about(assemble.describe(bench.setup.workload(), plan))),
+        "slo": dict(bench.setup.slo.limits),
+        "points": found.points,
+        **{f"effective_throughput_{level}": value for level, value in sorted(levels.items())},
+        "valid": not invalid,
+        "invalid": invalid,
+        "interrupted": found.interrupted,
+    }
+
+
+def _compare(args: argparse.Namespace, _: str) -> int:
+    result = compare(Arm.read(args.first), Arm.read(args.second), rounds=args.rounds, seed=args.seed)
+    if args.json:
+        print(orjson.dumps(result, option=orjson.OPT_INDENT_2, default=_plain).decode())
+    else:
+        tables.show_comparison(result, args.first.name, args.second.name)
+    return DONE
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Row):
+        return {name: getattr(value, name) for name in Row.__slots__} | {"decided": value.decided}
+    raise TypeError(type(value).__name__)
+
+
+def _trace(args: argparse.Namespace, _: str) -> int:
+    trace = traces.apply(formats.read(args.file, args.trace_format), args.trace_ops, args.seed)
+    tables.show_values(args.file.name, traces.moments(trace))
+    for note in trace.notes:
+        print(f"  {note}")
+    if args.output is not None:
+        formats.write(trace, args.output)
+        print(f"written: {args.output}")
+    return DONE

@@ -1,0 +1,179 @@
+"""`compare A B`: differences between two arms with 95 % intervals, and interference and harvest where they apply.
+
+An arm is a run folder or a folder of runs (one for each seed). Attainment is pooled over seeds; when both arms hold the
+same requests (same seeds, same numbers), differences are paired by request. Latencies are resampled by request.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from loadgen import folder
+from loadgen.metrics import Slo, harvest, in_window, interference
+from loadgen.records import RequestRecord
+from loadgen.stats import Clustered, Statistic, bootstrap_difference, weighted_mean, weighted_percentile, wilson
+
+Floats = NDArray[np.float64]
+Key = tuple[int, int]
+"""(seed, request index): the same request in two arms."""
+
+ENOUGH = 300
+STATISTICS: tuple[tuple[str, Statistic], ...] = (
+    ("mean", weighted_mean),
+    ("p50", weighted_percentile(50)),
+    ("p99", weighted_percentile(99)),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """The runs of one side: their summaries and the online requests of their measure windows."""
+
+    name: str
+    summaries: tuple[dict[str, Any], ...]
+    requests: dict[Key, RequestRecord]
+    slo: Slo
+
+    @classmethod
+    def read(cls, path: Path) -> "Arm":
+        """All runs under `path`."""
+        summaries = []
+        requests: dict[Key, RequestRecord] = {}
+        for run in folder.runs_under(path):
+            summary = folder.read_summary(run)
+            summaries.append(summary)
+            window = summary["window"]["start"], summary["window"]["end"]
+            online = [item for item in folder.read_requests(run) if item.service_class == "online"]
+            for record in in_window(online, *window):
+                requests[summary["seeds"]["seed"], record.index] = record
+        return cls(path.name or str(path), tuple(summaries), requests, Slo(tuple(summaries[0]["slo"].items())))
+
+    def mean(self, section: str, name: str) -> float | None:
+        """The mean over runs of one figure of the summaries; None when any lacks it."""
+        values = [summary[section].get(name) for summary in self.summaries]
+        return None if any(value is None for value in values) else float(np.mean(values))
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of the comparison: both values, their difference (B - A) and its interval (None: no interval)."""
+
+    metric: str
+    first: float | None
+    second: float | None
+    difference: float | None
+    low: float | None = None
+    high: float | None = None
+
+    @property
+    def decided(self) -> bool:
+        """Whether the interval excludes no difference."""
+        return self.low is not None and self.high is not None and (self.low > 0 or self.high < 0)
+
+
+def compare(first: Arm, second: Arm, *, rounds: int = 1000, seed: int = 0) -> dict[str, Any]:
+    """`{"rows", "paired", "notes", "interference", "harvest"}`; the SLO of the first arm applies to both."""
+    keys_first, keys_second = list(first.requests), list(second.requests)
+    paired = bool(keys_first) and set(keys_first) == set(keys_second)
+    ours = [first.requests[key] for key in keys_first]
+    theirs = [second.requests[key] for key in (keys_first if paired else keys_second)]
+    rows = []
+    if ours and theirs:
+        rows.append(_attainment(ours, theirs, first.slo, paired=paired, rounds=rounds, seed=seed))
+        for name, values in (("ttft", _ttft), ("tbt", lambda record: record.gaps()), ("e2e", _e2e)):
+            left, right = Clustered.of([values(r) for r in ours]), Clustered.of([values(r) for r in theirs])
+            rows += _latency_rows(name, left, right, paired=paired, rounds=rounds, seed=seed)
+    rows += _throughput(first, second)
+    return {
+        "rows": rows,
+        "paired": paired,
+        "notes": _notes(first, second, paired=paired),
+        "interference": _interference(first, second),
+        "harvest": _harvest(first, second),
+    }
+
+
+def _ttft(record: RequestRecord) -> Floats:
+    return np.array([] if record.ttft is None else [record.ttft], dtype=np.float64)
+
+
+def _e2e(record: RequestRecord) -> Floats:
+    return np.array([record.e2e] if record.ok and record.e2e is not None else [], dtype=np.float64)
+
+
+def _attainment(
+    ours: Sequence[RequestRecord], theirs: Sequence[RequestRecord], slo: Slo, *, paired: bool, rounds: int, seed: int
+) -> Row:
+    good = [np.array([[float(slo.good(record))] for record in side]) for side in (ours, theirs)]
+    left, right = (Clustered.of(list(side)) for side in good)
+    low, high = bootstrap_difference(left, right, weighted_mean, paired=paired, rounds=rounds, seed=seed)
+    first, second = (float(side.mean()) for side in good)
+    return Row("slo_attainment", first, second, second - first, low, high)
+
+
+def _latency_rows(name: str, left: Clustered, right: Clustered, *, paired: bool, rounds: int, seed: int) -> list[Row]:
+    rows = []
+    for label, statistic in STATISTICS:
+        values = [statistic(side, np.ones(side.clusters, dtype=np.int64)) for side in (left, right)]
+        if any(math.isnan(value) for value in values):
+            before, after = (None if math.isnan(value) else value for value in values)
+            rows.append(Row(f"{name}_{label}", before, after, None))
+            continue
+        low, high = bootstrap_difference(left, right, statistic, paired=paired, rounds=rounds, seed=seed)
+        rows.append(Row(f"{name}_{label}", values[0], values[1], values[1] - values[0], low, high))
+    return rows
+
+
+def _throughput(first: Arm, second: Arm) -> list[Row]:
+    rows = []
+    for section, name in (
+        ("offline", "offline_throughput"),
+        ("online", "output_throughput"),
+        ("total", "throughput"),
+    ):
+        left, right = first.mean(section, name), second.mean(section, name)
+        difference = None if left is None or right is None else right - left
+        rows.append(Row(f"{section}.{name}", left, right, difference))
+    return rows
+
+
+def _notes(first: Arm, second: Arm, *, paired: bool) -> list[str]:
+    notes = []
+    for arm in (first, second):
+        if arm.requests and len(arm.requests) < ENOUGH:
+            notes.append(f"{arm.name}: {len(arm.requests)} online requests; {ENOUGH} an arm are needed for a claim")
+        if any(not summary["valid"] for summary in arm.summaries):
+            notes.append(f"{arm.name}: holds an INVALID run")
+        if len({summary["seeds"]["seed"] for summary in arm.summaries}) < len(arm.summaries):
+            notes.append(f"{arm.name}: two runs share a seed; only one of them is counted")
+    if first.slo != second.slo:
+        notes.append(f"the arms state different SLOs; that of {first.name} is applied to both")
+    if not paired and first.requests and second.requests:
+        notes.append("the arms do not hold the same requests: differences are not paired")
+    for arm in (first, second):
+        good = sum(first.slo.good(record) for record in arm.requests.values())
+        low, high = wilson(good, len(arm.requests))
+        notes.append(f"{arm.name}: {good} of {len(arm.requests)} good, Wilson {low:.4f} to {high:.4f}")
+    return notes
+
+
+def _interference(first: Arm, second: Arm) -> dict[str, float | None] | None:
+    """Of the second arm over the first, when the first did no offline work and the second did."""
+    if first.mean("offline", "offline_throughput") or not second.mean("offline", "offline_throughput"):
+        return None
+    names = ("ttft_mean", "ttft_p99", "tbt_mean", "tbt_p99")
+    sections = [{name: arm.mean("online", name) for name in names} for arm in (second, first)]
+    return interference(*sections) if first.requests else None
+
+
+def _harvest(first: Arm, second: Arm) -> float | None:
+    """Of the second arm over the first, when the first is pure offline work."""
+    if first.requests or not second.requests:
+        return None
+    sections = [{"total": {"throughput": arm.mean("total", "throughput")}} for arm in (second, first)]
+    return harvest(*sections)

@@ -1,0 +1,134 @@
+"""The run folder: `summary.json`, `requests.jsonl.gz`, `timeline.csv`, `report.html`; written and read back."""
+
+import gzip
+import os
+import platform
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from loadgen import metrics, records, report, timeline
+from loadgen.errors import InputError
+from loadgen.honesty import honesty
+from loadgen.metrics import Slo
+from loadgen.plan import Plan
+from loadgen.records import Records, RequestRecord
+
+SCHEMA_VERSION = 1
+UNITS = "seconds, tokens, tokens/s, requests/s; shares are 0 to 1"
+SECRETS = ("--api-key", "--header")
+
+
+@dataclass(frozen=True, slots=True)
+class About:
+    """What a summary says of the run besides its figures."""
+
+    command: str
+    server: dict[str, Any]
+    device: str
+    workload: dict[str, Any]
+    label: str = ""
+    metadata: tuple[tuple[str, str], ...] = ()
+
+
+def summarise(found: Records, plan: Plan, slo: Slo, about: About) -> dict[str, Any]:
+    """The summary of one run."""
+    window = plan.windows.measured(found.ended_at)
+    honest, invalid = honesty(found, window, slo, closed_loop=plan.closed_loop)
+    return {
+        **heading("run", plan, about),
+        **metrics.run_metrics(found, window, slo),
+        "honesty": honest,
+        "valid": not invalid,
+        "invalid": invalid,
+        "interrupted": found.interrupted,
+    }
+
+
+def heading(kind: str, plan: Plan, about: About) -> dict[str, Any]:
+    """The part of a summary that a run and a sweep share."""
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "kind": kind,
+        "created_at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": about.command,
+        "label": about.label,
+        "metadata": dict(about.metadata),
+        "seeds": {"seed": plan.seed, "salt": plan.salt},
+        "server": about.server,
+        "device": about.device,
+        "client": {"python": platform.python_version(), "platform": platform.platform(), "cpus": os.cpu_count()},
+        "workload": about.workload,
+        "units": UNITS,
+    }
+
+
+def command_line(arguments: Sequence[str]) -> str:
+    """The command as it was given, without the values of flags that carry keys."""
+    shown, hide = ["tidemill", "bench"], False
+    for argument in arguments:
+        name, equals, _ = argument.partition("=")
+        if hide or (equals and name in SECRETS):
+            argument = f"{name}=***" if equals and name in SECRETS else "***"
+        hide = argument in SECRETS
+        shown.append(argument)
+    return shlex.join(shown)
+
+
+def write(path: Path, summary: dict[str, Any], found: Records) -> None:
+    """Writes the four files into `path` (made when missing)."""
+    path.mkdir(parents=True, exist_ok=True)
+    columns = timeline.timeline(found)
+    (path / "summary.json").write_bytes(to_json(summary))
+    records.save(found.requests, path / "requests.jsonl.gz")
+    timeline.write(columns, path / "timeline.csv")
+    (path / "report.html").write_text(report.run_page(summary, found.requests, columns), encoding="utf-8")
+
+
+def to_json(summary: dict[str, Any]) -> bytes:
+    """A summary as indented JSON."""
+    return orjson.dumps(summary, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY)
+
+
+def read_summary(path: Path) -> dict[str, Any]:
+    """The summary in a run folder; raises InputError when there is none or it is of another schema."""
+    try:
+        summary = orjson.loads((path / "summary.json").read_bytes())
+    except (OSError, orjson.JSONDecodeError) as error:
+        raise InputError(f"{path} is not a run folder: {error}") from None
+    if not isinstance(summary, dict) or summary.get("schema_version") != SCHEMA_VERSION:
+        raise InputError(f"{path}: its schema version is not {SCHEMA_VERSION}")
+    return summary
+
+
+def read_requests(path: Path) -> list[RequestRecord]:
+    """The requests in a run folder."""
+    try:
+        return records.load(path / "requests.jsonl.gz")
+    except (OSError, EOFError, gzip.BadGzipFile, orjson.JSONDecodeError, KeyError, TypeError) as error:
+        raise InputError(f"{path}: its requests cannot be read: {error}") from None
+
+
+def runs_under(path: Path) -> list[Path]:
+    """The run folders `path` stands for: itself, or the runs right inside it (one for each seed)."""
+    if (path / "requests.jsonl.gz").is_file():
+        return [path]
+    inside = sorted(item.parent for item in path.glob("*/requests.jsonl.gz"))
+    if not inside:
+        raise InputError(f"{path} holds no run")
+    return inside
+
+
+def default_folder(root: Path, name: str) -> Path:
+    """A new folder name under `root`, from the time and the workload."""
+    stamp = datetime.now().astimezone().strftime("%Y%m%d-%H%M%S")
+    path, number = root / f"{stamp}-{name}", 1
+    while path.exists():
+        number += 1
+        path = root / f"{stamp}-{name}-{number}"
+    return path

@@ -1,0 +1,137 @@
+"""Where lengths and public arrivals come from: the data files when given, else generators with the same moments.
+
+The tables are quantiles of the public data sets (of tokens, at the percents in `PERCENTS`); a generator draws from them
+by log-linear interpolation. Which of the two was used is said in the trace's notes.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from loadgen import formats
+from loadgen.arrivals import Process, RateCurve, constant_rate, schedule
+from loadgen.randomness import stream
+from loadgen.traces import Trace, build
+
+Ints = NDArray[np.int64]
+PERCENTS = (0.0, 5.0, 10.0, 25.0, 50.0, 75.0, 90.0, 95.0, 99.0, 99.9, 100.0)
+TRACE_SPAN = 3500.0
+"""Seconds of a synthetic arrival trace (the Azure traces last about that long)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Quantiles of input and output tokens of a data set, and the name of its file in the data folder."""
+
+    inputs: tuple[float, ...]
+    outputs: tuple[float, ...]
+    file: str = ""
+
+
+AZURE_CONV = Lengths(
+    (2, 181, 207, 396, 1020, 1189, 2734, 4083, 4142, 6179, 14050),
+    (7, 41, 54, 85, 129, 395, 424, 451, 601, 954, 1000),
+    "azure2023_conv.csv.gz",
+)
+AZURE_CODE = Lengths(
+    (3, 75, 147, 578, 1469, 2744, 5188, 7303, 7436, 7437, 7437),
+    (6, 6, 7, 9, 13, 24, 55, 90, 251, 825, 1899),
+    "azure2023_code.csv.gz",
+)
+SERVEGEN = Lengths(
+    (11, 57, 58, 62, 70, 575, 1298, 2251, 3594, 8922, 14188),
+    (1, 1, 1, 1, 1, 11, 108, 161, 502, 1394, 4067),
+    "servegen_m-large_burst2h.csv.gz",
+)
+ARXIV = Lengths(
+    (1, 749, 1242, 1986, 2730, 3370, 3702, 3813, 3933, 4012, 4054),
+    (5, 60, 78, 115, 167, 242, 372, 736, 3271, 3844, 4056),
+    "lengths_arxiv_summarization.csv.gz",
+)
+SHAREGPT = Lengths(
+    (1, 29, 74, 580, 1730, 3734, 5696, 6563, 7434, 7854, 8141),
+    (2, 44, 84, 228, 415, 628, 834, 920, 998, 1021, 1024),
+    "lengths_sharegpt_8k.csv.gz",
+)
+HUMANEVAL = Lengths(
+    (29, 43, 54, 72, 99, 142, 193, 229, 301, 336, 340),
+    (4, 8, 10, 20, 37, 60, 92, 108, 164, 209, 216),
+    "humaneval.jsonl.gz",
+)
+GENERATION = Lengths(
+    (32, 39, 41, 46, 56, 69, 99, 125, 473, 853, 924),
+    (9, 167, 261, 658, 1447, 2560, 5148, 6144, 6144, 6144, 6144),
+    "servegen_offline_generation_sample160.csv.gz",
+)
+
+
+def draw(quantiles: tuple[float, ...], count: int, random: np.random.Generator) -> Ints:
+    """`count` lengths from a quantile table, at least one token each."""
+    at = random.uniform(0.0, 100.0, count)
+    drawn: Ints = np.maximum(1, np.rint(np.exp(np.interp(at, PERCENTS, np.log(quantiles))))).astype(np.int64)
+    return drawn
+
+
+def sample(lengths: Lengths, count: int, seed: int, data: Path | None, purpose: str) -> Trace:
+    """`count` pairs of lengths without times: rows of the data file drawn at random, else from the quantiles."""
+    random = stream(seed, "lengths", len(purpose), *purpose.encode())
+    path = _file(lengths, data)
+    if path is not None:
+        rows = formats.read(path)
+        picked = rows.take(random.integers(0, len(rows), count))
+        bare = build(None, picked.input_tokens, picked.output_tokens)
+        estimated = " (estimates: 4 characters a token)" if rows.content and rows.content[0].text else ""
+        return bare.noted(f"{purpose} lengths: {path.name}{estimated}")
+    bare = build(None, draw(lengths.inputs, count, random), draw(lengths.outputs, count, random))
+    return bare.noted(f"{purpose} lengths: SYNTHETIC, with the quantiles of {lengths.file.split('.')[0]}")
+
+
+def arrivals(lengths: Lengths, seed: int, data: Path | None) -> Trace:
+    """A trace with times: the data file, else a synthetic one with the same rate, burstiness and length quantiles."""
+    path = _file(lengths, data)
+    if path is not None:
+        return formats.read(path).noted(f"arrivals and lengths: {path.name}")
+    random = stream(seed, "arrivals")
+    curve, process, cv, what = _shape(lengths, random)
+    span = curve.period if what else TRACE_SPAN
+    times = schedule(curve, process, random, duration=span, cv=cv)
+    drawn = stream(seed, "lengths")
+    sizes = draw(lengths.inputs, len(times), drawn), draw(lengths.outputs, len(times), drawn)
+    trace = Trace(times, *sizes, span=span)
+    name = lengths.file.split(".")[0]
+    return trace.noted(f"arrivals and lengths: SYNTHETIC, {what or f'gamma CV {cv:g}'}, with the quantiles of {name}")
+
+
+def _shape(lengths: Lengths, random: np.random.Generator) -> tuple[RateCurve, Process, float, str]:
+    if lengths is AZURE_CODE:
+        return on_off(random), "poisson", 1.0, "on-off with 56 % idle 10-s bins"
+    if lengths is SERVEGEN:
+        rates = np.array([2.33, 8.78, 9.40, 8.36, 4.0, 8.38])
+        return RateCurve(np.full(6, 600.0), rates), "gamma", 1.6, "a rise of x3.2 within ten minutes"
+    return constant_rate(5.53), "gamma", 1.09, ""
+
+
+def on_off(random: np.random.Generator, bins: int = 350) -> RateCurve:
+    """Ten-second bins that are idle or busy in runs (mean 38 s busy, 49 s idle), busy rates spread with CV 0.8.
+
+    The mean rate and the share of idle bins are those of the Azure code trace; both are set exactly.
+    """
+    busy = np.zeros(bins, dtype=bool)
+    state = False
+    for index in range(bins):
+        busy[index] = state
+        state = random.random() >= 1 / 3.8 if state else random.random() < 1 / 4.9
+    target = round(0.44 * bins)
+    excess = int(busy.sum()) - target
+    pool = np.flatnonzero(busy if excess > 0 else ~busy)
+    busy[random.choice(pool, abs(excess), replace=False)] = excess < 0
+    # A floor keeps a busy bin from being empty by chance.
+    rates = np.where(busy, np.maximum(0.6, random.gamma(1 / 0.64, 0.64 * 5.83, bins)), 0.0)
+    return RateCurve(np.full(bins, 10.0), rates).scaled(2.567)
+
+
+def _file(lengths: Lengths, data: Path | None) -> Path | None:
+    path = data / lengths.file if data is not None and lengths.file else None
+    return path if path is not None and path.is_file() else None

@@ -1,0 +1,101 @@
+"""Before a run: is the server there, what is it, what do words cost, warm it up.
+
+Talks to the server and measures nothing.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeVar
+
+import orjson
+
+from loadgen.calibrate import word_costs
+from loadgen.client import Client, Target, describe_server, error_message, wait_ready
+from loadgen.errors import ServerError
+from loadgen.plan import Plan
+from loadgen.prompts import Source, TokenIds
+from loadgen.records import RequestRecord
+from loadgen.traces import Content
+from loadgen.workers import loop_factory
+
+PromptMode = Literal["auto", "ids", "text"]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """What is known of the server after the probes. `target` has the model filled in."""
+
+    target: Target
+    source: Source
+    server: dict[str, Any]
+
+
+def prepare(target: Target, mode: PromptMode, ids: TokenIds, ready_within: float, *, calibrate: bool) -> Session:
+    """Waits for the server and learns what a plan needs; raises ServerError when it cannot be measured.
+
+    `calibrate` is False when every prompt is given text: no probe is sent then.
+    """
+
+    async def work(client: Client) -> Session:
+        await wait_ready(client, ready_within)
+        about = await describe_server(client)
+        chosen = replace(target, model=target.model or about["model"])
+        if not chosen.model:
+            raise ServerError("the server lists no model: use --model")
+        client.target = chosen
+        source: Source = ids
+        if calibrate and (mode == "text" or (mode == "auto" and chosen.chat)):
+            source = await word_costs(probe(client))
+        return Session(chosen, source, {"base_url": chosen.base_url, "endpoint": chosen.endpoint, **about})
+
+    return _with_client(target, work)
+
+
+def probe(client: Client) -> Callable[[str], Awaitable[int]]:
+    """A function that asks the server for one token and returns how many tokens the text was."""
+
+    async def ask(text: str) -> int:
+        prompt: dict[str, Any] = {"prompt": text}
+        if client.target.chat:
+            prompt = {"messages": [{"role": "user", "content": text}]}
+        body = orjson.dumps({"model": client.target.model, "max_tokens": 1, "temperature": 0.0, **prompt})
+        headers = {"Content-Type": "application/json"}
+        status, data = await client.raw("POST", client.target.endpoint, data=body, headers=headers)
+        if status != 200:
+            raise ServerError(f"the calibration request was refused: {status} {error_message(data)}")
+        try:
+            return int(orjson.loads(data)["usage"]["prompt_tokens"])
+        except (orjson.JSONDecodeError, KeyError, TypeError):
+            raise ServerError("the server reports no usage.prompt_tokens: text prompts cannot be calibrated") from None
+
+    return ask
+
+
+def warm_up(plan: Plan, count: int) -> None:
+    """Sends `count` small requests of the plan's kind, one after another; raises ServerError when one fails."""
+
+    async def work(client: Client) -> None:
+        maker = plan.maker()
+        for number in range(count):
+            # Their own numbers: a warm-up must not put a measured prompt into the prefix cache.
+            prompt = maker.fields((1 << 30) + number, 32, Content())
+            body = {"model": client.target.model, **prompt, "max_tokens": 4, "temperature": 0.0, **plan.extra_body}
+            record = RequestRecord(number, "online", 0.0, 32, 4)
+            await client.send(orjson.dumps(body | plan.stream_fields()), record)
+            if not record.ok:
+                raise ServerError(f"a warm-up request ended as {record.outcome}: {record.status} {record.error}")
+
+    if count:
+        _with_client(plan.target, work)
+
+
+def _with_client(target: Target, work: Callable[[Client], Coroutine[Any, Any, T]]) -> T:
+    async def main() -> T:
+        async with Client(target, time.monotonic) as client:
+            return await work(client)
+
+    with asyncio.Runner(loop_factory=loop_factory()) as runner:
+        return runner.run(main())
