@@ -1,0 +1,123 @@
+"""From a plan to an HTTP answer, streamed or whole: what chat and completions have in common.
+
+Knows nothing of the shapes of their chunks; those are an `AnswerFormat`.
+"""
+
+import functools
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from typing import Any, Protocol, TypeVar
+
+import anyio.to_thread
+import orjson
+from pydantic import BaseModel
+from starlette.requests import Request
+from starlette.responses import Response
+
+from engine.errors import TidemillError
+from gateway.choices import Delta, Generation
+from gateway.context import GatewayContext
+from gateway.errors import ApiError, log_unexpected, to_api_error
+from gateway.params import without_ignored
+from gateway.sse import DONE, EventStream, event, run_while_connected
+from gateway.wire import parse_json, validate
+
+INLINE_BYTES = 32 * 1024  # parsing more than this takes long enough for a thread to be worth it
+INLINE_CHARS = 2000
+
+BodyT = TypeVar("BodyT", bound=BaseModel)
+ResultT = TypeVar("ResultT")
+
+
+class AnswerFormat(Protocol):
+    """How one API spells its answers."""
+
+    def chunk(self, delta: Delta, usage: dict[str, Any] | None) -> bytes:
+        """A delta as an event; `usage` where the client wants it in every chunk."""
+        ...
+
+    def usage_chunk(self, usage: dict[str, Any]) -> bytes:
+        """The event that says what a stream used."""
+        ...
+
+    def whole(self, choices: list[list[Delta]], usage: dict[str, Any]) -> dict[str, Any]:
+        """The answer that is not streamed; `choices[i]` are the deltas of choice i."""
+        ...
+
+
+async def read_body(request: Request, model: type[BodyT]) -> BodyT:
+    """The request's body as a model. Raises ApiError 415 or InvalidRequestError.
+
+    The content type is insisted on: a web page of another origin cannot send it without asking first.
+    """
+    content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if content_type != "application/json":
+        raise ApiError(415)
+    raw = await request.body()
+    if len(raw) <= INLINE_BYTES:
+        return parse_body(raw, model)
+    return await anyio.to_thread.run_sync(parse_body, raw, model)
+
+
+def parse_body(raw: bytes, model: type[BodyT]) -> BodyT:
+    return validate(model, without_ignored(parse_json(raw)))
+
+
+async def run_text_work(context: GatewayContext, work: Callable[[], ResultT]) -> ResultT:
+    """Tokenize in a worker thread."""
+    return await anyio.to_thread.run_sync(work, limiter=context.text_threads)
+
+
+async def respond(request: Request, generation: Generation, shape: AnswerFormat) -> Response:
+    """The response that carries a generation to its client, and ends it when the client leaves."""
+    if generation.plan.stream:
+        return EventStream(stream_events(generation, shape), generation.aclose)
+    answer: list[dict[str, Any]] = []
+
+    async def work() -> None:
+        answer.append(await collect(generation, shape))
+
+    try:
+        if not await run_while_connected(request.receive, work):
+            return Response(status_code=499)  # for nobody: the connection is closed
+    finally:
+        await generation.aclose()
+    return Response(orjson.dumps(answer[0]), media_type="application/json")
+
+
+async def collect(generation: Generation, shape: AnswerFormat) -> dict[str, Any]:
+    """The whole answer. Raises the error of the first choice that fails."""
+    choices: list[list[Delta]] = [[] for _ in generation.choices]
+    async with aclosing(generation.deltas()) as deltas:
+        async for delta in deltas:
+            choices[delta.index].append(delta)
+    return shape.whole(choices, generation.usage())
+
+
+async def stream_events(generation: Generation, shape: AnswerFormat) -> AsyncGenerator[bytes, None]:
+    """The events of a stream. An error in mid-stream is an event with `error`, after which nothing comes."""
+    options = generation.plan.stream_options
+    usage: Callable[[], dict[str, Any] | None] = (
+        generation.usage if options.continuous_usage_stats else functools.partial(_nothing)
+    )
+    try:
+        async with aclosing(generation.deltas()) as deltas:
+            async for delta in deltas:
+                yield shape.chunk(delta, usage())
+        if options.include_usage:
+            yield shape.usage_chunk(generation.usage())
+        yield DONE
+    except Exception as error:  # whatever it is, the client must be able to tell it from the end
+        if not isinstance(error, TidemillError):
+            log_unexpected(error)
+        yield event(to_api_error(error).envelope)
+
+
+def _nothing() -> None:
+    return None
+
+
+def check_model(context: GatewayContext, name: str) -> None:
+    """Raises ApiError 404 for a model that is not served here."""
+    if name not in context.model_names:
+        raise ApiError(404, "This server has no such model.", param="model", code="model_not_found")

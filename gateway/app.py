@@ -1,0 +1,92 @@
+"""The application: routes, middleware and error handlers put together around one engine client."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from fastapi import FastAPI
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+from starlette.exceptions import HTTPException
+
+from engine.client import EngineClient
+from engine.errors import TidemillError
+from engine.text import Tokenizer
+from gateway import chat, completions, health, models
+from gateway.config import ServerConfig
+from gateway.context import GatewayContext, Lifecycle
+from gateway.errors import ApiError, ErrorBoundary, handle_error
+from gateway.metrics import GatewayMetrics
+from gateway.middleware import Authentication, BodyLimit, RequestIds
+from gateway.params import INERT, UNSUPPORTED
+from gateway.wire import ChatCompletionRequest, CompletionRequest
+
+MAX_HELD_BODIES = 64  # bodies of the largest size that may be in memory at once
+
+_BODIES: dict[str, type[BaseModel]] = {
+    "/v1/chat/completions": ChatCompletionRequest,
+    "/v1/completions": CompletionRequest,
+}
+
+
+def create_app(client: EngineClient, tokenizer: Tokenizer, config: ServerConfig) -> FastAPI:
+    """The gateway as an ASGI application. Its lifespan starts and stops `client`."""
+    model_names = config.served_model_name or (client.info.architecture,)
+    metrics = GatewayMetrics(client, model_names[0])
+    lifecycle = Lifecycle(client)
+    context = GatewayContext(client, tokenizer, config, model_names, metrics, lifecycle)
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        await lifecycle.start()
+        yield
+        await lifecycle.stop()
+
+    app = FastAPI(
+        title="tidemill",
+        version=health.package_version(),
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+    )
+    app.state.context = context
+    for resource in (chat, completions, models, health):
+        app.include_router(resource.router)
+    for error in (ApiError, TidemillError, HTTPException):
+        app.add_exception_handler(error, handle_error)
+    # the last one added is the first that a request meets
+    held_bytes = MAX_HELD_BODIES * config.max_body_bytes
+    app.add_middleware(BodyLimit, max_body_bytes=config.max_body_bytes, max_held_bytes=held_bytes)
+    app.add_middleware(Authentication, keys=config.api_key)
+    app.add_middleware(ErrorBoundary)
+    app.add_middleware(RequestIds, metrics=metrics)
+    _describe_bodies(app)
+    return app
+
+
+def _describe_bodies(app: FastAPI) -> None:
+    """Bodies are parsed by hand (orjson, our own errors), so the OpenAPI document is told of them by hand, too."""
+    make = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            document = make()
+            _, schemas = models_json_schema(
+                [(model, "validation") for model in _BODIES.values()], ref_template="#/components/schemas/{model}"
+            )
+            document.setdefault("components", {}).setdefault("schemas", {}).update(schemas["$defs"])
+            for path, model in _BODIES.items():
+                reference = {"$ref": f"#/components/schemas/{model.__name__}"}
+                schemas["$defs"][model.__name__]["properties"] |= _unhonoured()
+                content = {"application/json": {"schema": reference}}
+                document["paths"][path]["post"]["requestBody"] = {"required": True, "content": content}
+        assert app.openapi_schema is not None
+        return app.openapi_schema
+
+    app.openapi = openapi  # type: ignore[method-assign]
+
+
+def _unhonoured() -> dict[str, Any]:
+    ignored = {name: {"description": "Accepted and without effect."} for name in sorted(INERT)}
+    return ignored | {name: {"enum": [None, *values]} for name, values in UNSUPPORTED.items()}

@@ -1,0 +1,131 @@
+"""POST /v1/chat/completions."""
+
+import time
+import uuid
+from typing import Any
+
+import orjson
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from engine.text import Tokenizer
+from gateway.answering import check_model, read_body, respond, run_text_work
+from gateway.choices import Delta, Generation
+from gateway.context import GatewayContext, context_of, tenant_of
+from gateway.logprobs import chat_logprobs
+from gateway.params import Caller, GenerationPlan, chat_plan, check_chat
+from gateway.sse import END
+from gateway.wire import ChatCompletionRequest, Message
+
+router = APIRouter()
+
+
+@router.post("/v1/chat/completions")
+async def create_chat_completion(request: Request) -> Response:
+    context = context_of(request)
+    context.lifecycle.check_accepting()
+    body = await read_body(request, ChatCompletionRequest)
+    plan = await plan_chat(context, body, tenant_of(request))
+    generation = Generation(plan, context.client, context.tokenizer, context.metrics, chat=True)
+    return await respond(request, generation, ChatFormat(plan, context.tokenizer))
+
+
+async def plan_chat(context: GatewayContext, body: ChatCompletionRequest, tenant: str) -> GenerationPlan:
+    """Everything that can be wrong with the request is found here, before anything is queued."""
+    check_model(context, body.model)
+    check_chat(body)
+    messages = [_template_message(message) for message in body.messages]
+    # always in a thread: what a template costs cannot be seen from the messages' length
+    token_ids = await run_text_work(context, lambda: context.tokenizer.encode_chat(messages))
+    caller = Caller(f"chatcmpl-{uuid.uuid4().hex}", context.cache_salt(tenant))
+    return chat_plan(body, token_ids, context.client.info, caller)
+
+
+def _template_message(message: Message) -> dict[str, Any]:
+    """What templates read; they know OpenAI's newer name of the system role under its old one only."""
+    fields = message.model_dump(exclude_none=True, exclude={"refusal"})
+    return {**fields, "role": "system"} if message.role == "developer" else fields
+
+
+class ChatFormat:
+    """Chat completions. The parts of a chunk that never change are encoded once per answer."""
+
+    def __init__(self, plan: GenerationPlan, tokenizer: Tokenizer) -> None:
+        self._plan = plan
+        self._tokenizer = tokenizer
+        self._head = {
+            "id": plan.response_id,
+            "object": "chat.completion.chunk",
+            "created": int(time.time()),
+            "model": plan.model,
+            "service_tier": plan.service_tier,
+            "system_fingerprint": None,
+        }
+        start = b"data: " + orjson.dumps(self._head)[:-1]
+        self._starts = [start + b',"choices":[{"index":%d,"delta":{' % i for i in range(plan.n)]
+        # before the first token of each choice
+        prompt_ids = orjson.dumps(list(plan.prompts[0].token_ids)) if plan.return_token_ids else b""
+        extra = b',"prompt_token_ids":' + prompt_ids if prompt_ids else b""
+        self._opening = [start + extra + b',"choices":[{"index":%d,"delta":{' % i for i in range(plan.n)]
+        self._is_open = [False] * plan.n
+        self._plain_end = b'},"logprobs":null,"finish_reason":null}]' + self._usage_part(None) + b"}" + END
+
+    def _usage_part(self, usage: dict[str, Any] | None) -> bytes:
+        if usage is not None:
+            return b',"usage":' + orjson.dumps(usage)
+        return b',"usage":null' if self._plan.stream_options.include_usage else b""
+
+    def chunk(self, delta: Delta, usage: dict[str, Any] | None) -> bytes:
+        """See AnswerFormat.chunk."""
+        index = delta.index
+        if self._is_open[index]:
+            content = b'"content":' + orjson.dumps(delta.text) if delta.text or delta.finish_reason is None else b""
+            start = self._starts[index] + content
+        else:
+            self._is_open[index] = True
+            start = self._opening[index] + b'"role":"assistant","content":' + orjson.dumps(delta.text)
+        if delta.finish_reason is None and usage is None and not delta.token_ids and not delta.logprobs:
+            return start + self._plain_end
+        return start + self._end(delta, usage)
+
+    def _end(self, delta: Delta, usage: dict[str, Any] | None) -> bytes:
+        parts = [b'},"logprobs":', orjson.dumps(self._logprobs([delta])), b',"finish_reason":']
+        parts.append(orjson.dumps(delta.finish_reason))
+        if self._plan.return_token_ids:
+            parts += [b',"token_ids":', orjson.dumps(list(delta.token_ids))]
+        return b"".join([*parts, b"}]", self._usage_part(usage), b"}", END])
+
+    def usage_chunk(self, usage: dict[str, Any]) -> bytes:
+        """See AnswerFormat.usage_chunk."""
+        return b"data: " + orjson.dumps({**self._head, "choices": [], "usage": usage}) + END
+
+    def whole(self, choices: list[list[Delta]], usage: dict[str, Any]) -> dict[str, Any]:
+        """See AnswerFormat.whole."""
+        answer = {
+            **self._head,
+            "object": "chat.completion",
+            "choices": [self._choice(index, deltas) for index, deltas in enumerate(choices)],
+            "usage": usage,
+        }
+        if self._plan.return_token_ids:
+            answer["prompt_token_ids"] = list(self._plan.prompts[0].token_ids)
+        return answer
+
+    def _choice(self, index: int, deltas: list[Delta]) -> dict[str, Any]:
+        text = "".join([delta.text for delta in deltas])
+        choice: dict[str, Any] = {
+            "index": index,
+            "message": {"role": "assistant", "content": text, "refusal": None},
+            "logprobs": self._logprobs(deltas),
+            "finish_reason": deltas[-1].finish_reason,
+        }
+        if self._plan.return_token_ids:
+            choice["token_ids"] = [token_id for delta in deltas for token_id in delta.token_ids]
+        return choice
+
+    def _logprobs(self, deltas: list[Delta]) -> dict[str, Any] | None:
+        if self._plan.num_logprobs is None:
+            return None
+        pairs = [pair for delta in deltas for pair in delta.logprobs]
+        return {"content": chat_logprobs(self._tokenizer, pairs), "refusal": None}

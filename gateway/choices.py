@@ -1,0 +1,227 @@
+"""The answers of one HTTP request as they grow: engine outputs in, text deltas out, until every choice has ended.
+
+Chat and completions both read a `Generation`; neither knows here what its chunks will look like. Stop strings are
+found here and end their request in the engine.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from engine.client import EngineClient, OutputStream
+from engine.errors import EngineStepError, EngineUnavailableError
+from engine.request import FinishReason, RequestOutput, RequestTimes, TokenLogprobs
+from engine.stopping import OutputTextStream
+from engine.text import Tokenizer
+from gateway.metrics import ClassMetrics, GatewayMetrics
+from gateway.params import GenerationPlan
+
+FINISH_REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
+
+
+@dataclass(slots=True)
+class Delta:
+    """What one engine output adds to choice `index`. `logprobs` pairs each visible token with its logprobs;
+    `finish_reason` is set on the last delta of the choice."""
+
+    index: int
+    text: str
+    token_ids: Sequence[int] = ()
+    logprobs: Sequence[tuple[int, TokenLogprobs]] = ()
+    finish_reason: str | None = None
+
+
+class Choice:
+    """One choice: its text so far, what is held back, and its counts."""
+
+    def __init__(
+        self, index: int, plan: GenerationPlan, tokenizer: Tokenizer, metrics: ClassMetrics, chat: bool
+    ) -> None:
+        request = plan.requests[index]
+        self.request_id = request.request_id
+        self.num_prompt_tokens = len(request.prompt_token_ids)
+        self.num_cached_tokens = 0
+        self.num_tokens = 0
+        self.finished = False
+        self._index = index
+        self._has_stops = bool(plan.stop)
+        self._keeps_tokens = plan.return_token_ids or plan.num_logprobs is not None
+        self._held: list[tuple[int, TokenLogprobs | None]] = []
+        self._metrics = metrics
+        self._times: RequestTimes | None = None
+        self._last_token_time: float | None = None
+        context = () if chat else request.prompt_token_ids
+        self._text = OutputTextStream(tokenizer, context, stop=plan.stop, min_tokens=plan.min_tokens)
+
+    def advance(self, output: RequestOutput) -> Delta | None:
+        """Take in an output; None when it adds nothing that can be shown yet. Raises the error that it carries."""
+        self._observe(output)
+        reason = output.finish_reason
+        if reason is not None and reason not in FINISH_REASONS:
+            self.end(reason)
+            if reason is FinishReason.ERROR:
+                raise output.error or EngineStepError("The model step failed under this request.")
+            raise EngineUnavailableError("The server ended this request before it was complete.", retry_after=5.0)
+        ids = output.token_ids
+        if output.stop_token_id is not None:
+            ids = ids[:-1]
+        text, counted, stop_found, num_read = self._read(ids, final=reason is not None)
+        stop_token = output.stop_token_id is not None and not stop_found
+        self.num_tokens += num_read + stop_token
+        if stop_found:
+            reason = FinishReason.STOP
+        if reason is not None:
+            self.end(reason)
+        elif not text and not counted:
+            self._hold(output, num_read)
+            return None
+        delta = Delta(self._index, text, finish_reason=None if reason is None else FINISH_REASONS[reason])
+        if self._keeps_tokens:
+            self._hold(output, num_read)
+            self._give(delta, counted, output.stop_token_id if stop_token else None)
+        return delta
+
+    def _read(self, ids: Sequence[int], final: bool) -> tuple[str, int, bool, int]:
+        """Text, tokens it is made of, whether a stop string ended it, tokens read. Token by token where a stop string
+        may end the answer within an output: only so is it known which token completed it."""
+        if not self._has_stops or len(ids) < 2:
+            delta = self._text.push(ids, final)
+            return delta.text, delta.num_tokens, delta.stop is not None, len(ids)
+        text, counted = "", 0
+        for number, token_id in enumerate(ids, 1):
+            delta = self._text.push((token_id,), final and number == len(ids))
+            text, counted = text + delta.text, counted + delta.num_tokens
+            if delta.stop is not None:
+                return text, counted, True, number
+        return text, counted, False, len(ids)
+
+    def _hold(self, output: RequestOutput, num_read: int) -> None:
+        if self._keeps_tokens:
+            ids = output.token_ids[:num_read]
+            logprobs: Sequence[TokenLogprobs | None] = output.logprobs or [None] * len(ids)
+            self._held.extend(zip(ids, logprobs, strict=False))
+
+    def _give(self, delta: Delta, counted: int, stop_token_id: int | None) -> None:
+        """Move what belongs to the delta's text into it; the last one takes the ids of all tokens that count."""
+        shown = self._held[:counted]
+        delta.logprobs = [(token_id, logprobs) for token_id, logprobs in shown if logprobs is not None]
+        if delta.finish_reason is None:
+            delta.token_ids = [token_id for token_id, _ in shown]
+            del self._held[:counted]
+            return
+        ids = [token_id for token_id, _ in self._held]
+        delta.token_ids = ids if stop_token_id is None else [*ids, stop_token_id]
+        self._held.clear()
+
+    def _observe(self, output: RequestOutput) -> None:
+        self._times = times = output.times
+        self.num_cached_tokens = output.num_cached_tokens
+        now = times.last_token
+        if now is None or not output.token_ids:
+            return
+        if self._last_token_time is not None:
+            self._metrics.tbt.observe(now - self._last_token_time)
+        elif times.first_token is not None:
+            self._metrics.ttft.observe(times.first_token - times.arrival)
+        self._last_token_time = now
+
+    def end(self, reason: FinishReason) -> None:
+        """Count the choice as ended; what comes after the first call is ignored."""
+        if not self.finished:
+            self.finished = True
+            self._metrics.observe_end(self._times, reason, self.num_prompt_tokens, self.num_tokens)
+
+
+class Generation:
+    """All choices of one HTTP request, queued together or not at all. Iterate `deltas` once; always `aclose`.
+
+    Raises what `EngineClient.add` raises.
+    """
+
+    def __init__(
+        self, plan: GenerationPlan, client: EngineClient, tokenizer: Tokenizer, metrics: GatewayMetrics, *, chat: bool
+    ) -> None:
+        self.plan = plan
+        self._client = client
+        bound = metrics.by_class[plan.request_class]
+        self.choices = [Choice(i, plan, tokenizer, bound, chat) for i in range(len(plan.requests))]
+        self._streams: list[OutputStream] = []
+        try:
+            for request in plan.requests:
+                self._streams.append(client.add(request))
+        except BaseException:
+            for request in plan.requests[: len(self._streams)]:
+                client.abort(request.request_id)
+            raise
+
+    async def deltas(self) -> AsyncGenerator[Delta, None]:
+        """Deltas of all choices as they come, ending when all have finished. Raises a choice's error."""
+        if len(self._streams) == 1:
+            async for output in self._streams[0]:
+                delta = self._advance(0, output)
+                if delta is not None:
+                    yield delta
+                if self.choices[0].finished:
+                    break
+        else:
+            merged = self._merged()
+            try:
+                async for delta in merged:
+                    yield delta
+            finally:
+                await merged.aclose()
+        if not all(choice.finished for choice in self.choices):
+            raise EngineUnavailableError("The engine stopped while this request was running.", retry_after=5.0)
+
+    async def _merged(self) -> AsyncGenerator[Delta, None]:
+        waiting = {asyncio.ensure_future(_next(stream)): i for i, stream in enumerate(self._streams)}
+        try:
+            while waiting:
+                done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                for task, index in sorted(((task, waiting.pop(task)) for task in done), key=lambda pair: pair[1]):
+                    output = task.result()
+                    if output is None:
+                        continue
+                    delta = self._advance(index, output)
+                    if not self.choices[index].finished:
+                        waiting[asyncio.ensure_future(_next(self._streams[index]))] = index
+                    if delta is not None:
+                        yield delta
+        finally:
+            for task in waiting:
+                task.cancel()
+            await asyncio.gather(*waiting, return_exceptions=True)
+
+    def _advance(self, index: int, output: RequestOutput) -> Delta | None:
+        choice = self.choices[index]
+        delta = choice.advance(output)
+        if choice.finished and output.finish_reason is None:  # a stop string: the engine does not know yet
+            self._client.abort(choice.request_id, FinishReason.STOP)
+        return delta
+
+    async def aclose(self) -> None:
+        """Abort what has not ended. Idempotent."""
+        for choice in self.choices:
+            choice.end(FinishReason.ABORT)
+        for stream in self._streams:
+            await stream.aclose()
+
+    def usage(self) -> dict[str, Any]:
+        """OpenAI's `usage`: each prompt once, however many choices it has."""
+        firsts = self.choices[:: self.plan.n]
+        prompt_tokens = sum(choice.num_prompt_tokens for choice in firsts)
+        completion_tokens = sum(choice.num_tokens for choice in self.choices)
+        return {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": completion_tokens,
+            "total_tokens": prompt_tokens + completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": sum(choice.num_cached_tokens for choice in firsts)},
+        }
+
+
+async def _next(stream: OutputStream) -> RequestOutput | None:
+    try:
+        return await anext(stream)
+    except StopAsyncIteration:
+        return None

@@ -1,0 +1,84 @@
+"""What every resource of one application shares. No globals: two applications live side by side in one process."""
+
+import hashlib
+import hmac
+import os
+import secrets
+import time
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import anyio
+from starlette.requests import Request
+
+from engine.client import EngineClient
+from engine.errors import EngineUnavailableError
+from engine.text import Tokenizer
+from gateway.config import ServerConfig
+from gateway.metrics import GatewayMetrics
+
+
+@dataclass(slots=True)
+class Lifecycle:
+    """Whether the server takes new work, and the one place that stops the engine."""
+
+    client: EngineClient
+    draining: bool = False
+    stopped: bool = False
+    startup_error: Exception | None = None
+
+    async def start(self) -> None:
+        try:
+            await self.client.start()
+        except Exception as error:
+            self.startup_error = error
+            raise
+
+    async def stop(self, drain_seconds: float = 0.0) -> None:
+        """Refuse new work from now on, let running requests end for `drain_seconds`, end the rest. Idempotent."""
+        self.draining = True
+        if not self.stopped:
+            self.stopped = True
+            await self.client.stop(drain_seconds)
+
+    def check_accepting(self) -> None:
+        """Raises EngineUnavailableError before any work is done for a request that cannot be queued."""
+        if self.draining:
+            raise EngineUnavailableError("The server is shutting down.", retry_after=5.0)
+        if not self.client.alive:
+            raise EngineUnavailableError("The engine is not running.", retry_after=5.0)
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayContext:
+    """`salt_secret` is drawn per process, as the prefix cache does not outlive one. `text_threads` bounds how many
+    prompts are tokenized at once, so that a flood of long ones cannot take every core."""
+
+    client: EngineClient
+    tokenizer: Tokenizer
+    config: ServerConfig
+    model_names: tuple[str, ...]
+    metrics: GatewayMetrics
+    lifecycle: Lifecycle
+    created: int = field(default_factory=lambda: int(time.time()))
+    salt_secret: bytes = field(default_factory=lambda: secrets.token_bytes(32), repr=False)
+    text_threads: anyio.CapacityLimiter = field(
+        default_factory=lambda: anyio.CapacityLimiter(max(2, (os.cpu_count() or 2) // 2))
+    )
+
+    def cache_salt(self, tenant: str) -> bytes:
+        """What separates this tenant's prefix cache from the others'."""
+        return hmac.digest(self.salt_secret, tenant.encode(), hashlib.sha256)[:16]
+
+
+def context_of(request: Request) -> GatewayContext:
+    return cast(GatewayContext, request.app.state.context)
+
+
+def tenant_of(request: Request) -> str:
+    """The key's digest prefix as the authentication found it; one tenant where no keys are configured."""
+    return str(_state(request).get("tenant", ""))
+
+
+def _state(request: Request) -> dict[str, Any]:
+    return cast(dict[str, Any], request.scope.get("state", {}))

@@ -1,0 +1,52 @@
+"""GET /health (the process and its engine live), /ready (send work here), /version and /metrics."""
+
+from importlib.metadata import PackageNotFoundError, version
+
+import orjson
+from fastapi import APIRouter
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.requests import Request
+from starlette.responses import Response
+
+from engine.errors import EngineUnavailableError
+from gateway.context import context_of
+
+router = APIRouter()
+
+
+def _ok() -> Response:
+    return Response(b'{"status":"ok"}', media_type="application/json")
+
+
+@router.get("/health")
+async def health(request: Request) -> Response:
+    if not context_of(request).client.alive:
+        raise EngineUnavailableError("The engine is not running.", retry_after=5.0)
+    return _ok()
+
+
+@router.get("/ready")
+async def ready(request: Request) -> Response:
+    context = context_of(request)
+    context.lifecycle.check_accepting()
+    if not context.client.ready:
+        raise EngineUnavailableError("The engine is not ready.", retry_after=5.0)
+    return _ok()
+
+
+@router.get("/version")
+async def show_version() -> Response:
+    return Response(orjson.dumps({"version": package_version()}), media_type="application/json")
+
+
+@router.get("/metrics")
+async def metrics(request: Request) -> Response:
+    context = context_of(request)
+    return Response(context.metrics.render(), media_type=CONTENT_TYPE_LATEST)
+
+
+def package_version() -> str:
+    try:
+        return version("tidemill")
+    except PackageNotFoundError:  # run from a folder, not installed
+        return "unknown"

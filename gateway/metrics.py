@@ -1,0 +1,174 @@
+"""Prometheus metrics: histograms observed as answers go out, gauges and counters read from the engine at each scrape.
+
+One registry per application. The `vllm:*` aliases show online work only, so that dashboards and autoscalers made for
+vLLM see what users wait for and not the batch work that fills the rest. Labels are bounded; no ids.
+"""
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from engine.client import EngineClient
+from engine.request import FinishReason, RequestClass, RequestTimes
+from engine.stats import EngineStats
+
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+_GAP_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
+
+
+class ClassMetrics:
+    """The metrics of one service class, its labels bound once: `observe` is called for every token."""
+
+    def __init__(self, metrics: "GatewayMetrics", label: str) -> None:
+        self.ttft = metrics.ttft.labels(label)
+        self.tbt = metrics.tbt.labels(label)
+        self.e2e = metrics.e2e.labels(label)
+        self.queue = metrics.queue.labels(label)
+        self.prefill = metrics.prefill.labels(label)
+        self.decode = metrics.decode.labels(label)
+        self.prompt_tokens = metrics.prompt_tokens.labels(label)
+        self.generated_tokens = metrics.generated_tokens.labels(label)
+        self.ended = {reason: metrics.requests.labels(label, reason.value) for reason in FinishReason}
+
+    def observe_end(self, times: RequestTimes | None, reason: FinishReason, prompt_tokens: int, tokens: int) -> None:
+        """Count an answer; the time spans only of one that ran to its end, as a cut-off one says nothing of speed."""
+        self.ended[reason].inc()
+        self.prompt_tokens.inc(prompt_tokens)
+        self.generated_tokens.inc(tokens)
+        if times is None or reason not in {FinishReason.STOP, FinishReason.LENGTH}:
+            return
+        end = times.finished if times.finished is not None else times.last_token
+        if end is not None:
+            self.e2e.observe(end - times.arrival)
+        if times.first_scheduled is not None:
+            self.queue.observe(times.first_scheduled - times.arrival)
+        if times.first_scheduled is not None and times.first_token is not None:
+            self.prefill.observe(times.first_token - times.first_scheduled)
+        if times.first_token is not None and times.last_token is not None:
+            self.decode.observe(times.last_token - times.first_token)
+
+
+class GatewayMetrics:
+    """All metrics of one application."""
+
+    def __init__(self, client: EngineClient, model_name: str) -> None:
+        self.registry = CollectorRegistry()
+        ProcessCollector(registry=self.registry)
+        self.ttft = self._histogram("time_to_first_token_seconds", "Arrival to first token.")
+        self.tbt = self._histogram("time_between_tokens_seconds", "Gap between two tokens.", _GAP_SECONDS)
+        self.e2e = self._histogram("request_seconds", "Arrival to end.")
+        self.queue = self._histogram("request_queue_seconds", "Arrival to first step.")
+        self.prefill = self._histogram("request_prefill_seconds", "First step to first token.")
+        self.decode = self._histogram("request_decode_seconds", "First token to last.")
+        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of requests that ended.", "class")
+        self.generated_tokens = self._counter("generated_tokens", "Tokens of answers that ended.", "class")
+        self.requests = self._counter("requests", "Requests that ended, by finish reason.", "class", "reason")
+        self.responses = self._counter("http_responses", "HTTP responses by status.", "status")
+        self.by_class = {c: ClassMetrics(self, c.value) for c in RequestClass}
+        self.registry.register(EngineCollector(client))
+        self.registry.register(VllmAliases(self, client, model_name))
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...] = _SECONDS) -> Histogram:
+        return Histogram(f"tidemill_{name}", text, ["class"], buckets=buckets, registry=self.registry)
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(f"tidemill_{name}", text, labels, registry=self.registry)
+
+    def render(self) -> bytes:
+        """The text exposition of everything."""
+        return generate_latest(self.registry)
+
+
+class EngineCollector(Collector):
+    """The engine's own figures, one snapshot per scrape."""
+
+    def __init__(self, client: EngineClient) -> None:
+        self._client = client
+
+    def describe(self) -> list[Metric]:
+        return []  # registering must not ask the engine for figures before it has started
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._client.stats()
+        yield _per_class("requests_running", "Requests in the running batch.", stats.running)
+        yield _per_class("requests_waiting", "Requests waiting, preempted ones included.", stats.waiting)
+        yield from _pool_metrics(stats)
+        yield _total(
+            "prefix_queried_tokens", "Prompt tokens looked up in the prefix cache.", stats.prefix_queried_tokens
+        )
+        yield _total("prefix_hit_tokens", "Prompt tokens found in the prefix cache.", stats.prefix_hit_tokens)
+        yield _total("steps", "Model steps that succeeded.", stats.steps)
+        yield _total("failed_steps", "Model steps that failed.", stats.failed_steps)
+        yield _total("step_seconds", "Time in model steps.", stats.step_seconds)
+        yield _total("prefill_tokens", "Prompt tokens computed.", stats.prefill_tokens)
+        yield _total("decode_tokens", "Output tokens computed.", stats.decode_tokens)
+        preemptions = CounterMetricFamily("tidemill_preemptions", "Preemptions by cause.", labels=["cause"])
+        for cause, count in sorted(stats.preemptions.items()):
+            preemptions.add_metric([cause], count)
+        yield preemptions
+
+
+def _pool_metrics(stats: EngineStats) -> Iterator[Metric]:
+    yield GaugeMetricFamily("tidemill_device_units", "Cache units in the pool.", value=stats.units_total)
+    kinds = GaugeMetricFamily("tidemill_device_units_by_state", "Cache units by what they hold.", labels=["state"])
+    kinds.add_metric(["free"], stats.units_free)
+    kinds.add_metric(["cached"], stats.units_cached)
+    kinds.add_metric(["owned"], stats.units_owned)
+    yield kinds
+
+
+def _per_class(name: str, text: str, counts: dict[RequestClass, int]) -> Metric:
+    gauge = GaugeMetricFamily(f"tidemill_{name}", text, labels=["class"])
+    for request_class in RequestClass:
+        gauge.add_metric([request_class.value], counts.get(request_class, 0))
+    return gauge
+
+
+def _total(name: str, text: str, value: float) -> Metric:
+    return CounterMetricFamily(f"tidemill_{name}", text, value=value)
+
+
+class VllmAliases(Collector):
+    """The online share of our metrics once more, under the names and with the label that vLLM uses."""
+
+    def __init__(self, metrics: GatewayMetrics, client: EngineClient, model_name: str) -> None:
+        self._client = client
+        self._model_name = model_name
+        self._aliases: tuple[tuple[Histogram | Counter, str], ...] = (
+            (metrics.ttft, "vllm:time_to_first_token_seconds"),
+            (metrics.tbt, "vllm:inter_token_latency_seconds"),
+            (metrics.tbt, "vllm:time_per_output_token_seconds"),
+            (metrics.e2e, "vllm:e2e_request_latency_seconds"),
+            (metrics.queue, "vllm:request_queue_time_seconds"),
+            (metrics.prefill, "vllm:request_prefill_time_seconds"),
+            (metrics.decode, "vllm:request_decode_time_seconds"),
+            (metrics.prompt_tokens, "vllm:prompt_tokens"),
+            (metrics.generated_tokens, "vllm:generation_tokens"),
+            (metrics.requests, "vllm:request_success"),
+        )
+
+    def describe(self) -> list[Metric]:
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._client.stats()
+        for name, counts in (("running", stats.running), ("waiting", stats.waiting)):
+            gauge = GaugeMetricFamily(f"vllm:num_requests_{name}", f"Online requests {name}.", labels=["model_name"])
+            gauge.add_metric([self._model_name], counts.get(RequestClass.ONLINE, 0))
+            yield gauge
+        for source, name in self._aliases:
+            for family in source.collect():
+                yield self._renamed(family, name)
+
+    def _renamed(self, family: Metric, name: str) -> Metric:
+        alias = Metric(name, family.documentation, family.type)
+        for sample in family.samples:
+            if sample.labels["class"] != RequestClass.ONLINE.value:
+                continue
+            labels = {"model_name": self._model_name}
+            labels |= {"le": sample.labels["le"]} if "le" in sample.labels else {}
+            labels |= {"finished_reason": sample.labels["reason"]} if "reason" in sample.labels else {}
+            alias.add_sample(name + sample.name.removeprefix(family.name), labels, sample.value)
+        return alias

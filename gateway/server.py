@@ -1,0 +1,131 @@
+"""Runs the application: one process, one event loop, one socket; the first SIGTERM drains, the second one exits.
+
+Knows nothing of routes.
+"""
+
+import asyncio
+import logging
+import os
+import socket
+from types import FrameType
+
+import uvicorn
+from fastapi import FastAPI
+
+from engine.errors import ConfigError, TidemillError
+from gateway.config import ServerConfig
+from gateway.context import GatewayContext, Lifecycle
+from gateway.protocol import ProtocolLimits, with_limits
+
+log = logging.getLogger("tidemill.gateway")
+
+KEEP_ALIVE_SECONDS = 30
+CLOSE_SECONDS = 5  # for connections to take their last bytes once the engine has ended everything
+
+
+class GatewayServer(uvicorn.Server):
+    """uvicorn's server with a drain before its shutdown: it goes on listening, so that /ready can say 503."""
+
+    def __init__(self, config: uvicorn.Config, lifecycle: Lifecycle, drain_seconds: float) -> None:
+        super().__init__(config)
+        self._lifecycle = lifecycle
+        self._drain_seconds = drain_seconds
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._drain_task: asyncio.Task[None] | None = None
+        self._num_signals = 0
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._loop = asyncio.get_running_loop()
+        for listener in sockets or []:
+            log.info("listening on http://%s:%d", *_host_and_port(listener))
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002
+        """uvicorn would raise the signal again at the end; a drained server has ended well."""
+        self._num_signals += 1
+        if self._num_signals > 1:
+            os._exit(128 + sig)  # whatever is still running, a model step included
+        self._lifecycle.draining = True
+        if self._loop is None:
+            self.should_exit = True
+        else:
+            self._loop.call_soon_threadsafe(self._begin_drain)
+
+    def _begin_drain(self) -> None:
+        log.info("draining for at most %.0f s; a second signal exits at once", self._drain_seconds)
+        self._drain_task = asyncio.ensure_future(self._drain())
+
+    async def _drain(self) -> None:
+        try:
+            await self._lifecycle.stop(self._drain_seconds)
+        finally:
+            self.should_exit = True
+
+
+def make_server(
+    app: FastAPI, config: ServerConfig, limits: ProtocolLimits | None = None, *, close_seconds: int = CLOSE_SECONDS
+) -> GatewayServer:
+    """The server of an application, not yet listening."""
+    context: GatewayContext = app.state.context
+    settings = uvicorn.Config(
+        app,
+        http=with_limits(limits or ProtocolLimits()),
+        ws="none",
+        lifespan="on",
+        log_config=None,
+        access_log=config.log_level == "debug",
+        proxy_headers=False,
+        server_header=False,
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        timeout_graceful_shutdown=close_seconds,
+    )
+    return GatewayServer(settings, context.lifecycle, config.shutdown_timeout)
+
+
+def run(app: FastAPI, config: ServerConfig) -> None:
+    """Serve until a signal; returns when everything has ended well.
+
+    Raises ConfigError when the address cannot be had, and what the engine raised when it does not start.
+    """
+    _set_up_logging(config.log_level)
+    listener = bind(config.host, config.port)
+    server = make_server(app, config)
+    try:
+        server.run(sockets=[listener])
+    except SystemExit:  # uvicorn's way to say that the lifespan did not start; it has logged why
+        error = app.state.context.lifecycle.startup_error
+        if isinstance(error, TidemillError):
+            raise error from None
+        raise ConfigError(f"the engine did not start: {type(error).__name__}") from error
+    finally:
+        listener.close()
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket bound to the address. Raises ConfigError, in one line, when that cannot be."""
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, protocol, _, address = found[0]
+        listener = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise ConfigError(f"--host {host} --port {port}: {error.strerror}") from None
+    try:
+        if os.name == "posix":
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(2048)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"--host {host} --port {port}: {(error.strerror or 'cannot be bound').lower()}") from None
+    return listener
+
+
+def _host_and_port(listener: socket.socket) -> tuple[str, int]:
+    name = listener.getsockname()
+    return (f"[{name[0]}]" if ":" in name[0] else name[0]), name[1]
+
+
+def _set_up_logging(level: str) -> None:
+    logging.basicConfig(level=level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    if level != "debug":
+        logging.getLogger("uvicorn").setLevel(logging.ERROR)  # its warnings are about what clients send

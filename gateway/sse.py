@@ -1,0 +1,72 @@
+"""Server-sent events as raw bytes, and the watch for clients that leave. Knows nothing of what is streamed."""
+
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from typing import Any
+
+import anyio
+import orjson
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+DONE = b"data: [DONE]\n\n"
+END = b"\n\n"
+
+
+def event(data: Any) -> bytes:
+    """One event; `data` is anything that orjson can write."""
+    return b"data: " + orjson.dumps(data) + END
+
+
+async def run_while_connected(receive: Receive, work: Callable[[], Awaitable[None]]) -> bool:
+    """Run `work`, cancelling it as soon as the client is gone; False if that happened.
+
+    The request's body must have been read. What `work` raises is raised here, not as a group.
+    """
+    finished = False
+    failure: Exception | None = None
+
+    async with anyio.create_task_group() as group:
+
+        async def watch() -> None:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+            group.cancel_scope.cancel()
+
+        group.start_soon(watch)
+        try:
+            await work()
+            finished = True
+        except Exception as error:
+            failure = error
+        group.cancel_scope.cancel()
+    if failure is not None:
+        raise failure
+    return finished
+
+
+class EventStream(Response):
+    """Sends what `events` yields, each as one write. `close` is awaited however the stream ends, also when the client
+    is gone before the first event, so that nothing goes on running for nobody."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[bytes, None], close: Callable[[], Awaitable[None]]) -> None:
+        self.status_code = 200
+        self.background = None
+        self._events = events
+        self._close = close
+        self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
+
+    async def __call__(self, _: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await run_while_connected(receive, lambda: self._send(send))
+        finally:
+            with anyio.CancelScope(shield=True):
+                await self._events.aclose()
+                await self._close()
+
+    async def _send(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        async for chunk in self._events:
+            await send({"type": "http.response.body", "body": chunk, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})

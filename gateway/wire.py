@@ -1,0 +1,196 @@
+"""The request bodies of OpenAI's API as pydantic models: strict types, every unknown name refused.
+
+Only what is honoured is a field here; what clients send and may be ignored is a table in `gateway.params`. Knows
+nothing of tokens or engines.
+"""
+
+from typing import Annotated, Any, Literal, TypeVar
+
+import orjson
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, ValidationError, WithJsonSchema
+from pydantic_core import ErrorDetails, PydanticCustomError
+
+from engine.errors import InvalidRequestError
+from engine.request import MAX_LOGIT_BIAS, MAX_LOGPROBS
+
+MAX_CHOICES = 8
+MAX_STOPS = 4
+MAX_STOP_CHARS = 1024
+MAX_PROMPTS = 128
+MAX_MESSAGES = 4096
+_INT32 = 2**31 - 1
+_INT64 = 2**63
+
+
+def _as_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+def _content_kind(value: Any) -> str:
+    return "<parts>" if isinstance(value, list) else "<text>"
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, hide_input_in_errors=True, protected_namespaces=())
+
+
+class TextPart(_Body):
+    type: Literal["text"]
+    text: str
+
+
+class FunctionCall(_Body):
+    name: str
+    arguments: str
+
+
+class ToolCall(_Body):
+    id: str
+    type: Literal["function"]
+    function: FunctionCall
+
+
+Content = Annotated[
+    Annotated[str, Tag("<text>")] | Annotated[list[TextPart], Field(min_length=1), Tag("<parts>")],
+    Discriminator(_content_kind),
+]
+
+
+class Message(_Body):
+    """One message. Past tool calls may be in the conversation although no new ones can be asked for yet."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Content | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    refusal: str | None = None
+
+
+class StreamOptions(_Body):
+    """`include_obfuscation` asks for padding against traffic analysis; this server adds none."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+TokenId = Annotated[int, Field(ge=0, le=_INT32)]
+
+
+class GenerationBody(_Body):
+    """What chat and completions have in common. None means: not given."""
+
+    model: str
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = Field(None, ge=1, le=_INT32)
+    min_tokens: int | None = Field(None, ge=0, le=_INT32)
+    n: int | None = Field(None, ge=1, le=MAX_CHOICES)
+    stop: Annotated[list[StopString], Field(max_length=MAX_STOPS), BeforeValidator(_as_list)] | None = None
+    stop_token_ids: list[TokenId] | None = Field(None, max_length=64)
+    temperature: float | None = Field(None, ge=0, le=2, allow_inf_nan=False)
+    top_p: float | None = Field(None, gt=0, le=1, allow_inf_nan=False)
+    top_k: int | None = Field(None, ge=-1, le=_INT32)
+    min_p: float | None = Field(None, ge=0, le=1, allow_inf_nan=False)
+    seed: int | None = Field(None, ge=-_INT64, lt=_INT64)
+    presence_penalty: float | None = Field(None, ge=-2, le=2, allow_inf_nan=False)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2, allow_inf_nan=False)
+    repetition_penalty: float | None = Field(None, gt=0, le=10, allow_inf_nan=False)
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(None, max_length=MAX_LOGIT_BIAS)
+    ignore_eos: bool | None = None
+    return_token_ids: bool | None = None
+    service_tier: Literal["auto", "default", "priority", "flex"] | None = None
+
+
+class ChatCompletionRequest(GenerationBody):
+    """POST /v1/chat/completions."""
+
+    messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
+    max_completion_tokens: int | None = Field(None, ge=1, le=_INT32)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+
+
+def _as_prompts(value: Any) -> Any:
+    """Any of the four forms of a prompt as a list of prompts, each text or token ids."""
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list) or not value:
+        raise PydanticCustomError("prompt_type", "Input should be a text, a list of texts, token ids, or lists of them")
+    if type(value[0]) is int:
+        value = [value]
+    if len(value) > MAX_PROMPTS:
+        raise PydanticCustomError("too_long", "Input should have at most {limit} prompts", {"limit": MAX_PROMPTS})
+    for prompt in value:
+        is_ids = isinstance(prompt, list) and all(type(i) is int and 0 <= i <= _INT32 for i in prompt)
+        if not is_ids and not isinstance(prompt, str):
+            raise PydanticCustomError("prompt_type", "Every prompt should be a text, or a list of token ids")
+    return value
+
+
+_IDS_SCHEMA = {"type": "array", "items": {"type": "integer", "minimum": 0}}
+_PROMPT_SCHEMA = {
+    "anyOf": [
+        {"type": "string"},
+        {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": MAX_PROMPTS},
+        {**_IDS_SCHEMA, "minItems": 1},
+        {"type": "array", "items": _IDS_SCHEMA, "minItems": 1, "maxItems": MAX_PROMPTS},
+    ]
+}
+
+
+class CompletionRequest(GenerationBody):
+    """POST /v1/completions. `prompt` is a list of texts and of lists of token ids, whatever form was sent."""
+
+    prompt: Annotated[Any, BeforeValidator(_as_prompts), WithJsonSchema(_PROMPT_SCHEMA)]
+    echo: bool | None = None
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    best_of: int | None = Field(None, ge=1, le=MAX_CHOICES)
+
+
+BodyT = TypeVar("BodyT", bound=BaseModel)
+
+
+def parse_json(raw: bytes | bytearray) -> dict[str, Any]:
+    """The JSON object in a body. Raises InvalidRequestError `invalid_json`."""
+    try:
+        body = orjson.loads(raw)
+    except orjson.JSONDecodeError:
+        raise InvalidRequestError("The request body is not valid JSON.", code="invalid_json") from None
+    if not isinstance(body, dict):
+        raise InvalidRequestError("The request body must be a JSON object.", code="invalid_json")
+    return body
+
+
+def validate(model: type[BodyT], body: dict[str, Any]) -> BodyT:
+    """The body as a model. Raises InvalidRequestError that names the first offending parameter, never its value."""
+    try:
+        return model.model_validate(body)
+    except ValidationError as error:
+        details = error.errors(include_url=False, include_context=False, include_input=False)
+        raise _refusal(min(details, key=lambda detail: detail["type"] == "missing")) from None
+
+
+def _refusal(detail: ErrorDetails) -> InvalidRequestError:
+    kind, param = detail["type"], _param_name(detail["loc"])
+    if kind == "extra_forbidden":
+        return InvalidRequestError(f"Unknown parameter: '{param}'.", param=param, code="unknown_parameter")
+    if kind == "missing":
+        message = f"Missing required parameter: '{param}'."
+        return InvalidRequestError(message, param=param, code="missing_required_parameter")
+    is_type = kind.endswith("_type") or kind in {"int_from_float", "union_tag_invalid"}
+    message = f"Invalid value for '{param}': {detail['msg']}."
+    return InvalidRequestError(message, param=param, code="invalid_type" if is_type else "invalid_value")
+
+
+def _param_name(loc: tuple[int | str, ...]) -> str:
+    """`messages[0].content`; the marks of unions are left out, and a client's own long names are cut."""
+    name = ""
+    for part in loc:
+        if isinstance(part, int):
+            name += f"[{part}]"
+        elif not part.startswith("<"):
+            name += f".{part[:64]}" if name else part[:64]
+    return name
