@@ -1,0 +1,352 @@
+"""The decoder against transformers' own forward pass, for every family; and the operations against plain arithmetic."""
+
+import copy
+import subprocess
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+import tiny_models
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from engine.errors import ConfigError, ModelLoadError
+from engine.execution import torch_ops
+from engine.models.decoder import Decoder
+from engine.models.loader import load_weights
+from engine.models.rotary import inverse_frequencies
+from engine.models.spec import load_spec, resolve_max_model_len, spec_from_config
+
+LENGTH = 48
+
+
+class DenseAttention:
+    """`attend` over one request whose keys and values are simply kept; grouped heads, causal."""
+
+    def __init__(self, group: int) -> None:
+        self._group = group
+        self._keys: dict[int, list[Tensor]] = defaultdict(list)
+        self._values: dict[int, list[Tensor]] = defaultdict(list)
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        assert k.shape == v.shape
+        assert q.shape[1] == self._group * k.shape[1]
+        self._keys[layer].append(k)
+        self._values[layer].append(v)
+        keys = torch.cat(self._keys[layer]).repeat_interleave(self._group, 1).transpose(0, 1).float()
+        values = torch.cat(self._values[layer]).repeat_interleave(self._group, 1).transpose(0, 1).float()
+        scores = q.transpose(0, 1).float() @ keys.transpose(1, 2) * q.shape[-1] ** -0.5
+        new, total = scores.shape[-2:]
+        hidden = torch.ones(new, total, dtype=torch.bool).triu(total - new + 1)
+        probabilities = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+        return (probabilities @ values).transpose(0, 1).flatten(1).to(q.dtype)
+
+
+def decoder_of(
+    name: str, *, dtype: str = "auto", max_model_len: int | None = None, folder: Path | None = None
+) -> Decoder:
+    folder = folder or tiny_models.model_folder(name)
+    spec = load_spec(folder)
+    return Decoder(spec, load_weights(spec, folder, dtype=dtype), max_model_len=max_model_len)
+
+
+def attention_of(decoder: Decoder) -> DenseAttention:
+    return DenseAttention(decoder.spec.num_heads // decoder.spec.num_kv_heads)
+
+
+def tokens_for(length: int = LENGTH) -> Tensor:
+    return torch.randint(0, 97, (length,), generator=torch.Generator().manual_seed(7))
+
+
+def logits_of(decoder: Decoder, tokens: Tensor, chunks: list[int]) -> Tensor:
+    """Logits of every position, the tokens fed in chunks of these lengths."""
+    attend, start, rows = attention_of(decoder), 0, []
+    with torch.inference_mode():
+        for length in chunks:
+            positions = torch.arange(start, start + length)
+            hidden = decoder.embed(tokens[start : start + length], positions)
+            rows.append(decoder.logits(decoder.run_layers(hidden, positions, attend)))
+            start += length
+    assert start == len(tokens)
+    return torch.cat(rows)
+
+
+def reference_logits(name: str, tokens: Tensor) -> Tensor:
+    with torch.inference_mode():
+        logits: Tensor = tiny_models.reference_model(name)(tokens.unsqueeze(0)).logits[0]
+    return logits
+
+
+def worst_error(found: Tensor, expected: Tensor) -> float:
+    """Largest difference, relative to the spread of the expected logits."""
+    return float((found.float() - expected).abs().max() / expected.std())
+
+
+@pytest.mark.parametrize("name", tiny_models.CASES)
+def test_prefill_matches_transformers(name: str) -> None:
+    decoder = decoder_of(name, max_model_len=LENGTH)
+    expected = reference_logits(name, tokens_for())
+    assert expected.std() > 0.1
+    assert worst_error(logits_of(decoder, tokens_for(), [LENGTH]), expected) < 1e-4
+
+
+@pytest.mark.parametrize("name", tiny_models.CASES)
+def test_chunked_prefill_and_decode_match_transformers(name: str) -> None:
+    decoder = decoder_of(name, max_model_len=LENGTH)
+    found = logits_of(decoder, tokens_for(), [17, 1, 19, 3, *[1] * 8])
+    assert worst_error(found, reference_logits(name, tokens_for())) < 1e-4
+
+
+def test_longrope_beyond_the_original_context_uses_the_long_factors() -> None:
+    name, tokens = "phi3-longrope-partial", tokens_for(150)
+    expected = reference_logits(name, tokens)
+    assert worst_error(logits_of(decoder_of(name, max_model_len=256), tokens, [150]), expected) < 1e-4
+    assert worst_error(logits_of(decoder_of(name, max_model_len=64), tokens, [150]), expected) > 1e-2
+
+
+@pytest.mark.parametrize("name", tiny_models.FAMILY_CASES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_running_layers_in_ranges_changes_nothing(name: str, dtype: str) -> None:
+    decoder, tokens, positions = decoder_of(name, dtype=dtype), tokens_for(), torch.arange(LENGTH)
+    with torch.inference_mode():
+        start = decoder.embed(tokens, positions)
+        kept = start.clone()
+        whole = decoder.run_layers(start, positions, attention_of(decoder))
+        attend = attention_of(decoder)
+        part = decoder.run_layers(start, positions, attend, 0, 1)
+        part = decoder.run_layers(part, positions, attend, 1, 1)
+        part = decoder.run_layers(part, positions, attend, 1)
+    assert torch.equal(whole, part)
+    assert torch.equal(start, kept)
+
+
+@pytest.mark.parametrize("name", [*tiny_models.FAMILY_CASES, "llama3-rope"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_is_as_close_to_float32_as_transformers_is(name: str, dtype: str) -> None:
+    decoder, tokens = decoder_of(name, dtype=dtype), tokens_for()
+    expected = reference_logits(name, tokens)
+    found = logits_of(decoder, tokens, [LENGTH])
+    assert found.dtype == decoder.dtype == getattr(torch, dtype)
+    model = copy.deepcopy(tiny_models.reference_model(name)).to(decoder.dtype)
+    with torch.inference_mode():
+        theirs = worst_error(model(tokens.unsqueeze(0)).logits[0], expected)
+    assert worst_error(found, expected) < 1.5 * theirs < 0.2
+
+
+def test_logits_of_some_rows_only() -> None:
+    decoder = decoder_of("llama-gqa2")
+    with torch.inference_mode():
+        hidden = torch.randn(5, 64, generator=torch.Generator().manual_seed(3))
+        rows = torch.tensor([4, 1])
+        assert torch.allclose(decoder.logits(hidden)[rows], decoder.logits(hidden[rows]), atol=1e-6)
+
+
+def test_tied_head_shares_the_embedding_unless_packed() -> None:
+    decoder = decoder_of("llama-mha-tied")
+    hidden = torch.randn(2, 64)
+    with torch.inference_mode():
+        before = decoder.logits(hidden)
+        decoder.weights.embedding.mul_(2.0)
+        assert torch.allclose(decoder.logits(hidden), 2 * before, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", tiny_models.CASES)
+def test_parameter_count_is_that_of_transformers(name: str) -> None:
+    model = tiny_models.reference_model(name)
+    assert load_spec(tiny_models.model_folder(name)).num_parameters == sum(p.numel() for p in model.parameters())
+
+
+def test_the_spec_needs_neither_torch_nor_transformers() -> None:
+    code = (
+        "import sys, engine.models.spec, engine.models.hub;"
+        "sys.exit(any(name in sys.modules for name in ('torch', 'transformers', 'numpy')))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+# Specs ----------------------------------------------------------------------------------------------------------------
+
+
+def test_old_and_new_spelling_of_rope_are_the_same() -> None:
+    scaling = {"rope_type": "linear", "factor": 2.0}
+    old = spec_from_config(tiny_models.llama_config(rope_theta=5e5, rope_scaling=scaling))
+    new = spec_from_config(tiny_models.llama_config(rope_theta=None, rope_parameters={**scaling, "rope_theta": 5e5}))
+    older = spec_from_config(tiny_models.llama_config(rope_theta=5e5, rope_scaling={"type": "linear", "factor": 2.0}))
+    assert old == new == older
+    assert old.rope is not None
+    assert (old.rope.theta, old.rope.kind, old.rope.factor) == (5e5, "linear", 2.0)
+
+
+def test_derived_sizes() -> None:
+    spec = spec_from_config(tiny_models.llama_config())
+    assert spec.hidden_ratio == 64 / (2 * 2 * 16)
+    assert spec.kv_bytes_per_token(2) == 2 * 3 * 2 * 16 * 2
+
+
+def test_end_tokens_come_from_both_files() -> None:
+    config = tiny_models.llama_config(eos_token_id=[2, 3])
+    assert spec_from_config(config).eos_token_ids == {2, 3}
+    assert spec_from_config(config, {"eos_token_id": 9}).eos_token_ids == {2, 3, 9}
+    assert spec_from_config(tiny_models.llama_config(eos_token_id=None)).eos_token_ids == frozenset()
+
+
+def test_contexts_are_limited_to_what_is_computed_exactly() -> None:
+    mistral = {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
+    spec = spec_from_config(tiny_models.llama_config(**mistral, sliding_window=64))
+    assert resolve_max_model_len(spec, None) == 64
+    assert resolve_max_model_len(spec, 32) == 32
+    with pytest.raises(ConfigError, match="sliding window of 64 tokens"):
+        resolve_max_model_len(spec, 65)
+    plain = spec_from_config(tiny_models.llama_config())
+    assert resolve_max_model_len(plain, None) == 256
+    with pytest.raises(ConfigError, match="--max-model-len 257 exceeds the model's 256 positions"):
+        resolve_max_model_len(plain, 257)
+
+
+@pytest.mark.parametrize(("switched", "window"), [(False, None), (True, 32)])
+def test_qwen_windows_count_only_when_switched_on(switched: bool, window: int | None) -> None:
+    qwen = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "sliding_window": 32}
+    assert spec_from_config(tiny_models.llama_config(**qwen, use_sliding_window=switched)).sliding_window == window
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architectures": ["GemmaForCausalLM"], "model_type": "gemma"}, "architecture 'GemmaForCausalLM' is not supp"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "'LlamaForSequenceClassification' is not supported"),
+        ({"architectures": None, "model_type": None}, "names neither 'architectures' nor 'model_type'"),
+        ({"architectures": ["XModel"], "auto_map": {"AutoModelForCausalLM": "x.XModel"}}, "needs its own code"),
+        ({"auto_map": {"AutoModelForCausalLM": "x.MyLlama"}}, "needs its own code"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantized checkpoints are not supported .*gptq"),
+        ({"hidden_size": None}, "lacks 'hidden_size'"),
+        ({"hidden_size": 63}, "hidden_size 63 is not a multiple of num_attention_heads 4"),
+        ({"num_hidden_layers": "3"}, "'num_hidden_layers' must be a positive integer, not '3'"),
+        ({"num_key_value_heads": 3}, "num_attention_heads 4 is not a multiple of num_key_value_heads 3"),
+        ({"hidden_act": "gelu"}, "activation 'gelu' is not supported"),
+        ({"torch_dtype": "float8_e4m3fn"}, "dtype 'float8_e4m3fn' is not supported"),
+        ({"eos_token_id": "</s>"}, "eos_token_id must be an integer"),
+        ({"rope_scaling": {"rope_type": "mrope"}}, "rope type 'mrope' is not supported"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "rope type 'linear' lacks 'factor'"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "lacks 'low_freq_factor'"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "per layer type are not supported"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": "x"}}, "'factor' in config.json must be a positive number"),
+        ({"partial_rotary_factor": 0.2}, "rotary dimension of 3"),
+    ],
+    ids=str,
+)
+def test_what_is_not_supported_is_refused_in_one_line(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ModelLoadError, match=message) as caught:
+        spec_from_config(tiny_models.llama_config(**changes))
+    assert "\n" not in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"do_layer_norm_before": False}, "do_layer_norm_before=false"),
+        ({"word_embed_proj_dim": 32}, "word_embed_proj_dim 32"),
+        ({"_remove_final_layer_norm": True}, "final layer norm"),
+        ({"layer_norm_elementwise_affine": False}, "layer_norm_elementwise_affine"),
+        ({"activation_function": "silu"}, "activation 'silu' is not supported in OPTForCausalLM"),
+    ],
+    ids=str,
+)
+def test_opt_variants_that_are_refused(changes: dict[str, object], message: str) -> None:
+    opt = {"architectures": ["OPTForCausalLM"], "model_type": "opt", "ffn_dim": 96, "hidden_act": None}
+    assert spec_from_config(tiny_models.llama_config(**opt)).position_offset == 2
+    with pytest.raises(ModelLoadError, match=message):
+        spec_from_config(tiny_models.llama_config(**opt, **changes))
+
+
+def test_a_built_in_class_with_its_own_copy_of_the_code_is_served_without_it() -> None:
+    """The first Phi-3 releases name their own copy of the class that is built in."""
+    phi3 = {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3"}
+    spec = spec_from_config(
+        tiny_models.llama_config(**phi3, auto_map={"AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM"})
+    )
+    assert spec.family == "phi3"
+
+
+@pytest.mark.parametrize("name", ["llama3-rope", "qwen2-yarn", "phi3-longrope-partial", "llama-linear-rope"])
+def test_frequencies_are_those_of_transformers(name: str) -> None:
+    spec = load_spec(tiny_models.model_folder(name))
+    assert spec.rope is not None
+    model = tiny_models.reference_model(name).model
+    expected = model.rotary_emb.original_inv_freq
+    assert torch.allclose(inverse_frequencies(spec.rope, 64), expected, rtol=1e-6, atol=0.0)
+
+
+# Operations -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("shape", [(1, 8), (5, 64), (33, 576), (3, 4, 16), (0, 64)], ids=str)
+def test_rms_norm(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = (torch.randn(shape, generator=generator) * 3).to(dtype)
+    weight = torch.randn(shape[1:], generator=generator).to(dtype)
+    kept = x.clone()
+    found = torch_ops.rms_norm(x, weight, 1e-5)
+    expected = functional.rms_norm(x.double(), x.shape[-1:], None, 1e-5) * weight.double()
+    assert found.dtype == dtype
+    assert found.shape == x.shape
+    assert torch.equal(x, kept)
+    assert torch.allclose(found.double(), expected, rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
+
+
+def test_rms_norm_of_zeros_tiny_and_non_finite_rows() -> None:
+    x = torch.zeros(4, 64, dtype=torch.bfloat16)
+    x[1] = 1e-3
+    x[2, 5] = float("nan")
+    x[3] = 2.0
+    found = torch_ops.rms_norm(x, torch.ones(64, dtype=torch.bfloat16), 1e-6).float()
+    assert torch.equal(found[0], torch.zeros(64))
+    assert torch.allclose(found[1], torch.full((64,), 0.7071), rtol=1e-2)
+    assert found[2].isnan().all()
+    assert torch.allclose(found[3], torch.ones(64), rtol=1e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_norms_with_residual_are_the_sum_then_the_norm(dtype: torch.dtype) -> None:
+    x, residual, weight, bias = (torch.randn(5, 64).to(dtype) for _ in range(4))
+    weight, bias = weight[0], bias[0]
+    normed, total = torch_ops.add_rms_norm(x, residual, weight, 1e-5)
+    assert torch.equal(total, x + residual)
+    assert torch.equal(normed, torch_ops.rms_norm(total, weight, 1e-5))
+    normed, total = torch_ops.add_layer_norm(x, residual, weight, bias, 1e-5)
+    assert torch.equal(total, x + residual)
+    assert torch.equal(normed, torch_ops.layer_norm(total, weight, bias, 1e-5))
+    assert torch.equal(normed, functional.layer_norm(total, (64,), weight, bias, 1e-5))
+
+
+@pytest.mark.parametrize("rotary_dim", [16, 8, 2])
+@pytest.mark.parametrize(("dtype", "allowed"), [(torch.float32, 1e-5), (torch.bfloat16, 5e-2)], ids=str)
+def test_rotation_turns_pairs_of_halves(rotary_dim: int, dtype: torch.dtype, allowed: float) -> None:
+    heads = torch.randn(6, 5, 16, generator=torch.Generator().manual_seed(0)).to(dtype)
+    x = heads[:, 1:4]  # strided, as a slice of a fused projection is
+    inv_freq = 1.0 / 100.0 ** (torch.arange(0, rotary_dim, 2).float() / rotary_dim)
+    positions = torch.tensor([0, 1, 7, 7, 100, 3])
+    cos, sin = torch_ops.rotary_tables(positions, inv_freq, 1.5)
+    fast = torch_ops.apply_rotary(x, torch_ops.prepare_rotary(cos, sin, dtype))
+    exact = torch_ops.apply_rope(x, cos, sin)
+    half = rotary_dim // 2
+    pairs = torch.complex(x[..., :half].double(), x[..., half:rotary_dim].double())
+    turned = pairs * torch.polar(torch.tensor(1.5).double(), positions[:, None].double() * inv_freq)[:, None]
+    expected = torch.cat((turned.real, turned.imag, x[..., rotary_dim:].double()), -1)
+    for found in (fast, exact):
+        assert found.dtype == dtype
+        assert (found.double() - expected).abs().max() < allowed
+    assert torch.equal(fast[..., rotary_dim:], x[..., rotary_dim:])
+
+
+def test_activations() -> None:
+    x = torch.randn(7, 32, generator=torch.Generator().manual_seed(0))
+    kept = x.clone()
+    assert torch.allclose(torch_ops.silu_and_mul(x), x[:, :16] * torch.sigmoid(x[:, :16]) * x[:, 16:], atol=1e-6)
+    assert torch.allclose(torch_ops.gelu(x), x * 0.5 * (1 + torch.erf(x / 2**0.5)), atol=1e-6)
+    inner = (2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3)
+    assert torch.allclose(torch_ops.gelu_tanh(x), x * 0.5 * (1 + torch.tanh(inner)), atol=1e-6)
+    assert torch.equal(torch_ops.relu(x), x.clamp(min=0))
+    assert torch.equal(x, kept)

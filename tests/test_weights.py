@@ -1,0 +1,336 @@
+"""Loading: shards, types, dummy weights, where the files are, and one clear line for every broken checkpoint."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+import huggingface_hub
+import pytest
+import tiny_models
+import torch
+from huggingface_hub.errors import LocalEntryNotFoundError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from engine.errors import ModelLoadError
+from engine.models.checkpoint import Checkpoint
+from engine.models.decoder import Decoder
+from engine.models.families import TensorNames, family_named
+from engine.models.hub import resolve_model_folder
+from engine.models.loader import load_weights
+from engine.models.spec import load_spec, spec_from_config
+from engine.models.weights import ModelWeights
+
+CPU = torch.device("cpu")
+
+
+def first_layer_logits(folder: Path, dtype: str = "auto") -> Tensor:
+    """A few logits through the whole model; attention answers with zeros, which is enough to compare loaders."""
+    spec = load_spec(folder)
+    decoder = Decoder(spec, load_weights(spec, folder, dtype=dtype))
+    return _logits(decoder)
+
+
+def _logits(decoder: Decoder) -> Tensor:
+    spec, positions = decoder.spec, torch.arange(5)
+    group = spec.num_heads // spec.num_kv_heads
+
+    def attend_to_itself(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return v.repeat_interleave(group, 1).flatten(1) + q.flatten(1)
+
+    with torch.inference_mode():
+        hidden = decoder.embed(torch.arange(5), positions)
+        return decoder.logits(decoder.run_layers(hidden, positions, attend_to_itself))
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """A tiny Llama that a test may break."""
+    return Path(shutil.copytree(tiny_models.model_folder("llama-gqa2"), tmp_path / "model"))
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, Tensor]], None]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def without(name: str) -> Callable[[dict[str, Tensor]], None]:
+    def change(tensors: dict[str, Tensor]) -> None:
+        del tensors[name]
+
+    return change
+
+
+def refusal(folder: Path, **options: str) -> str:
+    with pytest.raises(ModelLoadError) as caught:
+        load_weights(load_spec(folder), folder, **options)
+    assert "\n" not in caught.value.message
+    return caught.value.message
+
+
+# Good checkpoints -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["llama-gqa2", "neox", "opt"])
+def test_shards_give_the_same_model(name: str) -> None:
+    folder = tiny_models.model_folder(name, shard_size="40KB")
+    assert len(list(folder.glob("*.safetensors"))) > 2
+    assert torch.equal(first_layer_logits(folder), first_layer_logits(tiny_models.model_folder(name)))
+
+
+def test_files_that_the_index_does_not_name_are_left_alone(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(tiny_models.model_folder("llama-gqa2", shard_size="40KB"), tmp_path / "model"))
+    save_file({"surplus": torch.zeros(1)}, folder / "consolidated.safetensors")
+    assert torch.equal(first_layer_logits(folder), first_layer_logits(tiny_models.model_folder("llama-gqa2")))
+
+
+def test_one_file_of_any_name_is_a_checkpoint(checkpoint: Path) -> None:
+    (checkpoint / "model.safetensors").rename(checkpoint / "weights.safetensors")
+    assert torch.equal(first_layer_logits(checkpoint), first_layer_logits(tiny_models.model_folder("llama-gqa2")))
+
+
+def test_tensors_of_the_model_without_its_head_are_found(tmp_path: Path) -> None:
+    """OPT checkpoints exist with and without the outer `model.`."""
+    folder = Path(shutil.copytree(tiny_models.model_folder("opt"), tmp_path / "model"))
+    expected = first_layer_logits(folder)
+
+    def strip(tensors: dict[str, Tensor]) -> None:
+        for name in list(tensors):
+            tensors[name.removeprefix("model.")] = tensors.pop(name)
+
+    rewrite(folder, strip)
+    assert torch.equal(first_layer_logits(folder), expected)
+
+
+def test_the_older_name_of_the_neox_head(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(tiny_models.model_folder("neox"), tmp_path / "model"))
+    expected = first_layer_logits(folder)
+    stored = load_file(folder / "model.safetensors")
+    (head,) = [name for name in stored if name in ("lm_head.weight", "embed_out.weight")]
+    other = {"lm_head.weight": "embed_out.weight", "embed_out.weight": "lm_head.weight"}[head]
+    rewrite(folder, lambda tensors: tensors.update({other: tensors.pop(head)}))
+    assert torch.equal(first_layer_logits(folder), expected)
+
+
+def test_buffers_of_old_exporters_are_ignored(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(tiny_models.model_folder("neox"), tmp_path / "model"))
+    expected = first_layer_logits(folder)
+    inert = {
+        "gpt_neox.layers.0.attention.bias": torch.ones(1, 1, 4, 4, dtype=torch.bool),
+        "gpt_neox.layers.0.attention.masked_bias": torch.tensor(-1e9),
+        "gpt_neox.layers.0.attention.rotary_emb.inv_freq": torch.ones(2),
+    }
+    rewrite(folder, lambda tensors: tensors.update(inert))
+    assert torch.equal(first_layer_logits(folder), expected)
+
+
+def test_a_tied_head_stored_twice_is_ignored(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(tiny_models.model_folder("llama-mha-tied"), tmp_path / "model"))
+    expected = first_layer_logits(folder)
+    rewrite(folder, lambda tensors: tensors.update({"lm_head.weight": torch.zeros(97, 64)}))
+    assert torch.equal(first_layer_logits(folder), expected)
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("wanted", ["float32", "bfloat16", "float16"])
+def test_types_are_converted(stored: torch.dtype, wanted: str) -> None:
+    folder = tiny_models.model_folder("llama-gqa2", dtype=stored)
+    spec = load_spec(folder)
+    assert spec.dtype == str(stored).removeprefix("torch.")
+    weights = load_weights(spec, folder, dtype=wanted)
+    expected = tiny_models.reference_model("llama-gqa2").model.embed_tokens.weight.to(stored)
+    assert torch.equal(weights.embedding, expected.to(getattr(torch, wanted)))
+    assert weights.layers[0].qkv(torch.zeros(2, 64, dtype=weights.embedding.dtype)).dtype == weights.embedding.dtype
+    assert load_weights(spec, folder).embedding.dtype == stored
+
+
+# Dummy weights --------------------------------------------------------------------------------------------------------
+
+
+def dummy(name: str, seed: int = 0, dtype: str = "float32") -> ModelWeights:
+    spec = load_spec(tiny_models.model_folder(name))
+    return load_weights(spec, Path("/nowhere"), dtype=dtype, load_format="dummy", seed=seed)
+
+
+@pytest.mark.parametrize("name", tiny_models.FAMILY_CASES)
+def test_dummy_weights_run_and_stay_in_range(name: str) -> None:
+    logits = _logits(Decoder(load_spec(tiny_models.model_folder(name)), dummy(name, dtype="bfloat16"))).float()
+    assert logits.isfinite().all()
+    assert 0.05 < logits.std() < 20
+
+
+def test_dummy_weights_follow_the_seed() -> None:
+    assert torch.equal(dummy("neox").layers[2].qkv(torch.ones(1, 64)), dummy("neox").layers[2].qkv(torch.ones(1, 64)))
+    assert not torch.equal(dummy("neox").embedding, dummy("neox", seed=1).embedding)
+
+
+def test_dummy_weights_need_a_config_only(tmp_path: Path) -> None:
+    folder = tiny_models.write_config(tmp_path / "model", tiny_models.llama_config())
+    weights = load_weights(load_spec(folder), folder, load_format="dummy")
+    assert len(weights.layers) == 3
+    assert weights.head.out_features == 97
+
+
+# Broken checkpoints ---------------------------------------------------------------------------------------------------
+
+
+def test_missing_config(tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match=r"has no config\.json"):
+        load_spec(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "\udcff"], ids=["cut", "list", "bytes"])
+def test_unreadable_config(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_bytes(text.encode("utf-8", "surrogateescape"))
+    with pytest.raises(ModelLoadError, match=r"config\.json") as caught:
+        load_spec(tmp_path)
+    assert "\n" not in caught.value.message
+
+
+def test_end_tokens_of_the_generation_config(checkpoint: Path) -> None:
+    (checkpoint / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 6]}))
+    assert load_spec(checkpoint).eos_token_ids == {2, 5, 6}
+
+
+def test_missing_tensor(checkpoint: Path) -> None:
+    rewrite(checkpoint, without("model.layers.1.mlp.up_proj.weight"))
+    assert "lacks tensor model.layers.1.mlp.up_proj.weight [88, 64]" in refusal(checkpoint)
+
+
+def test_missing_head_of_an_untied_model(checkpoint: Path) -> None:
+    rewrite(checkpoint, without("lm_head.weight"))
+    assert "lacks tensor lm_head.weight" in refusal(checkpoint)
+
+
+def test_wrong_shape(checkpoint: Path) -> None:
+    rewrite(checkpoint, lambda tensors: tensors.update({"model.layers.0.self_attn.k_proj.weight": torch.zeros(8, 64)}))
+    message = refusal(checkpoint)
+    assert "model.layers.0.self_attn.k_proj.weight is [8, 64], config.json implies [32, 64]" in message
+
+
+def test_tensors_left_over(checkpoint: Path) -> None:
+    rewrite(checkpoint, lambda tensors: tensors.update({f"model.layers.{i}.odd": torch.zeros(1) for i in range(5)}))
+    message = refusal(checkpoint)
+    assert "does not use: model.layers.0.odd, model.layers.1.odd, model.layers.2.odd and 2 more" in message
+
+
+def test_biases_that_the_config_does_not_announce_are_an_error(checkpoint: Path) -> None:
+    rewrite(checkpoint, lambda tensors: tensors.update({"model.layers.0.self_attn.q_proj.bias": torch.zeros(64)}))
+    assert "does not use: model.layers.0.self_attn.q_proj.bias" in refusal(checkpoint)
+
+
+def test_quantized_tensor(checkpoint: Path) -> None:
+    rewrite(checkpoint, lambda tensors: tensors.update({"model.norm.weight": torch.ones(64, dtype=torch.int8)}))
+    assert "model.norm.weight is of type int8" in refusal(checkpoint)
+
+
+def test_pickled_weights_only(checkpoint: Path) -> None:
+    (checkpoint / "model.safetensors").rename(checkpoint / "pytorch_model.bin")
+    assert "pickled weights only (pytorch_model.bin)" in refusal(checkpoint)
+
+
+def test_no_weights(checkpoint: Path) -> None:
+    (checkpoint / "model.safetensors").unlink()
+    assert "has no *.safetensors file" in refusal(checkpoint)
+
+
+def test_damaged_file(checkpoint: Path) -> None:
+    content = (checkpoint / "model.safetensors").read_bytes()
+    (checkpoint / "model.safetensors").write_bytes(content[: len(content) // 2])
+    assert "is not a readable safetensors file" in refusal(checkpoint)
+
+
+def test_missing_shard(tmp_path: Path) -> None:
+    source = tiny_models.model_folder("llama-gqa2", shard_size="40KB")
+    folder = Path(shutil.copytree(source, tmp_path / "model"))
+    lost = sorted(folder.glob("*.safetensors"))[1]
+    lost.unlink()
+    assert f"lacks {lost.name}, which model.safetensors.index.json names" in refusal(folder)
+
+
+@pytest.mark.parametrize("text", ["{", "{}", '{"weight_map": []}'])
+def test_unreadable_index(checkpoint: Path, text: str) -> None:
+    (checkpoint / "model.safetensors.index.json").write_text(text)
+    assert "is not a readable safetensors index" in refusal(checkpoint)
+
+
+def test_one_tensor_in_two_files(checkpoint: Path) -> None:
+    (checkpoint / "model.safetensors").rename(checkpoint / "a.safetensors")
+    save_file({"model.norm.weight": torch.ones(64)}, checkpoint / "b.safetensors")
+    assert "tensor model.norm.weight is in a.safetensors and in b.safetensors" in refusal(checkpoint)
+
+
+def test_unknown_type(checkpoint: Path) -> None:
+    assert "dtype 'int4' is not supported" in refusal(checkpoint, dtype="int4")
+
+
+def test_the_folder_is_named(checkpoint: Path) -> None:
+    config = json.loads((checkpoint / "config.json").read_text())
+    (checkpoint / "config.json").write_text(json.dumps({**config, "architectures": ["FooModel"], "model_type": "foo"}))
+    with pytest.raises(ModelLoadError, match="FooModel") as caught:
+        load_spec(checkpoint)
+    assert str(checkpoint) in caught.value.message
+
+
+def test_files_are_released(checkpoint: Path) -> None:
+    with Checkpoint(checkpoint, torch.float32, CPU) as source:
+        assert source.has("model.norm.weight")
+    assert not source._files
+
+
+# Where a model is -----------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_is_itself(tmp_path: Path) -> None:
+    assert resolve_model_folder(str(tmp_path)) == tmp_path
+
+
+@pytest.mark.parametrize("name", ["/no/such", "./here", "no-such", "a/b/c", "owner/", "~/models/none"])
+def test_what_cannot_be_a_hub_id_is_not_asked_for(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: pytest.fail("asked the hub"))
+    with pytest.raises(ModelLoadError, match="no folder"):
+        resolve_model_folder(name)
+
+
+def test_a_hub_id_is_fetched_without_pickles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, object] = {}
+
+    def fake(name: str, **options: object) -> str:
+        asked.update(options, name=name)
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fake)
+    assert resolve_model_folder("owner/model") == tmp_path
+    assert asked["name"] == "owner/model"
+    assert not any("bin" in pattern or "py" in pattern for pattern in asked["allow_patterns"])
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        httpx.ConnectError("name resolution failed\nmore"),
+        LocalEntryNotFoundError("cannot reach the hub\nand more"),
+        OSError("disk full"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_an_unreachable_hub_is_one_line(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> str:
+        raise error
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    with pytest.raises(ModelLoadError, match="the Hugging Face hub did not give it") as caught:
+        resolve_model_folder("owner/model")
+    assert "\n" not in caught.value.message
+    assert str(error).partition("\n")[0] in caught.value.message
+
+
+def test_every_family_has_names_for_what_its_specs_ask_for() -> None:
+    for name in tiny_models.CASES:
+        spec = load_spec(tiny_models.model_folder(name))
+        names: TensorNames = family_named(spec.family).names
+        assert (names.positions is not None) == (spec.position_offset is not None)
+    assert spec_from_config(tiny_models.llama_config()).family == "llama"
