@@ -69,7 +69,7 @@ class EngineCore:
         self._num_arrived = 0
         self._steps = self._failed_steps = 0
         self._prefill_tokens = self._decode_tokens = 0
-        self._step_seconds = 0.0
+        self._step_seconds = self._predicted_seconds = 0.0
 
     @property
     def has_requests(self) -> bool:
@@ -177,6 +177,9 @@ class EngineCore:
             step_seconds=self._step_seconds,
             prefill_tokens=self._prefill_tokens,
             decode_tokens=self._decode_tokens,
+            predicted_seconds=self._predicted_seconds,
+            leftover_seconds=counters.leftover_seconds,
+            leftover_used_seconds=counters.leftover_used_seconds,
         )
 
     def check_integrity(self) -> None:
@@ -218,6 +221,7 @@ class EngineCore:
     def _confirm(self, flight: _InFlight, result: ModelRunnerOutput, now: float) -> Iterator[RequestOutput]:
         self._steps += 1
         self._step_seconds += result.latency
+        self._predicted_seconds += flight.output.predicted_latency or 0.0
         tokens = iter(result.token_ids)
         logprobs: Iterator[TokenLogprobs | None] = iter(result.logprobs) if result.logprobs else repeat(None)
         for chunk, request, epoch in zip(flight.output.chunks, flight.requests, flight.epochs, strict=True):
@@ -335,4 +339,6 @@ def _output(request: Request, token_ids: list[int], logprobs: list[TokenLogprobs
         num_cached_tokens=request.num_cached_tokens,
         num_output_tokens=request.num_output_tokens,
         num_preemptions=request.num_preemptions,
+        request_class=request.spec.request_class,
+        beside_offline=request.beside_offline,
     )

@@ -11,10 +11,12 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
 from engine.client import EngineInfo
+from engine.colocation import Colocation
 from engine.core import EngineCore
 from engine.errors import EngineStepError, EngineUnavailableError, TidemillError
 from engine.planner_task import Planner, PlanOffline
@@ -49,12 +51,14 @@ class Engine:
         watchdog_seconds: float = 60.0,
         clock: Callable[[], float] = time.monotonic,
         plan_offline: PlanOffline | None = None,
+        colocation: Colocation | None = None,
     ) -> None:
         self.info = info
         self._core = core
         self._runner = runner
         self._clock = clock
         self._watchdog_seconds = watchdog_seconds
+        self.colocation = colocation
         self._streams: dict[str, RequestStream] = {}
         self._in_flight: deque[tuple[SchedulerOutput, asyncio.Future[ModelRunnerOutput]]] = deque()
         self._step_started: float | None = None
@@ -127,11 +131,16 @@ class Engine:
             return
         output = self._core.abort(request_id, self._clock(), reason)
         assert output is not None, "a stream is open for a request that the core does not know"
+        if self.colocation is not None:
+            self.colocation.on_end(output, self._clock())
         self._deliver(output)
         self._wake_up()
 
     def stats(self) -> EngineStats:
-        return self._core.stats()
+        stats = self._core.stats()
+        if self.colocation is None:
+            return stats
+        return replace(stats, colocation=self.colocation.stats(self._clock()))
 
     async def _run(self) -> None:
         try:
@@ -182,8 +191,12 @@ class Engine:
             error = EngineStepError("The model step failed under this request.")
             error.__cause__ = cause
         self._in_flight.popleft()
-        self._step_started = self._clock() if self._in_flight else None
-        for request_output in self._core.update(output, result, self._clock(), error):
+        now = self._clock()
+        started, self._step_started = self._step_started, now if self._in_flight else None
+        outputs = self._core.update(output, result, now, error)
+        if self.colocation is not None and result is not None and started is not None:
+            self.colocation.on_step(output, now - started, outputs, now)
+        for request_output in outputs:
             self._deliver(request_output)
 
     def _deliver(self, output: RequestOutput) -> None:

@@ -135,6 +135,7 @@ class RequestOutput:
 
     `token_ids` are the new tokens since the last output (all of them for `final_only`), a stop token included;
     `stop_token_id` names it when one ended the request. `error` is set iff `finish_reason` is ERROR.
+    `beside_offline`: offline work ran in one of its steps, or while it waited.
     """
 
     request_id: str
@@ -148,6 +149,8 @@ class RequestOutput:
     stop_token_id: int | None = None
     error: TidemillError | None = None
     num_preemptions: int = 0
+    request_class: RequestClass = RequestClass.ONLINE
+    beside_offline: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -173,6 +176,7 @@ class Request:
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     num_step_failures: int = 0
+    beside_offline: bool = False
     num_prompt_tokens: int = field(init=False)
     max_total_tokens: int = field(init=False)
 

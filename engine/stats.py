@@ -6,6 +6,26 @@ from engine.request import RequestClass
 
 
 @dataclass(frozen=True, slots=True)
+class ColocationStats:
+    """How the SLO is kept. `attainment` is of the last minute (NaN: nobody was judged); times in seconds."""
+
+    slo: str
+    attainment: float
+    good_requests: int
+    bad_requests: int
+    policy: str
+    rule: str
+    latency_budget: float
+    interference_weight: float
+    decode_value: float
+    breaker: str
+    breaker_cause: str | None
+    breaker_openings: int
+    predictor_mape: float
+    offline_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStats:
     """Counts per class are keyed by RequestClass; units are pool units (a KV block takes two)."""
 
@@ -23,3 +43,7 @@ class EngineStats:
     step_seconds: float = 0.0
     prefill_tokens: int = 0
     decode_tokens: int = 0
+    predicted_seconds: float = 0.0
+    leftover_seconds: float = 0.0
+    leftover_used_seconds: float = 0.0
+    colocation: ColocationStats | None = None

@@ -112,7 +112,7 @@ class StepBuilder:
         """Re-validate the plan against what the online work of this step has left, and take what still fits."""
         scheduler, ledger = self.scheduler, self.ledger
         allowance = offline_allowance(scheduler, ledger, self.num_online_decodes, self.has_online_prefill, self.now)
-        before = ledger.seconds
+        before, num_online = ledger.seconds, len(self.requests)
         for planned in plan.chunks:
             if not ledger.open:
                 break
@@ -125,6 +125,9 @@ class StepBuilder:
                 fitted = self._admit_offline(request, allowance)
             if not fitted:
                 break
+        if len(self.requests) > num_online:
+            for request in (*self.requests[:num_online], *scheduler.waiting_online):
+                request.beside_offline = True
         if scheduler.has_online and not math.isinf(allowance.limit):
             scheduler.counters.leftover_seconds += max(0.0, allowance.limit - before)
             scheduler.counters.leftover_used_seconds += ledger.seconds - before

@@ -1,0 +1,172 @@
+"""Keeps the promise while the engine runs: learns step times, judges online requests, drives the circuit breaker.
+
+HyGen §4.2 (the SLO-aware loop) and our breaker. Called by the engine loop after every step; torch-free, no asyncio, the
+clock is an argument. It never touches a request: its only dials are the core's objective and offline share.
+"""
+
+import logging
+import math
+from collections import deque
+from dataclasses import dataclass, field
+
+from engine.core import EngineCore
+from engine.request import FinishReason, RequestClass, RequestOutput
+from engine.scheduling.objective import StepObjective
+from engine.scheduling.output import SchedulerOutput
+from engine.stats import ColocationStats
+from engine.virtual import step_features
+from predictor.breaker import BreakerSettings, BreakerState, CircuitBreaker
+from predictor.budget import BudgetParams
+from predictor.model import LatencyModel
+from predictor.online import OnlineModel
+from predictor.slo import SLO
+
+log = logging.getLogger("tidemill.colocation")
+
+BUDGET_SHARE = 0.8
+"""L as a share of the TBT limit until a search has found better (algorithms.md §3)."""
+FALLBACK_BUDGET_STEPS = 4.0
+"""L in smallest steps where the SLO limits no TBT."""
+ATTAINMENT_WINDOW = 60.0
+MAX_RECORDED = 2048
+
+
+def initial_budget(slo: SLO, model: LatencyModel, policy: str) -> BudgetParams:
+    """The budget before any search: a flat L of 0.8 × the TBT limit, or a few smallest steps without one."""
+    limits = [limit for metric in ("tbt", "tpot") if (limit := slo.limit_of(metric)) is not None]
+    smallest = _smallest_step(model)
+    return BudgetParams(policy, BUDGET_SHARE * min(limits) if limits else FALLBACK_BUDGET_STEPS * smallest)
+
+
+def _smallest_step(model: LatencyModel) -> float:
+    from predictor.features import BatchFeatures
+
+    features = BatchFeatures()
+    features.add_decodes(1, 1)
+    return model.predict(features)
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedArrival:
+    """An online request that was served, for the budget search: arrival in seconds, lengths in tokens."""
+
+    at: float
+    prompt_tokens: int
+    output_tokens: int
+
+
+@dataclass(slots=True)
+class _Live:
+    """An online request in progress."""
+
+    gaps: list[float] = field(default_factory=list)
+    last_token: float | None = None
+    beside_offline: bool = False
+
+
+class Colocation:
+    """One engine's SLO keeper. `model` is shared with the core, which asks it for predictions."""
+
+    def __init__(self, core: EngineCore, model: OnlineModel, slo: SLO, budget: BudgetParams) -> None:
+        self.slo = slo
+        self.model = model
+        self.arrivals: deque[RecordedArrival] = deque(maxlen=MAX_RECORDED)
+        self._core = core
+        self._budget = budget
+        target = slo.attainment_target
+        self._breaker = CircuitBreaker(BreakerSettings(attainment=target if target is not None else 0.99))
+        self._live: dict[str, _Live] = {}
+        self._judged: deque[tuple[float, bool]] = deque()
+        self._good = self._bad = 0
+        self._offline_tokens = 0
+        self._shown = BreakerState.CLOSED
+        self.set_budget(budget)
+
+    def set_budget(self, budget: BudgetParams) -> None:
+        """Fill by these parameters from the next step on."""
+        self._budget = budget
+        self._core.set_objective(StepObjective.from_slo(self.slo, budget))
+
+    def on_step(self, output: SchedulerOutput, measured: float, outputs: list[RequestOutput], now: float) -> None:
+        """A step ended after `measured` seconds with these outputs."""
+        features = step_features(output)
+        expected = self.model.expected(features)
+        self.model.observe(features, measured)
+        self._breaker.record_step(now, (expected - measured) / measured if measured > 0 else 0.0)
+        for request_output in outputs:
+            if request_output.request_class is RequestClass.ONLINE:
+                self._on_online(request_output, now)
+            else:
+                self._offline_tokens += len(request_output.token_ids)
+                if request_output.num_output_tokens == 1:
+                    self._offline_tokens += request_output.num_prompt_tokens
+        self._follow_breaker(now)
+
+    def on_end(self, output: RequestOutput, now: float) -> None:
+        """A request ended outside a step (it was aborted)."""
+        if output.request_class is RequestClass.ONLINE:
+            self._on_online(output, now)
+
+    def stats(self, now: float) -> ColocationStats:
+        """A snapshot for /metrics and /ready."""
+        self._forget(now)
+        judged = len(self._judged)
+        return ColocationStats(
+            slo=str(self.slo),
+            attainment=sum(good for _, good in self._judged) / judged if judged else math.nan,
+            good_requests=self._good,
+            bad_requests=self._bad,
+            policy=self._budget.policy,
+            rule=self._budget.rule,
+            latency_budget=self._budget.latency_budget,
+            interference_weight=self._budget.lam,
+            decode_value=self._budget.delta,
+            breaker=self._breaker.state(now).value,
+            breaker_cause=self._breaker.cause,
+            breaker_openings=self._breaker.num_openings,
+            predictor_mape=self.model.mape,
+            offline_tokens=self._offline_tokens,
+        )
+
+    def _on_online(self, output: RequestOutput, now: float) -> None:
+        live = self._live.setdefault(output.request_id, _Live())
+        live.beside_offline = live.beside_offline or output.beside_offline
+        if output.token_ids:
+            if live.last_token is not None:
+                live.gaps.append(now - live.last_token)
+            live.last_token = now
+        if output.finish_reason is not None:
+            del self._live[output.request_id]
+            self._judge(output, live, now)
+
+    def _judge(self, output: RequestOutput, live: _Live, now: float) -> None:
+        """Good or not, as measurement.md defines it; a request that its client gave up on proves nothing."""
+        if output.finish_reason is FinishReason.ABORT:
+            return
+        times = output.times
+        ttft = None if times.first_token is None else times.first_token - times.arrival
+        good = output.finish_reason is not FinishReason.ERROR and self.slo.good(ttft, live.gaps)
+        self._good += good
+        self._bad += not good
+        self._judged.append((now, good))
+        self._forget(now)
+        self._breaker.record_request(now, good, live.beside_offline)
+        if output.num_output_tokens:
+            self.arrivals.append(RecordedArrival(times.arrival, output.num_prompt_tokens, output.num_output_tokens))
+
+    def _forget(self, now: float) -> None:
+        while self._judged and self._judged[0][0] < now - ATTAINMENT_WINDOW:
+            self._judged.popleft()
+
+    def _follow_breaker(self, now: float) -> None:
+        state = self._breaker.state(now)
+        self._core.set_offline_share(self._breaker.budget(now, 1.0, online_present=True))
+        if state is not self._shown:
+            cause = f" ({self._breaker.cause})" if self._breaker.cause else ""
+            log.warning(
+                "circuit breaker %s%s: offline share beside online work is now %.0f %%",
+                state.value,
+                cause,
+                100 * self._breaker.budget(now, 1.0, online_present=True),
+            )
+            self._shown = state
