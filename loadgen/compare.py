@@ -151,11 +151,11 @@ def _notes(first: Arm, second: Arm, *, paired: bool) -> list[str]:
             notes.append(f"{arm.name}: holds an INVALID run")
         if len({summary["seeds"]["seed"] for summary in arm.summaries}) < len(arm.summaries):
             notes.append(f"{arm.name}: two runs share a seed; only one of them is counted")
-    if first.slo != second.slo:
+    if first.requests and second.requests and first.slo != second.slo:
         notes.append(f"the arms state different SLOs; that of {first.name} is applied to both")
     if not paired and first.requests and second.requests:
         notes.append("the arms do not hold the same requests: differences are not paired")
-    for arm in (first, second):
+    for arm in (arm for arm in (first, second) if arm.requests):
         good = sum(first.slo.good(record) for record in arm.requests.values())
         low, high = wilson(good, len(arm.requests))
         notes.append(f"{arm.name}: {good} of {len(arm.requests)} good, Wilson {low:.4f} to {high:.4f}")

@@ -38,7 +38,7 @@ class About:
 
 def summarise(found: Records, plan: Plan, slo: Slo, about: About) -> dict[str, Any]:
     """The summary of one run."""
-    window = plan.windows.measured(found.ended_at)
+    window = plan.windows.measured(found.ended_at if plan.windows.horizon is not None else found.last_event)
     honest, invalid = honesty(found, window, slo, closed_loop=plan.closed_loop)
     return {
         **heading("run", plan, about),

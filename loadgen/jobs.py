@@ -123,7 +123,8 @@ class JobRun:
             else:
                 record.error_lines = len(rows)
         record.duplicated = sum(count - 1 for count in seen.values())
-        record.missing = record.lines - len(seen)
+        # A cancelled or expired job may keep lines back; a completed one owes every line.
+        record.missing = record.lines - len(seen) if record.status == "completed" else 0
 
     def _count_tokens(self, rows: list[dict[str, Any]]) -> None:
         for row in rows:

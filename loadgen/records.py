@@ -145,6 +145,13 @@ class Records:
     ended_at: float = 0.0
     interrupted: bool = False
 
+    @property
+    def last_event(self) -> float:
+        """When the last answer or job ended (the end of the run when nothing did)."""
+        ends = [record.ended_at for record in self.requests if record.ended_at is not None]
+        ends += [job.polls[-1].at for job in self.jobs if job.polls]
+        return max(ends, default=self.ended_at)
+
 
 def to_line(record: RequestRecord) -> bytes:
     """One line of `requests.jsonl`, times rounded to a microsecond."""

@@ -137,6 +137,8 @@ class Run:
         if trace is None:
             return
         slots = asyncio.Semaphore(self.plan.max_concurrency) if self.plan.max_concurrency else None
+        if self.plan.closed_loop:
+            await self.clock.sleep_until(0.0)
         async with asyncio.TaskGroup() as group:
             for row in self.plan.rows(len(trace)):
                 record = self._record(trace, row, row, "online")
@@ -144,7 +146,7 @@ class Run:
                 if self.plan.closed_loop:
                     if slots:
                         await slots.acquire()
-                    record.scheduled_at = max(0.0, self.clock.now())
+                    record.scheduled_at = self.clock.now()
                 else:
                     await self.clock.sleep_until(record.scheduled_at)
                 record.lag = self.clock.now() - record.scheduled_at

@@ -1,5 +1,6 @@
 """What the commands print at their end: tables of a run, a sweep, a comparison."""
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,7 +12,7 @@ from loadgen.compare import Row
 
 def _console() -> Console:
     # Made at each use: a test or a pipe may have replaced the standard output.
-    return Console(highlight=False, soft_wrap=True)
+    return Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 120)
 
 
 def number(value: Any) -> str:

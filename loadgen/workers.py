@@ -17,6 +17,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 from loadgen.client import Client
+from loadgen.errors import ServerError
 from loadgen.plan import Plan
 from loadgen.records import Records
 from loadgen.runner import MonotonicClock, Progress, Run
@@ -101,7 +102,7 @@ def _spread(plan: Plan, workers: int, show: Show) -> Records:
             connection.send(epoch)
         return _merge(_collect(connections, show))
     except EOFError:
-        raise RuntimeError("a worker process ended without a result") from None
+        raise ServerError("a worker process ended without a result") from None
     finally:
         signal.signal(signal.SIGINT, previous)
         for process in processes:

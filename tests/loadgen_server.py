@@ -1,4 +1,4 @@
-"""A scripted OpenAI-style server for the load generator's tests: it answers what its script says, and records bodies."""
+"""A scripted OpenAI-style server for the load generator's tests: it answers as scripted and records what it got."""
 
 import asyncio
 import threading
@@ -89,9 +89,8 @@ class ScriptedServer:
             return web.json_response({"error": error}, status=429, headers={"Retry-After": "1"})
         if not body.get("stream"):
             usage = {"prompt_tokens": count_tokens(body), "completion_tokens": body["max_tokens"]}
-            return web.json_response(
-                {"choices": [{"index": 0, "text": "x", "finish_reason": "length"}], "usage": usage}
-            )
+            choice = {"index": 0, "text": "x", "finish_reason": "length"}
+            return web.json_response({"choices": [choice], "usage": usage})
         return await self._stream(request, body, kind)
 
     async def _stream(self, request: web.Request, body: dict[str, Any], kind: str) -> web.StreamResponse:
