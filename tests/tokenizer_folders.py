@@ -1,10 +1,19 @@
-"""Small tokenizers built for tests, saved as checkpoints save them: byte-level BPE, Llama-2 style BPE, Unigram."""
+"""Small tokenizers built for tests, saved as checkpoints save them: byte-level BPE, Llama-2 style BPE, Unigram.
 
+Each is built once per test run; `load` and `reference` are ours and transformers' reading of the same folder.
+"""
+
+import atexit
+import functools
 import json
+import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+from engine import text
 
 CORPUS = [
     "the quick brown fox jumps over the lazy dog, again and again; the dog sleeps.",
@@ -93,3 +102,34 @@ def words(folder: Path) -> Path:
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"\s+"), behavior="removed")
     tokenizer.add_special_tokens(["[END]"])
     return save(folder, tokenizer, eos_token="[END]")
+
+
+@functools.cache
+def folder(name: str) -> Path:
+    """The folder of one of the tokenizers above, built at the first call; it lives as long as the test run."""
+    build = {
+        "byte_level": byte_level,
+        "llama2": llama2,
+        "llama2_new": functools.partial(llama2, legacy=False),
+        "unigram": unigram,
+        "words": words,
+    }[name]
+    root = Path(tempfile.mkdtemp(prefix="tidemill-tokenizers-"))
+    atexit.register(shutil.rmtree, root, ignore_errors=True)
+    return build(root / name)
+
+
+@functools.cache
+def load(name: str) -> text.Tokenizer:
+    return text.Tokenizer.load(folder(name), probe=False)
+
+
+@functools.cache
+def reference(name: str) -> Any:
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast.from_pretrained(folder(name))
+
+
+def user(content: Any) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": content}]

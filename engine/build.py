@@ -1,0 +1,197 @@
+"""The composition root: a configuration becomes a model, a runner and an Engine.
+
+`plan_launch` decides everything that can be known without loading the weights (type, device, context, cache);
+`build_engine` loads and joins. The only module besides engine.engine that knows both control and data plane.
+"""
+
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+import engine.models.demo
+from engine.client import EngineInfo
+from engine.config import EngineConfig, SchedulerConfig
+from engine.core import EngineCore
+from engine.engine import Engine
+from engine.errors import ConfigError
+from engine.execution import memory
+from engine.execution.runner import ModelRunner
+from engine.machine import read_processor
+from engine.models.decoder import Decoder
+from engine.models.families import family_named
+from engine.models.hub import resolve_model_folder
+from engine.models.loader import load_weights
+from engine.models.spec import ModelSpec, load_spec, resolve_max_model_len
+from engine.models.weights import torch_dtype
+
+MIN_CONTEXT = 8  # tokens; the warm-up step alone takes most of it
+_CUDA_STEP_BYTES = 2**30  # a guess, for the plan only: what a step needs beside weights and cache
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchPlan:
+    """What will run. `num_blocks` of KV, each `block_size` tokens; on CUDA an estimate until the weights are loaded.
+    `notes`: decisions that a user may not expect, one sentence each."""
+
+    folder: Path
+    spec: ModelSpec
+    architecture: str
+    device: str
+    dtype: str
+    max_model_len: int
+    num_blocks: int
+    block_size: int
+    weight_bytes: int
+    notes: tuple[str, ...]
+
+
+def resolve_model(config: EngineConfig) -> Path:
+    """The folder of the checkpoint, the packaged demo model's if none is named. Raises ModelLoadError."""
+    if config.model:
+        return resolve_model_folder(config.model)
+    assert engine.models.demo.__file__ is not None
+    return Path(engine.models.demo.__file__).parent / "weights"
+
+
+def plan_launch(config: EngineConfig) -> LaunchPlan:
+    """Decide how a configuration runs on this machine. Raises ConfigError for what cannot run."""
+    folder = resolve_model(config)
+    spec = load_spec(folder)
+    device = _choose_device(config.device)
+    dtype, notes = _choose_dtype(config.dtype, spec, device)
+    weight_bytes = spec.num_parameters * torch_dtype(dtype).itemsize
+    plan = LaunchPlan(
+        folder=folder,
+        spec=spec,
+        architecture=family_named(spec.family).architecture,
+        device=device,
+        dtype=dtype,
+        max_model_len=resolve_max_model_len(spec, config.max_model_len),
+        num_blocks=0,
+        block_size=config.block_size,
+        weight_bytes=weight_bytes,
+        notes=tuple(notes),
+    )
+    return _with_cache(plan, config, _estimate_cache_bytes(config, device, weight_bytes))
+
+
+def build_engine(config: EngineConfig, plan: LaunchPlan | None = None) -> Engine:
+    """Load the model and join it with a scheduler; `start` the result in an event loop. Raises ConfigError."""
+    plan = plan or plan_launch(config)
+    device, dtype = torch.device(plan.device), torch_dtype(plan.dtype)
+    if device.type == "cpu":
+        _use_cores()
+    weights = load_weights(
+        plan.spec, plan.folder, dtype=plan.dtype, device=device, load_format=config.load_format, seed=config.seed
+    )
+    decoder = Decoder(plan.spec, weights, max_model_len=plan.max_model_len)
+    if device.type == "cuda":
+        room = memory.cuda_cache_bytes(device, config.gpu_memory_utilization, lambda: _largest_step(decoder, config))
+        plan = _with_cache(plan, config, room)
+    num_units = memory.UNITS_PER_BLOCK * plan.num_blocks
+    runner = ModelRunner(
+        decoder,
+        num_units=num_units,
+        block_size=config.block_size,
+        max_num_seqs=config.max_num_seqs,
+        max_model_len=plan.max_model_len,
+        device=device,
+        dtype=dtype,
+    )
+    return Engine(EngineCore(_scheduler_config(config, plan, num_units)), runner, _info(plan))
+
+
+def _choose_device(asked: str) -> str:
+    if asked == "cpu" or (asked == "auto" and not torch.cuda.is_available()):
+        return "cpu"
+    if not torch.cuda.is_available():
+        raise ConfigError("--device cuda: torch finds no CUDA device here")
+    return "cuda"
+
+
+def _choose_dtype(asked: str, spec: ModelSpec, device: str) -> tuple[str, list[str]]:
+    """The type of weights and cache, and a note when it is not the checkpoint's own."""
+    if asked != "auto":
+        return asked, []
+    if device == "cpu" and not read_processor().is_fast(spec.dtype):
+        return "float32", [f"float32 instead of {spec.dtype}, which this processor has no fast instructions for"]
+    if device == "cuda" and spec.dtype == "bfloat16" and torch.cuda.get_device_capability()[0] < 8:
+        return "float16", ["float16 instead of bfloat16, which this GPU has no fast instructions for"]
+    return spec.dtype, []
+
+
+def _estimate_cache_bytes(config: EngineConfig, device: str, weight_bytes: int) -> int:
+    """Memory for the cache once the weights are loaded."""
+    if device == "cpu":
+        return memory.cpu_cache_bytes(max(0, memory.available_memory() - weight_bytes))
+    free, total = torch.cuda.mem_get_info()
+    return int(total * config.gpu_memory_utilization) - (total - free) - weight_bytes - _CUDA_STEP_BYTES
+
+
+def _with_cache(plan: LaunchPlan, config: EngineConfig, cache_bytes: int) -> LaunchPlan:
+    """The plan with its blocks and the context that they hold. Raises ConfigError."""
+    unit = memory.unit_bytes(plan.spec, config.block_size, torch_dtype(plan.dtype))
+    if config.num_gpu_blocks_override is not None:
+        blocks = config.num_gpu_blocks_override
+    else:
+        blocks = memory.num_units(cache_bytes, unit, config.block_size, max_model_len=1) // memory.UNITS_PER_BLOCK
+    room = blocks * config.block_size
+    if plan.max_model_len <= room:
+        return replace(plan, num_blocks=blocks)
+    if config.max_model_len is not None:
+        raise ConfigError(f"--max-model-len {plan.max_model_len} does not fit: the cache holds {room} tokens")
+    if room < MIN_CONTEXT:
+        raise ConfigError(f"the cache holds {room} tokens, too few for any request: raise --num-gpu-blocks-override")
+    note = f"context limited to the {room} tokens that the cache holds; the model allows {plan.max_model_len}"
+    return replace(plan, num_blocks=blocks, max_model_len=room, notes=(*plan.notes, note))
+
+
+def _use_cores() -> None:
+    """One thread per physical core: two on one core share its vector units. OMP_NUM_THREADS has precedence."""
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(read_processor().cores)
+
+
+def _largest_step(decoder: Decoder, config: EngineConfig) -> None:
+    """The memory of the largest step: a full prefill, and logits with their sampling for every sequence."""
+
+    def attend(_layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        query, key, value = (part.transpose(0, 1).unsqueeze(0) for part in (q, k, v))
+        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        return mixed.squeeze(0).transpose(0, 1).reshape(q.shape[0], -1)
+
+    with torch.inference_mode():
+        ids = torch.zeros(config.max_num_batched_tokens, dtype=torch.int64, device=decoder.device)
+        hidden = decoder.run_layers(decoder.embed(ids, ids), ids, attend)
+        logits = decoder.logits(hidden[: config.max_num_seqs]).float()
+        torch.log_softmax(logits, dim=-1).sort(dim=-1)
+
+
+def _scheduler_config(config: EngineConfig, plan: LaunchPlan, num_units: int) -> SchedulerConfig:
+    return SchedulerConfig(
+        num_units=num_units,
+        max_model_len=plan.max_model_len,
+        block_size=config.block_size,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_waiting=config.max_num_waiting,
+        enable_prefix_caching=config.enable_prefix_caching,
+        pipeline_depth=1 if plan.device == "cuda" else 0,
+        seed=config.seed,
+    )
+
+
+def _info(plan: LaunchPlan) -> EngineInfo:
+    return EngineInfo(
+        max_model_len=plan.max_model_len,
+        vocab_size=plan.spec.vocab_size,
+        eos_token_ids=plan.spec.eos_token_ids,
+        architecture=plan.architecture,
+        dtype=plan.dtype,
+        device=plan.device,
+        num_parameters=plan.spec.num_parameters,
+    )

@@ -1,0 +1,207 @@
+"""The `tidemill` command. Every command imports what it needs when it runs: `--help` loads no library.
+
+With engine/build.py the composition root: the one module of the gateway that reaches the data plane, by name.
+"""
+
+import argparse
+import dataclasses
+import importlib
+import importlib.metadata
+import os
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from engine.client import EngineInfo
+from engine.config import EngineConfig
+from engine.errors import ConfigError, TidemillError
+from gateway.config import ServerConfig
+from gateway.flags import Flag, add_flags, flags_of, read_file, resolve
+
+DEMO_NAME = "tidemill-demo"
+
+
+class _Parser(argparse.ArgumentParser):
+    """One line for a wrong command line, not the usage in front of it."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}\n")
+
+
+def version() -> str:
+    return importlib.metadata.version("tidemill")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit code (2: the configuration is wrong, 1: something else went wrong)."""
+    arguments = _parser().parse_args(argv)
+    run: Callable[[argparse.Namespace], int] = arguments.run
+    try:
+        return run(arguments)
+    except ConfigError as error:
+        print(f"tidemill: {_one_line(error.message)}", file=sys.stderr)
+        return 2
+    except TidemillError as error:
+        print(f"tidemill: {_one_line(error.message)}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="tidemill",
+        allow_abbrev=False,
+        description="State your latency SLO; everything the GPU has left goes to your batch jobs.",
+    )
+    parser.add_argument("--version", action="version", version=f"tidemill {version()}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=_Parser)
+    _add_serve(commands)
+    _add_chat(commands)
+    _add_doctor(commands)
+    command = commands.add_parser("version", help="print the version", allow_abbrev=False)
+    command.set_defaults(run=_version)
+    return parser
+
+
+def _model_flags(command: argparse.ArgumentParser) -> None:
+    """The model as a word of its own, the rest of EngineConfig as flags."""
+    model, *others = flags_of(EngineConfig)
+    assert model.field == "model"
+    command.add_argument("model", nargs="?", default=argparse.SUPPRESS, metavar="MODEL", help=model.help)
+    group = command.add_argument_group("engine")
+    add_flags(group, others)  # type: ignore[arg-type]  # a group takes arguments as a parser does
+    command.add_argument("--config", metavar="FILE.yaml", help="file of settings; its keys are the long flag names")
+
+
+def _add_serve(commands: Any) -> None:
+    command = commands.add_parser(
+        "serve",
+        help="serve a model over OpenAI's HTTP API",
+        description="Serve a model. Settings are taken from flags, then from TIDEMILL_* variables, then from --config.",
+        allow_abbrev=False,
+    )
+    _model_flags(command)
+    add_flags(command.add_argument_group("server"), flags_of(ServerConfig))
+    command.set_defaults(run=_serve)
+
+
+def _add_chat(commands: Any) -> None:
+    command = commands.add_parser("chat", help="chat with a running server", allow_abbrev=False)
+    command.add_argument("--url", help="the server (default: $TIDEMILL_URL or http://127.0.0.1:8000)")
+    command.add_argument("--api-key", metavar="KEY", help="key to send (default: $TIDEMILL_API_KEY)")
+    command.add_argument("--model", help="model to ask for (default: the server's first)")
+    command.add_argument("--system", metavar="TEXT", help="system message")
+    command.add_argument("--max-tokens", type=_positive, metavar="N", help="longest answer")
+    command.add_argument("--temperature", type=float, metavar="T", help="0 is greedy (default: the server's)")
+    command.set_defaults(run=_chat)
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, not {value}")
+    return value
+
+
+def _add_doctor(commands: Any) -> None:
+    command = commands.add_parser("doctor", help="show this machine and what would run on it", allow_abbrev=False)
+    _model_flags(command)
+    command.set_defaults(run=_doctor)
+
+
+def resolve_configs(
+    arguments: argparse.Namespace, types: Sequence[type], environment: dict[str, str] | None = None
+) -> list[Any]:
+    """One instance of each config type from the command line, the environment and the file. Raises ConfigError."""
+    variables = dict(os.environ) if environment is None else environment
+    path = arguments.config or variables.get("TIDEMILL_CONFIG") or ""
+    flags: dict[type, tuple[Flag, ...]] = {kind: flags_of(kind) for kind in types}
+    every = [flag for group in flags.values() for flag in group]
+    values = resolve(every, vars(arguments), variables, read_file(path) if path else {}, path)
+    return [kind(**{f.field: values[f.field] for f in group if f.field in values}) for kind, group in flags.items()]
+
+
+def _version(_arguments: argparse.Namespace) -> int:
+    print(version())
+    return 0
+
+
+def _chat(arguments: argparse.Namespace) -> int:
+    from gateway.terminal_chat import ChatOptions, run_chat
+
+    keys = os.environ.get("TIDEMILL_API_KEY", "").split(",")
+    options = ChatOptions(
+        url=arguments.url or os.environ.get("TIDEMILL_URL") or "http://127.0.0.1:8000",
+        api_key=arguments.api_key or keys[0].strip() or None,
+        model=arguments.model,
+        system=arguments.system,
+        max_tokens=arguments.max_tokens,
+        temperature=arguments.temperature,
+    )
+    return run_chat(options)
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    engine_config, _server = resolve_configs(arguments, [EngineConfig, ServerConfig])
+    from gateway.doctor import report_launch, report_machine
+
+    print("\n".join(report_machine(version())))
+    build = importlib.import_module("engine.build")
+    print("\n".join(report_launch(build.plan_launch(engine_config), model_name(engine_config))))
+    return 0
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    engine_config, server_config = resolve_configs(arguments, [EngineConfig, ServerConfig])
+    check_address(server_config)
+    if not server_config.served_model_name:
+        server_config = dataclasses.replace(server_config, served_model_name=(model_name(engine_config),))
+    from engine.text import Tokenizer
+
+    build = importlib.import_module("engine.build")
+    plan = build.plan_launch(engine_config)
+    tokenizer = Tokenizer.load(plan.folder, server_config.chat_template)
+    for note in plan.notes:
+        print(f"tidemill: {note}", flush=True)
+    engine = build.build_engine(engine_config, plan)
+    app = importlib.import_module("gateway.app").create_app(engine, tokenizer, server_config)
+    cache_tokens = engine.stats().units_total // 2 * engine_config.block_size
+    print(summary(server_config, engine.info, cache_tokens), flush=True)
+    importlib.import_module("gateway.server").run(app, server_config)
+    return 0
+
+
+def model_name(config: EngineConfig) -> str:
+    """What the API calls a model unless told otherwise: a hub id as it is, of a folder its name, never its path."""
+    if not config.model:
+        return DEMO_NAME
+    folder = Path(config.model).expanduser()
+    return folder.resolve().name if folder.is_dir() else config.model
+
+
+def check_address(config: ServerConfig) -> None:
+    """Find out before the model is loaded whether the address can be had. Raises ConfigError."""
+    host = config.host.strip("[]")
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, config.port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {config.host} port {config.port}: {error.strerror}") from None
+
+
+def summary(config: ServerConfig, info: EngineInfo, cache_tokens: int) -> str:
+    """The one line that says what is being served."""
+    host = f"[{config.host}]" if ":" in config.host and not config.host.startswith("[") else config.host
+    address = f"http://{host}:{config.port}" if config.port else f"http://{host} (port chosen by the system)"
+    model = f"{config.served_model_name[0]} ({info.architecture}, {info.num_parameters:,} parameters)"
+    room = f"cache {cache_tokens:,} tokens, context {info.max_model_len:,} tokens"
+    return f"tidemill {version()}: {model}, {info.dtype} on {info.device}, {room}, {address}"

@@ -1,0 +1,78 @@
+"""`tidemill doctor`: this machine in a few lines, and what a configuration would run on it.
+
+Knows the launch plan by its fields only; whatever touches torch is asked through it or imported here when needed.
+"""
+
+import importlib
+import importlib.metadata
+import os
+import platform
+from typing import Any
+
+from engine.machine import read_processor
+
+_LIBRARIES = ("torch", "triton", "transformers", "tokenizers", "safetensors", "fastapi", "uvicorn")
+
+
+def report_machine(tidemill_version: str) -> list[str]:
+    """Python, processor, memory, GPUs and library versions, a line each."""
+    processor = read_processor()
+    features = " ".join(processor.shown_features) or "no vector features known"
+    return [
+        _line("tidemill", tidemill_version),
+        _line("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"),
+        _line("cpu", processor.name),
+        _line("", f"{processor.cores} cores, {processor.threads} threads for this process; {features}"),
+        _line("memory", _memory()),
+        *_gpus(),
+        _line("libraries", ", ".join(f"{name} {_version(name)}" for name in _LIBRARIES)),
+    ]
+
+
+def report_launch(plan: Any, name: str) -> list[str]:
+    """What would run. `plan` is engine.build's LaunchPlan."""
+    tokens = plan.num_blocks * plan.block_size
+    about = "about " if plan.device == "cuda" else ""
+    return [
+        _line("model", f"{name}: {plan.architecture}, {plan.spec.num_parameters:,} parameters"),
+        _line("", f"{plan.dtype} on {plan.device}, weights {_size(plan.weight_bytes)}"),
+        _line("cache", f"{about}{tokens:,} tokens ({plan.num_blocks:,} blocks of {plan.block_size})"),
+        _line("context", f"{plan.max_model_len:,} tokens"),
+        *(_line("note", note) for note in plan.notes),
+    ]
+
+
+def _line(label: str, text: str) -> str:
+    return f"{label:<10} {text}"
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.0f} MiB"
+
+
+def _memory() -> str:
+    try:
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError, AttributeError):
+        return "unknown"
+    return f"{_size(total)} in the machine"
+
+
+def _gpus() -> list[str]:
+    cuda = importlib.import_module("torch").cuda
+    if not cuda.is_available():
+        return [_line("gpu", "none that torch can use")]
+    lines = []
+    for index in range(cuda.device_count()):
+        facts = cuda.get_device_properties(index)
+        free, total = cuda.mem_get_info(index)
+        memory = f"{_size(total)}, {_size(free)} free"
+        lines.append(_line("gpu", f"{facts.name}, {memory}, compute capability {facts.major}.{facts.minor}"))
+    return lines
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "(not installed)"

@@ -1,0 +1,166 @@
+"""Command-line flags, environment variables and file keys, all generated from the fields of the config dataclasses.
+
+A field `max_num_seqs` is the flag `--max-num-seqs`, the variable `TIDEMILL_MAX_NUM_SEQS` and the key `max-num-seqs`;
+the layers are taken in this order, the defaults last. A tuple is a flag that repeats, a comma-separated variable and a
+list in the file. Knows nothing of what the fields mean: values out of range are the dataclass's own affair.
+"""
+
+import argparse
+import dataclasses
+import types
+import typing
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from engine.errors import ConfigError
+
+ENVIRONMENT_PREFIX = "TIDEMILL_"
+_TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
+_NOUNS: dict[type, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Flag:
+    """One field as a flag. `kind` is the type of a single value, `many` whether there may be several."""
+
+    field: str
+    kind: type
+    many: bool
+    optional: bool
+    default: Any
+    help: str
+    choices: tuple[str, ...]
+
+    @property
+    def key(self) -> str:
+        return self.field.replace("_", "-")
+
+    @property
+    def variable(self) -> str:
+        return ENVIRONMENT_PREFIX + self.field.upper()
+
+    def parse(self, text: str, source: str) -> Any:
+        """The value that a word stands for. Raises ConfigError, one line that begins with `source`."""
+        word = text.strip()
+        if self.kind is bool and word.lower() in _TRUE + _FALSE:
+            return word.lower() in _TRUE
+        if self.kind is str:
+            return self._chosen(text, source)
+        try:
+            return self.kind(word) if self.kind is not bool else self._refuse(text, source)
+        except ValueError:
+            return self._refuse(text, source)
+
+    def check(self, value: Any, source: str) -> Any:
+        """A value of a YAML file, which has types of its own. Raises ConfigError."""
+        if value is None and self.optional:
+            return None
+        if self.many and isinstance(value, list):
+            return tuple(self._check_one(item, source) for item in value)
+        single = self._check_one(value, source)
+        return (single,) if self.many else single
+
+    def _check_one(self, value: Any, source: str) -> Any:
+        if self.kind is float and type(value) is int:
+            return float(value)
+        if type(value) is not self.kind:
+            return self._refuse(value, source)
+        return self._chosen(value, source) if isinstance(value, str) else value
+
+    def _chosen(self, value: str, source: str) -> str:
+        if self.choices and value not in self.choices:
+            raise ConfigError(f"{source} must be one of {', '.join(self.choices)}, not {value!r}")
+        return value
+
+    def _refuse(self, value: Any, source: str) -> typing.NoReturn:
+        raise ConfigError(f"{source} must be {_NOUNS[self.kind]}, not {value!r}")
+
+
+def flags_of(config: type) -> tuple[Flag, ...]:
+    """The flags of a config dataclass, in the order of its fields."""
+    hints = typing.get_type_hints(config)
+    return tuple(_flag_of(field, hints[field.name]) for field in dataclasses.fields(config))
+
+
+def _flag_of(field: "dataclasses.Field[Any]", hint: Any) -> Flag:
+    optional = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    if optional:
+        (hint,) = (part for part in typing.get_args(hint) if part is not types.NoneType)
+    many = typing.get_origin(hint) is tuple
+    kind = typing.get_args(hint)[0] if many else hint
+    assert kind in _NOUNS, f"{field.name}: no flag for {hint}"
+    metadata = field.metadata
+    return Flag(field.name, kind, many, optional, field.default, metadata["help"], metadata["choices"])
+
+
+def add_flags(parser: argparse.ArgumentParser, flags: Iterable[Flag]) -> None:
+    """Offer the flags. Only those that are given appear in the parsed arguments, as the words they were given as."""
+    for flag in flags:
+        text = flag.help if flag.default in (None, (), "") else f"{flag.help} (default: {_shown(flag.default)})"
+        common: dict[str, Any] = {"dest": flag.field, "default": argparse.SUPPRESS, "help": text.replace("%", "%%")}
+        if flag.kind is bool:
+            parser.add_argument(f"--{flag.key}", action=argparse.BooleanOptionalAction, **common)
+            continue
+        metavar = "{" + ",".join(flag.choices) + "}" if flag.choices else flag.key.rpartition("-")[2].upper()
+        parser.add_argument(f"--{flag.key}", action="append" if flag.many else "store", metavar=metavar, **common)
+
+
+def _shown(default: Any) -> str:
+    return str(default).lower() if isinstance(default, bool) else str(default)
+
+
+def read_file(path: str) -> dict[str, Any]:
+    """The keys and values of a YAML file. Raises ConfigError."""
+    import yaml
+
+    try:
+        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"--config {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"--config {path}: not a text file") from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        place = f" (line {mark.line + 1})" if mark is not None else ""
+        raise ConfigError(f"--config {path}: not valid YAML{place}") from None
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ConfigError(f"--config {path}: must hold 'flag-name: value' lines")
+    return {str(key): value for key, value in content.items()}
+
+
+def resolve(
+    flags: Iterable[Flag],
+    arguments: Mapping[str, Any],
+    environment: Mapping[str, str],
+    file: Mapping[str, Any],
+    file_name: str = "",
+) -> dict[str, Any]:
+    """The values that were given, by field: command line over environment over file.
+
+    `arguments` are what `add_flags` made of the command line. An empty variable counts as not set. Raises ConfigError
+    for a word or value of the wrong type and for a key of the file that is no flag.
+    """
+    by_key = {flag.key: flag for flag in flags}
+    unknown = sorted(file.keys() - by_key.keys())
+    if unknown:
+        raise ConfigError(f"--config {file_name}: unknown key {unknown[0]!r}")
+    values: dict[str, Any] = {}
+    for key, flag in by_key.items():
+        if flag.field in arguments:
+            values[flag.field] = _from_words(flag, arguments[flag.field], f"--{key}", flag.parse)
+        elif environment.get(flag.variable):
+            text = environment[flag.variable]
+            words = [word.strip() for word in text.split(",")] if flag.many else text
+            values[flag.field] = _from_words(flag, words, flag.variable, flag.parse)
+        elif key in file:
+            values[flag.field] = flag.check(file[key], f"{file_name}: {key}")
+    return values
+
+
+def _from_words(flag: Flag, words: Any, source: str, parse: Callable[[str, str], Any]) -> Any:
+    if flag.many:
+        return tuple(parse(word, source) for word in words)
+    return words if isinstance(words, bool) else parse(words, source)

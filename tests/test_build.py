@@ -1,0 +1,207 @@
+"""The composition root: what a configuration becomes, on the real demo model and on invented shapes."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine import build
+from engine.build import build_engine, plan_launch, resolve_model
+from engine.config import EngineConfig
+from engine.errors import ConfigError, ModelLoadError
+from engine.execution import memory
+from engine.machine import Processor, read_processor
+from engine.request import EngineRequest, FinishReason, SamplingParams
+
+DEMO = EngineConfig(device="cpu", dtype="float32", num_gpu_blocks_override=40)
+
+
+def shape(folder: Path, **changes: object) -> Path:
+    """A checkpoint's folder with a config and no weights."""
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 32, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 64, "vocab_size": 99,
+        "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "torch_dtype": "bfloat16", "eos_token_id": [5, 6],
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    return folder
+
+
+async def answer(config: EngineConfig, prompt: tuple[int, ...], max_tokens: int) -> list[int]:
+    engine = build_engine(config)
+    await engine.start()
+    try:
+        sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0)
+        (output,) = [out async for out in engine.add(EngineRequest("r", prompt, sampling, final_only=True))]
+        assert output.error is None and output.finish_reason is FinishReason.LENGTH
+        return output.token_ids
+    finally:
+        await engine.stop()
+
+
+def test_no_name_is_the_demo_model() -> None:
+    assert (resolve_model(EngineConfig()) / "config.json").is_file()
+    with pytest.raises(ModelLoadError, match="no folder"):
+        resolve_model(EngineConfig(model="/no/such/folder"))
+
+
+def test_the_facts_of_the_built_engine_are_those_of_the_model() -> None:
+    plan = plan_launch(DEMO)
+    engine = build_engine(DEMO, plan)
+    assert engine.info.architecture == "LlamaForCausalLM" and engine.info.dtype == "float32"
+    assert (engine.info.device, engine.info.max_model_len) == ("cpu", 640)
+    assert engine.info.vocab_size == plan.spec.vocab_size and engine.info.eos_token_ids == plan.spec.eos_token_ids
+    assert engine.stats().units_total == 2 * 40
+
+
+async def test_the_longest_context_that_is_offered_can_be_used() -> None:
+    """To the last token of the last block, in the smallest pool of all too."""
+    for blocks in (1, 40):
+        config = EngineConfig(device="cpu", dtype="float32", num_gpu_blocks_override=blocks)
+        length = plan_launch(config).max_model_len
+        assert length == 16 * blocks
+        assert len(await answer(config, (1, 2, 3), length - 3)) == length - 3
+
+
+async def test_dummy_weights_need_no_weight_files_and_follow_the_seed(tmp_path: Path) -> None:
+    def config(seed: int) -> EngineConfig:
+        return EngineConfig(
+            model=str(shape(tmp_path)), device="cpu", dtype="float32", load_format="dummy", seed=seed,
+            num_gpu_blocks_override=4,
+        )  # fmt: skip
+
+    first = await answer(config(1), (1, 2, 3), 20)
+    assert await answer(config(1), (1, 2, 3), 20) == first != await answer(config(2), (1, 2, 3), 20)
+    with pytest.raises(ModelLoadError):
+        build_engine(EngineConfig(model=str(tmp_path), device="cpu", num_gpu_blocks_override=4))
+
+
+# ---- context and cache
+
+
+def test_the_context_is_the_least_of_model_flag_and_pool(tmp_path: Path) -> None:
+    def plan(**fields: int) -> tuple[int, bool]:
+        made = plan_launch(EngineConfig(model=str(shape(tmp_path)), device="cpu", **fields))  # type: ignore[arg-type]
+        return made.max_model_len, any("context limited" in note for note in made.notes)
+
+    assert plan(num_gpu_blocks_override=1000) == (4096, False)
+    assert plan(num_gpu_blocks_override=1000, max_model_len=100) == (100, False)
+    assert plan(num_gpu_blocks_override=10) == (160, True)
+    assert plan(num_gpu_blocks_override=10, max_model_len=160) == (160, False)
+    with pytest.raises(ConfigError, match="--max-model-len 161 does not fit: the cache holds 160 tokens"):
+        plan(num_gpu_blocks_override=10, max_model_len=161)
+    with pytest.raises(ConfigError, match="--max-model-len 4097 exceeds"):
+        plan(max_model_len=4097)
+    with pytest.raises(ConfigError, match="holds 4 tokens, too few"):
+        plan(num_gpu_blocks_override=1, block_size=4)
+
+
+def test_the_cache_takes_its_share_of_what_the_weights_leave(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = EngineConfig(model=str(shape(tmp_path)), device="cpu", dtype="float32")
+    weights = plan_launch(config).weight_bytes
+    unit = 2 * 16 * 2 * 8 * 4
+    monkeypatch.setattr(memory, "available_memory", lambda: weights + 4 * 1001 * unit)
+    plan = plan_launch(config)
+    assert (plan.num_blocks, plan.max_model_len) == (500, 4096)
+    monkeypatch.setattr(memory, "available_memory", lambda: weights // 2)
+    with pytest.raises(ConfigError, match="no memory is left for the cache"):
+        plan_launch(config)
+
+
+# ---- type and device
+
+
+@pytest.mark.parametrize(
+    ("features", "checkpoint", "chosen"),
+    [
+        ({"avx512_bf16"}, "bfloat16", "bfloat16"),
+        ({"amx_bf16"}, "bfloat16", "bfloat16"),
+        ({"avx2", "avx512f"}, "bfloat16", "float32"),
+        ({"avx512_bf16"}, "float16", "float32"),
+        ({"avx512_fp16"}, "float16", "float16"),
+        (set(), "float32", "float32"),
+    ],
+)
+def test_half_precision_only_where_the_processor_is_fast_in_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, features: set[str], checkpoint: str, chosen: str
+) -> None:
+    monkeypatch.setattr(build, "read_processor", lambda: Processor("p", 2, 2, frozenset(features)))
+    model = str(shape(tmp_path, torch_dtype=checkpoint))
+    plan = plan_launch(EngineConfig(model=model, device="cpu", num_gpu_blocks_override=999))
+    assert plan.dtype == chosen
+    assert [checkpoint in note for note in plan.notes] == ([True] if chosen != checkpoint else [])
+    asked = plan_launch(EngineConfig(model=model, device="cpu", dtype=checkpoint, num_gpu_blocks_override=999))
+    assert asked.dtype == checkpoint and not asked.notes
+
+
+def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert plan_launch(EngineConfig()).device == "cpu"
+    with pytest.raises(ConfigError, match="--device cuda"):
+        plan_launch(EngineConfig(device="cuda"))
+
+
+@pytest.mark.gpu
+async def test_a_gpu_measures_its_cache_and_gives_the_same_answer() -> None:
+    config = EngineConfig(device="cuda", dtype="float32", gpu_memory_utilization=0.2)
+    engine = build_engine(config)
+    assert engine.info.device == "cuda" and engine.stats().units_total > 1000
+    del engine
+    prompt = tuple(range(20, 60))
+    assert await answer(config, prompt, 12) == await answer(DEMO, prompt, 12)
+
+
+# ---- the processor
+
+CPUINFO = """processor\t: 0
+model name\t: Test CPU
+physical id\t: 0
+core id\t\t: 0
+flags\t\t: fpu avx2 avx512_bf16
+
+processor\t: 1
+model name\t: Test CPU
+physical id\t: 0
+core id\t\t: 0
+flags\t\t: fpu avx2 avx512_bf16
+
+processor\t: 2
+model name\t: Test CPU
+physical id\t: 0
+core id\t\t: 1
+flags\t\t: fpu avx2 avx512_bf16
+
+"""
+
+
+def test_two_threads_of_a_core_are_one_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.machine._quota", lambda: None)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2}, raising=False)
+    found = read_processor(CPUINFO)
+    assert (found.name, found.cores, found.threads) == ("Test CPU", 2, 3)
+    assert found.shown_features == ["avx2", "avx512_bf16"] and found.is_fast("bfloat16")
+    assert not found.is_fast("float16") and found.is_fast("float32")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {1}, raising=False)
+    assert read_processor(CPUINFO).cores == 1
+    assert read_processor("").cores == 1 and not read_processor("").is_fast("bfloat16")
+
+
+def test_a_container_quota_limits_the_cores(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2}, raising=False)
+    for content, cores in (("150000 100000", 1), ("max 100000", 2), ("50000 100000", 1), ("400000 100000", 2)):
+        (tmp_path / "cpu.max").write_text(content)
+        monkeypatch.setattr("engine.machine._CPU_QUOTA", tmp_path / "cpu.max")
+        assert read_processor(CPUINFO).cores == cores
+
+
+def test_one_thread_per_core_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", taken.append)
+    monkeypatch.setattr(build, "read_processor", lambda: Processor("p", 7, 14, frozenset()))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    build_engine(DEMO)
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    build_engine(DEMO)
+    assert taken == [7]

@@ -1,0 +1,360 @@
+"""The `tidemill` command: what it imports, its generated flags, the layers of configuration, and every wrong value."""
+
+import argparse
+import dataclasses
+import importlib
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.client import EngineInfo
+from engine.config import EngineConfig
+from engine.errors import ConfigError
+from gateway import cli
+from gateway.config import ServerConfig, is_loopback
+from gateway.flags import flags_of, resolve
+
+
+@pytest.fixture(autouse=True)
+def _no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for flag in (*flags_of(EngineConfig), *flags_of(ServerConfig)):
+        monkeypatch.delenv(flag.variable, raising=False)
+    monkeypatch.delenv("TIDEMILL_CONFIG", raising=False)
+
+
+def parse(*argv: str) -> argparse.Namespace:
+    return cli._parser().parse_args(argv)
+
+
+def configs(*argv: str, environment: dict[str, str] | None = None) -> tuple[EngineConfig, ServerConfig]:
+    engine, server = cli.resolve_configs(parse("serve", *argv), [EngineConfig, ServerConfig], environment or {})
+    return engine, server
+
+
+def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    """Run a command that must be refused: exit code 2 and one line on stderr, which is returned."""
+    try:
+        code = cli.main(argv)
+    except SystemExit as stop:
+        code = int(str(stop.code))
+    out, err = capsys.readouterr()
+    assert (code, out) == (2, "")
+    assert err.count("\n") == 1 and err.startswith("tidemill"), err
+    return err
+
+
+# ---- imports and commands
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["serve", "--help"], ["version"], ["serve", "--port", "x"]])
+def test_light_commands_load_no_heavy_library(argv: list[str]) -> None:
+    script = f"""
+import sys
+from gateway import cli
+try:
+    cli.main({argv!r})
+except SystemExit:
+    pass
+heavy = {{"torch", "transformers", "tokenizers", "fastapi", "pydantic", "numpy", "yaml"}} & set(sys.modules)
+assert not heavy, heavy
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_gateway_reaches_the_data_plane_by_one_name_only() -> None:
+    """`gateway.cli` imports no part of the data plane until a command needs it."""
+    script = "import sys, gateway.cli; assert not {'engine.build', 'engine.core', 'engine.engine'} & set(sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], timeout=60, check=False).returncode == 0
+
+
+def test_only_commands_that_exist_are_offered(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["--help"])
+    shown = capsys.readouterr().out
+    offered = set(re.findall(r"^    (\w+)  ", shown, re.MULTILINE))
+    assert offered == {"serve", "chat", "doctor", "version"}
+    assert "profile" in refused(capsys, "profile")
+    assert "COMMAND" in refused(capsys)
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["version"]) == 0
+    assert re.fullmatch(r"\d+\.\d+\.\d+\S*\n", capsys.readouterr().out)
+
+
+def test_doctor_shows_the_machine_and_what_would_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "both.yaml"
+    file.write_text("port: 9000\nmax-model-len: 640\n")
+    assert cli.main(["doctor", "--config", str(file), "--num-gpu-blocks-override", "77", "--device", "cpu"]) == 0
+    shown = capsys.readouterr().out
+    for word in ("python", "torch", "cores", "memory", "tidemill-demo", "1,232 tokens", "640 tokens"):
+        assert word in shown
+
+
+# ---- flags
+
+
+def test_every_field_is_a_flag_with_help() -> None:
+    help_text = " ".join(f"{a.option_strings} {a.help}" for a in _options())
+    for config in (EngineConfig, ServerConfig):
+        for field in dataclasses.fields(config):
+            assert field.metadata["help"], field.name
+            if field.name != "model":
+                assert f"--{field.name.replace('_', '-')}" in help_text
+    assert "--no-enable-prefix-caching" in help_text
+
+
+def _options() -> list[argparse.Action]:
+    commands = next(a for a in cli._parser()._actions if isinstance(a, argparse._SubParsersAction))
+    return list(commands.choices["serve"]._actions)
+
+
+def test_defaults_are_those_of_the_dataclasses() -> None:
+    assert configs() == (EngineConfig(), ServerConfig())
+
+
+def test_flags_reach_their_fields_with_their_types() -> None:
+    engine, server = configs(
+        "my/model", "--dtype", "float32", "--max-model-len", "128", "--gpu-memory-utilization", "0.5",
+        "--no-enable-prefix-caching", "--port", "0", "--api-key", "a", "--api-key", "b,c",
+        "--served-model-name", "x", "--shutdown-timeout", "2", "--chat-template", "t.jinja",
+    )  # fmt: skip
+    assert engine == EngineConfig(
+        model="my/model", dtype="float32", max_model_len=128, gpu_memory_utilization=0.5, enable_prefix_caching=False
+    )
+    assert server == ServerConfig(
+        port=0, api_key=("a", "b,c"), served_model_name=("x",), shutdown_timeout=2.0, chat_template="t.jinja"
+    )
+    assert configs("--enable-prefix-caching")[0].enable_prefix_caching
+
+
+def test_a_new_field_becomes_a_flag_by_itself() -> None:
+    @dataclasses.dataclass(frozen=True)
+    class More:
+        new_thing: float | None = dataclasses.field(default=None, metadata={"help": "100% new", "choices": ()})
+
+    parser = argparse.ArgumentParser()
+    flags = flags_of(More)
+    cli.add_flags(parser, flags)
+    assert "100% new" in parser.format_help()
+    arguments = vars(parser.parse_args(["--new-thing", "1.5"]))
+    assert resolve(flags, arguments, {}, {}) == {"new_thing": 1.5}
+
+
+# ---- layers
+
+
+def test_command_line_over_environment_over_file_over_defaults(tmp_path: Path) -> None:
+    file = tmp_path / "tidemill.yaml"
+    file.write_text("port: 1\nmax-num-seqs: 2\nblock-size: 8\nmodel: from-file\nserved-model-name: [f, g]\n")
+    environment = {"TIDEMILL_PORT": "3", "TIDEMILL_MAX_NUM_SEQS": "4", "TIDEMILL_API_KEY": "k, l"}
+    engine, server = configs("--config", str(file), "--port", "5", environment=environment)
+    assert (server.port, engine.max_num_seqs, engine.block_size, engine.model) == (5, 4, 8, "from-file")
+    assert server.served_model_name == ("f", "g") and server.api_key == ("k", "l")
+    assert engine.max_num_batched_tokens == EngineConfig().max_num_batched_tokens
+    engine, _ = configs("from-line", environment={"TIDEMILL_CONFIG": str(file), "TIDEMILL_MODEL": "from-variable"})
+    assert (engine.model, engine.block_size) == ("from-line", 8)
+    assert configs(environment={"TIDEMILL_MODEL": "from-variable"})[0].model == "from-variable"
+
+
+def test_empty_variables_and_null_values_count_as_not_set(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("max-model-len: null\nchat-template:\n")
+    engine, server = configs("--config", str(file), environment={"TIDEMILL_PORT": "", "TIDEMILL_API_KEY": ""})
+    assert (engine, server) == (EngineConfig(), ServerConfig())
+    file.write_text("# nothing\n")
+    assert configs("--config", str(file)) == (EngineConfig(), ServerConfig())
+
+
+@pytest.mark.parametrize("word", ["1", "true", "YES", "on"])
+def test_booleans_in_the_environment(word: str) -> None:
+    assert configs(environment={"TIDEMILL_ENABLE_PREFIX_CACHING": word})[0].enable_prefix_caching
+    assert not configs(environment={"TIDEMILL_ENABLE_PREFIX_CACHING": "off"})[0].enable_prefix_caching
+
+
+# ---- wrong values
+
+
+@pytest.mark.parametrize(
+    ("argv", "named"),
+    [
+        (["--port", "x"], "--port must be a whole number"),
+        (["--port", "1.5"], "--port must be a whole number"),
+        (["--port", "-1"], "--port must be between"),
+        (["--port", "65536"], "--port must be between"),
+        (["--max-num-seqs", "0"], "--max-num-seqs must be at least 1"),
+        (["--max-num-batched-tokens", "63"], "--max-num-batched-tokens must be at least --max-num-seqs"),
+        (["--block-size", "12"], "--block-size must be a power of two"),
+        (["--max-model-len", "0"], "--max-model-len must be at least 1"),
+        (["--num-gpu-blocks-override", "0"], "--num-gpu-blocks-override must be at least 1"),
+        (["--gpu-memory-utilization", "nan"], "--gpu-memory-utilization must be in (0, 1]"),
+        (["--gpu-memory-utilization", "90%"], "--gpu-memory-utilization must be a number"),
+        (["--dtype", "int8"], "--dtype must be one of auto, bfloat16, float16, float32, not 'int8'"),
+        (["--device", "tpu"], "--device must be one of"),
+        (["--load-format", "pt"], "--load-format must be one of"),
+        (["--log-level", "loud"], "--log-level must be one of"),
+        (["--host", "0.0.0.0"], "--host 0.0.0.0 is reachable from other machines: set --api-key"),
+        (["--host", "::"], "--host :: is reachable"),
+        (["--host", "example.org"], "--host example.org is reachable"),
+        (["--host", ""], "--host must not be empty"),
+        (["--api-key", ""], "--api-key must not be empty"),
+        (["--api-key", " x"], "--api-key must not"),
+        (["--served-model-name", " "], "--served-model-name must not be empty"),
+        (["--max-body-bytes", "10"], "--max-body-bytes must be at least"),
+        (["--shutdown-timeout", "nan"], "--shutdown-timeout must be between"),
+        (["--shutdown-timeout", "-1"], "--shutdown-timeout must be between"),
+        (["--bogus", "1"], "--bogus"),
+        (["--max-num", "1"], "--max-num"),
+        (["--port"], "--port"),
+        (["a", "b"], "b"),
+        (["--config", "missing.yaml"], "--config missing.yaml: No such file"),
+        (["/no/such/folder"], "no folder '/no/such/folder'"),
+    ],
+)
+def test_a_wrong_value_is_one_clear_line(capsys: pytest.CaptureFixture[str], argv: list[str], named: str) -> None:
+    assert named in refused(capsys, "serve", *argv)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "named"),
+    [
+        ("TIDEMILL_PORT", "tcp://10.0.0.1:8000", "TIDEMILL_PORT must be a whole number, not 'tcp://10.0.0.1:8000'"),
+        ("TIDEMILL_ENABLE_PREFIX_CACHING", "maybe", "TIDEMILL_ENABLE_PREFIX_CACHING must be true or false"),
+        ("TIDEMILL_DTYPE", "int8", "TIDEMILL_DTYPE must be one of"),
+    ],
+)
+def test_a_wrong_variable_is_one_clear_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, variable: str, value: str, named: str
+) -> None:
+    monkeypatch.setenv(variable, value)
+    assert named in refused(capsys, "serve")
+
+
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [
+        ("prot: 1", "unknown key 'prot'"),
+        ("max_num_seqs: 1", "unknown key 'max_num_seqs'"),
+        ("port: true", "port must be a whole number, not True"),
+        ("port: 1.0", "port must be a whole number"),
+        ('port: "1"', "port must be a whole number"),
+        ("port: null", "port must be a whole number"),
+        ("port: 99999", "--port must be between"),
+        ("host: 1", "host must be text"),
+        ("dtype: int8", "dtype must be one of"),
+        ("enable-prefix-caching: 1", "enable-prefix-caching must be true or false"),
+        ("gpu-memory-utilization: half", "gpu-memory-utilization must be a number"),
+        ("api-key: [1]", "api-key must be text"),
+        ("- port", "must hold"),
+        ("port: [1", "not valid YAML (line"),
+        ("a: !!python/object/apply:os.system ['true']", "not valid YAML"),
+        (b"\xff\xfe\x00", "not"),
+    ],
+)
+def test_a_wrong_file_is_one_clear_line(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, content: str | bytes, named: str
+) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    assert named in refused(capsys, "serve", "--config", str(file))
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "localhost", "::1", "[::1]"])
+def test_loopback_needs_no_key(host: str) -> None:
+    assert is_loopback(host)
+    ServerConfig(host=host)
+    assert not is_loopback("10.0.0.1") and not is_loopback("localhost.example.org")
+    assert ServerConfig(host="0.0.0.0", api_key=("k",)).api_key == ("k",)
+
+
+def test_keys_are_not_in_the_repr() -> None:
+    assert "secret-key" not in repr(ServerConfig(api_key=("secret-key",)))
+
+
+# ---- serve
+
+
+def test_a_port_in_use_is_found_before_the_model_is_loaded(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib, "import_module", lambda name, *_: pytest.fail(f"{name} was imported"))
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert f"cannot listen on 127.0.0.1 port {port}: Address already in use" in refused(
+            capsys, "serve", "--port", str(port)
+        )
+
+
+def test_a_model_that_cannot_be_served_is_one_clear_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert "has no config.json" in refused(capsys, "serve", str(tmp_path), "--port", "0")
+    assert "cuda" in refused(capsys, "serve", "--port", "0", "--device", "cuda") or _has_cuda()
+
+
+def _has_cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def test_serve_joins_the_parts_and_says_what_runs(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The real model, tokenizer and engine; only the HTTP side is watched instead of run."""
+    seen: dict[str, Any] = {}
+
+    class App:
+        @staticmethod
+        def create_app(client: Any, tokenizer: Any, config: ServerConfig) -> str:
+            seen.update(client=client, tokenizer=tokenizer, config=config)
+            return "app"
+
+    class Server:
+        @staticmethod
+        def run(app: str, config: ServerConfig) -> None:
+            seen.update(app=app, run_config=config)
+
+    monkeypatch.setitem(sys.modules, "gateway.app", App)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "gateway.server", Server)  # type: ignore[arg-type]
+    argv = ["serve", "--port", "0", "--device", "cpu", "--dtype", "float32", "--num-gpu-blocks-override", "20"]
+    assert cli.main(argv) == 0
+    out = capsys.readouterr().out
+    assert "context limited to the 320 tokens" in out
+    assert re.search(
+        r"^tidemill \S+: tidemill-demo \(LlamaForCausalLM, [\d,]+ parameters\), float32 on cpu, ", out, re.MULTILINE
+    )
+    assert "cache 320 tokens, context 320 tokens, http://127.0.0.1 (port chosen by the system)" in out
+    assert seen["app"] == "app" and seen["config"] is seen["run_config"]
+    assert seen["config"].served_model_name == ("tidemill-demo",)
+    assert seen["client"].info.max_model_len == 320
+    ids = seen["tokenizer"].encode_chat([{"role": "user", "content": "hi"}])
+    assert ids and max(ids) < seen["client"].info.vocab_size
+
+
+def test_the_name_in_the_api_is_never_a_path(tmp_path: Path) -> None:
+    (tmp_path / "llama").mkdir()
+    assert cli.model_name(EngineConfig(model=str(tmp_path / "llama") + "/")) == "llama"
+    assert cli.model_name(EngineConfig(model="owner/name")) == "owner/name"
+    assert cli.model_name(EngineConfig()) == "tidemill-demo"
+
+
+@pytest.mark.parametrize(
+    ("host", "port", "address"),
+    [("127.0.0.1", 80, "http://127.0.0.1:80"), ("::1", 80, "http://[::1]:80"), ("[::1]", 80, "http://[::1]:80")],
+)
+def test_the_address_in_the_summary(host: str, port: int, address: str) -> None:
+    info = EngineInfo(64, 10, frozenset(), "A", "float32", "cpu", 1000)
+    config = ServerConfig(host=host, port=port, served_model_name=("m",))
+    assert cli.summary(config, info, 128).endswith(address)
+
+
+def test_an_address_that_is_not_of_this_machine() -> None:
+    with pytest.raises(ConfigError, match=r"cannot listen on 192\.0\.2\.1"):
+        cli.check_address(ServerConfig(host="192.0.2.1", api_key=("k",), port=0))
