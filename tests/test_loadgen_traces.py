@@ -1,0 +1,240 @@
+"""Every trace format on small literals, and the operators as properties."""
+
+import gzip
+import itertools
+import json
+
+import numpy as np
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from loadgen import formats, traces
+from loadgen.errors import InputError
+from loadgen.traces import Content, Trace
+
+AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
+2023-11-16 18:15:50.9951690,396,109
+2023-11-16 18:15:46.6805900,374,44
+2023-11-16 18:16:00.0000000,12,0
+"""
+AZURE_2024 = (
+    "TIMESTAMP,ContextTokens,GeneratedTokens\n2024-05-10 00:00:00.009930+00:00,2162,5\n2024-05-10 00:00:01,9,7\n"
+)
+BURSTGPT = """Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type
+5,ChatGPT,472,18,490,Conversation log
+45,ChatGPT,1087,230,1317,Conversation log
+50,GPT-4,300,0,300,API log
+"""
+MOONCAKE = """{"timestamp": 3000, "input_length": 1100, "output_length": 9, "hash_ids": [4, 5, 6]}
+{"timestamp": 0, "input_length": 512, "output_length": 3, "hash_ids": [4]}
+"""
+
+
+def columns(trace: Trace) -> list[tuple[float, int, int]]:
+    rows = zip(trace.arrived_at, trace.input_tokens, trace.output_tokens, strict=True)
+    return [(round(float(when), 4), int(size), int(out)) for when, size, out in rows]
+
+
+def test_azure_is_sorted_from_zero_and_drops_failed_rows() -> None:
+    trace = formats.parse(AZURE, "csv")
+    assert columns(trace) == [(0.0, 374, 44), (4.3146, 396, 109)]
+    assert trace.timed and trace.notes == ("1 rows without prompt or answer dropped",)
+    assert columns(formats.parse(AZURE_2024, "csv")) == [(0.0, 2162, 5), (0.9901, 9, 7)]
+
+
+def test_burstgpt_drops_failures() -> None:
+    assert columns(formats.parse(BURSTGPT, "csv")) == [(0.0, 472, 18), (40.0, 1087, 230)]
+
+
+def test_mooncake_has_prefix_blocks_with_a_partial_last_one() -> None:
+    trace = formats.parse(MOONCAKE, "jsonl")
+    assert columns(trace) == [(0.0, 512, 3), (3.0, 1100, 9)]
+    assert trace.content[0].segments == ((4, 512),)
+    assert trace.content[1].segments == ((4, 512), (5, 512), (6, 76))
+
+
+def test_vidur_and_splitwise() -> None:
+    timed = formats.parse("arrived_at,num_prefill_tokens,num_decode_tokens\n1.5,10,20\n2.5,30,40\n", "csv")
+    assert columns(timed) == [(0.0, 10, 20), (1.0, 30, 40)]
+    bare = formats.parse("num_prefill_tokens,num_decode_tokens,num_total_tokens,pd_ratio\n10,20,30,0.5\n", "csv")
+    assert columns(bare) == [(0.0, 10, 20)] and not bare.timed
+    header = "request_id,request_type,application_id,arrival_timestamp,batch_size,prompt_size,token_size\n"
+    assert columns(formats.parse(header + "0,2,0,0.5,1,7,8\n1,2,0,0.75,1,9,10\n", "csv")) == [
+        (0.0, 7, 8),
+        (0.25, 9, 10),
+    ]
+
+
+def test_native_forms() -> None:
+    assert columns(formats.parse("arrived_at,input_tokens,output_tokens\n0,5,6\n2,7,8\n", "csv")) == [
+        (0, 5, 6),
+        (2, 7, 8),
+    ]
+    lengths = formats.parse("input_tokens,output_tokens\n5,6\n", "csv")
+    assert not lengths.timed and lengths.rate == 0.0
+    hashed = formats.parse('{"arrived_at":1,"input_tokens":600,"output_tokens":6,"hash_ids":[1,2]}\n', "jsonl")
+    assert hashed.content[0].segments == ((1, 512), (2, 88))
+
+
+def test_openai_batch_prompts_and_sharegpt() -> None:
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions"}
+    body = {"model": "m", "messages": [{"role": "system", "content": "be"}, {"role": "user", "content": "good day"}]}
+    batch = formats.parse(json.dumps(line | {"body": body | {"max_completion_tokens": 33}}), "jsonl")
+    assert batch.content[0].messages == (("system", "be"), ("user", "good day"))
+    assert int(batch.output_tokens[0]) == 33 and not batch.timed
+    parts = [{"role": "user", "content": [{"type": "text", "text": "in "}, {"type": "text", "text": "parts"}]}]
+    prompts = formats.parse(
+        "\n".join(json.dumps(row) for row in [{"prompt": "x" * 40, "max_tokens": 5}, {"messages": parts}]), "jsonl"
+    )
+    assert prompts.content[0].text == "x" * 40 and columns(prompts)[0] == (0.0, 10, 5)
+    assert prompts.content[1].messages == (("user", "in parts"),)
+    human = formats.parse(json.dumps({"task_id": "t", "prompt": "def f", "canonical_solution": "y" * 80}), "jsonl")
+    assert int(human.output_tokens[0]) == 20
+    talk = [{"from": "human", "value": "hello there"}, {"from": "gpt", "value": "z" * 40}]
+    shared = formats.parse(
+        json.dumps([{"id": "1", "conversations": talk}, {"id": "2", "conversations": talk[:1]}]), "json"
+    )
+    assert len(shared) == 1 and shared.content[0].messages == (("user", "hello there"),)
+    assert int(shared.output_tokens[0]) == 10 and any("estimates" in note for note in shared.notes)
+
+
+@pytest.mark.parametrize("name,text", [("a.csv", AZURE), ("m.jsonl", MOONCAKE)])
+def test_gzipped_files_read_the_same(tmp_path, name, text) -> None:
+    plain, packed = tmp_path / name, tmp_path / f"{name}.gz"
+    plain.write_text(text)
+    packed.write_bytes(gzip.compress(text.encode()))
+    assert columns(formats.read(plain)) == columns(formats.read(packed))
+
+
+@pytest.mark.parametrize(
+    "text,suffix",
+    [
+        ("a,b\n1,2\n", "csv"), ("", "csv"), ("{", "jsonl"), ("[1]", "jsonl"), ("{}", "json"), ('[{"id": 1}]', "json"),
+        ("input_tokens,output_tokens\nx,1\n", "csv"), ("input_tokens,output_tokens\nnan,1\n", "csv"),
+        ("TIMESTAMP,ContextTokens,GeneratedTokens\nnever,1,2\n", "csv"), ('{"prompt": [1, 2]}', "jsonl"),
+        ("arrived_at,input_tokens,output_tokens\ninf,1,2\n", "csv"),
+    ],
+)  # fmt: skip
+def test_bad_files_are_named_errors(text, suffix) -> None:
+    with pytest.raises(InputError):
+        formats.parse(text, suffix)
+
+
+lengths = st.lists(st.tuples(st.floats(0, 1000), st.integers(1, 3000), st.integers(1, 500)), min_size=2, max_size=40)
+
+
+@st.composite
+def traces_of(draw) -> Trace:
+    rows = draw(lengths)
+    assume(max(row[0] for row in rows) - min(row[0] for row in rows) > 1)
+    content = tuple(Content(segments=((index % 3, max(1, row[1] // 2)),)) for index, row in enumerate(rows))
+    times, inputs, outputs = (np.array(column) for column in zip(*rows, strict=True))
+    return traces.build(times, inputs, outputs, content)
+
+
+def pairs(trace: Trace) -> list[tuple[int, int, Content]]:
+    return list(zip(trace.input_tokens.tolist(), trace.output_tokens.tolist(), trace.content, strict=True))
+
+
+def is_sound(trace: Trace) -> bool:
+    columns = (len(trace.arrived_at), len(trace.input_tokens), len(trace.output_tokens), len(trace.content))
+    return len(set(columns)) == 1 and bool((np.diff(trace.arrived_at) >= 0).all())
+
+
+@given(traces_of(), st.floats(0, 500), st.floats(1, 500))
+def test_window_keeps_exactly_what_lies_inside(trace, start, length) -> None:
+    cut = traces.window(trace, start, start + length)
+    inside = [(when >= start) and (when < start + length) for when in trace.arrived_at]
+    assert pairs(cut) == [pair for pair, keep in zip(pairs(trace), inside, strict=True) if keep]
+    assert is_sound(cut) and ((cut.arrived_at >= 0) & (cut.arrived_at <= length)).all()
+
+
+@given(traces_of(), st.floats(0.05, 1), st.integers(0, 5))
+def test_thin_keeps_a_subsequence_in_place(trace, share, seed) -> None:
+    thinned = traces.thin(trace, share, seed)
+    rows = list(zip(trace.arrived_at, pairs(trace), strict=True))
+    iterator = iter(rows)
+    assert all(row in iterator for row in zip(thinned.arrived_at, pairs(thinned), strict=True))
+    assert thinned.span == trace.span
+    assert share < 1 or len(thinned) == len(trace)
+
+
+@given(traces_of(), st.floats(0.1, 10))
+def test_stretch_scales_times_and_undoes(trace, factor) -> None:
+    stretched = traces.stretch(trace, factor)
+    assert stretched.rate == pytest.approx(trace.rate / factor)
+    assert traces.stretch(stretched, 1 / factor).arrived_at == pytest.approx(trace.arrived_at)
+    assert pairs(stretched) == pairs(trace)
+
+
+@given(traces_of(), st.integers(1, 4))
+def test_repeat_is_the_trace_again_and_again(trace, times) -> None:
+    repeated = traces.repeat(trace, times)
+    assert is_sound(repeated) and pairs(repeated) == pairs(trace) * times
+    copies = repeated.arrived_at.reshape(times, len(trace))
+    assert copies - copies[:, :1] == pytest.approx(
+        np.tile(trace.arrived_at - trace.arrived_at[0], (times, 1)), abs=1e-6
+    )
+    assert all(later[0] > earlier[-1] for earlier, later in itertools.pairwise(copies))
+
+
+@given(traces_of(), st.floats(0, 5), st.integers(0, 5))
+def test_jitter_moves_nobody_far_and_loses_nobody(trace, width, seed) -> None:
+    moved = traces.jitter(trace, width, seed)
+    assert is_sound(moved) and sorted(map(str, pairs(moved))) == sorted(map(str, pairs(trace)))
+    # Sorted columns stay within the width of each other.
+    shift = moved.arrived_at - trace.arrived_at
+    assert (shift >= -1e-9).all() and (shift <= width + 1e-9).all()
+
+
+@given(traces_of(), st.floats(0.1, 4), st.floats(0.1, 4))
+def test_scale_changes_lengths_alone(trace, inputs, outputs) -> None:
+    scaled = traces.scale(trace, inputs, outputs)
+    assert (scaled.arrived_at == trace.arrived_at).all()
+    assert (scaled.input_tokens >= 1).all() and (np.abs(scaled.input_tokens - trace.input_tokens * inputs) <= 1).all()
+    assert (np.abs(scaled.output_tokens - trace.output_tokens * outputs) <= 1).all()
+
+
+def test_operators_compose_from_text_and_are_noted() -> None:
+    trace = formats.parse(BURSTGPT, "csv")
+    done = traces.apply(trace, "repeat=2, stretch=0.5 ,scale=0.5:2", 0)
+    assert columns(done)[:2] == [(0.0, 236, 36), (20.0, 544, 460)] and done.notes[-1] == "scale=0.5:2"
+    for bad in (
+        "shrink=2",
+        "thin=0",
+        "thin=2",
+        "window=5:5",
+        "stretch=x",
+        "repeat=0",
+        "scale=-1",
+        "jitter=-1",
+        "window=1",
+    ):
+        with pytest.raises(InputError):
+            traces.apply(trace, bad, 0)
+
+
+def test_to_rate_thins_by_default_and_says_when_it_cannot() -> None:
+    times = np.arange(4000) * 0.1
+    trace = traces.build(times, np.full(4000, 5), np.full(4000, 5))
+    assert traces.to_rate(trace, 2.0, seed=1).rate == pytest.approx(2.0, rel=0.05)
+    assert traces.to_rate(trace, 50.0, seed=1, by="stretch").rate == pytest.approx(50.0)
+    with pytest.raises(InputError, match="stretch"):
+        traces.to_rate(trace, 50.0, seed=1)
+
+
+@pytest.mark.parametrize("name", ["t.csv", "t.jsonl", "t.csv.gz", "t.jsonl.gz"])
+def test_written_traces_read_back(tmp_path, name) -> None:
+    trace = formats.parse(MOONCAKE, "jsonl")
+    formats.write(trace, tmp_path / name)
+    again = formats.read(tmp_path / name)
+    assert columns(again) == columns(trace)
+    assert again.content == (trace.content if "jsonl" in name else ())
+
+
+def test_moments_by_hand() -> None:
+    trace = formats.parse("arrived_at,input_tokens,output_tokens\n0,10,1\n10,20,3\n40,60,5\n", "csv")
+    found = traces.moments(trace)
+    assert found["rate"] == pytest.approx(3 / 40) and found["input_mean"] == 30 and found["output_median"] == 3
+    assert found["gap_cv"] == pytest.approx(0.5) and found["idle_10s_share"] == pytest.approx(2 / 5)
