@@ -8,7 +8,6 @@ import dataclasses
 import importlib
 import importlib.metadata
 import os
-import socket
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -160,7 +159,8 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 def _serve(arguments: argparse.Namespace) -> int:
     engine_config, server_config = resolve_configs(arguments, [EngineConfig, ServerConfig])
-    check_address(server_config)
+    server = importlib.import_module("gateway.server")
+    server.bind(server_config.host, server_config.port).close()  # before minutes of loading: can the address be had?
     if not server_config.served_model_name:
         server_config = dataclasses.replace(server_config, served_model_name=(model_name(engine_config),))
     from engine.text import Tokenizer
@@ -174,7 +174,7 @@ def _serve(arguments: argparse.Namespace) -> int:
     app = importlib.import_module("gateway.app").create_app(engine, tokenizer, server_config)
     cache_tokens = engine.stats().units_total // 2 * engine_config.block_size
     print(summary(server_config, engine.info, cache_tokens), flush=True)
-    importlib.import_module("gateway.server").run(app, server_config)
+    server.run(app, server_config)
     return 0
 
 
@@ -184,18 +184,6 @@ def model_name(config: EngineConfig) -> str:
         return DEMO_NAME
     folder = Path(config.model).expanduser()
     return folder.resolve().name if folder.is_dir() else config.model
-
-
-def check_address(config: ServerConfig) -> None:
-    """Find out before the model is loaded whether the address can be had. Raises ConfigError."""
-    host = config.host.strip("[]")
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, config.port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
-    except OSError as error:
-        raise ConfigError(f"cannot listen on {config.host} port {config.port}: {error.strerror}") from None
 
 
 def summary(config: ServerConfig, info: EngineInfo, cache_tokens: int) -> str:

@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import importlib
 import re
 import socket
 import subprocess
@@ -14,7 +13,6 @@ import pytest
 
 from engine.client import EngineInfo
 from engine.config import EngineConfig
-from engine.errors import ConfigError
 from gateway import cli
 from gateway.config import ServerConfig, is_loopback
 from gateway.flags import flags_of, resolve
@@ -283,14 +281,12 @@ def test_keys_are_not_in_the_repr() -> None:
 def test_a_port_in_use_is_found_before_the_model_is_loaded(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(importlib, "import_module", lambda name, *_: pytest.fail(f"{name} was imported"))
+    monkeypatch.setitem(sys.modules, "engine.build", None)  # type: ignore[arg-type]  # its import would fail
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        assert f"cannot listen on 127.0.0.1 port {port}: Address already in use" in refused(
-            capsys, "serve", "--port", str(port)
-        )
+        assert f"--port {port}: address already in use" in refused(capsys, "serve", "--port", str(port))
 
 
 def test_a_model_that_cannot_be_served_is_one_clear_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -318,6 +314,11 @@ def test_serve_joins_the_parts_and_says_what_runs(
 
     class Server:
         @staticmethod
+        def bind(host: str, port: int) -> socket.socket:
+            seen.update(address=(host, port))
+            return socket.socket()
+
+        @staticmethod
         def run(app: str, config: ServerConfig) -> None:
             seen.update(app=app, run_config=config)
 
@@ -331,6 +332,7 @@ def test_serve_joins_the_parts_and_says_what_runs(
         r"^tidemill \S+: tidemill-demo \(LlamaForCausalLM, [\d,]+ parameters\), float32 on cpu, ", out, re.MULTILINE
     )
     assert "cache 320 tokens, context 320 tokens, http://127.0.0.1 (port chosen by the system)" in out
+    assert seen["address"] == ("127.0.0.1", 0)
     assert seen["app"] == "app" and seen["config"] is seen["run_config"]
     assert seen["config"].served_model_name == ("tidemill-demo",)
     assert seen["client"].info.max_model_len == 320
@@ -353,8 +355,3 @@ def test_the_address_in_the_summary(host: str, port: int, address: str) -> None:
     info = EngineInfo(64, 10, frozenset(), "A", "float32", "cpu", 1000)
     config = ServerConfig(host=host, port=port, served_model_name=("m",))
     assert cli.summary(config, info, 128).endswith(address)
-
-
-def test_an_address_that_is_not_of_this_machine() -> None:
-    with pytest.raises(ConfigError, match=r"cannot listen on 192\.0\.2\.1"):
-        cli.check_address(ServerConfig(host="192.0.2.1", api_key=("k",), port=0))
