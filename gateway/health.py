@@ -2,6 +2,7 @@
 
 from importlib.metadata import PackageNotFoundError, version
 
+import anyio.to_thread
 import orjson
 from fastapi import APIRouter
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -40,9 +41,10 @@ async def show_version() -> Response:
 
 
 @router.get("/metrics")
-async def metrics(request: Request) -> Response:
-    context = context_of(request)
-    return Response(context.metrics.render(), media_type=CONTENT_TYPE_LATEST)
+async def show_metrics(request: Request) -> Response:
+    metrics = context_of(request).metrics
+    metrics.take_snapshot()
+    return Response(await anyio.to_thread.run_sync(metrics.render), media_type=CONTENT_TYPE_LATEST)
 
 
 def package_version() -> str:

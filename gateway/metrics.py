@@ -67,8 +67,10 @@ class GatewayMetrics:
         self.requests = self._counter("requests", "Requests that ended, by finish reason.", "class", "reason")
         self.responses = self._counter("http_responses", "HTTP responses by status.", "status")
         self.by_class = {c: ClassMetrics(self, c.value) for c in RequestClass}
-        self.registry.register(EngineCollector(client))
-        self.registry.register(VllmAliases(self, client, model_name))
+        self.stats = EngineStats()
+        self._client = client
+        self.registry.register(EngineCollector(self))
+        self.registry.register(VllmAliases(self, model_name))
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...] = _SECONDS) -> Histogram:
         return Histogram(f"tidemill_{name}", text, ["class"], buckets=buckets, registry=self.registry)
@@ -76,22 +78,23 @@ class GatewayMetrics:
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"tidemill_{name}", text, labels, registry=self.registry)
 
+    def take_snapshot(self) -> None:
+        """Read the engine's figures; on the event loop, where nothing changes them meanwhile."""
+        self.stats = self._client.stats()
+
     def render(self) -> bytes:
-        """The text exposition of everything."""
+        """The text exposition of everything as of the last snapshot. Reads /proc: call it in a thread."""
         return generate_latest(self.registry)
 
 
 class EngineCollector(Collector):
     """The engine's own figures, one snapshot per scrape."""
 
-    def __init__(self, client: EngineClient) -> None:
-        self._client = client
-
-    def describe(self) -> list[Metric]:
-        return []  # registering must not ask the engine for figures before it has started
+    def __init__(self, metrics: GatewayMetrics) -> None:
+        self._metrics = metrics
 
     def collect(self) -> Iterator[Metric]:
-        stats = self._client.stats()
+        stats = self._metrics.stats
         yield _per_class("requests_running", "Requests in the running batch.", stats.running)
         yield _per_class("requests_waiting", "Requests waiting, preempted ones included.", stats.waiting)
         yield from _pool_metrics(stats)
@@ -133,8 +136,8 @@ def _total(name: str, text: str, value: float) -> Metric:
 class VllmAliases(Collector):
     """The online share of our metrics once more, under the names and with the label that vLLM uses."""
 
-    def __init__(self, metrics: GatewayMetrics, client: EngineClient, model_name: str) -> None:
-        self._client = client
+    def __init__(self, metrics: GatewayMetrics, model_name: str) -> None:
+        self._metrics = metrics
         self._model_name = model_name
         self._aliases: tuple[tuple[Histogram | Counter, str], ...] = (
             (metrics.ttft, "vllm:time_to_first_token_seconds"),
@@ -149,11 +152,8 @@ class VllmAliases(Collector):
             (metrics.requests, "vllm:request_success"),
         )
 
-    def describe(self) -> list[Metric]:
-        return []
-
     def collect(self) -> Iterator[Metric]:
-        stats = self._client.stats()
+        stats = self._metrics.stats
         for name, counts in (("running", stats.running), ("waiting", stats.waiting)):
             gauge = GaugeMetricFamily(f"vllm:num_requests_{name}", f"Online requests {name}.", labels=["model_name"])
             gauge.add_metric([self._model_name], counts.get(RequestClass.ONLINE, 0))
@@ -165,7 +165,7 @@ class VllmAliases(Collector):
     def _renamed(self, family: Metric, name: str) -> Metric:
         alias = Metric(name, family.documentation, family.type)
         for sample in family.samples:
-            if sample.labels["class"] != RequestClass.ONLINE.value:
+            if sample.labels["class"] != RequestClass.ONLINE.value or sample.name.endswith("_created"):
                 continue
             labels = {"model_name": self._model_name}
             labels |= {"le": sample.labels["le"]} if "le" in sample.labels else {}

@@ -1,0 +1,48 @@
+"""Shared fixtures: a tokenizer, and servers around a scripted engine."""
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack
+from typing import Any
+
+import pytest
+import tokenizer_folders
+from blockbuster import BlockBuster
+from fake_engine import FakeEngine, Script, Served, say, serve
+
+from engine.request import EngineRequest
+from engine.text import Tokenizer
+
+StartServer = Callable[..., Awaitable[Served]]
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """Byte-level BPE with ChatML; <|im_end|> ends a sequence."""
+    return Tokenizer.load(tokenizer_folders.byte_level(tmp_path_factory.mktemp("tokenizer")), probe=False)
+
+
+@pytest.fixture
+def no_blocking() -> Iterator[None]:
+    """Blocking calls made by our own code on the event loop raise."""
+    blockbuster = BlockBuster(scanned_modules=["gateway", "engine"])
+    blockbuster.activate()
+    yield
+    blockbuster.deactivate()
+
+
+@pytest.fixture
+async def start_server(tokenizer: Tokenizer, no_blocking: None) -> AsyncIterator[StartServer]:
+    """`await start_server("text to say" or a script, **ServerConfig fields)`; the servers stop with the test."""
+    async with AsyncExitStack() as stack:
+
+        async def start(
+            script: str | Callable[[EngineRequest], Script] = "hello world", *, limits: Any = None, **config: Any
+        ) -> Served:
+            info = {name: config.pop(name) for name in ("max_model_len", "vocab_size") if name in config}
+            options = {name: config.pop(name) for name in ("burst", "hold_after", "fail_after") if name in config}
+            chosen = say(tokenizer, script, **options) if isinstance(script, str) else script
+            assert tokenizer.eos_token_id is not None
+            engine = FakeEngine(chosen, eos_token_ids=frozenset({tokenizer.eos_token_id}), **info)
+            return await stack.enter_async_context(serve(engine, tokenizer, limits, **config))
+
+        yield start

@@ -1,0 +1,256 @@
+"""A scripted EngineClient: what it says, when it waits and where it fails is decided by the test. Time is a counter.
+
+`serve` puts a real uvicorn with the real protocol around it, on a port of its own, in the test's event loop.
+"""
+
+import asyncio
+import math
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from engine.client import EngineInfo
+from engine.errors import EngineStepError, EngineUnavailableError, TidemillError
+from engine.request import EngineRequest, FinishReason, RequestOutput, RequestTimes, TokenLogprobs
+from engine.stats import EngineStats
+from engine.text import Tokenizer
+from gateway.app import create_app
+from gateway.config import ServerConfig
+from gateway.protocol import ProtocolLimits
+from gateway.server import bind, make_server
+
+MODEL = "fake-model"
+
+
+@dataclass
+class Script:
+    """One answer. It ends with STOP at one of the request's stop ids, with LENGTH at `max_tokens`, and is begun again
+    from its first token if neither comes. `burst`: tokens per output. `hold_after`: tokens after which it waits for
+    `FakeEngine.release`. `fail_after`: tokens after which it ends with `error`."""
+
+    tokens: Sequence[int]
+    burst: int = 1
+    hold_after: int | None = None
+    fail_after: int | None = None
+    error: TidemillError = field(default_factory=lambda: EngineStepError("The model step failed under this request."))
+    logprobs: Callable[[int, int], TokenLogprobs] | None = None
+
+
+class FakeStream:
+    def __init__(self, engine: "FakeEngine", request_id: str) -> None:
+        self._engine, self._request_id = engine, request_id
+        self.outputs: asyncio.Queue[RequestOutput] = asyncio.Queue()
+        self._ended = False
+
+    def __aiter__(self) -> "FakeStream":
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        if self._ended:
+            raise StopAsyncIteration
+        output = await self.outputs.get()
+        self._ended = output.finish_reason is not None
+        return output
+
+    async def aclose(self) -> None:
+        self._engine.abort(self._request_id)
+
+
+class FakeEngine:
+    """`events` is the order in which things happened to it: ("add" | "token" | "abort" | "end", request id)."""
+
+    def __init__(self, script: Callable[[EngineRequest], Script], **info: Any) -> None:
+        facts: dict[str, Any] = {
+            "max_model_len": 512,
+            "vocab_size": 405,
+            "eos_token_ids": frozenset(),
+            "architecture": "fake",
+            "dtype": "none",
+            "device": "none",
+            "num_parameters": 0,
+        }
+        self.info = EngineInfo(**{**facts, **info})
+        self.script = script
+        self.alive = True
+        self.draining = False
+        self.started = False
+        self.add_errors: list[TidemillError] = []
+        self.requests: list[EngineRequest] = []
+        self.events: list[tuple[str, str]] = []
+        self.aborts: list[tuple[str, FinishReason]] = []
+        self.snapshot = EngineStats()
+        self._changed = asyncio.Condition()
+        self._released = asyncio.Event()
+        self._streams: dict[str, tuple[FakeStream, EngineRequest, RequestTimes, list[int]]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._now = 0.0
+
+    @property
+    def ready(self) -> bool:
+        return self.started and self.alive and not self.draining
+
+    async def start(self) -> None:
+        self.started = True
+
+    async def stop(self, drain_seconds: float = 0.0) -> None:
+        self.draining = True
+        if drain_seconds > 0 and self._streams:
+            try:
+                await asyncio.wait_for(self.wait(lambda: not self._streams), drain_seconds)
+            except TimeoutError:
+                self._log("drain over", "")
+        for request_id in list(self._streams):
+            self.abort(request_id)
+
+    def add(self, request: EngineRequest) -> FakeStream:
+        if self.add_errors:
+            raise self.add_errors.pop(0)
+        if self.draining or not self.alive:
+            raise EngineUnavailableError("The engine is not taking requests.", retry_after=3.5)
+        stream = FakeStream(self, request.request_id)
+        times = RequestTimes(arrival=self._tick())
+        self._streams[request.request_id] = (stream, request, times, [])
+        self.requests.append(request)
+        self._log("add", request.request_id)
+        task = asyncio.ensure_future(self._run(request, self.script(request)))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return stream
+
+    def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
+        if request_id in self._streams:
+            self.aborts.append((request_id, reason))
+            self._log("abort", request_id)
+            self._push(request_id, [], None, reason)
+
+    def stats(self) -> EngineStats:
+        return self.snapshot
+
+    def release(self) -> None:
+        """Let every held answer go on."""
+        self._released.set()
+
+    async def wait(self, condition: Callable[[], bool]) -> None:
+        """Until `condition` holds; it is looked at whenever something happened here."""
+        async with self._changed:
+            await self._changed.wait_for(condition)
+
+    async def wait_for_event(self, kind: str, count: int = 1) -> None:
+        await self.wait(lambda: sum(event[0] == kind for event in self.events) >= count)
+
+    @property
+    def num_open(self) -> int:
+        return len(self._streams)
+
+    async def _run(self, request: EngineRequest, script: Script) -> None:
+        done, tokens = 0, script.tokens
+        limit = request.sampling.max_tokens
+        while request.request_id in self._streams:
+            if script.hold_after is not None and done >= script.hold_after:
+                await self._released.wait()
+            if script.fail_after is not None and done >= script.fail_after:
+                self._push(request.request_id, [], None, FinishReason.ERROR, error=script.error)
+                return
+            batch: list[int] = []
+            reason = None
+            size = limit if request.final_only else script.burst
+            while len(batch) < size and reason is None:
+                token = tokens[done % len(tokens)]
+                batch.append(token)
+                done += 1
+                if token in request.sampling.stop_token_ids and done >= request.sampling.min_tokens:
+                    reason = FinishReason.STOP
+                elif done >= limit:
+                    reason = FinishReason.LENGTH
+            stop_id = batch[-1] if reason is FinishReason.STOP else None
+            self._push(request.request_id, batch, script, reason, stop_id)
+            await asyncio.sleep(0)
+
+    def _push(
+        self,
+        request_id: str,
+        tokens: list[int],
+        script: Script | None,
+        reason: FinishReason | None,
+        stop_id: int | None = None,
+        error: TidemillError | None = None,
+    ) -> None:
+        if request_id not in self._streams:
+            return
+        stream, request, times, sent = self._streams[request_id]
+        sent.extend(tokens)
+        now = self._tick()
+        times.first_scheduled = now if times.first_scheduled is None else times.first_scheduled
+        if tokens:
+            times.first_token = now if times.first_token is None else times.first_token
+            times.last_token = now
+            self._log("token", request_id)
+        logprobs = None
+        if request.sampling.logprobs is not None and script is not None:
+            make = script.logprobs or (lambda token, top: TokenLogprobs(-0.5, ((token, -0.5), (1, -math.inf))[:top]))
+            logprobs = [make(token, request.sampling.logprobs) for token in tokens]
+        if reason is not None:
+            times.finished = now
+            del self._streams[request_id]
+            self._log("end", request_id)
+        prompt_size = len(request.prompt_token_ids)
+        output = RequestOutput(
+            request_id, tokens, logprobs, times, prompt_size, prompt_size // 2, len(sent), reason, stop_id, error
+        )
+        stream.outputs.put_nowait(output)
+
+    def _tick(self) -> float:
+        self._now += 0.01
+        return self._now
+
+    def _log(self, kind: str, request_id: str) -> None:
+        self.events.append((kind, request_id))
+        task = asyncio.ensure_future(self._notify())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _notify(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
+
+def say(tokenizer: Tokenizer, text: str, **options: Any) -> Callable[[EngineRequest], Script]:
+    """A script for every request: this text, then the end of sequence."""
+    eos = tokenizer.eos_token_id
+    assert eos is not None
+    return lambda _: Script([*tokenizer.encode(text), eos], **options)
+
+
+@dataclass
+class Served:
+    engine: FakeEngine
+    app: Any
+    server: Any
+    port: int
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+
+@asynccontextmanager
+async def serve(
+    engine: FakeEngine, tokenizer: Tokenizer, limits: ProtocolLimits | None = None, **config: Any
+) -> AsyncIterator[Served]:
+    """The whole server, as `tidemill serve` builds it, but for signals."""
+    settings = ServerConfig(**{"served_model_name": (MODEL, "alias"), "port": 0, **config})
+    app = await asyncio.to_thread(create_app, engine, tokenizer, settings)
+    listener = await asyncio.to_thread(bind, settings.host, settings.port)
+    server = make_server(app, settings, limits, close_seconds=1)
+    task = asyncio.ensure_future(server._serve([listener]))  # `serve` would take over the test runner's signals
+    while not server.started:
+        await asyncio.sleep(0.005)
+        if task.done():
+            task.result()
+    try:
+        yield Served(engine, app, server, listener.getsockname()[1])
+    finally:
+        server.should_exit = True
+        await task
+        listener.close()
