@@ -166,9 +166,6 @@ def test_the_spec_needs_neither_torch_nor_transformers() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-# Specs ----------------------------------------------------------------------------------------------------------------
-
-
 def test_old_and_new_spelling_of_rope_are_the_same() -> None:
     scaling = {"rope_type": "linear", "factor": 2.0}
     old = spec_from_config(tiny_models.llama_config(rope_theta=5e5, rope_scaling=scaling))
@@ -276,9 +273,6 @@ def test_frequencies_are_those_of_transformers(name: str) -> None:
     model = tiny_models.reference_model(name).model
     expected = model.rotary_emb.original_inv_freq
     assert torch.allclose(inverse_frequencies(spec.rope, 64), expected, rtol=1e-6, atol=0.0)
-
-
-# Operations -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
