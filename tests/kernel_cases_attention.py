@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 import torch
-from kernel_pool import DEVICE, DTYPES, INTERPRETED, NAN, PagedCache, assert_same, fused_heads, index, paged_cache
+from kernel_pool import DEVICE, DTYPES, NAN, PagedCache, assert_same, fused_heads, index, paged_cache
 
 from engine.execution.reference import attention as twin
-from engine.triton_kernels.configs import LaunchConfig, prefill_config
+from engine.triton_kernels.configs import LaunchConfig, device_arch, prefill_config
 from engine.triton_kernels.decode_attention import decode_attention
 from engine.triton_kernels.prefill_attention import prefill_attention
 from engine.triton_kernels.work import DecodeWork, PrefillWork
@@ -154,12 +154,12 @@ def test_prefill_of_nothing_writes_nothing() -> None:
 
 def test_prefill_with_the_table_configuration() -> None:
     dtype = torch.float16
-    config = prefill_config(90, 64, dtype) if INTERPRETED else prefill_config(80, 64, dtype)
+    config = prefill_config(device_arch(DEVICE), 64, dtype)
     cache = paged_cache([300], seed=2, dtype=dtype, kv_heads=1, head_dim=64)
     prefill_both(cache, [[0, 0, 60, 240]], 60, 4, dtype, config)
 
 
-def test_wrong_shapes_are_refused() -> None:
+def test_prefill_and_decode_refuse_wrong_shapes() -> None:
     cache = paged_cache([5], seed=1, dtype=torch.float32, kv_heads=2, head_dim=64)
     work, q = PrefillWork(2, 4, 16, DEVICE), torch.zeros((3, 4, 64), device=DEVICE)
     args = {"layer": 1, "scratch_base": cache.scratch_base, "scale": 1.0}

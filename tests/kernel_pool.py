@@ -6,8 +6,10 @@ interpreter are wrong in it.
 
 import os
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -16,6 +18,23 @@ DTYPES = (torch.float32, torch.float16) if INTERPRETED else (torch.float32, torc
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 NAN = float("nan")
 SPARE = 3
+
+
+def _loop_over_runtime_bounds() -> None:
+    """Triton's interpreter before 3.9 turns loop bounds, arrays of one element, into integers as NumPy 2.4 forbids."""
+    from triton.runtime import interpreter
+
+    patch_tensor = interpreter._patch_lang_tensor
+
+    def patch(tensor: Any, *scope: Any) -> None:
+        patch_tensor(tensor, *scope)
+        tensor.__index__ = lambda self: int(self.handle.data.item())
+
+    interpreter._patch_lang_tensor = patch
+
+
+if INTERPRETED and tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9):
+    _loop_over_runtime_bounds()
 
 
 def random(generator: torch.Generator, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -17,16 +17,17 @@ from hypothesis import strategies as st
 
 from engine.triton_kernels.work import DecodeWork, PrefillWork
 
-CASES = ["kernel_cases_attention.py", "kernel_cases_cache.py", "kernel_cases_rows.py"]
+CASES = [("attention", "decode"), ("attention", "prefill"), ("cache", ""), ("rows", "")]
+"""(file kernel_cases_<name>.py, which tests of it)"""
 CPU = torch.device("cpu")
 TESTS = Path(__file__).parent
 
 
-def run_cases(name: str, interpret: bool) -> None:
+def run_cases(name: str, which: str, interpret: bool) -> None:
     pytest.importorskip("triton")
     environment = {**os.environ, "TRITON_INTERPRET": "1" if interpret else "0", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", "-o", "addopts=", "-q"]
-    command += ["--import-mode=importlib", "-x", str(TESTS / name)]
+    command += ["--import-mode=importlib", "-x", "-k", which, str(TESTS / f"kernel_cases_{name}.py")]
     ended = subprocess.run(
         command, cwd=TESTS.parent, env=environment, capture_output=True, text=True, check=False, timeout=600
     )
@@ -34,15 +35,17 @@ def run_cases(name: str, interpret: bool) -> None:
     assert " passed" in ended.stdout and "skipped" not in ended.stdout, ended.stdout
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_kernels_equal_their_twins_in_the_interpreter(name: str) -> None:
-    run_cases(name, interpret=True)
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("name", "which"), CASES)
+def test_kernels_equal_their_twins_in_the_interpreter(name: str, which: str) -> None:
+    run_cases(name, which, interpret=True)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", CASES)
-def test_kernels_equal_their_twins_on_a_gpu(name: str) -> None:
-    run_cases(name, interpret=False)
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("name", "which"), CASES)
+def test_kernels_equal_their_twins_on_a_gpu(name: str, which: str) -> None:
+    run_cases(name, which, interpret=False)
 
 
 @given(
