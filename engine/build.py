@@ -5,7 +5,9 @@
 """
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from importlib import metadata
 from pathlib import Path
 
 import torch
@@ -13,7 +15,9 @@ from torch import Tensor
 from torch.nn import functional
 
 import engine.models.demo
+from engine.calibration import load_or_measure
 from engine.client import EngineInfo
+from engine.colocation import Colocation, initial_budget
 from engine.config import EngineConfig, SchedulerConfig
 from engine.core import EngineCore
 from engine.engine import Engine
@@ -27,6 +31,11 @@ from engine.models.hub import resolve_model_folder
 from engine.models.loader import load_weights
 from engine.models.spec import ModelSpec, load_spec, resolve_max_model_len
 from engine.models.weights import torch_dtype
+from engine.tuning import BudgetTuner, parse_load
+from predictor.online import OnlineModel
+from predictor.profile import ProfileKey
+from predictor.slo import SLO, SLOError
+from predictor.sweep import SweepLimits
 
 MIN_CONTEXT = 8  # tokens; the warm-up step alone takes most of it
 _CUDA_STEP_BYTES = 2**30  # a guess, for the plan only: what a step needs beside weights and cache
@@ -79,9 +88,22 @@ def plan_launch(config: EngineConfig) -> LaunchPlan:
     return _with_cache(plan, config, _estimate_cache_bytes(config, device, weight_bytes))
 
 
-def build_engine(config: EngineConfig, plan: LaunchPlan | None = None) -> Engine:
-    """Load the model and join it with a scheduler; `start` the result in an event loop. Raises ConfigError."""
+def build_engine(
+    config: EngineConfig, plan: LaunchPlan | None = None, say: Callable[[str], None] = lambda _line: None
+) -> Engine:
+    """Load the model and join it with a scheduler; `start` the result in an event loop. Raises ConfigError.
+
+    `say` is told, a line each, what is measured and decided on the way.
+    """
     plan = plan or plan_launch(config)
+    parse_slo(config), parse_load(config.expected_load)  # what is wrong with them is said before the model is loaded
+    runner, plan = build_runner(config, plan)
+    num_units = memory.UNITS_PER_BLOCK * plan.num_blocks
+    return _join(config, plan, scheduler_config(config, plan, num_units), runner, say)
+
+
+def build_runner(config: EngineConfig, plan: LaunchPlan) -> tuple[ModelRunner, LaunchPlan]:
+    """Load the model; the plan comes back with the cache size that the device really has. Raises ConfigError."""
     device, dtype = torch.device(plan.device), torch_dtype(plan.dtype)
     if device.type == "cpu":
         _use_cores()
@@ -102,7 +124,65 @@ def build_engine(config: EngineConfig, plan: LaunchPlan | None = None) -> Engine
         device=device,
         dtype=dtype,
     )
-    return Engine(EngineCore(_scheduler_config(config, plan, num_units)), runner, _info(plan))
+    return runner, plan
+
+
+def parse_slo(config: EngineConfig) -> SLO:
+    """What online requests are promised. Raises ConfigError."""
+    try:
+        return SLO.parse(config.slo)
+    except SLOError as error:
+        raise ConfigError(f"--slo: {error}") from None
+
+
+def sweep_limits(scheduler: SchedulerConfig) -> SweepLimits:
+    return SweepLimits(
+        max_num_seqs=scheduler.max_num_seqs,
+        max_num_batched_tokens=scheduler.max_num_batched_tokens,
+        max_model_len=scheduler.max_model_len,
+        num_units=scheduler.num_units,
+        block_size=scheduler.block_size,
+    )
+
+
+def profile_key(plan: LaunchPlan) -> ProfileKey:
+    """What a latency profile of this launch holds for."""
+    if plan.device == "cuda":
+        device = torch.cuda.get_device_name()
+    else:
+        processor = read_processor()
+        device = f"{processor.name}, {torch.get_num_threads()} threads"
+    name = f"{plan.folder.name}, {plan.spec.num_parameters} parameters"
+    return ProfileKey(name, device, plan.dtype, metadata.version("tidemill"))
+
+
+def profile_folder(config: EngineConfig) -> Path:
+    if config.profile_dir:
+        return Path(config.profile_dir).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tidemill" / "profiles"
+
+
+def _join(
+    config: EngineConfig, plan: LaunchPlan, scheduler: SchedulerConfig, runner: ModelRunner, say: Callable[[str], None]
+) -> Engine:
+    """Profile, SLO and budget around the runner."""
+    slo, load = parse_slo(config), parse_load(config.expected_load)
+    profile = load_or_measure(
+        profile_folder(config),
+        runner,
+        sweep_limits(scheduler),
+        plan.spec.vocab_size,
+        profile_key(plan),
+        config.profile_seconds,
+        say,
+    )
+    model = OnlineModel(profile.model)
+    core = EngineCore(scheduler, offline_policy=config.offline_policy, model=model)
+    budget = initial_budget(slo, profile.model, config.fill_policy)
+    colocation = Colocation(core, model, slo, budget)
+    say(f"SLO {slo}; offline work may extend a step to {budget.latency_budget * 1e3:.0f} ms")
+    tuner = BudgetTuner(colocation, scheduler, config.fill_policy, load)
+    return Engine(core, runner, _info(plan), colocation=colocation, tuner=tuner)
 
 
 def _choose_device(asked: str) -> str:
@@ -171,7 +251,7 @@ def _largest_step(decoder: Decoder, config: EngineConfig) -> None:
         torch.log_softmax(logits, dim=-1).sort(dim=-1)
 
 
-def _scheduler_config(config: EngineConfig, plan: LaunchPlan, num_units: int) -> SchedulerConfig:
+def scheduler_config(config: EngineConfig, plan: LaunchPlan, num_units: int) -> SchedulerConfig:
     return SchedulerConfig(
         num_units=num_units,
         max_model_len=plan.max_model_len,

@@ -7,6 +7,7 @@ clock is an argument. It never touches a request: its only dials are the core's 
 import logging
 import math
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from engine.core import EngineCore
@@ -17,6 +18,7 @@ from engine.stats import ColocationStats
 from engine.virtual import step_features
 from predictor.breaker import BreakerSettings, BreakerState, CircuitBreaker
 from predictor.budget import BudgetParams
+from predictor.features import BatchFeatures
 from predictor.model import LatencyModel
 from predictor.online import OnlineModel
 from predictor.slo import SLO
@@ -39,8 +41,6 @@ def initial_budget(slo: SLO, model: LatencyModel, policy: str) -> BudgetParams:
 
 
 def _smallest_step(model: LatencyModel) -> float:
-    from predictor.features import BatchFeatures
-
     features = BatchFeatures()
     features.add_decodes(1, 1)
     return model.predict(features)
@@ -71,6 +71,7 @@ class Colocation:
         self.slo = slo
         self.model = model
         self.arrivals: deque[RecordedArrival] = deque(maxlen=MAX_RECORDED)
+        self.on_recorded: Callable[[int], None] = lambda _count: None
         self._core = core
         self._budget = budget
         target = slo.attainment_target
@@ -153,6 +154,7 @@ class Colocation:
         self._breaker.record_request(now, good, live.beside_offline)
         if output.num_output_tokens:
             self.arrivals.append(RecordedArrival(times.arrival, output.num_prompt_tokens, output.num_output_tokens))
+            self.on_recorded(len(self.arrivals))
 
     def _forget(self, now: float) -> None:
         while self._judged and self._judged[0][0] < now - ATTAINMENT_WINDOW:

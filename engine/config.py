@@ -27,6 +27,14 @@ class EngineConfig:
     max_num_batched_tokens: int = _flag(512, "most tokens in one step (the prefill chunk's upper bound)")
     max_num_waiting: int = _flag(1024, "most online requests waiting; beyond it 429")
     enable_prefix_caching: bool = _flag(True, "share equal prompt prefixes between requests of one tenant")
+    slo: str = _flag("ttft_p99=1s,tbt_p99=100ms", "what online requests are promised; also 'tbt_mean=50ms' or '5%'")
+    fill_policy: str = _flag("tidemill", "how offline work is sized; hygen: one flat budget", ("tidemill", "hygen"))
+    offline_policy: str = _flag("psm", "order of offline work; psm: shared prefixes first", ("psm", "deadline", "fcfs"))
+    expected_load: str = _flag(
+        "", "'RATE:PROMPT:OUTPUT' of online work (requests/s, mean tokens): search the offline budget for it at start"
+    )
+    profile_dir: str = _flag("", "where latency profiles are kept (default: tidemill/profiles in the user's cache)")
+    profile_seconds: float = _flag(20.0, "longest measurement of step times when no profile fits (0: one step only)")
     seed: int = _flag(0, "seed of random weights and of scheduling choices")
 
     def __post_init__(self) -> None:
@@ -36,6 +44,8 @@ class EngineConfig:
             raise ConfigError(f"--block-size must be a power of two, not {self.block_size}")
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ConfigError(f"--gpu-memory-utilization must be in (0, 1], not {self.gpu_memory_utilization}")
+        if not 0.0 <= self.profile_seconds <= 600.0:
+            raise ConfigError(f"--profile-seconds must be between 0 and 600, not {self.profile_seconds}")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError("--max-num-batched-tokens must be at least --max-num-seqs: every decode is one token")
 

@@ -24,6 +24,7 @@ from engine.request import EngineRequest, FinishReason, RequestOutput, RequestTi
 from engine.scheduling.output import ModelRunnerOutput, SchedulerOutput
 from engine.stats import EngineStats
 from engine.stream import RequestStream
+from engine.tuning import BudgetTuner
 
 log = logging.getLogger("tidemill.engine")
 
@@ -52,6 +53,7 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
         plan_offline: PlanOffline | None = None,
         colocation: Colocation | None = None,
+        tuner: BudgetTuner | None = None,
     ) -> None:
         self.info = info
         self._core = core
@@ -59,6 +61,7 @@ class Engine:
         self._clock = clock
         self._watchdog_seconds = watchdog_seconds
         self.colocation = colocation
+        self._tuner = tuner
         self._streams: dict[str, RequestStream] = {}
         self._in_flight: deque[tuple[SchedulerOutput, asyncio.Future[ModelRunnerOutput]]] = deque()
         self._step_started: float | None = None
@@ -91,6 +94,8 @@ class Engine:
                 await self.stop()
                 raise output.error
         self._warm = True
+        if self._tuner is not None:
+            self._tuner.start()
 
     async def stop(self, drain_seconds: float = 0.0) -> None:
         """Refuse new work, let requests end for `drain_seconds`, abort the rest, stop the loop and the worker."""
@@ -109,6 +114,8 @@ class Engine:
         self._wake.set()
         await asyncio.wait([self._loop_task])
         await self._planner.stop()
+        if self._tuner is not None:
+            await self._tuner.stop()
         if not self._loop_task.cancelled():
             self._loop_task.exception()  # already logged when it happened; read here so that asyncio does not repeat it
         self._executor.shutdown(wait=False)

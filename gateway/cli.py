@@ -64,6 +64,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_serve(commands)
     _add_chat(commands)
     _add_doctor(commands)
+    _add_profile(commands)
     command = commands.add_parser("version", help="print the version", allow_abbrev=False)
     command.set_defaults(run=_version)
     return parser
@@ -113,6 +114,13 @@ def _add_doctor(commands: Any) -> None:
     command = commands.add_parser("doctor", help="show this machine and what would run on it", allow_abbrev=False)
     _model_flags(command)
     command.set_defaults(run=_doctor)
+
+
+def _add_profile(commands: Any) -> None:
+    command = commands.add_parser("profile", help="measure step times anew and show the fit", allow_abbrev=False)
+    _model_flags(command)
+    command.add_argument("--plot", metavar="FILE.svg", type=Path, help="draw predicted against measured step times")
+    command.set_defaults(run=_profile)
 
 
 def resolve_configs(
@@ -169,13 +177,23 @@ def _serve(arguments: argparse.Namespace) -> int:
     plan = build.plan_launch(engine_config)
     tokenizer = Tokenizer.load(plan.folder, server_config.chat_template)
     for note in plan.notes:
-        print(f"tidemill: {note}", flush=True)
-    engine = build.build_engine(engine_config, plan)
+        say(note)
+    engine = build.build_engine(engine_config, plan, say)
     app = importlib.import_module("gateway.app").create_app(engine, tokenizer, server_config)
     cache_tokens = engine.stats().units_total // 2 * engine_config.block_size
     print(summary(server_config, engine.info, cache_tokens), flush=True)
     server.run(app, server_config)
     return 0
+
+
+def say(line: str) -> None:
+    """Tell the user what is going on."""
+    print(f"tidemill: {line}", flush=True)
+
+
+def _profile(arguments: argparse.Namespace) -> int:
+    (engine_config,) = resolve_configs(arguments, [EngineConfig])
+    return int(importlib.import_module("gateway.profile").run(engine_config, arguments.plot, say))
 
 
 def model_name(config: EngineConfig) -> str:

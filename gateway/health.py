@@ -32,7 +32,11 @@ async def ready(request: Request) -> Response:
     context.lifecycle.check_accepting()
     if not context.client.ready:
         raise EngineUnavailableError("The engine is not ready.", retry_after=5.0)
-    return _ok()
+    colocation = context.client.stats().colocation
+    if colocation is None:
+        return _ok()
+    shown = {"slo": colocation.slo, "latency_budget": colocation.latency_budget, "breaker": colocation.breaker}
+    return Response(orjson.dumps({"status": "ok", "colocation": shown}), media_type="application/json")
 
 
 @router.get("/version")

@@ -12,7 +12,7 @@ from prometheus_client.registry import Collector
 
 from engine.client import EngineClient
 from engine.request import FinishReason, RequestClass, RequestTimes
-from engine.stats import EngineStats
+from engine.stats import ColocationStats, EngineStats
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 _GAP_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
@@ -111,6 +111,33 @@ class EngineCollector(Collector):
         for cause, count in sorted(stats.preemptions.items()):
             preemptions.add_metric([cause], count)
         yield preemptions
+        yield _total("predicted_step_seconds", "What the model steps were predicted to take.", stats.predicted_seconds)
+        yield _total(
+            "leftover_seconds", "Predicted time that online steps left to offline work.", stats.leftover_seconds
+        )
+        yield _total("leftover_used_seconds", "How much of it offline work was given.", stats.leftover_used_seconds)
+        if stats.colocation is not None:
+            yield from _colocation_metrics(stats.colocation)
+
+
+def _colocation_metrics(stats: ColocationStats) -> Iterator[Metric]:
+    """How the SLO is kept; a NaN attainment means that nobody was judged in the last minute."""
+    yield GaugeMetricFamily("tidemill_slo_attainment", "Share of good requests, last minute.", value=stats.attainment)
+    judged = CounterMetricFamily("tidemill_slo_requests", "Online requests judged.", labels=["good"])
+    judged.add_metric(["true"], stats.good_requests)
+    judged.add_metric(["false"], stats.bad_requests)
+    yield judged
+    yield GaugeMetricFamily("tidemill_latency_budget_seconds", "L of the offline fill.", value=stats.latency_budget)
+    yield GaugeMetricFamily(
+        "tidemill_interference_weight", "Lambda of the offline fill.", value=stats.interference_weight
+    )
+    yield GaugeMetricFamily("tidemill_predictor_mape", "Mean relative error, recent steps.", value=stats.predictor_mape)
+    yield _total("offline_tokens", "Prompt and output tokens of offline requests.", stats.offline_tokens)
+    yield _total("breaker_openings", "How often the circuit breaker opened.", stats.breaker_openings)
+    breaker = GaugeMetricFamily("tidemill_breaker_state", "1 for the state the breaker is in.", labels=["state"])
+    for state in ("closed", "open", "half_open"):
+        breaker.add_metric([state], float(state == stats.breaker))
+    yield breaker
 
 
 def _pool_metrics(stats: EngineStats) -> Iterator[Metric]:

@@ -15,7 +15,7 @@ from engine.execution import memory
 from engine.machine import Processor, read_processor
 from engine.request import EngineRequest, FinishReason, SamplingParams
 
-DEMO = EngineConfig(device="cpu", dtype="float32", num_gpu_blocks_override=40)
+DEMO = EngineConfig(device="cpu", dtype="float32", num_gpu_blocks_override=40, profile_seconds=0.0)
 
 
 def shape(folder: Path, **changes: object) -> Path:
@@ -59,7 +59,7 @@ def test_the_facts_of_the_built_engine_are_those_of_the_model() -> None:
 async def test_the_longest_context_that_is_offered_can_be_used() -> None:
     """To the last token of the last block, in the smallest pool of all too."""
     for blocks in (1, 40):
-        config = EngineConfig(device="cpu", dtype="float32", num_gpu_blocks_override=blocks)
+        config = EngineConfig(device="cpu", dtype="float32", num_gpu_blocks_override=blocks, profile_seconds=0.0)
         length = plan_launch(config).max_model_len
         assert length == 16 * blocks
         assert len(await answer(config, (1, 2, 3), length - 3)) == length - 3
@@ -69,7 +69,7 @@ async def test_dummy_weights_need_no_weight_files_and_follow_the_seed(tmp_path: 
     def config(seed: int) -> EngineConfig:
         return EngineConfig(
             model=str(shape(tmp_path)), device="cpu", dtype="float32", load_format="dummy", seed=seed,
-            num_gpu_blocks_override=4,
+            num_gpu_blocks_override=4, profile_seconds=0.0,
         )  # fmt: skip
 
     first = await answer(config(1), (1, 2, 3), 20)

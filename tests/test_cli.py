@@ -76,7 +76,7 @@ def test_only_commands_that_exist_are_offered(capsys: pytest.CaptureFixture[str]
         cli.main(["--help"])
     shown = capsys.readouterr().out
     offered = set(re.findall(r"^    (\w+)  ", shown, re.MULTILINE))
-    assert offered == {"serve", "chat", "doctor", "version"}
+    assert offered == {"serve", "chat", "doctor", "profile", "version"}
     assert "profile" in refused(capsys, "profile")
     assert "COMMAND" in refused(capsys)
 

@@ -1,0 +1,106 @@
+"""The latency profile of this model on this machine: read if it was measured before, else measured now.
+
+HyGen §4.2: a sweep over step shapes on the real runner, at most as long as the user allows, then a non-negative least
+squares fit. Torch-free: it sees the runner only.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from engine.engine import ModelRunner
+from engine.profiling import ShapeRunner
+from predictor.fitting import fit
+from predictor.model import LatencyModel
+from predictor.profile import Profile, ProfileError, ProfileKey
+from predictor.samples import Sample, split_samples
+from predictor.sweep import StepShape, SweepLimits, run_sweep
+
+HELD_OUT = 0.2
+MIN_SAMPLES = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """A profile with the samples behind it (empty when it was read), and the held-out error of both feature sets."""
+
+    profile: Profile
+    train: list[Sample]
+    held_out: list[Sample]
+    mape: dict[str, float]
+
+
+def measure_profile(
+    runner: ModelRunner,
+    limits: SweepLimits,
+    vocab_size: int,
+    key: ProfileKey,
+    seconds: float,
+    progress: Callable[[int, float], None] = lambda _count, _spent: None,
+) -> Calibration:
+    """Sweep for at most about `seconds` and fit; `progress(shapes measured, seconds spent)` after every shape.
+
+    The runner must be idle, and is idle again afterwards.
+    """
+    shapes = ShapeRunner(runner, limits, vocab_size)
+    began = time.perf_counter()
+    measured: set[StepShape] = set()
+
+    def measure(shape: StepShape) -> float:
+        taken = shapes.measure(shape)
+        measured.add(shape)
+        progress(len(measured), time.perf_counter() - began)
+        return taken
+
+    samples = run_sweep(measure, limits, seconds, time.perf_counter)
+    shapes.close()
+    train, held_out = split_samples(samples, HELD_OUT) if len(samples) >= MIN_SAMPLES else (samples, samples)
+    models = {name: fit(train, name, token_limit=limits.max_num_batched_tokens) for name in ("hygen", "full")}
+    mape = {name: model.mape(held_out) for name, model in models.items()}
+    final: LatencyModel = fit(samples, "full", token_limit=limits.max_num_batched_tokens)
+    created = datetime.now(UTC).isoformat(timespec="seconds")
+    return Calibration(Profile(key, created, final, mape["full"], len(samples)), train, held_out, mape)
+
+
+def load_profile(folder: Path, key: ProfileKey, limits: SweepLimits) -> Profile | None:
+    """The stored profile, or None when there is none. Raises ProfileError when there is one that cannot serve."""
+    path = folder / key.filename()
+    if not path.exists():
+        return None
+    profile = Profile.load(path, key)
+    if profile.model.token_limit < limits.max_num_batched_tokens:
+        return None  # measured for smaller steps: measure again rather than extrapolate
+    return profile
+
+
+def load_or_measure(
+    folder: Path,
+    runner: ModelRunner,
+    limits: SweepLimits,
+    vocab_size: int,
+    key: ProfileKey,
+    seconds: float,
+    say: Callable[[str], None],
+) -> Profile:
+    """The profile for `key` in `folder`; one that is missing or cannot serve is measured anew and stored."""
+    try:
+        profile = load_profile(folder, key, limits)
+    except ProfileError as error:
+        say(f"{error}; measuring again")
+        profile = None
+    if profile is not None:
+        say(f"latency profile of {profile.created_at} ({profile.num_samples} steps, error {profile.held_out_mape:.1%})")
+        return profile
+    if seconds <= 0:
+        say("step times are guessed from a single step (--profile-seconds 0)")
+        return measure_profile(runner, limits, vocab_size, key, 0.0).profile
+    say(f"measuring step times for at most {seconds:.0f} s (once; the profile is kept in {folder})")
+    profile = measure_profile(runner, limits, vocab_size, key, seconds).profile
+    say(f"latency profile: {profile.num_samples} steps, held-out error {profile.held_out_mape:.1%}")
+    try:
+        profile.save(folder / key.filename())
+    except OSError as error:
+        say(f"the profile could not be kept ({error.strerror}); the next start measures again")
+    return profile

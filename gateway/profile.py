@@ -1,0 +1,84 @@
+"""`tidemill profile`: measures step times on this machine, keeps the fit, and shows how good it is."""
+
+import importlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from engine.calibration import Calibration, measure_profile
+from engine.config import EngineConfig
+from engine.errors import ConfigError
+from predictor.model import LatencyModel
+from predictor.samples import Sample
+
+SIDE, MARGIN = 480, 56
+GRID = 5
+
+
+def run(config: EngineConfig, plot: Path | None, say: Callable[[str], None]) -> int:
+    """Measure, store, print; returns the exit code. Raises ConfigError when the result cannot be written."""
+    build = importlib.import_module("engine.build")
+    runner, plan = build.build_runner(config, build.plan_launch(config))
+    units = 2 * plan.num_blocks
+    limits = build.sweep_limits(build.scheduler_config(config, plan, units))
+    key = build.profile_key(plan)
+
+    def progress(count: int, spent: float) -> None:
+        print(f"\r{count} step shapes, {spent:.0f} of at most {config.profile_seconds:.0f} s", end="", flush=True)
+
+    calibration = measure_profile(runner, limits, plan.spec.vocab_size, key, config.profile_seconds, progress)
+    print()
+    path = build.profile_folder(config) / key.filename()
+    try:
+        calibration.profile.save(path)
+        if plot is not None:
+            plot.write_text(draw(calibration.held_out, calibration.profile.model))
+    except OSError as error:
+        raise ConfigError(f"cannot write {error.filename}: {error.strerror}") from None
+    print("\n".join(table(calibration)))
+    say(f"profile kept in {path}")
+    return 0
+
+
+def table(calibration: Calibration) -> list[str]:
+    """Held-out error of both feature sets, and measured against predicted for a spread of held-out steps."""
+    lines = [f"{'feature set':12} {'held-out MAPE':>14}"]
+    lines += [f"{name:12} {error:>13.2%}" for name, error in calibration.mape.items()]
+    lines.append(f"{'tokens':>7} {'decodes':>8} {'context':>9} {'measured ms':>12} {'predicted ms':>13} {'error':>7}")
+    model = calibration.profile.model
+    ordered = sorted(calibration.held_out, key=lambda sample: sample.seconds)
+    for features, seconds in ordered[:: max(1, len(ordered) // 12)]:
+        predicted = model.predict(features)
+        context = features.decode_context_sum
+        lines.append(
+            f"{features.num_tokens:7d} {features.num_decodes:8d} {context:9d} {seconds * 1e3:12.2f} "
+            f"{predicted * 1e3:13.2f} {predicted / seconds - 1:>+7.1%}"
+        )
+    return lines
+
+
+def draw(samples: Sequence[Sample], model: LatencyModel) -> str:
+    """Predicted against measured step times in milliseconds, as one SVG document."""
+    points = [(seconds * 1e3, model.predict(features) * 1e3) for features, seconds in samples]
+    top = max((value for point in points for value in point), default=1.0) * 1.05
+    span = SIDE - 2 * MARGIN
+
+    def x(value: float) -> float:
+        return MARGIN + span * value / top
+
+    def y(value: float) -> float:
+        return SIDE - MARGIN - span * value / top
+
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {SIDE} {SIDE}" font-family="sans-serif" font-size="12">',
+        f'<rect width="{SIDE}" height="{SIDE}" fill="white"/>',
+        f'<line x1="{x(0)}" y1="{y(0)}" x2="{x(top)}" y2="{y(top)}" stroke="#999"/>',
+    ]
+    for tick in (top * i / GRID for i in range(GRID + 1)):
+        parts.append(f'<text x="{x(tick):.0f}" y="{SIDE - MARGIN + 18}" text-anchor="middle">{tick:.0f}</text>')
+        parts.append(f'<text x="{MARGIN - 8}" y="{y(tick) + 4:.0f}" text-anchor="end">{tick:.0f}</text>')
+    parts += [f'<circle cx="{x(a):.1f}" cy="{y(b):.1f}" r="3" fill="#1f77b4" opacity="0.6"/>' for a, b in points]
+    parts.append(f'<text x="{SIDE / 2}" y="{SIDE - 12}" text-anchor="middle">measured step, ms</text>')
+    parts.append(
+        f'<text x="16" y="{SIDE / 2}" text-anchor="middle" transform="rotate(-90 16 {SIDE / 2})">predicted, ms</text>'
+    )
+    return "\n".join([*parts, "</svg>", ""])
