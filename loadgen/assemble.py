@@ -51,6 +51,10 @@ class Setup:
     def _scaled(self, rate: float) -> Any:
         return self.options.curve.scaled(rate) if self.options.curve is not None else None
 
+    def windows(self, made: Workload) -> Windows:
+        """The windows over a workload's schedule; raises InputError when they leave nothing to measure."""
+        return Windows(self.args.warmup, self.args.cooldown, self.args.drain, made.horizon)
+
     def plan(self, made: Workload, session: Session) -> Plan:
         """The plan of one run."""
         args = self.args
@@ -67,7 +71,7 @@ class Setup:
             offline_tier=tier,
             wait_offline=made.wait_offline if args.wait_offline is None else args.wait_offline,
             poll_every=args.poll_interval,
-            windows=Windows(args.warmup, args.cooldown, args.drain, made.horizon),
+            windows=self.windows(made),
             source=session.source,
             seed=args.seed,
             salt=self.salt,

@@ -89,7 +89,9 @@ def _bench(args: argparse.Namespace, command: str) -> Bench:
     setup = assemble.setup(args)
     for expression in args.assertions:
         checks.parse(expression)
-    calibrate = assemble.needs_calibration(setup.workload())
+    made = setup.workload()
+    setup.windows(made)
+    calibrate = assemble.needs_calibration(made)
     session = prepare(setup.target, args.prompt_mode, setup.ids, args.ready_check_timeout_sec, calibrate=calibrate)
     return Bench(setup, session, command)
 

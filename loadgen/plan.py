@@ -37,9 +37,9 @@ class Windows:
             raise InputError("warm-up and cool-down leave nothing to measure")
 
     def measured(self, ended_at: float) -> tuple[float, float]:
-        """Start and end of the measure window of a run that ended at `ended_at`."""
+        """Start and end of the measure window of a run that ended at `ended_at`, on the microsecond as records are."""
         end = ended_at if self.horizon is None else min(self.horizon, ended_at)
-        return self.warmup, max(self.warmup, end - self.cooldown)
+        return round(self.warmup, 6), round(max(self.warmup, end - self.cooldown), 6)
 
 
 @dataclass(frozen=True, slots=True)

@@ -178,7 +178,7 @@ class Run:
         return RequestRecord(
             index=index,
             service_class="online" if service_class == "online" else "offline",
-            scheduled_at=float(trace.arrived_at[row]),
+            scheduled_at=round(float(trace.arrived_at[row]), 6),
             input_asked=int(trace.input_tokens[row]),
             output_asked=int(trace.output_tokens[row]),
         )

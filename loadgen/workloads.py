@@ -70,6 +70,7 @@ def build(name: str, options: Options) -> Workload:
     if options.offline_trace is not None:
         lines = options.offline_trace.at(np.zeros(options.offline_lines or len(options.offline_trace)))
         made = replace(made, jobs=(Job(lines),))
+    made = replace(made, jobs=tuple(job for job in made.jobs if len(job.lines)))
     offline = {note for job in made.jobs for note in job.lines.notes}
     notes = (*(made.online.notes if made.online else ()), *sorted(offline), *made.notes)
     return replace(made, name=name, notes=notes)
@@ -79,14 +80,15 @@ def timed(options: Options, shape: Trace, rate: float, count: int | None = None)
     """`shape`'s lengths at the arrivals the options ask for: `rate` and `count` are the workload's own values."""
     count = options.count if options.count is not None or options.duration is not None else count
     rate = options.rate if options.rate is not None else rate
-    if np.isinf(rate):
+    if options.curve is None and np.isinf(rate):
         return Workload("", shape.at(np.zeros(count if count is not None else len(shape))), closed_loop=True)
     curve = options.curve or constant_rate(rate)
     random = stream(options.seed, "arrivals")
     times = schedule(curve, options.process, random, count=count, duration=options.duration, cv=options.cv)
     if len(times) == 0:
         raise InputError("no request arrives in this duration at this rate")
-    horizon = options.duration if options.duration is not None else float(times[-1])
+    # A single request at time 0 has no schedule to speak of: the run is measured to its end.
+    horizon = options.duration if options.duration is not None else float(times[-1]) or None
     return Workload("", shape.at(times), horizon=horizon)
 
 
@@ -109,7 +111,7 @@ def replayed(options: Options, trace: Trace, rate: float | None, by: str | None 
         trace = replace(trace, span=float(trace.arrived_at[-1]) if len(trace) else 0.0)
     if len(trace) == 0:
         raise InputError("no request of the trace is left")
-    return Workload("", trace, horizon=trace.span)
+    return Workload("", trace, horizon=trace.span or None)
 
 
 def fixed(count: int, inputs: int, outputs: int) -> Trace:
