@@ -5,16 +5,21 @@ import importlib
 
 BENCHES = {
     "serving": "loadgen.bench.serving",
+    "colocation": "loadgen.bench.colocation",
     "control-plane": "loadgen.bench.control_plane",
 }
+
+DEFAULT = ("serving", "control-plane")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m loadgen.bench", description=__doc__)
-    parser.add_argument("names", nargs="*", choices=[*BENCHES, []], help="which ones (default: all)")
+    parser.add_argument("names", nargs="*", help=f"which of {', '.join(BENCHES)} (default: {', '.join(DEFAULT)})")
     args = parser.parse_args()
-    for name in args.names or BENCHES:
-        importlib.import_module(BENCHES[name]).main()
+    for name in args.names or DEFAULT:
+        if name not in BENCHES:
+            parser.error(f"unknown benchmark '{name}'; known: {', '.join(BENCHES)}")
+        importlib.import_module(BENCHES[name]).main([])
 
 
 if __name__ == "__main__":

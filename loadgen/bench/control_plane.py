@@ -40,7 +40,7 @@ def step(core: EngineCore, now: float) -> tuple[float, float, int]:
     return scheduled - start, time.perf_counter() - before, len(output.chunks)
 
 
-def main() -> None:
+def main(_argv: list[str] | None = None) -> None:
     core = make_core()
     for now in range(60):
         step(core, float(now))

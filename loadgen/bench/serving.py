@@ -58,14 +58,16 @@ def make_model_folder(folder: Path) -> None:
 
 
 @contextmanager
-def server(folder: Path, threads: int) -> Iterator[str]:
-    """`tidemill serve` on a free port; yields its base URL."""
+def server(folder: Path, threads: int, *flags: str) -> Iterator[str]:
+    """`tidemill serve` on a free port with further flags; yields its base URL. `threads` 0: its own choice."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [sys.executable, "-m", "gateway", "serve", str(folder), "--load-format", "dummy", "--port", str(port)]
-    environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
-    process = subprocess.Popen([*command, "--no-enable-prefix-caching"], env=environment)
+    environment = {**os.environ, **({"OMP_NUM_THREADS": str(threads)} if threads else {})}
+    process = subprocess.Popen(
+        [*command, "--served-model-name", "model", "--no-enable-prefix-caching", *flags], env=environment
+    )
     try:
         url = f"http://127.0.0.1:{port}"
         asyncio.run(wait_ready(url, process))
@@ -77,7 +79,7 @@ def server(folder: Path, threads: int) -> Iterator[str]:
 
 async def wait_ready(url: str, process: subprocess.Popen[bytes]) -> None:
     async with aiohttp.ClientSession() as session:
-        for _ in range(600):
+        for _ in range(1800):
             if process.poll() is not None:
                 raise SystemExit("the server did not start")
             try:
@@ -87,7 +89,7 @@ async def wait_ready(url: str, process: subprocess.Popen[bytes]) -> None:
             except aiohttp.ClientError:
                 pass
             await asyncio.sleep(0.1)
-    raise SystemExit("the server was not ready within a minute")
+    raise SystemExit("the server was not ready within three minutes")
 
 
 async def stream(session: aiohttp.ClientSession, url: str, prompt: list[int], output: int) -> list[float]:
@@ -167,14 +169,14 @@ def show(rows: dict[str, Figures]) -> None:
         print(f"{name:38} {cells} {row.sixteen:12.{digits}f}")
 
 
-def main() -> None:
+def main(_argv: list[str] | None = None) -> None:
     threads = os.cpu_count() or 1
     print(f"serving: random 134.5 M Llama, bf16, {threads} threads, client on the same cores; {describe()}", flush=True)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         make_model_folder(folder)
         limits, found = measure_limits(folder, threads)
-        with server(folder, threads) as url:
+        with server(folder, threads, "--profile-dir", name) as url:
             ours = asyncio.run(measure_server(url))
         rows = {"tidemill, over HTTP": ours, "limit": limits, "ratio to the limit": ratio(ours, limits)}
         for peer, figures in peers.measure(CONFIG, threads).items():

@@ -1,0 +1,282 @@
+"""Co-location, live: the same online arrivals alone, beside offline work that competes, and beside ours.
+
+Four arms against one server, three seeds: (1) online only, (2) offline only, (3) naive mix - the offline requests are
+sent with the same priority -, (4) ours: they are sent with `service_tier: "flex"`. Online requests are judged as in
+measurement.md (TTFT from the scheduled arrival, nearest-rank P99 of the request's own gaps), pooled over the seeds and
+paired by request between arms. `--plot FILE.svg` adds a run with a sine-shaped online load and draws it.
+"""
+
+import argparse
+import asyncio
+import math
+import random
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import mean, stdev
+
+import aiohttp
+import orjson
+
+from loadgen.bench.machine import describe
+from loadgen.bench.serving import make_model_folder, prompt_of, server
+
+ONLINE_PROMPT, ONLINE_OUTPUT = 128, 48
+OFFLINE_PROMPT, OFFLINE_OUTPUT = 256, 64
+OUTSTANDING = 24
+WARM_UP = 5.0
+
+
+@dataclass(slots=True)
+class Answer:
+    """One streamed request: seconds since the run's start; `tokens` are the times of its chunks."""
+
+    scheduled: float
+    tokens: list[float] = field(default_factory=list)
+    ok: bool = False
+
+    @property
+    def ttft(self) -> float:
+        return self.tokens[0] - self.scheduled if self.tokens else math.inf
+
+    @property
+    def gaps(self) -> list[float]:
+        return [b - a for a, b in zip(self.tokens, self.tokens[1:], strict=False)]
+
+    def good(self, ttft: float, tbt: float) -> bool:
+        return self.ok and self.ttft <= ttft and percentile(self.gaps, 99) <= tbt
+
+
+@dataclass(slots=True)
+class Run:
+    """One arm with one seed. `offline` holds (time, tokens) as they were delivered."""
+
+    online: list[Answer] = field(default_factory=list)
+    offline: list[tuple[float, int]] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def offline_rate(self) -> float:
+        window = [(at, tokens) for at, tokens in self.offline if WARM_UP <= at <= self.seconds]
+        return sum(tokens for _, tokens in window) / (self.seconds - WARM_UP)
+
+
+def percentile(values: list[float], rank: float) -> float:
+    """Nearest rank; 0 for no values."""
+    return sorted(values)[max(math.ceil(rank * len(values) / 100), 1) - 1] if values else 0.0
+
+
+def poisson(rate: Callable[[float], float], top: float, seconds: float, seed: int) -> list[float]:
+    """Arrivals of a Poisson process with a rate that changes over time, by thinning; `top` bounds the rate."""
+    generator, at, arrivals = random.Random(seed), 0.0, []
+    while (at := at + generator.expovariate(top)) < seconds:
+        if generator.random() * top < rate(at):
+            arrivals.append(at)
+    return arrivals
+
+
+class Client:
+    """Sends requests to one server and stamps what comes back."""
+
+    def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
+        self._session = session
+        self._url = url
+        self.start = time.perf_counter()
+
+    def now(self) -> float:
+        return time.perf_counter() - self.start
+
+    async def stream(self, answer: Answer, salt: int, prompt: int, output: int, tier: str) -> None:
+        body = {
+            "model": "model",
+            "prompt": prompt_of(prompt, salt),
+            "max_tokens": output,
+            "min_tokens": output,
+            "ignore_eos": True,
+            "temperature": 0,
+            "stream": True,
+            "service_tier": tier,
+        }
+        async with self._session.post(f"{self._url}/v1/completions", data=orjson.dumps(body)) as response:
+            if response.status != 200:
+                return
+            async for line in response.content:
+                if line.startswith(b"data: {"):
+                    answer.tokens.append(self.now())
+        answer.ok = len(answer.tokens) >= output
+
+    async def online(self, run: Run, at: float, salt: int) -> None:
+        await asyncio.sleep(max(0.0, at - self.now()))
+        answer = Answer(at)
+        run.online.append(answer)
+        await self.stream(answer, salt, ONLINE_PROMPT, ONLINE_OUTPUT, "default")
+
+    async def offline(self, run: Run, salt: int, tier: str) -> None:
+        """One offline client: a request after the other until it is cancelled."""
+        while True:
+            answer = Answer(self.now())
+            salt += 1000
+            task = asyncio.create_task(self.stream(answer, salt, OFFLINE_PROMPT, OFFLINE_OUTPUT, tier))
+            seen = 0
+            try:
+                await task
+            finally:
+                task.cancel()
+                for index, at in enumerate(answer.tokens[seen:]):
+                    run.offline.append((at, OFFLINE_PROMPT + 1 if index == 0 else 1))
+
+
+async def run_arm(url: str, arrivals: list[float], seconds: float, offline_tier: str | None, seed: int) -> Run:
+    """Online arrivals (perhaps none) beside `OUTSTANDING` offline clients of `offline_tier` (None: no offline work)."""
+    run = Run(seconds=seconds)
+    connector = aiohttp.TCPConnector(limit=0)
+    timeout = aiohttp.ClientTimeout(total=None)
+    headers = {"content-type": "application/json"}
+    async with aiohttp.ClientSession(headers=headers, connector=connector, timeout=timeout) as session:
+        client = Client(session, url)
+        tier = offline_tier or ""
+        background = [
+            asyncio.create_task(client.offline(run, 50_000_000 + seed * 1_000_000 + i, tier))
+            for i in range(OUTSTANDING if offline_tier else 0)
+        ]
+        tasks = [asyncio.create_task(client.online(run, at, seed * 10_000 + i)) for i, at in enumerate(arrivals)]
+        if tasks:
+            await asyncio.wait(tasks, timeout=seconds + 30)
+        await asyncio.sleep(max(0.0, seconds - client.now()))
+        for task in (*background, *tasks):
+            task.cancel()
+        await asyncio.gather(*background, *tasks, return_exceptions=True)
+    run.online.sort(key=lambda answer: answer.scheduled)
+    return run
+
+
+def summarise(name: str, runs: list[Run], ttft: float, tbt: float) -> None:
+    answers = [answer for run in runs for answer in run.online if answer.scheduled >= WARM_UP]
+    ttfts = [answer.ttft for answer in answers if answer.tokens]
+    gaps = [gap for answer in answers for gap in answer.gaps]
+    good = mean(answer.good(ttft, tbt) for answer in answers) if answers else math.nan
+    cells = [percentile(ttfts, 50), percentile(ttfts, 99), percentile(gaps, 50), percentile(gaps, 99)]
+    offline = mean(run.offline_rate for run in runs)
+    print(
+        f"{name:14} {len(answers):7d}  {cells[0] * 1e3:9.0f} {cells[1] * 1e3:9.0f} {cells[2] * 1e3:9.1f} "
+        f"{cells[3] * 1e3:9.1f} {good:11.1%} {offline:12.0f}",
+        flush=True,
+    )
+
+
+def paired_bound(ours: list[Run], alone: list[Run], ttft: float, tbt: float) -> tuple[float, float]:
+    """(mean, lower 95 % bound) of attainment(ours) - attainment(alone), paired by request."""
+    pairs = [
+        float(a.good(ttft, tbt)) - float(b.good(ttft, tbt))
+        for left, right in zip(ours, alone, strict=True)
+        for a, b in zip(left.online, right.online, strict=True)
+        if a.scheduled >= WARM_UP
+    ]
+    spread = stdev(pairs) / math.sqrt(len(pairs)) if len(pairs) > 1 else 0.0
+    return mean(pairs), mean(pairs) - 1.96 * spread
+
+
+def draw(run: Run, rate: Callable[[float], float], bin_seconds: float = 2.0) -> str:
+    """Online arrivals per second (as scheduled) and offline tokens per second over time, as one SVG document."""
+    width, height, left, bottom = 860, 320, 60, 40
+    bins = int(run.seconds / bin_seconds)
+    offline = [0.0] * bins
+    for at, tokens in run.offline:
+        if at < bins * bin_seconds:
+            offline[int(at / bin_seconds)] += tokens / bin_seconds
+    top_offline = max(offline) * 1.1 or 1.0
+    top_rate = max(rate(t) for t in range(int(run.seconds) + 1)) * 1.1
+
+    def points(values: list[tuple[float, float]], top: float) -> str:
+        scale = (width - 2 * left) / run.seconds
+        return " ".join(
+            f"{left + t * scale:.1f},{height - bottom - v / top * (height - 2 * bottom):.1f}" for t, v in values
+        )
+
+    harvest = points([((i + 0.5) * bin_seconds, v) for i, v in enumerate(offline)], top_offline)
+    load = points([(float(t), rate(t)) for t in range(int(run.seconds) + 1)], top_rate)
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" '
+            'font-size="13">',
+            f'<rect width="{width}" height="{height}" fill="white"/>',
+            f'<polyline points="{load}" fill="none" stroke="#d62728" stroke-width="2"/>',
+            f'<polyline points="{harvest}" fill="none" stroke="#1f77b4" stroke-width="2"/>',
+            f'<text x="{left}" y="22" fill="#d62728">online requests/s (top {top_rate:.1f})</text>',
+            f'<text x="{width - left}" y="22" text-anchor="end" fill="#1f77b4">offline tokens/s (top '
+            f"{top_offline:.0f})</text>",
+            f'<line x1="{left}" y1="{height - bottom}" x2="{width - left}" y2="{height - bottom}" stroke="#333"/>',
+            f'<text x="{width / 2}" y="{height - 12}" text-anchor="middle">time, 0 to {run.seconds:.0f} s</text>',
+            "</svg>",
+            "",
+        ]
+    )
+
+
+def compare(url: str, args: argparse.Namespace) -> None:
+    rate = args.rate
+    arms: dict[str, list[Run]] = {"online only": [], "offline only": [], "naive mix": [], "tidemill": []}
+    for seed in range(1, args.seeds + 1):
+        arrivals = poisson(lambda _t: rate, rate, args.seconds, seed)
+        for name, tier, online in (
+            ("online only", None, arrivals),
+            ("offline only", "flex", []),
+            ("naive mix", "default", arrivals),
+            ("tidemill", "flex", arrivals),
+        ):
+            arms[name].append(asyncio.run(run_arm(url, online, args.seconds, tier, seed)))
+    print(
+        f"{'arm':14} {'online':>7}  {'TTFT P50':>9} {'P99 ms':>9} {'TBT P50':>9} {'P99 ms':>9} {'attainment':>11} "
+        f"{'offline tok/s':>12}"
+    )
+    for name, runs in arms.items():
+        summarise(name, runs, args.ttft, args.tbt)
+    change, lower = paired_bound(arms["tidemill"], arms["online only"], args.ttft, args.tbt)
+    print(f"attainment beside offline work - alone: {change:+.2%}, lower 95 % bound {lower:+.2%}")
+    alone, mixed = (mean(run.offline_rate for run in arms[name]) for name in ("offline only", "tidemill"))
+    online_rate = rate * (ONLINE_PROMPT + ONLINE_OUTPUT)
+    left = alone - online_rate
+    print(
+        f"left over: {alone:.0f} offline only - {online_rate:.0f} online = {left:.0f} tok/s; "
+        f"harvested {mixed / left:.0%}"
+    )
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m loadgen.bench.colocation", description=__doc__)
+    parser.add_argument("--rate", type=float, default=1.5, help="online requests a second")
+    parser.add_argument("--seconds", type=float, default=75.0, help="length of one arm")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--ttft", type=float, default=1.0, help="TTFT limit in seconds")
+    parser.add_argument("--tbt", type=float, default=0.1, help="limit on the P99 of a request's gaps in seconds")
+    parser.add_argument("--fill-policy", default="tidemill", choices=("tidemill", "hygen"))
+    parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="draw a run with a sine-shaped online load")
+    args = parser.parse_args(argv)
+    slo = f"ttft_p99={args.ttft * 1e3:g}ms,tbt_p99={args.tbt * 1e3:g}ms"
+    print(
+        f"co-location: random 134.5 M Llama, SLO {slo}, {args.rate} online requests/s of "
+        f"{ONLINE_PROMPT}/{ONLINE_OUTPUT}, {OUTSTANDING} offline clients of {OFFLINE_PROMPT}/{OFFLINE_OUTPUT}; {describe()}",
+        flush=True,
+    )
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        make_model_folder(folder)
+        with server(folder, 0, "--slo", slo, "--fill-policy", args.fill_policy, "--profile-dir", name) as url:
+            if args.plot is None:
+                compare(url, args)
+                return
+            period = args.seconds / 3
+
+            def sine(t: float) -> float:
+                return float(args.rate) * (1 + math.sin(2 * math.pi * t / period))
+
+            arrivals = poisson(sine, 2 * args.rate, args.seconds, 1)
+            run = asyncio.run(run_arm(url, arrivals, args.seconds, "flex", 1))
+            summarise("sine", [run], args.ttft, args.tbt)
+            args.plot.write_text(draw(run, sine))
+
+
+if __name__ == "__main__":
+    main()
