@@ -52,7 +52,8 @@ class Batch:
 class _Group:
     """Chunks that share their calls: `first:last` are their tokens, `queries` the padded length of a chunk.
 
-    `slices [layers, 2 * n * blocks]` are the K slices, then the V slices. `bias [n, 1, queries, keys]` is 0 or -inf.
+    `slices [layers, n * 2 * blocks]`: for every chunk its K slices, then its V slices, so that threads which share out
+    the chunks find in their own caches what they gathered. `bias [n, 1, queries, keys]` is 0 or -inf.
     `pad [n * queries]` and `unpad [tokens]` are set for several prefill chunks: token -> padded place and back.
     """
 
@@ -126,7 +127,7 @@ class PagedAttention:
     def _attend(self, group: _Group, layer: int, q: Tensor) -> Tensor:
         pool, num_chunks, num_keys = self._pool, group.bias.shape[0], group.bias.shape[-1]
         gathered = pool.slices.index_select(0, group.slices[layer])
-        k, v = gathered.view(2, num_chunks, num_keys, pool.num_kv_heads, pool.head_dim).transpose(2, 3).unbind(0)
+        k, v = gathered.view(num_chunks, 2, num_keys, pool.num_kv_heads, pool.head_dim).transpose(2, 3).unbind(1)
         q = q[group.first : group.last]
         if group.queries == 1:
             return _attend_decodes(q, k, v, group.bias)
@@ -165,8 +166,8 @@ def _plan_group(pool: UnitPool, rows: RowTable, batch: Batch, first: int, last: 
     starts, lengths, members = batch.starts[first:last], batch.lengths[first:last], batch.rows[first:last]
     blocks = -(-(starts + lengths) // pool.block_size)
     num_blocks, queries = int(blocks.max()), int(lengths.max())
-    tables = np.stack((rows.k_table[members, :num_blocks], rows.v_table[members, :num_blocks]))
-    tables[:, np.arange(num_blocks) >= blocks[:, None]] = pool.zero_unit
+    tables = np.stack((rows.k_table[members, :num_blocks], rows.v_table[members, :num_blocks]), axis=1)
+    tables.swapaxes(1, 2)[np.arange(num_blocks) >= blocks[:, None]] = pool.zero_unit
     # a padded query repeats the last one of its chunk: its result is dropped, but must not be NaN
     within = np.minimum(np.arange(queries), lengths[:, None] - 1)
     places = np.arange(queries) < lengths[:, None]

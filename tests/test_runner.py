@@ -1,0 +1,391 @@
+"""ModelRunner under the real core: whatever the neighbours, each request gives what a cache-free model gives alone."""
+
+import dataclasses
+import math
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from driver import Driver, make_request
+from tiny_models import llama_config
+
+from engine.cache.cache_map import CacheEntry, CacheKind, Tier
+from engine.config import SchedulerConfig
+from engine.errors import ConfigError
+from engine.execution import memory
+from engine.execution.runner import ModelRunner
+from engine.models.decoder import Decoder
+from engine.models.spec import ModelSpec, spec_from_config
+from engine.models.weights import DummyTensors, build_weights
+from engine.request import EngineRequest, FinishReason, RequestClass, SamplingParams
+from engine.scheduling.output import INVALID_TOKEN, AppendedEntries, Chunk, NewRequest, SchedulerOutput
+
+VOCAB = 97
+POISON = 96
+BLOCK = 4
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """Small tensors: on a busy machine threads would mostly wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+class FragileDecoder(Decoder):
+    """Raises in the middle of the steps numbered in `fail_calls`; the token `poison` has an embedding of NaN."""
+
+    calls = 0
+    poison: int | None = None
+    fail_calls: frozenset[int] = frozenset()
+
+    def embed(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        hidden = super().embed(token_ids, positions)
+        return hidden if self.poison is None else hidden.masked_fill((token_ids == self.poison)[:, None], math.nan)
+
+    def run_layers(self, hidden, positions, attend, first=0, last=None):  # type: ignore[no-untyped-def]
+        self.calls += 1
+        if self.calls - 1 in self.fail_calls:
+            hidden = super().run_layers(hidden, positions, attend, 0, 2)
+            raise RuntimeError("the device is gone")
+        return super().run_layers(hidden, positions, attend, first, last)
+
+
+def make_decoder(seed: int = 0, dtype: torch.dtype = torch.float32, **config: object) -> FragileDecoder:
+    spec = spec_from_config(llama_config(**config))
+    return FragileDecoder(spec, build_weights(spec, DummyTensors(seed, dtype, CPU)))
+
+
+def make_driver(decoder: Decoder, depth: int, *, num_blocks: int = 200, seqs: int = 12, tokens: int = 32) -> Driver:
+    config = SchedulerConfig(
+        num_units=2 * num_blocks,
+        max_model_len=min(num_blocks * BLOCK, 200),
+        block_size=BLOCK,
+        max_num_seqs=seqs,
+        max_num_batched_tokens=tokens,
+        pipeline_depth=depth,
+        min_prefill_chunk=8,
+    )
+    runner = ModelRunner(
+        decoder,
+        num_units=config.num_units,
+        block_size=BLOCK,
+        max_num_seqs=seqs,
+        max_model_len=config.max_model_len,
+        device=CPU,
+        dtype=decoder.dtype,
+    )
+    return Driver(runner, config)
+
+
+def dense_attend(num_heads: int, head_dim: int, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor):  # type: ignore[no-untyped-def]
+    """Causal attention of one whole sequence, no cache."""
+    k, v = (x.repeat_interleave(num_heads // x.shape[1], dim=1) for x in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q, k) * head_dim**-0.5
+    future = torch.ones(len(q), len(q), dtype=torch.bool).triu(1)
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(future, -math.inf).softmax(-1), v).flatten(1)
+
+
+def reference_logits(decoder: Decoder, token_ids: list[int]) -> torch.Tensor:
+    spec = decoder.spec
+    ids, positions = torch.tensor(token_ids), torch.arange(len(token_ids))
+
+    def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return dense_attend(spec.num_heads, spec.head_dim, layer, q, k, v)
+
+    with torch.inference_mode():
+        hidden = Decoder.run_layers(decoder, decoder.embed(ids, positions), positions, attend)
+        return decoder.logits(hidden[-1:])[0].float()
+
+
+def check_greedy(decoder: Decoder, request: EngineRequest, output: list[int]) -> None:
+    """Every token is the reference's best, given the tokens before it; after a tie below 1e-4 anything goes."""
+    known = list(request.prompt_token_ids)
+    for token in output:
+        logits = reference_logits(decoder, known)
+        best = float(logits.max())
+        if token != int(logits.argmax()):
+            assert best - float(logits[token]) < 1e-4, f"token {len(known)} of {request.request_id}"
+            return
+        known.append(token)
+    assert len(output) == request.sampling.max_tokens
+
+
+def solo(request: EngineRequest, decoder: Decoder | None = None) -> list[int]:
+    driver = make_driver(decoder or make_decoder(), 0)
+    driver.add(request)
+    driver.run()
+    return driver.outputs[request.request_id]
+
+
+def crowd(rng: np.random.Generator, count: int, **sampling: object) -> list[EngineRequest]:
+    """Requests of many lengths; half of them share prefixes of several blocks."""
+    prefixes = [rng.integers(0, POISON, 14).tolist() for _ in range(2)]
+    requests = []
+    for index in range(count):
+        prompt = rng.integers(0, POISON, rng.integers(1, 40)).tolist()
+        if index % 2:
+            prompt = prefixes[index % 4 // 2] + prompt[:12]
+        request_class = RequestClass.OFFLINE if index % 3 == 2 else RequestClass.ONLINE
+        max_tokens = int(rng.integers(6, 20))
+        requests.append(
+            make_request(f"r{index}", prompt, max_tokens, request_class=request_class, seed=index, **sampling)
+        )
+    return requests
+
+
+def run_in_waves(driver: Driver, requests: Iterable[EngineRequest]) -> None:
+    for index, request in enumerate(requests):
+        driver.add(request)
+        for _ in range(index % 3 // 2):
+            driver.step()
+    driver.run()
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_greedy_outputs_equal_the_model_without_a_cache(depth: int) -> None:
+    """A pool that is always full: preemptions, prefix hits, mixed steps, reused units."""
+    decoder = make_decoder()
+    requests = crowd(np.random.default_rng(11), 16)
+    driver = make_driver(decoder, depth, num_blocks=20, tokens=24)
+    run_in_waves(driver, requests)
+    stats = driver.core.stats()
+    assert sum(stats.preemptions.values()) > 0
+    assert stats.prefix_hit_tokens > 0
+    for request in requests:
+        check_greedy(decoder, request, driver.outputs[request.request_id])
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (9, 3), (8, 1)], ids=str)
+def test_head_groups(heads: tuple[int, int]) -> None:
+    decoder = make_decoder(hidden_size=8 * heads[0], num_attention_heads=heads[0], num_key_value_heads=heads[1])
+    requests = crowd(np.random.default_rng(12), 6)
+    driver = make_driver(decoder, 0)
+    run_in_waves(driver, requests)
+    for request in requests:
+        check_greedy(decoder, request, driver.outputs[request.request_id])
+
+
+def test_bfloat16_tokens_are_near_the_best() -> None:
+    decoder = make_decoder(dtype=torch.bfloat16)
+    requests = crowd(np.random.default_rng(13), 6)
+    driver = make_driver(decoder, 0)
+    run_in_waves(driver, requests)
+    for request in requests:
+        known = list(request.prompt_token_ids)
+        for token in driver.outputs[request.request_id]:
+            logits = reference_logits(decoder, known)
+            assert logits.max() - logits[token] < 0.15
+            known.append(token)
+
+
+SAMPLED = {
+    "plain": {"temperature": 1.0},
+    "filtered": {"temperature": 1.2, "top_k": 30, "top_p": 0.9, "min_p": 0.01},
+    "penalised": {
+        "temperature": 0.9,
+        "presence_penalty": 0.8,
+        "frequency_penalty": 0.4,
+        "repetition_penalty": 1.3,
+        "logit_bias": ((3, 2.0),),
+    },
+    "greedy-penalised": {"temperature": 0.0, "repetition_penalty": 1.5, "frequency_penalty": 1.0},
+}
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("sampling", SAMPLED.values(), ids=SAMPLED.keys())
+def test_streams_do_not_depend_on_neighbours_or_preemption(sampling: dict[str, object], depth: int) -> None:
+    decoder = make_decoder()
+    requests = crowd(np.random.default_rng(14), 14, **sampling)
+    driver = make_driver(decoder, depth, num_blocks=20, tokens=24)
+    run_in_waves(driver, requests)
+    assert sum(driver.core.stats().preemptions.values()) > 0
+    for request in requests:
+        assert driver.outputs[request.request_id] == solo(request, decoder), request.request_id
+
+
+def test_equal_seeds_give_equal_streams_and_others_do_not() -> None:
+    decoder = make_decoder()
+    driver = make_driver(decoder, 0)
+    seeds = (1, 1, 2, 3)
+    for index, seed in enumerate(seeds):
+        driver.add(make_request(f"r{index}", [5, 6, 7], 12, temperature=1.5, seed=seed))
+    driver.run()
+    streams = [tuple(driver.outputs[f"r{index}"]) for index in range(4)]
+    assert streams[0] == streams[1]
+    assert len(set(streams)) == 3
+
+
+def test_min_tokens_hold_back_the_stop_token() -> None:
+    decoder = make_decoder()
+    free = solo(make_request("free", [9, 8, 7], 8), decoder)
+    stops = frozenset(free[:2])
+    stopped = solo(make_request("a", [9, 8, 7], 8, stop_token_ids=stops), decoder)
+    assert stopped == free[:1]
+    held = solo(make_request("b", [9, 8, 7], 8, stop_token_ids=stops, min_tokens=5), decoder)
+    assert len(held) >= 5
+    assert not stops & set(held[:4])
+
+
+def test_logprobs_come_for_those_who_asked() -> None:
+    decoder = make_decoder()
+    driver = make_driver(decoder, 0)
+    requests = [make_request("with", [1, 2, 3, 4, 5], 4, logprobs=3), make_request("without", [1, 2, 3], 4)]
+    driver.add(*requests)
+    logprobs = []
+    while driver.launch():
+        output = driver.in_flight[0]
+        result = driver.runner.execute(output)
+        logprobs.append(result.logprobs)
+        driver.in_flight.popleft()
+        for each in driver.core.update(output, result, 0.0):
+            driver._take(each)
+    known = [1, 2, 3, 4, 5]
+    for step, token in zip(logprobs, driver.outputs["with"], strict=True):
+        assert step is not None
+        (mine,) = [entry for entry in step if entry is not None]
+        expected = reference_logits(decoder, known).log_softmax(-1)
+        assert mine.logprob == pytest.approx(float(expected[token]), abs=1e-4)
+        assert [value for _, value in mine.top] == pytest.approx(expected.topk(3).values.tolist(), abs=1e-4)
+        known.append(token)
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_nan_ends_that_request_only(depth: int) -> None:
+    decoder = make_decoder()
+    decoder.poison = POISON
+    avoid = {"logit_bias": ((POISON, -100.0),)}
+    requests = crowd(np.random.default_rng(15), 8, **avoid)
+    driver = make_driver(decoder, depth, num_blocks=20, tokens=24)
+    for index, request in enumerate(requests):
+        driver.add(request, make_request(f"nan{index}", [*range(index), POISON, 3], 6))
+        driver.step()
+    driver.run()
+    for index, request in enumerate(requests):
+        assert driver.finals[f"nan{index}"].finish_reason is FinishReason.ERROR
+        assert driver.outputs[f"nan{index}"] == []
+        assert driver.outputs[request.request_id] == solo(request, decoder)
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_step_that_fails_halfway_is_made_good(depth: int) -> None:
+    decoder = make_decoder()
+    decoder.fail_calls = frozenset({2, 11})
+    requests = [
+        dataclasses.replace(request, request_class=RequestClass.OFFLINE)
+        for request in crowd(np.random.default_rng(16), 8)
+    ]
+    driver = make_driver(decoder, depth, num_blocks=30)
+    run_in_waves(driver, requests)
+    assert driver.core.stats().failed_steps == 2
+    decoder.fail_calls = frozenset()
+    for request in requests:
+        check_greedy(decoder, request, driver.outputs[request.request_id])
+
+
+# --- the contract of one step ------------------------------------------------------------------------------------
+
+
+def kv(*units: int) -> tuple[CacheEntry, ...]:
+    pairs = zip(units[::2], units[1::2], strict=True)
+    return tuple(CacheEntry(CacheKind.KV, Tier.DEVICE, pair) for pair in pairs)
+
+
+def bare_runner(decoder: Decoder) -> ModelRunner:
+    return ModelRunner(
+        decoder, num_units=16, block_size=BLOCK, max_num_seqs=4, max_model_len=32, device=CPU, dtype=decoder.dtype
+    )
+
+
+GREEDY = SamplingParams(max_tokens=20, temperature=0.0)
+
+
+def test_deltas_by_hand() -> None:
+    """Chunks in any order, tokens the core has not seen, a row reused in the step that releases it."""
+    decoder = make_decoder()
+    runner = bare_runner(decoder)
+    a, b = (7, 11, 13, 17, 19), (23, 29)
+    first = runner.execute(
+        SchedulerOutput(
+            0,
+            (Chunk(2, 0, 2, True), Chunk(0, 0, 3, False)),
+            (NewRequest(0, "a", a, 5, GREEDY, kv(8, 3)), NewRequest(2, "b", b, 2, GREEDY, kv(0, 1))),
+        )
+    )
+    b_expected = [int(reference_logits(decoder, list(b)).argmax())]
+    assert first.token_ids == b_expected
+    assert first.logprobs is None
+    assert first.latency > 0
+    appended = (AppendedEntries(0, kv(5, 12)),)
+    second = runner.execute(SchedulerOutput(1, (Chunk(2, 2, 1, True), Chunk(0, 3, 2, True)), (), appended))
+    b_expected.append(int(reference_logits(decoder, [*b, *b_expected]).argmax()))
+    assert second.token_ids == [b_expected[1], int(reference_logits(decoder, list(a)).argmax())]
+    c = (2, 3, 5)
+    third = runner.execute(
+        SchedulerOutput(2, (Chunk(2, 0, 3, True),), (NewRequest(2, "c", c, 3, GREEDY, kv(1, 0)),), (), (2,))
+    )
+    assert third.token_ids == [int(reference_logits(decoder, list(c)).argmax())]
+
+
+def test_steps_without_samples_or_chunks() -> None:
+    runner = bare_runner(make_decoder())
+    new = NewRequest(0, "a", (1, 2, 3), 3, GREEDY, kv(0, 1))
+    output = runner.execute(SchedulerOutput(0, (Chunk(0, 0, 2, False),), (new,)))
+    assert (output.step_id, output.token_ids, output.logprobs) == (0, [], None)
+    output = runner.execute(SchedulerOutput(1, (), (), (), (0,)))
+    assert (output.step_id, output.token_ids, output.logprobs) == (1, [], None)
+
+
+def test_a_chunk_beyond_its_block_table_is_refused() -> None:
+    runner = bare_runner(make_decoder())
+    new = NewRequest(0, "a", (1, 2, 3, 4, 5), 5, GREEDY, kv(0, 1))
+    with pytest.raises(AssertionError, match="block table"):
+        runner.execute(SchedulerOutput(0, (Chunk(0, 0, 5, True),), (new,)))
+
+
+def test_an_invalid_token_leaves_a_row_that_a_step_in_flight_can_read() -> None:
+    decoder = make_decoder()
+    decoder.poison = POISON
+    runner = bare_runner(decoder)
+    new = NewRequest(1, "a", (1, POISON), 2, GREEDY, kv(4, 5))
+    assert runner.execute(SchedulerOutput(0, (Chunk(1, 0, 2, True),), (new,))).token_ids == [INVALID_TOKEN]
+    assert runner.execute(SchedulerOutput(1, (Chunk(1, 2, 1, True),))).token_ids == [INVALID_TOKEN]
+
+
+# --- memory ------------------------------------------------------------------------------------------------------
+
+
+def test_units_that_fit() -> None:
+    spec: ModelSpec = spec_from_config(llama_config())
+    size = memory.unit_bytes(spec, 16, torch.bfloat16)
+    assert size * 2 == spec.kv_bytes_per_token(2) * 16
+    assert memory.num_units(11 * size, size, 16, 64) == 10
+    assert memory.num_units(12 * size, size, 16, 64) == 10
+    with pytest.raises(ConfigError, match="--max-model-len 80"):
+        memory.num_units(12 * size, size, 16, 81)
+    for nothing in (-5, 0, 2 * size):
+        with pytest.raises(ConfigError, match="no memory is left"):
+            memory.num_units(nothing, size, 16, 16)
+
+
+def test_the_cpu_cache_is_a_capped_share(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert memory.cpu_cache_bytes(1000) == 250
+    assert memory.cpu_cache_bytes(2**50) == memory.CPU_LIMIT
+    assert 0 < memory.cpu_cache_bytes() <= memory.CPU_LIMIT
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal: 9 kB\nMemAvailable:       2048 kB\n")
+    monkeypatch.setattr(memory, "_MEMINFO", meminfo)
+    monkeypatch.setattr(memory, "_CGROUP", tmp_path)
+    assert memory.available_memory() == 2048 * 1024
+    (tmp_path / "memory.max").write_text("1500000\n")
+    (tmp_path / "memory.current").write_text("500000\n")
+    assert memory.available_memory() == 1_000_000
+    (tmp_path / "memory.max").write_text("max\n")
+    meminfo.unlink()
+    assert memory.available_memory() == memory._FALLBACK
