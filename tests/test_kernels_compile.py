@@ -244,8 +244,8 @@ def check_wide_access(binary: Binary) -> None:
 @pytest.mark.parametrize("width", [576, 4096, 8192])
 def test_norms(compiler: Compiler, arch: int, width: int) -> None:
     x, weight = meta(512, width), meta(width)
-    binaries = compiler.launch(rms_norm, "rms_norm", arch, x, weight, x, eps=1e-5, residual=x)
-    binaries += compiler.launch(layer_norm, "layer_norm", arch, x, weight, weight, x, eps=1e-5, residual=x)
+    binaries = compiler.launch(rms_norm, "add_rms_norm", arch, x, x, weight, 1e-5)
+    binaries += compiler.launch(layer_norm, "add_layer_norm", arch, x, x, weight, weight, 1e-5)
     for binary in binaries:
         check(binary, arch)
         check_wide_access(binary)
@@ -255,7 +255,7 @@ def test_norms(compiler: Compiler, arch: int, width: int) -> None:
 def test_copies_and_activation(compiler: Compiler, arch: int) -> None:
     x, index, table = meta(512, 4096), meta(512, dtype=torch.int32), meta(64, 512, dtype=torch.int32)
     cache = x, index, index, meta(999, 16, 32, 128), table
-    binaries = compiler.launch(silu_and_mul, "silu_and_mul", arch, x, meta(512, 2048))
+    binaries = compiler.launch(silu_and_mul, "silu_and_mul", arch, x)
     binaries += compiler.launch(hidden_state, "hidden_write", arch, *cache, layer=5, scratch_base=900)
     binaries += compiler.launch(hidden_state, "hidden_gather", arch, *cache, layer=5, scratch_base=900)
     binaries += compiler.launch(unit_copy, "unit_copy", arch, x, x, meta(9, 2, dtype=torch.int64))

@@ -1,1 +1,1 @@
-"""Triton kernels, one operation per file, each with a twin of the same signature in engine.execution.reference."""
+"""Triton kernels, one operation per file, each with a torch twin of the same signature in engine.execution."""

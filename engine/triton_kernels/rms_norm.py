@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
-"""RMS-norm, with the residual addition before it fused in. Twin: engine.execution.reference.norm."""
+"""RMS-norm, with the residual addition before it fused in. Twin: engine.execution.torch_ops."""
 
 import triton
 import triton.language as tl
@@ -10,7 +10,7 @@ from engine.triton_kernels import configs
 
 @triton.jit
 def rms_norm_kernel(
-    x, weight, residual, out, x_stride, residual_stride, out_stride, width, eps,
+    x, weight, residual, out, total_out, x_stride, residual_stride, width, eps,
     HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program a row."""
@@ -20,35 +20,43 @@ def rms_norm_kernel(
     kind = out.dtype.element_ty
     values = tl.load(x + row * x_stride + columns, mask=mask, other=0.0).to(tl.float32)
     if HAS_RESIDUAL:
-        at = residual + row * residual_stride + columns
+        rest = tl.load(residual + row * residual_stride + columns, mask=mask, other=0.0).to(tl.float32)
         # The sum is rounded before it is normalised: what the next layer reads is what this norm saw.
-        total = (values + tl.load(at, mask=mask, other=0.0).to(tl.float32)).to(kind)
-        tl.store(at, total, mask=mask)
+        total = (values + rest).to(kind)
+        tl.store(total_out + row * width + columns, total, mask=mask)
         values = total.to(tl.float32)
     scale = tl.rsqrt(tl.sum(values * values, 0) / width + eps)
     normed = values * scale * tl.load(weight + columns, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out + row * out_stride + columns, normed.to(kind), mask=mask)
+    tl.store(out + row * width + columns, normed.to(kind), mask=mask)
 
 
-def rms_norm(x: Tensor, weight: Tensor, out: Tensor, *, eps: float, residual: Tensor | None = None) -> None:
-    """out = x / rms(x) * weight; with a residual, first residual += x, in place, and its norm is taken.
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x²) + eps) * weight. x [n, width], rows contiguous; weight [width]: [n, width]."""
+    return _launch(x, None, weight, eps)[0]
 
-    Shapes: x, out, residual [n, width], rows contiguous, one dtype; weight [width]. `out` may be `x`.
-    """
-    check_rows(x, out, residual, weight)
-    if len(x) == 0:
-        return
-    config = configs.row_config(x.shape[1])
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """residual + x, normed; and residual + x. All [n, width], rows contiguous; weight [width]."""
+    return _launch(x, residual, weight, eps)
+
+
+def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    check_rows(x, residual, weight)
+    out = x.new_empty(x.shape)
+    total = out if residual is None else x.new_empty(x.shape)
     other = x if residual is None else residual
-    rms_norm_kernel[(len(x),)](
-        x, weight, other, out, x.stride(0), other.stride(0), out.stride(0), x.shape[1], eps,
-        HAS_RESIDUAL=residual is not None, BLOCK=config.block_n, **config.options,
-    )  # fmt: skip
+    if len(x):
+        config = configs.row_config(x.shape[1])
+        rms_norm_kernel[(len(x),)](
+            x, weight, other, out, total, x.stride(0), other.stride(0), x.shape[1], eps,
+            HAS_RESIDUAL=residual is not None, BLOCK=config.block_n, **config.options,
+        )  # fmt: skip
+    return out, total
 
 
-def check_rows(x: Tensor, out: Tensor, residual: Tensor | None, *weights: Tensor | None) -> None:
+def check_rows(x: Tensor, residual: Tensor | None, *weights: Tensor | None) -> None:
     """Assert the contract that the norms share."""
-    for name, value in (("x", x), ("out", out), ("residual", residual)):
+    for name, value in (("x", x), ("residual", residual)):
         if value is not None:
             assert value.dim() == 2 and value.shape == x.shape, f"{name}: {value.shape}, not {x.shape}"
             assert value.dtype == x.dtype and value.stride(1) == 1, f"{name}: contiguous rows of {x.dtype}"

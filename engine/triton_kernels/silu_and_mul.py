@@ -3,7 +3,7 @@
 
 ReLU and GELU have no kernel. Both follow a plain projection: torch._addmm_activation lets cuBLASLt apply ReLU and the
 tanh form of GELU in its epilogue, and for the exact form torch's own operator is the one pass that a kernel here would
-be. Twin: engine.execution.reference.activation.
+be. Twin: engine.execution.torch_ops.
 """
 
 import triton
@@ -14,7 +14,7 @@ from engine.triton_kernels import configs
 
 
 @triton.jit
-def silu_and_mul_kernel(x, out, x_stride, out_stride, width, BLOCK: tl.constexpr):
+def silu_and_mul_kernel(x, out, x_stride, width, BLOCK: tl.constexpr):
     """Program (row, block of columns)."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -22,17 +22,16 @@ def silu_and_mul_kernel(x, out, x_stride, out_stride, width, BLOCK: tl.constexpr
     gate = tl.load(x + row * x_stride + columns, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(x + row * x_stride + width + columns, mask=mask, other=0.0).to(tl.float32)
     value = gate / (1.0 + tl.exp(-gate)) * up
-    tl.store(out + row * out_stride + columns, value.to(out.dtype.element_ty), mask=mask)
+    tl.store(out + row * width + columns, value.to(out.dtype.element_ty), mask=mask)
 
 
-def silu_and_mul(x: Tensor, out: Tensor) -> None:
-    """out = silu(x[:, :width]) * x[:, width:]. Shapes: x [n, 2 * width], out [n, width], rows contiguous."""
-    assert x.dim() == out.dim() == 2 and x.stride(1) == out.stride(1) == 1, "x, out: two dimensions, rows contiguous"
-    assert x.shape == (len(out), 2 * out.shape[1]), f"x {x.shape}, out {out.shape}"
-    assert x.dtype == out.dtype, f"x {x.dtype}, out {out.dtype}"
-    if len(x) == 0:
-        return
-    config, width = configs.flat_config(), out.shape[1]
-    silu_and_mul_kernel[(len(x), -(-width // config.block_n))](
-        x, out, x.stride(0), out.stride(0), width, BLOCK=config.block_n, **config.options
-    )
+def silu_and_mul(x: Tensor) -> Tensor:
+    """silu(gate) * up. x [n, 2 * width], gate first, rows contiguous: [n, width]."""
+    assert x.dim() == 2 and x.shape[1] % 2 == 0 and x.stride(1) == 1, f"x: rows of 2 * width, not {x.shape}"
+    width = x.shape[1] // 2
+    out = x.new_empty((len(x), width))
+    if len(x):
+        config = configs.flat_config()
+        grid = (len(x), -(-width // config.block_n))
+        silu_and_mul_kernel[grid](x, out, x.stride(0), width, BLOCK=config.block_n, **config.options)
+    return out

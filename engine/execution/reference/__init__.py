@@ -1,1 +1,1 @@
-"""Plain torch twins of the Triton kernels: the same signatures, float32 inside, written to be obviously right."""
+"""Torch twins of the Triton kernels that have none in torch_ops: same signatures, written to be obviously right."""
