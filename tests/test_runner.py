@@ -16,6 +16,7 @@ from engine.config import SchedulerConfig
 from engine.errors import ConfigError
 from engine.execution import memory
 from engine.execution.runner import ModelRunner
+from engine.execution.sampling_table import uniforms
 from engine.models.decoder import Decoder
 from engine.models.spec import ModelSpec, spec_from_config
 from engine.models.weights import DummyTensors, build_weights
@@ -208,6 +209,20 @@ def test_streams_do_not_depend_on_neighbours_or_preemption(sampling: dict[str, o
     assert sum(driver.core.stats().preemptions.values()) > 0
     for request in requests:
         assert driver.outputs[request.request_id] == solo(request, decoder), request.request_id
+
+
+@pytest.mark.parametrize("presence_penalty", [0.0, 1.5])
+def test_a_stream_is_a_function_of_seed_and_output_position(presence_penalty: float) -> None:
+    """Token i is the inverse CDF at the i-th uniform number of the seed, penalties over the outputs alone."""
+    decoder = make_decoder()
+    prompt = [1, 2, 3, 4, 5, 6, 7]
+    output = solo(make_request("a", prompt, 15, temperature=1.3, seed=77, presence_penalty=presence_penalty), decoder)
+    for index, token in enumerate(output):
+        logits = reference_logits(decoder, prompt + output[:index]).double()
+        logits[sorted(set(output[:index]))] -= presence_penalty
+        cdf = (logits / 1.3).softmax(-1).cumsum(-1)
+        u = uniforms(np.array([77]), np.array([index]))[0]
+        assert (float(cdf[token - 1]) if token else 0.0) - 1e-4 < u < float(cdf[token]) + 1e-4
 
 
 def test_equal_seeds_give_equal_streams_and_others_do_not() -> None:

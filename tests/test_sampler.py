@@ -149,6 +149,17 @@ def test_top_p_over_a_flat_distribution_needs_every_candidate(monkeypatch: pytes
         assert reference_support(logits[row].numpy(), p)[patched[row]] > 0
 
 
+@pytest.mark.parametrize("uniform", [0.0, 1 - 2.0**-52])
+def test_the_ends_of_the_unit_interval(uniform: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No token outside the filtered distribution, however small or large the random number."""
+    monkeypatch.setattr(sampler, "uniforms", lambda seeds, positions: np.full(len(seeds), uniform))
+    torch.manual_seed(9)
+    logits = torch.randn(50, VOCAB)
+    tokens, _ = run(logits.clone(), [params(top_k=2)] * 50)
+    pairs = logits.topk(2).indices.sort().values
+    assert tokens == pairs[:, 0 if uniform == 0 else 1].tolist()
+
+
 def test_frequencies_follow_the_distribution() -> None:
     probabilities = np.array([0.5, 0.25, 0.15, 0.08, 0.02])
     count = 20_000
