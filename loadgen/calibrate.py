@@ -1,13 +1,13 @@
 """Learns what words cost on a server, from the `usage` of a few one-token answers; no tokenizer needed.
 
-Repeating a word n times costs overhead + n · cost tokens. One probe with every word tells whether all cost one token;
+Text with a word n times costs overhead + n · cost tokens. One probe with every word tells whether all cost one token;
 only groups that do not are split further. Works for any server that reports `usage.prompt_tokens`.
 """
 
 from collections.abc import Awaitable, Callable, Sequence
 
 from loadgen.errors import ServerError
-from loadgen.prompts import WORDS, WordCosts
+from loadgen.prompts import ANCHOR, WORDS, WordCosts
 
 REPEATS = 8
 Probe = Callable[[str], Awaitable[int]]
@@ -16,14 +16,15 @@ Probe = Callable[[str], Awaitable[int]]
 
 async def word_costs(probe: Probe, words: Sequence[str] = WORDS) -> WordCosts:
     """The cost of each word; raises ServerError when the counts cannot be explained by a cost per word."""
-    anchor = words[0]
-    short, long = await probe(_text([anchor])), await probe(_text([anchor] * (REPEATS + 1)))
-    cost, rest = divmod(long - short, REPEATS)
+    first = words[0]
+    overhead, long = await probe(_text([])), await probe(_text([first] * REPEATS))
+    cost, rest = divmod(long - overhead, REPEATS)
     if rest or cost < 1:
-        raise ServerError(f"prompt tokens do not grow evenly with words ({short} then {long}): use --prompt-mode ids")
-    overhead = short - cost
-    costs = {anchor: cost}
-    await _measure(probe, [word for word in words if word != anchor], overhead, costs)
+        raise ServerError(
+            f"prompt tokens do not grow evenly with words ({overhead}, then {long}): use --prompt-mode ids"
+        )
+    costs = {first: cost}
+    await _measure(probe, [word for word in words if word != first], overhead, costs)
     return WordCosts(tuple(costs), tuple(costs.values()), overhead)
 
 
@@ -41,4 +42,4 @@ async def _measure(probe: Probe, words: list[str], overhead: int, costs: dict[st
 
 
 def _text(words: Sequence[str]) -> str:
-    return "".join(f" {word}" for word in words)
+    return ANCHOR + "".join(f" {word}" for word in words)

@@ -17,10 +17,12 @@ import numpy as np
 import orjson
 
 from loadgen.errors import InputError
-from loadgen.traces import PREFIX_BLOCK, Content, Trace, build
+from loadgen.traces import PREFIX_BLOCK, Content, Trace, build, jitter
 
 CHARACTERS_PER_TOKEN = 4.0
 DEFAULT_OUTPUT = 128
+MOONCAKE_STAMP = 3.0
+ENOUGH_STAMPS = 10
 Row = Mapping[str, Any]
 
 ESTIMATED = "input lengths are estimates (4 characters a token); the text itself is sent, usage gives the true counts"
@@ -174,7 +176,11 @@ def _burstgpt(rows: Sequence[Row]) -> Trace:
 
 def _mooncake(rows: Sequence[Row]) -> Trace:
     times = _column(rows, "timestamp", float) / 1000.0
-    return _lengths(rows, times, "input_length", "output_length", _hashed(rows, "input_length"))
+    trace = _lengths(rows, times, "input_length", "output_length", _hashed(rows, "input_length"))
+    if len(trace) >= ENOUGH_STAMPS and not (times % MOONCAKE_STAMP).any():
+        # The production traces were published with stamps rounded down: as they are, they would be bursts.
+        return jitter(trace, MOONCAKE_STAMP, seed=0).noted("3-s stamps spread evenly over their 3 s")
+    return trace
 
 
 def _vidur(rows: Sequence[Row]) -> Trace:

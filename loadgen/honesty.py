@@ -74,6 +74,7 @@ def lengths(requests: Sequence[RequestRecord], jobs: Sequence[JobRecord]) -> dic
         "output_asked": sum(record.output_asked for record in done),
         "output_got": sum(record.output_tokens for record in done),
         "output_differs": sum(record.output_tokens != record.output_asked for record in done),
+        "tokens_without_own_chunk": sum(silent_tokens(record) for record in done),
         "requests": len(done),
         "without_usage": len(done) - len(counted),
         "cached_prompt_tokens": sum(cached) if cached else None,
@@ -81,6 +82,14 @@ def lengths(requests: Sequence[RequestRecord], jobs: Sequence[JobRecord]) -> dic
         "job_output_got": sum(job.output_tokens for job in finished_jobs),
         "jobs_counted": len(finished_jobs),
     }
+
+
+def silent_tokens(record: RequestRecord) -> int:
+    """Tokens the server counted and showed with a later chunk or never: special tokens, parts of a character.
+
+    Many of them make a TBT of long gaps and zeros.
+    """
+    return max(0, record.output_tokens - len(record.chunk_tokens))
 
 
 def reasons(found: dict[str, Any], slo: Slo) -> list[str]:

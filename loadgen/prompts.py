@@ -23,6 +23,8 @@ COMMON_WORDS = (
     "time year people way day man thing woman life child world school state family group country hand part place case "
     "week company system program question work number night point home water room area money story fact month lot"
 )
+ANCHOR = "Text"
+"""First word of every made-up text: templates strip leading space, which would change the first word's cost."""
 WORDS = tuple(COMMON_WORDS.split())
 
 
@@ -45,9 +47,9 @@ class TokenIds:
 
 @dataclass(frozen=True, slots=True)
 class WordCosts:
-    """What words cost on this server: `costs[i]` tokens for " " + `words[i]`, `overhead` for an empty prompt.
+    """What words cost on this server: `costs[i]` tokens for " " + `words[i]`, `overhead` for the anchor alone.
 
-    The overhead holds the chat template and special tokens.
+    The overhead holds the chat template, special tokens and the anchor.
     """
 
     words: tuple[str, ...]
@@ -109,7 +111,7 @@ class PromptMaker:
     def _compose(self, index: int, tokens: int, segments: Sequence[Segment]) -> str | list[int]:
         remaining = tokens
         if isinstance(self.source, WordCosts):
-            remaining = max(1, tokens - self.source.overhead)
+            remaining = max(0, tokens - self.source.overhead)
         pieces: list[str | list[int]] = []
         for name, size in segments:
             taken = min(size, remaining)
@@ -120,7 +122,7 @@ class PromptMaker:
             pieces.append(self.source.draw(remaining, stream(self._seed, "text", self._salt, UNIQUE, index)))
         if self._ids:
             return [token for piece in pieces for token in piece]  # type: ignore[misc]
-        return "".join(pieces)  # type: ignore[arg-type]
+        return ANCHOR + "".join(pieces)  # type: ignore[arg-type]
 
     @property
     def _ids(self) -> bool:

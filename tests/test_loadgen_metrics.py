@@ -209,10 +209,14 @@ def test_validity_checks() -> None:
 
 
 def test_honesty_reports_lengths_asked_and_got() -> None:
-    requests = [request(0, 0.0, [1.0], input_tokens=9, cached_tokens=4), request(1, 1.0, [2.0], input_tokens=None)]
+    requests = [
+        request(0, 0.0, [1.0, 2.0], [3, 1], input_tokens=9, cached_tokens=4, output_tokens=5),
+        request(1, 1.0, [2.0], input_tokens=None),
+    ]
     found, _ = honesty(Records(requests=requests), (0.0, 5.0), Slo())
     assert found["lengths"]["input_asked"] == 10 and found["lengths"]["input_got"] == 9
     assert found["lengths"]["input_differs"] == 1 and found["lengths"]["without_usage"] == 1
+    assert found["lengths"]["tokens_without_own_chunk"] == 3
     assert found["lengths"]["cached_prompt_tokens"] == 4 and found["client_cpu"] is None
 
 

@@ -54,6 +54,14 @@ def test_mooncake_has_prefix_blocks_with_a_partial_last_one() -> None:
     assert trace.content[1].segments == ((4, 512), (5, 512), (6, 76))
 
 
+def test_mooncake_stamps_of_three_seconds_are_spread_within_them() -> None:
+    rows = [{"timestamp": 3000 * (n // 10), "input_length": n + 1, "output_length": 1} for n in range(60)]
+    trace = formats.parse("\n".join(map(json.dumps, rows)), "jsonl")
+    stamps = (trace.input_tokens - 1) // 10 * 3
+    inside = trace.arrived_at - stamps
+    assert (inside >= 0).all() and (inside < 3).all() and len(set(inside)) == 60 and "3-s stamps" in trace.notes[-1]
+
+
 def test_vidur_and_splitwise() -> None:
     timed = formats.parse("arrived_at,num_prefill_tokens,num_decode_tokens\n1.5,10,20\n2.5,30,40\n", "csv")
     assert columns(timed) == [(0.0, 10, 20), (1.0, 30, 40)]
