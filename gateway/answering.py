@@ -71,17 +71,17 @@ async def run_text_work(context: GatewayContext, work: Callable[[], ResultT]) ->
 async def respond(request: Request, generation: Generation, shape: AnswerFormat) -> Response:
     """The response that carries a generation to its client, and ends it when the client leaves."""
     if generation.plan.stream:
-        return EventStream(stream_events(generation, shape), generation.aclose)
+        return EventStream(stream_events(generation, shape), generation.abort)
     answer: list[dict[str, Any]] = []
 
     async def work() -> None:
         answer.append(await collect(generation, shape))
 
     try:
-        if not await run_while_connected(request.receive, work):
+        if not await run_while_connected(request.receive, work, generation.abort):
             return Response(status_code=499)  # for nobody: the connection is closed
     finally:
-        await generation.aclose()
+        generation.abort()
     return Response(orjson.dumps(answer[0]), media_type="application/json")
 
 

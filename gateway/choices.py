@@ -134,7 +134,7 @@ class Choice:
 
 
 class Generation:
-    """All choices of one HTTP request, queued together or not at all. Iterate `deltas` once; always `aclose`.
+    """All choices of one HTTP request, queued together or not at all. Iterate `deltas` once; always `abort` in the end.
 
     Raises what `EngineClient.add` raises.
     """
@@ -200,12 +200,12 @@ class Generation:
             self._client.abort(choice.request_id, FinishReason.STOP)
         return delta
 
-    async def aclose(self) -> None:
-        """Abort what has not ended. Idempotent."""
+    def abort(self) -> None:
+        """End what has not ended, now. Idempotent."""
         for choice in self.choices:
-            choice.end(FinishReason.ABORT)
-        for stream in self._streams:
-            await stream.aclose()
+            if not choice.finished:
+                choice.end(FinishReason.ABORT)
+                self._client.abort(choice.request_id)
 
     def usage(self) -> dict[str, Any]:
         """OpenAI's `usage`: each prompt once, however many choices it has."""

@@ -40,8 +40,8 @@ async def ready(request: Request) -> Response:
 
 
 @router.get("/version")
-async def show_version() -> Response:
-    return Response(orjson.dumps({"version": package_version()}), media_type="application/json")
+async def show_version(request: Request) -> Response:
+    return Response(orjson.dumps({"version": request.app.version}), media_type="application/json")
 
 
 @router.get("/metrics")

@@ -17,10 +17,11 @@ def event(data: Any) -> bytes:
     return b"data: " + orjson.dumps(data) + END
 
 
-async def run_while_connected(receive: Receive, work: Callable[[], Awaitable[None]]) -> bool:
-    """Run `work`, cancelling it as soon as the client is gone; False if that happened.
+async def run_while_connected(receive: Receive, work: Callable[[], Awaitable[None]], abort: Callable[[], None]) -> bool:
+    """Run `work` until the client is gone; False if that happened. The request's body must have been read.
 
-    The request's body must have been read. What `work` raises is raised here, not as a group.
+    Then `abort` is called at once: a cancellation alone reaches `work` only when it waits, and work that always finds
+    its next output ready does not. What `work` raises is raised here, not as a group.
     """
     finished = False
     failure: Exception | None = None
@@ -30,6 +31,7 @@ async def run_while_connected(receive: Receive, work: Callable[[], Awaitable[Non
         async def watch() -> None:
             while (await receive())["type"] != "http.disconnect":
                 pass
+            abort()
             group.cancel_scope.cancel()
 
         group.start_soon(watch)
@@ -45,25 +47,25 @@ async def run_while_connected(receive: Receive, work: Callable[[], Awaitable[Non
 
 
 class EventStream(Response):
-    """Sends what `events` yields, each as one write. `close` is awaited however the stream ends, also when the client
+    """Sends what `events` yields, each as one write. `abort` is called however the stream ends, also when the client
     is gone before the first event, so that nothing goes on running for nobody."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes, None], close: Callable[[], Awaitable[None]]) -> None:
+    def __init__(self, events: AsyncGenerator[bytes, None], abort: Callable[[], None]) -> None:
         self.status_code = 200
         self.background = None
         self._events = events
-        self._close = close
+        self._abort = abort
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
 
     async def __call__(self, _: Scope, receive: Receive, send: Send) -> None:
         try:
-            await run_while_connected(receive, lambda: self._send(send))
+            await run_while_connected(receive, lambda: self._send(send), self._abort)
         finally:
+            self._abort()
             with anyio.CancelScope(shield=True):
                 await self._events.aclose()
-                await self._close()
 
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})

@@ -1,7 +1,7 @@
 """Shared fixtures: a tokenizer, and servers around a scripted engine."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, contextmanager
 from typing import Any
 
 import pytest
@@ -21,19 +21,22 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return Tokenizer.load(tokenizer_folders.byte_level(tmp_path_factory.mktemp("tokenizer")), probe=False)
 
 
-@pytest.fixture
-def no_blocking() -> Iterator[None]:
-    """Blocking calls made by our own code on the event loop raise."""
+@contextmanager
+def refuse_blocking() -> Iterator[None]:
+    """Blocking calls made by our own code on an event loop raise."""
     blockbuster = BlockBuster(scanned_modules=["gateway", "engine"])
     blockbuster.activate()
-    yield
-    blockbuster.deactivate()
+    try:
+        yield
+    finally:
+        blockbuster.deactivate()
 
 
 @pytest.fixture
-async def start_server(tokenizer: Tokenizer, no_blocking: None) -> AsyncIterator[StartServer]:
+async def start_server(tokenizer: Tokenizer) -> AsyncIterator[StartServer]:
     """`await start_server("text to say" or a script, **ServerConfig fields)`; the servers stop with the test."""
     async with AsyncExitStack() as stack:
+        stack.enter_context(refuse_blocking())
 
         async def start(
             script: str | Callable[[EngineRequest], Script] = "hello world", *, limits: Any = None, **config: Any

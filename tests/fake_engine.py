@@ -5,6 +5,7 @@
 
 import asyncio
 import math
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ from typing import Any
 
 from engine.client import EngineInfo
 from engine.errors import EngineStepError, EngineUnavailableError, TidemillError
-from engine.request import EngineRequest, FinishReason, RequestOutput, RequestTimes, TokenLogprobs
+from engine.request import EngineRequest, FinishReason, RequestClass, RequestOutput, RequestTimes, TokenLogprobs
 from engine.stats import EngineStats
 from engine.text import Tokenizer
 from gateway.app import create_app
@@ -79,8 +80,9 @@ class FakeEngine:
         self.requests: list[EngineRequest] = []
         self.events: list[tuple[str, str]] = []
         self.aborts: list[tuple[str, FinishReason]] = []
-        self.snapshot = EngineStats()
-        self._changed = asyncio.Condition()
+        self.snapshot: EngineStats | None = None
+        self._counts: Counter[str] = Counter()
+        self._waiting: list[tuple[Callable[[], bool], asyncio.Future[None]]] = []
         self._released = asyncio.Event()
         self._streams: dict[str, tuple[FakeStream, EngineRequest, RequestTimes, list[int]]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -125,19 +127,24 @@ class FakeEngine:
             self._push(request_id, [], None, reason)
 
     def stats(self) -> EngineStats:
-        return self.snapshot
+        running = dict.fromkeys(RequestClass, 0)
+        for _, request, _, _ in self._streams.values():
+            running[request.request_class] += 1
+        return self.snapshot or EngineStats(running=running)
 
     def release(self) -> None:
         """Let every held answer go on."""
         self._released.set()
 
     async def wait(self, condition: Callable[[], bool]) -> None:
-        """Until `condition` holds; it is looked at whenever something happened here."""
-        async with self._changed:
-            await self._changed.wait_for(condition)
+        """Until `condition` holds; it is looked at whenever something happens here."""
+        if not condition():
+            reached = asyncio.get_running_loop().create_future()
+            self._waiting.append((condition, reached))
+            await reached
 
     async def wait_for_event(self, kind: str, count: int = 1) -> None:
-        await self.wait(lambda: sum(event[0] == kind for event in self.events) >= count)
+        await self.wait(lambda: self._counts[kind] >= count)
 
     @property
     def num_open(self) -> int:
@@ -206,13 +213,11 @@ class FakeEngine:
 
     def _log(self, kind: str, request_id: str) -> None:
         self.events.append((kind, request_id))
-        task = asyncio.ensure_future(self._notify())
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def _notify(self) -> None:
-        async with self._changed:
-            self._changed.notify_all()
+        self._counts[kind] += 1
+        for waiting in [waiting for waiting in self._waiting if waiting[0]()]:
+            self._waiting.remove(waiting)
+            if not waiting[1].done():
+                waiting[1].set_result(None)
 
 
 def say(tokenizer: Tokenizer, text: str, **options: Any) -> Callable[[EngineRequest], Script]:

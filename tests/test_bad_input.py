@@ -1,0 +1,258 @@
+"""Bad input to chat and completions: a 400 that names the field and nothing queued. One server for all of it."""
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+import pytest_asyncio
+from conftest import refuse_blocking
+from fake_engine import MODEL, FakeEngine, Served, say, serve
+
+from engine.text import Tokenizer
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+HI: Any = [{"role": "user", "content": "hi"}]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def server(tokenizer: Tokenizer) -> AsyncIterator[Served]:
+    with refuse_blocking():
+        engine = FakeEngine(say(tokenizer, "hello"), eos_token_ids=frozenset({tokenizer.eos_token_id}))
+        async with serve(engine, tokenizer) as served:
+            yield served
+
+
+@pytest.fixture
+def served(server: Served) -> Served:
+    server.engine.requests.clear()
+    return server
+
+
+async def post(served: Served, body: Any, path: str = "/v1/chat/completions") -> httpx.Response:
+    if not isinstance(body, bytes):
+        required = {"messages": HI} if "chat" in path else {"prompt": "hi"}
+        body = json.dumps({"model": MODEL, **required, **body}).encode()
+    async with httpx.AsyncClient(verify=False) as client:
+        return await client.post(served.url + path, content=body, headers={"content-type": "application/json"})
+
+
+BAD_JSON = {
+    "empty": b"",
+    "broken": b'{"model": ',
+    "byte order mark": b'\xef\xbb\xbf{"model": "fake-model"}',
+    "nan": b'{"model": "fake-model", "temperature": NaN}',
+    "infinity": b'{"model": "fake-model", "temperature": 1e999}',
+    "lone surrogate": b'{"model": "fake-model", "messages": [{"role": "user", "content": "\\ud800"}]}',
+    "not utf-8": b'{"model": "\xff"}',
+    "deep": b"[" * 200_000,
+    "deep, closed": b'{"metadata":' + b"[" * 200_000 + b"]" * 200_000 + b"}",
+    "trailing": b"{} {}",
+    "not an object": b"[1]",
+}
+
+
+@pytest.mark.parametrize("name", BAD_JSON)
+async def test_bad_json(served: Served, name: str) -> None:
+    answer = await post(served, BAD_JSON[name])
+    assert answer.status_code == 400
+    assert answer.json()["error"]["code"] == "invalid_json" and not served.engine.requests
+
+
+BIG = 10**30
+NUMBERS = (-1, 2**31, 10**9 + 0.5, BIG, "1", True, [1])
+BAD_FIELDS: list[tuple[str, Any]] = [
+    *[("n", value) for value in (0, 9, *NUMBERS)],
+    *[("max_tokens", value) for value in (0, *NUMBERS)],
+    *[("max_completion_tokens", value) for value in (0, *NUMBERS)],
+    *[("min_tokens", value) for value in (*NUMBERS, 600)],
+    *[("top_logprobs", value) for value in (21, *NUMBERS)],
+    *[("seed", value) for value in (2**63, BIG, 0.5, "1", True)],
+    *[("temperature", value) for value in (-0.1, 2.1, BIG, "1", True)],
+    *[("top_p", value) for value in (0, -1, 1.1, "1")],
+    *[("top_k", value) for value in (-2, 1.5, 2**31, "1")],
+    *[("min_p", value) for value in (-0.1, 1.1, "1")],
+    *[("presence_penalty", value) for value in (-2.1, 2.1, "1")],
+    *[("frequency_penalty", value) for value in (-2.1, 2.1, "1")],
+    *[("repetition_penalty", value) for value in (0, -1, 11)],
+    *[("stop", value) for value in (5, "", [""], ["a"] * 5, [1], "x" * 2000, {})],
+    *[("logit_bias", value) for value in ([], 1, {"a": 1}, {"-1": 1}, {"99999999999999": 1}, {"405": 1})],
+    ("logit_bias", {str(i): 0 for i in range(301)}),
+    ("stop_token_ids", [405]),
+    ("stop_token_ids", [-1]),
+    ("stop_token_ids", 5),
+    ("model", None),
+    ("model", 5),
+    ("messages", []),
+    ("messages", "hi"),
+    ("messages", None),
+    ("stream", "yes"),
+    ("stream_options", {"include_usage": True}),
+    ("service_tier", "scale"),
+    ("logprobs", 1),
+    ("tools", [{"type": "function", "function": {"name": "f"}}]),
+    ("tool_choice", "auto"),
+    ("functions", [{"name": "f"}]),
+    ("function_call", "auto"),
+    ("response_format", {"type": "json_object"}),
+    ("modalities", ["text", "audio"]),
+    ("audio", {"voice": "x"}),
+    ("prediction", {"type": "content", "content": "x"}),
+    ("web_search_options", {}),
+    ("reasoning_effort", "high"),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), BAD_FIELDS, ids=lambda value: repr(value)[:24])
+async def test_bad_fields_are_named(served: Served, name: str, value: Any) -> None:
+    extra = {"logprobs": True} if name == "top_logprobs" else {}
+    answer = await post(served, {**extra, name: value})
+    error = answer.json()["error"]
+    assert answer.status_code == 400, error
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["type"] == "invalid_request_error"
+    assert error["param"].partition("[")[0].partition(".")[0] == name
+    assert not served.engine.requests
+
+
+BAD_MESSAGES: list[tuple[Any, str]] = [
+    ([{"role": "king", "content": "x"}], "messages[0].role"),
+    ([{"role": "user"}], "messages[0].content"),
+    ([{"role": "user", "content": None}], "messages[0].content"),
+    ([{"role": "user", "content": 5}], "messages[0].content"),
+    ([{"role": "user", "content": []}], "messages[0].content"),
+    ([{"role": "user", "content": "x"}, {"role": "user", "content": [5]}], "messages[1].content[0]"),
+    ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}]}],
+     "messages[0].content[0].type"),
+    ([{"role": "user", "content": "x", "audio": {}}], "messages[0].audio"),
+    (["x"], "messages[0]"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("messages", "param"), BAD_MESSAGES)
+async def test_bad_messages_are_named_by_place(served: Served, messages: Any, param: str) -> None:
+    answer = await post(served, {"messages": messages})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, param), error
+    assert "passwd" not in error["message"]
+
+
+@pytest.mark.parametrize(
+    "name", ["chat_template", "tokenizer", "trust_remote_code", "prompt_embeds", "best_off", "slo"]
+)
+async def test_unknown_parameters(served: Served, name: str) -> None:
+    error = (await post(served, {name: "http://example.com/x"})).json()["error"]
+    assert (error["code"], error["param"]) == ("unknown_parameter", name)
+    assert "example" not in error["message"]
+
+
+@pytest.mark.parametrize(("name", "value"), [
+    ("tools", []), ("tool_choice", "none"), ("response_format", {"type": "text"}), ("modalities", ["text"]),
+    ("functions", None), ("user", "x" * 500), ("metadata", {"a": [1]}), ("store", False), ("stop", None), ("n", None),
+    ("parallel_tool_calls", True), ("safety_identifier", "s"), ("prompt_cache_key", "k"), ("top_k", -1),
+])  # fmt: skip
+async def test_what_changes_nothing_is_accepted(served: Served, name: str, value: Any) -> None:
+    assert (await post(served, {name: value})).status_code == 200
+
+
+async def test_unknown_models(served: Served) -> None:
+    answer = await post(served, {"model": "../../etc/passwd"})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
+    assert "passwd" not in answer.text
+    assert (await post(served, {"model": "alias"})).json()["model"] == "alias"
+
+
+@pytest.mark.parametrize("fields", [
+    {"messages": [{"role": "user", "content": "fox " * 600}]},
+    {"messages": [{"role": "user", "content": "x" * 1_000_000}]},
+    {"max_tokens": 2**31 - 1},
+    {"max_tokens": 512},
+])  # fmt: skip
+async def test_nothing_is_truncated_silently(served: Served, fields: dict[str, Any]) -> None:
+    answer = await post(served, fields)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], error["param"]) == (400, "context_length_exceeded", "messages")
+    assert not served.engine.requests
+
+
+async def test_a_template_that_refuses_is_a_400(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> list[int]:
+        from engine.errors import InvalidRequestError
+
+        raise InvalidRequestError("The chat template refuses these messages: no", param="messages")
+
+    monkeypatch.setattr(Tokenizer, "encode_chat", refuse)
+    answer = await post(served, {})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "messages")
+
+
+async def test_differing_lengths_and_lonely_top_logprobs(served: Served) -> None:
+    error = (await post(served, {"max_tokens": 3, "max_completion_tokens": 4})).json()["error"]
+    assert error["param"] == "max_tokens"
+    assert (await post(served, {"top_logprobs": 2})).json()["error"]["param"] == "top_logprobs"
+    assert (await post(served, {"max_tokens": 3, "max_completion_tokens": 3})).status_code == 200
+
+
+# --- completions
+
+PROMPTS: list[Any] = [
+    None, 5, 1.5, True, {}, [], "", [[]], [""], ["a", 5], [1, "a"], [1.5], [True], [-1], [2**31], [10**30], [[1, -1]],
+    [[1], "a", None], [405], [[1], [405]], ["a"] * 129, [[[1]]],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("prompt", PROMPTS, ids=lambda value: repr(value)[:24])
+async def test_bad_prompts(served: Served, prompt: Any) -> None:
+    answer = await post(served, {"prompt": prompt}, "/v1/completions")
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "prompt"), answer.text
+    assert not served.engine.requests
+
+
+COMPLETION_FIELDS: list[tuple[dict[str, Any], str]] = [
+    ({"logprobs": 21}, "logprobs"),
+    ({"logprobs": True}, "logprobs"),
+    ({"echo": 1}, "echo"),
+    ({"echo": True, "logprobs": 1}, "echo"),
+    ({"suffix": "end"}, "suffix"),
+    ({"best_of": 3}, "best_of"),
+    ({"best_of": 2, "n": 1}, "best_of"),
+    ({"n": 8, "prompt": ["a"] * 17}, "n"),
+    ({"n": 0}, "n"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": 512}, "prompt"),
+    ({"prompt": [1] * 512}, "prompt"),
+    ({"messages": []}, "messages"),
+    ({"prompt_embeds": "x"}, "prompt_embeds"),
+    ({"top_logprobs": 2}, "top_logprobs"),
+]
+
+
+@pytest.mark.parametrize(("fields", "param"), COMPLETION_FIELDS, ids=lambda value: repr(value)[:24])
+async def test_bad_completion_fields(served: Served, fields: dict[str, Any], param: str) -> None:
+    answer = await post(served, fields, "/v1/completions")
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
+    assert not served.engine.requests
+
+
+async def test_a_megabyte_of_token_ids(served: Served) -> None:
+    answer = await post(served, {"prompt": [1] * 1_000_000}, "/v1/completions")
+    assert answer.json()["error"]["code"] == "context_length_exceeded"
+
+
+@pytest.mark.parametrize(("body", "param"), [(b"{}", "model"), (b'{"model": "fake-model"}', "messages")])
+async def test_missing_fields(served: Served, body: bytes, param: str) -> None:
+    error = (await post(served, body)).json()["error"]
+    assert (error["code"], error["param"]) == ("missing_required_parameter", param)
+
+
+@pytest.mark.parametrize(
+    "content_type", [None, "text/plain", "application/x-www-form-urlencoded", "multipart/form-data"]
+)
+async def test_other_content_types_are_415(served: Served, content_type: str | None) -> None:
+    """A page of another origin can send these without asking; JSON it cannot."""
+    headers = {} if content_type is None else {"content-type": content_type}
+    async with httpx.AsyncClient(verify=False) as client:
+        answer = await client.post(served.url + "/v1/chat/completions", content=b"{}", headers=headers)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (415, "unsupported_media_type")

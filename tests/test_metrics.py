@@ -1,0 +1,143 @@
+"""/metrics: what is observed as answers go out, what is read from the engine, and the vLLM names."""
+
+from collections.abc import Iterable
+
+import httpx
+import openai
+import pytest
+from conftest import StartServer
+from fake_engine import MODEL, Served
+from prometheus_client.parser import text_string_to_metric_families
+
+from engine.request import RequestClass
+from engine.stats import EngineStats
+from engine.text import Tokenizer
+
+Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
+
+
+async def scrape(served: Served) -> Samples:
+    async with httpx.AsyncClient(verify=False) as client:
+        answer = await client.get(f"{served.url}/metrics")
+    assert answer.headers["content-type"].startswith("text/plain")
+    families = text_string_to_metric_families(answer.text)
+    return {(s.name, frozenset(s.labels.items())): s.value for family in families for s in family.samples}
+
+
+def value(samples: Samples, name: str, **labels: str) -> float:
+    labels = {key.rstrip("_"): text for key, text in labels.items()}
+    return samples[name, frozenset(labels.items())]
+
+
+async def ask(served: Served, **fields: object) -> None:
+    async with openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client:
+        answer = await client.completions.create(**{"model": MODEL, "prompt": "hi", **fields})  # type: ignore[call-overload]
+        if fields.get("stream"):
+            assert [chunk async for chunk in answer]
+
+
+async def test_times_and_tokens_by_class(start_server: StartServer, tokenizer: Tokenizer) -> None:
+    served = await start_server("hello world")
+    size = len(tokenizer.encode("hello world")) + 1
+    await ask(served)
+    await ask(served, stream=True)
+    await ask(served, extra_body={"service_tier": "flex"})
+    samples = await scrape(served)
+    for name in ("time_to_first_token", "request", "request_queue", "request_prefill", "request_decode"):
+        assert value(samples, f"tidemill_{name}_seconds_count", class_="online") == 2, name
+        assert value(samples, f"tidemill_{name}_seconds_count", class_="offline") == 1, name
+    assert value(samples, "tidemill_time_between_tokens_seconds_count", class_="online") == 2 * (size - 1)
+    assert value(samples, "tidemill_generated_tokens_total", class_="online") == 2 * size
+    assert value(samples, "tidemill_generated_tokens_total", class_="offline") == size
+    assert value(samples, "tidemill_prompt_tokens_total", class_="online") == 2 * len(tokenizer.encode("hi"))
+    assert value(samples, "tidemill_requests_total", class_="online", reason="stop") == 2
+    # the fake engine's clock: one hundredth of a second from each event to the next
+    assert value(samples, "tidemill_time_to_first_token_seconds_sum", class_="online") == pytest.approx(0.02)
+    gaps = value(samples, "tidemill_time_between_tokens_seconds_sum", class_="online")
+    assert gaps == pytest.approx(0.01 * 2 * (size - 1))
+    total = value(samples, "tidemill_request_seconds_sum", class_="online")
+    assert total == pytest.approx(0.02 * size)
+
+
+async def test_ends_are_counted_by_reason(start_server: StartServer) -> None:
+    served = await start_server("hello world again", fail_after=2)
+    with pytest.raises(openai.APIError):
+        await ask(served)
+    await ask(served, max_tokens=1)
+    samples = await scrape(served)
+    counts = {
+        r: value(samples, "tidemill_requests_total", class_="online", reason=r) for r in ("error", "length", "abort")
+    }
+    assert counts == {"error": 1, "length": 1, "abort": 0}
+    assert value(samples, "tidemill_request_seconds_count", class_="online") == 1
+    assert value(samples, "tidemill_http_responses_total", status="500") == 1
+    assert value(samples, "tidemill_http_responses_total", status="200") == 1
+
+
+async def test_figures_of_the_engine(start_server: StartServer) -> None:
+    served = await start_server()
+    served.engine.snapshot = EngineStats(
+        running={RequestClass.ONLINE: 2, RequestClass.OFFLINE: 7},
+        waiting={RequestClass.ONLINE: 1, RequestClass.OFFLINE: 90},
+        units_total=100,
+        units_free=10,
+        units_cached=30,
+        units_owned=60,
+        prefix_queried_tokens=1000,
+        prefix_hit_tokens=250,
+        preemptions={"memory": 3, "latency": 4},
+        steps=50,
+        failed_steps=1,
+        step_seconds=2.5,
+        prefill_tokens=800,
+        decode_tokens=90,
+    )
+    samples = await scrape(served)
+    assert value(samples, "tidemill_requests_running", class_="offline") == 7
+    assert value(samples, "tidemill_requests_waiting", class_="online") == 1
+    assert value(samples, "tidemill_device_units") == 100
+    states = {s: value(samples, "tidemill_device_units_by_state", state=s) for s in ("free", "cached", "owned")}
+    assert states == {"free": 10, "cached": 30, "owned": 60}
+    assert value(samples, "tidemill_prefix_hit_tokens_total") == 250
+    assert value(samples, "tidemill_preemptions_total", cause="memory") == 3
+    assert value(samples, "tidemill_steps_total") == 50 and value(samples, "tidemill_failed_steps_total") == 1
+    assert value(samples, "tidemill_step_seconds_total") == 2.5
+    assert value(samples, "tidemill_decode_tokens_total") == 90
+    assert value(samples, "vllm:num_requests_running", model_name=MODEL) == 2
+    assert value(samples, "vllm:num_requests_waiting", model_name=MODEL) == 1
+
+
+async def test_vllm_names_count_online_work_only(start_server: StartServer, tokenizer: Tokenizer) -> None:
+    served = await start_server("hello world")
+    await ask(served)
+    await ask(served, extra_body={"service_tier": "flex"})
+    samples = await scrape(served)
+    for name in (
+        "time_to_first_token_seconds",
+        "e2e_request_latency_seconds",
+        "request_queue_time_seconds",
+        "request_prefill_time_seconds",
+        "request_decode_time_seconds",
+    ):
+        assert value(samples, f"vllm:{name}_count", model_name=MODEL) == 1, name
+        assert value(samples, f"vllm:{name}_bucket", model_name=MODEL, le="+Inf") == 1, name
+    size = len(tokenizer.encode("hello world")) + 1
+    for name in ("inter_token_latency_seconds", "time_per_output_token_seconds"):
+        assert value(samples, f"vllm:{name}_count", model_name=MODEL) == size - 1
+    assert value(samples, "vllm:generation_tokens_total", model_name=MODEL) == size
+    assert value(samples, "vllm:request_success_total", model_name=MODEL, finished_reason="stop") == 1
+
+
+async def test_labels_hold_no_ids(start_server: StartServer) -> None:
+    served = await start_server(api_key=())
+    await ask(served, extra_body={"user": "somebody"})
+    samples = await scrape(served)
+    texts: Iterable[str] = [text for _, labels in samples for _, text in labels]
+    assert not any("somebody" in text or "cmpl" in text or "req-" in text for text in texts)
+
+
+async def test_two_applications_count_apart(start_server: StartServer) -> None:
+    first, second = await start_server("a"), await start_server("b")
+    await ask(first)
+    assert value(await scrape(first), "tidemill_requests_total", class_="online", reason="stop") == 1
+    assert value(await scrape(second), "tidemill_requests_total", class_="online", reason="stop") == 0

@@ -1,0 +1,411 @@
+"""Keys, sizes, deadlines and the end of the server: raw sockets, as clients that mean harm have no manners."""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from conftest import StartServer
+from fake_engine import MODEL, Served
+
+from engine.errors import ConfigError
+from engine.request import FinishReason
+from gateway.protocol import ProtocolLimits
+from gateway.server import bind
+
+KEY = "sk-örtlich"
+CHAT = json.dumps({"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}).encode()
+
+
+class Raw:
+    """A connection of bytes."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader, self.writer = reader, writer
+
+    @classmethod
+    async def open(cls, served: Served, receive_buffer: int | None = None) -> "Raw":
+        connection = socket.socket()
+        if receive_buffer is not None:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+        connection.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(connection, ("127.0.0.1", served.port))
+        return cls(*await asyncio.open_connection(sock=connection, limit=2**24))
+
+    def send(self, data: bytes) -> None:
+        self.writer.write(data)
+
+    async def answer(self) -> tuple[int, dict[str, str], bytes]:
+        head = await self.reader.readuntil(b"\r\n\r\n")
+        status, *lines = head.decode().split("\r\n")
+        headers = dict(line.lower().split(": ", 1) for line in lines if line)
+        body = await self.reader.readexactly(int(headers.get("content-length", 0)))
+        return int(status.split()[1]), headers, body
+
+    async def rest(self) -> bytes:
+        """What comes until the server closes."""
+        try:
+            return await self.reader.read()
+        except ConnectionError:
+            return b""
+
+    async def close(self) -> None:
+        self.writer.close()
+        with contextlib.suppress(ConnectionError):
+            await self.writer.wait_closed()
+
+
+def post(body: bytes, *headers: bytes, length: int | None = None) -> bytes:
+    size = len(body) if length is None else length
+    lines = [b"POST /v1/chat/completions HTTP/1.1", b"host: x", b"content-type: application/json"]
+    return b"\r\n".join([*lines, b"content-length: %d" % size, *headers, b"", b""]) + body
+
+
+async def exchange(served: Served, data: bytes) -> tuple[int, dict[str, str], dict[str, Any]]:
+    raw = await Raw.open(served)
+    raw.send(data)
+    status, headers, body = await raw.answer()
+    await raw.close()
+    error = json.loads(body)["error"] if status >= 400 else {}
+    assert not error or set(error) == {"message", "type", "param", "code"}
+    return status, headers, error
+
+
+# --- keys
+
+WRONG_KEYS = {
+    "none": b"",
+    "wrong": b"authorization: Bearer sk-other",
+    "prefix": b"authorization: Bearer " + KEY.encode()[:-1],
+    "no scheme": b"authorization: " + KEY.encode(),
+    "basic": b"authorization: Basic " + KEY.encode(),
+    "empty": b"authorization: Bearer ",
+    "two": b"authorization: Bearer x\r\nauthorization: Bearer " + KEY.encode(),
+    "not utf-8": b"authorization: Bearer \xff\xfe\x80",
+    "emoji": "authorization: Bearer 🙂".encode(),
+    "a megabyte": b"authorization: Bearer " + b"x" * 2**20,
+}
+
+
+@pytest.mark.parametrize("name", WRONG_KEYS)
+async def test_a_wrong_key_is_401_before_the_body_is_read(start_server: StartServer, name: str) -> None:
+    """The body never comes: an answer at all shows that nobody waits for it."""
+    served = await start_server(api_key=("sk-first", KEY))
+    header = [WRONG_KEYS[name]] if WRONG_KEYS[name] else []
+    status, headers, error = await exchange(served, post(b"", *header, length=1000))
+    assert (status, error["code"], headers["www-authenticate"]) == (401, "invalid_api_key", "bearer")
+    assert "sk-" not in json.dumps(error)
+
+
+async def test_every_route_needs_a_key_but_health_and_ready(start_server: StartServer) -> None:
+    served = await start_server(api_key=(KEY,))
+    routes = [(path, method) for path, methods in _routes(served.app) for method in methods]
+    assert ("/v1/chat/completions", "post") in routes and ("/metrics", "get") in routes and len(routes) >= 8
+    paths = {(path.replace("{model}", "x"), method) for path, method in routes} | {("/openapi.json", "get")}
+    async with httpx.AsyncClient(verify=False, base_url=served.url) as client:
+        for path, method in sorted(paths):
+            refused = await client.request(method.upper(), path)
+            allowed = await client.request(method.upper(), path, headers={"authorization": f"Bearer {KEY}".encode()})
+            assert (refused.status_code == 401) == (path not in {"/health", "/ready"}), path
+            assert allowed.status_code != 401, path
+        for path in ("/nothing", "/health/", "//metrics", "/health/../metrics", "/HEALTH"):
+            assert (await client.get(path)).status_code == 401, path
+        assert (await client.get(f"{served.url}//health")).status_code == 200
+
+
+def _routes(app: Any) -> list[tuple[str, list[str]]]:
+    return [(path, list(methods)) for path, methods in app.openapi()["paths"].items()]
+
+
+async def test_every_key_works_with_the_official_client(start_server: StartServer) -> None:
+    served = await start_server(api_key=("sk-one", "sk-two"))
+    for key, works in (("sk-one", True), ("sk-two", True), ("sk-three", False)):
+        async with openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key=key, max_retries=0) as client:
+            if works:
+                assert (await client.models.list()).data
+            else:
+                with pytest.raises(openai.AuthenticationError):
+                    await client.models.list()
+
+
+# --- sizes
+
+
+async def test_a_body_that_announces_too_much_is_413(start_server: StartServer) -> None:
+    served = await start_server(max_body_bytes=2000)
+    status, _, error = await exchange(served, post(b"", length=2001))
+    assert (status, error["code"]) == (413, "request_too_large")
+    assert (await exchange(served, post(b"", length=10**30)))[0] in {400, 413}
+    assert (await exchange(served, post(CHAT)))[0] == 200
+
+
+async def test_a_chunked_body_that_grows_too_large_is_413(start_server: StartServer) -> None:
+    served = await start_server(max_body_bytes=2000)
+    raw = await Raw.open(served)
+    raw.send(b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n")
+    raw.send(b"transfer-encoding: chunked\r\n\r\n")
+    for _ in range(3):
+        raw.send(b"320\r\n" + b" " * 800 + b"\r\n")
+    status, _, body = await raw.answer()
+    assert (status, json.loads(body)["error"]["code"]) == (413, "request_too_large")
+    await raw.close()
+    raw = await Raw.open(served)
+    raw.send(b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n")
+    raw.send(b"transfer-encoding: chunked\r\n\r\n%x\r\n%b\r\n0\r\n\r\n" % (len(CHAT), CHAT))
+    assert (await raw.answer())[0] == 200
+    await raw.close()
+
+
+async def test_bodies_held_at_once_are_bounded(start_server: StartServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gateway.app.MAX_HELD_BODIES", 1)
+    served = await start_server(max_body_bytes=2000, hold_after=0)
+    first = await Raw.open(served)
+    first.send(post(CHAT + b" " * 1500))
+    await served.engine.wait_for_event("add")
+    status, headers, error = await exchange(served, post(CHAT + b" " * 1500))
+    assert (status, headers["retry-after"], error["type"]) == (503, "1", "server_error")
+    served.engine.release()
+    assert (await first.answer())[0] == 200
+    assert (await exchange(served, post(CHAT + b" " * 1500)))[0] == 200
+    await first.close()
+
+
+SMALL = ProtocolLimits(max_header_bytes=1000, max_headers=20, linger_seconds=0.05)
+
+
+@pytest.mark.parametrize("name", ["one header", "many headers", "address", "endless"])
+async def test_large_headers_are_431(start_server: StartServer, name: str) -> None:
+    served = await start_server(limits=SMALL)
+    data = {
+        "one header": b"GET /health HTTP/1.1\r\nhost: x\r\nx: " + b"y" * 2000 + b"\r\n\r\n",
+        "many headers": b"GET /health HTTP/1.1\r\n" + b"x: y\r\n" * 30 + b"\r\n",
+        "address": b"GET /" + b"y" * 2000 + b" HTTP/1.1\r\nhost: x\r\n\r\n",
+        "endless": b"GET /health HTTP/1.1\r\nx: " + b"y" * 100_000,
+    }[name]
+    raw = await Raw.open(served)
+    raw.send(data)
+    status, headers, body = await raw.answer()
+    assert (status, headers["connection"]) == (431, "close")
+    assert json.loads(body)["error"]["code"] == "headers_too_large"
+    assert await raw.rest() == b""
+    await raw.close()
+
+
+async def test_twenty_megabytes_of_headers_are_refused_by_default(start_server: StartServer) -> None:
+    served = await start_server()
+    raw = await Raw.open(served)
+    raw.send(b"GET /health HTTP/1.1\r\nx: " + b"y" * 20_000_000)
+    assert (await raw.answer())[0] == 431
+    await raw.close()
+    assert (await exchange(served, post(CHAT)))[0] == 200
+
+
+async def test_what_is_no_http_is_400(start_server: StartServer) -> None:
+    served = await start_server(limits=SMALL)
+    status, _, error = await exchange(served, b"\x16\x03\x01 hello\r\n\r\n")
+    assert (status, error["type"]) == (400, "invalid_request_error")
+
+
+# --- deadlines
+
+HASTY = ProtocolLimits(header_seconds=0.1, body_seconds=0.1, min_body_rate=1_000_000, linger_seconds=0.05)
+
+
+@pytest.mark.parametrize("sent", [b"GET /health HTTP/1.1\r\nhost:", b"GE"])
+async def test_half_sent_headers_are_408(start_server: StartServer, sent: bytes) -> None:
+    served = await start_server(limits=HASTY)
+    raw = await Raw.open(served)
+    raw.send(sent)
+    status, _, body = await raw.answer()
+    assert (status, json.loads(body)["error"]["code"]) == (408, "request_timeout")
+    assert await raw.rest() == b""
+    await raw.close()
+
+
+async def test_a_connection_that_says_nothing_is_closed(start_server: StartServer) -> None:
+    served = await start_server(limits=HASTY)
+    raw = await Raw.open(served)
+    assert await raw.rest() == b""
+    await raw.close()
+
+
+async def test_a_body_that_does_not_come_is_408(start_server: StartServer) -> None:
+    served = await start_server(limits=HASTY)
+    raw = await Raw.open(served)
+    raw.send(post(CHAT[:20], length=len(CHAT)))
+    status, _, body = await raw.answer()
+    assert (status, json.loads(body)["error"]["code"]) == (408, "request_timeout")
+    assert await raw.rest() == b"" and not served.engine.requests
+    await raw.close()
+
+
+async def test_deadlines_end_with_the_request(start_server: StartServer) -> None:
+    """An answer may take as long as it takes, and the connection serves the next request."""
+    served = await start_server(limits=HASTY, hold_after=0)
+    raw = await Raw.open(served)
+    raw.send(post(CHAT))
+    await served.engine.wait_for_event("add")
+    await asyncio.sleep(3 * HASTY.body_seconds)
+    served.engine.release()
+    assert (await raw.answer())[0] == 200
+    raw.send(post(CHAT))
+    assert (await raw.answer())[0] == 200
+    await raw.close()
+
+
+async def test_a_reader_that_stalls_is_aborted(start_server: StartServer) -> None:
+    """What the kernel's buffers take is not much: the rest of the answer is never computed."""
+    limits = ProtocolLimits(write_stall_seconds=0.1)
+    served = await start_server("brown fox", limits=limits, max_model_len=10**6)
+    fields = json.loads(CHAT) | {"stream": True, "ignore_eos": True, "max_tokens": 900_000}
+    raw = await Raw.open(served, receive_buffer=4096)
+    raw.writer.transport.pause_reading()  # type: ignore[attr-defined]
+    raw.send(post(json.dumps(fields).encode()))
+    await served.engine.wait_for_event("abort")
+    assert served.engine.aborts[0][1] is FinishReason.ABORT
+    raw.writer.transport.abort()
+
+
+async def test_a_slow_reader_is_not_a_stalled_one(start_server: StartServer) -> None:
+    limits = ProtocolLimits(write_stall_seconds=0.2)
+    served = await start_server("brown fox", limits=limits, max_model_len=10**6)
+    fields = json.loads(CHAT) | {"stream": True, "ignore_eos": True, "max_tokens": 20_000}
+    raw = await Raw.open(served)
+    raw.send(post(json.dumps(fields).encode()))
+    text = b""
+    while not text.endswith(b"0\r\n\r\n"):
+        text += await raw.reader.read(2**17)
+        await asyncio.sleep(0.01)
+    assert text.count(b"data: {") == 20_000 and b"[DONE]" in text
+    await raw.close()
+
+
+async def test_pipelined_requests_all_end_when_the_client_leaves(start_server: StartServer) -> None:
+    served = await start_server(hold_after=0)
+    raw = await Raw.open(served)
+    raw.send(post(CHAT) + post(CHAT))
+    await served.engine.wait_for_event("add")
+    await raw.close()
+    await served.engine.wait_for_event("abort")
+    assert served.engine.num_open == 0 and len(served.engine.requests) == 1
+
+
+async def test_pipelined_requests_are_answered_in_order(start_server: StartServer) -> None:
+    served = await start_server()
+    raw = await Raw.open(served)
+    raw.send(post(CHAT) + b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n" + post(b"{"))
+    assert [(await raw.answer())[0] for _ in range(3)] == [200, 200, 400]
+    await raw.close()
+
+
+# --- the end
+
+
+async def test_draining_refuses_new_work_and_lets_the_old_end(start_server: StartServer) -> None:
+    served = await start_server("hello world", hold_after=1, shutdown_timeout=60.0)
+    running = asyncio.ensure_future(exchange(served, post(CHAT)))
+    await served.engine.wait_for_event("token")
+    served.server.handle_exit(signal.SIGTERM, None)
+    status, headers, error = await exchange(served, b"GET /ready HTTP/1.1\r\nhost: x\r\n\r\n")
+    assert (status, error["code"]) == (503, "service_unavailable") and int(headers["retry-after"]) > 0
+    assert (await exchange(served, post(CHAT)))[0] == 503
+    assert (await exchange(served, b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"))[0] == 200
+    assert not running.done() and not served.server.should_exit
+    served.engine.release()
+    assert (await running)[0] == 200
+    await served.engine.wait(lambda: served.engine.num_open == 0)
+
+
+async def test_what_does_not_end_in_time_is_ended(start_server: StartServer) -> None:
+    served = await start_server("hello world", hold_after=1, shutdown_timeout=0.05)
+    stream = json.dumps(json.loads(CHAT) | {"stream": True}).encode()
+    raw = await Raw.open(served)
+    raw.send(post(stream))
+    await served.engine.wait_for_event("token")
+    served.server.handle_exit(signal.SIGTERM, None)
+    text = await raw.rest()
+    assert b'"error":{' in text and b"[DONE]" not in text
+    await raw.close()
+
+
+def test_a_taken_port_is_one_clear_line() -> None:
+    with bind("127.0.0.1", 0) as first:
+        port = first.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"--port {port}: address already in use") as caught:
+            bind("127.0.0.1", port)
+    assert "\n" not in caught.value.message
+    with pytest.raises(ConfigError, match="--host"):
+        bind("no such host", 1)
+
+
+SERVE = """
+import sys
+sys.path.insert(0, {tests!r})
+from fake_engine import FakeEngine, say
+from engine.text import Tokenizer
+from gateway.app import create_app
+from gateway.config import ServerConfig
+from gateway.server import run
+tokenizer = Tokenizer.load({folder!r}, probe=False)
+engine = FakeEngine(say(tokenizer, "hello", hold_after=1))
+config = ServerConfig(port=0, served_model_name=("fake-model",), shutdown_timeout=60.0)
+run(create_app(engine, tokenizer, config), config)
+"""
+
+
+@pytest.mark.parametrize("signals", [1, 2])
+async def test_signals_to_a_real_process(tmp_path: Path, signals: int) -> None:
+    """Idle: the first SIGTERM ends it with 0. With a request that does not end, the second one ends it at once."""
+    import tokenizer_folders
+
+    folder = tokenizer_folders.byte_level(tmp_path / "tokenizer")
+    tests = Path(__file__).parent
+    code = SERVE.format(tests=str(tests), folder=str(folder))
+    environment = {**os.environ, "PYTHONPATH": str(tests.parent)}
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", code, stderr=asyncio.subprocess.PIPE, env=environment
+    )
+    assert process.stderr is not None
+    port = await _logged(process.stderr, b"listening on http://127.0.0.1:")
+    if signals == 2:
+        _, writer = await asyncio.open_connection("127.0.0.1", int(port))
+        writer.write(post(CHAT))
+        health, health_writer = await asyncio.open_connection("127.0.0.1", int(port))
+        await _until_running(health, health_writer)
+        process.send_signal(signal.SIGTERM)
+        await _logged(process.stderr, b"draining")
+        assert process.returncode is None
+    process.send_signal(signal.SIGTERM)
+    rest = await process.stderr.read()
+    assert await process.wait() == (0 if signals == 1 else 128 + signal.SIGTERM), rest.decode()
+    if signals == 2:
+        writer.close()
+        health_writer.close()
+
+
+async def _logged(stream: asyncio.StreamReader, text: bytes) -> bytes:
+    """The rest of the first line that holds `text`."""
+    seen = b""
+    while line := await stream.readline():
+        seen += line
+        if text in line:
+            return line.partition(text)[2].strip()
+    raise AssertionError(seen.decode())
+
+
+async def _until_running(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Ask until the request has come through: only what has been queued can hold up the end."""
+    raw = Raw(reader, writer)
+    while True:
+        raw.send(b"GET /metrics HTTP/1.1\r\nhost: x\r\n\r\n")
+        _, _, body = await raw.answer()
+        if b'tidemill_requests_running{class="online"} 1' in body:
+            return
