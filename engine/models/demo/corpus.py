@@ -62,6 +62,7 @@ class Corpus:
     def __init__(self, seed: int = 0) -> None:
         self.rng = random.Random(seed)
         self.texts = {name: text_items(name) for name in ("terms", "usage", "talk", "verses")}
+        self.texts["questions"] = [item for item in self.texts["terms"] if item.follow_up is None]
         self.first_wordings = {e.question for items in self.texts.values() for e in _first(items)}
         self.slots, self.groups = read_refusals()
 
@@ -78,7 +79,8 @@ class Corpus:
 
     def item(self) -> Item:
         """Any exchange at all, held out or not."""
-        kind = self.rng.choices(("skill", "terms", "usage", "talk", "verses", "refusal"), (62, 16, 7, 9, 1.2, 15))[0]
+        shares = {"skill": 60, "terms": 10, "questions": 5, "usage": 10, "talk": 11, "verses": 1.5, "refusal": 15}
+        kind = self.rng.choices(list(shares), list(shares.values()))[0]
         if kind == "skill":
             return self.rng.choices(list(skills.SKILLS), list(skills.SKILLS.values()))[0](self.rng)
         return self.refusal() if kind == "refusal" else self.rng.choice(self.texts[kind])
@@ -183,16 +185,16 @@ class Corpus:
         luck = self.rng.random()
         if luck < 0.55:
             return None
-        if luck < 0.95:
+        if luck < 0.98:
             return " ".join(self.rng.sample(WORDINGS["system"], self.rng.choice((1, 1, 1, 2))))
-        return " ".join(proper(skills.sentence(self.rng)) for _ in range(self.rng.randint(2, 20)))
+        return " ".join(proper(skills.sentence(self.rng)) for _ in range(self.rng.randint(2, 16)))
 
     def dialogue(self, exchanges: int | None = None) -> list[Message]:
         """One conversation; ``exchanges`` None draws a short one."""
         luck = self.rng.random()
         if exchanges is None and luck < 0.04:
             return self.one_word()
-        turns = self.chat(exchanges or self.rng.choice((1, 1, 1, 2, 2, 3, 4)))
+        turns = self.chat(exchanges or self.rng.choice((1, 1, 1, 1, 2, 2, 3)))
         if exchanges or luck < 0.1:
             at = self.rng.randint(0, len(turns))
             turns[at:at] = self.memory()

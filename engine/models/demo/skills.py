@@ -213,6 +213,18 @@ def echo(rng: random.Random) -> Item:
 
 #: skill -> how often it is drawn
 SKILLS: dict[Callable[[random.Random], Item], float] = {
-    capital: 9, unknown_capital: 2.5, country_of: 4, where: 4, is_capital: 3, arithmetic: 13, too_large: 1.5, count: 5,
-    count_more: 1, neighbour: 4, compare: 2.5, opposite: 3.5, spell: 7, echo: 7,
-}  # fmt: skip
+    capital: 8,
+    unknown_capital: 2,
+    country_of: 4,
+    where: 4,
+    is_capital: 4,
+    arithmetic: 14,
+    too_large: 1.5,
+    count: 6,
+    count_more: 1,
+    neighbour: 5,
+    compare: 4,
+    opposite: 4,
+    spell: 9,
+    echo: 9,
+}
