@@ -26,6 +26,7 @@ from engine.request import (
     RequestTimes,
     TokenLogprobs,
 )
+from engine.scheduling.admission import expected_wait
 from engine.scheduling.objective import StepObjective
 from engine.scheduling.output import INVALID_TOKEN, Chunk, ModelRunnerOutput, SchedulerOutput
 from engine.scheduling.planner import OfflinePlan, plan_offline
@@ -36,6 +37,7 @@ from engine.stats import EngineStats
 from predictor.model import LatencyPredictor
 
 MAX_STEP_FAILURES = 3
+OUTPUT_FORGETTING = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +71,7 @@ class EngineCore:
         self._num_arrived = 0
         self._steps = self._failed_steps = 0
         self._prefill_tokens = self._decode_tokens = 0
+        self._mean_output_tokens = 0.0
         self._step_seconds = self._predicted_seconds = 0.0
 
     @property
@@ -214,9 +217,20 @@ class EngineCore:
             )
 
     def _check_room(self) -> None:
+        """Refuse early what would only wait: the queue is full, or its TTFT objective is already out of reach.
+
+        What counts is the work ahead of the request, not its own prompt: an idle server refuses nothing.
+        """
         waiting = len(self._scheduler.waiting_online)
         if waiting >= self.config.max_num_waiting:
             raise QueueFullError(f"{waiting} requests are waiting already.")
+        limit = self._scheduler.objective.ttft
+        wait = expected_wait(self._scheduler, self._mean_output_tokens)
+        if wait > limit:
+            raise QueueFullError(
+                f"About {wait:.2g} s of work is waiting already, beyond the TTFT objective of {limit:g} s.",
+                retry_after=wait - limit,
+            )
 
     def _confirm(self, flight: _InFlight, result: ModelRunnerOutput, now: float) -> Iterator[RequestOutput]:
         self._steps += 1
@@ -322,6 +336,8 @@ class EngineCore:
     ) -> RequestOutput:
         self._scheduler.give_up(request)
         request.move_to(RequestStatus.FINISHED)
+        if request.request_class is RequestClass.ONLINE:
+            self._mean_output_tokens += OUTPUT_FORGETTING * (request.num_output_tokens - self._mean_output_tokens)
         del self._requests[request.request_id]
         request.times.finished = now
         output = _output(request, token_ids, logprobs)

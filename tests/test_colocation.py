@@ -9,6 +9,7 @@ from driver import Driver, make_request, run_plan
 from hypothesis import HealthCheck, given, settings
 
 from engine.config import SchedulerConfig
+from engine.errors import QueueFullError
 from engine.execution.fake import FakeRunner, solo_tokens
 from engine.request import EngineRequest, RequestClass, RequestStatus
 from engine.scheduling.objective import StepObjective
@@ -271,8 +272,12 @@ def test_promises_hold_and_outputs_equal_the_solo_run(
     requests: list[EngineRequest] = []
     for index, (steps, request_class, prompt, max_tokens) in enumerate(arrivals):
         request = make_request(str(index), prompt, max_tokens, request_class=request_class)
-        requests.append(request)
-        driver.add(request)
+        try:
+            driver.add(request)
+        except QueueFullError:
+            assert request_class is ONLINE, "offline work is never refused for an objective"
+        else:
+            requests.append(request)
         for _ in range(steps):
             watcher.launch()
             if driver.in_flight:
@@ -286,3 +291,35 @@ def test_promises_hold_and_outputs_equal_the_solo_run(
     for request in requests:
         expected = solo_tokens(list(request.prompt_token_ids), request.sampling, VOCAB)
         assert driver.outputs[request.request_id] == expected
+
+
+def test_online_is_refused_when_its_ttft_is_out_of_reach_and_offline_never_causes_it() -> None:
+    driver = make_driver(StepObjective(ttft=0.2), num_units=2 * 400)
+    driver.add(*[make_request(f"off{i}", range(100), 10, request_class=OFFLINE) for i in range(50)])
+    accepted = 0
+    with pytest.raises(QueueFullError) as refused:
+        for index in range(50):
+            driver.add(make_request(f"on{index}", range(100), 10))
+            accepted += 1
+    assert 1 < accepted < 10, "about 100 ms of prompt each: the work ahead counts, its own does not"
+    assert refused.value.retry_after > 0
+    driver.run()
+    driver.add(make_request("later", range(110), 10))
+    driver.run()
+
+
+def test_an_idle_server_refuses_nothing_however_tight_the_objective() -> None:
+    driver = make_driver(StepObjective(ttft=0.000001))
+    driver.add(make_request("on", range(100), 10))
+    driver.run()
+
+
+def test_answers_in_the_way_of_rows_count_as_waiting() -> None:
+    driver = make_driver(StepObjective(ttft=0.1), max_num_seqs=1)
+    driver.add(make_request("long", range(4), 100))
+    driver.run()
+    driver.core._mean_output_tokens = 100.0
+    driver.add(make_request("a", range(4), 100))
+    driver.step()
+    with pytest.raises(QueueFullError):
+        driver.add(make_request("b", range(4), 100))

@@ -199,9 +199,11 @@ class StepBuilder:
         hits = scheduler.find_prefix(request)
         hit_tokens = len(hits) * self.block_size
         length = choose_length(hit_tokens, len(request.token_ids) - hit_tokens)
-        blocks_wanted = len(request.token_ids) // self.block_size + 1 - len(hits)
-        units_wanted = blocks_wanted * UNITS_PER_KV_BLOCK + pool.num_idle_units(hits)
-        if length == 0 or not self._make_room(units_wanted, online):
+        units_wanted = (len(request.token_ids) // self.block_size + 1 - len(hits)) * UNITS_PER_KV_BLOCK
+        if length == 0 or not self._make_room(units_wanted + pool.num_idle_units(hits), online):
+            return False
+        # A victim may have shared the hits: idle now, they are no room any more.
+        if pool.num_available_units < units_wanted + pool.num_idle_units(hits):
             return False
         for block in hits:
             pool.acquire(block, online=online)

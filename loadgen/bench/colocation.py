@@ -257,7 +257,8 @@ def main(argv: list[str] | None = None) -> None:
     slo = f"ttft_p99={args.ttft * 1e3:g}ms,tbt_p99={args.tbt * 1e3:g}ms"
     print(
         f"co-location: random 134.5 M Llama, SLO {slo}, {args.rate} online requests/s of "
-        f"{ONLINE_PROMPT}/{ONLINE_OUTPUT}, {OUTSTANDING} offline clients of {OFFLINE_PROMPT}/{OFFLINE_OUTPUT}; {describe()}",
+        f"{ONLINE_PROMPT}/{ONLINE_OUTPUT}, {OUTSTANDING} offline clients of "
+        f"{OFFLINE_PROMPT}/{OFFLINE_OUTPUT}; {describe()}",
         flush=True,
     )
     with tempfile.TemporaryDirectory() as name:

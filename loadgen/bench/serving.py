@@ -176,7 +176,7 @@ def main(_argv: list[str] | None = None) -> None:
         folder = Path(name)
         make_model_folder(folder)
         limits, found = measure_limits(folder, threads)
-        with server(folder, threads, "--profile-dir", name) as url:
+        with server(folder, threads, "--profile-dir", name, "--slo", "ttft_p99=60s,tbt_p99=1s") as url:
             ours = asyncio.run(measure_server(url))
         rows = {"tidemill, over HTTP": ours, "limit": limits, "ratio to the limit": ratio(ours, limits)}
         for peer, figures in peers.measure(CONFIG, threads).items():
