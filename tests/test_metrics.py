@@ -10,7 +10,7 @@ from fake_engine import MODEL, Served
 from prometheus_client.parser import text_string_to_metric_families
 
 from engine.request import RequestClass
-from engine.stats import EngineStats
+from engine.stats import ColocationStats, EngineStats
 from engine.text import Tokenizer
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
@@ -105,6 +105,46 @@ async def test_figures_of_the_engine(start_server: StartServer) -> None:
     assert value(samples, "tidemill_decode_tokens_total") == 90
     assert value(samples, "vllm:num_requests_running", model_name=MODEL) == 2
     assert value(samples, "vllm:num_requests_waiting", model_name=MODEL) == 1
+
+
+async def test_how_the_slo_is_kept(start_server: StartServer) -> None:
+    served = await start_server()
+    assert ("tidemill_slo_attainment", frozenset()) not in await scrape(served)
+    keeper = ColocationStats(
+        slo="ttft_p99=1s",
+        attainment=0.75,
+        good_requests=30,
+        bad_requests=10,
+        policy="p",
+        rule="r",
+        latency_budget=0.05,
+        interference_weight=0.5,
+        decode_value=2.0,
+        breaker="half_open",
+        breaker_cause="ttft",
+        breaker_openings=3,
+        predictor_mape=0.04,
+        offline_tokens=12345,
+    )
+    served.engine.snapshot = EngineStats(
+        predicted_seconds=4.0, leftover_seconds=3.0, leftover_used_seconds=2.5, colocation=keeper
+    )
+    samples = await scrape(served)
+    expected = {
+        "slo_attainment": 0.75,
+        "latency_budget_seconds": 0.05,
+        "interference_weight": 0.5,
+        "predictor_mape": 0.04,
+        "breaker_openings_total": 3,
+        "offline_tokens_total": 12345,
+        "predicted_step_seconds_total": 4.0,
+        "leftover_seconds_total": 3.0,
+        "leftover_used_seconds_total": 2.5,
+    }
+    assert {name: value(samples, f"tidemill_{name}") for name in expected} == expected
+    assert value(samples, "tidemill_slo_requests_total", good="false") == 10
+    states = [value(samples, "tidemill_breaker_state", state=state) for state in ("closed", "half_open", "open")]
+    assert states == [0, 1, 0]
 
 
 async def test_vllm_names_count_online_work_only(start_server: StartServer, tokenizer: Tokenizer) -> None:

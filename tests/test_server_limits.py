@@ -113,7 +113,7 @@ async def test_every_route_needs_a_key_but_health_and_ready(start_server: StartS
     async with httpx.AsyncClient(verify=False, base_url=served.url) as client:
         for path, method in sorted(paths):
             refused = await client.request(method.upper(), path)
-            allowed = await client.request(method.upper(), path, headers={"authorization": f"Bearer {KEY}".encode()})
+            allowed = await client.request(method.upper(), path, headers={b"authorization": f"Bearer {KEY}".encode()})
             assert (refused.status_code == 401) == (path not in {"/health", "/ready"}), path
             assert allowed.status_code != 401, path
         for path in ("/nothing", "/health/", "//metrics", "/health/../metrics", "/HEALTH"):
