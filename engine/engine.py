@@ -201,7 +201,7 @@ class Engine:
         now = self._clock()
         started, self._step_started = self._step_started, now if self._in_flight else None
         outputs = self._core.update(output, result, now, error)
-        if self.colocation is not None and result is not None and started is not None:
+        if self.colocation is not None and self._warm and result is not None and started is not None:
             self.colocation.on_step(output, now - started, outputs, now)
         for request_output in outputs:
             self._deliver(request_output)

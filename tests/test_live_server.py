@@ -1,0 +1,143 @@
+"""The whole house: the packaged demo model behind the real server, used by the official client."""
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from conftest import refuse_blocking
+from fake_engine import Served, serve
+
+from engine.build import build_engine, plan_launch
+from engine.config import EngineConfig
+from engine.engine import Engine
+from engine.text import Tokenizer
+
+MODEL = "tidemill-demo"
+
+
+@pytest.fixture
+async def live(tmp_path: Path) -> AsyncIterator[tuple[Engine, Served]]:
+    """Float32, so that answers do not depend on the neighbours in a batch; a cache of 160 blocks."""
+    config = EngineConfig(
+        device="cpu",
+        dtype="float32",
+        num_gpu_blocks_override=160,
+        max_num_seqs=32,
+        max_num_batched_tokens=256,
+        profile_seconds=0.0,
+        profile_dir=str(tmp_path),
+        slo="ttft_p99=100s,tbt_p99=10s",
+    )
+    plan = plan_launch(config)
+    tokenizer = Tokenizer.load(plan.folder, probe=False)
+    engine = build_engine(config, plan)
+    with refuse_blocking():
+        async with serve(engine, tokenizer, None, served_model_name=(MODEL,)) as served:
+            yield engine, served
+    assert not engine._core.has_requests
+    engine._core.check_integrity()
+
+
+def client_of(served: Served) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0, timeout=120)
+
+
+def question(index: int) -> list[Any]:
+    texts = (
+        "What is tidemill?",
+        "Count from 1 to 20",
+        "What is the capital of France?",
+        "Tell me about the tide",
+        "Hi!",
+    )
+    return [{"role": "user", "content": texts[index % len(texts)]}]
+
+
+async def complete(client: openai.AsyncOpenAI, index: int, limit: int = 40) -> str:
+    answer = await client.chat.completions.create(
+        model=MODEL, messages=question(index), temperature=0, max_tokens=limit
+    )
+    assert answer.choices[0].finish_reason in {"stop", "length"}
+    return answer.choices[0].message.content or ""
+
+
+async def stream(client: openai.AsyncOpenAI, index: int, leave_after: int | None) -> str | None:
+    """The streamed text, or None when the client left in the middle."""
+    chunks = await client.chat.completions.create(
+        model=MODEL, messages=question(index), temperature=0, max_tokens=40, stream=True
+    )
+    text, seen = "", 0
+    async for chunk in chunks:
+        if seen == leave_after:
+            await chunks.close()
+            return None
+        seen += 1
+        text += chunk.choices[0].delta.content or ""
+    return text
+
+
+async def test_64_streams_half_of_which_leave(live: tuple[Engine, Served]) -> None:
+    engine, served = live
+    generator = random.Random(5)
+    async with client_of(served) as client:
+        expected = [await complete(client, index) for index in range(5)]
+        leaves = [generator.randrange(0, 25) if i % 2 else None for i in range(64)]
+        texts = await asyncio.gather(*[stream(client, i, leave) for i, leave in enumerate(leaves)])
+        for index, (text, leave) in enumerate(zip(texts, leaves, strict=True)):
+            if leave is None or text is not None:
+                assert text == expected[index % 5], "an answer was lost or changed by its neighbours"
+        # A request after the last: by its end the engine has seen every departure.
+        assert await complete(client, 0) == expected[0]
+    stats = engine.stats()
+    assert stats.units_owned == 0, "a client that left still holds blocks"
+    assert stats.failed_steps == 0
+
+
+async def test_flex_runs_offline_and_says_so(live: tuple[Engine, Served]) -> None:
+    engine, served = live
+    async with client_of(served) as client:
+        flex = [
+            client.chat.completions.create(
+                model=MODEL, messages=question(i), temperature=0, max_tokens=30, service_tier="flex"
+            )
+            for i in range(8)
+        ]
+        online = [complete(client, i, 30) for i in range(8)]
+        answers = await asyncio.gather(*flex)
+        texts = await asyncio.gather(*online)
+    assert {answer.service_tier for answer in answers} == {"flex"}
+    assert [answer.choices[0].message.content for answer in answers] == texts
+    stats = engine.stats()
+    assert stats.colocation is not None and stats.colocation.offline_tokens > 0
+    assert stats.colocation.good_requests == 8
+
+
+async def test_completions_with_token_ids_and_logprobs(live: tuple[Engine, Served]) -> None:
+    _, served = live
+    async with client_of(served) as client:
+        answer = await client.completions.create(
+            model=MODEL, prompt=[5, 6, 7, 8], max_tokens=5, temperature=0, logprobs=2,
+            extra_body={"return_token_ids": True, "ignore_eos": True},
+        )  # fmt: skip
+        assert answer.usage is not None and answer.usage.completion_tokens == 5
+        logprobs = answer.choices[0].logprobs
+        assert logprobs is not None and logprobs.token_logprobs is not None and logprobs.top_logprobs is not None
+        assert all(value is not None and value <= 0 for value in logprobs.token_logprobs)
+        several = await client.chat.completions.create(
+            model=MODEL, messages=question(0), n=3, seed=7, temperature=1.5, max_tokens=12
+        )
+        again = await client.chat.completions.create(
+            model=MODEL, messages=question(0), n=3, seed=7, temperature=1.5, max_tokens=12
+        )
+        texts = [choice.message.content for choice in several.choices]
+        assert len(set(texts)) > 1
+        assert texts == [choice.message.content for choice in again.choices]
+        stopped = await client.chat.completions.create(
+            model=MODEL, messages=question(1), temperature=0, max_tokens=60, stop=["7"]
+        )
+        assert stopped.choices[0].finish_reason == "stop"
+        assert "7" not in (stopped.choices[0].message.content or "")
