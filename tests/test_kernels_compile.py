@@ -164,13 +164,14 @@ def compile_decode(
     for binary in (split, merge):
         check(binary, arch)
     check_wide_copies(split)
+    if dtype == torch.float32:
+        return
     # Two programs fit into a multiprocessor's shared memory and registers (64 K), so that one computes as one waits.
     assert 2 * split.shared <= SHARED_MEMORY[arch] and 2 * split.registers * 32 * tile.num_warps <= 65536
-    if dtype.itemsize == 2:
-        assert split.instructions("HMMA")
-        # More than one tile is in flight: the wait in the loop leaves copies outstanding.
-        waits = re.findall(r"LDGDEPBAR|DEPBAR\.LE SB0, 0x([0-9a-f]+)", split.sass)
-        assert tile.num_stages < 3 or any(wait and int(wait, 16) >= 2 for wait in waits)
+    assert split.instructions("HMMA")
+    # A tile of K and of V is in flight while another is used: the wait in the loop leaves two groups outstanding.
+    waits = re.findall(r"DEPBAR\.LE SB0, 0x([0-9a-f]+)", split.sass)
+    assert tile.num_stages < 3 or any(int(wait, 16) >= 2 for wait in waits)
 
 
 def compile_prefill(

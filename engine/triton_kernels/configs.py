@@ -48,9 +48,10 @@ _PREFILL = {
     (_AMPERE, 128): LaunchConfig(128, 32, 8, 3),  # 128 x 64 spills
     (_AMPERE, 256): LaunchConfig(64, 32, 8, 2),
 }
-# float32 is for comparisons, not for serving: one small tile each, full-precision products.
-_DECODE_FLOAT32 = LaunchConfig(16, 32, 4, 2)
-_PREFILL_FLOAT32 = LaunchConfig(64, 16, 8, 2)
+# float32 is for comparisons, not for serving: full-precision products outside the tensor cores, tiles small
+# enough for registers.
+_DECODE_FLOAT32 = LaunchConfig(16, 16, 4, 2)
+_PREFILL_FLOAT32 = LaunchConfig(32, 16, 8, 2)
 
 
 def next_power_of_two(value: int) -> int:
@@ -74,7 +75,8 @@ def decode_config(arch: int, head_dim: int, group: int, dtype: torch.dtype) -> L
 
 
 def prefill_config(arch: int, head_dim: int, dtype: torch.dtype) -> LaunchConfig:
-    """Tile of the prefill kernel: `block_m` rows of (token, head of the group) pairs, at least 64 for `wgmma`."""
+    """Tile of the prefill kernel: `block_m` rows of (token, head of the group) pairs; 64 or more, so that `wgmma` is
+    used, but for float32."""
     if dtype.itemsize == 4:
         return _PREFILL_FLOAT32
     return _PREFILL[_table_arch(arch), _padded_head_dim(head_dim)]
