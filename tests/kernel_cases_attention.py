@@ -142,7 +142,7 @@ def test_prefill_of_random_chunks(seed: int) -> None:
 
 def test_prefill_of_nothing_writes_nothing() -> None:
     cache = paged_cache([5], seed=1, dtype=torch.float32, kv_heads=1, head_dim=64)
-    work = PrefillWork(2, 4, 16, DEVICE)
+    work = PrefillWork(2, 4, 8, DEVICE)
     work.fill(np.zeros((0, 4), np.int32))
     work.buffer.upload()
     q = torch.zeros((3, 4, 64), device=DEVICE)
@@ -161,7 +161,7 @@ def test_prefill_with_the_table_configuration() -> None:
 
 def test_prefill_and_decode_refuse_wrong_shapes() -> None:
     cache = paged_cache([5], seed=1, dtype=torch.float32, kv_heads=2, head_dim=64)
-    work, q = PrefillWork(2, 4, 16, DEVICE), torch.zeros((3, 4, 64), device=DEVICE)
+    work, q = PrefillWork(2, 4, 8, DEVICE), torch.zeros((3, 4, 64), device=DEVICE)
     args = {"layer": 1, "scratch_base": cache.scratch_base, "scale": 1.0}
     tables = (cache.k_table, cache.v_table)
     with pytest.raises(AssertionError, match="3 query heads over 2 KV heads"):
