@@ -21,6 +21,7 @@ log = logging.getLogger("tidemill.colocation")
 
 SEARCH_SECONDS = 60.0
 MIN_RECORDED = 200
+MIN_WINDOW = 1.0
 NICENESS = 10
 
 
@@ -39,14 +40,20 @@ def parse_load(text: str) -> tuple[float, int, int] | None:
 
 
 def recorded_workloads(arrivals: Sequence[RecordedArrival]) -> tuple[Workload, Workload]:
-    """What was served, halved in time: parameters are chosen on one half and confirmed on the other."""
-    middle = arrivals[len(arrivals) // 2].at
-    halves = [[a for a in arrivals if a.at < middle], [a for a in arrivals if a.at >= middle]]
+    """What was served, in two halves: parameters are chosen on one and confirmed on the other."""
+    middle = len(arrivals) // 2
     first, second = (
-        Workload(tuple((a.at - half[0].at, a.prompt_tokens, a.output_tokens) for a in half), half[-1].at - half[0].at)
-        for half in halves
+        Workload(
+            tuple((a.at - half[0].at, a.prompt_tokens, a.output_tokens) for a in half),
+            max(half[-1].at - half[0].at, MIN_WINDOW),
+        )
+        for half in (sorted(arrivals[:middle], key=_at), sorted(arrivals[middle:], key=_at))
     )
     return first, second
+
+
+def _at(arrival: RecordedArrival) -> float:
+    return arrival.at
 
 
 class BudgetTuner:
