@@ -43,7 +43,7 @@ _DECODE = {
 _PREFILL = {
     (_HOPPER, 64): LaunchConfig(128, 128, 8, 3),
     (_HOPPER, 128): LaunchConfig(128, 64, 8, 3),  # 128 x 128 spills
-    (_HOPPER, 256): LaunchConfig(128, 32, 8, 3),  # 128 x 64 spills
+    (_HOPPER, 256): LaunchConfig(128, 16, 8, 3),  # 128 x 32 spills with some groups and with 64-bit tables
     (_AMPERE, 64): LaunchConfig(128, 64, 8, 3),
     (_AMPERE, 128): LaunchConfig(128, 32, 8, 3),  # 128 x 64 spills
     (_AMPERE, 256): LaunchConfig(64, 32, 8, 2),
