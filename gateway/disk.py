@@ -1,0 +1,122 @@
+"""The only way that files and batches reach the disk: temporary file, fsync, rename, fsync of the folder.
+
+Every primitive is a method of `Disk`, so that a test can record them and replay each prefix as a crash, or let any of
+them fail. Blocking: call it in a worker thread. Knows nothing of what the files hold.
+"""
+
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from gateway.errors import ApiError
+
+# Reasons why a disk does not take data; the cause is outside, and goes away without us.
+DISK_FAULTS = frozenset({errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EMFILE, errno.ENFILE})
+
+
+class StorageError(ApiError):
+    """The disk is full or faulty: 507 to a client, a pause to a job. What was promised before still holds."""
+
+    def __init__(self) -> None:
+        message = "The server cannot store data at the moment; try again later."
+        super().__init__(507, message, code="insufficient_storage", headers={"retry-after": "10"})
+
+
+@contextmanager
+def storage_errors() -> Iterator[None]:
+    """Turn the disk's faults into StorageError; other errors of the operating system are bugs and stay as they are."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in DISK_FAULTS:
+            raise StorageError from error
+        raise
+
+
+class DiskFile:
+    """A file open for writing at chosen places. Use `Disk.create` and `Disk.open_journal`."""
+
+    def __init__(self, disk: "Disk", path: Path, descriptor: int) -> None:
+        self.path = path
+        self.size = 0
+        self._disk = disk
+        self._descriptor = descriptor
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        """Append to what this object has written so far."""
+        self.write_at(data, self.size)
+        self.size += len(data)
+
+    def write_at(self, data: bytes | bytearray | memoryview, start: int) -> None:
+        self._disk.write(self._descriptor, self.path, data, start)
+
+    def sync(self) -> None:
+        """Returns when everything written is on the disk. After an error the data must be written again: the kernel
+        may have dropped it and will not say so twice."""
+        self._disk.sync(self._descriptor, self.path)
+
+    def close(self) -> None:
+        """Idempotent."""
+        if self._descriptor >= 0:
+            descriptor, self._descriptor = self._descriptor, -1
+            os.close(descriptor)
+
+    def discard(self) -> None:
+        """Close and remove a file that nobody has been promised."""
+        with suppress(OSError):
+            self.close()
+            self._disk.remove(self.path)
+
+
+class Disk:
+    """The primitives, and `publish`, which puts them together."""
+
+    def create(self, path: Path) -> DiskFile:
+        """A new file, readable by its owner only."""
+        return DiskFile(self, path, os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+
+    def open_journal(self, path: Path) -> DiskFile:
+        """A file whose content stays, made if there is none."""
+        return DiskFile(self, path, os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
+
+    def write(self, descriptor: int, path: Path, data: bytes | bytearray | memoryview, start: int) -> None:  # noqa: ARG002
+        view = memoryview(data)
+        while view:
+            written = os.pwrite(descriptor, view, start)
+            if written == 0:
+                raise OSError(errno.ENOSPC, "nothing was written")
+            view, start = view[written:], start + written
+
+    def sync(self, descriptor: int, path: Path) -> None:  # noqa: ARG002
+        os.fsync(descriptor)
+
+    def rename(self, source: Path, target: Path) -> None:
+        os.rename(source, target)
+
+    def sync_folder(self, folder: Path) -> None:
+        """Make names in a folder durable: files that appeared in it or were renamed into it."""
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def remove(self, path: Path) -> None:
+        """Missing files are not an error: whoever removes wants them gone."""
+        with suppress(FileNotFoundError):
+            os.unlink(path)
+
+    def publish(self, file: DiskFile, target: Path) -> None:
+        """Let a finished file appear under its name, whole and for good. On an error neither name is left."""
+        try:
+            file.sync()
+            file.close()
+            self.rename(file.path, target)
+            self.sync_folder(target.parent)
+        except BaseException:
+            file.discard()
+            with suppress(OSError):
+                self.remove(target)
+            raise

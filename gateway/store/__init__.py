@@ -1,0 +1,1 @@
+"""What the gateway keeps across restarts: rows in a database, bodies in files."""

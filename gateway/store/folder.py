@@ -1,0 +1,142 @@
+"""The state folder: what lies where in it, who holds it, and what a crash may have left behind.
+
+    lock                    held by the one server that uses the folder
+    tidemill.db             rows
+    files/<file id>         bodies of uploads and results; each has a row, or it goes at the next start
+    journals/<batch id>     results of a running batch in the order of their ends
+    tmp/                    what is being written; emptied at start
+
+Names are ids that this server drew itself; nothing of a client's becomes a part of a path.
+"""
+
+import asyncio
+import fcntl
+import os
+import sqlite3
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from secrets import token_hex
+
+from engine.errors import ConfigError
+from gateway.disk import Disk, DiskFile, storage_errors
+from gateway.store.objects import BATCH_ID, FILE_ID
+from gateway.store.sqlite import SqliteStore
+
+SWEEP = 1000
+
+
+class StateFolder:
+    """An open state folder. Use `open_state`."""
+
+    def __init__(self, root: Path, disk: Disk, store: SqliteStore, lock: int) -> None:
+        self.root = root
+        self.disk = disk
+        self.store = store
+        self._lock = lock
+
+    def file_path(self, file_id: str) -> Path:
+        assert FILE_ID.fullmatch(file_id)
+        return self.root / "files" / file_id
+
+    def journal_path(self, batch_id: str) -> Path:
+        assert BATCH_ID.fullmatch(batch_id)
+        return self.root / "journals" / batch_id
+
+    def create_temp(self) -> DiskFile:
+        """A file for something that will be published. Raises StorageError."""
+        with storage_errors():
+            return self.disk.create(self.root / "tmp" / token_hex(16))
+
+    def publish_file(self, file: DiskFile, file_id: str) -> None:
+        """Raises StorageError, after which nothing is left of the file."""
+        with storage_errors():
+            self.disk.publish(file, self.file_path(file_id))
+
+    def remove_body(self, file_id: str) -> None:
+        """Best effort: what stays goes at the next start."""
+        with storage_errors():
+            self.disk.remove(self.file_path(file_id))
+
+    async def recover(self) -> None:
+        """Remove what belongs to nothing. Before anything else is done with the folder."""
+        journals = {batch.id for batch in await self.store.unfinished_batches()}
+        await asyncio.to_thread(self._remove_all, "tmp", await self._names("tmp"))
+        left = [name for name in await self._names("journals") if name not in journals]
+        await asyncio.to_thread(self._remove_all, "journals", left)
+        names = await self._names("files")
+        for start in range(0, len(names), SWEEP):
+            known = await self.store.known_files(names[start : start + SWEEP])
+            orphans = [name for name in names[start : start + SWEEP] if name not in known]
+            await asyncio.to_thread(self._remove_all, "files", orphans)
+
+    async def _names(self, folder: str) -> list[str]:
+        return await asyncio.to_thread(os.listdir, self.root / folder)
+
+    def _remove_all(self, folder: str, names: list[str]) -> None:
+        for name in names:
+            self.disk.remove(self.root / folder / name)
+
+    async def close(self) -> None:
+        await self.store.close()
+        self.release()
+
+    def release(self) -> None:
+        """Let another server have the folder. Idempotent."""
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+
+def default_state_dir(environment: Mapping[str, str]) -> Path:
+    base = environment.get("XDG_STATE_HOME", "")
+    return (Path(base) if os.path.isabs(base) else Path.home() / ".local" / "state") / "tidemill"
+
+
+def open_state(
+    root: Path, disk: Disk | None = None, on_commit: Callable[[sqlite3.Connection], None] | None = None
+) -> StateFolder:
+    """Take hold of a folder, making it if there is none. Blocks.
+
+    Raises ConfigError, with nothing changed in the folder, when another server holds it or the database cannot be
+    used.
+    """
+    disk = disk or Disk()
+    try:
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if root.stat().st_mode & 0o077:
+            root.chmod(0o700)
+        lock = _take_lock(root / "lock")
+    except OSError as error:
+        raise ConfigError(f"--state-dir {root} cannot be used: {error.strerror}") from None
+    try:
+        return _open_locked(root, disk, on_commit, lock)
+    except BaseException as error:
+        os.close(lock)
+        if isinstance(error, OSError):
+            raise ConfigError(f"--state-dir {root} cannot be used: {error.strerror}") from None
+        raise
+
+
+def _open_locked(
+    root: Path, disk: Disk, on_commit: Callable[[sqlite3.Connection], None] | None, lock: int
+) -> StateFolder:
+    store = SqliteStore(root / "tidemill.db", on_commit)
+    try:
+        for name in ("files", "journals", "tmp"):
+            (root / name).mkdir(mode=0o700, exist_ok=True)
+        for folder in (root, root.parent):
+            disk.sync_folder(folder)
+    except BaseException:
+        store.close_now()
+        raise
+    return StateFolder(root, disk, store, lock)
+
+
+def _take_lock(path: Path) -> int:
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise ConfigError(f"--state-dir {path.parent} is in use by another server") from None
+    return descriptor

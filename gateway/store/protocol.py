@@ -1,0 +1,102 @@
+"""What files and batches ask of a database. Every method is one transaction: when it returns, what it did is durable.
+
+All methods raise StorageError when the disk does not take it, in which case nothing was changed.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from gateway.batch_states import BatchStatus
+from gateway.store.objects import BatchJob, FileObject, InputError, LineRecord, LineRef, LineResult, Page, Usage
+
+
+class FileStore(Protocol):
+    """Rows of files. A file that has expired or belongs to another tenant is a missing one."""
+
+    async def add_file(self, file: FileObject) -> None: ...
+
+    async def get_file(self, tenant: str, file_id: str, now: int) -> FileObject | None: ...
+
+    async def list_files(self, tenant: str, page: Page, purpose: str | None, now: int) -> tuple[list[FileObject], bool]:
+        """One page, and whether there is more. Raises UnknownCursor."""
+        ...
+
+    async def delete_file(self, tenant: str, file_id: str, now: int) -> bool:
+        """False if there is none. Raises FileInUse for the input of a batch that has not ended."""
+        ...
+
+    async def expire_files(self, now: int, limit: int) -> list[str]:
+        """Take expired files out of the lists, but for inputs in use; returns the ids whose bodies may go."""
+        ...
+
+    async def known_files(self, file_ids: Sequence[str]) -> set[str]:
+        """Those of the ids whose body must be kept, of whatever tenant."""
+        ...
+
+
+class BatchStore(Protocol):
+    """Rows of batches and of their lines."""
+
+    async def create_batch(self, batch: BatchJob, idempotency: tuple[str, str] | None = None) -> BatchJob:
+        """Add a batch; `idempotency` is a key and a digest of the body: with a key seen before, the batch of then.
+
+        Raises NoSuchFile or IdempotencyConflict.
+        """
+        ...
+
+    async def get_batch(self, tenant: str, batch_id: str) -> BatchJob | None: ...
+
+    async def load_batch(self, batch_id: str) -> BatchJob:
+        """For the worker, which serves every tenant. The batch must exist."""
+        ...
+
+    async def list_batches(self, tenant: str, page: Page) -> tuple[list[BatchJob], bool]:
+        """One page, newest first, and whether there is more. Raises UnknownCursor."""
+        ...
+
+    async def unfinished_batches(self) -> list[BatchJob]: ...
+
+    async def move_batch(
+        self, batch_id: str, status: BatchStatus, now: int, errors: Sequence[InputError] = ()
+    ) -> BatchJob:
+        """Change the state. Raises IllegalTransition."""
+        ...
+
+    async def cancel_batch(self, tenant: str, batch_id: str, now: int) -> BatchJob | None:
+        """Begin to cancel where that is still possible; the batch as it is then, None if there is none."""
+        ...
+
+    async def add_lines(self, batch_id: str, lines: Sequence[LineRef], *, first: bool) -> None:
+        """Index lines of a batch under validation; `first`: forget those of an attempt that was cut off."""
+        ...
+
+    async def start_batch(self, batch_id: str, total: int, model: str | None, now: int) -> BatchJob:
+        """The input is valid: from `validating` to `in_progress`; a batch being cancelled stays so."""
+        ...
+
+    async def pending_lines(self, batch_id: str, after_rank: int, limit: int) -> list[LineRef]:
+        """Lines without a result, by rank."""
+        ...
+
+    async def add_results(
+        self, batch_id: str, results: Sequence[LineResult], usage: Usage, journal_bytes: int
+    ) -> BatchJob:
+        """Record results whose rows are already durable in the journal. A line that has a result keeps it."""
+        ...
+
+    async def line_records(self, batch_id: str, after_rank: int, limit: int) -> list[LineRecord]:
+        """All lines, by rank."""
+        ...
+
+    async def finish_batch(
+        self, batch_id: str, status: BatchStatus, now: int, output: FileObject | None, errors: FileObject | None
+    ) -> BatchJob:
+        """End a batch together with the rows of its files; lines without a result count as failed, and the index of
+        its lines goes. Raises IllegalTransition."""
+        ...
+
+
+class Store(FileStore, BatchStore, Protocol):
+    """Everything. `close` waits for what was begun."""
+
+    async def close(self) -> None: ...

@@ -1,0 +1,65 @@
+"""The tables, version by version: `user_version` says how many of the scripts a database has been through."""
+
+_FIRST = """
+CREATE TABLE files (
+    seq INTEGER PRIMARY KEY AUTOINCREMENT,
+    id TEXT NOT NULL UNIQUE,
+    tenant TEXT NOT NULL,
+    bytes INTEGER NOT NULL,
+    created_at INTEGER NOT NULL,
+    filename TEXT NOT NULL,
+    purpose TEXT NOT NULL,
+    expires_at INTEGER,
+    deleted_at INTEGER
+) STRICT;
+CREATE INDEX files_by_tenant ON files (tenant, seq);
+CREATE INDEX files_by_expiry ON files (expires_at) WHERE deleted_at IS NULL AND expires_at IS NOT NULL;
+CREATE INDEX files_deleted ON files (deleted_at) WHERE deleted_at IS NOT NULL;
+
+CREATE TABLE batches (
+    seq INTEGER PRIMARY KEY AUTOINCREMENT,
+    id TEXT NOT NULL UNIQUE,
+    tenant TEXT NOT NULL,
+    endpoint TEXT NOT NULL,
+    input_file_id TEXT NOT NULL,
+    completion_window TEXT NOT NULL,
+    created_at INTEGER NOT NULL,
+    expires_at INTEGER NOT NULL,
+    status TEXT NOT NULL,
+    output_expires_after INTEGER,
+    metadata TEXT,
+    model TEXT,
+    errors TEXT NOT NULL DEFAULT '[]',
+    output_file_id TEXT,
+    error_file_id TEXT,
+    times TEXT NOT NULL DEFAULT '{}',
+    total INTEGER NOT NULL DEFAULT 0,
+    completed INTEGER NOT NULL DEFAULT 0,
+    failed INTEGER NOT NULL DEFAULT 0,
+    input_tokens INTEGER NOT NULL DEFAULT 0,
+    cached_tokens INTEGER NOT NULL DEFAULT 0,
+    output_tokens INTEGER NOT NULL DEFAULT 0,
+    journal_bytes INTEGER NOT NULL DEFAULT 0,
+    idempotency_key TEXT,
+    idempotency_digest TEXT
+) STRICT;
+CREATE INDEX batches_by_tenant ON batches (tenant, seq);
+CREATE INDEX batches_unfinished ON batches (input_file_id)
+    WHERE status IN ('validating', 'in_progress', 'finalizing', 'cancelling');
+CREATE UNIQUE INDEX batches_by_idempotency ON batches (tenant, idempotency_key) WHERE idempotency_key IS NOT NULL;
+
+CREATE TABLE lines (
+    batch INTEGER NOT NULL,
+    rank INTEGER NOT NULL,
+    number INTEGER NOT NULL,
+    start INTEGER NOT NULL,
+    length INTEGER NOT NULL,
+    succeeded INTEGER,
+    result_start INTEGER NOT NULL DEFAULT 0,
+    result_length INTEGER NOT NULL DEFAULT 0,
+    PRIMARY KEY (batch, rank)
+) STRICT, WITHOUT ROWID;
+"""
+
+MIGRATIONS = (_FIRST,)
+VERSION = len(MIGRATIONS)

@@ -1,0 +1,187 @@
+"""Batches and their lines in SQLite. The counts of a batch change in the transaction that records its lines' results.
+Mixed into `SqliteStore`."""
+
+import json
+import sqlite3
+from collections.abc import Sequence
+from contextlib import suppress
+
+from gateway.batch_states import BatchStatus, IllegalTransition, check_transition, timestamp_field
+from gateway.store.objects import (
+    BatchJob,
+    FileObject,
+    IdempotencyConflict,
+    InputError,
+    LineRecord,
+    LineRef,
+    LineResult,
+    NoSuchFile,
+    Page,
+    Usage,
+)
+from gateway.store.rows import insert_batch, insert_file, read_batch_row, read_line_row, read_record_row
+from gateway.store.sqlite_files import find_file, read_page
+from gateway.store.writer import SqliteWriter
+
+
+class SqliteBatches:
+    """Implements BatchStore."""
+
+    _writer: SqliteWriter
+
+    async def create_batch(self, batch: BatchJob, idempotency: tuple[str, str] | None = None) -> BatchJob:
+        def work(connection: sqlite3.Connection) -> BatchJob:
+            if idempotency is not None:
+                query = "SELECT * FROM batches WHERE tenant = ? AND idempotency_key = ?"
+                row = connection.execute(query, (batch.tenant, idempotency[0])).fetchone()
+                if row is not None and row["idempotency_digest"] != idempotency[1]:
+                    raise IdempotencyConflict
+                if row is not None:
+                    return read_batch_row(row)
+            if find_file(connection, batch.tenant, batch.input_file_id, batch.created_at) is None:
+                raise NoSuchFile
+            insert_batch(connection, batch, idempotency)
+            return batch
+
+        return await self._writer.run(work)
+
+    async def get_batch(self, tenant: str, batch_id: str) -> BatchJob | None:
+        return await self._writer.run(lambda connection: _find(connection, batch_id, tenant))
+
+    async def load_batch(self, batch_id: str) -> BatchJob:
+        return await self._writer.run(lambda connection: _load(connection, batch_id))
+
+    async def list_batches(self, tenant: str, page: Page) -> tuple[list[BatchJob], bool]:
+        def work(connection: sqlite3.Connection) -> tuple[list[BatchJob], bool]:
+            rows, more = read_page(connection, "batches", "tenant = :tenant", {"tenant": tenant}, page)
+            return [read_batch_row(row) for row in rows], more
+
+        return await self._writer.run(work)
+
+    async def unfinished_batches(self) -> list[BatchJob]:
+        query = (
+            "SELECT * FROM batches WHERE status IN ('validating', 'in_progress', 'finalizing', 'cancelling') "
+            "ORDER BY seq"
+        )
+        return await self._writer.run(lambda c: [read_batch_row(row) for row in c.execute(query)])
+
+    async def move_batch(
+        self, batch_id: str, status: BatchStatus, now: int, errors: Sequence[InputError] = ()
+    ) -> BatchJob:
+        def work(connection: sqlite3.Connection) -> BatchJob:
+            _move(connection, batch_id, status, now)
+            if errors:
+                text = json.dumps([list(error) for error in errors])
+                connection.execute("UPDATE batches SET errors = ? WHERE id = ?", (text, batch_id))
+            return _load(connection, batch_id)
+
+        return await self._writer.run(work)
+
+    async def cancel_batch(self, tenant: str, batch_id: str, now: int) -> BatchJob | None:
+        def work(connection: sqlite3.Connection) -> BatchJob | None:
+            if _find(connection, batch_id, tenant) is None:
+                return None
+            with suppress(IllegalTransition):  # too late, or the second time: answered with the batch as it is
+                _move(connection, batch_id, BatchStatus.CANCELLING, now)
+            return _load(connection, batch_id)
+
+        return await self._writer.run(work)
+
+    async def add_lines(self, batch_id: str, lines: Sequence[LineRef], *, first: bool) -> None:
+        def work(connection: sqlite3.Connection) -> None:
+            batch = _seq(connection, batch_id)
+            if first:
+                connection.execute("DELETE FROM lines WHERE batch = ?", (batch,))
+            connection.executemany(
+                "INSERT INTO lines (batch, rank, number, start, length) VALUES (?, ?, ?, ?, ?)",
+                ((batch, *line) for line in lines),
+            )
+
+        await self._writer.run(work)
+
+    async def start_batch(self, batch_id: str, total: int, model: str | None, now: int) -> BatchJob:
+        def work(connection: sqlite3.Connection) -> BatchJob:
+            if _load(connection, batch_id).status is not BatchStatus.CANCELLING:
+                _move(connection, batch_id, BatchStatus.IN_PROGRESS, now)
+            connection.execute("UPDATE batches SET total = ?, model = ? WHERE id = ?", (total, model, batch_id))
+            return _load(connection, batch_id)
+
+        return await self._writer.run(work)
+
+    async def pending_lines(self, batch_id: str, after_rank: int, limit: int) -> list[LineRef]:
+        def work(connection: sqlite3.Connection) -> list[LineRef]:
+            query = "SELECT * FROM lines WHERE batch = ? AND rank > ? AND succeeded IS NULL ORDER BY rank LIMIT ?"
+            rows = connection.execute(query, (_seq(connection, batch_id), after_rank, limit))
+            return [read_line_row(row) for row in rows]
+
+        return await self._writer.run(work)
+
+    async def add_results(
+        self, batch_id: str, results: Sequence[LineResult], usage: Usage, journal_bytes: int
+    ) -> BatchJob:
+        def work(connection: sqlite3.Connection) -> BatchJob:
+            batch, counts = _seq(connection, batch_id), [0, 0]
+            for result in results:
+                changed = connection.execute(
+                    "UPDATE lines SET succeeded = ?, result_start = ?, result_length = ? "
+                    "WHERE batch = ? AND rank = ? AND succeeded IS NULL",
+                    (int(result.succeeded), result.start, result.length, batch, result.rank),
+                )
+                counts[result.succeeded] += changed.rowcount
+            connection.execute(
+                "UPDATE batches SET completed = completed + ?, failed = failed + ?, input_tokens = input_tokens + ?, "
+                "cached_tokens = cached_tokens + ?, output_tokens = output_tokens + ?, journal_bytes = ? WHERE seq = ?",
+                (counts[True], counts[False], *usage, journal_bytes, batch),
+            )
+            return _load(connection, batch_id)
+
+        return await self._writer.run(work)
+
+    async def line_records(self, batch_id: str, after_rank: int, limit: int) -> list[LineRecord]:
+        def work(connection: sqlite3.Connection) -> list[LineRecord]:
+            query = "SELECT * FROM lines WHERE batch = ? AND rank > ? ORDER BY rank LIMIT ?"
+            rows = connection.execute(query, (_seq(connection, batch_id), after_rank, limit))
+            return [read_record_row(row) for row in rows]
+
+        return await self._writer.run(work)
+
+    async def finish_batch(
+        self, batch_id: str, status: BatchStatus, now: int, output: FileObject | None, errors: FileObject | None
+    ) -> BatchJob:
+        def work(connection: sqlite3.Connection) -> BatchJob:
+            _move(connection, batch_id, status, now)
+            for file in (output, errors):
+                if file is not None:
+                    insert_file(connection, file)
+            connection.execute(
+                "UPDATE batches SET output_file_id = ?, error_file_id = ?, failed = total - completed WHERE id = ?",
+                (output and output.id, errors and errors.id, batch_id),
+            )
+            connection.execute("DELETE FROM lines WHERE batch = ?", (_seq(connection, batch_id),))
+            return _load(connection, batch_id)
+
+        return await self._writer.run(work)
+
+
+def _find(connection: sqlite3.Connection, batch_id: str, tenant: str) -> BatchJob | None:
+    row = connection.execute("SELECT * FROM batches WHERE id = ? AND tenant = ?", (batch_id, tenant)).fetchone()
+    return None if row is None else read_batch_row(row)
+
+
+def _load(connection: sqlite3.Connection, batch_id: str) -> BatchJob:
+    return read_batch_row(connection.execute("SELECT * FROM batches WHERE id = ?", (batch_id,)).fetchone())
+
+
+def _seq(connection: sqlite3.Connection, batch_id: str) -> int:
+    """The short number that lines name their batch by."""
+    return int(connection.execute("SELECT seq FROM batches WHERE id = ?", (batch_id,)).fetchone()["seq"])
+
+
+def _move(connection: sqlite3.Connection, batch_id: str, status: BatchStatus, now: int) -> None:
+    batch = _load(connection, batch_id)
+    check_transition(batch.status, status)
+    field = timestamp_field(status)
+    times = {**batch.times, **({field: now} if field else {})}
+    connection.execute(
+        "UPDATE batches SET status = ?, times = ? WHERE id = ?", (status.value, json.dumps(times), batch_id)
+    )

@@ -1,0 +1,91 @@
+"""Files in SQLite. A deleted file's row stays for a while, without a body, so that a list can go on after it: clients
+delete while they page. Mixed into `SqliteStore`."""
+
+import sqlite3
+from collections.abc import Sequence
+
+from gateway.store.objects import FileInUse, FileObject, Page, UnknownCursor
+from gateway.store.rows import insert_file, read_file_row
+from gateway.store.writer import SqliteWriter
+
+TOMBSTONE_SECONDS = 24 * 3600
+_UNFINISHED = "('validating', 'in_progress', 'finalizing', 'cancelling')"
+_IN_USE = f"EXISTS (SELECT 1 FROM batches b WHERE b.input_file_id = files.id AND b.status IN {_UNFINISHED})"
+_VISIBLE = "tenant = :tenant AND deleted_at IS NULL AND (expires_at IS NULL OR expires_at > :now)"
+
+
+class SqliteFiles:
+    """Implements FileStore."""
+
+    _writer: SqliteWriter
+
+    async def add_file(self, file: FileObject) -> None:
+        await self._writer.run(lambda connection: insert_file(connection, file))
+
+    async def get_file(self, tenant: str, file_id: str, now: int) -> FileObject | None:
+        return await self._writer.run(lambda connection: find_file(connection, tenant, file_id, now))
+
+    async def list_files(self, tenant: str, page: Page, purpose: str | None, now: int) -> tuple[list[FileObject], bool]:
+        def work(connection: sqlite3.Connection) -> tuple[list[FileObject], bool]:
+            where = _VISIBLE
+            values: dict[str, str | int | None] = {"tenant": tenant, "now": now, "purpose": purpose}
+            if purpose is not None:
+                where += " AND purpose = :purpose"
+            rows, more = read_page(connection, "files", where, values, page)
+            return [read_file_row(row) for row in rows], more
+
+        return await self._writer.run(work)
+
+    async def delete_file(self, tenant: str, file_id: str, now: int) -> bool:
+        def work(connection: sqlite3.Connection) -> bool:
+            if find_file(connection, tenant, file_id, now) is None:
+                return False
+            values = {"id": file_id, "now": now}
+            changed = connection.execute(f"UPDATE files SET deleted_at = :now WHERE id = :id AND NOT {_IN_USE}", values)
+            if not changed.rowcount:
+                raise FileInUse
+            return True
+
+        return await self._writer.run(work)
+
+    async def expire_files(self, now: int, limit: int) -> list[str]:
+        def work(connection: sqlite3.Connection) -> list[str]:
+            connection.execute("DELETE FROM files WHERE deleted_at < ?", (now - TOMBSTONE_SECONDS,))
+            rows = connection.execute(
+                "UPDATE files SET deleted_at = ? WHERE seq IN (SELECT seq FROM files "
+                f"WHERE deleted_at IS NULL AND expires_at <= ? AND NOT {_IN_USE} LIMIT ?) RETURNING id",
+                (now, now, limit),
+            )
+            return [row["id"] for row in rows]
+
+        return await self._writer.run(work)
+
+    async def known_files(self, file_ids: Sequence[str]) -> set[str]:
+        def work(connection: sqlite3.Connection) -> set[str]:
+            query = "SELECT 1 FROM files WHERE id = ? AND deleted_at IS NULL"
+            return {file_id for file_id in file_ids if connection.execute(query, (file_id,)).fetchone()}
+
+        return await self._writer.run(work)
+
+
+def find_file(connection: sqlite3.Connection, tenant: str, file_id: str, now: int) -> FileObject | None:
+    values = {"tenant": tenant, "id": file_id, "now": now}
+    row = connection.execute(f"SELECT * FROM files WHERE id = :id AND {_VISIBLE}", values).fetchone()
+    return None if row is None else read_file_row(row)
+
+
+def read_page(
+    connection: sqlite3.Connection, table: str, where: str, values: dict[str, str | int | None], page: Page
+) -> tuple[list[sqlite3.Row], bool]:
+    """Rows of one page, and whether there are more. `table` and `where` are ours, never a client's."""
+    if page.after is not None:
+        query = f"SELECT seq FROM {table} WHERE id = ? AND tenant = ?"
+        cursor = connection.execute(query, (page.after, values["tenant"])).fetchone()
+        if cursor is None:
+            raise UnknownCursor
+        values = {**values, "after": cursor["seq"]}
+        where += f" AND seq {'>' if page.ascending else '<'} :after"
+    order = "ASC" if page.ascending else "DESC"
+    query = f"SELECT * FROM {table} WHERE {where} ORDER BY seq {order} LIMIT {page.limit + 1}"
+    rows = connection.execute(query, values).fetchall()
+    return rows[: page.limit], len(rows) > page.limit

@@ -1,0 +1,172 @@
+"""One thread, one SQLite connection: work that waits together is committed together.
+
+Knows nothing of tables. Reads go through the same connection, in order, so they see what was acknowledged before.
+"""
+
+import asyncio
+import queue
+import sqlite3
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+from engine.errors import ConfigError
+from gateway.disk import StorageError
+from gateway.store.schema import MIGRATIONS, VERSION
+
+ResultT = TypeVar("ResultT")
+Work = Callable[[sqlite3.Connection], ResultT]
+
+MAX_GROUP = 256  # a commit of that many rows takes about five times as long as of one
+CHECKED_BYTES = 64 * 1024 * 1024  # a whole check of a larger database would take too long at every start
+_STORAGE_CODES = frozenset(
+    {sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY}
+)
+
+
+def open_database(path: Path) -> sqlite3.Connection:
+    """The connection, its tables brought up to this version.
+
+    Raises ConfigError, having changed nothing, for a damaged database or one of a newer version.
+    """
+    try:
+        if path.exists():
+            _look_first(path)
+        connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False, cached_statements=256)
+    except sqlite3.DatabaseError as error:
+        raise ConfigError(f"the database in --state-dir cannot be used: {error}") from None
+    try:
+        _check(connection, path)
+        connection.execute("PRAGMA journal_mode = WAL")
+        connection.execute("PRAGMA synchronous = FULL")
+        connection.execute("PRAGMA busy_timeout = 0")
+        connection.row_factory = sqlite3.Row
+        _migrate(connection)
+    except BaseException as error:
+        connection.close()
+        if isinstance(error, sqlite3.DatabaseError):
+            raise ConfigError(f"the database in --state-dir cannot be used: {error}") from None
+        raise
+    return connection
+
+
+def _look_first(path: Path) -> None:
+    """Look without touching: closing an ordinary connection would already tidy up."""
+    connection = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro&immutable=1", uri=True)
+    try:
+        _refuse_newer(connection)
+        connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
+    finally:
+        connection.close()
+
+
+def _check(connection: sqlite3.Connection, path: Path) -> None:
+    _refuse_newer(connection)
+    if path.stat().st_size <= CHECKED_BYTES:
+        (found,) = connection.execute("PRAGMA quick_check(1)").fetchone()
+        if found != "ok":
+            raise ConfigError("the database in --state-dir is damaged; restore it from a backup or use another folder")
+
+
+def _refuse_newer(connection: sqlite3.Connection) -> None:
+    (version,) = connection.execute("PRAGMA user_version").fetchone()
+    if version > VERSION:
+        raise ConfigError(f"--state-dir was written by a newer version (schema {version}, this one knows {VERSION})")
+
+
+def _migrate(connection: sqlite3.Connection) -> None:
+    (version,) = connection.execute("PRAGMA user_version").fetchone()
+    for number, script in enumerate(MIGRATIONS[version:], version + 1):
+        connection.executescript(f"BEGIN;{script};PRAGMA user_version = {number};COMMIT;")
+
+
+class SqliteWriter:
+    """Runs functions of the connection in its thread; each is atomic, and done for good when its future is.
+
+    `on_commit` is called after every commit that may have written, in the thread.
+    """
+
+    def __init__(self, connection: sqlite3.Connection, on_commit: Work[None] | None = None) -> None:
+        self._connection = connection
+        self._on_commit = on_commit
+        self._queue: queue.SimpleQueue[tuple[Work[Any], Future[Any]] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="tidemill-store", daemon=True)
+        self._thread.start()
+
+    async def run(self, work: Work[ResultT]) -> ResultT:
+        """Raises what `work` raises, or StorageError when it could not be made durable."""
+        future: Future[ResultT] = Future()
+        self._queue.put((work, future))
+        return await asyncio.wrap_future(future)
+
+    def close(self) -> None:
+        """Wait for what was queued, and close the connection. Blocks."""
+        self._queue.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        closing = False
+        while not closing:
+            group = [self._queue.get()]
+            while len(group) < MAX_GROUP and not self._queue.empty():
+                group.append(self._queue.get())
+            closing = None in group
+            self._commit([item for item in group if item is not None and item[1].set_running_or_notify_cancel()])
+        self._connection.close()
+
+    def _commit(self, group: list[tuple[Work[Any], Future[Any]]]) -> None:
+        connection = self._connection
+        outcomes: list[tuple[Future[Any], Any, Exception | None]] = []
+        changes = connection.total_changes
+        try:
+            connection.execute("BEGIN")
+            for work, future in group:
+                outcomes.append((future, *self._attempt(work)))
+            connection.execute("COMMIT")
+            if self._on_commit is not None and connection.total_changes > changes:
+                self._on_commit(connection)
+        except (sqlite3.Error, StorageError) as error:
+            self._give_up(group, error)
+            return
+        for future, result, failure in outcomes:
+            if failure is None:
+                future.set_result(result)
+            else:
+                future.set_exception(failure)
+
+    def _attempt(self, work: Work[Any]) -> tuple[Any, Exception | None]:
+        """One piece of work, undone alone if it fails for a reason of its own. Raises StorageError."""
+        connection = self._connection
+        connection.execute("SAVEPOINT work")
+        try:
+            result = work(connection)
+        except Exception as error:
+            if isinstance(error, sqlite3.Error) and _is_storage_error(error):
+                raise StorageError from error
+            connection.execute("ROLLBACK TO work")
+            connection.execute("RELEASE work")
+            return None, error
+        connection.execute("RELEASE work")
+        return result, None
+
+    def _give_up(self, group: list[tuple[Work[Any], Future[Any]]], error: Exception) -> None:
+        """Nothing of the group has happened. What only reads must not fail because of a neighbour: one by one."""
+        with suppress(sqlite3.Error):  # SQLite may have rolled back by itself
+            if self._connection.in_transaction:
+                self._connection.execute("ROLLBACK")
+        if len(group) > 1:
+            for item in group:
+                self._commit([item])
+            return
+        failure: Exception = error
+        if isinstance(error, sqlite3.Error) and _is_storage_error(error):
+            failure = StorageError()
+            failure.__cause__ = error
+        group[0][1].set_exception(failure)
+
+
+def _is_storage_error(error: sqlite3.Error) -> bool:
+    return (getattr(error, "sqlite_errorcode", 0) & 0xFF) in _STORAGE_CODES

@@ -1,0 +1,136 @@
+"""The file layer: what appears, when, and what a full or faulty disk leaves behind."""
+
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from recording_disk import IO_ERROR, NO_SPACE, FaultyDisk, Log, RecordingDisk, write_image
+
+from gateway.disk import Disk, DiskFile, StorageError, storage_errors
+
+
+def publish(disk: Disk, folder: Path, data: bytes = b"content") -> Path:
+    (folder / "tmp").mkdir(exist_ok=True)
+    (folder / "files").mkdir(exist_ok=True)
+    file = disk.create(folder / "tmp" / "t")
+    try:
+        file.write(data)
+        disk.publish(file, folder / "files" / "f")
+    except BaseException:
+        file.discard()
+        raise
+    return folder / "files" / "f"
+
+
+def test_a_file_is_written_synced_renamed_and_its_folder_synced_in_this_order(tmp_path: Path) -> None:
+    log = Log(tmp_path)
+    assert publish(RecordingDisk(log), tmp_path).read_bytes() == b"content"
+    assert [(kind, name) for kind, name, _ in log.entries] == [
+        ("create", "tmp/t"), ("write", "tmp/t"), ("sync", "tmp/t"), ("rename", "tmp/t"), ("sync_folder", "files"),
+    ]  # fmt: skip
+
+
+def test_only_the_owner_can_read(tmp_path: Path) -> None:
+    assert publish(Disk(), tmp_path).stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("code", [NO_SPACE, IO_ERROR])
+@pytest.mark.parametrize("number", range(5))
+def test_a_fault_at_any_operation_leaves_nothing(tmp_path: Path, number: int, code: int) -> None:
+    disk = FaultyDisk({number: code})
+    with pytest.raises(StorageError) as caught, storage_errors():
+        publish(disk, tmp_path)
+    assert caught.value.status == 507 and os.strerror(code) not in caught.value.message
+    assert not list((tmp_path / "tmp").iterdir()) and not list((tmp_path / "files").iterdir())
+    assert publish(disk, tmp_path).read_bytes() == b"content"
+
+
+def test_other_errors_are_bugs(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError), storage_errors():
+        Disk().create(tmp_path / "no" / "such" / "folder")
+    Disk().create(tmp_path / "taken").close()
+    with pytest.raises(FileExistsError), storage_errors():
+        Disk().create(tmp_path / "taken")
+
+
+def test_a_device_that_is_always_full() -> None:
+    file = DiskFile(Disk(), Path("/dev/full"), os.open("/dev/full", os.O_WRONLY))
+    with pytest.raises(StorageError), storage_errors():
+        file.write(b"x")
+    file.close()
+    file.close()
+
+
+LIMITED = """
+import sys
+from pathlib import Path
+from gateway.disk import Disk, StorageError, storage_errors
+file = Disk().create(Path(sys.argv[1]))
+with storage_errors():
+    file.write(b"x" * 1000)
+try:
+    with storage_errors():
+        file.write(b"x" * 1000)
+except StorageError:
+    print("full at", file.size)
+"""
+
+
+def test_a_file_size_limit_of_the_system(tmp_path: Path) -> None:
+    """A write that is taken in part is an error as a whole: the size that counts does not move."""
+    done = subprocess.run(
+        [sys.executable, "-c", LIMITED, str(tmp_path / "f")],
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1500, 1500)),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.strip() == "full at 1000"
+
+
+def test_a_journal_is_written_in_place(tmp_path: Path) -> None:
+    journal = Disk().open_journal(tmp_path / "j")
+    journal.write_at(b"hello", 0)
+    journal.close()
+    journal = Disk().open_journal(tmp_path / "j")
+    journal.write_at(b"LO!", 3)
+    journal.sync()
+    journal.close()
+    assert (tmp_path / "j").read_bytes() == b"helLO!"
+
+
+@pytest.mark.parametrize(
+    ("end", "reading", "files"),
+    [
+        (2, "eager", {"tmp/t": b"content"}),
+        (2, "torn", {"tmp/t": b""}),
+        (2, "cautious", {}),
+        (4, "torn", {"files/f": b"content"}),
+        (4, "cautious", {}),
+        (5, "cautious", {"files/f": b"content"}),
+    ],
+)
+def test_crash_images_hold_what_was_made_durable(
+    tmp_path: Path, end: int, reading: str, files: dict[str, bytes]
+) -> None:
+    log = Log(tmp_path / "state")
+    log.root.mkdir()
+    publish(RecordingDisk(log), log.root)
+    write_image(log, end, reading, tmp_path / "image")
+    image = tmp_path / "image"
+    found = {str(p.relative_to(image)): p.read_bytes() for p in image.rglob("*") if p.is_file()}
+    assert found == files
+
+
+def test_a_forgotten_fsync_shows_in_an_image(tmp_path: Path) -> None:
+    log = Log(tmp_path / "state")
+    log.root.mkdir()
+    publish(RecordingDisk(log), log.root)
+    assert [log.entries[i][0] for i in log.barriers()] == ["sync", "rename", "sync_folder"]
+    write_image(log.without(2), 4, "cautious", tmp_path / "no-sync")
+    assert (tmp_path / "no-sync" / "files" / "f").read_bytes() == b""
+    write_image(log.without(4), 4, "cautious", tmp_path / "no-folder")
+    assert not (tmp_path / "no-folder" / "files" / "f").exists()

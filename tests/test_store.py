@@ -1,0 +1,364 @@
+"""The SQLite store: pages, tenants, counts, group commit, faults, versions, locks."""
+
+import asyncio
+import hashlib
+import sqlite3
+import threading
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.errors import ConfigError
+from gateway.batch_states import BatchStatus, IllegalTransition
+from gateway.disk import StorageError
+from gateway.store.folder import StateFolder, default_state_dir, open_state
+from gateway.store.objects import (
+    BatchJob,
+    FileInUse,
+    FileObject,
+    IdempotencyConflict,
+    InputError,
+    LineRef,
+    LineResult,
+    NoSuchFile,
+    Page,
+    UnknownCursor,
+    Usage,
+    new_batch_id,
+    new_file_id,
+)
+from gateway.store.protocol import Store
+from gateway.store.schema import VERSION
+from gateway.store.sqlite import SqliteStore
+from gateway.store.sqlite_files import TOMBSTONE_SECONDS
+from gateway.store.writer import SqliteWriter, open_database
+
+NOW = 1_800_000_000
+
+
+@pytest.fixture
+async def store(tmp_path: Path) -> AsyncIterator[SqliteStore]:
+    opened = SqliteStore(tmp_path / "s.db")
+    _as_protocol: Store = opened
+    yield opened
+    await opened.close()
+
+
+def a_file(tenant: str = "t", **fields: Any) -> FileObject:
+    values: dict[str, Any] = {"bytes": 5, "created_at": NOW, "filename": "a.jsonl", "purpose": "batch"}
+    return FileObject(**{"id": new_file_id(), "tenant": tenant, **values, **fields})
+
+
+async def a_batch(store: SqliteStore, tenant: str = "t", **fields: Any) -> BatchJob:
+    file = a_file(tenant)
+    await store.add_file(file)
+    values: dict[str, Any] = {"completion_window": "24h", "created_at": NOW, "expires_at": NOW + 86400}
+    batch = BatchJob(new_batch_id(), tenant, "/v1/completions", file.id, **{**values, **fields})
+    return await store.create_batch(batch)
+
+
+# ---- files
+
+
+async def test_pages_of_files_in_both_orders(store: SqliteStore) -> None:
+    files = [a_file(purpose="batch" if i % 2 else "batch_output") for i in range(7)]
+    for file in files:
+        await store.add_file(file)
+    await store.add_file(a_file("other"))
+    for ascending, expected in ((True, files), (False, files[::-1])):
+        seen: list[FileObject] = []
+        while True:
+            page = Page(3, seen[-1].id if seen else None, ascending)
+            found, more = await store.list_files("t", page, None, NOW)
+            seen += found
+            if not more:
+                break
+        assert seen == expected
+    found, more = await store.list_files("t", Page(3, ascending=True), "batch", NOW)
+    assert found == files[1::2] and not more
+
+
+async def test_a_list_goes_on_after_a_file_that_was_deleted_meanwhile(store: SqliteStore) -> None:
+    files = [a_file() for _ in range(4)]
+    for file in files:
+        await store.add_file(file)
+    assert await store.delete_file("t", files[1].id, NOW)
+    found, _ = await store.list_files("t", Page(10, files[1].id, True), None, NOW)
+    assert found == files[2:]
+    await store.expire_files(NOW + TOMBSTONE_SECONDS + 1, 10)
+    with pytest.raises(UnknownCursor):
+        await store.list_files("t", Page(10, files[1].id, True), None, NOW)
+
+
+async def test_another_tenants_file_is_a_missing_one(store: SqliteStore) -> None:
+    file = a_file()
+    await store.add_file(file)
+    assert await store.get_file("t", file.id, NOW) == file
+    assert await store.get_file("u", file.id, NOW) is None
+    assert not await store.delete_file("u", file.id, NOW)
+    assert await store.list_files("u", Page(10), None, NOW) == ([], False)
+    with pytest.raises(UnknownCursor):
+        await store.list_files("u", Page(10, file.id), None, NOW)
+    with pytest.raises(NoSuchFile):
+        await store.create_batch(BatchJob(new_batch_id(), "u", "/v1/completions", file.id, "24h", NOW, NOW + 1))
+
+
+async def test_expired_files_are_missing_at_once_and_their_bodies_go_later(store: SqliteStore) -> None:
+    file = a_file(expires_at=NOW + 10)
+    await store.add_file(file)
+    assert await store.get_file("t", file.id, NOW + 9) == file
+    assert await store.get_file("t", file.id, NOW + 10) is None
+    assert await store.list_files("t", Page(10), None, NOW + 10) == ([], False)
+    assert await store.known_files([file.id, "other"]) == {file.id}
+    assert await store.expire_files(NOW + 9, 10) == []
+    assert await store.expire_files(NOW + 10, 10) == [file.id]
+    assert await store.known_files([file.id]) == set()
+
+
+async def test_the_input_of_a_running_batch_stays(store: SqliteStore) -> None:
+    batch = await a_batch(store)
+    with pytest.raises(FileInUse):
+        await store.delete_file("t", batch.input_file_id, NOW)
+    await store.move_batch(batch.id, BatchStatus.FAILED, NOW)
+    assert await store.delete_file("t", batch.input_file_id, NOW)
+
+
+# ---- batches
+
+
+async def test_a_batch_through_its_life(store: SqliteStore) -> None:
+    batch = await a_batch(store, metadata={"a": "b"})
+    assert await store.load_batch(batch.id) == batch
+    await store.add_lines(batch.id, [LineRef(9, 9, 9, 9)], first=True)  # an attempt that was cut off
+    await store.add_lines(batch.id, [LineRef(0, 3, 20, 10), LineRef(1, 1, 0, 10)], first=True)
+    await store.add_lines(batch.id, [LineRef(2, 2, 10, 10)], first=False)
+    started = await store.start_batch(batch.id, 3, "m", NOW + 1)
+    assert (started.status, started.times, started.model) == (BatchStatus.IN_PROGRESS, {"in_progress_at": NOW + 1}, "m")
+    lines = await store.pending_lines(batch.id, -1, 2)
+    assert lines == [LineRef(0, 3, 20, 10), LineRef(1, 1, 0, 10)]
+    counted = await store.add_results(batch.id, [LineResult(1, True, 0, 7)], Usage(4, 1, 2), 7)
+    assert (counted.completed, counted.failed, counted.remaining, counted.journal_bytes) == (1, 0, 2, 7)
+    again = await store.add_results(batch.id, [LineResult(1, False, 7, 5), LineResult(2, False, 7, 5)], Usage(), 12)
+    assert (again.completed, again.failed) == (1, 1), "a row once readable never changes"
+    assert [line.rank for line in await store.pending_lines(batch.id, -1, 9)] == [0]
+    records = await store.line_records(batch.id, -1, 9)
+    assert [(r.ref.rank, r.succeeded, r.start, r.length) for r in records] == [
+        (0, None, 0, 0), (1, True, 0, 7), (2, False, 7, 5),
+    ]  # fmt: skip
+    output, errors = a_file(purpose="batch_output"), a_file(purpose="batch_output")
+    ended = await store.finish_batch(batch.id, BatchStatus.EXPIRED, NOW + 5, output, errors)
+    assert (ended.output_file_id, ended.error_file_id) == (output.id, errors.id)
+    assert (ended.total, ended.completed, ended.failed) == (3, 1, 2) and ended.usage == Usage(4, 1, 2)
+    assert await store.get_file("t", output.id, NOW) == output
+    assert await store.line_records(batch.id, -1, 9) == [] and await store.unfinished_batches() == []
+
+
+async def test_ending_a_batch_that_was_cancelled_meanwhile_changes_nothing(store: SqliteStore) -> None:
+    batch = await a_batch(store)
+    await store.start_batch(batch.id, 1, None, NOW)
+    await store.cancel_batch("t", batch.id, NOW)
+    output = a_file()
+    with pytest.raises(IllegalTransition):
+        await store.finish_batch(batch.id, BatchStatus.EXPIRED, NOW, output, None)
+    assert await store.get_file("t", output.id, NOW) is None
+    assert (await store.load_batch(batch.id)).status is BatchStatus.CANCELLING
+
+
+async def test_a_batch_cancelled_under_validation_stays_so(store: SqliteStore) -> None:
+    batch = await a_batch(store)
+    assert await store.cancel_batch("u", batch.id, NOW) is None
+    first = await store.cancel_batch("t", batch.id, NOW + 1)
+    assert first is not None and await store.cancel_batch("t", batch.id, NOW + 9) == first
+    assert (await store.start_batch(batch.id, 2, None, NOW)).status is BatchStatus.CANCELLING
+
+
+async def test_errors_and_pages_of_batches(store: SqliteStore) -> None:
+    batches = [await a_batch(store) for _ in range(5)]
+    errors = (InputError("duplicate_custom_id", "Twice.", 3, "custom_id"),)
+    failed = await store.move_batch(batches[0].id, BatchStatus.FAILED, NOW, errors)
+    assert failed.errors == errors
+    first, more = await store.list_batches("t", Page(3))
+    rest, none = await store.list_batches("t", Page(3, first[-1].id))
+    assert [b.id for b in first + rest] == [b.id for b in batches[::-1]] and more and not none
+    assert await store.list_batches("u", Page(3)) == ([], False)
+
+
+async def test_an_idempotency_key_gives_the_same_batch(store: SqliteStore) -> None:
+    file = a_file()
+    await store.add_file(file)
+    jobs = [BatchJob(new_batch_id(), "t", "/v1/completions", file.id, "24h", NOW, NOW + 1) for _ in range(3)]
+    assert await store.create_batch(jobs[0], ("key", "digest")) == jobs[0]
+    assert await store.create_batch(jobs[1], ("key", "digest")) == jobs[0]
+    with pytest.raises(IdempotencyConflict):
+        await store.create_batch(jobs[2], ("key", "another"))
+    assert (await store.create_batch(jobs[2], ("key 2", "another"))) == jobs[2]
+
+
+# ---- the writer
+
+
+async def test_what_waits_together_is_committed_together(tmp_path: Path) -> None:
+    commits: list[int] = []
+    connection = open_database(tmp_path / "s.db")
+    writer = SqliteWriter(connection, lambda c: commits.append(1))
+    entered, gate = threading.Event(), threading.Event()
+
+    def wait(_: sqlite3.Connection) -> None:
+        entered.set()
+        gate.wait()
+
+    def insert(number: int) -> Any:
+        return lambda c: c.execute(
+            "INSERT INTO lines (batch, rank, number, start, length) VALUES (1, ?, 0, 0, 0)", (number,)
+        )
+
+    blocked = asyncio.ensure_future(writer.run(wait))
+    await asyncio.to_thread(entered.wait)
+    tasks = [asyncio.ensure_future(writer.run(insert(i // 2))) for i in range(40)]
+    await asyncio.sleep(0)
+    gate.set()
+    outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+    await blocked
+    assert len(commits) == 1, "one commit for forty pieces of work"
+    assert sum(isinstance(o, sqlite3.IntegrityError) for o in outcomes) == 20, "a piece that fails is undone alone"
+    count = await writer.run(lambda c: c.execute("SELECT count(*) FROM lines").fetchone()[0])
+    assert count == 20
+    await asyncio.to_thread(writer.close)
+
+
+async def test_a_full_database_refuses_and_recovers(tmp_path: Path) -> None:
+    store = SqliteStore(tmp_path / "s.db")
+    batch = await a_batch(store)
+
+    def limit(connection: sqlite3.Connection) -> None:
+        (pages,) = connection.execute("PRAGMA page_count").fetchone()
+        connection.execute(f"PRAGMA max_page_count = {pages}")
+
+    await store._writer.run(limit)
+    lines = [LineRef(i, i, i, i) for i in range(5000)]
+    write, read = store.add_lines(batch.id, lines, first=True), store.get_batch("t", batch.id)
+    refused, found = await asyncio.gather(write, read, return_exceptions=True)
+    assert isinstance(refused, StorageError) and found == batch, "a neighbour that only reads is answered"
+    assert await store.pending_lines(batch.id, -1, 10) == []
+    await store._writer.run(lambda c: c.execute("PRAGMA max_page_count = 100000"))
+    await store.add_lines(batch.id, lines, first=True)
+    assert len(await store.pending_lines(batch.id, -1, 9999)) == 5000
+    await store.close()
+
+
+async def test_a_commit_that_fails_has_not_happened(tmp_path: Path) -> None:
+    class Broken(sqlite3.Connection):
+        faults = 0
+
+        def execute(self, sql: str, *parameters: Any) -> sqlite3.Cursor:
+            if sql == "COMMIT" and Broken.faults:
+                Broken.faults -= 1
+                error = sqlite3.OperationalError("disk I/O error")
+                error.sqlite_errorcode = sqlite3.SQLITE_IOERR_FSYNC
+                raise error
+            return super().execute(sql, *parameters)
+
+    store = SqliteStore(tmp_path / "s.db")
+    await store.close()
+    connection = sqlite3.connect(tmp_path / "s.db", isolation_level=None, check_same_thread=False, factory=Broken)
+    connection.row_factory = sqlite3.Row
+    store._writer = SqliteWriter(connection)
+    file = a_file()
+    Broken.faults = 1
+    with pytest.raises(StorageError):
+        await store.add_file(file)
+    assert await store.get_file("t", file.id, NOW) is None
+    await store.add_file(file)
+    assert await store.get_file("t", file.id, NOW) == file
+    await store.close()
+
+
+async def test_settings_that_durability_rests_on(store: SqliteStore) -> None:
+    def ask(name: str) -> Any:
+        return store._writer.run(lambda c: c.execute(f"PRAGMA {name}").fetchone()[0])
+
+    assert await ask("journal_mode") == "wal" and await ask("synchronous") == 2
+    assert await ask("user_version") == VERSION
+
+
+# ---- the folder
+
+
+def digests(folder: Path) -> dict[str, str]:
+    files = [path for path in folder.rglob("*") if path.is_file() and path.name != "lock"]
+    return {str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
+
+
+async def test_one_server_per_folder(tmp_path: Path) -> None:
+    first = await asyncio.to_thread(open_state, tmp_path / "state")
+    assert (tmp_path / "state").stat().st_mode & 0o777 == 0o700
+    before = digests(tmp_path)
+    with pytest.raises(ConfigError, match="in use by another server"):
+        await asyncio.to_thread(open_state, tmp_path / "state")
+    assert digests(tmp_path) == before
+    await first.close()
+    await (await asyncio.to_thread(open_state, tmp_path / "state")).close()
+
+
+async def test_a_newer_schema_is_refused_and_left_alone(tmp_path: Path) -> None:
+    await (await asyncio.to_thread(open_state, tmp_path)).close()
+    connection = sqlite3.connect(tmp_path / "tidemill.db")
+    connection.execute(f"PRAGMA user_version = {VERSION + 1}")
+    connection.close()
+    before = digests(tmp_path)
+    with pytest.raises(ConfigError, match="newer version") as caught:
+        await asyncio.to_thread(open_state, tmp_path)
+    assert "\n" not in caught.value.message and digests(tmp_path) == before
+
+
+@pytest.mark.parametrize("place", [0, 40, 4096, 8192 + 8])
+async def test_a_damaged_database_is_refused_and_left_alone(tmp_path: Path, place: int) -> None:
+    folder = await asyncio.to_thread(open_state, tmp_path)
+    for _ in range(50):
+        await folder.store.add_file(a_file())
+    await folder.close()
+    path = tmp_path / "tidemill.db"
+    content = bytearray(path.read_bytes())
+    content[place : place + 64] = b"\xff" * 64
+    path.write_bytes(content)
+    before = digests(tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        await asyncio.to_thread(open_state, tmp_path)
+    assert "\n" not in caught.value.message and digests(tmp_path) == before
+
+
+async def test_what_cannot_be_a_folder_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot be used"):
+        await asyncio.to_thread(open_state, tmp_path / "file")
+
+
+async def test_a_start_removes_what_belongs_to_nothing(tmp_path: Path) -> None:
+    folder = await asyncio.to_thread(open_state, tmp_path)
+    batch = await a_batch(folder.store)
+    kept = [folder.file_path(batch.input_file_id), folder.journal_path(batch.id)]
+    gone = [folder.file_path(new_file_id()), folder.journal_path(new_batch_id()), tmp_path / "tmp" / "x"]
+    for path in [*kept, *gone]:
+        path.write_text("x")
+    await folder.recover()
+    assert all(path.exists() for path in kept) and not any(path.exists() for path in gone)
+    await folder.close()
+
+
+@pytest.mark.parametrize(
+    "name", ["../../etc/passwd", "file-" + "0" * 31, "file-" + "g" * 32, "file-" + "0" * 32 + "\n"]
+)
+async def test_no_path_is_made_of_anything_but_an_id(tmp_path: Path, name: str) -> None:
+    folder = StateFolder(tmp_path, None, None, -1)  # type: ignore[arg-type]
+    with pytest.raises(AssertionError):
+        folder.file_path(name)
+    with pytest.raises(AssertionError):
+        folder.journal_path(name.replace("file-", "batch_"))
+
+
+def test_where_state_is_kept_by_default(tmp_path: Path) -> None:
+    assert default_state_dir({"XDG_STATE_HOME": "/x"}) == Path("/x/tidemill")
+    assert default_state_dir({"XDG_STATE_HOME": "relative"}) == Path.home() / ".local/state/tidemill"
+    assert default_state_dir({}) == Path.home() / ".local/state/tidemill"
