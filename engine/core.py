@@ -15,7 +15,7 @@ from itertools import repeat
 
 from engine.cache.prefix import extend_hashes
 from engine.config import SchedulerConfig
-from engine.errors import ContextLengthError, EngineStepError, InvalidRequestError, QueueFullError, TidemillError
+from engine.errors import ContextLengthError, EngineStepError, InvalidRequestError, TidemillError
 from engine.request import (
     EngineRequest,
     FinishReason,
@@ -26,7 +26,7 @@ from engine.request import (
     RequestTimes,
     TokenLogprobs,
 )
-from engine.scheduling.admission import expected_wait
+from engine.scheduling.admission import check_room
 from engine.scheduling.objective import StepObjective
 from engine.scheduling.output import INVALID_TOKEN, Chunk, ModelRunnerOutput, SchedulerOutput
 from engine.scheduling.planner import OfflinePlan, plan_offline
@@ -97,7 +97,7 @@ class EngineCore:
         """Queue a request. Raises InvalidRequestError if it can never run, QueueFullError if the queue is full."""
         self._check(spec)
         if spec.request_class is RequestClass.ONLINE:
-            self._check_room()
+            check_room(self._scheduler, self._mean_output_tokens)
         request = Request(spec, RequestTimes(arrival=now), self._num_arrived)
         self._num_arrived += 1
         self._requests[spec.request_id] = request
@@ -214,22 +214,6 @@ class EngineCore:
             raise ContextLengthError(
                 f"This model's context is {self.config.max_model_len} tokens; the prompt has "
                 f"{len(spec.prompt_token_ids)} and {spec.sampling.max_tokens} more were asked for."
-            )
-
-    def _check_room(self) -> None:
-        """Refuse early what would only wait: the queue is full, or its TTFT objective is already out of reach.
-
-        What counts is the work ahead of the request, not its own prompt: an idle server refuses nothing.
-        """
-        waiting = len(self._scheduler.waiting_online)
-        if waiting >= self.config.max_num_waiting:
-            raise QueueFullError(f"{waiting} requests are waiting already.")
-        limit = self._scheduler.objective.ttft
-        wait = expected_wait(self._scheduler, self._mean_output_tokens)
-        if wait > limit:
-            raise QueueFullError(
-                f"About {wait:.2g} s of work is waiting already, beyond the TTFT objective of {limit:g} s.",
-                retry_after=wait - limit,
             )
 
     def _confirm(self, flight: _InFlight, result: ModelRunnerOutput, now: float) -> Iterator[RequestOutput]:

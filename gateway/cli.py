@@ -35,9 +35,12 @@ def version() -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit code (2: the configuration is wrong, 1: something else went wrong)."""
-    arguments = _parser().parse_args(argv)
-    run: Callable[[argparse.Namespace], int] = arguments.run
+    words = list(sys.argv[1:] if argv is None else argv)
     try:
+        if words[:1] == ["bench"]:
+            return _bench(words[1:])  # its commands and flags are the load generator's own
+        arguments = _parser().parse_args(words)
+        run: Callable[[argparse.Namespace], int] = arguments.run
         return run(arguments)
     except ConfigError as error:
         print(f"tidemill: {_one_line(error.message)}", file=sys.stderr)
@@ -65,6 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_chat(commands)
     _add_doctor(commands)
     _add_profile(commands)
+    commands.add_parser("bench", help="measure a server: run, sweep, compare, trace", add_help=False)
     command = commands.add_parser("version", help="print the version", allow_abbrev=False)
     command.set_defaults(run=_version)
     return parser
@@ -194,6 +198,14 @@ def say(line: str) -> None:
 def _profile(arguments: argparse.Namespace) -> int:
     (engine_config,) = resolve_configs(arguments, [EngineConfig])
     return int(importlib.import_module("gateway.profile").run(engine_config, arguments.plot, say))
+
+
+def _bench(words: list[str]) -> int:
+    try:
+        loadgen = importlib.import_module("loadgen.cli")
+    except ImportError as error:
+        raise ConfigError(f"bench needs the extra 'loadgen' ({error.name} is missing)") from None
+    return int(loadgen.main(words))
 
 
 def model_name(config: EngineConfig) -> str:

@@ -76,8 +76,8 @@ def test_only_commands_that_exist_are_offered(capsys: pytest.CaptureFixture[str]
         cli.main(["--help"])
     shown = capsys.readouterr().out
     offered = set(re.findall(r"^    (\w+)  ", shown, re.MULTILINE))
-    assert offered == {"serve", "chat", "doctor", "profile", "version"}
-    assert "profile" in refused(capsys, "profile")
+    assert offered == {"bench", "serve", "chat", "doctor", "profile", "version"}
+    assert "simulate" in refused(capsys, "simulate")
     assert "COMMAND" in refused(capsys)
 
 

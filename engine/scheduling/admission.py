@@ -1,4 +1,4 @@
-"""How long an online request that arrives now would wait before its prompt is begun (for 429 + Retry-After).
+"""Whether an online request that arrives now is queued or refused at once (429 + Retry-After).
 
 Two queues in a row: the prompt tokens ahead of it, at the rate that the decodes beside them allow, and the rows, which
 come free as running requests end. An estimate from the latency model; without one nobody can tell and it is zero.
@@ -6,10 +6,29 @@ come free as running requests end. An estimate from the latency model; without o
 
 import math
 
+from engine.errors import QueueFullError
 from engine.request import RequestClass
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.step import prefill_is_due
 from predictor.features import BatchFeatures
+
+
+def check_room(scheduler: Scheduler, mean_output_tokens: float) -> None:
+    """Refuse early what would only wait: the queue is full, or its TTFT objective is already out of reach.
+
+    What counts is the work ahead of the request, not its own prompt: an idle server refuses nothing. Raises
+    QueueFullError.
+    """
+    waiting = len(scheduler.waiting_online)
+    if waiting >= scheduler.config.max_num_waiting:
+        raise QueueFullError(f"{waiting} requests are waiting already.")
+    limit = scheduler.objective.ttft
+    wait = expected_wait(scheduler, mean_output_tokens)
+    if wait > limit:
+        raise QueueFullError(
+            f"About {wait:.2g} s of work is waiting already, beyond the TTFT objective of {limit:g} s.",
+            retry_after=wait - limit,
+        )
 
 
 def expected_wait(scheduler: Scheduler, mean_output_tokens: float) -> float:
