@@ -1,12 +1,14 @@
 """The wheel: what is in it, and that it works outside the checkout."""
 
 import os
+import re
 import subprocess
 import sys
 import venv
 import zipfile
 from pathlib import Path
 
+import httpx
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -51,3 +53,32 @@ def test_an_installed_wheel_works_outside_the_checkout(wheel: Path, tmp_path: Pa
     done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "tidemill-demo" in done.stdout
+    check_serves(python, environment, tmp_path)
+
+
+def check_serves(python: Path, environment: dict[str, str], folder: Path) -> None:
+    """`serve` with nothing but the wheel answers a chat."""
+    flags = ["--port", "0", "--device", "cpu", "--profile-seconds", "0", "--num-gpu-blocks-override", "100"]
+    environment = {**environment, "XDG_STATE_HOME": str(folder / "state"), "XDG_CACHE_HOME": str(folder / "cache")}
+    command = [python, "-m", "gateway", "serve", *flags]
+    process = subprocess.Popen(command, env=environment, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    assert process.stdout is not None
+    try:
+        lines = []
+        for line in process.stdout:
+            lines.append(line.decode())
+            if found := re.search(r"listening on (http://\S+)", lines[-1]):
+                break
+        else:
+            pytest.fail("".join(lines)[-2000:])
+        question = {
+            "model": "tidemill-demo",
+            "messages": [{"role": "user", "content": "What is the capital of France?"}],
+        }
+        answer = httpx.post(f"{found[1]}/v1/chat/completions", json={**question, "temperature": 0}, timeout=60)
+        assert answer.status_code == 200
+        assert "Paris" in answer.json()["choices"][0]["message"]["content"]
+    finally:
+        process.terminate()
+        assert process.wait(60) == 0
+        process.stdout.close()
