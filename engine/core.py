@@ -30,7 +30,7 @@ from engine.scheduling.admission import check_room
 from engine.scheduling.objective import StepObjective
 from engine.scheduling.output import INVALID_TOKEN, Chunk, ModelRunnerOutput, SchedulerOutput
 from engine.scheduling.planner import OfflinePlan, plan_offline
-from engine.scheduling.policies import ONLINE_POLICIES
+from engine.scheduling.policies import find_policy
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.step import StepBuilder
 from engine.stats import EngineStats
@@ -62,7 +62,7 @@ class EngineCore:
         objective: StepObjective | None = None,
     ) -> None:
         self.config = config
-        policy = ONLINE_POLICIES[online_policy]
+        policy = find_policy(online_policy)
         self._scheduler = Scheduler(config, policy, offline_policy, model, objective or StepObjective())
         self._requests: dict[str, Request] = {}
         self._in_flight: deque[_InFlight] = deque()

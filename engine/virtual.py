@@ -4,6 +4,7 @@ The same core, planner and policies as the live engine, driven as fast as Python
 on it, and the simulator stands on it. Deterministic for equal arrivals and an equally seeded runner.
 """
 
+import math
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -93,7 +94,11 @@ class VirtualRun:
 
 
 class VirtualDriver:
-    """Replays arrivals (ascending) for `seconds`; offline requests come from `offline`, `backlog` of them queued."""
+    """Replays arrivals (ascending) for `seconds`; offline requests come from `offline`, `backlog` of them queued.
+
+    Arrivals of the offline class (offline work at a rate) leave no record. Offline tokens count inside `window`
+    (seconds, the whole run by default).
+    """
 
     def __init__(
         self,
@@ -103,12 +108,14 @@ class VirtualDriver:
         offline: Iterator[EngineRequest] | None = None,
         *,
         backlog: int = 64,
+        window: tuple[float, float] = (0.0, math.inf),
     ) -> None:
         self._core = core
         self._runner = runner
         self._arrivals = deque(arrivals)
         self._offline = offline
         self._backlog = backlog
+        self._window = window
         self._num_offline = 0
         self._records: dict[str, VirtualRecord] = {}
         self._prompts: dict[str, int] = {}
@@ -157,6 +164,9 @@ class VirtualDriver:
     def _arrive(self) -> None:
         while self._arrivals and self._arrivals[0].at <= self._now:
             arrival = self._arrivals.popleft()
+            if arrival.request.request_class is RequestClass.OFFLINE:
+                self._add_offline(arrival.request, arrival.at)
+                continue
             record = VirtualRecord(arrival)
             self.run_data.online.append(record)
             try:
@@ -173,9 +183,12 @@ class VirtualDriver:
                 self._offline = None
                 return
             assert request.request_class is RequestClass.OFFLINE
-            self._core.add_request(request, self._now)
-            self._prompts[request.request_id] = len(request.prompt_token_ids)
-            self._num_offline += 1
+            self._add_offline(request, self._now)
+
+    def _add_offline(self, request: EngineRequest, at: float) -> None:
+        self._core.add_request(request, at)
+        self._prompts[request.request_id] = len(request.prompt_token_ids)
+        self._num_offline += 1
 
     def _take(self, output: RequestOutput) -> None:
         record = self._records.get(output.request_id)
@@ -185,9 +198,10 @@ class VirtualDriver:
                 record.ended = self._now
                 del self._records[output.request_id]
             return
-        self.run_data.offline_tokens += len(output.token_ids)
-        if output.num_output_tokens == 1:
-            self.run_data.offline_tokens += self._prompts[output.request_id]
+        if self._window[0] <= self._now <= self._window[1]:
+            self.run_data.offline_tokens += len(output.token_ids)
+            if output.num_output_tokens == 1:
+                self.run_data.offline_tokens += self._prompts[output.request_id]
         if output.finish_reason is not None:
             del self._prompts[output.request_id]
             self._num_offline -= 1

@@ -14,7 +14,7 @@ from engine.config import SchedulerConfig
 from engine.request import Request, RequestClass, RequestStatus
 from engine.scheduling.objective import StepObjective
 from engine.scheduling.offline_queue import OfflineQueue
-from engine.scheduling.policies import OnlinePolicy
+from engine.scheduling.policies import OnlinePolicy, QueueContext
 from engine.scheduling.queues import insert_by_age, remove_by_age
 from predictor.model import LatencyPredictor
 
@@ -64,6 +64,18 @@ class Scheduler:
         """Units that offline admission leaves alone: the next block of everything that runs. Without it the pool fills
         to the brim and offline requests preempt one another for ever."""
         return UNITS_PER_KV_BLOCK * sum(len(running) for running in self.running.values())
+
+    def queue_context(self, now: float) -> QueueContext:
+        """What the online policy may look at, for a step that is decided at `now`."""
+        return QueueContext(
+            now=now,
+            num_waiting=len(self.waiting_online),
+            running=self.running[RequestClass.ONLINE],
+            num_units=self.pool.num_units,
+            block_size=self.config.block_size,
+            ttft=self.objective.ttft,
+            seed=self.config.seed,
+        )
 
     def add_waiting(self, request: Request) -> None:
         if request.request_class is RequestClass.ONLINE:

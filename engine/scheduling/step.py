@@ -98,15 +98,22 @@ class StepBuilder:
                 self.has_online_prefill = self._floor_given = True
 
     def _admit_online(self) -> None:
-        """Start waiting requests in policy order until one does not fit."""
-        scheduler = self.scheduler
-        for request in list(scheduler.online_policy(scheduler.waiting_online)):
+        """Start waiting requests in policy order until one does not fit; past a misfit only where the policy says so.
+
+        Under memory pressure a policy that scans sees the whole queue: nobody is evicted for one that it scans past.
+        """
+        scheduler, policy = self.scheduler, self.scheduler.online_policy
+        if not scheduler.waiting_online:
+            return
+        context = scheduler.queue_context(self.now)
+        for request in list(policy.order(scheduler.waiting_online, context)):
             # Its last chunk may still be in flight: its token is unknown and its old units are not yet released.
             if not self.ledger.open or request.last_step > self.last_completed_step:
                 return
-            if not self._admit(request, self._online_length):
+            if policy.admits(request, context) and self._admit(request, self._online_length):
+                self.has_online_prefill = self._floor_given = True
+            elif not policy.scans_past(request, context) or not scheduler.free_rows:
                 return
-            self.has_online_prefill = self._floor_given = True
 
     def _fill_offline(self, plan: OfflinePlan, lookup: Callable[[str], Request | None]) -> None:
         """Re-validate the plan against what the online work of this step has left, and take what still fits."""

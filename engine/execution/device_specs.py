@@ -1,0 +1,115 @@
+"""What the simulated device is made of: model shapes and devices, by name. Torch-free, numbers only.
+
+A shape is the arithmetic of a decoder-only transformer; a device is a set of peak rates with the share of each that
+real kernels reach. The shares are calibrated once per device family on published step times of all linear layers of
+Llama-2-7B (algorithms.md §8; `PUBLISHED_LINEAR_MS` below), the rest from data sheets. Knows nothing of requests.
+"""
+
+from dataclasses import dataclass
+
+GIB = 1024**3
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """A decoder-only model: sizes in elements. `gated`: a SwiGLU-style ffn (three matrices instead of two)."""
+
+    name: str
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    ffn_size: int
+    gated: bool
+    vocab_size: int
+    tied: bool = False
+    max_model_len: int = 4096
+    bytes_per_value: int = 2
+
+    def linears(self) -> tuple[tuple[int, int], ...]:
+        """(inputs, outputs) of the matrices of one layer, as they are launched: QKV, output, ffn up, ffn down."""
+        attention = self.num_heads * self.head_dim
+        qkv = attention + 2 * self.num_kv_heads * self.head_dim
+        up = self.ffn_size * (2 if self.gated else 1)
+        hidden = self.hidden_size
+        return ((hidden, qkv), (attention, hidden), (hidden, up), (self.ffn_size, hidden))
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all matrices, embedding and head included."""
+        layers = self.num_layers * sum(rows * columns for rows, columns in self.linears())
+        embeddings = self.vocab_size * self.hidden_size * (1 if self.tied else 2)
+        return (layers + embeddings) * self.bytes_per_value
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of K and V of one token over all layers."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.bytes_per_value
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceSpec:
+    """A device: peaks in bytes/s and FLOP/s (dense 16-bit), and what kernels reach of them.
+
+    memory_bytes          device memory
+    bandwidth, flops      peaks of the data sheet
+    pcie                  bytes/s between host and device, one way
+    memory_efficiency     share of `bandwidth` that a matrix-vector product reaches
+    flops_efficiency      share of `flops` that a large matrix product reaches
+    attention_efficiency  share of `flops` that prefill attention reaches
+    knee                  exponent p of (memory^p + compute^p)^(1/p): how sharply the two regimes meet
+    launch_seconds        launch overhead of one kernel
+    host_seconds          host overhead of one step; `sequence_seconds` of each sequence in it
+    tile                  tokens to which a matrix product is padded
+    """
+
+    name: str
+    memory_bytes: int
+    bandwidth: float
+    flops: float
+    pcie: float
+    memory_efficiency: float
+    flops_efficiency: float
+    attention_efficiency: float = 0.45
+    knee: float = 2.2
+    launch_seconds: float = 4e-6
+    host_seconds: float = 5e-4
+    sequence_seconds: float = 4e-6
+    tile: int = 16
+
+
+MODELS = {
+    shape.name: shape
+    for shape in (
+        ModelShape("llama-2-7b", 32, 4096, 32, 32, 128, 11008, True, 32000),
+        ModelShape("llama-2-13b", 40, 5120, 40, 40, 128, 13824, True, 32000),
+        ModelShape("llama-3-8b", 32, 4096, 32, 8, 128, 14336, True, 128256, max_model_len=8192),
+        ModelShape("mistral-7b", 32, 4096, 32, 8, 128, 14336, True, 32000, max_model_len=8192),
+        ModelShape("opt-13b", 40, 5120, 40, 40, 128, 20480, False, 50272, tied=True, max_model_len=2048),
+        ModelShape("qwen2.5-0.5b", 24, 896, 14, 2, 64, 4864, True, 151936, tied=True, max_model_len=8192),
+        ModelShape("qwen2.5-7b", 28, 3584, 28, 4, 128, 18944, True, 152064, max_model_len=8192),
+    )
+}
+
+DEVICES = {
+    spec.name: spec
+    for spec in (
+        DeviceSpec("a100-40gb", 40 * GIB, 1.555e12, 312e12, 25e9, 0.94, 0.655),
+        DeviceSpec("a100-80gb", 80 * GIB, 2.039e12, 312e12, 25e9, 0.72, 0.655),
+        DeviceSpec("a40", 45 * GIB, 0.696e12, 149.7e12, 25e9, 0.80, 0.67),
+        DeviceSpec("h100", 80 * GIB, 3.35e12, 989e12, 50e9, 0.75, 0.68),
+        DeviceSpec("h200", 139 * GIB, 4.8e12, 989e12, 50e9, 0.73, 0.68),
+        DeviceSpec("rtx-4090", 24 * GIB, 1.008e12, 165e12, 25e9, 0.85, 0.75),
+    )
+}
+
+CALIBRATION_TOKENS = (1, 128, 512, 1024, 2048)
+PUBLISHED_LINEAR_MS: dict[tuple[str, str], tuple[float, ...]] = {
+    ("llama-2-7b", "a100-80gb"): (9.3, 12.2, 33.4, 67.9, 133.5),
+    ("llama-2-7b", "a40"): (23.9, 30.3, 71.1, 136.9, 259.0),
+    ("llama-2-7b", "h100"): (5.6, 6.4, 12.0, 21.0, 40.5),
+    ("llama-3-8b", "a100-80gb"): (9.7, 13.2, 34.6, 75.1, 141.8),
+}
+"""Published milliseconds of all linear layers (no attention) at `CALIBRATION_TOKENS`, by (model, device). The A100's
+memory size is not named; a stated reading of 1.39 TB/s fits both variants, which differ in `memory_efficiency` only."""

@@ -1,0 +1,179 @@
+"""A device that is computed instead of run: an operator-level roofline behind the runner's interface.
+
+Every operator of a step takes the p-norm of bytes ÷ rate and FLOPs ÷ rate, plus its launch; a step adds host overhead
+and seeded noise (algorithms.md §8). This is not the predictor's regression: matrix products have their knee and their
+padding, attention its own rates, and nothing is fitted to the features of the latency model. Torch-free; knows nothing
+of scheduling.
+"""
+
+import random
+from dataclasses import dataclass, field
+
+from engine.execution.device_specs import DEVICES, MODELS, DeviceSpec, ModelShape
+from engine.scheduling.output import ModelRunnerOutput, SchedulerOutput
+from predictor.features import BatchFeatures
+from predictor.model import largest_chunk
+
+UNITS_PER_BLOCK = 2
+SIMULATED_TOKEN = 0
+"""What a simulated step samples. A request that names it as a stop token ends at its `min_tokens`: the true length,
+which the scheduler does not see."""
+
+ELEMENTWISE_PASSES = 12
+"""Reads and writes of a hidden-size row in one layer outside matrix products and attention (norms, RoPE, residuals)."""
+ELEMENTWISE_KERNELS = 4
+
+
+@dataclass(slots=True)
+class SimulatedDevice:
+    """One model on one device; all results in seconds, without noise.
+
+    `utilization`: share of the memory for weights, activations and cache.
+    """
+
+    model: ModelShape
+    device: DeviceSpec
+    utilization: float = 0.9
+    max_num_batched_tokens: int = 512
+    _token_seconds: dict[int, float] = field(default_factory=dict, repr=False)
+    _head_seconds: dict[int, float] = field(default_factory=dict, repr=False)
+    _bandwidth: float = field(init=False, repr=False)
+    _kv_token_seconds: float = field(init=False, repr=False)
+    _pair_seconds: float = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        model, device = self.model, self.device
+        self._bandwidth = device.bandwidth * device.memory_efficiency
+        self._kv_token_seconds = model.kv_bytes_per_token / self._bandwidth
+        flops_per_pair = 4 * model.num_layers * model.num_heads * model.head_dim
+        self._pair_seconds = flops_per_pair / (device.flops * device.attention_efficiency)
+
+    @classmethod
+    def named(cls, model: str, device: str, **options: float) -> "SimulatedDevice":
+        """By the names of `MODELS` and `DEVICES`; raises KeyError for an unknown one."""
+        return cls(MODELS[model], DEVICES[device], **options)  # type: ignore[arg-type]
+
+    def product_seconds(self, tokens: int, inputs: int, outputs: int) -> float:
+        """One matrix product [tokens, inputs] x [inputs, outputs], launch included."""
+        device = self.device
+        values = inputs * outputs + tokens * (inputs + outputs)
+        memory = values * self.model.bytes_per_value / self._bandwidth
+        padded = -(-tokens // device.tile) * device.tile
+        compute = 2.0 * padded * inputs * outputs / (device.flops * device.flops_efficiency)
+        return _norm(memory, compute, device.knee)
+
+    def linear_seconds(self, tokens: int) -> float:
+        """All matrix products of all layers (no attention, no head)."""
+        layer = sum(self.product_seconds(tokens, rows, columns) for rows, columns in self.model.linears())
+        launches = len(self.model.linears()) * self.device.launch_seconds
+        return self.model.num_layers * (layer + launches)
+
+    def token_seconds(self, tokens: int) -> float:
+        """What depends on the number of tokens alone: matrix products, element-wise kernels, launches."""
+        found = self._token_seconds.get(tokens)
+        if found is None:
+            model = self.model
+            moved = ELEMENTWISE_PASSES * tokens * model.hidden_size * model.bytes_per_value / self._bandwidth
+            extra = moved + (ELEMENTWISE_KERNELS + 1) * self.device.launch_seconds  # (the + 1 is attention's)
+            found = self.linear_seconds(tokens) + model.num_layers * extra
+            self._token_seconds[tokens] = found
+        return found
+
+    def head_seconds(self, samples: int) -> float:
+        """The output head on the rows that are sampled."""
+        found = self._head_seconds.get(samples)
+        if found is None:
+            found = self.product_seconds(samples, self.model.hidden_size, self.model.vocab_size) if samples else 0.0
+            self._head_seconds[samples] = found
+        return found
+
+    def step_seconds(self, tokens: int, sequences: int, samples: int, context: int, pairs: int) -> float:
+        """A step: `context` tokens of K and V are read in all, `pairs` query-key pairs are computed in prefill chunks.
+
+        A decode's own pairs hide behind the reading of its context.
+        """
+        host = self.device.host_seconds + sequences * self.device.sequence_seconds
+        attention = context * self._kv_token_seconds + pairs * self._pair_seconds
+        return host + self.token_seconds(tokens) + self.head_seconds(samples) + attention
+
+    def num_units(self, block_size: int) -> int:
+        """Cache units (two to a KV block) that fit beside weights and activations; raises ValueError when none do."""
+        model = self.model
+        widest = max(model.ffn_size * (2 if model.gated else 1), model.hidden_size * 4)
+        activations = self.max_num_batched_tokens * (2 * widest) * model.bytes_per_value + 512 * 1024**2
+        free = self.device.memory_bytes * self.utilization - model.weight_bytes - activations
+        units = int(free // (block_size * model.kv_bytes_per_token / UNITS_PER_BLOCK))
+        if units < UNITS_PER_BLOCK:
+            raise ValueError(f"{model.name} does not fit on {self.device.name}")
+        return units
+
+    def transfer_seconds(self, num_bytes: int) -> float:
+        """Moving bytes between host and device."""
+        return num_bytes / self.device.pcie
+
+
+class SimulatedRunner:
+    """A runner on the virtual clock. `noise`: standard deviation of a step's time, relative; deterministic per seed."""
+
+    def __init__(self, device: SimulatedDevice, *, noise: float = 0.02, seed: int = 0) -> None:
+        self.device = device
+        self._noise = noise
+        self._random = random.Random(seed)
+
+    def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
+        """The step's time and a token for every sample; the cache is only accounted for, by the scheduler."""
+        tokens = samples = context = pairs = 0
+        for _, start, length, sample in output.chunks:
+            tokens += length
+            samples += sample
+            context += start + length
+            if length > 1:
+                pairs += length * start + length * (length + 1) // 2
+        exact = self.device.step_seconds(tokens, len(output.chunks), samples, context, pairs)
+        return ModelRunnerOutput(output.step_id, [SIMULATED_TOKEN] * samples, None, self.noisy(exact))
+
+    def noisy(self, seconds: float) -> float:
+        """`seconds` with one draw of noise; a step is never faster than 0.8 of its exact time."""
+        return seconds * max(0.8, 1.0 + self._noise * self._random.gauss(0.0, 1.0)) if self._noise else seconds
+
+
+class TrueLatency:
+    """The device itself as a latency predictor: an oracle that knows step times up to noise.
+
+    Exact for decodes and one prefill chunk; with several chunks their contexts are taken to be alike.
+    """
+
+    def __init__(self, device: SimulatedDevice) -> None:
+        self._device = device
+
+    def predict(self, features: BatchFeatures) -> float:
+        """Seconds of the step; every sequence is taken to be sampled."""
+        sequences = features.num_decodes + features.num_prefill_chunks
+        context = features.decode_context_sum
+        if features.num_prefill_chunks:
+            tokens, chunks = features.prefill_token_sum, features.num_prefill_chunks
+            # work ÷ tokens is start + (length + 1) ÷ 2 of a mean chunk, so this is start + length of it
+            context += round(chunks * (features.attention_work / tokens + (tokens / chunks - 1) / 2))
+        tokens, pairs = features.num_tokens, features.attention_work
+        return self._device.step_seconds(tokens, sequences, sequences, context, pairs)
+
+    def marginal(self, features: BatchFeatures, start: int, length: int) -> float:
+        """What the chunk (start, length) adds to the step."""
+        more = features.copy()
+        more.add_chunk(start, length)
+        return self.predict(more) - self.predict(features)
+
+    def marginal_decodes(self, features: BatchFeatures, count: int, context_sum: int) -> float:
+        """What `count` decodes add to the step."""
+        more = features.copy()
+        more.add_decodes(count, context_sum)
+        return self.predict(more) - self.predict(features)
+
+    def max_prefill(self, features: BatchFeatures, seconds: float, max_tokens: int, start: int) -> int:
+        """The largest chunk ≤ `max_tokens` behind `start` that adds at most `seconds`; 0 if none does."""
+        return largest_chunk(lambda length: self.marginal(features, start, length), seconds, max_tokens)
+
+
+def _norm(one: float, other: float, power: float) -> float:
+    high, low = max(one, other), min(one, other)
+    return float(high * (1.0 + (low / high) ** power) ** (1.0 / power)) if high > 0.0 else 0.0

@@ -1,0 +1,173 @@
+"""Online policies: their orders, LARRY's sign and guard, scanning past misfits, reservations, determinism."""
+
+import math
+
+import pytest
+from driver import Driver, make_request
+
+from engine.config import SchedulerConfig
+from engine.core import EngineCore
+from engine.errors import ConfigError
+from engine.execution.simulated import SimulatedDevice, SimulatedRunner
+from engine.request import EngineRequest, Request, RequestTimes, SamplingParams
+from engine.scheduling.objective import StepObjective
+from engine.scheduling.policies import (
+    ONLINE_POLICIES,
+    QueueContext,
+    find_policy,
+    fits_whole,
+    larry,
+    larry_score,
+    shortest_remaining,
+    shuffled,
+)
+from engine.virtual import Arrival, VirtualDriver
+
+BLOCK = 16
+
+
+def waiting(number: int, prompt: int, arrival: float, output: int = 10) -> Request:
+    sampling = SamplingParams(max_tokens=100, min_tokens=output)
+    return Request(EngineRequest(f"r{number}", (1,) * prompt, sampling), RequestTimes(arrival), number)
+
+
+def context(now: float = 0.0, **options: object) -> QueueContext:
+    values = {"num_waiting": 4, "running": [], "num_units": 1000, "block_size": BLOCK, **options}
+    return QueueContext(now=now, **values)  # type: ignore[arg-type]
+
+
+def names(requests: object) -> list[str]:
+    return [request.request_id for request in requests]  # type: ignore[attr-defined]
+
+
+def test_larry_takes_small_requests_first_and_the_queue_length_weighs_memory() -> None:
+    queue = [waiting(0, 800, 0.0), waiting(1, 80, 0.5)]
+    here = context(now=1.0, num_waiting=20)
+    small, large = larry_score(queue[1], here, 1.0), larry_score(queue[0], here, 1.0)
+    assert small > large  # with the plus sign that the paper prints the larger one would win
+    # units: (80 // 16 + 1) · 2 = 12 and (800 // 16 + 1) · 2 = 102 of 1,000
+    assert small == pytest.approx(0.5 - 20 * 0.012)
+    assert large == pytest.approx(1.0 - 20 * 0.102)
+    assert names(larry(queue, here)) == ["r1", "r0"]
+    assert names(larry(queue, context(now=1.0, num_waiting=2))) == ["r0", "r1"]
+
+
+def test_larry_becomes_fcfs_for_a_large_alpha() -> None:
+    queue = [waiting(i, 900 - 100 * i, 0.1 * i) for i in range(5)]
+    order = find_policy("larry:1e6").order(queue, context(now=1.0, num_waiting=500))
+    assert names(order) == [f"r{i}" for i in range(5)]
+    order = find_policy("larry:0").order(queue, context(now=1.0, num_waiting=500))
+    assert names(order) == [f"r{i}" for i in reversed(range(5))]
+
+
+def test_larry_time_is_in_units_of_the_objective() -> None:
+    request = waiting(0, 16, 0.0)
+    assert larry_score(request, context(now=1.0, num_waiting=0, ttft=2.0), 3.0) == pytest.approx(1.5)
+    assert larry_score(request, context(now=1.0, num_waiting=0, ttft=math.inf), 3.0) == pytest.approx(3.0)
+
+
+def test_a_request_beyond_the_objective_goes_first_and_holds_the_queue() -> None:
+    aged, young = waiting(0, 900, 0.0), waiting(1, 16, 4.5)
+    here = context(now=5.0, num_waiting=1000, ttft=1.0)
+    assert names(larry([aged, young], here)) == ["r0", "r1"]
+    policy = ONLINE_POLICIES["larry"]
+    assert policy.scans_past(young, here) and not policy.scans_past(aged, here)
+    without = context(now=5.0, num_waiting=1000)
+    assert names(larry([aged, young], without)) == ["r1", "r0"]
+    assert policy.scans_past(aged, without)
+
+
+def test_srpt_orders_by_the_true_remaining_output() -> None:
+    queue = [waiting(0, 10, 0.0, output=50), waiting(1, 10, 0.0, output=5), waiting(2, 10, 0.0, output=20)]
+    assert names(shortest_remaining(queue, context())) == ["r1", "r2", "r0"]
+    queue[0].token_ids += [0] * 48  # it was preempted with two tokens to go
+    assert names(shortest_remaining(queue, context())) == ["r0", "r1", "r2"]
+
+
+def test_random_is_a_fixed_order_per_seed() -> None:
+    queue = [waiting(i, 10, 0.0) for i in range(50)]
+    first = names(shuffled(queue, context(seed=1)))
+    assert first == names(shuffled(queue, context(seed=1)))
+    assert first != names(shuffled(queue, context(seed=2))) != names(queue)
+    assert [name for name in first if name != "r7"] == names(
+        shuffled([r for r in queue if r.arrival_order != 7], context(seed=1))
+    )
+
+
+def test_no_preempt_counts_the_longest_form_of_everybody() -> None:
+    request = waiting(0, 92, 0.0)  # 92 + 100 = 192 tokens: 13 blocks, 26 units
+    assert fits_whole(request, context(num_units=26))
+    assert not fits_whole(request, context(num_units=25))
+    assert fits_whole(request, context(num_units=52, running=[waiting(1, 92, 0.0)]))
+    assert not fits_whole(request, context(num_units=51, running=[waiting(1, 92, 0.0)]))
+
+
+@pytest.mark.parametrize("name", ["shortest", "larry:", "larry:-1", "larry:nan", "larry:inf", "fcfs:1", ""])
+def test_unknown_policies_are_refused(name: str) -> None:
+    with pytest.raises(ConfigError):
+        find_policy(name)
+
+
+def simulated_driver(policy: str, num_units: int = 60, **options: object) -> Driver:
+    config = SchedulerConfig(num_units=num_units, max_model_len=512, enable_prefix_caching=False, max_num_seqs=16)
+    runner = SimulatedRunner(SimulatedDevice.named("qwen2.5-0.5b", "a100-40gb"), noise=0.0)
+    return Driver(runner, config, online_policy=policy, **options)
+
+
+def started(driver: Driver) -> list[str]:
+    return [new.request_id for output in driver.steps for new in output.new_requests]
+
+
+def test_only_policies_that_scan_start_a_request_behind_a_misfit() -> None:
+    for policy, expected in (("fcfs", ["a"]), ("larry", ["a", "small"]), ("srpt-oracle", ["a"])):
+        driver = simulated_driver(policy)
+        driver.add(make_request("a", (1,) * 300, 40))
+        driver.step()
+        driver.add(
+            make_request("large", (1,) * 350, 4), make_request("small", (1,) * 20, 4 if policy != "srpt-oracle" else 40)
+        )
+        driver.step()
+        assert started(driver) == expected, policy
+        driver.run()
+        assert set(driver.finals) == {"a", "large", "small"}
+
+
+def test_an_aged_misfit_is_not_scanned_past() -> None:
+    driver = simulated_driver("larry", objective=StepObjective(ttft=1e-6))
+    driver.add(make_request("a", (1,) * 300, 40))
+    driver.step()
+    driver.add(make_request("large", (1,) * 350, 4))
+    driver.now += 1.0
+    driver.add(make_request("small", (1,) * 20, 4))
+    driver.step()
+    assert started(driver) == ["a"]
+    driver.run()
+
+
+def test_no_preempt_never_preempts_where_fcfs_does() -> None:
+    preemptions = {}
+    for policy in ("fcfs", "no-preempt"):
+        driver = simulated_driver(policy)
+        driver.add(*(make_request(f"r{i}", (1,) * 60, 150) for i in range(6)))
+        driver.run()
+        assert all(len(tokens) == 150 for tokens in driver.outputs.values())
+        preemptions[policy] = sum(driver.core.stats().preemptions.values())
+    assert preemptions["no-preempt"] == 0 < preemptions["fcfs"]
+
+
+@pytest.mark.parametrize("policy", list(ONLINE_POLICIES))
+def test_every_policy_finishes_everything_and_repeats_itself(policy: str) -> None:
+    simulated = SimulatedDevice.named("qwen2.5-0.5b", "a100-40gb")
+
+    def run() -> list[list[float]]:
+        config = SchedulerConfig(num_units=120, max_model_len=512, enable_prefix_caching=False, max_num_seqs=8)
+        core = EngineCore(config, online_policy=policy)
+        arrivals = [
+            Arrival(0.002 * i, make_request(f"r{i}", (1,) * (20 + 37 * i % 300), 5 + 11 * i % 90)) for i in range(60)
+        ]
+        records = VirtualDriver(core, SimulatedRunner(simulated, seed=3), arrivals).run(1e6).online
+        core.check_integrity()
+        assert not core.has_requests and all(record.ended is not None for record in records)
+        return [record.token_times for record in records]
+
+    assert run() == run()

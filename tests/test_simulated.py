@@ -1,0 +1,135 @@
+"""The simulated device: published step times, roofline limits, memory, determinism, and the oracle's view of it."""
+
+import subprocess
+import sys
+
+import pytest
+from driver import make_request
+
+from engine.config import SchedulerConfig
+from engine.core import EngineCore
+from engine.execution.device_specs import CALIBRATION_TOKENS, DEVICES, MODELS, PUBLISHED_LINEAR_MS
+from engine.execution.simulated import SimulatedDevice, SimulatedRunner, TrueLatency
+from engine.request import EngineRequest, SamplingParams
+from engine.scheduling.output import Chunk, SchedulerOutput
+from engine.virtual import Arrival, VirtualDriver
+from predictor.features import BatchFeatures
+
+CALIBRATION_TOLERANCE = 0.08
+PUBLISHED_PARAMETERS = {
+    "llama-2-7b": 6.74e9,
+    "llama-2-13b": 13.02e9,
+    "llama-3-8b": 8.03e9,
+    "mistral-7b": 7.24e9,
+    "opt-13b": 12.85e9,
+    "qwen2.5-0.5b": 0.494e9,
+    "qwen2.5-7b": 7.62e9,
+}
+
+
+@pytest.mark.parametrize(("model", "device"), list(PUBLISHED_LINEAR_MS))
+def test_linear_layers_take_the_published_times(model: str, device: str) -> None:
+    simulated = SimulatedDevice.named(model, device)
+    for tokens, published in zip(CALIBRATION_TOKENS, PUBLISHED_LINEAR_MS[model, device], strict=True):
+        assert simulated.linear_seconds(tokens) * 1e3 == pytest.approx(published, rel=CALIBRATION_TOLERANCE), tokens
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+def test_shapes_have_the_published_number_of_parameters(name: str) -> None:
+    assert MODELS[name].weight_bytes / 2 == pytest.approx(PUBLISHED_PARAMETERS[name], rel=0.01)
+
+
+@pytest.mark.parametrize("name", list(DEVICES))
+def test_no_step_beats_the_roofline(name: str) -> None:
+    spec, model = DEVICES[name], MODELS["qwen2.5-0.5b"]
+    simulated = SimulatedDevice(model, spec)
+    linear_weights = model.num_layers * sum(a * b for a, b in model.linears())
+    for tokens in (1, 16, 256, 4096):
+        seconds = simulated.linear_seconds(tokens)
+        assert seconds >= linear_weights * 2 / spec.bandwidth
+        assert seconds >= 2 * tokens * linear_weights / spec.flops
+
+
+def test_more_work_never_takes_less_time() -> None:
+    simulated = SimulatedDevice.named("llama-2-7b", "a100-40gb")
+    times = [simulated.step_seconds(tokens, 1, 1, tokens, 0) for tokens in range(1, 600)]
+    assert times == sorted(times)
+    assert simulated.step_seconds(64, 64, 64, 64 * 2000, 0) > simulated.step_seconds(64, 64, 64, 64 * 100, 0)
+    # 64 × 1,900 tokens of context at 512 KiB each, read once
+    extra = simulated.step_seconds(64, 64, 64, 64 * 2000, 0) - simulated.step_seconds(64, 64, 64, 64 * 100, 0)
+    assert extra == pytest.approx(64 * 1900 * 2**19 / (1.555e12 * 0.94))
+
+
+def test_cache_fills_what_weights_leave() -> None:
+    simulated = SimulatedDevice.named("llama-2-7b", "a100-40gb")
+    cache = simulated.num_units(16) * 16 * MODELS["llama-2-7b"].kv_bytes_per_token / 2
+    used = cache + MODELS["llama-2-7b"].weight_bytes
+    assert 0.85 * 40 * 2**30 < used < 0.9 * 40 * 2**30
+    # grouped-query heads: four times the tokens to a byte
+    assert MODELS["llama-3-8b"].kv_bytes_per_token * 4 == MODELS["llama-2-7b"].kv_bytes_per_token
+    with pytest.raises(ValueError, match="does not fit"):
+        SimulatedDevice.named("opt-13b", "rtx-4090").num_units(16)
+
+
+def test_transfers_take_the_bus() -> None:
+    assert SimulatedDevice.named("llama-2-7b", "a100-40gb").transfer_seconds(25 * 10**9) == 1.0
+
+
+def step(*chunks: Chunk) -> SchedulerOutput:
+    return SchedulerOutput(0, chunks)
+
+
+def test_noise_is_small_seeded_and_around_the_exact_time() -> None:
+    simulated = SimulatedDevice.named("llama-2-7b", "a100-40gb")
+    output = step(Chunk(0, 99, 1, True), Chunk(1, 0, 64, False))
+    exact = SimulatedRunner(simulated, noise=0.0).execute(output).latency
+    drawn = [SimulatedRunner(simulated, seed=5).execute(output).latency for _ in range(2)]
+    assert drawn[0] == drawn[1] != exact
+    runner = SimulatedRunner(simulated, seed=6)
+    many = [runner.execute(output).latency for _ in range(2000)]
+    assert sum(many) / len(many) == pytest.approx(exact, rel=0.005)
+    assert min(many) >= 0.8 * exact
+
+
+def test_a_token_for_every_sample() -> None:
+    runner = SimulatedRunner(SimulatedDevice.named("opt-13b", "a100-40gb"))
+    result = runner.execute(step(Chunk(0, 9, 1, True), Chunk(1, 0, 32, False), Chunk(2, 32, 8, True)))
+    assert len(result.token_ids) == 2
+
+
+def test_the_oracle_knows_decodes_and_one_chunk_exactly() -> None:
+    simulated = SimulatedDevice.named("llama-3-8b", "a100-40gb")
+    oracle, runner = TrueLatency(simulated), SimulatedRunner(simulated, noise=0.0)
+    chunks = [Chunk(row, 99 + row, 1, True) for row in range(5)] + [Chunk(9, 640, 100, True)]
+    features = BatchFeatures()
+    for chunk in chunks:
+        features.add_chunk(chunk.start, chunk.length)
+    assert oracle.predict(features) == pytest.approx(runner.execute(step(*chunks)).latency, rel=1e-9)
+
+
+def test_the_oracle_sizes_chunks_by_its_own_marginals() -> None:
+    oracle = TrueLatency(SimulatedDevice.named("llama-2-7b", "a100-40gb"))
+    features = BatchFeatures()
+    features.add_decodes(8, 8 * 500)
+    length = oracle.max_prefill(features, 0.02, 2048, 256)
+    assert 0 < length < 2048
+    assert oracle.marginal(features, 256, length) <= 0.02 < oracle.marginal(features, 256, length + 1)
+    both = features.copy()
+    both.add_decodes(2, 300)
+    assert oracle.marginal_decodes(features, 2, 300) == pytest.approx(oracle.predict(both) - oracle.predict(features))
+
+
+def test_requests_end_at_their_true_length_which_the_scheduler_does_not_see() -> None:
+    simulated = SimulatedDevice.named("qwen2.5-0.5b", "a100-40gb")
+    core = EngineCore(SchedulerConfig(num_units=1000, max_model_len=512))
+    sampling = SamplingParams(max_tokens=200, min_tokens=7, stop_token_ids=frozenset({0}))
+    arrivals = [Arrival(0.0, EngineRequest("a", (1,) * 20, sampling)), Arrival(0.0, make_request("b", (2,) * 20, 11))]
+    run = VirtualDriver(core, SimulatedRunner(simulated), arrivals).run(60.0)
+    assert [len(record.token_times) for record in run.online] == [7, 11]
+    assert all(record.ended is not None for record in run.online)
+    assert not core.has_requests
+
+
+def test_it_needs_no_torch() -> None:
+    code = "import sys, engine.execution.simulated; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
