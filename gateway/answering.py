@@ -10,22 +10,21 @@ from typing import Any, Protocol, TypeVar
 
 import anyio.to_thread
 import orjson
-from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
 from engine.errors import TidemillError
 from gateway.choices import Delta, Generation
-from gateway.context import GatewayContext
+from gateway.context import GatewayContext, tier_of
 from gateway.errors import ApiError, log_unexpected, to_api_error
 from gateway.params import without_ignored
 from gateway.sse import DONE, EventStream, event, run_while_connected
-from gateway.wire import parse_json, validate
+from gateway.wire import GenerationBody, parse_json, validate
 
 INLINE_BYTES = 32 * 1024  # parsing more than this takes long enough for a thread to be worth it
 INLINE_CHARS = 2000
 
-BodyT = TypeVar("BodyT", bound=BaseModel)
+GenerationT = TypeVar("GenerationT", bound=GenerationBody)
 ResultT = TypeVar("ResultT")
 
 
@@ -45,21 +44,31 @@ class AnswerFormat(Protocol):
         ...
 
 
-async def read_body(request: Request, model: type[BodyT]) -> BodyT:
-    """The request's body as a model. Raises ApiError 415 or InvalidRequestError.
+async def read_body(request: Request, model: type[GenerationT]) -> GenerationT:
+    """The request's body as a model, its service tier the key's where it names none.
 
-    The content type is insisted on: a web page of another origin cannot send it without asking first.
+    Raises ApiError 415 or InvalidRequestError.
     """
+    raw = await read_raw(request)
+    if len(raw) <= INLINE_BYTES:
+        body = parse_body(raw, model)
+    else:
+        body = await anyio.to_thread.run_sync(parse_body, raw, model)
+    if body.service_tier in (None, "auto"):
+        body.service_tier = tier_of(request)
+    return body
+
+
+async def read_raw(request: Request) -> bytes:
+    """The request's body, insisting on its content type: a web page of another origin cannot send that without asking
+    first. Raises ApiError 415."""
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type != "application/json":
         raise ApiError(415)
-    raw = await request.body()
-    if len(raw) <= INLINE_BYTES:
-        return parse_body(raw, model)
-    return await anyio.to_thread.run_sync(parse_body, raw, model)
+    return await request.body()
 
 
-def parse_body(raw: bytes, model: type[BodyT]) -> BodyT:
+def parse_body(raw: bytes, model: type[GenerationT]) -> GenerationT:
     return validate(model, without_ignored(parse_json(raw)))
 
 

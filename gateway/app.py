@@ -12,13 +12,20 @@ from starlette.exceptions import HTTPException
 from engine.client import EngineClient
 from engine.errors import TidemillError
 from engine.text import Tokenizer
-from gateway import chat, completions, health, models
+from gateway import batches, chat, completions, files, health, models
+from gateway.batch_line import LineRunner
+from gateway.batch_metrics import BatchCollector
+from gateway.batch_worker import BatchWorker
 from gateway.config import ServerConfig
 from gateway.context import GatewayContext, Lifecycle
 from gateway.errors import ApiError, ErrorBoundary, handle_error
+from gateway.keys import load_keys
 from gateway.metrics import GatewayMetrics
 from gateway.middleware import Authentication, BodyLimit, RequestIds
 from gateway.params import INERT, UNSUPPORTED
+from gateway.state import BatchLimits, BatchState
+from gateway.store.folder import StateFolder
+from gateway.uploads import MAX_OVERHEAD
 from gateway.wire import ChatCompletionRequest, CompletionRequest
 
 MAX_HELD_BODIES = 64  # bodies of the largest size that may be in memory at once
@@ -29,8 +36,17 @@ _BODIES: dict[str, type[BaseModel]] = {
 }
 
 
-def create_app(client: EngineClient, tokenizer: Tokenizer, config: ServerConfig) -> FastAPI:
-    """The gateway as an ASGI application. Its lifespan starts and stops `client`."""
+def create_app(
+    client: EngineClient,
+    tokenizer: Tokenizer,
+    config: ServerConfig,
+    folder: StateFolder | None = None,
+    limits: BatchLimits | None = None,
+) -> FastAPI:
+    """The gateway as an ASGI application. Its lifespan starts and stops `client`.
+
+    With a state folder it serves files and batches, too, and closes the folder at its end. Raises ConfigError.
+    """
     model_names = config.served_model_name or (client.info.architecture,)
     metrics = GatewayMetrics(client, model_names[0])
     lifecycle = Lifecycle(client)
@@ -41,6 +57,8 @@ def create_app(client: EngineClient, tokenizer: Tokenizer, config: ServerConfig)
         await lifecycle.start()
         yield
         await lifecycle.stop()
+        if folder is not None:
+            await folder.close()
 
     app = FastAPI(
         title="tidemill",
@@ -53,16 +71,28 @@ def create_app(client: EngineClient, tokenizer: Tokenizer, config: ServerConfig)
     app.state.context = context
     for resource in (chat, completions, models, health):
         app.include_router(resource.router)
+    if folder is not None:
+        _add_batches(app, context, folder, limits or BatchLimits())
     for error in (ApiError, TidemillError, HTTPException):
         app.add_exception_handler(error, handle_error)
     # the last one added is the first that a request meets
     held_bytes = MAX_HELD_BODIES * config.max_body_bytes
-    app.add_middleware(BodyLimit, max_body_bytes=config.max_body_bytes, max_held_bytes=held_bytes)
-    app.add_middleware(Authentication, keys=config.api_key)
+    streamed = {"/v1/files": (limits or BatchLimits()).file_bytes + MAX_OVERHEAD}
+    app.add_middleware(BodyLimit, max_body_bytes=config.max_body_bytes, max_held_bytes=held_bytes, streamed=streamed)
+    app.add_middleware(Authentication, keys=load_keys(config.api_key, config.api_key_file))
     app.add_middleware(ErrorBoundary)
     app.add_middleware(RequestIds, metrics=metrics)
     _describe_bodies(app)
     return app
+
+
+def _add_batches(app: FastAPI, context: GatewayContext, folder: StateFolder, limits: BatchLimits) -> None:
+    worker = BatchWorker(folder, limits, LineRunner(context).run)
+    context.lifecycle.background.append(worker)
+    context.metrics.registry.register(BatchCollector(worker))
+    app.state.batches = BatchState(folder, limits, worker)
+    for resource in (files, batches):
+        app.include_router(resource.router)
 
 
 def _describe_bodies(app: FastAPI) -> None:

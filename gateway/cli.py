@@ -175,6 +175,15 @@ def _serve(arguments: argparse.Namespace) -> int:
     server.bind(server_config.host, server_config.port).close()  # before minutes of loading: can the address be had?
     if not server_config.served_model_name:
         server_config = dataclasses.replace(server_config, served_model_name=(model_name(engine_config),))
+    folder = _open_state(server_config)
+    try:
+        _serve_with(folder, engine_config, server_config, server)
+    finally:
+        folder.close_now()
+    return 0
+
+
+def _serve_with(folder: Any, engine_config: EngineConfig, server_config: ServerConfig, server: Any) -> None:
     from engine.text import Tokenizer
 
     build = importlib.import_module("engine.build")
@@ -183,11 +192,23 @@ def _serve(arguments: argparse.Namespace) -> int:
     for note in plan.notes:
         say(note)
     engine = build.build_engine(engine_config, plan, say)
-    app = importlib.import_module("gateway.app").create_app(engine, tokenizer, server_config)
+    app = importlib.import_module("gateway.app").create_app(
+        engine, tokenizer, server_config, folder, _batch_limits(engine_config)
+    )
     cache_tokens = engine.stats().units_total // 2 * engine_config.block_size
     print(summary(server_config, engine.info, cache_tokens), flush=True)
     server.run(app, server_config)
-    return 0
+
+
+def _open_state(config: ServerConfig) -> Any:
+    """The state folder, held from before the model is loaded: a second server on it should fail at once."""
+    module = importlib.import_module("gateway.store.folder")
+    path = Path(config.state_dir).expanduser() if config.state_dir else module.default_state_dir(os.environ)
+    return module.open_state(path)
+
+
+def _batch_limits(config: EngineConfig) -> Any:
+    return importlib.import_module("gateway.state").BatchLimits(window_lines=4 * config.max_num_seqs)
 
 
 def say(line: str) -> None:

@@ -27,11 +27,15 @@ class ServerConfig:
     api_key: tuple[str, ...] = _flag(
         (), "a key that clients must send; repeat for several (better: in the environment)", secret=True
     )
+    api_key_file: str | None = _flag(None, "file of keys by tenant: lines of SHA-256, tenant and, if wanted, tier")
     served_model_name: tuple[str, ...] = _flag(
         (), "model name in the API; repeat for aliases (default: the model's folder name)"
     )
     chat_template: str | None = _flag(None, "file with a Jinja chat template (default: the checkpoint's)")
     max_body_bytes: int = _flag(4 * 1024 * 1024, "largest request body; beyond it 413")
+    state_dir: str | None = _flag(
+        None, "folder for files and batches (default: $XDG_STATE_HOME/tidemill or ~/.local/state/tidemill)"
+    )
     shutdown_timeout: float = _flag(30.0, "seconds that running requests may take to end after SIGTERM")
     log_level: str = _flag("info", "how much the server logs", LOG_LEVELS)
 
@@ -50,7 +54,7 @@ class ServerConfig:
             raise ConfigError("--api-key must not be empty and must not begin or end with white space")
         if any(not name.strip() for name in self.served_model_name):
             raise ConfigError("--served-model-name must not be empty")
-        if not self.api_key and not is_loopback(self.host):
+        if not self.api_key and not self.api_key_file and not is_loopback(self.host):
             raise ConfigError(f"--host {self.host} is reachable from other machines: set --api-key, or use 127.0.0.1")
 
 

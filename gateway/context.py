@@ -6,7 +6,7 @@ import os
 import secrets
 import time
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, Literal, Protocol, cast
 
 import anyio
 from starlette.requests import Request
@@ -18,18 +18,29 @@ from gateway.config import ServerConfig
 from gateway.metrics import GatewayMetrics
 
 
+class BackgroundWork(Protocol):
+    """What uses the engine beside the requests of clients."""
+
+    async def start(self) -> None: ...
+
+    async def stop(self) -> None: ...
+
+
 @dataclass(slots=True)
 class Lifecycle:
-    """Whether the server takes new work, and the one place that stops the engine."""
+    """Whether the server takes new work, and the one place that starts and stops the engine and its background work."""
 
     client: EngineClient
     draining: bool = False
     stopped: bool = False
+    background: list[BackgroundWork] = field(default_factory=list)
     startup_error: Exception | None = None
 
     async def start(self) -> None:
         try:
             await self.client.start()
+            for work in self.background:
+                await work.start()
         except Exception as error:
             self.startup_error = error
             raise
@@ -39,6 +50,8 @@ class Lifecycle:
         self.draining = True
         if not self.stopped:
             self.stopped = True
+            for work in self.background:  # what it has in the engine is not waited for: it goes on at the next start
+                await work.stop()
             await self.client.stop(drain_seconds)
 
     def check_accepting(self) -> None:
@@ -76,8 +89,13 @@ def context_of(request: Request) -> GatewayContext:
 
 
 def tenant_of(request: Request) -> str:
-    """The key's digest prefix as the authentication found it; one tenant where no keys are configured."""
+    """Whose key it was, as the authentication found out; one tenant where no keys are configured."""
     return str(_state(request).get("tenant", ""))
+
+
+def tier_of(request: Request) -> Literal["default", "priority", "flex"]:
+    """The service tier of requests that name none."""
+    return cast(Literal["default", "priority", "flex"], _state(request).get("service_tier", "default"))
 
 
 def _state(request: Request) -> dict[str, Any]:

@@ -3,15 +3,14 @@
 Knows nothing of routes but the two that need no key.
 """
 
-import hashlib
-import hmac
 import re
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.errors import ApiError, error_response
+from gateway.keys import Key, KeyRing
 from gateway.metrics import GatewayMetrics
 
 OPEN_PATHS = frozenset({"/health", "/ready"})
@@ -45,52 +44,54 @@ class RequestIds:
 
 
 class Authentication:
-    """Lets a request through if its key is one of `keys`, or if there are none; its tenant is the key's digest prefix.
+    """Lets a request through if its key is one of `keys`, or if there are none; notes whose it is."""
 
-    Digests are compared, all of them each time: the time taken tells nothing of a key, whatever it holds.
-    """
-
-    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
+    def __init__(self, app: ASGIApp, keys: KeyRing) -> None:
         self._app = app
-        self._digests = [hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest() for key in keys]
+        self._keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and self._digests and scope["path"] not in OPEN_PATHS:
-            tenant = self._tenant(scope)
-            if tenant is None:
+        if scope["type"] == "http" and self._keys and scope["path"] not in OPEN_PATHS:
+            key = self._find(scope)
+            if key is None:
                 headers = {"www-authenticate": "Bearer"}
                 error = ApiError(401, "A valid API key is needed.", code="invalid_api_key", headers=headers)
                 await error_response(error)(scope, receive, send)
                 return
-            scope.setdefault("state", {})["tenant"] = tenant
+            scope.setdefault("state", {}).update(tenant=key.tenant, service_tier=key.service_tier)
         await self._app(scope, receive, send)
 
-    def _tenant(self, scope: Scope) -> str | None:
+    def _find(self, scope: Scope) -> Key | None:
         sent = [value for name, value in scope["headers"] if name == b"authorization"]
         scheme, _, key = sent[0].partition(b" ") if len(sent) == 1 else (b"", b"", b"")
-        if scheme.lower() != b"bearer":
-            return None
-        digest = hashlib.sha256(key.strip()).digest()
-        matches = [hmac.compare_digest(digest, known) for known in self._digests]
-        return digest.hex()[:16] if any(matches) else None
+        return self._keys.find(key.strip()) if scheme.lower() == b"bearer" else None
 
 
 class BodyLimit:
     """Refuses bodies beyond `max_body_bytes` (413), by their announced length or as they come in, and more than
-    `max_held_bytes` of bodies at a time (503), so that memory is bounded however many clients send at once."""
+    `max_held_bytes` of bodies at a time (503), so that memory is bounded however many clients send at once.
 
-    def __init__(self, app: ASGIApp, max_body_bytes: int, max_held_bytes: int) -> None:
+    `streamed`: paths whose bodies are not held but pass through, and how long they may be."""
+
+    def __init__(
+        self, app: ASGIApp, max_body_bytes: int, max_held_bytes: int, streamed: Mapping[str, int] | None = None
+    ) -> None:
         self._app = app
         self._max_body_bytes = max_body_bytes
         self._max_held_bytes = max(max_held_bytes, max_body_bytes)
         self._held_bytes = 0
+        self._streamed = streamed or {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        if _announced_length(scope) > self._max_body_bytes:
-            await error_response(self._too_large())(scope, receive, send)
+        most = self._streamed.get(scope["path"], self._max_body_bytes)
+        if _announced_length(scope) > most:
+            await error_response(_too_large(most))(scope, receive, send)
+            return
+        if scope["path"] in self._streamed:  # its resource counts what comes
+            await self._app(scope, receive, send)
             return
         size = 0
 
@@ -102,7 +103,7 @@ class BodyLimit:
                 size += length
                 self._held_bytes += length
                 if size > self._max_body_bytes:
-                    raise self._too_large()
+                    raise _too_large(most)
                 if self._held_bytes > self._max_held_bytes:
                     raise ApiError(503, "Too many requests are being sent at once.", headers={"retry-after": "1"})
             return message
@@ -112,8 +113,9 @@ class BodyLimit:
         finally:
             self._held_bytes -= size
 
-    def _too_large(self) -> ApiError:
-        return ApiError(413, f"The request body is larger than {self._max_body_bytes} bytes.")
+
+def _too_large(most: int) -> ApiError:
+    return ApiError(413, f"The request body is larger than {most} bytes.")
 
 
 def _announced_length(scope: Scope) -> int:

@@ -243,9 +243,10 @@ class Served:
 async def serve(
     engine: FakeEngine, tokenizer: Tokenizer, limits: ProtocolLimits | None = None, **config: Any
 ) -> AsyncIterator[Served]:
-    """The whole server, as `tidemill serve` builds it, but for signals."""
+    """The whole server, as `tidemill serve` builds it, but for signals; with `folder` it has files and batches."""
+    folder, batch_limits = config.pop("folder", None), config.pop("batch_limits", None)
     settings = ServerConfig(**{"served_model_name": (MODEL, "alias"), "port": 0, **config})
-    app = await asyncio.to_thread(create_app, engine, tokenizer, settings)
+    app = await asyncio.to_thread(create_app, engine, tokenizer, settings, folder, batch_limits)
     listener = await asyncio.to_thread(bind, settings.host, settings.port)
     server = make_server(app, settings, limits, close_seconds=1)
     task = asyncio.ensure_future(server._serve([listener]))  # `serve` would take over the test runner's signals

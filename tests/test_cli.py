@@ -19,7 +19,8 @@ from gateway.flags import flags_of, resolve
 
 
 @pytest.fixture(autouse=True)
-def _no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def _no_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state-home"))
     for flag in (*flags_of(EngineConfig), *flags_of(ServerConfig)):
         monkeypatch.delenv(flag.variable, raising=False)
     monkeypatch.delenv("TIDEMILL_CONFIG", raising=False)
@@ -308,8 +309,8 @@ def test_serve_joins_the_parts_and_says_what_runs(
 
     class App:
         @staticmethod
-        def create_app(client: Any, tokenizer: Any, config: ServerConfig) -> str:
-            seen.update(client=client, tokenizer=tokenizer, config=config)
+        def create_app(client: Any, tokenizer: Any, config: ServerConfig, folder: Any, limits: Any) -> str:
+            seen.update(client=client, tokenizer=tokenizer, config=config, folder=folder, limits=limits)
             return "app"
 
     class Server:
@@ -334,6 +335,7 @@ def test_serve_joins_the_parts_and_says_what_runs(
     assert "cache 320 tokens, context 320 tokens, http://127.0.0.1 (port chosen by the system)" in out
     assert seen["address"] == ("127.0.0.1", 0)
     assert seen["app"] == "app" and seen["config"] is seen["run_config"]
+    assert seen["folder"].root.name == "tidemill" and seen["limits"].window_lines == 4 * EngineConfig().max_num_seqs
     assert seen["config"].served_model_name == ("tidemill-demo",)
     assert seen["client"].info.max_model_len == 320
     ids = seen["tokenizer"].encode_chat([{"role": "user", "content": "hi"}])

@@ -77,11 +77,11 @@ class StateFolder:
             self.disk.remove(self.root / folder / name)
 
     async def close(self) -> None:
-        await self.store.close()
-        self.release()
+        await asyncio.to_thread(self.close_now)
 
-    def release(self) -> None:
-        """Let another server have the folder. Idempotent."""
+    def close_now(self) -> None:
+        """Finish what was begun and let another server have the folder. Blocks. Idempotent."""
+        self.store.close_now()
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1

@@ -92,18 +92,22 @@ class SqliteWriter:
     def __init__(self, connection: sqlite3.Connection, on_commit: Work[None] | None = None) -> None:
         self._connection = connection
         self._on_commit = on_commit
+        self._closed = False
         self._queue: queue.SimpleQueue[tuple[Work[Any], Future[Any]] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="tidemill-store", daemon=True)
         self._thread.start()
 
     async def run(self, work: Work[ResultT]) -> ResultT:
-        """Raises what `work` raises, or StorageError when it could not be made durable."""
+        """Raises what `work` raises, or StorageError when it could not be made durable or the store is closed."""
+        if self._closed:
+            raise StorageError
         future: Future[ResultT] = Future()
         self._queue.put((work, future))
         return await asyncio.wrap_future(future)
 
     def close(self) -> None:
-        """Wait for what was queued, and close the connection. Blocks."""
+        """Wait for what was queued, and close the connection. Blocks. Idempotent."""
+        self._closed = True
         self._queue.put(None)
         self._thread.join()
 

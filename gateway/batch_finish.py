@@ -1,0 +1,99 @@
+"""The two ends of a batch that are work on files: reading the input, and building the results. One batch at a time, so
+that memory stays bounded however many wait. Knows nothing of engines."""
+
+import asyncio
+from collections.abc import Callable
+from contextlib import suppress
+
+from gateway.batch_input import InputReport, Stopped, check_input
+from gateway.batch_output import ResultBuilder
+from gateway.batch_results import StorageRetry, in_thread, to_end
+from gateway.batch_states import UNFINISHED_LINE, BatchStatus, IllegalTransition
+from gateway.disk import StorageError, storage_errors
+from gateway.state import BatchLimits
+from gateway.store.folder import StateFolder
+from gateway.store.objects import BatchJob, FileObject, InputError, new_file_id
+
+INDEX_ROWS = 2000
+RECORD_ROWS = 500
+_NO_CODE = ("internal_error", "The request was not executed.")
+
+
+class Finisher:
+    """Set `stopping` to have a validation in progress end soon."""
+
+    def __init__(self, folder: StateFolder, limits: BatchLimits, retry: StorageRetry, now: Callable[[], int]) -> None:
+        self.stopping = False
+        self._folder = folder
+        self._store = folder.store
+        self._limits = limits
+        self._retry = retry
+        self._now = now
+        self._turn = asyncio.Semaphore(1)
+
+    async def validate(self, batch: BatchJob) -> None:
+        """Read the input: from `validating` to `in_progress` or `failed`. A batch that is being cancelled is read all
+        the same, because each of its lines gets a row. Raises IllegalTransition."""
+        async with self._turn:
+            report = await self._retry.run(lambda: self._read_input(batch))
+            if report.errors:
+                cancelling = batch.status is BatchStatus.CANCELLING
+                end = BatchStatus.CANCELLED if cancelling else BatchStatus.FAILED
+                await self._retry.run(lambda: self._store.move_batch(batch.id, end, self._now(), report.errors))
+                return
+            for start in range(0, len(report.lines), INDEX_ROWS):
+                rows = report.lines[start : start + INDEX_ROWS]
+                await self._retry.run(lambda: self._store.add_lines(batch.id, rows, first=start == 0))  # noqa: B023
+            total = len(report.lines)
+            await self._retry.run(lambda: self._store.start_batch(batch.id, total, report.model, self._now()))
+
+    async def _read_input(self, batch: BatchJob) -> InputReport:
+        path, limits = self._folder.file_path(batch.input_file_id), self._limits
+
+        def work() -> InputReport:
+            with storage_errors(), path.open("rb") as file:
+                return check_input(file, batch.endpoint, limits.lines, limits.line_bytes, lambda: self.stopping)
+
+        try:
+            return await in_thread(work)
+        except FileNotFoundError:
+            return InputReport(errors=[InputError("invalid_request", "The input file can no longer be read.")])
+        except Stopped:
+            raise asyncio.CancelledError from None
+
+    async def finish(self, batch: BatchJob, status: BatchStatus) -> None:
+        """Build the result files and end the batch with them. Raises IllegalTransition, with no files left."""
+        async with self._turn:
+            await self._retry.run(lambda: self._build(batch, status))
+
+    async def _build(self, batch: BatchJob, status: BatchStatus) -> None:
+        input_path = self._folder.file_path(batch.input_file_id)
+        builder = ResultBuilder(self._folder, batch.id, input_path, UNFINISHED_LINE.get(status, _NO_CODE))
+        try:
+            rank = -1
+            while records := await self._store.line_records(batch.id, rank, RECORD_ROWS):
+                await in_thread(lambda: builder.add(records))
+                rank = records[-1].ref.rank
+            ids = (new_file_id(), new_file_id())
+            await in_thread(lambda: builder.publish(*ids))
+            now = self._now()
+            output = self._result_file(batch, ids[0], "output", builder.output.size, now)
+            errors = self._result_file(batch, ids[1], "error", builder.errors.size, now)
+            try:
+                await to_end(self._store.finish_batch(batch.id, status, now, output, errors))
+            except (StorageError, IllegalTransition):
+                await in_thread(lambda: builder.withdraw(*ids))
+                raise
+        finally:
+            await in_thread(builder.close)
+
+    def _result_file(self, batch: BatchJob, file_id: str, kind: str, size: int, now: int) -> FileObject | None:
+        if not size:
+            return None
+        expires_at = None if batch.output_expires_after is None else now + batch.output_expires_after
+        return FileObject(file_id, batch.tenant, size, now, f"{batch.id}_{kind}.jsonl", "batch_output", expires_at)
+
+    def remove_journal(self, batch_id: str) -> None:
+        """Blocking. What stays goes at the next start."""
+        with suppress(OSError):
+            self._folder.disk.remove(self._folder.journal_path(batch_id))

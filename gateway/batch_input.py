@@ -1,0 +1,202 @@
+"""Is an input file a batch? One pass with bounded memory: the places of its lines in the order in which to feed them,
+or what is wrong with it. Only envelopes are looked at: a bad `body` is an error row later, not a failed batch.
+
+Blocking and slow: call it in a worker thread. Knows nothing of stores, tokens or engines.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Any, BinaryIO, NamedTuple
+
+import orjson
+
+from gateway.store.objects import InputError, LineRef
+
+PREFIX_BYTES = 512
+MAX_ERRORS = 100
+MAX_CUSTOM_ID_CHARS = 512
+READ_BYTES = 1024 * 1024
+_ENVELOPE = frozenset({"custom_id", "method", "url", "body"})
+
+
+class Stopped(Exception):
+    """Validation was told to stop; it begins anew at the next start."""
+
+
+class RawLine(NamedTuple):
+    """A line without its end; `content` None: longer than allowed, and not kept."""
+
+    number: int
+    start: int
+    length: int
+    content: bytes | None
+
+
+@dataclass(slots=True)
+class InputReport:
+    """`lines` by prefix key, if there are no `errors`. `model`: the one that all lines name, if they do."""
+
+    lines: list[LineRef] = field(default_factory=list)
+    errors: list[InputError] = field(default_factory=list)
+    model: str | None = None
+
+
+def read_lines(file: BinaryIO, max_bytes: int) -> Iterator[RawLine]:
+    """The lines of a file, numbered from 1, one in memory at a time. Blank ones are left out, but counted."""
+    number, start, position = 1, 0, 0
+    pending = bytearray()
+    while data := file.read(READ_BYTES):
+        for piece in _split(data):
+            position += len(piece)
+            if start + max_bytes >= position - 2:
+                pending += piece
+            if piece.endswith(b"\n"):
+                yield from _line(number, start, position, pending, max_bytes)
+                number, start, pending = number + 1, position, bytearray()
+    yield from _line(number, start, position, pending, max_bytes)
+
+
+def _split(data: bytes) -> Iterator[bytes]:
+    """Pieces that end with LF, but the last; `splitlines` would end a line at a lone CR, too."""
+    *whole, rest = data.split(b"\n")
+    for piece in whole:
+        yield piece + b"\n"
+    if rest:
+        yield rest
+
+
+def _line(number: int, start: int, end: int, pending: bytearray, max_bytes: int) -> Iterator[RawLine]:
+    if len(pending) < end - start:
+        yield RawLine(number, start, end - start, None)
+        return
+    content = bytes(pending).rstrip(b"\r\n")
+    if len(content) > max_bytes:
+        yield RawLine(number, start, len(content), None)
+    elif content.strip():
+        yield RawLine(number, start, len(content), content)
+
+
+class InputChecker:
+    """The rules, line by line. `max_lines` and `max_line_bytes` are the limits of a batch."""
+
+    def __init__(self, endpoint: str, max_lines: int, max_line_bytes: int) -> None:
+        self._endpoint = endpoint
+        self._max_lines = max_lines
+        self._max_line_bytes = max_line_bytes
+        self._seen: set[bytes] = set()  # digests: ids may be long, and memory is bounded
+        self._models: set[str] = set()
+        self._keys: list[tuple[bytes, int, int, int]] = []
+        self._num_lines = 0
+        self.errors: list[InputError] = []
+
+    def check(self, line: RawLine) -> bool:
+        """Take in a line; False when no more need to be looked at."""
+        self._num_lines += 1
+        if self._num_lines > self._max_lines:
+            self.errors = [InputError("too_many_tasks", f"A batch has at most {self._max_lines} lines.", line.number)]
+            return False
+        found = self._check(line)
+        if found is not None:
+            self.errors.append(found)
+        return len(self.errors) < MAX_ERRORS
+
+    def _check(self, line: RawLine) -> InputError | None:
+        if line.content is None:
+            message = f"The line is longer than {self._max_line_bytes} bytes."
+            return InputError("invalid_request", message, line.number)
+        try:
+            envelope = orjson.loads(line.content)
+        except orjson.JSONDecodeError:
+            return InputError("invalid_json_line", "The line is not valid JSON.", line.number)
+        if not isinstance(envelope, dict):
+            return InputError("invalid_json_line", "The line is not a JSON object.", line.number)
+        found = self._check_envelope(envelope, line.number)
+        if found is None:
+            key = prefix_key(envelope["body"])
+            self._keys.append((key, line.number, line.start, line.length))
+        return found
+
+    def _check_envelope(self, envelope: dict[str, Any], number: int) -> InputError | None:
+        def invalid(param: str, rule: str) -> InputError:
+            return InputError("invalid_request", f"'{param}' must be {rule}.", number, param)
+
+        unknown = next((name for name in envelope if name not in _ENVELOPE), None)
+        if unknown is not None:
+            return InputError("invalid_request", "The line has an unknown field.", number, unknown[:64])
+        custom_id, body = envelope.get("custom_id"), envelope.get("body")
+        if not isinstance(custom_id, str) or not 1 <= len(custom_id) <= MAX_CUSTOM_ID_CHARS:
+            return invalid("custom_id", f"a text of 1 to {MAX_CUSTOM_ID_CHARS} characters")
+        if envelope.get("method") != "POST":
+            return invalid("method", "'POST'")
+        if envelope.get("url") != self._endpoint:
+            return InputError("url_mismatch", "'url' is not the batch's endpoint.", number, "url")
+        if not isinstance(body, dict):
+            return invalid("body", "a JSON object")
+        if body.get("stream"):
+            return invalid("body.stream", "left out or false")
+        return self._check_model(body.get("model"), number) or self._check_unique(custom_id, number)
+
+    def _check_model(self, model: Any, number: int) -> InputError | None:
+        """A missing model or one that is not a text is the body's affair."""
+        if not isinstance(model, str):
+            return None
+        self._models = self._models or {model}
+        if model in self._models:
+            return None
+        return InputError("model_mismatch", "All lines of a batch must name the same model.", number, "body.model")
+
+    def _check_unique(self, custom_id: str, number: int) -> InputError | None:
+        digest = blake2b(custom_id.encode(), digest_size=16).digest()
+        if digest in self._seen:
+            return InputError("duplicate_custom_id", "Another line has the same 'custom_id'.", number, "custom_id")
+        self._seen.add(digest)
+        return None
+
+    def report(self) -> InputReport:
+        if not self._num_lines:
+            self.errors = [InputError("empty_file", "The input file has no lines.")]
+        if self.errors:
+            return InputReport(errors=self.errors)
+        self._keys.sort()
+        lines = [LineRef(rank, number, start, length) for rank, (_, number, start, length) in enumerate(self._keys)]
+        return InputReport(lines, model=next(iter(self._models), None))
+
+
+def check_input(
+    file: BinaryIO, endpoint: str, max_lines: int, max_line_bytes: int, stopped: Callable[[], bool]
+) -> InputReport:
+    """Read a whole input file. Raises Stopped soon after `stopped` says so."""
+    checker = InputChecker(endpoint, max_lines, max_line_bytes)
+    for line in read_lines(file, max_line_bytes):
+        if stopped():
+            raise Stopped
+        if not checker.check(line):
+            break
+    return checker.report()
+
+
+def prefix_key(body: Mapping[str, Any]) -> bytes:
+    """The first bytes of the prompt in one canonical form. Lines with equal keys can share computed prefixes, so the
+    engine's queue should see them together; it need not be exact."""
+    messages, prompt = body.get("messages"), body.get("prompt")
+    source: Any = prompt if messages is None else _conversation(messages)
+    if not isinstance(source, str):
+        source = orjson.dumps(source[:PREFIX_BYTES] if isinstance(source, list) else source)[:PREFIX_BYTES]
+        return bytes(source)
+    return source[:PREFIX_BYTES].encode()[:PREFIX_BYTES]
+
+
+def _conversation(messages: Any) -> str:
+    """Roles and texts in their order, as a template would put them."""
+    if not isinstance(messages, list):
+        return ""
+    parts: list[str] = []
+    for message in messages[:PREFIX_BYTES]:
+        if isinstance(message, dict):
+            content = message.get("content")
+            texts = [p.get("text") for p in content if isinstance(p, dict)] if isinstance(content, list) else [content]
+            parts += [str(message.get("role"))[:16], *(t[:PREFIX_BYTES] for t in texts if isinstance(t, str))]
+        if sum(map(len, parts)) >= PREFIX_BYTES:
+            break
+    return "\n".join(parts)

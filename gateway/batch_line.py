@@ -1,0 +1,102 @@
+"""One line of a batch, executed as its HTTP endpoint would be, without HTTP: offline class, one output at the end."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import anyio
+from anyio import to_thread
+
+from engine.errors import EngineUnavailableError, QueueFullError, TidemillError
+from engine.request import RequestClass
+from gateway.answering import AnswerFormat, collect
+from gateway.chat import ChatFormat, plan_chat
+from gateway.choices import Generation
+from gateway.completions import CompletionFormat, plan_completion
+from gateway.context import GatewayContext
+from gateway.errors import ApiError, log_unexpected, to_api_error
+from gateway.params import GenerationPlan, without_ignored
+from gateway.store.objects import Usage
+from gateway.wire import ChatCompletionRequest, CompletionRequest, validate
+
+ENDPOINTS = ("/v1/chat/completions", "/v1/completions")
+
+
+class LineAnswer(NamedTuple):
+    """What HTTP would have answered."""
+
+    status: int
+    body: dict[str, Any]
+
+    @property
+    def usage(self) -> Usage:
+        used = self.body.get("usage")
+        if used is None:
+            return Usage()
+        cached = used["prompt_tokens_details"]["cached_tokens"]
+        return Usage(used["prompt_tokens"], cached, used["completion_tokens"])
+
+
+class LineRetry(Exception):
+    """The engine does not take the line now; that is not the line's fault."""
+
+    def __init__(self, retry_after: float) -> None:
+        super().__init__(retry_after)
+        self.retry_after = retry_after
+
+
+class LineRunner:
+    """Runs lines on one application's engine. Their prompts are tokenized in a thread of their own, so that the users'
+    never wait behind a batch."""
+
+    def __init__(self, context: GatewayContext) -> None:
+        self._context = dataclasses.replace(context, text_threads=anyio.CapacityLimiter(1))
+
+    async def run(self, endpoint: str, body: dict[str, Any], tenant: str, deadline: float) -> LineAnswer:
+        """`deadline`: Unix seconds. Raises LineRetry; every other failure is an answer. Cancelling ends the line in
+        the engine."""
+        try:
+            return LineAnswer(200, await self._answer(endpoint, body, tenant, deadline))
+        except (EngineUnavailableError, QueueFullError) as error:
+            raise LineRetry(error.retry_after) from error
+        except Exception as error:
+            if not isinstance(error, ApiError | TidemillError):
+                log_unexpected(error)
+            answer = to_api_error(error)
+            return LineAnswer(answer.status, answer.envelope)
+
+    async def _answer(self, endpoint: str, body: dict[str, Any], tenant: str, deadline: float) -> dict[str, Any]:
+        context, chat = self._context, endpoint == "/v1/chat/completions"
+        plan: GenerationPlan
+        shape: AnswerFormat
+        if chat:
+            chat_body = await to_thread.run_sync(_validate_chat, body)
+            plan = _offline(await plan_chat(context, chat_body, tenant), deadline)
+            shape = ChatFormat(plan, context.tokenizer)
+        else:
+            completion = await to_thread.run_sync(_validate_completion, body)
+            plan = _offline(await plan_completion(context, completion, tenant), deadline)
+            shape = CompletionFormat(plan, context.tokenizer, bool(completion.echo))
+        generation = Generation(plan, context.client, context.tokenizer, context.metrics, chat=chat)
+        try:
+            return await collect(generation, shape)
+        finally:
+            generation.abort()
+
+
+def _validate_chat(body: dict[str, Any]) -> ChatCompletionRequest:
+    return validate(ChatCompletionRequest, without_ignored(body))
+
+
+def _validate_completion(body: dict[str, Any]) -> CompletionRequest:
+    return validate(CompletionRequest, without_ignored(body))
+
+
+def _offline(plan: GenerationPlan, deadline: float) -> GenerationPlan:
+    """The plan in the offline class, whatever tier the line asks for. Nobody looks at its tokens before its end, unless
+    a stop string may end it."""
+    offline, final_only = RequestClass.OFFLINE, not plan.stop
+    requests = tuple(
+        dataclasses.replace(request, request_class=offline, deadline=deadline, final_only=final_only)
+        for request in plan.requests
+    )
+    return dataclasses.replace(plan, requests=requests, request_class=offline)

@@ -1,0 +1,30 @@
+"""Batch jobs in /metrics: how many are in which state, how many lines have ended, whether the disk takes data."""
+
+from collections import Counter
+from collections.abc import Iterator
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from gateway.batch_states import UNFINISHED
+from gateway.batch_worker import BatchWorker
+
+
+class BatchCollector(Collector):
+    """Figures of one worker, read at each scrape. States that batches end in are not held in memory, so not shown."""
+
+    def __init__(self, worker: BatchWorker) -> None:
+        self._worker = worker
+
+    def collect(self) -> Iterator[Metric]:
+        states = Counter(self._worker.states.values())
+        jobs = GaugeMetricFamily("tidemill_batch_jobs", "Batches that have not ended, by state.", labels=["state"])
+        for state in sorted(UNFINISHED):
+            jobs.add_metric([state.value], states[state])
+        yield jobs
+        lines = CounterMetricFamily("tidemill_batch_lines", "Batch lines that ended, by outcome.", labels=["outcome"])
+        for succeeded, outcome in ((True, "completed"), (False, "failed")):
+            lines.add_metric([outcome], self._worker.lines_ended[succeeded])
+        yield lines
+        text = "1 while the disk takes no data and batch jobs pause."
+        yield GaugeMetricFamily("tidemill_storage_fault", text, value=int(self._worker.paused))

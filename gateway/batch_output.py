@@ -1,0 +1,152 @@
+"""Rows of result files, and the files themselves, built once from a batch's journal when the batch ends.
+
+A row is written to the journal in its final form when its line ends; building only sorts rows into two files. Blocking:
+call it in a worker thread.
+"""
+
+import os
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from secrets import token_hex
+from typing import Any
+
+import orjson
+
+from gateway.disk import DiskFile, storage_errors
+from gateway.store.folder import StateFolder
+from gateway.store.objects import LineRecord, LineRef
+
+BUFFER_BYTES = 1024 * 1024
+
+
+def response_row(custom_id: str, status: int, body: dict[str, Any]) -> bytes:
+    """The row of a line that was executed, well or not."""
+    response = {"status_code": status, "request_id": f"req-{token_hex(16)}", "body": body}
+    return _row(custom_id, response, None)
+
+
+def unfinished_row(custom_id: str | None, code: str, message: str) -> bytes:
+    """The row of a line that was not executed."""
+    return _row(custom_id, None, {"code": code, "message": message})
+
+
+def _row(custom_id: str | None, response: Any, error: Any) -> bytes:
+    row = {"id": f"batch_req_{token_hex(16)}", "custom_id": custom_id, "response": response, "error": error}
+    return orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE)
+
+
+def read_at(descriptor: int, start: int, length: int) -> bytes:
+    """Exactly these bytes. Raises EOFError when they are not there."""
+    data = os.pread(descriptor, length, start)
+    while len(data) < length:
+        more = os.pread(descriptor, length - len(data), start + len(data))
+        if not more:
+            raise EOFError("a stored file is shorter than its rows say")
+        data += more
+    return data
+
+
+def read_lines_at(path: Path, refs: Iterable[LineRef]) -> list[bytes]:
+    """Some lines of a stored file. Raises EOFError when the file ends before them."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return [read_at(descriptor, ref.start, ref.length) for ref in refs]
+    finally:
+        os.close(descriptor)
+
+
+class ResultFile:
+    """One of the two files in the making; it comes into being with its first row."""
+
+    def __init__(self, folder: StateFolder) -> None:
+        self._folder = folder
+        self._buffer = bytearray()
+        self.file: DiskFile | None = None
+
+    @property
+    def size(self) -> int:
+        return 0 if self.file is None else self.file.size
+
+    def add(self, row: bytes) -> None:
+        if self.file is None:
+            self.file = self._folder.create_temp()
+        self._buffer += row
+        if len(self._buffer) >= BUFFER_BYTES:
+            self.flush()
+
+    def flush(self) -> None:
+        if self.file is not None:
+            self.file.write(bytes(self._buffer))
+            self._buffer.clear()
+
+    def discard(self) -> None:
+        if self.file is not None:
+            self.file.discard()
+
+
+@dataclass(slots=True)
+class ResultBuilder:
+    """Sorts the lines of one batch into its output and its error file. `unfinished`: code and message for lines
+    without a result. Close it in any case."""
+
+    folder: StateFolder
+    batch_id: str
+    input_path: Path
+    unfinished: tuple[str, str]
+    output: ResultFile = field(init=False)
+    errors: ResultFile = field(init=False)
+    _open: dict[Path, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.output, self.errors = ResultFile(self.folder), ResultFile(self.folder)
+
+    def add(self, records: Iterable[LineRecord]) -> None:
+        """Raises StorageError."""
+        with storage_errors():
+            for record in records:
+                if record.succeeded is None:
+                    self.errors.add(unfinished_row(self._custom_id(record.ref), *self.unfinished))
+                    continue
+                journal = self._descriptor(self.folder.journal_path(self.batch_id))
+                target = self.output if record.succeeded else self.errors
+                target.add(read_at(journal, record.start, record.length))
+
+    def publish(self, output_id: str, error_id: str) -> None:
+        """Let the files appear. Raises StorageError, after which neither has."""
+        try:
+            for result, file_id in ((self.output, output_id), (self.errors, error_id)):
+                with storage_errors():
+                    result.flush()
+                if result.file is not None:
+                    self.folder.publish_file(result.file, file_id)
+        except BaseException:
+            self.withdraw(output_id, error_id)
+            raise
+
+    def withdraw(self, *file_ids: str) -> None:
+        """Remove files that could not be given rows; what stays goes at the next start."""
+        for file_id in file_ids:
+            with suppress(Exception):
+                self.folder.remove_body(file_id)
+
+    def close(self) -> None:
+        self.output.discard()
+        self.errors.discard()
+        for descriptor in self._open.values():
+            os.close(descriptor)
+        self._open.clear()
+
+    def _descriptor(self, path: Path) -> int:
+        if path not in self._open:
+            self._open[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        return self._open[path]
+
+    def _custom_id(self, line: LineRef) -> str | None:
+        """From the input; None if somebody removed it from the disk: a batch must end all the same."""
+        try:
+            raw = read_at(self._descriptor(self.input_path), line.start, line.length)
+        except (FileNotFoundError, EOFError):
+            return None
+        return str(orjson.loads(raw)["custom_id"])

@@ -1,0 +1,285 @@
+"""Carries every batch from its creation to its end: validation, lines through the engine, result files.
+
+Each unfinished batch has a task that owns its state; one feeder shares the engine's room between them. All that must
+survive is in the store, so a start after a crash is the same as any start. Knows nothing of HTTP; lines are executed by
+`run_line`.
+"""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable
+from contextlib import suppress
+from typing import Any
+
+import orjson
+
+from gateway.batch_feed import FeedOrder, FinishedLine, Job, Window
+from gateway.batch_finish import Finisher
+from gateway.batch_line import LineAnswer, LineRetry
+from gateway.batch_output import read_lines_at, response_row, unfinished_row
+from gateway.batch_results import ResultWriter, StorageRetry, in_thread
+from gateway.batch_states import TERMINAL, BatchStatus, IllegalTransition
+from gateway.disk import StorageError, storage_errors
+from gateway.errors import log_unexpected
+from gateway.state import BatchLimits
+from gateway.store.folder import StateFolder
+from gateway.store.objects import BatchJob, LineRef, Usage
+
+RunLine = Callable[[str, dict[str, Any], str, float], Awaitable[LineAnswer]]
+EXPIRED_FILES = 1000
+MAX_BACK_OFF = 60.0
+_INPUT_LOST = ("input_unavailable", "The input file can no longer be read.")
+
+
+class BatchWorker:
+    """Implements JobListener. `clock` is the wall clock: deadlines outlive the process."""
+
+    def __init__(
+        self, folder: StateFolder, limits: BatchLimits, run_line: RunLine, clock: Callable[[], float] = time.time
+    ) -> None:
+        self._folder = folder
+        self._store = folder.store
+        self._limits = limits
+        self._run_line = run_line
+        self._clock = clock
+        self._wake = asyncio.Event()
+        self._tick_now = asyncio.Event()
+        self._window = Window(limits.window_lines, limits.window_bytes)
+        self._order = FeedOrder(limits.window_lines)
+        self._retry = StorageRetry(limits.retry_seconds, self._wake.set)
+        self._results = ResultWriter(folder, self._retry, self._window, self._wake.set)
+        self._finisher = Finisher(folder, limits, self._retry, self._now)
+        self._jobs: dict[str, Job] = {}
+        self._drives: dict[str, asyncio.Task[None]] = {}
+        self._services: list[asyncio.Task[None]] = []
+        self._engine_paused = False
+        self.states: dict[str, BatchStatus] = {}
+        self.lines_ended: Counter[bool] = Counter()
+
+    # Life
+
+    async def start(self) -> None:
+        """Tidy up after the last process and go on where it stopped."""
+        await self._folder.recover()
+        for batch in await self._store.unfinished_batches():
+            self.added(batch)
+        work = {"feed": self._feed(), "results": self._results.run(), "ticks": self._tick_for_ever()}
+        self._services = [asyncio.create_task(run, name=f"tidemill-batch-{name}") for name, run in work.items()]
+
+    async def stop(self) -> None:
+        """Stop feeding, end the lines in the engine, make durable what has ended. Idempotent."""
+        self._retry.stopping = True
+        self._finisher.stopping = True
+        if not self._services:
+            return
+        feeder, *others = self._services
+        await _cancel([feeder])
+        await _cancel(self._drives.values())
+        await _cancel(others)
+        self._services = []
+
+    def added(self, batch: BatchJob) -> None:
+        """See JobListener. A batch that is known already is left alone."""
+        if batch.id not in self._drives and batch.status not in TERMINAL and not self._retry.stopping:
+            self.states[batch.id] = batch.status
+            self._drives[batch.id] = asyncio.create_task(self._guard(batch.id), name=f"tidemill-{batch.id}")
+
+    def cancelled(self, batch: BatchJob) -> None:
+        """See JobListener."""
+        if batch.id in self._jobs and batch.status is BatchStatus.CANCELLING:
+            self._jobs[batch.id].settled.set()
+
+    @property
+    def paused(self) -> bool:
+        """Whether jobs wait for the disk."""
+        return not self._retry.healthy
+
+    def _now(self) -> int:
+        return int(self._clock())
+
+    # One batch
+
+    async def _guard(self, batch_id: str) -> None:
+        """Nothing but an end lets go of a batch: a bug is logged and met again, ever less often."""
+        delay = self._limits.retry_seconds
+        try:
+            while True:
+                try:
+                    await self._drive(batch_id)
+                except StorageError:
+                    return  # stopping
+                except Exception as error:
+                    log_unexpected(error)
+                    await asyncio.sleep(delay)
+                    delay = min(MAX_BACK_OFF, 2 * delay)
+                else:
+                    return
+        finally:
+            self._drives.pop(batch_id, None)
+            self.states.pop(batch_id, None)
+
+    async def _drive(self, batch_id: str) -> None:
+        while True:
+            batch = await self._retry.run(lambda: self._store.load_batch(batch_id))
+            self.states[batch_id] = batch.status
+            if batch.status in TERMINAL:
+                await in_thread(lambda: self._finisher.remove_journal(batch_id))
+                return
+            with suppress(IllegalTransition):  # it was cancelled meanwhile: look again
+                if not batch.total:
+                    await self._finisher.validate(batch)
+                elif batch.status is BatchStatus.IN_PROGRESS:
+                    await self._process(batch)
+                elif batch.status is BatchStatus.FINALIZING:
+                    await self._finisher.finish(batch, BatchStatus.COMPLETED)
+                else:
+                    await self._finisher.finish(batch, BatchStatus.CANCELLED)
+
+    async def _process(self, batch: BatchJob) -> None:
+        """Feed lines until all have ended, or the batch has."""
+        job = self._jobs[batch.id] = Job(batch)
+        try:
+            job.batch = await self._retry.run(lambda: self._store.load_batch(batch.id))
+            if job.batch.status is not BatchStatus.IN_PROGRESS or not job.batch.remaining:
+                job.settled.set()
+            self._wake.set()
+            self._tick_now.set()
+            await job.settled.wait()
+        finally:
+            del self._jobs[batch.id]
+            await _cancel(job.running)
+            if job.unwritten:
+                await job.written.wait()
+        if not job.batch.remaining:
+            await self._retry.run(lambda: self._store.move_batch(batch.id, BatchStatus.FINALIZING, self._now()))
+        elif self._now() >= batch.expires_at:
+            await self._finisher.finish(job.batch, BatchStatus.EXPIRED)
+
+    # Time
+
+    async def _tick_for_ever(self) -> None:
+        while True:
+            deadlines = [
+                job.batch.expires_at - self._clock() for job in self._jobs.values() if not job.settled.is_set()
+            ]
+            with suppress(TimeoutError):
+                # never long: the wall clock may jump
+                await asyncio.wait_for(self._tick_now.wait(), max(0.0, min([self._limits.tick_seconds, *deadlines])))
+            self._tick_now.clear()
+            try:
+                await self.tick()
+            except Exception as error:
+                log_unexpected(error)
+
+    async def tick(self) -> None:
+        """Look at the clock: batches and files that have expired."""
+        now = self._now()
+        for job in self._jobs.values():
+            if now >= job.batch.expires_at:
+                job.settled.set()
+        with suppress(StorageError):
+            expired = await self._store.expire_files(now, EXPIRED_FILES)
+            for file_id in expired:
+                await in_thread(lambda file_id=file_id: self._folder.remove_body(file_id))  # type: ignore[misc]
+
+    # Feeding
+
+    async def _feed(self) -> None:
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            try:
+                while self._retry.healthy and not self._engine_paused and not self._window.is_full:
+                    job = self._order.pick(self._jobs.values())
+                    if job is None or not await self._feed_one(job):
+                        break
+            except Exception as error:
+                log_unexpected(error)
+                await asyncio.sleep(self._limits.retry_seconds)
+                self._wake.set()
+
+    async def _feed_one(self, job: Job) -> bool:
+        """Give a job its turn; False when there was no room for its next line."""
+        refs = await self._retry.run(lambda: self._next_lines(job))
+        if not refs:
+            return job.exhausted
+        self._window.take(refs)
+        try:
+            envelopes = await self._retry.run(lambda: self._read(job.batch, refs))
+        except BaseException:
+            self._window.release(refs)
+            job.retry.extend(refs)
+            raise
+        if job.settled.is_set():
+            self._window.release(refs)
+            return True
+        for ref, envelope in zip(refs, envelopes, strict=True):
+            task = asyncio.create_task(self._execute(job, ref, envelope))
+            job.running.add(task)
+            task.add_done_callback(job.running.discard)
+        return True
+
+    async def _next_lines(self, job: Job) -> list[LineRef]:
+        """The next lines of a job for which there is room."""
+        if job.retry:
+            refs = self._window.fitting(list(job.retry)[: self._order.quantum])
+            for _ in refs:
+                job.retry.popleft()
+            return refs
+        found = await self._store.pending_lines(job.batch.id, job.cursor, self._order.quantum)
+        refs = self._window.fitting(found)
+        job.exhausted = len(refs) == len(found) < self._order.quantum
+        job.cursor = refs[-1].rank if refs else job.cursor
+        return refs
+
+    async def _read(self, batch: BatchJob, refs: list[LineRef]) -> list[dict[str, Any] | None]:
+        path = self._folder.file_path(batch.input_file_id)
+
+        def work() -> list[dict[str, Any] | None]:
+            with storage_errors():
+                return [orjson.loads(line) for line in read_lines_at(path, refs)]
+
+        try:
+            return await in_thread(work)
+        except (FileNotFoundError, EOFError, orjson.JSONDecodeError):
+            return [None] * len(refs)  # somebody has been at the state folder; a batch must end all the same
+
+    async def _execute(self, job: Job, ref: LineRef, envelope: dict[str, Any] | None) -> None:
+        try:
+            line = await self._finished(job.batch, ref, envelope)
+        except BaseException as error:
+            self._window.release([ref])
+            job.retry.append(ref)
+            if isinstance(error, asyncio.CancelledError):
+                raise
+            if not isinstance(error, LineRetry):
+                log_unexpected(error)
+            self._pause_engine(error.retry_after if isinstance(error, LineRetry) else self._limits.retry_seconds)
+        else:
+            self.lines_ended[line.succeeded] += 1
+            self._results.put(job, line)
+
+    async def _finished(self, batch: BatchJob, ref: LineRef, envelope: dict[str, Any] | None) -> FinishedLine:
+        if envelope is None:
+            return FinishedLine(ref, False, unfinished_row(None, *_INPUT_LOST), Usage())
+        answer = await self._run_line(batch.endpoint, envelope["body"], batch.tenant, batch.expires_at)
+        row = response_row(envelope["custom_id"], answer.status, answer.body)
+        return FinishedLine(ref, answer.status == 200, row, answer.usage)
+
+    def _pause_engine(self, seconds: float) -> None:
+        if not self._engine_paused:
+            self._engine_paused = True
+            asyncio.get_running_loop().call_later(seconds, self._resume_engine)
+
+    def _resume_engine(self) -> None:
+        self._engine_paused = False
+        self._wake.set()
+
+
+async def _cancel(tasks: Iterable["asyncio.Task[None]"]) -> None:
+    """Cancel tasks and wait for their ends."""
+    waiting = list(tasks)
+    for task in waiting:
+        task.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)

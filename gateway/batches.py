@@ -1,0 +1,183 @@
+"""/v1/batches: creation, lists, cancelling. What happens to a batch after its creation is the worker's affair."""
+
+import hashlib
+import re
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from starlette.requests import Request
+from starlette.responses import Response
+
+from gateway.answering import read_raw
+from gateway.batch_line import ENDPOINTS
+from gateway.context import context_of, tenant_of
+from gateway.errors import ApiError
+from gateway.files import MAX_EXPIRY, MIN_EXPIRY, no_such_file
+from gateway.listing import describe_page, json_response, list_response, read_page, unknown_cursor
+from gateway.state import state_of
+from gateway.store.objects import (
+    BATCH_ID,
+    FILE_ID,
+    BatchJob,
+    IdempotencyConflict,
+    NoSuchFile,
+    UnknownCursor,
+    new_batch_id,
+)
+from gateway.wire import parse_json, validate
+
+router = APIRouter()
+
+DEFAULT_LISTED, MAX_LISTED = 20, 100
+MAX_WINDOW_SECONDS = 30 * 86_400
+MAX_KEY_CHARS = 255
+_WINDOW = re.compile("([1-9][0-9]{0,6})([smhd])")
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
+
+MetadataKey = Annotated[str, StringConstraints(min_length=1, max_length=64)]
+MetadataValue = Annotated[str, StringConstraints(max_length=512)]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, hide_input_in_errors=True)
+
+
+class OutputExpiry(_Strict):
+    anchor: Literal["created_at"]
+    seconds: int = Field(ge=MIN_EXPIRY, le=MAX_EXPIRY)
+
+
+class BatchRequest(_Strict):
+    """POST /v1/batches."""
+
+    input_file_id: str
+    endpoint: str
+    completion_window: str
+    metadata: dict[MetadataKey, MetadataValue] | None = Field(None, max_length=16)
+    output_expires_after: OutputExpiry | None = None
+
+
+_CREATE: dict[str, Any] = {
+    "requestBody": {
+        "required": True,
+        "content": {
+            "application/json": {
+                "schema": {
+                    "type": "object",
+                    "required": ["input_file_id", "endpoint", "completion_window"],
+                    "additionalProperties": False,
+                    "properties": {
+                        "input_file_id": {"type": "string"},
+                        "endpoint": {"enum": list(ENDPOINTS)},
+                        "completion_window": {"type": "string", "pattern": f"^{_WINDOW.pattern}$"},
+                        "metadata": {
+                            "type": ["object", "null"],
+                            "maxProperties": 16,
+                            "propertyNames": {"minLength": 1, "maxLength": 64},
+                            "additionalProperties": {"type": "string", "maxLength": 512},
+                        },
+                        "output_expires_after": {
+                            "type": ["object", "null"],
+                            "required": ["anchor", "seconds"],
+                            "additionalProperties": False,
+                            "properties": {
+                                "anchor": {"enum": ["created_at"]},
+                                "seconds": {"type": "integer", "minimum": MIN_EXPIRY, "maximum": MAX_EXPIRY},
+                            },
+                        },
+                    },
+                }
+            }
+        },
+    }
+}
+
+
+def window_seconds(text: str) -> int:
+    """The length of a completion window such as 24h, 90m or 7d. Raises ApiError 400."""
+    match = _WINDOW.fullmatch(text)
+    seconds = int(match[1]) * _SECONDS[match[2]] if match else 0
+    if not 1 <= seconds <= MAX_WINDOW_SECONDS:
+        message = "'completion_window' must be a duration like 24h, 90m or 7d, of at most 30 days."
+        raise ApiError(400, message, param="completion_window", code="invalid_value")
+    return seconds
+
+
+@router.post("/v1/batches", openapi_extra=_CREATE)
+async def create_batch(request: Request) -> Response:
+    context_of(request).lifecycle.check_accepting()
+    state = state_of(request)
+    body = validate(BatchRequest, parse_json(await read_raw(request)))
+    if body.endpoint not in ENDPOINTS:
+        message = f"'endpoint' must be one of {', '.join(ENDPOINTS)}."
+        raise ApiError(400, message, param="endpoint", code="invalid_value")
+    now = state.now()
+    batch = BatchJob(
+        id=new_batch_id(),
+        tenant=tenant_of(request),
+        endpoint=body.endpoint,
+        input_file_id=body.input_file_id,
+        completion_window=body.completion_window,
+        created_at=now,
+        expires_at=now + window_seconds(body.completion_window),
+        metadata=body.metadata,
+        output_expires_after=None if body.output_expires_after is None else body.output_expires_after.seconds,
+    )
+    if not FILE_ID.fullmatch(body.input_file_id):
+        raise no_such_file("input_file_id")
+    try:
+        created = await state.folder.store.create_batch(batch, _idempotency(request, body))
+    except NoSuchFile:
+        raise no_such_file("input_file_id") from None
+    except IdempotencyConflict:
+        message = "This idempotency key was used before with another body."
+        raise ApiError(400, message, code="idempotency_key_reused") from None
+    state.jobs.added(created)
+    return json_response(created.as_json())
+
+
+def _idempotency(request: Request, body: BatchRequest) -> tuple[str, str] | None:
+    key = request.headers.get("idempotency-key")
+    if key is None:
+        return None
+    if not 1 <= len(key) <= MAX_KEY_CHARS:
+        raise ApiError(400, f"The idempotency key must have 1 to {MAX_KEY_CHARS} characters.", code="invalid_value")
+    return key, hashlib.sha256(body.model_dump_json().encode()).hexdigest()
+
+
+@router.get("/v1/batches", openapi_extra=describe_page(MAX_LISTED))
+async def list_batches(request: Request) -> Response:
+    page = read_page(request, default=DEFAULT_LISTED, most=MAX_LISTED)
+    try:
+        batches, more = await state_of(request).folder.store.list_batches(tenant_of(request), page)
+    except UnknownCursor:
+        unknown_cursor()
+    return list_response([batch.as_json() for batch in batches], more)
+
+
+@router.get("/v1/batches/{batch_id}")
+async def retrieve_batch(request: Request, batch_id: str) -> Response:
+    batch = None
+    if BATCH_ID.fullmatch(batch_id):
+        batch = await state_of(request).folder.store.get_batch(tenant_of(request), batch_id)
+    if batch is None:
+        raise _no_such_batch()
+    return json_response(batch.as_json())
+
+
+@router.post("/v1/batches/{batch_id}/cancel")
+async def cancel_batch(request: Request, batch_id: str) -> Response:
+    """Always 200 for a batch that exists: too late is not an error, and the client would retry a 409."""
+    state = state_of(request)
+    batch = None
+    if BATCH_ID.fullmatch(batch_id):
+        batch = await state.folder.store.cancel_batch(tenant_of(request), batch_id, state.now())
+    if batch is None:
+        raise _no_such_batch()
+    state.jobs.cancelled(batch)
+    return json_response(batch.as_json())
+
+
+def _no_such_batch() -> ApiError:
+    return ApiError(404, "There is no such batch.", param="batch_id", code="batch_not_found")

@@ -1,0 +1,58 @@
+"""What the resources of files and batches share, beside the context that every resource has."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol, cast
+
+import anyio
+from starlette.requests import Request
+
+from gateway.store.folder import StateFolder
+from gateway.store.objects import BatchJob
+
+MAX_UPLOADS = 16
+
+
+class JobListener(Protocol):
+    """Who works on batches."""
+
+    def added(self, batch: BatchJob) -> None:
+        """A new batch is durable."""
+        ...
+
+    def cancelled(self, batch: BatchJob) -> None:
+        """A batch is being cancelled."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class BatchLimits:
+    """Sizes in bytes, times in seconds. `window_lines` and `window_bytes` bound what of all batches is in memory at
+    once, `line_bytes` a single line. After a fault the disk is tried again every `retry_seconds`."""
+
+    file_bytes: int = 200 * 1024 * 1024
+    lines: int = 50_000
+    line_bytes: int = 4 * 1024 * 1024
+    window_lines: int = 256
+    window_bytes: int = 32 * 1024 * 1024
+    retry_seconds: float = 1.0
+    tick_seconds: float = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class BatchState:
+    """`clock` is the wall clock; `uploads` bounds how many bodies are parsed at once."""
+
+    folder: StateFolder
+    limits: BatchLimits
+    jobs: JobListener
+    clock: Callable[[], float] = time.time
+    uploads: anyio.Semaphore = field(default_factory=lambda: anyio.Semaphore(MAX_UPLOADS))
+
+    def now(self) -> int:
+        return int(self.clock())
+
+
+def state_of(request: Request) -> BatchState:
+    return cast(BatchState, request.app.state.batches)

@@ -1,0 +1,133 @@
+"""What the tests of files and batches share: input lines, a client, waiting, and the promises that must always hold."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import openai
+from fake_engine import MODEL, FakeEngine, Served, say, serve
+
+from engine.text import Tokenizer
+from gateway.disk import Disk
+from gateway.state import BatchLimits
+from gateway.store.folder import StateFolder, open_state
+
+TERMINAL = {"completed", "failed", "expired", "cancelled"}
+FAST = BatchLimits(retry_seconds=0.01, tick_seconds=0.05)
+
+
+def line(number: int | str, endpoint: str = "/v1/completions", **body: Any) -> dict[str, Any]:
+    """An input line with custom_id `id-<number>`."""
+    prompt: dict[str, Any] = {"prompt": f"number {number}"}
+    if endpoint == "/v1/chat/completions":
+        prompt = {"messages": [{"role": "user", "content": f"number {number}"}]}
+    fields = {"model": MODEL, "max_tokens": 4, **prompt, **body}
+    return {"custom_id": f"id-{number}", "method": "POST", "url": endpoint, "body": fields}
+
+
+def jsonl(lines: Iterable[Any]) -> bytes:
+    return b"".join(json.dumps(item).encode() + b"\n" for item in lines)
+
+
+def client_of(served: Served, **options: Any) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(**{"base_url": f"{served.url}/v1", "api_key": "none", "max_retries": 0, **options})
+
+
+async def upload(client: openai.AsyncOpenAI, content: bytes, **fields: Any) -> Any:
+    return await client.files.create(file=("in.jsonl", content), purpose="batch", **fields)
+
+
+async def submit(client: openai.AsyncOpenAI, content: bytes, endpoint: str = "/v1/completions", **fields: Any) -> Any:
+    file = await upload(client, content)
+    values: Any = {"endpoint": endpoint, "completion_window": "24h", **fields}
+    return await client.batches.create(input_file_id=file.id, **values)
+
+
+async def until(client: openai.AsyncOpenAI, batch_id: str, *statuses: str) -> Any:
+    """The batch once it is in one of these states, or at its end."""
+    while True:
+        batch = await client.batches.retrieve(batch_id)
+        if batch.status in (statuses or TERMINAL):
+            return batch
+        assert batch.status not in TERMINAL, batch
+        await asyncio.sleep(0.01)
+
+
+async def eventually(condition: Callable[[], bool]) -> None:
+    while True:
+        if condition():
+            return
+        await asyncio.sleep(0.005)
+
+
+async def until_counted(client: openai.AsyncOpenAI, batch_id: str, completed: int) -> None:
+    """Until so many lines are durably done."""
+    batch = await client.batches.retrieve(batch_id)
+    while batch.request_counts is None or batch.request_counts.completed < completed:
+        await asyncio.sleep(0.01)
+        batch = await client.batches.retrieve(batch_id)
+
+
+async def rows_of(client: openai.AsyncOpenAI, file_id: str | None) -> list[dict[str, Any]]:
+    if file_id is None:
+        return []
+    content = await client.files.content(file_id)
+    return [json.loads(row) for row in content.text.splitlines()]
+
+
+async def results_of(client: openai.AsyncOpenAI, batch: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Rows of the output and of the error file by custom_id; no id is twice in them."""
+    output, errors = [await rows_of(client, i) for i in (batch.output_file_id, batch.error_file_id)]
+    ids = [row["custom_id"] for row in output + errors]
+    assert len(ids) == len(set(ids)), "a line has two rows"
+    names = [row["id"] for row in output + errors]
+    assert len(names) == len(set(names)) and all(name.startswith("batch_req_") for name in names)
+    return {row["custom_id"]: row for row in output}, {row["custom_id"]: row for row in errors}
+
+
+async def check_ended(
+    client: openai.AsyncOpenAI, batch: Any, ids: Iterable[str]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """D2: every input line has exactly one row, and the counts say so."""
+    output, errors = await results_of(client, batch)
+    assert output.keys() | errors.keys() == set(ids)
+    counts = batch.request_counts
+    assert (counts.completed, counts.failed, counts.total) == (len(output), len(errors), len(output) + len(errors))
+    return output, errors
+
+
+async def open_folder(root: Path, disk: Disk | None = None, on_commit: Any = None) -> StateFolder:
+    return await asyncio.to_thread(open_state, root, disk, on_commit)
+
+
+@asynccontextmanager
+async def batch_server(
+    tokenizer: Tokenizer,
+    root: Path,
+    script: Any = "done",
+    *,
+    disk: Disk | None = None,
+    on_commit: Any = None,
+    limits: BatchLimits = FAST,
+    prepare: Callable[[StateFolder], None] | None = None,
+    **config: Any,
+) -> AsyncIterator[tuple[Served, openai.AsyncOpenAI]]:
+    """A server on a state folder, and a client of it. Leaving it is an orderly stop."""
+    folder = await open_folder(root, disk, on_commit)
+    if prepare is not None:
+        prepare(folder)
+    assert tokenizer.eos_token_id is not None
+    options = {name: config.pop(name) for name in ("burst", "hold_after", "fail_after") if name in config}
+    chosen = say(tokenizer, script, **options) if isinstance(script, str) else script
+    engine = FakeEngine(chosen, eos_token_ids=frozenset({tokenizer.eos_token_id}))
+    server = serve(engine, tokenizer, folder=folder, batch_limits=limits, **config)
+    async with server as served, client_of(served) as client:
+        yield served, client
+
+
+def leftovers(root: Path) -> dict[str, list[str]]:
+    """What lies in the state folder, by sub-folder."""
+    return {name: sorted(path.name for path in (root / name).iterdir()) for name in ("files", "journals", "tmp")}

@@ -1,0 +1,498 @@
+"""/v1/batches with the official client, end to end around a scripted engine."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from batch_tools import (
+    FAST,
+    batch_server,
+    check_ended,
+    client_of,
+    jsonl,
+    leftovers,
+    line,
+    open_folder,
+    results_of,
+    submit,
+    until,
+    until_counted,
+    upload,
+)
+from conftest import refuse_blocking
+from fake_engine import MODEL, Script, Served
+
+from engine.errors import EngineStepError, EngineUnavailableError, QueueFullError
+from engine.request import EngineRequest, RequestClass
+from engine.text import Tokenizer
+from gateway.batches import window_seconds
+from gateway.errors import ApiError
+from gateway.state import BatchLimits
+
+Ready = tuple[Served, openai.AsyncOpenAI]
+
+
+@pytest.fixture
+async def ready(tokenizer: Tokenizer, tmp_path: Path) -> AsyncIterator[Ready]:
+    async with batch_server(tokenizer, tmp_path / "state", "done") as pair:
+        with refuse_blocking():
+            yield pair
+
+
+def check_types(obj: Any) -> None:
+    """Every field against the client's own types: strictly, unlike the client itself; nothing unknown."""
+    assert not obj.model_extra, f"fields that the client does not know: {obj.model_extra}"
+    type(obj).model_validate_json(obj.model_dump_json(), strict=True)
+
+
+# ---- the whole way
+
+
+@pytest.mark.parametrize("endpoint", ["/v1/chat/completions", "/v1/completions"])
+async def test_from_upload_to_results(ready: Ready, tmp_path: Path, endpoint: str) -> None:
+    served, client = ready
+    lines = [line(i, endpoint) for i in range(10)]
+    file = await upload(client, jsonl(lines))
+    check_types(file)
+    created = await client.batches.create(
+        input_file_id=file.id, endpoint=endpoint, completion_window="24h", metadata={"a": "b"},  # type: ignore[arg-type]
+    )  # fmt: skip
+    check_types(created)
+    assert created.status == "validating" and created.metadata == {"a": "b"} and created.usage is None
+    assert created.expires_at == created.created_at + 86400
+    batch = await until(client, created.id)
+    check_types(batch)
+    assert batch.status == "completed" and batch.error_file_id is None and batch.errors is None
+    assert batch.in_progress_at and batch.finalizing_at and batch.completed_at and batch.model == MODEL
+    assert batch.failed_at is batch.expired_at is batch.cancelling_at is batch.cancelled_at is None
+    output, _ = await check_ended(client, batch, [item["custom_id"] for item in lines])
+    check_types(await client.files.retrieve(batch.output_file_id))
+    row = output["id-3"]
+    assert set(row) == {"id", "custom_id", "response", "error"} and row["error"] is None
+    assert set(row["response"]) == {"status_code", "request_id", "body"} and row["response"]["status_code"] == 200
+    body = row["response"]["body"]
+    assert body["service_tier"] == "flex" and body["usage"]["completion_tokens"] > 0
+    choice = body["choices"][0]
+    assert (choice["message"]["content"] if "chat" in endpoint else choice["text"]) == "done"
+    usages = [row["response"]["body"]["usage"] for row in output.values()]
+    assert batch.usage.input_tokens == sum(usage["prompt_tokens"] for usage in usages)
+    assert batch.usage.total_tokens == sum(usage["total_tokens"] for usage in usages)
+    assert batch.usage.input_tokens_details.cached_tokens > 0
+    assert all(r.request_class is RequestClass.OFFLINE and r.final_only for r in served.engine.requests)
+    assert {r.deadline for r in served.engine.requests} == {batch.expires_at}
+    left = leftovers(tmp_path / "state")
+    assert left == {"files": sorted([file.id, batch.output_file_id]), "journals": [], "tmp": []}
+
+
+async def test_a_bad_body_is_an_error_row_with_its_status_and_the_others_run(ready: Ready) -> None:
+    _, client = ready
+    bad = {
+        "range": line("range", temperature=3.0),
+        "unknown": line("unknown", no_such_field=1),
+        "type": line("type", n="two"),
+        "context": line("context", max_tokens=100_000),
+        "empty": {**line("empty"), "body": {}},
+        "tier": line("tier", service_tier="priority"),
+        "image": line("image", prompt_embeds="x"),
+    }
+    batch = await until(client, (await submit(client, jsonl([*bad.values(), line(1)]))).id)
+    output, errors = await check_ended(client, batch, ["id-1", *(f"id-{name}" for name in bad)])
+    assert set(output) == {"id-1", "id-tier"} and batch.status == "completed"
+    for row in errors.values():
+        assert row["error"] is None and row["response"]["status_code"] == 400
+        assert set(row["response"]["body"]["error"]) == {"message", "type", "param", "code"}
+    assert errors["id-range"]["response"]["body"]["error"]["param"] == "temperature"
+    assert errors["id-context"]["response"]["body"]["error"]["code"] == "context_length_exceeded"
+
+
+async def test_all_lines_failed_is_completed_without_output(ready: Ready) -> None:
+    _, client = ready
+    lines = [line(i, model="no-such-model") for i in range(3)]
+    batch = await until(client, (await submit(client, jsonl(lines))).id)
+    assert (batch.status, batch.output_file_id) == ("completed", None)
+    _, errors = await check_ended(client, batch, ["id-0", "id-1", "id-2"])
+    assert {row["response"]["status_code"] for row in errors.values()} == {404}
+    check_types(batch)
+
+
+async def test_stop_strings_choices_and_logprobs_as_over_http(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    async with batch_server(tokenizer, tmp_path, "one two three") as (served, client):
+        lines = [line(0, stop=[" two"]), line(1, n=2), line(2, logprobs=1), line(3, echo=True)]
+        lines = [{**item, "body": {**item["body"], "max_tokens": 20}} for item in lines]
+        batch = await until(client, (await submit(client, jsonl(lines))).id)
+        output, _ = await check_ended(client, batch, [f"id-{i}" for i in range(4)])
+        bodies = [output[f"id-{i}"]["response"]["body"] for i in range(4)]
+        for item, body in zip(lines, bodies, strict=True):
+            async with httpx.AsyncClient() as http:
+                direct = (await http.post(f"{served.url}/v1/completions", json=item["body"])).json()
+            assert [c["text"] for c in direct["choices"]] == [c["text"] for c in body["choices"]]
+            assert {**direct["choices"][0]} == body["choices"][0]
+        assert bodies[0]["choices"][0]["text"] == "one"
+        assert [c["text"] for c in bodies[1]["choices"]] == ["one two three"] * 2
+
+
+# ---- creation
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"endpoint": "/v1/embeddings"}, "endpoint"),
+        ({"endpoint": 1}, "endpoint"),
+        ({"completion_window": "24"}, "completion_window"),
+        ({"completion_window": "31d"}, "completion_window"),
+        ({"completion_window": ""}, "completion_window"),
+        ({"input_file_id": 7}, "input_file_id"),
+        ({"metadata": {"k": 1}}, "metadata.k"),
+        ({"metadata": {"k" * 65: "v"}}, None),
+        ({"metadata": {"k": "v" * 513}}, "metadata.k"),
+        ({"metadata": {str(i): "" for i in range(17)}}, "metadata"),
+        ({"output_expires_after": {"anchor": "created_at", "seconds": 3599}}, "output_expires_after.seconds"),
+        ({"output_expires_after": {"anchor": "now", "seconds": 3600}}, "output_expires_after.anchor"),
+        ({"no_such": 1}, "no_such"),
+    ],
+)
+async def test_a_bad_creation_is_a_400_with_its_parameter(ready: Ready, fields: Any, param: str | None) -> None:
+    served, client = ready
+    file = await upload(client, jsonl([line(1)]))
+    body = {"input_file_id": file.id, "endpoint": "/v1/completions", "completion_window": "24h", **fields}
+    async with httpx.AsyncClient() as http:
+        answer = await http.post(f"{served.url}/v1/batches", json=body)
+    assert answer.status_code == 400, answer.text
+    assert param is None or answer.json()["error"]["param"] == param
+    assert (await client.batches.list()).data == []
+
+
+@pytest.mark.parametrize("file_id", ["file-" + "0" * 32, "../../etc/passwd", "file-x", "", "x" * 5000, "%00"])
+async def test_an_input_that_does_not_exist_is_a_404(ready: Ready, file_id: str) -> None:
+    _, client = ready
+    with pytest.raises(openai.NotFoundError) as caught:
+        await client.batches.create(input_file_id=file_id, endpoint="/v1/completions", completion_window="24h")
+    assert caught.value.param == "input_file_id"  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("batch_id", ["batch_" + "0" * 32, "..%2f..", "batch_x", "x" * 5000])
+async def test_a_batch_that_does_not_exist_is_a_404(ready: Ready, batch_id: str) -> None:
+    _, client = ready
+    with pytest.raises(openai.NotFoundError):
+        await client.batches.retrieve(batch_id)
+    with pytest.raises(openai.NotFoundError):
+        await client.batches.cancel(batch_id)
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("24h", 86400), ("90m", 5400), ("7d", 604800), ("30d", 2592000), ("1s", 1)]
+)
+def test_completion_windows(text: str, seconds: int) -> None:
+    assert window_seconds(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["0h", "-1h", "1.5h", "24 h", "24H", "", "h", "9" * 50 + "d", "٣h", "24h\n"])
+def test_what_is_no_completion_window(text: str) -> None:
+    with pytest.raises(ApiError):
+        window_seconds(text)
+
+
+async def test_an_idempotency_key_makes_one_batch(ready: Ready) -> None:
+    _, client = ready
+    file = await upload(client, jsonl([line(1)]))
+
+    async def create(key: str, window: str = "24h") -> Any:
+        headers = {"Idempotency-Key": key}
+        return await client.batches.create(
+            input_file_id=file.id, endpoint="/v1/completions", completion_window=window, extra_headers=headers  # type: ignore[arg-type]
+        )  # fmt: skip
+
+    first = await create("a")
+    assert (await create("a")).id == first.id and (await create("b")).id != first.id
+    with pytest.raises(openai.BadRequestError, match="idempotency"):
+        await create("a", "12h")
+    assert len((await client.batches.list()).data) == 2
+
+
+# ---- bad input files
+
+
+@pytest.mark.parametrize(
+    ("content", "code", "number"),
+    [
+        (b"", "empty_file", None),
+        (b"\n \r\n", "empty_file", None),
+        (jsonl([line(1)]) + b"{not json}\n", "invalid_json_line", 2),
+        (b"\xef\xbb\xbf" + jsonl([line(1)]), "invalid_json_line", 1),
+        (b"[1]\n", "invalid_json_line", 1),
+        (b"[" * 2000 + b"\n", "invalid_json_line", 1),
+        (b'{"custom_id": "\\ud800"}\n', "invalid_json_line", 1),
+        (b'{"custom_id": NaN}\n', "invalid_json_line", 1),
+        (jsonl([line(1)])[:-30], "invalid_json_line", 1),
+        (jsonl([line(1), line(2), line(1)]), "duplicate_custom_id", 3),
+        (jsonl([line(1, "/v1/chat/completions")]), "url_mismatch", 1),
+        (jsonl([line(1), line(2, model="alias")]), "model_mismatch", 2),
+        (jsonl([{**line(1), "custom_id": 1}]), "invalid_request", 1),
+        (jsonl([{**line(1), "custom_id": ""}]), "invalid_request", 1),
+        (jsonl([{**line(1), "custom_id": "x" * 513}]), "invalid_request", 1),
+        (jsonl([{**line(1), "method": "GET"}]), "invalid_request", 1),
+        (jsonl([{**line(1), "body": "text"}]), "invalid_request", 1),
+        (jsonl([{**line(1), "extra": 1}]), "invalid_request", 1),
+        (jsonl([line(1, stream=True)]), "invalid_request", 1),
+        (jsonl([line(i) for i in range(21)]), "too_many_tasks", 21),
+        (jsonl([line(1), line(2, user="x" * 3000)]), "invalid_request", 2),
+    ],
+)
+async def test_bad_input_fails_the_batch_and_names_the_line(
+    tokenizer: Tokenizer, tmp_path: Path, content: bytes, code: str, number: int | None
+) -> None:
+    limits = BatchLimits(lines=20, line_bytes=2048, retry_seconds=0.01)
+    async with batch_server(tokenizer, tmp_path, limits=limits) as (served, client):
+        batch = await until(client, (await submit(client, content)).id)
+        check_types(batch)
+        assert batch.status == "failed" and batch.failed_at and batch.errors.object == "list"
+        assert (batch.errors.data[0].code, batch.errors.data[0].line) == (code, number)
+        counts = batch.request_counts
+        assert (counts.total, counts.completed, counts.failed) == (0, 0, 0)
+        assert batch.output_file_id is batch.error_file_id is None and not served.engine.requests
+        cancelled = await client.batches.cancel(batch.id)
+        assert cancelled.status == "failed" and cancelled.cancelling_at is None
+
+
+async def test_forms_of_files_that_are_accepted(ready: Ready) -> None:
+    _, client = ready
+    good = jsonl([line(1), line(2)])
+    for content in (good.rstrip(), good.replace(b"\n", b"\r\n"), b"\n" + good.replace(b"\n", b"\n\n"), good + b" \n"):
+        batch = await until(client, (await submit(client, content)).id)
+        assert batch.status == "completed"
+        await check_ended(client, batch, ["id-1", "id-2"])
+
+
+async def test_errors_are_many_but_bounded(ready: Ready) -> None:
+    _, client = ready
+    batch = await until(client, (await submit(client, b"x\n" * 5000)).id)
+    assert len(batch.errors.data) == 100 and [e.line for e in batch.errors.data] == list(range(1, 101))
+
+
+# ---- lists
+
+
+async def test_auto_paging_over_batches(ready: Ready) -> None:
+    _, client = ready
+    ids = [(await submit(client, jsonl([line(1)]))).id for _ in range(5)]
+    assert [batch.id async for batch in client.batches.list(limit=2)] == ids[::-1]
+    page = await client.batches.list(limit=2)
+    assert page.has_more and page.data[0].id == ids[4]
+    raw = (await client.batches.with_raw_response.list(limit=2)).http_response.json()
+    assert raw["object"] == "list" and (raw["first_id"], raw["last_id"]) == (ids[4], ids[3])
+    for query in ("limit=0", "limit=101", "limit=x", "limit=-1", "after=batch_x", "after=" + "0" * 500):
+        async with httpx.AsyncClient() as http:
+            answer = await http.get(f"{ready[0].url}/v1/batches?{query}")
+        assert answer.status_code == 400 and answer.json()["error"]["param"] == query.partition("=")[0]
+
+
+# ---- cancelling, expiry
+
+
+async def test_cancelling_half_way_keeps_what_is_finished(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    def script(request: EngineRequest) -> Script:
+        text = tokenizer.decode(request.prompt_token_ids)
+        hold = 0 if int(text.split()[-1]) >= 6 else None
+        return Script([5, 6, 7, 8], hold_after=hold)
+
+    async with batch_server(tokenizer, tmp_path, script) as (served, client):
+        batch = await submit(client, jsonl([line(i) for i in range(10)]))
+        await until_counted(client, batch.id, 6)
+        first = await client.batches.cancel(batch.id)
+        assert first.status in ("cancelling", "cancelled") and first.cancelling_at
+        ended = await until(client, batch.id)
+        assert ended.status == "cancelled" and ended.cancelled_at
+        output, errors = await check_ended(client, ended, [f"id-{i}" for i in range(10)])
+        assert set(output) == {f"id-{i}" for i in range(6)}
+        assert all(row["response"] is None and row["error"]["code"] == "batch_cancelled" for row in errors.values())
+        assert await client.batches.cancel(batch.id) == ended, "idempotent, and never an error"
+        assert served.engine.num_open == 0
+
+
+async def test_a_batch_whose_window_closes_is_expired(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    async with batch_server(tokenizer, tmp_path, "x", hold_after=0) as (served, client):
+        batch = await submit(client, jsonl([line(i) for i in range(3)]), completion_window="1s")
+        ended = await until(client, batch.id)
+        assert ended.status == "expired" and ended.expired_at and ended.output_file_id is None
+        _, errors = await check_ended(client, ended, ["id-0", "id-1", "id-2"])
+        assert {row["error"]["code"] for row in errors.values()} == {"batch_expired"}
+        assert served.engine.num_open == 0
+        assert (await client.batches.cancel(batch.id)).status == "expired"
+
+
+async def test_results_expire_as_asked(ready: Ready) -> None:
+    _, client = ready
+    expiry: Any = {"anchor": "created_at", "seconds": 3600}
+    batch = await submit(client, jsonl([line(1)]), output_expires_after=expiry)
+    ended = await until(client, batch.id)
+    file = await client.files.retrieve(ended.output_file_id)
+    assert file.expires_at == file.created_at + 3600 and file.purpose == "batch_output"
+    plain = await until(client, (await submit(client, jsonl([line(1)]))).id)
+    assert (await client.files.retrieve(plain.output_file_id)).expires_at is None
+
+
+async def test_the_input_of_a_running_batch_cannot_be_deleted(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    async with batch_server(tokenizer, tmp_path, "x", hold_after=0) as (served, client):
+        batch = await submit(client, jsonl([line(1)]))
+        with pytest.raises(openai.BadRequestError) as caught:
+            await client.files.delete(batch.input_file_id)
+        assert caught.value.code == "file_in_use"
+        served.engine.release()
+        await until(client, batch.id)
+        assert (await client.files.delete(batch.input_file_id)).deleted
+
+
+# ---- the engine's troubles
+
+
+async def test_lines_wait_for_an_engine_that_is_not_there(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    async with batch_server(tokenizer, tmp_path) as (served, client):
+        served.engine.add_errors += [QueueFullError("full", retry_after=0.02) for _ in range(3)]
+        served.engine.add_errors += [EngineUnavailableError("down", retry_after=0.02) for _ in range(3)]
+        batch = await until(client, (await submit(client, jsonl([line(i) for i in range(8)]))).id)
+        output, _ = await check_ended(client, batch, [f"id-{i}" for i in range(8)])
+        assert len(output) == 8 and not served.engine.add_errors
+
+
+async def test_a_step_that_fails_under_a_line_is_an_error_row(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    def script(request: EngineRequest) -> Script:
+        fails = tokenizer.decode(request.prompt_token_ids).endswith("0")
+        return Script([5], fail_after=0 if fails else None, error=EngineStepError("The step failed."))
+
+    async with batch_server(tokenizer, tmp_path, script) as (_, client):
+        batch = await until(client, (await submit(client, jsonl([line(i) for i in range(3)]))).id)
+        _, errors = await check_ended(client, batch, ["id-0", "id-1", "id-2"])
+        assert set(errors) == {"id-0"} and errors["id-0"]["response"]["status_code"] == 500
+
+
+async def test_lines_that_an_engine_lost_run_again(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    seen: set[tuple[int, ...]] = set()
+
+    def script(request: EngineRequest) -> Script:
+        first = request.prompt_token_ids not in seen
+        seen.add(request.prompt_token_ids)
+        gone = EngineUnavailableError("The engine stopped.", retry_after=0.01)
+        return Script([5], fail_after=0 if first else None, error=gone)
+
+    async with batch_server(tokenizer, tmp_path, script) as (_, client):
+        batch = await until(client, (await submit(client, jsonl([line(i) for i in range(5)]))).id)
+        output, _ = await check_ended(client, batch, [f"id-{i}" for i in range(5)])
+        assert len(output) == 5
+
+
+async def test_the_engine_never_holds_more_than_the_window(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    limits = BatchLimits(window_lines=8, retry_seconds=0.01)
+    async with batch_server(tokenizer, tmp_path, "x", limits=limits, hold_after=0) as (served, client):
+        batch = await submit(client, jsonl([line(i) for i in range(50)]))
+        await served.engine.wait_for_event("add", 8)
+        await asyncio.sleep(0.1)
+        assert served.engine.num_open == 8 == len(served.engine.requests)
+        served.engine.release()
+        await until(client, batch.id)
+        assert len(served.engine.requests) == 50
+
+
+async def test_online_requests_go_on_beside_a_batch(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    def script(request: EngineRequest) -> Script:
+        offline = request.request_class is RequestClass.OFFLINE
+        return Script([5, 6], hold_after=0 if offline else None)
+
+    async with batch_server(tokenizer, tmp_path, script) as (served, client):
+        batch = await submit(client, jsonl([line(i) for i in range(20)]))
+        await served.engine.wait_for_event("add", 5)
+        answer = await client.completions.create(model=MODEL, prompt="x", max_tokens=2)
+        assert answer.service_tier == "default"  # type: ignore[attr-defined]
+        async with httpx.AsyncClient() as http:
+            text = (await http.get(f"{served.url}/metrics")).text
+        assert 'tidemill_batch_jobs{state="in_progress"} 1.0' in text and "tidemill_storage_fault 0.0" in text
+        served.engine.release()
+        await until(client, batch.id)
+
+
+# ---- tenants
+
+
+async def test_tenants_do_not_see_each_other(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    async with (
+        batch_server(tokenizer, tmp_path, api_key=("key-a", "key-b")) as (served, _),
+        client_of(served, api_key="key-a") as a,
+        client_of(served, api_key="key-b") as b,
+    ):
+        batch = await until(a, (await submit(a, jsonl([line(1)]))).id)
+        missing = "file-" + "0" * 32
+        assert (await b.batches.list()).data == [] and (await b.files.list()).data == []
+        for call in (b.files.retrieve, b.files.content, b.files.delete):
+            answers = []
+            for file_id in (batch.input_file_id, missing):
+                with pytest.raises(openai.NotFoundError) as caught:
+                    await call(file_id)
+                answers.append(caught.value.response.text)
+            assert answers[0] == answers[1]
+        for call in (b.batches.retrieve, b.batches.cancel):
+            answers = []
+            for batch_id in (batch.id, "batch_" + "0" * 32):
+                with pytest.raises(openai.NotFoundError) as caught:
+                    await call(batch_id)
+                answers.append(caught.value.response.text)
+            assert answers[0] == answers[1]
+        with pytest.raises(openai.NotFoundError):
+            await b.batches.create(
+                input_file_id=batch.input_file_id, endpoint="/v1/completions", completion_window="24h"
+            )
+        with pytest.raises(openai.BadRequestError):
+            await b.batches.list(after=batch.id)
+        other = await until(b, (await submit(b, jsonl([line(1)]))).id)
+        assert other.status == "completed"
+        salts = {request.cache_salt for request in served.engine.requests}
+        assert len(salts) == 2, "prefix caches are separate"
+        assert await results_of(a, batch)
+
+
+# ---- stop and go on
+
+
+async def test_an_orderly_stop_and_a_start_go_on_where_it_was(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    def script(request: EngineRequest) -> Script:
+        hold = 0 if int(tokenizer.decode(request.prompt_token_ids).split()[-1]) >= 7 else None
+        return Script([5], hold_after=hold)
+
+    async with batch_server(tokenizer, tmp_path, script) as (_, client):
+        batch = await submit(client, jsonl([line(i) for i in range(20)]))
+        await until_counted(client, batch.id, 7)
+    async with batch_server(tokenizer, tmp_path, "done") as (served, client):
+        ended = await until(client, batch.id)
+        output, _ = await check_ended(client, ended, [f"id-{i}" for i in range(20)])
+        assert len(output) == 20 and len(served.engine.requests) == 13, "only unfinished lines run again"
+
+
+async def test_the_deadline_is_wall_clock_and_outlives_the_process(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    async with batch_server(tokenizer, tmp_path, "x", hold_after=0) as (_, client):
+        batch = await submit(client, jsonl([line(1)]), completion_window="1s")
+    await asyncio.sleep(1.1)
+    async with batch_server(tokenizer, tmp_path, "x", hold_after=0) as (_, client):
+        assert (await until(client, batch.id)).status == "expired"
+
+
+async def test_without_a_state_folder_there_are_no_such_routes(start_server: Any) -> None:
+    served = await start_server("x")
+    async with httpx.AsyncClient() as http:
+        assert (await http.get(f"{served.url}/v1/batches")).status_code == 404
+
+
+async def test_the_state_folder_is_free_after_the_server(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    async with batch_server(tokenizer, tmp_path, limits=FAST):
+        pass
+    await (await open_folder(tmp_path)).close()
+
+
+def test_rows_are_single_lines() -> None:
+    from gateway.batch_output import response_row, unfinished_row
+
+    for row in (response_row("a\nb", 200, {"x": "\u2028\n"}), unfinished_row(None, "c", "m")):
+        assert row.count(b"\n") == 1 and row.endswith(b"\n") and json.loads(row)

@@ -1,0 +1,133 @@
+"""Keys: the file, its rights, tenants and tiers, and what a server makes of them."""
+
+import hashlib
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+from batch_tools import batch_server, client_of, jsonl, line, submit, until
+from fake_engine import MODEL
+
+from engine.errors import ConfigError
+from engine.request import RequestClass
+from engine.text import Tokenizer
+from gateway.config import ServerConfig
+from gateway.keys import KeyRing, key_of, load_keys
+
+
+def digest(key: str) -> str:
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+def key_file(tmp_path: Path, *lines: str, mode: int = 0o600) -> str:
+    path = tmp_path / "keys"
+    path.write_text("\n".join(lines))
+    path.chmod(mode)
+    return str(path)
+
+
+def test_a_file_of_keys(tmp_path: Path) -> None:
+    path = key_file(
+        tmp_path,
+        "# keys of two tenants",
+        "",
+        f"{digest('a')} acme",
+        f"  {digest('b').upper()}  acme   flex  # the batch key",
+        f"{digest('ünï')} other.one priority",
+    )
+    ring = load_keys(["direct"], path)
+    found = [ring.find(key.encode()) for key in ("a", "b", "ünï", "direct")]
+    assert [(k.tenant, k.service_tier) for k in found if k] == [
+        ("acme", "default"), ("acme", "flex"), ("other.one", "priority"), (digest("direct")[:16], "default"),
+    ]  # fmt: skip
+    for wrong in (b"", b"A", b"a ", b"\xff" * 1_000_000, digest("a").encode()):
+        assert ring.find(wrong) is None
+    assert ring and not KeyRing([]) and load_keys([], None).find(b"") is None
+
+
+def test_only_digests_are_kept() -> None:
+    assert "secret" not in repr(key_of("secret"))
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o660, 0o777])
+def test_a_file_that_others_can_read_is_refused(tmp_path: Path, mode: int) -> None:
+    path = key_file(tmp_path, f"{digest('a')} acme", mode=mode)
+    with pytest.raises(ConfigError, match="others can read it"):
+        load_keys([], path)
+
+
+@pytest.mark.parametrize(
+    ("lines", "says"),
+    [
+        (["plain-key acme"], "line 1: expected a SHA-256"),
+        ([f"{digest('a')}"], "line 1"),
+        ([f"{digest('a')} acme gold"], "line 1"),
+        ([f"{digest('a')} acme flex more"], "line 1"),
+        (["", f"{digest('a')} ac/me"], "line 2"),
+        ([f"{digest('a')} " + "x" * 65], "line 1"),
+        ([f"{digest('a')} t", f"{digest('a')} u"], "line 2: this key is in the file twice"),
+        (["# nothing"], "has no keys"),
+    ],
+)
+def test_a_wrong_file_is_one_line(tmp_path: Path, lines: list[str], says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_keys([], key_file(tmp_path, *lines))
+    assert says in caught.value.message and "\n" not in caught.value.message
+    assert "plain-key" not in caught.value.message, "a key that was written down by mistake is not repeated"
+
+
+def test_what_is_no_file(tmp_path: Path) -> None:
+    for path in (tmp_path / "missing", tmp_path):
+        with pytest.raises(ConfigError, match="--api-key-file"):
+            load_keys([], str(path))
+    (tmp_path / "binary").write_bytes(b"\xff\xfe")
+    (tmp_path / "binary").chmod(0o600)
+    with pytest.raises(ConfigError, match="not a text file"):
+        load_keys([], str(tmp_path / "binary"))
+
+
+def test_any_address_needs_keys_of_one_kind() -> None:
+    with pytest.raises(ConfigError):
+        ServerConfig(host="0.0.0.0")
+    assert ServerConfig(host="0.0.0.0", api_key_file="keys").host == "0.0.0.0"
+
+
+async def test_tenants_and_tiers_on_a_server(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    path = key_file(tmp_path, f"{digest('a1')} acme", f"{digest('a2')} acme flex", f"{digest('b')} bolt priority")
+    async with batch_server(tokenizer, tmp_path / "state", api_key_file=path) as (served, _):
+        clients = {key: client_of(served, api_key=key) for key in ("a1", "a2", "b", "x")}
+        tiers = {}
+        for key in ("a1", "a2", "b"):
+            answer = await clients[key].completions.create(model=MODEL, prompt="x", max_tokens=1)
+            tiers[key] = (answer.service_tier, served.engine.requests[-1].request_class)  # type: ignore[attr-defined]
+        assert tiers["a1"] == ("default", RequestClass.ONLINE) and tiers["b"][1] is RequestClass.ONLINE
+        assert tiers["a2"] == ("flex", RequestClass.OFFLINE)
+        explicit = await clients["a2"].chat.completions.create(
+            model=MODEL, messages=[{"role": "user", "content": "x"}], max_tokens=1, service_tier="default"
+        )
+        assert explicit.service_tier == "default"
+        auto = await clients["a2"].chat.completions.create(
+            model=MODEL, messages=[{"role": "user", "content": "x"}], max_tokens=1, service_tier="auto"
+        )
+        assert auto.service_tier == "flex"
+        batch = await until(clients["a1"], (await submit(clients["a1"], jsonl([line(1)]))).id)
+        assert (await clients["a2"].batches.retrieve(batch.id)).id == batch.id, "two keys, one tenant"
+        with pytest.raises(openai.NotFoundError):
+            await clients["b"].batches.retrieve(batch.id)
+        with pytest.raises(openai.AuthenticationError):
+            await clients["x"].batches.list()
+        for client in clients.values():
+            await client.close()
+
+
+async def test_every_route_but_two_asks_for_a_key(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    async with batch_server(tokenizer, tmp_path, api_key=("key",)) as (served, _):
+        async with httpx.AsyncClient() as http:
+            for path, methods in served.app.openapi()["paths"].items():
+                for method in methods:
+                    answer = await http.request(method, served.url + path.replace("{", "").replace("}", ""))
+                    open_path = path in ("/health", "/ready")
+                    assert (answer.status_code == 401) is not open_path, (method, path)
+        paths = served.app.openapi()["paths"]
+        assert {"/v1/files", "/v1/files/{file_id}/content", "/v1/batches/{batch_id}/cancel"} <= paths.keys()
