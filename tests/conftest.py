@@ -1,5 +1,10 @@
 """Shared fixtures: a tokenizer, and servers around a scripted engine."""
 
+import os
+
+# Tests run side by side on models so small that a second thread only waits for the first. Before torch is imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, contextmanager
 from typing import Any
