@@ -115,15 +115,11 @@ class ResultBuilder:
 
     def publish(self, output_id: str, error_id: str) -> None:
         """Let the files appear. Raises StorageError, after which neither has."""
-        try:
-            for result, file_id in ((self.output, output_id), (self.errors, error_id)):
-                with storage_errors():
-                    result.flush()
-                if result.file is not None:
-                    self.folder.publish_file(result.file, file_id)
-        except BaseException:
-            self.withdraw(output_id, error_id)
-            raise
+        with storage_errors():
+            self.output.flush()
+            self.errors.flush()
+        results = ((self.output.file, output_id), (self.errors.file, error_id))
+        self.folder.publish_files(*((file, file_id) for file, file_id in results if file is not None))
 
     def withdraw(self, *file_ids: str) -> None:
         """Remove files that could not be given rows; what stays goes at the next start."""

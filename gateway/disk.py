@@ -108,15 +108,18 @@ class Disk:
         with suppress(FileNotFoundError):
             os.unlink(path)
 
-    def publish(self, file: DiskFile, target: Path) -> None:
-        """Let a finished file appear under its name, whole and for good. On an error neither name is left."""
+    def publish(self, *files: tuple[DiskFile, Path]) -> None:
+        """Let finished files of one folder appear under their names, whole and for good. On an error none is left."""
         try:
-            file.sync()
-            file.close()
-            self.rename(file.path, target)
-            self.sync_folder(target.parent)
+            for file, target in files:
+                file.sync()
+                file.close()
+                self.rename(file.path, target)
+            for folder in {target.parent for _, target in files}:
+                self.sync_folder(folder)
         except BaseException:
-            file.discard()
-            with suppress(OSError):
-                self.remove(target)
+            for file, target in files:
+                file.discard()
+                with suppress(OSError):
+                    self.remove(target)
             raise

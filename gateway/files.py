@@ -101,7 +101,7 @@ def _expiry(fields: dict[str, str]) -> int:
 
 async def _store(state: BatchState, temp: DiskFile, file: FileObject) -> None:
     """The body first, then the row: a crash in between leaves a file that nobody was promised."""
-    await to_thread.run_sync(state.folder.publish_file, temp, file.id)
+    await to_thread.run_sync(state.folder.publish_files, (temp, file.id))
     try:
         await state.folder.store.add_file(file)
     except StorageError:

@@ -31,9 +31,8 @@ class Log:
         self.add("commit", "tidemill.db", connection.serialize())
 
     def barriers(self) -> list[int]:
-        """Where the log has an fsync of a file, an fsync of a folder inside the state folder, or a rename."""
-        kinds = {"sync", "sync_folder", "rename"}
-        return [i for i, (kind, name, _) in enumerate(self.entries) if kind in kinds and not name.startswith("/")]
+        """Where the log has an fsync of a file or a folder, or a rename."""
+        return [i for i, (kind, _, _) in enumerate(self.entries) if kind in {"sync", "sync_folder", "rename"}]
 
     def without(self, index: int) -> "Log":
         """The log of a program that forgot one operation."""
@@ -125,6 +124,7 @@ class _Model:
         self.seen: dict[str, int] = {}
         self.sure: dict[str, int] = {}
         self.database = b""
+        self.folders: set[str] = set()
 
     def apply(self, kind: str, name: str, payload: Any) -> None:
         if kind == "create":
@@ -143,6 +143,7 @@ class _Model:
         elif kind == "remove":
             self.seen.pop(name, None)
         elif kind == "sync_folder":
+            self.folders.add(name)
             inside = {n: i for n, i in self.sure.items() if os.path.dirname(n) != name}
             self.sure = inside | {n: i for n, i in self.seen.items() if os.path.dirname(n) == name}
         elif kind == "commit":
@@ -162,8 +163,11 @@ def write_image(log: Log, end: int, reading: str, target: Path) -> None:
             model.apply(*entry)
         except KeyError:  # a forgotten rename: what followed was about a file that is not there
             continue
+    target.mkdir()
+    if reading == "cautious" and not model.folders >= {".", str(log.root.parent)}:
+        return  # the state folder itself, or all that is in it, was never sure to be there
     for folder in ("files", "journals", "tmp"):
-        (target / folder).mkdir(parents=True)
+        (target / folder).mkdir()
     for name, content in model.contents(reading).items():
         (target / name).write_bytes(content)
     if model.database:

@@ -47,10 +47,10 @@ class StateFolder:
         with storage_errors():
             return self.disk.create(self.root / "tmp" / token_hex(16))
 
-    def publish_file(self, file: DiskFile, file_id: str) -> None:
-        """Raises StorageError, after which nothing is left of the file."""
+    def publish_files(self, *files: tuple[DiskFile, str]) -> None:
+        """Let files appear under their ids. Raises StorageError, after which nothing is left of any."""
         with storage_errors():
-            self.disk.publish(file, self.file_path(file_id))
+            self.disk.publish(*((file, self.file_path(file_id)) for file, file_id in files))
 
     def remove_body(self, file_id: str) -> None:
         """Best effort: what stays goes at the next start."""
@@ -101,6 +101,7 @@ def open_state(
     used.
     """
     disk = disk or Disk()
+    made = [path.parent for path in (root, *root.parents) if not path.exists()]
     try:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
         if root.stat().st_mode & 0o077:
@@ -109,7 +110,7 @@ def open_state(
     except OSError as error:
         raise ConfigError(f"--state-dir {root} cannot be used: {error.strerror}") from None
     try:
-        return _open_locked(root, disk, on_commit, lock)
+        return _open_locked(root, {root, root.parent, *made}, disk, on_commit, lock)
     except BaseException as error:
         os.close(lock)
         if isinstance(error, OSError):
@@ -118,13 +119,13 @@ def open_state(
 
 
 def _open_locked(
-    root: Path, disk: Disk, on_commit: Callable[[sqlite3.Connection], None] | None, lock: int
+    root: Path, folders: set[Path], disk: Disk, on_commit: Callable[[sqlite3.Connection], None] | None, lock: int
 ) -> StateFolder:
     store = SqliteStore(root / "tidemill.db", on_commit)
     try:
         for name in ("files", "journals", "tmp"):
             (root / name).mkdir(mode=0o700, exist_ok=True)
-        for folder in (root, root.parent):
+        for folder in sorted(folders):  # names are durable only when their folder is
             disk.sync_folder(folder)
     except BaseException:
         store.close_now()

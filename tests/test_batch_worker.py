@@ -1,0 +1,464 @@
+"""The worker under power loss, faulty disks, many jobs and a clock that jumps.
+
+Power loss: a scenario runs once over a recording disk; every prefix of its log, in three readings of what the disk may
+hold, is started again and must keep all that was acknowledged. Then each fsync and rename is left out of the log: each
+time some image must break a promise, or the operation would be for nothing.
+"""
+
+import asyncio
+import itertools
+import json
+import sqlite3
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from batch_tools import (
+    FAST,
+    batch_server,
+    check_ended,
+    eventually,
+    jsonl,
+    leftovers,
+    line,
+    open_folder,
+    submit,
+    until,
+    upload,
+)
+from fake_engine import MODEL
+from recording_disk import IO_ERROR, NO_SPACE, READINGS, FaultyDisk, Log, RecordingDisk, write_image
+
+from engine.request import RequestClass
+from engine.text import Tokenizer
+from gateway.batch_feed import FeedOrder, Job, Window
+from gateway.batch_input import check_input, prefix_key, read_lines
+from gateway.batch_line import LineAnswer
+from gateway.batch_states import BatchStatus
+from gateway.batch_worker import BatchWorker
+from gateway.state import BatchLimits
+from gateway.store.folder import StateFolder
+from gateway.store.objects import BatchJob, FileObject, LineRef, new_batch_id, new_file_id
+
+ONE_BY_ONE = BatchLimits(window_lines=2, retry_seconds=0.01, tick_seconds=0.05)
+
+
+async def answer(endpoint: str, body: dict[str, Any], tenant: str, deadline: float) -> LineAnswer:
+    """What a line says when there is no engine: a bad one is refused."""
+    if "bad" in str(body.get("prompt")):
+        return LineAnswer(400, {"error": {"message": "bad", "type": "t", "param": None, "code": None}})
+    return LineAnswer(200, {"echo": body.get("prompt")})
+
+
+async def add_file(folder: StateFolder, content: bytes, tenant: str = "") -> FileObject:
+    """An upload without HTTP."""
+    temp = folder.create_temp()
+    temp.write(content)
+    file = FileObject(new_file_id(), tenant, len(content), 1, "in.jsonl", "batch")
+    await asyncio.to_thread(folder.publish_files, (temp, file.id))
+    await folder.store.add_file(file)
+    return file
+
+
+async def add_batch(folder: StateFolder, content: bytes, now: int = 1_000_000, window: int = 86_400) -> BatchJob:
+    file = await add_file(folder, content)
+    batch = BatchJob(new_batch_id(), "", "/v1/completions", file.id, "24h", now, now + window)
+    return await folder.store.create_batch(batch)
+
+
+# ---- power loss
+
+
+@dataclass
+class Recorded:
+    """A log with acknowledgements in it, and what was sent."""
+
+    log: Log
+    content: bytes
+    ids: set[str]
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
+    """Upload, batch, results in several groups, completion, deletion; each answer is noted in the log as it came."""
+    root = tmp_path_factory.mktemp("recorded") / "state"
+    log = Log(root)
+    content = jsonl([line(1), line(2, prompt="bad"), line(3)])
+
+    async def record() -> None:
+        folder = await open_folder(root, RecordingDisk(log), log.on_commit)
+        worker = BatchWorker(folder, ONE_BY_ONE, answer)
+        await worker.start()
+        file = await add_file(folder, content)
+        log.add("ack", "file", file.id)
+        batch = await folder.store.create_batch(
+            BatchJob(new_batch_id(), "", "/v1/completions", file.id, "24h", 1, 2**40)
+        )
+        log.add("ack", "batch", batch.id)
+        worker.added(batch)
+        seen = 0
+        while (now := await folder.store.load_batch(batch.id)).status is not BatchStatus.COMPLETED:
+            if now.completed + now.failed > seen:
+                seen = now.completed + now.failed
+                log.add("ack", "counted", seen)
+            await asyncio.sleep(0)
+        log.add("ack", "completed", [now.output_file_id, now.error_file_id])
+        await worker.stop()
+        await folder.close()
+
+    asyncio.run(record())
+    return Recorded(log, content, {"id-1", "id-2", "id-3"})
+
+
+async def broken_promise(recorded: Recorded, log: Log, end: int, reading: str, target: Path) -> str | None:
+    """Start from an image, let the batch end, and look; None if everything that was promised holds."""
+    await asyncio.to_thread(write_image, log, end, reading, target)
+    folder = await open_folder(target)
+    try:
+        worker = BatchWorker(folder, ONE_BY_ONE, answer)
+        promised = dict(log.acknowledged(end))
+        rows = await _stored(folder)
+        await worker.start()
+        try:
+            for file_id, size in rows["files"]:
+                path = folder.file_path(file_id)
+                if not path.exists() or path.stat().st_size != size:
+                    return "a row's file is not there, whole"
+            if "file" in promised and promised["file"] not in dict(rows["files"]):
+                return "an acknowledged upload is lost"
+            if "batch" in promised and promised["batch"] not in rows["batches"]:
+                return "an acknowledged batch is lost"
+            for batch_id in rows["batches"]:
+                before = rows["batches"][batch_id]
+                if before[1] < promised.get("counted", 0):
+                    return "counted results are lost"
+                if "completed" in promised and before[0] != "completed":
+                    return "an acknowledged end is lost"
+                found = await _end_of(folder, worker, batch_id, recorded.ids)
+                if found is not None:
+                    return found
+        finally:
+            await worker.stop()
+        found_files = set(leftovers(target)["files"])
+        known = {file_id for file_id, _ in (await _stored(folder))["files"]}
+        if found_files != known or leftovers(target)["tmp"] or leftovers(target)["journals"]:
+            return "orphans are left"
+        return None
+    finally:
+        await folder.close()
+
+
+async def _stored(folder: StateFolder) -> dict[str, Any]:
+    def work(connection: sqlite3.Connection) -> dict[str, Any]:
+        files = connection.execute("SELECT id, bytes FROM files WHERE deleted_at IS NULL").fetchall()
+        batches = connection.execute("SELECT id, status, completed + failed FROM batches").fetchall()
+        return {"files": [tuple(row) for row in files], "batches": {row[0]: tuple(row[1:]) for row in batches}}
+
+    return await folder.store._writer.run(work)
+
+
+async def _end_of(folder: StateFolder, worker: BatchWorker, batch_id: str, ids: set[str]) -> str | None:
+    for _ in range(2000):
+        if batch_id not in worker.states:
+            break
+        await asyncio.sleep(0.001)
+    batch = await folder.store.load_batch(batch_id)
+    if batch.status is not BatchStatus.COMPLETED:
+        return f"stuck in {batch.status}"
+    found: list[str] = []
+    for file_id in (batch.output_file_id, batch.error_file_id):
+        assert file_id is not None
+        for row in folder.file_path(file_id).read_bytes().splitlines():
+            try:
+                found.append(json.loads(row)["custom_id"])
+            except ValueError:
+                return "a result row is damaged"
+    if sorted(found) != sorted(ids) or (batch.completed, batch.failed) != (2, 1):
+        return "a line has no row, or two"
+    return None
+
+
+async def test_every_crash_keeps_every_promise(recorded: Recorded, tmp_path: Path) -> None:
+    log = recorded.log
+    kinds = [kind for kind, _, _ in log.entries]
+    assert kinds.count("ack") >= 4 and kinds.count("rename") == 3, "an upload and two results"
+    for end in range(len(log.entries) + 1):
+        for reading in READINGS:
+            found = await broken_promise(recorded, log, end, reading, tmp_path / f"{end}-{reading}")
+            assert found is None, f"{found}: crash before {log.entries[end : end + 1]}, {reading}"
+
+
+def test_no_fsync_and_no_rename_is_for_nothing(recorded: Recorded, tmp_path: Path) -> None:
+    """Without any one of them some crash breaks a promise. (The journal needs one fsync per group, and each group's
+    acknowledgement must come after it.)"""
+    barriers = recorded.log.barriers()
+    assert len(barriers) >= 9
+    for number in barriers:
+        without = recorded.log.without(number)
+
+        async def search(without: Log = without, number: int = number) -> bool:
+            for end in range(number, len(without.entries) + 1):
+                for reading in READINGS:
+                    target = tmp_path / f"{number}-{end}-{reading}"
+                    try:
+                        found = await asyncio.wait_for(broken_promise(recorded, without, end, reading, target), 1.0)
+                    except Exception:
+                        return True
+                    if found is not None:
+                        return True
+            return False
+
+        assert asyncio.run(search()), f"nothing broke without {recorded.log.entries[number][:2]}"
+
+
+# ---- faults of the disk
+
+
+@pytest.mark.parametrize("code", [NO_SPACE, IO_ERROR])
+async def test_a_fault_at_any_operation_pauses_and_goes_on(tokenizer: Tokenizer, tmp_path: Path, code: int) -> None:
+    """The N-th operation fails, for every N of a whole batch, results included; nothing is lost, nothing is twice."""
+    disk = FaultyDisk({})
+    async with batch_server(tokenizer, tmp_path, disk=disk) as (_, client):
+        content = jsonl([line(i) if i % 3 else line(i, temperature=9) for i in range(4)])
+        number = 0
+        while True:
+            file = await upload(client, content)
+            disk.count, disk.faults = 0, {number: code}
+            batch = await client.batches.create(
+                input_file_id=file.id, endpoint="/v1/completions", completion_window="24h"
+            )
+            ended = await until(client, batch.id)
+            assert ended.status == "completed"
+            _, errors = await check_ended(client, ended, [f"id-{i}" for i in range(4)])
+            assert set(errors) == {"id-0", "id-3"}
+            if disk.count <= number:
+                break
+            number += 1
+            for file_id in (ended.input_file_id, ended.output_file_id, ended.error_file_id):
+                await client.files.delete(file_id)
+        assert number >= 8, "journal: write, sync, folder; two results: create, write, sync, rename, folder"
+        state = leftovers(tmp_path)
+        assert len(state["files"]) == 3 and not state["tmp"] and not state["journals"]
+
+
+async def test_a_long_fault_pauses_jobs_answers_507_and_spares_online(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    disk = FaultyDisk({})
+    async with batch_server(tokenizer, tmp_path, disk=disk, limits=ONE_BY_ONE) as (served, client):
+        disk.faults = dict.fromkeys(range(disk.count + 5, 10_000), NO_SPACE)  # the upload itself gets through
+        batch = await submit(client, jsonl([line(i) for i in range(10)]))
+        worker = served.app.state.batches.jobs
+        await eventually(lambda: worker.paused)
+        with pytest.raises(openai.InternalServerError) as caught:
+            await upload(client, b"x")
+        assert caught.value.status_code == 507
+        online = await client.completions.create(model=MODEL, prompt="x", max_tokens=1)
+        assert online.choices[0].text == "done"[: len(online.choices[0].text)]
+        offline = [r for r in served.engine.requests if r.request_class is RequestClass.OFFLINE]
+        assert len(offline) <= ONE_BY_ONE.window_lines, "no lines are run whose results cannot be kept"
+        async with httpx.AsyncClient() as http:
+            assert "tidemill_storage_fault 1.0" in (await http.get(f"{served.url}/metrics")).text
+            assert (await http.get(f"{served.url}/ready")).status_code == 200
+        disk.faults = {}
+        await check_ended(client, await until(client, batch.id), [f"id-{i}" for i in range(10)])
+        assert len(served.engine.requests) == 11, "nothing ran twice"
+
+
+async def test_a_full_database_pauses_and_goes_on(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    async with batch_server(tokenizer, tmp_path) as (served, client):
+        writer = served.app.state.batches.folder.store._writer
+        file = await upload(client, jsonl([line(i) for i in range(600)]))
+
+        def limit(connection: sqlite3.Connection) -> None:
+            (pages,) = connection.execute("PRAGMA page_count").fetchone()
+            connection.execute(f"PRAGMA max_page_count = {pages}")
+
+        await writer.run(limit)
+        batch = await client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
+        await eventually(lambda: served.app.state.batches.jobs.paused)
+        assert (await client.batches.retrieve(batch.id)).status == "validating"
+        await writer.run(lambda c: c.execute("PRAGMA max_page_count = 1000000").fetchone())
+        await check_ended(client, await until(client, batch.id), [f"id-{i}" for i in range(600)])
+
+
+async def test_a_stop_while_the_disk_is_full_is_orderly(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    disk = FaultyDisk({})
+    async with batch_server(tokenizer, tmp_path, disk=disk) as (served, client):
+        disk.faults = dict.fromkeys(range(disk.count + 5, 10_000), NO_SPACE)
+        batch = await submit(client, jsonl([line(i) for i in range(5)]))
+        await eventually(lambda: served.app.state.batches.jobs.paused)
+    async with batch_server(tokenizer, tmp_path) as (_, client):
+        await check_ended(client, await until(client, batch.id), [f"id-{i}" for i in range(5)])
+
+
+async def test_an_input_that_somebody_removed_does_not_hold_up_the_batch(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    async with batch_server(tokenizer, tmp_path, "x", limits=ONE_BY_ONE, hold_after=0) as (served, client):
+        batch = await submit(client, jsonl([line(i) for i in range(6)]))
+        await served.engine.wait_for_event("add", 2)
+        (tmp_path / "files" / batch.input_file_id).unlink()
+        served.engine.release()
+        ended = await until(client, batch.id)
+        assert ended.status == "completed" and ended.request_counts.total == 6
+        assert ended.request_counts.completed + ended.request_counts.failed == 6
+
+
+# ---- time
+
+
+async def test_a_clock_that_jumps_a_day(tmp_path: Path) -> None:
+    clock = [1_000_000.0]
+    gate = asyncio.Event()
+
+    async def held(*_: Any) -> LineAnswer:
+        await gate.wait()
+        return LineAnswer(200, {})
+
+    folder = await open_folder(tmp_path)
+    worker = BatchWorker(folder, FAST, held, lambda: clock[0])
+    await worker.start()
+    batch = await add_batch(folder, jsonl([line(i) for i in range(5)]))
+    worker.added(batch)
+    await eventually(lambda: worker.states.get(batch.id) is BatchStatus.IN_PROGRESS)
+    clock[0] -= 86_400
+    await worker.tick()
+    await asyncio.sleep(0.1)
+    assert (await folder.store.load_batch(batch.id)).status is BatchStatus.IN_PROGRESS
+    clock[0] += 3 * 86_400
+    await eventually(lambda: batch.id not in worker.states)
+    ended = await folder.store.load_batch(batch.id)
+    assert (ended.status, ended.completed, ended.failed) == (BatchStatus.EXPIRED, 0, 5)
+    assert ended.times["expired_at"] == int(clock[0])
+    await worker.stop()
+    await folder.close()
+
+
+# ---- many jobs
+
+
+async def test_no_job_starves_and_memory_is_bounded(tmp_path: Path) -> None:
+    """A long job with the nearest deadline, and others behind it: all progress."""
+    running, most, ended = 0, 0, []
+
+    async def count(endpoint: str, body: dict[str, Any], tenant: str, deadline: float) -> LineAnswer:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0)
+        running -= 1
+        ended.append(body["prompt"].split()[0])
+        return LineAnswer(200, {})
+
+    folder = await open_folder(tmp_path)
+    limits = BatchLimits(window_lines=16, retry_seconds=0.01)
+    worker = BatchWorker(folder, limits, count)
+    urgent = await add_batch(folder, jsonl([line(i, prompt=f"urgent {i}") for i in range(400)]), 10**10, 10)
+    others = [
+        await add_batch(folder, jsonl([line(i, prompt=f"job-{n} {i}") for i in range(4)]), 10**10, 1000)
+        for n in range(10)
+    ]
+    await worker.start()
+    await eventually(lambda: not worker.states)
+    assert {(await folder.store.load_batch(b.id)).status for b in [urgent, *others]} == {BatchStatus.COMPLETED}
+    assert most <= 16
+    last_of_others = max(i for i, name in enumerate(ended) if name != "urgent")
+    assert ended[last_of_others + 1 :].count("urgent") > 100, "the others did not wait for the urgent one"
+    assert ended[: last_of_others + 1].count("urgent") >= last_of_others // 3, "and it had its share"
+    await worker.stop()
+    await folder.close()
+
+
+async def test_lines_are_fed_in_groups_of_equal_prefixes(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    lines = [line(f"{i}-{topic}", prompt=f"topic {topic} " * 30 + str(i)) for i in range(8) for topic in "cab"]
+    limits = BatchLimits(window_lines=4, retry_seconds=0.01)
+    async with batch_server(tokenizer, tmp_path, limits=limits) as (served, client):
+        content = jsonl([{**item, "body": {**item["body"], "max_tokens": 1}} for item in lines])
+        batch = await submit(client, content)
+        await until(client, batch.id)
+        topics = [tokenizer.decode(r.prompt_token_ids).split()[1] for r in served.engine.requests]
+        changes = sum(a != b for a, b in itertools.pairwise(topics))
+        assert changes <= 2 + 2 * limits.window_lines, topics
+
+
+def a_job(expires_at: int, **fields: Any) -> Job:
+    return Job(BatchJob("b", "", "e", "f", "24h", 0, expires_at), **fields)
+
+
+def test_turns_alternate_between_the_deadline_and_the_round() -> None:
+    order = FeedOrder(64)
+    urgent, a, b = a_job(1), a_job(2), a_job(3)
+    picks = [order.pick([a, urgent, b]) for _ in range(8)]
+    assert order.quantum == 16
+    assert [picks[i] for i in (0, 2, 4, 6)] == [urgent] * 4
+    assert {id(picks[i]) for i in (1, 3, 5)} >= {id(a), id(b)}
+    urgent.exhausted = True
+    assert order.pick([urgent]) is None and order.pick([]) is None
+    urgent.retry.append(LineRef(0, 1, 0, 1))
+    assert order.pick([urgent]) is urgent
+    urgent.settled.set()
+    assert order.pick([urgent]) is None
+
+
+def test_the_window_counts_lines_and_bytes() -> None:
+    window = Window(4, 100)
+    refs = [LineRef(i, i, 0, 40) for i in range(6)]
+    assert window.fitting(refs) == refs[:2]
+    window.take(refs[:2])
+    assert window.fitting(refs[2:]) == [] and not window.is_full
+    window.release(refs[:2])
+    huge = LineRef(9, 9, 0, 10**6)
+    assert window.fitting([huge, *refs]) == [huge], "a line alone may have any size"
+    window.take([huge])
+    assert window.is_full and window.fitting(refs) == []
+    small = [LineRef(i, i, 0, 1) for i in range(6)]
+    window.release([huge])
+    assert window.fitting(small) == small[:4]
+
+
+# ---- reading input
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 3, 7, 64, 10**6])
+def test_lines_are_found_whatever_the_pieces(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    import io
+
+    monkeypatch.setattr("gateway.batch_input.READ_BYTES", chunk)
+    content = b'first\r\n\n  \nse"co\rnd\n' + b"x" * 50 + b"\nlast"
+    found = [(r.number, r.content) for r in read_lines(io.BytesIO(content), 20)]
+    assert found == [(1, b"first"), (4, b'se"co\rnd'), (5, None), (6, b"last")]
+    for raw in read_lines(io.BytesIO(content), 100):
+        assert content[raw.start : raw.start + raw.length] == raw.content
+
+
+def test_one_long_line_costs_no_memory() -> None:
+    import io
+    import tracemalloc
+
+    content = io.BytesIO(b'{"a": "' + b"x" * 30_000_000 + b'"}\n' + jsonl([line(1)]))
+    tracemalloc.start()
+    report = check_input(content, "/v1/completions", 50_000, 1_000_000, lambda: False)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert [(e.code, e.line) for e in report.errors] == [("invalid_request", 1)] and peak < 8_000_000
+
+
+def test_prefix_keys_group_equal_beginnings() -> None:
+    system = {"role": "system", "content": "s" * 600}
+    keys = {prefix_key({"messages": [system, {"role": "user", "content": str(i)}]}) for i in range(5)}
+    assert len(keys) == 1 and len(keys.pop()) <= 512
+    assert prefix_key({"prompt": "abc"}) == b"abc"
+    parts = [{"role": "user", "content": [{"type": "text", "text": "abc"}, {"type": "image_url"}]}]
+    assert prefix_key({"messages": parts}) == prefix_key({"messages": [{"role": "user", "content": "abc"}]})
+    odd: list[Any] = [{}, {"prompt": [1, 2, 3]}, {"prompt": None}, {"messages": "x"}, {"messages": [1, None, {}]}]
+    odd += [{"prompt": {"a": 1}}, {"messages": [{"content": [1, {"text": 5}]}]}, {"prompt": "ü" * 600}]
+    assert all(len(prefix_key(body)) <= 512 for body in odd)
+
+
+def test_validation_can_be_stopped() -> None:
+    import io
+
+    from gateway.batch_input import Stopped
+
+    with pytest.raises(Stopped):
+        check_input(io.BytesIO(jsonl([line(1)])), "/v1/completions", 10, 1000, lambda: True)
