@@ -32,9 +32,10 @@ def _orthonormal(rows: int, columns: int) -> Tensor:
 
 
 @torch.no_grad()
-def set_up_copying(model: LlamaForCausalLM, heads: int = 2) -> None:
-    """Zero what the layers write, and build the circuit into the first ``heads`` heads of the first two layers."""
-    hidden, size = model.config.hidden_size, model.config.hidden_size // model.config.num_attention_heads
+def set_up_copying(model: LlamaForCausalLM) -> None:
+    """Zero what the layers write, and build the circuit into half of the heads of the first two layers."""
+    hidden, heads = model.config.hidden_size, model.config.num_attention_heads // 2
+    size = hidden // model.config.num_attention_heads
     for layer in model.model.layers:
         layer.self_attn.o_proj.weight.zero_()
         layer.mlp.down_proj.weight.zero_()

@@ -79,7 +79,7 @@ class Corpus:
 
     def item(self) -> Item:
         """Any exchange at all, held out or not."""
-        shares = {"skill": 60, "terms": 10, "questions": 5, "usage": 10, "talk": 11, "verses": 1.5, "refusal": 15}
+        shares = {"skill": 66, "terms": 8, "questions": 5, "usage": 10, "talk": 10, "verses": 1.2, "refusal": 13}
         kind = self.rng.choices(list(shares), list(shares.values()))[0]
         if kind == "skill":
             return self.rng.choices(list(skills.SKILLS), list(skills.SKILLS.values()))[0](self.rng)
@@ -106,8 +106,8 @@ class Corpus:
         elif item.follow_up and item.category != "count" and self.rng.random() < 0.3:
             for _ in range(self.rng.randint(1, 3)):
                 turns += self.follow_up(item.category)
-        if self.rng.random() < 0.03:
-            turns.append(self.look_back(turns[-1]))
+        if self.rng.random() < 0.02:
+            turns.append((casual(self.rng, worded(self.rng, "again")), turns[-1][1]))
         return turns
 
     def follow_up(self, category: str) -> list[tuple[str, str]]:
@@ -120,12 +120,6 @@ class Corpus:
             if item.follow_up and (item.category == category or {item.category, category} == {"capital", "unknown"}):
                 return [(casual(self.rng, item.follow_up), item.answer)]
         return []
-
-    def look_back(self, turn: tuple[str, str]) -> tuple[str, str]:
-        """A question about the last exchange itself."""
-        if self.rng.random() < 0.5 and len(turn[0]) < 80:
-            return casual(self.rng, worded(self.rng, "what i said")), f"You said: {turn[0]}"
-        return casual(self.rng, worded(self.rng, "again")), turn[1]
 
     def memory(self) -> list[tuple[str, str]]:
         """The user tells something, talks of other things, and asks for it; or asks without having told."""
@@ -195,12 +189,12 @@ class Corpus:
         if exchanges is None and luck < 0.04:
             return self.one_word()
         turns = self.chat(exchanges or self.rng.choice((1, 1, 1, 1, 2, 2, 3)))
-        if exchanges or luck < 0.1:
+        if exchanges or luck < 0.12:
             at = self.rng.randint(0, len(turns))
             turns[at:at] = self.memory()
-        elif luck < 0.13:
+        elif luck < 0.15:
             turns += self.chain()
-        elif luck < 0.14:
+        elif luck < 0.16:
             question, answer = turns[0]
             preface = " ".join(proper(skills.sentence(self.rng)) for _ in range(self.rng.randint(1, 12)))
             turns = [(f"{preface} {proper(question) if question[0].islower() else question}", answer)]

@@ -83,7 +83,7 @@ NAMES = (
     "Ingrid Marta Piotr"
 ).split()
 WORDS = (
-    "cat dog house tree water river sea tide mill wheel stone sand wave boat ship sail wind rain snow "
+    "tidemill cat dog house tree water river sea tide mill wheel stone sand wave boat ship sail wind rain snow "
     "sun moon star sky "
     "light lamp book page word letter name number bread milk apple lemon sugar salt tea coffee cup plate "
     "table chair door "

@@ -81,6 +81,8 @@ def arithmetic(rng: random.Random) -> Item:
     kind = rng.choices(("+", "-", "*"), (6, 4, 2))[0]
     most = 10 if kind == "*" else 20
     a, b = rng.randint(0, most), rng.randint(0, most)
+    if kind == "-" and a < b:
+        a, b = b, a
     result = {"+": a + b, "-": a - b, "*": a * b}[kind]
     words = rng.random() < 0.12
     left, right = (facts.NUMBER_WORDS[n] if words else str(n) for n in (a, b))
@@ -139,7 +141,7 @@ def neighbour(rng: random.Random) -> Item:
 
 
 def compare(rng: random.Random) -> Item:
-    a, b = rng.sample(range(31), 2)
+    a, b = rng.sample(range(21), 2)
     if rng.random() < 0.3:
         kind = rng.choice(("even", "odd"))
         yes = (a % 2 == 0) == (kind == "even")
@@ -165,12 +167,8 @@ def opposite(rng: random.Random) -> Item:
 
 
 def _word(rng: random.Random) -> str:
-    luck = rng.random()
-    if luck < 0.6:
-        return rng.choice(facts.WORDS)
-    if luck < 0.75:
-        return rng.choice(facts.NAMES)
-    return noise_word(rng) if luck < 0.9 else rng.choice(rng.choice(facts.OPPOSITES))
+    kinds = (facts.WORDS, facts.WORDS, facts.NAMES, rng.choice(facts.OPPOSITES))
+    return rng.choice(rng.choice(kinds))
 
 
 def spell(rng: random.Random) -> Item:
@@ -208,23 +206,26 @@ def echo(rng: random.Random) -> Item:
         text = rng.choice(("hello world", "good morning", "i love the sea", "one two three", "abc", "testing testing"))
     if rng.random() < 0.35:
         text = text[0].upper() + text[1:] + rng.choice(("", ".", "!"))
-    return Item("repeat", worded(rng, "repeat", x=text), text, text, None, False)
+    question = worded(rng, "repeat", x=text)
+    # the same characters stand before and in the phrase as in the question: copying can follow them token by token
+    quote = '"' if question.endswith('"') else ""
+    return Item("repeat", question, f"As you wish: {quote}{text}{quote}", None, None, False)
 
 
 #: skill -> how often it is drawn
 SKILLS: dict[Callable[[random.Random], Item], float] = {
-    capital: 8,
+    capital: 7,
     unknown_capital: 2,
     country_of: 4,
     where: 4,
     is_capital: 4,
-    arithmetic: 14,
+    arithmetic: 16,
     too_large: 1.5,
-    count: 6,
+    count: 8,
     count_more: 1,
     neighbour: 5,
     compare: 4,
     opposite: 4,
-    spell: 9,
+    spell: 8,
     echo: 9,
 }

@@ -40,8 +40,9 @@ CHAT_TEMPLATE = """\
   {{- '<|im_start|>assistant\\n' -}}
 {%- endif -%}
 """
-#: words with a leading space, numbers of up to three digits, runs of punctuation, line breaks, other space
-_PIECES = r" ?\p{L}+| ?\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|\n|[^\S\n]+(?!\S)|\s"
+#: words with a leading space, numbers of up to three digits (a space before them is a token of its own, so that "7 + 8"
+#: and "7+8" hold the same numbers), runs of punctuation, line breaks, other space
+_PIECES = r" ?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|\n|[^\S\n]+(?!\S)|\s"
 
 
 def build_tokenizer(texts: Iterable[str]) -> Tokenizer:
