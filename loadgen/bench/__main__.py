@@ -7,9 +7,10 @@ BENCHES = {
     "serving": "loadgen.bench.serving",
     "colocation": "loadgen.bench.colocation",
     "control-plane": "loadgen.bench.control_plane",
+    "planning": "loadgen.bench.planning",
 }
 
-DEFAULT = ("serving", "control-plane")
+DEFAULT = ("serving", "control-plane", "planning")
 
 
 def main() -> None:

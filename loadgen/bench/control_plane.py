@@ -1,5 +1,6 @@
 """The control plane's own speed: one `schedule()` and one `update()` with many requests, no model behind them."""
 
+import random
 import time
 from statistics import median, quantiles
 
@@ -8,6 +9,10 @@ from engine.core import EngineCore
 from engine.request import EngineRequest, SamplingParams
 from engine.scheduling.output import ModelRunnerOutput
 from loadgen.bench.machine import describe
+from predictor.features import BatchFeatures
+from predictor.fitting import fit
+from predictor.model import LatencyModel
+from predictor.samples import SampleLog
 
 RUNNING, WAITING, STEPS = 256, 1600, 400
 
@@ -40,6 +45,34 @@ def step(core: EngineCore, now: float) -> tuple[float, float, int]:
     return scheduled - start, time.perf_counter() - before, len(output.chunks)
 
 
+def sample_log(count: int) -> SampleLog:
+    """Made-up steps over a law with a knee, a few per cent of noise."""
+    generator = random.Random(0)
+    law = LatencyModel(intercept=0.008, decode_context=4e-7, attention=2e-9, knots=(128,), hinges=(5e-5,))
+    log = SampleLog()
+    for _ in range(count):
+        features = BatchFeatures()
+        features.add_decodes(decodes := generator.randrange(1, 256), decodes * generator.randrange(1, 2000))
+        features.add_chunk(generator.randrange(2000), generator.randrange(2, 1024))
+        log.append(features, law.predict(features) * generator.uniform(0.97, 1.03))
+    return log
+
+
+def predictor_bench() -> None:
+    log = sample_log(80_000)
+    for name in ("hygen", "full"):
+        fit(log, name)
+        begin = time.perf_counter()
+        model = fit(log, name)
+        print(f"  fit of 80,000 samples, {name:6} {(time.perf_counter() - begin) * 1e3:7.1f} ms")
+    features, rounds = BatchFeatures(), 200_000
+    features.add_decodes(64, 64 * 500)
+    begin = time.perf_counter()
+    for _ in range(rounds):
+        model.marginal(features, 100, 64)
+    print(f"  marginal() {(time.perf_counter() - begin) / rounds * 1e6:.2f} us, loop included")
+
+
 def main(_argv: list[str] | None = None) -> None:
     core = make_core()
     for now in range(60):
@@ -50,6 +83,7 @@ def main(_argv: list[str] | None = None) -> None:
     for name, column in (("schedule()", 0), ("update()", 1)):
         values = [row[column] * 1e3 for row in timed]
         print(f"  {name:12} median {median(values):.3f} ms, P99 {quantiles(values, n=100)[98]:.3f} ms")
+    predictor_bench()
 
 
 if __name__ == "__main__":
