@@ -1,0 +1,1 @@
+"""Experiments of the papers as commands: checked-in configuration, replayed on the virtual clock."""

@@ -1,0 +1,86 @@
+"""A simulated machine as the engine would find it: a device, the scheduler's limits, and a latency model fitted by the
+same start-up sweep as on a real one (HyGen §4.2). The scheduler never sees the device's own formula.
+"""
+
+from dataclasses import dataclass
+
+from engine.config import SchedulerConfig
+from engine.execution.simulated import SimulatedDevice, SimulatedRunner
+from engine.scheduling.output import Chunk, SchedulerOutput
+from predictor.fitting import fit
+from predictor.model import LatencyModel
+from predictor.samples import split_samples
+from predictor.sweep import StepShape, SweepLimits, run_sweep
+
+SWEEP_SECONDS = 60.0
+NOISE = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class MachineSpec:
+    """Names of a model and a device, and the scheduler's limits."""
+
+    model: str
+    device: str
+    max_num_seqs: int = 128
+    max_num_batched_tokens: int = 512
+    max_model_len: int = 4096
+    block_size: int = 16
+    prefix_caching: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """`predictor` is fitted to noisy steps of `device`; `mape` is its error on steps held out of the fit."""
+
+    spec: MachineSpec
+    device: SimulatedDevice
+    config: SchedulerConfig
+    predictor: LatencyModel
+    mape: float
+
+    def runner(self, seed: int) -> SimulatedRunner:
+        """A new runner whose noise follows `seed`."""
+        return SimulatedRunner(self.device, noise=NOISE, seed=seed)
+
+
+def build_machine(spec: MachineSpec, seed: int = 0) -> Machine:
+    """Size the cache, sweep the device and fit the latency model; deterministic per seed."""
+    device = SimulatedDevice.named(spec.model, spec.device, max_num_batched_tokens=spec.max_num_batched_tokens)
+    config = SchedulerConfig(
+        num_units=device.num_units(spec.block_size),
+        max_model_len=spec.max_model_len,
+        block_size=spec.block_size,
+        max_num_seqs=spec.max_num_seqs,
+        max_num_batched_tokens=spec.max_num_batched_tokens,
+        max_num_waiting=1_000_000,
+        enable_prefix_caching=spec.prefix_caching,
+        seed=seed,
+    )
+    sweep = _Sweep(SimulatedRunner(device, noise=NOISE, seed=seed))
+    limits = SweepLimits(
+        spec.max_num_seqs, spec.max_num_batched_tokens, spec.max_model_len, config.num_units, spec.block_size
+    )
+    samples = run_sweep(sweep.measure, limits, SWEEP_SECONDS, sweep.clock)
+    train, held_out = split_samples(samples, seed=seed)
+    limit = spec.max_num_batched_tokens
+    mape = fit(train, token_limit=limit).mape(held_out)
+    return Machine(spec, device, config, fit(samples, token_limit=limit), mape)
+
+
+class _Sweep:
+    """Runs step shapes on a virtual clock."""
+
+    def __init__(self, runner: SimulatedRunner) -> None:
+        self._runner = runner
+        self._now = 0.0
+
+    def clock(self) -> float:
+        return self._now
+
+    def measure(self, shape: StepShape) -> float:
+        decodes = [Chunk(row, shape.decode_context - 1, 1, True) for row in range(shape.num_decodes)]
+        prefills = [Chunk(shape.num_decodes + i, *chunk, True) for i, chunk in enumerate(shape.chunks)]
+        seconds = self._runner.execute(SchedulerOutput(0, (*decodes, *prefills))).latency
+        self._now += seconds
+        return seconds

@@ -1,0 +1,180 @@
+"""One run of a scenario on a simulated machine: the engine's own core, policies and planner on the virtual clock.
+
+A scenario is what happens (arrivals, lengths, windows), a setting what is done about it (policies, budget, rate of
+offline work). Metrics carry the names of measurement.md; times in seconds, throughput in tokens/s.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import cycle
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.core import EngineCore
+from engine.execution.simulated import SIMULATED_TOKEN, TrueLatency
+from engine.request import EngineRequest, RequestClass, SamplingParams
+from engine.scheduling.objective import StepObjective
+from engine.virtual import Arrival, VirtualDriver, VirtualRecord, VirtualRun
+from loadgen.experiments.machine import Machine
+from loadgen.randomness import stream
+from loadgen.stats import nearest_rank
+from loadgen.traces import Trace
+from predictor.budget import BudgetParams
+
+Floats = NDArray[np.float64]
+Metrics = dict[str, float]
+ONLINE_ONLY = BudgetParams("hygen", 0.0)
+UNLIMITED = BudgetParams("hygen", math.inf)
+OUTPUT_CAP = 1024
+"""`max_tokens` of every request whose true length is shorter: what a client would ask for, not knowing it."""
+
+Row = tuple[float, int, int]
+"""(arrival in seconds, prompt tokens, output tokens)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """`online` by arrival; `offline` lengths (arrival ignored), repeated without end unless `finite`.
+
+    Requests that arrive in [warm_up, measure_end] are measured; the run goes on to `end` (infinite: until all is done).
+    """
+
+    online: tuple[Row, ...]
+    offline: tuple[Row, ...] = ()
+    warm_up: float = 0.0
+    measure_end: float = math.inf
+    end: float = math.inf
+    finite: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What a run is made with. `offline_rate`: offline requests/s (None: a backlog that never ends, under `budget`).
+
+    `oracle`: the scheduler knows true step times. `mixed`: offline work is sent as if it were online.
+    """
+
+    budget: BudgetParams = ONLINE_ONLY
+    offline_rate: float | None = None
+    online_policy: str = "fcfs"
+    oracle: bool = False
+    mixed: bool = False
+    ttft: float = math.inf
+    tbt: float = math.inf
+
+
+def rows_of(trace: Trace, limit: int) -> tuple[Row, ...]:
+    """A trace as rows; prompts and answers are cut so that both fit a context of `limit` tokens."""
+    rows = []
+    for at, prompt, output in zip(trace.arrived_at, trace.input_tokens, trace.output_tokens, strict=True):
+        output = max(1, min(int(output), limit // 2))
+        rows.append((float(at), max(1, min(int(prompt), limit - output)), output))
+    return tuple(rows)
+
+
+def replay(machine: Machine, scenario: Scenario, setting: Setting, seed: int) -> Metrics:
+    """Run and measure; deterministic for equal arguments."""
+    return measure(run(machine, scenario, setting, seed), scenario)
+
+
+def run(machine: Machine, scenario: Scenario, setting: Setting, seed: int) -> VirtualRun:
+    """The run itself, with the token times of every online request."""
+    limit = machine.config.max_model_len
+    model = TrueLatency(machine.device) if setting.oracle else machine.predictor
+    objective = StepObjective(setting.ttft, setting.tbt, budget=setting.budget)
+    # Without shared prefixes the tree has nothing to order by, and hashing made-up prompts costs as much as a step.
+    core = EngineCore(
+        machine.config,
+        online_policy=setting.online_policy,
+        offline_policy="psm" if machine.spec.prefix_caching else "fcfs",
+        model=model,
+        objective=objective,
+    )
+    arrivals = [
+        Arrival(row[0], _request(f"n{i}", row, RequestClass.ONLINE, limit)) for i, row in enumerate(scenario.online)
+    ]
+    offline = None
+    if setting.mixed:
+        arrivals += [
+            Arrival(0.0, _request(f"f{i}", row, RequestClass.ONLINE, limit)) for i, row in enumerate(scenario.offline)
+        ]
+    elif setting.offline_rate is not None:
+        arrivals += _at_rate(scenario, setting.offline_rate, seed, limit)
+    elif setting.budget.latency_budget > 0 and scenario.offline:
+        offline = _backlog(scenario, limit)
+    arrivals.sort(key=lambda arrival: arrival.at)
+    window = (scenario.warm_up, scenario.measure_end)
+    backlog = 2 * machine.config.max_num_seqs
+    driver = VirtualDriver(core, machine.runner(seed), arrivals, offline, backlog=backlog, window=window)
+    return driver.run(scenario.end)
+
+
+def _request(name: str, row: Row, request_class: RequestClass, limit: int) -> EngineRequest:
+    _, prompt, output = row
+    cap = max(output, min(OUTPUT_CAP, limit - prompt))
+    sampling = SamplingParams(max_tokens=cap, min_tokens=output, stop_token_ids=frozenset({SIMULATED_TOKEN}))
+    return EngineRequest(name, (1,) * prompt, sampling, request_class)
+
+
+def _backlog(scenario: Scenario, limit: int) -> Iterator[EngineRequest]:
+    rows = scenario.offline if scenario.finite else cycle(scenario.offline)
+    return (_request(f"f{i}", row, RequestClass.OFFLINE, limit) for i, row in enumerate(rows))
+
+
+def _at_rate(scenario: Scenario, rate: float, seed: int, limit: int) -> list[Arrival]:
+    """Offline requests as a Poisson process of its own."""
+    if rate <= 0.0:
+        return []
+    random, at = stream(seed, "offline arrivals"), 0.0
+    found: list[Arrival] = []
+    while (at := at + float(random.exponential(1.0 / rate))) < scenario.end:
+        row = scenario.offline[len(found) % len(scenario.offline)]
+        found.append(Arrival(at, _request(f"f{len(found)}", row, RequestClass.OFFLINE, limit)))
+    return found
+
+
+def measure(run: VirtualRun, scenario: Scenario) -> Metrics:
+    """Latency of the requests scheduled in the measure window, throughput of the tokens stamped in it.
+
+    A request without a first token counts with the time it has waited so far, so that starving one never pays.
+    """
+    begin, end = scenario.warm_up, min(scenario.measure_end, run.end)
+    online = [r for r in run.online if r.arrival.request.request_id.startswith("n")]
+    chosen = [r for r in online if begin <= r.arrival.at <= end]
+    ttft = np.array([r.token_times[0] - r.arrival.at if r.token_times else run.end - r.arrival.at for r in chosen])
+    prompts = np.array([len(r.arrival.request.prompt_token_ids) for r in chosen])
+    gaps = np.concatenate([*(np.diff(r.token_times) for r in chosen), np.empty(0)])
+    ended = np.array([r.ended - r.arrival.at for r in chosen if r.ended is not None])
+    found = {**_spread("ttft", ttft), **_spread("tbt", gaps), **_spread("e2e", ended)}
+    found |= _spread("normalized_ttft", ttft / prompts if len(prompts) else ttft)
+    seconds = max(end - begin, 1e-9)
+    mixed = [r for r in run.online if r.arrival.request.request_id.startswith("f")]
+    offline = run.offline_tokens + _tokens(mixed, begin, end)
+    found["requests"] = float(len(chosen))
+    found["unfinished"] = float(sum(r.ended is None for r in chosen))
+    found["offline_throughput"] = offline / seconds
+    found["total_throughput"] = (offline + _tokens(online, begin, end)) / seconds
+    found["steps"] = float(run.steps)
+    found["end"] = run.end
+    return found
+
+
+def _spread(name: str, values: Floats) -> Metrics:
+    if not values.size:
+        return {f"{name}_{key}": 0.0 for key in ("mean", "p50", "p95", "p99")}
+    ordered = np.sort(values)
+    found = {f"{name}_p{percent}": nearest_rank(ordered, percent) for percent in (50, 95, 99)}
+    return {f"{name}_mean": float(ordered.mean()), **found}
+
+
+def _tokens(records: Sequence[VirtualRecord], begin: float, end: float) -> int:
+    """Output tokens stamped in the window, and the prompts whose first token is."""
+    total = 0
+    for record in records:
+        times = record.token_times
+        total += sum(begin <= at <= end for at in times)
+        if times and begin <= times[0] <= end:
+            total += len(record.arrival.request.prompt_token_ids)
+    return total

@@ -1,0 +1,81 @@
+"""What an experiment leaves: rows, a printed table, `table.json` and a figure. Knows nothing of simulations."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from loadgen.svg import Series, chart
+
+STYLE = (
+    "svg { font: 11px system-ui, sans-serif; } .title { font-weight: 600; font-size: 12px; } "
+    ".grid { stroke: #dde2e8; } line.mark { stroke: #b3261e; stroke-dasharray: 4 3; }"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One row of a table: what a policy reached under a setting with one seed."""
+
+    experiment: str
+    policy: str
+    setting: Mapping[str, Any]
+    seed: int
+    metrics: Mapping[str, float | bool | None]
+
+    def row(self) -> dict[str, Any]:
+        return {
+            "experiment": self.experiment,
+            "policy": self.policy,
+            "setting": dict(self.setting),
+            "seed": self.seed,
+            "metrics": dict(self.metrics),
+        }
+
+
+def write_table(results: Sequence[Result], folder: Path, figures: Mapping[str, str]) -> None:
+    """`table.json` and one `.svg` per figure in `folder` (made when missing)."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = [result.row() for result in results]
+    (folder / "table.json").write_bytes(orjson.dumps(rows, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE))
+    for name, figure in figures.items():
+        (folder / f"{name}.svg").write_text(figure, encoding="utf-8")
+
+
+def figure(title: str, series: Sequence[Series], x: str, y: str, *, log_x: bool = False) -> str:
+    """A chart that stands alone: the style that a page would give it is inside."""
+    drawn = chart(title, series, x=x, y=y, log_x=log_x)
+    head, sep, rest = drawn.partition(">")
+    return f"{head}{sep}<style>{STYLE}</style>{rest}\n"
+
+
+def render(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """Aligned columns of text; numbers to the right."""
+    cells = [[_cell(value) for value in row] for row in rows]
+    widths = [
+        max(len(column), *(len(row[i]) for row in cells)) if cells else len(column) for i, column in enumerate(header)
+    ]
+    lines = ["  ".join(text.ljust(width) for text, width in zip(header, widths, strict=True)).rstrip()]
+    for row, values in zip(cells, rows, strict=True):
+        parts = [
+            text.rjust(width) if isinstance(value, (int, float)) and not isinstance(value, bool) else text.ljust(width)
+            for text, width, value in zip(row, widths, values, strict=True)
+        ]
+        lines.append("  ".join(parts).rstrip())
+    return "\n".join(lines)
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "NO"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def mean(results: Sequence[Result], key: str) -> float:
+    """The mean of one metric over rows; 0 without rows."""
+    values = [float(result.metrics[key] or 0.0) for result in results]
+    return sum(values) / len(values) if values else 0.0

@@ -1,0 +1,311 @@
+"""The simulator: replays by hand, surfaces with a known optimum, and every experiment end to end on tiny windows."""
+
+import json
+import math
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from loadgen import simulate
+from loadgen.experiments import hygen, larry, llmd
+from loadgen.experiments.machine import Machine, MachineSpec, build_machine
+from loadgen.experiments.pool import Replays
+from loadgen.experiments.replay import ONLINE_ONLY, UNLIMITED, Metrics, Scenario, Setting, measure, replay, run
+from loadgen.experiments.surface import Family, Surface, Target, interference
+from loadgen.experiments.table import Result, figure, render, write_table
+from loadgen.svg import Series
+from predictor.budget import BudgetParams
+
+SPEC = MachineSpec("qwen2.5-0.5b", "a100-40gb", max_num_seqs=16)
+SLOW = MachineSpec("llama-2-7b", "a100-40gb", max_num_seqs=16)
+"""Long steps: few of them in a window."""
+OFFLINE = ((0.0, 600, 50), (0.0, 300, 20))
+
+
+@pytest.fixture(scope="module")
+def machine() -> Machine:
+    return build_machine(SPEC)
+
+
+def online(count: int, spacing: float = 0.05) -> tuple[tuple[float, int, int], ...]:
+    return tuple((i * spacing, 50 + 13 * i % 200, 5 + 7 * i % 40) for i in range(count))
+
+
+def test_the_fitted_predictor_is_good_but_is_not_the_device(machine: Machine) -> None:
+    assert 0.001 < machine.mape < 0.03  # 2 % of noise alone is a mean error of 1.6 %
+    assert machine == build_machine(SPEC)
+    assert machine.predictor != build_machine(SPEC, seed=1).predictor
+
+
+def test_one_request_by_hand(machine: Machine) -> None:
+    scenario = Scenario(((1.0, 100, 3),))
+    found = run(machine, scenario, Setting(), 0)
+    record = found.online[0]
+    assert len(record.token_times) == 3 and found.steps == 3
+    metrics = measure(found, scenario)
+    assert metrics["ttft_mean"] == pytest.approx(record.token_times[0] - 1.0)
+    assert metrics["normalized_ttft_p50"] == pytest.approx(metrics["ttft_mean"] / 100)
+    assert metrics["tbt_p99"] == max(record.gaps) and metrics["tbt_mean"] == pytest.approx(sum(record.gaps) / 2)
+    assert metrics["total_throughput"] == pytest.approx(103 / record.token_times[-1])
+    assert metrics["offline_throughput"] == 0.0 and metrics["unfinished"] == 0.0
+
+
+def test_replays_repeat_themselves_and_differ_by_seed(machine: Machine) -> None:
+    scenario = Scenario(online(20), OFFLINE, 0.1, 0.9, 1.2)
+    setting = Setting(BudgetParams("hygen", 0.01))
+    assert replay(machine, scenario, setting, 3) == replay(machine, scenario, setting, 3)
+    assert replay(machine, scenario, setting, 3) != replay(machine, scenario, setting, 4)
+
+
+def test_only_the_window_is_measured(machine: Machine) -> None:
+    whole = Scenario(online(40), (), 0.0, 10.0)
+    part = replace(whole, warm_up=0.5, measure_end=1.0)
+    found = run(machine, whole, Setting(), 0)
+    chosen = [r for r in found.online if 0.5 <= r.arrival.at <= 1.0]
+    metrics = measure(found, part)
+    assert metrics["requests"] == len(chosen) == 11
+    assert metrics["ttft_mean"] == pytest.approx(sum(r.ttft or 0.0 for r in chosen) / 11)
+    tokens = sum(0.5 <= at <= 1.0 for r in found.online for at in r.token_times)
+    prompts = sum(len(r.arrival.request.prompt_token_ids) for r in found.online if 0.5 <= r.token_times[0] <= 1.0)
+    assert metrics["total_throughput"] == pytest.approx((tokens + prompts) / 0.5)
+
+
+def test_a_starved_request_counts_with_what_it_waited(machine: Machine) -> None:
+    scenario = Scenario(((0.0, 4000, 1), (0.001, 40, 1)), end=0.003)
+    metrics = replay(machine, scenario, Setting(), 0)
+    assert metrics["unfinished"] >= 1
+    assert metrics["ttft_p99"] == pytest.approx(metrics["end"])
+
+
+def test_offline_work_by_budget_by_rate_and_mixed(machine: Machine) -> None:
+    scenario = Scenario(online(60), OFFLINE, 0.2, 2.8, 3.0)
+    settings = {
+        "alone": Setting(ONLINE_ONLY),
+        "tight": Setting(BudgetParams("hygen", 0.003)),
+        "unlimited": Setting(UNLIMITED),
+        "none": Setting(UNLIMITED, offline_rate=0.0),
+        "slow": Setting(UNLIMITED, offline_rate=2.0),
+        "fast": Setting(UNLIMITED, offline_rate=8.0),
+    }
+    found = {name: replay(machine, scenario, setting, 0) for name, setting in settings.items()}
+    assert found["alone"]["offline_throughput"] == found["none"]["offline_throughput"] == 0.0
+    assert found["none"]["ttft_mean"] == found["alone"]["ttft_mean"]
+    assert 0 < found["tight"]["offline_throughput"] < found["unlimited"]["offline_throughput"]
+    assert 0 < found["slow"]["offline_throughput"] < found["fast"]["offline_throughput"]
+    assert found["alone"]["tbt_mean"] < found["tight"]["tbt_mean"] < found["unlimited"]["tbt_mean"]
+    jobs = Scenario(online(20), OFFLINE * 100, finite=True)
+    mixed, beside = (replay(machine, jobs, setting, 0) for setting in (Setting(mixed=True), Setting(UNLIMITED)))
+    assert mixed["requests"] == beside["requests"] == 20
+    assert mixed["ttft_mean"] > 5 * beside["ttft_mean"]  # jobs of the same class, there first, go first
+    assert mixed["offline_throughput"] > 0
+
+
+def curve(settings: Sequence[Setting], calls: list[Setting]) -> list[Metrics]:
+    """Interference rises with L; throughput has its top at L = 0.05 and falls behind it."""
+    found = []
+    for setting in settings:
+        assert setting not in calls, "replayed twice"
+        calls.append(setting)
+        budget = setting.budget.latency_budget
+        found.append(
+            {
+                "offline_throughput": 1000 * min(budget, 0.1 - budget) if budget else 0.0,
+                "tbt_mean": 1.0 + 4 * budget,
+                "ttft_mean": 1.0 + budget,
+            }
+        )
+    return found
+
+
+def flat(value: float) -> Setting:
+    return Setting(BudgetParams("hygen", value))
+
+
+def test_one_surface_serves_every_target() -> None:
+    calls: list[Setting] = []
+    surface = Surface(lambda settings: curve(settings, calls), Setting(ONLINE_ONLY))
+    surface.replay([surface.online_only])
+    targets = [Target("tbt_mean", 0.05), Target("tbt_mean", 0.2), Target("ttft_mean", 0.05)]
+    surface.explore(Family("flat", flat, 0.001, 0.09, 6, 30, ("tbt_mean", "ttft_mean")), targets, 0.8)
+    spent = len(calls)
+    assert spent <= 31
+    for target, best in zip(targets, (0.01, 0.04, 0.04), strict=True):  # margin 0.8: 4 %, 16 %, 4 %
+        chosen = surface.choose(target, 0.8, ("flat",))
+        assert best / 1.03 < chosen.budget.latency_budget <= best
+    loose = surface.choose(Target("tbt_mean", 9.0), 0.8, ("flat",))
+    assert loose.budget.latency_budget == pytest.approx(0.05, rel=0.4)  # the top, not the largest L
+    assert surface.choose(Target("tbt_mean", 0.001), 0.8, ("flat",)) == surface.online_only
+    assert surface.choose(targets[0], 0.8, ()) == surface.online_only
+    assert len(calls) == spent
+
+
+def test_a_family_keeps_within_its_runs_and_its_metrics() -> None:
+    calls: list[Setting] = []
+    surface = Surface(lambda settings: curve(settings, calls), Setting(ONLINE_ONLY))
+    surface.replay([surface.online_only])
+    surface.explore(Family("flat", flat, 0.001, 0.09, 4, 7, ("tbt_mean",)), [Target("tbt_mean", 0.1)], 0.8, batch=3)
+    assert len(calls) == 8
+    surface.explore(Family("other", flat, 0.002, 0.08, 3, 9, ("tbt_p99",)), [Target("tbt_mean", 0.1)], 0.8)
+    assert len(calls) == 11  # the grid alone: nobody asked for its metric
+    assert interference({"x": 1.5}, {"x": 1.0}, "x") == pytest.approx(0.5)
+
+
+def test_worker_processes_give_what_one_process_gives(machine: Machine) -> None:
+    cases = {"a": Scenario(online(10)), "b": Scenario(online(20))}
+    settings = [Setting(online_policy=policy) for policy in ("fcfs", "random")]
+    with Replays(machine, cases, 0, 1) as alone, Replays(machine, cases, 0, 2) as pooled:
+        assert alone.on("b", settings) == pooled.on("b", settings)
+        assert pooled.count == 2
+
+
+def say(_text: str) -> None:
+    pass
+
+
+def test_hygen_on_a_tiny_window() -> None:
+    config = replace(
+        hygen.CONFIG,
+        machine=SLOW,
+        rate=4.0,
+        window=6.0,
+        warm_up=1.0,
+        cool_down=1.0,
+        tolerances=(0.2,),
+        offline_lines=50,
+    )
+    results = hygen.run_seed(config, None, 0, 1, say)
+    assert {r.policy for r in results} == {"online-only", "sarathi++", "hygen-star", "hygen", "tidemill", "oracle"}
+    by_policy = {r.policy: r for r in results if r.setting.get("metric", "tbt_mean") == "tbt_mean"}
+    assert by_policy["online-only"].metrics["offline_throughput"] == 0.0
+    assert by_policy["online-only"].metrics["interference_tbt_mean"] == 0.0
+    assert by_policy["sarathi++"].metrics["interference_tbt_mean"] > 0.2  # type: ignore[operator]
+    tuned = [r for r in results if "metric" in r.setting]
+    assert len(tuned) == 3 * 4 + 1
+    for result in tuned:
+        key = f"interference_{result.setting['metric']}"
+        assert result.metrics["kept"] == (result.metrics[key] <= 0.2)  # type: ignore[operator]
+    header, rows = hygen.summary(results)
+    assert len(rows) == 2 + len(tuned) and all(len(row) == len(header) for row in rows)
+    assert set(hygen.figures(results)) == {f"hygen-{metric}" for metric in hygen.METRICS}
+
+
+def test_hygen_takes_at_most_sixty_replays_a_window(machine: Machine) -> None:
+    found = hygen.families(machine, hygen.CONFIG)
+    assert sum(family.runs for family in found) + 2 <= 60
+    assert all(family.grid <= family.runs for family in found)
+
+
+def test_hygen_windows_follow_each_other() -> None:
+    config = replace(hygen.CONFIG, window=60.0)
+    first = hygen.scenarios(config, None, 0)
+    assert first["chosen"].online != first["reported"].online
+    assert all(row[0] < 120.0 for row in first["reported"].online)
+    assert hygen.scenarios(config, None, 1)["chosen"].online != first["chosen"].online
+
+
+def test_tidemill_is_never_behind_hygen_on_the_window_it_was_chosen_on() -> None:
+    config = replace(hygen.CONFIG, machine=SLOW, tolerances=(0.1,), rate=4.0)
+    rows = tuple((i * 0.2, 200, 60) for i in range(30))
+    cases = {"chosen": Scenario(rows, OFFLINE, 1.0, 5.0, 6.0)}
+    machine = build_machine(SLOW)
+    with Replays(machine, cases, 0, 1) as replays:
+        surface = hygen.explore(machine, config, replays)
+    for target in hygen.targets(config):
+        flat_one = surface.points[surface.choose(target, 0.8, hygen.TUNED["hygen"])]
+        weighted = surface.points[surface.choose(target, 0.8, hygen.TUNED["tidemill"])]
+        assert weighted["offline_throughput"] >= flat_one["offline_throughput"]
+
+
+def test_larry_on_a_tiny_window() -> None:
+    spec = MachineSpec("llama-3-8b", "a100-40gb", max_num_seqs=32)
+    config = replace(larry.CONFIG, machine=spec, window=20.0, warm_up=2.0, factors=(1.0,), rates=(("chat", 15.0),))
+    results = larry.run_seed(config, None, 0, 1, say)
+    assert [r.policy for r in results] == list(larry.POLICIES)
+    found = {r.policy: r.metrics for r in results}
+    assert all(metrics["unfinished"] == 0 for metrics in found.values())
+    assert found["larry"]["ttft_p50"] < found["fcfs"]["ttft_p50"]  # type: ignore[operator]
+    header, rows = larry.summary(results)
+    assert all(len(row) == len(header) for row in rows)
+    assert set(larry.figures(results)) == {"larry-chat-p50", "larry-chat-p95"}
+
+
+def test_llmd_on_a_tiny_window() -> None:
+    config = replace(llmd.CONFIG, machine=replace(SLOW, max_num_seqs=32), lines=10, phase=2.0)
+    results = llmd.run_seed(config, None, 0, 1, say)
+    assert [r.policy for r in results] == ["online-only", "fcfs", "sarathi++", "hygen", "tidemill"]
+    found = {r.policy: r.metrics for r in results}
+    assert found["fcfs"]["ttft_p99"] > found["sarathi++"]["ttft_p99"] >= found["online-only"]["ttft_p99"]  # type: ignore[operator]
+    assert found["online-only"]["offline_throughput"] == 0
+    header, rows = llmd.summary(results)
+    assert len(rows) == 5 and all(len(row) == len(header) for row in rows)
+    assert set(llmd.figures(results)) == {"llmd-491"}
+
+
+def test_tables_and_figures_are_written_whole(tmp_path: Path) -> None:
+    results = [Result("e", "p", {"params": {"lam": math.inf}}, 7, {"ttft_p99": 0.5, "kept": True})]
+    drawn = figure("<title>", [Series("a & b", [1, 2], [3, 4])], "x", "y")
+    write_table(results, tmp_path / "new", {"one": drawn})
+    rows = json.loads((tmp_path / "new" / "table.json").read_text())
+    assert rows[0]["policy"] == "p" and rows[0]["seed"] == 7 and rows[0]["metrics"] == {"ttft_p99": 0.5, "kept": True}
+    assert set(rows[0]) == {"experiment", "policy", "setting", "seed", "metrics"}
+    assert ElementTree.parse(tmp_path / "new" / "one.svg").getroot().tag.endswith("svg")
+    assert render(["name", "value"], [["a", 1.0], ["b", None], ["c", False]]).splitlines()[1:] == [
+        "a         1",
+        "b     -",
+        "c     NO",
+    ]
+
+
+def test_a_single_run_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--workload", "tiny", "--duration", "5", "--model", "qwen2.5-0.5b", "--out", str(tmp_path)]
+    assert simulate.main([*arguments, "--online-policy", "larry:0.1", "--latency-budget", "20"]) == 0
+    assert "offline_throughput" in capsys.readouterr().out
+    rows = json.loads((tmp_path / "table.json").read_text())
+    assert rows[0]["policy"] == "larry:0.1" and rows[0]["metrics"]["offline_throughput"] > 0
+    assert simulate.main([*arguments, "--no-offline"]) == 0
+    assert json.loads((tmp_path / "table.json").read_text())[0]["metrics"]["offline_throughput"] == 0
+
+
+def test_an_experiment_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    spec = MachineSpec("qwen2.5-0.5b", "a100-40gb", max_num_seqs=32)
+    tiny = replace(larry.CONFIG, machine=spec, warm_up=1.0, factors=(1.0,), rates=(("code", 2.0),))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(simulate.EXPERIMENTS, "larry", simulate.EXPERIMENTS["larry"]._replace(config=tiny))
+        arguments = ["--experiment", "larry", "--seeds", "2", "--window", "5", "--workers", "1", "--out", str(tmp_path)]
+        assert simulate.main(arguments) == 0
+    rows = json.loads((tmp_path / "table.json").read_text())
+    assert {row["seed"] for row in rows} == {0, 1} and len(rows) == 2 * len(larry.POLICIES)
+    assert (tmp_path / "larry-code-p50.svg").exists()
+    assert "trail+" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--online-policy", "nobody"],
+        ["--model", "opt-13b", "--device", "rtx-4090"],
+        ["--experiment", "hygen", "--traces", "no/such/folder"],
+        ["--experiment", "llmd-491", "--window", "5"],
+        ["--experiment", "larry", "--window", "0"],
+        ["--experiment", "larry", "--seeds", "0"],
+    ],
+)
+def test_what_cannot_be_run_is_said(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert simulate.main(arguments) == 2
+    assert capsys.readouterr().err.startswith("tidemill simulate: ")
+
+
+def test_speed_counts_requests() -> None:
+    rate, steps = simulate.measure_speed(requests=65)
+    assert rate > 0
+    assert 2 * 200 <= steps < 2 * 200 + 30  # the last one runs alone, after the first 64
+
+
+def test_the_simulator_needs_no_torch() -> None:
+    code = "import sys, loadgen.simulate; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
