@@ -171,7 +171,7 @@ def test_hygen_on_a_tiny_window() -> None:
     config = replace(
         hygen.CONFIG,
         machine=SLOW,
-        rate=4.0,
+        rate=1.0,
         window=6.0,
         warm_up=1.0,
         cool_down=1.0,
