@@ -16,10 +16,12 @@ from typing import Any, NoReturn
 from engine.client import EngineInfo
 from engine.config import EngineConfig
 from engine.errors import ConfigError, TidemillError
+from gateway.batch_cli import add_batch
 from gateway.config import ServerConfig
 from gateway.flags import Flag, add_flags, flags_of, read_file, resolve
 
 DEMO_NAME = "tidemill-demo"
+_LOADGEN = {"bench": "loadgen.cli", "simulate": "loadgen.simulate"}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -37,8 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit code (2: the configuration is wrong, 1: something else went wrong)."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
-        if words[:1] == ["bench"]:
-            return _bench(words[1:])  # its commands and flags are the load generator's own
+        if words and words[0] in _LOADGEN:
+            return _loadgen(*words)  # its commands and flags are the load generator's own
         arguments = _parser().parse_args(words)
         run: Callable[[argparse.Namespace], int] = arguments.run
         return run(arguments)
@@ -66,9 +68,11 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=_Parser)
     _add_serve(commands)
     _add_chat(commands)
+    add_batch(commands, _Parser)
     _add_doctor(commands)
     _add_profile(commands)
     commands.add_parser("bench", help="measure a server: run, sweep, compare, trace", add_help=False)
+    commands.add_parser("simulate", help="replay workloads and experiments on a virtual clock", add_help=False)
     command = commands.add_parser("version", help="print the version", allow_abbrev=False)
     command.set_defaults(run=_version)
     return parser
@@ -221,12 +225,12 @@ def _profile(arguments: argparse.Namespace) -> int:
     return int(importlib.import_module("gateway.profile").run(engine_config, arguments.plot, say))
 
 
-def _bench(words: list[str]) -> int:
+def _loadgen(command: str, *words: str) -> int:
     try:
-        loadgen = importlib.import_module("loadgen.cli")
+        module = importlib.import_module(_LOADGEN[command])
     except ImportError as error:
-        raise ConfigError(f"bench needs the extra 'loadgen' ({error.name} is missing)") from None
-    return int(loadgen.main(words))
+        raise ConfigError(f"{command} needs the extra 'loadgen' ({error.name} is missing)") from None
+    return int(module.main(list(words)))
 
 
 def model_name(config: EngineConfig) -> str:
