@@ -6,8 +6,8 @@ A plain client of the HTTP API on the standard library; knows nothing of the ser
 import http.client
 import json
 import sys
-from collections.abc import Generator, Iterator
-from contextlib import closing
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
@@ -76,15 +76,21 @@ class ChatClient:
         return kind(self._host, self._port, timeout=_CONNECT_SECONDS)
 
     def _request(
-        self, connection: http.client.HTTPConnection, method: str, path: str, body: bytes | None
+        self,
+        connection: http.client.HTTPConnection,
+        method: str,
+        path: str,
+        body: bytes | Iterable[bytes] | None,
+        headers: Mapping[str, str] | None = None,
     ) -> http.client.HTTPResponse:
-        headers = {"Content-Type": "application/json"} if body is not None else {}
+        headers = dict(headers or ({"Content-Type": "application/json"} if body is not None else {}))
         if self._options.api_key:
             headers["Authorization"] = f"Bearer {self._options.api_key}"
         try:
             connection.connect()
             connection.sock.settimeout(_ANSWER_SECONDS)
-            connection.request(method, self._path + path, body, headers)
+            with suppress(BrokenPipeError, ConnectionResetError):  # refused early: the answer may be there
+                connection.request(method, self._path + path, body, headers)
             response = connection.getresponse()
             if response.status == 200:
                 return response

@@ -1,0 +1,209 @@
+"""`tidemill batch` against a real server: what it prints, writes and returns."""
+
+import asyncio
+import io
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from batch_tools import FAST, BatchLimits, batch_server, jsonl, line
+from conftest import StartServer
+from fake_engine import Served
+
+from engine.text import Tokenizer
+from gateway import cli
+from gateway.batch_client import Progress, duration_text, progress_text
+
+
+@pytest.fixture(autouse=True)
+def _no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("TIDEMILL_URL", "TIDEMILL_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+async def served(tokenizer: Tokenizer, tmp_path: Path) -> AsyncIterator[Served]:
+    async with batch_server(tokenizer, tmp_path / "state", "done", api_key=("key",)) as (served, _):
+        yield served
+
+
+class Terminal:
+    """Runs commands as a user would, in a thread beside the server."""
+
+    def __init__(self, served: Served, capsys: pytest.CaptureFixture[str]) -> None:
+        self._served, self._capsys = served, capsys
+
+    async def run(self, name: str, *arguments: str, key: str = "key") -> tuple[int, str, str]:
+        argv = ["batch", name, "--url", self._served.url, "--api-key", key, *arguments]
+        code = await asyncio.to_thread(cli.main, argv)
+        captured = self._capsys.readouterr()
+        return code, captured.out, captured.err
+
+
+@pytest.fixture
+def terminal(served: Served, capsys: pytest.CaptureFixture[str]) -> Terminal:
+    return Terminal(served, capsys)
+
+
+def input_file(tmp_path: Path, lines: list[Any]) -> str:
+    path = tmp_path / 'in "put".jsonl'
+    path.write_bytes(jsonl(lines))
+    return str(path)
+
+
+async def test_from_submit_to_results(terminal: Terminal, tmp_path: Path) -> None:
+    path = input_file(tmp_path, [line(1), line(2), line(3, temperature=9)])
+    code, out, err = await terminal.run("submit", path, "--watch", "--metadata", "a=b=c", "--window", "2h")
+    assert code == 0
+    batch_id = out.strip()
+    assert batch_id.startswith("batch_") and "completed: 3/3 lines, 1 failed" in err.splitlines()[-1]
+    code, out, err = await terminal.run("results", batch_id)
+    assert code == 0 and {json.loads(row)["custom_id"] for row in out.splitlines()} == {"id-1", "id-2"}
+    assert err == "tidemill: 1 lines failed; --errors FILE writes them\n"
+    good, bad = tmp_path / "good.jsonl", tmp_path / "bad.jsonl"
+    code, out, err = await terminal.run("results", batch_id, "--output", str(good), "--errors", str(bad))
+    assert (code, out, err) == (0, "", "") and len(good.read_text().splitlines()) == 2
+    assert [json.loads(row)["custom_id"] for row in bad.read_text().splitlines()] == ["id-3"]
+    assert not good.with_name("good.jsonl.part").exists()
+    code, out, _ = await terminal.run("list")
+    assert code == 0 and out.split()[0] == batch_id and "completed    3/3 lines, 1 failed" in out
+    assert (await terminal.run("watch", batch_id))[0] == 0
+    assert (await terminal.run("cancel", batch_id))[1] == "completed\n"
+
+
+async def test_what_is_submitted(terminal: Terminal, served: Served, tmp_path: Path) -> None:
+    path = input_file(tmp_path, [line(1, "/v1/chat/completions")])
+    _, out, _ = await terminal.run("submit", path, "--metadata", "team=a", "--window", "90m")
+    tenant = (await served.app.state.batches.folder.store.load_batch(out.strip())).tenant
+    batch = await served.app.state.batches.folder.store.get_batch(tenant, out.strip())
+    assert (batch.endpoint, batch.completion_window, batch.metadata) == ("/v1/chat/completions", "90m", {"team": "a"})
+    file = await served.app.state.batches.folder.store.get_file(tenant, batch.input_file_id, 0)
+    assert file.filename == "in _put_.jsonl"
+
+
+async def test_a_list_longer_than_a_page(terminal: Terminal, tmp_path: Path) -> None:
+    path = input_file(tmp_path, [line(1)])
+    ids = [(await terminal.run("submit", path))[1].strip() for _ in range(4)]
+    _, out, _ = await terminal.run("list", "--limit", "3")
+    assert [row.split()[0] for row in out.splitlines()] == ids[:0:-1]
+
+
+async def test_a_batch_that_fails_says_why(terminal: Terminal, tmp_path: Path) -> None:
+    path = input_file(tmp_path, [line(1), line(1)])
+    code, out, err = await terminal.run("submit", path, "--watch")
+    assert code == 1 and "line 2: Another line has the same 'custom_id'. (duplicate_custom_id)" in err
+    assert (await terminal.run("results", out.strip()))[0] == 1
+
+
+async def test_a_batch_that_runs(tokenizer: Tokenizer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    async with batch_server(tokenizer, tmp_path / "state", "x", hold_after=0, limits=FAST) as (served, _):
+        terminal = Terminal(served, capsys)
+        _, out, _ = await terminal.run("submit", input_file(tmp_path, [line(1)]))
+        await served.engine.wait_for_event("add")
+        code, text, err = await terminal.run("results", out.strip())
+        assert (code, text) == (1, "") and err == "tidemill: the batch is in_progress: 0/1 lines\n"
+        assert (await terminal.run("cancel", out.strip()))[1] in ("cancelling\n", "cancelled\n")
+        assert (await terminal.run("watch", out.strip()))[0] == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        (("watch", "batch_none"), 1, "There is no such batch."),
+        (("cancel", "../../x"), 1, "There is no such"),
+        (("submit", "missing.jsonl"), 2, "missing.jsonl: No such file or directory"),
+        (("submit", "."), 2, ".: Is a directory"),
+        (("submit", "IN", "--metadata", "nothing"), 2, "--metadata must look like KEY=VALUE"),
+        (("submit", "IN", "--endpoint", "/v1/embeddings"), 1, "'endpoint' must be one of"),
+        (("submit", "IN", "--window", "1y"), 1, "'completion_window' must be a duration"),
+        (("submit", "OTHER"), 2, "the first line is not a batch request"),
+    ],
+)
+async def test_what_is_refused_is_one_line(
+    terminal: Terminal, tmp_path: Path, arguments: tuple[str, ...], code: int, says: str
+) -> None:
+    (tmp_path / "other").write_text("hello\n")
+    places = {"IN": input_file(tmp_path, [line(1)]), "OTHER": str(tmp_path / "other")}
+    found, out, err = await terminal.run(*(places.get(word, word) for word in arguments))
+    assert (found, out) == (code, "") and says in err and err.startswith("tidemill: ") and err.count("\n") == 1
+
+
+async def test_an_upload_that_is_refused_early_says_why(
+    tokenizer: Tokenizer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    limits = BatchLimits(file_bytes=1000)
+    async with batch_server(tokenizer, tmp_path / "state", limits=limits, api_key=("key",)) as (served, _):
+        big = input_file(tmp_path, [line(1, user="x" * 3_000_000)])
+        code, _, err = await Terminal(served, capsys).run("submit", big)
+        assert code == 1 and "larger than" in err
+        code, _, err = await Terminal(served, capsys).run("submit", big, key="wrong")
+        assert code == 1 and "A valid API key is needed." in err
+
+
+def test_a_server_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["batch", "list", "--url", "http://127.0.0.1:1"]) == 1
+    assert "cannot reach http://127.0.0.1:1" in capsys.readouterr().err
+
+
+async def test_a_server_without_batches(start_server: StartServer, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = await Terminal(await start_server("x"), capsys).run("list")
+    assert code == 1 and "There is no such resource." in err
+
+
+# ---- the bar
+
+
+def a_batch(completed: int, failed: int = 0, total: int = 1000, tokens: int = 0, status: str = "in_progress") -> Any:
+    counts = {"total": total, "completed": completed, "failed": failed}
+    return {"status": status, "request_counts": counts, "usage": {"output_tokens": tokens}}
+
+
+class Screen(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_the_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    now = [0.0]
+    screen = Screen()
+    progress = Progress(screen, lambda: now[0], width=10)
+    progress.show(a_batch(0))
+    now[0] = 10.0
+    progress.show(a_batch(490, 10, tokens=20_000))
+    progress.end()
+    first, second = screen.getvalue().removesuffix("\n").split("\r\x1b[K")[1:]
+    assert first == "in_progress [----------] 0/1,000 lines"
+    assert second == "in_progress [#####-----] 500/1,000 lines, 10 failed  2,000 tokens/s  0:10 left"
+    now[0] = 20.0
+    assert "left" not in progress.text(a_batch(1000, tokens=20_001, status="completed"))
+
+
+def test_the_rate_is_that_of_the_last_half_minute() -> None:
+    now = [0.0]
+    progress = Progress(io.StringIO(), lambda: now[0])
+    for second in range(0, 100, 10):
+        now[0] = float(second)
+        text = progress.text(a_batch(min(second, 50), tokens=100 * min(second, 50)))
+    assert "tokens/s" not in text and "left" not in text, "nothing has moved for half a minute"
+
+
+def test_without_a_terminal_only_changes_are_shown() -> None:
+    out = io.StringIO()
+    progress = Progress(out)
+    for batch in (a_batch(0, total=0, status="validating"), a_batch(1), a_batch(1), a_batch(2)):
+        progress.show(batch)
+    progress.end()
+    assert out.getvalue().splitlines() == [
+        "validating: no lines yet", "in_progress: 1/1,000 lines", "in_progress: 2/1,000 lines",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0, "0:00"), (59.6, "1:00"), (3599, "59:59"), (3661, "1:01:01"), (-5, "0:00")]
+)
+def test_durations(seconds: float, text: str) -> None:
+    assert duration_text(seconds) == text
+    assert progress_text({"request_counts": None}) == "no lines yet"
