@@ -96,9 +96,12 @@ def plan_offline(scheduler: Scheduler, now: float) -> Generator[None, None, Offl
     allowance = offline_allowance(scheduler, ledger, ledger.features.num_decodes, beside_prompt, now)
     chunks: list[PlannedChunk] = []
     examined = 0
+    cut = False
     for request in list(scheduler.running[RequestClass.OFFLINE]):
         wanted = min(request.num_expected_tokens - request.num_computed_tokens, ledger.tokens_left)
-        if wanted < 1 or not ledger.open or request.num_expected_tokens >= request.max_total_tokens:
+        if wanted < 1 or (cut and wanted > 1) or not ledger.open:
+            continue
+        if request.num_expected_tokens >= request.max_total_tokens:
             continue
         length = allowance.largest(ledger.features, ledger.seconds, request.num_computed_tokens, wanted)
         # One item more than fits: online work may turn out smaller, and alone the first item always moves on.
@@ -106,10 +109,13 @@ def plan_offline(scheduler: Scheduler, now: float) -> Generator[None, None, Offl
         if length == 0:
             return OfflinePlan(tuple(chunks))
         ledger.charge(request.num_computed_tokens, length)
+        # A prompt that is cut has used the budget up: crumbs for the next ones would only hold more half-filled caches.
+        cut = cut or length < wanted
         examined += 1
         if examined % ITEMS_PER_SLICE == 0:
             yield
-    yield from _plan_waiting(scheduler, ledger, allowance, chunks)
+    if not cut:
+        yield from _plan_waiting(scheduler, ledger, allowance, chunks)
     return OfflinePlan(tuple(chunks))
 
 
@@ -136,6 +142,8 @@ def _plan_waiting(
         if length == 0:
             return
         ledger.charge(start, length)
+        if length < wanted:
+            return
         if len(chunks) % ITEMS_PER_SLICE == 0:
             yield
 

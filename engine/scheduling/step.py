@@ -98,7 +98,7 @@ class StepBuilder:
                 self.has_online_prefill = self._floor_given = True
 
     def _admit_online(self) -> None:
-        """Start waiting requests in policy order until one does not fit; past a misfit only where the policy says so."""
+        """Start waiting requests in policy order until one does not fit; past a misfit only if the policy says so."""
         scheduler, policy = self.scheduler, self.scheduler.online_policy
         if not scheduler.waiting_online:
             return
