@@ -10,7 +10,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from driver import make_request
 
+from engine.core import EngineCore
+from engine.execution.simulated import SimulatedDevice, SimulatedRunner
+from engine.request import RequestClass
+from engine.scheduling.objective import StepObjective
+from engine.scheduling.output import ModelRunnerOutput, SchedulerOutput
+from engine.virtual import Arrival, VirtualDriver
 from loadgen import simulate
 from loadgen.experiments import hygen, larry, llmd
 from loadgen.experiments.machine import Machine, MachineSpec, build_machine
@@ -309,3 +316,30 @@ def test_speed_counts_requests() -> None:
 def test_the_simulator_needs_no_torch() -> None:
     code = "import sys, loadgen.simulate; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+class WatchingRunner(SimulatedRunner):
+    """Remembers how many prompts each step cut short."""
+
+    def __init__(self, device: SimulatedDevice) -> None:
+        super().__init__(device)
+        self.cuts: list[int] = []
+
+    def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
+        self.cuts.append(sum(not chunk.sample for chunk in output.chunks))
+        return super().execute(output)
+
+
+def test_a_budget_is_not_crumbled_over_many_prompts() -> None:
+    """Chunks of a few tokens each for every prompt that runs would fill the cache with unfinished prompts."""
+    machine = build_machine(replace(SLOW, max_num_seqs=32))
+    budget = BudgetParams("tidemill", 0.06, 1.0, 4.0, "tbt_mean")
+    core = EngineCore(
+        machine.config, offline_policy="fcfs", model=machine.predictor, objective=StepObjective(budget=budget)
+    )
+    arrivals = [Arrival(0.1 * i, make_request(f"n{i}", (1,) * 100, 100)) for i in range(40)]
+    offline = (make_request(f"f{i}", (1,) * 1500, 60, request_class=RequestClass.OFFLINE) for i in range(1000))
+    runner = WatchingRunner(machine.device)
+    driver = VirtualDriver(core, runner, arrivals, offline)
+    assert driver.run(8.0).offline_tokens > 0
+    assert 1 <= max(runner.cuts) <= 2  # one of each class
