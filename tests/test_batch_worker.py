@@ -458,3 +458,63 @@ def test_validation_can_be_stopped() -> None:
 
     with pytest.raises(Stopped):
         check_input(io.BytesIO(jsonl([line(1)])), "/v1/completions", 10, 1000, lambda: True)
+
+
+# ---- cancelling in every state
+
+
+async def test_cancelling_under_validation_gives_every_line_its_row(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    async with batch_server(tokenizer, tmp_path) as (served, client):
+        async with served.app.state.batches.jobs._finisher._turn:
+            good, bad = [await submit(client, jsonl(lines)) for lines in ([line(1), line(2)], [line(1), line(1)])]
+            for batch in (good, bad):
+                assert (await client.batches.cancel(batch.id)).status == "cancelling"
+        ended = await until(client, good.id)
+        _, errors = await check_ended(client, ended, ["id-1", "id-2"])
+        assert ended.status == "cancelled" and not served.engine.requests
+        assert {row["error"]["code"] for row in errors.values()} == {"batch_cancelled"}
+        ended = await until(client, bad.id)
+        assert ended.status == "cancelled" and ended.errors.data[0].code == "duplicate_custom_id"
+        await check_ended(client, ended, [])
+
+
+async def test_a_window_that_closes_under_validation(tmp_path: Path) -> None:
+    clock = [1000.0]
+    folder = await open_folder(tmp_path)
+    worker = BatchWorker(folder, FAST, answer, lambda: clock[0])
+    await worker.start()
+    async with worker._finisher._turn:
+        batch = await add_batch(folder, jsonl([line(i) for i in range(5)]), now=1000, window=10)
+        worker.added(batch)
+        clock[0] = 1010.0
+    await eventually(lambda: not worker.states)
+    ended = await folder.store.load_batch(batch.id)
+    assert (ended.status, ended.total) == (BatchStatus.EXPIRED, 5) and ended.completed + ended.failed == 5
+    await worker.stop()
+    await folder.close()
+
+
+async def test_cancelling_while_finalizing_comes_too_late(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    async with batch_server(tokenizer, tmp_path, "x", hold_after=0) as (served, client):
+        batch = await submit(client, jsonl([line(1)]))
+        await served.engine.wait_for_event("add")
+        async with served.app.state.batches.jobs._finisher._turn:
+            served.engine.release()
+            await until(client, batch.id, "finalizing")
+            late = await client.batches.cancel(batch.id)
+            assert late.status == "finalizing" and late.cancelling_at is None
+        assert (await until(client, batch.id)).status == "completed"
+
+
+async def test_many_batches_cost_no_memory_by_the_line(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    limits = BatchLimits(window_lines=16, retry_seconds=0.01)
+    async with batch_server(tokenizer, tmp_path, "x", hold_after=0, limits=limits) as (served, client):
+        content = jsonl([line(i) for i in range(40)])
+        file = await upload(client, content)
+        for _ in range(40):
+            await client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
+        worker = served.app.state.batches.jobs
+        await eventually(lambda: len(worker._jobs) == 40)
+        await served.engine.wait_for_event("add", 16)
+        held = sum(len(job.running) + len(job.retry) + job.unwritten for job in worker._jobs.values())
+        assert held == served.engine.num_open == worker._window.lines == 16

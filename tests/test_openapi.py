@@ -1,0 +1,88 @@
+"""Schemathesis over the OpenAPI document of the whole application: whatever is sent, the answer is one of the contract.
+
+Only what breaks a promise counts here: a 5xx, a 422, an error without the envelope, or a temporary file left behind.
+"""
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import schemathesis
+from batch_tools import batch_server, leftovers
+from hypothesis import HealthCheck, Phase, given, settings
+from schemathesis import GenerationMode
+
+from engine.text import Tokenizer
+
+ENVELOPE = {"message", "type", "param", "code"}
+
+
+@pytest.fixture(scope="module")
+def server(
+    tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer
+) -> Iterator[tuple[str, dict[str, Any], Path]]:
+    """A server in a thread of its own: schemathesis is synchronous."""
+    root = tmp_path_factory.mktemp("openapi") / "state"
+    ready, done = threading.Event(), threading.Event()
+    found: list[Any] = []
+
+    async def serve() -> None:
+        async with batch_server(tokenizer, root, "hello") as (served, _):
+            found.extend([served.url, served.app.openapi()])
+            ready.set()
+            await asyncio.to_thread(done.wait)
+
+    thread = threading.Thread(target=lambda: asyncio.run(serve()))
+    thread.start()
+    assert ready.wait(30)
+    yield found[0], found[1], root
+    done.set()
+    thread.join()
+
+
+GENERATION = ("/v1/chat/completions", "/v1/completions")
+OPERATIONS = [
+    ("GET", "/health"), ("GET", "/ready"), ("GET", "/version"), ("GET", "/metrics"),
+    ("GET", "/v1/models"), ("GET", "/v1/models/{model}"),
+    ("POST", "/v1/chat/completions"), ("POST", "/v1/completions"),
+    ("POST", "/v1/files"), ("GET", "/v1/files"), ("GET", "/v1/files/{file_id}"), ("DELETE", "/v1/files/{file_id}"),
+    ("GET", "/v1/files/{file_id}/content"),
+    ("POST", "/v1/batches"), ("GET", "/v1/batches"), ("GET", "/v1/batches/{batch_id}"),
+    ("POST", "/v1/batches/{batch_id}/cancel"),
+]  # fmt: skip
+
+
+# Where something can be wrong: elsewhere every text is as good as any other.
+REFUSABLE = [pair for pair in OPERATIONS if pair[1] in {"/v1/files", "/v1/batches", *GENERATION}]
+CASES = [(*pair, GenerationMode.POSITIVE) for pair in OPERATIONS]
+CASES += [(*pair, GenerationMode.NEGATIVE) for pair in REFUSABLE]
+
+
+@pytest.mark.parametrize(("method", "path", "mode"), CASES)
+def test_every_answer_is_of_the_contract(
+    server: tuple[str, dict[str, Any], Path], method: str, path: str, mode: GenerationMode
+) -> None:
+    """Both with what the document allows and with what it does not."""
+    url, document, root = server
+    case_strategy = schemathesis.openapi.from_dict(document)[path][method].as_strategy(generation_mode=mode)
+
+    @settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.generate])
+    @given(case=case_strategy)
+    def send(case: Any) -> None:
+        response = case.call(base_url=url)
+        assert response.status_code < 500 and response.status_code != 422, response.content[:500]
+        if response.status_code >= 400:
+            assert set(json.loads(response.content)["error"]) == ENVELOPE
+        assert not leftovers(root)["tmp"]
+
+    send()
+
+
+def test_no_operation_is_left_out(server: tuple[str, dict[str, Any], Path]) -> None:
+    found = {(method.upper(), path) for path, methods in server[1]["paths"].items() for method in methods}
+    assert found == set(OPERATIONS)
+    assert "multipart/form-data" in server[1]["paths"]["/v1/files"]["post"]["requestBody"]["content"]
