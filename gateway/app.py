@@ -75,15 +75,19 @@ def create_app(
         _add_batches(app, context, folder, limits or BatchLimits())
     for error in (ApiError, TidemillError, HTTPException):
         app.add_exception_handler(error, handle_error)
+    _add_middleware(app, config, metrics, (limits or BatchLimits()).file_bytes)
+    _describe_bodies(app)
+    return app
+
+
+def _add_middleware(app: FastAPI, config: ServerConfig, metrics: GatewayMetrics, max_file_bytes: int) -> None:
     # the last one added is the first that a request meets
     held_bytes = MAX_HELD_BODIES * config.max_body_bytes
-    streamed = {"/v1/files": (limits or BatchLimits()).file_bytes + MAX_OVERHEAD}
+    streamed = {"/v1/files": max_file_bytes + MAX_OVERHEAD}
     app.add_middleware(BodyLimit, max_body_bytes=config.max_body_bytes, max_held_bytes=held_bytes, streamed=streamed)
     app.add_middleware(Authentication, keys=load_keys(config.api_key, config.api_key_file))
     app.add_middleware(ErrorBoundary)
     app.add_middleware(RequestIds, metrics=metrics)
-    _describe_bodies(app)
-    return app
 
 
 def _add_batches(app: FastAPI, context: GatewayContext, folder: StateFolder, limits: BatchLimits) -> None:
