@@ -26,7 +26,7 @@ from predictor.slo import SLO
 log = logging.getLogger("tidemill.colocation")
 
 BUDGET_SHARE = 0.8
-"""L as a share of the TBT limit until a search has found better (algorithms.md §3)."""
+"""L as a share of the TBT limit until a search has found better."""
 FALLBACK_BUDGET_STEPS = 4.0
 """L in smallest steps where the SLO limits no TBT."""
 ATTAINMENT_WINDOW = 60.0
@@ -141,7 +141,7 @@ class Colocation:
             self._judge(output, live, now)
 
     def _judge(self, output: RequestOutput, live: _Live, now: float) -> None:
-        """Good or not, as measurement.md defines it; a request that its client gave up on proves nothing."""
+        """Good or not, by its TTFT and its own gaps; a request that its client gave up on proves nothing."""
         if output.finish_reason is FinishReason.ABORT:
             return
         times = output.times

@@ -71,7 +71,7 @@ def _request(name: str, salt: int, prompt: int, output: int, request_class: Requ
 def replay(
     workload: Workload, model: LatencyModel, slo: SLO, config: SchedulerConfig, budget: BudgetParams
 ) -> dict[str, float]:
-    """One run of the workload under a budget; metrics by their names in measurement.md. L = 0: online only."""
+    """One run of the workload under a budget; metrics by the names of the reports. L = 0: online only."""
     core = EngineCore(config, model=model, objective=StepObjective.from_slo(slo, budget))
     offline = workload.offline(config.max_model_len, seed=1) if budget.latency_budget > 0 else None
     arrivals = workload.online(config.max_model_len)
@@ -110,7 +110,7 @@ def find_budget(
     policy: str,
     max_evaluations: int = 24,
 ) -> SearchResult:
-    """Search on the first window, confirm on the second (algorithms.md §3)."""
+    """Search on the first window, confirm on the second."""
 
     def evaluate_on(workload: Workload) -> Any:
         return lambda budget: replay(workload, model, slo, config, budget)

@@ -1,7 +1,7 @@
 """Looks for a better offline budget while the server runs: the search of `engine.search` in a process of its own.
 
 At start for the load that the user expects, later once for the load that was really served. Until a search has ended,
-and wherever one fails, the budget in force stays (algorithms.md §3).
+and wherever one fails, the budget in force stays.
 """
 
 import asyncio

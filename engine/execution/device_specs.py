@@ -2,7 +2,7 @@
 
 A shape is the arithmetic of a decoder-only transformer; a device is a set of peak rates with the share of each that
 real kernels reach. The shares are calibrated once per device family on published step times of all linear layers of
-Llama-2-7B (algorithms.md §8; `PUBLISHED_LINEAR_MS` below), the rest from data sheets. Knows nothing of requests.
+Llama-2-7B (`PUBLISHED_LINEAR_MS` below), the rest from data sheets. Knows nothing of requests.
 """
 
 from dataclasses import dataclass

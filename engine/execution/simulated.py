@@ -1,7 +1,7 @@
 """A device that is computed instead of run: an operator-level roofline behind the runner's interface.
 
 Every operator of a step takes the p-norm of bytes ÷ rate and FLOPs ÷ rate, plus its launch; a step adds host overhead
-and seeded noise (algorithms.md §8). This is not the predictor's regression: matrix products have their knee and their
+and seeded noise. This is not the predictor's regression: matrix products have their knee and their
 padding, attention its own rates, and nothing is fitted to the features of the latency model. Torch-free; knows nothing
 of scheduling.
 """

@@ -1,4 +1,4 @@
-"""From the latency objective to time limits of one step (HyGen §4.2 and our rules; algorithms.md's KKT reading).
+"""From the latency objective to time limits of one step (HyGen §4.2 and our KKT rules).
 
 All times are seconds on the core's clock. Without a latency model or an objective every limit is infinite and steps are
 bounded by tokens, sequences and units alone.
@@ -52,7 +52,7 @@ class StepObjective:
 
 @dataclass(slots=True)
 class OfflineAllowance:
-    """How much offline work one step may take in: the rule of algorithms.md §3, applied item by item.
+    """How much offline work one step may take in: the budget's rule, applied item by item.
 
     `limit`: predicted end of the step, seconds from its start. `num_decodes`: online decodes beside it.
     """

@@ -1,4 +1,4 @@
-"""Plans the offline fill of the next step while the current one runs (HyGen §4.3; the planner of algorithms.md §5).
+"""Plans the offline fill of the next step while the current one runs (HyGen §4.3).
 
 A plan is a list of candidates in the order in which they should be taken, cut where the expected leftover ends. It is
 derived from the state as it will be when the step in flight has ended (tokens in flight count as known), mutates
@@ -40,7 +40,7 @@ def offline_allowance(
     """What offline work may add to a step whose online work is in `ledger`.
 
     L bounds the step, scaled by the circuit breaker beside online work. An absolute TBT limit also ends it before the
-    tightest deadline that can still be met. The budget's rule does the rest (algorithms.md §3): beside a waiting
+    tightest deadline that can still be met. The budget's rule does the rest: beside a waiting
     prompt `ttft_mean` adds nothing and `ttft_p99` half of what the prompt can still lose; under `tbt_p99` a step that
     is over L anyway is in the tail already and may be doubled.
     """

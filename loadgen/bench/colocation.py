@@ -1,8 +1,8 @@
 """Co-location, live: the same online arrivals alone, beside offline work that competes, and beside ours.
 
 Four arms against one server, three seeds: (1) online only, (2) offline only, (3) naive mix - the offline requests are
-sent with the same priority -, (4) ours: they are sent with `service_tier: "flex"`. Online requests are judged as in
-measurement.md (TTFT from the scheduled arrival, nearest-rank P99 of the request's own gaps), pooled over the seeds and
+sent with the same priority -, (4) ours: they are sent with `service_tier: "flex"`. Online requests are judged by their
+TTFT from the scheduled arrival and the nearest-rank P99 of their own gaps, pooled over the seeds and
 paired by request between arms. `--plot FILE.svg` adds a run with a sine-shaped online load and draws it.
 """
 

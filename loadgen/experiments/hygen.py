@@ -5,7 +5,7 @@ on one window of the trace and reported on the next one:
 
 - `online-only`, `sarathi++` (no latency control);
 - `hygen-star`: offline work at a fixed rate, `hygen`: one flat latency budget, both tuned for the target;
-- `tidemill`: budgets with the weight of the metric (algorithms.md §3) besides the flat ones;
+- `tidemill`: budgets with the weight of the metric besides the flat ones;
 - `oracle`: tidemill's choices with true step times.
 """
 

@@ -1,7 +1,7 @@
 """One run of a scenario on a simulated machine: the engine's own core, policies and planner on the virtual clock.
 
 A scenario is what happens (arrivals, lengths, windows), a setting what is done about it (policies, budget, rate of
-offline work). Metrics carry the names of measurement.md; times in seconds, throughput in tokens/s.
+offline work). Metrics carry the names of the load generator's reports; times in seconds, throughput in tokens/s.
 """
 
 import math
