@@ -186,15 +186,15 @@ class Corpus:
     def dialogue(self, exchanges: int | None = None) -> list[Message]:
         """One conversation; ``exchanges`` None draws a short one."""
         luck = self.rng.random()
-        if exchanges is None and luck < 0.06:
+        if exchanges is None and luck < 0.04:
             return self.one_word()
         turns = self.chat(exchanges or self.rng.choice((1, 1, 1, 1, 2, 2, 3)))
-        if exchanges or luck < 0.15:
+        if exchanges or luck < 0.12:
             at = self.rng.randint(0, len(turns))
             turns[at:at] = self.memory()
-        elif luck < 0.18:
+        elif luck < 0.15:
             turns += self.chain()
-        elif luck < 0.19:
+        elif luck < 0.16:
             question, answer = turns[0]
             preface = " ".join(proper(skills.sentence(self.rng)) for _ in range(self.rng.randint(1, 12)))
             turns = [(f"{preface} {proper(question) if question[0].islower() else question}", answer)]

@@ -100,12 +100,6 @@ def read_wordings() -> dict[str, list[str]]:
     return wordings
 
 
-def all_words() -> list[str]:
-    """Every plain word of three to ten letters in the hand-written text."""
-    text = " ".join(path.read_text(encoding="utf-8") for path in sorted(TEXT.glob("*.txt")))
-    return sorted(set(re.findall(r"\b[a-z]{3,10}\b", text)))
-
-
 def text_items(name: str) -> list[Item]:
     """Every question of one text file, in its plain form."""
     items = []

@@ -9,10 +9,9 @@ import random
 from collections.abc import Callable
 
 from engine.models.demo import facts
-from engine.models.demo.phrases import Item, all_words, noise_word, read_wordings
+from engine.models.demo.phrases import Item, noise_word, read_wordings
 
 WORDINGS = read_wordings()
-ALL_WORDS = all_words()
 UNKNOWN_CAPITAL = "I do not know that capital. I know more than seventy of them, but not this one."
 TOO_LARGE = "That is too large for me. I can add and subtract numbers up to twenty."
 TOO_FAR = "That is too far for me. I can count up to thirty."
@@ -168,7 +167,7 @@ def opposite(rng: random.Random) -> Item:
 
 
 def _word(rng: random.Random) -> str:
-    kinds = (facts.WORDS, facts.WORDS, facts.WORDS, facts.NAMES, rng.choice(facts.OPPOSITES), ALL_WORDS)
+    kinds = (facts.WORDS, facts.WORDS, facts.NAMES, rng.choice(facts.OPPOSITES))
     return rng.choice(rng.choice(kinds))
 
 
@@ -195,13 +194,13 @@ def sentence(rng: random.Random) -> str:
 
 def echo(rng: random.Random) -> Item:
     luck = rng.random()
-    if luck < 0.3:
+    if luck < 0.4:
         text = sentence(rng)
-    elif luck < 0.7:
-        text = " ".join(rng.choice(ALL_WORDS) for _ in range(rng.randint(1, 6)))
-    elif luck < 0.85:
+    elif luck < 0.65:
+        text = " ".join(_word(rng) for _ in range(rng.randint(1, 5)))
+    elif luck < 0.8:
         text = " ".join(noise_word(rng) for _ in range(rng.randint(1, 4)))
-    elif luck < 0.92:
+    elif luck < 0.9:
         text = " ".join(str(rng.randint(0, 99)) for _ in range(rng.randint(2, 6)))
     else:
         text = rng.choice(("hello world", "good morning", "i love the sea", "one two three", "abc", "testing testing"))
@@ -219,12 +218,12 @@ SKILLS: dict[Callable[[random.Random], Item], float] = {
     unknown_capital: 2,
     country_of: 4,
     where: 4,
-    is_capital: 5,
+    is_capital: 4,
     arithmetic: 16,
     too_large: 1.5,
     count: 8,
     count_more: 1,
-    neighbour: 6,
+    neighbour: 5,
     compare: 4,
     opposite: 4,
     spell: 8,

@@ -39,7 +39,7 @@ class Settings:
     ffn: int = 576
     row_lengths: tuple[int, ...] = (128, 256, 640, CONTEXT)  # a dialogue goes into the shortest row that holds it
     tokens: int = 4096  # per step
-    steps: int = 2000
+    steps: int = 1500
     peak_rate: float = 0.015  # matrices, Muon; the embedding takes a fifth of it, AdamW
     vocabulary_dialogues: int = 6000
     seed: int = 0
@@ -81,7 +81,7 @@ def examples(corpus: Corpus, encoder: DialogueEncoder, seed: int) -> Iterator[tu
     drill, vocab_size = random.Random(seed), len(encoder.tokenizer)
     for messages in corpus.dialogues():
         yield encoder.encode(messages)
-        if drill.random() < 0.15:
+        if drill.random() < 0.1:
             run = [drill.randrange(3, vocab_size) for _ in range(drill.randint(3, 30))]
             yield run + run, [False] * (len(run) + 1) + [True] * (len(run) - 1)
 
