@@ -1,8 +1,8 @@
 """Where one request's past lives, block by block.
 
 A *block* is `block_size` tokens of one request. A *unit* is one block's worth of K, or of V, or a part of its hidden
-state, for all layers: the pool's currency. A KV block has two units (K, V). Entries carry kind and tier, so that one
-request may mix representations (Apt-Serve §4, HybridServe §4).
+state, for all layers: the pool's currency. A KV block has two units (K, V), a block of hidden state one. Entries carry
+kind and tier, so that one request may mix representations block by block (Apt-Serve §4, HybridServe §4).
 """
 
 import enum
@@ -11,7 +11,11 @@ from typing import NamedTuple
 
 
 class CacheKind(enum.Enum):
-    """Which representation of the past a block holds."""
+    """Which representation of the past a block holds.
+
+    HIDDEN is the normed input of every attention layer, from which K and V are projected again; it is offered only by
+    models whose hidden state fits in half the room of K and V (`engine.models.spec.hidden_offer`).
+    """
 
     KV = "kv"
     HIDDEN = "hidden"
@@ -24,8 +28,15 @@ class Tier(enum.Enum):
     HOST = "host"
 
 
+UNITS_PER_BLOCK = {CacheKind.KV: 2, CacheKind.HIDDEN: 1}
+"""How many units a block takes, on either tier."""
+
+
 class CacheEntry(NamedTuple):
-    """One block as the data plane sees it. `units`: (k_unit, v_unit) for KV."""
+    """One block as the data plane sees it. `units`: (k_unit, v_unit) for KV, (unit,) for HIDDEN.
+
+    Device and host units are numbered apart, each from 0; a host unit holds exactly what a device unit holds.
+    """
 
     kind: CacheKind
     tier: Tier

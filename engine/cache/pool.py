@@ -4,20 +4,30 @@ Every unit is in exactly one place (reliability E1): *free*; *owned* by a block 
 published block that nobody refers to (a prefix hit revives it, an allocation evicts it); or *deferred*, in a block
 given up while a step that may touch it is still in flight (E2). The pool counts units and knows nothing of requests,
 tensors or time; steps are known by their increasing ids.
+
+A block never changes its kind or tier. To convert or swap one, allocate the target, schedule the `CacheOperation` in a
+step, put the target in the request's map in place of the source, and release the source with that step as `last_step`:
+its units stay what they are until the step has ended, so a copy may run at any time within it.
 """
 
 from collections.abc import Iterable, Sequence
 
-from engine.cache.cache_map import CacheBlock, CacheEntry, CacheKind, Tier
+from engine.cache.cache_map import UNITS_PER_BLOCK, CacheBlock, CacheEntry, CacheKind, Tier
+from engine.cache.host_pool import HostPool
 
-UNITS_PER_KV_BLOCK = 2
+UNITS_PER_KV_BLOCK = UNITS_PER_BLOCK[CacheKind.KV]
 
 
 class BlockPool:
-    """Allocation, sharing and eviction of blocks over `num_units` device units."""
+    """Allocation, sharing and eviction of blocks over `num_units` device units.
 
-    def __init__(self, num_units: int) -> None:
+    `host` is the other tier, without room by default; `acquire`, `release`, `complete_step` and `check_integrity` serve
+    the blocks of both, all other methods and counters are the device's.
+    """
+
+    def __init__(self, num_units: int, host_units: int = 0) -> None:
         self.num_units = num_units
+        self.host = HostPool(host_units)
         self._free = list(range(num_units - 1, -1, -1))
         self._index: dict[bytes, CacheBlock] = {}
         # Insertion order is release order, so the first key is the least recently used block.
@@ -38,14 +48,19 @@ class BlockPool:
         """Units an allocation could get now: free ones and those of evictable cached blocks."""
         return len(self._free) + self.num_cached_units
 
-    def allocate_kv(self, *, online: bool) -> CacheBlock | None:
-        """A block of KV with reference count 1, or None when no unit is available."""
-        while len(self._free) < UNITS_PER_KV_BLOCK:
+    def allocate(self, kind: CacheKind, *, online: bool) -> CacheBlock | None:
+        """A device block with reference count 1, or None when not enough units are available."""
+        size = UNITS_PER_BLOCK[kind]
+        while len(self._free) < size:
             if not self._evict_one():
                 return None
-        units = (self._free.pop(), self._free.pop())
-        self.num_owned_units += UNITS_PER_KV_BLOCK
-        return CacheBlock(CacheEntry(CacheKind.KV, Tier.DEVICE, units), online=online)
+        units = tuple(self._free.pop() for _ in range(size))
+        self.num_owned_units += size
+        return CacheBlock(CacheEntry(kind, Tier.DEVICE, units), online=online)
+
+    def allocate_kv(self, *, online: bool) -> CacheBlock | None:
+        """`allocate` of the common kind."""
+        return self.allocate(CacheKind.KV, online=online)
 
     def lookup(self, hashes: Sequence[bytes]) -> list[CacheBlock]:
         """The longest run of published blocks along a hash chain, from its root."""
@@ -62,7 +77,8 @@ class BlockPool:
         return sum(len(b.entry.units) for b in blocks if b.ref_count == 0 and b not in self._deferred)
 
     def acquire(self, block: CacheBlock, *, online: bool) -> None:
-        """One more reference to a published block; an online touch raises the block's class."""
+        """One more reference to a block that is published or held; an online touch raises the block's class."""
+        assert block.ref_count or block.block_hash is not None, "nobody holds this block any more"
         if block.ref_count == 0:
             size = len(block.entry.units)
             if block in self._deferred:
@@ -82,9 +98,13 @@ class BlockPool:
         block.last_step = max(block.last_step, last_step)
         if block.ref_count:
             return
+        in_flight = block.last_step > self._last_completed_step
+        if block.entry.tier is Tier.HOST:
+            self.host.give_up(block, in_flight)
+            return
         size = len(block.entry.units)
         self.num_owned_units -= size
-        if block.last_step > self._last_completed_step:
+        if in_flight:
             self._deferred[block] = None
             self.num_deferred_units += size
         else:
@@ -97,9 +117,11 @@ class BlockPool:
             del self._deferred[block]
             self.num_deferred_units -= len(block.entry.units)
             self._settle(block)
+        self.host.complete_step(step_id)
 
     def publish(self, block: CacheBlock, block_hash: bytes) -> None:
-        """Offer a full, confirmed block to later requests; the first block published under a hash stays."""
+        """Offer a full, confirmed device block to later requests; the first block published under a hash stays."""
+        assert block.entry.tier is Tier.DEVICE, "only blocks on the device are published"
         if block.block_hash is None and block_hash not in self._index:
             block.block_hash = block_hash
             self._index[block_hash] = block
@@ -116,10 +138,13 @@ class BlockPool:
         block.block_hash = None
 
     def check_integrity(self, held: Iterable[CacheBlock]) -> None:
-        """Assert unit conservation, given every reference that live requests hold (one item per reference)."""
+        """Assert unit conservation on both tiers, given every reference that requests hold (one item per reference)."""
         counts: dict[CacheBlock, int] = {}
+        on_host: dict[CacheBlock, int] = {}
         for block in held:
-            counts[block] = counts.get(block, 0) + 1
+            counted = counts if block.entry.tier is Tier.DEVICE else on_host
+            counted[block] = counted.get(block, 0) + 1
+        self.host.check_integrity(on_host)
         assert all(block.ref_count == count for block, count in counts.items()), "reference counts differ"
         cached = [*self._cached_offline, *self._cached_online]
         idle = [*cached, *self._deferred]

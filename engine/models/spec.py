@@ -8,7 +8,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from engine.errors import ConfigError, ModelLoadError
 from engine.models.families import Family, family_of
@@ -94,6 +94,24 @@ class ModelSpec:
         if self.position_offset is not None:
             embeddings += (self.max_position_embeddings + self.position_offset) * hidden
         return embeddings + self.num_layers * (attention + mlp + 2 * norm) + norm
+
+
+class HiddenOffer(NamedTuple):
+    """Whether hidden state may stand for K and V: units of a block of it (0: refused), and why not."""
+
+    units: int
+    refusal: str
+
+
+def hidden_offer(spec: ModelSpec) -> HiddenOffer:
+    """Hidden state takes ceil(2r) units of a block where KV takes two, so it saves room iff 2r <= 1 (Apt-Serve §4)."""
+    if 2 * spec.hidden_ratio <= 1:
+        return HiddenOffer(1, "")
+    return HiddenOffer(
+        0,
+        f"hidden state of {spec.hidden_size} values a token and layer does not fit in the {spec.kv_size} of K: "
+        f"it would take {spec.hidden_ratio:.2f} of the room of K and V, and only half or less is of use",
+    )
 
 
 def load_spec(folder: Path) -> ModelSpec:

@@ -6,10 +6,17 @@ the per-row state (tokens, block tables, sampling state) and updates it in place
 1. rows in `released_rows` are forgotten,
 2. `new_requests` are written whole into their rows (a preempted request that resumes is new again),
 3. `appended` entries extend block tables,
-4. the chunks run; for every chunk with `sample` the runner samples the token of position `start + length` and writes
+4. `replaced` entries take the place of others in block tables,
+5. `operations` move and convert what lies in units, in their order,
+6. the chunks run; for every chunk with `sample` the runner samples the token of position `start + length` and writes
    it into the row's tokens, so that a later chunk of the row may refer to it before the core has seen it.
+
+Rows hold device entries only, KV and HIDDEN in any mix. Steps 1-4 touch tables and step 5 touches units: an operation
+needs no row (a parked request is swapped out of its units), and a row may name the target of an operation of its own
+step. When a step fails, the targets of its operations are in doubt, whatever became of its rows.
 """
 
+import enum
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -47,9 +54,45 @@ class AppendedEntries(NamedTuple):
     entries: tuple[CacheEntry, ...]
 
 
+class ReplacedEntry(NamedTuple):
+    """Block number `block` of the block table of `row` lies in `entry` from this step on; its tokens are the same."""
+
+    row: int
+    block: int
+    entry: CacheEntry
+
+
+class CacheAction(enum.Enum):
+    """What a cache operation does to the units of a block."""
+
+    RESTORE = "restore"
+    """HIDDEN on the device -> KV on the device: K and V are projected, once, from the hidden state."""
+    SWAP_OUT = "swap_out"
+    """Device -> host, KV or HIDDEN."""
+    SWAP_IN = "swap_in"
+    """Host -> device, KV or HIDDEN."""
+
+
+class CacheOperation(NamedTuple):
+    """Writes `target` from `source`, which keeps what it holds; whole blocks, full or not.
+
+    `start`: position of the block's first token (RESTORE rotates K by it; the others ignore it). A target may be the
+    source of a later operation of the step (swap in, then restore); no unit is a target twice, or after having been a
+    source. Neighbours of one action run as one batch, so give them together.
+    """
+
+    action: CacheAction
+    source: CacheEntry
+    target: CacheEntry
+    start: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class SchedulerOutput:
-    """One step: decodes first, then prefill chunks. `predicted_latency` in seconds (None without a predictor)."""
+    """One step: decodes first, then prefill chunks. `predicted_latency` in seconds (None without a predictor).
+
+    The distinct HIDDEN blocks that the step's chunks read or write must not be more than the runner's `scratch_blocks`.
+    """
 
     step_id: int
     chunks: tuple[Chunk, ...]
@@ -57,6 +100,8 @@ class SchedulerOutput:
     appended: tuple[AppendedEntries, ...] = ()
     released_rows: tuple[int, ...] = ()
     predicted_latency: float | None = None
+    replaced: tuple[ReplacedEntry, ...] = ()
+    operations: tuple[CacheOperation, ...] = ()
 
     @property
     def num_tokens(self) -> int:
