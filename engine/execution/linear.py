@@ -34,6 +34,9 @@ class Linear(Protocol):
 
     def __call__(self, x: Tensor) -> Tensor: ...
 
+    def outputs_from(self, first: int) -> "Linear":
+        """A layer of the outputs from `first` on; a packed layer's has a packed copy of its part of the weight."""
+
 
 class PlainLinear:
     """`F.linear` on the weight as it is."""
@@ -45,6 +48,9 @@ class PlainLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         return functional.linear(x, self._weight, self._bias)
+
+    def outputs_from(self, first: int) -> "PlainLinear":
+        return PlainLinear(self._weight[first:], None if self._bias is None else self._bias[first:])
 
 
 class PackedLinear:
@@ -59,6 +65,11 @@ class PackedLinear:
     def __call__(self, x: Tensor) -> Tensor:
         result: Tensor = self._matmul(x, self._weight, self._bias, "none", [], "")
         return result
+
+    def outputs_from(self, first: int) -> "PackedLinear":
+        with torch.inference_mode():
+            weight = self._weight.to_dense()[first:]
+            return PackedLinear(weight, None if self._bias is None else self._bias[first:])
 
 
 def make_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from engine.execution import torch_ops
+from engine.execution.linear import Linear
 from engine.execution.torch_ops import Rotary
 from engine.models.rotary import attention_scaling, inverse_frequencies
 from engine.models.spec import ModelSpec
@@ -23,6 +24,9 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 q and k come normed and rotated. Within a head the last dimension is contiguous; tokens and heads are strided views.
 `attend` stores k and v in the cache and attends, causally, to the whole context.
 """
+
+Observe = Callable[[int, Tensor], None]
+"""(layer index, x [T, H]): the normed input of a layer's attention, before `attend`; what a hidden cache stores."""
 
 
 class Ops(Protocol):
@@ -62,6 +66,7 @@ class Decoder:
             longest = max_model_len or spec.max_context
             self._inv_freq = inverse_frequencies(spec.rope, longest).to(self.device)
             self._rope_scaling = attention_scaling(spec.rope)
+        self._kv: list[Linear] | None = None
         activations = {"silu": ops.silu_and_mul, "gelu": ops.gelu, "gelu_tanh": ops.gelu_tanh, "relu": ops.relu}
         self._activation = activations[spec.activation]
 
@@ -74,16 +79,24 @@ class Decoder:
         return hidden
 
     def run_layers(
-        self, hidden: Tensor, positions: Tensor, attend: Attend, first: int = 0, last: int | None = None
+        self,
+        hidden: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        first: int = 0,
+        last: int | None = None,
+        observe: Observe | None = None,
     ) -> Tensor:
         """Layers [first, last) on hidden [T, H] -> [T, H]; `last` None: to the end. The argument is not modified."""
-        rotary = self._rotary(positions)
+        rotary = self.rotary(positions)
         layers = self.weights.layers
         # The sum of a layer's two branches is added together with the next norm: one pass over the rows.
         delta: Tensor | None = None
         for index in range(first, len(layers) if last is None else last):
             layer = layers[index]
             normed, hidden = self._add_norm(delta, hidden, layer.input_norm)
+            if observe is not None:
+                observe(index, normed)
             q, k, v = self._project(layer, normed, rotary)
             attention = layer.out(attend(index, q, k, v))
             if self.spec.parallel_residual:
@@ -98,7 +111,26 @@ class Decoder:
         """Final norm and head of the rows that sample: hidden [R, H] -> [R, vocab]."""
         return self.weights.head(self._norm(hidden, self.weights.final_norm))
 
-    def _rotary(self, positions: Tensor) -> Rotary | None:
+    def prepare_project_kv(self) -> None:
+        """Make the layers of `project_kv`, once. Where weights are packed this takes memory of their K and V parts."""
+        if self._kv is None:
+            self._kv = [layer.qkv.outputs_from(self.spec.q_size) for layer in self.weights.layers]
+
+    def project_kv(self, layer: int, x: Tensor, rotary: Rotary | None) -> tuple[Tensor, Tensor]:
+        """K and V of tokens whose `observe`d input of layer `layer` was x [T, H]: two [T, kv_heads, D], as `attend`
+        got them. `rotary`: that of their positions. Needs `prepare_project_kv`."""
+        assert self._kv is not None, "prepare_project_kv was not called"
+        num_heads = self.spec.num_kv_heads
+        heads = self._kv[layer](x).view(-1, 2 * num_heads, self.spec.head_dim)
+        k, norm = heads[:, :num_heads], self.weights.layers[layer].qk_norm
+        if norm is not None:
+            k = self._ops.rms_norm(k, norm[self.spec.num_heads :], self.spec.norm_eps)
+        if rotary is not None:
+            k = self._ops.apply_rotary(k, rotary)
+        return k, heads[:, num_heads:]
+
+    def rotary(self, positions: Tensor) -> Rotary | None:
+        """The rotation of K and Q at these positions [T]; None for models without rotary embeddings."""
         if self._inv_freq is None:
             return None
         cos, sin = self._ops.rotary_tables(positions, self._inv_freq, self._rope_scaling)
