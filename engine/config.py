@@ -34,7 +34,7 @@ class EngineConfig:
         "", "'RATE:PROMPT:OUTPUT' of online work (requests/s, mean tokens): search the offline budget for it at start"
     )
     profile_dir: str = _flag("", "where latency profiles are kept (default: tidemill/profiles in the user's cache)")
-    profile_seconds: float = _flag(20.0, "longest measurement of step times when no profile fits (0: one step only)")
+    profile_seconds: float = _flag(30.0, "longest measurement of step times when no profile fits (0: one step only)")
     seed: int = _flag(0, "seed of random weights and of scheduling choices")
 
     def __post_init__(self) -> None:

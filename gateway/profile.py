@@ -1,6 +1,7 @@
 """`tidemill profile`: measures step times on this machine, keeps the fit, and shows how good it is."""
 
 import importlib
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -23,10 +24,13 @@ def run(config: EngineConfig, plot: Path | None, say: Callable[[str], None]) -> 
     key = build.profile_key(plan)
 
     def progress(count: int, spent: float) -> None:
+        if not sys.stdout.isatty():
+            return
         print(f"\r{count} step shapes, {spent:.0f} of at most {config.profile_seconds:.0f} s", end="", flush=True)
 
     calibration = measure_profile(runner, limits, plan.spec.vocab_size, key, config.profile_seconds, progress)
-    print()
+    if sys.stdout.isatty():
+        print()
     path = build.profile_folder(config) / key.filename()
     try:
         calibration.profile.save(path)
@@ -41,7 +45,10 @@ def run(config: EngineConfig, plot: Path | None, say: Callable[[str], None]) -> 
 
 def table(calibration: Calibration) -> list[str]:
     """Held-out error of both feature sets, and measured against predicted for a spread of held-out steps."""
-    lines = [f"{'feature set':12} {'held-out MAPE':>14}"]
+    lines = [
+        f"{len(calibration.train)} step shapes measured, {len(calibration.held_out)} more held out",
+        f"{'feature set':12} {'held-out MAPE':>14}",
+    ]
     lines += [f"{name:12} {error:>13.2%}" for name, error in calibration.mape.items()]
     lines.append(f"{'tokens':>7} {'decodes':>8} {'context':>9} {'measured ms':>12} {'predicted ms':>13} {'error':>7}")
     model = calibration.profile.model

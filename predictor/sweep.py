@@ -15,6 +15,10 @@ from predictor.samples import Sample
 
 MAX_SHAPES = 400
 REPEATS = 3
+SHAPE_SHARE = 0.02
+"""Share of the budget that the repeats of one shape may take: on a slow device many shapes tell more than many runs."""
+LONGEST_SHARE = 0.05
+"""Share of the budget that one run may be expected to take; a longer step is left out and extrapolated to."""
 DEFAULT_KNEE = 256
 MIX_PRIMES = (2, 3, 5, 7)
 
@@ -64,6 +68,11 @@ class StepShape:
     def num_tokens(self) -> int:
         """T of the step."""
         return self.num_decodes + sum(length for _, length in self.chunks)
+
+    @property
+    def num_context(self) -> int:
+        """Tokens of all contexts, what they reach in this step included: the memory that the step touches."""
+        return self.num_decodes * self.decode_context + sum(start + length for start, length in self.chunks)
 
     def features(self) -> BatchFeatures:
         """The step as the latency model sees it."""
@@ -155,12 +164,12 @@ def run_sweep(
     clock: Callable[[], float],
     max_shapes: int = MAX_SHAPES,
 ) -> list[Sample]:
-    """Measure as many shapes as the budget allows, each as the median of REPEATS runs after one to warm up.
+    """Measure as many shapes as the budget allows, each as the median of up to REPEATS runs after one to warm up.
 
-    `measure` runs the step once and returns its seconds. A shape that is expected to overrun what is left is measured
-    once, or left out. At least one shape is always measured.
+    `measure` runs the step once and returns its seconds. A shape too long for repeats is measured once; one that is
+    expected to overrun what is left is left out. At least one shape is always measured.
     """
-    sweep = _Sweep(measure, clock, clock() + budget_seconds)
+    sweep = _Sweep(measure, clock, budget_seconds)
     anchors = [shape for shape in dict.fromkeys(anchor_shapes(limits)) if limits.fits(shape)]
     for shape in anchors:
         sweep.take(shape)
@@ -173,37 +182,43 @@ def run_sweep(
 class _Sweep:
     """Measures shapes one by one and keeps within the deadline."""
 
-    def __init__(self, measure: Callable[[StepShape], float], clock: Callable[[], float], deadline: float) -> None:
+    def __init__(self, measure: Callable[[StepShape], float], clock: Callable[[], float], budget: float) -> None:
         self.samples: list[Sample] = []
         self._measure = measure
         self._clock = clock
-        self._deadline = deadline
-        self._costs: list[tuple[int, float]] = []
+        self._deadline = clock() + budget
+        self._share = SHAPE_SHARE * budget
+        self._longest = LONGEST_SHARE * budget
+        self._costs: list[tuple[int, int, float]] = []
 
     def take(self, shape: StepShape) -> bool:
         """Measure `shape` if the time left allows; False once the budget is spent."""
         left = self._deadline - self._clock()
         if self.samples and left <= 0:
             return False
-        if self.samples and self._expected(shape) > left:
+        if self.samples and self._expected(shape) > min(left, self._longest):
             return True
         begin = self._clock()
         times = [self._measure(shape)]
         first = self._clock() - begin
-        if REPEATS * first <= left - first:
-            times = [self._measure(shape) for _ in range(REPEATS)]
-        took = self._clock() - begin - first
-        self._costs.append((shape.num_tokens, took / REPEATS if took > 0 else first))
+        repeats = REPEATS if first <= 0 else min(REPEATS, int(min(self._share, left - first) / first))
+        if not self.samples and 2 * first <= left:
+            repeats = max(repeats, 1)  # the very first run also pays for everything that is set up lazily
+        if repeats >= 1:
+            times = [self._measure(shape) for _ in range(repeats)]
+        self._costs.append((shape.num_tokens, shape.num_context, first))
         self.samples.append(Sample(shape.features(), sorted(times)[len(times) // 2]))
         return True
 
     def _expected(self, shape: StepShape) -> float:
-        """Seconds one run may take on the wall clock: the nearest smaller step, grown by the ratio of tokens."""
-        smaller = [cost for cost in self._costs if cost[0] <= shape.num_tokens]
-        if not smaller:
-            return max((cost for _, cost in self._costs), default=0.0)
-        tokens, cost = max(smaller)
-        return cost * shape.num_tokens / tokens
+        """Seconds the first run may take on the wall clock: a smaller step, grown by its tokens or its contexts."""
+        tokens, context = shape.num_tokens, shape.num_context
+        grown = [
+            cost * max(tokens / smaller_tokens, context / smaller_context)
+            for smaller_tokens, smaller_context, cost in self._costs
+            if smaller_tokens <= tokens and smaller_context <= context
+        ]
+        return min(grown, default=0.0)
 
 
 def _radical_inverse(index: int, base: int) -> float:

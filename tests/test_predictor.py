@@ -510,6 +510,23 @@ def test_a_sample_is_the_median_after_a_warm_up() -> None:
     assert {sample.seconds for sample in samples} == {2.0}
 
 
+def test_long_steps_are_measured_once_but_for_the_very_first() -> None:
+    now, runs = 0.0, []
+
+    def measure(shape: StepShape) -> float:
+        nonlocal now
+        now += 1.0 if shape.num_tokens >= 256 or not runs else 0.01
+        runs.append(shape)
+        return 1.0
+
+    samples = run_sweep(measure, LIMITS, 30.0, lambda: now)
+    counts = {shape: runs.count(shape) for shape in runs}
+    assert counts[runs[0]] == 2, "the first run of all is warm-up even when it is long"
+    assert {counts[shape] for shape in counts if shape.num_tokens >= 256} == {1}
+    assert {counts[s] for s in counts if s != runs[0] and s.num_tokens < 256 and s not in runs[-9:]} == {4}
+    assert len(samples) == len(counts) > 20
+
+
 def test_the_knee_is_where_the_slope_takes_over() -> None:
     device = Device()
     samples = [Sample(shape.features(), device.measure(shape)) for shape in anchor_shapes(LIMITS)]
