@@ -146,6 +146,51 @@ def test_cached_blocks_are_evicted_least_recently_used_first_and_offline_before_
     assert driver.finals["off2"].num_cached_tokens < 8
 
 
+@pytest.mark.parametrize(("prompt", "output"), [(40, 8), (100, 20), (20, 80)], ids=["short", "long", "growing"])
+def test_a_chat_hits_its_prefix_after_thousands_of_offline_blocks(depth: int, prompt: int, output: int) -> None:
+    """Between the two turns more offline work wants to run than the pool holds, all the time."""
+    driver = make_driver(depth, num_units=2 * 64, max_model_len=256, max_num_batched_tokens=64)
+    chat = [3] * 5 + list(range(40))
+    driver.add(make_request("turn-1", chat, 8))
+    driver.run()
+    jobs = [
+        make_request(f"job-{i}", [i % 50, i // 50] * (prompt // 2), output, request_class=RequestClass.OFFLINE)
+        for i in range(150)
+    ]
+    driver.add(*jobs)
+    driver.run()
+    assert 150 * (prompt + output) // BLOCK > 25 * 64, "the pool was filled over and over"
+    history = [*chat, *driver.outputs["turn-1"]]
+    driver.add(make_request("turn-2", [*history, 1, 2, 3], 4))
+    driver.run()
+    assert driver.finals["turn-2"].num_cached_tokens == (len(history) - 1) // BLOCK * BLOCK
+    check_solo(driver, *jobs[:3], *jobs[-3:])
+
+
+def test_offline_work_leaves_the_chats_used_last_a_quarter_of_the_pool(depth: int) -> None:
+    driver = make_driver(depth, num_units=2 * 64)
+    for i in range(12):
+        driver.add(make_request(f"chat-{i}", [i] * 24, 1))
+        driver.run()
+    driver.add(*[make_request(f"job-{i}", [20 + i] * 24, 8, request_class=RequestClass.OFFLINE) for i in range(8)])
+    driver.run()
+    for name, chat, cached in (("new", 11, 24), ("old", 0, 0)):
+        driver.add(make_request(name, [*[chat] * 24, 1], 1))
+        driver.run()
+        assert driver.finals[name].num_cached_tokens == cached, "the last used stay, the first go"
+
+
+def test_a_lonely_job_may_have_the_whole_pool(depth: int) -> None:
+    """E4: what is kept for chats never stops the oldest line."""
+    driver = make_driver(depth, num_units=2 * 16)
+    driver.add(make_request("chat", range(40), 1))
+    driver.run()
+    jobs = [make_request(f"job-{i}", [i] * 40, 20, request_class=RequestClass.OFFLINE) for i in range(2)]
+    driver.add(*jobs)
+    driver.run()
+    check_solo(driver, *jobs)
+
+
 def test_preemption_loses_nothing(depth: int) -> None:
     driver = make_driver(depth, num_units=2 * 10)
     requests = [make_request(str(i), [i] * 6, 30) for i in range(4)]

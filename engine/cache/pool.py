@@ -37,6 +37,7 @@ class BlockPool:
         self._last_completed_step = -1
         self.num_owned_units = 0
         self.num_cached_units = 0
+        self.num_cached_online_units = 0
         self.num_deferred_units = 0
 
     @property
@@ -85,8 +86,7 @@ class BlockPool:
                 del self._deferred[block]
                 self.num_deferred_units -= size
             else:
-                del self._cached_of(block)[block]
-                self.num_cached_units -= size
+                self._leave_cached(block)
             self.num_owned_units += size
         block.ref_count += 1
         block.online = block.online or online
@@ -132,8 +132,7 @@ class BlockPool:
             return
         del self._index[block.block_hash]
         if block.ref_count == 0 and block not in self._deferred:
-            del self._cached_of(block)[block]
-            self.num_cached_units -= len(block.entry.units)
+            self._leave_cached(block)
             self._free.extend(block.entry.units)
         block.block_hash = None
 
@@ -156,6 +155,7 @@ class BlockPool:
         assert sorted(units) == list(range(self.num_units)), "a unit is lost or owned twice"
         assert self.num_owned_units == sum(len(block.entry.units) for block in counts)
         assert self.num_cached_units == sum(len(block.entry.units) for block in cached)
+        assert self.num_cached_online_units == sum(len(block.entry.units) for block in self._cached_online)
         assert self.num_deferred_units == sum(len(block.entry.units) for block in self._deferred)
         alive = {*counts, *idle}
         assert all(b in alive and b.block_hash == h for h, b in self._index.items()), "the index holds a dead block"
@@ -166,6 +166,12 @@ class BlockPool:
         else:
             self._cached_of(block)[block] = None
             self.num_cached_units += len(block.entry.units)
+            self.num_cached_online_units += len(block.entry.units) if block.online else 0
+
+    def _leave_cached(self, block: CacheBlock) -> None:
+        del self._cached_of(block)[block]
+        self.num_cached_units -= len(block.entry.units)
+        self.num_cached_online_units -= len(block.entry.units) if block.online else 0
 
     def _cached_of(self, block: CacheBlock) -> dict[CacheBlock, None]:
         return self._cached_online if block.online else self._cached_offline

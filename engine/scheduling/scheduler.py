@@ -65,6 +65,13 @@ class Scheduler:
         to the brim and offline requests preempt one another for ever."""
         return UNITS_PER_KV_BLOCK * sum(len(running) for running in self.running.values())
 
+    def units_for(self, request_class: RequestClass, num_offline: int) -> int:
+        """Units that a request could get now. `num_offline` offline requests leave the online prefixes used last alone,
+        up to a quarter of the pool: the next turn of a chat comes minutes later. One alone must be able to end (E4)."""
+        if request_class is RequestClass.ONLINE or num_offline <= 1:
+            return self.pool.num_available_units
+        return self.pool.num_available_units - min(self.pool.num_cached_online_units, self.pool.num_units // 4)
+
     def queue_context(self, now: float) -> QueueContext:
         """What the online policy may look at, for a step that is decided at `now`."""
         return QueueContext(

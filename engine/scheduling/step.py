@@ -235,7 +235,8 @@ class StepBuilder:
         """Whether a row and `units` units are available now, evicting offline work for an online request."""
         scheduler, pool = self.scheduler, self.pool
         if not online:
-            return bool(scheduler.free_rows) and pool.num_available_units >= units + scheduler.growth_reserve
+            room = scheduler.units_for(RequestClass.OFFLINE, len(scheduler.running[RequestClass.OFFLINE]) + 1)
+            return bool(scheduler.free_rows) and room >= units + scheduler.growth_reserve
         if scheduler.free_rows and pool.num_available_units >= units:
             return True
         if scheduler.free_rows and pool.num_available_units + pool.num_deferred_units >= units:
@@ -302,9 +303,10 @@ class StepBuilder:
         """Allocate what `length` more tokens need; returns for how many tokens (≤ length) there is room now."""
         blocks = request.cache_map.blocks
         start = request.num_computed_tokens
-        online = request.request_class is RequestClass.ONLINE
+        kind, num_offline = request.request_class, len(self.scheduler.running[RequestClass.OFFLINE])
         while len(blocks) * self.block_size < start + length:
-            block = self.pool.allocate_kv(online=online)
+            room = self.scheduler.units_for(kind, num_offline)
+            block = self.pool.allocate_kv(online=kind is RequestClass.ONLINE) if room >= UNITS_PER_KV_BLOCK else None
             if block is None:
                 break
             blocks.append(block)
