@@ -1,0 +1,238 @@
+"""Stage 1 of the hybrid cache: who runs, against the exact optimum of small instances in whole units."""
+
+import random
+from collections.abc import Sequence
+from itertools import product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.scheduling.knapsack import Candidate, Option, Selection, choose, choose_options, run_options
+
+ROUNDING = 1e-9
+
+
+def optimum(candidates: Sequence[Sequence[Option]], capacity: int) -> float:
+    """The best sum of values within `capacity`, at most one form of each: dynamic programming over whole units."""
+    best = [0.0] * (capacity + 1)
+    for options in candidates:
+        best = [
+            max([value, *(best[left - o.units] + o.value for o in options if o.units <= left)])
+            for left, value in enumerate(best)
+        ]
+    return best[capacity]
+
+
+def forms(candidates: Sequence[Candidate], penalty: float) -> list[tuple[Option, ...]]:
+    return [run_options(candidate, penalty) for candidate in candidates]
+
+
+def check(candidates: Sequence[Candidate], capacity: int, selection: Selection, penalty: float) -> None:
+    """Capacity, nobody twice, and the stated sums are those of the stated choice."""
+    assert len({*selection.kv, *selection.compact}) == len(selection.kv) + len(selection.compact)
+    units = sum(candidates[i].kv_units for i in selection.kv)
+    value = sum(candidates[i].value for i in selection.kv)
+    for index in selection.compact:
+        one = candidates[index]
+        assert one.compact_units is not None and one.compact_units < one.kv_units
+        units += one.compact_units
+        value += one.value - penalty * one.kv_units
+        assert one.value >= penalty * one.kv_units * (1 - ROUNDING)
+    assert selection.units == units <= capacity
+    assert selection.value == pytest.approx(value, abs=1e-9)
+
+
+values = st.one_of(st.just(0.0), st.floats(0.001, 10.0), st.sampled_from([1e-6, 1.0]))
+blocks = st.integers(1, 12)
+
+
+@st.composite
+def one_ratio(draw: st.DrawFn) -> list[Candidate]:
+    """Candidates with r = 1/2 (as whole units have it) or 1/4; compact is refused for some."""
+    whole, part = draw(st.sampled_from([(2, 1), (4, 1)]))
+    sizes = st.tuples(values, blocks, st.booleans())
+    return [
+        Candidate(value, whole * size, part * size if offered else None)
+        for value, size, offered in draw(st.lists(sizes, min_size=1, max_size=9))
+    ]
+
+
+@st.composite
+def any_ratio(draw: st.DrawFn) -> list[Candidate]:
+    sizes = st.tuples(values, st.integers(1, 20), st.none() | st.integers(1, 24))
+    return [Candidate(*row) for row in draw(st.lists(sizes, min_size=1, max_size=9))]
+
+
+rhos = st.sampled_from([0.0, 0.001, 0.01, 0.05, 0.3])
+
+
+@settings(max_examples=300, deadline=None)
+@given(one_ratio() | any_ratio(), st.integers(0, 120), st.integers(0, 9), rhos)
+def test_at_least_half_of_the_optimum(candidates: list[Candidate], capacity: int, live: int, rho: float) -> None:
+    penalty = live * rho
+    selection = choose(candidates, capacity, live=live, rho=rho)
+    check(candidates, capacity, selection, penalty)
+    best = optimum(forms(candidates, penalty), capacity)
+    assert best / 2 - ROUNDING <= selection.value <= best + ROUNDING
+    assert selection == choose(candidates, capacity, live=live, rho=rho)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.lists(
+        st.lists(st.builds(Option, st.integers(1, 20), st.floats(-1.0, 10.0)), max_size=4), min_size=1, max_size=8
+    ),
+    st.integers(0, 60),
+)
+def test_general_form_at_least_half_of_the_optimum(candidates: list[list[Option]], capacity: int) -> None:
+    selection = choose_options(candidates, capacity)
+    chosen = [candidates[index][option] for index, option in selection.chosen]
+    assert len({index for index, _ in selection.chosen}) == len(chosen)
+    assert sum(option.units for option in chosen) == selection.units <= capacity
+    assert selection.value == pytest.approx(sum(option.value for option in chosen), abs=1e-9)
+    assert all(option.value >= 0.0 for option in chosen)
+    best = optimum(candidates, capacity)
+    assert best / 2 - ROUNDING <= selection.value <= best + ROUNDING
+
+
+def test_the_oracle_of_these_tests() -> None:
+    generator = random.Random(1)
+    for _ in range(50):
+        candidates = [[Option(generator.randint(1, 6), generator.uniform(-1, 5)) for _ in range(2)] for _ in range(4)]
+        capacity = generator.randint(0, 14)
+        best = 0.0
+        for picks in product(range(3), repeat=4):
+            taken = [options[pick] for options, pick in zip(candidates, picks, strict=True) if pick < 2]
+            if sum(option.units for option in taken) <= capacity:
+                best = max(best, sum(option.value for option in taken))
+        assert optimum(candidates, capacity) == pytest.approx(best)
+
+
+@settings(max_examples=200, deadline=None)
+@given(one_ratio(), st.integers(0, 9), rhos)
+def test_who_fits_runs_from_kv_in_the_given_order(candidates: list[Candidate], live: int, rho: float) -> None:
+    demand = sum(candidate.kv_units for candidate in candidates)
+    selection = choose(candidates, demand, live=live, rho=rho)
+    assert selection.kv == tuple(range(len(candidates))) and selection.compact == ()
+    assert selection.units == demand
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(values, blocks), min_size=1, max_size=9), st.integers(0, 60))
+def test_compact_is_refused_when_it_saves_nothing(rows: list[tuple[float, int]], capacity: int) -> None:
+    for ratio in (2, 4):  # r = 1 and r = 2
+        refused = [Candidate(value, 2 * size, ratio * size) for value, size in rows]
+        none = [Candidate(value, 2 * size) for value, size in rows]
+        selection = choose(refused, capacity, live=3, rho=0.0)
+        assert selection.compact == ()
+        assert selection == choose(none, capacity, live=3, rho=0.0)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(1, 10), st.integers(1, 9), st.floats(0.1, 5.0), st.integers(0, 90), st.integers(1, 60))
+def test_more_capacity_is_never_worse_among_equals(
+    size: int, count: int, value: float, capacity: int, more: int
+) -> None:
+    """Greedy is not monotone in general (no greedy for a knapsack is); among equal candidates it is."""
+    candidates = [Candidate(value, 2 * size, size)] * count
+    less = choose(candidates, capacity, live=5, rho=0.001)
+    assert choose(candidates, capacity + more, live=5, rho=0.001).value >= less.value - ROUNDING
+
+
+def test_compact_first_then_upgrades_then_the_rest() -> None:
+    # P = 0.1, r = 1/2: compact is admissible for p >= 0.2 m.
+    dense, denser, thin = Candidate(4.0, 10, 5), Candidate(6.0, 10, 5), Candidate(1.5, 10, 5)
+    both = [dense, denser, thin]
+    assert choose(both, 10, live=1, rho=0.1) == Selection((), (1, 0), 8.0, 10)
+    assert choose(both, 15, live=1, rho=0.1) == Selection((1,), (0,), 9.0, 15)
+    assert choose(both, 20, live=1, rho=0.1) == Selection((1, 0), (), 10.0, 20)
+    # The thin one's KV (10) does not fit behind them; what is left is topped up with its compact form.
+    assert choose(both, 25, live=1, rho=0.1) == Selection((1, 0), (2,), 10.5, 25)
+    # A dear re-projection: nobody runs from compact cache, whatever it saves.
+    assert choose(both, 15, live=10, rho=0.1) == Selection((1,), (), 6.0, 10)
+
+
+def test_more_live_requests_make_compact_dearer() -> None:
+    pair = [Candidate(1.0, 10, 5), Candidate(0.9, 10, 5)]
+    assert choose(pair, 10, live=4, rho=0.01).compact == (0, 1)
+    assert choose(pair, 10, live=6, rho=0.01) == Selection((0,), (), 1.0, 10)
+
+
+def test_the_single_candidate_is_taken_in_the_richest_form_that_fits() -> None:
+    # By density the small one goes first and the large one no longer fits; alone it is worth nearly everything, and
+    # only its compact form fits at all.
+    small, large = Candidate(0.5, 2), Candidate(10.0, 40, 20)
+    assert choose([small, large], 21, live=1, rho=0.01) == Selection((), (1,), 9.6, 20)
+    assert choose([small, Candidate(10.0, 21)], 21) == Selection((1,), (), 10.0, 21)
+    # What the single one leaves is filled too.
+    assert choose([Candidate(0.9, 3), Candidate(5.0, 20), Candidate(0.1, 2)], 22).kv == (1, 2)
+
+
+def test_scanning_past_a_misfit() -> None:
+    assert choose([Candidate(5.0, 6), Candidate(4.0, 6), Candidate(1.0, 4)], 10).kv == (0, 2)
+
+
+def test_a_candidate_that_fits_only_compact_may_run() -> None:
+    assert choose([Candidate(1.0, 12, 6)], 6, live=1, rho=0.05) == Selection((), (0,), pytest.approx(0.4), 6)
+    assert choose([Candidate(1.0, 12, 6)], 6, live=1, rho=0.1) == Selection((), (), 0.0, 0)
+    assert choose([Candidate(1.0, 12, 6)], 5) == Selection((), (), 0.0, 0)
+
+
+def test_nobody_and_nothing() -> None:
+    assert choose([], 10) == Selection((), (), 0.0, 0)
+    assert choose([Candidate(1.0, 2, 1)], 0) == Selection((), (), 0.0, 0)
+    assert choose_options([], 10).chosen == ()
+    assert choose_options([[]], 10).chosen == ()
+
+
+def test_a_fresh_arrival_of_no_value_runs_in_what_is_left() -> None:
+    assert choose([Candidate(0.0, 4, 2), Candidate(3.0, 6, 3), Candidate(2.0, 8, 4)], 11, live=1, rho=10.0).kv == (1, 0)
+
+
+def test_equal_densities_keep_the_order_of_the_input() -> None:
+    equal = [Candidate(1.0, 4, 2)] * 6
+    assert choose(equal, 12, live=1, rho=1.0).kv == (0, 1, 2)
+
+
+def test_different_ratios_go_through_the_hulls() -> None:
+    candidates = [Candidate(4.0, 8, 2), Candidate(3.0, 8, 4), Candidate(2.0, 8, 6)]
+    selection = choose(candidates, 14, live=1, rho=0.01)
+    check(candidates, 14, selection, 0.01)
+    assert selection == Selection((2,), (0, 1), pytest.approx(8.84), 14)
+
+
+def test_hull_leaves_out_dominated_and_concave_forms() -> None:
+    # 6 units lie below the line from 4 to 10: the step to 10 comes as one.
+    ladder = [Option(4, 4.0), Option(6, 4.5), Option(10, 7.0)]
+    other = [Option(4, 2.4)]
+    assert choose_options([ladder, other], 10).chosen == ((0, 2),)
+    assert choose_options([ladder, other], 8).chosen == ((0, 0), (1, 0))
+    # Left over, the form below the hull is still the best use of two units.
+    assert choose_options([ladder], 6).chosen == ((0, 1),)
+
+
+def test_switching_costs_decide_the_form() -> None:
+    candidate = Candidate(1.0, 10, 5)
+    parked_hidden = run_options(candidate, 0.01, kv_cost=0.3)
+    assert parked_hidden == (Option(10, 0.7), Option(5, 0.9))
+    assert choose_options([parked_hidden], 10).chosen == ((0, 1),)
+    in_kv = run_options(candidate, 0.01, compact_cost=2.0)
+    assert choose_options([in_kv], 10).chosen == ((0, 0),)
+    assert choose_options([in_kv], 9).chosen == ()
+
+
+def test_mean_ratio_to_the_optimum() -> None:
+    generator = random.Random(6)
+    ratios = []
+    for _ in range(60):
+        candidates = [
+            Candidate(generator.expovariate(2.0), 2 * (size := generator.randrange(2, 40)), size) for _ in range(24)
+        ]
+        capacity = int(generator.uniform(0.15, 0.8) * sum(candidate.kv_units for candidate in candidates))
+        penalty = generator.choice([0.0, 1e-3, 5e-3, 2e-2])
+        selection = choose(candidates, capacity, live=1, rho=penalty)
+        ratios.append(selection.value / optimum(forms(candidates, penalty), capacity))
+    mean = sum(ratios) / len(ratios)
+    print(f"knapsack, 60 instances of 24: mean ratio to the optimum {mean:.4f}, worst {min(ratios):.3f}")
+    assert mean >= 0.98 and min(ratios) >= 0.5
