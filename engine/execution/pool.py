@@ -1,8 +1,10 @@
 """The device side of the unified block pool: one flat tensor of slices, and the addresses of units in it.
 
-A *unit* is one block of K, or of V, for all layers. Unit u of layer l is slice `u * layers + l`; a slice is
-`[block_size, kv_heads, head_dim]`, a *cell* one token's part of it. One more unit behind the last is scratch: all
-zeros, never written, the target of every padded block table entry. Who owns which unit is the control plane's affair.
+A *unit* is one block of K, or of V, or of hidden state, for all layers. Unit u of layer l is slice `u * layers + l`; a
+slice is `[block_size, kv_heads, head_dim]`, a *cell* one token's part of it. One more unit behind the last is all
+zeros, never written, the target of every padded block table entry. Behind it lie the scratch slices, which K and V of
+hidden blocks pass through: table entry -1 - i is scratch slice i, the same in every layer. A host tier of units of the
+same layout takes what is swapped out. Who owns which unit is the control plane's affair.
 """
 
 import numpy as np
@@ -10,13 +12,15 @@ import torch
 from torch import Tensor
 
 _PAGE = 4096
+SLICES_PER_SCRATCH_BLOCK = 2  # K and V
 
 
 class UnitPool:
     """`num_units` units of `layers * block_size * kv_heads * head_dim` elements, zero at first.
 
-    `slices [num_slices, block_size * kv_heads * head_dim]` and `cells [num_slices * block_size, kv_heads * head_dim]`
-    are views of the same memory. On the CPU a page is committed when it is first touched.
+    `slices [num_slices, block_size * kv_heads * head_dim]`, `cells [num_slices * block_size, kv_heads * head_dim]` and
+    `units [num_units + 1, elements of a unit]` are views of the same memory; `host_units [num_host_units, elements of a
+    unit]` is pinned where the device is not the CPU. On the CPU a page is committed when it is first touched.
     """
 
     def __init__(
@@ -29,6 +33,8 @@ class UnitPool:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
+        scratch_blocks: int = 0,
+        num_host_units: int = 0,
     ) -> None:
         self.num_units = num_units
         self.num_layers = num_layers
@@ -38,26 +44,43 @@ class UnitPool:
         self.dtype = dtype
         self.device = device
         self.zero_unit = num_units
-        num_slices = (num_units + 1) * num_layers
+        self.scratch_blocks = scratch_blocks
+        self.scratch_base = (num_units + 1) * num_layers
+        num_slices = self.scratch_base + scratch_blocks * SLICES_PER_SCRATCH_BLOCK
         cell_size = num_kv_heads * head_dim
+        unit_size = num_layers * block_size * cell_size
         storage = _zeros(num_slices * block_size * cell_size, dtype, device)
         self.slices: Tensor = storage.view(num_slices, block_size * cell_size)
         self.cells: Tensor = storage.view(num_slices * block_size, cell_size)
-        self._units: Tensor = storage.view(num_units + 1, num_layers * block_size * cell_size)
+        self.units: Tensor = storage[: (num_units + 1) * unit_size].view(num_units + 1, unit_size)
+        self.host_units = _host_zeros(num_host_units * unit_size, dtype, device).view(num_host_units, unit_size)
         self._layers = np.arange(num_layers, dtype=np.int64)[:, None]
 
-    def slice_ids(self, units: np.ndarray) -> Tensor:
-        """Unit ids [n] -> slice ids [layers, n] on the device."""
-        return self._to_device(units[None, :] * self.num_layers + self._layers)
+    def slice_ids(self, entries: np.ndarray) -> Tensor:
+        """Table entries [n] -> slice ids [layers, n] on the device."""
+        return self._to_device(self._slices_of(entries))
 
-    def cell_ids(self, units: np.ndarray, offsets: np.ndarray) -> Tensor:
-        """Unit ids [n] and offsets in their blocks [n] -> cell ids [layers, n] on the device."""
-        return self._to_device((units[None, :] * self.num_layers + self._layers) * self.block_size + offsets[None, :])
+    def cell_ids(self, entries: np.ndarray, offsets: np.ndarray) -> Tensor:
+        """Table entries [n] and offsets in their blocks [n] -> cell ids [layers, n] on the device."""
+        return self._to_device(self._slices_of(entries) * self.block_size + offsets[None, :])
 
-    def clear(self, units: np.ndarray) -> None:
-        """Zero whole units [n]: what an earlier owner left there may be NaN, which no mask of scores can hide."""
+    def scratch_cell_ids(self, entries: np.ndarray, offsets: np.ndarray) -> Tensor:
+        """Entries [n] of scratch and offsets in their blocks [n] -> cell ids [n], of every layer, on the device."""
+        return self._to_device((self.scratch_base - 1 - entries) * self.block_size + offsets)
+
+    def clear(self, entries: np.ndarray) -> None:
+        """Zero whole units and scratch slices [n]: what an earlier owner left there may be NaN, which no mask hides."""
+        units, scratch = entries[entries >= 0], entries[entries < 0]
         if units.size:
-            self._units.index_fill_(0, self._to_device(units), 0)
+            self.units.index_fill_(0, self._to_device(units), 0)
+        if scratch.size:
+            self.slices.index_fill_(0, self._to_device(self.scratch_base - 1 - scratch), 0)
+
+    def _slices_of(self, entries: np.ndarray) -> np.ndarray:
+        slices: np.ndarray = entries[None, :] * self.num_layers + self._layers
+        if self.scratch_blocks and (entries < 0).any():
+            slices = np.where(entries < 0, self.scratch_base - 1 - entries, slices)
+        return slices
 
     def _to_device(self, ids: np.ndarray) -> Tensor:
         return torch.from_numpy(ids).to(self.device, non_blocking=True)
@@ -70,3 +93,9 @@ def _zeros(num_elements: int, dtype: torch.dtype, device: torch.device) -> Tenso
     memory = np.zeros(num_bytes + _PAGE, dtype=np.uint8)  # calloc: the pages stay uncommitted
     first = -memory.ctypes.data % _PAGE
     return torch.from_numpy(memory[first : first + num_bytes]).view(dtype)
+
+
+def _host_zeros(num_elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    if device.type == "cuda" and num_elements:
+        return torch.zeros(num_elements, dtype=dtype, pin_memory=True)
+    return _zeros(num_elements, dtype, torch.device("cpu"))

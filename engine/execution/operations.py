@@ -1,0 +1,57 @@
+"""Cache operations on the device: restore K and V from hidden state, and copies between the device and the host tier.
+
+Neighbouring operations of one action run as one batch: a restore as matrix products over many blocks per layer, a swap
+as one copy per unit. Synchronous on the CPU; on other devices in the order of the current stream, out of pinned memory.
+"""
+
+from collections.abc import Sequence
+from itertools import groupby
+
+import numpy as np
+import torch
+
+from engine.cache.cache_map import CacheKind, Tier
+from engine.execution.hidden import PIECE
+from engine.execution.pool import UnitPool
+from engine.models.decoder import Decoder
+from engine.scheduling.output import CacheAction, CacheOperation
+
+
+def run_operations(decoder: Decoder, pool: UnitPool, operations: Sequence[CacheOperation]) -> None:
+    """Run the operations of one step in their order."""
+    for action, group in groupby(operations, key=lambda operation: operation.action):
+        batch = list(group)
+        if action is CacheAction.RESTORE:
+            _restore(decoder, pool, batch)
+        else:
+            _swap(pool, batch, inwards=action is CacheAction.SWAP_IN)
+
+
+def _restore(decoder: Decoder, pool: UnitPool, batch: list[CacheOperation]) -> None:
+    """Project K and V of whole blocks; the cells of a block that is not full hold zeros, whose K and V are finite."""
+    for each in batch:
+        assert (each.source.kind, each.source.tier) == (CacheKind.HIDDEN, Tier.DEVICE), "hidden state is restored"
+        assert (each.target.kind, each.target.tier) == (CacheKind.KV, Tier.DEVICE), "... to K and V on the device"
+    per_call = max(1, PIECE // pool.block_size)
+    for first in range(0, len(batch), per_call):
+        part = batch[first : first + per_call]
+        units = np.array([each.source.units + each.target.units for each in part], dtype=np.int64)
+        sources, k_targets, v_targets = (pool.slice_ids(units[:, column]) for column in range(3))
+        starts = np.array([each.start for each in part], dtype=np.int64)
+        positions = (starts[:, None] + np.arange(pool.block_size)).reshape(-1)
+        rotary = decoder.rotary(torch.from_numpy(positions).to(pool.device))
+        for layer in range(pool.num_layers):
+            cells = pool.slices.index_select(0, sources[layer]).view(len(positions), -1)
+            k, v = decoder.project_kv(layer, cells[:, : decoder.spec.hidden_size], rotary)
+            pool.slices.index_copy_(0, k_targets[layer], k.reshape(len(part), -1))
+            pool.slices.index_copy_(0, v_targets[layer], v.reshape(len(part), -1))
+
+
+def _swap(pool: UnitPool, batch: list[CacheOperation], *, inwards: bool) -> None:
+    tiers = (Tier.HOST, Tier.DEVICE) if inwards else (Tier.DEVICE, Tier.HOST)
+    sources, targets = (pool.host_units, pool.units) if inwards else (pool.units, pool.host_units)
+    for each in batch:
+        assert (each.source.tier, each.target.tier) == tiers, "a swap moves a block to the other tier"
+        assert each.source.kind is each.target.kind, "a swap keeps the kind"
+        for source, target in zip(each.source.units, each.target.units, strict=True):
+            targets[target].copy_(sources[source], non_blocking=True)

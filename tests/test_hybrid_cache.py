@@ -1,0 +1,307 @@
+"""The hybrid cache on the real runner: whatever lies where, every request gives what it gives alone from KV."""
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from hand_driver import BLOCK, CPU, GREEDY, HandDriver, Live, RecordingDecoder
+from tiny_models import llama_config
+
+from engine.cache.cache_map import CacheEntry, CacheKind, Tier
+from engine.errors import ConfigError
+from engine.execution.runner import ModelRunner
+from engine.models.spec import hidden_offer, spec_from_config
+from engine.models.weights import DummyTensors, build_weights
+from engine.scheduling.output import CacheAction, CacheOperation, Chunk, NewRequest, ReplacedEntry, SchedulerOutput
+
+BOTH = (CacheKind.KV, CacheKind.HIDDEN)
+TIE = 1e-3
+MHA = {"num_key_value_heads": 4}
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "opt": {
+        "architectures": ["OPTForCausalLM"],
+        "model_type": "opt",
+        "ffn_dim": 96,
+        "word_embed_proj_dim": 64,
+        "hidden_act": None,
+        "tie_word_embeddings": True,
+    },
+    "llama2": MHA,
+    "qwen3": {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+    },
+    "narrow": {**MHA, "hidden_size": 48, "head_dim": 16},  # r = 0.375, as Gemma-7B
+    "neox": {"architectures": ["GPTNeoXForCausalLM"], "model_type": "gpt_neox", "rotary_pct": 0.25, "hidden_act": None},
+    "gqa": {"num_key_value_heads": 2},
+}
+HYBRID = [name for name in CONFIGS if name != "gqa"]
+
+
+class RoughTensors(DummyTensors):
+    """Norms that differ from element to element, so that a wrong slice of one is seen."""
+
+    def fetch(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        tensor = super().fetch(name, shape)
+        if len(shape) == 1:
+            tensor = tensor + 0.3 * torch.empty_like(tensor).normal_(generator=self._generator)
+        return tensor
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """Small tensors: on a busy machine threads would mostly wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@functools.cache
+def decoder_of(name: str, dtype: torch.dtype = torch.float32) -> RecordingDecoder:
+    spec = spec_from_config(llama_config(**CONFIGS[name]))
+    return RecordingDecoder(spec, build_weights(spec, RoughTensors(0, dtype, CPU)))
+
+
+@functools.cache
+def solo(name: str, prompt: tuple[int, ...], num_outputs: int) -> Live:
+    """The request alone, all of it KV."""
+    driver = HandDriver(decoder_of(name), 0, calm=True)
+    request = driver.add(list(prompt), num_outputs)
+    driver.run()
+    return request
+
+
+def prompts_of(seed: int) -> list[list[int]]:
+    """Lengths from one token to many blocks; every second one begins with 14 shared tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    shared = torch.randint(3, 97, (14,), generator=generator).tolist()
+    prompts = []
+    for index, length in enumerate((1, 33, 4, 20, 7, 26, 13, 17)):
+        own = torch.randint(3, 97, (length,), generator=generator).tolist()
+        prompts.append(shared + own if index % 2 else own)
+    return prompts
+
+
+def check_equal(name: str, request: Live) -> None:
+    """Logits within 1e-4 of the solo run and the same tokens, up to a tie."""
+    alone = solo(name, tuple(request.prompt), request.num_outputs)
+    for index, (got, expected) in enumerate(zip(request.logits, alone.logits, strict=True)):
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+        position = len(request.prompt) + index
+        if request.token_ids[position] != alone.token_ids[position]:
+            best = expected.topk(2).values
+            assert best[0] - best[1] < TIE
+            return
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_mix_equals_the_solo_run(name: str, seed: int) -> None:
+    """Kinds by block, conversions, swaps and parking at random moments, prefix hits, a pool that is often full."""
+    kinds = (CacheKind.KV,) if name == "gqa" else (BOTH, BOTH, (CacheKind.HIDDEN,))[seed % 3]
+    driver = HandDriver(
+        decoder_of(name),
+        seed,
+        kinds=kinds,
+        num_units=40 + 10 * (seed % 3),
+        host_units=60,
+        scratch_blocks=0 if name == "gqa" else 16 + 8 * (seed % 2),
+    )
+    requests = []
+    for prompt in prompts_of(seed):
+        requests.append(driver.add(prompt, 9))
+        driver.step()
+    driver.run()
+    for request in requests:
+        check_equal(name, request)
+    wanted = {"swap_out kv", "swap_in kv"} if name == "gqa" else {"restore hidden", "swap_out hidden", "swap_in hidden"}
+    assert driver.seen >= wanted
+
+
+def test_hidden_blocks_are_shared_by_prefix_and_projected_once() -> None:
+    """Two requests over the same hidden blocks need scratch for them once."""
+    decoder = decoder_of("llama2")
+    prompt = prompts_of(1)[1][:17]
+    driver = HandDriver(decoder, 3, kinds=(CacheKind.HIDDEN,), scratch_blocks=9, calm=True)
+    first = driver.add(prompt, 3)
+    while not first.logits:
+        driver.step()
+    second = driver.add([*prompt, 5, 6], 3)
+    driver.run()
+    assert driver.seen == {"hit hidden"}
+    for request in (first, second):
+        check_equal("llama2", request)
+
+
+@pytest.mark.parametrize("name", HYBRID)
+def test_bfloat16_stays_near(name: str) -> None:
+    """Rounding differs where the products have other shapes; the logits stay within a few roundings."""
+    decoder = decoder_of(name, torch.bfloat16)
+    runs = []
+    for kinds, scratch in (((CacheKind.KV,), 0), ((CacheKind.HIDDEN,), 40)):
+        driver = HandDriver(decoder, 5, kinds=kinds, scratch_blocks=scratch, calm=True)
+        requests = [driver.add(prompt, 1) for prompt in prompts_of(2)[:5]]
+        driver.run()
+        runs.append(requests)
+    for from_kv, from_hidden in zip(*runs, strict=True):
+        assert (from_kv.logits[0] - from_hidden.logits[0]).abs().max() < 0.15
+
+
+# --- by hand -----------------------------------------------------------------------------------------------------
+
+
+def hidden(*units: int) -> tuple[CacheEntry, ...]:
+    return tuple(CacheEntry(CacheKind.HIDDEN, Tier.DEVICE, (unit,)) for unit in units)
+
+
+def kv(*units: int) -> tuple[CacheEntry, ...]:
+    pairs = zip(units[::2], units[1::2], strict=True)
+    return tuple(CacheEntry(CacheKind.KV, Tier.DEVICE, pair) for pair in pairs)
+
+
+def host(entry: CacheEntry, *units: int) -> CacheEntry:
+    return CacheEntry(entry.kind, Tier.HOST, units)
+
+
+def bare_runner(name: str = "llama2", scratch_blocks: int = 4, host_units: int = 4) -> ModelRunner:
+    return ModelRunner(
+        decoder_of(name),
+        num_units=16,
+        block_size=BLOCK,
+        max_num_seqs=4,
+        max_model_len=32,
+        device=CPU,
+        dtype=torch.float32,
+        scratch_blocks=scratch_blocks,
+        host_units=host_units,
+    )
+
+
+PROMPT = (7, 11, 13, 17, 19, 23)
+
+
+def start(runner: ModelRunner, entries: tuple[CacheEntry, ...]) -> int:
+    new = NewRequest(1, "r", PROMPT, len(PROMPT), GREEDY, entries)
+    return runner.execute(SchedulerOutput(0, (Chunk(1, 0, len(PROMPT), True),), (new,))).token_ids[0]
+
+
+def test_restored_units_hold_what_kv_would_have_held() -> None:
+    """A full block and one in its middle, at positions that are not the first."""
+    plain, mixed = bare_runner(), bare_runner()
+    assert start(plain, kv(2, 3, 4, 5)) == start(mixed, hidden(0, 1))
+    operations = [
+        CacheOperation(CacheAction.RESTORE, source, target, BLOCK * index)
+        for index, (source, target) in enumerate(zip(hidden(0, 1), kv(2, 3, 4, 5), strict=True))
+    ]
+    mixed.execute(SchedulerOutput(1, (), operations=tuple(operations)))
+    for unit, cells in ((2, BLOCK), (3, BLOCK), (4, 2), (5, 2)):
+        shape = (3, BLOCK, -1)
+        got, expected = (runner._pool.units[unit].view(shape)[:, :cells] for runner in (mixed, plain))
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+    assert mixed._pool.units.isfinite().all()
+
+
+def test_replaced_blocks_are_read_where_they_lie_now() -> None:
+    plain, mixed = bare_runner(), bare_runner()
+    start(plain, kv(2, 3, 4, 5))
+    start(mixed, hidden(0, 1))
+    operations = (CacheOperation(CacheAction.RESTORE, *hidden(1), *kv(8, 9), BLOCK),)
+    output = SchedulerOutput(
+        1, (Chunk(1, 6, 1, True),), replaced=(ReplacedEntry(1, 1, *kv(8, 9)),), operations=operations
+    )
+    expected = plain.execute(SchedulerOutput(1, (Chunk(1, 6, 1, True),))).token_ids
+    assert mixed.execute(output).token_ids == expected
+    mixed._pool.units[1] = float("nan")
+    expected = plain.execute(SchedulerOutput(2, (Chunk(1, 7, 1, True),))).token_ids
+    assert mixed.execute(SchedulerOutput(2, (Chunk(1, 7, 1, True),))).token_ids == expected
+
+
+def test_swaps_are_exact_copies_in_order() -> None:
+    """Out, in to other units, and restored there, all in one step."""
+    runner = bare_runner()
+    first = start(runner, (*hidden(0), *kv(2, 3)))
+    before = runner._pool.units.clone()
+    (block,), (pair,) = hidden(0), kv(2, 3)
+    operations = (
+        CacheOperation(CacheAction.SWAP_OUT, block, host(block, 3)),
+        CacheOperation(CacheAction.SWAP_OUT, pair, host(pair, 0, 2)),
+        CacheOperation(CacheAction.SWAP_IN, host(block, 3), *hidden(9)),
+        CacheOperation(CacheAction.SWAP_IN, host(pair, 0, 2), *kv(11, 10)),
+        CacheOperation(CacheAction.RESTORE, *hidden(9), *kv(6, 7), 0),
+    )
+    new = NewRequest(2, "r", (*PROMPT, first), len(PROMPT), GREEDY, (*kv(6, 7), *kv(11, 10)))
+    got = runner.execute(SchedulerOutput(1, (Chunk(2, 6, 1, True),), (new,), (), (1,), operations=operations))
+    assert torch.equal(runner._pool.host_units[3], before[0])
+    assert torch.equal(runner._pool.units[9], before[0])
+    assert torch.equal(runner._pool.host_units[2], before[3])
+    alone = bare_runner()
+    start(alone, kv(0, 1, 2, 3))
+    assert got.token_ids == alone.execute(SchedulerOutput(1, (Chunk(1, 6, 1, True),))).token_ids
+
+
+def test_what_does_not_fit_the_scratch_is_refused() -> None:
+    runner = bare_runner(scratch_blocks=1)
+    with pytest.raises(AssertionError, match="2 blocks of hidden state, scratch holds 1"):
+        start(runner, hidden(0, 1))
+
+
+def test_a_row_holds_nothing_on_the_host() -> None:
+    runner = bare_runner()
+    with pytest.raises(AssertionError, match="on the device"):
+        start(runner, (*hidden(0), host(*hidden(1), 0)))
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [
+        CacheOperation(CacheAction.RESTORE, *kv(0, 1), *kv(2, 3)),
+        CacheOperation(CacheAction.RESTORE, *hidden(0), *hidden(1)),
+        CacheOperation(CacheAction.SWAP_OUT, *hidden(0), *hidden(1)),
+        CacheOperation(CacheAction.SWAP_IN, *hidden(0), host(*hidden(0), 0)),
+        CacheOperation(CacheAction.SWAP_OUT, *hidden(0), host(*kv(0, 1), 0, 1)),
+    ],
+    ids=str,
+)
+def test_operations_that_make_no_sense_are_refused(operation: CacheOperation) -> None:
+    with pytest.raises(AssertionError):
+        bare_runner().execute(SchedulerOutput(0, (), operations=(operation,)))
+
+
+def test_a_poisoned_request_disturbs_nobody() -> None:
+    """NaN in one request's hidden unit reaches neither its neighbours nor the next user of its scratch."""
+    runner = bare_runner()
+    start(runner, hidden(0, 1))
+    new = NewRequest(2, "r", PROMPT, len(PROMPT), GREEDY, hidden(4, 5))
+    other = runner.execute(SchedulerOutput(1, (Chunk(2, 0, 6, True),), (new,))).token_ids
+    runner._pool.units[0] = float("nan")
+    both = runner.execute(SchedulerOutput(2, (Chunk(1, 6, 1, True), Chunk(2, 6, 1, True)))).token_ids
+    assert both[0] == -1
+    again = runner.execute(SchedulerOutput(3, (Chunk(2, 7, 1, True),))).token_ids
+    alone = bare_runner()
+    known = [start(alone, kv(0, 1, 2, 3))]
+    known += [alone.execute(SchedulerOutput(s, (Chunk(1, 5 + s, 1, True),))).token_ids[0] for s in (1, 2)]
+    assert [*other, both[1], *again] == known
+
+
+# --- what is offered ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", HYBRID)
+def test_hidden_state_is_offered_where_it_takes_half_the_room_or_less(name: str) -> None:
+    spec = decoder_of(name).spec
+    assert spec.hidden_ratio <= 0.5
+    assert hidden_offer(spec) == (1, "")
+
+
+def test_hidden_state_is_refused_with_the_reason() -> None:
+    units, refusal = hidden_offer(decoder_of("gqa").spec)
+    assert units == 0
+    assert "64 values a token and layer does not fit in the 32 of K" in refusal
+    with pytest.raises(ConfigError, match="does not fit"):
+        bare_runner("gqa")
+    assert bare_runner("gqa", scratch_blocks=0).scratch_blocks == 0
