@@ -11,25 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loadgen.metrics import in_window
+from loadgen.page import page, pairs, plain, rows, tiles
 from loadgen.records import RequestRecord
+from loadgen.stats import nearest_rank
 from loadgen.svg import Mark, Series, cdf, chart
 
-STYLE = """
-:root { color-scheme: light dark; --ink: #1c2430; --soft: #66707d; --line: #dde2e8; --page: #ffffff; --bad: #b3261e; }
-@media (prefers-color-scheme: dark) {
-  :root { --ink: #e4e8ee; --soft: #9aa5b1; --line: #343c46; --page: #14181d; --bad: #ff8a80; } }
-body { font: 15px/1.45 system-ui, sans-serif; color: var(--ink); background: var(--page); margin: 2rem auto;
-  max-width: 62rem; padding: 0 1rem; }
-h1 { font-size: 1.4rem; } h2 { font-size: 1.1rem; margin-top: 2rem; }
-table { border-collapse: collapse; margin: .5rem 0; } td, th { padding: .2rem .8rem .2rem 0; text-align: left;
-  border-bottom: 1px solid var(--line); vertical-align: top; } td.n, th.n { text-align: right;
-  font-variant-numeric: tabular-nums; }
-svg { width: 100%; height: auto; margin: .6rem 0; } svg text { font: 11px system-ui, sans-serif; fill: var(--ink); }
-svg text.title { font-weight: 600; font-size: 12px; } svg .grid { stroke: var(--line); }
-svg line.mark { stroke: var(--bad); stroke-dasharray: 4 3; } svg text.mark { fill: var(--bad); }
-.bad { color: var(--bad); font-weight: 600; } .soft, .empty { color: var(--soft); }
-code { font-size: .9em; overflow-wrap: anywhere; }
-"""
+Floats = NDArray[np.float64]
 
 LATENCY_ROWS = (
     ("TTFT", "ttft", 1e3, "ms"),
@@ -40,22 +27,23 @@ LATENCY_ROWS = (
     ("TPOT", "tpot", 1e3, "ms"),
     ("End to end", "e2e", 1.0, "s"),
 )
+TILES = 60
+"""Bins of the charts over time: fewer of them stay readable."""
 
 
-def run_page(
-    summary: Mapping[str, Any], requests: Sequence[RequestRecord], columns: Mapping[str, NDArray[np.float64]]
-) -> str:
+def run_page(summary: Mapping[str, Any], requests: Sequence[RequestRecord], columns: Mapping[str, Floats]) -> str:
     """The page of one run."""
-    parts = [_verdict(summary), _facts(summary), _headline(summary)]
+    parts = [_verdict(summary), _headline(summary)]
+    parts += ["<h2>Over time</h2>", *_over_time(summary, columns)]
+    parts += ["<h2>Distributions</h2>", *_distributions(summary, requests)]
     for name in ("online", "offline"):
         if summary[name]["requests"]:
             parts += [f"<h2>Latency, {name}</h2>", _latency_table(summary[name])]
-    parts += ["<h2>Over time</h2>", *_over_time(summary, columns)]
-    parts += ["<h2>Distributions</h2>", *_distributions(summary, requests)]
     if summary["offline"]["jobs"]:
-        parts += ["<h2>Batch jobs</h2>", _rows(summary["offline"]["jobs"])]
-    parts += ["<h2>Honesty</h2>", _pairs(summary["honesty"])]
-    return _page(f"tidemill bench: {summary['workload']['name']}", parts)
+        parts += ["<h2>Batch jobs</h2>", rows([_job(job) for job in summary["offline"]["jobs"]], turned=True)]
+    parts += ["<h2>How honest the client was</h2>", pairs(_honesty(summary["honesty"]))]
+    parts += ["<h2>The run</h2>", pairs(_facts(summary))]
+    return page(f"tidemill bench: {summary['workload']['name']}", parts)
 
 
 def sweep_page(summary: Mapping[str, Any]) -> str:
@@ -63,138 +51,195 @@ def sweep_page(summary: Mapping[str, Any]) -> str:
     points = sorted(summary["points"], key=lambda point: point["rate"])
     rates = [point["rate"] for point in points]
     levels = [Mark(level / 100, f"{level} %", horizontal=True) for level in (60, 90, 99)]
-    attained = Series("SLO attainment", rates, [_number(point["slo_attainment"]) for point in points], points=True)
-    parts = [chart("SLO attainment against rate", [attained], x="requests/s", y="share of requests", marks=levels)]
+    spans = [point["slo_attainment_interval"] for point in points]
+    attained = Series(
+        "with its 95 % interval",
+        rates,
+        [_number(point["slo_attainment"]) for point in points],
+        points=True,
+        low=[low for low, _ in spans],
+        high=[high for _, high in spans],
+    )
+    title = "SLO attainment against rate"
+    parts = [chart(title, [attained], x="requests/s", y="share of requests", marks=levels, top=1.0)]
     for name, title in (("ttft_p99", "TTFT P99"), ("tbt_p99", "TBT P99")):
         values = [_number(point[name]) * 1e3 for point in points]
-        parts.append(
-            chart(f"{title} against rate", [Series(title, rates, values, points=True)], x="requests/s", y="ms")
-        )
-    found = {key: value for key, value in summary.items() if key.startswith("effective_throughput_")}
-    parts += ["<h2>Effective throughput (requests/s)</h2>", _pairs(found), "<h2>Points</h2>", _rows(points)]
-    return _page("tidemill bench: sweep", [_facts(summary), *parts])
+        limit = summary["slo"].get("ttft" if name == "ttft_p99" else "tbt_p99")
+        marks = [_limit(limit, horizontal=True)] if limit else []
+        drawn = Series(title, rates, values, points=True)
+        parts.append(chart(f"{title} against rate", [drawn], x="requests/s", y="ms", marks=marks))
+    found = [
+        (f"effective throughput at {key.removeprefix('effective_throughput_')} %", _value(value), "requests/s")
+        for key, value in summary.items()
+        if key.startswith("effective_throughput_")
+    ]
+    parts += [
+        "<h2>Points</h2>",
+        rows([_point(point) for point in points]),
+        "<h2>The sweep</h2>",
+        pairs(_facts(summary)),
+    ]
+    return page("tidemill bench: sweep", [_verdict(summary), tiles(found), *parts])
+
+
+def _point(point: Mapping[str, Any]) -> dict[str, Any]:
+    low, high = point["slo_attainment_interval"]
+    return {
+        "requests/s": point["rate"],
+        "attainment": point["slo_attainment"],
+        "95 %": f"{low:.3f} to {high:.3f}",
+        "TTFT P99 ms": _number(point["ttft_p99"]) * 1e3,
+        "TBT P99 ms": _number(point["tbt_p99"]) * 1e3,
+        "all tokens/s": point["throughput"],
+        "requests": point["requests"],
+        "valid": point["valid"],
+    }
+
+
+def _job(job: Mapping[str, Any]) -> dict[str, Any]:
+    units = {"created_to_in_progress": " (s)", "makespan": " (s)"}
+    return {key.replace("_", " ") + units.get(key, ""): value for key, value in job.items() if value != ""}
 
 
 def _number(value: Any) -> float:
     return float("nan") if value is None else float(value)
 
 
-def _page(title: str, parts: Sequence[str]) -> str:
-    body = "\n".join(parts)
-    return (
-        '<!DOCTYPE html>\n<html lang="en" xmlns="http://www.w3.org/1999/xhtml"><head><meta charset="utf-8"/>'
-        '<meta name="viewport" content="width=device-width, initial-scale=1"/>'
-        f"<title>{escape(title)}</title><style>{escape(STYLE)}</style></head>\n"
-        f"<body><h1>{escape(title)}</h1>\n{body}\n</body></html>\n"
-    )
+def _value(value: float | None, factor: float = 1.0, digits: str = ".3g") -> str:
+    if value is None:
+        return "-"
+    return f"{value * factor:,.0f}" if abs(value * factor) >= 100 else f"{value * factor:{digits}}"
 
 
 def _verdict(summary: Mapping[str, Any]) -> str:
+    stopped = '<p class="bad">Stopped before its end (Ctrl-C).</p>' if summary.get("interrupted") else ""
     if summary["valid"]:
-        return "<p>Valid: the client kept its schedule.</p>"
+        return f'<p><span class="good">Valid</span>: the client kept its schedule.</p>{stopped}'
     items = "".join(f"<li>{escape(reason)}</li>" for reason in summary["invalid"])
-    return f"<p class=\"bad\">INVALID: these figures may be the client's, not the server's.</p><ul>{items}</ul>"
+    said = "INVALID: these figures may be the client's, not the server's."
+    return f'<p class="bad">{escape(said)}</p><ul>{items}</ul>{stopped}'
 
 
-def _facts(summary: Mapping[str, Any]) -> str:
-    server, workload = summary["server"], summary["workload"]
-    rows = {
+def _facts(summary: Mapping[str, Any]) -> dict[str, Any]:
+    server, workload, version = summary["server"], summary["workload"], summary["server"].get("version")
+    return {
         "server": f"{server.get('base_url', '')}{server.get('endpoint', '')}",
         "model": server.get("model", ""),
-        "version": server.get("version"),
+        "version": version.get("version") if isinstance(version, dict) else version,
         "device": summary.get("device"),
-        "seed / salt": f"{summary['seeds']['seed']} / {summary['seeds']['salt']}",
+        "seed, salt": f"{summary['seeds']['seed']}, {summary['seeds']['salt']}",
         "workload": "; ".join([workload["name"], *workload["notes"]]),
+        "made": summary.get("created_at"),
         "command": summary["command"],
     }
-    return _pairs(rows)
 
 
 def _headline(summary: Mapping[str, Any]) -> str:
-    online, offline = summary["online"], summary["offline"]
-    low, high = online["slo_attainment_interval"]
-    attained = online["slo_attainment"]
-    rows: dict[str, Any] = {}
+    online, offline, slo = summary["online"], summary["offline"], summary.get("slo", {})
+    found: list[tuple[str, str, str]] = []
     if online["requests"]:
-        rows["SLO attainment"] = f"{attained:.4f} (95 %: {low:.4f} to {high:.4f}, {online['requests']} requests)"
-        rows["online tokens/s (in, out)"] = f"{online['input_throughput']:.1f}, {online['output_throughput']:.1f}"
-    rows["offline tokens/s (in + out)"] = f"{offline['offline_throughput']:.1f}"
-    rows["all tokens/s"] = f"{summary['total']['throughput']:.1f}"
+        low, high = online["slo_attainment_interval"]
+        interval = f"95 %: {low:.1%} to {high:.1%}, {online['requests']} requests"
+        found.append(("SLO attainment", f"{online['slo_attainment']:.1%}", interval))
+        for title, name, key in (("TTFT", "ttft", "ttft"), ("TBT", "tbt", "tbt_p99")):
+            limit = f", SLO {slo[key] * 1e3:g}" if slo.get(key) else ""
+            more = f"ms; P50 {_value(online[f'{name}_p50'], 1e3)}{limit}"
+            found.append((f"{title} P99", _value(online[f"{name}_p99"], 1e3), more))
+        more = f"tokens/s: {_value(online['input_throughput'])} in, {_value(online['output_throughput'])} out"
+        found.append(("online", _value(online["input_throughput"] + online["output_throughput"]), more))
+    if offline["requests"] or offline["jobs"]:
+        found.append(("offline (harvested)", _value(offline["offline_throughput"]), "tokens/s, in and out"))
     extra = {**online, **summary["total"]}
-    rows |= {key: value for key, value in extra.items() if key.startswith(("interference_", "harvest"))}
-    return f"<h2>Result</h2>{_pairs(rows)}"
+    compared = {key: value for key, value in extra.items() if key.startswith(("interference_", "harvest"))}
+    return tiles(found) + (pairs(compared) if compared else "")
 
 
 def _latency_table(section: Mapping[str, Any]) -> str:
-    rows = ['<tr><th></th><th class="n">mean</th><th class="n">P50</th><th class="n">P99</th><th class="n">n</th></tr>']
+    lines = [
+        '<tr><th></th><th class="n">mean</th><th class="n">P50</th><th class="n">P99</th><th class="n">n</th></tr>'
+    ]
     for title, name, factor, unit in LATENCY_ROWS:
         values = [section[f"{name}_{key}"] for key in ("mean", "p50", "p99")]
-        cells = "".join(f'<td class="n">{_scaled(value, factor)}</td>' for value in values)
+        cells = "".join(f'<td class="n">{"-" if v is None else f"{v * factor:.4g}"}</td>' for v in values)
         count = section["counts"][name]
-        rows.append(f'<tr><td>{title} ({unit})</td>{cells}<td class="n">{count}</td></tr>')
-    return f"<table>{''.join(rows)}</table>"
+        lines.append(f'<tr><td class="key">{title} ({unit})</td>{cells}<td class="n">{plain(count)}</td></tr>')
+    return f"<table>{''.join(lines)}</table>"
 
 
-def _scaled(value: float | None, factor: float) -> str:
-    return "-" if value is None else f"{value * factor:.4g}"
-
-
-def _over_time(summary: Mapping[str, Any], columns: Mapping[str, NDArray[np.float64]]) -> list[str]:
-    t = columns["t"]
-    window = summary["window"]
-    marks = [Mark(window["start"], "measure"), Mark(window["end"], "end")]
+def _over_time(summary: Mapping[str, Any], columns: Mapping[str, Floats]) -> list[str]:
+    window = summary["window"]["start"], summary["window"]["end"]
+    t, arrivals = _binned(columns["t"], columns["online_arrivals"])
+    series = {name: _binned(columns["t"], columns[name])[1] for name in ("online_tokens", "offline_tokens")}
+    opened = [
+        Series(name, t, _binned(columns["t"], columns[f"{name}_open"])[1], steps=True)
+        for name in ("online", "offline")
+        if name == "online" or columns["offline_open"].any()
+    ]
     tokens = [
-        Series("online", t, columns["online_tokens"]),
-        Series("offline (harvested)", t, columns["offline_tokens"]),
+        Series("online", t, series["online_tokens"], steps=True),
+        Series("offline (harvested)", t, series["offline_tokens"], steps=True, fill=True),
     ]
+    arrived = [Series("online", t, arrivals, steps=True, fill=True)]
     return [
-        chart("Arrivals", [Series("online", t, columns["online_arrivals"])], x="seconds", y="requests/s", marks=marks),
-        chart("Tokens delivered", tokens, x="seconds", y="tokens/s", marks=marks),
-        chart("Open requests", [Series("online", t, columns["online_open"])], x="seconds", y="requests"),
+        chart("Arrivals", arrived, x="seconds", y="requests/s", window=window),
+        chart("Tokens delivered", tokens, x="seconds", y="tokens/s", window=window),
+        chart("Open requests", opened, x="seconds", y="requests", window=window),
     ]
+
+
+def _binned(t: Floats, values: Floats) -> tuple[Floats, Floats]:
+    """Edges and means of at most `TILES` equal bins; the last edge closes the last bin."""
+    step = float(t[1] - t[0]) if len(t) > 1 else 1.0
+    width = max(1, -(-len(t) // TILES))
+    starts = np.arange(0, len(t), width)
+    means = np.array([values[start : start + width].mean() for start in starts])
+    return np.append(t[starts], t[-1] + step), np.append(means, means[-1])
 
 
 def _distributions(summary: Mapping[str, Any], requests: Sequence[RequestRecord]) -> list[str]:
-    window = summary["window"]["start"], summary["window"]["end"]
-    chosen = in_window(requests, *window)
-    limits = {"ttft": summary["slo"].get("ttft"), "tbt": summary["slo"].get("tbt_p99")}
+    chosen = in_window(requests, summary["window"]["start"], summary["window"]["end"])
+    slo = summary["slo"]
+    ttft, tbt = [], []
+    for kind in ("online", "offline"):
+        own = [record for record in chosen if record.service_class == kind]
+        gaps = [record.gaps() for record in own]
+        ttft.append(_curve(kind, np.array([record.ttft for record in own if record.ttft is not None])))
+        tbt.append(_curve(f"{kind}, all gaps", np.concatenate([*gaps, np.empty(0)])))
+        if kind == "online":  # what the SLO judges
+            worst = [nearest_rank(values, 99) for values in gaps if values.size]
+            tbt.append(_curve("P99 of each request", np.array(worst)))
     charts = []
-    for name, title in (("ttft", "TTFT"), ("tbt", "TBT")):
-        series = []
-        for kind in ("online", "offline"):
-            own = [record for record in chosen if record.service_class == kind]
-            values = [record.ttft for record in own if record.ttft is not None]
-            if name == "tbt":
-                values = np.concatenate([*(record.gaps() for record in own), np.empty(0)]).tolist()
-            series.append(cdf(kind, np.array(values) * 1e3))
-        limit = limits[name]
-        marks = [Mark(limit * 1e3, f"SLO {limit * 1e3:g} ms")] if limit else []
+    for title, series, limit in (("TTFT", ttft, slo.get("ttft")), ("TBT", tbt, slo.get("tbt_p99"))):
+        marks = [_limit(limit)] if limit else []
         charts.append(chart(f"{title}, cumulative", series, x="ms", y="share", marks=marks, log_x=True))
     return charts
 
 
-def _pairs(values: Mapping[str, Any]) -> str:
-    rows = "".join(f"<tr><td>{escape(str(key))}</td><td>{_cell(value)}</td></tr>" for key, value in values.items())
-    return f"<table>{rows}</table>"
+def _curve(name: str, seconds: Floats) -> Series:
+    if not seconds.size:
+        return Series(name, [], [])
+    values = seconds * 1e3
+    return cdf(f"{name}: P50 {nearest_rank(values, 50):.3g}, P99 {nearest_rank(values, 99):.3g}", values)
 
 
-def _rows(items: Sequence[Mapping[str, Any]]) -> str:
-    if not items:
-        return '<p class="empty">none</p>'
-    head = "".join(f"<th>{escape(str(key))}</th>" for key in items[0])
-    body = "".join(f"<tr>{''.join(f'<td>{_cell(value)}</td>' for value in item.values())}</tr>" for item in items)
-    return f"<table><tr>{head}</tr>{body}</table>"
+def _limit(seconds: float, *, horizontal: bool = False) -> Mark:
+    return Mark(seconds * 1e3, f"SLO {seconds * 1e3:g} ms", horizontal=horizontal)
 
 
-def _cell(value: Any) -> str:
-    if value is None:
-        return '<span class="soft">-</span>'
-    if isinstance(value, float):
-        return f"{value:.5g}"
-    if isinstance(value, Mapping):
-        return escape(", ".join(f"{key} {_plain(item)}" for key, item in value.items()))
-    return escape(str(value))
-
-
-def _plain(value: Any) -> str:
-    return f"{value:.5g}" if isinstance(value, float) else str(value)
+def _honesty(found: Mapping[str, Any]) -> dict[str, Any]:
+    """The honesty section with units; what the load generator could have done wrong, and how much it did."""
+    if not found:
+        return {}
+    lengths = found["lengths"]
+    lag = ", ".join(f"{key} {_value(found[f'send_lag_{key}'], 1e3)}" for key in ("p50", "p99"))
+    rate = {"requests/s achieved, intended": f"{_value(found['achieved_rate'])}, {_value(found['intended_rate'])}"}
+    return {
+        "send lag, ms": lag,
+        **({} if found["closed_loop"] else rate),
+        "client's share of its core": "-" if found["client_cpu"] is None else f"{found['client_cpu']:.1%}",
+        "prompt tokens asked, got": f"{lengths['input_asked']:,}, {lengths['input_got']:,}",
+        "output tokens asked, got": f"{lengths['output_asked']:,}, {lengths['output_got']:,}",
+        "requests with another length": f"prompt {lengths['input_differs']}, output {lengths['output_differs']}",
+        "cached prompt tokens": lengths["cached_prompt_tokens"],
+        "tokens without a chunk of their own": lengths["tokens_without_own_chunk"],
+    }

@@ -1,11 +1,12 @@
 """Line charts as inline SVG text: axes, ticks, a legend, marked limits. Numbers in, one `<svg>` element out.
 
-Colours come from CSS variables of the page (with fall-backs), so that one file serves light and dark screens.
+Colours of text, grid and marks come from the CSS of the page.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from xml.sax.saxutils import escape
 
 import numpy as np
@@ -21,12 +22,19 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One line: `x` and `y` of equal length, in data units; `points` draws a dot at each value as well."""
+    """One line: `x` and `y` of equal length, in data units; `points` draws a dot at each value as well.
+
+    `steps`: y[i] holds from x[i] to x[i + 1]; `fill` tints the area below; `low` and `high` are ends of error bars.
+    """
 
     name: str
     x: ArrayLike
     y: ArrayLike
     points: bool = False
+    steps: bool = False
+    fill: bool = False
+    low: ArrayLike = ()
+    high: ArrayLike = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,23 +61,35 @@ class _Scale:
 
 
 def chart(
-    title: str, series: Sequence[Series], *, x: str, y: str, marks: Sequence[Mark] = (), log_x: bool = False
+    title: str,
+    series: Sequence[Series],
+    *,
+    x: str,
+    y: str,
+    marks: Sequence[Mark] = (),
+    log_x: bool = False,
+    window: tuple[float, float] | None = None,
+    top: float = 0.0,
 ) -> str:
-    """One chart; `x` and `y` are the axis labels (with units). Without any value it says so."""
+    """One chart; `x` and `y` are the axis labels (with units); what lies outside of `window` is shaded.
+
+    The y axis goes from 0 to `top` or the highest value. Without any value it says so.
+    """
     columns = [(item, *_clean(item, log_x)) for item in series]
     columns = [column for column in columns if column[1].size]
     if not columns:
         return f'<p class="empty">{escape(title)}: nothing was measured.</p>'
     xs = np.concatenate([column[1] for column in columns] + [np.array([m.at for m in marks if not m.horizontal])])
     ys = np.concatenate([column[2] for column in columns] + [np.array([m.at for m in marks if m.horizontal])])
+    ys = np.concatenate([ys, [0.0, top], *(np.ravel(column[0].high) for column in columns)])
     across = _range(xs, LEFT, WIDTH - RIGHT, log=log_x)
-    up = _range(np.append(ys, 0.0), HEIGHT - BOTTOM, TOP, log=False)
-    parts = [f'<text class="title" x="{LEFT}" y="16">{escape(title)}</text>']
-    parts += _axes(across, up, x, y)
-    for mark in marks:
-        parts += _mark(mark, across, up)
+    up = _range(ys[np.isfinite(ys)], HEIGHT - BOTTOM, TOP, log=False)
+    parts = [] if window is None else _shade(window, across)
+    parts += [f'<text class="title" x="{LEFT}" y="16">{escape(title)}</text>', *_axes(across, up, x, y)]
     for number, (item, xs_of, ys_of) in enumerate(columns):
         parts += _line(item, xs_of, ys_of, across, up, COLOURS[number % len(COLOURS)])
+    for number, mark in enumerate(marks):
+        parts += _mark(mark, across, up, number)
     parts += _legend([column[0].name for column in columns])
     body = "\n".join(parts)
     label = escape(title, {'"': "&quot;"})
@@ -105,9 +125,21 @@ def _range(values: Floats, start: float, end: float, *, log: bool) -> _Scale:
     values = values[values > 0] if log else values
     low, high = float(values.min()), float(values.max())
     if log:
-        low, high = 10 ** math.floor(math.log10(low)), 10 ** math.ceil(math.log10(high))
+        high = _round_up(high)
+        low = _round_down(max(low, high / 1000))  # a few values near zero must not squeeze all others to the right
         return _Scale(low, high if high > low else low * 10, start, end, log=True)
     return _Scale(low, high if high > low else low + 1.0, start, end)
+
+
+def _round_down(value: float) -> float:
+    """The next of 1, 2, 5 times a power of ten that is not above `value`."""
+    power = 10.0 ** math.floor(math.log10(value))
+    return next(power * factor for factor in (5, 2, 1) if power * factor <= value * (1 + 1e-9))
+
+
+def _round_up(value: float) -> float:
+    power = 10.0 ** math.floor(math.log10(value))
+    return next(power * factor for factor in (1, 2, 5, 10) if power * factor >= value * (1 - 1e-9))
 
 
 def ticks(low: float, high: float, wanted: int = 6) -> list[float]:
@@ -119,13 +151,20 @@ def ticks(low: float, high: float, wanted: int = 6) -> list[float]:
     return [index * step for index in range(first, math.floor(high / step + 1e-9) + 1)]
 
 
+def log_ticks(low: float, high: float, most: int = 13) -> list[float]:
+    """1, 2 and 5 times the powers of ten in [low, high]; the powers alone when that would be more than `most`."""
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    for factors in ((1, 2, 5), (1,)):
+        found = [factor * 10.0**decade for decade in decades for factor in factors]
+        found = [value for value in found if low * (1 - 1e-9) <= value <= high * (1 + 1e-9)]
+        if len(found) <= most:
+            break
+    return found
+
+
 def _axes(across: _Scale, up: _Scale, x: str, y: str) -> list[str]:
     bottom = HEIGHT - BOTTOM
-    if across.log:
-        decades = range(round(math.log10(across.low)), round(math.log10(across.high)) + 1)
-        x_ticks = [10.0**decade for decade in decades]
-    else:
-        x_ticks = ticks(across.low, across.high)
+    x_ticks = log_ticks(across.low, across.high) if across.log else ticks(across.low, across.high)
     parts = []
     for value in x_ticks:
         at = across(value)
@@ -135,19 +174,32 @@ def _axes(across: _Scale, up: _Scale, x: str, y: str) -> list[str]:
         at = up(value)
         parts.append(f'<line class="grid" x1="{LEFT}" y1="{at:.1f}" x2="{WIDTH - RIGHT}" y2="{at:.1f}"/>')
         parts.append(f'<text x="{LEFT - 6}" y="{at + 4:.1f}" text-anchor="end">{value:g}</text>')
-    middle = (LEFT + WIDTH - RIGHT) / 2
-    parts.append(f'<text x="{middle}" y="{HEIGHT - 8}" text-anchor="middle">{escape(x)}</text>')
-    centre = (TOP + bottom) / 2
-    parts.append(f'<text transform="translate(14 {centre}) rotate(-90)" text-anchor="middle">{escape(y)}</text>')
+    middle, centre = (LEFT + WIDTH - RIGHT) / 2, (TOP + bottom) / 2
+    parts.append(f'<text class="axis" x="{middle}" y="{HEIGHT - 8}" text-anchor="middle">{escape(x)}</text>')
+    turned = f'transform="translate(14 {centre}) rotate(-90)"'
+    parts.append(f'<text class="axis" {turned} text-anchor="middle">{escape(y)}</text>')
     return parts
 
 
-def _mark(mark: Mark, across: _Scale, up: _Scale) -> list[str]:
+def _shade(window: tuple[float, float], across: _Scale) -> list[str]:
+    """Grey over what was not measured: warm-up, cool-down and drain."""
+    parts = []
+    for begin, end in ((across.low, window[0]), (window[1], across.high)):
+        left, right = across(begin), across(end)
+        if right - left > 0.5:
+            place = f'x="{left:.1f}" y="{TOP}" width="{right - left:.1f}" height="{HEIGHT - BOTTOM - TOP}"'
+            parts.append(f'<rect class="shade" {place}><title>not measured</title></rect>')
+    return parts
+
+
+def _mark(mark: Mark, across: _Scale, up: _Scale, number: int) -> list[str]:
     bottom = HEIGHT - BOTTOM
     if mark.horizontal:
         at = up(mark.at)
         line = f'<line class="mark" x1="{LEFT}" y1="{at:.1f}" x2="{WIDTH - RIGHT}" y2="{at:.1f}"/>'
-        return [line, f'<text class="mark" x="{LEFT + 4}" y="{at - 4:.1f}">{escape(mark.label)}</text>']
+        # Under a line at the top, or the label would lie in the title; side by side, since levels lie close together.
+        place = f'x="{LEFT + 4 + 40 * number}" y="{at + (12 if at < TOP + 12 else -4):.1f}"'
+        return [line, f'<text class="mark" {place}>{escape(mark.label)}</text>']
     at = across(mark.at)
     line = f'<line class="mark" x1="{at:.1f}" y1="{TOP}" x2="{at:.1f}" y2="{bottom}"/>'
     anchor = "end" if at > (LEFT + WIDTH - RIGHT) / 2 else "start"
@@ -158,12 +210,39 @@ def _mark(mark: Mark, across: _Scale, up: _Scale) -> list[str]:
 
 def _line(item: Series, x: Floats, y: Floats, across: _Scale, up: _Scale, colour: str) -> list[str]:
     pairs = [(across(float(a)), up(float(b))) for a, b in zip(x, y, strict=True)]
-    path = " ".join(f"{a:.1f},{b:.1f}" for a, b in pairs)
-    parts = [f'<polyline fill="none" stroke="{colour}" stroke-width="1.6" points="{path}"/>']
+    drawn = _stairs(pairs) if item.steps else pairs
+    path = " ".join(f"{a:.1f},{b:.1f}" for a, b in drawn)
+    parts = []
+    if item.fill:
+        floor = f"{drawn[-1][0]:.1f},{up(0.0):.1f} {drawn[0][0]:.1f},{up(0.0):.1f}"
+        parts.append(f'<polygon fill="{colour}" fill-opacity="0.15" stroke="none" points="{path} {floor}"/>')
+    parts.append(f'<polyline fill="none" stroke="{colour}" stroke-width="1.6" points="{path}"/>')
+    parts += _bars(item, across, up, colour)
     if item.points:
         for (a, b), value_x, value_y in zip(pairs, x, y, strict=True):
             tip = escape(f"{item.name}: {value_x:g}, {value_y:g}")
             parts.append(f'<circle cx="{a:.1f}" cy="{b:.1f}" r="3.2" fill="{colour}"><title>{tip}</title></circle>')
+    return parts
+
+
+def _stairs(pairs: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    found = [pairs[0]]
+    for (_, level), (right, then) in pairwise(pairs):
+        found += [(right, level), (right, then)]
+    return found
+
+
+def _bars(item: Series, across: _Scale, up: _Scale, colour: str) -> list[str]:
+    if not np.size(item.low):
+        return []
+    parts = []
+    for value, low, high in zip(np.ravel(item.x), np.ravel(item.low), np.ravel(item.high), strict=True):
+        at, top, end = across(float(value)), up(float(high)), up(float(low))
+        parts.append(f'<line stroke="{colour}" x1="{at:.1f}" y1="{top:.1f}" x2="{at:.1f}" y2="{end:.1f}"/>')
+        parts += [
+            f'<line stroke="{colour}" x1="{at - 4:.1f}" y1="{edge:.1f}" x2="{at + 4:.1f}" y2="{edge:.1f}"/>'
+            for edge in (top, end)
+        ]
     return parts
 
 

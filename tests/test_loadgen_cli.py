@@ -311,3 +311,39 @@ def test_a_report_of_a_run_in_which_nothing_happened() -> None:
         "seeds": {"seed": 0, "salt": 0}, "workload": {"name": "w", "notes": []},
     }  # fmt: skip
     ElementTree.fromstring(report.run_page(summary, [], timeline(records)))
+
+
+def test_a_chart_of_steps_has_stairs_bars_and_shade() -> None:
+    item = Series("a", [0, 1, 2], [3, 5, 5], points=True, steps=True, fill=True, low=[1, 2, 3], high=[4, 6, 7])
+    root = ElementTree.fromstring(svg.chart("t", [item], x="s", y="n", window=(0.5, 1.5), top=20.0))
+    space = SVG.removesuffix("svg")
+    stairs = next(iter(root.iter(f"{space}polyline"))).attrib["points"].split()
+    assert len(stairs) == 5 and [p.split(",")[1] for p in stairs[:2]] == [stairs[0].split(",")[1]] * 2
+    assert len(list(root.iter(f"{space}polygon"))) == 1 and len(list(root.iter(f"{space}circle"))) == 3
+    assert [r.attrib.get("class") for r in root.iter(f"{space}rect")].count("shade") == 2
+    bars = [line for line in root.iter(f"{space}line") if "stroke" in line.attrib]
+    assert len(bars) == 9
+    assert {t.text for t in root.iter(f"{space}text")} >= {"0", "5", "20"}
+
+
+def test_logarithmic_ticks_are_round_and_few() -> None:
+    assert svg.log_ticks(10.0, 500.0) == pytest.approx([10, 20, 50, 100, 200, 500])
+    assert svg.log_ticks(0.01, 1e6) == pytest.approx([10.0**n for n in range(-2, 7)])
+    text = svg.chart("t", [Series("a", [0.02, 5.0, 400.0], [0, 0.5, 1])], x="ms", y="n", log_x=True)
+    assert ">0.5<" in text and ">0.05<" not in text, "three decades at most: values near zero do not squeeze the rest"
+
+
+def test_the_page_of_a_sweep_shows_intervals_and_limits(tmp_path) -> None:
+    point = {"rate": 2.0, "slo_attainment": 0.95, "slo_attainment_interval": [0.9, 0.98], "ttft_p99": 0.2}
+    point |= {"tbt_p99": 0.05, "throughput": 100.0, "requests": 100, "valid": True}
+    second = point | {"rate": 4.0, "slo_attainment": None, "slo_attainment_interval": [0.0, 1.0], "ttft_p99": None}
+    summary = {
+        "valid": True, "invalid": [], "interrupted": True, "server": {}, "device": "", "command": "",
+        "points": [second, point],
+        "seeds": {"seed": 0, "salt": 0}, "workload": {"name": "w", "notes": []}, "slo": {"ttft": 0.3, "tbt_p99": 0.1},
+        "effective_throughput_90": 2.0, "effective_throughput_99": None,
+    }  # fmt: skip
+    text = report.sweep_page(summary)
+    ElementTree.fromstring(text)
+    assert "SLO 300 ms" in text and "SLO 100 ms" in text and "0.900 to 0.980" in text and "Stopped" in text
+    assert "effective throughput at 90 %" in text and "nan" not in text.replace("nance", "")
