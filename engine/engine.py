@@ -32,7 +32,10 @@ WARM_UP_ID = "warm-up"
 
 
 class ModelRunner(Protocol):
-    """The data plane as the loop sees it; `execute` blocks and runs in the worker thread."""
+    """The data plane as the loop sees it; `execute` blocks and runs in the worker thread.
+
+    A runner may also have `launch(output)`, which starts a step behind one that runs; what it returns waits for it.
+    """
 
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput: ...
 
@@ -70,6 +73,7 @@ class Engine:
         self._plan_tried = False
         self._idle = asyncio.Event()
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tidemill-runner")
+        self._waiter = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tidemill-waiter")
         self._loop_task: asyncio.Task[None] | None = None
         self._warm = self._draining = self._stopping = False
 
@@ -119,6 +123,7 @@ class Engine:
         if not self._loop_task.cancelled():
             self._loop_task.exception()  # already logged when it happened; read here so that asyncio does not repeat it
         self._executor.shutdown(wait=False)
+        self._waiter.shutdown(wait=False)
 
     def add(self, request: EngineRequest) -> RequestStream:
         """See EngineClient.add."""
@@ -181,11 +186,22 @@ class Engine:
                     self._planner.want()
                 return
             self._plan_tried = False
-            loop = asyncio.get_running_loop()
             self._step_started = self._step_started or self._clock()
-            self._in_flight.append((output, loop.run_in_executor(self._executor, self._runner.execute, output)))
+            self._in_flight.append((output, self._start(output)))
             if core.has_offline:
                 self._planner.want()
+
+    def _start(self, output: SchedulerOutput) -> asyncio.Future[ModelRunnerOutput]:
+        """Launches happen one after another in one thread, waits in another: a step starts while another runs."""
+        loop, runner = asyncio.get_running_loop(), self._runner
+        launch: Callable[[SchedulerOutput], Callable[[], ModelRunnerOutput]] | None = getattr(runner, "launch", None)
+        if launch is None:
+            return loop.run_in_executor(self._executor, runner.execute, output)
+
+        async def overlapped() -> ModelRunnerOutput:
+            return await loop.run_in_executor(self._waiter, await loop.run_in_executor(self._executor, launch, output))
+
+        return loop.create_task(overlapped())
 
     async def _complete_oldest(self) -> None:
         output, future = self._in_flight[0]

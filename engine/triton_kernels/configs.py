@@ -6,6 +6,7 @@ tables is compiled in tests and checked for spills. Whoever measures on a device
 """
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -59,6 +60,7 @@ def next_power_of_two(value: int) -> int:
     return 1 << (value - 1).bit_length()
 
 
+@cache
 def device_arch(device: torch.device) -> int:
     """Compute capability as an integer (90 for 9.0). Devices that only interpret kernels count as Hopper."""
     if device.type != "cuda":

@@ -5,7 +5,9 @@ unused items end at once. Lists are numpy arrays filled in place and uploaded by
 requests or of the pool.
 """
 
-from dataclasses import dataclass
+import math
+from collections.abc import Sequence
+from copy import copy
 
 import numpy as np
 import numpy.typing as npt
@@ -16,33 +18,53 @@ from engine.triton_kernels.configs import MIN_SPLIT
 
 Int32Array = npt.NDArray[np.int32]
 
+_PINNED_COPIES = 3  # of the host's side: the copies of the steps in flight, and one to fill
 
-@dataclass(frozen=True, slots=True)
+
+def aligned(size: int) -> int:
+    """Elements that a part of `size` takes in a `WorkBuffer`: parts start at multiples of 16 bytes."""
+    return -(-size // 4) * 4
+
+
 class WorkBuffer:
-    """One int32 allocation on the host (pinned where that exists) and its copy on the device."""
+    """One int32 allocation of `size` elements on the host and its copy on the device, handed out in parts.
 
-    host: Tensor
-    device: Tensor
+    The host's side is plain memory that may be changed again as soon as `upload` returns: on CUDA the copy to the
+    device starts from one of several pinned copies, each waited for before it is used again.
+    """
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self._host = torch.zeros(size, dtype=torch.int32)
+        self._device = self._host if device.type == "cpu" else torch.zeros_like(self._host, device=device)
+        self._pinned: list[tuple[Tensor, torch.cuda.Event]] = []
+        if device.type == "cuda":
+            for _ in range(_PINNED_COPIES):
+                event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                self._pinned.append((torch.zeros(size, dtype=torch.int32, pin_memory=True), event))
+        self._used = 0
+
+    def take(self, *shape: int) -> tuple[Int32Array, Tensor]:
+        """The next free part, as the host's array and the device's tensor."""
+        part = slice(self._used, self._used + math.prod(shape))
+        self._used += aligned(math.prod(shape))
+        assert self._used <= len(self._host), "the buffer is too small for its parts"
+        return self._host[part].view(shape).numpy(), self._device[part].view(shape)
 
     def upload(self) -> None:
-        """Start the copy on the current stream. `fill` again only after the copy has run: the caller's event."""
-        self.device.copy_(self.host, non_blocking=True)
+        """Start the copy to the device on the current stream."""
+        if not self._pinned:
+            return
+        pinned, copied = self._pinned[0]
+        self._pinned.append(self._pinned.pop(0))
+        copied.synchronize()  # at once, but when the device is three copies behind
+        pinned.copy_(self._host)
+        self._device.copy_(pinned, non_blocking=True)
+        copied.record()
 
 
-def _allocate(
-    shapes: tuple[tuple[int, int], ...], device: torch.device
-) -> tuple[WorkBuffer, list[Int32Array], list[Tensor]]:
-    """A buffer and its parts as host arrays and device tensors; every part starts at a multiple of 16 bytes."""
-    sizes = [-(-rows * columns // 4) * 4 for rows, columns in shapes]
-    host = torch.zeros(sum(sizes), dtype=torch.int32, pin_memory=device.type == "cuda")
-    buffer = WorkBuffer(host, torch.zeros_like(host, device=device) if device.type != "cpu" else host)
-    arrays, tensors, start = [], [], 0
-    for (rows, columns), size in zip(shapes, sizes, strict=True):
-        part = slice(start, start + rows * columns)
-        arrays.append(host[part].view(rows, columns).numpy())
-        tensors.append(buffer.device[part].view(rows, columns))
-        start += size
-    return buffer, arrays, tensors
+def buffer_for(shapes: Sequence[tuple[int, ...]], device: torch.device) -> WorkBuffer:
+    """A buffer that just holds parts of these shapes."""
+    return WorkBuffer(sum(aligned(math.prod(shape)) for shape in shapes), device)
 
 
 class DecodeWork:
@@ -54,14 +76,35 @@ class DecodeWork:
     """
 
     def __init__(
-        self, max_requests: int, max_items: int, tile: int, device: torch.device, min_split: int = MIN_SPLIT
+        self,
+        max_requests: int,
+        max_items: int,
+        tile: int,
+        device: torch.device,
+        min_split: int = MIN_SPLIT,
+        buffer: WorkBuffer | None = None,
     ) -> None:
         assert max_items >= max_requests, "every request needs an item"
         self.tile, self.min_split = tile, min_split
-        shapes = ((max_requests, 2), (max_requests, 2), (max_items, 4))
-        self.buffer, arrays, (self.requests, self.ranges, self.items) = _allocate(shapes, device)
-        self._requests, self._ranges, self._items = arrays
+        self.buffer = buffer or buffer_for(self.shapes(max_requests, max_items), device)
+        parts = [self.buffer.take(*shape) for shape in self.shapes(max_requests, max_items)]
+        self._requests, self._ranges, self._items = (array for array, _ in parts)
+        self.requests, self.ranges, self.items = (tensor for _, tensor in parts)
         self._items[:, 0] = -1
+
+    @staticmethod
+    def shapes(max_requests: int, max_items: int) -> tuple[tuple[int, int], ...]:
+        """The parts of a buffer that a list takes."""
+        return ((max_requests, 2), (max_requests, 2), (max_items, 4))
+
+    def head(self, max_requests: int, max_items: int) -> "DecodeWork":
+        """A smaller list in the first part of this one's memory: of several only one can be filled at a time."""
+        assert max_requests <= max_items <= len(self._items) and max_requests <= len(self._requests)
+        part = copy(self)
+        part._requests, part.requests = self._requests[:max_requests], self.requests[:max_requests]
+        part._ranges, part.ranges = self._ranges[:max_requests], self.ranges[:max_requests]
+        part._items, part.items = self._items[:max_items], self.items[:max_items]
+        return part
 
     def fill(self, rows: Int32Array, context_lens: Int32Array) -> None:
         """Plan a batch: table row and context length of each request, fewer than the capacity or as many.
@@ -107,10 +150,32 @@ class PrefillWork:
     first token). `tokens_per_tile` = block_m // group.
     """
 
-    def __init__(self, max_chunks: int, max_items: int, tokens_per_tile: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        max_chunks: int,
+        max_items: int,
+        tokens_per_tile: int,
+        device: torch.device,
+        buffer: WorkBuffer | None = None,
+    ) -> None:
         self.tokens_per_tile = tokens_per_tile
-        self.buffer, arrays, (self.chunks, self.items) = _allocate(((max_chunks, 4), (max_items, 4)), device)
-        self._chunks, self._items = arrays
+        self.buffer = buffer or buffer_for(self.shapes(max_chunks, max_items), device)
+        (self._chunks, self.chunks), (self._items, self.items) = (
+            self.buffer.take(*shape) for shape in self.shapes(max_chunks, max_items)
+        )
+
+    @staticmethod
+    def shapes(max_chunks: int, max_items: int) -> tuple[tuple[int, int], ...]:
+        """The parts of a buffer that a list takes."""
+        return ((max_chunks, 4), (max_items, 4))
+
+    def head(self, max_chunks: int, max_items: int) -> "PrefillWork":
+        """A smaller list in the first part of this one's memory: of several only one can be filled at a time."""
+        assert max_items <= len(self._items) and max_chunks <= len(self._chunks)
+        part = copy(self)
+        part._chunks, part.chunks = self._chunks[:max_chunks], self.chunks[:max_chunks]
+        part._items, part.items = self._items[:max_items], self.items[:max_items]
+        return part
 
     def fill(self, chunks: Int32Array) -> None:
         """Plan a batch: `chunks` [n, 4] as above. The longest contexts go first, so that short ones fill the end."""

@@ -1,0 +1,136 @@
+"""A step's forward pass through the kernels: from token ids on the device to the next tokens on the device.
+
+The same arithmetic as `engine.models.decoder`, with fused kernels, a paged cache and sampling of the greedy token
+inside, so that all of it fits one CUDA graph: nothing here waits for the device, and every input and output has a fixed
+address. GEMMs are cuBLAS's. Ten kernels a layer where the MLP is gated.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from engine.execution import torch_ops
+from engine.execution.cuda.buffers import StepInputs
+from engine.execution.cuda.kernels import Kernels
+from engine.execution.cuda.rows import Rows
+from engine.models.rotary import attention_scaling, inverse_frequencies
+from engine.models.spec import ModelSpec
+from engine.models.weights import LayerWeights, ModelWeights, Norm
+from engine.scheduling.output import INVALID_TOKEN
+
+
+class Forward:
+    """Call it with a step's inputs. Leaves `logits [max_samples, vocab]` of the step's samples, `sampled [max_samples]`
+    int32 (their greedy tokens, INVALID_TOKEN where logits are not finite), and `rows.last_tokens` of their rows.
+
+    `pool [slices, block_size, kv_heads, head_dim]`; `scratch_base`: the number of slices that belong to units.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        weights: ModelWeights,
+        kernels: Kernels,
+        rows: Rows,
+        pool: Tensor,
+        *,
+        max_tokens: int,
+        max_samples: int,
+        max_model_len: int,
+    ) -> None:
+        self._spec, self._weights, self._kernels, self._rows, self._pool = spec, weights, kernels, rows, pool
+        dtype, device = weights.embedding.dtype, weights.embedding.device
+        self._scratch_base = len(pool)
+        self._scale = spec.head_dim**-0.5
+        self._cos_sin = _cos_sin(spec, max_model_len, device)
+        activations = {"silu": kernels.silu_and_mul, "gelu": torch_ops.gelu, "gelu_tanh": torch_ops.gelu_tanh}
+        self._activation = activations.get(spec.activation, torch_ops.relu)
+        # Padding keeps what earlier steps left there: finite numbers, which uninitialised memory need not hold.
+        self._mixed = torch.zeros((max_tokens, spec.num_heads, spec.head_dim), dtype=dtype, device=device)
+        self.logits = torch.zeros((max_samples, spec.vocab_size), dtype=dtype, device=device)
+        self.sampled = torch.zeros(max_samples, dtype=torch.int32, device=device)
+
+    def __call__(self, inputs: StepInputs) -> None:
+        hidden, delta = self._layers(self._embed(inputs), inputs)
+        where = inputs.sample_tokens
+        delta, hidden = delta.index_select(0, where), hidden.index_select(0, where)
+        normed, _ = self._add_norm(delta, hidden, self._weights.final_norm)
+        logits = self._weights.head(normed)
+        # A copy, so that graphs can share the memory of everything else they allocate.
+        self.logits[: inputs.shape.samples].copy_(logits)
+        best, tokens = logits.max(dim=-1)
+        self.accept(inputs, tokens.to(torch.int32).masked_fill_(~best.isfinite(), INVALID_TOKEN))
+
+    def accept(self, inputs: StepInputs, tokens: Tensor) -> None:
+        """Make `tokens [n]` int32 what the first n samples of the step gave."""
+        count = len(tokens)
+        self.sampled[:count].copy_(tokens)
+        # an invalid token ends its request; a step already in flight behind it still needs some id to read
+        self._rows.last_tokens.index_copy_(0, inputs.sample_rows[:count].long(), tokens.clamp(min=0))
+
+    def _embed(self, inputs: StepInputs) -> Tensor:
+        last = self._rows.last_tokens.index_select(0, inputs.source)
+        hidden = functional.embedding(torch.where(inputs.ids < 0, last, inputs.ids), self._weights.embedding)
+        if self._weights.positions is None:
+            return hidden
+        assert self._spec.position_offset is not None
+        return hidden + functional.embedding(inputs.positions + self._spec.position_offset, self._weights.positions)
+
+    def _layers(self, hidden: Tensor, inputs: StepInputs) -> tuple[Tensor, Tensor]:
+        """The residual stream [T, H] and what the last layer adds to it [T, H]."""
+        delta: Tensor | None = None
+        for index, layer in enumerate(self._weights.layers):
+            normed, hidden = self._add_norm(delta, hidden, layer.input_norm)
+            attention = layer.out(self._attend(index, layer, normed, inputs))
+            if self._spec.parallel_residual:
+                normed, _ = self._add_norm(None, hidden, layer.post_norm)
+                delta = layer.down(self._activation(layer.up(normed))) + attention
+            else:
+                normed, hidden = self._add_norm(attention, hidden, layer.post_norm)
+                delta = layer.down(self._activation(layer.up(normed)))
+        assert delta is not None, "a model has layers"
+        return hidden, delta
+
+    def _attend(self, index: int, layer: LayerWeights, normed: Tensor, inputs: StepInputs) -> Tensor:
+        spec, shape, kernels = self._spec, inputs.shape, self._kernels
+        num_heads, kv_heads = spec.num_heads, spec.num_kv_heads
+        heads = layer.qkv(normed).view(len(normed), num_heads + 2 * kv_heads, spec.head_dim)
+        q, k, v = heads.tensor_split((num_heads, num_heads + kv_heads), dim=1)
+        tables = (self._rows.tables[0], self._rows.tables[1])
+        norms = (None, None) if layer.qk_norm is None else (layer.qk_norm[0], layer.qk_norm[num_heads])
+        kernels.rope_cache_write(
+            q, k, v, self._cos_sin, inputs.positions, inputs.rows, self._pool, *tables, layer=index,
+            scratch_base=self._scratch_base, q_norm=norms[0], k_norm=norms[1], eps=spec.norm_eps,
+        )  # fmt: skip
+        out, count = self._mixed[: len(normed)], shape.decodes
+        if count:  # first: it writes zeros where a bucket has room for more decodes than a step has
+            kernels.decode_attention(
+                q[:count], self._pool, *tables, inputs.decode, inputs.partial, inputs.partial_lse, out[:count],
+                layer=index, scratch_base=self._scratch_base, scale=self._scale,
+            )  # fmt: skip
+        if shape.prefill:
+            kernels.prefill_attention(
+                q, self._pool, *tables, inputs.prefill, out, layer=index, scratch_base=self._scratch_base,
+                scale=self._scale,
+            )  # fmt: skip
+        return out.view(len(normed), -1)
+
+    def _add_norm(self, x: Tensor | None, residual: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
+        """The norm of residual + x, and residual + x."""
+        kernels, eps = self._kernels, self._spec.norm_eps
+        if norm.bias is None:
+            if x is None:
+                return kernels.rms_norm(residual, norm.weight, eps), residual
+            return kernels.add_rms_norm(x, residual, norm.weight, eps)
+        if x is None:
+            return kernels.layer_norm(residual, norm.weight, norm.bias, eps), residual
+        return kernels.add_layer_norm(x, residual, norm.weight, norm.bias, eps)
+
+
+def _cos_sin(spec: ModelSpec, max_model_len: int, device: torch.device) -> Tensor | None:
+    """[max_model_len + 1, rotary_dim] float32: cosines, then sines, of every position."""
+    if spec.rope is None:
+        return None
+    inv_freq = inverse_frequencies(spec.rope, max_model_len).to(device)
+    positions = torch.arange(max_model_len + 1, device=device)
+    return torch.cat(torch_ops.rotary_tables(positions, inv_freq, attention_scaling(spec.rope)), dim=-1)

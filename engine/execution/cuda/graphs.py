@@ -1,0 +1,45 @@
+"""CUDA graphs: one for every step shape, captured at start. Knows nothing of what it captures.
+
+Capture forbids waiting for the device and whatever happens only once (loading a kernel, making a cuBLAS workspace), so
+every shape runs once by itself before. All graphs share one memory pool: they run one at a time, and what they leave
+behind lies outside of it.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from engine.execution.cuda.buffers import StepInputs
+from engine.execution.cuda.lane import Lane
+
+
+class Graphs:
+    """Runs `forward` on a step's inputs: from a graph where one was captured for their shape, else as it is."""
+
+    def __init__(self, forward: Callable[[StepInputs], None], lane: Lane) -> None:
+        self._forward = forward
+        self._lane = lane
+        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._inputs: list[StepInputs] = []
+        self._pool: Any = None
+
+    def capture(self, inputs: StepInputs) -> None:
+        """Capture a shape. Its inputs must lie on the device, padding only, and keep their addresses."""
+        assert self._lane.stream is not None, "graphs need a CUDA device"
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        self._forward(inputs)
+        self._lane.stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._lane.stream):
+            self._forward(inputs)
+        self._graphs[id(inputs)] = graph
+        self._inputs.append(inputs)  # keeps its id, and the tensors that the graph reads
+
+    def run(self, inputs: StepInputs) -> None:
+        graph = self._graphs.get(id(inputs))
+        if graph is None:
+            self._forward(inputs)
+        else:
+            graph.replay()

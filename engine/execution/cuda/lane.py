@@ -1,0 +1,49 @@
+"""One CUDA stream with its events; on the CPU nothing at all. Lets the same runner run on both.
+
+Everything the runner gives a device goes down one lane, in order: no step has to wait for another on the host.
+"""
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class Mark(Protocol):
+    """A point in a lane."""
+
+    def synchronize(self) -> None:
+        """Wait until the device has passed it."""
+
+
+class _Passed:
+    def synchronize(self) -> None:
+        pass
+
+
+class Lane:
+    """`use()` makes it current in this thread; `mark()` sets a point behind all that was launched so far."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+    def use(self) -> AbstractContextManager[object]:
+        return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
+
+    def mark(self) -> Mark:
+        if self.stream is None:
+            return _Passed()
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(self.stream)
+        return event
+
+    def fetch(self, source: Tensor, target: Tensor) -> Mark:
+        """Start a copy to the host, into `target` (pinned on CUDA), and mark its end."""
+        target.copy_(source, non_blocking=True)
+        return self.mark()
+
+
+def pinned(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros [size] on the host, page-locked where a CUDA device will copy them."""
+    return torch.zeros(size, dtype=dtype, pin_memory=device.type == "cuda")

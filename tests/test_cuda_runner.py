@@ -1,0 +1,225 @@
+"""CudaRunner on the CPU, with the kernels' twins: the whole engine gives what the CPU runner and transformers give."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from cuda_engine import AheadDriver, make_driver
+from driver import make_request
+from test_runner import POISON, SAMPLED, check_greedy, crowd, make_decoder, reference_logits, run_in_waves, solo
+from tiny_models import FAMILY_CASES, model_folder
+
+from engine.execution.cuda.buffers import DrawInputs
+from engine.execution.cuda.draw import draw
+from engine.execution.cuda.shapes import GRAPH_TOKENS, Buckets
+from engine.models.decoder import Decoder
+from engine.models.loader import load_weights
+from engine.models.spec import load_spec
+from engine.models.weights import ModelWeights
+from engine.request import FinishReason, RequestClass
+
+
+def driver_of(decoder: Decoder, depth: int = 1, **options: int) -> AheadDriver:
+    return make_driver(decoder.spec, decoder.weights, depth=depth, **options)
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_greedy_outputs_equal_the_model_without_a_cache(depth: int) -> None:
+    """A pool that is always full: preemptions, prefix hits, mixed steps, reused units and rows."""
+    decoder = make_decoder()
+    requests = crowd(np.random.default_rng(21), 16)
+    driver = driver_of(decoder, depth, num_blocks=20, tokens=24)
+    run_in_waves(driver, requests)
+    stats = driver.core.stats()
+    assert sum(stats.preemptions.values()) > 0
+    assert stats.prefix_hit_tokens > 0
+    assert driver.runner.most_in_flight == 1 + depth
+    for request in requests:
+        check_greedy(decoder, request, driver.outputs[request.request_id])
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILY_CASES if name != "mistral"] + ["neox-sequential-tied"])
+def test_every_family_equals_the_cpu_path(name: str) -> None:
+    """Against the decoder, held by its own tests against transformers; partial rotation and absolute positions too."""
+    folder = model_folder(name)
+    spec = load_spec(folder)
+    decoder = Decoder(spec, load_weights(spec, folder), max_model_len=200)
+    requests = crowd(np.random.default_rng(22), 5)
+    driver = driver_of(decoder, seqs=4)
+    run_in_waves(driver, requests)
+    for request in requests:
+        check_greedy(decoder, request, driver.outputs[request.request_id])
+
+
+@pytest.mark.parametrize("sampling", SAMPLED.values(), ids=SAMPLED.keys())
+def test_streams_equal_those_of_the_cpu_runner(sampling: dict[str, object]) -> None:
+    """Drawn on the device or, with penalties, after a look at the tokens in flight; preempted or not."""
+    decoder = make_decoder()
+    requests = crowd(np.random.default_rng(14), 12, **sampling)
+    driver = driver_of(decoder, num_blocks=20, tokens=24)
+    run_in_waves(driver, requests)
+    assert sum(driver.core.stats().preemptions.values()) > 0
+    for request in requests:
+        assert driver.outputs[request.request_id] == solo(request, decoder), request.request_id
+
+
+def test_greedy_drawn_penalised_and_logged_rows_share_steps() -> None:
+    decoder = make_decoder()
+    kinds = [{}, {"temperature": 1.1, "top_p": 0.8}, SAMPLED["penalised"], {"temperature": 0.7, "logprobs": 2}]
+    rng = np.random.default_rng(23)
+    requests = [
+        make_request(f"r{i}", rng.integers(0, POISON, 3 + 2 * i).tolist(), 10, seed=i, **kinds[i % 4])  # type: ignore[arg-type]
+        for i in range(8)
+    ]
+    driver = driver_of(decoder)
+    driver.add(*requests)
+    driver.run()
+    for request in requests:
+        assert driver.outputs[request.request_id] == solo(request, decoder), request.request_id
+
+
+def test_logprobs_and_stop_tokens() -> None:
+    decoder = make_decoder()
+    free = solo(make_request("free", [9, 8, 7], 8), decoder)
+    driver = driver_of(decoder)
+    driver.add(make_request("stopped", [9, 8, 7], 8, stop_token_ids=frozenset(free[2:3]), logprobs=1))
+    driver.run()
+    end = free.index(free[2]) + 1
+    assert driver.outputs["stopped"] == free[:end]
+    assert driver.finals["stopped"].finish_reason is FinishReason.STOP
+    final = driver.finals["stopped"].logprobs
+    expected = reference_logits(decoder, [9, 8, 7, *free[: end - 1]]).log_softmax(-1)
+    assert final is not None and final[-1].logprob == pytest.approx(float(expected[free[end - 1]]), abs=1e-4)
+
+
+def test_a_request_that_stops_costs_one_step_and_disturbs_nobody() -> None:
+    """Its end is seen while its next token is being computed; the row goes to the next request."""
+    decoder = make_decoder()
+    free = solo(make_request("free", [3, 1, 4], 12), decoder)
+    driver = driver_of(decoder, seqs=2)
+    stop = frozenset(free[3:4])
+    requests = [make_request("stops", [3, 1, 4], 12, stop_token_ids=stop)]
+    requests += [make_request(f"next{i}", [i + 1, 5, 9, 2 * i], 6) for i in range(4)]
+    driver.add(*requests)
+    driver.run()
+    assert driver.outputs["stops"] == free[: free.index(free[3]) + 1]
+    for request in requests[1:]:
+        check_greedy(decoder, request, driver.outputs[request.request_id])
+
+
+def poisoned(weights: ModelWeights) -> ModelWeights:
+    embedding = weights.embedding.clone()
+    embedding[POISON] = float("nan")
+    return dataclasses.replace(weights, embedding=embedding)
+
+
+def test_nan_ends_that_request_only() -> None:
+    decoder = make_decoder()
+    requests = crowd(np.random.default_rng(15), 6)
+    driver = make_driver(decoder.spec, poisoned(decoder.weights), num_blocks=30)
+    for index, request in enumerate(requests):
+        driver.add(request, make_request(f"nan{index}", [*range(index), POISON, 3], 6))
+        driver.step()
+    driver.run()
+    for index, request in enumerate(requests):
+        assert driver.finals[f"nan{index}"].finish_reason is FinishReason.ERROR
+        assert driver.outputs[f"nan{index}"] == []
+        check_greedy(decoder, request, driver.outputs[request.request_id])
+
+
+def test_a_step_that_fails_halfway_is_made_good() -> None:
+    """Its rows, and those of the step launched behind it, are written again."""
+    decoder = make_decoder()
+    requests = [
+        dataclasses.replace(request, request_class=RequestClass.OFFLINE)
+        for request in crowd(np.random.default_rng(16), 8)
+    ]
+    driver = driver_of(decoder, num_blocks=30)
+    runner, calls = driver.runner.runner, 0
+    forward = runner._graphs._forward
+
+    def fragile(inputs):  # type: ignore[no-untyped-def]
+        nonlocal calls
+        calls += 1
+        if calls in (3, 12):
+            raise RuntimeError("the device is gone")
+        forward(inputs)
+
+    runner._graphs._forward = fragile
+    run_in_waves(driver, requests)
+    assert driver.core.stats().failed_steps >= 2
+    for request in requests:
+        check_greedy(decoder, request, driver.outputs[request.request_id])
+
+
+def test_a_full_table_and_more_changes_than_the_buffer_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.execution.cuda.buffers._CHANGES", 6)
+    decoder = make_decoder()
+    request = make_request("long", np.random.default_rng(3).integers(0, POISON, 150).tolist(), 50)
+    driver = driver_of(decoder, num_blocks=50, tokens=64)
+    driver.add(request)
+    driver.run()
+    check_greedy(decoder, request, driver.outputs["long"])
+
+
+def test_steps_beyond_the_buckets_run_in_their_own_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.execution.cuda.shapes.GRAPH_TOKENS", 16)
+    decoder = make_decoder()
+    requests = crowd(np.random.default_rng(24), 6)
+    driver = driver_of(decoder, tokens=64)
+    driver.add(*requests)
+    driver.run()
+    assert max(step.num_tokens for step in driver.steps) > 16
+    for request in requests:
+        check_greedy(decoder, request, driver.outputs[request.request_id])
+
+
+def test_the_largest_step_can_be_rehearsed() -> None:
+    """Padding alone: nothing is read or written in the pool, and the steps that follow are right."""
+    decoder = make_decoder()
+    driver = driver_of(decoder)
+    driver.runner.runner.run_padding(32, 12)
+    request = make_request("after", [4, 5, 6], 5)
+    driver.add(request)
+    driver.run()
+    check_greedy(decoder, request, driver.outputs["after"])
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 3, 64, 100, 1000])
+@pytest.mark.parametrize("max_tokens", [1000, 8192])
+def test_buckets_hold_every_step(max_num_seqs: int, max_tokens: int) -> None:
+    buckets = Buckets(max_num_seqs, max_tokens)
+    shapes = buckets.all_shapes()
+    assert shapes == sorted(set(shapes), reverse=True)
+    for count in range(1, max_num_seqs + 1):
+        shape = buckets.fit(count, count)
+        assert shape in shapes and shape.decodes == shape.tokens >= count and not shape.prefill
+        assert shape.tokens <= max(count + 7, 1.25 * count)
+    for tokens in [2, 17, 65, 577, 999, GRAPH_TOKENS, GRAPH_TOKENS + 1, 8192]:
+        if tokens > max_tokens:
+            continue
+        decodes = min(max_num_seqs - 1, tokens - 2)
+        shape = buckets.fit(tokens, decodes)
+        assert shape.prefill and shape.tokens >= tokens and shape.decodes >= decodes
+        assert shape.samples >= min(decodes + 1, tokens)
+        assert (shape in shapes) == (tokens <= GRAPH_TOKENS) and shape.exact != (shape in shapes)
+        assert shape.tokens <= max(tokens + 63, 1.25 * tokens)
+
+
+def test_draw_keeps_greedy_and_invalid_rows_and_ties() -> None:
+    logits = torch.tensor([[0.0, 3.0, 3.0, 1.0]] * 5)
+    logits[3, 0] = float("nan")
+    greedy = torch.tensor([1, 1, 1, -1, 1], dtype=torch.int32)
+    inputs = DrawInputs(
+        uniform=torch.tensor([0.9, 0.0, 0.999, 0.5, 0.98], dtype=torch.float64),
+        temperature=torch.tensor([0.0, 1.0, 1.0, 1.0, 1.0]),
+        top_k=torch.tensor([0, 1, 1, 1, 0], dtype=torch.int32),
+        top_p=torch.tensor([1.0, 1.0, 1.0, 1.0, 0.5]),
+        min_p=torch.zeros(5),
+        most_top_k=1,
+        any_top_p=True,
+        any_min_p=False,
+    )
+    # greedy; both of two equal logits pass a top-k of one; not finite; and both pass a top-p that one would fill
+    assert draw(logits, greedy, inputs).tolist() == [1, 1, 2, -1, 2]
