@@ -77,7 +77,9 @@ def split_host(costs: OffloadCosts, room: int, act_device: int) -> HostSplit:
         HostSplit(int(room - costs.ratio * act + 1e-9), act)
         for act in sorted({min(math.floor(ideal), most), min(math.ceil(ideal), most)})
     ]
-    return min(splits, key=lambda s: abs(costs.link_seconds(*s) - costs.device_seconds(*s, act_device)))
+    return min(
+        splits, key=lambda s: abs(costs.link_seconds(s.kv, s.act) - costs.device_seconds(s.kv, s.act, act_device))
+    )
 
 
 def next_is_act(kv_blocks: int, act_blocks: int, split: HostSplit) -> bool:

@@ -98,10 +98,10 @@ class Past:
 
 
 class Parked(NamedTuple):
-    """`blocks` blocks of past `index` go to `place`. Of one past, in this order from its tail: DROP, HOST_KV,
+    """`blocks` blocks of past number `past` go to `place`. Of one past, in this order from its tail: DROP, HOST_KV,
     HOST_HIDDEN, HIDDEN; what is in front of them stays."""
 
-    index: int
+    past: int
     place: Place
     blocks: int
 
@@ -135,7 +135,7 @@ def release_units(pasts: Sequence[Past], units: int, host_room: int, costs: Rest
     for step in steps:
         if room.units <= 0:
             break
-        states[step.index].take(step, room)
+        states[step.past].take(step, room)
     return ParkingPlan(
         moves=tuple(move for index, state in enumerate(states) for move in state.moves(index)),
         units=max(units, 0) - room.units,
@@ -151,7 +151,7 @@ class _Step(NamedTuple):
     """Blocks of one past may go from `source` to `place`; sorts by cost per unit, then by the order of the input."""
 
     density: float
-    index: int
+    past: int
     rank: int
     source: Place
     place: Place
