@@ -1,21 +1,39 @@
 """A deterministic, torch-free runner for tests of the control plane: it believes nothing and checks everything.
 
-The cache is modelled cell by cell: a cell (unit, offset) remembers which token prefix was written there. A chunk reads
-its whole past through its block table and fails when a cell holds anything but that request's own prefix, so a block
-that is wrongly shared, reused too early or stale is found at once. The next token is a hash of the prefix that was
-read, so every such error also changes the output.
+The cache is modelled cell by cell: a cell (tier, unit, offset) remembers which token prefix was written there, at which
+position, and as what (K, V or hidden state). A chunk reads its whole past through its block table and fails when a cell
+holds anything but that request's own prefix in the form that the table says, so a block that is wrongly shared,
+converted, swapped, reused too early or stale is found at once. The next token is a hash of the prefix that was read, so
+every such error also changes the output.
 """
 
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from typing import NamedTuple
 
-from engine.cache.cache_map import CacheEntry
+from engine.cache.cache_map import CacheEntry, CacheKind, Tier
 from engine.request import SamplingParams
-from engine.scheduling.output import INVALID_TOKEN, Chunk, ModelRunnerOutput, SchedulerOutput
+from engine.scheduling.output import (
+    INVALID_TOKEN,
+    CacheAction,
+    CacheOperation,
+    Chunk,
+    ModelRunnerOutput,
+    SchedulerOutput,
+)
 
 Digest = bytes
+
+_PARTS = {CacheKind.KV: "kv", CacheKind.HIDDEN: "x"}
+"""What the units of a block hold, in the order of the entry."""
+
+
+class _Cell(NamedTuple):
+    part: str
+    position: int
+    digest: Digest
 
 
 @dataclass(slots=True)
@@ -29,7 +47,10 @@ class _Row:
 class FakeRunner:
     """Executes steps on nothing.
 
-    `fail_steps`: step ids that raise RuntimeError, before any delta is applied (a later step must do without it).
+    `fail_steps`: step ids that raise RuntimeError, before any delta is applied (a later step must do without it);
+    `fail_after_operations`: those that raise it when deltas and cache operations are done and chunks are not.
+    `scratch_blocks`: the most distinct blocks of hidden state that a step's chunks may use; `host_units`: the host
+    tier.
     `invalid(prefix)`: True for prefixes whose logits are NaN. `latency(output)`: seconds that a step claims to take.
     """
 
@@ -39,6 +60,9 @@ class FakeRunner:
         block_size: int,
         vocab_size: int,
         fail_steps: frozenset[int] = frozenset(),
+        fail_after_operations: frozenset[int] = frozenset(),
+        scratch_blocks: int = 0,
+        host_units: int = 0,
         invalid: Callable[[Sequence[int]], bool] | None = None,
         latency: Callable[[SchedulerOutput], float] | None = None,
         sleep: bool = False,
@@ -46,11 +70,14 @@ class FakeRunner:
         self.block_size = block_size
         self.vocab_size = vocab_size
         self.fail_steps = fail_steps
+        self.fail_after_operations = fail_after_operations
+        self.scratch_blocks = scratch_blocks
+        self.host_units = host_units
         self._invalid = invalid or (lambda _: False)
         self._latency = latency or (lambda _: 0.0)
         self._sleep = sleep
         self._rows: dict[int, _Row] = {}
-        self._cells: dict[tuple[int, int], Digest] = {}
+        self._cells: dict[tuple[Tier, int, int], _Cell] = {}
 
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         """Apply the deltas in the documented order, run the chunks, sample."""
@@ -66,10 +93,57 @@ class FakeRunner:
             self._rows[new.row] = _Row(list(new.token_ids), new.num_prompt_tokens, new.sampling, list(new.entries))
         for appended in output.appended:
             self._rows[appended.row].entries.extend(appended.entries)
+        for replaced in output.replaced:
+            self._rows[replaced.row].entries[replaced.block] = replaced.entry
+        self._operate(output.operations)
+        if output.step_id in self.fail_after_operations:
+            raise RuntimeError(f"step {output.step_id} was told to fail after its operations")
+        self._check_tables(output.chunks)
         assert len({chunk.row for chunk in output.chunks}) == len(output.chunks), "one chunk per request in a step"
         sampled = [self._run(chunk) for chunk in output.chunks]
         tokens = [token for token in sampled if token is not None]
         return ModelRunnerOutput(output.step_id, tokens, None, latency)
+
+    def _operate(self, operations: Sequence[CacheOperation]) -> None:
+        """Move and convert cells; a target must be neither a target nor a source of an operation before it."""
+        touched: set[tuple[Tier, int]] = set()
+        for action, source, target, start in operations:
+            units = {(target.tier, unit) for unit in target.units}
+            assert touched.isdisjoint(units), "a unit is written twice in a step, or after it was read"
+            assert all(unit < self.host_units for tier, unit in units if tier is Tier.HOST), "no such host unit"
+            touched |= units | {(source.tier, unit) for unit in source.units}
+            if action is CacheAction.RESTORE:
+                self._restore(source, target, start)
+                continue
+            tiers = (Tier.DEVICE, Tier.HOST) if action is CacheAction.SWAP_OUT else (Tier.HOST, Tier.DEVICE)
+            assert (source.tier, target.tier) == tiers and source.kind is target.kind, "a swap moves to the other tier"
+            for old, new in zip(source.units, target.units, strict=True):
+                for offset in range(self.block_size):
+                    self._put(target.tier, new, offset, self._cells.get((source.tier, old, offset)))
+
+    def _restore(self, source: CacheEntry, target: CacheEntry, start: int) -> None:
+        assert (source.kind, target.kind) == (CacheKind.HIDDEN, CacheKind.KV), "hidden state is restored to KV"
+        assert source.tier is target.tier is Tier.DEVICE, "a block is restored on the device"
+        for offset in range(self.block_size):
+            cell = self._cells.get((Tier.DEVICE, source.units[0], offset))
+            assert cell is None or (cell.part, cell.position) == ("x", start + offset), "restored from another place"
+            for part, unit in zip(_PARTS[CacheKind.KV], target.units, strict=True):
+                self._put(Tier.DEVICE, unit, offset, cell and cell._replace(part=part))
+
+    def _put(self, tier: Tier, unit: int, offset: int, cell: _Cell | None) -> None:
+        if cell is None:
+            self._cells.pop((tier, unit, offset), None)
+        else:
+            self._cells[tier, unit, offset] = cell
+
+    def _check_tables(self, chunks: Sequence[Chunk]) -> None:
+        """Rows lie on the device, and the hidden blocks of the step fit the scratch."""
+        hidden: set[CacheEntry] = set()
+        for chunk in chunks:
+            used = self._rows[chunk.row].entries[: -(-(chunk.start + chunk.length) // self.block_size)]
+            assert all(entry.tier is Tier.DEVICE for entry in used), "a block on the host is read"
+            hidden.update(entry for entry in used if entry.kind is CacheKind.HIDDEN)
+        assert len(hidden) <= self.scratch_blocks, "more hidden blocks than scratch"
 
     def _run(self, chunk: Chunk) -> int | None:
         row = self._rows[chunk.row]
@@ -78,12 +152,14 @@ class FakeRunner:
         assert end <= len(row.entries) * self.block_size, "the block table is too short"
         digests = _prefix_digests(row.token_ids[:end])
         for position in range(end):
-            for unit in row.entries[position // self.block_size].units:
-                cell = (unit, position % self.block_size)
+            entry, offset = row.entries[position // self.block_size], position % self.block_size
+            for part, unit in zip(_PARTS[entry.kind], entry.units, strict=True):
+                mine = _Cell(part, position, digests[position])
                 if position >= chunk.start:
-                    self._cells[cell] = digests[position]
+                    self._cells[Tier.DEVICE, unit, offset] = mine
                 else:
-                    assert self._cells.get(cell) == digests[position], f"position {position} is not this request's"
+                    found = self._cells.get((Tier.DEVICE, unit, offset))
+                    assert found == mine, f"position {position} is not this request's"
         assert chunk.sample == (end == len(row.token_ids)), "a chunk samples iff it reaches the last known token"
         if not chunk.sample:
             return None
