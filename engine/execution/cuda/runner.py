@@ -83,6 +83,7 @@ class CudaRunner:
         self._results = deque(pinned(max_num_seqs, torch.int32, device) for _ in range(_RESULTS))
         self._unsettled: deque[_Sampled] = deque()
         self._last_end = 0.0
+        self.num_graphs = 0
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # weights and tables were written on another stream
         if graphs:
@@ -125,6 +126,7 @@ class CudaRunner:
                 inputs = self._buffers.fill(shape, empty, self._rows)
                 self._buffers.upload()
                 self._graphs.capture(inputs)
+                self.num_graphs += 1
             self._lane.mark().synchronize()
 
     def _run(self, output: SchedulerOutput, changes: tuple[Int32Array, Int32Array]) -> _Sampled | None:
