@@ -20,17 +20,18 @@ from engine.client import EngineInfo
 from engine.colocation import Colocation, initial_budget
 from engine.config import EngineConfig, SchedulerConfig
 from engine.core import EngineCore
-from engine.engine import Engine
+from engine.engine import Engine, ModelRunner
 from engine.errors import ConfigError
 from engine.execution import memory
-from engine.execution.runner import ModelRunner
+from engine.execution.cuda.assemble import Sizes, cache_room, make_runner, refusal
+from engine.execution.runner import ModelRunner as TorchRunner
 from engine.machine import read_processor
 from engine.models.decoder import Decoder
 from engine.models.families import family_named
 from engine.models.hub import resolve_model_folder
 from engine.models.loader import load_weights
 from engine.models.spec import ModelSpec, load_spec, resolve_max_model_len
-from engine.models.weights import torch_dtype
+from engine.models.weights import ModelWeights, torch_dtype
 from engine.tuning import BudgetTuner, parse_load
 from predictor.online import OnlineModel
 from predictor.profile import ProfileKey
@@ -110,12 +111,17 @@ def build_runner(config: EngineConfig, plan: LaunchPlan) -> tuple[ModelRunner, L
     weights = load_weights(
         plan.spec, plan.folder, dtype=plan.dtype, device=device, load_format=config.load_format, seed=config.seed
     )
+    if device.type == "cuda":
+        reason = refusal(plan.spec, dtype, torch.cuda.get_device_capability(device))
+        if reason is None:
+            return _build_cuda_runner(config, plan, weights)
+        plan = replace(plan, notes=(*plan.notes, f"slow attention by torch's own operators: {reason}"))
     decoder = Decoder(plan.spec, weights, max_model_len=plan.max_model_len)
     if device.type == "cuda":
         room = memory.cuda_cache_bytes(device, config.gpu_memory_utilization, lambda: _largest_step(decoder, config))
         plan = _with_cache(plan, config, room)
     num_units = memory.UNITS_PER_BLOCK * plan.num_blocks
-    runner = ModelRunner(
+    runner = TorchRunner(
         decoder,
         num_units=num_units,
         block_size=config.block_size,
@@ -125,6 +131,18 @@ def build_runner(config: EngineConfig, plan: LaunchPlan) -> tuple[ModelRunner, L
         dtype=dtype,
     )
     return runner, plan
+
+
+def _build_cuda_runner(
+    config: EngineConfig, plan: LaunchPlan, weights: ModelWeights
+) -> tuple[ModelRunner, LaunchPlan]:
+    """The runner with our own kernels and CUDA graphs."""
+
+    def sizes(plan: LaunchPlan) -> Sizes:
+        return Sizes(config.block_size, config.max_num_seqs, config.max_num_batched_tokens, plan.max_model_len)
+
+    plan = _with_cache(plan, config, cache_room(plan.spec, weights, sizes(plan), config.gpu_memory_utilization))
+    return make_runner(plan.spec, weights, sizes(plan), memory.UNITS_PER_BLOCK * plan.num_blocks), plan
 
 
 def parse_slo(config: EngineConfig) -> SLO:
