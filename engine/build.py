@@ -33,7 +33,7 @@ from engine.models.loader import load_weights
 from engine.models.spec import ModelSpec, load_spec, resolve_max_model_len
 from engine.models.weights import ModelWeights, torch_dtype
 from engine.tuning import BudgetTuner, parse_load
-from predictor.online import OnlineModel
+from predictor.online import OnlineModel, OnlineSettings
 from predictor.profile import ProfileKey
 from predictor.slo import SLO, SLOError
 from predictor.sweep import SweepLimits
@@ -133,9 +133,7 @@ def build_runner(config: EngineConfig, plan: LaunchPlan) -> tuple[ModelRunner, L
     return runner, plan
 
 
-def _build_cuda_runner(
-    config: EngineConfig, plan: LaunchPlan, weights: ModelWeights
-) -> tuple[ModelRunner, LaunchPlan]:
+def _build_cuda_runner(config: EngineConfig, plan: LaunchPlan, weights: ModelWeights) -> tuple[ModelRunner, LaunchPlan]:
     """The runner with our own kernels and CUDA graphs."""
 
     def sizes(plan: LaunchPlan) -> Sizes:
@@ -194,12 +192,12 @@ def _join(
         config.profile_seconds,
         say,
     )
-    model = OnlineModel(profile.model)
+    model = OnlineModel(profile.model, OnlineSettings.with_error(profile.held_out_mape))
     core = EngineCore(scheduler, offline_policy=config.offline_policy, model=model)
     budget = initial_budget(slo, profile.model, config.fill_policy)
     colocation = Colocation(core, model, slo, budget)
     say(f"SLO {slo}; offline work may extend a step to {budget.latency_budget * 1e3:.0f} ms")
-    tuner = BudgetTuner(colocation, scheduler, config.fill_policy, load)
+    tuner = BudgetTuner(colocation, scheduler, config.fill_policy, load, profile.held_out_mape)
     return Engine(core, runner, _info(plan), colocation=colocation, tuner=tuner)
 
 

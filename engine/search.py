@@ -5,10 +5,12 @@ a process of its own, so that the search never takes time from a step. Torch-fre
 """
 
 import json
+import math
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from statistics import NormalDist
 from typing import Any
 
 from engine.config import SchedulerConfig
@@ -19,6 +21,7 @@ from engine.virtual import Arrival, PredictedRunner, VirtualDriver, VirtualRun
 from predictor.budget import BudgetParams, SearchResult, search_budget
 from predictor.features import BatchFeatures
 from predictor.model import LatencyModel
+from predictor.online import OnlineModel, OnlineSettings
 from predictor.slo import SLO, aggregate
 
 WARM_UP_SHARE = 0.1
@@ -68,15 +71,35 @@ def _request(name: str, salt: int, prompt: int, output: int, request_class: Requ
     return EngineRequest(name, (salt,) + (0,) * (prompt - 1), SamplingParams(max_tokens=output), request_class)
 
 
+def normal_noise(mape: float, count: int = 99) -> list[float]:
+    """measured ÷ predicted of a model with that mean relative error, as if errors were log-normal: its quantiles."""
+    errors = NormalDist(0.0, max(mape, 1e-9) * math.sqrt(math.pi / 2))
+    return [math.exp(errors.inv_cdf((i + 0.5) / count)) for i in range(count)]
+
+
 def replay(
-    workload: Workload, model: LatencyModel, slo: SLO, config: SchedulerConfig, budget: BudgetParams
+    workload: Workload,
+    model: LatencyModel,
+    slo: SLO,
+    config: SchedulerConfig,
+    budget: BudgetParams,
+    noise: Sequence[float] = (),
 ) -> dict[str, float]:
-    """One run of the workload under a budget; metrics by the names of the reports. L = 0: online only."""
-    core = EngineCore(config, model=model, objective=StepObjective.from_slo(slo, budget))
+    """One run of the workload under a budget; metrics by the names of the reports. L = 0: online only.
+
+    With `noise` (measured ÷ predicted of real steps) steps vary, and the core keeps the margins that it keeps live.
+    """
+    online = OnlineModel(model, OnlineSettings.with_error(_mean_error(noise)))
+    core = EngineCore(config, model=online if noise else model, objective=StepObjective.from_slo(slo, budget))
+    runner = PredictedRunner(model, noise, online.observe if noise else None)
     offline = workload.offline(config.max_model_len, seed=1) if budget.latency_budget > 0 else None
     arrivals = workload.online(config.max_model_len)
-    driver = VirtualDriver(core, PredictedRunner(model), arrivals, offline, backlog=2 * config.max_num_seqs)
+    driver = VirtualDriver(core, runner, arrivals, offline, backlog=2 * config.max_num_seqs)
     return metrics_of(driver.run(workload.seconds), slo)
+
+
+def _mean_error(noise: Sequence[float]) -> float:
+    return sum(abs(1.0 / ratio - 1.0) for ratio in noise) / len(noise) if noise else 0.0
 
 
 def metrics_of(run: VirtualRun, slo: SLO) -> dict[str, float]:
@@ -108,12 +131,13 @@ def find_budget(
     slo: SLO,
     config: SchedulerConfig,
     policy: str,
+    noise: Sequence[float] = (),
     max_evaluations: int = 24,
 ) -> SearchResult:
     """Search on the first window, confirm on the second."""
 
     def evaluate_on(workload: Workload) -> Any:
-        return lambda budget: replay(workload, model, slo, config, budget)
+        return lambda budget: replay(workload, model, slo, config, budget, noise)
 
     return search_budget(
         evaluate_on(first),
@@ -126,7 +150,13 @@ def find_budget(
 
 
 def make_job(
-    first: Workload, second: Workload | None, model: LatencyModel, slo: SLO, config: SchedulerConfig, policy: str
+    first: Workload,
+    second: Workload | None,
+    model: LatencyModel,
+    slo: SLO,
+    config: SchedulerConfig,
+    policy: str,
+    noise: Sequence[float] = (),
 ) -> dict[str, Any]:
     """Everything that `main` needs, as JSON."""
     coefficients = {name: value for name, value in asdict(model).items() if not name.startswith("_")}
@@ -137,6 +167,7 @@ def make_job(
         "slo": str(slo),
         "config": asdict(config),
         "policy": policy,
+        "noise": list(noise),
     }
 
 
@@ -155,6 +186,7 @@ def main() -> None:
         SLO.parse(job["slo"]),
         SchedulerConfig(**job["config"]),
         job["policy"],
+        job["noise"],
     )
     summary = {"params": asdict(result.params), "metrics": result.best.metrics, "in_reach": result.slo_in_reach}
     print(json.dumps({**summary, "confirmed": result.confirmed, "evaluations": result.num_evaluations}))

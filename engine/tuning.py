@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from engine.colocation import Colocation, RecordedArrival
 from engine.config import SchedulerConfig
 from engine.errors import ConfigError
-from engine.search import Workload, make_job
+from engine.search import Workload, make_job, normal_noise
 from predictor.budget import BudgetParams
 
 log = logging.getLogger("tidemill.colocation")
@@ -22,6 +22,7 @@ log = logging.getLogger("tidemill.colocation")
 SEARCH_SECONDS = 60.0
 MIN_RECORDED = 200
 MIN_WINDOW = 1.0
+MIN_STEPS = 100
 NICENESS = 10
 
 
@@ -57,15 +58,21 @@ def _at(arrival: RecordedArrival) -> float:
 
 
 class BudgetTuner:
-    """Runs the searches and hands their result to the co-location keeper."""
+    """Runs the searches and hands their result to the co-location keeper. `error`: the profile's held-out MAPE."""
 
     def __init__(
-        self, colocation: Colocation, config: SchedulerConfig, policy: str, load: tuple[float, int, int] | None
+        self,
+        colocation: Colocation,
+        config: SchedulerConfig,
+        policy: str,
+        load: tuple[float, int, int] | None,
+        error: float,
     ) -> None:
         self._colocation = colocation
         self._config = config
         self._policy = policy
         self._load = load
+        self._error = error
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -87,8 +94,11 @@ class BudgetTuner:
         await self._search(first, second, "the load served so far")
 
     async def _search(self, first: Workload, second: Workload, what: str) -> None:
-        model = self._colocation.model.model
-        job = make_job(first, second, model, self._colocation.slo, self._config, self._policy)
+        model = self._colocation.model
+        # What steps really took, neighbours and HTTP included: a search without it finds budgets on the very edge.
+        noise = model.residuals() if model.num_observed >= MIN_STEPS else normal_noise(self._error)
+        scaled = model.model.scaled(model.scale)
+        job = make_job(first, second, scaled, self._colocation.slo, self._config, self._policy, noise)
         try:
             params = await run_search(json.dumps(job).encode())
         except (OSError, ValueError, KeyError) as error:

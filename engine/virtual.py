@@ -5,8 +5,9 @@ on it, and the simulator stands on it. Deterministic for equal arrivals and an e
 """
 
 import math
+import random
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Protocol
@@ -29,15 +30,31 @@ class VirtualRunner(Protocol):
 
 
 class PredictedRunner:
-    """Every step takes what a latency model says; tokens are placeholders (lengths are forced by max_tokens)."""
+    """Every step takes what a latency model says; tokens are placeholders (lengths are forced by max_tokens).
 
-    def __init__(self, model: LatencyPredictor) -> None:
+    `noise`: measured ÷ predicted of real steps; each step draws one of them. `observe` is told every step.
+    """
+
+    def __init__(
+        self,
+        model: LatencyPredictor,
+        noise: Sequence[float] = (),
+        observe: Callable[[BatchFeatures, float], None] | None = None,
+        seed: int = 0,
+    ) -> None:
         self._model = model
+        self._noise = noise
+        self._observe = observe
+        self._generator = random.Random(seed)
 
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         features = step_features(output)
         num_sampled = sum(chunk.sample for chunk in output.chunks)
         latency = self._model.predict(features)
+        if self._noise:
+            latency *= self._generator.choice(self._noise)
+        if self._observe is not None:
+            self._observe(features, latency)
         return ModelRunnerOutput(output.step_id, [PLACEHOLDER_TOKEN] * num_sampled, None, latency)
 
 

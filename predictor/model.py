@@ -11,7 +11,7 @@ Knows nothing of requests or schedulers. `predictor.fitting` finds the coefficie
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from predictor.features import BatchFeatures
@@ -168,6 +168,11 @@ class LatencyModel:
     def cache_work(self, compact_tokens: int = 0, restored_tokens: int = 0, transferred_bytes: int = 0) -> float:
         """Seconds that such cache work adds to any step."""
         return self.compact * compact_tokens + self.restored * restored_tokens + self.transferred * transferred_bytes
+
+    def scaled(self, factor: float) -> "LatencyModel":
+        """The model of a device on which every step takes `factor` times as long."""
+        linear = {name: factor * getattr(self, name) for name in LINEAR_TERMS}
+        return replace(self, **linear, hinges=tuple(factor * hinge for hinge in self.hinges))
 
     def max_prefill(self, features: BatchFeatures, seconds: float, max_tokens: int, start: int) -> int:
         """The largest chunk length ≤ `max_tokens` behind `start` that adds at most `seconds`; 0 if none does.

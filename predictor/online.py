@@ -29,8 +29,9 @@ class OnlineSettings:
 
     forgetting       share of a new step in the scale and in the means (0.02: about 50 steps)
     clip             largest relative error that one step can teach
-    quantile         of the relative residual, taken as the margin
-    initial_margin   relative margin of a regime before its first step
+    quantile         of the relative residual, taken as the margin; a request has as many gaps as output tokens, and
+                     each of them must keep a limit on its P99, so this is well above what requests are promised
+    initial_margin   relative margin of a regime before its first step (see `with_error`)
     max_margin       the largest relative margin
     max_scale        the scale stays within [1/max_scale, max_scale]
     window           steps of the windowed error
@@ -39,12 +40,18 @@ class OnlineSettings:
 
     forgetting: float = 0.02
     clip: float = 0.25
-    quantile: float = 0.95
+    quantile: float = 0.995
     initial_margin: float = 0.05
     max_margin: float = 0.5
     max_scale: float = 8.0
     window: int = 512
     ring: int = 256
+
+    @classmethod
+    def with_error(cls, mape: float) -> "OnlineSettings":
+        """Settings for a model with that held-out error: until steps tell more, three times it is kept free."""
+        usual = cls()
+        return cls(initial_margin=min(max(usual.initial_margin, 3.0 * mape), usual.max_margin))
 
 
 @dataclass(slots=True)
@@ -180,6 +187,10 @@ class OnlineModel:
     def max_prefill(self, features: BatchFeatures, seconds: float, max_tokens: int, start: int) -> int:
         """The largest chunk length ≤ `max_tokens` behind `start` that adds at most `seconds`; 0 if none does."""
         return largest_chunk(lambda length: self.marginal(features, start, length), seconds, max_tokens)
+
+    def residuals(self) -> list[float]:
+        """measured ÷ expected of the recent steps, as many per regime as its ring holds; empty before the first."""
+        return [seconds / expected for f, seconds in self.recent() if (expected := self.expected(f)) > 0.0]
 
     def recent(self) -> Iterator[Sample]:
         """Recently executed steps, as many per regime as its ring holds: the input of a new fit."""

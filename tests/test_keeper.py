@@ -13,7 +13,7 @@ from engine.core import EngineCore
 from engine.errors import ConfigError
 from engine.request import FinishReason, RequestClass, RequestOutput, RequestTimes
 from engine.scheduling.output import Chunk, SchedulerOutput
-from engine.search import Workload, find_budget, make_job, replay
+from engine.search import Workload, find_budget, make_job, normal_noise, replay
 from engine.tuning import MIN_RECORDED, BudgetTuner, parse_load, recorded_workloads, run_search
 from engine.virtual import Arrival, PredictedRunner, VirtualDriver
 from predictor.budget import BudgetParams
@@ -136,6 +136,19 @@ def test_arrivals_the_core_refuses_are_recorded() -> None:
     assert [r.rejected for r in run.online] == [False, True, True]
 
 
+def test_the_search_sees_how_much_real_steps_vary() -> None:
+    first, second = (Workload.poisson(4.0, 100, 40, 20.0, seed) for seed in (1, 2))
+    slo = SLO.parse("tbt_p99=40ms")
+    noise = normal_noise(0.15)
+    edge = BudgetParams("hygen", 0.040)
+    calm, noisy = (replay(first, MODEL, slo, CONFIG, edge, each)["tbt_p99"] for each in ((), noise))
+    assert calm < noisy
+    found = find_budget(first, second, MODEL, slo, CONFIG, "hygen", noise)
+    assert found.best.metrics["tbt_p99"] <= 0.040 and found.best.throughput > 0
+    assert normal_noise(0.15)[49] == pytest.approx(1.0)
+    assert sum(abs(1 - ratio) for ratio in noise) / len(noise) == pytest.approx(0.15, rel=0.1)
+
+
 def test_recorded_arrivals_become_two_windows() -> None:
     arrivals = [RecordedArrival(100.0 + i, 10 + i, 5) for i in range(10)]
     first, second = recorded_workloads(arrivals)
@@ -176,7 +189,7 @@ async def test_the_tuner_applies_what_it_finds_and_survives_a_failure(monkeypatc
 
     monkeypatch.setattr("engine.tuning.run_search", fake_search)
     before = core._scheduler.objective.budget
-    tuner = BudgetTuner(keeper, CONFIG, "tidemill", (1.0, 100, 20))
+    tuner = BudgetTuner(keeper, CONFIG, "tidemill", (1.0, 100, 20), 0.1)
     tuner.start()
     for _ in range(20):
         await asyncio.sleep(0)

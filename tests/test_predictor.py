@@ -553,13 +553,16 @@ def test_both_models_are_latency_predictors() -> None:
     assert all(predictor.predict(BatchFeatures()) > 0 for predictor in predictors)
 
 
-def test_the_margin_covers_the_quantile() -> None:
-    model, rng = online()
+@pytest.mark.parametrize(("quantile", "low", "high"), [(0.95, 920, 999), (0.995, 985, 1000)])
+def test_the_margin_covers_the_quantile(quantile: float, low: int, high: int) -> None:
+    model = OnlineModel(fit(noisy_samples(1000, 1, 0.0), "full", token_limit=2048), OnlineSettings(quantile=quantile))
+    rng = random.Random(11)
     run_steps(model, rng, 4000)
     steps = [random_step(rng) for _ in range(1000)]
     measured = [roofline(step) * math.exp(rng.gauss(0, 0.02)) for step in steps]
     covered = sum(seconds <= model.predict(step) for step, seconds in zip(steps, measured, strict=True))
-    assert 920 <= covered <= 999
+    assert low <= covered <= high
+    assert max(model.predict(step) / model.expected(step) for step in steps) < 1.2, "no more than it takes"
     expected = sum(seconds <= model.expected(step) for step, seconds in zip(steps, measured, strict=True))
     assert 400 <= expected <= 600
     assert 0.012 < model.mape < 0.022, "mean |N(0, 2 %)| is 1.6 %"
@@ -614,6 +617,26 @@ def test_a_margin_stands_before_the_first_step() -> None:
     assert model.expected(step) == MODEL.predict(step)
     assert model.predict(step) == pytest.approx(1.1 * MODEL.predict(step))
     assert model.mape == 0.0
+
+
+def test_a_worse_fit_starts_with_a_wider_margin() -> None:
+    assert OnlineSettings.with_error(0.001).initial_margin == 0.05
+    assert OnlineSettings.with_error(0.1).initial_margin == pytest.approx(0.3)
+    assert OnlineSettings.with_error(0.9).initial_margin == 0.5
+
+
+def test_a_scaled_model_predicts_scaled_times() -> None:
+    for features in (random_step(random.Random(i)) for i in range(20)):
+        assert MODEL.scaled(1.7).predict(features) == pytest.approx(1.7 * MODEL.predict(features))
+
+
+def test_residuals_are_what_steps_took_by_what_was_expected() -> None:
+    model, rng = online()
+    assert model.residuals() == []
+    run_steps(model, rng, 3000, factor=1.5, noise=0.1)
+    ratios = sorted(model.residuals())
+    assert ratios[len(ratios) // 2] == pytest.approx(1.0, abs=0.03), "the scale is taken out"
+    assert ratios[int(0.84 * len(ratios))] == pytest.approx(1.1, abs=0.04)
 
 
 def test_the_mean_error_is_that_of_the_window() -> None:

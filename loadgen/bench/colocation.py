@@ -31,7 +31,10 @@ WARM_UP = 5.0
 
 @dataclass(slots=True)
 class Answer:
-    """One streamed request: seconds since the run's start; `tokens` are the times of its chunks."""
+    """One streamed request: seconds since the run's start; `tokens` are the arrival times of its tokens.
+
+    A chunk of k tokens is one gap and k - 1 zeros, and a token without text of its own comes with the next one.
+    """
 
     scheduled: float
     tokens: list[float] = field(default_factory=list)
@@ -97,6 +100,7 @@ class Client:
             "ignore_eos": True,
             "temperature": 0,
             "stream": True,
+            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
             "service_tier": tier,
         }
         async with self._session.post(f"{self._url}/v1/completions", data=orjson.dumps(body)) as response:
@@ -104,7 +108,8 @@ class Client:
                 return
             async for line in response.content:
                 if line.startswith(b"data: {"):
-                    answer.tokens.append(self.now())
+                    now, usage = self.now(), orjson.loads(line[6:])["usage"]
+                    answer.tokens += [now] * (usage["completion_tokens"] - len(answer.tokens))
         answer.ok = len(answer.tokens) >= output
 
     async def online(self, run: Run, at: float, salt: int) -> None:
