@@ -1,7 +1,8 @@
-"""Drives a real runner by hand-made steps, as a scheduler would that changes its mind about the cache all the time.
+"""Drives a runner by hand-made steps, as a scheduler would that changes its mind about the cache all the time.
 
-Units come from a real BlockPool; every free unit and all scratch is filled with NaN before each step, so that whatever
-is read without having been written shows in the logits.
+With a decoder the runner is the real one, without one the checking fake. Units come from a real BlockPool; every free
+unit and all scratch is filled with NaN before each step, so that whatever is read without having been written shows in
+the logits.
 """
 
 import math
@@ -13,6 +14,7 @@ import torch
 from engine.cache.cache_map import CacheBlock, CacheEntry, CacheKind, Tier
 from engine.cache.pool import BlockPool
 from engine.cache.prefix import extend_hashes
+from engine.execution.fake import FakeRunner
 from engine.execution.runner import ModelRunner
 from engine.models.decoder import Decoder
 from engine.request import SamplingParams
@@ -28,6 +30,7 @@ from engine.scheduling.output import (
 
 BLOCK = 4
 ROWS = 6
+VOCAB = 97
 CPU = torch.device("cpu")
 GREEDY = SamplingParams(max_tokens=100, temperature=0.0)
 
@@ -66,7 +69,7 @@ class HandDriver:
 
     def __init__(
         self,
-        decoder: RecordingDecoder,
+        decoder: RecordingDecoder | None,
         seed: int,
         *,
         kinds: tuple[CacheKind, ...] = (CacheKind.KV,),
@@ -81,17 +84,23 @@ class HandDriver:
         self.calm = calm
         self.scratch_blocks = scratch_blocks
         self.pool = BlockPool(num_units, host_units)
-        self.runner = ModelRunner(
-            decoder,
-            num_units=num_units,
-            block_size=BLOCK,
-            max_num_seqs=ROWS,
-            max_model_len=128,
-            device=CPU,
-            dtype=decoder.dtype,
-            scratch_blocks=scratch_blocks,
-            host_units=host_units,
-        )
+        self.runner: ModelRunner | FakeRunner
+        if decoder is None:
+            self.runner = FakeRunner(
+                block_size=BLOCK, vocab_size=VOCAB, scratch_blocks=scratch_blocks, host_units=host_units
+            )
+        else:
+            self.runner = ModelRunner(
+                decoder,
+                num_units=num_units,
+                block_size=BLOCK,
+                max_num_seqs=ROWS,
+                max_model_len=128,
+                device=CPU,
+                dtype=decoder.dtype,
+                scratch_blocks=scratch_blocks,
+                host_units=host_units,
+            )
         self.live: list[Live] = []
         self.free_rows = list(range(ROWS))
         self.released: list[int] = []
@@ -149,11 +158,10 @@ class HandDriver:
         )
         result = self.runner.execute(output)
         samples = [request for chunk, request in self._chunks if chunk.sample]
-        logits = self.decoder.last if samples else []
-        assert logits is not None
-        for request, token, row in zip(samples, result.token_ids, logits, strict=True):
+        for index, (request, token) in enumerate(zip(samples, result.token_ids, strict=True)):
             request.token_ids.append(token)
-            request.logits.append(row.float().clone())
+            if self.decoder is not None and self.decoder.last is not None:
+                request.logits.append(self.decoder.last[index].float().clone())
         for chunk, request in self._chunks:
             request.computed = chunk.start + chunk.length
             self._publish(request)
@@ -264,6 +272,8 @@ class HandDriver:
         return NewRequest(request.row, "r", tuple(request.token_ids), len(request.prompt), GREEDY, entries)
 
     def _poison(self) -> None:
+        if isinstance(self.runner, FakeRunner):
+            return
         device = self.runner._pool
         device.units[torch.tensor(self.pool._free, dtype=torch.int64)] = math.nan
         device.host_units[torch.tensor(self.pool.host._free, dtype=torch.int64)] = math.nan

@@ -5,14 +5,16 @@ from typing import Any
 
 import pytest
 import torch
-from hand_driver import BLOCK, CPU, GREEDY, HandDriver, Live, RecordingDecoder
+from hand_driver import BLOCK, CPU, GREEDY, VOCAB, HandDriver, Live, RecordingDecoder
 from tiny_models import llama_config
 
 from engine.cache.cache_map import CacheEntry, CacheKind, Tier
 from engine.errors import ConfigError
+from engine.execution.fake import FakeRunner, solo_tokens
 from engine.execution.runner import ModelRunner
 from engine.models.spec import hidden_offer, spec_from_config
 from engine.models.weights import DummyTensors, build_weights
+from engine.request import SamplingParams
 from engine.scheduling.output import CacheAction, CacheOperation, Chunk, NewRequest, ReplacedEntry, SchedulerOutput
 
 BOTH = (CacheKind.KV, CacheKind.HIDDEN)
@@ -185,7 +187,7 @@ def bare_runner(name: str = "llama2", scratch_blocks: int = 4, host_units: int =
 PROMPT = (7, 11, 13, 17, 19, 23)
 
 
-def start(runner: ModelRunner, entries: tuple[CacheEntry, ...]) -> int:
+def start(runner: ModelRunner | FakeRunner, entries: tuple[CacheEntry, ...]) -> int:
     new = NewRequest(1, "r", PROMPT, len(PROMPT), GREEDY, entries)
     return runner.execute(SchedulerOutput(0, (Chunk(1, 0, len(PROMPT), True),), (new,))).token_ids[0]
 
@@ -286,6 +288,79 @@ def test_a_poisoned_request_disturbs_nobody() -> None:
     known = [start(alone, kv(0, 1, 2, 3))]
     known += [alone.execute(SchedulerOutput(s, (Chunk(1, 5 + s, 1, True),))).token_ids[0] for s in (1, 2)]
     assert [*other, both[1], *again] == known
+
+
+# --- the checking fake runner ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_fake_runner_follows_every_mix(seed: int) -> None:
+    driver = HandDriver(None, seed, kinds=BOTH, num_units=50, host_units=60, scratch_blocks=20)
+    requests = []
+    for prompt in prompts_of(seed):
+        requests.append(driver.add(prompt, 9))
+        driver.step()
+    driver.run()
+    assert driver.seen >= {"restore hidden", "swap_out hidden", "swap_in hidden", "swap_out kv", "swap_in kv"}
+    for request in requests:
+        expected = solo_tokens(request.prompt, SamplingParams(max_tokens=9), VOCAB)
+        assert request.token_ids[len(request.prompt) :] == expected
+
+
+def fake_after(*operations: CacheOperation, table: tuple[CacheEntry, ...]) -> None:
+    """Write a prompt into a hidden block and a KV one, run the operations, read one more token through `table`."""
+    runner = FakeRunner(block_size=BLOCK, vocab_size=VOCAB, scratch_blocks=2, host_units=4)
+    token = start(runner, (*hidden(0), *kv(2, 3)))
+    new = NewRequest(2, "r", (*PROMPT, token), len(PROMPT), GREEDY, table)
+    runner.execute(SchedulerOutput(1, (Chunk(2, 6, 1, True),), (new,), (), (1,), operations=operations))
+
+
+RESTORE = CacheOperation(CacheAction.RESTORE, *hidden(0), *kv(6, 7), 0)
+OUT = CacheOperation(CacheAction.SWAP_OUT, *kv(2, 3), host(*kv(2, 3), 0, 1))
+BACK = CacheOperation(CacheAction.SWAP_IN, host(*kv(2, 3), 0, 1), *kv(9, 8))
+
+
+def test_the_fake_runner_accepts_what_is_right() -> None:
+    fake_after(RESTORE, OUT, BACK, table=kv(6, 7, 9, 8))
+
+
+@pytest.mark.parametrize(
+    ("operations", "table", "message"),
+    [
+        ((), (*kv(6, 7), *kv(2, 3)), "not this request's"),
+        ((RESTORE._replace(start=4),), (*kv(6, 7), *kv(2, 3)), "not this request's"),
+        ((RESTORE,), (*kv(7, 6), *kv(2, 3)), "not this request's"),
+        ((RESTORE._replace(source=hidden(2)[0]),), (*kv(6, 7), *kv(2, 3)), "not this request's"),
+        ((OUT, BACK), (*hidden(0), *kv(8, 9)), "not this request's"),
+        ((BACK,), (*hidden(0), *kv(9, 8)), "not this request's"),
+        ((OUT,), (*hidden(0), OUT.target), "on the host is read"),
+        ((OUT, BACK._replace(target=kv(2, 3)[0])), (*hidden(0), *kv(2, 3)), "written twice"),
+        ((OUT._replace(target=host(*kv(2, 3), 4, 5)),), (*hidden(0), *kv(2, 3)), "no such host unit"),
+        ((), (*hidden(0, 2),), "not this request's"),
+    ],
+    ids=str,
+)
+def test_the_fake_runner_finds_what_is_wrong(
+    operations: tuple[CacheOperation, ...], table: tuple[CacheEntry, ...], message: str
+) -> None:
+    with pytest.raises(AssertionError, match=message):
+        fake_after(*operations, table=table)
+
+
+def test_the_fake_runner_counts_scratch_by_distinct_blocks() -> None:
+    runner = FakeRunner(block_size=BLOCK, vocab_size=VOCAB, scratch_blocks=1)
+    with pytest.raises(AssertionError, match="more hidden blocks than scratch"):
+        start(runner, hidden(0, 1))
+
+
+def test_the_fake_runner_fails_between_operations_and_chunks() -> None:
+    runner = FakeRunner(
+        block_size=BLOCK, vocab_size=VOCAB, scratch_blocks=2, host_units=2, fail_after_operations=frozenset({1})
+    )
+    start(runner, (*hidden(0), *kv(2, 3)))
+    with pytest.raises(RuntimeError, match="after its operations"):
+        runner.execute(SchedulerOutput(1, (), operations=(OUT,)))
+    runner.execute(SchedulerOutput(2, (), operations=(BACK,)))
 
 
 # --- what is offered ---------------------------------------------------------------------------------------------

@@ -126,7 +126,8 @@ class FakeRunner:
         assert source.tier is target.tier is Tier.DEVICE, "a block is restored on the device"
         for offset in range(self.block_size):
             cell = self._cells.get((Tier.DEVICE, source.units[0], offset))
-            assert cell is None or (cell.part, cell.position) == ("x", start + offset), "restored from another place"
+            if cell is not None and (cell.part, cell.position) != ("x", start + offset):
+                cell = None  # an earlier owner's, behind the last token; or an error, which the next read finds
             for part, unit in zip(_PARTS[CacheKind.KV], target.units, strict=True):
                 self._put(Tier.DEVICE, unit, offset, cell and cell._replace(part=part))
 
