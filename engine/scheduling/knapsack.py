@@ -16,9 +16,12 @@ Pure and deterministic: equal densities keep the order of the input. Knows nothi
 """
 
 import math
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
+
+ROUNDING = 1e-9
 
 
 class Candidate(NamedTuple):
@@ -103,36 +106,31 @@ class _Ranked(NamedTuple):
 
 def _rank(columns: _Columns, capacity: int, penalty: float) -> _Ranked | None:
     """One pass and one sort; None when the ratios of the candidates differ."""
-    num = len(columns.values)
-    densities, first, order = [0.0] * num, [0] * num, []
+    densities, first, order = [0.0] * len(columns.kv), [0] * len(columns.kv), []
     best_value, best_index = -1.0, -1
-    whole, part = 0, 0  # the ratio, as the first candidate that has one states it
+    whole, part = next(((m, c) for _, m, c in zip(*columns, strict=True) if c is not None and c < m), (1, 0))
+    bar = penalty * whole / (whole - part)  # density of an upgrade; of the KV from which on compact is admissible
+    offset = penalty * whole / part if part else 0.0
     for index, (value, kv, compact) in enumerate(zip(*columns, strict=True)):
-        units, worth = kv, value
+        units = kv
         if compact is not None and compact < kv:
-            if not whole:
-                whole, part = kv, compact
-            elif compact * whole != kv * part:
+            if compact * whole != kv * part:
                 return None
-            if kv > capacity:
-                units, worth = compact, value - penalty * kv
-            elif value * (kv - compact) >= penalty * kv * kv:
+            if kv > capacity or value >= bar * kv:
                 units = compact
-        if units > capacity or worth < 0.0:
+        if units > capacity:
+            continue
+        worth = value if kv <= capacity else value - penalty * kv
+        if worth < 0.0:
             continue
         if worth > best_value:
             best_value, best_index = worth, index
-        densities[index] = (value - penalty * kv) / units if units < kv else value / units
+        densities[index] = value / units - offset if units < kv else value / kv
         first[index] = units
         order.append(index)
     order.sort(key=densities.__getitem__, reverse=True)
-    num_before = 0
-    threshold = penalty * whole / (whole - part) if whole else math.inf
-    for index in order:
-        # (an admissible compact form may miss the threshold by a rounding error)
-        if densities[index] < threshold and not first[index] < columns.kv[index] <= capacity:
-            break
-        num_before += 1
+    # An admissible compact form may miss the bar by a rounding error.
+    num_before = bisect_right(order, -bar * (1.0 - ROUNDING), key=lambda index: -densities[index]) if part else 0
     return _Ranked(order, num_before, first, best_value, best_index)
 
 
@@ -169,14 +167,14 @@ def _fill(columns: _Columns, ranked: _Ranked, capacity: int, penalty: float, sin
 
 def _top_up(columns: _Columns, order: list[int], held: list[int], left: int, penalty: float) -> int:
     """Give what is left to candidates whose KV did not fit, as compact where that still has a value."""
+    values, kv, compact = columns
     for index in order:
-        compact = columns.compact[index]
-        if held[index] or compact is None or compact > left:
+        units = compact[index]
+        if units is None or units > left or held[index]:
             continue
-        kv = columns.kv[index]
-        if compact < kv and columns.values[index] > penalty * kv:
-            held[index] = compact
-            left -= compact
+        if units < kv[index] and values[index] > penalty * kv[index]:
+            held[index] = units
+            left -= units
     return left
 
 

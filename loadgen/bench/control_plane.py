@@ -1,4 +1,5 @@
-"""The control plane's own speed: one `schedule()` and one `update()` with many requests, no model behind them."""
+"""The control plane's own speed: one `schedule()` and one `update()` with many requests, no model behind them; the
+predictor; the knapsack against the number of candidates (Apt-Serve, Table 6) and against the exact optimum."""
 
 import random
 import time
@@ -7,7 +8,9 @@ from statistics import median, quantiles
 from engine.config import SchedulerConfig
 from engine.core import EngineCore
 from engine.request import EngineRequest, SamplingParams
+from engine.scheduling.knapsack import Candidate, choose, choose_options, run_options
 from engine.scheduling.output import ModelRunnerOutput
+from engine.scheduling.values import apt_value
 from loadgen.bench.machine import describe
 from predictor.features import BatchFeatures
 from predictor.fitting import fit
@@ -15,6 +18,9 @@ from predictor.model import LatencyModel
 from predictor.samples import SampleLog
 
 RUNNING, WAITING, STEPS = 256, 1600, 400
+CANDIDATES = (50, 100, 200, 400, 800, 1600)
+PENALTY = 2e-3
+"""live · ρ in seconds per KV unit: about half of the candidates are then worth running from compact cache."""
 
 
 def make_core() -> EngineCore:
@@ -73,6 +79,55 @@ def predictor_bench() -> None:
     print(f"  marginal() {(time.perf_counter() - begin) / rounds * 1e6:.2f} us, loop included")
 
 
+def queue(count: int, generator: random.Random) -> list[tuple[float, bool, int]]:
+    """Waiting requests as (seconds pending, still savable, KV units): exponential waits, 30 to 1,250 tokens."""
+    return [(wait := generator.expovariate(2.0), wait < 1.0, 2 * generator.randrange(2, 80)) for _ in range(count)]
+
+
+def as_candidates(waiting: list[tuple[float, bool, int]]) -> list[Candidate]:
+    return [Candidate(apt_value(pending, savable), units, units // 2) for pending, savable, units in waiting]
+
+
+def best_value(candidates: list[Candidate], capacity: int) -> float:
+    """The exact optimum, by dynamic programming over whole units."""
+    best = [0.0] * (capacity + 1)
+    for candidate in candidates:
+        options = run_options(candidate, PENALTY)
+        best = [
+            max([value, *(best[left - units] + worth for units, worth in options if units <= left)])
+            for left, value in enumerate(best)
+        ]
+    return best[capacity]
+
+
+def knapsack_bench() -> None:
+    generator = random.Random(0)
+    for count in CANDIDATES:
+        waiting = queue(count, generator)
+        capacity = sum(units for _, _, units in waiting) // 3
+        timed = []
+        for _ in range(max(50, 20_000 // count)):
+            begin = time.perf_counter()
+            candidates = as_candidates(waiting)
+            built = time.perf_counter()
+            chosen = choose(candidates, capacity, live=1, rho=PENALTY)
+            end = time.perf_counter()
+            choose_options([run_options(candidate, PENALTY) for candidate in candidates], capacity)
+            timed.append((end - built, end - begin, time.perf_counter() - end))
+        alone, whole, general = ([row[column] * 1e3 for row in timed] for column in range(3))
+        print(
+            f"  knapsack, {count:5d} candidates: median {median(alone):.3f} ms, P99 {quantiles(alone, n=100)[98]:.3f}; "
+            f"with values {median(whole):.3f}; general form {median(general):.2f}; "
+            f"{len(chosen.kv)} KV, {len(chosen.compact)} compact"
+        )
+    ratios = []
+    for _ in range(100):
+        candidates = as_candidates(queue(24, generator))
+        capacity = int(generator.uniform(0.15, 0.8) * sum(candidate.kv_units for candidate in candidates))
+        ratios.append(choose(candidates, capacity, live=1, rho=PENALTY).value / best_value(candidates, capacity))
+    print(f"  of the exact optimum, 100 instances of 24: mean {sum(ratios) / 100:.4f}, worst {min(ratios):.3f}")
+
+
 def main(_argv: list[str] | None = None) -> None:
     core = make_core()
     for now in range(60):
@@ -84,6 +139,7 @@ def main(_argv: list[str] | None = None) -> None:
         values = [row[column] * 1e3 for row in timed]
         print(f"  {name:12} median {median(values):.3f} ms, P99 {quantiles(values, n=100)[98]:.3f} ms")
     predictor_bench()
+    knapsack_bench()
 
 
 if __name__ == "__main__":
