@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
+from engine.cache_profiling import KV_ONLY, REPEATS, CacheTiers, measure_cache_costs
 from engine.engine import ModelRunner
 from engine.profiling import ShapeRunner
 from predictor.fitting import fit
@@ -39,10 +40,12 @@ def measure_profile(
     key: ProfileKey,
     seconds: float,
     progress: Callable[[int, float], None] = lambda _count, _spent: None,
+    tiers: CacheTiers = KV_ONLY,
 ) -> Calibration:
     """Sweep for at most about `seconds` and fit; `progress(shapes measured, seconds spent)` after every shape.
 
-    The runner must be idle, and is idle again afterwards.
+    The costs of what `tiers` offers come on top, in a fraction of a second. The runner must be idle, and is idle again
+    afterwards.
     """
     shapes = ShapeRunner(runner, limits, vocab_size)
     began = time.perf_counter()
@@ -61,7 +64,9 @@ def measure_profile(
     mape = {name: model.mape(held_out) for name, model in models.items()}
     final: LatencyModel = fit(samples, "full", token_limit=limits.max_num_batched_tokens)
     created = datetime.now(UTC).isoformat(timespec="seconds")
-    return Calibration(Profile(key, created, final, mape["full"], len(samples)), train, held_out, mape)
+    profile = Profile(key, created, final, mape["full"], len(samples))
+    costs = measure_cache_costs(runner, limits, tiers, REPEATS if seconds > 0 else 1)
+    return Calibration(profile.with_cache_costs(costs, tiers.unit_bytes), train, held_out, mape)
 
 
 def load_profile(folder: Path, key: ProfileKey, limits: SweepLimits) -> Profile | None:
@@ -83,8 +88,12 @@ def load_or_measure(
     key: ProfileKey,
     seconds: float,
     say: Callable[[str], None],
+    tiers: CacheTiers = KV_ONLY,
 ) -> Profile:
-    """The profile for `key` in `folder`; one that is missing or cannot serve is measured anew and stored."""
+    """The profile for `key` in `folder`; one that is missing or cannot serve is measured anew and stored.
+
+    In one that serves but for the costs of what `tiers` offers, these are measured and added.
+    """
     try:
         profile = load_profile(folder, key, limits)
     except ProfileError as error:
@@ -92,15 +101,23 @@ def load_or_measure(
         profile = None
     if profile is not None:
         say(f"latency profile of {profile.created_at} ({profile.num_samples} steps, error {profile.held_out_mape:.1%})")
+        if profile.cache_costs.covers(hidden=tiers.scratch_blocks > 0, host=tiers.host_units > 0):
+            return profile
+        profile = profile.with_cache_costs(measure_cache_costs(runner, limits, tiers), tiers.unit_bytes)
+        _keep(profile, folder, say)
         return profile
     if seconds <= 0:
         say("step times are guessed from a single step (--profile-seconds 0)")
-        return measure_profile(runner, limits, vocab_size, key, 0.0).profile
+        return measure_profile(runner, limits, vocab_size, key, 0.0, tiers=tiers).profile
     say(f"measuring step times for at most {seconds:.0f} s (once; the profile is kept in {folder})")
-    profile = measure_profile(runner, limits, vocab_size, key, seconds).profile
+    profile = measure_profile(runner, limits, vocab_size, key, seconds, tiers=tiers).profile
     say(f"latency profile: {profile.num_samples} steps, held-out error {profile.held_out_mape:.1%}")
+    _keep(profile, folder, say)
+    return profile
+
+
+def _keep(profile: Profile, folder: Path, say: Callable[[str], None]) -> None:
     try:
-        profile.save(folder / key.filename())
+        profile.save(folder / profile.key.filename())
     except OSError as error:
         say(f"the profile could not be kept ({error.strerror}); the next start measures again")
-    return profile

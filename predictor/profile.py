@@ -10,13 +10,15 @@ import math
 import os
 import re
 import tempfile
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from predictor.costs import NOT_MEASURED, CacheCosts
 from predictor.model import LINEAR_TERMS, LatencyModel
 
-SCHEMA = 1
+SCHEMA = 2
+"""2: the costs of the cache's representations came in; older files are measured again."""
 
 
 class ProfileError(Exception):
@@ -41,13 +43,28 @@ class ProfileKey:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """A latency model, what it holds for, when it was made (ISO 8601), and how good it is on steps it has not seen."""
+    """A latency model, what it holds for, when it was made (ISO 8601), and how good it is on steps it has not seen.
+
+    `cache_costs` are also coefficients of the model where they were measured (see `with_cache_costs`).
+    """
 
     key: ProfileKey
     created_at: str
     model: LatencyModel
     held_out_mape: float
     num_samples: int
+    cache_costs: CacheCosts = NOT_MEASURED
+
+    def with_cache_costs(self, costs: CacheCosts, unit_bytes: int) -> "Profile":
+        """The profile with these costs, and a model that charges them; `unit_bytes`: size of a cache unit."""
+        swap = (costs.swap_out or 0.0) + (costs.swap_in or 0.0)
+        model = replace(
+            self.model,
+            compact=costs.run_hidden or 0.0,
+            restored=costs.restore or 0.0,
+            transferred=swap / 2 / unit_bytes if swap else 0.0,
+        )
+        return replace(self, model=model, cache_costs=costs)
 
     def save(self, path: Path) -> None:
         """Write atomically: a reader, or a crash at any moment, meets the old file or the new one, whole.
@@ -65,6 +82,7 @@ class Profile:
             "token_limit": self.model.token_limit,
             "buckets": self.model.buckets,
             "coefficients": coefficients,
+            "cache_costs": asdict(self.cache_costs),
             "hinges": list(zip(self.model.knots, self.model.hinges, strict=True)),
         }
         _write_atomically(path, json.dumps(document, indent=1, allow_nan=False).encode() + b"\n")
@@ -107,7 +125,9 @@ def _parse(document: dict[str, Any]) -> Profile:
         token_limit=_integer(document["token_limit"]),
         buckets=tuple(_integer(bucket) for bucket in document["buckets"]),
     )
-    return Profile(key, _string(document["created_at"]), model, mape, _integer(document["num_samples"]))
+    found = {field.name: document["cache_costs"][field.name] for field in fields(CacheCosts)}
+    costs = CacheCosts(**{name: None if value is None else _number(value) for name, value in found.items()})
+    return Profile(key, _string(document["created_at"]), model, mape, _integer(document["num_samples"]), costs)
 
 
 def _string(value: object) -> str:

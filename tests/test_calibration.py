@@ -1,18 +1,28 @@
 """The latency profile: measured on a runner, kept, read again, refused when damaged or foreign."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from driver import Driver, make_request
+from tiny_models import llama_config
 
+from engine.cache.cache_map import CacheEntry, CacheKind, Tier
+from engine.cache_profiling import KV_ONLY, CacheTiers, measure_cache_costs
 from engine.calibration import load_or_measure, load_profile, measure_profile
 from engine.config import SchedulerConfig
 from engine.execution.fake import FakeRunner
-from engine.scheduling.output import ModelRunnerOutput, SchedulerOutput
+from engine.execution.runner import ModelRunner
+from engine.models.decoder import Decoder
+from engine.models.spec import spec_from_config
+from engine.models.weights import DummyTensors, build_weights
+from engine.scheduling.output import CacheAction, ModelRunnerOutput, SchedulerOutput
 from engine.virtual import step_features
+from predictor.costs import NOT_MEASURED
 from predictor.model import LatencyModel
 from predictor.profile import ProfileError, ProfileKey
-from predictor.sweep import SweepLimits
+from predictor.sweep import StepShape, SweepLimits
 
 TRUTH = LatencyModel(intercept=0.004, decode_context=2e-6, prefill_chunks=1e-4, knots=(0, 64), hinges=(1e-5, 1e-4))
 LIMITS = SweepLimits(max_num_seqs=8, max_num_batched_tokens=128, max_model_len=256, num_units=2 * 200, block_size=16)
@@ -90,6 +100,105 @@ def test_a_folder_that_cannot_be_written_is_said(tmp_path: Path) -> None:
     said: list[str] = []
     load_or_measure(tmp_path / "file" / "below", TimedRunner(), LIMITS, 50, KEY, 0.5, said.append)
     assert "could not be kept" in said[-1]
+
+
+# --- cache costs ---------------------------------------------------------------------------------------------------
+
+TIERS = CacheTiers(scratch_blocks=12, host_units=20, unit_bytes=1000)
+RUN_HIDDEN, RESTORE, SWAP_OUT, SWAP_IN = 3e-6, 8e-6, 2e-4, 1e-4
+
+
+class HybridRunner(FakeRunner):
+    """Claims what a known law says, cache work included; checks that units are used as the pool would allow."""
+
+    def __init__(self) -> None:
+        super().__init__(block_size=16, vocab_size=50, scratch_blocks=12, host_units=20)
+        self.entries: tuple[CacheEntry, ...] = ()
+        self.num_costed_steps = 0
+
+    def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
+        if output.new_requests:
+            self.entries = output.new_requests[-1].entries
+        latency = TRUTH.predict(step_features(output))
+        hidden = [entry for entry in self.entries if entry.kind is CacheKind.HIDDEN]
+        assert len(hidden) <= self.scratch_blocks
+        self.num_costed_steps += bool(hidden or output.operations)
+        latency += RUN_HIDDEN * max(0, 16 * len(hidden) - 1)
+        used = [unit for entry in self.entries for unit in entry.units]
+        for action, source, target, _ in output.operations:
+            for entry in (source, target):
+                limit = LIMITS.num_units if entry.tier is Tier.DEVICE else self.host_units
+                assert all(unit < limit for unit in entry.units)
+                assert entry.tier is Tier.HOST or not set(entry.units) & set(used), "the request's own units"
+            latency += {
+                CacheAction.RESTORE: 16 * RESTORE,
+                CacheAction.SWAP_OUT: SWAP_OUT,
+                CacheAction.SWAP_IN: SWAP_IN,
+            }[action]
+        return ModelRunnerOutput(output.step_id, [1] * sum(c.sample for c in output.chunks), None, latency)
+
+
+def test_cache_costs_are_recovered_and_charged_by_the_model() -> None:
+    profile = measure_profile(HybridRunner(), LIMITS, 50, KEY, 0.5, tiers=TIERS).profile
+    costs = profile.cache_costs
+    assert (costs.run_hidden, costs.restore) == (pytest.approx(RUN_HIDDEN), pytest.approx(RESTORE))
+    assert (costs.swap_out, costs.swap_in) == (pytest.approx(SWAP_OUT), pytest.approx(SWAP_IN))
+    step = StepShape(2, 100).features()
+    before = profile.model.predict(step)
+    step.add_cache_work(compact_tokens=10, restored_tokens=16, transferred_bytes=2000)
+    expected = 10 * RUN_HIDDEN + 16 * RESTORE + SWAP_OUT + SWAP_IN
+    assert profile.model.predict(step) - before == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("tiers", "hidden", "host"),
+    [
+        (KV_ONLY, False, False),
+        (replace(TIERS, host_units=0), True, False),
+        (replace(TIERS, scratch_blocks=0), False, True),
+    ],
+    ids=str,
+)
+def test_only_what_is_offered_is_measured(tiers: CacheTiers, hidden: bool, host: bool) -> None:
+    runner = HybridRunner()
+    costs = measure_cache_costs(runner, LIMITS, tiers)
+    assert (costs.run_hidden is not None, costs.restore is not None) == (hidden, hidden)
+    assert (costs.swap_out is not None, costs.swap_in is not None) == (host, host)
+    assert costs.covers(hidden=hidden, host=host)
+    assert not costs.covers(hidden=True, host=True)
+    assert (runner.num_costed_steps > 0) == (hidden or host)
+
+
+def test_costs_that_a_kept_profile_lacks_are_added(tmp_path: Path) -> None:
+    said: list[str] = []
+    plain = load_or_measure(tmp_path, HybridRunner(), LIMITS, 50, KEY, 0.5, said.append)
+    assert plain.cache_costs == NOT_MEASURED
+    hybrid = load_or_measure(tmp_path, HybridRunner(), LIMITS, 50, KEY, 0.5, said.append, TIERS)
+    assert hybrid.created_at == plain.created_at and hybrid.num_samples == plain.num_samples
+    assert hybrid.cache_costs.covers(hidden=True, host=True)
+    runner = HybridRunner()
+    assert load_or_measure(tmp_path, runner, LIMITS, 50, KEY, 0.5, said.append, TIERS) == hybrid
+    assert runner.num_costed_steps == 0, "measured once"
+
+
+def test_cache_costs_of_a_real_runner() -> None:
+    """The steps that are measured are steps that a real runner accepts."""
+    spec = spec_from_config(llama_config(hidden_size=256, num_key_value_heads=4, num_hidden_layers=2))
+    decoder = Decoder(spec, build_weights(spec, DummyTensors(0, torch.float32, torch.device("cpu"))))
+    limits = SweepLimits(max_num_seqs=2, max_num_batched_tokens=64, max_model_len=256, num_units=60, block_size=16)
+    runner = ModelRunner(
+        decoder,
+        num_units=60,
+        block_size=16,
+        max_num_seqs=2,
+        max_model_len=256,
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+        scratch_blocks=16,
+        host_units=32,
+    )
+    costs = measure_cache_costs(runner, limits, CacheTiers(16, 32, 1), repeats=3)
+    assert costs.covers(hidden=True, host=True)
 
 
 def test_no_seconds_measure_one_step_and_keep_nothing(tmp_path: Path) -> None:

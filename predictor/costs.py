@@ -1,0 +1,34 @@
+"""What the representations of a request's past cost: measured once, beside the latency model (Apt-Serve §4, its ρ)."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class CacheCosts:
+    """Seconds; None where the engine did not offer the representation when it was measured.
+
+    run_hidden    of one step, for every past token of it that is run from hidden state instead of KV (ρ)
+    restore       once, for every token whose K and V are projected from its hidden state
+    swap_out      once, for every unit that goes from the device to the host
+    swap_in       once, for every unit that comes back
+    """
+
+    run_hidden: float | None = None
+    restore: float | None = None
+    swap_out: float | None = None
+    swap_in: float | None = None
+
+    def __post_init__(self) -> None:
+        for seconds in (self.run_hidden, self.restore, self.swap_out, self.swap_in):
+            if seconds is not None and not 0.0 <= seconds < float("inf"):
+                raise ValueError("cache costs must be finite and not negative")
+
+    def covers(self, *, hidden: bool, host: bool) -> bool:
+        """Whether everything that is offered was measured."""
+        missing = (hidden and (self.run_hidden is None or self.restore is None)) or (
+            host and (self.swap_out is None or self.swap_in is None)
+        )
+        return not missing
+
+
+NOT_MEASURED = CacheCosts()
