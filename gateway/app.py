@@ -60,14 +60,8 @@ def create_app(
         if folder is not None:
             await folder.close()
 
-    app = FastAPI(
-        title="tidemill",
-        version=health.package_version(),
-        lifespan=lifespan,
-        docs_url=None,
-        redoc_url=None,
-        redirect_slashes=False,
-    )
+    app = FastAPI(title="tidemill", version=health.package_version(), lifespan=lifespan, docs_url=None, redoc_url=None)
+    app.router.redirect_slashes = False
     app.state.context = context
     for resource in (chat, completions, models, health):
         app.include_router(resource.router)

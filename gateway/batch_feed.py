@@ -22,7 +22,8 @@ class FinishedLine(NamedTuple):
 class Job:
     """A batch in progress. `cursor` is the highest rank that was taken; `retry` lines that the engine did not take.
     `running` lines are in the engine, `unwritten` ones have ended and wait for the disk; `settled` says that no more of
-    its lines are to be fed: all have ended, or the batch has."""
+    its lines are to be fed: all have ended, or the batch has. `journal_end` is where the next group of results goes:
+    after all that was ever written, as a commit in doubt may have happened. After a read fault the job is `resting`."""
 
     batch: BatchJob
     cursor: int = -1
@@ -33,11 +34,14 @@ class Job:
     written: asyncio.Event = field(default_factory=asyncio.Event)
     settled: asyncio.Event = field(default_factory=asyncio.Event)
     last_turn: int = -1
+    journal_end: int = 0
+    read_faults: int = 0
+    resting: bool = False
 
     @property
     def hungry(self) -> bool:
         """Whether it has lines to feed."""
-        return not self.settled.is_set() and (bool(self.retry) or not self.exhausted)
+        return not (self.settled.is_set() or self.resting) and (bool(self.retry) or not self.exhausted)
 
 
 @dataclass(slots=True)

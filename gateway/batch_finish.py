@@ -2,20 +2,24 @@
 that memory stays bounded however many wait. Knows nothing of engines."""
 
 import asyncio
-from collections.abc import Callable
+import logging
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
 from gateway.batch_input import InputReport, Stopped, check_input
 from gateway.batch_output import ResultBuilder
 from gateway.batch_results import StorageRetry, in_thread, to_end
 from gateway.batch_states import UNFINISHED_LINE, BatchStatus, IllegalTransition
-from gateway.disk import StorageError, storage_errors
+from gateway.disk import StorageError, UnreadableError, read_errors
 from gateway.state import BatchLimits
 from gateway.store.folder import StateFolder
 from gateway.store.objects import BatchJob, FileObject, InputError, new_file_id
 
+log = logging.getLogger("tidemill.gateway")
+
 INDEX_ROWS = 2000
 RECORD_ROWS = 500
+INPUT_LOST = ("input_unavailable", "The input file can no longer be read.")
 _NO_CODE = ("internal_error", "The request was not executed.")
 
 
@@ -34,41 +38,60 @@ class Finisher:
     async def validate(self, batch: BatchJob) -> None:
         """Read the input: from `validating` to `in_progress` or `failed`. A batch that is being cancelled is read all
         the same, because each of its lines gets a row. Raises IllegalTransition."""
-        async with self._turn:
-            report = await self._retry.run(lambda: self._read_input(batch))
-            if report.errors:
-                cancelling = batch.status is BatchStatus.CANCELLING
-                end = BatchStatus.CANCELLED if cancelling else BatchStatus.FAILED
-                await self._retry.run(lambda: self._store.move_batch(batch.id, end, self._now(), report.errors))
-                return
-            for start in range(0, len(report.lines), INDEX_ROWS):
-                rows = report.lines[start : start + INDEX_ROWS]
-                await self._retry.run(lambda: self._store.add_lines(batch.id, rows, first=start == 0))  # noqa: B023
-            total = len(report.lines)
-            await self._retry.run(lambda: self._store.start_batch(batch.id, total, report.model, self._now()))
+        await self._while_readable(lambda lenient: self._validate(batch, lenient))
 
-    async def _read_input(self, batch: BatchJob) -> InputReport:
+    async def finish(self, batch: BatchJob, status: BatchStatus) -> None:
+        """Build the result files and end the batch with them. Raises IllegalTransition, with no files left."""
+        await self._while_readable(lambda lenient: self._retry.run(lambda: self._build(batch, status, lenient)))
+
+    async def _while_readable(self, work: Callable[[bool], Awaitable[None]]) -> None:
+        """Do it in its turn; what cannot be read is tried again a few times, others before it, and then done without
+        (`work` is told to be lenient)."""
+        faults = 0
+        while True:
+            try:
+                async with self._turn:
+                    await work(faults >= self._limits.read_attempts)
+                return
+            except UnreadableError as error:
+                faults += 1
+                log.warning("a batch's file cannot be read (%s)", type(error.__cause__).__name__)
+                await asyncio.sleep(self._limits.read_pause(faults))
+
+    async def _validate(self, batch: BatchJob, lenient: bool) -> None:
+        report = await self._retry.run(lambda: self._read_input(batch, lenient))
+        if report.errors:
+            end = BatchStatus.CANCELLED if batch.status is BatchStatus.CANCELLING else BatchStatus.FAILED
+            await self._retry.run(lambda: self._store.move_batch(batch.id, end, self._now(), report.errors))
+            return
+        for start in range(0, len(report.lines), INDEX_ROWS):
+            rows = report.lines[start : start + INDEX_ROWS]
+            await self._retry.run(lambda: self._store.add_lines(batch.id, rows, first=start == 0))  # noqa: B023
+        total = len(report.lines)
+        await self._retry.run(lambda: self._store.start_batch(batch.id, total, report.model, self._now()))
+
+    async def _read_input(self, batch: BatchJob, lenient: bool) -> InputReport:
         path, limits = self._folder.file_path(batch.input_file_id), self._limits
 
         def work() -> InputReport:
-            with storage_errors(), path.open("rb") as file:
+            with read_errors(), path.open("rb") as file:
                 return check_input(file, batch.endpoint, limits.lines, limits.line_bytes, lambda: self.stopping)
 
         try:
             return await in_thread(work)
-        except FileNotFoundError:
-            return InputReport(errors=[InputError("invalid_request", "The input file can no longer be read.")])
+        except UnreadableError as error:
+            if error.gone or lenient:
+                return InputReport(errors=[InputError(*INPUT_LOST)])
+            raise
         except Stopped:
             raise asyncio.CancelledError from None
 
-    async def finish(self, batch: BatchJob, status: BatchStatus) -> None:
-        """Build the result files and end the batch with them. Raises IllegalTransition, with no files left."""
-        async with self._turn:
-            await self._retry.run(lambda: self._build(batch, status))
-
-    async def _build(self, batch: BatchJob, status: BatchStatus) -> None:
+    async def _build(self, batch: BatchJob, status: BatchStatus, lenient: bool) -> None:
+        await self._folder.settle()
+        if (await self._store.load_batch(batch.id)).status is status:
+            return  # an end that was in doubt did happen
         input_path = self._folder.file_path(batch.input_file_id)
-        builder = ResultBuilder(self._folder, batch.id, input_path, UNFINISHED_LINE.get(status, _NO_CODE))
+        builder = ResultBuilder(self._folder, batch.id, input_path, UNFINISHED_LINE.get(status, _NO_CODE), lenient)
         try:
             rank = -1
             while records := await self._store.line_records(batch.id, rank, RECORD_ROWS):
@@ -80,9 +103,9 @@ class Finisher:
             output = self._result_file(batch, ids[0], "output", builder.output.size, now)
             errors = self._result_file(batch, ids[1], "error", builder.errors.size, now)
             try:
-                await to_end(self._store.finish_batch(batch.id, status, now, output, errors))
-            except (StorageError, IllegalTransition):
-                await in_thread(lambda: builder.withdraw(*ids))
+                await to_end(self._store.finish_batch(batch.id, status, now, output, errors, builder.lost))
+            except (StorageError, IllegalTransition) as error:
+                await to_end(self._folder.withdraw(error, *ids))
                 raise
         finally:
             await in_thread(builder.close)

@@ -108,7 +108,7 @@ class InputChecker:
         try:
             envelope = orjson.loads(line.content)
         except orjson.JSONDecodeError:
-            return InputError("invalid_json_line", "The line is not valid JSON.", line.number)
+            return InputError("invalid_json_line", _why_not_json(line.content), line.number)
         if not isinstance(envelope, dict):
             return InputError("invalid_json_line", "The line is not a JSON object.", line.number)
         found = self._check_envelope(envelope, line.number)
@@ -130,7 +130,8 @@ class InputChecker:
         if envelope.get("method") != "POST":
             return invalid("method", "'POST'")
         if envelope.get("url") != self._endpoint:
-            return InputError("url_mismatch", "'url' is not the batch's endpoint.", number, "url")
+            message = f"'url' must be '{self._endpoint}', the endpoint of the batch."
+            return InputError("url_mismatch", message, number, "url")
         if not isinstance(body, dict):
             return invalid("body", "a JSON object")
         if body.get("stream"):
@@ -161,6 +162,16 @@ class InputChecker:
         self._keys.sort()
         lines = [LineRef(rank, number, start, length) for rank, (_, number, start, length) in enumerate(self._keys)]
         return InputReport(lines, model=next(iter(self._models), None))
+
+
+def _why_not_json(content: bytes) -> str:
+    if content.startswith((b"\xef\xbb\xbf", b"\xff\xfe", b"\xfe\xff")):
+        return "The file begins with a byte order mark; it must be UTF-8 without one."
+    try:
+        content.decode()
+    except UnicodeDecodeError:
+        return "The line is not valid UTF-8."
+    return "The line is not valid JSON."
 
 
 def check_input(

@@ -6,7 +6,6 @@ call it in a worker thread.
 
 import os
 from collections.abc import Iterable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from secrets import token_hex
@@ -14,11 +13,12 @@ from typing import Any
 
 import orjson
 
-from gateway.disk import DiskFile, storage_errors
+from gateway.disk import DiskFile, UnreadableError, read_errors, storage_errors
 from gateway.store.folder import StateFolder
 from gateway.store.objects import LineRecord, LineRef
 
 BUFFER_BYTES = 1024 * 1024
+_RESULT_LOST = ("result_unavailable", "The line was executed, but its result can no longer be read.")
 
 
 def response_row(custom_id: str, status: int, body: dict[str, Any]) -> bytes:
@@ -57,6 +57,21 @@ def read_lines_at(path: Path, refs: Iterable[LineRef]) -> list[bytes]:
         os.close(descriptor)
 
 
+def read_envelopes(path: Path, refs: Iterable[LineRef], *, lenient: bool) -> list[dict[str, Any] | None]:
+    """Lines of an input file; None for one that is gone. Raises UnreadableError; None instead if `lenient`."""
+    found: list[dict[str, Any] | None] = []
+    for ref in refs:
+        try:
+            with read_errors():
+                (line,) = read_lines_at(path, [ref])
+            found.append(orjson.loads(line))
+        except (UnreadableError, orjson.JSONDecodeError) as error:
+            if isinstance(error, UnreadableError) and not (error.gone or lenient):
+                raise
+            found.append(None)
+    return found
+
+
 class ResultFile:
     """One of the two files in the making; it comes into being with its first row."""
 
@@ -89,12 +104,15 @@ class ResultFile:
 @dataclass(slots=True)
 class ResultBuilder:
     """Sorts the lines of one batch into its output and its error file. `unfinished`: code and message for lines
-    without a result. Close it in any case."""
+    without a result. What cannot be read raises UnreadableError, or counts as `lost` if `lenient`. Close it in any
+    case."""
 
     folder: StateFolder
     batch_id: str
     input_path: Path
     unfinished: tuple[str, str]
+    lenient: bool
+    lost: int = 0
     output: ResultFile = field(init=False)
     errors: ResultFile = field(init=False)
     _open: dict[Path, int] = field(default_factory=dict)
@@ -103,15 +121,17 @@ class ResultBuilder:
         self.output, self.errors = ResultFile(self.folder), ResultFile(self.folder)
 
     def add(self, records: Iterable[LineRecord]) -> None:
-        """Raises StorageError."""
+        """Raises StorageError or UnreadableError."""
+        journal = self.folder.journal_path(self.batch_id)
         with storage_errors():
             for record in records:
                 if record.succeeded is None:
                     self.errors.add(unfinished_row(self._custom_id(record.ref), *self.unfinished))
-                    continue
-                journal = self._descriptor(self.folder.journal_path(self.batch_id))
-                target = self.output if record.succeeded else self.errors
-                target.add(read_at(journal, record.start, record.length))
+                elif (row := self._read(journal, record.start, record.length)) is not None:
+                    (self.output if record.succeeded else self.errors).add(row)
+                else:
+                    self.lost += record.succeeded
+                    self.errors.add(unfinished_row(self._custom_id(record.ref), *_RESULT_LOST))
 
     def publish(self, output_id: str, error_id: str) -> None:
         """Let the files appear. Raises StorageError, after which neither has."""
@@ -120,12 +140,6 @@ class ResultBuilder:
             self.errors.flush()
         results = ((self.output.file, output_id), (self.errors.file, error_id))
         self.folder.publish_files(*((file, file_id) for file, file_id in results if file is not None))
-
-    def withdraw(self, *file_ids: str) -> None:
-        """Remove files that could not be given rows; what stays goes at the next start."""
-        for file_id in file_ids:
-            with suppress(Exception):
-                self.folder.remove_body(file_id)
 
     def close(self) -> None:
         self.output.discard()
@@ -139,10 +153,16 @@ class ResultBuilder:
             self._open[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         return self._open[path]
 
-    def _custom_id(self, line: LineRef) -> str | None:
-        """From the input; None if somebody removed it from the disk: a batch must end all the same."""
+    def _read(self, path: Path, start: int, length: int) -> bytes | None:
         try:
-            raw = read_at(self._descriptor(self.input_path), line.start, line.length)
-        except (FileNotFoundError, EOFError):
+            with read_errors():
+                return read_at(self._descriptor(path), start, length)
+        except UnreadableError:
+            if not self.lenient:
+                raise
             return None
-        return str(orjson.loads(raw)["custom_id"])
+
+    def _custom_id(self, line: LineRef) -> str | None:
+        """From the input; None if that cannot be read any more: a batch must end all the same."""
+        raw = self._read(self.input_path, line.start, line.length)
+        return None if raw is None else str(orjson.loads(raw)["custom_id"])

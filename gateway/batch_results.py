@@ -94,8 +94,9 @@ class ResultWriter:
             await asyncio.gather(*(self._write(job, lines) for job, lines in groups.items()))
 
     async def _write(self, job: Job, lines: list[FinishedLine]) -> None:
+        start = max(job.journal_end, job.batch.journal_bytes)
         try:
-            await self._retry.run(lambda: self._commit(job, lines))
+            await self._retry.run(lambda: self._commit(job, lines, start))
         except StorageError:
             log.warning("%d results could not be stored before the end; their lines run again", len(lines))
         except Exception as error:
@@ -110,9 +111,9 @@ class ResultWriter:
             job.settled.set()
         self._changed()
 
-    async def _commit(self, job: Job, lines: list[FinishedLine]) -> None:
-        """Both steps are repeatable: the place in the journal moves on only with the commit."""
-        start = end = job.batch.journal_bytes
+    async def _commit(self, job: Job, lines: list[FinishedLine], start: int) -> None:
+        """Both steps are repeatable: the same rows go to the same place in the journal."""
+        end = start
         results: list[LineResult] = []
         usage = Usage()
         for line in lines:
@@ -121,6 +122,7 @@ class ResultWriter:
             usage = usage.plus(line.usage)
         data = b"".join(line.row for line in lines)
         await in_thread(lambda: self._append(job.batch.id, data, start))
+        job.journal_end = end
         job.batch = await to_end(self._folder.store.add_results(job.batch.id, results, usage, end))
 
     def _append(self, batch_id: str, data: bytes, start: int) -> None:

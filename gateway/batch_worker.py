@@ -12,24 +12,21 @@ from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 from typing import Any
 
-import orjson
-
 from gateway.batch_feed import FeedOrder, FinishedLine, Job, Window
-from gateway.batch_finish import Finisher
+from gateway.batch_finish import INPUT_LOST, Finisher
 from gateway.batch_line import LineAnswer, LineRetry
-from gateway.batch_output import read_lines_at, response_row, unfinished_row
+from gateway.batch_output import read_envelopes, response_row, unfinished_row
 from gateway.batch_results import ResultWriter, StorageRetry, in_thread
 from gateway.batch_states import TERMINAL, BatchStatus, IllegalTransition
-from gateway.disk import StorageError, storage_errors
+from gateway.disk import StorageError, UnreadableError
 from gateway.errors import log_unexpected
 from gateway.state import BatchLimits
 from gateway.store.folder import StateFolder
-from gateway.store.objects import BatchJob, LineRef, Usage
+from gateway.store.objects import BatchJob, InputError, LineRef, Usage
 
 RunLine = Callable[[str, dict[str, Any], str, float], Awaitable[LineAnswer]]
 EXPIRED_FILES = 1000
 MAX_BACK_OFF = 60.0
-_INPUT_LOST = ("input_unavailable", "The input file can no longer be read.")
 
 
 class BatchWorker:
@@ -179,6 +176,9 @@ class BatchWorker:
             if now >= job.batch.expires_at:
                 job.settled.set()
         with suppress(StorageError):
+            await self._folder.settle()
+            for batch in await self._store.unfinished_batches():
+                self.added(batch)  # one whose creation was in doubt has no owner yet
             expired = await self._store.expire_files(now, EXPIRED_FILES)
             for file_id in expired:
                 await in_thread(lambda file_id=file_id: self._folder.remove_body(file_id))  # type: ignore[misc]
@@ -206,10 +206,13 @@ class BatchWorker:
             return job.exhausted
         self._window.take(refs)
         try:
-            envelopes = await self._retry.run(lambda: self._read(job.batch, refs))
-        except BaseException:
+            envelopes = await self._retry.run(lambda: self._read(job, refs))
+        except BaseException as error:
             self._window.release(refs)
-            job.retry.extend(refs)
+            job.retry.extendleft(reversed(refs))
+            if isinstance(error, UnreadableError):
+                self._rest(job)
+                return True
             raise
         if job.settled.is_set():
             self._window.release(refs)
@@ -233,17 +236,26 @@ class BatchWorker:
         job.cursor = refs[-1].rank if refs else job.cursor
         return refs
 
-    async def _read(self, batch: BatchJob, refs: list[LineRef]) -> list[dict[str, Any] | None]:
-        path = self._folder.file_path(batch.input_file_id)
+    async def _read(self, job: Job, refs: list[LineRef]) -> list[dict[str, Any] | None]:
+        """None for what cannot be read any more: a batch must end all the same. Raises UnreadableError a few times."""
+        path, lenient = self._folder.file_path(job.batch.input_file_id), job.read_faults >= self._limits.read_attempts
+        found = await in_thread(lambda: read_envelopes(path, refs, lenient=lenient))
+        lost = [ref for ref, envelope in zip(refs, found, strict=True) if envelope is None]
+        if lost:
+            await self._store.note_error(job.batch.id, InputError(*INPUT_LOST, lost[0].number))
+        else:
+            job.read_faults = 0
+        return found
 
-        def work() -> list[dict[str, Any] | None]:
-            with storage_errors():
-                return [orjson.loads(line) for line in read_lines_at(path, refs)]
+    def _rest(self, job: Job) -> None:
+        """Let the other jobs go on while the input of this one cannot be read."""
+        job.read_faults += 1
+        job.resting = True
+        asyncio.get_running_loop().call_later(self._limits.read_pause(job.read_faults), self._rested, job)
 
-        try:
-            return await in_thread(work)
-        except (FileNotFoundError, EOFError, orjson.JSONDecodeError):
-            return [None] * len(refs)  # somebody has been at the state folder; a batch must end all the same
+    def _rested(self, job: Job) -> None:
+        job.resting = False
+        self._wake.set()
 
     async def _execute(self, job: Job, ref: LineRef, envelope: dict[str, Any] | None) -> None:
         try:
@@ -262,7 +274,8 @@ class BatchWorker:
 
     async def _finished(self, batch: BatchJob, ref: LineRef, envelope: dict[str, Any] | None) -> FinishedLine:
         if envelope is None:
-            return FinishedLine(ref, False, unfinished_row(None, *_INPUT_LOST), Usage())
+            code, message = INPUT_LOST
+            return FinishedLine(ref, False, unfinished_row(None, code, f"{message} (line {ref.number})"), Usage())
         answer = await self._run_line(batch.endpoint, envelope["body"], batch.tenant, batch.expires_at)
         row = response_row(envelope["custom_id"], answer.status, answer.body)
         return FinishedLine(ref, answer.status == 200, row, answer.usage)

@@ -23,6 +23,7 @@ from gateway.store.objects import (
     IdempotencyConflict,
     NoSuchFile,
     UnknownCursor,
+    WrongPurpose,
     new_batch_id,
 )
 from gateway.wire import parse_json, validate
@@ -130,6 +131,9 @@ async def create_batch(request: Request) -> Response:
         created = await state.folder.store.create_batch(batch, _idempotency(request, body))
     except NoSuchFile:
         raise no_such_file("input_file_id") from None
+    except WrongPurpose:
+        message = "The input file must have been uploaded with the purpose 'batch'."
+        raise ApiError(400, message, param="input_file_id", code="invalid_value") from None
     except IdempotencyConflict:
         message = "This idempotency key was used before with another body."
         raise ApiError(400, message, code="idempotency_key_reused") from None

@@ -17,9 +17,14 @@ DISK_FAULTS = frozenset({errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EFBIG, err
 
 
 class StorageError(ApiError):
-    """The disk is full or faulty: 507 to a client, a pause to a job. What was promised before still holds."""
+    """The disk is full or faulty: 507 to a client, a pause to a job. What was promised before still holds.
 
-    def __init__(self) -> None:
+    `in_doubt`: a commit whose end the disk did not confirm. It has not happened, but may have after a crash, until
+    another commit succeeds.
+    """
+
+    def __init__(self, *, in_doubt: bool = False) -> None:
+        self.in_doubt = in_doubt
         message = "The server cannot store data at the moment; try again later."
         super().__init__(507, message, code="insufficient_storage", headers={"retry-after": "10"})
 
@@ -33,6 +38,27 @@ def storage_errors() -> Iterator[None]:
         if error.errno in DISK_FAULTS:
             raise StorageError from error
         raise
+
+
+class UnreadableError(Exception):
+    """A stored file cannot be read; `gone`: it, or its end, is not there at all, so trying again is of no use."""
+
+    def __init__(self, *, gone: bool = False) -> None:
+        super().__init__(gone)
+        self.gone = gone
+
+
+@contextmanager
+def read_errors() -> Iterator[None]:
+    """Turn faults of reading into UnreadableError, a lack of descriptors or memory into StorageError."""
+    try:
+        yield
+    except (FileNotFoundError, EOFError) as error:
+        raise UnreadableError(gone=True) from error
+    except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
+            raise StorageError from error
+        raise UnreadableError from error
 
 
 class DiskFile:

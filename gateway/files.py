@@ -104,8 +104,8 @@ async def _store(state: BatchState, temp: DiskFile, file: FileObject) -> None:
     await to_thread.run_sync(state.folder.publish_files, (temp, file.id))
     try:
         await state.folder.store.add_file(file)
-    except StorageError:
-        await to_thread.run_sync(state.folder.remove_body, file.id)
+    except StorageError as error:
+        await state.folder.withdraw(error, file.id)
         raise
 
 

@@ -12,6 +12,7 @@ from gateway.store.folder import StateFolder
 from gateway.store.objects import BatchJob
 
 MAX_UPLOADS = 16
+MAX_READ_PAUSE = 60.0
 
 
 class JobListener(Protocol):
@@ -29,7 +30,8 @@ class JobListener(Protocol):
 @dataclass(frozen=True, slots=True)
 class BatchLimits:
     """Sizes in bytes, times in seconds. `window_lines` and `window_bytes` bound what of all batches is in memory at
-    once, `line_bytes` a single line. After a fault the disk is tried again every `retry_seconds`."""
+    once, `line_bytes` a single line. After a fault the disk is tried again every `retry_seconds`; a file that cannot be
+    read is read again `read_attempts` times, ever later."""
 
     file_bytes: int = 200 * 1024 * 1024
     lines: int = 50_000
@@ -37,7 +39,12 @@ class BatchLimits:
     window_lines: int = 256
     window_bytes: int = 32 * 1024 * 1024
     retry_seconds: float = 1.0
+    read_attempts: int = 5
     tick_seconds: float = 30.0
+
+    def read_pause(self, faults: int) -> float:
+        """Seconds to wait after so many faults of one file."""
+        return min(MAX_READ_PAUSE, self.retry_seconds * float(1 << (faults - 1)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -168,6 +168,16 @@ async def test_a_bad_creation_is_a_400_with_its_parameter(ready: Ready, fields: 
     assert (await client.batches.list()).data == []
 
 
+async def test_the_results_of_a_batch_are_no_input(ready: Ready) -> None:
+    _, client = ready
+    first = await until(client, (await submit(client, jsonl([line(1)]))).id)
+    with pytest.raises(openai.BadRequestError) as caught:
+        await client.batches.create(
+            input_file_id=first.output_file_id, endpoint="/v1/completions", completion_window="24h"
+        )
+    assert caught.value.param == "input_file_id"
+
+
 @pytest.mark.parametrize("file_id", ["file-" + "0" * 32, "../../etc/passwd", "file-x", "", "x" * 5000, "%00"])
 async def test_an_input_that_does_not_exist_is_a_404(ready: Ready, file_id: str) -> None:
     _, client = ready

@@ -14,11 +14,12 @@ import fcntl
 import os
 import sqlite3
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from secrets import token_hex
 
 from engine.errors import ConfigError
-from gateway.disk import Disk, DiskFile, storage_errors
+from gateway.disk import Disk, DiskFile, StorageError, storage_errors
 from gateway.store.objects import BATCH_ID, FILE_ID
 from gateway.store.sqlite import SqliteStore
 
@@ -33,6 +34,7 @@ class StateFolder:
         self.disk = disk
         self.store = store
         self._lock = lock
+        self._in_doubt: set[str] = set()
 
     def file_path(self, file_id: str) -> Path:
         assert FILE_ID.fullmatch(file_id)
@@ -56,6 +58,26 @@ class StateFolder:
         """Best effort: what stays goes at the next start."""
         with storage_errors():
             self.disk.remove(self.file_path(file_id))
+
+    async def withdraw(self, error: Exception, *file_ids: str) -> None:
+        """Remove bodies that could not be given rows; while a commit is in doubt they stay until it is settled."""
+        if isinstance(error, StorageError) and error.in_doubt:
+            self._in_doubt.update(file_ids)
+            with suppress(StorageError):
+                await self.settle()
+            return
+        for file_id in file_ids:
+            with suppress(Exception):  # what stays goes at the next start
+                await asyncio.to_thread(self.remove_body, file_id)
+
+    async def settle(self) -> None:
+        """Decide what was in doubt: bodies without a row go. Raises StorageError, and then it is still in doubt."""
+        if self._in_doubt:
+            doubted = list(self._in_doubt)
+            await self.store.settle()
+            known = await self.store.known_files(doubted)
+            await asyncio.to_thread(self._remove_all, "files", [name for name in doubted if name not in known])
+            self._in_doubt.difference_update(doubted)
 
     async def recover(self) -> None:
         """Remove what belongs to nothing. Before anything else is done with the folder."""

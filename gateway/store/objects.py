@@ -177,5 +177,9 @@ class NoSuchFile(Exception):
     """The batch's input file does not exist for its tenant."""
 
 
+class WrongPurpose(Exception):
+    """The file was not uploaded as the input of a batch."""
+
+
 class IdempotencyConflict(Exception):
     """The same idempotency key came with another body."""

@@ -1,6 +1,8 @@
 """What files and batches ask of a database. Every method is one transaction: when it returns, what it did is durable.
 
-All methods raise StorageError when the disk does not take it, in which case nothing was changed.
+All methods raise StorageError when the disk does not take it, in which case nothing was changed; with `in_doubt` set
+the change may still appear after a crash, until `settle` or another change succeeds. What adds may be repeated:
+the second time it does nothing; what moves a batch raises IllegalTransition then.
 """
 
 from collections.abc import Sequence
@@ -40,7 +42,7 @@ class BatchStore(Protocol):
     async def create_batch(self, batch: BatchJob, idempotency: tuple[str, str] | None = None) -> BatchJob:
         """Add a batch; `idempotency` is a key and a digest of the body: with a key seen before, the batch of then.
 
-        Raises NoSuchFile or IdempotencyConflict.
+        Raises NoSuchFile, WrongPurpose or IdempotencyConflict.
         """
         ...
 
@@ -60,6 +62,10 @@ class BatchStore(Protocol):
         self, batch_id: str, status: BatchStatus, now: int, errors: Sequence[InputError] = ()
     ) -> BatchJob:
         """Change the state. Raises IllegalTransition."""
+        ...
+
+    async def note_error(self, batch_id: str, error: InputError) -> None:
+        """Say in a running batch what is wrong with it; the first such note stays."""
         ...
 
     async def cancel_batch(self, tenant: str, batch_id: str, now: int) -> BatchJob | None:
@@ -89,14 +95,25 @@ class BatchStore(Protocol):
         ...
 
     async def finish_batch(
-        self, batch_id: str, status: BatchStatus, now: int, output: FileObject | None, errors: FileObject | None
+        self,
+        batch_id: str,
+        status: BatchStatus,
+        now: int,
+        output: FileObject | None,
+        errors: FileObject | None,
+        lost: int = 0,
     ) -> BatchJob:
-        """End a batch together with the rows of its files; lines without a result count as failed, and the index of
-        its lines goes. Raises IllegalTransition."""
+        """End a batch together with the rows of its files; lines without a result count as failed, as do `lost` ones
+        whose result cannot be read any more, and the index of its lines goes. Raises IllegalTransition, but for the
+        same end with the same files."""
         ...
 
 
 class Store(FileStore, BatchStore, Protocol):
     """Everything. `close` waits for what was begun."""
+
+    async def settle(self) -> None:
+        """Commit something: what is not to be seen now of a commit in doubt cannot appear after a crash any more."""
+        ...
 
     async def close(self) -> None: ...

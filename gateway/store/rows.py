@@ -14,7 +14,8 @@ def read_file_row(row: sqlite3.Row) -> FileObject:
 
 def insert_file(connection: sqlite3.Connection, file: FileObject) -> None:
     connection.execute(
-        "INSERT INTO files (id, tenant, bytes, created_at, filename, purpose, expires_at) VALUES (?, ?, ?, ?, ?, ?, ?)",
+        "INSERT INTO files (id, tenant, bytes, created_at, filename, purpose, expires_at) VALUES (?, ?, ?, ?, ?, ?, ?) "
+        "ON CONFLICT (id) DO NOTHING",
         (file.id, file.tenant, file.bytes, file.created_at, file.filename, file.purpose, file.expires_at),
     )
 

@@ -3,6 +3,7 @@
 import asyncio
 from pathlib import Path
 
+from gateway.store.schema import VERSION
 from gateway.store.sqlite_batches import SqliteBatches
 from gateway.store.sqlite_files import SqliteFiles
 from gateway.store.writer import SqliteWriter, Work, open_database
@@ -13,6 +14,9 @@ class SqliteStore(SqliteFiles, SqliteBatches):
 
     def __init__(self, path: Path, on_commit: Work[None] | None = None) -> None:
         self._writer = SqliteWriter(open_database(path), on_commit)
+
+    async def settle(self) -> None:
+        await self._writer.run(lambda connection: connection.execute(f"PRAGMA user_version = {VERSION}").fetchone())
 
     async def close(self) -> None:
         await asyncio.to_thread(self.close_now)

@@ -18,6 +18,7 @@ from gateway.store.objects import (
     NoSuchFile,
     Page,
     Usage,
+    WrongPurpose,
 )
 from gateway.store.rows import insert_batch, insert_file, read_batch_row, read_line_row, read_record_row
 from gateway.store.sqlite_files import find_file, read_page
@@ -38,8 +39,13 @@ class SqliteBatches:
                     raise IdempotencyConflict
                 if row is not None:
                     return read_batch_row(row)
-            if find_file(connection, batch.tenant, batch.input_file_id, batch.created_at) is None:
+            if (known := _find(connection, batch.id, batch.tenant)) is not None:
+                return known
+            file = find_file(connection, batch.tenant, batch.input_file_id, batch.created_at)
+            if file is None:
                 raise NoSuchFile
+            if file.purpose != "batch":
+                raise WrongPurpose
             insert_batch(connection, batch, idempotency)
             return batch
 
@@ -77,6 +83,13 @@ class SqliteBatches:
 
         return await self._writer.run(work)
 
+    async def note_error(self, batch_id: str, error: InputError) -> None:
+        def work(connection: sqlite3.Connection) -> None:
+            query = "UPDATE batches SET errors = ? WHERE id = ? AND errors = '[]'"
+            connection.execute(query, (json.dumps([list(error)]), batch_id))
+
+        await self._writer.run(work)
+
     async def cancel_batch(self, tenant: str, batch_id: str, now: int) -> BatchJob | None:
         def work(connection: sqlite3.Connection) -> BatchJob | None:
             if _find(connection, batch_id, tenant) is None:
@@ -93,7 +106,7 @@ class SqliteBatches:
             if first:
                 connection.execute("DELETE FROM lines WHERE batch = ?", (batch,))
             connection.executemany(
-                "INSERT INTO lines (batch, rank, number, start, length) VALUES (?, ?, ?, ?, ?)",
+                "INSERT INTO lines (batch, rank, number, start, length) VALUES (?, ?, ?, ?, ?) ON CONFLICT DO NOTHING",
                 ((batch, *line) for line in lines),
             )
 
@@ -128,6 +141,8 @@ class SqliteBatches:
                     (int(result.succeeded), result.start, result.length, batch, result.rank),
                 )
                 counts[result.succeeded] += changed.rowcount
+            if not any(counts):  # a commit in doubt that did happen
+                return _load(connection, batch_id)
             connection.execute(
                 "UPDATE batches SET completed = completed + ?, failed = failed + ?, input_tokens = input_tokens + ?, "
                 "cached_tokens = cached_tokens + ?, output_tokens = output_tokens + ?, journal_bytes = ? WHERE seq = ?",
@@ -146,16 +161,28 @@ class SqliteBatches:
         return await self._writer.run(work)
 
     async def finish_batch(
-        self, batch_id: str, status: BatchStatus, now: int, output: FileObject | None, errors: FileObject | None
+        self,
+        batch_id: str,
+        status: BatchStatus,
+        now: int,
+        output: FileObject | None,
+        errors: FileObject | None,
+        lost: int = 0,
     ) -> BatchJob:
+        ids = tuple(None if file is None else file.id for file in (output, errors))
+
         def work(connection: sqlite3.Connection) -> BatchJob:
+            known = _load(connection, batch_id)
+            if known.status is status and (known.output_file_id, known.error_file_id) == ids:
+                return known
             _move(connection, batch_id, status, now)
             for file in (output, errors):
                 if file is not None:
                     insert_file(connection, file)
             connection.execute(
-                "UPDATE batches SET output_file_id = ?, error_file_id = ?, failed = total - completed WHERE id = ?",
-                (output and output.id, errors and errors.id, batch_id),
+                "UPDATE batches SET output_file_id = ?, error_file_id = ?, completed = completed - ?, "
+                "failed = total - completed + ? WHERE id = ?",
+                (*ids, lost, lost, batch_id),
             )
             connection.execute("DELETE FROM lines WHERE batch = ?", (_seq(connection, batch_id),))
             return _load(connection, batch_id)

@@ -124,17 +124,18 @@ class SqliteWriter:
     def _commit(self, group: list[tuple[Work[Any], Future[Any]]]) -> None:
         connection = self._connection
         outcomes: list[tuple[Future[Any], Any, Exception | None]] = []
-        changes = connection.total_changes
+        changes, committing = connection.total_changes, False
         try:
             connection.execute("BEGIN")
             for work, future in group:
                 outcomes.append((future, *self._attempt(work)))
+            committing = True
             connection.execute("COMMIT")
-            if self._on_commit is not None and connection.total_changes > changes:
-                self._on_commit(connection)
         except (sqlite3.Error, StorageError) as error:
-            self._give_up(group, error)
+            self._give_up(group, error, committing)
             return
+        if self._on_commit is not None and connection.total_changes > changes:
+            self._on_commit(connection)
         for future, result, failure in outcomes:
             if failure is None:
                 future.set_result(result)
@@ -156,8 +157,9 @@ class SqliteWriter:
         connection.execute("RELEASE work")
         return result, None
 
-    def _give_up(self, group: list[tuple[Work[Any], Future[Any]]], error: Exception) -> None:
-        """Nothing of the group has happened. What only reads must not fail because of a neighbour: one by one."""
+    def _give_up(self, group: list[tuple[Work[Any], Future[Any]]], error: Exception, committing: bool) -> None:
+        """Nothing of the group has happened, as far as this connection sees. What only reads must not fail because of a
+        neighbour: one by one. A full disk has not taken the commit; after any other error it may have."""
         with suppress(sqlite3.Error):  # SQLite may have rolled back by itself
             if self._connection.in_transaction:
                 self._connection.execute("ROLLBACK")
@@ -167,7 +169,8 @@ class SqliteWriter:
             return
         failure: Exception = error
         if isinstance(error, sqlite3.Error) and _is_storage_error(error):
-            failure = StorageError()
+            full = error.sqlite_errorcode & 0xFF == sqlite3.SQLITE_FULL
+            failure = StorageError(in_doubt=committing and not full)
             failure.__cause__ = error
         group[0][1].set_exception(failure)
 
