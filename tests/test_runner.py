@@ -15,6 +15,7 @@ from engine.cache.cache_map import CacheEntry, CacheKind, Tier
 from engine.config import SchedulerConfig
 from engine.errors import ConfigError
 from engine.execution import memory
+from engine.execution.pool import UnitPool
 from engine.execution.runner import ModelRunner
 from engine.execution.sampling_table import uniforms
 from engine.models.decoder import Decoder
@@ -387,6 +388,34 @@ def test_units_that_fit() -> None:
     for nothing in (-5, 0, 2 * size):
         with pytest.raises(ConfigError, match="no memory is left"):
             memory.num_units(nothing, size, 16, 16)
+
+
+def test_what_hidden_state_and_the_host_tier_take() -> None:
+    """The pool's own tensor, scratch included, is what the accounting says, to the byte."""
+    spec: ModelSpec = spec_from_config(llama_config(num_key_value_heads=4))
+    size = memory.unit_bytes(spec, 16, torch.float32)
+    hidden = memory.hidden_cache_bytes(spec, 16, torch.float32, 6, CPU)
+    assert hidden == 6 * 2 * size // spec.num_layers == memory.scratch_bytes(spec, 16, torch.float32, 6)
+    units = memory.num_units(21 * size, size, 16, 16, hidden)
+    pool = UnitPool(
+        units,
+        num_layers=spec.num_layers,
+        block_size=16,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        dtype=torch.float32,
+        device=CPU,
+        scratch_blocks=6,
+        num_host_units=memory.host_units(5 * size + 1, size),
+    )
+    assert pool.slices.nbytes == (units + 1) * size + hidden
+    assert 19 * size < pool.slices.nbytes <= 21 * size
+    assert pool.host_units.nbytes == 5 * size
+    assert memory.hidden_cache_bytes(spec, 16, torch.bfloat16, 0, CPU) == 0
+    in_half = memory.hidden_cache_bytes(spec, 16, torch.bfloat16, 6, CPU)
+    assert in_half - memory.scratch_bytes(spec, 16, torch.bfloat16, 6) == 3 * 2 * 64 * 64 * 2
+    cuda = memory.hidden_cache_bytes(spec, 16, torch.bfloat16, 6, torch.device("cuda"))
+    assert cuda == memory.scratch_bytes(spec, 16, torch.bfloat16, 6), "no packed copies there"
 
 
 def test_the_cpu_cache_is_a_capped_share(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
 """How many cache units fit on the device: after the weights, and beside what a step needs.
 
 CPU: a share of the memory that is available to this process (container limits counted), capped. CUDA: what
-`gpu_memory_utilization` of the whole device leaves after weights and the peak of a profiling pass.
+`gpu_memory_utilization` of the whole device leaves after weights and the peak of a profiling pass. What running from
+hidden state needs beside the units comes out of the same memory; the host tier has a size of its own, given in bytes.
 """
 
 from collections.abc import Callable
@@ -26,6 +27,32 @@ def unit_bytes(spec: ModelSpec, block_size: int, dtype: torch.dtype) -> int:
     return spec.num_layers * block_size * spec.num_kv_heads * spec.head_dim * dtype.itemsize
 
 
+def scratch_bytes(spec: ModelSpec, block_size: int, dtype: torch.dtype, scratch_blocks: int) -> int:
+    """K and V of so many blocks in one layer: every layer uses the same."""
+    return scratch_blocks * UNITS_PER_BLOCK * unit_bytes(spec, block_size, dtype) // spec.num_layers
+
+
+def projection_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
+    """The K and V parts of all projections once more, packed apart (`Decoder.prepare_project_kv`); the CPU packs types
+    of 16 bits, where others are views of the weights."""
+    return spec.num_layers * 2 * spec.kv_size * spec.hidden_size * dtype.itemsize if dtype.itemsize == 2 else 0
+
+
+def hidden_cache_bytes(
+    spec: ModelSpec, block_size: int, dtype: torch.dtype, scratch_blocks: int, device: torch.device
+) -> int:
+    """All device memory that running from hidden state takes beside cache units; 0 without scratch."""
+    if not scratch_blocks:
+        return 0
+    copies = projection_bytes(spec, dtype) if device.type == "cpu" else 0
+    return scratch_bytes(spec, block_size, dtype, scratch_blocks) + copies
+
+
+def host_units(host_bytes: int, bytes_per_unit: int) -> int:
+    """Units of the host tier that fit into so many bytes of host memory."""
+    return max(host_bytes, 0) // bytes_per_unit
+
+
 def cpu_cache_bytes(available: int | None = None) -> int:
     """Bytes for the cache on the CPU, of `available` bytes of memory (default: ask the machine)."""
     available = available_memory() if available is None else available
@@ -46,8 +73,12 @@ def cuda_cache_bytes(device: torch.device, utilization: float, profile: Callable
     return int(total * utilization) - peak - outside
 
 
-def num_units(cache_bytes: int, bytes_per_unit: int, block_size: int, max_model_len: int) -> int:
-    """Units that fit into `cache_bytes` beside the scratch unit. ConfigError if not one full context does."""
+def num_units(cache_bytes: int, bytes_per_unit: int, block_size: int, max_model_len: int, hidden_bytes: int = 0) -> int:
+    """Units that fit into `cache_bytes` beside the zero unit and what hidden state needs (`hidden_cache_bytes`).
+
+    ConfigError if not one full context does.
+    """
+    cache_bytes -= hidden_bytes
     units = cache_bytes // bytes_per_unit - 1
     units -= units % UNITS_PER_BLOCK
     longest = longest_context(units, block_size)
