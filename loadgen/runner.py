@@ -50,9 +50,9 @@ class MonotonicClock:
         return time.monotonic() - self._epoch
 
     async def sleep_until(self, when: float) -> None:
-        """Timers have a resolution of a millisecond and may fire early: the rest is spent in bare loop turns."""
+        """Timers are a millisecond too coarse, either way: the rest is spent in bare loop turns."""
         while (left := when - self.now()) > 0:  # noqa: ASYNC110 - nobody else knows that a time has come
-            await asyncio.sleep(left if left > 0.001 else 0)
+            await asyncio.sleep(left - 0.001 if left > 0.002 else 0)
 
 
 Send = Callable[[bytes, RequestRecord], Awaitable[None]]

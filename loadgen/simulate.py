@@ -5,31 +5,162 @@ how fast the simulator itself is (`--speed`). Needs neither a GPU nor torch. Tim
 """
 
 import argparse
+import itertools
+import json
 import math
 import os
+import random
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from engine.config import SchedulerConfig
 from engine.core import EngineCore
 from engine.errors import TidemillError
 from engine.execution.device_specs import DEVICES, MODELS
-from engine.request import EngineRequest, SamplingParams
+from engine.execution.simulated import SIMULATED_TOKEN
+from engine.request import EngineRequest, RequestClass, SamplingParams
+from engine.scheduling.objective import StepObjective
+from engine.scheduling.output import ModelRunnerOutput, SchedulerOutput
 from engine.scheduling.policies import ONLINE_POLICIES, find_policy
-from engine.virtual import Arrival, VirtualDriver
+from engine.virtual import Arrival, PredictedRunner, VirtualDriver, VirtualRunner, step_features
 from loadgen import workloads
 from loadgen.errors import InputError
 from loadgen.experiments import hygen, larry, llmd
 from loadgen.experiments.machine import MachineSpec, build_machine
-from loadgen.experiments.replay import UNLIMITED, Metrics, Scenario, Setting, replay, rows_of
+from loadgen.experiments.replay import OUTPUT_CAP, UNLIMITED, Metrics, Scenario, measure, rows_of
 from loadgen.experiments.table import Result, render, write_table
+from loadgen.plan import FIRST_OFFLINE, Windows
+from loadgen.prompts import PromptMaker, TokenIds
+from loadgen.traces import Content, Trace
+from loadgen.workloads import Workload
 from predictor.budget import BudgetParams
+from predictor.model import LatencyPredictor
+from predictor.online import OnlineModel
+from predictor.profile import Profile, ProfileError, ProfileKey
 
+MAX_NOISE = 0.3
+UNITS_PER_BLOCK = 2
 SPEED_RUNNING = 64
 SPEED_OUTPUT = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Simulated:
+    """What a workload runs on: limits, the latency model that the scheduler believes, a runner, the model's error."""
+
+    config: SchedulerConfig
+    model: LatencyPredictor
+    runner: VirtualRunner
+    mape: float
+
+
+class ProfiledRunner:
+    """Steps take what a profile measured on a real machine says, with the profile's own error as noise.
+
+    `host_seconds` pass between two steps on the host (HTTP, detokenizing, the loop), where no step in flight hides
+    them. `model` learns from every step as in the live engine. Deterministic per seed.
+    """
+
+    def __init__(self, profile: Profile, model: OnlineModel, host_seconds: float, seed: int) -> None:
+        self._inner = PredictedRunner(profile.model)
+        self._model = model
+        self._host_seconds = host_seconds
+        # The mean absolute error of a normal distribution is 0.8 of its standard deviation.
+        self._noise = min(profile.held_out_mape, MAX_NOISE) / 0.8
+        self._random = random.Random(seed)
+
+    def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
+        """The step with its time, host included."""
+        result = self._inner.execute(output)
+        taken = result.latency * max(0.5, 1.0 + self._noise * self._random.gauss(0.0, 1.0))
+        self._model.observe(step_features(output), taken)
+        return ModelRunnerOutput(result.step_id, result.token_ids, None, taken + self._host_seconds)
+
+
+def measured_device(path: Path, config: SchedulerConfig, host_seconds: float, seed: int) -> Simulated:
+    """The machine that the profile in `path` was measured on. Raises InputError when it is no profile."""
+    try:
+        key = ProfileKey(**json.loads(path.read_bytes())["key"])
+        profile = Profile.load(path, key)
+    except (OSError, ValueError, KeyError, TypeError, ProfileError) as error:
+        raise InputError(f"{path} is no latency profile: {error}") from None
+    model = OnlineModel(profile.model)
+    return Simulated(config, model, ProfiledRunner(profile, model, host_seconds, seed), profile.held_out_mape)
+
+
+def shares_prefixes(made: Workload) -> bool:
+    """Whether any prompt of the workload has a part that others may share."""
+    traces = [job.lines for job in made.jobs] + ([made.online] if made.online is not None else [])
+    return any(content.segments for trace in traces for content in trace.content)
+
+
+def simulate(
+    device: Simulated,
+    made: Workload,
+    windows: Windows,
+    objective: StepObjective,
+    seed: int,
+    *,
+    online_policy: str = "fcfs",
+    offline_concurrency: int | None = None,
+) -> Metrics:
+    """Run a workload; metrics by the names of the load generator's reports, and `prefix_hits` (share of tokens).
+
+    Where the workload shares prefixes, prompts are the token ids that the load generator would send, and its jobs end
+    with their last line; else every prompt is as good as any other of its length and jobs start over at their end.
+    `offline_concurrency`: offline requests kept open (default: twice what fits a step).
+    """
+    config, shared = device.config, shares_prefixes(made)
+    maker = PromptMaker(TokenIds(), "completions", seed, 0) if shared else None
+    core = EngineCore(
+        config,
+        online_policy=online_policy,
+        offline_policy="psm" if shared else "fcfs",  # without shared prefixes the tree has nothing to order by
+        model=device.model,
+        objective=objective,
+    )
+    limit, online = config.max_model_len, RequestClass.ONLINE
+    arrivals = [] if made.online is None else list(_requests(made.online, "n", maker, limit, online))
+    jobs = [job.lines for job in made.jobs if len(job.lines)] if objective.budget.latency_budget > 0 else []
+    offline = (arrival.request for arrival in _lines(jobs, maker, limit, endless=not shared)) if jobs else None
+    end = math.inf if windows.horizon is None else windows.horizon
+    measured = (windows.warmup, end - windows.cooldown)
+    backlog = offline_concurrency or 2 * config.max_num_seqs
+    run = VirtualDriver(core, device.runner, arrivals, offline, backlog=backlog, window=measured).run(end)
+    stats = core.stats()
+    hits = stats.prefix_hit_tokens / stats.prefix_queried_tokens if stats.prefix_queried_tokens else 0.0
+    return {**measure(run, Scenario((), (), *measured)), "prefix_hits": hits}
+
+
+def _lines(jobs: Sequence[Trace], maker: PromptMaker | None, limit: int, *, endless: bool) -> Iterator[Arrival]:
+    for turn in itertools.count():
+        first = FIRST_OFFLINE
+        for number, job in enumerate(jobs):
+            yield from _requests(job, f"f{turn}.{number}.", maker, limit, RequestClass.OFFLINE, first)
+            first += len(job)
+        if not endless:
+            return
+
+
+def _requests(
+    trace: Trace, name: str, maker: PromptMaker | None, limit: int, request_class: RequestClass, first: int = 0
+) -> Iterator[Arrival]:
+    """The requests of a trace, prompts numbered from `first` as the load generator numbers them.
+
+    Their true length is hidden from the scheduler: they end at a stop token that is masked until then.
+    """
+    for index, (at, prompt, output) in enumerate(rows_of(trace, limit)):
+        cap = max(output, min(OUTPUT_CAP, limit - prompt))
+        sampling = SamplingParams(max_tokens=cap, min_tokens=output, stop_token_ids=frozenset({SIMULATED_TOKEN}))
+        tokens = (1,) * prompt
+        if maker is not None:
+            shown = Content(segments=trace.content_of(index).segments)
+            tokens = tuple(maker.fields(first + index, prompt, shown)["prompt"])
+        yield Arrival(at, EngineRequest(f"{name}{index}", tokens, sampling, request_class))
 
 
 class Experiment(NamedTuple):
@@ -67,6 +198,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--device", choices=sorted(DEVICES), default="a100-40gb", help="device of a single run")
     made.add_argument("--rate", type=float, help="requests/s of a single run (default: the workload's own)")
     made.add_argument("--duration", type=float, default=300.0, help="seconds of arrivals of a single run")
+    made.add_argument("--profile", type=Path, help="a latency profile measured by `tidemill profile`, as the device")
+    made.add_argument("--host-ms", type=float, default=0.0, help="with --profile: time on the host between two steps")
+    made.add_argument("--num-blocks", type=int, default=4096, help="with --profile: KV blocks of the cache")
     made.add_argument("--max-num-seqs", type=int, default=128, help="most requests in one step")
     made.add_argument("--max-num-batched-tokens", type=int, default=512, help="most tokens in one step")
     made.add_argument("--max-model-len", type=int, help="longest prompt plus output (default: the model's)")
@@ -121,31 +255,47 @@ def _say(text: str) -> None:
 
 def _single(arguments: argparse.Namespace) -> int:
     find_policy(arguments.online_policy)
-    limit = arguments.max_model_len or MODELS[arguments.model].max_model_len
     options = workloads.Options(
         rate=arguments.rate, duration=arguments.duration, seed=arguments.seed, data=arguments.traces
     )
     made = workloads.build(arguments.workload, options)
-    spec = MachineSpec(
-        arguments.model, arguments.device, arguments.max_num_seqs, arguments.max_num_batched_tokens, limit
-    )
+    budget = UNLIMITED
+    if arguments.no_offline:
+        made = replace(made, jobs=())
+    elif arguments.latency_budget is not None:
+        budget = BudgetParams("hygen", arguments.latency_budget / 1e3)
+    device = _measured_device(arguments, made) if arguments.profile is not None else _named_device(arguments, made)
+    end = arguments.duration
+    windows = Windows(horizon=end) if made.online is None or made.jobs else Windows()
+    began = time.process_time()
+    objective = StepObjective(budget=budget)
+    metrics = simulate(device, made, windows, objective, arguments.seed, online_policy=arguments.online_policy)
+    _show(arguments, made.notes, metrics, device.mape, time.process_time() - began)
+    return 0
+
+
+def _named_device(arguments: argparse.Namespace, made: Workload) -> Simulated:
+    limit = arguments.max_model_len or MODELS[arguments.model].max_model_len
+    seqs, tokens = arguments.max_num_seqs, arguments.max_num_batched_tokens
+    spec = MachineSpec(arguments.model, arguments.device, seqs, tokens, limit, prefix_caching=shares_prefixes(made))
     try:
         machine = build_machine(spec, arguments.seed)
     except ValueError as error:
         raise InputError(str(error)) from None
-    online = rows_of(made.online, limit) if made.online is not None else ()
-    offline = tuple(row for job in made.jobs for row in rows_of(job.lines, limit))
-    budget = UNLIMITED
-    if arguments.no_offline:
-        offline = ()
-    elif arguments.latency_budget is not None:
-        budget = BudgetParams("hygen", arguments.latency_budget / 1e3)
-    end = arguments.duration
-    scenario = Scenario(online, offline, measure_end=end, end=math.inf if online and not offline else end)
-    began = time.process_time()
-    metrics = replay(machine, scenario, Setting(budget, online_policy=arguments.online_policy), arguments.seed)
-    _show(arguments, made.notes, metrics, machine.mape, time.process_time() - began)
-    return 0
+    return Simulated(machine.config, machine.predictor, machine.runner(arguments.seed), machine.mape)
+
+
+def _measured_device(arguments: argparse.Namespace, made: Workload) -> Simulated:
+    config = SchedulerConfig(
+        num_units=UNITS_PER_BLOCK * arguments.num_blocks,
+        max_model_len=arguments.max_model_len or 2048,
+        max_num_seqs=arguments.max_num_seqs,
+        max_num_batched_tokens=arguments.max_num_batched_tokens,
+        max_num_waiting=1_000_000,
+        enable_prefix_caching=shares_prefixes(made),
+        seed=arguments.seed,
+    )
+    return measured_device(arguments.profile, config, arguments.host_ms / 1e3, arguments.seed)
 
 
 def _show(

@@ -9,24 +9,32 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from driver import make_request
 
+from engine.config import SchedulerConfig
 from engine.core import EngineCore
 from engine.execution.simulated import SimulatedDevice, SimulatedRunner
 from engine.request import RequestClass
 from engine.scheduling.objective import StepObjective
 from engine.scheduling.output import ModelRunnerOutput, SchedulerOutput
 from engine.virtual import Arrival, VirtualDriver
-from loadgen import simulate
+from loadgen import simulate, workloads
+from loadgen.client import Target as Server
 from loadgen.experiments import hygen, larry, llmd
 from loadgen.experiments.machine import Machine, MachineSpec, build_machine
 from loadgen.experiments.pool import Replays
 from loadgen.experiments.replay import ONLINE_ONLY, UNLIMITED, Metrics, Scenario, Setting, measure, replay, run
 from loadgen.experiments.surface import Family, Surface, Target, interference
 from loadgen.experiments.table import Result, figure, render, write_table
+from loadgen.plan import FIRST_OFFLINE, Job, Plan, Windows
+from loadgen.prompts import PromptMaker, TokenIds
 from loadgen.svg import Series
+from loadgen.traces import Content, Trace
 from predictor.budget import BudgetParams
+from predictor.model import LatencyModel
+from predictor.profile import Profile, ProfileKey
 
 SPEC = MachineSpec("qwen2.5-0.5b", "a100-40gb", max_num_seqs=16)
 SLOW = MachineSpec("llama-2-7b", "a100-40gb", max_num_seqs=16)
@@ -343,3 +351,96 @@ def test_a_budget_is_not_crumbled_over_many_prompts() -> None:
     driver = VirtualDriver(core, runner, arrivals, offline)
     assert driver.run(8.0).offline_tokens > 0
     assert 1 <= max(runner.cuts) <= 2  # one of each class
+
+
+def options(**more: object) -> workloads.Options:
+    return workloads.Options(**({"duration": 30.0, "rate": 1.0, "seed": 0} | more))  # type: ignore[arg-type]
+
+
+def simulated(made: workloads.Workload, *, caching: bool = True, seed: int = 0, **windows: float) -> Metrics:
+    """`made` on a small machine, to its end unless the windows say otherwise."""
+    spec = replace(SPEC, max_num_seqs=32, prefix_caching=caching, max_model_len=4096)
+    machine = build_machine(spec)
+    device = simulate.Simulated(machine.config, machine.predictor, machine.runner(seed), machine.mape)
+    objective = StepObjective(budget=UNLIMITED)
+    return simulate.simulate(device, made, Windows(**windows), objective, seed)  # type: ignore[arg-type]
+
+
+def test_prefixes_of_a_batch_are_real_in_the_simulator() -> None:
+    """8 groups of 100 lines share 768 of 896 tokens: all but the first line of a group find 48 blocks in the cache."""
+    made = workloads.build("prefix-batch", options(offline_lines=800, duration=None))
+    shared = simulated(made)
+    plain = simulated(made, caching=False)
+    assert 0.75 < shared["prefix_hits"] <= 768 / 896 and plain["prefix_hits"] == 0.0
+    assert shared["end"] < 0.7 * plain["end"], "what is in the cache need not be computed"
+    assert shared["offline_throughput"] * shared["end"] == pytest.approx(800 * (896 + 64))
+    lone = made.jobs[0].lines
+    alone = replace(made, jobs=(Job(replace(lone, content=tuple(Content() for _ in lone.content))),))
+    assert simulated(alone)["end"] > 1.5 * shared["end"]
+
+
+def test_a_conversation_finds_its_last_turn_in_the_cache() -> None:
+    made = workloads.build("chat-multiturn", options(count=40, duration=None))
+    assert made.online is not None and not made.jobs
+    found, plain = simulated(made), simulated(made, caching=False)
+    # By hand: of each later turn the whole previous prompt but its last, unfilled block.
+    length = {}
+    hits = total = 0
+    for prompt, content in zip(made.online.input_tokens, made.online.content, strict=True):
+        conversation = content.segments[0][0]
+        hits += length.get(conversation, 0) // 16 * 16
+        length[conversation] = int(prompt)
+        total += int(prompt)
+    assert hits > 0.3 * total
+    assert found["prefix_hits"] == pytest.approx(hits / total, abs=0.02)
+    assert found["ttft_mean"] < plain["ttft_mean"] and found["requests"] == 40
+
+
+def test_prompts_of_the_simulator_are_those_of_the_load_generator() -> None:
+    made = workloads.build("prefix-batch", options(offline_lines=3, duration=None))
+    maker = PromptMaker(TokenIds(), "completions", 5, 0)
+    lines = made.jobs[0].lines
+    found = list(simulate._requests(lines, "f", maker, 4096, RequestClass.OFFLINE, FIRST_OFFLINE))
+    plan = Plan(Server("http://x", model="m"), jobs=made.jobs, source=TokenIds(), seed=5, salt=0)
+    sent = [plan.body(plan.maker(), lines, row, FIRST_OFFLINE + row)["prompt"] for row in range(3)]
+    assert [list(arrival.request.prompt_token_ids) for arrival in found] == sent
+    assert sent[0][:768] == sent[1][:768] and sent[0][768:] != sent[1][768:]
+
+
+def test_a_job_without_shared_prefixes_starts_over_and_one_with_them_ends() -> None:
+    short = workloads.build("score-batch", options(offline_lines=5))
+    assert simulated(short, horizon=3.0)["offline_throughput"] * 3.0 > 10 * 5 * 700
+    shared = workloads.build("prefix-batch", options(offline_lines=5))
+    found = simulated(shared, horizon=3.0)
+    assert found["end"] < 3.0 and found["offline_throughput"] * found["end"] == pytest.approx(5 * 960)
+
+
+@pytest.fixture(scope="module")
+def profile_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A profile without error: 10 ms a step and 0.1 ms a prompt token."""
+    model = LatencyModel("hygen", intercept=0.010, prefill_tokens=0.0001, token_limit=512)
+    path = tmp_path_factory.mktemp("profile") / "profile.json"
+    Profile(ProfileKey("m", "d", "bfloat16", "1"), "2026-01-01T00:00:00+00:00", model, 0.0, 100).save(path)
+    return path
+
+
+def test_a_measured_profile_is_a_device(profile_path: Path) -> None:
+    config = SchedulerConfig(num_units=4000, max_model_len=1024)
+    made = workloads.Workload("w", Trace(np.array([1.0]), np.array([100]), np.array([5]), span=1.0))
+    for host in (0.0, 0.003):
+        device = simulate.measured_device(profile_path, config, host, 0)
+        found = simulate.simulate(device, made, Windows(), StepObjective(), 0)
+        assert found["ttft_mean"] == pytest.approx(0.020 + host)
+        assert found["tbt_mean"] == pytest.approx(0.010 + host, rel=0.02)
+
+
+def test_a_profile_that_is_none_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "p.json").write_text("{}")
+    assert simulate.main(["--workload", "tiny", "--profile", str(tmp_path / "p.json")]) == 2
+    assert "is no latency profile" in capsys.readouterr().err
+
+
+def test_a_profile_from_the_command_line(profile_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--workload", "tiny", "--duration", "5", "--profile", str(profile_path), "--host-ms", "2"]
+    assert simulate.main(arguments) == 0
+    assert "offline_throughput" in capsys.readouterr().out

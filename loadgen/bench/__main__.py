@@ -9,6 +9,7 @@ BENCHES = {
     "accuracy": "loadgen.bench.accuracy",
     "control-plane": "loadgen.bench.control_plane",
     "planning": "loadgen.bench.planning",
+    "sim-vs-live": "loadgen.bench.sim_vs_live",
 }
 
 DEFAULT = ("serving", "control-plane", "planning")

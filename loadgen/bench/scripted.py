@@ -20,6 +20,8 @@ from typing import Any, Literal
 import orjson
 from aiohttp import web
 
+from loadgen.workers import loop_factory
+
 Kind = Literal["ok", "429", "cut", "hang"]
 STALL_SECONDS = 2.0
 STALL_TEXT = "stall now "
@@ -139,6 +141,7 @@ def serving() -> Iterator[str]:
 def main(argv: list[str]) -> None:
     """Serve on the listening socket whose file descriptor is the argument."""
     arguments: dict[str, Any] = {"print": None, "access_log": None, "shutdown_timeout": 0.1}
+    arguments["loop"] = loop_factory()()
     web.run_app(application(), sock=socket.socket(fileno=int(argv[0])), **arguments)
 
 

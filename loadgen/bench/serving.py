@@ -48,13 +48,14 @@ CONFIG: dict[str, Any] = {
     "bos_token_id": 0,
     "eos_token_id": 1,
 }
+PACKAGED = Path(__file__).resolve().parents[2] / "engine" / "models" / "demo" / "weights"
+"""Where the tokenizer comes from."""
 
 
 def make_model_folder(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(CONFIG))
-    packaged = Path(__file__).resolve().parents[2] / "engine" / "models" / "demo" / "weights"
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(packaged / name, folder / name)
+        shutil.copy(PACKAGED / name, folder / name)
 
 
 @contextmanager

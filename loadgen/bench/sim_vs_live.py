@@ -1,0 +1,183 @@
+"""The simulator against reality: the same small workload live on this machine, and simulated with its own profile.
+
+A random 134.5 M Llama is served as a user would serve it, with a cache, limits and a budget that both sides share.
+Three arms: online only, offline only, both. The simulator is given the latency profile that the server measured at its
+start, and the time that passes on the host between two steps, measured on a burst of other requests before the arms.
+Printed: P50 and mean of TTFT and TBT, offline tokens/s, live beside simulated, and their ratio (target: within 15 %).
+"""
+
+import argparse
+import json
+import tempfile
+import threading
+import time
+import urllib.request
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from engine.config import SchedulerConfig
+from engine.scheduling.objective import StepObjective
+from loadgen import simulate, workers
+from loadgen.arrivals import constant_rate, schedule
+from loadgen.bench.machine import describe
+from loadgen.bench.serving import PACKAGED, make_model_folder, server
+from loadgen.client import Target
+from loadgen.metrics import Slo, run_metrics
+from loadgen.plan import Job, Plan, Windows
+from loadgen.prompts import TokenIds
+from loadgen.randomness import stream
+from loadgen.workloads import Workload, fixed
+from predictor.budget import BudgetParams
+
+ONLINE, OFFLINE = (128, 48), (256, 64)
+"""Prompt and output tokens of a request."""
+CONCURRENCY = 16
+NUM_BLOCKS, MODEL_LEN = 2048, 2048
+MAX_SEQS, MAX_TOKENS = 64, 512
+TBT_LIMIT = 0.15
+WARM_UP, HOST_SECONDS = 5.0, 10.0
+BUDGET_SHARE = 0.8
+"""The server's flat budget as a share of the TBT limit, while fewer than 200 online requests were seen."""
+METRICS = ("ttft_p50", "ttft_mean", "tbt_p50", "tbt_mean", "offline_throughput")
+TARGET = 0.15
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """What the host adds between two steps (s), and over how many steps that was measured."""
+
+    seconds: float
+    steps: int
+
+
+def workload(rate: float, seconds: float, seed: int) -> Workload:
+    """Poisson arrivals of one size beside more offline lines than can be done."""
+    times = schedule(constant_rate(rate), "poisson", stream(seed, "arrivals"), duration=seconds)
+    lines = Job(fixed(4000, *OFFLINE))
+    return Workload("sim-vs-live", fixed(1, *ONLINE).at(times), (lines,), horizon=seconds)
+
+
+def arms(made: Workload) -> dict[str, Workload]:
+    """The three arms."""
+    return {"online only": replace(made, jobs=()), "offline only": replace(made, online=None), "both": made}
+
+
+def plain_token() -> int:
+    """A token whose text is one letter.
+
+    Random weights would give pieces of characters, which a server must hold back: no token would be seen when it came.
+    """
+    vocabulary: dict[str, int] = json.loads((PACKAGED / "tokenizer.json").read_text())["model"]["vocab"]
+    return vocabulary["a"]
+
+
+def live(url: str, made: Workload, windows: Windows, seed: int) -> Mapping[str, Any]:
+    """Metrics of one arm over HTTP; every token of every answer is the same letter."""
+    plan = Plan(
+        target=Target(url, model="model"),
+        online=made.online,
+        jobs=made.jobs,
+        offline_mode="flex" if made.jobs else "none",
+        offline_concurrency=CONCURRENCY,
+        windows=windows,
+        source=TokenIds(),
+        seed=seed,
+        salt=int(time.time()),
+        extra_body={"logit_bias": {str(plain_token()): 100}},
+    )
+    records = workers.execute(plan, 1, lambda _: None)
+    found = run_metrics(records, windows.measured(records.ended_at), Slo())
+    bad = sum(not record.ok for record in records.requests if record.service_class == "online")
+    if bad:
+        print(f"  {bad} online requests failed")
+    return {**found["online"], "offline_throughput": found["offline"]["offline_throughput"]}
+
+
+def counters(url: str) -> dict[str, float]:
+    """The server's own counters: steps, and their seconds on the device."""
+    with urllib.request.urlopen(f"{url}/metrics") as answer:
+        lines = [line.split() for line in answer.read().decode().splitlines() if line.startswith("tidemill_step")]
+    return {name: float(value) for name, value in lines if "{" not in name}
+
+
+def measure_host(url: str, seconds: float) -> Host:
+    """Time between the steps of a server that is never idle: from its counters at two moments of a burst."""
+    marks: list[tuple[float, dict[str, float]]] = []
+
+    def look() -> None:
+        marks.append((time.perf_counter(), counters(url)))
+
+    timers = [threading.Timer(at, look) for at in (0.3 * seconds, 0.9 * seconds)]
+    for timer in timers:
+        timer.start()
+    live(url, Workload("host", None, (Job(fixed(4000, 64, 64)),)), Windows(horizon=seconds), 99)
+    for timer in timers:
+        timer.join()
+    (began, before), (ended, after) = marks
+    steps, spent = (after[name] - before[name] for name in ("tidemill_steps_total", "tidemill_step_seconds_total"))
+    return Host((ended - began - spent) / steps, int(steps))
+
+
+def simulated(profile: Path, host: Host, made: Workload, windows: Windows, seed: int) -> Mapping[str, Any]:
+    """Metrics of one arm on the virtual clock, with the server's limits and objective."""
+    config = SchedulerConfig(
+        num_units=simulate.UNITS_PER_BLOCK * NUM_BLOCKS,
+        max_model_len=MODEL_LEN,
+        max_num_seqs=MAX_SEQS,
+        max_num_batched_tokens=MAX_TOKENS,
+        enable_prefix_caching=False,
+    )
+    device = simulate.measured_device(profile, config, host.seconds, seed)
+    objective = StepObjective(60.0, TBT_LIMIT, budget=BudgetParams("tidemill", BUDGET_SHARE * TBT_LIMIT))
+    return simulate.simulate(device, made, windows, objective, seed, offline_concurrency=CONCURRENCY)
+
+
+def show(name: str, ours: Mapping[str, Any], theirs: Mapping[str, Any], *, online: bool, offline: bool) -> None:
+    """One line for each metric that the arm has."""
+    for metric in METRICS:
+        if (metric == "offline_throughput" and not offline) or (metric != "offline_throughput" and not online):
+            continue
+        factor, unit = (1.0, "tok/s") if metric == "offline_throughput" else (1e3, "ms")
+        left, right = float(ours[metric]) * factor, float(theirs[metric]) * factor
+        verdict = "" if abs(right / left - 1) <= TARGET else "  over 15 %"
+        print(f"{name:13} {metric:19} {left:9.1f} {right:10.1f} {unit:6} {right / left:6.2f}{verdict}", flush=True)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Serve, measure, simulate, print."""
+    parser = argparse.ArgumentParser(prog="python -m loadgen.bench.sim_vs_live", description=__doc__)
+    parser.add_argument("--rate", type=float, default=1.5, help="online requests a second")
+    parser.add_argument("--seconds", type=float, default=35.0, help="length of an arm")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--profile-dir", type=Path, help="where the profile is kept (default: measured for this run)")
+    args = parser.parse_args(argv)
+    print(f"sim-vs-live: random 134.5 M Llama, {args.rate} online requests/s; {describe()}", flush=True)
+    made = workload(args.rate, args.seconds, args.seed)
+    windows = Windows(warmup=WARM_UP, horizon=args.seconds, drain=5.0)
+    with tempfile.TemporaryDirectory() as name:
+        make_model_folder(Path(name))
+        kept = args.profile_dir or Path(name) / "profiles"
+        with server(Path(name), 0, "--slo", f"ttft_p99=60s,tbt_p99={TBT_LIMIT * 1e3:g}ms", *limits(kept)) as url:
+            host = measure_host(url, HOST_SECONDS)
+            found = {arm: live(url, part, windows, args.seed) for arm, part in arms(made).items()}
+        profile = max(kept.glob("*.json"), key=lambda path: path.stat().st_mtime)
+        about = json.loads(profile.read_bytes())
+        print(f"profile: {about['num_samples']} steps, held-out error {about['held_out_mape']:.1%}", end="; ")
+        print(f"host {host.seconds * 1e3:.2f} ms a step ({host.steps} steps)")
+        print(f"{'arm':13} {'':19} {'live':>9} {'simulated':>10} {'':6}  ratio")
+        for arm, part in arms(made).items():
+            theirs = simulated(profile, host, part, windows, args.seed)
+            show(arm, found[arm], theirs, online=part.online is not None, offline=bool(part.jobs))
+
+
+def limits(profiles: Path) -> tuple[str, ...]:
+    """The server's flags for the limits that the simulator is given too."""
+    sizes = {"num-gpu-blocks-override": NUM_BLOCKS, "max-model-len": MODEL_LEN, "max-num-seqs": MAX_SEQS}
+    sizes["max-num-batched-tokens"] = MAX_TOKENS
+    return (*(f"--{name}={value}" for name, value in sizes.items()), "--profile-dir", str(profiles))
+
+
+if __name__ == "__main__":
+    main()
