@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: install serve test check bench clean
+.PHONY: install serve test check bench gpu-check clean
 
 install: $(STAMP)
 
@@ -33,6 +33,10 @@ check: install
 
 bench: install
 	$(BIN)/python -m loadgen.bench $(ARGS)
+
+# From a source tree, without an install: needs a Python with torch, triton and transformers (PYTHON=... picks one).
+gpu-check:
+	$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m engine.gpu_check $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

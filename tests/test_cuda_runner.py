@@ -1,6 +1,7 @@
 """CudaRunner on the CPU, with the kernels' twins: the whole engine gives what the CPU runner and transformers give."""
 
 import dataclasses
+import threading
 
 import numpy as np
 import pytest
@@ -10,14 +11,19 @@ from driver import make_request
 from test_runner import POISON, SAMPLED, check_greedy, crowd, make_decoder, reference_logits, run_in_waves, solo
 from tiny_models import FAMILY_CASES, model_folder
 
+from engine.client import EngineInfo
+from engine.core import EngineCore
+from engine.engine import Engine
 from engine.execution.cuda.buffers import DrawInputs
 from engine.execution.cuda.draw import draw
+from engine.execution.cuda.runner import Collect
 from engine.execution.cuda.shapes import GRAPH_TOKENS, Buckets
 from engine.models.decoder import Decoder
 from engine.models.loader import load_weights
 from engine.models.spec import load_spec
 from engine.models.weights import ModelWeights
 from engine.request import FinishReason, RequestClass
+from engine.scheduling.output import SchedulerOutput
 
 
 def driver_of(decoder: Decoder, depth: int = 1, **options: int) -> AheadDriver:
@@ -106,6 +112,31 @@ def test_a_request_that_stops_costs_one_step_and_disturbs_nobody() -> None:
     assert driver.outputs["stops"] == free[: free.index(free[3]) + 1]
     for request in requests[1:]:
         check_greedy(decoder, request, driver.outputs[request.request_id])
+
+
+async def test_the_engine_launches_ahead() -> None:
+    """Under the event loop, with its two threads: more requests than rows, streams as a runner alone gives them."""
+    decoder = make_decoder()
+    driver = driver_of(decoder, seqs=3)
+    launches, runner = [], driver.runner.runner
+    original = runner.launch
+
+    def launch(output: SchedulerOutput) -> Collect:
+        launches.append((output.step_id, threading.current_thread().name))
+        return original(output)
+
+    runner.launch = launch  # type: ignore[method-assign]
+    info = EngineInfo(200, 97, frozenset(), "Llama", "float32", "cpu", 1)
+    engine = Engine(EngineCore(driver.core.config), runner, info)
+    await engine.start()
+    requests = [make_request(f"r{i}", [5 + i, 7, 2 * i], 9, temperature=0.8, seed=i) for i in range(7)]
+    streams = [engine.add(dataclasses.replace(request, final_only=True)) for request in requests]
+    for request, stream in zip(requests, streams, strict=True):
+        (final,) = [output async for output in stream]
+        assert final.token_ids == solo(request, decoder)
+    await engine.stop()
+    steps, threads = zip(*launches, strict=True)
+    assert list(steps) == list(range(len(steps))) and len(set(threads)) == 1
 
 
 def poisoned(weights: ModelWeights) -> ModelWeights:

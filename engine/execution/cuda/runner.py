@@ -83,6 +83,7 @@ class CudaRunner:
         self._results = deque(pinned(max_num_seqs, torch.int32, device) for _ in range(_RESULTS))
         self._unsettled: deque[_Sampled] = deque()
         self._last_end = 0.0
+        self._last_inputs: StepInputs | None = None
         self.num_graphs = 0
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # weights and tables were written on another stream
@@ -103,6 +104,12 @@ class CudaRunner:
             sampled = self._run(output, changes)
             arrived = self._lane.mark() if sampled is None else sampled.arrived
         return lambda: self._collect(output, sampled, arrived, began)
+
+    def repeat_last(self) -> None:
+        """Run the last step's forward pass again, as it is: for measuring what the device takes without the host."""
+        assert self._last_inputs is not None, "no step was run yet"
+        with torch.inference_mode(), self._lane.use():
+            self._graphs.run(self._last_inputs)
 
     def run_padding(self, num_tokens: int, num_samples: int) -> None:
         """A step of `num_tokens` of padding with `num_samples` drawn at random: what the largest step allocates."""
@@ -147,6 +154,7 @@ class CudaRunner:
         if inputs is None:
             return None
         self._graphs.run(inputs)
+        self._last_inputs = inputs
         if not layout.sampled.size:
             return None
         if by_host:

@@ -1,0 +1,218 @@
+"""Every kernel on the device against its twin in float64, and the attention kernels against the roofline."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.execution import torch_ops
+from engine.execution.cuda.kernels import Kernels
+from engine.execution.reference import attention as reference_attention
+from engine.execution.reference.rope_cache import rope_cache_write as reference_rope
+from engine.gpu_check.limits import measure_limits
+from engine.gpu_check.setup import Setup
+from engine.gpu_check.table import Row
+from engine.triton_kernels import configs
+from engine.triton_kernels.work import DecodeWork, PrefillWork
+
+_BLOCK = 16
+_TOLERANCE = {torch.bfloat16: 3e-2, torch.float16: 4e-3, torch.float32: 2e-4}
+_HEADS = ((64, 14, 2), (80, 8, 8), (96, 16, 4), (128, 32, 8), (128, 8, 8), (256, 16, 2))
+"""(head_dim, heads, KV heads) of the equality check: every head_dim, and groups of 1, 4, 7 and 8."""
+
+
+@dataclass(frozen=True, slots=True)
+class PagedCase:
+    """A filled pool with scattered blocks: row i of the tables holds `lengths[i]` tokens, in layer 1 of 2."""
+
+    pool: Tensor
+    tables: Tensor
+    lengths: list[int]
+    heads: int
+
+    @property
+    def scratch_base(self) -> int:
+        return len(self.pool)
+
+
+def paged_case(setup: Setup, lengths: list[int], head_dim: int, heads: int, kv_heads: int) -> PagedCase:
+    blocks = max(-(-length // _BLOCK) for length in lengths)
+    count = 2 * len(lengths) * blocks
+    generator = torch.Generator().manual_seed(head_dim)
+    pool = torch.randn((2 * count, _BLOCK, kv_heads, head_dim), device=setup.device, dtype=setup.dtype)
+    units = torch.randperm(count, generator=generator).reshape(2, len(lengths), blocks)
+    return PagedCase(pool, (2 * units).to(setup.device, torch.int32), lengths, heads)
+
+
+def decode_call(setup: Setup, kernels: Kernels, case: PagedCase, q: Tensor, out: Tensor) -> Callable[[], None]:
+    """One call of the decode kernel over every row of the case."""
+    (_, _, kv_heads, head_dim), device = case.pool.shape, setup.device
+    config = configs.decode_config(configs.device_arch(device), head_dim, case.heads // kv_heads, setup.dtype)
+    cuda = device.type == "cuda"
+    processors = torch.cuda.get_device_properties(device).multi_processor_count if cuda else 4
+    items = configs.decode_items(len(case.lengths), kv_heads, processors)
+    work = DecodeWork(len(case.lengths), items, config.block_n, device)
+    work.fill(np.arange(len(case.lengths), dtype=np.int32), np.array(case.lengths, dtype=np.int32))
+    work.buffer.upload()
+    partial = torch.empty((items, case.heads, head_dim), dtype=torch.float32, device=device)
+    lse = torch.empty((items, case.heads), dtype=torch.float32, device=device)
+    return lambda: kernels.decode_attention(
+        q,
+        case.pool,
+        case.tables[0],
+        case.tables[1],
+        work,
+        partial,
+        lse,
+        out,
+        scale=head_dim**-0.5,
+        layer=1,
+        scratch_base=case.scratch_base,
+    )
+
+
+def prefill_call(setup: Setup, kernels: Kernels, case: PagedCase, q: Tensor, out: Tensor, chunk: int) -> tuple[
+    Callable[[], None], PrefillWork
+]:  # fmt: skip
+    """One call of the prefill kernel for the last `chunk` tokens (all, if there are fewer) of every row."""
+    (_, _, kv_heads, head_dim), device = case.pool.shape, setup.device
+    config = configs.prefill_config(configs.device_arch(device), head_dim, setup.dtype)
+    tile = config.block_m // (case.heads // kv_heads)
+    sizes = [min(chunk, length) for length in case.lengths]
+    firsts = np.cumsum(sizes) - sizes
+    chunks = [
+        (row, first, size, length - size)
+        for row, (first, size, length) in enumerate(zip(firsts, sizes, case.lengths, strict=True))
+    ]
+    work = PrefillWork(len(sizes), configs.prefill_items(sum(sizes), len(sizes), tile), tile, device)
+    work.fill(np.array(chunks, dtype=np.int32))
+    work.buffer.upload()
+    call = lambda: kernels.prefill_attention(  # noqa: E731
+        q,
+        case.pool,
+        case.tables[0],
+        case.tables[1],
+        work,
+        out,
+        scale=head_dim**-0.5,
+        layer=1,
+        scratch_base=case.scratch_base,
+    )
+    return call, work
+
+
+def check_kernels(setup: Setup) -> Iterator[Row]:
+    """Equality; a figure is the largest error, relative to 1 + the expected value."""
+    kernels = setup.kernels()
+    target = _TOLERANCE[setup.dtype]
+    with torch.inference_mode():
+        for head_dim, heads, kv_heads in _HEADS[: setup.size(len(_HEADS), 2)]:
+            name = f"heads {heads}/{kv_heads} of {head_dim}"
+            for kernel, error in _attention_errors(setup, kernels, head_dim, heads, kv_heads):
+                yield Row(f"{kernel}, {name}: error", "", error, target, lower=True, note=str(setup.dtype))
+        for kernel, error in _row_errors(setup, kernels):
+            yield Row(f"{kernel}: error", "", error, target, lower=True, note=str(setup.dtype))
+
+
+def check_attention(setup: Setup) -> Iterator[Row]:
+    """The attention kernels at the sizes of the target table."""
+    kernels, limits = setup.kernels(), measure_limits(setup)
+    count, context = setup.size(32, 2), setup.size(4096, 40)
+    with torch.inference_mode():
+        case = paged_case(setup, [context] * count, 128, 32, 8)
+        q = torch.randn((count, 32, 128), device=setup.device, dtype=setup.dtype)
+        seconds = setup.seconds(decode_call(setup, kernels, case, q, torch.empty_like(q)))
+        floor = 2 * count * context * 8 * 128 * setup.dtype.itemsize / limits.bandwidth
+        yield Row("decode attention, 8B shape, B32 c4k", "µs", seconds * 1e6, 147, floor * 1e6, "135 (TileOPs)", True)
+        length = setup.size(8192, 40)
+        case = paged_case(setup, [length], 128, 32, 8)
+        q = torch.randn((length, 32, 128), device=setup.device, dtype=setup.dtype)
+        call, _ = prefill_call(setup, kernels, case, q, torch.empty_like(q), length)
+        rate = 4 * length * (length + 1) / 2 * 32 * 128 / setup.seconds(call) / 1e12
+        yield Row("prefill attention, causal, d128, 8k", "TFLOP/s", rate, 400, limits.flops / 1e12, "407-487 (Triton)")
+
+
+def _error(actual: Tensor, expected: Tensor) -> float:
+    """NaN anywhere is an infinite error."""
+    error = ((actual.double() - expected.double()).abs() / (1 + expected.double().abs())).max().item()
+    return error if error == error else float("inf")
+
+
+def _attention_errors(
+    setup: Setup, kernels: Kernels, head_dim: int, heads: int, kv_heads: int
+) -> Iterator[tuple[str, float]]:
+    case = paged_case(setup, [1, 37, 700 if not setup.tiny else 50, 64], head_dim, heads, kv_heads)
+    wide = case.pool.double()
+    q = torch.randn((len(case.lengths), heads, head_dim), device=setup.device, dtype=setup.dtype)
+    out, expected = torch.empty_like(q), torch.empty_like(q, dtype=torch.float64)
+    decode_call(setup, kernels, case, q, out)()
+    requests = DecodeWork(len(case.lengths), len(case.lengths), _BLOCK, torch.device("cpu"))
+    rows = np.arange(len(case.lengths), dtype=np.int32)
+    requests.fill(rows, np.array(case.lengths, dtype=np.int32))
+    arguments = (wide, case.tables[0], case.tables[1])
+    scale = head_dim**-0.5
+    reference_attention.decode_attention(
+        q.double(), *arguments, requests, q, q, expected, scale=scale, layer=1, scratch_base=case.scratch_base
+    )
+    yield "decode attention", _error(out, expected)
+    tokens = sum(min(29, length) for length in case.lengths)
+    q = torch.randn((tokens, heads, head_dim), device=setup.device, dtype=setup.dtype)
+    out, expected = torch.empty_like(q), torch.empty_like(q, dtype=torch.float64)
+    call, work = prefill_call(setup, kernels, case, q, out, 29)
+    call()
+    reference_attention.prefill_attention(
+        q.double(), *arguments, work, expected, scale=scale, layer=1, scratch_base=case.scratch_base
+    )
+    yield "prefill attention", _error(out, expected)
+    yield "RoPE and cache write", _rope_error(setup, kernels, case)
+
+
+def _rope_error(setup: Setup, kernels: Kernels, case: PagedCase) -> float:
+    (_, _, kv_heads, head_dim), device = case.pool.shape, setup.device
+    count = len(case.lengths)
+    qkv = torch.randn((count, case.heads + 2 * kv_heads, head_dim), device=device, dtype=setup.dtype)
+    q, k, v = qkv.tensor_split((case.heads, case.heads + kv_heads), dim=1)
+    positions = torch.tensor([length - 1 for length in case.lengths], dtype=torch.int32, device=device)
+    rows = torch.arange(count, dtype=torch.int32, device=device)
+    angles = torch.rand((max(case.lengths), head_dim // 2), device=device) * 6
+    cos_sin = torch.cat((angles.cos(), angles.sin()), dim=-1)
+    q_norm, k_norm = torch.rand((2, head_dim), device=device).to(setup.dtype)
+    wide_pool, wide_q = case.pool.double(), q.double()
+    reference_rope(
+        wide_q, k.double(), v.double(), cos_sin, positions, rows, wide_pool, case.tables[0], case.tables[1],
+        q_norm=q_norm.double(), k_norm=k_norm.double(), layer=1, scratch_base=case.scratch_base,
+    )  # fmt: skip
+    kernels.rope_cache_write(
+        q,
+        k,
+        v,
+        cos_sin,
+        positions,
+        rows,
+        case.pool,
+        case.tables[0],
+        case.tables[1],
+        q_norm=q_norm,
+        k_norm=k_norm,
+        layer=1,
+        scratch_base=case.scratch_base,
+    )
+    return max(_error(q, wide_q), _error(case.pool, wide_pool))
+
+
+def _row_errors(setup: Setup, kernels: Kernels) -> Iterator[tuple[str, float]]:
+    width = setup.size(5120, 96)
+    x, residual = torch.randn((2, 33, width), device=setup.device, dtype=setup.dtype)
+    weight, bias = torch.rand((2, width), device=setup.device, dtype=setup.dtype)
+    out, total = kernels.add_rms_norm(x, residual, weight, 1e-5)
+    wide = total.double()
+    yield (
+        "residual and RMS norm",
+        _error(out, wide * (wide.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * weight.double()),
+    )
+    out, total = kernels.add_layer_norm(x, residual, weight, bias, 1e-5)
+    wide = total.double()
+    yield "residual and layer norm", _error(out, torch_ops.layer_norm(wide, weight.double(), bias.double(), 1e-5))
+    yield "SwiGLU", _error(kernels.silu_and_mul(x), torch_ops.silu_and_mul(x.double()))

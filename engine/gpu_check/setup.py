@@ -1,0 +1,102 @@
+"""Where the check runs, how large it is, and how time is taken; tiny sizes on a CPU are for its own tests."""
+
+import gc
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from engine.execution.cuda.kernels import Kernels, torch_kernels, triton_kernels
+from engine.models.spec import ModelSpec, spec_from_config
+from engine.models.weights import DummyTensors, ModelWeights, build_weights
+
+_LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "rms_norm_eps": 1e-5}
+_QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_act": "silu", "rms_norm_eps": 1e-6}
+_QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_act": "silu", "rms_norm_eps": 1e-6}
+
+SHAPES: dict[str, dict[str, object]] = {
+    "8B": _LLAMA
+    | {
+        "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
+        "intermediate_size": 14336, "vocab_size": 128256, "max_position_embeddings": 16384, "rope_theta": 500000.0,
+    },
+    "Qwen2.5-0.5B": _QWEN2
+    | {
+        "hidden_size": 896, "num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2,
+        "intermediate_size": 4864, "vocab_size": 151936, "max_position_embeddings": 16384, "rope_theta": 1e6,
+        "tie_word_embeddings": True,
+    },
+    "Qwen3-0.6B": _QWEN3
+    | {
+        "hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8,
+        "head_dim": 128, "intermediate_size": 3072, "vocab_size": 151936, "max_position_embeddings": 16384,
+        "rope_theta": 1e6, "tie_word_embeddings": True,
+    },
+}  # fmt: skip
+
+_TINY = {
+    "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+    "intermediate_size": 96, "vocab_size": 128, "max_position_embeddings": 512,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """`tiny`: sizes for a test of the check itself; its figures mean nothing."""
+
+    device: torch.device
+    dtype: torch.dtype
+    tiny: bool
+
+    def size(self, full: int, tiny: int) -> int:
+        return tiny if self.tiny else full
+
+    def spec(self, name: str) -> ModelSpec:
+        """A model's shape by name; two small layers of it if tiny."""
+        return spec_from_config(SHAPES[name] | (_TINY if self.tiny else {}) | {"eos_token_id": None})
+
+    def weights(self, spec: ModelSpec) -> ModelWeights:
+        """Random weights."""
+        with torch.inference_mode():
+            return build_weights(spec, DummyTensors(0, self.dtype, self.device))
+
+    def kernels(self) -> Kernels:
+        return triton_kernels() if self.device.type == "cuda" else torch_kernels()
+
+    def release(self) -> None:
+        """Give back what earlier models and graphs of this process held, so that free memory can be asked for."""
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            torch.cuda.empty_cache()
+
+    def synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def seconds(self, work: Callable[[], object], repeats: int = 20, rounds: int = 5) -> float:
+        """Median time of one call: of `rounds` rounds of `repeats` calls, back to back."""
+        repeats, rounds = self.size(repeats, 1), self.size(rounds, 1)
+        work()
+        self.synchronize()
+        taken = []
+        for _ in range(rounds):
+            began = time.perf_counter()
+            for _ in range(repeats):
+                work()
+            self.synchronize()
+            taken.append((time.perf_counter() - began) / repeats)
+        return statistics.median(taken)
+
+
+def cuda_setup() -> Setup | None:
+    """The first CUDA device; None without one."""
+    if not torch.cuda.is_available():
+        return None
+    return Setup(torch.device("cuda", 0), torch.bfloat16, tiny=False)
+
+
+def tiny_setup() -> Setup:
+    return Setup(torch.device("cpu"), torch.float32, tiny=True)

@@ -1,0 +1,67 @@
+"""The rows of the check and how they are shown. Knows nothing of what was measured."""
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One figure. `floor`: what the machine's own limits allow, `anchor`: what others report, `target`: what is asked
+    for, all in `unit`. `lower`: whether less is better. `measured` None: it failed, and `note` says how."""
+
+    metric: str
+    unit: str
+    measured: float | None
+    target: float | None = None
+    floor: float | None = None
+    anchor: str = ""
+    lower: bool = False
+    note: str = ""
+
+    @property
+    def met(self) -> bool | None:
+        """None where nothing is asked for."""
+        if self.measured is None:
+            return False
+        if self.target is None:
+            return None
+        return self.measured <= self.target if self.lower else self.measured >= self.target
+
+    def to_json(self) -> str:
+        return json.dumps({**asdict(self), "met": self.met})
+
+
+def row_from_json(line: str) -> Row:
+    """Raises ValueError for what is not a row."""
+    fields = json.loads(line)
+    if not isinstance(fields, dict) or "metric" not in fields:
+        raise ValueError(f"not a row: {line[:80]}")
+    fields.pop("met", None)
+    return Row(**fields)
+
+
+def failure(metric: str, reason: str) -> Row:
+    return Row(metric, "", None, note=reason)
+
+
+def render(rows: Iterable[Row]) -> str:
+    """The table as text, one line a row."""
+    lines = [("metric", "floor", "anchor", "target", "measured", "")]
+    for row in rows:
+        sign = "<=" if row.lower else ">="
+        verdict = {True: "ok", False: "MISSED", None: ""}[row.met]
+        measured = "failed" if row.measured is None else f"{_short(row.measured)} {row.unit}"
+        target = "" if row.target is None else f"{sign} {_short(row.target)}"
+        floor = "" if row.floor is None else _short(row.floor)
+        note = f"  {row.note}" if row.note else ""
+        lines.append((row.metric, floor, row.anchor, target, measured, verdict + note))
+    widths = [max(len(line[column]) for line in lines) for column in range(5)]
+    cells = [[line[column].ljust(widths[column]) for column in range(5)] + [line[5]] for line in lines]
+    return "\n".join("  ".join(line).rstrip() for line in cells)
+
+
+def _short(value: float) -> str:
+    if value == 0 or 1e-3 <= abs(value) < 1e6:
+        return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
+    return f"{value:.2e}"

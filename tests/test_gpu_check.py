@@ -1,0 +1,123 @@
+"""`make gpu-check` in tiny sizes on the CPU: every section runs, so that it will run where there is a GPU."""
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.gpu_check import __main__ as check
+from engine.gpu_check.kernels import check_kernels
+from engine.gpu_check.limits import Limits
+from engine.gpu_check.setup import Setup, tiny_setup
+from engine.gpu_check.steps import Shape, floor_of
+from engine.gpu_check.table import Row, failure, render, row_from_json
+
+ROOT = Path(__file__).parents[1]
+
+
+def run(*arguments: str, **options: object) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-m", "engine.gpu_check", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=170)
+
+
+def rows_of(name: str, capsys: pytest.CaptureFixture[str]) -> list[Row]:
+    check.run_here(tiny_setup(), [name])
+    return check._rows(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(("name", "count"), [("limits", 3), ("attention", 2), ("steps", 7), ("serving", 4)])
+def test_sections(name: str, count: int, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = rows_of(name, capsys)
+    assert len(rows) == count
+    assert all(row.measured is not None and math.isfinite(row.measured) for row in rows)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("name", "count"), [("equality", 2), ("colocation", 2), ("peer", 1)])
+def test_long_sections(name: str, count: int, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = rows_of(name, capsys)
+    assert len(rows) == count
+    assert all(row.measured is not None and math.isfinite(row.measured) for row in rows)
+    assert name != "equality" or all(row.met for row in rows)
+
+
+def test_kernel_errors_are_small_and_a_wrong_kernel_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert all(row.met for row in check_kernels(tiny_setup()))
+    kernels = tiny_setup().kernels()
+
+    class Wrong:
+        def __getattr__(self, name: str) -> object:
+            original = getattr(kernels, name)
+            if name != "silu_and_mul":
+                return original
+            return lambda x: original(x) * 1.01
+
+    monkeypatch.setattr(Setup, "kernels", lambda self: Wrong())
+    assert [row.metric for row in check_kernels(tiny_setup()) if not row.met] == ["SwiGLU: error"]
+
+
+def test_the_floor_of_a_step_is_what_the_design_says() -> None:
+    """On the figures of an H200: 3.5 ms at batch 1, 7.5 ms at 64 x 2k, 5.5 ms at 128 x 512, 56.6 k tok/s of prefill."""
+    limits = Limits(4.3e12, 790e12, 50e9)
+    spec = Setup(torch.device("cpu"), torch.bfloat16, tiny=False).spec("8B")
+
+    def floor(shape: Shape) -> float:
+        return floor_of(spec, shape, limits, 2) * 1e3
+
+    assert floor(Shape(1, 512)) == pytest.approx(3.5, rel=0.03)
+    assert floor(Shape(64, 2048)) == pytest.approx(7.5, rel=0.03)
+    assert floor(Shape(128, 512)) == pytest.approx(5.5, rel=0.03)
+    assert 8192 / floor(Shape(0, 1, 8192)) == pytest.approx(53, rel=0.1)
+
+
+def test_the_table_says_what_was_met() -> None:
+    rows = [
+        Row("fast", "ms", 1.0, 2.0, lower=True),
+        Row("slow", "ms", 3.0, 2.0, 1.5, "2.5 (them)", lower=True, note="why"),
+        Row("wide", "GB/s", 3.0),
+        failure("broken", "no such device"),
+    ]
+    assert [row.met for row in rows] == [True, False, None, False]
+    assert [row_from_json(row.to_json()) for row in rows] == rows
+    lines = render(rows).splitlines()
+    assert lines[2].split() == ["slow", "1.5", "2.5", "(them)", "<=", "2", "3", "ms", "MISSED", "why"]
+    assert "failed" in lines[4] and "no such device" in lines[4]
+    with pytest.raises(ValueError, match="not a row"):
+        row_from_json("[1]")
+
+
+def test_a_section_that_hangs_or_crashes_is_a_row() -> None:
+    (hung,) = check.run_section("limits", 0.2, tiny=True)
+    assert not hung.met and "did not end" in hung.note
+    (crashed,) = check.run_section("no-such-section", 60, tiny=True)
+    assert not crashed.met and "unknown section" in crashed.note
+
+
+def test_the_command_prints_a_table_and_writes_json(tmp_path: Path) -> None:
+    target = tmp_path / "out.json"
+    ended = run("limits", "--tiny", "--json", str(target))
+    assert ended.returncode == 0, ended.stderr
+    assert "copy bandwidth" in ended.stdout
+    written = json.loads(target.read_text())
+    assert len(written["rows"]) == 3 and written["torch"] == torch.__version__
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_says_so() -> None:
+    ended = run()
+    assert ended.returncode == 2
+    assert "no CUDA device" in ended.stderr and not ended.stdout
+
+
+def test_it_needs_nothing_of_the_server() -> None:
+    modules = sorted(f"engine.gpu_check.{path.stem}" for path in (ROOT / "engine" / "gpu_check").glob("*.py"))
+    code = f"import sys, importlib\nfor name in {modules!r}: importlib.import_module(name)\nprint(*sys.modules)"
+    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    loaded = {name.split(".")[0] for name in ended.stdout.split()}
+    assert not loaded & {"fastapi", "uvicorn", "orjson", "pydantic", "gateway", "loadgen", "aiohttp", "msgspec"}
