@@ -130,7 +130,7 @@ def test_activations_must_be_smaller() -> None:
 def test_the_papers_example_of_a_next_block() -> None:
     assert next_is_act(2, 5, HostSplit(kv=1, act=3))  # 5 ACT and 2 KV blocks at 3:1
     assert not next_is_act(1, 5, HostSplit(kv=1, act=3))
-    assert not next_is_act(0, 0, HostSplit(0, 0))
+    assert not next_is_act(0, 0, HostSplit(0, 0)) and not next_is_act(0, 0, HostSplit(1, 1))
 
 
 @settings(max_examples=200, deadline=None)

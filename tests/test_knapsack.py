@@ -162,7 +162,7 @@ def test_more_live_requests_make_compact_dearer() -> None:
 def test_the_single_candidate_is_taken_in_the_richest_form_that_fits() -> None:
     # By density the small one goes first and the large one no longer fits; alone it is worth nearly everything, and
     # only its compact form fits at all.
-    small, large = Candidate(0.5, 2), Candidate(10.0, 40, 20)
+    small, large = Candidate(1.5, 2), Candidate(10.0, 40, 20)
     assert choose([small, large], 21, live=1, rho=0.01) == Selection((), (1,), 9.6, 20)
     assert choose([small, Candidate(10.0, 21)], 21) == Selection((1,), (), 10.0, 21)
     # What the single one leaves is filled too.
@@ -208,8 +208,11 @@ def test_hull_leaves_out_dominated_and_concave_forms() -> None:
     other = [Option(4, 2.4)]
     assert choose_options([ladder, other], 10).chosen == ((0, 2),)
     assert choose_options([ladder, other], 8).chosen == ((0, 0), (1, 0))
+    # Beside two others: the step to 10 (0.5 a unit) goes before the third, which has 0.45.
+    filler, third = [Option(4, 8.0)], [Option(4, 1.8)]
+    assert choose_options([ladder, filler, third], 14).value == 15.0
     # Left over, the form below the hull is still the best use of two units.
-    assert choose_options([ladder], 6).chosen == ((0, 1),)
+    assert choose_options([ladder, filler], 10).chosen == ((1, 0), (0, 1))
 
 
 def test_switching_costs_decide_the_form() -> None:

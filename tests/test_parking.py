@@ -193,6 +193,13 @@ def test_a_long_past_costs_more_to_recompute() -> None:
     assert plan is not None and plan.seconds == pytest.approx(16e-5 + 1e-8 * (16 * 99 * 16 + 16 * 17 / 2))
 
 
+def test_a_second_step_is_paid_for_what_it_adds() -> None:
+    costs = RestoreCosts(42e-6, 8.4e-6, 1.0, 1.0, recompute_pair=1e-8)
+    # Dropping converted hidden state adds 33.6 us a token for one unit; the far block takes 75 us a token for two.
+    plan = release_units([past(1, start=3300), past(1, hidden=1)], 3, 0, costs)
+    assert plan is not None and plan.moves == ((1, Place.DROP, 1),)
+
+
 def test_recompute_costs_are_those_of_the_latency_model() -> None:
     model = LatencyModel(intercept=0.01, attention=2e-9, prefill_chunks=1e-4, knots=(0, 64), hinges=(1e-6, 4e-5))
     beside = BatchFeatures()

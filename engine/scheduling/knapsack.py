@@ -172,7 +172,8 @@ def _top_up(columns: _Columns, order: list[int], held: list[int], left: int, pen
         units = compact[index]
         if units is None or units > left or held[index]:
             continue
-        if units < kv[index] and values[index] > penalty * kv[index]:
+        # (a compact form that saves nothing does not come this far: its KV would have fitted)
+        if values[index] > penalty * kv[index]:
             held[index] = units
             left -= units
     return left
