@@ -6,9 +6,11 @@ time some image must break a promise, or the operation would be for nothing.
 """
 
 import asyncio
+import gc
 import itertools
 import json
 import sqlite3
+import tracemalloc
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -429,7 +431,6 @@ def test_lines_are_found_whatever_the_pieces(chunk: int, monkeypatch: pytest.Mon
 
 def test_one_long_line_costs_no_memory() -> None:
     import io
-    import tracemalloc
 
     content = io.BytesIO(b'{"a": "' + b"x" * 30_000_000 + b'"}\n' + jsonl([line(1)]))
     tracemalloc.start()
@@ -518,3 +519,34 @@ async def test_many_batches_cost_no_memory_by_the_line(tokenizer: Tokenizer, tmp
         await served.engine.wait_for_event("add", 16)
         held = sum(len(job.running) + len(job.retry) + job.unwritten for job in worker._jobs.values())
         assert held == served.engine.num_open == worker._window.lines == 16
+
+
+async def test_a_queued_batch_costs_the_same_whatever_its_length(tmp_path: Path) -> None:
+    """The lines of batches that wait stay on the disk."""
+    gate = asyncio.Event()
+
+    async def held(*_: Any) -> LineAnswer:
+        await gate.wait()
+        return LineAnswer(200, {})
+
+    async def held_bytes(lines: int, batches: int = 25) -> int:
+        folder = await open_folder(tmp_path / str(lines))
+        worker = BatchWorker(folder, BatchLimits(window_lines=8), held)
+        await worker.start()
+        file = await add_file(folder, jsonl([line(i) for i in range(lines)]))
+        tracemalloc.start()
+        for _ in range(batches):
+            batch = BatchJob(new_batch_id(), "", "/v1/completions", file.id, "24h", 1, 2**40)
+            worker.added(await folder.store.create_batch(batch))
+        await eventually(lambda: len(worker._jobs) == batches and worker._window.lines == 8)
+        gc.collect()
+        size, _ = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert sum(len(job.running) + len(job.retry) + job.unwritten for job in worker._jobs.values()) == 8
+        await worker.stop()
+        await folder.close()
+        return size
+
+    short, long = await held_bytes(20), await held_bytes(2000)
+    assert long < short + 25 * 2000 * 8, "less than a pointer per line"
+    assert long / 25 < 64 * 1024

@@ -3,7 +3,9 @@
 Four arms against one server, three seeds: (1) online only, (2) offline only, (3) naive mix - the offline requests are
 sent with the same priority -, (4) ours: they are sent with `service_tier: "flex"`. Online requests are judged by their
 TTFT from the scheduled arrival and the nearest-rank P99 of their own gaps, pooled over the seeds and
-paired by request between arms. `--plot FILE.svg` adds a run with a sine-shaped online load and draws it.
+paired by request between arms. With `--job` there is a fifth arm: the offline side is one real batch job, a JSONL file
+through /v1/files and /v1/batches. Between arms the server falls silent; the first seconds of an arm do not count.
+`--plot FILE.svg` adds a run with a sine-shaped online load and draws it.
 """
 
 import argparse
@@ -12,14 +14,17 @@ import math
 import random
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean, stdev
+from typing import Any
 
 import aiohttp
 import orjson
 
+from loadgen.bench.batch_job import JobClient, job_lines, wait_quiet
 from loadgen.bench.machine import describe
 from loadgen.bench.serving import make_model_folder, prompt_of, server
 
@@ -27,6 +32,9 @@ ONLINE_PROMPT, ONLINE_OUTPUT = 128, 48
 OFFLINE_PROMPT, OFFLINE_OUTPUT = 256, 64
 OUTSTANDING = 24
 WARM_UP = 5.0
+JOB_TOKENS_PER_SECOND = 20_000
+"""A job has lines for this rate, so that it does not end before its arm."""
+JOB = "job"
 
 
 @dataclass(slots=True)
@@ -80,6 +88,18 @@ def poisson(rate: Callable[[float], float], top: float, seconds: float, seed: in
     return arrivals
 
 
+def completion_body(prompt: int, output: int, salt: int) -> dict[str, Any]:
+    """A completion of exactly these lengths in tokens; no two salts share a prefix."""
+    return {
+        "model": "model",
+        "prompt": prompt_of(prompt, salt),
+        "max_tokens": output,
+        "min_tokens": output,
+        "ignore_eos": True,
+        "temperature": 0,
+    }
+
+
 class Client:
     """Sends requests to one server and stamps what comes back."""
 
@@ -93,12 +113,7 @@ class Client:
 
     async def stream(self, answer: Answer, salt: int, prompt: int, output: int, tier: str) -> None:
         body = {
-            "model": "model",
-            "prompt": prompt_of(prompt, salt),
-            "max_tokens": output,
-            "min_tokens": output,
-            "ignore_eos": True,
-            "temperature": 0,
+            **completion_body(prompt, output, salt),
             "stream": True,
             "stream_options": {"include_usage": True, "continuous_usage_stats": True},
             "service_tier": tier,
@@ -133,26 +148,60 @@ class Client:
                     run.offline.append((at, OFFLINE_PROMPT + 1 if index == 0 else 1))
 
 
+def job_of(seconds: float, seed: int) -> bytes:
+    """More lines than an arm of `seconds` can take."""
+    count = math.ceil(seconds * JOB_TOKENS_PER_SECOND / (OFFLINE_PROMPT + OFFLINE_OUTPUT))
+    return job_lines([completion_body(OFFLINE_PROMPT, OFFLINE_OUTPUT, 90_000_000 * seed + i) for i in range(count)])
+
+
+@asynccontextmanager
+async def offline_work(
+    session: aiohttp.ClientSession, url: str, client: Client, run: Run, tier: str | None, seed: int, content: bytes
+) -> AsyncIterator[None]:
+    """The offline side of an arm, from now to the end of the block. A job is uploaded inside it: that is part of it."""
+    tasks: list[asyncio.Task[None]] = []
+    job = JobClient(session, url) if tier == JOB else None
+    if job is not None:
+
+        async def run_job() -> None:
+            await job.submit(content)
+            await job.follow(lambda tokens: run.offline.append((client.now(), tokens)))
+
+        tasks = [asyncio.create_task(run_job())]
+    elif tier is not None:
+        salts = [50_000_000 + seed * 1_000_000 + i for i in range(OUTSTANDING)]
+        tasks = [asyncio.create_task(client.offline(run, salt, tier)) for salt in salts]
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        ended = await asyncio.gather(*tasks, return_exceptions=True)
+    if job is not None:
+        if failures := [error for error in ended if isinstance(error, Exception)]:
+            raise failures[0]
+        await job.cancel()
+
+
 async def run_arm(url: str, arrivals: list[float], seconds: float, offline_tier: str | None, seed: int) -> Run:
-    """Online arrivals (perhaps none) beside `OUTSTANDING` offline clients of `offline_tier` (None: no offline work)."""
+    """Online arrivals (perhaps none) beside `OUTSTANDING` offline clients of `offline_tier`, one batch job (`JOB`) or
+    none (None)."""
+    await wait_quiet(url)
     run = Run(seconds=seconds)
     connector = aiohttp.TCPConnector(limit=0)
     timeout = aiohttp.ClientTimeout(total=None)
     headers = {"content-type": "application/json"}
     async with aiohttp.ClientSession(headers=headers, connector=connector, timeout=timeout) as session:
+        content = job_of(seconds, seed) if offline_tier == JOB else b""
         client = Client(session, url)
-        tier = offline_tier or ""
-        background = [
-            asyncio.create_task(client.offline(run, 50_000_000 + seed * 1_000_000 + i, tier))
-            for i in range(OUTSTANDING if offline_tier else 0)
-        ]
-        tasks = [asyncio.create_task(client.online(run, at, seed * 10_000 + i)) for i, at in enumerate(arrivals)]
-        if tasks:
-            await asyncio.wait(tasks, timeout=seconds + 30)
-        await asyncio.sleep(max(0.0, seconds - client.now()))
-        for task in (*background, *tasks):
-            task.cancel()
-        await asyncio.gather(*background, *tasks, return_exceptions=True)
+        async with aiohttp.ClientSession() as plain, offline_work(plain, url, client, run, offline_tier, seed, content):
+            tasks = [asyncio.create_task(client.online(run, at, seed * 10_000 + i)) for i, at in enumerate(arrivals)]
+            if tasks:
+                await asyncio.wait(tasks, timeout=seconds + 30)
+            await asyncio.sleep(max(0.0, seconds - client.now()))
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
     run.online.sort(key=lambda answer: answer.scheduled)
     return run
 
@@ -222,7 +271,10 @@ def draw(run: Run, rate: Callable[[float], float], bin_seconds: float = 2.0) -> 
 
 def compare(url: str, args: argparse.Namespace) -> None:
     rate = args.rate
+    asyncio.run(run_arm(url, [0.1 * i for i in range(20)], WARM_UP, "flex", 0))  # nothing is cold for the first arm
     arms: dict[str, list[Run]] = {"online only": [], "offline only": [], "naive mix": [], "tidemill": []}
+    if args.job:
+        arms["batch job"] = []
     for seed in range(1, args.seeds + 1):
         arrivals = poisson(lambda _t: rate, rate, args.seconds, seed)
         for name, tier, online in (
@@ -230,7 +282,10 @@ def compare(url: str, args: argparse.Namespace) -> None:
             ("offline only", "flex", []),
             ("naive mix", "default", arrivals),
             ("tidemill", "flex", arrivals),
+            ("batch job", JOB, arrivals),
         ):
+            if name not in arms:
+                continue
             arms[name].append(asyncio.run(run_arm(url, online, args.seconds, tier, seed)))
     print(
         f"{'arm':14} {'online':>7}  {'TTFT P50':>9} {'P99 ms':>9} {'TBT P50':>9} {'P99 ms':>9} {'attainment':>11} "
@@ -238,8 +293,10 @@ def compare(url: str, args: argparse.Namespace) -> None:
     )
     for name, runs in arms.items():
         summarise(name, runs, args.ttft, args.tbt)
-    change, lower = paired_bound(arms["tidemill"], arms["online only"], args.ttft, args.tbt)
-    print(f"attainment beside offline work - alone: {change:+.2%}, lower 95 % bound {lower:+.2%}")
+    for name, beside in (("tidemill", "offline work"), ("batch job", "a batch job")):
+        if name in arms:
+            change, lower = paired_bound(arms[name], arms["online only"], args.ttft, args.tbt)
+            print(f"attainment beside {beside} - alone: {change:+.2%}, lower 95 % bound {lower:+.2%}")
     alone, mixed = (mean(run.offline_rate for run in arms[name]) for name in ("offline only", "tidemill"))
     online_rate = rate * (ONLINE_PROMPT + ONLINE_OUTPUT)
     left = alone - online_rate
@@ -257,6 +314,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--ttft", type=float, default=1.0, help="TTFT limit in seconds")
     parser.add_argument("--tbt", type=float, default=0.1, help="limit on the P99 of a request's gaps in seconds")
     parser.add_argument("--fill-policy", default="tidemill", choices=("tidemill", "hygen"))
+    parser.add_argument("--job", action="store_true", help="a fifth arm: beside one real batch job")
     parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="draw a run with a sine-shaped online load")
     args = parser.parse_args(argv)
     slo = f"ttft_p99={args.ttft * 1e3:g}ms,tbt_p99={args.tbt * 1e3:g}ms"
@@ -269,7 +327,8 @@ def main(argv: list[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         make_model_folder(folder)
-        with server(folder, 0, "--slo", slo, "--fill-policy", args.fill_policy, "--profile-dir", name) as url:
+        flags = ("--slo", slo, "--fill-policy", args.fill_policy, "--profile-dir", name)
+        with server(folder, 0, *flags, "--state-dir", str(folder / "state")) as url:
             if args.plot is None:
                 compare(url, args)
                 return
