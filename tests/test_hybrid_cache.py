@@ -146,10 +146,11 @@ def test_bfloat16_stays_near(name: str) -> None:
     decoder = decoder_of(name, torch.bfloat16)
     runs = []
     for kinds, scratch in (((CacheKind.KV,), 0), ((CacheKind.HIDDEN,), 40)):
-        driver = HandDriver(decoder, 5, kinds=kinds, scratch_blocks=scratch, calm=True)
-        requests = [driver.add(prompt, 1) for prompt in prompts_of(2)[:5]]
+        driver = HandDriver(decoder, 5, kinds=kinds, scratch_blocks=scratch, host_units=60, calm=not scratch)
+        requests = [driver.add(prompt, 1) for prompt in prompts_of(2)]
         driver.run()
         runs.append(requests)
+    assert driver.seen >= {"restore hidden", "swap_in hidden"}
     for from_kv, from_hidden in zip(*runs, strict=True):
         assert (from_kv.logits[0] - from_hidden.logits[0]).abs().max() < 0.15
 

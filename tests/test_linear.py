@@ -42,6 +42,19 @@ def test_same_as_f_linear(dtype: torch.dtype, with_bias: bool, shape: tuple[int,
         torch.testing.assert_close(got.double(), exact, rtol=tolerance, atol=tolerance * shape[1] ** 0.5)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_a_layer_of_the_last_outputs(dtype: torch.dtype, with_bias: bool) -> None:
+    torch.manual_seed(4)
+    weight, bias = torch.randn(96, 64).to(dtype), torch.randn(96).to(dtype) if with_bias else None
+    layer = make_linear(weight, bias)
+    part = layer.outputs_from(40)
+    assert (part.out_features, part.in_features) == (56, 64)
+    x = torch.randn(9, 64).to(dtype)
+    tolerance = 1e-5 if dtype == torch.float32 else 0.1
+    torch.testing.assert_close(part(x), layer(x)[:, 40:], rtol=tolerance, atol=tolerance)
+
+
 def test_strided_and_empty_inputs() -> None:
     torch.manual_seed(2)
     weight = torch.randn(24, 32).bfloat16()
