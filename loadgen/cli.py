@@ -113,6 +113,10 @@ def _verdict(summary: dict[str, Any], assertions: Sequence[str]) -> int:
         print(f"INVALID: {reason}", file=sys.stderr)
     if summary.get("interrupted"):
         return INTERRUPTED
+    online = summary.get("online", {})
+    if online.get("requests") and not online["outcomes"].get("ok"):
+        print("FAILED: no online request succeeded", file=sys.stderr)
+        return FAILED
     if not summary.get("valid", True):
         return INVALID
     return FAILED if failed else DONE

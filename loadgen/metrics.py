@@ -206,6 +206,7 @@ def _class_metrics(everything: Sequence[RequestRecord], window: tuple[float, flo
     return {
         "requests": len(chosen),
         "outcomes": dict(Counter(record.outcome for record in chosen)),
+        "errors": dict(Counter(record.error for record in chosen if record.error).most_common(3)),
         "statuses": {str(status): count for status, count in Counter(record.status for record in chosen).items()},
         **latencies(chosen),
         "request_throughput": sum(record.ok for record in chosen) / _length(window),

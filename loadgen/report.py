@@ -151,7 +151,8 @@ def _headline(summary: Mapping[str, Any]) -> str:
         found.append(("offline (harvested)", _value(offline["offline_throughput"]), "tokens/s, in and out"))
     extra = {**online, **summary["total"]}
     compared = {key: value for key, value in extra.items() if key.startswith(("interference_", "harvest"))}
-    return tiles(found) + (pairs(compared) if compared else "")
+    failed = {f"failed {count} times": message for message, count in online["errors"].items()}
+    return tiles(found) + (pairs({**failed, **compared}) if failed or compared else "")
 
 
 def _latency_table(section: Mapping[str, Any]) -> str:

@@ -15,7 +15,7 @@ from loadgen.calibrate import word_costs
 from loadgen.client import Client, Target, describe_server, error_message, wait_ready
 from loadgen.errors import ServerError
 from loadgen.plan import Plan
-from loadgen.prompts import Source, TokenIds
+from loadgen.prompts import Source, TokenIds, output_fields
 from loadgen.records import RequestRecord
 from loadgen.traces import Content
 from loadgen.workers import loop_factory
@@ -49,7 +49,9 @@ def prepare(target: Target, mode: PromptMode, ids: TokenIds, ready_within: float
         source: Source = ids
         if calibrate and (mode == "text" or (mode == "auto" and chosen.chat)):
             source = await word_costs(probe(client))
-        return Session(chosen, source, {"base_url": chosen.base_url, "endpoint": chosen.endpoint, **about})
+        return Session(
+            chosen, source, {"base_url": chosen.base_url, "endpoint": chosen.endpoint, **about, "model": chosen.model}
+        )
 
     return _with_client(target, work)
 
@@ -82,11 +84,13 @@ def warm_up(plan: Plan, count: int) -> None:
         for number in range(count):
             # Their own numbers: a warm-up must not put a measured prompt into the prefix cache.
             prompt = maker.fields((1 << 30) + number, 32, Content())
-            body = {"model": client.target.model, **prompt, "max_tokens": 4, "temperature": 0.0, **plan.extra_body}
+            length = output_fields(4, ignore_eos=plan.ignore_eos)  # as in the run: what a server refuses shows here
+            body = {"model": client.target.model, **prompt, **length, "temperature": 0.0, **plan.extra_body}
             record = RequestRecord(number, "online", 0.0, 32, 4)
             await client.send(orjson.dumps(body | plan.stream_fields()), record)
             if record.outcome not in ("ok", "empty"):
-                raise ServerError(f"a warm-up request ended as {record.outcome}: {record.status} {record.error}")
+                hint = " (--no-ignore-eos leaves min_tokens and ignore_eos out)" if "ignore_eos" in record.error else ""
+                raise ServerError(f"a warm-up request ended as {record.outcome}: {record.status} {record.error}{hint}")
 
     if count:
         _with_client(plan.target, work)

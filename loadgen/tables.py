@@ -57,6 +57,7 @@ def headline(summary: Mapping[str, Any]) -> dict[str, Any]:
         low, high = online["slo_attainment_interval"]
         found["SLO attainment"] = f"{online['slo_attainment']:.4f} [{low:.4f}, {high:.4f}]"
         found["outcomes"] = ", ".join(f"{count} {name}" for name, count in online["outcomes"].items())
+        found |= {f"{count} times": message for message, count in online["errors"].items()}
         found["online tokens/s in, out"] = f"{online['input_throughput']:.1f}, {online['output_throughput']:.1f}"
         found["rate achieved / intended"] = (
             f"{number(honest.get('achieved_rate'))} / {number(honest.get('intended_rate'))}"

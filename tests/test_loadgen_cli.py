@@ -114,6 +114,24 @@ def test_refused_and_cut_requests_count_against_attainment(tmp_path, calm) -> No
     assert found["outcomes"] == {"ok": 18, "http_error": 1, "cut": 1} and found["slo_attainment"] == 0.9
 
 
+def test_a_run_in_which_nothing_succeeds_fails_and_says_why(tmp_path, capsys, calm) -> None:
+    with serving_in_thread(Script(answer=lambda number, body: "ok" if number < 1 else "429")) as url:
+        assert bench(url, tmp_path / "a", "--only", "online") == 1
+    shown = capsys.readouterr()
+    assert "no online request succeeded" in shown.err and "the queue is full" in shown.out
+    assert summary_of(tmp_path / "a")["online"]["errors"] == {"the queue is full": 20}
+    assert "the queue is full" in (tmp_path / "a" / "report.html").read_text()
+
+
+def test_the_warm_up_shows_what_a_server_refuses(tmp_path, capsys, calm) -> None:
+    script = Script(answer=lambda number, body: "429")
+    with serving_in_thread(script) as url:
+        assert bench(url, tmp_path / "a", "--only", "online", "--model", "named") == 1
+    assert "a warm-up request ended as http_error: 429" in capsys.readouterr().err
+    warm = script.bodies[0]
+    assert warm["min_tokens"] == warm["max_tokens"] == 4 and warm["ignore_eos"] is True and warm["model"] == "named"
+
+
 def test_an_invalid_run_exits_with_2_and_still_writes(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.setattr("loadgen.honesty.MAX_LAG", -1.0)
     with serving_in_thread(Script()) as url:
