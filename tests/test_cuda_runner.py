@@ -10,18 +10,24 @@ from cuda_engine import AheadDriver, make_driver
 from driver import make_request
 from test_runner import POISON, SAMPLED, check_greedy, crowd, make_decoder, reference_logits, run_in_waves, solo
 from tiny_models import FAMILY_CASES, model_folder
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from engine.client import EngineInfo
 from engine.core import EngineCore
 from engine.engine import Engine
-from engine.execution.cuda.buffers import DrawInputs
+from engine.execution.cuda.buffers import DrawInputs, StepBuffers, StepInputs
 from engine.execution.cuda.draw import draw
+from engine.execution.cuda.forward import Forward
+from engine.execution.cuda.graphs import Graphs
+from engine.execution.cuda.kernels import Kernels, torch_kernels
+from engine.execution.cuda.rows import Rows
 from engine.execution.cuda.runner import Collect
 from engine.execution.cuda.shapes import GRAPH_TOKENS, Buckets
 from engine.models.decoder import Decoder
 from engine.models.loader import load_weights
 from engine.models.spec import load_spec
-from engine.models.weights import ModelWeights
+from engine.models.weights import ModelWeights, build_weights
 from engine.request import FinishReason, RequestClass
 from engine.scheduling.output import SchedulerOutput
 
@@ -215,6 +221,71 @@ def test_the_largest_step_can_be_rehearsed() -> None:
     driver.add(request)
     driver.run()
     check_greedy(decoder, request, driver.outputs["after"])
+
+
+class OneDevice(TorchDispatchMode):
+    """Refuses operations that touch another device than `meta`: a copy from or to the host, or a look at a value."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        result = func(*args, **(kwargs or {}))
+        tensors = [leaf for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, torch.Tensor)]
+        assert all(tensor.is_meta for tensor in tensors), f"{func} would copy, and wait for the device"
+        return result
+
+
+class MetaKernels:
+    """Norms as they are; what reads and writes the cache does nothing."""
+
+    def __getattr__(self, name: str) -> object:
+        caches = {"rope_cache_write", "decode_attention", "prefill_attention"}
+        return (lambda *args, **kwargs: None) if name in caches else getattr(torch_kernels(), name)
+
+
+@pytest.mark.parametrize("name", ["llama-gqa2", "qwen3", "opt", "neox"])
+def test_nothing_in_a_captured_step_or_a_draw_waits_for_the_device(name: str) -> None:
+    """On a device without values every look at one fails, and every tensor of the host is seen."""
+    spec, meta = load_spec(model_folder(name)), torch.device("meta")
+    with torch.inference_mode():
+        weights = build_weights(spec, MetaTensors())
+        rows = Rows(4, 100, 16, spec.num_layers, meta)
+        pool = torch.zeros((8 * spec.num_layers, 16, spec.num_kv_heads, spec.head_dim), device=meta)
+        kernels: Kernels = MetaKernels()  # type: ignore[assignment]
+        forward = Forward(spec, weights, kernels, rows, pool, max_tokens=32, max_samples=4, max_model_len=100)
+        buffers = StepBuffers(spec, 32, 4, torch.float32, meta)
+        vector = torch.zeros(4, device=meta)
+        places = torch.zeros(4, dtype=torch.int32, device=meta)
+        wishes = DrawInputs(vector.double(), vector, places, vector, vector, 3, True, True)
+        for shape in Buckets(4, 32).all_shapes():
+            inputs = buffers.inputs(shape)
+            with OneDevice():
+                forward(inputs)
+                forward.accept(inputs, draw(forward.logits, forward.sampled, wishes)[: shape.samples])
+
+
+class MetaTensors:
+    def has(self, _name: str, /) -> bool:
+        return True
+
+    def fetch(self, _name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        return torch.zeros(shape, device="meta")
+
+
+def test_without_graphs_the_runner_still_runs(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    decoder = make_decoder()
+    runner = driver_of(decoder).runner.runner
+    captured = []
+
+    def capture(self: Graphs, inputs: StepInputs) -> None:
+        captured.append(inputs)
+        if len(captured) > 2:
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(Graphs, "capture", capture)
+    runner._capture()
+    assert "graphs are off" in caplog.text and runner.num_graphs == 0 < runner.num_shapes
+    assert len(captured) == 3 and captured[0] is runner._buffers.inputs(captured[0].shape)
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 3, 64, 100, 1000])

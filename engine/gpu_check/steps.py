@@ -98,6 +98,8 @@ def check_steps(setup: Setup) -> Iterator[Row]:
     config = scheduler_config(wide.decodes, prefill.chunk, context, blocks)
     runner = make_runner(setup, spec, setup.weights(spec), config)
     runs = setup.size(20, 2)
+    graphs = runner.num_graphs if setup.device.type == "cuda" else runner.num_shapes
+    yield Row("CUDA graphs captured", "", graphs, runner.num_shapes)
     for shape, target, anchor in ((one, 4.4, "72 % of bandwidth"), (long, 9.4, "54-61 %"), (wide, 6.9, "54-61 %")):
         timing = time_shape(setup, runner, shape, runs)
         floor = floor_of(spec, shape, limits, setup.dtype.itemsize) * 1e3

@@ -37,6 +37,10 @@ class Graphs:
         self._graphs[id(inputs)] = graph
         self._inputs.append(inputs)  # keeps its id, and the tensors that the graph reads
 
+    @property
+    def count(self) -> int:
+        return len(self._graphs)
+
     def run(self, inputs: StepInputs) -> None:
         graph = self._graphs.get(id(inputs))
         if graph is None:

@@ -8,6 +8,7 @@ log-probabilities need the host's eyes: a step with such rows waits for the step
 With `kernels` from torch, or Triton's interpreter, the same class runs on the CPU. Knows nothing of scheduling or text.
 """
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable
@@ -17,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.execution.cuda.buffers import Layout, StepBuffers, StepInputs, lay_out
+from engine.execution.cuda.buffers import DrawInputs, Layout, StepBuffers, StepInputs, lay_out
 from engine.execution.cuda.draw import draw
 from engine.execution.cuda.forward import Forward
 from engine.execution.cuda.graphs import Graphs
@@ -30,6 +31,8 @@ from engine.models.spec import ModelSpec
 from engine.models.weights import ModelWeights
 from engine.request import TokenLogprobs
 from engine.scheduling.output import ModelRunnerOutput, SchedulerOutput
+
+log = logging.getLogger("tidemill.engine")
 
 _RESULTS = 3  # host buffers for tokens: of the steps in flight, and one to spare
 
@@ -84,11 +87,19 @@ class CudaRunner:
         self._unsettled: deque[_Sampled] = deque()
         self._last_end = 0.0
         self._last_inputs: StepInputs | None = None
-        self.num_graphs = 0
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # weights and tables were written on another stream
         if graphs:
             self._capture()
+
+    @property
+    def num_graphs(self) -> int:
+        """Captured step shapes; `num_shapes` where all went well."""
+        return self._graphs.count
+
+    @property
+    def num_shapes(self) -> int:
+        return len(self._buckets.all_shapes())
 
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         """Run one step and wait for it. After an exception its rows are undefined and must be written whole again."""
@@ -123,17 +134,21 @@ class CudaRunner:
             wishes = self._buffers.fill_draw(lay_out(chunks), self._rows)
             wishes.top_p.fill_(0.5)
             every = (wishes.uniform, wishes.temperature, wishes.top_k, wishes.top_p, wishes.min_p, 1, True, True)
-            draw(self._forward.logits[:num_samples], self._forward.sampled[:num_samples], type(wishes)(*every))
+            draw(self._forward.logits[:num_samples], self._forward.sampled[:num_samples], DrawInputs(*every))
             self._lane.mark().synchronize()
 
     def _capture(self) -> None:
+        """A graph for every bucket. Where the device refuses, steps run without: slower, and right."""
         empty = lay_out(np.zeros((0, 4), dtype=np.int64))
         with torch.inference_mode(), self._lane.use():
-            for shape in self._buckets.all_shapes():
-                inputs = self._buffers.fill(shape, empty, self._rows)
-                self._buffers.upload()
-                self._graphs.capture(inputs)
-                self.num_graphs += 1
+            try:
+                for shape in self._buckets.all_shapes():
+                    inputs = self._buffers.fill(shape, empty, self._rows)
+                    self._buffers.upload()
+                    self._graphs.capture(inputs)
+            except RuntimeError as error:
+                log.warning("CUDA graphs are off, small steps will be slow: %s", error)
+                self._graphs = Graphs(self._forward, self._lane)
             self._lane.mark().synchronize()
 
     def _run(self, output: SchedulerOutput, changes: tuple[Int32Array, Int32Array]) -> _Sampled | None:
