@@ -1,5 +1,6 @@
 """Every kernel on the device against its twin in float64, and the attention kernels against the roofline."""
 
+import importlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -112,7 +113,7 @@ def check_kernels(setup: Setup) -> Iterator[Row]:
             name = f"heads {heads}/{kv_heads} of {head_dim}"
             for kernel, error in _attention_errors(setup, kernels, head_dim, heads, kv_heads):
                 yield Row(f"{kernel}, {name}: error", "", error, target, lower=True, note=str(setup.dtype))
-        for kernel, error in _row_errors(setup, kernels):
+        for kernel, error in (*_row_errors(setup, kernels), *_copy_errors(setup)):
             yield Row(f"{kernel}: error", "", error, target, lower=True, note=str(setup.dtype))
 
 
@@ -200,6 +201,27 @@ def _rope_error(setup: Setup, kernels: Kernels, case: PagedCase) -> float:
         scratch_base=case.scratch_base,
     )
     return max(_error(q, wide_q), _error(case.pool, wide_pool))
+
+
+def _copy_errors(setup: Setup) -> Iterator[tuple[str, float]]:
+    """What moves hidden state and units: nothing may change on the way."""
+    package = "engine.triton_kernels" if setup.device.type == "cuda" else "engine.execution.reference"
+    hidden, units = (importlib.import_module(f"{package}.{name}") for name in ("hidden_state", "unit_copy"))
+    case = paged_case(setup, [37, 50], 64, 4, 2)
+    x = torch.randn((4, 128), device=setup.device, dtype=setup.dtype)
+    positions = torch.tensor([0, 36, 49, 0], dtype=torch.int32, device=setup.device)
+    rows = torch.tensor([1, 0, 1, -1], dtype=torch.int32, device=setup.device)
+    where = (positions, rows, case.pool, case.tables[0])
+    hidden.hidden_write(x, *where, layer=1, scratch_base=case.scratch_base)
+    out = torch.full_like(x, float("nan"))
+    hidden.hidden_gather(out, *where, layer=1, scratch_base=case.scratch_base)
+    yield "hidden write and gather", _error(out, torch.cat((x[:3], torch.zeros_like(x[:1]))))
+    source = torch.randn((6, 5000), device=setup.device, dtype=setup.dtype)
+    target, expected = torch.zeros_like(source), torch.zeros_like(source)
+    pairs = torch.tensor([[5, 0], [-1, 1], [2, 4]], dtype=torch.int32, device=setup.device)
+    units.unit_copy(source, target, pairs)
+    expected[0], expected[4] = source[5], source[2]
+    yield "unit copy", _error(target, expected)
 
 
 def _row_errors(setup: Setup, kernels: Kernels) -> Iterator[tuple[str, float]]:

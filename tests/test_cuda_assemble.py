@@ -1,0 +1,79 @@
+"""The composition of the CUDA runner: what is refused, how much cache fits, and what build.py makes of it."""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from test_runner import reference_logits
+from tiny_models import llama_config, model_folder, write_config
+
+from engine import build
+from engine.cache.cache_map import CacheEntry, CacheKind, Tier
+from engine.config import EngineConfig
+from engine.execution import memory
+from engine.execution.cuda import assemble
+from engine.execution.cuda.kernels import torch_kernels
+from engine.execution.cuda.runner import CudaRunner
+from engine.execution.cuda.shapes import GRAPH_TOKENS, Buckets
+from engine.models.decoder import Decoder
+from engine.models.loader import load_weights
+from engine.models.spec import load_spec
+from engine.request import SamplingParams
+from engine.scheduling.output import Chunk, NewRequest, SchedulerOutput
+
+
+def test_what_the_kernels_cannot_run_is_refused() -> None:
+    spec = load_spec(model_folder("llama-gqa2"))
+    assert assemble.refusal(spec, torch.bfloat16, (8, 0)) is None
+    assert "older than 8.0" in str(assemble.refusal(spec, torch.bfloat16, (7, 5)))
+    odd = dataclasses.replace(spec, head_dim=12)
+    assert "multiple of 16 bytes" in str(assemble.refusal(odd, torch.bfloat16, (9, 0)))
+    assert assemble.refusal(odd, torch.float32, (9, 0)) is None
+    assert "up to 256" in str(assemble.refusal(dataclasses.replace(spec, head_dim=512), torch.bfloat16, (9, 0)))
+
+
+def test_the_cache_gets_what_step_and_graphs_leave(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The seam in build.py, with the memory of a device made up: 3000 bytes for the largest step."""
+    write_config(tmp_path, llama_config())
+    config = EngineConfig(
+        model=str(tmp_path), device="cpu", dtype="float32", load_format="dummy", max_num_seqs=4,
+        max_num_batched_tokens=64, max_model_len=64,
+    )  # fmt: skip
+    plan = build.plan_launch(config)
+    weights = load_weights(plan.spec, tmp_path, dtype="float32", load_format="dummy")
+    profiled = []
+
+    def room(device: torch.device, utilization: float, profile: Callable[[], object]) -> int:
+        profile()
+        profiled.append(utilization)
+        return 110_000_000
+
+    monkeypatch.setattr(memory, "cuda_cache_bytes", room)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 500)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 3500)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
+    monkeypatch.setattr(assemble, "triton_kernels", torch_kernels)
+    captured: list[CudaRunner] = []
+    monkeypatch.setattr(CudaRunner, "_capture", lambda self: captured.append(self))
+    runner, sized = build._build_cuda_runner(config, plan, weights)
+    assert captured == [runner] and profiled == [0.9]
+    unit = memory.unit_bytes(plan.spec, 16, torch.float32)
+    num_shapes = len(Buckets(4, 64).all_shapes())
+    bytes_left = 110_000_000 - assemble.graph_bytes(num_shapes, 3000, 64)
+    assert sized.num_blocks == memory.num_units(bytes_left, unit, 16, 64) // 2
+    new = NewRequest(0, "a", (1, 2, 3), 3, SamplingParams(max_tokens=2, temperature=0.0), _kv(2 * sized.num_blocks - 2))
+    output = runner.execute(SchedulerOutput(0, (Chunk(0, 0, 3, True),), (new,)))
+    reference = reference_logits(Decoder(plan.spec, weights), [1, 2, 3])
+    assert output.token_ids == [int(reference.argmax())]
+
+
+def _kv(first: int) -> tuple[CacheEntry, ...]:
+    return (CacheEntry(CacheKind.KV, Tier.DEVICE, (first, first + 1)),)
+
+
+def test_graphs_share_memory_and_large_steps_need_none() -> None:
+    assert assemble.graph_bytes(0, 1000, 64) == 1000
+    assert assemble.graph_bytes(0, 1000, 4 * GRAPH_TOKENS) == 250
+    assert assemble.graph_bytes(3, 0, 64) == 3 * assemble.graph_bytes(1, 0, 64) > 0
