@@ -110,24 +110,25 @@ def simulate(
 ) -> Metrics:
     """Run a workload; metrics by the names of the load generator's reports, and `prefix_hits` (share of tokens).
 
-    Where the workload shares prefixes, prompts are the token ids that the load generator would send, and its jobs end
-    with their last line; else every prompt is as good as any other of its length and jobs start over at their end.
+    With prefix caching, prompts are the token ids that the load generator would send, else all tokens are alike. Jobs
+    whose lines share prefixes end with their last line; others start over until the horizon.
     `offline_concurrency`: offline requests kept open (default: twice what fits a step).
     """
     config, shared = device.config, shares_prefixes(made)
-    maker = PromptMaker(TokenIds(), "completions", seed, 0) if shared else None
+    maker = PromptMaker(TokenIds(), "completions", seed, 0) if config.enable_prefix_caching else None
     core = EngineCore(
         config,
         online_policy=online_policy,
-        offline_policy="psm" if shared else "fcfs",  # without shared prefixes the tree has nothing to order by
+        offline_policy="psm" if maker is not None else "fcfs",  # without a cache the tree has nothing to order by
         model=device.model,
         objective=objective,
     )
     limit, online = config.max_model_len, RequestClass.ONLINE
+    end = math.inf if windows.horizon is None else windows.horizon
     arrivals = [] if made.online is None else list(_requests(made.online, "n", maker, limit, online))
     jobs = [job.lines for job in made.jobs if len(job.lines)] if objective.budget.latency_budget > 0 else []
-    offline = (arrival.request for arrival in _lines(jobs, maker, limit, endless=not shared)) if jobs else None
-    end = math.inf if windows.horizon is None else windows.horizon
+    endless = not shared and math.isfinite(end)
+    offline = (arrival.request for arrival in _lines(jobs, maker, limit, endless=endless)) if jobs else None
     measured = (windows.warmup, end - windows.cooldown)
     backlog = offline_concurrency or 2 * config.max_num_seqs
     run = VirtualDriver(core, device.runner, arrivals, offline, backlog=backlog, window=measured).run(end)

@@ -367,13 +367,13 @@ def simulated(made: workloads.Workload, *, caching: bool = True, seed: int = 0, 
 
 
 def test_prefixes_of_a_batch_are_real_in_the_simulator() -> None:
-    """8 groups of 100 lines share 768 of 896 tokens: all but the first line of a group find 48 blocks in the cache."""
-    made = workloads.build("prefix-batch", options(offline_lines=800, duration=None))
+    """4 groups of 100 lines share 768 of 896 tokens: all but the first line of a group find 48 blocks in the cache."""
+    made = workloads.build("prefix-batch", options(offline_lines=400, duration=None))
     shared = simulated(made)
     plain = simulated(made, caching=False)
     assert 0.75 < shared["prefix_hits"] <= 768 / 896 and plain["prefix_hits"] == 0.0
     assert shared["end"] < 0.7 * plain["end"], "what is in the cache need not be computed"
-    assert shared["offline_throughput"] * shared["end"] == pytest.approx(800 * (896 + 64))
+    assert shared["offline_throughput"] * shared["end"] == pytest.approx(400 * (896 + 64))
     lone = made.jobs[0].lines
     alone = replace(made, jobs=(Job(replace(lone, content=tuple(Content() for _ in lone.content))),))
     assert simulated(alone)["end"] > 1.5 * shared["end"]
