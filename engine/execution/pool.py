@@ -70,7 +70,9 @@ class UnitPool:
 
     def clear(self, entries: np.ndarray) -> None:
         """Zero whole units and scratch slices [n]: what an earlier owner left there may be NaN, which no mask hides."""
-        units, scratch = entries[entries >= 0], entries[entries < 0]
+        units, scratch = entries, entries[:0]
+        if self.scratch_blocks:
+            units, scratch = entries[entries >= 0], entries[entries < 0]
         if units.size:
             self.units.index_fill_(0, self._to_device(units), 0)
         if scratch.size:
