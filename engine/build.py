@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 import engine.models.demo
+from engine.cache_profiling import CacheTiers
 from engine.calibration import load_or_measure
 from engine.client import EngineInfo
 from engine.colocation import Colocation, initial_budget
@@ -30,14 +31,16 @@ from engine.models.decoder import Decoder
 from engine.models.families import family_named
 from engine.models.hub import resolve_model_folder
 from engine.models.loader import load_weights
-from engine.models.spec import ModelSpec, load_spec, resolve_max_model_len
+from engine.models.spec import ModelSpec, hidden_offer, load_spec, resolve_max_model_len
 from engine.models.weights import ModelWeights, torch_dtype
+from engine.scheduling.policies import find_policy
 from engine.tuning import BudgetTuner, parse_load
 from predictor.online import OnlineModel, OnlineSettings
 from predictor.profile import ProfileKey
 from predictor.slo import SLO, SLOError
 from predictor.sweep import SweepLimits
 
+HIDDEN_SHARE = 2  # at most a block of hidden state for every so many blocks of KV that fit: a quarter of the units
 MIN_CONTEXT = 8  # tokens; the warm-up step alone takes most of it
 _CUDA_STEP_BYTES = 2**30  # a guess, for the plan only: what a step needs beside weights and cache
 
@@ -45,7 +48,8 @@ _CUDA_STEP_BYTES = 2**30  # a guess, for the plan only: what a step needs beside
 @dataclass(frozen=True, slots=True)
 class LaunchPlan:
     """What will run. `num_blocks` of KV, each `block_size` tokens; on CUDA an estimate until the weights are loaded.
-    `notes`: decisions that a user may not expect, one sentence each."""
+    `host_units` of the host tier; `scratch_blocks`: how many blocks a step may run from hidden state. `notes`:
+    decisions that a user may not expect, one sentence each."""
 
     folder: Path
     spec: ModelSpec
@@ -57,6 +61,8 @@ class LaunchPlan:
     block_size: int
     weight_bytes: int
     notes: tuple[str, ...]
+    host_units: int = 0
+    scratch_blocks: int = 0
 
 
 def resolve_model(config: EngineConfig) -> Path:
@@ -89,6 +95,13 @@ def plan_launch(config: EngineConfig) -> LaunchPlan:
     return _with_cache(plan, config, _estimate_cache_bytes(config, device, weight_bytes))
 
 
+def _hidden_refusal(config: EngineConfig, spec: ModelSpec) -> str | None:
+    """Why no request will be run from hidden state; None if some may be, empty if nobody asked."""
+    if find_policy(config.online_policy).select is None or not config.hidden_cache:
+        return ""
+    return hidden_offer(spec).refusal or None
+
+
 def build_engine(
     config: EngineConfig, plan: LaunchPlan | None = None, say: Callable[[str], None] = lambda _line: None
 ) -> Engine:
@@ -97,7 +110,11 @@ def build_engine(
     `say` is told, a line each, what is measured and decided on the way.
     """
     plan = plan or plan_launch(config)
-    parse_slo(config), parse_load(config.expected_load)  # what is wrong with them is said before the model is loaded
+    (
+        parse_slo(config),
+        parse_load(config.expected_load),
+        find_policy(config.online_policy),
+    )  # what is wrong with them is said before the model is loaded
     runner, plan = build_runner(config, plan)
     num_units = memory.UNITS_PER_BLOCK * plan.num_blocks
     return _join(config, plan, scheduler_config(config, plan, num_units), runner, say)
@@ -129,6 +146,8 @@ def build_runner(config: EngineConfig, plan: LaunchPlan) -> tuple[ModelRunner, L
         max_model_len=plan.max_model_len,
         device=device,
         dtype=dtype,
+        scratch_blocks=plan.scratch_blocks,
+        host_units=plan.host_units,
     )
     return runner, plan
 
@@ -139,6 +158,10 @@ def _build_cuda_runner(config: EngineConfig, plan: LaunchPlan, weights: ModelWei
     def sizes(plan: LaunchPlan) -> Sizes:
         return Sizes(config.block_size, config.max_num_seqs, config.max_num_batched_tokens, plan.max_model_len)
 
+    if config.swap_space or _hidden_refusal(config, plan.spec) is None:
+        note = "no hidden cache and no host tier: our own kernels run from KV on the device so far"
+        config = replace(config, swap_space=0.0, hidden_cache=False)
+        plan = replace(plan, notes=(*plan.notes, note))
     plan = _with_cache(plan, config, cache_room(plan.spec, weights, sizes(plan), config.gpu_memory_utilization))
     return make_runner(plan.spec, weights, sizes(plan), memory.UNITS_PER_BLOCK * plan.num_blocks), plan
 
@@ -183,6 +206,7 @@ def _join(
 ) -> Engine:
     """Profile, SLO and budget around the runner."""
     slo, load = parse_slo(config), parse_load(config.expected_load)
+    tiers = CacheTiers(scheduler.scratch_blocks, scheduler.host_units, scheduler.unit_bytes)
     profile = load_or_measure(
         profile_folder(config),
         runner,
@@ -191,9 +215,11 @@ def _join(
         profile_key(plan),
         config.profile_seconds,
         say,
+        tiers,
     )
+    scheduler = replace(scheduler, rho=profile.cache_costs.run_hidden or 0.0)
     model = OnlineModel(profile.model, OnlineSettings.with_error(profile.held_out_mape))
-    core = EngineCore(scheduler, offline_policy=config.offline_policy, model=model)
+    core = EngineCore(scheduler, online_policy=config.online_policy, offline_policy=config.offline_policy, model=model)
     budget = initial_budget(slo, profile.model, config.fill_policy)
     colocation = Colocation(core, model, slo, budget)
     say(f"SLO {slo}; offline work may extend a step to {budget.latency_budget * 1e3:.0f} ms")
@@ -230,11 +256,25 @@ def _estimate_cache_bytes(config: EngineConfig, device: str, weight_bytes: int) 
 
 def _with_cache(plan: LaunchPlan, config: EngineConfig, cache_bytes: int) -> LaunchPlan:
     """The plan with its blocks and the context that they hold. Raises ConfigError."""
-    unit = memory.unit_bytes(plan.spec, config.block_size, torch_dtype(plan.dtype))
+    spec, block_size, dtype = plan.spec, config.block_size, torch_dtype(plan.dtype)
+    unit = memory.unit_bytes(spec, block_size, dtype)
+    refusal = _hidden_refusal(config, spec)
+    if refusal:
+        plan = replace(plan, notes=(*plan.notes, f"requests run from KV alone: {refusal}"))
     if config.num_gpu_blocks_override is not None:
         blocks = config.num_gpu_blocks_override
     else:
-        blocks = memory.num_units(cache_bytes, unit, config.block_size, max_model_len=1) // memory.UNITS_PER_BLOCK
+        blocks = memory.num_units(cache_bytes, unit, block_size, max_model_len=1) // memory.UNITS_PER_BLOCK
+        if refusal is None:
+            extra = memory.hidden_cache_bytes(
+                spec, block_size, dtype, blocks // HIDDEN_SHARE, torch.device(plan.device)
+            )
+            blocks = memory.num_units(cache_bytes, unit, block_size, 1, extra) // memory.UNITS_PER_BLOCK
+    plan = replace(
+        plan,
+        scratch_blocks=blocks // HIDDEN_SHARE if refusal is None else 0,
+        host_units=memory.host_units(int(config.swap_space * 2**30), unit),
+    )
     room = blocks * config.block_size
     if plan.max_model_len <= room:
         return replace(plan, num_blocks=blocks)
@@ -275,6 +315,9 @@ def scheduler_config(config: EngineConfig, plan: LaunchPlan, num_units: int) -> 
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_num_waiting=config.max_num_waiting,
+        host_units=plan.host_units,
+        unit_bytes=memory.unit_bytes(plan.spec, config.block_size, torch_dtype(plan.dtype)),
+        scratch_blocks=plan.scratch_blocks,
         enable_prefix_caching=config.enable_prefix_caching,
         pipeline_depth=1 if plan.device == "cuda" else 0,
         seed=config.seed,

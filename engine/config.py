@@ -29,6 +29,13 @@ class EngineConfig:
     enable_prefix_caching: bool = _flag(True, "share equal prompt prefixes between requests of one tenant")
     slo: str = _flag("ttft_p99=1s,tbt_p99=100ms", "what online requests are promised; also 'tbt_mean=50ms' or '5%'")
     fill_policy: str = _flag("tidemill", "how offline work is sized; hygen: one flat budget", ("tidemill", "hygen"))
+    online_policy: str = _flag(
+        "fcfs", "order of online requests: fcfs, no-preempt, larry[:ALPHA], apt, goodput, random (README tells which)"
+    )
+    hidden_cache: bool = _flag(
+        True, "with apt or goodput, run requests from hidden state when memory is short (where the model allows it)"
+    )
+    swap_space: float = _flag(0.0, "GiB of host memory that holds the cache of preempted requests")
     offline_policy: str = _flag("psm", "order of offline work; psm: shared prefixes first", ("psm", "deadline", "fcfs"))
     expected_load: str = _flag(
         "", "'RATE:PROMPT:OUTPUT' of online work (requests/s, mean tokens): search the offline budget for it at start"
@@ -42,6 +49,8 @@ class EngineConfig:
         _positive(self, "max_model_len", "num_gpu_blocks_override")
         if self.block_size & (self.block_size - 1):
             raise ConfigError(f"--block-size must be a power of two, not {self.block_size}")
+        if not 0.0 <= self.swap_space <= 65536.0:
+            raise ConfigError(f"--swap-space must be between 0 and 65536 GiB, not {self.swap_space}")
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ConfigError(f"--gpu-memory-utilization must be in (0, 1], not {self.gpu_memory_utilization}")
         if not 0.0 <= self.profile_seconds <= 600.0:
@@ -54,6 +63,9 @@ class EngineConfig:
 class SchedulerConfig:
     """What the core needs to know, resolved. `num_units`: device units of the pool (a KV block takes two).
 
+    `host_units`: units of the host tier (0: none), `unit_bytes`: the size of one on either tier. `scratch_blocks`: how
+    many blocks a step may run from hidden state (0: hidden state is not offered), `rho`: seconds that one token run
+    from it adds to a step.
     `pipeline_depth`: steps that may be in flight when `schedule` is called (0 on CPU, 1 on a GPU).
     `min_prefill_chunk`: what the oldest prompt gets in every step, however late the decodes beside it are.
     `max_offline_preemptions`: an offline request evicted that often waits for a quiet moment and then keeps its place.
@@ -61,6 +73,10 @@ class SchedulerConfig:
 
     num_units: int
     max_model_len: int
+    host_units: int = 0
+    unit_bytes: int = 0
+    scratch_blocks: int = 0
+    rho: float = 0.0
     block_size: int = 16
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512

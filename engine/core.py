@@ -16,6 +16,7 @@ from itertools import repeat
 from engine.cache.prefix import extend_hashes
 from engine.config import SchedulerConfig
 from engine.errors import ContextLengthError, EngineStepError, InvalidRequestError, TidemillError
+from engine.integrity import check_integrity
 from engine.request import (
     EngineRequest,
     FinishReason,
@@ -172,6 +173,10 @@ class EngineCore:
             units_free=pool.num_free_units,
             units_cached=pool.num_cached_units,
             units_owned=pool.num_owned_units + pool.num_deferred_units,
+            host_units_total=pool.host.num_units,
+            host_units_used=pool.host.num_units - pool.host.num_free_units,
+            hidden_blocks=scheduler.num_hidden_blocks,
+            cache_units=dict(counters.cache_units),
             prefix_queried_tokens=counters.prefix_queried_tokens,
             prefix_hit_tokens=counters.prefix_hit_tokens,
             preemptions=dict(counters.preemptions),
@@ -187,22 +192,7 @@ class EngineCore:
 
     def check_integrity(self) -> None:
         """Assert E1 (every unit in one place), E3 (ended requests hold nothing) and the queues' agreement."""
-        held = []
-        rows = list(self._scheduler.free_rows)
-        for request in self._scheduler.all_requests():
-            assert self._requests.get(request.request_id) is request, "a queued request is unknown"
-            if request.status is not RequestStatus.RUNNING:
-                assert request.status in {RequestStatus.WAITING, RequestStatus.PREEMPTED}
-                assert not request.cache_map.blocks and request.row < 0, "a waiting request holds something"
-                continue
-            held.extend(request.cache_map.blocks)
-            rows.append(request.row)
-            capacity = len(request.cache_map.blocks) * self.config.block_size
-            assert request.num_confirmed_tokens <= request.num_computed_tokens <= capacity
-            assert request.num_computed_tokens <= request.num_expected_tokens
-        assert sorted(rows) == list(range(self.config.max_num_seqs)), "a row is lost or owned twice"
-        assert len(self._requests) == sum(1 for _ in self._scheduler.all_requests()), "a request is in no queue"
-        self._scheduler.pool.check_integrity(held)
+        check_integrity(self._requests, self._scheduler)
 
     def _check(self, spec: EngineRequest) -> None:
         if not spec.prompt_token_ids:
@@ -291,6 +281,10 @@ class EngineCore:
         for later in self._in_flight:
             for request in self._live(later):
                 self._restart(request)
+        failed = {undone.output.step_id for undone in (flight, *self._in_flight)}
+        for request in self._requests.values():
+            if request.parked_blocks and request.parked_in_step in failed:
+                self._scheduler.forget_parked(request)
         for undone in (flight, *self._in_flight):
             self._scheduler.released_rows.extend(undone.output.released_rows)
         return outputs
@@ -306,6 +300,8 @@ class EngineCore:
         request.num_placeholders = 0
         if request.status is RequestStatus.RUNNING:
             self._scheduler.preempt(request, "step_failure")
+        else:
+            self._scheduler.forget_parked(request)
 
     def _finish(
         self,

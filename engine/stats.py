@@ -27,7 +27,11 @@ class ColocationStats:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """Counts per class are keyed by RequestClass; units are pool units (a KV block takes two)."""
+    """Counts per class are keyed by RequestClass; units are pool units (a KV block takes two).
+
+    `host_units_*`: of the host tier; `hidden_blocks`: run from hidden state; `cache_units`: units that were swapped
+    out, swapped in and restored, by the name of the operation.
+    """
 
     running: dict[RequestClass, int] = field(default_factory=dict)
     waiting: dict[RequestClass, int] = field(default_factory=dict)
@@ -35,6 +39,10 @@ class EngineStats:
     units_free: int = 0
     units_cached: int = 0
     units_owned: int = 0
+    host_units_total: int = 0
+    host_units_used: int = 0
+    hidden_blocks: int = 0
+    cache_units: dict[str, int] = field(default_factory=dict)
     prefix_queried_tokens: int = 0
     prefix_hit_tokens: int = 0
     preemptions: dict[str, int] = field(default_factory=dict)

@@ -69,6 +69,7 @@ def step_features(output: SchedulerOutput) -> BatchFeatures:
         else:
             features.add_chunk(start, length)
     features.add_decodes(count, context_sum)
+    features.add_cache_work(*output.cache_work)
     return features
 
 

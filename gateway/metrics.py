@@ -147,6 +147,13 @@ def _pool_metrics(stats: EngineStats) -> Iterator[Metric]:
     kinds.add_metric(["cached"], stats.units_cached)
     kinds.add_metric(["owned"], stats.units_owned)
     yield kinds
+    yield GaugeMetricFamily("tidemill_host_units", "Cache units in the host tier.", value=stats.host_units_total)
+    yield GaugeMetricFamily("tidemill_host_units_used", "Those that hold something.", value=stats.host_units_used)
+    yield GaugeMetricFamily("tidemill_hidden_blocks", "Blocks run from hidden state.", value=stats.hidden_blocks)
+    moved = CounterMetricFamily("tidemill_cache_units", "Cache units moved or restored.", labels=["operation"])
+    for operation in ("swap_out", "swap_in", "restore"):
+        moved.add_metric([operation], stats.cache_units.get(operation, 0))
+    yield moved
 
 
 def _per_class(name: str, text: str, counts: dict[RequestClass, int]) -> Metric:

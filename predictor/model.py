@@ -69,6 +69,10 @@ class LatencyPredictor(Protocol):
         """The largest chunk length ≤ `max_tokens` behind `start` that adds at most `seconds`; 0 if none does."""
         ...
 
+    def cache_work(self, compact_tokens: int = 0, restored_tokens: int = 0, transferred_bytes: int = 0) -> float:
+        """What running from hidden state, restoring K and V and swapping add to any step."""
+        ...
+
 
 def default_knots(token_limit: int) -> tuple[int, ...]:
     """0, 32, 64, ... 1,024, as far as a step of at most `token_limit` tokens reaches."""

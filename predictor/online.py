@@ -188,6 +188,10 @@ class OnlineModel:
         """The largest chunk length ≤ `max_tokens` behind `start` that adds at most `seconds`; 0 if none does."""
         return largest_chunk(lambda length: self.marginal(features, start, length), seconds, max_tokens)
 
+    def cache_work(self, compact_tokens: int = 0, restored_tokens: int = 0, transferred_bytes: int = 0) -> float:
+        """What cache work adds; the margin does not depend on it."""
+        return self.scale * self.model.cache_work(compact_tokens, restored_tokens, transferred_bytes)
+
     def residuals(self) -> list[float]:
         """measured ÷ expected of the recent steps, as many per regime as its ring holds; empty before the first."""
         return [seconds / expected for f, seconds in self.recent() if (expected := self.expected(f)) > 0.0]

@@ -33,7 +33,17 @@ def build(request_id: str, shape: tuple) -> EngineRequest:  # type: ignore[type-
     )
 
 
-def make_fuzz_driver(depth: int, num_blocks: int, seqs: int, chunk: int, prefix_caching: bool) -> Driver:
+# host units, blocks that may be run from hidden state, online policy
+tiers = st.sampled_from(
+    [(0, 0, "fcfs"), (200, 0, "fcfs"), (24, 0, "apt"), (0, 6, "apt"), (30, 5, "apt"), (200, 40, "goodput")]
+)
+Tiers = tuple[int, int, str]
+
+
+def make_fuzz_driver(
+    depth: int, num_blocks: int, seqs: int, chunk: int, prefix_caching: bool, tiers: Tiers = (0, 0, "fcfs")
+) -> Driver:
+    host_units, scratch_blocks, policy = tiers
     config = SchedulerConfig(
         num_units=2 * num_blocks,
         max_model_len=num_blocks * BLOCK,
@@ -42,8 +52,12 @@ def make_fuzz_driver(depth: int, num_blocks: int, seqs: int, chunk: int, prefix_
         max_num_batched_tokens=max(seqs, chunk),
         enable_prefix_caching=prefix_caching,
         pipeline_depth=depth,
+        host_units=host_units,
+        unit_bytes=1,
+        scratch_blocks=scratch_blocks,
     )
-    return Driver(FakeRunner(block_size=BLOCK, vocab_size=VOCAB), config)
+    runner = FakeRunner(block_size=BLOCK, vocab_size=VOCAB, scratch_blocks=scratch_blocks, host_units=host_units)
+    return Driver(runner, config, online_policy=policy)
 
 
 @pytest.mark.parametrize("depth", [0, 1])
@@ -54,6 +68,7 @@ def make_fuzz_driver(depth: int, num_blocks: int, seqs: int, chunk: int, prefix_
     seqs=st.integers(1, 6),
     chunk=st.integers(1, 24),
     prefix_caching=st.booleans(),
+    tiers=tiers,
 )
 def test_every_output_equals_the_solo_run(
     depth: int,
@@ -62,8 +77,9 @@ def test_every_output_equals_the_solo_run(
     seqs: int,
     chunk: int,
     prefix_caching: bool,
+    tiers: Tiers,
 ) -> None:
-    driver = make_fuzz_driver(depth, num_blocks, seqs, chunk, prefix_caching)
+    driver = make_fuzz_driver(depth, num_blocks, seqs, chunk, prefix_caching, tiers)
     requests: dict[str, EngineRequest] = {}
     aborts: list[tuple[int, str, tuple | None]] = []  # type: ignore[type-arg]
     step = 0
@@ -102,9 +118,9 @@ def test_every_output_equals_the_solo_run(
 class CoreMachine(RuleBasedStateMachine):
     """Any order of arrivals, launches, completions, failures and aborts keeps every promise of the core."""
 
-    @initialize(depth=st.integers(0, 1), seqs=st.integers(1, 4), chunk=st.integers(4, 20))
-    def start(self, depth: int, seqs: int, chunk: int) -> None:
-        self.driver = make_fuzz_driver(depth, 14, seqs, chunk, True)
+    @initialize(depth=st.integers(0, 1), seqs=st.integers(1, 4), chunk=st.integers(4, 20), tiers=tiers)
+    def start(self, depth: int, seqs: int, chunk: int, tiers: Tiers) -> None:
+        self.driver = make_fuzz_driver(depth, 14, seqs, chunk, True, tiers)
         self.requests: dict[str, EngineRequest] = {}
 
     @rule(shape=request_shape)

@@ -15,8 +15,9 @@ from engine.config import SchedulerConfig
 from engine.execution.runner import ModelRunner
 from engine.models.decoder import Decoder
 from engine.models.loader import load_weights
-from engine.models.spec import load_spec
+from engine.models.spec import hidden_offer, load_spec
 from engine.request import FinishReason, RequestClass
+from engine.scheduling.output import CacheAction
 
 BLOCK = 4
 OUTPUT = 12
@@ -79,7 +80,17 @@ def assert_equal_but_for_ties(case: str, prompt: list[int], got: list[int]) -> N
             return
 
 
-def make_driver(case: str, *, num_blocks: int, prefix_caching: bool, depth: int, **changes: Any) -> Driver:
+def make_driver(
+    case: str,
+    *,
+    num_blocks: int,
+    prefix_caching: bool,
+    depth: int,
+    host_units: int = 0,
+    scratch_blocks: int = 0,
+    policy: str = "fcfs",
+    **changes: Any,
+) -> Driver:
     decoder = decoder_of(case)
     config = SchedulerConfig(
         num_units=2 * num_blocks,
@@ -89,6 +100,9 @@ def make_driver(case: str, *, num_blocks: int, prefix_caching: bool, depth: int,
         max_num_batched_tokens=changes.pop("max_num_batched_tokens", 24),
         enable_prefix_caching=prefix_caching,
         pipeline_depth=depth,
+        host_units=host_units,
+        unit_bytes=1,
+        scratch_blocks=scratch_blocks,
     )
     runner = ModelRunner(
         decoder,
@@ -98,8 +112,10 @@ def make_driver(case: str, *, num_blocks: int, prefix_caching: bool, depth: int,
         max_model_len=config.max_model_len,
         device=torch.device("cpu"),
         dtype=torch.float32,
+        scratch_blocks=scratch_blocks,
+        host_units=host_units,
     )
-    return Driver(runner, config)
+    return Driver(runner, config, online_policy=policy)
 
 
 @pytest.mark.parametrize("prefix_caching", [True, False], ids=["prefix", "no-prefix"])
@@ -118,6 +134,53 @@ def test_greedy_tokens_equal_transformers(case: str, prefix_caching: bool) -> No
     for index, prompt in enumerate(prompts):
         assert len(driver.outputs[str(index)]) == OUTPUT
         assert_equal_but_for_ties(case, prompt, driver.outputs[str(index)])
+
+
+@pytest.mark.parametrize(
+    ("case", "policy", "depth"),
+    [
+        ("opt", "apt", 0),
+        ("opt", "goodput", 1),
+        ("neox", "apt", 1),
+        ("llama-mha-tied", "apt", 0),
+        ("qwen3", "goodput", 0),
+        ("llama-gqa2", "apt", 1),
+    ],
+)
+def test_greedy_tokens_over_the_hybrid_cache_equal_transformers(case: str, policy: str, depth: int) -> None:
+    """Memory so short that requests start from hidden state where the model offers it and go to the host and back."""
+    offered = not hidden_offer(decoder_of(case).spec).refusal
+    assert offered == (case != "llama-gqa2")
+    driver = make_driver(
+        case,
+        num_blocks=30,
+        prefix_caching=True,
+        depth=depth,
+        host_units=70,
+        scratch_blocks=12 if offered else 0,
+        policy=policy,
+    )
+    prompts = list(prompts_of(decoder_of(case).spec.vocab_size))
+    for index, prompt in enumerate(prompts):
+        request_class = RequestClass.OFFLINE if index % 5 == 4 else RequestClass.ONLINE
+        driver.add(make_request(str(index), prompt, OUTPUT, request_class=request_class))
+        if index % 4 == 3:
+            driver.step()
+    while offered and not any(step.cache_work.compact_tokens for step in driver.steps):
+        assert driver.step(), "nobody was run from hidden state"
+    started = {new.request_id for step in driver.steps for new in step.new_requests}
+    gone = [name for name in list(driver.outputs) if offered and name not in started]
+    for name in gone:  # so that the room is back before those that run from hidden state have ended
+        driver.abort(name)
+        prompts[int(name)] = []
+    driver.run()
+    met = {operation.action for step in driver.steps for operation in step.operations}
+    assert met == set(CacheAction) - (set() if offered else {CacheAction.RESTORE})
+    assert sum(map(bool, prompts)) >= 6
+    for index, prompt in enumerate(prompts):
+        if prompt:
+            assert len(driver.outputs[str(index)]) == OUTPUT
+            assert_equal_but_for_ties(case, prompt, driver.outputs[str(index)])
 
 
 arrival = st.tuples(

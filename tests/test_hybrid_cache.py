@@ -335,7 +335,7 @@ def test_the_fake_runner_accepts_what_is_right() -> None:
         ((OUT, BACK), (*hidden(0), *kv(8, 9)), "not this request's"),
         ((BACK,), (*hidden(0), *kv(9, 8)), "not this request's"),
         ((OUT,), (*hidden(0), OUT.target), "on the host is read"),
-        ((OUT, BACK._replace(target=kv(2, 3)[0])), (*hidden(0), *kv(2, 3)), "written twice"),
+        ((OUT, OUT), (*hidden(0), *kv(2, 3)), "written twice"),
         ((OUT._replace(target=host(*kv(2, 3), 4, 5)),), (*hidden(0), *kv(2, 3)), "no such host unit"),
         ((), (*hidden(0, 2),), "not this request's"),
     ],

@@ -63,9 +63,10 @@ class CacheMap:
     """The blocks of one request in token order; block i covers tokens [i·block_size, (i+1)·block_size).
 
     `hashes` are the chained hashes of the full blocks known so far (computed lazily, kept across preemptions);
-    `num_published` blocks of this map are already offered to the prefix index.
+    `num_published` blocks of this map are already offered to the prefix index; `num_hidden` of them hold hidden state.
     """
 
     blocks: list[CacheBlock] = field(default_factory=list)
     hashes: list[bytes] = field(default_factory=list)
     num_published: int = 0
+    num_hidden: int = 0

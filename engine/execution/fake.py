@@ -105,13 +105,21 @@ class FakeRunner:
         return ModelRunnerOutput(output.step_id, tokens, None, latency)
 
     def _operate(self, operations: Sequence[CacheOperation]) -> None:
-        """Move and convert cells; a target must be neither a target nor a source of an operation before it."""
-        touched: set[tuple[Tier, int]] = set()
+        """Move and convert cells. No unit is a target twice, nor one that a neighbour of its action reads: those may
+        run at the same time."""
+        written: set[tuple[Tier, int]] = set()
+        read: set[tuple[Tier, int]] = set()
+        running: CacheAction | None = None
         for action, source, target, start in operations:
+            if action is not running:
+                running = action
+                read.clear()
             units = {(target.tier, unit) for unit in target.units}
-            assert touched.isdisjoint(units), "a unit is written twice in a step, or after it was read"
+            assert written.isdisjoint(units), "a unit is written twice in a step"
+            assert read.isdisjoint(units), "a unit is written while it may be read"
             assert all(unit < self.host_units for tier, unit in units if tier is Tier.HOST), "no such host unit"
-            touched |= units | {(source.tier, unit) for unit in source.units}
+            written |= units
+            read |= {(source.tier, unit) for unit in source.units}
             if action is CacheAction.RESTORE:
                 self._restore(source, target, start)
                 continue

@@ -111,6 +111,18 @@ class SimulatedDevice:
         """Moving bytes between host and device."""
         return num_bytes / self.device.pcie
 
+    def cache_work_seconds(
+        self, compact_tokens: int = 0, restored_tokens: int = 0, transferred_bytes: int = 0
+    ) -> float:
+        """Projecting K and V again of `compact_tokens` (in every step) and `restored_tokens` (once), and copies."""
+        tokens = compact_tokens + restored_tokens
+        seconds = self.transfer_seconds(transferred_bytes)
+        if tokens:
+            width = 2 * self.model.num_kv_heads * self.model.head_dim
+            layer = self.product_seconds(tokens, self.model.hidden_size, width) + self.device.launch_seconds
+            seconds += self.model.num_layers * layer
+        return seconds
+
 
 class SimulatedRunner:
     """A runner on the virtual clock. `noise`: standard deviation of a step's time, relative; deterministic per seed."""
@@ -130,6 +142,7 @@ class SimulatedRunner:
             if length > 1:
                 pairs += length * start + length * (length + 1) // 2
         exact = self.device.step_seconds(tokens, len(output.chunks), samples, context, pairs)
+        exact += self.device.cache_work_seconds(*output.cache_work)
         return ModelRunnerOutput(output.step_id, [SIMULATED_TOKEN] * samples, None, self.noisy(exact))
 
     def noisy(self, seconds: float) -> float:
@@ -155,7 +168,13 @@ class TrueLatency:
             # work ÷ tokens is start + (length + 1) ÷ 2 of a mean chunk, so this is start + length of it
             context += round(chunks * (features.attention_work / tokens + (tokens / chunks - 1) / 2))
         tokens, pairs = features.num_tokens, features.attention_work
-        return self._device.step_seconds(tokens, sequences, sequences, context, pairs)
+        seconds = self._device.step_seconds(tokens, sequences, sequences, context, pairs)
+        work = (features.compact_tokens, features.restored_tokens, features.transferred_bytes)
+        return seconds + self.cache_work(*work)
+
+    def cache_work(self, compact_tokens: int = 0, restored_tokens: int = 0, transferred_bytes: int = 0) -> float:
+        """What cache work adds to the step."""
+        return self._device.cache_work_seconds(compact_tokens, restored_tokens, transferred_bytes)
 
     def marginal(self, features: BatchFeatures, start: int, length: int) -> float:
         """What the chunk (start, length) adds to the step."""

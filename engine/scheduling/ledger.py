@@ -3,6 +3,7 @@ to all of them (units are kept by the pool)."""
 
 from dataclasses import dataclass, field
 
+from engine.scheduling.output import CacheWork
 from predictor.features import BatchFeatures
 from predictor.model import LatencyPredictor
 
@@ -39,3 +40,9 @@ class StepLedger:
         if self.model is not None:
             self.seconds += self.model.marginal(self.features, start, length)
         self.features.add_chunk(start, length)
+
+    def charge_cache_work(self, work: CacheWork) -> None:
+        """Charge what is run from hidden state, restored and moved; negative numbers take it back."""
+        self.features.add_cache_work(*work)
+        if self.model is not None:
+            self.seconds += self.model.cache_work(*work)

@@ -65,26 +65,39 @@ class ReplacedEntry(NamedTuple):
 class CacheAction(enum.Enum):
     """What a cache operation does to the units of a block."""
 
-    RESTORE = "restore"
-    """HIDDEN on the device -> KV on the device: K and V are projected, once, from the hidden state."""
     SWAP_OUT = "swap_out"
     """Device -> host, KV or HIDDEN."""
     SWAP_IN = "swap_in"
     """Host -> device, KV or HIDDEN."""
+    RESTORE = "restore"
+    """HIDDEN on the device -> KV on the device: K and V are projected, once, from the hidden state."""
 
 
 class CacheOperation(NamedTuple):
     """Writes `target` from `source`, which keeps what it holds; whole blocks, full or not.
 
     `start`: position of the block's first token (RESTORE rotates K by it; the others ignore it). A target may be the
-    source of a later operation of the step (swap in, then restore); no unit is a target twice, or after having been a
-    source. Neighbours of one action run as one batch, so give them together.
+    source of a later operation of the step (swap in, then restore), and a source the target of one of another action: a
+    unit that was swapped out may be given away at once, to operations and chunks behind it. No unit is a target twice.
+    Neighbours of one action run as one batch, so give them together, in the order of `CacheAction`.
     """
 
     action: CacheAction
     source: CacheEntry
     target: CacheEntry
     start: int = 0
+
+
+class CacheWork(NamedTuple):
+    """What a step does for its cache, as the latency model counts it: past tokens run from hidden state, tokens whose K
+    and V are restored, bytes moved between device and host."""
+
+    compact_tokens: int = 0
+    restored_tokens: int = 0
+    transferred_bytes: int = 0
+
+
+NO_CACHE_WORK = CacheWork()
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +115,7 @@ class SchedulerOutput:
     predicted_latency: float | None = None
     replaced: tuple[ReplacedEntry, ...] = ()
     operations: tuple[CacheOperation, ...] = ()
+    cache_work: CacheWork = NO_CACHE_WORK
 
     @property
     def num_tokens(self) -> int:

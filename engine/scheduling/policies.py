@@ -9,6 +9,9 @@ Each is a pure function of the queue and a small context, chosen by name (`larry
   before the memory term; its text and its results need the minus. Memory is a fraction of the pool and time is in units
   of the TTFT objective, so α has no dimension. A request that waited longer than the objective goes first;
 - `random` (Apt-Serve §3.2): a random order per seed, a base line;
+- `apt` (Apt-Serve §4): by arrival while memory lasts; then a knapsack over pending times chooses who starts, and who
+  runs from hidden state where the model offers it;
+- `goodput` (ours): the same knapsack, one point for everybody who can still meet the SLO;
 - `srpt-oracle`: shortest remaining output first, by the true lengths, without preemption (TRAIL with perfect
   predictions and c = 0). Only a simulator knows true lengths: it states them as `min_tokens`.
 
@@ -23,6 +26,7 @@ from functools import partial
 from engine.cache.pool import UNITS_PER_KV_BLOCK
 from engine.errors import ConfigError
 from engine.request import Request
+from engine.scheduling.pressure import Select, select_apt, select_goodput
 
 DEFAULT_ALPHA = 1.0
 DEFAULT_TTFT = 1.0
@@ -65,11 +69,13 @@ def _never(_request: Request, _context: QueueContext) -> bool:
 @dataclass(frozen=True, slots=True)
 class OnlinePolicy:
     """`order`: the waiting requests, best first (given by arrival). `admits`: whether one may start at all now.
-    `scans_past`: whether the next is looked at although this one could not start."""
+    `scans_past`: whether the next is looked at although this one could not start. `select`: who starts, and from which
+    representation, once they want more memory than there is; None: the order decides then too."""
 
     order: Order
     admits: Callable[[Request, QueueContext], bool] = _always
     scans_past: Callable[[Request, QueueContext], bool] = _never
+    select: Select | None = None
 
 
 def fcfs(waiting: Sequence[Request], _context: QueueContext) -> Sequence[Request]:
@@ -137,6 +143,8 @@ ONLINE_POLICIES: dict[str, OnlinePolicy] = {
     "larry": OnlinePolicy(larry, scans_past=_is_young),
     "random": OnlinePolicy(shuffled),
     "srpt-oracle": OnlinePolicy(shortest_remaining),
+    "apt": OnlinePolicy(fcfs, select=select_apt),
+    "goodput": OnlinePolicy(fcfs, select=select_goodput),
 }
 
 

@@ -7,16 +7,23 @@ clocks or tensors.
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from engine.cache.cache_map import CacheBlock
+from engine.cache.cache_map import CacheBlock, CacheKind
 from engine.cache.pool import UNITS_PER_KV_BLOCK, BlockPool
 from engine.cache.prefix import extend_hashes
 from engine.config import SchedulerConfig
 from engine.request import Request, RequestClass, RequestStatus
 from engine.scheduling.objective import StepObjective
 from engine.scheduling.offline_queue import OfflineQueue
+from engine.scheduling.output import CacheAction, CacheOperation
 from engine.scheduling.policies import OnlinePolicy, QueueContext
+from engine.scheduling.pressure import Pressure
 from engine.scheduling.queues import insert_by_age, remove_by_age
+from predictor.features import BatchFeatures
 from predictor.model import LatencyPredictor
+
+
+def _action_order(operation: CacheOperation) -> int:
+    return list(CacheAction).index(operation.action)
 
 
 @dataclass(slots=True)
@@ -26,6 +33,7 @@ class SchedulerCounters:
     preemptions: dict[str, int] = field(default_factory=dict)
     prefix_queried_tokens: int = 0
     prefix_hit_tokens: int = 0
+    cache_units: dict[str, int] = field(default_factory=dict)
     leftover_seconds: float = 0.0
     leftover_used_seconds: float = 0.0
 
@@ -46,12 +54,14 @@ class Scheduler:
         self.model = model
         self.objective = objective
         self.offline_share = 1.0
-        self.pool = BlockPool(config.num_units)
+        self.pool = BlockPool(config.num_units, config.host_units)
         self.running: dict[RequestClass, list[Request]] = {RequestClass.ONLINE: [], RequestClass.OFFLINE: []}
         self.waiting_online: list[Request] = []
         self.waiting_offline = OfflineQueue(offline_policy, config.block_size, seed=config.seed)
         self.free_rows = list(range(config.max_num_seqs - 1, -1, -1))
         self.released_rows: list[int] = []
+        self.operations: list[CacheOperation] = []
+        self.num_hidden_blocks = 0
         self.counters = SchedulerCounters()
 
     @property
@@ -71,6 +81,43 @@ class Scheduler:
         if request_class is RequestClass.ONLINE or num_offline <= 1:
             return self.pool.num_available_units
         return self.pool.num_available_units - min(self.pool.num_cached_online_units, self.pool.num_units // 4)
+
+    @property
+    def hidden_room(self) -> int:
+        """How many more blocks may be run from hidden state: every running one may be in the next step."""
+        return self.config.scratch_blocks - self.num_hidden_blocks
+
+    def kind_for(self, request: Request) -> CacheKind:
+        """What the request's next block is stored as; a map may mix kinds when the scratch area is used up."""
+        wishes_hidden = request.cache_kind is CacheKind.HIDDEN and self.hidden_room > 0
+        return CacheKind.HIDDEN if wishes_hidden else CacheKind.KV
+
+    def count_hidden(self, request: Request, change: int) -> None:
+        """`change` more blocks of a running request hold hidden state."""
+        request.cache_map.num_hidden += change
+        self.num_hidden_blocks += change
+
+    def pressure(self, now: float) -> Pressure | None:
+        """The state of memory if the waiting online requests want more than they could get now, else None."""
+        block_size = self.config.block_size
+        blocks = sum(len(request.token_ids) // block_size + 1 for request in self.waiting_online)
+        offline = self.running[RequestClass.OFFLINE]
+        capacity = self.pool.num_available_units + self.pool.num_deferred_units
+        capacity += UNITS_PER_KV_BLOCK * sum(len(request.cache_map.blocks) for request in offline)
+        if blocks * UNITS_PER_KV_BLOCK <= capacity:
+            return None
+        return Pressure(
+            now=now,
+            running=self.running[RequestClass.ONLINE],
+            capacity=capacity,
+            block_size=block_size,
+            hidden_blocks=self.hidden_room,
+            rho=self.config.rho * block_size / UNITS_PER_KV_BLOCK,
+            ttft=self.objective.ttft,
+            tbt=self.objective.tbt,
+            model=self.model,
+            max_chunk=self.config.max_num_batched_tokens,
+        )
 
     def queue_context(self, now: float) -> QueueContext:
         """What the online policy may look at, for a step that is decided at `now`."""
@@ -101,26 +148,82 @@ class Scheduler:
         request.row = self.free_rows.pop()
         return request.row
 
-    def preempt(self, request: Request, cause: str) -> None:
+    def preempt(self, request: Request, cause: str, step_id: int | None = None) -> None:
         """Take a running request's row and units; its tokens stay, and it goes back to its place in the queue.
 
-        Its full blocks stay in the prefix index while nobody needs the room, so what it lost is recomputed only then.
+        With a `step_id`, that step may copy what was computed to the host. Otherwise its full blocks stay in the prefix
+        index while nobody needs the room, so what it lost is recomputed only then.
         """
+        if step_id is not None and self.worth_parking(request):
+            self._park(request, step_id)
         self.give_up(request)
         request.move_to(RequestStatus.PREEMPTED)
         request.num_preemptions += 1
         self.add_waiting(request)
         self.counters.preemptions[cause] = self.counters.preemptions.get(cause, 0) + 1
 
+    def worth_parking(self, request: Request) -> bool:
+        """Whether bringing the request's past back from the host takes less than computing it again."""
+        tokens = request.num_computed_tokens
+        if tokens == 0 or not self.pool.host.num_units:
+            return False
+        if self.model is None:
+            return True
+        blocks = request.cache_map.blocks[: -(-tokens // self.config.block_size)]
+        num_bytes = sum(len(block.entry.units) for block in blocks) * self.config.unit_bytes
+        features = BatchFeatures()
+        features.add_chunk(0, tokens)
+        return self.model.cache_work(transferred_bytes=num_bytes) < self.model.predict(features)
+
+    def _park(self, request: Request, step_id: int) -> None:
+        """Copy the blocks of everything computed to the host, or nothing when it has no room for all of them."""
+        tokens = request.num_computed_tokens
+        sources = request.cache_map.blocks[: -(-tokens // self.config.block_size)]
+        for source in sources:
+            target = self.pool.host.allocate(source.entry.kind)
+            if target is None:
+                self.drop_parked(request, -1)
+                return
+            request.parked_blocks.append(target)
+        pairs = zip(sources, request.parked_blocks, strict=True)
+        self.operations.extend(CacheOperation(CacheAction.SWAP_OUT, a.entry, b.entry) for a, b in pairs)
+        request.num_parked_tokens, request.parked_in_step = tokens, step_id
+
+    def drop_parked(self, request: Request, last_step: int) -> None:
+        """Give up the host blocks of a request; `last_step`: the newest step that may copy from or to them."""
+        for block in request.parked_blocks:
+            self.pool.release(block, last_step)
+        request.parked_blocks.clear()
+        request.num_parked_tokens = 0
+
+    def forget_parked(self, request: Request) -> None:
+        """Give up the host blocks of a request that will not come back for them, and copies not yet on their way."""
+        targets = {block.entry for block in request.parked_blocks}
+        kept = [operation for operation in self.operations if operation.target not in targets]
+        launched = len(kept) == len(self.operations)
+        self.operations = kept
+        self.drop_parked(request, request.parked_in_step if launched else -1)
+
+    def take_operations(self) -> tuple[CacheOperation, ...]:
+        """What the step that is being launched must do to the cache: swaps out first, for others may get the units."""
+        operations, self.operations = self.operations, []
+        for operation in operations:
+            name = operation.action.value
+            self.counters.cache_units[name] = self.counters.cache_units.get(name, 0) + len(operation.target.units)
+        return tuple(sorted(operations, key=_action_order))
+
     def give_up(self, request: Request) -> None:
         """Remove a request from its queue and release what it holds (units deferred while a step may touch them)."""
         if request.status is not RequestStatus.RUNNING:
+            self.forget_parked(request)
             if request.request_class is RequestClass.ONLINE:
                 remove_by_age(self.waiting_online, request)
             else:
                 self.waiting_offline.remove(request)
             return
         remove_by_age(self.running[request.request_class], request)
+        self.num_hidden_blocks -= request.cache_map.num_hidden
+        request.cache_map.num_hidden = 0
         # Tail first: the head of a prefix is the most valuable part and must be evicted last.
         for block in reversed(request.cache_map.blocks):
             self.pool.release(block, request.last_step)

@@ -9,12 +9,12 @@ or rows) binds; a request that merely does not fit into this step is left out of
 import math
 from collections.abc import Callable
 
-from engine.cache.cache_map import CacheBlock
-from engine.cache.pool import UNITS_PER_KV_BLOCK
+from engine.cache.cache_map import CacheKind
 from engine.request import Request, RequestClass, RequestStatus
 from engine.scheduling.ledger import StepLedger
+from engine.scheduling.memory import Claim, StepMemory
 from engine.scheduling.objective import OfflineAllowance
-from engine.scheduling.output import AppendedEntries, Chunk, NewRequest, SchedulerOutput
+from engine.scheduling.output import CacheAction, CacheOperation, CacheWork, Chunk, NewRequest, SchedulerOutput
 from engine.scheduling.planner import OfflinePlan, offline_allowance
 from engine.scheduling.scheduler import Scheduler
 
@@ -25,7 +25,7 @@ class StepBuilder:
     def __init__(self, scheduler: Scheduler, step_id: int, last_completed_step: int, now: float) -> None:
         config = scheduler.config
         self.scheduler = scheduler
-        self.pool = scheduler.pool
+        self.memory = StepMemory(scheduler, step_id)
         self.block_size = config.block_size
         self.step_id = step_id
         self.last_completed_step = last_completed_step
@@ -34,30 +34,33 @@ class StepBuilder:
         self.chunks: list[Chunk] = []
         self.requests: list[Request] = []
         self.new_requests: list[NewRequest] = []
-        self.appended: list[AppendedEntries] = []
         self.num_online_decodes = 0
         self.has_online_prefill = False
         self._floor_given = False
         self._time_limit = math.inf
-        # Units that requests of this step could not get because they are still deferred: no further victim for those.
-        self._stalled_units = 0
 
     def build(self, plan: OfflinePlan | None, lookup: Callable[[str], Request | None]) -> SchedulerOutput | None:
         """The step, or None when nothing can run now. Without a plan the step is online-only."""
         self._add_online_decodes()
         self._add_online_prefills()
-        self._admit_online()
+        if not self._admit_online():
+            self._restore_hidden()
         if plan is not None:
             self._fill_offline(plan, lookup)
         if not self.chunks:
             return None
+        operations = self.scheduler.take_operations()
+        self._charge_swaps(operations)
         released, self.scheduler.released_rows = self.scheduler.released_rows, []
         return SchedulerOutput(
             step_id=self.step_id,
             chunks=tuple(self.chunks),
             new_requests=tuple(self.new_requests),
-            appended=tuple(self.appended),
+            appended=tuple(self.memory.appended),
             released_rows=tuple(released),
+            replaced=tuple(self.memory.replaced),
+            operations=operations,
+            cache_work=CacheWork(*self.ledger.features.row()[-3:]),
             predicted_latency=self.ledger.seconds if self.ledger.model is not None else None,
         )
 
@@ -71,7 +74,7 @@ class StepBuilder:
             computed = request.num_computed_tokens
             if request.row < 0 or not decode_is_due(request):
                 continue  # (a row below zero: preempted by an earlier decode of this loop)
-            if computed >= len(request.cache_map.blocks) * block_size and not self._grow_decode(request):
+            if computed >= len(request.cache_map.blocks) * block_size and not self.memory.grow_decode(request):
                 continue
             if timed:
                 slacks.append(objective.next_token_deadline(request) - self.now)
@@ -93,24 +96,64 @@ class StepBuilder:
                 return
             start = request.num_computed_tokens
             length = self._online_length(start, len(request.token_ids) - start)
-            if length and (length := self._grow_prefill(request, length)):
+            if length and (length := self.memory.grow_prefill(request, length)):
                 self._charge_and_add(request, length)
                 self.has_online_prefill = self._floor_given = True
 
-    def _admit_online(self) -> None:
-        """Start waiting requests in policy order until one does not fit; past a misfit only if the policy says so."""
+    def _admit_online(self) -> bool:
+        """Start waiting requests in policy order until one does not fit; past a misfit only if the policy says so.
+
+        Returns whether memory was short and the knapsack chose.
+        """
         scheduler, policy = self.scheduler, self.scheduler.online_policy
         if not scheduler.waiting_online:
-            return
+            return False
+        pressure = scheduler.pressure(self.now) if policy.select is not None else None
+        if pressure is not None and policy.select is not None:
+            self._admit_selected(policy.select(scheduler.waiting_online, pressure))
+            return True
         context = scheduler.queue_context(self.now)
         for request in list(policy.order(scheduler.waiting_online, context)):
             # Its last chunk may still be in flight: its token is unknown and its old units are not yet released.
             if not self.ledger.open or request.last_step > self.last_completed_step:
-                return
+                break
+            if not request.parked_blocks:
+                request.cache_kind = CacheKind.KV
             if policy.admits(request, context) and self._admit(request, self._online_length):
                 self.has_online_prefill = self._floor_given = True
             elif not policy.scans_past(request, context) or not scheduler.free_rows:
+                break
+        return False
+
+    def _admit_selected(self, selected: list[tuple[Request, CacheKind]]) -> None:
+        """Start what the knapsack chose, best first; a misfit does not end it."""
+        for request, kind in selected:
+            if not self.ledger.open:
                 return
+            if request.last_step > self.last_completed_step:
+                continue
+            if not request.parked_blocks:
+                request.cache_kind = kind
+            if self._admit(request, self._online_length):
+                self.has_online_prefill = self._floor_given = True
+
+    def _restore_hidden(self) -> None:
+        """Room is back: project K and V once for requests of this step that run from hidden state, oldest first."""
+        ledger, wanted = self.ledger, self.scheduler.config.max_num_batched_tokens
+        if not self.scheduler.num_hidden_blocks:
+            return
+        if ledger.model is not None and (per_token := ledger.model.cache_work(restored_tokens=1)) > 0.0:
+            wanted = int(min(wanted, max(0.0, self._time_limit - ledger.seconds) / per_token))
+        for request in self.scheduler.running[RequestClass.ONLINE]:
+            if request.cache_map.num_hidden and request.last_step == self.step_id:
+                restored = self.memory.restore(request, wanted)
+                ledger.charge_cache_work(CacheWork(-restored, restored))
+                wanted -= restored
+
+    def _charge_swaps(self, operations: tuple[CacheOperation, ...]) -> None:
+        moved = sum(len(op.source.units) for op in operations if op.action is not CacheAction.RESTORE)
+        if moved:
+            self.ledger.charge_cache_work(CacheWork(transferred_bytes=moved * self.scheduler.config.unit_bytes))
 
     def _fill_offline(self, plan: OfflinePlan, lookup: Callable[[str], Request | None]) -> None:
         """Re-validate the plan against what the online work of this step has left, and take what still fits."""
@@ -146,9 +189,9 @@ class StepBuilder:
         if length == 0:
             return False
         if wanted == 1:
-            if start >= len(request.cache_map.blocks) * self.block_size and not self._grow_decode(request):
+            if start >= len(request.cache_map.blocks) * self.block_size and not self.memory.grow_decode(request):
                 return True
-        elif not (length := self._grow_prefill(request, length)):
+        elif not (length := self.memory.grow_prefill(request, length)):
             return True
         self._charge_and_add(request, length)
         return True
@@ -185,6 +228,8 @@ class StepBuilder:
         start = request.num_computed_tokens
         end = start + length
         sample = end == len(request.token_ids) + request.num_placeholders
+        if num_hidden := request.cache_map.num_hidden:
+            self.ledger.charge_cache_work(CacheWork(compact_tokens=num_hidden * self.block_size))
         self.chunks.append(Chunk(request.row, start, length, sample))
         self.requests.append(request)
         request.num_computed_tokens = end
@@ -193,135 +238,31 @@ class StepBuilder:
             request.num_placeholders += 1
 
     def _admit(self, request: Request, choose_length: Callable[[int, int], int]) -> bool:
-        """Give a waiting request a row, its prefix hits and the units of its first chunk, or leave it as it is.
+        """Give a waiting request a row, what is stored of it and the units of its first chunk, or leave it as it is.
 
         A request is admitted only when its whole known length fits beside what is running: half a prompt that must be
         preempted again helps nobody.
         """
-        scheduler, pool = self.scheduler, self.pool
-        online = request.request_class is RequestClass.ONLINE
-        hits = scheduler.find_prefix(request)
-        hit_tokens = len(hits) * self.block_size
-        length = choose_length(hit_tokens, len(request.token_ids) - hit_tokens)
-        units_wanted = (len(request.token_ids) // self.block_size + 1 - len(hits)) * UNITS_PER_KV_BLOCK
-        if length == 0 or not self._make_room(units_wanted + pool.num_idle_units(hits), online):
+        claim = self.memory.claim(request)
+        length = choose_length(claim.num_tokens, len(request.token_ids) - claim.num_tokens)
+        if length == 0 or not self.memory.make_room(claim, request.request_class is RequestClass.ONLINE):
             return False
-        # A victim may have shared the hits: idle now, they are no room any more.
-        if pool.num_available_units < units_wanted + pool.num_idle_units(hits):
-            return False
-        for block in hits:
-            pool.acquire(block, online=online)
-        self._start(request, hits)
-        granted = self._extend_to(request, length)
+        self._start(request, claim)
+        granted = self.memory.extend(request, length)
         assert granted == length, "admitted without room"
         self.new_requests.append(_whole(request))
         self._charge_and_add(request, length)
         return True
 
-    def _start(self, request: Request, hits: list[CacheBlock]) -> None:
+    def _start(self, request: Request, claim: Claim) -> None:
         counters = self.scheduler.counters
         first_time = request.status is RequestStatus.WAITING
         self.scheduler.start_running(request)
-        request.cache_map.blocks.extend(hits)
-        request.cache_map.num_published = len(hits)
-        hit_tokens = len(hits) * self.block_size
-        request.num_computed_tokens = request.num_confirmed_tokens = hit_tokens
+        self.memory.take(request, claim)
         if first_time:
-            request.num_cached_tokens = hit_tokens
+            request.num_cached_tokens = claim.num_tokens
             counters.prefix_queried_tokens += request.num_prompt_tokens
-            counters.prefix_hit_tokens += hit_tokens
-
-    def _make_room(self, units: int, online: bool) -> bool:
-        """Whether a row and `units` units are available now, evicting offline work for an online request."""
-        scheduler, pool = self.scheduler, self.pool
-        if not online:
-            room = scheduler.units_for(RequestClass.OFFLINE, len(scheduler.running[RequestClass.OFFLINE]) + 1)
-            return bool(scheduler.free_rows) and room >= units + scheduler.growth_reserve
-        if scheduler.free_rows and pool.num_available_units >= units:
-            return True
-        if scheduler.free_rows and pool.num_available_units + pool.num_deferred_units >= units:
-            return False  # enough is on its way; a later step admits it
-        for victim in self._smallest_victims(units - pool.num_available_units - pool.num_deferred_units):
-            scheduler.preempt(victim, "online")
-        return bool(scheduler.free_rows) and pool.num_available_units >= units
-
-    def _smallest_victims(self, units: int) -> list[Request]:
-        """The offline requests to evict so that `units` more units and a row come free: few, small and young.
-
-        One request that frees enough by itself, the one that loses least; otherwise the largest first. Nothing at all
-        when even all of them would not do. A block that others share frees nothing.
-        """
-        limit = self.scheduler.config.max_offline_preemptions
-        victims = [
-            (_freed_units(request), request)
-            for request in self.scheduler.running[RequestClass.OFFLINE]
-            if request.last_step != self.step_id and request.num_preemptions < limit
-        ]
-        enough = [(freed, -request.arrival_order, request) for freed, request in victims if freed >= units]
-        if enough:
-            return [min(enough, key=lambda item: item[:2])[2]]
-        victims.sort(key=lambda item: (-item[0], -item[1].arrival_order))
-        chosen = []
-        for freed, request in victims:
-            chosen.append(request)
-            units -= freed
-            if units <= 0:
-                return chosen
-        return []
-
-    def _grow_decode(self, request: Request) -> bool:
-        """One more block for a decode; preempts for it, perhaps the request itself."""
-        while not self._extend_to(request, 1):
-            if self.pool.num_deferred_units >= self._stalled_units + UNITS_PER_KV_BLOCK:
-                self._stalled_units += UNITS_PER_KV_BLOCK
-                return False  # the units of a victim are still in flight: wait for them, do not take another
-            victim = self._victim_for(request)
-            if victim is None:
-                return False
-            self.scheduler.preempt(victim, "memory")
-            if victim is request:
-                return False
-        self.appended.append(AppendedEntries(request.row, (request.cache_map.blocks[-1].entry,)))
-        return True
-
-    def _grow_prefill(self, request: Request, length: int) -> int:
-        """Blocks for a running prefill's next `length` tokens, or for as many as there is room for."""
-        num_blocks = len(request.cache_map.blocks)
-        while not (granted := self._extend_to(request, length)):
-            if self.pool.num_deferred_units > self._stalled_units:
-                return 0
-            victim = self._victim_for(request)
-            if victim is None or victim is request:
-                return 0  # it was the last to arrive: it keeps its cache and waits
-            self.scheduler.preempt(victim, "memory")
-        added = request.cache_map.blocks[num_blocks:]
-        if added:
-            self.appended.append(AppendedEntries(request.row, tuple(block.entry for block in added)))
-        return granted
-
-    def _extend_to(self, request: Request, length: int) -> int:
-        """Allocate what `length` more tokens need; returns for how many tokens (≤ length) there is room now."""
-        blocks = request.cache_map.blocks
-        start = request.num_computed_tokens
-        kind, num_offline = request.request_class, len(self.scheduler.running[RequestClass.OFFLINE])
-        while len(blocks) * self.block_size < start + length:
-            room = self.scheduler.units_for(kind, num_offline)
-            block = self.pool.allocate_kv(online=kind is RequestClass.ONLINE) if room >= UNITS_PER_KV_BLOCK else None
-            if block is None:
-                break
-            blocks.append(block)
-        return min(length, len(blocks) * self.block_size - start)
-
-    def _victim_for(self, request: Request) -> Request | None:
-        """Whose memory a running request takes: offline first, then the last online arrival; none of this step's."""
-        running = self.scheduler.running
-        offline = (r for r in reversed(running[RequestClass.OFFLINE]) if r.last_step != self.step_id)
-        if request.request_class is RequestClass.ONLINE and (victim := next(offline, None)) is not None:
-            return victim
-        for candidate in reversed(running[request.request_class]):
-            if candidate is request or candidate.last_step != self.step_id:
-                return candidate
-        return None
+            counters.prefix_hit_tokens += claim.num_tokens
 
 
 def decode_is_due(request: Request) -> bool:
@@ -333,10 +274,6 @@ def decode_is_due(request: Request) -> bool:
 def prefill_is_due(request: Request) -> bool:
     """Whether more than one known token of a running request is still to be computed."""
     return request.num_placeholders == 0 and len(request.token_ids) - request.num_computed_tokens > 1
-
-
-def _freed_units(request: Request) -> int:
-    return sum(len(block.entry.units) for block in request.cache_map.blocks if block.ref_count == 1)
 
 
 def _whole(request: Request) -> NewRequest:

@@ -1,0 +1,211 @@
+"""The units of one step: what requests get, whom it is taken from, and where a victim's past goes.
+
+Memory alone preempts (HyGen §4.1). Offline work loses first, and among it few, small and young requests; the last
+resort is the online request that arrived last. What a victim computed goes to the host tier where bringing it back
+costs less than computing it again (Apt-Serve §4, HybridServe §4); otherwise its full blocks stay in the prefix index
+while nobody needs the room. Knows nothing of time limits and of the order in which requests are considered.
+"""
+
+from typing import NamedTuple
+
+from engine.cache.cache_map import UNITS_PER_BLOCK, CacheBlock, CacheKind
+from engine.cache.pool import UNITS_PER_KV_BLOCK
+from engine.request import Request, RequestClass
+from engine.scheduling.output import AppendedEntries, CacheAction, CacheOperation, ReplacedEntry
+from engine.scheduling.scheduler import Scheduler
+
+
+class Claim(NamedTuple):
+    """What a waiting request would start from: `hits` in the prefix index, then `parked` blocks on the host, which
+    together hold its first `num_tokens` tokens; `units`: device units that it needs besides the hits."""
+
+    hits: list[CacheBlock]
+    parked: list[CacheBlock]
+    num_tokens: int
+    units: int
+
+
+class StepMemory:
+    """Allocation within the step `step_id`; requests that are already in the step are never victims."""
+
+    def __init__(self, scheduler: Scheduler, step_id: int) -> None:
+        self.appended: list[AppendedEntries] = []
+        self.replaced: list[ReplacedEntry] = []
+        self._scheduler = scheduler
+        self._pool = scheduler.pool
+        self._block_size = scheduler.config.block_size
+        self._step_id = step_id
+        # Units that requests of this step could not get because they are still deferred: no further victim for those.
+        self._stalled_units = 0
+
+    def claim(self, request: Request) -> Claim:
+        """What `request` could start from now. A prefix on the device is better than the same tokens on the host."""
+        hits = self._usable(self._scheduler.find_prefix(request))
+        parked, num_tokens = request.parked_blocks[len(hits) :], len(hits) * self._block_size
+        num_blocks = len(request.token_ids) // self._block_size + 1 - len(hits) - len(parked)
+        units = num_blocks * UNITS_PER_BLOCK[request.cache_kind]
+        if parked:
+            num_tokens = request.num_parked_tokens
+            units += sum(len(block.entry.units) for block in parked)
+        return Claim(hits, parked, num_tokens, units)
+
+    def _usable(self, hits: list[CacheBlock]) -> list[CacheBlock]:
+        """The hits in front of the first hidden one for which the scratch area has no room."""
+        room = self._scheduler.hidden_room
+        for index, block in enumerate(hits):
+            room -= block.entry.kind is CacheKind.HIDDEN
+            if room < 0:
+                return hits[:index]
+        return hits
+
+    def make_room(self, claim: Claim, online: bool) -> bool:
+        """Whether a row and the claim's units are available now, evicting offline work for an online request."""
+        scheduler, pool = self._scheduler, self._pool
+        if _num_hidden(claim.hits) + _num_hidden(claim.parked) > scheduler.hidden_room:
+            return False
+        units = claim.units + pool.num_idle_units(claim.hits)
+        if not online:
+            room = scheduler.units_for(RequestClass.OFFLINE, len(scheduler.running[RequestClass.OFFLINE]) + 1)
+            return bool(scheduler.free_rows) and room >= units + scheduler.growth_reserve
+        if scheduler.free_rows and pool.num_available_units >= units:
+            return True
+        if scheduler.free_rows and pool.num_available_units + pool.num_deferred_units >= units:
+            return False  # enough is on its way; a later step admits it
+        for victim in self._smallest_victims(units - pool.num_available_units - pool.num_deferred_units):
+            scheduler.preempt(victim, "online", self._step_id)
+        # A victim may have shared the hits: idle now, they are no room any more.
+        units = claim.units + pool.num_idle_units(claim.hits)
+        return bool(scheduler.free_rows) and pool.num_available_units >= units
+
+    def take(self, request: Request, claim: Claim) -> None:
+        """Give the request what it claimed; its parked blocks come back in this step. There must be room."""
+        online = request.request_class is RequestClass.ONLINE
+        blocks = request.cache_map.blocks
+        for block in claim.hits:
+            self._pool.acquire(block, online=online)
+            blocks.append(block)
+        for source in claim.parked:
+            target = self._pool.allocate(source.entry.kind, online=online)
+            assert target is not None, "admitted without room"
+            self._scheduler.operations.append(CacheOperation(CacheAction.SWAP_IN, source.entry, target.entry))
+            blocks.append(target)
+        self._scheduler.count_hidden(request, _num_hidden(blocks))
+        self._scheduler.drop_parked(request, self._step_id)
+        request.cache_map.num_published = len(claim.hits)
+        request.num_computed_tokens = request.num_confirmed_tokens = claim.num_tokens
+
+    def grow_decode(self, request: Request) -> bool:
+        """One more block for a decode; preempts for it, perhaps the request itself."""
+        while not self.extend(request, 1):
+            if self._pool.num_deferred_units >= self._stalled_units + UNITS_PER_KV_BLOCK:
+                self._stalled_units += UNITS_PER_KV_BLOCK
+                return False  # the units of a victim are still in flight: wait for them, do not take another
+            victim = self._victim_for(request)
+            if victim is None:
+                return False
+            self._scheduler.preempt(victim, "memory", self._step_id)
+            if victim is request:
+                return False
+        self.appended.append(AppendedEntries(request.row, (request.cache_map.blocks[-1].entry,)))
+        return True
+
+    def grow_prefill(self, request: Request, length: int) -> int:
+        """Blocks for a running prefill's next `length` tokens, or for as many as there is room for."""
+        num_blocks = len(request.cache_map.blocks)
+        while not (granted := self.extend(request, length)):
+            if self._pool.num_deferred_units > self._stalled_units:
+                return 0
+            victim = self._victim_for(request)
+            if victim is None or victim is request:
+                return 0  # it was the last to arrive: it keeps its cache and waits
+            self._scheduler.preempt(victim, "memory", self._step_id)
+        added = request.cache_map.blocks[num_blocks:]
+        if added:
+            self.appended.append(AppendedEntries(request.row, tuple(block.entry for block in added)))
+        return granted
+
+    def restore(self, request: Request, max_tokens: int) -> int:
+        """Give a request of this step K and V for hidden blocks, while units are to spare; returns for how many tokens.
+
+        They are projected once, instead of in every step. Blocks to come are KV too.
+        """
+        restored, online = 0, request.request_class is RequestClass.ONLINE
+        for index, source in enumerate(request.cache_map.blocks):
+            if restored + self._block_size > max_tokens:
+                break
+            if source.entry.kind is not CacheKind.HIDDEN:
+                continue
+            if self._pool.num_available_units < UNITS_PER_KV_BLOCK + self._scheduler.growth_reserve:
+                break
+            target = self._pool.allocate(CacheKind.KV, online=online)
+            assert target is not None, "available units could not be had"
+            start = index * self._block_size
+            operation = CacheOperation(CacheAction.RESTORE, source.entry, target.entry, start)
+            self._scheduler.operations.append(operation)
+            self.replaced.append(ReplacedEntry(request.row, index, target.entry))
+            request.cache_map.blocks[index] = target
+            self._pool.release(source, self._step_id)
+            self._scheduler.count_hidden(request, -1)
+            restored += self._block_size
+            request.cache_kind = CacheKind.KV
+        return restored
+
+    def extend(self, request: Request, length: int) -> int:
+        """Allocate what `length` more tokens need; returns for how many tokens (≤ length) there is room now."""
+        blocks = request.cache_map.blocks
+        start = request.num_computed_tokens
+        scheduler, request_class = self._scheduler, request.request_class
+        num_offline = len(scheduler.running[RequestClass.OFFLINE])
+        while len(blocks) * self._block_size < start + length:
+            kind = scheduler.kind_for(request)
+            if scheduler.units_for(request_class, num_offline) < UNITS_PER_BLOCK[kind]:
+                break
+            block = self._pool.allocate(kind, online=request_class is RequestClass.ONLINE)
+            if block is None:
+                break
+            scheduler.count_hidden(request, kind is CacheKind.HIDDEN)
+            blocks.append(block)
+        return min(length, len(blocks) * self._block_size - start)
+
+    def _smallest_victims(self, units: int) -> list[Request]:
+        """The offline requests to evict so that `units` more units and a row come free: few, small and young.
+
+        One request that frees enough by itself, the one that loses least; otherwise the largest first. Nothing at all
+        when even all of them would not do. A block that others share frees nothing.
+        """
+        limit = self._scheduler.config.max_offline_preemptions
+        victims = [
+            (_freed_units(request), request)
+            for request in self._scheduler.running[RequestClass.OFFLINE]
+            if request.last_step != self._step_id and request.num_preemptions < limit
+        ]
+        enough = [(freed, -request.arrival_order, request) for freed, request in victims if freed >= units]
+        if enough:
+            return [min(enough, key=lambda item: item[:2])[2]]
+        victims.sort(key=lambda item: (-item[0], -item[1].arrival_order))
+        chosen = []
+        for freed, request in victims:
+            chosen.append(request)
+            units -= freed
+            if units <= 0:
+                return chosen
+        return []
+
+    def _victim_for(self, request: Request) -> Request | None:
+        """Whose memory a running request takes: offline first, then the last online arrival; none of this step's."""
+        running = self._scheduler.running
+        offline = (r for r in reversed(running[RequestClass.OFFLINE]) if r.last_step != self._step_id)
+        if request.request_class is RequestClass.ONLINE and (victim := next(offline, None)) is not None:
+            return victim
+        for candidate in reversed(running[request.request_class]):
+            if candidate is request or candidate.last_step != self._step_id:
+                return candidate
+        return None
+
+
+def _freed_units(request: Request) -> int:
+    return sum(len(block.entry.units) for block in request.cache_map.blocks if block.ref_count == 1)
+
+
+def _num_hidden(blocks: list[CacheBlock]) -> int:
+    return sum(block.entry.kind is CacheKind.HIDDEN for block in blocks)
