@@ -29,7 +29,7 @@ from engine.scheduling.policies import ONLINE_POLICIES, find_policy
 from engine.virtual import Arrival, PredictedRunner, VirtualDriver, VirtualRunner, step_features
 from loadgen import workloads
 from loadgen.errors import InputError
-from loadgen.experiments import hygen, larry, llmd
+from loadgen.experiments import hygen, larry, llmd, parts
 from loadgen.experiments.machine import MachineSpec, build_machine
 from loadgen.experiments.replay import OUTPUT_CAP, UNLIMITED, Metrics, Scenario, measure, rows_of
 from loadgen.experiments.table import Result, render, write_table
@@ -176,6 +176,7 @@ class Experiment(NamedTuple):
 
 EXPERIMENTS = {
     "hygen": Experiment(hygen.CONFIG, hygen.SHORT, hygen.run_seed, hygen.summary, hygen.figures),
+    "hygen-parts": Experiment(parts.CONFIG, parts.SHORT, parts.run_seed, parts.summary, parts.figures),
     "larry": Experiment(larry.CONFIG, larry.SHORT, larry.run_seed, larry.summary, larry.figures),
     "llmd-491": Experiment(llmd.CONFIG, llmd.SHORT, llmd.run_seed, llmd.summary, llmd.figures),
 }
@@ -194,7 +195,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--seed", type=int, default=0, help="seed of a single run, or the first of an experiment")
     made.add_argument("--workers", type=int, default=min(2, os.cpu_count() or 1), help="processes for replays")
     made.add_argument("--short", action="store_true", help="short windows: a look, no result")
-    made.add_argument("--window", type=float, help="measured seconds of a trace (experiments hygen and larry)")
+    made.add_argument("--window", type=float, help="measured seconds of a trace (not llmd-491)")
     made.add_argument("--model", choices=sorted(MODELS), default="llama-2-7b", help="model shape of a single run")
     made.add_argument("--device", choices=sorted(DEVICES), default="a100-40gb", help="device of a single run")
     made.add_argument("--rate", type=float, help="requests/s of a single run (default: the workload's own)")
@@ -234,7 +235,7 @@ def _experiment(arguments: argparse.Namespace) -> int:
         raise InputError(f"{arguments.traces} is no folder")
     if arguments.window is not None:
         if not hasattr(config, "window") or not 0.0 < arguments.window < math.inf:
-            raise InputError("--window takes seconds, for the experiments hygen and larry")
+            raise InputError("--window takes seconds, for experiments on a trace")
         config = replace(config, window=arguments.window)
     if arguments.seeds < 1 or arguments.workers < 1:
         raise InputError("--seeds and --workers must be at least 1")

@@ -22,7 +22,7 @@ from engine.scheduling.output import ModelRunnerOutput, SchedulerOutput
 from engine.virtual import Arrival, VirtualDriver
 from loadgen import simulate, workloads
 from loadgen.client import Target as Server
-from loadgen.experiments import hygen, larry, llmd
+from loadgen.experiments import larry
 from loadgen.experiments.machine import Machine, MachineSpec, build_machine
 from loadgen.experiments.pool import Replays
 from loadgen.experiments.replay import ONLINE_ONLY, UNLIMITED, Metrics, Scenario, Setting, measure, replay, run
@@ -178,89 +178,6 @@ def test_worker_processes_give_what_one_process_gives(machine: Machine) -> None:
         assert pooled.count == 2
 
 
-def say(_text: str) -> None:
-    pass
-
-
-def test_hygen_on_a_tiny_window() -> None:
-    config = replace(
-        hygen.CONFIG,
-        machine=SLOW,
-        rate=1.0,
-        window=6.0,
-        warm_up=1.0,
-        cool_down=1.0,
-        tolerances=(0.2,),
-        offline_lines=50,
-    )
-    results = hygen.run_seed(config, None, 0, 1, say)
-    assert {r.policy for r in results} == {"online-only", "sarathi++", "hygen-star", "hygen", "tidemill", "oracle"}
-    by_policy = {r.policy: r for r in results if r.setting.get("metric", "tbt_mean") == "tbt_mean"}
-    assert by_policy["online-only"].metrics["offline_throughput"] == 0.0
-    assert by_policy["online-only"].metrics["interference_tbt_mean"] == 0.0
-    assert by_policy["sarathi++"].metrics["interference_tbt_mean"] > 0.2  # type: ignore[operator]
-    tuned = [r for r in results if "metric" in r.setting]
-    assert len(tuned) == 3 * 4 + 1
-    for result in tuned:
-        key = f"interference_{result.setting['metric']}"
-        assert result.metrics["kept"] == (result.metrics[key] <= 0.2)  # type: ignore[operator]
-    header, rows = hygen.summary(results)
-    assert len(rows) == 2 + len(tuned) and all(len(row) == len(header) for row in rows)
-    assert set(hygen.figures(results)) == {f"hygen-{metric}" for metric in hygen.METRICS}
-
-
-def test_hygen_takes_at_most_sixty_replays_a_window(machine: Machine) -> None:
-    found = hygen.families(machine, hygen.CONFIG)
-    assert sum(family.runs for family in found) + 2 <= 60
-    assert all(family.grid <= family.runs for family in found)
-
-
-def test_hygen_windows_follow_each_other() -> None:
-    config = replace(hygen.CONFIG, window=60.0)
-    first = hygen.scenarios(config, None, 0)
-    assert first["chosen"].online != first["reported"].online
-    assert all(row[0] < 120.0 for row in first["reported"].online)
-    assert hygen.scenarios(config, None, 1)["chosen"].online != first["chosen"].online
-
-
-def test_tidemill_is_never_behind_hygen_on_the_window_it_was_chosen_on() -> None:
-    config = replace(hygen.CONFIG, machine=SLOW, tolerances=(0.1,), rate=4.0)
-    rows = tuple((i * 0.2, 200, 60) for i in range(30))
-    cases = {"chosen": Scenario(rows, OFFLINE, 1.0, 5.0, 6.0)}
-    machine = build_machine(SLOW)
-    with Replays(machine, cases, 0, 1) as replays:
-        surface = hygen.explore(machine, config, replays)
-    for target in hygen.targets(config):
-        flat_one = surface.points[surface.choose(target, 0.8, hygen.TUNED["hygen"])]
-        weighted = surface.points[surface.choose(target, 0.8, hygen.TUNED["tidemill"])]
-        assert weighted["offline_throughput"] >= flat_one["offline_throughput"]
-
-
-def test_larry_on_a_tiny_window() -> None:
-    spec = MachineSpec("llama-3-8b", "a100-40gb", max_num_seqs=32)
-    config = replace(larry.CONFIG, machine=spec, window=20.0, warm_up=2.0, factors=(1.0,), rates=(("chat", 15.0),))
-    results = larry.run_seed(config, None, 0, 1, say)
-    assert [r.policy for r in results] == list(larry.POLICIES)
-    found = {r.policy: r.metrics for r in results}
-    assert all(metrics["unfinished"] == 0 for metrics in found.values())
-    assert found["larry"]["ttft_p50"] < found["fcfs"]["ttft_p50"]  # type: ignore[operator]
-    header, rows = larry.summary(results)
-    assert all(len(row) == len(header) for row in rows)
-    assert set(larry.figures(results)) == {"larry-chat-p50", "larry-chat-p95"}
-
-
-def test_llmd_on_a_tiny_window() -> None:
-    config = replace(llmd.CONFIG, machine=replace(SLOW, max_num_seqs=32), lines=10, phase=2.0)
-    results = llmd.run_seed(config, None, 0, 1, say)
-    assert [r.policy for r in results] == ["online-only", "fcfs", "sarathi++", "hygen", "tidemill"]
-    found = {r.policy: r.metrics for r in results}
-    assert found["fcfs"]["ttft_p99"] > found["sarathi++"]["ttft_p99"] >= found["online-only"]["ttft_p99"]  # type: ignore[operator]
-    assert found["online-only"]["offline_throughput"] == 0
-    header, rows = llmd.summary(results)
-    assert len(rows) == 5 and all(len(row) == len(header) for row in rows)
-    assert set(llmd.figures(results)) == {"llmd-491"}
-
-
 def test_tables_and_figures_are_written_whole(tmp_path: Path) -> None:
     results = [Result("e", "p", {"params": {"lam": math.inf}}, 7, {"ttft_p99": 0.5, "kept": True})]
     drawn = figure("<title>", [Series("a & b", [1, 2], [3, 4])], "x", "y")
@@ -294,7 +211,7 @@ def test_an_experiment_from_the_command_line(tmp_path: Path, capsys: pytest.Capt
         arguments = ["--experiment", "larry", "--seeds", "2", "--window", "5", "--workers", "1", "--out", str(tmp_path)]
         assert simulate.main(arguments) == 0
     rows = json.loads((tmp_path / "table.json").read_text())
-    assert {row["seed"] for row in rows} == {0, 1} and len(rows) == 2 * len(larry.POLICIES)
+    assert {row["seed"] for row in rows} == {0, 1} and len(rows) == 2 * len(larry.arms(1))
     assert (tmp_path / "larry-code-p50.svg").exists()
     assert "trail+" in capsys.readouterr().out
 

@@ -2,7 +2,7 @@
 same start-up sweep as on a real one (HyGen §4.2). The scheduler never sees the device's own formula.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from engine.config import SchedulerConfig
 from engine.execution.simulated import SimulatedDevice, SimulatedRunner
@@ -31,13 +31,21 @@ class MachineSpec:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """`predictor` is fitted to noisy steps of `device`; `mape` is its error on steps held out of the fit."""
+    """`predictor` is fitted to noisy steps of `device`; `mape` is its error on steps held out of the fit, and
+    `mape_hygen` that of the paper's features. `profiles`: other latency models by name,
+    that with the paper's features as `hygen`."""
 
     spec: MachineSpec
     device: SimulatedDevice
     config: SchedulerConfig
     predictor: LatencyModel
     mape: float
+    mape_hygen: float = 0.0
+    profiles: dict[str, LatencyModel] = field(default_factory=dict)
+
+    def profile(self, name: str) -> LatencyModel:
+        """The latency model called `name`, the machine's own for ""; raises KeyError for an unknown one."""
+        return self.profiles[name] if name else self.predictor
 
     def runner(self, seed: int) -> SimulatedRunner:
         """A new runner whose noise follows `seed`."""
@@ -65,7 +73,9 @@ def build_machine(spec: MachineSpec, seed: int = 0) -> Machine:
     train, held_out = split_samples(samples, seed=seed)
     limit = spec.max_num_batched_tokens
     mape = fit(train, token_limit=limit).mape(held_out)
-    return Machine(spec, device, config, fit(samples, token_limit=limit), mape)
+    mape_hygen = fit(train, "hygen", token_limit=limit).mape(held_out)
+    profiles = {"hygen": fit(samples, "hygen", token_limit=limit)}
+    return Machine(spec, device, config, fit(samples, token_limit=limit), mape, mape_hygen, profiles)
 
 
 class _Sweep:

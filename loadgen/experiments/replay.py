@@ -16,17 +16,23 @@ from engine.core import EngineCore
 from engine.execution.simulated import SIMULATED_TOKEN, TrueLatency
 from engine.request import EngineRequest, RequestClass, SamplingParams
 from engine.scheduling.objective import StepObjective
-from engine.virtual import Arrival, VirtualDriver, VirtualRecord, VirtualRun
+from engine.scheduling.output import ModelRunnerOutput, SchedulerOutput
+from engine.virtual import Arrival, VirtualDriver, VirtualRecord, VirtualRun, VirtualRunner, step_features
 from loadgen.experiments.machine import Machine
 from loadgen.randomness import stream
 from loadgen.stats import nearest_rank
 from loadgen.traces import Trace
 from predictor.budget import BudgetParams
+from predictor.model import LatencyPredictor
+from predictor.samples import Sample
 
 Floats = NDArray[np.float64]
 Metrics = dict[str, float]
 ONLINE_ONLY = BudgetParams("hygen", 0.0)
 UNLIMITED = BudgetParams("hygen", math.inf)
+PREFIX_BACKLOG = 1000
+FIRST_GROUP, OWN_TOKENS = 10, 1_000_000
+"""Token ids of groups' prefixes, and those that no two prompts share."""
 OUTPUT_CAP = 1024
 """`max_tokens` of every request whose true length is shorter: what a client would ask for, not knowing it."""
 
@@ -36,7 +42,8 @@ Row = tuple[float, int, int]
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """`online` by arrival; `offline` lengths (arrival ignored), repeated without end unless `finite`.
+    """`online` by arrival; `offline` lengths (arrival ignored), repeated without end unless `finite`. `shared`: of each
+    of those rows the group it belongs to and how many prompt tokens that group shares; empty: no row shares any.
 
     Requests that arrive in [warm_up, measure_end] are measured; the run goes on to `end` (infinite: until all is done).
     """
@@ -47,20 +54,26 @@ class Scenario:
     measure_end: float = math.inf
     end: float = math.inf
     finite: bool = False
+    shared: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
     """What a run is made with. `offline_rate`: offline requests/s (None: a backlog that never ends, under `budget`).
 
-    `oracle`: the scheduler knows true step times. `mixed`: offline work is sent as if it were online.
+    `oracle`: the scheduler knows true step times. `profile`: whose latency model it uses, "" for the machine's own or a
+    device's of `Machine.profiles`. `mixed`: offline work is sent as if it were online. `offline_policy`: the order of
+    waiting offline requests, "" for `psm` where prefixes are cached and else `fcfs`. `ttft`, `tbt`: absolute
+    objectives in seconds; a finite `ttft` makes LARRY's age guard active.
     """
 
     budget: BudgetParams = ONLINE_ONLY
     offline_rate: float | None = None
     online_policy: str = "fcfs"
     oracle: bool = False
+    profile: str = ""
     mixed: bool = False
+    offline_policy: str = ""
     ttft: float = math.inf
     tbt: float = math.inf
 
@@ -81,19 +94,38 @@ def replay(machine: Machine, scenario: Scenario, setting: Setting, seed: int) ->
 
 def run(machine: Machine, scenario: Scenario, setting: Setting, seed: int) -> VirtualRun:
     """The run itself, with the token times of every online request."""
+    return make_driver(machine, scenario, setting, seed, machine.runner(seed)).run(scenario.end)
+
+
+def recorded_steps(machine: Machine, scenario: Scenario, setting: Setting, seed: int) -> list[Sample]:
+    """Every step of a run: its features and the seconds it took."""
+    runner = _Recording(machine.runner(seed))
+    make_driver(machine, scenario, setting, seed, runner).run(scenario.end)
+    return runner.steps
+
+
+class _Recording:
+    """A runner that keeps what its steps were made of."""
+
+    def __init__(self, inner: VirtualRunner) -> None:
+        self.steps: list[Sample] = []
+        self._inner = inner
+
+    def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
+        result = self._inner.execute(output)
+        self.steps.append(Sample(step_features(output), result.latency))
+        return result
+
+
+def make_driver(
+    machine: Machine, scenario: Scenario, setting: Setting, seed: int, runner: VirtualRunner
+) -> VirtualDriver:
+    """The driver of a run that has not begun."""
     limit = machine.config.max_model_len
-    model = TrueLatency(machine.device) if setting.oracle else machine.predictor
-    objective = StepObjective(setting.ttft, setting.tbt, budget=setting.budget)
-    # Without shared prefixes the tree has nothing to order by, and hashing made-up prompts costs as much as a step.
-    core = EngineCore(
-        machine.config,
-        online_policy=setting.online_policy,
-        offline_policy="psm" if machine.spec.prefix_caching else "fcfs",
-        model=model,
-        objective=objective,
-    )
+    core = make_core(machine, scenario, setting)
     arrivals = [
-        Arrival(row[0], _request(f"n{i}", row, RequestClass.ONLINE, limit)) for i, row in enumerate(scenario.online)
+        Arrival(row[0], _request(f"n{i}", row, RequestClass.ONLINE, limit, (-1 - i,) if scenario.shared else ()))
+        for i, row in enumerate(scenario.online)
     ]
     offline = None
     if setting.mixed:
@@ -106,21 +138,42 @@ def run(machine: Machine, scenario: Scenario, setting: Setting, seed: int) -> Vi
         offline = _backlog(scenario, limit)
     arrivals.sort(key=lambda arrival: arrival.at)
     window = (scenario.warm_up, scenario.measure_end)
-    backlog = 2 * machine.config.max_num_seqs
-    driver = VirtualDriver(core, machine.runner(seed), arrivals, offline, backlog=backlog, window=window)
-    return driver.run(scenario.end)
+    # Prefix order is worth what it can see: a batch queue knows far more lines than run at a time.
+    backlog = PREFIX_BACKLOG if scenario.shared else 2 * machine.config.max_num_seqs
+    return VirtualDriver(core, runner, arrivals, offline, backlog=backlog, window=window)
 
 
-def _request(name: str, row: Row, request_class: RequestClass, limit: int) -> EngineRequest:
+def make_core(machine: Machine, scenario: Scenario, setting: Setting) -> EngineCore:
+    """The engine under `setting`. With nobody to fit in beside online work it needs no latency model, and so none
+    refuses a request early: a comparison of online policies must serve the same requests under each."""
+    model: LatencyPredictor | None = None
+    if scenario.offline or setting.tbt < math.inf:
+        model = TrueLatency(machine.device) if setting.oracle else machine.profile(setting.profile)
+    # Without shared prefixes the tree has nothing to order by, and hashing made-up prompts costs as much as a step.
+    policy = setting.offline_policy or ("psm" if machine.spec.prefix_caching else "fcfs")
+    objective = StepObjective(setting.ttft, setting.tbt, budget=setting.budget)
+    return EngineCore(
+        machine.config, online_policy=setting.online_policy, offline_policy=policy, model=model, objective=objective
+    )
+
+
+def _request(name: str, row: Row, request_class: RequestClass, limit: int, head: tuple[int, ...] = ()) -> EngineRequest:
+    """`head`: what its prompt begins with (shared tokens, or one of its own); the rest is padding."""
     _, prompt, output = row
     cap = max(output, min(OUTPUT_CAP, limit - prompt))
     sampling = SamplingParams(max_tokens=cap, min_tokens=output, stop_token_ids=frozenset({SIMULATED_TOKEN}))
-    return EngineRequest(name, (1,) * prompt, sampling, request_class)
+    return EngineRequest(name, (*head[:prompt], *((1,) * (prompt - len(head)))), sampling, request_class)
 
 
 def _backlog(scenario: Scenario, limit: int) -> Iterator[EngineRequest]:
     rows = scenario.offline if scenario.finite else cycle(scenario.offline)
-    return (_request(f"f{i}", row, RequestClass.OFFLINE, limit) for i, row in enumerate(rows))
+    count = len(scenario.shared)
+    for i, row in enumerate(rows):
+        head: tuple[int, ...] = ()
+        if count:  # the group's prefix, then a question of its own
+            group, shared = scenario.shared[i % count]
+            head = (*((FIRST_GROUP + group,) * min(shared, row[1] - 1)), OWN_TOKENS + i)
+        yield _request(f"f{i}", row, RequestClass.OFFLINE, limit, head)
 
 
 def _at_rate(scenario: Scenario, rate: float, seed: int, limit: int) -> list[Arrival]:

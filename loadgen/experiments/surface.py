@@ -7,7 +7,7 @@ target, the one with the most offline throughput is taken. Knows nothing of what
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -64,22 +64,30 @@ class Surface:
         if missing:
             self.points.update(zip(missing, self.evaluate(missing), strict=True))
 
-    def explore(self, family: Family, targets: Sequence[Target], margin: float, batch: int = 2) -> None:
-        """At most `family.runs` replays: the grid, then brackets around the best for each target."""
+    def explore(
+        self, family: Family, targets: Sequence[Target], margin: float, batch: int = 2, start: Sequence[float] = ()
+    ) -> None:
+        """At most `family.runs` replays: the grid (or the values of `start`), then brackets around each target's best.
+
+        `batch` replays are decided on at a time. It shapes the surface, so it must not follow the number of processes.
+        """
         wanted = [target for target in targets if target.metric in family.metrics]
         ratio = family.high / family.low
-        self._add(family, [family.low * ratio ** (i / (family.grid - 1)) for i in range(family.grid)])
+        self._add(family, start or [family.low * ratio ** (i / (family.grid - 1)) for i in range(family.grid)])
         while (left := family.runs - len(self.members[family.name])) > 0:
             middles = self._middles(family, wanted, margin)
             if not middles:
                 return
             self._add(family, middles[: min(left, max(batch, 1))])
 
-    def _add(self, family: Family, values: Sequence[float]) -> None:
-        members = self.members.setdefault(family.name, {})
-        for value in values:
-            members[value] = family.make(value)
+    def add(self, name: str, settings: Mapping[float, Setting]) -> None:
+        """Replay settings as members of a family, each with its parameter."""
+        members = self.members.setdefault(name, {})
+        members.update(settings)
         self.replay(list(members.values()))
+
+    def _add(self, family: Family, values: Sequence[float]) -> None:
+        self.add(family.name, {value: family.make(value) for value in values})
 
     def _middles(self, family: Family, targets: Sequence[Target], margin: float) -> list[float]:
         """Middles of the gaps beside the best member of each target, those with the most to gain first."""
@@ -101,8 +109,12 @@ class Surface:
         """Whether the replay of `setting` used at most `margin` of the target's tolerance."""
         return interference(self.points[setting], self.base, target.metric) <= margin * target.tolerance
 
-    def choose(self, target: Target, margin: float, families: Sequence[str]) -> Setting:
-        """The setting of `families` with the most offline throughput that keeps the target; else online only."""
+    def choose(self, targets: Target | Sequence[Target], margin: float, families: Sequence[str]) -> Setting:
+        """The setting of `families` with the most offline throughput that keeps all targets; else online only.
+
+        Several targets are constraints of one choice among the same replays (HyGen §5.4), not a minimum of answers.
+        """
+        wanted = (targets,) if isinstance(targets, Target) else targets
         allowed = [setting for name in families for setting in self.members.get(name, {}).values()]
-        kept = [setting for setting in allowed if self.keeps(setting, target, margin)]
+        kept = [setting for setting in allowed if all(self.keeps(setting, target, margin) for target in wanted)]
         return max(kept, key=lambda s: self.points[s]["offline_throughput"], default=self.online_only)
