@@ -163,14 +163,14 @@ class Scheduler:
         self.counters.preemptions[cause] = self.counters.preemptions.get(cause, 0) + 1
 
     def worth_parking(self, request: Request) -> bool:
-        """Whether bringing the request's past back from the host takes less than computing it again."""
+        """Whether the way to the host and back takes less than computing the request's past again."""
         tokens = request.num_computed_tokens
         if tokens == 0 or not self.pool.host.num_units:
             return False
         if self.model is None:
             return True
         blocks = request.cache_map.blocks[: -(-tokens // self.config.block_size)]
-        num_bytes = sum(len(block.entry.units) for block in blocks) * self.config.unit_bytes
+        num_bytes = 2 * sum(len(block.entry.units) for block in blocks) * self.config.unit_bytes
         features = BatchFeatures()
         features.add_chunk(0, tokens)
         return self.model.cache_work(transferred_bytes=num_bytes) < self.model.predict(features)
