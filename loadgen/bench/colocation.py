@@ -15,7 +15,7 @@ import random
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AbstractContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean, stdev
@@ -120,6 +120,8 @@ class Client:
         }
         async with self._session.post(f"{self._url}/v1/completions", data=orjson.dumps(body)) as response:
             if response.status != 200:
+                # Like any client it comes back when it is told to; at once, it would take the machine from the server.
+                await asyncio.sleep(float(response.headers.get("retry-after", 1)))
                 return
             async for line in response.content:
                 if line.startswith(b"data: {"):
@@ -269,9 +271,17 @@ def draw(run: Run, rate: Callable[[float], float], bin_seconds: float = 2.0) -> 
     )
 
 
-def compare(url: str, args: argparse.Namespace) -> None:
+def run_alone(
+    serve: Callable[[], AbstractContextManager[str]], arrivals: list[float], seconds: float, tier: str | None, seed: int
+) -> Run:
+    """One arm against a server of its own: what the keeper learns from one arm must not help or harm another."""
+    with serve() as url:
+        asyncio.run(run_arm(url, [0.1 * i for i in range(20)], WARM_UP, "flex", 0))  # nothing is cold any more
+        return asyncio.run(run_arm(url, arrivals, seconds, tier, seed))
+
+
+def compare(serve: Callable[[], AbstractContextManager[str]], args: argparse.Namespace) -> None:
     rate = args.rate
-    asyncio.run(run_arm(url, [0.1 * i for i in range(20)], WARM_UP, "flex", 0))  # nothing is cold for the first arm
     arms: dict[str, list[Run]] = {"online only": [], "offline only": [], "naive mix": [], "tidemill": []}
     if args.job:
         arms["batch job"] = []
@@ -286,7 +296,8 @@ def compare(url: str, args: argparse.Namespace) -> None:
         ):
             if name not in arms:
                 continue
-            arms[name].append(asyncio.run(run_arm(url, online, args.seconds, tier, seed)))
+            arms[name].append(run_alone(serve, online, args.seconds, tier, seed))
+            summarise(f"  {name} {seed}", arms[name][-1:], args.ttft, args.tbt)
     print(
         f"{'arm':14} {'online':>7}  {'TTFT P50':>9} {'P99 ms':>9} {'TBT P50':>9} {'P99 ms':>9} {'attainment':>11} "
         f"{'offline tok/s':>12}"
@@ -328,19 +339,22 @@ def main(argv: list[str] | None = None) -> None:
         folder = Path(name)
         make_model_folder(folder)
         flags = ("--slo", slo, "--fill-policy", args.fill_policy, "--profile-dir", name)
-        with server(folder, 0, *flags, "--state-dir", str(folder / "state")) as url:
-            if args.plot is None:
-                compare(url, args)
-                return
-            period = args.seconds / 3
 
-            def sine(t: float) -> float:
-                return float(args.rate) * (1 + math.sin(2 * math.pi * t / period))
+        def serve() -> AbstractContextManager[str]:
+            return server(folder, 0, *flags, "--state-dir", str(folder / "state"))
 
-            arrivals = poisson(sine, 2 * args.rate, args.seconds, 1)
-            run = asyncio.run(run_arm(url, arrivals, args.seconds, "flex", 1))
-            summarise("sine", [run], args.ttft, args.tbt)
-            args.plot.write_text(draw(run, sine))
+        if args.plot is None:
+            compare(serve, args)
+            return
+        period = args.seconds / 3
+
+        def sine(t: float) -> float:
+            return float(args.rate) * (1 + math.sin(2 * math.pi * t / period))
+
+        arrivals = poisson(sine, 2 * args.rate, args.seconds, 1)
+        run = run_alone(serve, arrivals, args.seconds, "flex", 1)
+        summarise("sine", [run], args.ttft, args.tbt)
+        args.plot.write_text(draw(run, sine))
 
 
 if __name__ == "__main__":
