@@ -4,7 +4,7 @@ Four arms against one server, three seeds: (1) online only, (2) offline only, (3
 sent with the same priority -, (4) ours: they are sent with `service_tier: "flex"`. Online requests are judged by their
 TTFT from the scheduled arrival and the nearest-rank P99 of their own gaps, pooled over the seeds and
 paired by request between arms. With `--job` there is a fifth arm: the offline side is one real batch job, a JSONL file
-through /v1/files and /v1/batches. Between arms the server falls silent; the first seconds of an arm do not count.
+through /v1/files and /v1/batches. Every arm has a server of its own; its first seconds do not count.
 `--plot FILE.svg` adds a run with a sine-shaped online load and draws it.
 """
 
