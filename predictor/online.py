@@ -27,7 +27,8 @@ NUM_REGIMES = 16
 class OnlineSettings:
     """How fast and how far an `OnlineModel` moves.
 
-    forgetting       share of a new step in the scale and in the means (0.02: about 50 steps)
+    forgetting       share of a new step in the means (0.02: about 50 steps)
+    scale_rate       share of a new step's clipped error in the scale
     clip             largest relative error that one step can teach
     quantile         of the relative residual, taken as the margin; a request has as many gaps as output tokens, and
                      each of them must keep a limit on its P99, so this is well above what requests are promised
@@ -39,6 +40,7 @@ class OnlineSettings:
     """
 
     forgetting: float = 0.02
+    scale_rate: float = 0.05
     clip: float = 0.25
     quantile: float = 0.995
     initial_margin: float = 0.05
@@ -109,7 +111,7 @@ class OnlineModel:
             return
         residual = measured / expected - 1.0
         clipped = min(max(residual, -settings.clip), settings.clip)
-        scale = self.scale * (1.0 + settings.forgetting * clipped)
+        scale = self.scale * (1.0 + settings.scale_rate * clipped)
         self.scale = min(max(scale, 1.0 / settings.max_scale), settings.max_scale)
         self._learn(self.regimes[index], residual, clipped, expected)
         self._raise_margins(index)
@@ -120,7 +122,8 @@ class OnlineModel:
         rate = max(settings.forgetting, 1.0 / (stats.count + 1))
         stats.count += 1
         stats.bias += rate * (clipped - stats.bias)
-        stats.spread += rate * (abs(clipped - stats.bias) - stats.spread)
+        # Around zero, not around the bias: a regime that is always late must move its quantile fast.
+        stats.spread += rate * (abs(clipped) - stats.spread)
         stats.mean_expected += rate * (expected - stats.mean_expected)
         # Above the quantile it rises by q, below it falls by 1 − q: at rest where a share of q lies below.
         pace = 2.0 * rate**0.5 * max(stats.spread, 0.001)

@@ -581,6 +581,18 @@ def test_the_scale_follows_a_slower_device_and_comes_back() -> None:
     assert model.scale == pytest.approx(1.0, rel=0.05)
 
 
+def test_a_regime_that_is_always_late_is_covered_within_some_steps() -> None:
+    """A profile of a quiet machine, and steps that take half as long again from the first on."""
+    model, rng = online()
+    step = StepShape(4, 200, ((0, 180),)).features()
+    late = 0
+    for _ in range(40):
+        late += model.predict(step) < 1.5 * roofline(step)
+        model.observe(step, 1.5 * roofline(step) * math.exp(rng.gauss(0, 0.01)))
+    assert late <= 12
+    assert model.predict(step) >= 1.5 * roofline(step)
+
+
 def test_one_outlier_changes_next_to_nothing() -> None:
     model, rng = online()
     run_steps(model, rng, 2000)
@@ -645,7 +657,7 @@ def test_residuals_are_what_steps_took_by_what_was_expected() -> None:
 
 
 def test_the_mean_error_is_that_of_the_window() -> None:
-    model = OnlineModel(LatencyModel(intercept=1.0), OnlineSettings(window=4, forgetting=0.0))
+    model = OnlineModel(LatencyModel(intercept=1.0), OnlineSettings(window=4, forgetting=0.0, scale_rate=0.0))
     step = StepShape(1, 1).features()
     for measured in (2.0, 2.0, 1.0, 1.0, 1.0, 1.0):
         model.observe(step, measured)
