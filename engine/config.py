@@ -30,7 +30,7 @@ class EngineConfig:
     slo: str = _flag("ttft_p99=1s,tbt_p99=100ms", "what online requests are promised; also 'tbt_mean=50ms' or '5%'")
     fill_policy: str = _flag("tidemill", "how offline work is sized; hygen: one flat budget", ("tidemill", "hygen"))
     online_policy: str = _flag(
-        "fcfs", "order of online requests: fcfs, no-preempt, larry[:ALPHA], apt, goodput, random (README tells which)"
+        "fcfs", "order of online requests: fcfs, no-preempt, larry[:ALPHA], apt[:TAIL], goodput[:TAIL], random"
     )
     hidden_cache: bool = _flag(
         True, "with apt or goodput, run requests from hidden state when memory is short (where the model allows it)"
@@ -68,6 +68,7 @@ class SchedulerConfig:
     from it adds to a step.
     `pipeline_depth`: steps that may be in flight when `schedule` is called (0 on CPU, 1 on a GPU).
     `min_prefill_chunk`: what the oldest prompt gets in every step, however late the decodes beside it are.
+    `refuse_late`: refuse online requests whose TTFT objective is out of reach when they arrive (429).
     `max_offline_preemptions`: an offline request evicted that often waits for a quiet moment and then keeps its place.
     """
 
@@ -85,6 +86,7 @@ class SchedulerConfig:
     pipeline_depth: int = 0
     min_prefill_chunk: int = 64
     max_offline_preemptions: int = 8
+    refuse_late: bool = True
     seed: int = 0
 
     def __post_init__(self) -> None:

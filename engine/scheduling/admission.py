@@ -23,6 +23,8 @@ def check_room(scheduler: Scheduler, mean_output_tokens: float) -> None:
     if waiting >= scheduler.config.max_num_waiting:
         raise QueueFullError(f"{waiting} requests are waiting already.")
     limit = scheduler.objective.ttft
+    if not scheduler.config.refuse_late:
+        return
     wait = expected_wait(scheduler, mean_output_tokens)
     if wait > limit:
         raise QueueFullError(

@@ -6,13 +6,18 @@ costs less than computing it again (Apt-Serve §4, HybridServe §4); otherwise i
 while nobody needs the room. Knows nothing of time limits and of the order in which requests are considered.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from engine.cache.cache_map import UNITS_PER_BLOCK, CacheBlock, CacheKind
 from engine.cache.pool import UNITS_PER_KV_BLOCK
 from engine.request import Request, RequestClass
 from engine.scheduling.output import AppendedEntries, CacheAction, CacheOperation, ReplacedEntry
+from engine.scheduling.pressure import Start
 from engine.scheduling.scheduler import Scheduler
+
+LATE_HEADROOM = 0.25
+"""Share of the pool that late requests leave free when they start, under a policy that runs them last."""
 
 
 class Claim(NamedTuple):
@@ -28,13 +33,14 @@ class Claim(NamedTuple):
 class StepMemory:
     """Allocation within the step `step_id`; requests that are already in the step are never victims."""
 
-    def __init__(self, scheduler: Scheduler, step_id: int) -> None:
+    def __init__(self, scheduler: Scheduler, step_id: int, now: float) -> None:
         self.appended: list[AppendedEntries] = []
         self.replaced: list[ReplacedEntry] = []
         self._scheduler = scheduler
         self._pool = scheduler.pool
         self._block_size = scheduler.config.block_size
         self._step_id = step_id
+        self._now = now
         # Units that requests of this step could not get because they are still deferred: no further victim for those.
         self._stalled_units = 0
 
@@ -76,6 +82,30 @@ class StepMemory:
         # A victim may have shared the hits: idle now, they are no room any more.
         units = claim.units + pool.num_idle_units(claim.hits)
         return bool(scheduler.free_rows) and pool.num_available_units >= units
+
+    def evict_late(self, starts: Sequence[Start]) -> None:
+        """Before anything is in the step: room for the savable requests that it can begin, from late running ones."""
+        scheduler, units, tokens = self._scheduler, 0, 0
+        for request, kind, savable in starts:
+            if savable and tokens < scheduler.config.max_num_batched_tokens:
+                units += (len(request.token_ids) // self._block_size + 1) * UNITS_PER_BLOCK[kind]
+                tokens += len(request.token_ids)
+        missing = units - self._pool.num_available_units - self._pool.num_deferred_units
+        missing -= sum(_freed_units(request) for request in scheduler.running[RequestClass.OFFLINE])
+        for victim in scheduler.evictable(self._now):
+            if missing <= 0:
+                return
+            missing -= _freed_units(victim)
+            scheduler.preempt(victim, "late", self._step_id)
+
+    def spares(self, request: Request) -> bool:
+        """Whether a late request may start: where they run last, those that can be saved will want the last of the
+        memory, and it would only be evicted again. With nobody running it always may."""
+        scheduler = self._scheduler
+        if not scheduler.online_policy.late_last or not scheduler.running[RequestClass.ONLINE]:
+            return True
+        units = (len(request.token_ids) // self._block_size + 1) * UNITS_PER_KV_BLOCK
+        return self._pool.num_available_units - units >= LATE_HEADROOM * self._pool.num_units
 
     def take(self, request: Request, claim: Claim) -> None:
         """Give the request what it claimed; its parked blocks come back in this step. There must be room."""
@@ -192,12 +222,14 @@ class StepMemory:
         return []
 
     def _victim_for(self, request: Request) -> Request | None:
-        """Whose memory a running request takes: offline first, then the last online arrival; none of this step's."""
+        """Whose memory a running request takes: offline first, then the last in the order; none of this step's."""
         running = self._scheduler.running
         offline = (r for r in reversed(running[RequestClass.OFFLINE]) if r.last_step != self._step_id)
         if request.request_class is RequestClass.ONLINE and (victim := next(offline, None)) is not None:
             return victim
-        for candidate in reversed(running[request.request_class]):
+        online = request.request_class is RequestClass.ONLINE
+        peers = self._scheduler.online_order(self._now) if online else running[RequestClass.OFFLINE]
+        for candidate in reversed(peers):
             if candidate is request or candidate.last_step != self._step_id:
                 return candidate
         return None

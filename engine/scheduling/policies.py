@@ -1,6 +1,7 @@
 """Online policies: in which order waiting requests compete for a step, and what happens at one that does not fit.
 
-Each is a pure function of the queue and a small context, chosen by name (`larry:0.5` gives one its parameter):
+Each is a pure function of the queue and a small context, chosen by name (`larry:0.5` gives one its parameter, and
+`apt:0.4` or `goodput:0.4` what a request that has missed its SLO still counts, see `engine.scheduling.values`):
 
 - `fcfs`: by arrival; the first that does not fit ends the admission;
 - `no-preempt`: by arrival; a request starts only if its prompt and all of its `max_tokens` fit beside what the running
@@ -26,7 +27,7 @@ from functools import partial
 from engine.cache.pool import UNITS_PER_KV_BLOCK
 from engine.errors import ConfigError
 from engine.request import Request
-from engine.scheduling.pressure import Select, select_apt, select_goodput
+from engine.scheduling.pressure import Pressure, Select, Start, select_apt, select_goodput
 
 DEFAULT_ALPHA = 1.0
 DEFAULT_TTFT = 1.0
@@ -70,12 +71,14 @@ def _never(_request: Request, _context: QueueContext) -> bool:
 class OnlinePolicy:
     """`order`: the waiting requests, best first (given by arrival). `admits`: whether one may start at all now.
     `scans_past`: whether the next is looked at although this one could not start. `select`: who starts, and from which
-    representation, once they want more memory than there is; None: the order decides then too."""
+    representation, once they want more memory than there is; None: the order decides then too. `late_last`: who runs
+    and has missed its TTFT objective gives its memory to those that can still be saved."""
 
     order: Order
     admits: Callable[[Request, QueueContext], bool] = _always
     scans_past: Callable[[Request, QueueContext], bool] = _never
     select: Select | None = None
+    late_last: bool = False
 
 
 def fcfs(waiting: Sequence[Request], _context: QueueContext) -> Sequence[Request]:
@@ -144,12 +147,17 @@ ONLINE_POLICIES: dict[str, OnlinePolicy] = {
     "random": OnlinePolicy(shuffled),
     "srpt-oracle": OnlinePolicy(shortest_remaining),
     "apt": OnlinePolicy(fcfs, select=select_apt),
-    "goodput": OnlinePolicy(fcfs, select=select_goodput),
+    "goodput": OnlinePolicy(fcfs, select=select_goodput, late_last=True),
+}
+SELECTS: dict[str, Callable[[Sequence[Request], Pressure, float], list[Start]]] = {
+    "apt": select_apt,
+    "goodput": select_goodput,
 }
 
 
 def find_policy(name: str) -> OnlinePolicy:
-    """The policy called `name`, or `larry:ALPHA` with its parameter; raises ConfigError for anything else."""
+    """The policy called `name`, or with its parameter `larry:ALPHA`, `apt:TAIL`, `goodput:TAIL`; raises ConfigError for
+    anything else."""
     base, colon, value = name.partition(":")
     policy = ONLINE_POLICIES.get(base)
     if policy is None:
@@ -157,9 +165,15 @@ def find_policy(name: str) -> OnlinePolicy:
     if not colon:
         return policy
     try:
-        alpha = float(value)
+        number = float(value)
     except ValueError:
-        alpha = math.nan
-    if base != "larry" or not 0.0 <= alpha < math.inf:
-        raise ConfigError(f"online policy '{name}': only larry takes a parameter, alpha >= 0 (larry:0.5)")
-    return replace(policy, order=partial(larry, alpha=alpha))
+        number = math.nan
+    if base == "larry" and 0.0 <= number < math.inf:
+        return replace(policy, order=partial(larry, alpha=number))
+    if base in SELECTS and 0.0 <= number <= 1.0:
+        select = SELECTS[base]
+        late_last = policy.late_last and number == 0.0
+        return replace(policy, select=lambda waiting, pressure: select(waiting, pressure, number), late_last=late_last)
+    raise ConfigError(
+        f"online policy '{name}': only larry (alpha >= 0), apt and goodput (0 <= tail <= 1) take a number (larry:0.5)"
+    )

@@ -4,6 +4,7 @@ Each step is one `StepBuilder` (HyGen §4.1, Algorithm 1); this module keeps wha
 clocks or tensors.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -20,6 +21,9 @@ from engine.scheduling.pressure import Pressure
 from engine.scheduling.queues import insert_by_age, remove_by_age
 from predictor.features import BatchFeatures
 from predictor.model import LatencyPredictor
+
+HIDDEN_STEPS = 64
+"""Steps for which whoever starts from hidden state is charged: it runs from it until the pressure ends, not for one."""
 
 
 def _action_order(operation: CacheOperation) -> int:
@@ -98,26 +102,57 @@ class Scheduler:
         self.num_hidden_blocks += change
 
     def pressure(self, now: float) -> Pressure | None:
-        """The state of memory if the waiting online requests want more than they could get now, else None."""
+        """The state of memory if the waiting online requests want more than they could get now, else None.
+
+        A policy that runs late requests last also chooses when time is short, whatever the memory.
+        """
         block_size = self.config.block_size
         blocks = sum(len(request.token_ids) // block_size + 1 for request in self.waiting_online)
         offline = self.running[RequestClass.OFFLINE]
         capacity = self.pool.num_available_units + self.pool.num_deferred_units
         capacity += UNITS_PER_KV_BLOCK * sum(len(request.cache_map.blocks) for request in offline)
-        if blocks * UNITS_PER_KV_BLOCK <= capacity:
+        if blocks * UNITS_PER_KV_BLOCK <= capacity and not self._is_short_of_time(now):
             return None
+        capacity += UNITS_PER_KV_BLOCK * sum(len(request.cache_map.blocks) for request in self.evictable(now))
         return Pressure(
             now=now,
             running=self.running[RequestClass.ONLINE],
             capacity=capacity,
             block_size=block_size,
             hidden_blocks=self.hidden_room,
-            rho=self.config.rho * block_size / UNITS_PER_KV_BLOCK,
+            rho=self.config.rho * HIDDEN_STEPS * block_size / UNITS_PER_KV_BLOCK,
             ttft=self.objective.ttft,
             tbt=self.objective.tbt,
             model=self.model,
             max_chunk=self.config.max_num_batched_tokens,
         )
+
+    def _is_short_of_time(self, now: float) -> bool:
+        """Whether the oldest waiting request has spent half of its TTFT objective in the queue."""
+        if not self.online_policy.late_last or not self.waiting_online:
+            return False
+        return now - self.waiting_online[0].times.arrival > self.objective.ttft / 2
+
+    def is_late(self, request: Request, now: float) -> bool:
+        """Whether its first token came after the TTFT objective, or can only come after it."""
+        times = request.times
+        return (now if times.first_token is None else times.first_token) - times.arrival > self.objective.ttft
+
+    def online_order(self, now: float) -> list[Request]:
+        """Running online requests by age; where a knapsack chooses, late ones behind the others, who are worth more.
+        Memory is taken from the end."""
+        running = list(self.running[RequestClass.ONLINE])
+        if self.online_policy.select is not None and math.isfinite(self.objective.ttft):
+            running.sort(key=lambda request: self.is_late(request, now))
+        return running
+
+    def evictable(self, now: float) -> list[Request]:
+        """Late running requests that must give way to savable ones, the first to lose first; none of them for ever."""
+        if not self.online_policy.late_last:
+            return []
+        limit = self.config.max_offline_preemptions
+        running = reversed(self.running[RequestClass.ONLINE])
+        return [r for r in running if r.num_preemptions < limit and self.is_late(r, now)]
 
     def queue_context(self, now: float) -> QueueContext:
         """What the online policy may look at, for a step that is decided at `now`."""

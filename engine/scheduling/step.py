@@ -16,6 +16,7 @@ from engine.scheduling.memory import Claim, StepMemory
 from engine.scheduling.objective import OfflineAllowance
 from engine.scheduling.output import CacheAction, CacheOperation, CacheWork, Chunk, NewRequest, SchedulerOutput
 from engine.scheduling.planner import OfflinePlan, offline_allowance
+from engine.scheduling.pressure import Start
 from engine.scheduling.scheduler import Scheduler
 
 
@@ -25,7 +26,7 @@ class StepBuilder:
     def __init__(self, scheduler: Scheduler, step_id: int, last_completed_step: int, now: float) -> None:
         config = scheduler.config
         self.scheduler = scheduler
-        self.memory = StepMemory(scheduler, step_id)
+        self.memory = StepMemory(scheduler, step_id, now)
         self.block_size = config.block_size
         self.step_id = step_id
         self.last_completed_step = last_completed_step
@@ -41,10 +42,16 @@ class StepBuilder:
 
     def build(self, plan: OfflinePlan | None, lookup: Callable[[str], Request | None]) -> SchedulerOutput | None:
         """The step, or None when nothing can run now. Without a plan the step is online-only."""
+        starts = self._choose_online()
+        late = self._late_prefills()
         self._add_online_decodes()
-        self._add_online_prefills()
-        if not self._admit_online():
+        self._add_online_prefills(late)
+        if starts is not None:
+            self._admit_chosen(starts)
+        else:
+            self._admit_online()
             self._restore_hidden()
+        self._continue_prefills(late)
         if plan is not None:
             self._fill_offline(plan, lookup)
         if not self.chunks:
@@ -70,7 +77,7 @@ class StepBuilder:
         timed = self.ledger.model is not None and not math.isinf(objective.tbt)
         slacks: list[float] = []
         context_sum = 0
-        for request in list(self.scheduler.running[RequestClass.ONLINE]):
+        for request in self.scheduler.online_order(self.now):
             computed = request.num_computed_tokens
             if request.row < 0 or not decode_is_due(request):
                 continue  # (a row below zero: preempted by an earlier decode of this loop)
@@ -87,9 +94,30 @@ class StepBuilder:
             reachable = [min(slack, objective.tbt) for slack in slacks if slack >= self.ledger.seconds]
             self._time_limit = min(reachable, default=math.inf)
 
-    def _add_online_prefills(self) -> None:
-        """Continue prompts that have begun, oldest first."""
-        for request in list(self.scheduler.running[RequestClass.ONLINE]):
+    def _choose_online(self) -> list[Start] | None:
+        """Who starts, where memory is short and a knapsack chooses; None: the order of the queue decides."""
+        scheduler, select = self.scheduler, self.scheduler.online_policy.select
+        if select is None or not scheduler.waiting_online:
+            return None
+        pressure = scheduler.pressure(self.now)
+        if pressure is None:
+            return None
+        starts = select(scheduler.waiting_online, pressure)
+        if scheduler.online_policy.late_last:
+            self.memory.evict_late(starts)
+        return starts
+
+    def _late_prefills(self) -> list[Request]:
+        """Prompts that have begun and come behind the waiting ones."""
+        return [request for request in self.scheduler.evictable(self.now) if prefill_is_due(request)]
+
+    def _add_online_prefills(self, late: list[Request]) -> None:
+        """Continue prompts that have begun, oldest first; `late` ones wait."""
+        running = self.scheduler.running[RequestClass.ONLINE]
+        self._continue_prefills([r for r in running if r not in late] if late else running)
+
+    def _continue_prefills(self, requests: list[Request]) -> None:
+        for request in list(requests):
             if request.row < 0 or not prefill_is_due(request):
                 continue
             if not self.ledger.open:
@@ -100,18 +128,11 @@ class StepBuilder:
                 self._charge_and_add(request, length)
                 self.has_online_prefill = self._floor_given = True
 
-    def _admit_online(self) -> bool:
-        """Start waiting requests in policy order until one does not fit; past a misfit only if the policy says so.
-
-        Returns whether memory was short and the knapsack chose.
-        """
+    def _admit_online(self) -> None:
+        """Start waiting requests in policy order until one does not fit; past a misfit only if the policy says so."""
         scheduler, policy = self.scheduler, self.scheduler.online_policy
         if not scheduler.waiting_online:
-            return False
-        pressure = scheduler.pressure(self.now) if policy.select is not None else None
-        if pressure is not None and policy.select is not None:
-            self._admit_selected(policy.select(scheduler.waiting_online, pressure))
-            return True
+            return
         context = scheduler.queue_context(self.now)
         for request in list(policy.order(scheduler.waiting_online, context)):
             # Its last chunk may still be in flight: its token is unknown and its old units are not yet released.
@@ -123,14 +144,13 @@ class StepBuilder:
                 self.has_online_prefill = self._floor_given = True
             elif not policy.scans_past(request, context) or not scheduler.free_rows:
                 break
-        return False
 
-    def _admit_selected(self, selected: list[tuple[Request, CacheKind]]) -> None:
+    def _admit_chosen(self, starts: list[Start]) -> None:
         """Start what the knapsack chose, best first; a misfit does not end it."""
-        for request, kind in selected:
+        for request, kind, savable in starts:
             if not self.ledger.open:
                 return
-            if request.last_step > self.last_completed_step:
+            if request.last_step > self.last_completed_step or not (savable or self.memory.spares(request)):
                 continue
             if not request.parked_blocks:
                 request.cache_kind = kind

@@ -1,0 +1,154 @@
+"""Who has missed its objective and who can still be saved: `goodput`'s evictions and order, its tail, early refusal."""
+
+import pytest
+from driver import Driver, make_request
+from test_hybrid_scheduling import MODEL, check_solo, make
+
+from engine.errors import ConfigError, QueueFullError
+from engine.request import FinishReason, RequestClass
+from engine.scheduling.objective import StepObjective
+from engine.scheduling.policies import find_policy
+
+TTFT = 2.0
+
+
+@pytest.fixture(params=[0, 1])
+def depth(request: pytest.FixtureRequest) -> int:
+    return int(request.param)
+
+
+def late_and_new(depth: int, policy: str, blocks: int = 12, **options: int) -> Driver:
+    """A request that missed its objective runs and holds most of the memory; then one comes that needs half of it."""
+    driver = make(depth, blocks=blocks, policy=policy, model=MODEL, refuse_late=False, **options)
+    driver.core.set_objective(StepObjective(ttft=TTFT, tbt=TTFT))
+    driver.add(make_request("late", [1] * 28, 16))
+    driver.now = TTFT + 1.0
+    driver.step()
+    driver.add(make_request("new", [2] * 22, 2))
+    return driver
+
+
+def test_a_late_request_gives_way_to_one_that_can_be_saved(depth: int) -> None:
+    waited = {}
+    for policy in ("fcfs", "apt", "goodput:0.4", "goodput"):
+        driver = late_and_new(depth, policy)
+        arrived = driver.now
+        driver.run()
+        assert all(final.finish_reason is FinishReason.LENGTH for final in driver.finals.values())
+        check_solo(driver, make_request("late", [1] * 28, 16), make_request("new", [2] * 22, 2))
+        first = driver.finals["new"].times.first_token
+        assert first is not None
+        waited[policy] = first - arrived
+        evicted = driver.core.stats().preemptions.get("late", 0)
+        assert evicted == (1 if policy == "goodput" else 0), policy
+    assert waited["goodput"] < min(waited["fcfs"], waited["apt"], waited["goodput:0.4"])
+
+
+def test_nobody_gives_way_while_there_is_room(depth: int) -> None:
+    driver = late_and_new(depth, "goodput", blocks=40)
+    driver.run()
+    assert not driver.core.stats().preemptions
+
+
+def test_nobody_gives_way_for_ever(depth: int) -> None:
+    """After `max_offline_preemptions` a late request keeps its place, and who could be saved waits."""
+    driver = late_and_new(depth, "goodput", max_offline_preemptions=2)
+    for name in ("new", "second", "third", "fourth"):
+        if name != "new":
+            driver.add(make_request(name, [len(name)] * 22, 2))
+        while name not in driver.finals:
+            driver.step()
+        for _ in range(3):
+            driver.step()
+    driver.run()
+    assert driver.core.stats().preemptions == {"late": 2}
+
+
+def test_savable_requests_start_first_when_time_is_short() -> None:
+    """Memory for everybody: only the token limit of a step makes the queue wait."""
+    started = {}
+    for policy in ("fcfs", "goodput"):
+        driver = make(0, blocks=200, policy=policy, model=MODEL)
+        driver.core.set_objective(StepObjective(ttft=TTFT, tbt=TTFT))
+        driver.add(*(make_request(f"old-{i}", [i] * 64, 2) for i in range(3)))
+        driver.now = TTFT + 1.0
+        driver.add(make_request("new", [9] * 64, 2))
+        driver.step()
+        started[policy] = [new.request_id for new in driver.steps[0].new_requests]
+        driver.run()
+    assert started == {"fcfs": ["old-0"], "goodput": ["new"]}
+
+
+@pytest.mark.parametrize("policy", ["apt", "goodput:0.4"])
+def test_growth_takes_the_memory_of_late_requests_first(depth: int, policy: str) -> None:
+    """The late one is the older: by age alone the younger would lose."""
+    driver = make(depth, blocks=12, policy=policy, model=MODEL)
+    driver.core.set_objective(StepObjective(ttft=TTFT, tbt=TTFT))
+    old, young = make_request("old", [1] * 18, 20), make_request("young", [2] * 18, 20)
+    driver.add(old)
+    driver.now = TTFT + 1.0
+    driver.step()
+    driver.add(young)
+    driver.run()
+    check_solo(driver, old, young)
+    assert driver.finals["old"].num_preemptions > 0 == driver.finals["young"].num_preemptions
+
+
+def test_offline_work_loses_before_late_online_work() -> None:
+    driver = make(0, blocks=20, policy="goodput", model=MODEL)
+    driver.core.set_objective(StepObjective(ttft=TTFT, tbt=TTFT))
+    driver.add(make_request("late", [1] * 28, 16))
+    driver.now = TTFT + 1.0
+    driver.add(make_request("batch", [5] * 28, 16, request_class=RequestClass.OFFLINE))
+    driver.step()
+    driver.step()
+    driver.add(make_request("new", [2] * 38, 2))
+    driver.run()
+    preemptions = driver.core.stats().preemptions
+    assert preemptions["online"] == 1 and "late" not in preemptions
+
+
+def test_the_tail_is_a_parameter_of_the_policy() -> None:
+    assert find_policy("goodput").late_last and find_policy("goodput:0").late_last
+    assert not find_policy("goodput:0.1").late_last and not find_policy("apt:0").late_last
+    for name in ("apt:-0.1", "goodput:1.1", "apt:nan", "apt:x"):
+        with pytest.raises(ConfigError):
+            find_policy(name)
+
+
+def test_early_refusal_can_be_switched_off() -> None:
+    for refuse in (True, False):
+        driver = make(0, blocks=200, model=MODEL, refuse_late=refuse)
+        driver.core.set_objective(StepObjective(ttft=0.1, tbt=1.0))
+        driver.add(make_request("a", [1] * 600, 2))
+        if refuse:
+            with pytest.raises(QueueFullError):
+                driver.add(make_request("b", [2] * 10, 2))
+        else:
+            driver.add(make_request("b", [2] * 10, 2))
+        driver.run()
+
+
+def test_late_requests_leave_room_for_those_to_come(depth: int) -> None:
+    """Beside running work the last quarter of the pool is not for late requests; alone they may take all of it."""
+    for policy, running in (("goodput", 1), ("goodput:0.4", 2)):
+        driver = make(depth, blocks=12, policy=policy, model=MODEL, refuse_late=False)
+        driver.core.set_objective(StepObjective(ttft=TTFT, tbt=TTFT))
+        driver.add(make_request("big", [1] * 22, 4), make_request("other", [2] * 18, 4))
+        driver.now = TTFT + 1.0
+        driver.step()
+        assert driver.core.stats().running[RequestClass.ONLINE] == running, policy
+        driver.run()
+
+
+def test_late_requests_do_not_slow_the_others_by_hidden_state(depth: int) -> None:
+    """KV has room for three of eight prompts; nobody may start from hidden state once all have missed the objective."""
+    for arrived_late in (False, True):
+        driver = make(depth, blocks=12, scratch=40, policy="apt", model=MODEL)
+        driver.core.set_objective(StepObjective(ttft=TTFT, tbt=TTFT))
+        driver.add(*(make_request(str(i), [i] * 14, 10) for i in range(8)))
+        driver.now = TTFT + 1.0 if arrived_late else 0.5
+        driver.step()
+        driver.step()
+        assert (driver.core.stats().hidden_blocks > 0) != arrived_late
+        driver.run()
