@@ -158,12 +158,13 @@ def _build_cuda_runner(config: EngineConfig, plan: LaunchPlan, weights: ModelWei
     def sizes(plan: LaunchPlan) -> Sizes:
         return Sizes(config.block_size, config.max_num_seqs, config.max_num_batched_tokens, plan.max_model_len)
 
-    if config.swap_space or _hidden_refusal(config, plan.spec) is None:
-        note = "no hidden cache and no host tier: our own kernels run from KV on the device so far"
-        config = replace(config, swap_space=0.0, hidden_cache=False)
-        plan = replace(plan, notes=(*plan.notes, note))
-    plan = _with_cache(plan, config, cache_room(plan.spec, weights, sizes(plan), config.gpu_memory_utilization))
-    return make_runner(plan.spec, weights, sizes(plan), memory.UNITS_PER_BLOCK * plan.num_blocks), plan
+    room = cache_room(plan.spec, weights, sizes(plan), config.gpu_memory_utilization, plan.host_units)
+    plan = _with_cache(plan, config, room)
+    num_units = memory.UNITS_PER_BLOCK * plan.num_blocks
+    runner = make_runner(
+        plan.spec, weights, sizes(plan), num_units, scratch_blocks=plan.scratch_blocks, host_units=plan.host_units
+    )
+    return runner, plan
 
 
 def parse_slo(config: EngineConfig) -> SLO:
@@ -259,8 +260,9 @@ def _with_cache(plan: LaunchPlan, config: EngineConfig, cache_bytes: int) -> Lau
     spec, block_size, dtype = plan.spec, config.block_size, torch_dtype(plan.dtype)
     unit = memory.unit_bytes(spec, block_size, dtype)
     refusal = _hidden_refusal(config, spec)
-    if refusal:
-        plan = replace(plan, notes=(*plan.notes, f"requests run from KV alone: {refusal}"))
+    note = f"requests run from KV alone: {refusal}"
+    if refusal and note not in plan.notes:  # a plan of the device's real memory follows one of an estimate
+        plan = replace(plan, notes=(*plan.notes, note))
     if config.num_gpu_blocks_override is not None:
         blocks = config.num_gpu_blocks_override
     else:

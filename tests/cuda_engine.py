@@ -64,6 +64,8 @@ def make_runner(
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=config.max_model_len,
         graphs=weights.embedding.device.type == "cuda",
+        scratch_blocks=config.scratch_blocks,
+        host_units=config.host_units,
     )
 
 
@@ -76,6 +78,9 @@ def make_driver(
     num_blocks: int = 200,
     seqs: int = 12,
     tokens: int = 32,
+    host_units: int = 0,
+    scratch_blocks: int = 0,
+    policy: str = "fcfs",
 ) -> AheadDriver:
     config = SchedulerConfig(
         num_units=2 * num_blocks,
@@ -85,6 +90,9 @@ def make_driver(
         max_num_batched_tokens=tokens,
         pipeline_depth=depth,
         min_prefill_chunk=8,
+        host_units=host_units,
+        unit_bytes=1,
+        scratch_blocks=scratch_blocks,
     )
     torch.set_num_threads(1)
-    return AheadDriver(Ahead(make_runner(spec, weights, config, kernels)), config)
+    return AheadDriver(Ahead(make_runner(spec, weights, config, kernels)), config, online_policy=policy)

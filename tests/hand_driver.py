@@ -1,6 +1,6 @@
 """Drives a runner by hand-made steps, as a scheduler would that changes its mind about the cache all the time.
 
-With a decoder the runner is the real one, without one the checking fake. Units come from a real BlockPool; every free
+With a decoder the runner is a real one, without one the checking fake. Units come from a real BlockPool; every free
 unit and all scratch is filled with NaN before each step, so that whatever is read without having been written shows in
 the logits.
 """
@@ -14,6 +14,8 @@ import torch
 from engine.cache.cache_map import CacheBlock, CacheEntry, CacheKind, Tier
 from engine.cache.pool import BlockPool
 from engine.cache.prefix import extend_hashes
+from engine.execution.cuda.kernels import torch_kernels
+from engine.execution.cuda.runner import CudaRunner
 from engine.execution.fake import FakeRunner
 from engine.execution.runner import ModelRunner
 from engine.models.decoder import Decoder
@@ -65,7 +67,7 @@ class Live:
 
 
 class HandDriver:
-    """`kinds`: what new blocks may be; `calm`: nothing is ever parked or converted."""
+    """`kinds`: what new blocks may be; `calm`: nothing is ever parked or converted; `cuda`: the GPUs' runner."""
 
     def __init__(
         self,
@@ -77,6 +79,7 @@ class HandDriver:
         host_units: int = 0,
         scratch_blocks: int = 0,
         calm: bool = False,
+        cuda: bool = False,
     ) -> None:
         self.decoder = decoder
         self.rng = np.random.default_rng(seed)
@@ -84,23 +87,23 @@ class HandDriver:
         self.calm = calm
         self.scratch_blocks = scratch_blocks
         self.pool = BlockPool(num_units, host_units)
-        self.runner: ModelRunner | FakeRunner
+        self.runner: ModelRunner | CudaRunner | FakeRunner
+        sizes = {"num_units": num_units, "block_size": BLOCK, "max_num_seqs": ROWS, "max_model_len": 128}
+        tiers = {"scratch_blocks": scratch_blocks, "host_units": host_units}
         if decoder is None:
-            self.runner = FakeRunner(
-                block_size=BLOCK, vocab_size=VOCAB, scratch_blocks=scratch_blocks, host_units=host_units
+            self.runner = FakeRunner(block_size=BLOCK, vocab_size=VOCAB, **tiers)
+        elif cuda:
+            self.runner = CudaRunner(
+                decoder.spec,
+                decoder.weights,
+                torch_kernels(),
+                max_num_batched_tokens=96,
+                graphs=False,
+                **sizes,
+                **tiers,
             )
         else:
-            self.runner = ModelRunner(
-                decoder,
-                num_units=num_units,
-                block_size=BLOCK,
-                max_num_seqs=ROWS,
-                max_model_len=128,
-                device=CPU,
-                dtype=decoder.dtype,
-                scratch_blocks=scratch_blocks,
-                host_units=host_units,
-            )
+            self.runner = ModelRunner(decoder, device=CPU, dtype=decoder.dtype, **sizes, **tiers)
         self.live: list[Live] = []
         self.free_rows = list(range(ROWS))
         self.released: list[int] = []
@@ -160,12 +163,19 @@ class HandDriver:
         samples = [request for chunk, request in self._chunks if chunk.sample]
         for index, (request, token) in enumerate(zip(samples, result.token_ids, strict=True)):
             request.token_ids.append(token)
-            if self.decoder is not None and self.decoder.last is not None:
-                request.logits.append(self.decoder.last[index].float().clone())
+            if self.decoder is not None:
+                request.logits.append(self._logits()[index].float().clone())
         for chunk, request in self._chunks:
             request.computed = chunk.start + chunk.length
             self._publish(request)
         return samples
+
+    def _logits(self) -> torch.Tensor:
+        """Of the last step's samples."""
+        if isinstance(self.runner, CudaRunner):
+            return self.runner._forward.logits
+        assert self.decoder is not None and self.decoder.last is not None
+        return self.decoder.last
 
     def _decide(self, request: Live) -> None:
         if request.row < 0:

@@ -5,16 +5,20 @@ Run by test_kernels.py in a process of its own.
 
 import numpy as np
 import pytest
-from cuda_engine import make_driver
+from cuda_engine import make_driver, make_runner
 from driver import make_request
 from kernel_pool import DEVICE
 from test_runner import POISON, check_greedy
 from tiny_models import model_folder
 
+from engine.cache.cache_map import CacheEntry, CacheKind, Tier
+from engine.config import SchedulerConfig
 from engine.execution.cuda.kernels import triton_kernels
 from engine.models.decoder import Decoder
 from engine.models.loader import load_weights
 from engine.models.spec import load_spec
+from engine.request import SamplingParams
+from engine.scheduling.output import CacheAction, CacheOperation, Chunk, NewRequest, ReplacedEntry, SchedulerOutput
 
 
 def check_engine(name: str, num_blocks: int, lengths: list[int], max_tokens: int) -> dict[str, int]:
@@ -48,3 +52,39 @@ def test_llama_with_preemptions_and_prefix_hits() -> None:
 @pytest.mark.parametrize("name", ["qwen3", "neox", "opt"])
 def test_families(name: str) -> None:
     check_engine(name, 40, [2, 9], 3)
+
+
+@pytest.mark.parametrize("name", ["opt", "qwen3"])
+def test_hidden_state_restored_swapped_and_run_from(name: str) -> None:
+    """One prompt over a hidden block and one of KV: through the host and back, and a restore, against KV alone."""
+    folder = model_folder(name)
+    spec = load_spec(folder)
+    weights = load_weights(spec, folder, device=DEVICE)
+    prompt = (7, 11, 13, 17, 19, 23)
+    config = SchedulerConfig(
+        num_units=16, max_model_len=32, block_size=4, max_num_seqs=2, max_num_batched_tokens=16, host_units=4,
+        scratch_blocks=2,
+    )  # fmt: skip
+    runs = []
+    for mixed in (False, True):
+        runner = make_runner(spec, weights, config, triton_kernels())
+        entries = (_entry(0), _entry(2, 3)) if mixed else (_entry(0, 1), _entry(2, 3))
+        new = NewRequest(1, "r", prompt, 6, SamplingParams(max_tokens=4, temperature=0.0), entries)
+        tokens = runner.execute(SchedulerOutput(0, (Chunk(1, 0, 6, True),), (new,))).token_ids
+        tokens += runner.execute(SchedulerOutput(1, (Chunk(1, 6, 1, True),))).token_ids
+        operations, replaced = (), ()
+        if mixed:
+            out = CacheEntry(CacheKind.KV, Tier.HOST, (1, 2))
+            operations = (
+                CacheOperation(CacheAction.SWAP_OUT, _entry(2, 3), out),
+                CacheOperation(CacheAction.SWAP_IN, out, _entry(8, 9)),
+                CacheOperation(CacheAction.RESTORE, _entry(0), _entry(2, 3), 0),
+            )
+            replaced = (ReplacedEntry(1, 0, _entry(2, 3)), ReplacedEntry(1, 1, _entry(8, 9)))
+        step = SchedulerOutput(2, (Chunk(1, 7, 1, True),), replaced=replaced, operations=operations)
+        runs.append(tokens + runner.execute(step).token_ids)
+    assert runs[0] == runs[1] and min(runs[0]) >= 0
+
+
+def _entry(*units: int) -> CacheEntry:
+    return CacheEntry(CacheKind.KV if len(units) == 2 else CacheKind.HIDDEN, Tier.DEVICE, units)

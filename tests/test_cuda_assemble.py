@@ -69,6 +69,34 @@ def test_the_cache_gets_what_step_and_graphs_leave(monkeypatch: pytest.MonkeyPat
     assert output.token_ids == [int(reference.argmax())]
 
 
+def test_scratch_and_host_tier_are_made_and_accounted_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A model with as many KV heads as heads, under a policy that may run from hidden state."""
+    write_config(tmp_path, llama_config(num_key_value_heads=4))
+    config = EngineConfig(
+        model=str(tmp_path), device="cpu", dtype="float32", load_format="dummy", max_num_seqs=4,
+        max_num_batched_tokens=64, max_model_len=64, swap_space=0.01, online_policy="apt",
+    )  # fmt: skip
+    plan = build.plan_launch(config)
+    weights = load_weights(plan.spec, tmp_path, dtype="float32", load_format="dummy")
+    unit, room = memory.unit_bytes(plan.spec, 16, torch.float32), 4_000_000
+
+    def cache_bytes(device: torch.device, utilization: float, profile: Callable[[], object]) -> int:
+        return room + assemble.graph_bytes(num_shapes, 0, 64)
+
+    num_shapes = len(Buckets(4, 64).all_shapes())
+    monkeypatch.setattr(memory, "cuda_cache_bytes", cache_bytes)
+    monkeypatch.setattr(assemble, "triton_kernels", torch_kernels)
+    monkeypatch.setattr(CudaRunner, "_capture", lambda self: None)
+    monkeypatch.setattr("engine.execution.cuda.swap.STAGING_BYTES", 4 * unit)
+    runner, sized = build._build_cuda_runner(config, plan, weights)
+    assert isinstance(runner, CudaRunner) and sized.notes == plan.notes
+    assert (runner.scratch_blocks, runner.host_units) == (sized.scratch_blocks, sized.host_units)
+    assert sized.host_units == int(0.01 * 2**30) // unit > 4
+    scratch = memory.scratch_bytes(plan.spec, 16, torch.float32, sized.scratch_blocks)
+    taken = (2 * sized.num_blocks + 1 + 4) * unit + scratch
+    assert sized.scratch_blocks > 0 and room - 3 * unit - scratch < taken <= room + scratch
+
+
 def _kv(first: int) -> tuple[CacheEntry, ...]:
     return (CacheEntry(CacheKind.KV, Tier.DEVICE, (first, first + 1)),)
 

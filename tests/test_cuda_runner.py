@@ -250,7 +250,9 @@ def test_nothing_in_a_captured_step_or_a_draw_waits_for_the_device(name: str) ->
         rows = Rows(4, 100, 16, spec.num_layers, meta)
         pool = torch.zeros((8 * spec.num_layers, 16, spec.num_kv_heads, spec.head_dim), device=meta)
         kernels: Kernels = MetaKernels()  # type: ignore[assignment]
-        forward = Forward(spec, weights, kernels, rows, pool, max_tokens=32, max_samples=4, max_model_len=100)
+        forward = Forward(
+            spec, weights, kernels, rows, pool, scratch_base=len(pool), max_tokens=32, max_samples=4, max_model_len=100
+        )
         buffers = StepBuffers(spec, 32, 4, torch.float32, meta)
         vector = torch.zeros(4, device=meta)
         places = torch.zeros(4, dtype=torch.int32, device=meta)

@@ -9,7 +9,10 @@ projected once.
 Knows nothing of requests or models beyond `Decoder.project_kv`.
 """
 
+from typing import Any, Protocol
+
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -23,7 +26,20 @@ PIECE = 1024
 """Tokens projected per call: enough for the matrix products' full rate, small beside the scratch."""
 
 
-def has_hidden(rows: RowTable, chunks: IntArray) -> bool:
+class HiddenRows(Protocol):
+    """What rows tell of their hidden blocks; see `RowTable`."""
+
+    block_size: int
+
+    @property
+    def is_hidden(self) -> npt.NDArray[Any]: ...
+    @property
+    def hidden_table(self) -> npt.NDArray[Any]: ...
+    @property
+    def num_hidden(self) -> npt.NDArray[Any]: ...
+
+
+def has_hidden(rows: HiddenRows, chunks: IntArray) -> bool:
     """Whether any row of the chunks [n, >=3] has a block of hidden state."""
     return bool(rows.num_hidden[chunks[:, 0]].any())
 
@@ -35,7 +51,7 @@ class ScratchPlan:
     `first [d]` the place in the former where each is found, `scratch [m]` the number of its unit.
     """
 
-    def __init__(self, rows: RowTable, chunks: IntArray, scratch_blocks: int) -> None:
+    def __init__(self, rows: HiddenRows, chunks: IntArray, scratch_blocks: int) -> None:
         members, ends = chunks[:, 0], chunks[:, 1] + chunks[:, 2]
         counts = -(-ends // rows.block_size)
         width = int(counts.max())
@@ -47,6 +63,14 @@ class ScratchPlan:
         assert len(self.units) <= scratch_blocks, (
             f"the step reads {len(self.units)} blocks of hidden state, scratch holds {scratch_blocks}"
         )
+
+    def past_tokens(self, chunks: IntArray, block_size: int) -> tuple[IntArray, IntArray]:
+        """The tokens [t] whose K and V are to be projected: place of each in `units`, and its offset in the block."""
+        # a shared block is full for all who share it, so that its first place speaks for all of them
+        begins = self.blocks[self.first] * block_size
+        past = np.clip(chunks[self.places[self.first], 1] - begins, 0, block_size)
+        index = np.repeat(np.arange(len(past)), past)
+        return index, np.arange(len(index)) - np.repeat(np.cumsum(past) - past, past)
 
     def enter(self, pool: UnitPool, rows: RowTable, chunks: IntArray) -> None:
         """Point the K and V tables at scratch, and clear what is read of it beyond a row's last token."""
@@ -76,14 +100,11 @@ class HiddenPlan:
         self._new = torch.from_numpy(new).to(pool.device)
         self._all_new = len(new) == len(batch.positions)
         self._new_cells = pool.cell_ids(rows.hidden_table[batch.token_rows[new], block[new]], offset[new])
-        # a shared block is full for all who share it, so that its first place speaks for all of them
-        begins = scratch.blocks[scratch.first] * block_size
-        past = np.clip(chunks[scratch.places[scratch.first], 1] - begins, 0, block_size)
-        index = np.repeat(np.arange(len(past)), past)
-        offsets = np.arange(len(index)) - np.repeat(np.cumsum(past) - past, past)
+        index, offsets = scratch.past_tokens(chunks, block_size)
         self._past_cells = pool.cell_ids(scratch.units[index], offsets)
         self._k_cells = pool.scratch_cell_ids(-1 - SLICES_PER_SCRATCH_BLOCK * index, offsets)
         self._v_cells = pool.scratch_cell_ids(-2 - SLICES_PER_SCRATCH_BLOCK * index, offsets)
+        begins = scratch.blocks[scratch.first] * block_size
         positions = torch.from_numpy(begins[index] + offsets).to(pool.device)
         self.num_past_tokens = len(index)
         self._pieces = [

@@ -13,6 +13,7 @@ import torch
 from engine.cache.cache_map import CacheKind, Tier
 from engine.execution.hidden import PIECE
 from engine.execution.pool import UnitPool
+from engine.execution.rows import IntArray
 from engine.models.decoder import Decoder
 from engine.scheduling.output import CacheAction, CacheOperation
 
@@ -27,15 +28,30 @@ def run_operations(decoder: Decoder, pool: UnitPool, operations: Sequence[CacheO
             _swap(pool, batch, inwards=action is CacheAction.SWAP_IN)
 
 
-def _restore(decoder: Decoder, pool: UnitPool, batch: list[CacheOperation]) -> None:
-    """Project K and V of whole blocks; the cells of a block that is not full hold zeros, whose K and V are finite."""
+def restored_units(batch: Sequence[CacheOperation]) -> IntArray:
+    """Units [n, 3] of restores: hidden state, K, V."""
     for each in batch:
         assert (each.source.kind, each.source.tier) == (CacheKind.HIDDEN, Tier.DEVICE), "hidden state is restored"
         assert (each.target.kind, each.target.tier) == (CacheKind.KV, Tier.DEVICE), "... to K and V on the device"
-    per_call = max(1, PIECE // pool.block_size)
+    return np.array([each.source.units + each.target.units for each in batch], dtype=np.int64)
+
+
+def swapped_units(batch: Sequence[CacheOperation], *, inwards: bool) -> IntArray:
+    """Units [n, 2] of swaps, source and target."""
+    tiers = (Tier.HOST, Tier.DEVICE) if inwards else (Tier.DEVICE, Tier.HOST)
+    pairs: list[tuple[int, int]] = []
+    for each in batch:
+        assert (each.source.tier, each.target.tier) == tiers, "a swap moves a block to the other tier"
+        assert each.source.kind is each.target.kind, "a swap keeps the kind"
+        pairs.extend(zip(each.source.units, each.target.units, strict=True))
+    return np.array(pairs, dtype=np.int64)
+
+
+def _restore(decoder: Decoder, pool: UnitPool, batch: list[CacheOperation]) -> None:
+    """Project K and V of whole blocks; the cells of a block that is not full hold zeros, whose K and V are finite."""
+    every, per_call = restored_units(batch), max(1, PIECE // pool.block_size)
     for first in range(0, len(batch), per_call):
-        part = batch[first : first + per_call]
-        units = np.array([each.source.units + each.target.units for each in part], dtype=np.int64)
+        part, units = batch[first : first + per_call], every[first : first + per_call]
         sources, k_targets, v_targets = (pool.slice_ids(units[:, column]) for column in range(3))
         starts = np.array([each.start for each in part], dtype=np.int64)
         positions = (starts[:, None] + np.arange(pool.block_size)).reshape(-1)
@@ -48,10 +64,6 @@ def _restore(decoder: Decoder, pool: UnitPool, batch: list[CacheOperation]) -> N
 
 
 def _swap(pool: UnitPool, batch: list[CacheOperation], *, inwards: bool) -> None:
-    tiers = (Tier.HOST, Tier.DEVICE) if inwards else (Tier.DEVICE, Tier.HOST)
     sources, targets = (pool.host_units, pool.units) if inwards else (pool.units, pool.host_units)
-    for each in batch:
-        assert (each.source.tier, each.target.tier) == tiers, "a swap moves a block to the other tier"
-        assert each.source.kind is each.target.kind, "a swap keeps the kind"
-        for source, target in zip(each.source.units, each.target.units, strict=True):
-            targets[target].copy_(sources[source], non_blocking=True)
+    for source, target in swapped_units(batch, inwards=inwards).tolist():
+        targets[target].copy_(sources[source], non_blocking=True)

@@ -9,6 +9,7 @@ from engine.execution import memory
 from engine.execution.cuda.kernels import triton_kernels
 from engine.execution.cuda.runner import CudaRunner
 from engine.execution.cuda.shapes import GRAPH_TOKENS, Buckets
+from engine.execution.cuda.swap import staging_units
 from engine.models.spec import ModelSpec
 from engine.models.weights import ModelWeights
 
@@ -45,9 +46,9 @@ def graph_bytes(num_shapes: int, step_bytes: int, max_tokens: int) -> int:
     return num_shapes * _GRAPH_BYTES + -(-step_bytes * largest // max_tokens)
 
 
-def cache_room(spec: ModelSpec, weights: ModelWeights, sizes: Sizes, utilization: float) -> int:
+def cache_room(spec: ModelSpec, weights: ModelWeights, sizes: Sizes, utilization: float, host_units: int = 0) -> int:
     """Bytes that remain for the cache on the CUDA device that holds the weights: beside the largest step, run once
-    without a request in it, and beside the graphs."""
+    without a request in it, beside the graphs, and beside what units pass through on their way to a host tier."""
     device, step_bytes = weights.embedding.device, 0
 
     def profile() -> None:
@@ -60,11 +61,20 @@ def cache_room(spec: ModelSpec, weights: ModelWeights, sizes: Sizes, utilization
 
     room = memory.cuda_cache_bytes(device, utilization, profile)
     num_shapes = len(Buckets(sizes.max_num_seqs, sizes.max_num_batched_tokens).all_shapes())
-    return room - graph_bytes(num_shapes, step_bytes, sizes.max_num_batched_tokens)
+    unit = memory.unit_bytes(spec, sizes.block_size, weights.embedding.dtype)
+    staging = staging_units(host_units, unit) * unit
+    return room - staging - graph_bytes(num_shapes, step_bytes, sizes.max_num_batched_tokens)
 
 
 def make_runner(
-    spec: ModelSpec, weights: ModelWeights, sizes: Sizes, num_units: int, *, graphs: bool = True
+    spec: ModelSpec,
+    weights: ModelWeights,
+    sizes: Sizes,
+    num_units: int,
+    *,
+    graphs: bool = True,
+    scratch_blocks: int = 0,
+    host_units: int = 0,
 ) -> CudaRunner:
     """The runner with our Triton kernels, its graphs captured."""
     return CudaRunner(
@@ -77,4 +87,6 @@ def make_runner(
         max_num_batched_tokens=sizes.max_num_batched_tokens,
         max_model_len=sizes.max_model_len,
         graphs=graphs,
+        scratch_blocks=scratch_blocks,
+        host_units=host_units,
     )

@@ -195,7 +195,7 @@ class StepBuffers:
             flat.index_copy_(0, self._places_[:count].long(), self._entries_[:count])
         for first in range(_CHANGES, len(places), _CHANGES):
             part = slice(first, first + _CHANGES)
-            ids, values = (_send(values[part], tables.device) for values in (places, entries))
+            ids, values = (send(values[part], tables.device) for values in (places, entries))
             flat.index_copy_(0, ids.long(), values)
 
 
@@ -204,7 +204,7 @@ def _pad(target: Int32Array, values: IntArray | Int32Array, size: int, padding: 
     target[len(values) : size] = padding
 
 
-def _send(values: Int32Array, device: torch.device) -> Tensor:
+def send(values: Int32Array, device: torch.device) -> Tensor:
     """A copy on the device. The allocator of pinned memory keeps the host's side until it has been read."""
     host = torch.from_numpy(values.copy())
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host

@@ -5,6 +5,8 @@ inside, so that all of it fits one CUDA graph: nothing here waits for the device
 address. GEMMs are cuBLAS's. Ten kernels a layer where the MLP is gated.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -13,17 +15,21 @@ from engine.execution import torch_ops
 from engine.execution.cuda.buffers import StepInputs
 from engine.execution.cuda.kernels import Kernels
 from engine.execution.cuda.rows import Rows
+from engine.execution.linear import Linear
 from engine.models.rotary import attention_scaling, inverse_frequencies
 from engine.models.spec import ModelSpec
 from engine.models.weights import LayerWeights, ModelWeights, Norm
 from engine.scheduling.output import INVALID_TOKEN
+
+Observe = Callable[[int, Tensor, Tensor], None]
+"""(layer index, x [T, H], positions [T]): the normed input of a layer's attention, before it attends."""
 
 
 class Forward:
     """Call it with a step's inputs. Leaves `logits [max_samples, vocab]` of the step's samples, `sampled [max_samples]`
     int32 (their greedy tokens, INVALID_TOKEN where logits are not finite), and `rows.last_tokens` of their rows.
 
-    `pool [slices, block_size, kv_heads, head_dim]`; `scratch_base`: the number of slices that belong to units.
+    `pool [slices, block_size, kv_heads, head_dim]`; `scratch_base`: the number of slices before those of scratch.
     """
 
     def __init__(
@@ -34,15 +40,17 @@ class Forward:
         rows: Rows,
         pool: Tensor,
         *,
+        scratch_base: int,
         max_tokens: int,
         max_samples: int,
         max_model_len: int,
     ) -> None:
         self._spec, self._weights, self._kernels, self._rows, self._pool = spec, weights, kernels, rows, pool
         dtype, device = weights.embedding.dtype, weights.embedding.device
-        self._scratch_base = len(pool)
+        self._scratch_base = scratch_base
         self._scale = spec.head_dim**-0.5
         self._cos_sin = _cos_sin(spec, max_model_len, device)
+        self._kv: list[Linear] = []
         activations = {"silu": kernels.silu_and_mul, "gelu": torch_ops.gelu, "gelu_tanh": torch_ops.gelu_tanh}
         self._activation = activations.get(spec.activation, torch_ops.relu)
         # Padding keeps what earlier steps left there: finite numbers, which uninitialised memory need not hold.
@@ -50,8 +58,8 @@ class Forward:
         self.logits = torch.zeros((max_samples, spec.vocab_size), dtype=dtype, device=device)
         self.sampled = torch.zeros(max_samples, dtype=torch.int32, device=device)
 
-    def __call__(self, inputs: StepInputs) -> None:
-        hidden, delta = self._layers(self._embed(inputs), inputs)
+    def __call__(self, inputs: StepInputs, observe: Observe | None = None) -> None:
+        hidden, delta = self._layers(self._embed(inputs), inputs, observe)
         where = inputs.sample_tokens
         delta, hidden = delta.index_select(0, where), hidden.index_select(0, where)
         normed, _ = self._add_norm(delta, hidden, self._weights.final_norm)
@@ -68,6 +76,29 @@ class Forward:
         # an invalid token ends its request; a step already in flight behind it still needs some id to read
         self._rows.last_tokens.index_copy_(0, inputs.sample_rows[:count].long(), tokens.clamp(min=0))
 
+    def prepare_project(self) -> None:
+        """Make the layers of `project`, once: views of the weights on a GPU."""
+        self._kv = [layer.qkv.outputs_from(self._spec.q_size) for layer in self._weights.layers]
+
+    def store(self, layer: int, tables: Tensor, x: Tensor, rows: Tensor, positions: Tensor) -> None:
+        """Keep x [t, H], the attention input of tokens at `positions` of `rows`, as their hidden state; rows < 0: skip.
+        `tables [3, rows, blocks]` as in `Rows`."""
+        self._kernels.hidden_write(
+            x, positions, rows, self._pool, tables[2], layer=layer, scratch_base=self._scratch_base
+        )
+
+    def project(self, layer: int, tables: Tensor, rows: Tensor, positions: Tensor) -> None:
+        """Write K and V of tokens [t], whose hidden state is stored, to where `tables` has them."""
+        spec, base = self._spec, self._scratch_base
+        x = self._weights.embedding.new_empty((len(rows), spec.hidden_size))
+        self._kernels.hidden_gather(x, positions, rows, self._pool, tables[2], layer=layer, scratch_base=base)
+        k, v = self._kv[layer](x).view(len(x), 2, spec.num_kv_heads, spec.head_dim).unbind(1)
+        norm = self._weights.layers[layer].qk_norm
+        self._kernels.rope_cache_write(
+            None, k, v, self._cos_sin, positions, rows, self._pool, tables[0], tables[1], layer=layer,
+            scratch_base=base, k_norm=None if norm is None else norm[spec.num_heads], eps=spec.norm_eps,
+        )  # fmt: skip
+
     def _embed(self, inputs: StepInputs) -> Tensor:
         last = self._rows.last_tokens.index_select(0, inputs.source)
         hidden = functional.embedding(torch.where(inputs.ids < 0, last, inputs.ids), self._weights.embedding)
@@ -76,11 +107,13 @@ class Forward:
         assert self._spec.position_offset is not None
         return hidden + functional.embedding(inputs.positions + self._spec.position_offset, self._weights.positions)
 
-    def _layers(self, hidden: Tensor, inputs: StepInputs) -> tuple[Tensor, Tensor]:
+    def _layers(self, hidden: Tensor, inputs: StepInputs, observe: Observe | None) -> tuple[Tensor, Tensor]:
         """The residual stream [T, H] and what the last layer adds to it [T, H]."""
         delta: Tensor | None = None
         for index, layer in enumerate(self._weights.layers):
             normed, hidden = self._add_norm(delta, hidden, layer.input_norm)
+            if observe is not None:
+                observe(index, normed, inputs.positions)
             attention = layer.out(self._attend(index, layer, normed, inputs))
             if self._spec.parallel_residual:
                 normed, _ = self._add_norm(None, hidden, layer.post_norm)

@@ -1,4 +1,7 @@
-"""The operations of a layer as one object: our Triton kernels, or their twins in torch. Knows nothing of models."""
+"""The operations of a layer, and of the cache, as one object: our Triton kernels, or their twins in torch.
+
+Knows nothing of models.
+"""
 
 import importlib
 from dataclasses import dataclass
@@ -69,6 +72,24 @@ class Kernels(Protocol):
         scale: float,
     ) -> None: ...
 
+    def hidden_write(
+        self, x: Tensor, positions: Tensor, rows: Tensor, pool: Tensor, table: Tensor, *, layer: int, scratch_base: int
+    ) -> None: ...
+
+    def hidden_gather(
+        self,
+        out: Tensor,
+        positions: Tensor,
+        rows: Tensor,
+        pool: Tensor,
+        table: Tensor,
+        *,
+        layer: int,
+        scratch_base: int,
+    ) -> None: ...
+
+    def unit_copy(self, source: Tensor, target: Tensor, pairs: Tensor) -> None: ...
+
 
 _TRITON = {
     "rms_norm": "rms_norm",
@@ -79,6 +100,9 @@ _TRITON = {
     "rope_cache_write": "rope_cache_write",
     "decode_attention": "decode_attention",
     "prefill_attention": "prefill_attention",
+    "hidden_write": "hidden_state",
+    "hidden_gather": "hidden_state",
+    "unit_copy": "unit_copy",
 }
 
 
@@ -94,6 +118,9 @@ class _Bundle:
     rope_cache_write: Any
     decode_attention: Any
     prefill_attention: Any
+    hidden_write: Any
+    hidden_gather: Any
+    unit_copy: Any
 
 
 def triton_kernels() -> Kernels:
@@ -105,7 +132,7 @@ def triton_kernels() -> Kernels:
 def torch_kernels() -> Kernels:
     """Their twins: slow, obviously right, on any device."""
     from engine.execution import torch_ops
-    from engine.execution.reference import attention, rope_cache
+    from engine.execution.reference import attention, hidden_state, rope_cache, unit_copy
 
     return _Bundle(
         torch_ops.rms_norm,
@@ -116,4 +143,7 @@ def torch_kernels() -> Kernels:
         rope_cache.rope_cache_write,
         attention.decode_attention,
         attention.prefill_attention,
+        hidden_state.hidden_write,
+        hidden_state.hidden_gather,
+        unit_copy.unit_copy,
     )

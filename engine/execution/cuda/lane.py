@@ -1,6 +1,7 @@
 """One CUDA stream with its events; on the CPU nothing at all. Lets the same runner run on both.
 
-Everything the runner gives a device goes down one lane, in order: no step has to wait for another on the host.
+Everything the runner computes goes down one lane, in order, and transfers of the host tier down another: no step has to
+wait for another on the host.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -37,6 +38,17 @@ class Lane:
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(self.stream)
         return event
+
+    def wait(self, mark: Mark) -> None:
+        """What is launched from here on begins when `mark`, of any lane, is passed. Does not wait itself."""
+        if self.stream is not None:
+            assert isinstance(mark, torch.cuda.Event)
+            self.stream.wait_event(mark)
+
+    def copy(self, source: Tensor, target: Tensor) -> None:
+        """Start a copy, one side of it in pinned memory."""
+        with self.use():
+            target.copy_(source, non_blocking=True)
 
     def fetch(self, source: Tensor, target: Tensor) -> Mark:
         """Start a copy to the host, into `target` (pinned on CUDA), and mark its end."""

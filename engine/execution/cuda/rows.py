@@ -1,8 +1,8 @@
 """Per-row state on host and device, updated in place from the deltas of a `SchedulerOutput`.
 
-Block tables live on the device only: the host sends what changed. A sampled token stays on the device until its step
-is collected; until then its place in `tokens` holds UNKNOWN and the device reads it from `last_tokens`. Knows nothing
-of models or sampling.
+The device reads block tables from its own copy, to which the host sends what changed. A sampled token stays on the
+device until its step is collected; until then its place in `tokens` holds UNKNOWN and the device reads it from
+`last_tokens`. Knows nothing of models or sampling.
 """
 
 from collections.abc import Sequence
@@ -23,12 +23,20 @@ UNKNOWN = -1
 
 
 class Rows:
-    """`tables [2, rows, max_blocks]` int32 on the device, K first: `unit * num_layers` for every block of a row, to
-    which a kernel adds its layer. `last_tokens [rows + 1]` int32: the token sampled last; the place behind the last
-    row takes what padding writes. `generation [rows]` counts the requests a row has held."""
+    """`tables [2 or 3, rows, max_blocks]` int32 on the device: `unit * num_layers` for K, for V and, with `hidden`, for
+    the hidden state of every block of a row, to which a kernel adds its layer. `last_tokens [rows + 1]` int32: the
+    token sampled last; the place behind the last row takes what padding writes. `generation [rows]` counts the requests
+    a row has held. `is_hidden`, `hidden_table [rows, max_blocks]`, `num_hidden [rows]` as in `RowTable`."""
 
     def __init__(
-        self, max_num_seqs: int, max_model_len: int, block_size: int, num_layers: int, device: torch.device
+        self,
+        max_num_seqs: int,
+        max_model_len: int,
+        block_size: int,
+        num_layers: int,
+        device: torch.device,
+        *,
+        hidden: bool = False,
     ) -> None:
         max_blocks = max_model_len // block_size + 1
         self.block_size = block_size
@@ -38,37 +46,57 @@ class Rows:
         self.num_prompt = np.zeros(max_num_seqs, dtype=np.int64)
         self.num_blocks = np.zeros(max_num_seqs, dtype=np.int64)
         self.generation = np.zeros(max_num_seqs, dtype=np.int64)
-        self.tables = torch.zeros((2, max_num_seqs, max_blocks), dtype=torch.int32, device=device)
+        self.is_hidden = np.zeros((max_num_seqs, max_blocks), dtype=np.bool_)
+        self.hidden_table = np.zeros((max_num_seqs, max_blocks), dtype=np.int64)
+        self.num_hidden = np.zeros(max_num_seqs, dtype=np.int64)
+        self.tables = torch.zeros((2 + hidden, max_num_seqs, max_blocks), dtype=torch.int32, device=device)
         self.last_tokens = torch.zeros(max_num_seqs + 1, dtype=torch.int32, device=device)
+        self._entries = np.zeros(self.tables.shape, dtype=np.int32)
         self._num_layers = num_layers
-        self._changes: list[tuple[IntArray, IntArray]] = []
+        self._changed: list[IntArray] = []
 
-    def apply(self, output: SchedulerOutput) -> tuple[Int32Array, Int32Array]:
-        """Release rows, write new requests whole, extend block tables: in this order.
-
-        Returns what changed in `tables`: flat places [n] and entries [n], no place twice.
-        """
-        self._changes = []
+    def apply(self, output: SchedulerOutput) -> None:
+        """Release rows, write new requests whole, extend block tables, replace entries: in this order."""
         for row in output.released_rows:
-            self.num_blocks[row] = 0
+            self._empty(row)
         for new in output.new_requests:
             self._write(new)
         for appended in output.appended:
             self._extend(appended.row, appended.entries)
-        if not self._changes:
+        if output.replaced:
+            rows, blocks = np.array([(each.row, each.block) for each in output.replaced], dtype=np.int64).T
+            assert (blocks < self.num_blocks[rows]).all(), "a block that the row does not have is replaced"
+            self._place(rows, blocks, [each.entry for each in output.replaced])
+
+    def point(self, table: int, rows: IntArray, blocks: IntArray, entries: IntArray) -> None:
+        """Set entries [n] of one of the tables."""
+        self._entries[table, rows, blocks] = entries
+        _, num_rows, max_blocks = self._entries.shape
+        self._changed.append((table * num_rows + rows) * max_blocks + blocks)
+
+    def take_changes(self) -> tuple[Int32Array, Int32Array]:
+        """What changed in `tables` since the last call: flat places [n], none twice, and their entries [n]."""
+        if not self._changed:
             return np.zeros(0, np.int32), np.zeros(0, np.int32)
-        places, entries = (np.concatenate(parts).astype(np.int32) for parts in zip(*self._changes, strict=True))
-        return places, entries
+        places = np.unique(np.concatenate(self._changed))
+        self._changed = []
+        return places.astype(np.int32), self._entries.reshape(-1)[places]
 
     def settle(self, rows: IntArray, ends: IntArray, generations: IntArray, tokens: Int32Array) -> None:
         """Note sampled tokens [n] at positions `ends` of rows that still hold the request they were sampled for."""
         same = self.generation[rows] == generations
         self.tokens[rows[same], ends[same]] = np.where(tokens[same] == INVALID_TOKEN, 0, tokens[same])
 
+    def _empty(self, row: int) -> None:
+        self.num_blocks[row] = 0
+        if self.num_hidden[row]:
+            self.is_hidden[row] = False
+            self.num_hidden[row] = 0
+
     def _write(self, new: NewRequest) -> None:
         self.tokens[new.row, : len(new.token_ids)] = new.token_ids
         self.num_prompt[new.row] = new.num_prompt_tokens
-        self.num_blocks[new.row] = 0
+        self._empty(new.row)
         self.generation[new.row] += 1
         self.sampling.write(new.row, new.sampling)
         self._extend(new.row, new.entries)
@@ -76,13 +104,28 @@ class Rows:
     def _extend(self, row: int, entries: Sequence[CacheEntry]) -> None:
         if not entries:
             return
-        assert all(e.kind is CacheKind.KV and e.tier is Tier.DEVICE for e in entries), (
-            "only KV on the device can be read"
-        )
-        first, (_, num_rows, max_blocks) = int(self.num_blocks[row]), self.tables.shape
-        assert first + len(entries) <= max_blocks, "a block table is longer than the longest context"
-        units = np.array([entry.units for entry in entries], dtype=np.int64)
-        k_places = row * max_blocks + first + np.arange(len(entries))
-        self._changes.append((k_places, units[:, 0] * self._num_layers))
-        self._changes.append((k_places + num_rows * max_blocks, units[:, 1] * self._num_layers))
-        self.num_blocks[row] = first + len(entries)
+        first = int(self.num_blocks[row])
+        last = first + len(entries)
+        assert last <= self.tables.shape[2], "a block table is longer than the longest context"
+        self._place(np.full(len(entries), row, dtype=np.int64), np.arange(first, last), entries)
+        self.num_blocks[row] = last
+
+    def _place(self, rows: IntArray, blocks: IntArray, entries: Sequence[CacheEntry]) -> None:
+        """Blocks [n] of rows [n] lie in these entries now."""
+        assert all(entry.tier is Tier.DEVICE for entry in entries), "a row's blocks are on the device"
+        hidden = np.array([entry.kind is CacheKind.HIDDEN for entry in entries])
+        if not hidden.all():
+            units = [entry.units for entry in entries if entry.kind is CacheKind.KV]
+            for table, column in enumerate(np.array(units, dtype=np.int64).T):
+                self.point(table, rows[~hidden], blocks[~hidden], column * self._num_layers)
+        if not (hidden.any() or self.is_hidden[rows, blocks].any()):
+            return
+        assert len(self.tables) == 3, "this runner was made without scratch for hidden state"
+        self.is_hidden[rows, blocks] = hidden
+        touched = np.unique(rows)
+        self.num_hidden[touched] = self.is_hidden[touched].sum(axis=1)
+        units = [entry.units for entry in entries if entry.kind is CacheKind.HIDDEN]
+        if units:
+            where, (column,) = (rows[hidden], blocks[hidden]), np.array(units, dtype=np.int64).T
+            self.hidden_table[where] = column
+            self.point(2, *where, column * self._num_layers)

@@ -5,6 +5,9 @@ the tokens. Sampled tokens stay on the device, where the next step reads them: i
 the host has seen them (a request that has ended by then costs one token too many, which the core drops). Penalties and
 log-probabilities need the host's eyes: a step with such rows waits for the steps before it.
 
+Operations of the cache go down the same lane, transfers of the host tier down another (`engine.execution.cuda.swap`).
+Steps that run from hidden state do without a graph.
+
 With `kernels` from torch, or Triton's interpreter, the same class runs on the CPU. Knows nothing of scheduling or text.
 """
 
@@ -18,16 +21,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.errors import ConfigError
 from engine.execution.cuda.buffers import DrawInputs, Layout, StepBuffers, StepInputs, lay_out
 from engine.execution.cuda.draw import draw
 from engine.execution.cuda.forward import Forward
 from engine.execution.cuda.graphs import Graphs
+from engine.execution.cuda.hidden import Projection, StepHidden
 from engine.execution.cuda.kernels import Kernels
 from engine.execution.cuda.lane import Lane, Mark, pinned
+from engine.execution.cuda.operations import run_operations
 from engine.execution.cuda.rows import UNKNOWN, Int32Array, IntArray, Rows
 from engine.execution.cuda.shapes import Buckets
+from engine.execution.cuda.swap import Swapper
+from engine.execution.hidden import has_hidden
+from engine.execution.pool import UnitPool
 from engine.execution.sampler import SampleInput, sample
-from engine.models.spec import ModelSpec
+from engine.models.spec import ModelSpec, hidden_offer
 from engine.models.weights import ModelWeights
 from engine.request import TokenLogprobs
 from engine.scheduling.output import ModelRunnerOutput, SchedulerOutput
@@ -53,7 +62,10 @@ class _Sampled:
 
 class CudaRunner:
     """Executes steps on one device. `num_units`: units of the pool (a KV block takes two). `graphs`: capture one for
-    every bucket now (CUDA only). At most two steps may be launched and not collected; launch from one thread."""
+    every bucket now (CUDA only). At most two steps may be launched and not collected; launch from one thread.
+
+    `scratch_blocks`: blocks of hidden state that one step may read or write; 0 refuses them altogether. `host_units`:
+    units of the host tier. Raises ConfigError for scratch where the model's hidden state is no use as a cache."""
 
     def __init__(
         self,
@@ -67,19 +79,28 @@ class CudaRunner:
         max_num_batched_tokens: int,
         max_model_len: int,
         graphs: bool,
+        scratch_blocks: int = 0,
+        host_units: int = 0,
     ) -> None:
+        if scratch_blocks and (refusal := hidden_offer(spec).refusal):
+            raise ConfigError(refusal)
         device, dtype = weights.embedding.device, weights.embedding.dtype
         max_tokens = max(max_num_batched_tokens, max_num_seqs)
         assert num_units * spec.num_layers < 2**31, "table entries are 32 bits wide"
+        self.scratch_blocks, self.host_units = scratch_blocks, host_units
         self._lane = Lane(device)
-        self._rows = Rows(max_num_seqs, max_model_len, block_size, spec.num_layers, device)
-        self._pool = torch.zeros(
-            (num_units * spec.num_layers, block_size, spec.num_kv_heads, spec.head_dim), dtype=dtype, device=device
-        )
+        self._rows = Rows(max_num_seqs, max_model_len, block_size, spec.num_layers, device, hidden=scratch_blocks > 0)
+        layout = (spec.num_layers, block_size, spec.num_kv_heads, spec.head_dim)
+        self._pool = _make_pool(num_units, layout, dtype, device, scratch_blocks, host_units)
+        sizes = {"max_tokens": max_tokens, "max_samples": max_num_seqs, "max_model_len": max_model_len}
         self._forward = Forward(
-            spec, weights, kernels, self._rows, self._pool,
-            max_tokens=max_tokens, max_samples=max_num_seqs, max_model_len=max_model_len,
+            spec, weights, kernels, self._rows, self._pool.cells.view(-1, *layout[1:]),
+            scratch_base=self._pool.scratch_base, **sizes,
         )  # fmt: skip
+        if scratch_blocks:
+            self._forward.prepare_project()
+        self._projection = Projection(self._forward, self._pool, max_tokens, max_model_len)
+        self._swapper = Swapper(self._pool, kernels, self._lane, Lane(device))
         self._buffers = StepBuffers(spec, max_tokens, max_num_seqs, dtype, device)
         self._buckets = Buckets(max_num_seqs, max_tokens)
         self._graphs = Graphs(self._forward, self._lane)
@@ -107,12 +128,12 @@ class CudaRunner:
 
     def launch(self, output: SchedulerOutput) -> Collect:
         """Start one step; the result waits for it (call it in launch order, from any thread)."""
-        assert not output.operations and not output.replaced, "this runner keeps KV on the device only"
         began = time.perf_counter()
         with torch.inference_mode(), self._lane.use():
             self._settle(all_but=_RESULTS - 2)
-            changes = self._rows.apply(output)
-            sampled = self._run(output, changes)
+            self._rows.apply(output)
+            run_operations(output.operations, self._projection, self._swapper)
+            sampled = self._run(output)
             arrived = self._lane.mark() if sampled is None else sampled.arrived
         return lambda: self._collect(output, sampled, arrived, began)
 
@@ -151,7 +172,7 @@ class CudaRunner:
                 self._graphs = Graphs(self._forward, self._lane)
             self._lane.mark().synchronize()
 
-    def _run(self, output: SchedulerOutput, changes: tuple[Int32Array, Int32Array]) -> _Sampled | None:
+    def _run(self, output: SchedulerOutput) -> _Sampled | None:
         """Upload, forward pass and sampling; None without a sample."""
         chunks = np.array(output.chunks, dtype=np.int64).reshape(-1, 4)
         ends = chunks[:, 1] + chunks[:, 2]
@@ -163,12 +184,17 @@ class CudaRunner:
         shape = self._buckets.fit(layout.num_tokens, layout.num_decodes) if len(chunks) else None
         inputs = None if shape is None else self._buffers.fill(shape, layout, rows)
         wishes = self._buffers.fill_draw(layout, rows) if draws else None
+        observe = None if inputs is None else self._observe(layout, inputs)
+        changes = rows.take_changes()
         self._buffers.fill_changes(*changes)
         self._buffers.upload()
         self._buffers.write_tables(rows.tables, *changes)
         if inputs is None:
             return None
-        self._graphs.run(inputs)
+        if observe is None:
+            self._graphs.run(inputs)
+        else:
+            self._forward(inputs, observe)
         self._last_inputs = inputs
         if not layout.sampled.size:
             return None
@@ -179,6 +205,13 @@ class CudaRunner:
             tokens = draw(self._forward.logits[:count], self._forward.sampled[:count], wishes)
             self._forward.accept(inputs, tokens)
         return self._fetch(layout)
+
+    def _observe(self, layout: Layout, inputs: StepInputs) -> StepHidden | None:
+        """What the layers of a step with hidden blocks do before they attend; None without such blocks."""
+        if not has_hidden(self._rows, layout.chunks):
+            return None
+        tokens, blocks = inputs.shape.tokens, self.scratch_blocks
+        return StepHidden(self._projection, self._forward, self._rows, layout, tokens, blocks)
 
     def _needs_host(self, rows: IntArray) -> bool:
         table = self._rows.sampling
@@ -227,6 +260,22 @@ class CudaRunner:
         if sampled is None:
             return ModelRunnerOutput(output.step_id, [], None, latency)
         return ModelRunnerOutput(output.step_id, sampled.tokens.tolist(), sampled.logprobs, latency)
+
+
+def _make_pool(
+    num_units: int,
+    layout: tuple[int, int, int, int],
+    dtype: torch.dtype,
+    device: torch.device,
+    scratch_blocks: int,
+    host_units: int,
+) -> UnitPool:
+    """`layout`: layers, block size, KV heads, head_dim."""
+    num_layers, block_size, num_kv_heads, head_dim = layout
+    return UnitPool(
+        num_units, num_layers=num_layers, block_size=block_size, num_kv_heads=num_kv_heads, head_dim=head_dim,
+        dtype=dtype, device=device, scratch_blocks=scratch_blocks, num_host_units=host_units,
+    )  # fmt: skip
 
 
 def _to(tokens: IntArray, like: Tensor) -> Tensor:

@@ -1,0 +1,94 @@
+"""Hidden state on a GPU: projected to K and V once (restore), or anew in every layer of a step that runs from it.
+
+The kernels of a step address tokens by row and position; so does everything here. A step gives each hidden block of its
+rows two scratch slices and enters them in the K and V tables (`engine.execution.hidden` says how); then, before a layer
+attends, the new tokens' input is stored and the past tokens are gathered, multiplied and written to scratch by the same
+kernel that writes new K and V. A restore does that for rows of a table that lives as long as the restore. Such steps
+run without a graph: how much they project is different every time. Apt-Serve §4.
+"""
+
+import numpy as np
+from torch import Tensor
+
+from engine.execution.cuda.buffers import Layout, send
+from engine.execution.cuda.forward import Forward
+from engine.execution.cuda.rows import Int32Array, IntArray, Rows
+from engine.execution.hidden import ScratchPlan
+from engine.execution.pool import SLICES_PER_SCRATCH_BLOCK, UnitPool
+
+PIECE = 2048
+"""Tokens projected per call at most: enough for the matrix products' full rate, small beside what a step takes."""
+
+
+class Projection:
+    """K and V of tokens whose hidden state is in the pool. `max_tokens` of a step; `max_model_len`: positions."""
+
+    def __init__(self, forward: Forward, pool: UnitPool, max_tokens: int, max_model_len: int) -> None:
+        self._forward = forward
+        self._pool = pool
+        self._piece = min(PIECE, max_tokens)
+        self._max_model_len = max_model_len
+
+    def __call__(self, layer: int, tables: Tensor, rows: Tensor, positions: Tensor) -> None:
+        """Tokens at `positions [t]` of `rows [t]`, both int32: from where `tables [3, rows, blocks]` has their hidden
+        state to where it has their K and V."""
+        for first in range(0, len(rows), self._piece):
+            part = slice(first, first + self._piece)
+            self._forward.project(layer, tables, rows[part], positions[part])
+
+    def restore(self, units: IntArray, starts: IntArray) -> None:
+        """Blocks [n]: `units [n, 3]` (hidden state, K, V) of tokens that begin at positions `starts`.
+
+        Of a block that is not full all cells are projected: what lies in the others is written before it is read.
+        """
+        pool, device = self._pool, self._pool.device
+        rows, table = _table_of(units * pool.num_layers, starts // pool.block_size)
+        positions = (starts[:, None] + np.arange(pool.block_size)).reshape(-1)
+        exist = positions < self._max_model_len  # the last block may reach beyond the longest context
+        tokens = np.stack((np.repeat(rows, pool.block_size), positions))[:, exist].astype(np.int32)
+        tables, (token_rows, token_positions) = send(table, device), send(tokens, device)
+        for layer in range(pool.num_layers):
+            self(layer, tables, token_rows, token_positions)
+
+
+class StepHidden:
+    """The hidden state of one step; called with each layer's attention input, before attention.
+
+    Creating it points the tables of `rows` at scratch: do so before their changes are sent. `num_tokens`: with padding.
+    """
+
+    def __init__(
+        self, projection: Projection, forward: Forward, rows: Rows, layout: Layout, num_tokens: int, scratch_blocks: int
+    ) -> None:
+        self._projection, self._forward, self._tables = projection, forward, rows.tables
+        chunks, block_size, device = layout.chunks, rows.block_size, rows.tables.device
+        plan = ScratchPlan(rows, chunks, scratch_blocks)
+        for table in range(SLICES_PER_SCRATCH_BLOCK):
+            entries = -1 - table - SLICES_PER_SCRATCH_BLOCK * plan.scratch
+            rows.point(table, plan.rows, plan.blocks, entries)
+        lengths = chunks[:, 2]
+        token_rows = np.repeat(chunks[:, 0], lengths)
+        positions = np.arange(layout.num_tokens) + np.repeat(chunks[:, 1] - layout.firsts, lengths)
+        stored = np.full(num_tokens, -1, dtype=np.int32)
+        stored[: layout.num_tokens] = np.where(rows.is_hidden[token_rows, positions // block_size], token_rows, -1)
+        index, offsets = plan.past_tokens(chunks, block_size)
+        past = np.stack((plan.rows[plan.first][index], plan.blocks[plan.first][index] * block_size + offsets))
+        self._stored: Tensor | None = send(stored, device) if (stored >= 0).any() else None
+        self._past_rows, self._past_positions = send(past.astype(np.int32), device)
+
+    def __call__(self, layer: int, x: Tensor, positions: Tensor) -> None:
+        """Store x [T, H], the input at `positions [T]`, where it belongs; project what is stored of the past."""
+        if self._stored is not None:
+            self._forward.store(layer, self._tables, x, self._stored, positions)
+        self._projection(layer, self._tables, self._past_rows, self._past_positions)
+
+
+def _table_of(entries: IntArray, blocks: IntArray) -> tuple[IntArray, Int32Array]:
+    """A table [3, rows, blocks] (K, V, hidden state) with `entries [n, 3]` (hidden state, K, V) in columns `blocks`,
+    and the row of each: as many rows as a column is needed most often."""
+    order = np.argsort(blocks, kind="stable")
+    rows = np.empty_like(blocks)
+    rows[order] = np.arange(len(blocks)) - np.searchsorted(blocks[order], blocks[order])
+    table = np.zeros((3, int(rows.max()) + 1, int(blocks.max()) + 1), dtype=np.int32)
+    table[:, rows, blocks] = entries[:, (1, 2, 0)].T
+    return rows, table

@@ -1,0 +1,314 @@
+"""The hybrid cache on the CUDA runner, with the kernels' twins: what lies where changes no token and no logit."""
+
+import functools
+import random
+from collections import deque
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from cuda_engine import make_driver
+from driver import make_request
+from hand_driver import BLOCK, CPU, GREEDY, HandDriver
+from test_families import HYBRID_RUNS, check_hybrid, decoder_of
+from test_hybrid_cache import BOTH, CONFIGS, check_equal, hidden, host, kv, one_thread, prompts_of, start
+from test_hybrid_cache import decoder_of as rough_decoder
+
+from engine.cache.cache_map import CacheKind
+from engine.errors import ConfigError
+from engine.execution.cuda import swap
+from engine.execution.cuda.graphs import Graphs
+from engine.execution.cuda.kernels import torch_kernels
+from engine.execution.cuda.lane import Lane
+from engine.execution.cuda.runner import CudaRunner
+from engine.execution.cuda.swap import Swapper
+from engine.execution.pool import UnitPool
+from engine.execution.reference.unit_copy import unit_copy
+from engine.models.spec import hidden_offer
+from engine.scheduling.output import CacheAction, CacheOperation, Chunk, NewRequest, ReplacedEntry, SchedulerOutput
+
+__all__ = ["one_thread"]
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_mix_equals_the_solo_run(name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against the CPU runner alone from KV; what is free, and all scratch, holds NaN. Projections in small pieces."""
+    monkeypatch.setattr("engine.execution.cuda.hidden.PIECE", 7)
+    monkeypatch.setattr(swap, "STAGING_BYTES", 1)
+    kinds = (CacheKind.KV,) if name == "gqa" else (BOTH, BOTH, (CacheKind.HIDDEN,))[seed]
+    scratch = 0 if name == "gqa" else 16 + 8 * (seed % 2)
+    driver = HandDriver(
+        rough_decoder(name),
+        seed,
+        kinds=kinds,
+        num_units=40 + 10 * seed,
+        host_units=60,
+        scratch_blocks=scratch,
+        cuda=True,
+    )
+    requests = []
+    for prompt in prompts_of(seed)[:6]:
+        requests.append(driver.add(prompt, 6))
+        driver.step()
+    driver.run()
+    for request in requests:
+        check_equal(name, request)
+    wanted = {"swap_out kv", "swap_in kv"} if name == "gqa" else {"restore hidden", "swap_out hidden", "swap_in hidden"}
+    assert driver.seen >= wanted
+
+
+@pytest.mark.parametrize(
+    ("case", "policy", "depth"), [(case, policy, 1 - depth) for case, policy, depth in HYBRID_RUNS]
+)
+def test_tokens_of_the_whole_engine_equal_transformers(
+    case: str, policy: str, depth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps launched ahead of the tokens they are built on; ordinary steps go through the graphs, others do not."""
+    replayed = 0
+
+    def counted(self: Graphs, inputs: object, original: Callable[..., None] = Graphs.run) -> None:
+        nonlocal replayed
+        replayed += 1
+        original(self, inputs)
+
+    monkeypatch.setattr(Graphs, "run", counted)
+    decoder = decoder_of(case)
+    scratch = 0 if hidden_offer(decoder.spec).refusal else 12
+    driver = make_driver(
+        decoder.spec, decoder.weights, depth=depth, num_blocks=30, seqs=8, tokens=24, host_units=70,
+        scratch_blocks=scratch, policy=policy,
+    )  # fmt: skip
+    check_hybrid(driver, case)
+    assert driver.runner.most_in_flight == 1 + depth
+    computed = sum(bool(step.chunks) for step in driver.steps)
+    from_hidden = sum(step.cache_work.compact_tokens > 0 for step in driver.steps)
+    assert replayed <= computed - from_hidden if scratch else replayed == computed
+
+
+def bare_runner(
+    name: str = "llama2", scratch_blocks: int = 4, host_units: int = 4, max_model_len: int = 32
+) -> CudaRunner:
+    decoder = rough_decoder(name)
+    return CudaRunner(
+        decoder.spec, decoder.weights, torch_kernels(), num_units=16, block_size=BLOCK, max_num_seqs=4,
+        max_num_batched_tokens=16, max_model_len=max_model_len, graphs=False, scratch_blocks=scratch_blocks,
+        host_units=host_units,
+    )  # fmt: skip
+
+
+@functools.cache
+def expected_tokens(name: str = "llama2", count: int = 3) -> list[int]:
+    """From KV, in one place."""
+    runner = bare_runner(name)
+    tokens = [start(runner, kv(0, 1, 2, 3))]  # type: ignore[arg-type]
+    for step in range(1, count):
+        tokens += runner.execute(SchedulerOutput(step, (Chunk(1, 5 + step, 1, True),))).token_ids
+    return tokens
+
+
+def test_a_unit_swapped_out_is_given_away_in_the_same_step() -> None:
+    """To an operation, and to a chunk; what went out comes back in the next step, for another row."""
+    runner, (block,), (pair,) = bare_runner(), hidden(0), kv(2, 3)
+    first = start(runner, (block, pair))  # type: ignore[arg-type]
+    operations = (
+        CacheOperation(CacheAction.SWAP_OUT, pair, host(pair, 0, 2)),
+        CacheOperation(CacheAction.SWAP_OUT, block, host(block, 3)),
+        CacheOperation(CacheAction.SWAP_IN, host(block, 3), *hidden(2)),
+    )
+    other = NewRequest(2, "other", (5, 6, 7), 3, GREEDY, kv(0, 3))
+    output = SchedulerOutput(1, (Chunk(2, 0, 3, True),), (other,), (), (1,), operations=operations)
+    other_token = runner.execute(output).token_ids
+    back = (
+        CacheOperation(CacheAction.SWAP_IN, host(pair, 0, 2), *kv(8, 9)),
+        CacheOperation(CacheAction.RESTORE, *hidden(2), *kv(6, 7), 0),
+    )
+    prompt = (7, 11, 13, 17, 19, 23)
+    again = NewRequest(3, "r", (*prompt, first), 6, GREEDY, (*kv(6, 7), *kv(8, 9)))
+    got = runner.execute(SchedulerOutput(2, (Chunk(3, 6, 1, True),), (again,), operations=back)).token_ids
+    assert [first, *got] == expected_tokens()[:2]
+    alone = bare_runner()
+    assert alone.execute(SchedulerOutput(0, (Chunk(2, 0, 3, True),), (other,))).token_ids == other_token
+
+
+def test_replaced_blocks_are_read_where_they_lie_now() -> None:
+    runner = bare_runner()
+    tokens = [start(runner, hidden(0, 1))]  # type: ignore[arg-type]
+    operations = (CacheOperation(CacheAction.RESTORE, *hidden(1), *kv(8, 9), BLOCK),)
+    replaced = (ReplacedEntry(1, 1, *kv(8, 9)),)
+    tokens += runner.execute(
+        SchedulerOutput(1, (Chunk(1, 6, 1, True),), replaced=replaced, operations=operations)
+    ).token_ids
+    runner._pool.units[1] = float("nan")
+    assert runner._rows.num_hidden[1] == 1
+    tokens += runner.execute(SchedulerOutput(2, (Chunk(1, 7, 1, True),))).token_ids
+    assert tokens == expected_tokens()
+
+
+def test_the_last_block_may_reach_beyond_the_longest_context() -> None:
+    runner = bare_runner(max_model_len=7)
+    first = start(runner, hidden(0, 1))  # type: ignore[arg-type]
+    operations = tuple(
+        CacheOperation(CacheAction.RESTORE, source, target, start)
+        for source, target, start in zip(hidden(0, 1), kv(2, 3, 4, 5), (0, BLOCK), strict=True)
+    )
+    replaced = tuple(ReplacedEntry(1, block, entry) for block, entry in enumerate(kv(2, 3, 4, 5)))
+    output = SchedulerOutput(1, (Chunk(1, 6, 1, True),), replaced=replaced, operations=operations)
+    assert [first, *runner.execute(output).token_ids] == expected_tokens()[:2]
+
+
+def test_restores_at_one_position_do_not_meet() -> None:
+    """Blocks of several requests, restored together, in any order."""
+    runner = bare_runner()
+    start(runner, hidden(0, 1))  # type: ignore[arg-type]
+    new = NewRequest(2, "b", (3, 1, 4, 1, 5, 9), 6, GREEDY, hidden(2, 3))
+    runner.execute(SchedulerOutput(1, (Chunk(2, 0, 6, True),), (new,)))
+    plain = bare_runner()
+    start(plain, kv(4, 5, 6, 7))  # type: ignore[arg-type]
+    plain.execute(SchedulerOutput(1, (Chunk(2, 0, 6, True),), (new._replace(entries=kv(8, 9, 10, 11)),)))
+    sources, targets, starts = hidden(3, 0, 1, 2), kv(10, 11, 4, 5, 6, 7, 8, 9), (BLOCK, 0, BLOCK, 0)
+    operations = tuple(
+        CacheOperation(CacheAction.RESTORE, source, target, position)
+        for source, target, position in zip(sources, targets, starts, strict=True)
+    )
+    runner.execute(SchedulerOutput(2, (), operations=operations))
+    for unit in range(4, 12):
+        cells = BLOCK if unit in {4, 5, 8, 9} else 2
+        got, expected = (each._pool.units[unit].view(3, BLOCK, -1)[:, :cells] for each in (runner, plain))
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_what_was_not_made_room_for_is_refused() -> None:
+    with pytest.raises(ConfigError, match="does not fit"):
+        bare_runner("gqa")
+    with pytest.raises(AssertionError, match="2 blocks of hidden state, scratch holds 1"):
+        start(bare_runner(scratch_blocks=1), hidden(0, 1))  # type: ignore[arg-type]
+    with pytest.raises(AssertionError, match="without scratch"):
+        start(bare_runner(scratch_blocks=0), hidden(0, 1))  # type: ignore[arg-type]
+    out = CacheOperation(CacheAction.SWAP_OUT, *hidden(0), host(*hidden(0), 0))
+    with pytest.raises(AssertionError, match="without a host tier"):
+        bare_runner(host_units=0).execute(SchedulerOutput(0, (), operations=(out,)))
+    with pytest.raises(AssertionError, match="on the device"):
+        start(bare_runner(), (*hidden(0), host(*hidden(1), 0)))  # type: ignore[arg-type]
+
+
+# --- transfers beside the steps ----------------------------------------------------------------------------------
+
+
+class LaterMark:
+    """A place in a lane's queue."""
+
+    def __init__(self, lane: "LaterLane") -> None:
+        self.lane, self.count = lane, lane.enqueued
+
+    @property
+    def passed(self) -> bool:
+        return self.lane.done >= self.count
+
+    def synchronize(self) -> None:
+        raise AssertionError("nothing may wait on the host")
+
+
+class LaterLane(Lane):
+    """Runs nothing until it is told to, as a stream may."""
+
+    def __init__(self) -> None:
+        super().__init__(CPU)
+        self.queue: deque[Callable[[], object] | LaterMark] = deque()
+        self.enqueued = self.done = 0
+
+    def put(self, task: Callable[[], object] | LaterMark) -> None:
+        self.queue.append(task)
+        self.enqueued += 1
+
+    def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        self.put(lambda: target.copy_(source))
+
+    def wait(self, mark: object) -> None:
+        assert isinstance(mark, LaterMark)
+        self.put(mark)
+
+    def mark(self) -> LaterMark:
+        return LaterMark(self)
+
+    @property
+    def is_ready(self) -> bool:
+        return bool(self.queue) and (not isinstance(self.queue[0], LaterMark) or self.queue[0].passed)
+
+    def advance(self) -> None:
+        task = self.queue.popleft()
+        if not isinstance(task, LaterMark):
+            task()
+        self.done += 1
+
+
+class LaterKernels:
+    def __init__(self, lane: LaterLane) -> None:
+        self._lane = lane
+
+    def unit_copy(self, source: torch.Tensor, target: torch.Tensor, pairs: torch.Tensor) -> None:
+        self._lane.put(lambda: unit_copy(source, target, pairs))
+
+
+@pytest.mark.parametrize("hurry", [0.0, 0.5, 1.0])
+def test_swaps_hold_their_order_however_the_lanes_run(hurry: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random swaps and writes of a step, in two lanes of any speed, end as they do one after the other."""
+    monkeypatch.setattr(swap, "STAGING_BYTES", 2 * 2 * 8 * 4)  # two units in each half
+    for seed in range(40):
+        rng = random.Random(seed)
+        pool = UnitPool(
+            8, num_layers=1, block_size=4, num_kv_heads=1, head_dim=2, dtype=torch.float32, device=CPU, num_host_units=8
+        )
+        lane, transfers = LaterLane(), LaterLane()
+        swapper = Swapper(pool, LaterKernels(lane), lane, transfers)  # type: ignore[arg-type]
+        device, on_host = [0.0] * 8, [0.0] * 8
+        for step in range(1, 30):
+            count = rng.randint(1, 5)
+            sources, targets = rng.sample(range(8), count), rng.sample(range(8), count)
+            pairs = np.array([sources, targets]).T
+            move = rng.choice(["out", "in", "write"])
+            if move == "out":
+                swapper.swap_out(pairs)
+                values = [device[source] for source in sources]
+                for target, value in zip(targets, values, strict=True):
+                    on_host[target] = value
+            elif move == "in":
+                swapper.swap_in(pairs)
+                for source, target in zip(sources, targets, strict=True):
+                    device[target] = on_host[source]
+            else:
+                lane.put(functools.partial(pool.units[sources[0]].fill_, float(step)))
+                device[sources[0]] = float(step)
+            while rng.random() < 0.8 and (lane.is_ready or transfers.is_ready):
+                ready = [each for each in (lane, transfers) if each.is_ready]
+                (ready[-1] if rng.random() < hurry else ready[0]).advance()
+        while lane.queue or transfers.queue:
+            ready = [each for each in (lane, transfers) if each.is_ready]
+            assert ready, "the lanes wait for each other"
+            (ready[-1] if rng.random() < hurry else ready[0]).advance()
+        assert pool.units[:8, 0].tolist() == device
+        assert pool.host_units[:, 0].tolist() == on_host
+
+
+def test_staging_is_bounded_and_there_only_with_a_host_tier() -> None:
+    assert swap.staging_units(0, 2**20) == 0
+    assert swap.staging_units(3, 2**20) == 6
+    assert swap.staging_units(1000, 2**20) == 64
+    assert swap.staging_units(1000, 2**30) == 2
+
+
+def test_long_requests_go_out_and_come_back_by_preemption() -> None:
+    """First come, first served, without hidden state: the host tier alone, as with --swap-space."""
+    decoder = decoder_of("llama-gqa2")
+    driver = make_driver(decoder.spec, decoder.weights, num_blocks=24, seqs=6, tokens=24, host_units=80)
+    requests = [make_request(f"r{i}", [3 + i, 5, 7 * i % 50, 11] * 4, 24) for i in range(6)]
+    driver.add(*requests)
+    driver.run()
+    met = {operation.action for step in driver.steps for operation in step.operations}
+    assert met == {CacheAction.SWAP_OUT, CacheAction.SWAP_IN}
+    for request in requests:
+        alone = make_driver(decoder.spec, decoder.weights, depth=0, num_blocks=100)
+        alone.add(request)
+        alone.run()
+        assert driver.outputs[request.request_id] == alone.outputs[request.request_id]
