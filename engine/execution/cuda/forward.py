@@ -15,7 +15,6 @@ from engine.execution import torch_ops
 from engine.execution.cuda.buffers import StepInputs
 from engine.execution.cuda.kernels import Kernels
 from engine.execution.cuda.rows import Rows
-from engine.execution.linear import Linear
 from engine.models.rotary import attention_scaling, inverse_frequencies
 from engine.models.spec import ModelSpec
 from engine.models.weights import LayerWeights, ModelWeights, Norm
@@ -50,7 +49,8 @@ class Forward:
         self._scratch_base = scratch_base
         self._scale = spec.head_dim**-0.5
         self._cos_sin = _cos_sin(spec, max_model_len, device)
-        self._kv: list[Linear] = []
+        # views of the weights on a GPU; what is projected from hidden state
+        self._kv = [layer.qkv.outputs_from(spec.q_size) for layer in weights.layers] if len(rows.tables) == 3 else []
         activations = {"silu": kernels.silu_and_mul, "gelu": torch_ops.gelu, "gelu_tanh": torch_ops.gelu_tanh}
         self._activation = activations.get(spec.activation, torch_ops.relu)
         # Padding keeps what earlier steps left there: finite numbers, which uninitialised memory need not hold.
@@ -75,10 +75,6 @@ class Forward:
         self.sampled[:count].copy_(tokens)
         # an invalid token ends its request; a step already in flight behind it still needs some id to read
         self._rows.last_tokens.index_copy_(0, inputs.sample_rows[:count].long(), tokens.clamp(min=0))
-
-    def prepare_project(self) -> None:
-        """Make the layers of `project`, once: views of the weights on a GPU."""
-        self._kv = [layer.qkv.outputs_from(self._spec.q_size) for layer in self._weights.layers]
 
     def store(self, layer: int, tables: Tensor, x: Tensor, rows: Tensor, positions: Tensor) -> None:
         """Keep x [t, H], the attention input of tokens at `positions` of `rows`, as their hidden state; rows < 0: skip.

@@ -82,23 +82,18 @@ class CudaRunner:
         scratch_blocks: int = 0,
         host_units: int = 0,
     ) -> None:
-        if scratch_blocks and (refusal := hidden_offer(spec).refusal):
-            raise ConfigError(refusal)
         device, dtype = weights.embedding.device, weights.embedding.dtype
         max_tokens = max(max_num_batched_tokens, max_num_seqs)
         assert num_units * spec.num_layers < 2**31, "table entries are 32 bits wide"
         self.scratch_blocks, self.host_units = scratch_blocks, host_units
         self._lane = Lane(device)
         self._rows = Rows(max_num_seqs, max_model_len, block_size, spec.num_layers, device, hidden=scratch_blocks > 0)
-        layout = (spec.num_layers, block_size, spec.num_kv_heads, spec.head_dim)
-        self._pool = _make_pool(num_units, layout, dtype, device, scratch_blocks, host_units)
-        sizes = {"max_tokens": max_tokens, "max_samples": max_num_seqs, "max_model_len": max_model_len}
+        self._pool = _make_pool(spec, num_units, block_size, weights.embedding, scratch_blocks, host_units)
         self._forward = Forward(
-            spec, weights, kernels, self._rows, self._pool.cells.view(-1, *layout[1:]),
-            scratch_base=self._pool.scratch_base, **sizes,
+            spec, weights, kernels, self._rows, self._pool.cells.view(-1, block_size, spec.num_kv_heads, spec.head_dim),
+            scratch_base=self._pool.scratch_base, max_tokens=max_tokens, max_samples=max_num_seqs,
+            max_model_len=max_model_len,
         )  # fmt: skip
-        if scratch_blocks:
-            self._forward.prepare_project()
         self._projection = Projection(self._forward, self._pool, max_tokens, max_model_len)
         self._swapper = Swapper(self._pool, kernels, self._lane, Lane(device))
         self._buffers = StepBuffers(spec, max_tokens, max_num_seqs, dtype, device)
@@ -263,18 +258,15 @@ class CudaRunner:
 
 
 def _make_pool(
-    num_units: int,
-    layout: tuple[int, int, int, int],
-    dtype: torch.dtype,
-    device: torch.device,
-    scratch_blocks: int,
-    host_units: int,
+    spec: ModelSpec, num_units: int, block_size: int, like: Tensor, scratch_blocks: int, host_units: int
 ) -> UnitPool:
-    """`layout`: layers, block size, KV heads, head_dim."""
-    num_layers, block_size, num_kv_heads, head_dim = layout
+    """Raises ConfigError for scratch where hidden state is not offered. `like`: a tensor of its type and device."""
+    if scratch_blocks and (refusal := hidden_offer(spec).refusal):
+        raise ConfigError(refusal)
     return UnitPool(
-        num_units, num_layers=num_layers, block_size=block_size, num_kv_heads=num_kv_heads, head_dim=head_dim,
-        dtype=dtype, device=device, scratch_blocks=scratch_blocks, num_host_units=host_units,
+        num_units, num_layers=spec.num_layers, block_size=block_size, num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim, dtype=like.dtype, device=like.device, scratch_blocks=scratch_blocks,
+        num_host_units=host_units,
     )  # fmt: skip
 
 
