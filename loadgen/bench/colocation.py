@@ -32,7 +32,10 @@ ONLINE_PROMPT, ONLINE_OUTPUT = 128, 48
 OFFLINE_PROMPT, OFFLINE_OUTPUT = 256, 64
 OUTSTANDING = 24
 WARM_UP = 5.0
-JOB_TOKENS_PER_SECOND = 20_000
+"""Seconds of an arm that do not count."""
+LEARNING = 15.0
+"""Seconds of the same load, with offline work beside it, before each arm."""
+JOB_TOKENS_PER_SECOND = 2_000
 """A job has lines for this rate, so that it does not end before its arm."""
 JOB = "job"
 
@@ -272,11 +275,17 @@ def draw(run: Run, rate: Callable[[float], float], bin_seconds: float = 2.0) -> 
 
 
 def run_alone(
-    serve: Callable[[], AbstractContextManager[str]], arrivals: list[float], seconds: float, tier: str | None, seed: int
+    serve: Callable[[], AbstractContextManager[str]],
+    rate: float,
+    arrivals: list[float],
+    seconds: float,
+    tier: str | None,
+    seed: int,
 ) -> Run:
     """One arm against a server of its own: what the keeper learns from one arm must not help or harm another."""
     with serve() as url:
-        asyncio.run(run_arm(url, [0.1 * i for i in range(20)], WARM_UP, "flex", 0))  # nothing is cold any more
+        warm = [i / rate for i in range(int(rate * LEARNING))]
+        asyncio.run(run_arm(url, warm, LEARNING, "flex", 0))  # nothing is cold, and the keeper has seen some steps
         return asyncio.run(run_arm(url, arrivals, seconds, tier, seed))
 
 
@@ -296,7 +305,7 @@ def compare(serve: Callable[[], AbstractContextManager[str]], args: argparse.Nam
         ):
             if name not in arms:
                 continue
-            arms[name].append(run_alone(serve, online, args.seconds, tier, seed))
+            arms[name].append(run_alone(serve, rate, online, args.seconds, tier, seed))
             summarise(f"  {name} {seed}", arms[name][-1:], args.ttft, args.tbt)
     print(
         f"{'arm':14} {'online':>7}  {'TTFT P50':>9} {'P99 ms':>9} {'TBT P50':>9} {'P99 ms':>9} {'attainment':>11} "
@@ -352,7 +361,7 @@ def main(argv: list[str] | None = None) -> None:
             return float(args.rate) * (1 + math.sin(2 * math.pi * t / period))
 
         arrivals = poisson(sine, 2 * args.rate, args.seconds, 1)
-        run = run_alone(serve, arrivals, args.seconds, "flex", 1)
+        run = run_alone(serve, args.rate, arrivals, args.seconds, "flex", 1)
         summarise("sine", [run], args.ttft, args.tbt)
         args.plot.write_text(draw(run, sine))
 
