@@ -29,7 +29,9 @@ def rows_of(name: str, capsys: pytest.CaptureFixture[str]) -> list[Row]:
     return check._rows(capsys.readouterr().out)
 
 
-@pytest.mark.parametrize(("name", "count"), [("limits", 3), ("attention", 2), ("steps", 8), ("serving", 4)])
+@pytest.mark.parametrize(
+    ("name", "count"), [("limits", 3), ("attention", 2), ("steps", 9), ("swap", 3), ("serving", 4)]
+)
 def test_sections(name: str, count: int, capsys: pytest.CaptureFixture[str]) -> None:
     rows = rows_of(name, capsys)
     assert len(rows) == count

@@ -26,6 +26,7 @@ SECTIONS: dict[str, tuple[str, str, float]] = {
     "attention": ("kernels", "check_attention", 60.0),
     "equality": ("equality", "check_equality", 120.0),
     "steps": ("steps", "check_steps", 150.0),
+    "swap": ("swap", "check_swap", 60.0),
     "serving": ("serving", "check_serving", 180.0),
     "colocation": ("colocation", "check_colocation", 120.0),
     "peer": ("serving", "check_peer", 120.0),

@@ -29,7 +29,9 @@ def scheduler_config(seqs: int, tokens: int, context: int, num_blocks: int) -> S
     )
 
 
-def make_runner(setup: Setup, spec: ModelSpec, weights: ModelWeights, config: SchedulerConfig) -> CudaRunner:
+def make_runner(
+    setup: Setup, spec: ModelSpec, weights: ModelWeights, config: SchedulerConfig, host_units: int = 0
+) -> CudaRunner:
     """The runner as the server builds it, with graphs on a CUDA device."""
     return CudaRunner(
         spec,
@@ -41,6 +43,7 @@ def make_runner(setup: Setup, spec: ModelSpec, weights: ModelWeights, config: Sc
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=config.max_model_len,
         graphs=setup.device.type == "cuda",
+        host_units=host_units,
     )
 
 

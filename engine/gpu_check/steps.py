@@ -14,7 +14,7 @@ from engine.gpu_check.setup import Setup
 from engine.gpu_check.table import Row
 from engine.models.spec import ModelSpec
 from engine.request import SamplingParams
-from engine.scheduling.output import Chunk, NewRequest, SchedulerOutput
+from engine.scheduling.output import CacheOperation, Chunk, NewRequest, SchedulerOutput
 
 _GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
 
@@ -42,8 +42,11 @@ class Timing:
     launch: float
 
 
-def time_shape(setup: Setup, runner: CudaRunner, shape: Shape, steps: int) -> Timing:
-    """Medians over `steps` runs of one step, each launched before the one before it has ended."""
+def time_shape(
+    setup: Setup, runner: CudaRunner, shape: Shape, steps: int, operations: tuple[CacheOperation, ...] = ()
+) -> Timing:
+    """Medians over `steps` runs of one step, each launched before the one before it has ended; with `operations` in
+    each of them (on units behind the shape's own)."""
     chunks, new_requests = [], []
     units = count()
     spans = [(shape.context - 1, 1)] * shape.decodes + ([(0, shape.chunk)] if shape.chunk else [])
@@ -54,7 +57,7 @@ def time_shape(setup: Setup, runner: CudaRunner, shape: Shape, steps: int) -> Ti
         new_requests.append(NewRequest(row, f"step-{row}", tokens, len(tokens), _GREEDY, entries))
         chunks.append(Chunk(row, start, length, True))
     runner.execute(SchedulerOutput(0, tuple(chunks), tuple(new_requests)))
-    output = SchedulerOutput(1, tuple(chunks))
+    output = SchedulerOutput(1, tuple(chunks), operations=operations)
     ends, launches, before = [], [], runner.launch(output)
     for _ in range(steps):
         began = time.perf_counter()
@@ -92,10 +95,11 @@ def check_steps(setup: Setup) -> Iterator[Row]:
         Shape(setup.size(128, 4), setup.size(512, 24)),
     )
     mixed, prefill = Shape(long.decodes, long.context, setup.size(512, 16)), Shape(0, 1, setup.size(8192, 48))
-    shapes = (one, long, wide, mixed, prefill)
+    many = Shape(setup.size(256, 5), setup.size(256, 20))
+    shapes = (one, long, wide, many, mixed, prefill)
     context = max(max(shape.context, shape.chunk) for shape in shapes) + 1
     blocks = max(shape.num_blocks for shape in shapes)
-    config = scheduler_config(wide.decodes, prefill.chunk, context, blocks)
+    config = scheduler_config(many.decodes, prefill.chunk, context, blocks)
     runner = make_runner(setup, spec, setup.weights(spec), config)
     runs = setup.size(20, 2)
     graphs = runner.num_graphs if setup.device.type == "cuda" else runner.num_shapes
@@ -110,6 +114,9 @@ def check_steps(setup: Setup) -> Iterator[Row]:
             yield Row(
                 f"host gap per step at {shape.decodes}", "ms", gap, 0.2, None, "0.31 (SGLang)", True, _note(timing)
             )
+    timing = time_shape(setup, runner, many, runs)
+    name, gap = f"host gap per step at {many.decodes}", (timing.step - timing.device) * 1e3
+    yield Row(name, "ms", gap, 0.5, None, "", True, _note(timing))
     timing = time_shape(setup, runner, mixed, runs)
     ratio = timing.step / floor_of(spec, mixed, limits, setup.dtype.itemsize)
     name = f"mixed step, {mixed.chunk} + {mixed.decodes} decodes, over its floor"
