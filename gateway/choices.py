@@ -47,6 +47,7 @@ class Choice:
         self._index = index
         self._has_stops = bool(plan.stop)
         self._keeps_tokens = plan.return_token_ids or plan.num_logprobs is not None
+        self._shows_each_token = bool(plan.stream_options.continuous_usage_stats)
         self._held: list[tuple[int, TokenLogprobs | None]] = []
         self._metrics = metrics
         self._times: RequestTimes | None = None
@@ -75,7 +76,8 @@ class Choice:
             self.end(reason)
         elif not text and not counted:
             self._hold(output, num_read)
-            return None
+            # Who counts tokens as they come sees those too whose text is held back: part of a character or a stop.
+            return Delta(self._index, "") if self._shows_each_token and num_read else None
         delta = Delta(self._index, text, finish_reason=None if reason is None else FINISH_REASONS[reason])
         if self._keeps_tokens:
             self._hold(output, num_read)

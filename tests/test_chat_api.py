@@ -99,6 +99,18 @@ async def test_usage_in_every_chunk(served: Served) -> None:
     assert counts == sorted(counts) and counts[0] == 1 and counts[-1] == counts[-2]
 
 
+async def test_usage_in_every_chunk_shows_tokens_without_text(served: Served) -> None:
+    """A character of several tokens: with continuous usage each of its tokens has a chunk, else only the last."""
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    shown = await chunks_of(served, stream_options=options)
+    counts = [chunk.usage.completion_tokens for chunk in shown if chunk.choices]
+    assert counts[: len(counts) - 1] == list(range(1, len(counts)))
+    texts = [chunk.choices[0].delta.content or "" for chunk in shown if chunk.choices]
+    assert "".join(texts) == "hello wörld 🙂" and "" in texts[:-1]
+    plain = await chunks_of(served)
+    assert "" not in [chunk.choices[0].delta.content for chunk in plain[:-1]] and len(plain) < len(counts)
+
+
 async def test_length_ends_with_its_last_token(served: Served) -> None:
     answer = await chat(served, max_completion_tokens=1)
     assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == ("hello", "length")

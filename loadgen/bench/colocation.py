@@ -1,10 +1,10 @@
 """Co-location, live: the same online arrivals alone, beside offline work that competes, and beside ours.
 
-Four arms against one server, three seeds: (1) online only, (2) offline only, (3) naive mix - the offline requests are
-sent with the same priority -, (4) ours: they are sent with `service_tier: "flex"`. Online requests are judged by their
-TTFT from the scheduled arrival and the nearest-rank P99 of their own gaps, pooled over the seeds and
-paired by request between arms. With `--job` there is a fifth arm: the offline side is one real batch job, a JSONL file
-through /v1/files and /v1/batches. Every arm has a server of its own; its first seconds do not count.
+Five arms, three seeds: (1) online only, (2) offline only, (3) naive mix - offline requests are sent with the same
+priority -, (4) ours: they have `service_tier: "flex"`, (5) the offline side is one real batch job, a JSONL file
+through /v1/files and /v1/batches. Online requests are judged by their TTFT from the scheduled arrival and the
+nearest-rank P99 of their own gaps, pooled over the seeds and paired by request between arms. Every arm has a server of
+its own; its first seconds do not count.
 `--plot FILE.svg` adds a run with a sine-shaped online load and draws it.
 """
 
@@ -39,13 +39,15 @@ LEARNING = 15.0
 JOB_TOKENS_PER_SECOND = 2_000
 """A job has lines for this rate, so that it does not end before its arm."""
 JOB = "job"
+TIERS = {"online only": None, "offline only": "flex", "naive mix": "default", "tidemill": "flex", "batch job": JOB}
+"""The arms: how their offline work comes, None for without."""
 
 
 @dataclass(slots=True)
 class Answer:
     """One streamed request: seconds since the run's start; `tokens` are the arrival times of its tokens.
 
-    A chunk of k tokens is one gap and k - 1 zeros, and a token without text of its own comes with the next one.
+    A chunk of k tokens is one gap and k - 1 zeros. A token without text of its own has a chunk too, with its usage.
     """
 
     scheduled: float
@@ -255,21 +257,12 @@ def run_alone(
 
 def compare(serve: Callable[[], AbstractContextManager[str]], args: argparse.Namespace) -> None:
     rate = args.rate
-    arms: dict[str, list[Run]] = {"online only": [], "offline only": [], "naive mix": [], "tidemill": []}
-    if args.job:
-        arms["batch job"] = []
+    arms: dict[str, list[Run]] = {name: [] for name in args.arms}
     for seed in range(1, args.seeds + 1):
         arrivals = poisson(lambda _t: rate, rate, args.seconds, seed)
-        for name, tier, online in (
-            ("online only", None, arrivals),
-            ("offline only", "flex", []),
-            ("naive mix", "default", arrivals),
-            ("tidemill", "flex", arrivals),
-            ("batch job", JOB, arrivals),
-        ):
-            if name not in arms:
-                continue
-            arms[name].append(run_alone(serve, rate, online, args.seconds, tier, seed))
+        for name in arms:
+            online = [] if name == "offline only" else arrivals
+            arms[name].append(run_alone(serve, rate, online, args.seconds, TIERS[name], seed))
             summarise(f"  {name} {seed}", arms[name][-1:], args.ttft, args.tbt)
     print(
         f"{'arm':14} {'online':>7}  {'TTFT P50':>9} {'P99 ms':>9} {'TBT P50':>9} {'P99 ms':>9} {'attainment':>11} "
@@ -278,16 +271,27 @@ def compare(serve: Callable[[], AbstractContextManager[str]], args: argparse.Nam
     for name, runs in arms.items():
         summarise(name, runs, args.ttft, args.tbt)
     for name, beside in (("tidemill", "offline work"), ("batch job", "a batch job")):
-        if name in arms:
+        if name in arms and "online only" in arms:
             change, lower = paired_bound(arms[name], arms["online only"], args.ttft, args.tbt)
             print(f"attainment beside {beside} - alone: {change:+.2%}, lower 95 % bound {lower:+.2%}")
-    alone, mixed = (mean(run.offline_rate for run in arms[name]) for name in ("offline only", "tidemill"))
-    online_rate = rate * (ONLINE_PROMPT + ONLINE_OUTPUT)
-    left = alone - online_rate
-    print(
-        f"left over: {alone:.0f} offline only - {online_rate:.0f} online = {left:.0f} tok/s; "
-        f"harvested {mixed / left:.0%}"
-    )
+            if "offline only" in arms:
+                print_harvest(arms["offline only"], arms[name], rate)
+
+
+def print_harvest(alone: list[Run], mixed: list[Run], rate: float) -> None:
+    """Offline tokens/s beside online work, of what the online work leaves of the machine's offline tokens/s."""
+    most, got = (mean(run.offline_rate for run in runs) for runs in (alone, mixed))
+    online = rate * (ONLINE_PROMPT + ONLINE_OUTPUT)
+    left = most - online
+    print(f"left over: {most:.0f} offline only - {online:.0f} online = {left:.0f} tok/s; harvested {got / left:.0%}")
+
+
+def arms_of(text: str) -> tuple[str, ...]:
+    """Names of arms, separated by commas, in the order in which they run."""
+    names = tuple(name.strip() for name in text.split(","))
+    if unknown := [name for name in names if name not in TIERS]:
+        raise argparse.ArgumentTypeError(f"no such arm: {', '.join(unknown)} (there are {', '.join(TIERS)})")
+    return names
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -298,7 +302,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--ttft", type=float, default=1.0, help="TTFT limit in seconds")
     parser.add_argument("--tbt", type=float, default=0.1, help="limit on the P99 of a request's gaps in seconds")
     parser.add_argument("--fill-policy", default="tidemill", choices=("tidemill", "hygen"))
-    parser.add_argument("--job", action="store_true", help="a fifth arm: beside one real batch job")
+    parser.add_argument("--arms", type=arms_of, default=tuple(TIERS), help=f"some of {', '.join(TIERS)} (default: all)")
     parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="draw a run with a sine-shaped online load")
     args = parser.parse_args(argv)
     slo = f"ttft_p99={args.ttft * 1e3:g}ms,tbt_p99={args.tbt * 1e3:g}ms"
