@@ -22,7 +22,10 @@ PUBLISHED_PARAMETERS = {
     "llama-2-13b": 13.02e9,
     "llama-3-8b": 8.03e9,
     "mistral-7b": 7.24e9,
+    "opt-6.7b": 6.66e9,
     "opt-13b": 12.85e9,
+    "opt-30b": 29.97e9,
+    "opt-66b": 65.72e9,
     "qwen2.5-0.5b": 0.494e9,
     "qwen2.5-7b": 7.62e9,
 }

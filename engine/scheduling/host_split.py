@@ -156,7 +156,8 @@ def _next(
     epsilon: float,
 ) -> int | None:
     """The first of `rest` (largest first) that may join a mini-batch of `held` (KV, ACT) blocks."""
-    bound = max(imbalance(costs, *held), 1.0 + epsilon)
+    # Requests that are all alike must share a mini-batch: their sums differ by rounding.
+    bound = max(imbalance(costs, *held), 1.0 + epsilon) * (1.0 + 1e-9)
     welcome = None
     for index in rest:
         kv, act = held[0] + requests[index].kv, held[1] + requests[index].act
