@@ -245,10 +245,11 @@ async def serve(
 ) -> AsyncIterator[Served]:
     """The whole server, as `tidemill serve` builds it, but for signals; with `folder` it has files and batches."""
     folder, batch_limits = config.pop("folder", None), config.pop("batch_limits", None)
+    owns_process = config.pop("owns_process", False)
     settings = ServerConfig(**{"served_model_name": (MODEL, "alias"), "port": 0, **config})
     app = await asyncio.to_thread(create_app, engine, tokenizer, settings, folder, batch_limits)
     listener = await asyncio.to_thread(bind, settings.host, settings.port)
-    server = make_server(app, settings, limits, close_seconds=1)
+    server = make_server(app, settings, limits, close_seconds=1, owns_process=owns_process)
     task = asyncio.ensure_future(server._serve([listener]))  # `serve` would take over the test runner's signals
     while not server.started:
         await asyncio.sleep(0.005)

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import json
 import os
 import signal
@@ -307,6 +308,18 @@ async def test_pipelined_requests_are_answered_in_order(start_server: StartServe
 
 
 # --- the end
+
+
+async def test_what_the_start_left_is_kept_from_the_garbage_collector(start_server: StartServer) -> None:
+    """A full collection over all modules would stop every step; only a server with a process of its own may do that."""
+    await start_server()
+    assert gc.get_freeze_count() == 0
+    try:
+        await start_server(owns_process=True)
+        frozen = gc.get_freeze_count()
+        assert frozen > 10_000 and len(gc.get_objects()) < frozen
+    finally:
+        gc.unfreeze()
 
 
 async def test_draining_refuses_new_work_and_lets_the_old_end(start_server: StartServer) -> None:
