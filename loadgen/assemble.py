@@ -126,6 +126,8 @@ def target(args: argparse.Namespace) -> Target:
     if any(not equals for _, equals, _ in pairs):
         raise InputError("--header is NAME=VALUE")
     base = (args.base_url or f"http://{args.host}:{args.port}").rstrip("/")
+    if not base.startswith(("http://", "https://")):
+        raise InputError(f"--base-url {base}: an address begins with http:// or https://")
     return Target(
         base_url=base.removesuffix("/v1"),
         endpoint="/" + args.endpoint.lstrip("/"),

@@ -59,7 +59,7 @@ class Bench:
         plan = self.setup.plan(made, self.session)
         args = self.setup.args
         if not self.warmed:
-            warm_up(plan, args.num_warmups)
+            warm_up(plan, args.num_warmups, self.session.server["models"])
             self.warmed = True
         for note in made.notes:
             print(f"  {note}", file=sys.stderr)
@@ -92,8 +92,13 @@ def _bench(args: argparse.Namespace, command: str) -> Bench:
     made = setup.workload()
     setup.windows(made)
     calibrate = assemble.needs_calibration(made)
-    session = prepare(setup.target, args.prompt_mode, setup.ids, args.ready_check_timeout_sec, calibrate=calibrate)
+    wait = args.ready_check_timeout_sec
+    session = prepare(setup.target, args.prompt_mode, setup.ids, wait, calibrate=calibrate, say=_say)
     return Bench(setup, session, command)
+
+
+def _say(text: str) -> None:
+    print(f"  {text}", file=sys.stderr)
 
 
 def _run(args: argparse.Namespace, command: str) -> int:
@@ -106,13 +111,21 @@ def _run(args: argparse.Namespace, command: str) -> int:
 
 
 def _verdict(summary: dict[str, Any], assertions: Sequence[str]) -> int:
-    failed = [problem for item in assertions if (problem := checks.check(summary, item)) is not None]
+    failed, unknown = [], []
+    for item in assertions:
+        try:
+            failed += [problem] if (problem := checks.check(summary, item)) is not None else []
+        except InputError as error:
+            unknown.append(str(error))
     for problem in failed:
         print(f"ASSERTION FAILED {problem}", file=sys.stderr)
     for reason in summary.get("invalid", []):
         print(f"INVALID: {reason}", file=sys.stderr)
     if summary.get("interrupted"):
+        print("INTERRUPTED: the report holds what was measured until then", file=sys.stderr)
         return INTERRUPTED
+    if unknown:
+        raise InputError("; ".join(unknown))
     online = summary.get("online", {})
     if online.get("requests") and not online["outcomes"].get("ok"):
         print("FAILED: no online request succeeded", file=sys.stderr)
@@ -184,7 +197,8 @@ class _Points:
         names = ("slo_attainment", "slo_attainment_interval", "ttft_p99", "tbt_p99", "requests")
         throughput = summary["total"]["throughput"]
         point = {"rate": rate, **{name: online[name] for name in names}, "throughput": throughput}
-        self.points.append(point | {"valid": summary["valid"]})
+        if online["requests"]:  # none: stopped before the first one
+            self.points.append(point | {"valid": summary["valid"]})
         if summary["interrupted"]:
             raise KeyboardInterrupt
         attainment = 0.0 if online["slo_attainment"] is None else float(online["slo_attainment"])

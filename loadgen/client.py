@@ -136,9 +136,10 @@ def error_message(data: bytes) -> str:
         return data[:300].decode("utf-8", "replace")
 
 
-async def wait_ready(client: Client, seconds: float) -> None:
-    """Waits until the server lists its models; raises ServerError after `seconds`."""
+async def wait_ready(client: Client, seconds: float, say: Callable[[str], None]) -> None:
+    """Waits until the server lists its models, and says so once; raises ServerError after `seconds`."""
     deadline = asyncio.get_running_loop().time() + seconds
+    said = False
     while True:
         try:
             status, _ = await client.call("GET", "/v1/models")
@@ -149,6 +150,9 @@ async def wait_ready(client: Client, seconds: float) -> None:
             problem = str(error)
         if asyncio.get_running_loop().time() >= deadline:
             raise ServerError(f"{client.target.base_url} is not ready: {problem}")
+        if not said:
+            say(f"waiting up to {seconds:g} s for {client.target.base_url}")
+            said = True
         await asyncio.sleep(0.5)
 
 

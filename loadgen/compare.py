@@ -79,7 +79,7 @@ class Row:
 def compare(first: Arm, second: Arm, *, rounds: int = 1000, seed: int = 0) -> dict[str, Any]:
     """`{"rows", "paired", "notes", "interference", "harvest"}`; the SLO of the first arm applies to both."""
     keys_first, keys_second = list(first.requests), list(second.requests)
-    paired = bool(keys_first) and set(keys_first) == set(keys_second)
+    paired = bool(keys_first) and _same_requests(first, second)
     ours = [first.requests[key] for key in keys_first]
     theirs = [second.requests[key] for key in (keys_first if paired else keys_second)]
     rows = []
@@ -96,6 +96,15 @@ def compare(first: Arm, second: Arm, *, rounds: int = 1000, seed: int = 0) -> di
         "interference": _interference(first, second),
         "harvest": _harvest(first, second),
     }
+
+
+def _same_requests(first: Arm, second: Arm) -> bool:
+    """Whether both hold the same numbers of the same seeds, asking for the same tokens."""
+    asked = (
+        {key: (record.input_asked, record.output_asked) for key, record in arm.requests.items()}
+        for arm in (first, second)
+    )
+    return next(asked) == next(asked)
 
 
 def _ttft(record: RequestRecord) -> Floats:
@@ -149,17 +158,34 @@ def _notes(first: Arm, second: Arm, *, paired: bool) -> list[str]:
             notes.append(f"{arm.name}: {len(arm.requests)} online requests; {ENOUGH} an arm are needed for a claim")
         if any(not summary["valid"] for summary in arm.summaries):
             notes.append(f"{arm.name}: holds an INVALID run")
+        if any(summary.get("interrupted") for summary in arm.summaries):
+            notes.append(f"{arm.name}: holds a run that was stopped before its end")
         if len({summary["seeds"]["seed"] for summary in arm.summaries}) < len(arm.summaries):
             notes.append(f"{arm.name}: two runs share a seed; only one of them is counted")
     if first.requests and second.requests and first.slo != second.slo:
         notes.append(f"the arms state different SLOs; that of {first.name} is applied to both")
     if not paired and first.requests and second.requests:
         notes.append("the arms do not hold the same requests: differences are not paired")
+    if first.requests and second.requests and _asked(first) != _asked(second):
+        said = "; ".join(f"{arm.name}: {_asked(arm)}" for arm in (first, second))
+        notes.append(f"the arms were not asked the same, and differences hold that too ({said})")
     for arm in (arm for arm in (first, second) if arm.requests):
         good = sum(first.slo.good(record) for record in arm.requests.values())
         low, high = wilson(good, len(arm.requests))
         notes.append(f"{arm.name}: {good} of {len(arm.requests)} good, Wilson {low:.4f} to {high:.4f}")
     return notes
+
+
+def _asked(arm: Arm) -> str:
+    """What an arm's online requests are like, in the mean."""
+    requests = arm.requests.values()
+    prompt, answer = (
+        sum(getattr(r, name) for r in requests) / len(requests) for name in ("input_asked", "output_asked")
+    )
+    rates = [summary.get("honesty", {}).get("intended_rate") for summary in arm.summaries]
+    rate = f", {np.mean(rates):.3g} requests/s" if all(rates) else ""
+    names = sorted({str(summary.get("workload", {}).get("name", "")) for summary in arm.summaries})
+    return f"{', '.join(names)} with {prompt:.0f} tokens in, {answer:.0f} out{rate}"
 
 
 def _interference(first: Arm, second: Arm) -> dict[str, float | None] | None:

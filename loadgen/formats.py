@@ -8,10 +8,11 @@ tokenizers: where a file has text and no token count, the count is an estimate a
 import csv
 import gzip
 import json
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import orjson
@@ -23,7 +24,11 @@ CHARACTERS_PER_TOKEN = 4.0
 DEFAULT_OUTPUT = 128
 MOONCAKE_STAMP = 3.0
 ENOUGH_STAMPS = 10
+MAX_TOKENS = 1 << 31
 Row = Mapping[str, Any]
+Item = tuple[Content, int, float | None]
+"""A prompt, its answer's length in tokens and when it arrived (s), if that is known."""
+T = TypeVar("T")
 
 ESTIMATED = "input lengths are estimates (4 characters a token); the text itself is sent, usage gives the true counts"
 
@@ -33,7 +38,7 @@ def read(path: Path, kind: str | None = None) -> Trace:
     try:
         data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
         text = data.decode("utf-8-sig")
-    except (OSError, UnicodeDecodeError, EOFError) as error:
+    except (OSError, UnicodeDecodeError, EOFError, zlib.error) as error:
         raise InputError(f"cannot read {path}: {error}") from None
     name = path.name.removesuffix(".gz")
     try:
@@ -110,9 +115,30 @@ def _column(rows: Sequence[Row], name: str, convert: Callable[[Any], float]) -> 
     for index, row in enumerate(rows):
         try:
             values[index] = convert(row[name])
-        except (KeyError, TypeError, ValueError):
+        except (KeyError, TypeError, ValueError, OverflowError):
             raise InputError(f"row {index + 1}: bad {name} {row.get(name)!r}") from None
     return values
+
+
+def _count(value: Any) -> float:
+    """A number of tokens; raises ValueError for one that no request can have."""
+    found = float(value)
+    if not abs(found) <= MAX_TOKENS:
+        raise ValueError
+    return found
+
+
+def _each(rows: Sequence[Any], convert: Callable[[Any], T]) -> list[T]:
+    """`convert` of every row; raises InputError naming the row in which something has another shape."""
+    found = []
+    for index, row in enumerate(rows):
+        try:
+            found.append(convert(row))
+        except InputError as error:
+            raise InputError(f"row {index + 1}: {error}") from None
+        except (KeyError, IndexError, AttributeError, TypeError, ValueError, OverflowError) as error:
+            raise InputError(f"row {index + 1}: {type(error).__name__}: {error}") from None
+    return found
 
 
 def _lengths(
@@ -123,10 +149,7 @@ def _lengths(
     content: Sequence[Content] = (),
 ) -> Trace:
     """Drops rows without a prompt or an answer (failed requests in the public traces) and says how many."""
-    columns = _column(rows, inputs, float), _column(rows, outputs, float)
-    if not all(np.isfinite(column).all() for column in columns):
-        raise InputError("a token count is not a finite number")
-    prompt, answer = (column.astype(np.int64) for column in columns)
+    prompt, answer = (_column(rows, name, _count).astype(np.int64) for name in (inputs, outputs))
     keep = np.flatnonzero((prompt > 0) & (answer > 0))
     dropped = len(rows) - len(keep)
     notes = (f"{dropped} rows without prompt or answer dropped",) if dropped else ()
@@ -143,7 +166,7 @@ def _hashed(rows: Sequence[Row], inputs: str) -> tuple[Content, ...]:
     """Prefix blocks of 512 tokens, the last one partial, from `hash_ids`; empty when the file has none."""
     if "hash_ids" not in rows[0]:
         return ()
-    return tuple(Content(segments=_segments(row.get("hash_ids") or [], int(row[inputs]))) for row in rows)
+    return tuple(_each(rows, lambda row: Content(segments=_segments(row.get("hash_ids") or [], int(row[inputs])))))
 
 
 def _segments(ids: Any, tokens: int) -> tuple[tuple[int, int], ...]:
@@ -193,8 +216,7 @@ def _splitwise(rows: Sequence[Row]) -> Trace:
     return _lengths(rows, times, "prompt_size", "token_size")
 
 
-def _texts(items: Iterable[tuple[Content, int, float | None]], notes: tuple[str, ...]) -> Trace:
-    listed = list(items)
+def _texts(listed: Sequence[Item], notes: tuple[str, ...]) -> Trace:
     content = tuple(item for item, _, _ in listed)
     inputs = np.array([_estimate(item) for item in content], dtype=np.int64)
     outputs = np.array([size for _, size, _ in listed], dtype=np.int64)
@@ -226,38 +248,44 @@ def _plain(content: Any) -> str:
 
 def _output_size(row: Row) -> int | None:
     for name in ("output_tokens", "max_tokens", "max_completion_tokens"):
-        if isinstance(row.get(name), int) and row[name] > 0:
+        if row.get(name) is not None:
+            if not isinstance(row[name], int) or not 0 < row[name] <= MAX_TOKENS:
+                raise InputError(f"bad {name} {row[name]!r}")
             return int(row[name])
     return None
 
 
 def _openai_batch(rows: Sequence[Row]) -> Trace:
-    items = [(_content(row["body"]), _output_size(row["body"]) or DEFAULT_OUTPUT, None) for row in rows]
+    items = _each(rows, lambda row: (_content(row["body"]), _output_size(row["body"]) or DEFAULT_OUTPUT, None))
     return _texts(items, (ESTIMATED,))
 
 
 def _prompts(rows: Sequence[Row]) -> Trace:
-    items = []
-    for row in rows:
-        answer = row.get("canonical_solution") or row.get("completion")
-        estimated = max(1, round(len(answer) / CHARACTERS_PER_TOKEN)) if isinstance(answer, str) else DEFAULT_OUTPUT
-        when = float(row["arrived_at"]) if "arrived_at" in row else None
-        items.append((_content(row), _output_size(row) or estimated, when))
-    return _texts(items, (ESTIMATED,))
+    return _texts(_each(rows, _prompt), (ESTIMATED,))
+
+
+def _prompt(row: Row) -> Item:
+    answer = row.get("canonical_solution") or row.get("completion")
+    estimated = max(1, round(len(answer) / CHARACTERS_PER_TOKEN)) if isinstance(answer, str) else DEFAULT_OUTPUT
+    when = float(row["arrived_at"]) if "arrived_at" in row else None
+    return _content(row), _output_size(row) or estimated, when
 
 
 def _sharegpt(rows: Sequence[Any]) -> Trace:
-    items = []
-    for row in rows:
-        turns = row.get("conversations", []) if isinstance(row, dict) else []
-        # The first question and its answer, as every tool that reads this file takes it.
-        if len(turns) >= 2 and turns[0].get("value") and turns[1].get("value"):
-            size = max(1, round(len(turns[1]["value"]) / CHARACTERS_PER_TOKEN))
-            items.append((Content(messages=(("user", str(turns[0]["value"])),)), size, None))
+    items = [item for item in _each(rows, _conversation) if item is not None]
     if not items:
         raise InputError("no conversation with a question and an answer")
     notes = (ESTIMATED, "output lengths are estimates (4 characters a token)")
     return _texts(items, notes)
+
+
+def _conversation(row: Any) -> Item | None:
+    """The first question and its answer, as every tool that reads this file takes it; None without them."""
+    turns = row.get("conversations", []) if isinstance(row, dict) else []
+    if len(turns) < 2 or not (turns[0].get("value") and turns[1].get("value")):
+        return None
+    size = max(1, round(len(turns[1]["value"]) / CHARACTERS_PER_TOKEN))
+    return Content(messages=(("user", str(turns[0]["value"])),)), size, None
 
 
 READERS: dict[str, Callable[[Sequence[Row]], Trace]] = {

@@ -5,7 +5,7 @@ Talks to the server and measures nothing.
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
@@ -33,14 +33,22 @@ class Session:
     server: dict[str, Any]
 
 
-def prepare(target: Target, mode: PromptMode, ids: TokenIds, ready_within: float, *, calibrate: bool) -> Session:
+def prepare(
+    target: Target,
+    mode: PromptMode,
+    ids: TokenIds,
+    ready_within: float,
+    *,
+    calibrate: bool,
+    say: Callable[[str], None] = lambda _: None,
+) -> Session:
     """Waits for the server and learns what a plan needs; raises ServerError when it cannot be measured.
 
     `calibrate` is False when every prompt is given text: no probe is sent then.
     """
 
     async def work(client: Client) -> Session:
-        await wait_ready(client, ready_within)
+        await wait_ready(client, ready_within, say)
         about = await describe_server(client)
         chosen = replace(target, model=target.model or about["model"])
         if not chosen.model:
@@ -76,8 +84,11 @@ def probe(client: Client) -> Callable[[str], Awaitable[int]]:
     return ask
 
 
-def warm_up(plan: Plan, count: int) -> None:
-    """Sends `count` small requests of the plan's kind, one after another; raises ServerError when one fails."""
+def warm_up(plan: Plan, count: int, listed: Sequence[str] = ()) -> None:
+    """Sends `count` small requests of the plan's kind, one after another; raises ServerError when one fails.
+
+    `listed`: the models the server lists, named when it does not know the plan's.
+    """
 
     async def work(client: Client) -> None:
         maker = plan.maker()
@@ -89,11 +100,19 @@ def warm_up(plan: Plan, count: int) -> None:
             record = RequestRecord(number, "online", 0.0, 32, 4)
             await client.send(orjson.dumps(body | plan.stream_fields()), record)
             if record.outcome not in ("ok", "empty"):
-                hint = " (--no-ignore-eos leaves min_tokens and ignore_eos out)" if "ignore_eos" in record.error else ""
+                hint = _hint(record, client.target.model, listed)
                 raise ServerError(f"a warm-up request ended as {record.outcome}: {record.status} {record.error}{hint}")
 
     if count:
         _with_client(plan.target, work)
+
+
+def _hint(record: RequestRecord, model: str, listed: Sequence[str]) -> str:
+    if "ignore_eos" in record.error:
+        return " (--no-ignore-eos leaves min_tokens and ignore_eos out)"
+    if record.status in (400, 404) and listed and model not in listed:
+        return f" (--model {model}; the server lists {', '.join(map(str, listed))})"
+    return ""
 
 
 def _with_client(target: Target, work: Callable[[Client], Coroutine[Any, Any, T]]) -> T:

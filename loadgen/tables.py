@@ -55,7 +55,8 @@ def headline(summary: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if online["requests"]:
         low, high = online["slo_attainment_interval"]
-        found["SLO attainment"] = f"{online['slo_attainment']:.4f} [{low:.4f}, {high:.4f}]"
+        name = "SLO attainment" if summary["slo"] else "answered (no SLO stated)"
+        found[name] = f"{online['slo_attainment']:.4f} [{low:.4f}, {high:.4f}]"
         found["outcomes"] = ", ".join(f"{count} {name}" for name, count in online["outcomes"].items())
         found |= {f"{count} times": message for message, count in online["errors"].items()}
         found["online tokens/s in, out"] = f"{online['input_throughput']:.1f}, {online['output_throughput']:.1f}"

@@ -87,6 +87,8 @@ class ScriptedServer:
         if kind == "429":
             error = {"message": "the queue is full", "type": "rate_limit", "param": None, "code": "queue_full"}
             return web.json_response({"error": error}, status=429, headers={"Retry-After": "1"})
+        if kind == "404":
+            return web.json_response({"error": {"message": "no such model", "code": "model_not_found"}}, status=404)
         if not body.get("stream"):
             usage = {"prompt_tokens": count_tokens(body), "completion_tokens": body["max_tokens"]}
             choice = {"index": 0, "text": "x", "finish_reason": "length"}

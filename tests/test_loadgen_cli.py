@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from loadgen_server import Script, serving_in_thread
 
-from loadgen import checks, compare, flags, folder, report, svg, sweep
+from loadgen import checks, cli, compare, flags, folder, report, svg, sweep
 from loadgen.cli import main
 from loadgen.errors import InputError
 from loadgen.records import RequestRecord
@@ -182,6 +182,40 @@ def test_a_sweep_over_rates(tmp_path, calm) -> None:
     assert len(list(page.iter(SVG))) == 3
 
 
+def test_a_sweep_that_is_stopped_leaves_out_the_rate_that_never_began(tmp_path, capsys, calm, monkeypatch) -> None:
+    real = cli.execute
+
+    def stopped(plan, workers, show):
+        records = real(plan, workers, show)
+        if plan.online.arrived_at[-1] < 0.2:  # the second rate
+            records.requests.clear()
+            records.interrupted = True
+        return records
+
+    monkeypatch.setattr(cli, "execute", stopped)
+    with serving_in_thread(Script()) as url:
+        arguments = ["sweep", "--base-url", url, "--workload", "tiny", "--only", "online", "--num-prompts", "8"]
+        arguments += ["--request-rates", "30,300", "--goodput", "ttft:60000", "--quiet", "--output", str(tmp_path)]
+        assert main(arguments) == 130
+    assert [point["rate"] for point in summary_of(tmp_path)["points"]] == [30.0]
+    assert "INTERRUPTED" in capsys.readouterr().err
+
+
+def test_an_unknown_name_hides_no_failed_assertion(tmp_path, capsys, calm) -> None:
+    with serving_in_thread(Script()) as url:
+        more = ["--only", "online", "--assert", "online.nonsense>1", "--assert", "online.requests>=999"]
+        assert bench(url, tmp_path / "a", *more) == 2
+    shown = capsys.readouterr()
+    assert "ASSERTION FAILED online.requests>=999: it is 20" in shown.err and "online.nonsense" in shown.err
+    assert "answered (no SLO stated)" in shown.out
+
+
+def test_a_model_that_the_server_does_not_list_is_named_beside_those_it_does(tmp_path, capsys, calm) -> None:
+    with serving_in_thread(Script(answer=lambda number, body: "404")) as url:
+        assert bench(url, tmp_path / "a", "--only", "online", "--model", "other") == 1
+    assert "no such model (--model other; the server lists scripted)" in capsys.readouterr().err
+
+
 def test_several_worker_processes_share_one_schedule(tmp_path, calm) -> None:
     with serving_in_thread(Script()) as url:
         assert bench(url, tmp_path / "a", "--workers", "2", "--only", "online") == 0
@@ -213,6 +247,7 @@ def test_trace_command_converts(tmp_path, capsys) -> None:
         ["run", "--workload", "tiny", "--warmup", "9", "--cooldown", "9", "--duration", "5"],
         ["run", "--trace", "/no/such/file.csv"],
         ["run", "--completion-window", "soon"],
+        ["run", "--base-url", "localhost:8000"],
         ["sweep", "--goodput", "ttft:5"],
         ["sweep", "--request-rates", "1,2"],
         ["sweep", "--request-rates", "1,x", "--goodput", "ttft:5"],
@@ -222,7 +257,7 @@ def test_trace_command_converts(tmp_path, capsys) -> None:
 )
 def test_wrong_flags_are_one_line_and_exit_code_2(arguments, capsys) -> None:
     if arguments[0] in ("run", "sweep"):
-        arguments = [*arguments, "--base-url", "http://127.0.0.1:9", "--ready-check-timeout-sec", "0"]
+        arguments = [arguments[0], "--base-url", "http://127.0.0.1:9", "--ready-check-timeout-sec", "0", *arguments[1:]]
     assert main(arguments) == 2
     message = capsys.readouterr().err
     assert message.startswith("tidemill bench: ") and message.count("\n") == 1
@@ -298,6 +333,18 @@ def test_compare_decides_what_differs_and_leaves_the_rest() -> None:
     assert rows["slo_attainment"].second < rows["slo_attainment"].first
     apart = compare.compare(arm(list(base)), arm(list(base), seed=1), rounds=50)
     assert apart["paired"] is False and any("not paired" in note for note in apart["notes"])
+
+
+def test_compare_says_what_was_asked_of_each_arm() -> None:
+    first, second = arm([0.1, 0.2]), arm([0.1, 0.2])
+    for record in second.requests.values():
+        record.input_asked = 500
+    result = compare.compare(first, second, rounds=20)
+    assert result["paired"] is False and any("were not asked the same" in note for note in result["notes"])
+    second.summaries[0]["interrupted"] = True
+    assert any("stopped before its end" in note for note in compare.compare(first, second, rounds=20)["notes"])
+    same = compare.compare(first, arm([0.3, 0.2]), rounds=20)
+    assert same["paired"] is True and not any("asked the same" in note for note in same["notes"])
 
 
 def test_charts_survive_any_data() -> None:

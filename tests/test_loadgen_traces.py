@@ -129,6 +129,43 @@ def test_bad_files_are_named_errors(text, suffix) -> None:
         formats.parse(text, suffix)
 
 
+@pytest.mark.parametrize(
+    "second",
+    [
+        '{"prompt": 5}', '{"prompt": "a", "max_tokens": "five"}', '{"prompt": "a", "max_tokens": -1}',
+        '{"messages": ["hi"]}', '{"messages": [{"content": [3]}]}', '{"prompt": "a", "arrived_at": "soon"}',
+    ],
+)  # fmt: skip
+def test_a_damaged_prompt_is_named_by_its_row(second) -> None:
+    with pytest.raises(InputError, match="row 2"):
+        formats.parse('{"prompt": "a"}\n' + second + "\n", "jsonl")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"custom_id": "a", "body": 5}',
+        '{"timestamp": 0, "input_length": 9, "output_length": 5, "hash_ids": "abc"}',
+        '{"timestamp": 0, "input_length": 9, "output_length": 5, "hash_ids": ["x"]}',
+        '{"timestamp": 0, "input_length": "9e", "output_length": 5, "hash_ids": [1]}',
+        '{"input_tokens": 1e20, "output_tokens": 5}',
+    ],
+)
+def test_damaged_values_are_named_by_their_row(text) -> None:
+    with pytest.raises(InputError, match="row 1"):
+        formats.parse(text, "jsonl")
+    with pytest.raises(InputError, match="row 1"):
+        formats.parse('[{"conversations": [5, 6]}]', "json")
+
+
+@pytest.mark.parametrize("cut", [lambda data: data[:-9], lambda data: data[:30] + bytes([data[30] ^ 255]) + data[31:]])
+def test_a_damaged_archive_is_a_named_error(tmp_path, cut) -> None:
+    path = tmp_path / "t.csv.gz"
+    path.write_bytes(cut(gzip.compress(AZURE.encode() * 50)))
+    with pytest.raises(InputError, match="cannot read"):
+        formats.read(path)
+
+
 lengths = st.lists(st.tuples(st.floats(0, 1000), st.integers(1, 3000), st.integers(1, 500)), min_size=2, max_size=40)
 
 
