@@ -257,7 +257,7 @@ class EngineCore:
 
     def _fail_invalid(self, request: Request, now: float) -> RequestOutput:
         """NaN logits end this request only, and what it computed leaves the prefix cache (E7)."""
-        for block in request.cache_map.blocks:
+        for block in (*request.cache_map.blocks, *request.parked_blocks):
             self._scheduler.pool.withdraw(block)
         error = EngineStepError("The model gave no finite logits for this request.")
         return self._finish(request, FinishReason.ERROR, now, [], None, error=error)
@@ -284,7 +284,7 @@ class EngineCore:
         failed = {undone.output.step_id for undone in (flight, *self._in_flight)}
         for request in self._requests.values():
             if request.parked_blocks and request.parked_in_step in failed:
-                self._scheduler.forget_parked(request)
+                self._scheduler.parked.forget(request)
         for undone in (flight, *self._in_flight):
             self._scheduler.released_rows.extend(undone.output.released_rows)
         return outputs
@@ -301,7 +301,7 @@ class EngineCore:
         if request.status is RequestStatus.RUNNING:
             self._scheduler.preempt(request, "step_failure")
         else:
-            self._scheduler.forget_parked(request)
+            self._scheduler.parked.forget(request)
 
     def _finish(
         self,

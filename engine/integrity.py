@@ -34,7 +34,7 @@ def _check_running(request: Request, scheduler: Scheduler) -> None:
     capacity = len(blocks) * scheduler.config.block_size
     assert request.num_confirmed_tokens <= request.num_computed_tokens <= capacity
     assert request.num_computed_tokens <= request.num_expected_tokens
-    assert not request.parked_blocks, "a running request holds host blocks"
+    assert not request.parked_blocks, "a running request has parked blocks"
     hidden = sum(block.entry.kind is CacheKind.HIDDEN for block in blocks)
     assert request.cache_map.num_hidden == hidden, "hidden blocks are miscounted"
 
@@ -43,4 +43,5 @@ def _check_waiting(request: Request, scheduler: Scheduler) -> None:
     assert request.status in {RequestStatus.WAITING, RequestStatus.PREEMPTED}
     assert not request.cache_map.blocks and request.row < 0, "a waiting request holds something"
     assert bool(request.parked_blocks) == bool(request.num_parked_tokens)
+    scheduler.parked.check_integrity(request)
     assert request.num_parked_tokens <= len(request.parked_blocks) * scheduler.config.block_size

@@ -160,7 +160,8 @@ class Request:
     `num_computed_tokens` is the one progress counter: it advances when a chunk is *scheduled*; `num_confirmed_tokens`
     follows in `update`, and a failed step rewinds to it. `num_placeholders` counts sampled tokens still in flight.
     `cache_kind`: what new blocks are stored as; it outlives preemptions. While the request is preempted, its first
-    `num_parked_tokens` tokens may lie in `parked_blocks` on the host, copied there by the step `parked_in_step`.
+    `num_parked_tokens` tokens may lie in `parked_blocks`, some of them on the device, some copied to the host, the last
+    by the step `parked_in_step`.
     """
 
     spec: EngineRequest

@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from engine.config import SchedulerConfig
 from engine.execution.fake import FakeRunner, solo_tokens
 from engine.request import EngineRequest, FinishReason, RequestClass
+from predictor.model import LatencyModel
 
 VOCAB = 40
 BLOCK = 4
@@ -33,17 +34,30 @@ def build(request_id: str, shape: tuple) -> EngineRequest:  # type: ignore[type-
     )
 
 
-# host units, blocks that may be run from hidden state, online policy
+# host units, blocks that may be run from hidden state, online policy, whether recomputing costs about as much as a copy
 tiers = st.sampled_from(
-    [(0, 0, "fcfs"), (200, 0, "fcfs"), (24, 0, "apt"), (0, 6, "apt"), (30, 5, "apt"), (200, 40, "goodput")]
+    [
+        (0, 0, "fcfs", False),
+        (200, 0, "fcfs", False),
+        (60, 0, "fcfs", True),
+        (24, 0, "apt", False),
+        (0, 6, "apt", False),
+        (30, 5, "apt", False),
+        (40, 9, "goodput", True),
+        (200, 40, "goodput", False),
+    ]
 )
-Tiers = tuple[int, int, str]
+Tiers = tuple[int, int, str, bool]
+LIKE_COPIES = LatencyModel(
+    intercept=0.01, decodes=1e-3, prefill_tokens=1e-3, attention=4e-5, transferred=1.3e-3, restored=1e-4, compact=1e-4
+)
+"""Copying a block both ways takes as long as computing it again behind about ten tokens."""
 
 
 def make_fuzz_driver(
-    depth: int, num_blocks: int, seqs: int, chunk: int, prefix_caching: bool, tiers: Tiers = (0, 0, "fcfs")
+    depth: int, num_blocks: int, seqs: int, chunk: int, prefix_caching: bool, tiers: Tiers = (0, 0, "fcfs", False)
 ) -> Driver:
-    host_units, scratch_blocks, policy = tiers
+    host_units, scratch_blocks, policy, costed = tiers
     config = SchedulerConfig(
         num_units=2 * num_blocks,
         max_model_len=num_blocks * BLOCK,
@@ -52,12 +66,13 @@ def make_fuzz_driver(
         max_num_batched_tokens=max(seqs, chunk),
         enable_prefix_caching=prefix_caching,
         pipeline_depth=depth,
+        refuse_late=False,
         host_units=host_units,
         unit_bytes=1,
         scratch_blocks=scratch_blocks,
     )
     runner = FakeRunner(block_size=BLOCK, vocab_size=VOCAB, scratch_blocks=scratch_blocks, host_units=host_units)
-    return Driver(runner, config, online_policy=policy)
+    return Driver(runner, config, online_policy=policy, model=LIKE_COPIES if costed else None)
 
 
 @pytest.mark.parametrize("depth", [0, 1])

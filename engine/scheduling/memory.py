@@ -1,15 +1,15 @@
 """The units of one step: what requests get, whom it is taken from, and where a victim's past goes.
 
 Memory alone preempts (HyGen §4.1). Offline work loses first, and among it few, small and young requests; the last
-resort is the online request that arrived last. What a victim computed goes to the host tier where bringing it back
-costs less than computing it again (Apt-Serve §4, HybridServe §4); otherwise its full blocks stay in the prefix index
-while nobody needs the room. Knows nothing of time limits and of the order in which requests are considered.
+resort is the online request that arrived last. Before anybody running loses its place, those that wait lose blocks that
+they still hold; where the past of either goes is decided block by block in `engine.scheduling.parked`. Knows nothing of
+time limits and of the order in which requests are considered.
 """
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from engine.cache.cache_map import UNITS_PER_BLOCK, CacheBlock, CacheKind
+from engine.cache.cache_map import UNITS_PER_BLOCK, CacheBlock, CacheKind, Tier
 from engine.cache.pool import UNITS_PER_KV_BLOCK
 from engine.request import Request, RequestClass
 from engine.scheduling.output import AppendedEntries, CacheAction, CacheOperation, ReplacedEntry
@@ -21,8 +21,8 @@ LATE_HEADROOM = 0.25
 
 
 class Claim(NamedTuple):
-    """What a waiting request would start from: `hits` in the prefix index, then `parked` blocks on the host, which
-    together hold its first `num_tokens` tokens; `units`: device units that it needs besides the hits."""
+    """What a waiting request would start from: `hits` in the prefix index, then `parked` blocks of its own on either
+    tier, which together hold its first `num_tokens` tokens; `units`: device units that it needs besides both."""
 
     hits: list[CacheBlock]
     parked: list[CacheBlock]
@@ -47,12 +47,17 @@ class StepMemory:
     def claim(self, request: Request) -> Claim:
         """What `request` could start from now. A prefix on the device is better than the same tokens on the host."""
         hits = self._usable(self._scheduler.find_prefix(request))
+        hidden = _num_hidden(hits) + _num_hidden(request.parked_blocks[len(hits) :])
+        if request.parked_blocks and hidden > self._scheduler.config.scratch_blocks:
+            hits = []  # never both: its own past alone has run before
         parked, num_tokens = request.parked_blocks[len(hits) :], len(hits) * self._block_size
         num_blocks = len(request.token_ids) // self._block_size + 1 - len(hits) - len(parked)
-        units = num_blocks * UNITS_PER_BLOCK[request.cache_kind]
+        room = self._scheduler.hidden_room - _num_hidden(hits) - _num_hidden(parked)
+        num_hidden = max(0, min(num_blocks, room)) if request.cache_kind is CacheKind.HIDDEN else 0
+        units = num_hidden * UNITS_PER_BLOCK[CacheKind.HIDDEN] + (num_blocks - num_hidden) * UNITS_PER_KV_BLOCK
         if parked:
             num_tokens = request.num_parked_tokens
-            units += sum(len(block.entry.units) for block in parked)
+            units += sum(len(block.entry.units) for block in parked if block.entry.tier is Tier.HOST)
         return Claim(hits, parked, num_tokens, units)
 
     def _usable(self, hits: list[CacheBlock]) -> list[CacheBlock]:
@@ -64,24 +69,46 @@ class StepMemory:
                 return hits[:index]
         return hits
 
-    def make_room(self, claim: Claim, online: bool) -> bool:
+    def make_room(self, request: Request, claim: Claim) -> bool:
         """Whether a row and the claim's units are available now, evicting offline work for an online request."""
         scheduler, pool = self._scheduler, self._pool
         if _num_hidden(claim.hits) + _num_hidden(claim.parked) > scheduler.hidden_room:
             return False
-        units = claim.units + pool.num_idle_units(claim.hits)
-        if not online:
-            room = scheduler.units_for(RequestClass.OFFLINE, len(scheduler.running[RequestClass.OFFLINE]) + 1)
-            return bool(scheduler.free_rows) and room >= units + scheduler.growth_reserve
-        if scheduler.free_rows and pool.num_available_units >= units:
+        if request.request_class is RequestClass.OFFLINE:
+            return bool(scheduler.free_rows) and self._make_offline_room(request, claim)
+        if scheduler.free_rows and self._has_units(request, claim, online=False):
             return True
-        if scheduler.free_rows and pool.num_available_units + pool.num_deferred_units >= units:
+        missing = claim.units + pool.num_idle_units(claim.hits) - pool.num_available_units - pool.num_deferred_units
+        if scheduler.free_rows and missing <= 0:
             return False  # enough is on its way; a later step admits it
-        for victim in self._smallest_victims(units - pool.num_available_units - pool.num_deferred_units):
+        offline, parked = (scheduler.parked.num_units(online=online, but=request) for online in (False, True))
+        for victim in self._smallest_victims(missing - offline) or self._smallest_victims(missing - parked):
             scheduler.preempt(victim, "online", self._step_id)
-        # A victim may have shared the hits: idle now, they are no room any more.
-        units = claim.units + pool.num_idle_units(claim.hits)
-        return bool(scheduler.free_rows) and pool.num_available_units >= units
+        return bool(scheduler.free_rows) and self._has_units(request, claim, online=True)
+
+    def _has_units(self, request: Request, claim: Claim, *, online: bool) -> bool:
+        """Whether the claim's units are available for an online request, moving parked pasts if that makes it so.
+
+        A victim may have shared the hits: idle now, they are no room any more. `online`: whether those lose, too.
+        """
+        pool, parked = self._pool, self._scheduler.parked
+        missing = claim.units + pool.num_idle_units(claim.hits) - pool.num_available_units
+        if 0 < missing <= parked.num_units(online=online, but=request):
+            parked.reclaim(missing, self._step_id, online=online, but=request, spared=frozenset(claim.hits))
+        return claim.units + pool.num_idle_units(claim.hits) <= pool.num_available_units
+
+    def _make_offline_room(self, request: Request, claim: Claim) -> bool:
+        """Beside what runs, and beside the next block of everything that runs; parked offline pasts may be moved."""
+        scheduler, parked = self._scheduler, self._scheduler.parked
+        num_offline = len(scheduler.running[RequestClass.OFFLINE]) + 1
+
+        def missing() -> int:
+            units = claim.units + self._pool.num_idle_units(claim.hits) + scheduler.growth_reserve
+            return units - scheduler.units_for(RequestClass.OFFLINE, num_offline)
+
+        if 0 < (units := missing()) <= parked.num_units(online=False, but=request):
+            parked.reclaim(units, self._step_id, online=False, but=request, spared=frozenset(claim.hits))
+        return missing() <= 0
 
     def evict_late(self, starts: Sequence[Start]) -> None:
         """Before anything is in the step: room for the savable requests that it can begin, from late running ones."""
@@ -91,6 +118,7 @@ class StepMemory:
                 units += (len(request.token_ids) // self._block_size + 1) * UNITS_PER_BLOCK[kind]
                 tokens += len(request.token_ids)
         missing = units - self._pool.num_available_units - self._pool.num_deferred_units
+        missing -= scheduler.parked.num_units(online=True)
         missing -= sum(_freed_units(request) for request in scheduler.running[RequestClass.OFFLINE])
         for victim in scheduler.evictable(self._now):
             if missing <= 0:
@@ -105,22 +133,18 @@ class StepMemory:
         if not scheduler.online_policy.late_last or not scheduler.running[RequestClass.ONLINE]:
             return True
         units = (len(request.token_ids) // self._block_size + 1) * UNITS_PER_KV_BLOCK
-        return self._pool.num_available_units - units >= LATE_HEADROOM * self._pool.num_units
+        room = self._pool.num_available_units + scheduler.parked.num_units(online=True)
+        return room - units >= LATE_HEADROOM * self._pool.num_units
 
     def take(self, request: Request, claim: Claim) -> None:
-        """Give the request what it claimed; its parked blocks come back in this step. There must be room."""
+        """Give the request what it claimed; what it has on the host comes back in this step. There must be room."""
         online = request.request_class is RequestClass.ONLINE
         blocks = request.cache_map.blocks
         for block in claim.hits:
             self._pool.acquire(block, online=online)
             blocks.append(block)
-        for source in claim.parked:
-            target = self._pool.allocate(source.entry.kind, online=online)
-            assert target is not None, "admitted without room"
-            self._scheduler.operations.append(CacheOperation(CacheAction.SWAP_IN, source.entry, target.entry))
-            blocks.append(target)
+        blocks.extend(self._scheduler.parked.resume(request, len(claim.hits), self._step_id))
         self._scheduler.count_hidden(request, _num_hidden(blocks))
-        self._scheduler.drop_parked(request, self._step_id)
         request.cache_map.num_published = len(claim.hits)
         request.num_computed_tokens = request.num_confirmed_tokens = claim.num_tokens
 
@@ -171,7 +195,7 @@ class StepMemory:
             assert target is not None, "available units could not be had"
             start = index * self._block_size
             operation = CacheOperation(CacheAction.RESTORE, source.entry, target.entry, start)
-            self._scheduler.operations.append(operation)
+            self._scheduler.parked.operations.append(operation)
             self.replaced.append(ReplacedEntry(request.row, index, target.entry))
             request.cache_map.blocks[index] = target
             self._pool.release(source, self._step_id)
@@ -185,12 +209,17 @@ class StepMemory:
         blocks = request.cache_map.blocks
         start = request.num_computed_tokens
         scheduler, request_class = self._scheduler, request.request_class
+        online = request_class is RequestClass.ONLINE
         num_offline = len(scheduler.running[RequestClass.OFFLINE])
         while len(blocks) * self._block_size < start + length:
             kind = scheduler.kind_for(request)
+            wanted = -(-(start + length) // self._block_size) - len(blocks)
+            missing = wanted * UNITS_PER_BLOCK[kind] - scheduler.units_for(request_class, num_offline)
+            if missing > 0:
+                scheduler.parked.reclaim(missing, self._step_id, online=online and self._offline_victim() is None)
             if scheduler.units_for(request_class, num_offline) < UNITS_PER_BLOCK[kind]:
                 break
-            block = self._pool.allocate(kind, online=request_class is RequestClass.ONLINE)
+            block = self._pool.allocate(kind, online=online)
             if block is None:
                 break
             scheduler.count_hidden(request, kind is CacheKind.HIDDEN)
@@ -223,16 +252,20 @@ class StepMemory:
 
     def _victim_for(self, request: Request) -> Request | None:
         """Whose memory a running request takes: offline first, then the last in the order; none of this step's."""
-        running = self._scheduler.running
-        offline = (r for r in reversed(running[RequestClass.OFFLINE]) if r.last_step != self._step_id)
-        if request.request_class is RequestClass.ONLINE and (victim := next(offline, None)) is not None:
-            return victim
         online = request.request_class is RequestClass.ONLINE
-        peers = self._scheduler.online_order(self._now) if online else running[RequestClass.OFFLINE]
+        if online and (victim := self._offline_victim()) is not None:
+            return victim
+        scheduler = self._scheduler
+        peers = scheduler.online_order(self._now) if online else scheduler.running[RequestClass.OFFLINE]
         for candidate in reversed(peers):
             if candidate is request or candidate.last_step != self._step_id:
                 return candidate
         return None
+
+    def _offline_victim(self) -> Request | None:
+        """The last to arrive of the running offline requests that are not in this step."""
+        offline = reversed(self._scheduler.running[RequestClass.OFFLINE])
+        return next((request for request in offline if request.last_step != self._step_id), None)
 
 
 def _freed_units(request: Request) -> int:

@@ -74,7 +74,8 @@ class Past:
     """Blocks of one request in one representation, all of them unshared, up to its last computed token.
 
     `start`: computed tokens before them (shared, or in another representation). `tokens` ≥ 1 in them. `kv_units`,
-    `hidden_units`: device units of each block that hold K and V, and hidden state; 0 where not stored.
+    `hidden_units`: device units of each block that hold K and V, and hidden state; 0 where not stored. `can_drop`:
+    nothing of the request lies behind them.
     """
 
     start: int
@@ -82,6 +83,7 @@ class Past:
     kv_units: int
     hidden_units: int
     block_size: int
+    can_drop: bool = True
 
     @property
     def num_blocks(self) -> int:
@@ -226,7 +228,7 @@ def _steps(index: int, past: Past, units: int, costs: RestoreCosts) -> Iterator[
     """All moves of the past's blocks, priced for as many blocks from its tail as `units` units need."""
     kv, hidden = past.kv_units, past.hidden_units
     # (where it may go, units that this frees in all, host units that it takes)
-    ways = [(Place.DROP, kv + hidden, 0)]
+    ways = [(Place.DROP, kv + hidden, 0)] if past.can_drop else []
     if kv:
         ways.append((Place.HOST_KV, kv + hidden, kv))
     if hidden:

@@ -125,7 +125,7 @@ def _plan_waiting(
     """Waiting requests in the offline policy's order, while rows, units, tokens and time last."""
     pool = scheduler.pool
     units = scheduler.units_for(RequestClass.OFFLINE, len(scheduler.running[RequestClass.OFFLINE]) + 1)
-    units += pool.num_deferred_units - scheduler.growth_reserve
+    units += pool.num_deferred_units + scheduler.parked.num_units(online=False) - scheduler.growth_reserve
     rows = len(scheduler.free_rows)
     block_size = scheduler.config.block_size
     for request in _candidates(scheduler, rows):

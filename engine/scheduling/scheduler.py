@@ -15,19 +15,15 @@ from engine.config import SchedulerConfig
 from engine.request import Request, RequestClass, RequestStatus
 from engine.scheduling.objective import StepObjective
 from engine.scheduling.offline_queue import OfflineQueue
-from engine.scheduling.output import CacheAction, CacheOperation
+from engine.scheduling.output import CacheOperation
+from engine.scheduling.parked import ParkedCache
 from engine.scheduling.policies import OnlinePolicy, QueueContext
 from engine.scheduling.pressure import Pressure
 from engine.scheduling.queues import insert_by_age, remove_by_age
-from predictor.features import BatchFeatures
 from predictor.model import LatencyPredictor
 
 HIDDEN_STEPS = 64
 """Steps for which whoever starts from hidden state is charged: it runs from it until the pressure ends, not for one."""
-
-
-def _action_order(operation: CacheOperation) -> int:
-    return list(CacheAction).index(operation.action)
 
 
 @dataclass(slots=True)
@@ -64,7 +60,7 @@ class Scheduler:
         self.waiting_offline = OfflineQueue(offline_policy, config.block_size, seed=config.seed)
         self.free_rows = list(range(config.max_num_seqs - 1, -1, -1))
         self.released_rows: list[int] = []
-        self.operations: list[CacheOperation] = []
+        self.parked = ParkedCache(config, self.pool, model)
         self.num_hidden_blocks = 0
         self.counters = SchedulerCounters()
 
@@ -109,7 +105,7 @@ class Scheduler:
         block_size = self.config.block_size
         blocks = sum(len(request.token_ids) // block_size + 1 for request in self.waiting_online)
         offline = self.running[RequestClass.OFFLINE]
-        capacity = self.pool.num_available_units + self.pool.num_deferred_units
+        capacity = self.pool.num_available_units + self.pool.num_deferred_units + self.parked.num_units(online=True)
         capacity += UNITS_PER_KV_BLOCK * sum(len(request.cache_map.blocks) for request in offline)
         if blocks * UNITS_PER_KV_BLOCK <= capacity and not self._is_short_of_time(now):
             return None
@@ -186,71 +182,29 @@ class Scheduler:
     def preempt(self, request: Request, cause: str, step_id: int | None = None) -> None:
         """Take a running request's row and units; its tokens stay, and it goes back to its place in the queue.
 
-        With a `step_id`, that step may copy what was computed to the host. Otherwise its full blocks stay in the prefix
-        index while nobody needs the room, so what it lost is recomputed only then.
+        With a `step_id` and a host tier it keeps what was computed until somebody needs the room. Otherwise its full
+        blocks stay in the prefix index while nobody needs the room, so what it lost is recomputed only then.
         """
-        if step_id is not None and self.worth_parking(request):
-            self._park(request, step_id)
+        if step_id is not None:
+            self.parked.park(request)
         self.give_up(request)
         request.move_to(RequestStatus.PREEMPTED)
         request.num_preemptions += 1
         self.add_waiting(request)
         self.counters.preemptions[cause] = self.counters.preemptions.get(cause, 0) + 1
 
-    def worth_parking(self, request: Request) -> bool:
-        """Whether the way to the host and back takes less than computing the request's past again."""
-        tokens = request.num_computed_tokens
-        if tokens == 0 or not self.pool.host.num_units:
-            return False
-        if self.model is None:
-            return True
-        blocks = request.cache_map.blocks[: -(-tokens // self.config.block_size)]
-        num_bytes = 2 * sum(len(block.entry.units) for block in blocks) * self.config.unit_bytes
-        features = BatchFeatures()
-        features.add_chunk(0, tokens)
-        return self.model.cache_work(transferred_bytes=num_bytes) < self.model.predict(features)
-
-    def _park(self, request: Request, step_id: int) -> None:
-        """Copy the blocks of everything computed to the host, or nothing when it has no room for all of them."""
-        tokens = request.num_computed_tokens
-        sources = request.cache_map.blocks[: -(-tokens // self.config.block_size)]
-        for source in sources:
-            target = self.pool.host.allocate(source.entry.kind)
-            if target is None:
-                self.drop_parked(request, -1)
-                return
-            request.parked_blocks.append(target)
-        pairs = zip(sources, request.parked_blocks, strict=True)
-        self.operations.extend(CacheOperation(CacheAction.SWAP_OUT, a.entry, b.entry) for a, b in pairs)
-        request.num_parked_tokens, request.parked_in_step = tokens, step_id
-
-    def drop_parked(self, request: Request, last_step: int) -> None:
-        """Give up the host blocks of a request; `last_step`: the newest step that may copy from or to them."""
-        for block in request.parked_blocks:
-            self.pool.release(block, last_step)
-        request.parked_blocks.clear()
-        request.num_parked_tokens = 0
-
-    def forget_parked(self, request: Request) -> None:
-        """Give up the host blocks of a request that will not come back for them, and copies not yet on their way."""
-        targets = {block.entry for block in request.parked_blocks}
-        kept = [operation for operation in self.operations if operation.target not in targets]
-        launched = len(kept) == len(self.operations)
-        self.operations = kept
-        self.drop_parked(request, request.parked_in_step if launched else -1)
-
     def take_operations(self) -> tuple[CacheOperation, ...]:
-        """What the step that is being launched must do to the cache: swaps out first, for others may get the units."""
-        operations, self.operations = self.operations, []
+        """The cache operations of the step that is being launched, counted."""
+        operations, units = self.parked.take_operations(), self.counters.cache_units
         for operation in operations:
             name = operation.action.value
-            self.counters.cache_units[name] = self.counters.cache_units.get(name, 0) + len(operation.target.units)
-        return tuple(sorted(operations, key=_action_order))
+            units[name] = units.get(name, 0) + len(operation.target.units)
+        return operations
 
     def give_up(self, request: Request) -> None:
         """Remove a request from its queue and release what it holds (units deferred while a step may touch them)."""
         if request.status is not RequestStatus.RUNNING:
-            self.forget_parked(request)
+            self.parked.forget(request)
             if request.request_class is RequestClass.ONLINE:
                 remove_by_age(self.waiting_online, request)
             else:

@@ -265,7 +265,7 @@ class StepBuilder:
         """
         claim = self.memory.claim(request)
         length = choose_length(claim.num_tokens, len(request.token_ids) - claim.num_tokens)
-        if length == 0 or not self.memory.make_room(claim, request.request_class is RequestClass.ONLINE):
+        if length == 0 or not self.memory.make_room(request, claim):
             return False
         self._start(request, claim)
         granted = self.memory.extend(request, length)

@@ -1,0 +1,264 @@
+"""Parked pasts: which blocks of whom leave the device, in what mix, and that nobody waits for ever because of them."""
+
+import random
+from collections.abc import Iterable, Sequence
+
+import pytest
+from driver import make_request
+from test_core_fuzz import BLOCK, LIKE_COPIES, VOCAB, make_fuzz_driver
+from test_hybrid_scheduling import check_solo, make
+
+from engine.cache.cache_map import CacheBlock, CacheKind, Tier
+from engine.cache.pool import BlockPool
+from engine.config import SchedulerConfig
+from engine.execution.fake import solo_tokens
+from engine.request import EngineRequest, Request, RequestClass, RequestTimes, SamplingParams
+from engine.scheduling.output import CacheAction
+from engine.scheduling.parked import ParkedCache
+from predictor.model import LatencyModel
+
+DEAR_COPIES = LatencyModel(intercept=0.01, prefill_tokens=1e-3, transferred=1.0, restored=1e-5)
+DEAR_TOKENS = LatencyModel(intercept=0.01, prefill_tokens=1.0, transferred=1e-3, restored=1e-5)
+
+
+class Shelf:
+    """Requests with a past of their own in a pool of 40 units, parked one after the other."""
+
+    def __init__(self, host: int, model: LatencyModel | None, scratch: int = 20) -> None:
+        self.config = SchedulerConfig(
+            num_units=40,
+            max_model_len=100,
+            block_size=BLOCK,
+            host_units=host,
+            unit_bytes=1,
+            max_num_batched_tokens=64,
+            scratch_blocks=scratch,
+        )
+        self.pool = BlockPool(40, host)
+        self.parked = ParkedCache(self.config, self.pool, model)
+        self.requests: list[Request] = []
+
+    def park(self, kinds: Sequence[CacheKind], tokens: int, *, offline: bool = False, last_step: int = -1) -> Request:
+        spec = EngineRequest(
+            str(len(self.requests)),
+            tuple(range(tokens + 1)),
+            SamplingParams(max_tokens=4),
+            RequestClass.OFFLINE if offline else RequestClass.ONLINE,
+        )
+        request = Request(spec, RequestTimes(0.0), len(self.requests))
+        for kind in kinds:
+            block = self.pool.allocate(kind, online=not offline)
+            assert block is not None
+            request.cache_map.blocks.append(block)
+        request.num_computed_tokens, request.last_step = tokens, last_step
+        self.parked.park(request)
+        self.requests.append(request)
+        return request
+
+    def check(self) -> None:
+        held: list[CacheBlock] = []
+        for request in self.requests:
+            held += [*request.parked_blocks, *request.cache_map.blocks]
+            self.parked.check_integrity(request)
+            assert request.num_parked_tokens <= len(request.parked_blocks) * BLOCK
+        self.pool.check_integrity(held)
+
+
+def where(request: Request) -> str:
+    """d, h: a block on the device and on the host; capitals hold hidden state."""
+    letters = {Tier.DEVICE: "d", Tier.HOST: "h"}
+    found = (
+        (letters[b.entry.tier].upper() if b.entry.kind is CacheKind.HIDDEN else letters[b.entry.tier])
+        for b in request.parked_blocks
+    )
+    return "".join(found)
+
+
+KV, HIDDEN = CacheKind.KV, CacheKind.HIDDEN
+
+
+def test_only_what_is_needed_leaves_from_the_tail() -> None:
+    shelf = Shelf(40, None)
+    request = shelf.park([KV] * 5, 18)
+    assert shelf.parked.num_units(online=True) == 10
+    shelf.parked.reclaim(3, 0, online=True)
+    assert where(request) == "dddhh" and shelf.pool.num_free_units == 34
+    assert request.num_parked_tokens == 18 and request.parked_in_step == 0
+    shelf.check()
+
+
+def test_dear_copies_drop_the_tail() -> None:
+    shelf = Shelf(40, DEAR_COPIES)
+    request = shelf.park([KV] * 5, 18)
+    shelf.parked.reclaim(3, 0, online=True)
+    assert where(request) == "ddd" and request.num_parked_tokens == 12 and not shelf.parked.operations
+    shelf.check()
+
+
+def test_one_past_mixes_tiers_and_kinds() -> None:
+    shelf = Shelf(5, DEAR_TOKENS)
+    request = shelf.park([HIDDEN, HIDDEN, KV, KV, KV], 20)
+    shelf.parked.reclaim(4, 0, online=True)
+    assert where(request) == "DDdhh"
+    shelf.parked.reclaim(1, 1, online=True)
+    assert where(request) == "DHdhh"
+    shelf.check()
+    blocks = shelf.parked.resume(request, 0, 2)
+    assert [block.entry.kind for block in blocks] == [HIDDEN, HIDDEN, KV, KV, KV]
+    moved = [operation.action for operation in shelf.parked.take_operations()]
+    assert moved == [CacheAction.SWAP_OUT] * 3 + [CacheAction.SWAP_IN] * 3
+    request.cache_map.blocks = blocks
+    shelf.pool.complete_step(2)
+    shelf.check()
+    assert shelf.pool.host.num_free_units == 5
+
+
+def test_a_full_host_cuts_pasts_that_it_ties_down() -> None:
+    """Two units of host for ten of the device: the copied tail is given up so that what lies before it can go."""
+    shelf = Shelf(2, None)
+    request = shelf.park([KV] * 5, 20)
+    shelf.parked.reclaim(2, 0, online=True)
+    assert where(request) == "ddddh"
+    shelf.parked.reclaim(8, 1, online=True)
+    assert where(request) == "" and request.num_parked_tokens == 0 and not shelf.parked.operations
+    assert shelf.pool.num_free_units == 40 and shelf.pool.host.num_free_units == 2
+    shelf.check()
+
+
+def test_offline_pasts_lose_first_and_the_youngest_of_them() -> None:
+    shelf = Shelf(40, None)
+    online, old, young = shelf.park([KV] * 3, 12), shelf.park([KV] * 2, 8, offline=True), shelf.park([KV], 4)
+    young.spec, old.spec = old.spec, young.spec  # (two of a class, the younger parked last)
+    online.spec = old.spec
+    shelf.check()
+    assert shelf.parked.num_units(online=False) == 2
+    shelf.parked.reclaim(4, 0, online=True)
+    assert (where(online), where(old), where(young)) == ("ddd", "dh", "h")
+    shelf.parked.reclaim(4, 0, online=False)
+    assert (where(online), where(old)) == ("ddd", "dh"), "an offline request never takes online memory"
+
+
+def test_shared_and_spared_blocks_stay() -> None:
+    shelf = Shelf(40, None)
+    request = shelf.park([KV] * 5, 20)
+    shared, spared = request.parked_blocks[1], request.parked_blocks[4]
+    shelf.pool.acquire(shared, online=True)
+    assert shelf.parked.num_units(online=True) == 8
+    shelf.parked.reclaim(6, 0, online=True, spared={spared})
+    assert where(request) == "hdhhd"
+    shelf.pool.release(shared, -1)
+    shelf.check()
+
+
+def test_blocks_that_only_waiting_requests_share_can_be_had() -> None:
+    """Neither of two could give up the prefix that both hold; an older request must not wait for it for ever."""
+    shelf = Shelf(40, None)
+    first = shelf.park([KV] * 2, 8)
+    second = shelf.park([KV], 4)
+    shared = first.parked_blocks[0]
+    shelf.pool.publish(shared, b"prefix")
+    shelf.pool.acquire(shared, online=True)
+    second.parked_blocks[0:0] = [shared]
+    second.num_parked_tokens += BLOCK
+    assert shelf.parked.num_units(online=True) == 6
+    shelf.parked.reclaim(4, 0, online=True)
+    assert (where(first), where(second)) == ("dh", "dh")
+    shelf.parked.reclaim(2, 0, online=True)
+    assert shelf.pool.num_available_units == 40 and shelf.parked.num_units(online=True) == 0
+    shelf.check()
+
+
+def test_units_of_a_step_in_flight_come_free_when_it_has_ended() -> None:
+    shelf = Shelf(40, None)
+    shelf.park([KV] * 5, 20, last_step=3)
+    shelf.parked.reclaim(10, 4, online=True)
+    assert shelf.pool.num_free_units == 30 and shelf.pool.num_deferred_units == 10
+    shelf.pool.complete_step(3)
+    assert shelf.pool.num_free_units == 40
+    shelf.check()
+
+
+def test_copies_of_a_forgotten_past_are_called_off() -> None:
+    """Before the step is launched the host units are free at once; afterwards when the step has ended."""
+    for launched in (False, True):
+        shelf = Shelf(40, None)
+        request = shelf.park([KV] * 5, 20)
+        shelf.parked.reclaim(4, 0, online=True)
+        if launched:
+            assert len(shelf.parked.take_operations()) == 2
+        shelf.parked.forget(request)
+        assert not shelf.parked.operations
+        assert shelf.pool.host.num_free_units == (36 if launched else 40)
+        shelf.pool.complete_step(0)
+        assert shelf.pool.host.num_free_units == 40 and shelf.pool.num_free_units == 40
+        shelf.check()
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_running_requests_lose_block_by_block(depth: int) -> None:
+    """With a host, less moves than the victims held, and nothing is computed twice."""
+    driver = make(depth, host=400)
+    requests = [make_request(str(i), [i] * 6, 30) for i in range(4)]
+    driver.add(*requests)
+    preempted = 0
+    while driver.step():
+        waiting = driver.core._scheduler.waiting_online
+        preempted = max(preempted, sum(len(r.parked_blocks) for r in waiting))
+        assert all(len(r.parked_blocks) in {0, -(-r.num_parked_tokens // BLOCK)} for r in waiting)
+    check_solo(driver, *requests)
+    assert preempted > 0
+    assert sum(step.num_tokens for step in driver.steps) == sum(6 + 30 - 1 for _ in range(4))
+
+
+def test_every_mix_happens_and_changes_no_token() -> None:
+    """Random loads on pools that are too small: parked pasts are seen in all mixes of places and representations."""
+    seen: set[str] = set()
+    for seed in range(40):
+        rng = random.Random(seed)
+        tiers = (rng.choice([20, 40, 80]), rng.choice([6, 20]), rng.choice(["apt", "goodput"]), seed % 2 == 0)
+        driver = make_fuzz_driver(seed % 2, 18, 5, 24, seed % 3 > 0, tiers)
+        requests = []
+        for index in range(14):
+            prompt = [rng.randrange(VOCAB) for _ in range(rng.randrange(4, 30))]
+            request_class = RequestClass.OFFLINE if rng.random() < 0.4 else RequestClass.ONLINE
+            requests.append(make_request(str(index), prompt, rng.randrange(4, 24), request_class=request_class))
+            driver.add(requests[-1])
+            for _ in range(rng.randrange(3)):
+                driver.step()
+                seen |= mixes(driver.core._scheduler.all_requests())
+        while driver.step():
+            seen |= mixes(driver.core._scheduler.all_requests())
+        driver.run()
+        for request in requests:
+            expected = solo_tokens(list(request.prompt_token_ids), request.sampling, VOCAB)
+            assert driver.outputs[request.request_id] == expected
+    assert seen >= {"device and host", "both kinds", "both kinds on the host", "dropped tail", "whole on the host"}, (
+        seen
+    )
+
+
+def mixes(requests: Iterable[Request]) -> set[str]:
+    found: set[str] = set()
+    for request in requests:
+        shape = where(request)
+        if not shape:
+            continue
+        tiers, kinds = set(shape.lower()), {letter.isupper() for letter in shape}
+        found |= {"device and host"} if len(tiers) == 2 else set()
+        found |= {"whole on the host"} if tiers == {"h"} else set()
+        found |= {"both kinds"} if len(kinds) == 2 else set()
+        found |= {"both kinds on the host"} if {"h", "H"} <= set(shape) else set()
+        known = len(request.token_ids) - 1
+        found |= {"dropped tail"} if request.num_parked_tokens < known - BLOCK and request.num_output_tokens else set()
+    return found
+
+
+def test_costs_decide_between_copy_and_recompute() -> None:
+    """The same tail at the front of a context is dropped, far behind it is copied."""
+    places = {}
+    for blocks in (2, 8):
+        shelf = Shelf(40, LIKE_COPIES)
+        request = shelf.park([KV] * blocks, blocks * BLOCK)
+        shelf.parked.reclaim(2, 0, online=True)
+        places[blocks] = where(request)
+    assert places == {2: "d", 8: "dddddddh"}
