@@ -12,6 +12,7 @@ request's end are masked, and `clear_new_blocks` has seen to it that they hold f
 Knows nothing of requests, sampling or models.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,7 +36,8 @@ class Batch:
 
     `order [n]`: for each place the index of its chunk in the step; `rows`, `starts`, `lengths [n]`: in that order;
     `firsts [n]`: index of the chunk's first token among the T tokens; `token_rows`, `positions [T]`.
-    `groups`: ranges of places that attention handles together.
+    `groups`: ranges of places that attention handles together; `absorbed`: those behind them, of chunks that read
+    hidden state as it is.
     """
 
     order: IntArray
@@ -46,6 +48,7 @@ class Batch:
     token_rows: IntArray
     positions: IntArray
     groups: tuple[tuple[int, int], ...]
+    absorbed: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,25 +69,34 @@ class _Group:
     unpad: Tensor | None
 
 
-def arrange(chunks: IntArray, rows: RowTable, cell_bytes: int) -> Batch:
-    """Order a step's chunks [n, >=3] (row, start, length) into groups. `cell_bytes`: K and V of one token and layer."""
+def arrange(chunks: IntArray, rows: RowTable, cell_bytes: int, absorbed: IntArray | None = None) -> Batch:
+    """Order a step's chunks [n, >=3] (row, start, length) into groups. `cell_bytes`: K and V of one token and layer.
+    `absorbed`: indices of the chunks that go apart, to the end."""
     starts, lengths = chunks[:, 1], chunks[:, 2]
     blocks = -(-(starts + lengths) // rows.block_size)
     threshold = max(1, _GROUP_COST // (cell_bytes * rows.block_size))
+    kept = np.ones(len(chunks), dtype=np.bool_)
+    kept[[] if absorbed is None else absorbed] = False
     places: list[IntArray] = []
     for low, high in ((1, 1), (2, 8), (9, LONG_CHUNK - 1)):
-        members = np.flatnonzero((lengths >= low) & (lengths <= high))
+        members = np.flatnonzero((lengths >= low) & (lengths <= high) & kept)
         if members.size:
             members = members[np.argsort(-blocks[members], kind="stable")]
             places.extend(_split(members, blocks, threshold))
-    places.extend(np.flatnonzero(lengths >= LONG_CHUNK)[:, None])
+    places.extend(np.flatnonzero((lengths >= LONG_CHUNK) & kept)[:, None])
+    num_groups = len(places)
+    places.extend(np.flatnonzero((lengths > 1) & ~kept)[:, None])
+    decodes = np.flatnonzero((lengths == 1) & ~kept)
+    if decodes.size:
+        places.extend(_split(decodes[np.argsort(-blocks[decodes], kind="stable")], blocks, threshold))
     ends = np.cumsum([len(members) for members in places]).tolist()
     order = np.concatenate(places)
     rows_, starts, lengths = chunks[order, 0], starts[order], lengths[order]
     firsts = np.cumsum(lengths) - lengths
     positions = np.arange(int(lengths.sum())) + np.repeat(starts - firsts, lengths)
-    groups = tuple(zip([0, *ends[:-1]], ends, strict=True))
-    return Batch(order, rows_, starts, lengths, firsts, np.repeat(rows_, lengths), positions, groups)
+    groups = list(zip([0, *ends[:-1]], ends, strict=True))
+    own, apart = tuple(groups[:num_groups]), tuple(groups[num_groups:])
+    return Batch(order, rows_, starts, lengths, firsts, np.repeat(rows_, lengths), positions, own, apart)
 
 
 def _split(members: IntArray, blocks: IntArray, threshold: int) -> list[IntArray]:
@@ -107,21 +119,41 @@ def clear_new_blocks(pool: UnitPool, rows: RowTable, chunks: IntArray) -> None:
 
 
 class PagedAttention:
-    """One step's attention: call it with each layer's q, k and v. Plans on creation, for all layers."""
+    """One step's attention: call it with each layer's q, k and v. Plans on creation, for all layers.
 
-    def __init__(self, pool: UnitPool, rows: RowTable, batch: Batch) -> None:
+    `absorbed`: what attends for the batch's absorbed groups (layer, q of all tokens) -> [t, heads * d] of theirs.
+    """
+
+    def __init__(
+        self, pool: UnitPool, rows: RowTable, batch: Batch, absorbed: Callable[[int, Tensor], Tensor] | None = None
+    ) -> None:
         self._pool = pool
-        block, offset = batch.positions // pool.block_size, batch.positions % pool.block_size
-        self._k_cells = pool.cell_ids(rows.k_table[batch.token_rows, block], offset)
-        self._v_cells = pool.cell_ids(rows.v_table[batch.token_rows, block], offset)
+        self._absorbed = absorbed
+        token_rows, block, offset = (
+            batch.token_rows,
+            batch.positions // pool.block_size,
+            batch.positions % pool.block_size,
+        )
+        self._written: Tensor | None = None
+        if batch.absorbed:  # their hidden blocks have no place for K and V
+            first = int(batch.firsts[batch.absorbed[0][0]])
+            has_kv = ~rows.is_hidden[token_rows, block]
+            has_kv[:first] = True
+            self._written = torch.from_numpy(np.flatnonzero(has_kv)).to(pool.device)
+            token_rows, block, offset = token_rows[has_kv], block[has_kv], offset[has_kv]
+        self._k_cells = pool.cell_ids(rows.k_table[token_rows, block], offset)
+        self._v_cells = pool.cell_ids(rows.v_table[token_rows, block], offset)
         self._groups = [_plan_group(pool, rows, batch, first, last) for first, last in batch.groups]
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [T, heads, d], k and v [T, kv_heads, d] of all tokens -> [T, heads * d]. Writes k and v to the pool."""
-        num_tokens = q.shape[0]
-        self._pool.cells.index_copy_(0, self._k_cells[layer], k.reshape(num_tokens, -1))
-        self._pool.cells.index_copy_(0, self._v_cells[layer], v.reshape(num_tokens, -1))
+        if self._written is not None:
+            k, v = k.index_select(0, self._written), v.index_select(0, self._written)
+        self._pool.cells.index_copy_(0, self._k_cells[layer], k.flatten(1))
+        self._pool.cells.index_copy_(0, self._v_cells[layer], v.flatten(1))
         outputs = [self._attend(group, layer, q) for group in self._groups]
+        if self._absorbed is not None:
+            outputs.append(self._absorbed(layer, q))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def _attend(self, group: _Group, layer: int, q: Tensor) -> Tensor:

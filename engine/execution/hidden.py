@@ -4,7 +4,8 @@ A step gives every hidden block of its rows two scratch slices and enters them i
 attention finds K and V there as it does anywhere else. Before a layer attends, `HiddenPlan` stores the new tokens'
 input in their hidden blocks and projects K and V of the past tokens into the scratch; the new tokens' own K and V are
 written there by attention itself. Every layer uses the same slices in turn. A block that several rows share is
-projected once.
+projected once. Decodes of a model without rotary embeddings need no projection (`engine.execution.absorbed`): of
+theirs only the new input is stored here.
 
 Knows nothing of requests or models beyond `Decoder.project_kv`.
 """
@@ -85,10 +86,19 @@ class ScratchPlan:
 
 
 class HiddenPlan:
-    """One step's hidden state: call it with each layer's attention input, before attention."""
+    """One step's hidden state: call it with each layer's attention input, before attention.
+
+    `scratch`, and the `chunks` that it was made for, are those whose past is projected; None: of nobody.
+    """
 
     def __init__(
-        self, decoder: Decoder, pool: UnitPool, rows: RowTable, chunks: IntArray, scratch: ScratchPlan, batch: Batch
+        self,
+        decoder: Decoder,
+        pool: UnitPool,
+        rows: RowTable,
+        chunks: IntArray,
+        scratch: ScratchPlan | None,
+        batch: Batch,
     ) -> None:
         self._decoder = decoder
         self._width = decoder.spec.hidden_size
@@ -100,15 +110,20 @@ class HiddenPlan:
         self._new = torch.from_numpy(new).to(pool.device)
         self._all_new = len(new) == len(batch.positions)
         self._new_cells = pool.cell_ids(rows.hidden_table[batch.token_rows[new], block[new]], offset[new])
-        index, offsets = scratch.past_tokens(chunks, block_size)
+        self._pieces: list[tuple[slice, Rotary | None]] = []
+        if scratch is not None:
+            self._plan_projection(scratch, *scratch.past_tokens(chunks, block_size))
+
+    def _plan_projection(self, scratch: ScratchPlan, index: IntArray, offsets: IntArray) -> None:
+        """The past tokens [t]: place of each among the plan's units, and its offset in the block."""
+        pool = self._pool
         self._past_cells = pool.cell_ids(scratch.units[index], offsets)
         self._k_cells = pool.scratch_cell_ids(-1 - SLICES_PER_SCRATCH_BLOCK * index, offsets)
         self._v_cells = pool.scratch_cell_ids(-2 - SLICES_PER_SCRATCH_BLOCK * index, offsets)
-        begins = scratch.blocks[scratch.first] * block_size
+        begins = scratch.blocks[scratch.first] * pool.block_size
         positions = torch.from_numpy(begins[index] + offsets).to(pool.device)
-        self.num_past_tokens = len(index)
         self._pieces = [
-            (slice(first, first + PIECE), decoder.rotary(positions[first : first + PIECE]))
+            (slice(first, first + PIECE), self._decoder.rotary(positions[first : first + PIECE]))
             for first in range(0, len(index), PIECE)
         ]
 

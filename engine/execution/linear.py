@@ -37,6 +37,9 @@ class Linear(Protocol):
     def outputs_from(self, first: int) -> "Linear":
         """A layer of the outputs from `first` on; a packed layer's has a packed copy of its part of the weight."""
 
+    def dense_from(self, first: int) -> tuple[Tensor, Tensor | None]:
+        """Weight [out - first, in] and bias of the outputs from `first` on: views, or a copy of a packed weight."""
+
 
 class PlainLinear:
     """`F.linear` on the weight as it is."""
@@ -50,7 +53,10 @@ class PlainLinear:
         return functional.linear(x, self._weight, self._bias)
 
     def outputs_from(self, first: int) -> "PlainLinear":
-        return PlainLinear(self._weight[first:], None if self._bias is None else self._bias[first:])
+        return PlainLinear(*self.dense_from(first))
+
+    def dense_from(self, first: int) -> tuple[Tensor, Tensor | None]:
+        return self._weight[first:], None if self._bias is None else self._bias[first:]
 
 
 class PackedLinear:
@@ -68,8 +74,12 @@ class PackedLinear:
 
     def outputs_from(self, first: int) -> "PackedLinear":
         with torch.inference_mode():
-            weight = self._weight.to_dense()[first:]
-            return PackedLinear(weight, None if self._bias is None else self._bias[first:])
+            return PackedLinear(*self.dense_from(first))
+
+    def dense_from(self, first: int) -> tuple[Tensor, Tensor | None]:
+        with torch.inference_mode():
+            weight = self._weight.to_dense()[first:].clone()  # not a view of the whole
+        return weight, None if self._bias is None else self._bias[first:]
 
 
 def make_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:

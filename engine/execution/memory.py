@@ -33,9 +33,13 @@ def scratch_bytes(spec: ModelSpec, block_size: int, dtype: torch.dtype, scratch_
 
 
 def projection_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
-    """The K and V parts of all projections once more, packed apart (`Decoder.prepare_project_kv`); the CPU packs types
-    of 16 bits, where others are views of the weights."""
-    return spec.num_layers * 2 * spec.kv_size * spec.hidden_size * dtype.itemsize if dtype.itemsize == 2 else 0
+    """The K and V parts of all projections once more, packed apart (`Decoder.prepare_project_kv`), and where attention
+    reads hidden state itself once more as they are (`Absorption`); the CPU packs types of 16 bits, where others are
+    views of the weights."""
+    if dtype.itemsize != 2:
+        return 0
+    copies = 2 if spec.absorbs_kv else 1
+    return copies * spec.num_layers * 2 * spec.kv_size * spec.hidden_size * dtype.itemsize
 
 
 def hidden_cache_bytes(

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from engine.errors import ConfigError
+from engine.execution.absorbed import AbsorbedAttention, chunk_limit, clear_begun_blocks, reads_hidden
 from engine.execution.attention import Batch, PagedAttention, arrange, clear_new_blocks
 from engine.execution.hidden import HiddenPlan, ScratchPlan, has_hidden
 from engine.execution.operations import run_operations
@@ -20,6 +21,7 @@ from engine.execution.pool import UnitPool
 from engine.execution.rows import IntArray, RowTable
 from engine.execution.sampler import SampleInput, sample
 from engine.execution.sampling_table import SamplingTable
+from engine.models.absorption import Absorption
 from engine.models.decoder import Decoder
 from engine.models.spec import hidden_offer
 from engine.request import TokenLogprobs
@@ -51,6 +53,8 @@ class ModelRunner:
             if refusal := hidden_offer(spec).refusal:
                 raise ConfigError(refusal)
             decoder.prepare_project_kv()
+        reads = scratch_blocks > 0 and spec.absorbs_kv
+        self._absorption = Absorption(spec, decoder.weights) if reads else None
         self.scratch_blocks = scratch_blocks
         self.host_units = host_units
         self._decoder = decoder
@@ -86,13 +90,8 @@ class ModelRunner:
         chunks = np.array(output.chunks, dtype=np.int64)
         ends = chunks[:, 1] + chunks[:, 2]
         assert (ends <= self._rows.num_blocks[chunks[:, 0]] * self._rows.block_size).all(), "a block table is too short"
-        scratch = None
-        if has_hidden(self._rows, chunks):
-            scratch = ScratchPlan(self._rows, chunks, self.scratch_blocks)
-            scratch.enter(self._pool, self._rows, chunks)
-        clear_new_blocks(self._pool, self._rows, chunks)
-        batch = arrange(chunks, self._rows, self._cell_bytes)
-        hidden = self._forward(chunks, batch, scratch)
+        batch, attention, observe = self._plan(chunks)
+        hidden = self._forward(batch, attention, observe)
         samples = np.flatnonzero(chunks[:, 3])
         if not samples.size:
             return [], None
@@ -103,14 +102,38 @@ class ModelRunner:
         logits = self._decoder.logits(hidden.index_select(0, last_tokens))
         return self._sample(logits, batch.rows[places], batch.starts[places] + batch.lengths[places])
 
-    def _forward(self, chunks: IntArray, batch: Batch, scratch: ScratchPlan | None) -> Tensor:
+    def _plan(self, chunks: IntArray) -> tuple[Batch, PagedAttention, HiddenPlan | None]:
+        """Who attends to what, and where. Hidden state is read as it is where the model allows it and the chunk is
+        short; the past of other chunks passes through scratch."""
+        pool, rows = self._pool, self._rows
+        hidden = has_hidden(rows, chunks)
+        if not hidden or self._absorption is None:
+            absorbed = np.zeros(len(chunks), dtype=np.bool_)
+        else:
+            absorbed = reads_hidden(rows, chunks, chunk_limit(self._decoder.spec))
+        others, scratch = chunks[~absorbed], None
+        if hidden and len(others):
+            scratch = ScratchPlan(rows, others, self.scratch_blocks)
+            scratch.enter(pool, rows, others)
+        clear_new_blocks(pool, rows, others)
+        if absorbed.any():
+            clear_begun_blocks(pool, rows, chunks[absorbed])
+        batch = arrange(chunks, rows, self._cell_bytes, np.flatnonzero(absorbed))
+        attention = PagedAttention(pool, rows, batch, self._absorb(chunks, batch))
+        return batch, attention, HiddenPlan(self._decoder, pool, rows, others, scratch, batch) if hidden else None
+
+    def _absorb(self, chunks: IntArray, batch: Batch) -> AbsorbedAttention | None:
+        if self._absorption is None or not batch.absorbed:
+            return None
+        groups = [(int(batch.firsts[first]), chunks[batch.order[first:last]]) for first, last in batch.absorbed]
+        return AbsorbedAttention(self._absorption, self._pool, self._rows, groups, self._decoder.spec.hidden_size)
+
+    def _forward(self, batch: Batch, attention: PagedAttention, observe: HiddenPlan | None) -> Tensor:
         token_ids = self._rows.tokens[batch.token_rows, batch.positions]
         positions = torch.from_numpy(batch.positions).to(self._device)
-        attention = PagedAttention(self._pool, self._rows, batch)
         hidden = self._decoder.embed(torch.from_numpy(token_ids).to(self._device), positions)
-        if scratch is None:
+        if observe is None:
             return self._decoder.run_layers(hidden, positions, attention)
-        observe = HiddenPlan(self._decoder, self._pool, self._rows, chunks, scratch, batch)
         return self._decoder.run_layers(hidden, positions, attention, observe=observe)
 
     def _sample(

@@ -72,6 +72,12 @@ class ModelSpec:
         return self.hidden_size / (2 * self.kv_size)
 
     @property
+    def absorbs_kv(self) -> bool:
+        """Whether K and V are linear in the hidden state, so that attention can read it as it is (OPT; see
+        `engine.models.absorption`): a rotary embedding or a norm on K stands between them elsewhere."""
+        return self.rope is None and not self.qk_norm
+
+    @property
     def max_context(self) -> int:
         """Longest context that is computed exactly: beyond the sliding window attention would have to forget."""
         return min(self.max_position_embeddings, self.sliding_window or self.max_position_embeddings)
