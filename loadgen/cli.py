@@ -198,7 +198,7 @@ class _Points:
         throughput = summary["total"]["throughput"]
         point = {"rate": rate, **{name: online[name] for name in names}, "throughput": throughput}
         if online["requests"]:  # none: stopped before the first one
-            self.points.append(point | {"valid": summary["valid"]})
+            self.points.append(point | {"valid": summary["valid"], "invalid": summary["invalid"]})
         if summary["interrupted"]:
             raise KeyboardInterrupt
         attainment = 0.0 if online["slo_attainment"] is None else float(online["slo_attainment"])
@@ -208,7 +208,7 @@ class _Points:
 
 def _sweep_summary(bench: Bench, found: _Points, knees: dict[int, float | None]) -> dict[str, Any]:
     plan = bench.plan()
-    invalid = [f"the run at {point['rate']:.4g}/s is invalid" for point in found.points if not point["valid"]]
+    invalid = [f"at {point['rate']:.4g}/s: {reason}" for point in found.points for reason in point["invalid"]]
     levels = {level: sweep.effective(found.attained, level / 100) for level in sweep.LEVELS} | knees
     return {
         **folder.heading("sweep", plan, bench.about(assemble.describe(bench.setup.workload(), plan))),

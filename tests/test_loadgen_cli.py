@@ -140,6 +140,15 @@ def test_an_invalid_run_exits_with_2_and_still_writes(tmp_path, monkeypatch, cap
     assert "INVALID" in (tmp_path / "a" / "report.html").read_text()
 
 
+def test_an_invalid_sweep_says_why(tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr("loadgen.honesty.MAX_LAG", -1.0)
+    with serving_in_thread(Script()) as url:
+        arguments = ["sweep", "--base-url", url, "--workload", "tiny", "--only", "online", "--num-prompts", "4"]
+        arguments += ["--request-rates", "30", "--goodput", "ttft:60000", "--quiet", "--output", str(tmp_path)]
+        assert main(arguments) == 2
+    assert "INVALID: at 30/s: P99 send lag" in capsys.readouterr().err
+
+
 def test_baselines_add_interference_and_harvest_and_compare_reads_folders(tmp_path, capsys, calm) -> None:
     slo = ["--goodput", "ttft:60000", "tbt_p99:60000"]
     with serving_in_thread(Script(job_usage=True)) as url:
