@@ -29,7 +29,7 @@ from engine.scheduling.policies import ONLINE_POLICIES, find_policy
 from engine.virtual import Arrival, PredictedRunner, VirtualDriver, VirtualRunner, step_features
 from loadgen import workloads
 from loadgen.errors import InputError
-from loadgen.experiments import apt, hygen, larry, llmd, parts
+from loadgen.experiments import apt, hybridserve, hybridserve_table, hygen, larry, llmd, parts
 from loadgen.experiments.machine import MachineSpec, build_machine
 from loadgen.experiments.replay import OUTPUT_CAP, UNLIMITED, Metrics, Scenario, measure, rows_of
 from loadgen.experiments.table import Result, render, write_table
@@ -176,6 +176,13 @@ class Experiment(NamedTuple):
 
 EXPERIMENTS = {
     "apt-serve": Experiment(apt.CONFIG, apt.SHORT, apt.run_seed, apt.summary, apt.figures),
+    "hybridserve": Experiment(
+        hybridserve.CONFIG,
+        hybridserve.SHORT,
+        hybridserve.run_seed,
+        hybridserve_table.summary,
+        hybridserve_table.figures,
+    ),
     "hygen": Experiment(hygen.CONFIG, hygen.SHORT, hygen.run_seed, hygen.summary, hygen.figures),
     "hygen-parts": Experiment(parts.CONFIG, parts.SHORT, parts.run_seed, parts.summary, parts.figures),
     "larry": Experiment(larry.CONFIG, larry.SHORT, larry.run_seed, larry.summary, larry.figures),

@@ -11,6 +11,7 @@ from engine.scheduling.host_split import (
     HostBlocks,
     HostSplit,
     OffloadCosts,
+    even_mini_batches,
     ideal_act,
     imbalance,
     mini_batches,
@@ -192,6 +193,38 @@ def test_requests_that_are_alike_share_a_mini_batch(kv: int, act: int, load_kv: 
     costs = OffloadCosts(0.05, load_kv, regenerate, 0.0, 0.0, 0.5)
     batches = mini_batches([HostBlocks(kv, act)] * 20, costs, max_kv=20 * kv, max_act=20 * act)
     assert batches == [tuple(range(20))]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(block_counts, max_size=14), st.integers(12, 40), st.integers(12, 40))
+def test_even_mini_batches_fit_and_are_no_more(requests: list[HostBlocks], max_kv: int, max_act: int) -> None:
+    batches = even_mini_batches(requests, batch_costs, max_kv=max_kv, max_act=max_act)
+    assert sorted(index for batch in batches for index in batch) == list(range(len(requests)))
+    for batch in batches:
+        assert sum(requests[i].kv for i in batch) <= max_kv and sum(requests[i].act for i in batch) <= max_act
+
+
+def test_even_mini_batches_are_of_one_size() -> None:
+    requests = [HostBlocks(8, 4)] * 10  # far from a balance of 1, but all alike
+    assert [len(batch) for batch in mini_batches(requests, batch_costs, max_kv=64, max_act=64)] == [8, 2]
+    assert [len(batch) for batch in even_mini_batches(requests, batch_costs, max_kv=64, max_act=64)] == [6, 4]
+    assert even_mini_batches([], batch_costs, max_kv=1, max_act=1) == []
+
+
+def test_rounding_leaves_no_request_alone() -> None:
+    # Requests of many lengths at one split: the printed rule asks for a balance of 1, which the split is far from.
+    generator = random.Random(1)
+    split, requests = HostSplit(kv=1, act=3), []
+    for blocks in (generator.randint(8, 120) for _ in range(64)):
+        kv = act = 0
+        for _ in range(blocks):
+            is_act = next_is_act(kv, act, split)
+            kv, act = kv + (not is_act), act + is_act
+        requests.append(HostBlocks(kv, act))
+    limits = {"max_kv": 1000, "max_act": 1000}
+    printed, even = (len(pack(requests, batch_costs, **limits)) for pack in (mini_batches, even_mini_batches))
+    fewest = math.ceil(max(sum(r.kv for r in requests), sum(r.act for r in requests)) / 1000)
+    assert even <= fewest + 1 < printed
 
 
 def test_a_request_larger_than_the_buffers_is_refused() -> None:

@@ -11,7 +11,7 @@ Pure. Knows nothing of requests, units or copies.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 
@@ -141,6 +141,27 @@ def mini_batches(
             kv, act = kv + requests[index].kv, act + requests[index].act
         batches.append(tuple(batch))
     return batches
+
+
+def even_mini_batches(
+    requests: Sequence[HostBlocks], costs: OffloadCosts, *, max_kv: int, max_act: int, epsilon: float = EPSILON
+) -> list[tuple[int, ...]]:
+    """`mini_batches` of about equal size, each with the balance of all requests together.
+
+    Eq. 12 leaves out weights, the load of ACT blocks and the forward pass, which the split has weighed, so that its own
+    balance is not 1: by the printed rule a request that rounding puts a block further off stays alone. And the last
+    mini-batch should not be a small one: the pipelines would wait for each other.
+    """
+    kv, act = sum(blocks.kv for blocks in requests), sum(blocks.act for blocks in requests)
+    if kv and act:
+        costs = replace(costs, regenerate=costs.load_kv * kv / act)
+    found = mini_batches(requests, costs, max_kv=max_kv, max_act=max_act, epsilon=epsilon)
+    if len(found) < 2:
+        return found
+    share_kv = kv // len(found) + max(blocks.kv for blocks in requests)
+    share_act = act // len(found) + max(blocks.act for blocks in requests)
+    even = mini_batches(requests, costs, max_kv=min(share_kv, max_kv), max_act=min(share_act, max_act), epsilon=epsilon)
+    return even if len(even) <= len(found) else found
 
 
 def _load(costs: OffloadCosts, blocks: HostBlocks) -> float:
