@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 import engine.models.demo
-from engine.cache_profiling import CacheTiers
+from engine.cache_profiling import BUS_RATE, CacheTiers, memcpy_rate
 from engine.calibration import load_or_measure
 from engine.client import EngineInfo
 from engine.colocation import Colocation, initial_budget
@@ -207,7 +207,8 @@ def _join(
 ) -> Engine:
     """Profile, SLO and budget around the runner."""
     slo, load = parse_slo(config), parse_load(config.expected_load)
-    tiers = CacheTiers(scheduler.scratch_blocks, scheduler.host_units, scheduler.unit_bytes)
+    copy_rate = memcpy_rate() if plan.device == "cpu" and scheduler.host_units else BUS_RATE
+    tiers = CacheTiers(scheduler.scratch_blocks, scheduler.host_units, scheduler.unit_bytes, copy_rate)
     profile = load_or_measure(
         profile_folder(config),
         runner,

@@ -1,13 +1,16 @@
 """Measures what running from hidden state, restoring it and swapping cost on a real runner, in its real type.
 
-The same step with and without the work in question, each at its fastest: what disturbs a step only makes it slower, and
-a difference of medians was sometimes below zero. Rows and units are handed out by hand, so the runner must be idle.
-Torch-free.
+Steps with and without the work in question in turn, the median of the differences of such pairs: what disturbs a
+single step, or slows the machine for a while, does not show. What does not stand out of the noise is measured longer,
+and then taken to be as cheap as the work can be at all: nothing is free, and a cost of zero or less would let the
+scheduler think so. Rows and units are handed out by hand, so the runner must be idle. Torch-free.
 """
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
+from statistics import median
 
 from engine.cache.cache_map import CacheEntry, CacheKind, Tier
 from engine.engine import ModelRunner
@@ -16,22 +19,29 @@ from engine.scheduling.output import CacheAction, CacheOperation, Chunk, NewRequ
 from predictor.costs import CacheCosts
 from predictor.sweep import SweepLimits
 
-REPEATS = 9
+REPEATS = 15
+"""Pairs of steps; up to `PATIENCE` times as many where the difference does not stand out."""
+PATIENCE = 3
 MAX_TOKENS = 1024
 """Tokens run from hidden state, or restored, in a measured step."""
 MAX_UNITS = 256
 """Units copied in a measured step."""
+BUS_RATE = 64e9
+"""Bytes/s that no copy between a device of its own memory and the host exceeds (PCIe 5.0 x16, one way)."""
+MEMORY_RATE = 1e13
+"""Bytes/s that no device memory reaches."""
 GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class CacheTiers:
     """What a runner offers beside KV on the device: blocks of scratch for hidden state, units of the host tier, and the
-    bytes of a unit. Nothing by default."""
+    bytes of a unit. Nothing by default. `copy_rate`: bytes/s that no copy between the tiers exceeds."""
 
     scratch_blocks: int = 0
     host_units: int = 0
     unit_bytes: int = 0
+    copy_rate: float = BUS_RATE
 
 
 KV_ONLY = CacheTiers()
@@ -40,8 +50,15 @@ KV_ONLY = CacheTiers()
 def measure_cache_costs(
     runner: ModelRunner, limits: SweepLimits, tiers: CacheTiers, repeats: int = REPEATS
 ) -> CacheCosts:
-    """Costs of what `tiers` offers and the pool has room to measure; the rest stays None. The runner is idle after."""
+    """Costs of what `tiers` offers and the pool has room to measure; the rest stays None. The runner is idle after.
+
+    None is less than moving the bytes takes that it must: of a swapped unit at the tiers' `copy_rate`, of a restored
+    token (hidden state read, K and V written) at `MEMORY_RATE`. Running from hidden state has hardly a bound: where
+    attention reads hidden state itself it may move less than from KV; a read at `MEMORY_RATE` stands for "nothing".
+    """
     bench = _Bench(runner, limits, repeats)
+    unit_bytes = max(1, tiers.unit_bytes)
+    token_seconds = unit_bytes / limits.block_size / MEMORY_RATE
     run_hidden = restore = swap_out = swap_in = None
     blocks = min(
         tiers.scratch_blocks,
@@ -50,11 +67,23 @@ def measure_cache_costs(
         -(-MAX_TOKENS // limits.block_size),
     )
     if blocks > 0:
-        run_hidden, restore = bench.run_hidden(blocks), bench.restore(blocks)
+        run_hidden, restore = bench.run_hidden(blocks, token_seconds), bench.restore(blocks, 3 * token_seconds)
     units = min(tiers.host_units, limits.num_units - 2, MAX_UNITS)
     if units > 0:
-        swap_out, swap_in = (bench.swap(units, action) for action in (CacheAction.SWAP_OUT, CacheAction.SWAP_IN))
+        floor = unit_bytes / tiers.copy_rate
+        swap_out, swap_in = (bench.swap(units, action, floor) for action in (CacheAction.SWAP_OUT, CacheAction.SWAP_IN))
     return CacheCosts(run_hidden, restore, swap_out, swap_in)
+
+
+def memcpy_rate(size: int = 1 << 25, repeats: int = 5) -> float:
+    """Bytes/s of copying a buffer larger than the caches within host memory, at its fastest."""
+    source, target = memoryview(bytearray(size)), memoryview(bytearray(size))
+    seconds = []
+    for _ in range(repeats + 1):  # the first one commits the pages
+        began = time.perf_counter()
+        target[:] = source
+        seconds.append(time.perf_counter() - began)
+    return size / min(seconds)
 
 
 class _Bench:
@@ -66,13 +95,12 @@ class _Bench:
         self._repeats = repeats
         self._step_ids = count()
 
-    def run_hidden(self, blocks: int) -> float:
+    def run_hidden(self, blocks: int, floor: float) -> float:
         """One decode over so many blocks, from hidden state and from KV; seconds per past token."""
-        hidden, kv = _hidden(range(blocks)), _kv(range(2 * blocks))
-        tokens = blocks * self._block_size - 1
-        return max(0.0, self._fastest(hidden) - self._fastest(kv)) / tokens
+        hidden, kv = self._decode(_hidden(range(blocks))), self._decode(_kv(range(2 * blocks)))
+        return self._cost(hidden, kv, blocks * self._block_size - 1, floor)
 
-    def restore(self, blocks: int) -> float:
+    def restore(self, blocks: int, floor: float) -> float:
         """Seconds per token; units 0 and 1 are those of the step's own request."""
         sources = _hidden(range(2, 2 + blocks))
         targets = _kv(range(2 + blocks, 2 + 3 * blocks))
@@ -80,9 +108,9 @@ class _Bench:
             CacheOperation(CacheAction.RESTORE, source, target, index * self._block_size)
             for index, (source, target) in enumerate(zip(sources, targets, strict=True))
         ]
-        return self._cost_of(operations) / (blocks * self._block_size)
+        return self._cost_of(operations, blocks * self._block_size, floor)
 
-    def swap(self, units: int, action: CacheAction) -> float:
+    def swap(self, units: int, action: CacheAction, floor: float) -> float:
         """Seconds per unit in one direction."""
         device = _hidden(range(2, 2 + units))
         operations = []
@@ -90,22 +118,39 @@ class _Bench:
             on_host = CacheEntry(entry.kind, Tier.HOST, (index,))
             source, target = (entry, on_host) if action is CacheAction.SWAP_OUT else (on_host, entry)
             operations.append(CacheOperation(action, source, target))
-        return self._cost_of(operations) / units
+        return self._cost_of(operations, units, floor)
 
-    def _cost_of(self, operations: Sequence[CacheOperation]) -> float:
+    def _cost_of(self, operations: Sequence[CacheOperation], count: int, floor: float) -> float:
         own = _kv(range(2))
-        return max(0.0, self._fastest(own, operations) - self._fastest(own))
+        return self._cost(self._decode(own, operations), self._decode(own), count, floor)
 
-    def _fastest(self, entries: tuple[CacheEntry, ...], operations: Sequence[CacheOperation] = ()) -> float:
-        """The last token of a request that fills `entries`, decoded again and again; the first run warms up."""
+    def _cost(self, more: Callable[[], float], less: Callable[[], float], count: int, floor: float) -> float:
+        """What `more` takes longer than `less`, a piece of `count`, and not less than `floor`."""
+        more(), less()  # warms up
+        differences: list[float] = []
+        for _ in range(PATIENCE):
+            for index in range(self._repeats):
+                # in turns, so that a machine that grows slower or faster does not favour one of them
+                first, second = (more, less) if index % 2 else (less, more)
+                taken = {first: first(), second: second()}
+                differences.append(taken[more] - taken[less])
+            if median(differences) > floor * count:
+                break
+        return max(median(differences) / count, floor)
+
+    def _decode(
+        self, entries: tuple[CacheEntry, ...], operations: Sequence[CacheOperation] = ()
+    ) -> Callable[[], float]:
+        """A step that decodes the last token of a request that fills `entries`; gives its seconds."""
         length = len(entries) * self._block_size
         new = NewRequest(0, "profile-cache", (0,) * length, length, GREEDY, entries)
         chunks = (Chunk(0, length - 1, 1, True),)
-        times = []
-        for _ in range(self._repeats + 1):
+
+        def run() -> float:
             output = SchedulerOutput(next(self._step_ids), chunks, (new,), (), (0,), operations=tuple(operations))
-            times.append(self._runner.execute(output).latency)
-        return min(times[1:])
+            return self._runner.execute(output).latency
+
+        return run
 
 
 def _hidden(units: Sequence[int]) -> tuple[CacheEntry, ...]:

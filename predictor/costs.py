@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class CacheCosts:
-    """Seconds; None where the engine did not offer the representation when it was measured.
+    """Seconds, above zero; None where the engine did not offer the representation when it was measured.
 
     run_hidden    of one step, for every past token of it that is run from hidden state instead of KV (ρ)
     restore       once, for every token whose K and V are projected from its hidden state
@@ -20,8 +20,8 @@ class CacheCosts:
 
     def __post_init__(self) -> None:
         for seconds in (self.run_hidden, self.restore, self.swap_out, self.swap_in):
-            if seconds is not None and not 0.0 <= seconds < float("inf"):
-                raise ValueError("cache costs must be finite and not negative")
+            if seconds is not None and not 0.0 < seconds < float("inf"):
+                raise ValueError("cache costs must be finite and above zero")
 
     def covers(self, *, hidden: bool, host: bool) -> bool:
         """Whether everything that is offered was measured."""

@@ -17,8 +17,8 @@ from typing import Any
 from predictor.costs import NOT_MEASURED, CacheCosts
 from predictor.model import LINEAR_TERMS, LatencyModel
 
-SCHEMA = 2
-"""2: the costs of the cache's representations came in; older files are measured again."""
+SCHEMA = 3
+"""2: the costs of the cache's representations came in; 3: none of them is zero. Older files are measured again."""
 
 
 class ProfileError(Exception):

@@ -1,6 +1,8 @@
 """The latency profile: measured on a runner, kept, read again, refused when damaged or foreign."""
 
-from dataclasses import replace
+import json
+import random
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,7 @@ from driver import Driver, make_request
 from tiny_models import llama_config
 
 from engine.cache.cache_map import CacheEntry, CacheKind, Tier
-from engine.cache_profiling import KV_ONLY, CacheTiers, measure_cache_costs
+from engine.cache_profiling import KV_ONLY, CacheTiers, measure_cache_costs, memcpy_rate
 from engine.calibration import load_or_measure, load_profile, measure_profile
 from engine.config import SchedulerConfig
 from engine.execution.fake import FakeRunner
@@ -19,7 +21,7 @@ from engine.models.spec import spec_from_config
 from engine.models.weights import DummyTensors, build_weights
 from engine.scheduling.output import CacheAction, ModelRunnerOutput, SchedulerOutput
 from engine.virtual import step_features
-from predictor.costs import NOT_MEASURED
+from predictor.costs import NOT_MEASURED, CacheCosts
 from predictor.model import LatencyModel
 from predictor.profile import ProfileError, ProfileKey
 from predictor.sweep import StepShape, SweepLimits
@@ -199,6 +201,65 @@ def test_cache_costs_of_a_real_runner() -> None:
     )
     costs = measure_cache_costs(runner, limits, CacheTiers(16, 32, 1), repeats=3)
     assert costs.covers(hidden=True, host=True)
+
+
+class NoisyHybridRunner(HybridRunner):
+    """Steps vary by 5 %, every seventh or so is disturbed for far longer than it takes, and the machine slows down."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self._random = random.Random(3)
+        self._factor = factor
+
+    def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
+        result = super().execute(output)
+        plain = TRUTH.predict(step_features(output))
+        seconds = plain + self._factor * (result.latency - plain)
+        seconds *= (1.0 + 1e-3 * output.step_id) * self._random.gauss(1.0, 0.05)
+        disturbed = 0.05 * (self._random.random() < 0.15)
+        return ModelRunnerOutput(output.step_id, result.token_ids, None, max(1e-6, seconds) + disturbed)
+
+
+def test_cache_costs_do_not_follow_single_disturbed_steps() -> None:
+    costs = measure_cache_costs(NoisyHybridRunner(1.0), LIMITS, TIERS)
+    # the machine grows slower by a tenth while this runs
+    assert costs.swap_out == pytest.approx(SWAP_OUT, rel=0.2)
+    assert costs.swap_in == pytest.approx(SWAP_IN, rel=0.4)
+    assert costs.restore == pytest.approx(RESTORE, rel=0.4)
+
+
+@pytest.mark.parametrize("factor", [0.0, -0.2])
+def test_no_cache_cost_is_zero_or_less(factor: float) -> None:
+    """Work that cannot be told from noise, or even seems to gain time, costs what moving its bytes must."""
+    tiers = replace(TIERS, unit_bytes=10**6, copy_rate=1e9)
+    costs = measure_cache_costs(NoisyHybridRunner(factor), LIMITS, tiers)
+    assert costs.swap_out is not None and costs.swap_in is not None
+    assert costs.swap_out >= 1e-3 and costs.swap_in >= 1e-3
+    assert costs.run_hidden is not None and costs.restore is not None
+    assert costs.run_hidden >= 1e6 / 16 / 1e13 and costs.restore >= 3e6 / 16 / 1e13
+    if factor < 0.0:
+        assert (costs.swap_out, costs.run_hidden) == (1e-3, 1e6 / 16 / 1e13)
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1e-9, float("inf"), float("nan")])
+def test_costs_that_cannot_be_are_refused(seconds: float) -> None:
+    with pytest.raises(ValueError, match="above zero"):
+        CacheCosts(swap_in=seconds)
+
+
+def test_memory_is_copied_at_a_rate_that_can_be() -> None:
+    assert 1e6 < memcpy_rate(1 << 16) < 1e13
+
+
+def test_cache_costs_are_kept_in_the_profile(tmp_path: Path) -> None:
+    """Each by its name in the file, and as a coefficient of the latency model."""
+    kept = load_or_measure(tmp_path, HybridRunner(), LIMITS, 50, KEY, 0.5, lambda _line: None, TIERS)
+    document = json.loads((tmp_path / KEY.filename()).read_bytes())
+    assert document["cache_costs"] == asdict(kept.cache_costs)
+    coefficients = document["coefficients"]
+    assert coefficients["compact"] == pytest.approx(RUN_HIDDEN) and coefficients["restored"] == pytest.approx(RESTORE)
+    assert coefficients["transferred"] == pytest.approx((SWAP_OUT + SWAP_IN) / 2 / TIERS.unit_bytes)
+    assert document["feature_set"] == "full"
 
 
 def test_no_seconds_measure_one_step_and_keep_nothing(tmp_path: Path) -> None:

@@ -7,15 +7,17 @@ from dataclasses import replace
 import pytest
 from driver import make_request
 
+from engine.cache.cache_map import CacheEntry, CacheKind, Tier
 from engine.config import SchedulerConfig
 from engine.core import EngineCore
 from engine.execution.device_specs import CALIBRATION_TOKENS, DEVICES, MODELS, PUBLISHED_LINEAR_MS
 from engine.execution.simulated import SimulatedDevice, SimulatedRunner, TrueLatency
 from engine.request import EngineRequest, SamplingParams
-from engine.scheduling.output import CacheWork, Chunk, SchedulerOutput
+from engine.scheduling.output import AppendedEntries, CacheWork, Chunk, NewRequest, ReplacedEntry, SchedulerOutput
 from engine.virtual import Arrival, VirtualDriver
 from predictor.features import BatchFeatures
 
+GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
 CALIBRATION_TOLERANCE = 0.08
 PUBLISHED_PARAMETERS = {
     "llama-2-7b": 6.74e9,
@@ -139,16 +141,60 @@ def test_it_needs_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_running_from_hidden_state_costs_what_the_design_measured() -> None:
-    """Re-projecting 1,000 tokens of OPT-13B takes 7-8 ms a step on an H200; swapping goes over the bus."""
+def test_restoring_hidden_state_costs_what_the_design_measured() -> None:
+    """Projecting 1,000 tokens of OPT-13B takes 7-8 ms on an H200; swapping goes over the bus."""
     device = SimulatedDevice.named("opt-13b", "h200")
-    assert 0.004 < device.cache_work_seconds(compact_tokens=1000) < 0.012
-    assert device.cache_work_seconds(restored_tokens=1000) == device.cache_work_seconds(compact_tokens=1000)
+    assert 0.004 < device.cache_work_seconds(restored_tokens=1000) < 0.012
     assert device.cache_work_seconds(transferred_bytes=10**9) == pytest.approx(10**9 / device.device.pcie)
     assert device.cache_work_seconds() == 0.0
+
+
+def hidden_decode(device: SimulatedDevice, tokens: int, context: int = 100) -> float:
+    """Seconds that running from hidden state adds to a step."""
     runner = SimulatedRunner(device, noise=0.0)
-    step = SchedulerOutput(0, (Chunk(0, 99, 1, True),))
+    step = SchedulerOutput(0, (Chunk(0, context - 1, 1, True),))
     plain, compact = (
-        runner.execute(replace(step, cache_work=CacheWork(compact_tokens=tokens))).latency for tokens in (0, 500)
+        runner.execute(replace(step, cache_work=CacheWork(compact_tokens=each))).latency for each in (0, tokens)
     )
-    assert compact - plain == pytest.approx(device.cache_work_seconds(compact_tokens=500))
+    return compact - plain
+
+
+def test_models_with_rotary_embeddings_project_their_hidden_state_in_every_step() -> None:
+    device = SimulatedDevice.named("llama-2-13b", "h200")
+    projected = device.cache_work_seconds(restored_tokens=1000)
+    assert device.cache_work_seconds(compact_tokens=1000) == projected
+    assert hidden_decode(device, 1000) == pytest.approx(projected)
+
+
+def test_others_read_it_as_it_is() -> None:
+    """Half the bytes of K and V and each head's product; beside that W_k and W_v once more, whatever the tokens."""
+    device = SimulatedDevice.named("opt-13b", "a100-40gb")
+    bandwidth, model = 1.555e12 * 0.94, MODELS["opt-13b"]
+    weights = 40 * (2 * 5120 * 5120 * 2 / bandwidth + 3 * 4e-6)
+    assert device.absorbed_seconds(16) == pytest.approx(weights, rel=0.01)
+    slope = (device.absorbed_seconds(9000) - device.absorbed_seconds(1000)) / 8000
+    kv_read, hidden_read = (bytes_ / bandwidth for bytes_ in (model.kv_bytes_per_token, model.kv_bytes_per_token / 2))
+    products = 40 * 4 * 40 * 5120 / (312e12 * 0.45)
+    assert max(hidden_read, products) - kv_read < slope < hidden_read + products - kv_read < 0.0
+    assert hidden_decode(device, 1000) == pytest.approx(device.absorbed_seconds(1000))
+    assert device.absorbed_seconds(1000) < device.cache_work_seconds(restored_tokens=1000) / 4
+    assert device.absorbed_seconds(30_000) < 0.0, "read from K and V it would take longer"
+
+
+def test_the_past_of_a_prompt_is_projected_there_too() -> None:
+    """A chunk behind 48 stored tokens, beside a decode over 64 of them; a row that is released counts no more."""
+    device = SimulatedDevice.named("opt-13b", "a100-40gb")
+    hidden = tuple(CacheEntry(CacheKind.HIDDEN, Tier.DEVICE, (unit,)) for unit in range(8))
+    work = CacheWork(compact_tokens=8 * 16)
+    new = (NewRequest(0, "a", (1,) * 64, 64, GREEDY, hidden[:4]), NewRequest(1, "b", (1,) * 64, 64, GREEDY, hidden[4:]))
+    chunks = (Chunk(0, 63, 1, True), Chunk(1, 48, 16, True))
+    runner, plain = SimulatedRunner(device, noise=0.0), SimulatedRunner(device, noise=0.0)
+    step = SchedulerOutput(0, chunks, new, cache_work=work)
+    added = runner.execute(step).latency - plain.execute(replace(step, cache_work=CacheWork())).latency
+    assert added == pytest.approx(device.cache_work_seconds(64, 48))
+    restored = ReplacedEntry(0, 3, CacheEntry(CacheKind.KV, Tier.DEVICE, (20, 21)))
+    appended = AppendedEntries(0, (CacheEntry(CacheKind.HIDDEN, Tier.DEVICE, (9,)),))
+    step = SchedulerOutput(1, (chunks[0],), (), (appended,), (1,), None, (restored,), cache_work=CacheWork(64, 16))
+    added = runner.execute(step).latency - plain.execute(replace(step, cache_work=CacheWork())).latency
+    assert added == pytest.approx(device.cache_work_seconds(64, 16))
+    assert runner._hidden_blocks == {0: 4}

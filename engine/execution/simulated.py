@@ -7,8 +7,10 @@ of scheduling.
 """
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from engine.cache.cache_map import CacheEntry, CacheKind
 from engine.execution.device_specs import DEVICES, MODELS, DeviceSpec, ModelShape
 from engine.scheduling.output import ModelRunnerOutput, SchedulerOutput
 from predictor.features import BatchFeatures
@@ -22,6 +24,8 @@ which the scheduler does not see."""
 ELEMENTWISE_PASSES = 12
 """Reads and writes of a hidden-size row in one layer outside matrix products and attention (norms, RoPE, residuals)."""
 ELEMENTWISE_KERNELS = 4
+ABSORBED_KERNELS = 3
+"""Kernels that attention over hidden state adds to a layer: queries, attention beside that over KV, values."""
 
 
 @dataclass(slots=True)
@@ -114,14 +118,35 @@ class SimulatedDevice:
     def cache_work_seconds(
         self, compact_tokens: int = 0, restored_tokens: int = 0, transferred_bytes: int = 0
     ) -> float:
-        """Projecting K and V again of `compact_tokens` (in every step) and `restored_tokens` (once), and copies."""
-        tokens = compact_tokens + restored_tokens
-        seconds = self.transfer_seconds(transferred_bytes)
-        if tokens:
+        """What decodes over `compact_tokens` of hidden state add to every step, K and V of `restored_tokens` projected
+        once, and copies. Models with rotary embeddings project the compact tokens too, in every step."""
+        projected, absorbed = compact_tokens + restored_tokens, 0
+        if not self.model.rope:
+            projected, absorbed = restored_tokens, compact_tokens
+        seconds = self.transfer_seconds(transferred_bytes) + self.absorbed_seconds(absorbed)
+        if projected:
             width = 2 * self.model.num_kv_heads * self.model.head_dim
-            layer = self.product_seconds(tokens, self.model.hidden_size, width) + self.device.launch_seconds
+            layer = self.product_seconds(projected, self.model.hidden_size, width) + self.device.launch_seconds
             seconds += self.model.num_layers * layer
         return seconds
+
+    def absorbed_seconds(self, tokens: int) -> float:
+        """What it takes longer to attend, one query each, to so many tokens of hidden state than to their K and V.
+
+        Hidden state is read once for scores and values, at half the bytes of K and V where there are as many KV heads
+        as heads, and multiplied with every head's query: bytes and FLOPs as for a matrix product, at the rate of
+        prefill attention. K's and V's weights are read a second time, so that the first token costs most; from some
+        thousands on this is below zero, for `step_seconds` has charged K and V of the whole context.
+        """
+        if not tokens:
+            return 0.0
+        model, device = self.model, self.device
+        values = tokens * model.hidden_size
+        memory = values * model.bytes_per_value / self._bandwidth
+        compute = 4.0 * values * model.num_heads / (device.flops * device.attention_efficiency)
+        weights = 2 * model.hidden_size * model.num_kv_heads * model.head_dim * model.bytes_per_value / self._bandwidth
+        layer = _norm(memory, compute, device.knee) + weights + ABSORBED_KERNELS * device.launch_seconds
+        return model.num_layers * layer - tokens * self._kv_token_seconds
 
 
 class SimulatedRunner:
@@ -131,9 +156,12 @@ class SimulatedRunner:
         self.device = device
         self._noise = noise
         self._random = random.Random(seed)
+        self._hidden_blocks: dict[int, int] = {}
 
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         """The step's time and a token for every sample; the cache is only accounted for, by the scheduler."""
+        if not self.device.model.rope:
+            self._count_hidden(output)
         tokens = samples = context = pairs = 0
         for _, start, length, sample in output.chunks:
             tokens += length
@@ -142,8 +170,40 @@ class SimulatedRunner:
             if length > 1:
                 pairs += length * start + length * (length + 1) // 2
         exact = self.device.step_seconds(tokens, len(output.chunks), samples, context, pairs)
-        exact += self.device.cache_work_seconds(*output.cache_work)
+        if any(output.cache_work):
+            exact += self._cache_seconds(output)
         return ModelRunnerOutput(output.step_id, [SIMULATED_TOKEN] * samples, None, self.noisy(exact))
+
+    def _cache_seconds(self, output: SchedulerOutput) -> float:
+        """Cache work of the step. Where decodes read hidden state itself, prompts' chunks still project their past."""
+        work = output.cache_work
+        if self.device.model.rope:
+            return self.device.cache_work_seconds(*work)
+        blocks, in_chunks, past = 0, 0, 0.0
+        for row, start, length, _ in output.chunks:
+            if hidden := self._hidden_blocks.get(row, 0):
+                blocks += hidden
+                if length > 1:
+                    in_chunks += hidden
+                    past += hidden * start / (start + length)
+        if not in_chunks:
+            return self.device.cache_work_seconds(*work)
+        block_size = work.compact_tokens / blocks
+        compact = round(work.compact_tokens - in_chunks * block_size)
+        projected = work.restored_tokens + round(past * block_size)
+        return self.device.cache_work_seconds(compact, projected, work.transferred_bytes)
+
+    def _count_hidden(self, output: SchedulerOutput) -> None:
+        """Blocks of hidden state by row."""
+        counts = self._hidden_blocks
+        for row in output.released_rows:
+            counts.pop(row, None)
+        for new in output.new_requests:
+            counts[new.row] = _num_hidden(new.entries)
+        for row, entries in output.appended:
+            counts[row] = counts.get(row, 0) + _num_hidden(entries)
+        for row, _, entry in output.replaced:
+            counts[row] = counts.get(row, 0) - (entry.kind is CacheKind.KV)
 
     def noisy(self, seconds: float) -> float:
         """`seconds` with one draw of noise; a step is never faster than 0.8 of its exact time."""
@@ -191,6 +251,10 @@ class TrueLatency:
     def max_prefill(self, features: BatchFeatures, seconds: float, max_tokens: int, start: int) -> int:
         """The largest chunk ≤ `max_tokens` behind `start` that adds at most `seconds`; 0 if none does."""
         return largest_chunk(lambda length: self.marginal(features, start, length), seconds, max_tokens)
+
+
+def _num_hidden(entries: Sequence[CacheEntry]) -> int:
+    return sum(entry.kind is CacheKind.HIDDEN for entry in entries)
 
 
 def _norm(one: float, other: float, power: float) -> float:

@@ -158,10 +158,9 @@ def with_cache(machine: Machine, cache: str) -> Machine:
     model, device, config = machine.spec.model, machine.device, machine.config
     shape = device.model
     unit_bytes = config.block_size * shape.kv_bytes_per_token // UNITS_PER_KV_BLOCK
-    per_token = device.cache_work_seconds(COST_TOKENS) / COST_TOKENS
-    predictor = replace(
-        machine.predictor, compact=per_token, restored=per_token, transferred=device.transfer_seconds(1)
-    )
+    rho = max(0.0, device.cache_work_seconds(COST_TOKENS) / COST_TOKENS)
+    restored = device.cache_work_seconds(restored_tokens=COST_TOKENS) / COST_TOKENS
+    predictor = replace(machine.predictor, compact=rho, restored=restored, transferred=device.transfer_seconds(1))
     config = replace(config, unit_bytes=unit_bytes, refuse_late=False)
     if cache == "host":
         config = replace(config, host_units=HOST_BYTES // unit_bytes)
@@ -171,7 +170,7 @@ def with_cache(machine: Machine, cache: str) -> Machine:
         # Every HIDDEN_SHARE blocks of KV come with the K and V of one more block, for one layer.
         units = int(config.num_units / (1 + 1 / (HIDDEN_SHARE * shape.num_layers)))
         scratch = units // UNITS_PER_KV_BLOCK // HIDDEN_SHARE
-        config = replace(config, num_units=units, scratch_blocks=scratch, rho=per_token)
+        config = replace(config, num_units=units, scratch_blocks=scratch, rho=rho)
     return replace(machine, config=config, predictor=predictor)
 
 
