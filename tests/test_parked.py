@@ -13,8 +13,10 @@ from engine.cache.pool import BlockPool
 from engine.config import SchedulerConfig
 from engine.execution.fake import solo_tokens
 from engine.request import EngineRequest, Request, RequestClass, RequestTimes, SamplingParams
+from engine.scheduling.host_split import next_is_act
+from engine.scheduling.objective import StepObjective
 from engine.scheduling.output import CacheAction
-from engine.scheduling.parked import ParkedCache
+from engine.scheduling.parked import ParkedCache, host_split
 from predictor.model import LatencyModel
 
 DEAR_COPIES = LatencyModel(intercept=0.01, prefill_tokens=1e-3, transferred=1.0, restored=1e-5)
@@ -262,3 +264,61 @@ def test_costs_decide_between_copy_and_recompute() -> None:
         shelf.parked.reclaim(2, 0, online=True)
         places[blocks] = where(request)
     assert places == {2: "d", 8: "dddddddh"}
+
+
+# --- the host's split between K and V and hidden state ---------------------------------------------------------------
+
+SLOW_LINK = LatencyModel(intercept=1e-3, prefill_tokens=1.0, transferred=1e-2, restored=1e-5)
+FAST_LINK = LatencyModel(intercept=1.0, prefill_tokens=1.0, transferred=1e-9, restored=1e-2)
+
+
+def test_the_split_follows_the_measured_costs() -> None:
+    config = Shelf(40, None).config
+    slow, fast = host_split(SLOW_LINK, config, 0), host_split(FAST_LINK, config, 0)
+    assert slow is not None and fast is not None
+    assert slow.act > slow.kv == 0, "the link is the bottleneck: what is half as large"
+    assert fast.act == 0 < fast.kv, "the device is"
+    assert host_split(None, config, 0) is None
+    assert host_split(SLOW_LINK, Shelf(0, None).config, 0) is None
+    assert host_split(SLOW_LINK, Shelf(40, None, scratch=0).config, 0) is None, "no hidden state, nothing to choose"
+
+
+def test_the_kind_behind_its_share_goes_to_the_host_first() -> None:
+    """Nine blocks of each: equal costs a unit, so the split decides, whatever lies behind in the past."""
+    for model, expected in ((SLOW_LINK, "dddddHHHHH"), (FAST_LINK, "dddhhDDDDD")):
+        shelf = Shelf(40, model)
+        request = shelf.park([KV] * 5 + [HIDDEN] * 5, 38)
+        shelf.parked.balance(0)
+        shelf.parked.reclaim(5 if model is SLOW_LINK else 4, 0, online=True)
+        assert where(request) == expected
+        shelf.check()
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("transferred", [1e-9, 3e-4, 1e-2])
+def test_answers_grow_by_the_deficit_rule(depth: int, transferred: float) -> None:
+    """Prompts start from hidden state as the knapsack says; every block of their answers is of the kind behind."""
+    model = LatencyModel(
+        intercept=0.01, decodes=1e-4, prefill_tokens=1e-3, transferred=transferred, restored=2e-4, decode_context=1e-5
+    )
+    driver = make(depth, blocks=12, scratch=40, host=60, policy="apt", model=model)
+    driver.core.set_objective(StepObjective(ttft=5.0, tbt=5.0))
+    requests = [make_request(str(i), [i] * 14, 10 + 3 * i) for i in range(8)]
+    driver.add(*requests)
+    scheduler = driver.core._scheduler
+    grown: set[CacheKind] = set()
+    before: dict[Request, list[CacheKind]] = {}
+    while driver.step():
+        admitted = {new.request_id for step in driver.steps[-2:] for new in step.new_requests}
+        for request in scheduler.running[RequestClass.ONLINE]:
+            kinds = [block.entry.kind for block in request.cache_map.blocks]
+            known = before.get(request, [])
+            if kinds[:-1] == known and request.cache_kind is HIDDEN and request.request_id not in admitted:
+                split = host_split(model, driver.core.config, 0)
+                assert split is not None
+                grown.add(kinds[-1])
+                if split.act == 0 or split.kv == 0:
+                    assert next_is_act(known.count(KV), known.count(HIDDEN), split) is (kinds[-1] is HIDDEN)
+            before[request] = kinds
+    check_solo(driver, *requests)
+    assert grown

@@ -150,7 +150,7 @@ class StepMemory:
 
     def grow_decode(self, request: Request) -> bool:
         """One more block for a decode; preempts for it, perhaps the request itself."""
-        while not self.extend(request, 1):
+        while not self.extend(request, 1, growing=True):
             if self._pool.num_deferred_units >= self._stalled_units + UNITS_PER_KV_BLOCK:
                 self._stalled_units += UNITS_PER_KV_BLOCK
                 return False  # the units of a victim are still in flight: wait for them, do not take another
@@ -204,15 +204,18 @@ class StepMemory:
             request.cache_kind = CacheKind.KV
         return restored
 
-    def extend(self, request: Request, length: int) -> int:
-        """Allocate what `length` more tokens need; returns for how many tokens (≤ length) there is room now."""
+    def extend(self, request: Request, length: int, *, growing: bool = False) -> int:
+        """Allocate what `length` more tokens need; returns for how many tokens (≤ length) there is room now.
+
+        `growing`: tokens of the answer, one by one.
+        """
         blocks = request.cache_map.blocks
         start = request.num_computed_tokens
         scheduler, request_class = self._scheduler, request.request_class
         online = request_class is RequestClass.ONLINE
         num_offline = len(scheduler.running[RequestClass.OFFLINE])
         while len(blocks) * self._block_size < start + length:
-            kind = scheduler.kind_for(request)
+            kind = scheduler.kind_for(request, growing)
             wanted = -(-(start + length) // self._block_size) - len(blocks)
             missing = wanted * UNITS_PER_BLOCK[kind] - scheduler.units_for(request_class, num_offline)
             if missing > 0:

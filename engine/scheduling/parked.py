@@ -3,7 +3,9 @@
 With a host tier, whoever is preempted keeps its blocks. `reclaim` frees what is asked for where bringing it back costs
 least per unit (`engine.scheduling.parking`): a block is copied to the host, or the tail is dropped; one past may lie in
 several places and in both representations (Apt-Serve §4.2, HybridServe §4). When the request starts again, what is on
-the device stays where it is, what is on the host is copied back, and the dropped tail is computed.
+the device stays where it is, what is on the host is copied back, and the dropped tail is computed. Hidden state cannot
+be made from K and V, so the form that a block has on the host is chosen when it is stored: who runs from hidden state
+stores the blocks of its answer by the host's split.
 
 No block that is kept here can stop anybody for ever: a running online request may have all of them, offline ones those
 of offline requests, and who waits online may have all that are not its own. Without a host tier nothing is parked: what
@@ -11,14 +13,15 @@ was computed stays in the prefix index, where its tail is evicted first. Knows n
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
 from engine.cache.cache_map import UNITS_PER_BLOCK, CacheBlock, CacheKind, Tier
-from engine.cache.pool import BlockPool
+from engine.cache.pool import UNITS_PER_KV_BLOCK, BlockPool
 from engine.config import SchedulerConfig
 from engine.request import Request, RequestClass
+from engine.scheduling.host_split import HostSplit, OffloadCosts, next_is_act, split_host
 from engine.scheduling.output import CacheAction, CacheOperation
 from engine.scheduling.parking import Parked, Past, Place, RestoreCosts, recompute_costs, release_units
 from predictor.features import BatchFeatures
@@ -32,6 +35,27 @@ def restore_costs(model: LatencyPredictor | None, config: SchedulerConfig) -> Re
     recompute, pair = recompute_costs(model, BatchFeatures(), max(2, config.max_num_batched_tokens))
     unit = model.cache_work(transferred_bytes=config.unit_bytes)
     return RestoreCosts(recompute, model.cache_work(restored_tokens=1), unit, unit, config.rho, pair)
+
+
+def host_split(model: LatencyPredictor | None, config: SchedulerConfig, hidden_blocks: int) -> HostSplit | None:
+    """KV and hidden blocks of a full host, so that bringing pasts back keeps link and device busy alike (HybridServe
+    §4.3); None where there is nothing to choose. `hidden_blocks`: those on the device.
+
+    Weights stay on the device here, and a whole step takes the place of the paper's layer: costs are in proportion.
+    """
+    room = config.host_units // UNITS_PER_KV_BLOCK
+    if model is None or not room or not config.scratch_blocks:
+        return None
+    empty = BatchFeatures()
+    costs = OffloadCosts(
+        load_weights=0.0,
+        load_kv=model.cache_work(transferred_bytes=UNITS_PER_KV_BLOCK * config.unit_bytes),
+        regenerate=model.cache_work(restored_tokens=config.block_size),
+        forward_fixed=model.predict(empty),
+        forward=model.marginal_decodes(empty, 0, config.block_size),
+        ratio=UNITS_PER_BLOCK[CacheKind.HIDDEN] / UNITS_PER_KV_BLOCK,
+    )
+    return split_host(costs, room, hidden_blocks)
 
 
 class _Run(NamedTuple):
@@ -51,6 +75,7 @@ class ParkedCache:
         self._pool = pool
         self._model = model
         self._holders: dict[Request, None] = {}
+        self._split: HostSplit | None = None
 
     def park(self, request: Request) -> None:
         """Keep what a request that leaves its row has computed, where it lies; the rest stays in its cache map."""
@@ -134,7 +159,11 @@ class ParkedCache:
             yield sorted(group, key=lambda request: -request.arrival_order)
 
     def _runs(self, request: Request, spared: Collection[CacheBlock]) -> list[_Run]:
-        """The parts of a past that can be moved, from its tail; only what nothing lies behind can be dropped."""
+        """The parts of a past that can be moved, from its tail; only what nothing lies behind can be dropped.
+
+        A unit of either kind costs the same way to the host and back: the kind of which the host has less than its
+        share of this request comes first.
+        """
         size, blocks, runs = self._config.block_size, request.parked_blocks, []
         first = 0
         for kind, group in groupby(blocks, lambda b: b.entry.kind if _is_movable(b) and b not in spared else None):
@@ -145,7 +174,21 @@ class ParkedCache:
                 past = Past(first * size, tokens, kv, hidden, size, can_drop=end == len(blocks))
                 runs.append(_Run(request, first, past))
             first = end
-        return runs[::-1]
+        runs.reverse()
+        if len({run.past.kv_units for run in runs}) == 2 and self._split is not None:
+            act = next_is_act(*_count_kinds(b for b in blocks if b.entry.tier is Tier.HOST), self._split)
+            runs.sort(key=lambda run: bool(run.past.hidden_units) is not act)
+        return runs
+
+    def next_kind(self, request: Request) -> CacheKind:
+        """What a request that stores hidden state should store its next block as, in case it goes to the host: the kind
+        of which it has less than its share (HybridServe, Eq. 11)."""
+        is_act = self._split is None or next_is_act(*_count_kinds(request.cache_map.blocks), self._split)
+        return CacheKind.HIDDEN if is_act else CacheKind.KV
+
+    def balance(self, hidden_blocks: int) -> None:
+        """Divide the host anew for the step that is being built; `hidden_blocks`: those that run on the device."""
+        self._split = host_split(self._model, self._config, hidden_blocks)
 
     def _release(self, runs: Sequence[_Run], units: int, step_id: int) -> int:
         """Free up to `units` units at the least cost; returns how many came free."""
@@ -215,6 +258,12 @@ class ParkedCache:
 def _is_movable(block: CacheBlock) -> bool:
     """Whether moving it frees its device units: nobody else holds it."""
     return block.entry.tier is Tier.DEVICE and block.ref_count == 1
+
+
+def _count_kinds(blocks: Iterable[CacheBlock]) -> tuple[int, int]:
+    """(KV, hidden) blocks."""
+    counts = Counter(block.entry.kind for block in blocks)
+    return counts[CacheKind.KV], counts[CacheKind.HIDDEN]
 
 
 def _held_by(holders: Sequence[Request]) -> set[CacheBlock]:

@@ -239,8 +239,13 @@ def _steps(index: int, past: Past, units: int, costs: RestoreCosts) -> Iterator[
         blocks = min(past.num_blocks, -(-units // freed))
         tokens = past.tail_tokens(blocks)
         seconds = _seconds(past, place, past.tokens - tokens, tokens, blocks, costs)
-        yield _Step(seconds / (blocks * freed), index, 2 * rank, Place.KEEP, place, freed, host_units)
+        yield _Step(_density(seconds, blocks * freed), index, 2 * rank, Place.KEEP, place, freed, host_units)
         if kv and hidden and place in {Place.DROP, Place.HOST_HIDDEN}:
             # K and V are given up already: what is added is paid by the units of the hidden state alone.
             added = max(0.0, seconds - costs.restore_hidden * tokens)
-            yield _Step(added / (blocks * hidden), index, 2 * rank + 1, Place.HIDDEN, place, hidden, host_units)
+            yield _Step(_density(added, blocks * hidden), index, 2 * rank + 1, Place.HIDDEN, place, hidden, host_units)
+
+
+def _density(seconds: float, units: int) -> float:
+    """To nine digits, so that equal costs are equal and the order of the input decides."""
+    return float(f"{seconds / units:.8e}")

@@ -87,10 +87,14 @@ class Scheduler:
         """How many more blocks may be run from hidden state: every running one may be in the next step."""
         return self.config.scratch_blocks - self.num_hidden_blocks
 
-    def kind_for(self, request: Request) -> CacheKind:
-        """What the request's next block is stored as; a map may mix kinds when the scratch area is used up."""
-        wishes_hidden = request.cache_kind is CacheKind.HIDDEN and self.hidden_room > 0
-        return CacheKind.HIDDEN if wishes_hidden else CacheKind.KV
+    def kind_for(self, request: Request, growing: bool) -> CacheKind:
+        """What the request's next block is stored as; a map may mix kinds when the scratch area is used up.
+
+        `growing`: the block is for tokens that come one by one, and was no part of what the request claimed.
+        """
+        if request.cache_kind is not CacheKind.HIDDEN or self.hidden_room <= 0:
+            return CacheKind.KV
+        return self.parked.next_kind(request) if growing else CacheKind.HIDDEN
 
     def count_hidden(self, request: Request, change: int) -> None:
         """`change` more blocks of a running request hold hidden state."""

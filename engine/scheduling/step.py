@@ -42,6 +42,7 @@ class StepBuilder:
 
     def build(self, plan: OfflinePlan | None, lookup: Callable[[str], Request | None]) -> SchedulerOutput | None:
         """The step, or None when nothing can run now. Without a plan the step is online-only."""
+        self.scheduler.parked.balance(self.scheduler.num_hidden_blocks)
         starts = self._choose_online()
         late = self._late_prefills()
         self._add_online_decodes()
