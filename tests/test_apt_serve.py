@@ -91,10 +91,10 @@ def test_hidden_state_is_offered_where_it_is_small(machine: Machine) -> None:
     assert hidden.num_units + scratch <= kv.num_units
     assert host.host_units * host.unit_bytes <= apt.HOST_BYTES and host.unit_bytes == 8 * 819_200
     # A restored token takes 2 · 5,120 · 10,240 FLOPs in each of 40 layers, at the rate of a large product; decodes read
-    # hidden state as it is, which on `COST_TOKENS` takes no longer than reading W_k and W_v again.
+    # hidden state as it is, which takes no longer than reading W_k and W_v again.
     restored = apt.with_cache(machine, "hidden").predictor.restored
     assert restored == pytest.approx(40 * 2 * 5120 * 10240 / (312e12 * 0.655), rel=0.15)
-    assert 0.0 < hidden.rho < 40 * 2 * 2 * 5120**2 / (1.555e12 * 0.94) * 1.2 / apt.COST_TOKENS
+    assert 0.0 < hidden.rho < 40 * 2 * 2 * 5120**2 / (1.555e12 * 0.94) * 1.2 / apt.COMPACT_TOKENS
     with pytest.raises(ValueError, match="llama-3-8b"):
         apt.with_cache(build_machine(apt.LLAMA), "hidden")
 
