@@ -60,11 +60,8 @@ class OffloadDevice:
         return self.simulated.cache_work_seconds(restored_tokens=tokens) / self.layers
 
     def absorb_seconds(self, tokens: int) -> float:
-        """Attention of one query per request on the hidden state of so many tokens: scores, then the weighted sum."""
-        model = self.simulated.model
-        if not tokens:
-            return 0.0
-        return 2.0 * self.simulated.product_seconds(tokens, model.hidden_size, model.num_heads)
+        """What attention on so many tokens of hidden state takes longer than on their K and V; may be below zero."""
+        return self.simulated.absorbed_seconds(tokens) / self.layers
 
     def recompute_seconds(self, tokens: int, pairs: int) -> float:
         """The whole layer for so many tokens, with `pairs` query-key pairs: prefill, or token recomputation."""

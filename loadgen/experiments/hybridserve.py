@@ -111,6 +111,8 @@ def make_case(point: Point) -> Case:
     device = OffloadDevice(machine, BLOCK)
     if device.ratio >= 1.0:
         raise ValueError(f"activations of {load.model} take no less room than its K and V")
+    if compact == "absorb" and machine.model.rope:
+        raise ValueError(f"attention of {load.model} cannot read activations: it rotates K")
     if load.batch < 1 or load.link <= 0.0:
         raise ValueError(f"a batch has at least one request, a link some bytes/s: not {load}")
     prompts = _prompts(point)

@@ -97,8 +97,6 @@ class Case:
         hidden = BLOCK * (compact + (on_device if self.act_resident else 0))
         load = device.load_seconds(kv * device.block_bytes + compact * self.act_bytes)
         context = BLOCK * (kv + compact + on_device)
-        if self.compact == "absorb":
-            return Stage(load, device.forward_seconds(len(host), context - hidden) + device.absorb_seconds(hidden))
         forward = device.forward_seconds(len(host), context)
         if self.compact == "tokens":
             tokens = [BLOCK * each.act for each in host]
@@ -106,6 +104,8 @@ class Case:
             return Stage(load, forward + device.recompute_seconds(sum(tokens), pairs))
         if self.compact == "project":
             forward += device.regenerate_seconds(hidden)
+        elif self.compact == "absorb":
+            forward += device.absorb_seconds(hidden)
         return Stage(load, forward)
 
     def step(self, split: HostSplit, costs: OffloadCosts, step: int) -> "Step":
