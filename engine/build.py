@@ -322,6 +322,7 @@ def scheduler_config(config: EngineConfig, plan: LaunchPlan, num_units: int) -> 
         unit_bytes=memory.unit_bytes(plan.spec, config.block_size, torch_dtype(plan.dtype)),
         scratch_blocks=plan.scratch_blocks,
         enable_prefix_caching=config.enable_prefix_caching,
+        chunked_prefill=config.chunked_prefill,
         pipeline_depth=1 if plan.device == "cuda" else 0,
         seed=config.seed,
     )

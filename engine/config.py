@@ -25,6 +25,7 @@ class EngineConfig:
     gpu_memory_utilization: float = _flag(0.9, "share of the device's memory for weights and cache")
     max_num_seqs: int = _flag(64, "most requests in one step")
     max_num_batched_tokens: int = _flag(512, "most tokens in one step (the prefill chunk's upper bound)")
+    chunked_prefill: bool = _flag(True, "run prompts in chunks beside decodes; off: whole, in steps of their own")
     max_num_waiting: int = _flag(1024, "most online requests waiting; beyond it 429")
     enable_prefix_caching: bool = _flag(True, "share equal prompt prefixes between requests of one tenant")
     slo: str = _flag("ttft_p99=1s,tbt_p99=100ms", "what online requests are promised; also 'tbt_mean=50ms' or '5%'")
@@ -57,6 +58,8 @@ class EngineConfig:
             raise ConfigError(f"--profile-seconds must be between 0 and 600, not {self.profile_seconds}")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError("--max-num-batched-tokens must be at least --max-num-seqs: every decode is one token")
+        if self.max_model_len is not None:
+            _check_whole_prompts(self.chunked_prefill, self.max_num_batched_tokens, self.max_model_len)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +69,7 @@ class SchedulerConfig:
     `host_units`: units of the host tier (0: none), `unit_bytes`: the size of one on either tier. `scratch_blocks`: how
     many blocks a step may run from hidden state (0: hidden state is not offered), `rho`: seconds that one token run
     from it adds to a step.
+    `chunked_prefill`: prompts run in chunks beside decodes; else a step is whole prompts or decodes.
     `pipeline_depth`: steps that may be in flight when `schedule` is called (0 on CPU, 1 on a GPU).
     `min_prefill_chunk`: what the oldest prompt gets in every step, however late the decodes beside it are.
     `refuse_late`: refuse online requests whose TTFT objective is out of reach when they arrive (429).
@@ -83,6 +87,7 @@ class SchedulerConfig:
     max_num_batched_tokens: int = 512
     max_num_waiting: int = 1024
     enable_prefix_caching: bool = True
+    chunked_prefill: bool = True
     pipeline_depth: int = 0
     min_prefill_chunk: int = 64
     max_offline_preemptions: int = 8
@@ -91,6 +96,15 @@ class SchedulerConfig:
 
     def __post_init__(self) -> None:
         _positive(self, "num_units", "max_model_len", "block_size", "max_num_seqs", "max_num_batched_tokens")
+        _check_whole_prompts(self.chunked_prefill, self.max_num_batched_tokens, self.max_model_len)
+
+
+def _check_whole_prompts(chunked: bool, max_num_batched_tokens: int, max_model_len: int) -> None:
+    if not chunked and max_num_batched_tokens < max_model_len:
+        raise ConfigError(
+            f"--no-chunked-prefill needs --max-num-batched-tokens of at least --max-model-len: a prompt of up to "
+            f"{max_model_len} tokens does not fit in a step of {max_num_batched_tokens}"
+        )
 
 
 def _positive(config: object, *names: str) -> None:

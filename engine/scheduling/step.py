@@ -18,6 +18,8 @@ from engine.scheduling.output import CacheAction, CacheOperation, CacheWork, Chu
 from engine.scheduling.planner import OfflinePlan, offline_allowance
 from engine.scheduling.pressure import Start
 from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.turns import choose_turns
+from engine.scheduling.values import IterationType
 
 
 class StepBuilder:
@@ -43,18 +45,10 @@ class StepBuilder:
     def build(self, plan: OfflinePlan | None, lookup: Callable[[str], Request | None]) -> SchedulerOutput | None:
         """The step, or None when nothing can run now. Without a plan the step is online-only."""
         self.scheduler.parked.balance(self.scheduler.num_hidden_blocks)
-        starts = self._choose_online()
-        late = self._late_prefills()
-        self._add_online_decodes()
-        self._add_online_prefills(late)
-        if starts is not None:
-            self._admit_chosen(starts)
+        if self.scheduler.config.chunked_prefill:
+            self._mix(plan, lookup)
         else:
-            self._admit_online()
-            self._restore_hidden()
-        self._continue_prefills(late)
-        if plan is not None:
-            self._fill_offline(plan, lookup)
+            self._take_turns(plan, lookup)
         if not self.chunks:
             return None
         operations = self.scheduler.take_operations()
@@ -71,6 +65,34 @@ class StepBuilder:
             cache_work=CacheWork(*self.ledger.features.row()[-3:]),
             predicted_latency=self.ledger.seconds if self.ledger.model is not None else None,
         )
+
+    def _mix(self, plan: OfflinePlan | None, lookup: Callable[[str], Request | None]) -> None:
+        """Decodes, and chunks of prompts beside them."""
+        starts = self._choose_online()
+        late = self._late_prefills()
+        self._add_online_decodes()
+        self._add_online_prefills(late)
+        self._admit_online(starts)
+        if starts is None:
+            self._restore_hidden()
+        self._continue_prefills(late)
+        if plan is not None:
+            self._fill_offline(plan, lookup)
+
+    def _take_turns(self, plan: OfflinePlan | None, lookup: Callable[[str], Request | None]) -> None:
+        """Whole prompts or decodes, never both."""
+        for turn in choose_turns(self.scheduler, self.now):
+            if turn is IterationType.PREFILL:
+                self._admit_online(self._choose_online())
+            else:
+                self._add_online_decodes()
+                if not self.scheduler.waiting_online:
+                    self._restore_hidden()
+            alone = not self.scheduler.running[RequestClass.ONLINE]
+            if plan is not None and (turn is IterationType.DECODE or self.chunks or alone):
+                self._fill_offline(plan, lookup, turn)
+            if self.chunks:
+                return
 
     def _add_online_decodes(self) -> None:
         """Every running online request whose next token is due; then the time that the tightest of them leaves."""
@@ -129,7 +151,14 @@ class StepBuilder:
                 self._charge_and_add(request, length)
                 self.has_online_prefill = self._floor_given = True
 
-    def _admit_online(self) -> None:
+    def _admit_online(self, starts: list[Start] | None) -> None:
+        """Start whom the knapsack chose, or those that wait in policy order."""
+        if starts is not None:
+            self._admit_chosen(starts)
+        else:
+            self._admit_in_order()
+
+    def _admit_in_order(self) -> None:
         """Start waiting requests in policy order until one does not fit; past a misfit only if the policy says so."""
         scheduler, policy = self.scheduler, self.scheduler.online_policy
         if not scheduler.waiting_online:
@@ -176,8 +205,13 @@ class StepBuilder:
         if moved:
             self.ledger.charge_cache_work(CacheWork(transferred_bytes=moved * self.scheduler.config.unit_bytes))
 
-    def _fill_offline(self, plan: OfflinePlan, lookup: Callable[[str], Request | None]) -> None:
-        """Re-validate the plan against what the online work of this step has left, and take what still fits."""
+    def _fill_offline(
+        self, plan: OfflinePlan, lookup: Callable[[str], Request | None], turn: IterationType | None = None
+    ) -> None:
+        """Re-validate the plan against what the online work of this step has left, and take what still fits.
+
+        `turn`: the only type of work that the step may hold.
+        """
         scheduler, ledger = self.scheduler, self.ledger
         allowance = offline_allowance(scheduler, ledger, self.num_online_decodes, self.has_online_prefill, self.now)
         before, num_online = ledger.seconds, len(self.requests)
@@ -187,6 +221,8 @@ class StepBuilder:
             request = lookup(planned.request_id)
             if request is None or (request.status is RequestStatus.RUNNING) != planned.running:
                 continue  # it has ended, or was preempted for this step's online work
+            if turn is not None and planned.running != (turn is IterationType.DECODE):
+                continue
             if planned.running:
                 fitted = self._add_offline_running(request, allowance)
             else:
@@ -223,15 +259,18 @@ class StepBuilder:
         return self._admit(request, lambda start, wanted: self._offline_length(allowance, start, wanted))
 
     def _offline_length(self, allowance: OfflineAllowance, start: int, wanted: int) -> int:
+        config, whole = self.scheduler.config, wanted
         wanted = min(wanted, self.ledger.tokens_left)
         length = allowance.largest(self.ledger.features, self.ledger.seconds, start, wanted)
         if not self.chunks and not self.scheduler.has_online:
             # Alone on the machine, the first request always moves on, whatever the budget says (E4).
-            length = max(length, min(wanted, self.scheduler.config.min_prefill_chunk))
-        return length
+            length = max(length, min(wanted, config.min_prefill_chunk if config.chunked_prefill else whole))
+        return length if config.chunked_prefill or length == whole else 0
 
     def _online_length(self, start: int, wanted: int) -> int:
         """The chunk that the decodes beside it can bear; the oldest prompt always gets a floor."""
+        if not self.scheduler.config.chunked_prefill:
+            return wanted if wanted <= self.ledger.tokens_left else 0
         wanted = min(wanted, self.ledger.tokens_left)
         length = wanted
         if self.ledger.model is not None and not math.isinf(self._time_limit):
