@@ -29,7 +29,7 @@ from engine.scheduling.policies import ONLINE_POLICIES, find_policy
 from engine.virtual import Arrival, PredictedRunner, VirtualDriver, VirtualRunner, step_features
 from loadgen import workloads
 from loadgen.errors import InputError
-from loadgen.experiments import apt, hybridserve, hybridserve_table, hygen, larry, llmd, parts
+from loadgen.experiments import apt, apt_table, hybridserve, hybridserve_table, hygen, larry, llmd, parts
 from loadgen.experiments.machine import MachineSpec, build_machine
 from loadgen.experiments.replay import OUTPUT_CAP, UNLIMITED, Metrics, Scenario, measure, rows_of
 from loadgen.experiments.table import Result, render, write_table
@@ -175,7 +175,7 @@ class Experiment(NamedTuple):
 
 
 EXPERIMENTS = {
-    "apt-serve": Experiment(apt.CONFIG, apt.SHORT, apt.run_seed, apt.summary, apt.figures),
+    "apt-serve": Experiment(apt.CONFIG, apt.SHORT, apt.run_seed, apt_table.summary, apt_table.figures),
     "hybridserve": Experiment(
         hybridserve.CONFIG,
         hybridserve.SHORT,

@@ -11,11 +11,11 @@ from engine.execution.device_specs import MODELS
 from engine.request import EngineRequest, SamplingParams
 from engine.virtual import Arrival, VirtualRecord, VirtualRun
 from loadgen import simulate
-from loadgen.experiments import apt
+from loadgen.experiments import apt, apt_point, apt_table
 from loadgen.experiments.machine import Machine, build_machine
 from loadgen.experiments.table import Result
 
-CHAT = apt.Load("apt-chat", 1.0, 1.0, (1.0,), (1.0,))
+CHAT = apt_point.Load("apt-chat", 1.0, 1.0, (1.0,), (1.0,))
 TINY = apt.Config(
     parts=(
         apt.Part(apt.OPT, (CHAT,), tuple(arm for arm in apt.ARMS if arm.name in {"fcfs", "apt-hybrid", "goodput-kv"})),
@@ -56,7 +56,7 @@ def test_attainment_is_counted_as_by_the_load_generator() -> None:
         ],
         end=10.0,
     )
-    found = apt.attained(run, apt.Load("w", 1.0, 1.0, ()))
+    found = apt_point.attained(run, apt_point.Load("w", 1.0, 1.0, ()))
     assert found["good"] == 1.0 and found["slo_attainment"] == 0.2
     assert found["ttft_attainment"] == 0.6 and found["tbt_attainment"] == 0.8
     assert found["ttft_p99"] == 6.0, "who never got a token has waited until the end"
@@ -64,39 +64,39 @@ def test_attainment_is_counted_as_by_the_load_generator() -> None:
 
 def test_one_long_gap_in_a_hundred_is_within_its_p99() -> None:
     times = [0.5 + 0.01 * i + (5.0 if i > 50 else 0.0) for i in range(101)]
-    found = apt.attained(VirtualRun(online=[record(0.0, times)], end=9.0), apt.Load("w", 1.0, 1.0, ()))
+    found = apt_point.attained(VirtualRun(online=[record(0.0, times)], end=9.0), apt_point.Load("w", 1.0, 1.0, ()))
     assert found["good"] == 1.0 and found["tbt_p99"] < 1.0
 
 
 def test_rates_at_an_attainment_are_read_off_the_curve() -> None:
     curve = [(1.0, 1.0), (2.0, 0.8), (4.0, 0.4)]
-    assert apt.effective_rate(curve, 0.9) == pytest.approx(1.5)
-    assert apt.effective_rate(curve, 0.6) == pytest.approx(3.0)
-    assert apt.effective_rate(curve, 0.3) == 4.0
-    assert apt.effective_rate([(1.0, 0.5)], 0.9) is None
+    assert apt_table.effective_rate(curve, 0.9) == pytest.approx(1.5)
+    assert apt_table.effective_rate(curve, 0.6) == pytest.approx(3.0)
+    assert apt_table.effective_rate(curve, 0.3) == 4.0
+    assert apt_table.effective_rate([(1.0, 0.5)], 0.9) is None
 
 
 def test_seeds_are_pooled() -> None:
     results = [result("p", 1.0, 90), result("p", 1.0, 70, seed=1), result("p", 2.0, 50), result("p", 2.0, 10, cv=5.0)]
-    share, low, high = apt.pooled_attainment(results[:2])
+    share, low, high = apt_table.pooled_attainment(results[:2])
     assert share == 0.8 and low < 0.8 < high
-    assert apt.curve(results, "p", "m", "w") == [(1.0, 0.8), (2.0, 0.5)]
+    assert apt_table.curve(results, "p", "m", "w") == [(1.0, 0.8), (2.0, 0.5)]
 
 
 def test_hidden_state_is_offered_where_it_is_small(machine: Machine) -> None:
-    kv, hidden, host = (apt.with_cache(machine, cache).config for cache in ("kv", "hidden", "host"))
+    kv, hidden, host = (apt_point.with_cache(machine, cache).config for cache in ("kv", "hidden", "host"))
     assert kv.scratch_blocks == kv.host_units == host.scratch_blocks == hidden.host_units == 0
     assert 0.95 * kv.num_units < hidden.num_units < kv.num_units, "the scratch area comes out of the pool"
     scratch = 2 * hidden.scratch_blocks / MODELS["opt-13b"].num_layers
     assert hidden.num_units + scratch <= kv.num_units
-    assert host.host_units * host.unit_bytes <= apt.HOST_BYTES and host.unit_bytes == 8 * 819_200
+    assert host.host_units * host.unit_bytes <= apt_point.HOST_BYTES and host.unit_bytes == 8 * 819_200
     # A restored token takes 2 · 5,120 · 10,240 FLOPs in each of 40 layers, at the rate of a large product; decodes read
     # hidden state as it is, which takes no longer than reading W_k and W_v again.
-    restored = apt.with_cache(machine, "hidden").predictor.restored
+    restored = apt_point.with_cache(machine, "hidden").predictor.restored
     assert restored == pytest.approx(40 * 2 * 5120 * 10240 / (312e12 * 0.655), rel=0.15)
-    assert 0.0 < hidden.rho < 40 * 2 * 2 * 5120**2 / (1.555e12 * 0.94) * 1.2 / apt.COMPACT_TOKENS
+    assert 0.0 < hidden.rho < 40 * 2 * 2 * 5120**2 / (1.555e12 * 0.94) * 1.2 / apt_point.COMPACT_TOKENS
     with pytest.raises(ValueError, match="llama-3-8b"):
-        apt.with_cache(build_machine(apt.LLAMA), "hidden")
+        apt_point.with_cache(build_machine(apt.LLAMA), "hidden")
 
 
 def test_every_arm_gets_the_same_requests_at_the_same_times() -> None:
@@ -125,17 +125,33 @@ def test_the_experiment_on_a_tiny_load(tmp_path: Path, capsys: pytest.CaptureFix
     assert "apt-hybrid" in capsys.readouterr().out
 
 
+def test_whole_prompts_take_larger_steps_and_no_chunks() -> None:
+    """Arms without chunked prefill have a machine of their own, whose steps hold the longest prompt."""
+    arms = tuple(arm for arm in apt.ARMS if arm.name in {"fcfs", "fcfs-whole", "apt-vote", "apt-both"})
+    config = replace(TINY, parts=(apt.Part(apt.OPT, (replace(CHAT, bursts=()),), arms),))
+    points = {point.arm.name: point for point in apt.points(config, None, 0)}
+    for name, whole in (("fcfs", False), ("fcfs-whole", True), ("apt-vote", True), ("apt-both", False)):
+        found = points[name].machine.config
+        assert found.chunked_prefill is not whole
+        assert found.max_num_batched_tokens == (2048 if whole else 512)
+    both = points["apt-both"].machine.config
+    assert both.host_units > 0 and both.scratch_blocks > 0
+    chunked, whole = (apt_point.run_point(points[name]) for name in ("fcfs", "fcfs-whole"))
+    assert whole["steps"] != chunked["steps"] and whole["requests"] == chunked["requests"] == TINY.requests
+    assert apt_point.run_point(points["apt-vote"])["requests"] == TINY.requests
+
+
 def test_a_run_is_deterministic_and_uses_what_its_arm_offers(machine: Machine) -> None:
-    load = apt.Load("apt-chat", 1.0, 1.0, (3.0,))
-    rows = apt.requests_of(load, 3.0, 1.0, 40, 0, None, 2048)
+    load = apt_point.Load("apt-chat", 1.0, 1.0, (3.0,))
+    rows = apt_point.requests_of(load, 3.0, 1.0, 40, 0, None, 2048)
     found = {}
     for arm in apt.ARMS:
         if arm.name in {"fcfs", "goodput-kv", "apt-hybrid"}:
-            offered = apt.with_cache(machine, arm.cache)
+            offered = apt_point.with_cache(machine, arm.cache)
             if arm.cache == "hidden":  # at its true cost it is hardly ever worth it here
                 offered = replace(offered, config=replace(offered.config, rho=0.0))
-            point = apt.Point(offered, load, 3.0, 1.0, arm, rows, 0)
-            found[arm.name] = apt.run_point(point)
-            assert apt.run_point(point) == found[arm.name]
+            point = apt_point.Point(offered, load, 3.0, 1.0, arm, rows, 0)
+            found[arm.name] = apt_point.run_point(point)
+            assert apt_point.run_point(point) == found[arm.name]
     assert found["goodput-kv"]["cache_work"] == 0.0 < found["apt-hybrid"]["cache_work"]
     assert found["goodput-kv"]["good"] > found["fcfs"]["good"], "three times what the machine can serve"

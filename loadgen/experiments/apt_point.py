@@ -1,0 +1,171 @@
+"""One run of Apt-Serve's evaluation: a policy and a cache on a machine under one load, and what its requests got."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from engine.cache.pool import UNITS_PER_KV_BLOCK
+from engine.core import EngineCore
+from engine.execution.simulated import SIMULATED_TOKEN
+from engine.request import EngineRequest, SamplingParams
+from engine.scheduling.objective import StepObjective
+from engine.scheduling.output import ModelRunnerOutput, SchedulerOutput
+from engine.virtual import Arrival, VirtualDriver, VirtualRun
+from loadgen import workloads
+from loadgen.arrivals import Process
+from loadgen.experiments.machine import Machine
+from loadgen.experiments.replay import OUTPUT_CAP, Metrics, Row, rows_of
+from loadgen.stats import nearest_rank
+
+HIDDEN_SHARE = 2
+"""KV blocks in the pool for every block that a step may run from hidden state, as in the live engine."""
+HOST_BYTES = 64 * 2**30
+RESTORED_TOKENS = 1024
+"""Tokens at which the cost of restoring one is measured."""
+COMPACT_TOKENS = 8192
+"""Tokens at which that of running one from hidden state is: about what runs from it under pressure. Reading W_k and W_v
+once more is the larger part of it for few tokens, and no reason against many."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """A workload with its SLOs in seconds (the paper's Table 3) and the rates (requests/s) it is run at; `bursts`:
+    those at which arrivals also come in bursts. `scale`: requests of a point beside those of other loads; short answers
+    need more to fill as much time."""
+
+    workload: str
+    ttft: float
+    tbt: float
+    rates: tuple[float, ...]
+    bursts: tuple[float, ...] = ()
+    scale: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """A policy on a cache: `kv`, `hidden` (KV and hidden state) `host` (KV, and a host tier for the preempted) or
+    `both`. `chunked`: prompts run in chunks beside decodes, else whole, in steps of their own."""
+
+    name: str
+    policy: str
+    cache: str = "kv"
+    chunked: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One run: an arm on its machine under `load` at one rate and burstiness; a row for every request."""
+
+    machine: Machine
+    load: Load
+    rate: float
+    cv: float
+    arm: Arm
+    rows: tuple[Row, ...]
+    seed: int
+
+
+def with_cache(machine: Machine, cache: str, chunked: bool = True) -> Machine:
+    """The machine with hidden state or a host tier, and with the costs of both in its latency model.
+
+    The scratch area that hidden state is projected into (K and V of one layer) is taken out of the pool. Raises
+    ValueError where hidden state is not smaller than K and V.
+    """
+    model, device, config = machine.spec.model, machine.device, machine.config
+    shape = device.model
+    unit_bytes = config.block_size * shape.kv_bytes_per_token // UNITS_PER_KV_BLOCK
+    rho = max(0.0, device.cache_work_seconds(COMPACT_TOKENS) / COMPACT_TOKENS)
+    restored = device.cache_work_seconds(restored_tokens=RESTORED_TOKENS) / RESTORED_TOKENS
+    predictor = replace(machine.predictor, compact=rho, restored=restored, transferred=device.transfer_seconds(1))
+    config = replace(config, unit_bytes=unit_bytes, refuse_late=False, chunked_prefill=chunked)
+    if cache in {"host", "both"}:
+        config = replace(config, host_units=HOST_BYTES // unit_bytes)
+    if cache in {"hidden", "both"}:
+        if shape.hidden_size > shape.num_kv_heads * shape.head_dim:
+            raise ValueError(f"hidden state of {model} takes more than half the room of its K and V")
+        # Every HIDDEN_SHARE blocks of KV come with the K and V of one more block, for one layer.
+        units = int(config.num_units / (1 + 1 / (HIDDEN_SHARE * shape.num_layers)))
+        scratch = units // UNITS_PER_KV_BLOCK // HIDDEN_SHARE
+        config = replace(config, num_units=units, scratch_blocks=scratch, rho=rho)
+    return replace(machine, config=config, predictor=predictor)
+
+
+def requests_of(
+    load: Load, rate: float, cv: float, count: int, seed: int, data: Path | None, limit: int
+) -> tuple[Row, ...]:
+    """The arrivals of one point: the same lengths at every rate, Poisson at a CV of 1, else gamma."""
+    process: Process = "poisson" if cv == 1.0 else "gamma"
+    options = workloads.Options(rate=rate, count=count, seed=seed, data=data, process=process, cv=cv, offline_lines=0)
+    made = workloads.build(load.workload, options)
+    assert made.online is not None, "the workload has no online part"
+    return rows_of(made.online, limit)
+
+
+class _Watched:
+    """A runner that adds up how long its steps took and what of that was cache work."""
+
+    def __init__(self, machine: Machine, seed: int) -> None:
+        self._inner = machine.runner(seed)
+        self._device = machine.device
+        self.seconds = self.cache_seconds = 0.0
+
+    def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
+        result = self._inner.execute(output)
+        self.seconds += result.latency
+        if any(output.cache_work):
+            self.cache_seconds += self._device.cache_work_seconds(*output.cache_work)
+        return result
+
+
+def run_point(point: Point) -> Metrics:
+    """Run one point to its end; deterministic."""
+    machine, load = point.machine, point.load
+    core = EngineCore(
+        machine.config,
+        online_policy=point.arm.policy,
+        offline_policy="fcfs",
+        model=machine.predictor,
+        objective=StepObjective(load.ttft, load.tbt),
+    )
+    runner = _Watched(machine, point.seed)
+    run = VirtualDriver(core, runner, _arrivals(point.rows, machine.config.max_model_len)).run(math.inf)
+    stats = core.stats()
+    needed = sum(prompt + output - 1 for _, prompt, output in point.rows)
+    return {
+        **attained(run, load),
+        "preemptions": float(sum(stats.preemptions.values())),
+        "recomputed": (stats.prefill_tokens + stats.decode_tokens) / needed - 1.0,
+        "cache_work": runner.cache_seconds / max(runner.seconds, 1e-9),
+        "steps": float(run.steps),
+        "end": run.end,
+    }
+
+
+def _arrivals(rows: Sequence[Row], limit: int) -> Iterator[Arrival]:
+    for index, (at, prompt, output) in enumerate(rows):
+        cap = max(output, min(OUTPUT_CAP, limit - prompt))
+        sampling = SamplingParams(max_tokens=cap, min_tokens=output, stop_token_ids=frozenset({SIMULATED_TOKEN}))
+        yield Arrival(at, EngineRequest(f"n{index}", (1,) * prompt, sampling))
+
+
+def attained(run: VirtualRun, load: Load) -> Metrics:
+    """Attainment as the load generator counts it, and latencies of all requests; one without a first token has waited
+    until the end."""
+    first = np.array([r.token_times[0] - r.arrival.at if r.token_times else run.end - r.arrival.at for r in run.online])
+    gaps = [np.diff(r.token_times) for r in run.online]
+    tails = np.array([nearest_rank(each, 99.0) if each.size else 0.0 for each in gaps])
+    in_time = first <= load.ttft
+    smooth = tails <= load.tbt
+    ended = np.array([r.ended is not None for r in run.online])
+    pooled = np.concatenate(gaps)
+    good = int((in_time & smooth & ended).sum())
+    found = {"requests": float(len(first)), "good": float(good), "slo_attainment": good / len(first)}
+    found |= {"ttft_attainment": float(in_time.mean()), "tbt_attainment": float(smooth.mean())}
+    for name, values in (("ttft", first), ("tbt", pooled), ("tbt_p99_per_request", tails)):
+        found[f"{name}_mean"] = float(values.mean()) if values.size else 0.0
+        found[f"{name}_p50"] = nearest_rank(values, 50.0) if values.size else 0.0
+        found[f"{name}_p99"] = nearest_rank(values, 99.0) if values.size else 0.0
+    return found
