@@ -103,7 +103,8 @@ def load_or_measure(
         say(f"latency profile of {profile.created_at} ({profile.num_samples} steps, error {profile.held_out_mape:.1%})")
         if profile.cache_costs.covers(hidden=tiers.scratch_blocks > 0, host=tiers.host_units > 0):
             return profile
-        profile = profile.with_cache_costs(measure_cache_costs(runner, limits, tiers), tiers.unit_bytes)
+        costs = measure_cache_costs(runner, limits, tiers).over(profile.cache_costs)
+        profile = profile.with_cache_costs(costs, tiers.unit_bytes)
         _keep(profile, folder, say)
         return profile
     if seconds <= 0:

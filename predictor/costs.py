@@ -1,6 +1,6 @@
 """What the representations of a request's past cost: measured once, beside the latency model (Apt-Serve §4, its ρ)."""
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +22,12 @@ class CacheCosts:
         for seconds in (self.run_hidden, self.restore, self.swap_out, self.swap_in):
             if seconds is not None and not 0.0 < seconds < float("inf"):
                 raise ValueError("cache costs must be finite and above zero")
+
+    def over(self, older: "CacheCosts") -> "CacheCosts":
+        """These costs, and those of `older` where nothing was measured."""
+        return CacheCosts(
+            *(mine if mine is not None else theirs for mine, theirs in zip(astuple(self), astuple(older), strict=True))
+        )
 
     def covers(self, *, hidden: bool, host: bool) -> bool:
         """Whether everything that is offered was measured."""

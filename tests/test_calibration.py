@@ -183,6 +183,16 @@ def test_costs_that_a_kept_profile_lacks_are_added(tmp_path: Path) -> None:
     assert runner.num_costed_steps == 0, "measured once"
 
 
+def test_costs_of_one_representation_outlive_a_launch_with_another(tmp_path: Path) -> None:
+    hidden, host = replace(TIERS, host_units=0), replace(TIERS, scratch_blocks=0)
+    for tiers in (hidden, host):
+        load_or_measure(tmp_path, HybridRunner(), LIMITS, 50, KEY, 0.5, lambda _line: None, tiers)
+    runner = HybridRunner()
+    both = load_or_measure(tmp_path, runner, LIMITS, 50, KEY, 0.5, lambda _line: None, TIERS)
+    assert both.cache_costs.covers(hidden=True, host=True) and runner.num_costed_steps == 0
+    assert both.model.compact == pytest.approx(RUN_HIDDEN) and both.model.transferred > 0.0
+
+
 def test_cache_costs_of_a_real_runner() -> None:
     """The steps that are measured are steps that a real runner accepts."""
     spec = spec_from_config(llama_config(hidden_size=256, num_key_value_heads=4, num_hidden_layers=2))

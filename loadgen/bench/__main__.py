@@ -6,6 +6,7 @@ import importlib
 BENCHES = {
     "serving": "loadgen.bench.serving",
     "colocation": "loadgen.bench.colocation",
+    "pressure": "loadgen.bench.pressure",
     "accuracy": "loadgen.bench.accuracy",
     "control-plane": "loadgen.bench.control_plane",
     "planning": "loadgen.bench.planning",

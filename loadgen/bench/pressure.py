@@ -1,0 +1,271 @@
+"""A pool too small for its load, live: K and V alone, the hybrid cache, and the host tier under the same arrivals.
+
+The packaged demo model (as many KV heads as heads, rotary embeddings: its hidden state is projected in every step), or
+one of the same size without rotary embeddings (`--model opt`, random weights), whose decodes read hidden state as it
+is. Each arm has a server of its own; every seed's requests arrive at the same times in each. Attainment counts requests
+whose first token came within the TTFT limit and whose nearest-rank P99 gap is within the TBT limit; those refused with
+429 count as missed. Recomputed are the tokens that the server computed beyond one pass over every answered request.
+"""
+
+import argparse
+import asyncio
+import json
+import shutil
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import orjson
+
+from loadgen.bench.batch_job import wait_quiet
+from loadgen.bench.colocation import Answer, percentile, poisson
+from loadgen.bench.machine import describe
+from loadgen.bench.serving import PACKAGED, server
+
+PROMPT, OUTPUT = 192, 192
+ARMS = {
+    "fcfs, KV": ("--online-policy=fcfs", "--no-hidden-cache"),
+    "apt, KV": ("--online-policy=apt", "--no-hidden-cache"),
+    "goodput, KV": ("--online-policy=goodput", "--no-hidden-cache"),
+    "goodput, hybrid": ("--online-policy=goodput", "--hidden-cache"),
+    "goodput, host": ("--online-policy=goodput", "--no-hidden-cache", "--swap-space=0.25"),
+}
+"""The arms: flags of their servers."""
+OPT_CONFIG: dict[str, Any] = {
+    "architectures": ["OPTForCausalLM"],
+    "model_type": "opt",
+    "hidden_size": 256,
+    "word_embed_proj_dim": 256,
+    "ffn_dim": 864,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 4,
+    "vocab_size": 2560,
+    "max_position_embeddings": 2048,
+    "activation_function": "relu",
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+"""The demo model's sizes without rotary embeddings; the two matrices of its MLP hold what the demo's three do."""
+SAMPLE_SECONDS = 0.1
+BURST = 16
+COUNTED = ("preemptions", "prefill_tokens", "decode_tokens")
+MOVED = ("swap_out", "swap_in", "restore")
+
+
+@dataclass(slots=True)
+class PressureRun:
+    """One seed of one arm. `counts`: what the server's counters grew by; `hidden_blocks`: the gauge, as sampled."""
+
+    prompt: int
+    output: int
+    answers: list[Answer] = field(default_factory=list)
+    counts: dict[str, float] = field(default_factory=dict)
+    hidden_blocks: list[float] = field(default_factory=list)
+
+    @property
+    def recomputed(self) -> float:
+        """Tokens computed beyond one pass over every answered request (of the last token nothing is computed)."""
+        computed = self.counts["prefill_tokens"] + self.counts["decode_tokens"]
+        return computed - sum(answer.ok for answer in self.answers) * (self.prompt + self.output - 1)
+
+
+def model_folder(folder: Path, model: str) -> tuple[str, ...]:
+    """Fill `folder` with the model's files; the server's flags for them."""
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(PACKAGED / name, folder / name)
+    if model == "opt":
+        (folder / "config.json").write_text(json.dumps(OPT_CONFIG))
+        return ("--load-format=dummy",)
+    for name in ("config.json", "generation_config.json", "model.safetensors"):
+        shutil.copy(PACKAGED / name, folder / name)
+    return ("--load-format=safetensors",)
+
+
+def counters(page: str) -> dict[str, float]:
+    """What a page of /metrics counts, each summed over its labels, cache units by operation; 0 for what is not there
+    yet."""
+    names = {f"tidemill_{name}_total": name for name in COUNTED}
+    names |= {f'tidemill_cache_units_total{{operation="{name}"}}': name for name in MOVED}
+    found = dict.fromkeys((*COUNTED, *MOVED), 0.0)
+    for line in page.splitlines():
+        sample, _, value = line.rpartition(" ")
+        name = names.get(sample) or names.get(sample.partition("{")[0])
+        if name is not None and not line.startswith("#"):
+            found[name] += float(value)
+    return found
+
+
+def gauge(page: str, name: str) -> float:
+    """A gauge without labels; 0 where it is not there."""
+    return next((float(line.split()[1]) for line in page.splitlines() if line.startswith(f"{name} ")), 0.0)
+
+
+async def stream(session: aiohttp.ClientSession, url: str, answer: Answer, run: PressureRun, salt: int) -> None:
+    """One streamed completion of exactly the run's lengths; no two salts share a prefix."""
+    loop, begin = asyncio.get_running_loop(), answer.scheduled
+    body = {
+        "model": "model",
+        "prompt": [3 + (salt * 7919 + 31 * i) % 2500 for i in range(run.prompt)],
+        "max_tokens": run.output,
+        "min_tokens": run.output,
+        "ignore_eos": True,
+        "temperature": 0,
+        "stream": True,
+        "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+    }
+    started = loop.time()
+    async with session.post(f"{url}/v1/completions", data=orjson.dumps(body)) as response:
+        if response.status != 200:
+            return
+        async for line in response.content:
+            if line.startswith(b"data: {"):
+                usage = orjson.loads(line[6:])["usage"]
+                now = begin + loop.time() - started
+                answer.tokens += [now] * (usage["completion_tokens"] - len(answer.tokens))
+    answer.ok = len(answer.tokens) >= run.output
+
+
+async def run_seed(url: str, arrivals: Sequence[float], seed: int, prompt: int, output: int) -> PressureRun:
+    """Send what arrives, wait for every answer, read the counters before and after."""
+    await wait_quiet(url)
+    run = PressureRun(prompt, output, [Answer(at) for at in arrivals])
+    headers, timeout = {"content-type": "application/json"}, aiohttp.ClientTimeout(total=None)
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(headers=headers, connector=connector, timeout=timeout) as session:
+
+        async def page() -> str:
+            async with session.get(f"{url}/metrics") as response:
+                return await response.text()
+
+        async def sample() -> None:
+            while True:
+                run.hidden_blocks.append(gauge(await page(), "tidemill_hidden_blocks"))
+                await asyncio.sleep(SAMPLE_SECONDS)
+
+        async def send(answer: Answer, salt: int, start: float) -> None:
+            await asyncio.sleep(max(0.0, start + answer.scheduled - asyncio.get_running_loop().time()))
+            await stream(session, url, answer, run, salt)
+
+        before, start = counters(await page()), asyncio.get_running_loop().time()
+        sampler = asyncio.create_task(sample())
+        await asyncio.gather(*(send(each, seed * 10_000 + i, start) for i, each in enumerate(run.answers)))
+        sampler.cancel()
+        await asyncio.gather(sampler, return_exceptions=True)
+        after = counters(await page())
+    run.counts = {name: after[name] - before[name] for name in after}
+    return run
+
+
+def answered_rate(burst: PressureRun) -> float:
+    """Answers a second of requests that came at once."""
+    ended = [answer.tokens[-1] for answer in burst.answers if answer.ok]
+    if not ended:
+        raise SystemExit("no request of the burst was answered; give --rate")
+    return len(ended) / max(ended)
+
+
+HEADER = (
+    f"{'arm':17} {'seed':>4} {'requests':>8} {'refused':>7} {'attained':>8} {'TTFT P50':>9} {'P99 ms':>8} "
+    f"{'TBT P50':>8} {'P99 ms':>8} {'preempted':>9} {'recomputed':>10} {'out':>6} {'in':>6} {'restored':>8} "
+    f"{'hidden':>7}"
+)
+
+
+def show(name: str, seed: str, runs: Sequence[PressureRun], ttft: float, tbt: float) -> str:
+    """A line of the table, latencies and attainment pooled over the runs, counts added up; `hidden`: blocks that run
+    from hidden state, on average."""
+    answers = [answer for run in runs for answer in run.answers]
+    firsts = [answer.ttft for answer in answers if answer.tokens]
+    gaps = [gap for answer in answers for gap in answer.gaps]
+    good = sum(answer.good(ttft, tbt) for answer in answers) / len(answers)
+    refused = sum(not answer.tokens for answer in answers)
+    counts = {key: sum(run.counts[key] for run in runs) for key in runs[0].counts}
+    sampled = [value for run in runs for value in run.hidden_blocks]
+    times = [percentile(values, rank) * 1e3 for values in (firsts, gaps) for rank in (50, 99)]
+    return (
+        f"{name:17} {seed:>4} {len(answers):8d} {refused:7d} {good:8.1%} {times[0]:9.0f} {times[1]:8.0f} "
+        f"{times[2]:8.1f} {times[3]:8.1f} {counts['preemptions']:9.0f} {sum(run.recomputed for run in runs):10.0f} "
+        + " ".join(f"{counts[key]:{width}.0f}" for key, width in zip(MOVED, (6, 6, 8), strict=True))
+        + f" {sum(sampled) / max(len(sampled), 1):7.1f}"
+    )
+
+
+def costs(profile: Path) -> str:
+    """A line with what the kept profile says of the cache's representations."""
+    about = json.loads(profile.read_bytes())
+    found = {name: "-" if value is None else f"{value * 1e6:.2f}" for name, value in about["cache_costs"].items()}
+    return (
+        f"measured: {found['run_hidden']} µs a step and token run from hidden state, {found['restore']} restored; "
+        f"{found['swap_out']} µs a unit swapped out, {found['swap_in']} in; step times {about['held_out_mape']:.1%} off"
+    )
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m loadgen.bench.pressure", description=__doc__)
+    parser.add_argument("--model", choices=("demo", "opt"), default="demo")
+    parser.add_argument("--rate", type=float, help="requests a second (default: by --load)")
+    parser.add_argument(
+        "--load", type=float, default=1.2, help="the rate as a multiple of what the first arm answers of a burst"
+    )
+    parser.add_argument("--seconds", type=float, default=10.0, help="of arrivals, for each seed of each arm")
+    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--blocks", type=int, default=128, help="blocks of KV in the pool, 16 tokens each")
+    parser.add_argument("--prompt", type=int, default=PROMPT)
+    parser.add_argument("--output", type=int, default=OUTPUT)
+    parser.add_argument("--ttft", type=float, default=1.0, help="TTFT limit in seconds")
+    parser.add_argument("--tbt", type=float, default=0.1, help="limit on the P99 of a request's gaps in seconds")
+    parser.add_argument("--profile-seconds", type=float, default=8.0)
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Serve, send, print."""
+    args = parse(argv)
+    slo = f"ttft_p99={args.ttft * 1e3:g}ms,tbt_p99={args.tbt * 1e3:g}ms"
+    print(
+        f"pressure: {args.model}, requests of {args.prompt}/{args.output} tokens, {args.blocks * 16} tokens of cache, "
+        f"SLO {slo}; {describe()}",
+        flush=True,
+    )
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        flags = (
+            *model_folder(folder, args.model),
+            f"--slo={slo}",
+            f"--profile-dir={folder}",
+            f"--profile-seconds={args.profile_seconds}",
+            f"--num-gpu-blocks-override={args.blocks}",
+            f"--max-model-len={args.prompt + args.output}",
+            f"--state-dir={folder / 'state'}",
+        )
+        found = {arm: run_arm(args, folder, arm, flags) for arm in ARMS}
+        profile = max(folder.glob("*.json"), key=lambda path: b"cache_costs" in path.read_bytes())
+        print(costs(profile))
+    print(HEADER)
+    for arm, runs in found.items():
+        print(show(arm, "all", runs, args.ttft, args.tbt))
+
+
+def run_arm(args: argparse.Namespace, folder: Path, arm: str, flags: Sequence[str]) -> list[PressureRun]:
+    """All seeds of an arm, a line for each."""
+    runs: list[PressureRun] = []
+    with server(folder, 0, *flags, *ARMS[arm]) as url:
+        asyncio.run(run_seed(url, [0.2 * i for i in range(8)], 0, args.prompt, args.output))  # nothing is cold
+        if args.rate is None:
+            burst = asyncio.run(run_seed(url, [0.0] * BURST, 100, args.prompt, args.output))
+            args.rate = args.load * answered_rate(burst)
+            print(f"{args.rate:.2f} requests/s for {args.seconds:g} s", flush=True)
+        for seed in range(1, args.seeds + 1):
+            arrivals = poisson(lambda _t: args.rate, args.rate, args.seconds, seed)
+            runs.append(asyncio.run(run_seed(url, arrivals, seed, args.prompt, args.output)))
+            print("  " + show(arm, str(seed), runs[-1:], args.ttft, args.tbt), flush=True)
+    return runs
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+"""The benchmark of a pool that is too small: what it reads, counts and prints."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from fake_engine import Served, serve
+
+from engine.build import build_engine, plan_launch
+from engine.config import EngineConfig
+from engine.models.spec import load_spec
+from engine.text import Tokenizer
+from loadgen.bench import pressure
+from loadgen.bench.colocation import Answer
+from loadgen.bench.serving import PACKAGED
+
+PAGE = """# HELP tidemill_preemptions_total Preemptions by cause.
+# TYPE tidemill_preemptions_total counter
+tidemill_preemptions_total{cause="memory"} 3.0
+tidemill_preemptions_total{cause="late"} 2.0
+tidemill_prefill_tokens_total 1000.0
+tidemill_decode_tokens_total 500.0
+tidemill_cache_units_total{operation="swap_out"} 7.0
+tidemill_cache_units_total{operation="restore"} 4.0
+tidemill_hidden_blocks 5.0
+tidemill_prompt_tokens_total{class="online"} 99.0
+"""
+
+
+def test_counters_are_summed_by_cause_and_read_by_operation() -> None:
+    expected = {"preemptions": 5.0, "prefill_tokens": 1000.0, "decode_tokens": 500.0, "swap_out": 7.0, "swap_in": 0.0}
+    assert pressure.counters(PAGE) == {**expected, "restore": 4.0}
+    assert set(pressure.counters("").values()) == {0.0}
+    assert (pressure.gauge(PAGE, "tidemill_hidden_blocks"), pressure.gauge(PAGE, "tidemill_hidden")) == (5.0, 0.0)
+
+
+def answer(ttft: float, gap: float, tokens: int) -> Answer:
+    return Answer(2.0, [2.0 + ttft + gap * i for i in range(tokens)], ok=tokens == 4)
+
+
+def test_a_line_of_the_table() -> None:
+    """Two good answers, one too late, one refused; 3 answers take 3 * (10 + 4 - 1) tokens, 50 were computed."""
+    answers = [answer(0.1, 0.01, 4), answer(0.2, 0.01, 4), answer(3.0, 0.01, 4), Answer(2.0)]
+    counts = {
+        **pressure.counters(""),
+        "prefill_tokens": 38.0,
+        "decode_tokens": 12.0,
+        "preemptions": 1.0,
+        "restore": 6.0,
+    }
+    run = pressure.PressureRun(10, 4, answers, counts, [1.0, 4.0])
+    assert run.recomputed == 50 - 39
+    cells = pressure.show("arm", "1", [run, run], ttft=1.0, tbt=0.1).split()
+    assert cells == ["arm", "1", "8", "2", "50.0%", "200", "3000", "10.0", "10.0", "2", "22", "0", "0", "12", "2.5"]
+    assert len(cells) == len(
+        pressure.HEADER.replace("TTFT P50", "a").replace("TBT P50", "b").replace("P99 ms", "c").split()
+    )
+    assert pressure.answered_rate(run) == 3 / (2.0 + 3.0 + 0.03)
+    with pytest.raises(SystemExit, match="--rate"):
+        pressure.answered_rate(pressure.PressureRun(10, 4, [Answer(0.0)], counts))
+
+
+def test_the_models_have_one_size_and_differ_in_how_hidden_state_is_run(tmp_path: Path) -> None:
+    (tmp_path / "demo").mkdir()
+    (tmp_path / "opt").mkdir()
+    assert pressure.model_folder(tmp_path / "demo", "demo") == ("--load-format=safetensors",)
+    assert pressure.model_folder(tmp_path / "opt", "opt") == ("--load-format=dummy",)
+    demo, opt = load_spec(tmp_path / "demo"), load_spec(tmp_path / "opt")
+    assert demo == load_spec(PACKAGED)
+    assert (demo.absorbs_kv, opt.absorbs_kv) == (False, True)
+    assert demo.hidden_ratio == opt.hidden_ratio == 0.5
+    assert demo.kv_bytes_per_token(2) == opt.kv_bytes_per_token(2)
+    matrices = [
+        spec.num_parameters - (spec.max_position_embeddings * 256 if spec is opt else 0) for spec in (demo, opt)
+    ]
+    assert math.isclose(*matrices, rel_tol=0.01)
+
+
+def test_every_arm_is_known_to_the_server() -> None:
+    from gateway.cli import _parser
+
+    parser = _parser()
+    for flags in pressure.ARMS.values():
+        parser.parse_args(["serve", *flags])
+
+
+async def test_a_seed_against_a_server_whose_pool_is_too_small(tmp_path: Path) -> None:
+    """Everybody is answered in full, and what was preempted is counted."""
+    config = EngineConfig(
+        device="cpu",
+        dtype="float32",
+        num_gpu_blocks_override=6,
+        max_model_len=64,
+        profile_seconds=0.0,
+        profile_dir=str(tmp_path),
+        slo="ttft_p99=100s,tbt_p99=10s",
+        enable_prefix_caching=False,
+    )
+    plan = plan_launch(config)
+    engine = build_engine(config, plan)
+    served: Served
+    async with serve(engine, Tokenizer.load(plan.folder, probe=False), None, served_model_name=("model",)) as served:
+        run = await pressure.run_seed(served.url, [0.0, 0.0, 0.01], 1, 20, 40)
+    assert all(answer.ok and len(answer.tokens) == 40 and answer.ttft > 0.0 for answer in run.answers)
+    assert run.counts["preemptions"] > 0 and run.recomputed > 0
+    assert run.counts["swap_out"] == run.counts["restore"] == 0 and run.hidden_blocks
+
+
+def test_the_costs_of_a_profile(tmp_path: Path) -> None:
+    costs = {"run_hidden": 2e-6, "restore": None, "swap_out": 1e-4, "swap_in": 5e-5}
+    path = tmp_path / "profile.json"
+    path.write_text(json.dumps({"cache_costs": costs, "held_out_mape": 0.12}))
+    line = pressure.costs(path)
+    assert line.startswith("measured: 2.00 µs") and "- restored" in line and line.endswith("12.0% off")
