@@ -7,6 +7,7 @@
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 
@@ -33,6 +34,7 @@ from engine.models.hub import resolve_model_folder
 from engine.models.loader import load_weights
 from engine.models.spec import ModelSpec, hidden_offer, load_spec, resolve_max_model_len
 from engine.models.weights import ModelWeights, torch_dtype
+from engine.passing_thread import in_passing_thread
 from engine.scheduling.policies import find_policy
 from engine.tuning import BudgetTuner, parse_load
 from predictor.online import OnlineModel, OnlineSettings
@@ -115,6 +117,11 @@ def build_engine(
         parse_load(config.expected_load),
         find_policy(config.online_policy),
     )  # what is wrong with them is said before the model is loaded
+    work = partial(_build, config, plan, say)
+    return in_passing_thread(work) if plan.device == "cpu" else work()
+
+
+def _build(config: EngineConfig, plan: LaunchPlan, say: Callable[[str], None]) -> Engine:
     runner, plan = build_runner(config, plan)
     num_units = memory.UNITS_PER_BLOCK * plan.num_blocks
     return _join(config, plan, scheduler_config(config, plan, num_units), runner, say)

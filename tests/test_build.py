@@ -2,6 +2,8 @@
 
 import json
 import os
+import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -194,6 +196,16 @@ def test_a_container_quota_limits_the_cores(monkeypatch: pytest.MonkeyPatch, tmp
         (tmp_path / "cpu.max").write_text(content)
         monkeypatch.setattr("engine.machine._CPU_QUOTA", tmp_path / "cpu.max")
         assert read_processor(CPUINFO).cores == cores
+
+
+def test_a_model_is_loaded_in_a_thread_that_is_gone_when_the_engine_is_there(tmp_path: Path) -> None:
+    """Else its OpenMP workers slow the engine's own down (see engine.passing_thread)."""
+    threads: list[threading.Thread] = []
+    build_engine(DEMO, say=lambda _line: threads.append(threading.current_thread()))
+    assert threads and threading.current_thread() not in threads
+    assert not any(thread.is_alive() for thread in threads)
+    with pytest.raises(ModelLoadError):
+        build_engine(replace(DEMO, model=str(shape(tmp_path))))
 
 
 def test_one_thread_per_core_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
