@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 
 from engine.scheduling.knapsack import Candidate, choose
 from engine.scheduling.values import (
+    APT_TAIL,
     EPSILON,
     IterationType,
-    apt_value,
-    can_meet,
-    goodput_value,
+    apt_values,
+    goodput_values,
     has_missed,
     pending_time,
     seconds_to_token,
@@ -51,8 +51,12 @@ def test_predicted_seconds_are_those_of_the_steps(start: int, length: int, chunk
     assert seconds_to_token(model, base, beside, start, length, chunk) == pytest.approx(steps, rel=1e-6)
 
 
-def test_can_meet() -> None:
-    assert can_meet(1.0, 1.5, 0.5) and not can_meet(1.0, 1.5, 0.6) and can_meet(1.0, math.inf, 99.0)
+def apt_value(pending: float, savable: bool, tail: float = APT_TAIL) -> float:
+    return apt_values([pending], [savable], tail)[0]
+
+
+def goodput_value(pending: float, savable: bool, ttft: float, tail: float = 0.0) -> float:
+    return goodput_values([pending], [savable], ttft, tail)[0]
 
 
 def test_apt_value_decays_what_is_late() -> None:

@@ -69,28 +69,33 @@ def choose(candidates: Sequence[Candidate], capacity: int, *, live: int = 0, rho
     `rho`: what one KV unit's worth of tokens, run from compact cache, adds to a step: seconds when values are seconds
     (`RestoreCosts.rho_per_unit` has it). Candidates of different ratios go through `choose_options`.
     """
-    columns = _Columns(*zip(*candidates, strict=True)) if candidates else _Columns((), (), ())
+    columns = Columns(*zip(*candidates, strict=True)) if candidates else Columns((), (), ())
+    return choose_columns(columns, capacity, live=live, rho=rho)
+
+
+class Columns(NamedTuple):
+    """Candidates, transposed: several times faster to make and to index than the rows."""
+
+    values: Sequence[float]
+    kv: Sequence[int]
+    compact: Sequence[int | None]
+
+
+def choose_columns(columns: Columns, capacity: int, *, live: int = 0, rho: float = 0.0) -> Selection:
+    """`choose`, of candidates in columns."""
     total = sum(columns.kv)
     if total <= capacity:
-        return Selection(tuple(range(len(candidates))), (), math.fsum(columns.values), total)
+        return Selection(tuple(range(len(columns.kv))), (), math.fsum(columns.values), total)
     penalty = live * rho
     ranked = _rank(columns, capacity, penalty)
     if ranked is None:
-        options = [run_options(candidate, penalty) for candidate in candidates]
+        options = [run_options(Candidate(*row), penalty) for row in zip(*columns, strict=True)]
         return _as_selection(choose_options(options, capacity))
     chosen = _fill(columns, ranked, capacity, penalty, None)
     if ranked.best_value > chosen.value:
         alone = _fill(columns, ranked, capacity, penalty, ranked.best_index)
         chosen = alone if alone.value > chosen.value else chosen
     return chosen
-
-
-class _Columns(NamedTuple):
-    """The candidates, transposed: several times faster to index than the rows."""
-
-    values: tuple[float, ...]
-    kv: tuple[int, ...]
-    compact: tuple[int | None, ...]
 
 
 class _Ranked(NamedTuple):
@@ -104,7 +109,7 @@ class _Ranked(NamedTuple):
     best_index: int
 
 
-def _rank(columns: _Columns, capacity: int, penalty: float) -> _Ranked | None:
+def _rank(columns: Columns, capacity: int, penalty: float) -> _Ranked | None:
     """One pass and one sort; None when the ratios of the candidates differ."""
     densities, first, order = [0.0] * len(columns.kv), [0] * len(columns.kv), []
     best_value, best_index = -1.0, -1
@@ -134,7 +139,7 @@ def _rank(columns: _Columns, capacity: int, penalty: float) -> _Ranked | None:
     return _Ranked(order, num_before, first, best_value, best_index)
 
 
-def _fill(columns: _Columns, ranked: _Ranked, capacity: int, penalty: float, single: int | None) -> Selection:
+def _fill(columns: Columns, ranked: _Ranked, capacity: int, penalty: float, single: int | None) -> Selection:
     """Take the increments in order, past misfits; `single` is taken before all others, in its richest form."""
     order, num_before, first, _, _ = ranked
     kv = columns.kv
@@ -165,7 +170,7 @@ def _fill(columns: _Columns, ranked: _Ranked, capacity: int, penalty: float, sin
     return Selection(whole, tuple(compact), value, capacity - left)
 
 
-def _top_up(columns: _Columns, order: list[int], held: list[int], left: int, penalty: float) -> int:
+def _top_up(columns: Columns, order: list[int], held: list[int], left: int, penalty: float) -> int:
     """Give what is left to candidates whose KV did not fit, as compact where that still has a value."""
     values, kv, compact = columns
     for index in order:

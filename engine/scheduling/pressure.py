@@ -3,6 +3,9 @@
 Requests that run keep their place while they fit. Those that wait compete for what is free or can be taken from offline
 work: `select_apt` and `select_goodput` value them, `engine.scheduling.knapsack` chooses. Until the demand exceeds the
 room nobody calls this, and requests start in the order of the policy, from KV.
+
+Thousands may wait and a step is a few milliseconds, so the queue is handled by columns; what differs from request to
+request by more than arrival and length (who was preempted) is filled in one by one.
 """
 
 import math
@@ -11,14 +14,14 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from engine.cache.cache_map import UNITS_PER_BLOCK, CacheKind
+from engine.cache.pool import UNITS_PER_KV_BLOCK
 from engine.request import Request
-from engine.scheduling.knapsack import Candidate, Selection, choose
+from engine.scheduling.knapsack import Columns, Selection, choose_columns
 from engine.scheduling.values import (
     APT_TAIL,
     GOODPUT_TAIL,
-    apt_value,
-    can_meet,
-    goodput_value,
+    apt_values,
+    goodput_values,
     has_missed,
     pending_time,
     seconds_to_token,
@@ -27,6 +30,9 @@ from predictor.features import BatchFeatures
 from predictor.model import LatencyPredictor
 
 DEFAULT_TTFT = 1.0
+KV_PER_HIDDEN = UNITS_PER_KV_BLOCK // UNITS_PER_BLOCK[CacheKind.HIDDEN]
+GRAIN = 16
+"""Tokens to which a prompt is rounded up when its time is predicted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,26 +68,67 @@ Select = Callable[[Sequence[Request], Pressure], list[Start]]
 
 def select_apt(waiting: Sequence[Request], pressure: Pressure, tail: float = APT_TAIL) -> list[Start]:
     """By pending time; a request that has missed its SLO counts for `tail` of it (the paper's fallback)."""
-    savable = [_has_hope(request, pressure) for request in waiting]
-    values = [
-        apt_value(pending_time(pressure.now, request.times.arrival, request.times.last_token), hope, tail)
-        for request, hope in zip(waiting, savable, strict=True)
-    ]
-    return _chosen(waiting, values, savable, pressure, pressure.rho)
+    queue = _transposed(waiting, pressure)
+    values = apt_values(queue.pending, queue.hopeful, tail)
+    return _chosen(queue, values, queue.hopeful, pressure, pressure.rho, tail)
 
 
 def select_goodput(waiting: Sequence[Request], pressure: Pressure, tail: float = GOODPUT_TAIL) -> list[Start]:
     """One point for everybody who can still meet the SLO if started now; the others by `tail`, at 0 next to nothing."""
     unit = pressure.ttft if math.isfinite(pressure.ttft) else DEFAULT_TTFT
-    beside = BatchFeatures()
-    beside.add_decodes(len(pressure.running), sum(request.num_computed_tokens for request in pressure.running))
-    base = pressure.model.predict(beside) if pressure.model is not None else 0.0
-    savable = [_is_savable(request, pressure, beside, base) for request in waiting]
-    values = [
-        goodput_value(pending_time(pressure.now, request.times.arrival, request.times.last_token), hope, unit, tail)
-        for request, hope in zip(waiting, savable, strict=True)
-    ]
-    return _chosen(waiting, values, savable, pressure, pressure.rho / unit)
+    queue = _transposed(waiting, pressure)
+    savable = _savable(queue, pressure)
+    values = goodput_values(queue.pending, savable, unit, tail)
+    return _chosen(queue, values, savable, pressure, pressure.rho / unit, tail)
+
+
+class _Queue(NamedTuple):
+    """The waiting requests, transposed. `pending`: seconds since the last token or arrival; `slack`: until the SLO is
+    broken, below zero where it is, `hopeful`: where it is not; `kv`, `compact`: device units of the whole known length
+    and the next token in each form (what is parked comes back as it was stored: `compact` is None); `missing`: tokens
+    to compute up to the next new one."""
+
+    requests: Sequence[Request]
+    pending: list[float]
+    slack: list[float]
+    hopeful: list[bool]
+    kv: list[int]
+    compact: list[int | None]
+    missing: list[int]
+
+
+def _transposed(waiting: Sequence[Request], pressure: Pressure) -> _Queue:
+    now, ttft, size = pressure.now, pressure.ttft, pressure.block_size
+    pending = [now - request.times.arrival for request in waiting]
+    missing = [request.num_prompt_tokens for request in waiting]
+    slack = [ttft - time for time in pending]
+    hopeful = [time <= ttft for time in pending]
+    kv = [(length // size + 1) * UNITS_PER_KV_BLOCK for length in missing]
+    compact: list[int | None] = [None] * len(kv)
+    if pressure.hidden_blocks > 0:
+        compact = [units // KV_PER_HIDDEN for units in kv]
+    queue = _Queue(waiting, pending, slack, hopeful, kv, compact, missing)
+    for index in [index for index, request in enumerate(waiting) if request.num_preemptions]:
+        _correct(queue, index, waiting[index], pressure)
+    return queue
+
+
+def _correct(queue: _Queue, index: int, request: Request, pressure: Pressure) -> None:
+    """The row of a request that has run before."""
+    times, length = request.times, len(request.token_ids)
+    queue.pending[index] = pending = pending_time(pressure.now, times.arrival, times.last_token)
+    queue.hopeful[index] = hope = _has_hope(request, pressure)
+    limit = pressure.ttft if times.last_token is None else pressure.tbt
+    queue.slack[index] = limit - pending if hope else -math.inf
+    queue.missing[index] = max(1, length - request.num_parked_tokens)
+    blocks = length // pressure.block_size + 1
+    queue.kv[index] = blocks * UNITS_PER_KV_BLOCK
+    if request.parked_blocks:
+        stored = sum(len(block.entry.units) for block in request.parked_blocks)
+        queue.kv[index] = stored + (blocks - len(request.parked_blocks)) * UNITS_PER_BLOCK[request.cache_kind]
+        queue.compact[index] = None
+    elif queue.compact[index] is not None:
+        queue.compact[index] = queue.kv[index] // KV_PER_HIDDEN
 
 
 def _has_hope(request: Request, pressure: Pressure) -> bool:
@@ -92,55 +139,67 @@ def _has_hope(request: Request, pressure: Pressure) -> bool:
     return not missed
 
 
-def _is_savable(request: Request, pressure: Pressure, beside: BatchFeatures, base: float) -> bool:
-    if not _has_hope(request, pressure):
-        return False
-    times = request.times
-    deadline = times.arrival + pressure.ttft if times.last_token is None else times.last_token + pressure.tbt
-    if pressure.model is None or math.isinf(deadline):
-        return True
-    stored = request.num_parked_tokens
-    length = max(1, len(request.token_ids) - stored)
-    seconds = seconds_to_token(pressure.model, base, beside, stored, length, pressure.max_chunk)
-    return can_meet(pressure.now, deadline, seconds)
+def _savable(queue: _Queue, pressure: Pressure) -> list[bool]:
+    """Who would have its next token in time, by the latency model, if it ran from now on."""
+    model = pressure.model
+    if model is None:
+        return queue.hopeful
+    beside = BatchFeatures()
+    beside.add_decodes(len(pressure.running), sum(request.num_computed_tokens for request in pressure.running))
+    base, chunk = model.predict(beside), pressure.max_chunk
+    grains = [length // GRAIN for length in queue.missing]
+    seconds = {
+        grain: seconds_to_token(model, base, beside, 0, (grain + 1) * GRAIN, chunk)
+        for grain in {grain for grain, hope in zip(grains, queue.hopeful, strict=True) if hope}
+    }
+    savable = [
+        hope and slack >= seconds[grain] for hope, slack, grain in zip(queue.hopeful, queue.slack, grains, strict=True)
+    ]
+    for index in [index for index, request in enumerate(queue.requests) if request.num_parked_tokens]:
+        request, slack = queue.requests[index], queue.slack[index]
+        stored, length = request.num_parked_tokens, queue.missing[index]
+        savable[index] = slack >= seconds_to_token(model, base, beside, stored, length, chunk)
+    return savable
 
 
 def _chosen(
-    waiting: Sequence[Request], values: Sequence[float], savable: Sequence[bool], pressure: Pressure, rho: float
+    queue: _Queue, values: list[float], savable: list[bool], pressure: Pressure, rho: float, tail: float
 ) -> list[Start]:
-    """The knapsack's answer, best first; compact forms only while the scratch area lasts."""
-    candidates = [
-        _candidate(request, value, hope, pressure)
-        for request, value, hope in zip(waiting, values, savable, strict=True)
-    ]
-    # With nobody left to save a step still costs time: else all that are late would run from hidden state for nothing.
-    live = max(1, sum(savable) + sum(_has_hope(request, pressure) for request in pressure.running))
-    selection: Selection = choose(candidates, pressure.capacity, live=live, rho=rho)
-    if sum(candidates[index].compact_units or 0 for index in selection.compact) > pressure.hidden_blocks:
-        # The best of them may have the scratch area; the others compete again, for KV alone.
-        allowed, room = set(), pressure.hidden_blocks
-        for index in selection.compact:
-            if (candidates[index].compact_units or 0) <= room:
-                room -= candidates[index].compact_units or 0
-                allowed.add(index)
-        candidates = [each if i in allowed else each._replace(compact_units=None) for i, each in enumerate(candidates)]
-        selection = choose(candidates, pressure.capacity, live=live, rho=rho)
-    chosen = [(index, CacheKind.KV) for index in selection.kv]
-    chosen += [(index, CacheKind.HIDDEN) for index in selection.compact]
-    chosen.sort(key=lambda item: -values[item[0]] / candidates[item[0]].kv_units)
-    return [Start(waiting[index], kind, savable[index]) for index, kind in chosen]
-
-
-def _candidate(request: Request, value: float, savable: bool, pressure: Pressure) -> Candidate:
-    """Its whole known length and the next token in each form. What lies on the host comes back as it was stored.
+    """The knapsack's answer, best first; compact forms only while the scratch area lasts.
 
     Hidden state is not for those that have missed their SLO: every step would be slower for those that have not.
     """
-    blocks = len(request.token_ids) // pressure.block_size + 1
-    if request.parked_blocks:
-        stored = sum(len(block.entry.units) for block in request.parked_blocks)
-        stored += (blocks - len(request.parked_blocks)) * UNITS_PER_BLOCK[request.cache_kind]
-        return Candidate(value, stored)
-    offered = savable and pressure.hidden_blocks > 0
-    compact = blocks * UNITS_PER_BLOCK[CacheKind.HIDDEN] if offered else None
-    return Candidate(value, blocks * UNITS_PER_BLOCK[CacheKind.KV], compact)
+    indices = _in_reach(queue.kv, savable, pressure.capacity) if tail == 0.0 else range(len(values))
+    worth, kv = [values[i] for i in indices], [queue.kv[i] for i in indices]
+    compact = [queue.compact[i] if savable[i] else None for i in indices]
+    # With nobody left to save a step still costs time: else all that are late would run from hidden state for nothing.
+    live = max(1, sum(savable) + sum(_has_hope(request, pressure) for request in pressure.running))
+    selection: Selection = choose_columns(Columns(worth, kv, compact), pressure.capacity, live=live, rho=rho)
+    if sum(compact[index] or 0 for index in selection.compact) > pressure.hidden_blocks:
+        # The best of them may have the scratch area; the others compete again, for KV alone.
+        allowed, room = set(), pressure.hidden_blocks
+        for index in selection.compact:
+            if (compact[index] or 0) <= room:
+                room -= compact[index] or 0
+                allowed.add(index)
+        compact = [units if index in allowed else None for index, units in enumerate(compact)]
+        selection = choose_columns(Columns(worth, kv, compact), pressure.capacity, live=live, rho=rho)
+    chosen = [(index, CacheKind.KV) for index in selection.kv]
+    chosen += [(index, CacheKind.HIDDEN) for index in selection.compact]
+    chosen.sort(key=lambda item: -worth[item[0]] / kv[item[0]])
+    return [Start(queue.requests[indices[index]], kind, savable[indices[index]]) for index, kind in chosen]
+
+
+def _in_reach(kv: Sequence[int], savable: Sequence[bool], capacity: int) -> list[int]:
+    """Where late requests are worth next to nothing, and all the same: the savable ones, and of the late ones the
+    smallest that have room together. The knapsack would take no other."""
+    late = [index for index, hope in enumerate(savable) if not hope and kv[index] <= capacity]
+    late.sort(key=kv.__getitem__)
+    found = [index for index, hope in enumerate(savable) if hope]
+    for index in late:
+        capacity -= kv[index]
+        if capacity < 0:
+            break
+        found.append(index)
+    found.sort()
+    return found

@@ -107,11 +107,10 @@ class Scheduler:
         A policy that runs late requests last also chooses when time is short, whatever the memory.
         """
         block_size = self.config.block_size
-        blocks = sum(len(request.token_ids) // block_size + 1 for request in self.waiting_online)
         offline = self.running[RequestClass.OFFLINE]
         capacity = self.pool.num_available_units + self.pool.num_deferred_units + self.parked.num_units(online=True)
         capacity += UNITS_PER_KV_BLOCK * sum(len(request.cache_map.blocks) for request in offline)
-        if blocks * UNITS_PER_KV_BLOCK <= capacity and not self._is_short_of_time(now):
+        if not (self._demand_exceeds(capacity) or self._is_short_of_time(now)):
             return None
         capacity += UNITS_PER_KV_BLOCK * sum(len(request.cache_map.blocks) for request in self.evictable(now))
         return Pressure(
@@ -126,6 +125,15 @@ class Scheduler:
             model=self.model,
             max_chunk=self.config.max_num_batched_tokens,
         )
+
+    def _demand_exceeds(self, units: int) -> bool:
+        """Whether the waiting online requests want more than so many units, all of them in KV."""
+        blocks, size = units // UNITS_PER_KV_BLOCK, self.config.block_size
+        for request in self.waiting_online:
+            blocks -= len(request.token_ids) // size + 1
+            if blocks < 0:
+                return True
+        return False
 
     def _is_short_of_time(self, now: float) -> bool:
         """Whether the oldest waiting request has spent half of its TTFT objective in the queue."""

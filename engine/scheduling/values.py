@@ -9,7 +9,7 @@ Plain numbers in and out; seconds on the core's clock. Knows nothing of queues, 
 """
 
 import enum
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from predictor.features import BatchFeatures
 from predictor.model import LatencyPredictor
@@ -52,20 +52,24 @@ def seconds_to_token(
     return seconds
 
 
-def can_meet(now: float, deadline: float, seconds: float) -> bool:
-    """Whether a token that takes `seconds` from now comes in time."""
-    return now + seconds <= deadline
+def apt_values(pending: Sequence[float], savable: Sequence[bool], tail: float = APT_TAIL) -> list[float]:
+    """The paper's values, in seconds: the pending times that running ends. `savable`: who has not missed its SLO."""
+    return [
+        time if hope else (max(EPSILON, tail * time))
+        for time, hope in zip(pending, savable, strict=True)
+    ]
 
 
-def apt_value(pending: float, savable: bool, tail: float = APT_TAIL) -> float:
-    """The paper's value, in seconds: the pending time that running it ends. `savable`: it has not missed its SLO."""
-    return pending if savable else max(EPSILON, tail * pending)
-
-
-def goodput_value(pending: float, savable: bool, ttft: float, tail: float = GOODPUT_TAIL) -> float:
-    """1 for a request that can still meet its SLO. `ttft` > 0: the objective; the value counts in units of it, and so
-    must ρ: divide seconds by `ttft`, or by 1 s when none is stated."""
-    return 1.0 if savable else max(EPSILON, tail * pending / ttft)
+def goodput_values(
+    pending: Sequence[float], savable: Sequence[bool], ttft: float, tail: float = GOODPUT_TAIL
+) -> list[float]:
+    """1 for who can still meet its SLO. `ttft` > 0: the objective; the values count in units of it, and so must ρ:
+    divide seconds by `ttft`, or by 1 s when none is stated."""
+    share = tail / ttft
+    return [
+        1.0 if hope else (max(EPSILON, share * time))
+        for time, hope in zip(pending, savable, strict=True)
+    ]
 
 
 class IterationType(enum.Enum):

@@ -10,7 +10,7 @@ from engine.core import EngineCore
 from engine.request import EngineRequest, SamplingParams
 from engine.scheduling.knapsack import Candidate, choose, choose_options, run_options
 from engine.scheduling.output import ModelRunnerOutput
-from engine.scheduling.values import apt_value
+from engine.scheduling.values import apt_values
 from loadgen.bench.machine import describe
 from predictor.features import BatchFeatures
 from predictor.fitting import fit
@@ -85,7 +85,8 @@ def queue(count: int, generator: random.Random) -> list[tuple[float, bool, int]]
 
 
 def as_candidates(waiting: list[tuple[float, bool, int]]) -> list[Candidate]:
-    return [Candidate(apt_value(pending, savable), units, units // 2) for pending, savable, units in waiting]
+    values = apt_values([row[0] for row in waiting], [row[1] for row in waiting])
+    return [Candidate(value, units, units // 2) for value, (_, _, units) in zip(values, waiting, strict=True)]
 
 
 def best_value(candidates: list[Candidate], capacity: int) -> float:

@@ -1,0 +1,125 @@
+"""Who is chosen when memory is short: the choice by columns against one request at a time, and its short cuts."""
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.cache.cache_map import CacheBlock, CacheEntry, CacheKind, Tier
+from engine.request import EngineRequest, Request, RequestStatus, RequestTimes, SamplingParams
+from engine.scheduling.knapsack import Columns, choose_columns
+from engine.scheduling.pressure import GRAIN, Pressure, _in_reach, _savable, _transposed, select_apt, select_goodput
+from engine.scheduling.values import goodput_values, has_missed, pending_time, seconds_to_token
+from predictor.features import BatchFeatures
+from predictor.model import LatencyModel
+
+NOW, SIZE = 10.0, 4
+MODEL = LatencyModel(intercept=0.01, decodes=1e-4, prefill_tokens=1e-3, attention=1e-8)
+
+
+def waiting(index: int, arrival: float, length: int) -> Request:
+    spec = EngineRequest(str(index), tuple(range(length)), SamplingParams(max_tokens=50))
+    return Request(spec, RequestTimes(arrival), index)
+
+
+def preempted(index: int, arrival: float, length: int, first: float, last: float, parked: int) -> Request:
+    """It has run: three tokens came, the last at `last`; `parked` blocks are on the host."""
+    request = waiting(index, arrival, length)
+    request.token_ids += [1, 2, 3]
+    request.times.first_token, request.times.last_token = first, last
+    request.num_preemptions, request.status = 1, RequestStatus.PREEMPTED
+    entry = CacheEntry(CacheKind.KV, Tier.HOST, (0, 1))
+    request.parked_blocks = [CacheBlock(entry) for _ in range(parked)]
+    request.num_parked_tokens = parked * SIZE
+    return request
+
+
+fresh = st.builds(waiting, st.integers(0, 99), st.floats(7.0, 10.0), st.integers(1, 60))
+older = st.builds(
+    preempted,
+    st.integers(0, 99),
+    st.floats(5.0, 8.0),
+    st.integers(12, 60),
+    st.floats(8.0, 9.0),
+    st.floats(9.0, 10.0),
+    st.integers(0, 3),
+)
+queues = st.lists(fresh | older, max_size=12)
+
+
+def pressure(capacity: int = 40, **options: object) -> Pressure:
+    given_options = {"ttft": 1.0, "tbt": 0.5, "model": MODEL, "max_chunk": 16, **options}
+    return Pressure(NOW, [], capacity, SIZE, **given_options)  # type: ignore[arg-type]
+
+
+@settings(max_examples=150, deadline=None)
+@given(queues, st.integers(0, 9))
+def test_columns_say_what_requests_say(requests: list[Request], hidden: int) -> None:
+    state = pressure(hidden_blocks=hidden)
+    queue = _transposed(requests, state)
+    for index, request in enumerate(requests):
+        times = request.times
+        missed = has_missed(NOW, times.arrival, times.first_token, times.last_token, ttft=1.0, tbt=0.5)
+        assert queue.hopeful[index] is not missed
+        assert queue.pending[index] == pending_time(NOW, times.arrival, times.last_token)
+        assert missed == (queue.slack[index] < 0.0)
+        blocks = len(request.token_ids) // SIZE + 1
+        assert queue.kv[index] == 2 * blocks
+        offered = hidden and not request.parked_blocks
+        assert queue.compact[index] == (blocks if offered else None)
+        assert queue.missing[index] == max(1, len(request.token_ids) - request.num_parked_tokens)
+
+
+@settings(max_examples=150, deadline=None)
+@given(queues)
+def test_savable_is_the_latency_model_to_a_grain(requests: list[Request]) -> None:
+    """Prompts are rounded up, so nobody is called savable who is not, and who is by more than a grain is."""
+    state = pressure()
+    queue = _transposed(requests, state)
+    base = MODEL.predict(BatchFeatures())
+    for index, (request, savable) in enumerate(zip(requests, _savable(queue, state), strict=True)):
+        stored, missing = request.num_parked_tokens, queue.missing[index]
+        exact = seconds_to_token(MODEL, base, BatchFeatures(), stored, missing, 16)
+        longer = seconds_to_token(MODEL, base, BatchFeatures(), stored, missing + GRAIN, 16)
+        if savable:
+            assert exact <= queue.slack[index] + 1e-9
+        elif queue.hopeful[index]:
+            assert longer >= queue.slack[index] - 1e-9
+    assert _savable(queue, pressure(model=None)) == queue.hopeful
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 30), st.booleans()), max_size=20), st.integers(0, 120))
+def test_late_requests_out_of_reach_change_nothing(rows: list[tuple[int, bool]], capacity: int) -> None:
+    kv, savable = [row[0] for row in rows], [row[1] for row in rows]
+    values = goodput_values([1.0] * len(rows), savable, 1.0, 0.0)
+    near = _in_reach(kv, savable, capacity)
+    assert near == sorted(near)
+    everybody = choose_columns(Columns(values, kv, [None] * len(kv)), capacity)
+    some = choose_columns(Columns([values[i] for i in near], [kv[i] for i in near], [None] * len(near)), capacity)
+    assert {near[i] for i in some.kv} == set(everybody.kv)
+    assert some.value == pytest.approx(everybody.value) and some.units == everybody.units
+
+
+@settings(max_examples=100, deadline=None)
+@given(queues, st.sampled_from([0.0, 0.4]), st.integers(1, 80))
+def test_what_is_chosen_fits_and_starts_best_first(requests: list[Request], tail: float, capacity: int) -> None:
+    state = pressure(capacity)
+    for select in (select_apt, select_goodput):
+        starts = select(requests, state, tail)
+        kv = dict(zip(map(id, requests), _transposed(requests, state).kv, strict=True))
+        assert len({id(start.request) for start in starts}) == len(starts)
+        assert sum(kv[id(start.request)] for start in starts) <= capacity
+        assert all(start.kind is CacheKind.KV for start in starts), "no scratch, no hidden state"
+        if select is select_goodput and tail == 0.0:
+            flags = [start.savable for start in starts]
+            assert flags == sorted(flags, reverse=True), "late ones go last"
+
+
+def test_without_an_objective_everybody_has_hope() -> None:
+    requests = [waiting(0, 0.0, 8), waiting(1, 9.0, 8)]
+    state = pressure(ttft=math.inf, tbt=math.inf)
+    assert [start.savable for start in select_goodput(requests, state)] == [True, True]
+    late = pressure(ttft=1e-3)
+    assert not any(start.savable for start in select_apt(requests, late))
