@@ -1,5 +1,6 @@
 """The control plane's own speed: one `schedule()` and one `update()` with many requests, no model behind them; the
-predictor; the knapsack against the number of candidates (Apt-Serve, Table 6) and against the exact optimum."""
+predictor; whole steps by policy and the knapsack alone against the number of candidates (Apt-Serve, Table 6); the
+knapsack against the exact optimum."""
 
 import random
 import time
@@ -8,7 +9,8 @@ from statistics import median, quantiles
 from engine.config import SchedulerConfig
 from engine.core import EngineCore
 from engine.request import EngineRequest, SamplingParams
-from engine.scheduling.knapsack import Candidate, choose, choose_options, run_options
+from engine.scheduling.knapsack import Candidate, Columns, choose, choose_columns, choose_options, run_options
+from engine.scheduling.objective import StepObjective
 from engine.scheduling.output import ModelRunnerOutput
 from engine.scheduling.values import apt_values
 from loadgen.bench.machine import describe
@@ -79,14 +81,77 @@ def predictor_bench() -> None:
     print(f"  marginal() {(time.perf_counter() - begin) / rounds * 1e6:.2f} us, loop included")
 
 
+PRESSED_UNITS, PRESSED_STEPS, STEP_SECONDS = 2 * 1500, 40, 0.03
+ARMS = (("fcfs", 0), ("apt:0", 0), ("apt:0", 700), ("apt:0.4", 700), ("goodput", 0), ("goodput", 700))
+"""Policies, and the blocks that may be run from hidden state."""
+
+
+def pressed_core(policy: str, scratch: int, waiting: int) -> tuple[EngineCore, float]:
+    """A pool that 64 requests fill, and `waiting` behind them of which about a quarter have missed their SLO; the core
+    and its time."""
+    generator, knots = random.Random(0), tuple(range(0, 512, 32))
+    model = LatencyModel(
+        intercept=0.02,
+        decodes=2e-5,
+        decode_context=4e-7,
+        prefill_chunks=2e-4,
+        attention=2e-9,
+        compact=2e-6,
+        restored=2e-5,
+        transferred=4e-11,
+        knots=knots,
+        hinges=tuple(1e-6 * (index + 1) for index in range(len(knots))),
+    )
+    config = SchedulerConfig(
+        num_units=PRESSED_UNITS,
+        max_model_len=2048,
+        max_num_seqs=RUNNING,
+        max_num_waiting=2 * WAITING,
+        refuse_late=False,
+        scratch_blocks=scratch,
+        rho=2e-7,
+    )
+    core = EngineCore(config, online_policy=policy, model=model, objective=StepObjective(1.0, 1.0))
+
+    def arrive(name: str, length: int, output: int, at: float) -> None:
+        prompt = tuple(generator.randrange(30_000) for _ in range(length))
+        core.add_request(EngineRequest(name, prompt, SamplingParams(max_tokens=output)), at)
+
+    now = 60 * STEP_SECONDS
+    for index in range(64):
+        arrive(f"r{index}", generator.randrange(60, 500), 600, 0.0)
+    for index in range(60):
+        step(core, index * STEP_SECONDS)
+    for index in range(waiting):
+        length = min(1200, 30 + int(generator.expovariate(1 / 300)))
+        arrive(f"w{index}", length, 300, now - 1.3 * (1.0 - index / waiting))
+    return core, now
+
+
+def policies_bench() -> None:
+    """Whole `schedule()` calls while memory is short."""
+    for policy, scratch in ARMS:
+        found = []
+        for waiting in (50, 400, WAITING):
+            core, now = pressed_core(policy, scratch, waiting)
+            timed = [step(core, now + index * STEP_SECONDS)[0] * 1e3 for index in range(PRESSED_STEPS)]
+            found.append(f"{median(timed):.2f} ({max(timed):.1f})")
+        cache, times = "hybrid" if scratch else "KV", " / ".join(found)
+        print(f"  schedule(), {policy:8} {cache:6} 50 / 400 / 1,600 waiting, median (worst): {times} ms")
+
+
 def queue(count: int, generator: random.Random) -> list[tuple[float, bool, int]]:
     """Waiting requests as (seconds pending, still savable, KV units): exponential waits, 30 to 1,250 tokens."""
     return [(wait := generator.expovariate(2.0), wait < 1.0, 2 * generator.randrange(2, 80)) for _ in range(count)]
 
 
+def as_columns(waiting: list[tuple[float, bool, int]]) -> Columns:
+    pending, savable, units = [row[0] for row in waiting], [row[1] for row in waiting], [row[2] for row in waiting]
+    return Columns(apt_values(pending, savable), units, [each // 2 for each in units])
+
+
 def as_candidates(waiting: list[tuple[float, bool, int]]) -> list[Candidate]:
-    values = apt_values([row[0] for row in waiting], [row[1] for row in waiting])
-    return [Candidate(value, units, units // 2) for value, (_, _, units) in zip(values, waiting, strict=True)]
+    return [Candidate(*row) for row in zip(*as_columns(waiting), strict=True)]
 
 
 def best_value(candidates: list[Candidate], capacity: int) -> float:
@@ -109,12 +174,14 @@ def knapsack_bench() -> None:
         timed = []
         for _ in range(max(50, 20_000 // count)):
             begin = time.perf_counter()
-            candidates = as_candidates(waiting)
+            columns = as_columns(waiting)
             built = time.perf_counter()
-            chosen = choose(candidates, capacity, live=1, rho=PENALTY)
+            chosen = choose_columns(columns, capacity, live=1, rho=PENALTY)
             end = time.perf_counter()
+            candidates = as_candidates(waiting)
+            general = time.perf_counter()
             choose_options([run_options(candidate, PENALTY) for candidate in candidates], capacity)
-            timed.append((end - built, end - begin, time.perf_counter() - end))
+            timed.append((end - built, end - begin, time.perf_counter() - general))
         alone, whole, general = ([row[column] * 1e3 for row in timed] for column in range(3))
         print(
             f"  knapsack, {count:5d} candidates: median {median(alone):.3f} ms, P99 {quantiles(alone, n=100)[98]:.3f}; "
@@ -140,6 +207,7 @@ def main(_argv: list[str] | None = None) -> None:
         values = [row[column] * 1e3 for row in timed]
         print(f"  {name:12} median {median(values):.3f} ms, P99 {quantiles(values, n=100)[98]:.3f} ms")
     predictor_bench()
+    policies_bench()
     knapsack_bench()
 
 
