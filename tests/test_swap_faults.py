@@ -1,0 +1,101 @@
+"""Faults of the host tier on the real runner: a copy that fails half-way, and NaN in what comes back."""
+
+import functools
+
+import pytest
+import torch
+from driver import Driver, make_request
+from tiny_models import llama_config
+
+from engine.config import SchedulerConfig
+from engine.execution import operations
+from engine.execution.runner import ModelRunner
+from engine.models.decoder import Decoder
+from engine.models.spec import spec_from_config
+from engine.models.weights import DummyTensors, build_weights
+from engine.request import EngineRequest, FinishReason
+from engine.scheduling.output import CacheAction
+
+BLOCK = 4
+CPU = torch.device("cpu")
+OUTPUT = 20
+
+
+@functools.cache
+def decoder() -> Decoder:
+    spec = spec_from_config(llama_config(num_key_value_heads=4))
+    return Decoder(spec, build_weights(spec, DummyTensors(0, torch.float32, CPU)))
+
+
+def make(depth: int = 0, blocks: int = 12) -> Driver:
+    sizes = {"num_units": 2 * blocks, "block_size": BLOCK, "max_num_seqs": 8, "max_model_len": 64}
+    runner = ModelRunner(decoder(), **sizes, device=CPU, dtype=torch.float32, host_units=200)
+    config = SchedulerConfig(**sizes, max_num_batched_tokens=64, host_units=200, unit_bytes=1, pipeline_depth=depth)
+    return Driver(runner, config)
+
+
+def requests_of() -> list[EngineRequest]:
+    return [make_request(str(i), [10 + i, 20 + i, 30, 40 + i, 50, 60 + i], OUTPUT) for i in range(4)]
+
+
+@functools.cache
+def solo(index: int) -> list[int]:
+    driver = make(blocks=30)
+    request = requests_of()[index]
+    driver.add(request)
+    driver.run()
+    return driver.outputs[request.request_id]
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("action", [CacheAction.SWAP_OUT, CacheAction.SWAP_IN])
+def test_a_copy_that_fails_half_way_costs_its_step_alone(
+    action: CacheAction, failing: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No memory after half of the `failing`th batch of copies: nobody reads what may be half written."""
+    whole, batches = operations._swap, []
+
+    def swap(pool, batch, *, inwards: bool) -> None:  # type: ignore[no-untyped-def]
+        if inwards == (action is CacheAction.SWAP_IN):
+            batches.append(batch)
+            if len(batches) == failing + 1:
+                whole(pool, batch[: len(batch) // 2], inwards=inwards)
+                raise RuntimeError("no memory for the copy")
+        whole(pool, batch, inwards=inwards)
+
+    monkeypatch.setattr(operations, "_swap", swap)
+    driver = make()
+    requests = requests_of()
+    driver.add(*requests)
+    driver.run()
+    assert len(batches) > failing, "no such copy was made"
+    failed = [r for r in requests if driver.finals[r.request_id].finish_reason is FinishReason.ERROR]
+    assert len(failed) < len(requests)
+    for index, request in enumerate(requests):
+        got = driver.outputs[request.request_id]
+        assert got == (solo(index)[: len(got)] if request in failed else solo(index))
+    stats = driver.core.stats()
+    assert (stats.host_units_used, stats.units_owned) == (0, 0)
+
+
+def test_nan_that_comes_back_from_the_host_ends_its_request_alone() -> None:
+    driver = make()
+    requests = requests_of()
+    driver.add(*requests)
+    runner = driver.runner
+    assert isinstance(runner, ModelRunner)
+    poisoned = None
+    while poisoned is None:
+        driver.step()
+        poisoned = next((op for op in driver.steps[-1].operations if op.action is CacheAction.SWAP_OUT), None)
+    runner._pool.host_units[list(poisoned.target.units)] = float("nan")
+    driver.run()
+    back = [op for step in driver.steps for op in step.operations if op.action is CacheAction.SWAP_IN]
+    assert poisoned.target in [op.source for op in back], "what was poisoned never came back"
+    failed = [r.request_id for r in requests if driver.finals[r.request_id].finish_reason is FinishReason.ERROR]
+    assert len(failed) == 1
+    for index, request in enumerate(requests):
+        got = driver.outputs[request.request_id]
+        assert got == (solo(index)[: len(got)] if request.request_id in failed else solo(index))
+    stats = driver.core.stats()
+    assert (stats.host_units_used, stats.units_owned) == (0, 0)
