@@ -320,11 +320,21 @@ def test_the_ordering_of_hygen() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, 1, 2])
-def test_the_ordering_of_larry(seed: int) -> None:
-    """§9: LARRY's P50 TTFT is the lowest. Nothing is claimed of the P95: at this overload it pays with the tail."""
-    machine = build_machine(CODE, seed)
-    scenario = larry.scenario(replace(larry.CONFIG, window=200.0), None, "code", 2.5, seed)
-    names = ("fcfs", "srpt-oracle", "larry:0.0001")
-    fcfs, trail, best = (replay(machine, scenario, Setting(online_policy=name), seed) for name in names)
-    assert best["ttft_p50"] < min(fcfs["ttft_p50"], trail["ttft_p50"])
+@pytest.mark.parametrize("rate,tail", [(1.5, True), (2.5, False)])
+def test_the_ordering_of_larry(rate: float, tail: bool) -> None:
+    """§9, means of three seeds: LARRY's P50 TTFT is the lowest, and its P95 where the queue empties now and then.
+
+    At 2.5 requests/s it does not (one seed has 1,511 requests in 230 s): whoever is passed over waits until arrivals
+    end, so every order but that of arrival pays with its tail, LARRY's P95 is that of fcfs give or take, and only the
+    P50 is claimed.
+    """
+    names = ("fcfs", "random", "srpt-oracle", "larry:0.0001")
+    found: dict[str, list[Metrics]] = {name: [] for name in names}
+    for seed in (0, 1, 2):
+        machine = build_machine(CODE, seed)
+        scenario = larry.scenario(replace(larry.CONFIG, window=200.0), None, "code", rate, seed)
+        for name in names:
+            found[name].append(replay(machine, scenario, Setting(online_policy=name), seed))
+    for key in ("ttft_p50", "ttft_p95") if tail else ("ttft_p50",):
+        *others, best = (sum(metrics[key] for metrics in found[name]) for name in names)
+        assert best < min(others) / 1.2
