@@ -179,9 +179,9 @@ def knapsack_bench() -> None:
             chosen = choose_columns(columns, capacity, live=1, rho=PENALTY)
             end = time.perf_counter()
             candidates = as_candidates(waiting)
-            general = time.perf_counter()
+            made = time.perf_counter()
             choose_options([run_options(candidate, PENALTY) for candidate in candidates], capacity)
-            timed.append((end - built, end - begin, time.perf_counter() - general))
+            timed.append((end - built, end - begin, time.perf_counter() - made))
         alone, whole, general = ([row[column] * 1e3 for row in timed] for column in range(3))
         print(
             f"  knapsack, {count:5d} candidates: median {median(alone):.3f} ms, P99 {quantiles(alone, n=100)[98]:.3f}; "
