@@ -105,9 +105,11 @@ def gauge(page: str, name: str) -> float:
     return next((float(line.split()[1]) for line in page.splitlines() if line.startswith(f"{name} ")), 0.0)
 
 
-async def stream(session: aiohttp.ClientSession, url: str, answer: Answer, run: PressureRun, salt: int) -> None:
-    """One streamed completion of exactly the run's lengths; no two salts share a prefix."""
-    loop, begin = asyncio.get_running_loop(), answer.scheduled
+async def stream(
+    session: aiohttp.ClientSession, url: str, answer: Answer, run: PressureRun, salt: int, start: float
+) -> None:
+    """One streamed completion of exactly the run's lengths, its times since `start`; no two salts share a prefix."""
+    loop = asyncio.get_running_loop()
     body = {
         "model": "model",
         "prompt": [3 + (salt * 7919 + 31 * i) % 2500 for i in range(run.prompt)],
@@ -118,15 +120,13 @@ async def stream(session: aiohttp.ClientSession, url: str, answer: Answer, run: 
         "stream": True,
         "stream_options": {"include_usage": True, "continuous_usage_stats": True},
     }
-    started = loop.time()
     async with session.post(f"{url}/v1/completions", data=orjson.dumps(body)) as response:
         if response.status != 200:
             return
         async for line in response.content:
             if line.startswith(b"data: {"):
                 usage = orjson.loads(line[6:])["usage"]
-                now = begin + loop.time() - started
-                answer.tokens += [now] * (usage["completion_tokens"] - len(answer.tokens))
+                answer.tokens += [loop.time() - start] * (usage["completion_tokens"] - len(answer.tokens))
     answer.ok = len(answer.tokens) >= run.output
 
 
@@ -149,7 +149,7 @@ async def run_seed(url: str, arrivals: Sequence[float], seed: int, prompt: int, 
 
         async def send(answer: Answer, salt: int, start: float) -> None:
             await asyncio.sleep(max(0.0, start + answer.scheduled - asyncio.get_running_loop().time()))
-            await stream(session, url, answer, run, salt)
+            await stream(session, url, answer, run, salt, start)
 
         before, start = counters(await page()), asyncio.get_running_loop().time()
         sampler = asyncio.create_task(sample())
