@@ -60,14 +60,11 @@ def measure_cache_costs(
     unit_bytes = max(1, tiers.unit_bytes)
     token_seconds = unit_bytes / limits.block_size / MEMORY_RATE
     run_hidden = restore = swap_out = swap_in = None
-    blocks = min(
-        tiers.scratch_blocks,
-        (limits.num_units - 2) // 3,
-        limits.max_model_len // limits.block_size,
-        -(-MAX_TOKENS // limits.block_size),
-    )
-    if blocks > 0:
-        run_hidden, restore = bench.run_hidden(blocks, token_seconds), bench.restore(blocks, 3 * token_seconds)
+    longest = limits.max_model_len // limits.block_size
+    blocks = min(tiers.scratch_blocks, (limits.num_units - 2) // 3, -(-MAX_TOKENS // limits.block_size))
+    if min(blocks, longest) > 0:
+        run_hidden = bench.run_hidden(_shares(blocks, longest, limits.max_num_seqs), token_seconds)
+        restore = bench.restore(min(blocks, longest), 3 * token_seconds)
     units = min(tiers.host_units, limits.num_units - 2, MAX_UNITS)
     if units > 0:
         floor = unit_bytes / tiers.copy_rate
@@ -86,8 +83,16 @@ def memcpy_rate(size: int = 1 << 25, repeats: int = 5) -> float:
     return size / min(seconds)
 
 
+def _shares(blocks: int, longest: int, max_rows: int) -> list[range]:
+    """`blocks` blocks, or as many as fit, in as few rows of at most `longest` as will do, alike but for one."""
+    rows = min(-(-blocks // longest), max_rows)
+    each = [min(longest, blocks // rows + (row < blocks % rows)) for row in range(rows)]
+    starts = [sum(each[:row]) for row in range(rows)]
+    return [range(start, start + count) for start, count in zip(starts, each, strict=True)]
+
+
 class _Bench:
-    """Row 0 holds the one request of every step."""
+    """The rows from 0 on hold the requests of every step: one but where it runs from more than fits a context."""
 
     def __init__(self, runner: ModelRunner, limits: SweepLimits, repeats: int) -> None:
         self._runner = runner
@@ -95,10 +100,12 @@ class _Bench:
         self._repeats = repeats
         self._step_ids = count()
 
-    def run_hidden(self, blocks: int, floor: float) -> float:
-        """One decode over so many blocks, from hidden state and from KV; seconds per past token."""
-        hidden, kv = self._decode(_hidden(range(blocks))), self._decode(_kv(range(2 * blocks)))
-        return self._cost(hidden, kv, blocks * self._block_size - 1, floor)
+    def run_hidden(self, shares: Sequence[range], floor: float) -> float:
+        """A decode over each share of blocks, all from hidden state and all from KV; seconds per past token."""
+        hidden = self._decode([_hidden(share) for share in shares])
+        kv = self._decode([_kv(range(2 * share.start, 2 * share.stop)) for share in shares])
+        tokens = sum(len(share) * self._block_size - 1 for share in shares)
+        return self._cost(hidden, kv, tokens, floor)
 
     def restore(self, blocks: int, floor: float) -> float:
         """Seconds per token; units 0 and 1 are those of the step's own request."""
@@ -121,7 +128,7 @@ class _Bench:
         return self._cost_of(operations, units, floor)
 
     def _cost_of(self, operations: Sequence[CacheOperation], count: int, floor: float) -> float:
-        own = _kv(range(2))
+        own = [_kv(range(2))]
         return self._cost(self._decode(own, operations), self._decode(own), count, floor)
 
     def _cost(self, more: Callable[[], float], less: Callable[[], float], count: int, floor: float) -> float:
@@ -139,15 +146,19 @@ class _Bench:
         return max(median(differences) / count, floor)
 
     def _decode(
-        self, entries: tuple[CacheEntry, ...], operations: Sequence[CacheOperation] = ()
+        self, rows: Sequence[tuple[CacheEntry, ...]], operations: Sequence[CacheOperation] = ()
     ) -> Callable[[], float]:
-        """A step that decodes the last token of a request that fills `entries`; gives its seconds."""
-        length = len(entries) * self._block_size
-        new = NewRequest(0, "profile-cache", (0,) * length, length, GREEDY, entries)
-        chunks = (Chunk(0, length - 1, 1, True),)
+        """A step that decodes the last token of requests that fill these entries, one a row; gives its seconds."""
+        lengths = [len(entries) * self._block_size for entries in rows]
+        new = tuple(
+            NewRequest(row, f"profile-cache-{row}", (0,) * length, length, GREEDY, entries)
+            for row, (entries, length) in enumerate(zip(rows, lengths, strict=True))
+        )
+        chunks = tuple(Chunk(row, length - 1, 1, True) for row, length in enumerate(lengths))
+        released = tuple(range(len(rows)))
 
         def run() -> float:
-            output = SchedulerOutput(next(self._step_ids), chunks, (new,), (), (0,), operations=tuple(operations))
+            output = SchedulerOutput(next(self._step_ids), chunks, new, (), released, operations=tuple(operations))
             return self._runner.execute(output).latency
 
         return run

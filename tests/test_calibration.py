@@ -117,15 +117,18 @@ class HybridRunner(FakeRunner):
         super().__init__(block_size=16, vocab_size=50, scratch_blocks=12, host_units=20)
         self.entries: tuple[CacheEntry, ...] = ()
         self.num_costed_steps = 0
+        self.most_rows = 0
 
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         if output.new_requests:
-            self.entries = output.new_requests[-1].entries
+            self.entries = tuple(entry for new in output.new_requests for entry in new.entries)
+            assert all(len(new.token_ids) <= LIMITS.max_model_len for new in output.new_requests)
+            self.most_rows = max(self.most_rows, len(output.new_requests))
         latency = TRUTH.predict(step_features(output))
         hidden = [entry for entry in self.entries if entry.kind is CacheKind.HIDDEN]
         assert len(hidden) <= self.scratch_blocks
         self.num_costed_steps += bool(hidden or output.operations)
-        latency += RUN_HIDDEN * max(0, 16 * len(hidden) - 1)
+        latency += RUN_HIDDEN * max(0, 16 * len(hidden) - len(output.new_requests))
         used = [unit for entry in self.entries for unit in entry.units]
         for action, source, target, _ in output.operations:
             for entry in (source, target):
@@ -249,6 +252,16 @@ def test_no_cache_cost_is_zero_or_less(factor: float) -> None:
     assert costs.run_hidden >= 1e6 / 16 / 1e13 and costs.restore >= 3e6 / 16 / 1e13
     if factor < 0.0:
         assert (costs.swap_out, costs.run_hidden) == (1e-3, 1e6 / 16 / 1e13)
+
+
+@pytest.mark.parametrize(("seqs", "rows"), [(8, 3), (2, 2)])
+def test_more_tokens_than_a_context_run_from_hidden_state_in_several_rows(seqs: int, rows: int) -> None:
+    """12 blocks where a context has 5: what every step pays anyway weighs less."""
+    runner = HybridRunner()
+    limits = replace(LIMITS, max_model_len=5 * 16, max_num_seqs=seqs)
+    costs = measure_cache_costs(runner, limits, TIERS)
+    assert runner.most_rows == rows
+    assert costs.run_hidden == pytest.approx(RUN_HIDDEN) and costs.restore == pytest.approx(RESTORE)
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1e-9, float("inf"), float("nan")])
