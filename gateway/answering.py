@@ -17,6 +17,7 @@ from engine.errors import TidemillError
 from gateway.choices import Delta, Generation
 from gateway.context import GatewayContext, tier_of
 from gateway.errors import ApiError, log_unexpected, to_api_error
+from gateway.pace import at_half_speed
 from gateway.params import without_ignored
 from gateway.sse import DONE, EventStream, event, run_while_connected
 from gateway.wire import GenerationBody, parse_json, validate
@@ -74,7 +75,8 @@ def parse_body(raw: bytes, model: type[GenerationT]) -> GenerationT:
 
 async def run_text_work(context: GatewayContext, work: Callable[[], ResultT]) -> ResultT:
     """Tokenize in a worker thread."""
-    return await anyio.to_thread.run_sync(work, limiter=context.text_threads)
+    paced = functools.partial(at_half_speed, work) if context.is_offline else work
+    return await anyio.to_thread.run_sync(paced, limiter=context.text_threads)
 
 
 async def respond(request: Request, generation: Generation, shape: AnswerFormat) -> Response:

@@ -6,11 +6,12 @@ import logging
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
-from gateway.batch_input import InputReport, Stopped, check_input
+from gateway.batch_input import InputReport, check_apart
 from gateway.batch_output import ResultBuilder
 from gateway.batch_results import StorageRetry, in_thread, to_end
 from gateway.batch_states import UNFINISHED_LINE, BatchStatus, IllegalTransition
 from gateway.disk import StorageError, UnreadableError, read_errors
+from gateway.pace import at_half_speed
 from gateway.state import BatchLimits
 from gateway.store.folder import StateFolder
 from gateway.store.objects import BatchJob, FileObject, InputError, new_file_id
@@ -18,16 +19,13 @@ from gateway.store.objects import BatchJob, FileObject, InputError, new_file_id
 log = logging.getLogger("tidemill.gateway")
 
 INDEX_ROWS = 2000
-RECORD_ROWS = 500
+RECORD_ROWS = 100
 INPUT_LOST = ("input_unavailable", "The input file can no longer be read.")
 _NO_CODE = ("internal_error", "The request was not executed.")
 
 
 class Finisher:
-    """Set `stopping` to have a validation in progress end soon."""
-
     def __init__(self, folder: StateFolder, limits: BatchLimits, retry: StorageRetry, now: Callable[[], int]) -> None:
-        self.stopping = False
         self._folder = folder
         self._store = folder.store
         self._limits = limits
@@ -65,26 +63,20 @@ class Finisher:
             await self._retry.run(lambda: self._store.move_batch(batch.id, end, self._now(), report.errors))
             return
         for start in range(0, len(report.lines), INDEX_ROWS):
-            rows = report.lines[start : start + INDEX_ROWS]
+            rows = report.lines.rows(start, start + INDEX_ROWS)
             await self._retry.run(lambda: self._store.add_lines(batch.id, rows, first=start == 0))  # noqa: B023
         total = len(report.lines)
         await self._retry.run(lambda: self._store.start_batch(batch.id, total, report.model, self._now()))
 
     async def _read_input(self, batch: BatchJob, lenient: bool) -> InputReport:
         path, limits = self._folder.file_path(batch.input_file_id), self._limits
-
-        def work() -> InputReport:
-            with read_errors(), path.open("rb") as file:
-                return check_input(file, batch.endpoint, limits.lines, limits.line_bytes, lambda: self.stopping)
-
         try:
-            return await in_thread(work)
+            with read_errors():
+                return await check_apart(str(path), batch.endpoint, limits.lines, limits.line_bytes)
         except UnreadableError as error:
             if error.gone or lenient:
                 return InputReport(errors=[InputError(*INPUT_LOST)])
             raise
-        except Stopped:
-            raise asyncio.CancelledError from None
 
     async def _build(self, batch: BatchJob, status: BatchStatus, lenient: bool) -> None:
         await self._folder.settle()
@@ -95,7 +87,7 @@ class Finisher:
         try:
             rank = -1
             while records := await self._store.line_records(batch.id, rank, RECORD_ROWS):
-                await in_thread(lambda: builder.add(records))
+                await in_thread(lambda: at_half_speed(lambda: builder.add(records)))
                 rank = records[-1].ref.rank
             ids = (new_file_id(), new_file_id())
             await in_thread(lambda: builder.publish(*ids))

@@ -1,15 +1,21 @@
 """Is an input file a batch? One pass with bounded memory: the places of its lines in the order in which to feed them,
 or what is wrong with it. Only envelopes are looked at: a bad `body` is an error row later, not a failed batch.
 
-Blocking and slow: call it in a worker thread. Knows nothing of stores, tokens or engines.
+Blocking, slow, and Python all the way: beside model steps it must run in a process of its own (`check_apart`), or each
+of a step's many small operations would wait for the interpreter's lock. Knows nothing of stores, tokens or engines.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+import os
+import signal
+from array import array
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from itertools import chain
 from typing import Any, BinaryIO, NamedTuple
 
 import orjson
+from anyio import to_process
 
 from gateway.store.objects import InputError, LineRef
 
@@ -17,11 +23,9 @@ PREFIX_BYTES = 512
 MAX_ERRORS = 100
 MAX_CUSTOM_ID_CHARS = 512
 READ_BYTES = 1024 * 1024
+LOW_PRIORITY = 10
+"""Niceness of validation: model steps and users' requests come first where cores are few."""
 _ENVELOPE = frozenset({"custom_id", "method", "url", "body"})
-
-
-class Stopped(Exception):
-    """Validation was told to stop; it begins anew at the next start."""
 
 
 class RawLine(NamedTuple):
@@ -33,11 +37,26 @@ class RawLine(NamedTuple):
     content: bytes | None
 
 
+class LinePlaces:
+    """Where the lines are, in the order of feeding: 24 bytes each, so that many are soon sent to another process."""
+
+    def __init__(self, places: Iterable[tuple[int, int, int]] = ()) -> None:
+        self._numbers = array("q", chain.from_iterable(places))
+
+    def __len__(self) -> int:
+        return len(self._numbers) // 3
+
+    def rows(self, start: int, stop: int) -> list[LineRef]:
+        """The lines of these ranks, as far as there are any."""
+        cut = self._numbers[3 * start : 3 * stop]
+        return [LineRef(start + i, *cut[3 * i : 3 * i + 3]) for i in range(len(cut) // 3)]
+
+
 @dataclass(slots=True)
 class InputReport:
     """`lines` by prefix key, if there are no `errors`. `model`: the one that all lines name, if they do."""
 
-    lines: list[LineRef] = field(default_factory=list)
+    lines: LinePlaces = field(default_factory=LinePlaces)
     errors: list[InputError] = field(default_factory=list)
     model: str | None = None
 
@@ -160,7 +179,7 @@ class InputChecker:
         if self.errors:
             return InputReport(errors=self.errors)
         self._keys.sort()
-        lines = [LineRef(rank, number, start, length) for rank, (_, number, start, length) in enumerate(self._keys)]
+        lines = LinePlaces((number, start, length) for _, number, start, length in self._keys)
         return InputReport(lines, model=next(iter(self._models), None))
 
 
@@ -174,17 +193,26 @@ def _why_not_json(content: bytes) -> str:
     return "The line is not valid JSON."
 
 
-def check_input(
-    file: BinaryIO, endpoint: str, max_lines: int, max_line_bytes: int, stopped: Callable[[], bool]
-) -> InputReport:
-    """Read a whole input file. Raises Stopped soon after `stopped` says so."""
+def check_input(file: BinaryIO, endpoint: str, max_lines: int, max_line_bytes: int) -> InputReport:
+    """Read a whole input file."""
     checker = InputChecker(endpoint, max_lines, max_line_bytes)
     for line in read_lines(file, max_line_bytes):
-        if stopped():
-            raise Stopped
         if not checker.check(line):
             break
     return checker.report()
+
+
+async def check_apart(path: str, endpoint: str, max_lines: int, max_line_bytes: int) -> InputReport:
+    """`check_input` in another process, which a cancellation kills. Raises OSError when the file cannot be read, or
+    what anyio raises when there can be no such process."""
+    return await to_process.run_sync(_check_file, path, endpoint, max_lines, max_line_bytes, cancellable=True)
+
+
+def _check_file(path: str, endpoint: str, max_lines: int, max_line_bytes: int) -> InputReport:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the server's to answer
+    os.setpriority(os.PRIO_PROCESS, 0, LOW_PRIORITY)
+    with open(path, "rb") as file:
+        return check_input(file, endpoint, max_lines, max_line_bytes)
 
 
 def prefix_key(body: Mapping[str, Any]) -> bytes:

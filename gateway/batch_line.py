@@ -4,11 +4,10 @@ import dataclasses
 from typing import Any, NamedTuple
 
 import anyio
-from anyio import to_thread
 
 from engine.errors import EngineUnavailableError, QueueFullError, TidemillError
 from engine.request import RequestClass
-from gateway.answering import AnswerFormat, collect
+from gateway.answering import AnswerFormat, collect, run_text_work
 from gateway.chat import ChatFormat, plan_chat
 from gateway.choices import Generation
 from gateway.completions import CompletionFormat, plan_completion
@@ -45,11 +44,11 @@ class LineRetry(Exception):
 
 
 class LineRunner:
-    """Runs lines on one application's engine. Their prompts are tokenized in a thread of their own, so that the users'
-    never wait behind a batch."""
+    """Runs lines on one application's engine. Their prompts are tokenized in a thread of their own and at half speed:
+    neither the users' prompts nor the model's steps wait for a batch."""
 
     def __init__(self, context: GatewayContext) -> None:
-        self._context = dataclasses.replace(context, text_threads=anyio.CapacityLimiter(1))
+        self._context = dataclasses.replace(context, text_threads=anyio.CapacityLimiter(1), is_offline=True)
 
     async def run(self, endpoint: str, body: dict[str, Any], tenant: str, deadline: float) -> LineAnswer:
         """`deadline`: Unix seconds. Raises LineRetry; every other failure is an answer. Cancelling ends the line in
@@ -69,11 +68,11 @@ class LineRunner:
         plan: GenerationPlan
         shape: AnswerFormat
         if chat:
-            chat_body = await to_thread.run_sync(_validate_chat, body)
+            chat_body = await run_text_work(context, lambda: _validate_chat(body))
             plan = _offline(await plan_chat(context, chat_body, tenant), deadline)
             shape = ChatFormat(plan, context.tokenizer)
         else:
-            completion = await to_thread.run_sync(_validate_completion, body)
+            completion = await run_text_work(context, lambda: _validate_completion(body))
             plan = _offline(await plan_completion(context, completion, tenant), deadline)
             shape = CompletionFormat(plan, context.tokenizer, bool(completion.echo))
         generation = Generation(plan, context.client, context.tokenizer, context.metrics, chat=chat)

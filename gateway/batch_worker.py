@@ -67,7 +67,6 @@ class BatchWorker:
     async def stop(self) -> None:
         """Stop feeding, end the lines in the engine, make durable what has ended. Idempotent."""
         self._retry.stopping = True
-        self._finisher.stopping = True
         if not self._services:
             return
         feeder, *others = self._services

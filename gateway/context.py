@@ -65,7 +65,8 @@ class Lifecycle:
 @dataclass(frozen=True, slots=True)
 class GatewayContext:
     """`salt_secret` is drawn per process, as the prefix cache does not outlive one. `text_threads` bounds how many
-    prompts are tokenized at once, so that a flood of long ones cannot take every core."""
+    prompts are tokenized at once, so that a flood of long ones cannot take every core; `is_offline`: nobody waits for
+    them, see `pace`."""
 
     client: EngineClient
     tokenizer: Tokenizer
@@ -78,6 +79,7 @@ class GatewayContext:
     text_threads: anyio.CapacityLimiter = field(
         default_factory=lambda: anyio.CapacityLimiter(max(2, (os.cpu_count() or 2) // 2))
     )
+    is_offline: bool = False
 
     def cache_salt(self, tenant: str) -> bytes:
         """What separates this tenant's prefix cache from the others'."""

@@ -195,16 +195,16 @@ async def test_a_read_that_fails_a_few_times_costs_nothing(
 async def test_validation_of_an_input_that_cannot_be_read(
     tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times: int
 ) -> None:
-    tries, real = 0, batch_input.check_input
+    tries, real = 0, batch_input.check_apart
 
-    def check(*arguments: Any) -> Any:
+    async def check(*arguments: Any) -> Any:
         nonlocal tries
         tries += 1
         if tries <= times:
             raise OSError(errno.EIO, "Input/output error")
-        return real(*arguments)
+        return await real(*arguments)
 
-    monkeypatch.setattr("gateway.batch_finish.check_input", check)
+    monkeypatch.setattr("gateway.batch_finish.check_apart", check)
     async with batch_server(tokenizer, tmp_path, limits=ONE_BY_ONE) as (_, client):
         ended = await until(client, (await submit(client, jsonl([line(1)]))).id)
         if times == 2:

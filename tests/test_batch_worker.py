@@ -6,10 +6,14 @@ time some image must break a promise, or the operation would be for nothing.
 """
 
 import asyncio
+import contextlib
 import gc
 import itertools
 import json
+import os
+import pickle
 import sqlite3
+import time
 import tracemalloc
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,10 +41,11 @@ from recording_disk import IO_ERROR, NO_SPACE, READINGS, FaultyDisk, Log, Record
 from engine.request import RequestClass
 from engine.text import Tokenizer
 from gateway.batch_feed import FeedOrder, Job, Window
-from gateway.batch_input import check_input, prefix_key, read_lines
+from gateway.batch_input import LinePlaces, check_input, prefix_key, read_lines
 from gateway.batch_line import LineAnswer
 from gateway.batch_states import BatchStatus
 from gateway.batch_worker import BatchWorker
+from gateway.pace import at_half_speed
 from gateway.state import BatchLimits
 from gateway.store.folder import StateFolder
 from gateway.store.objects import BatchJob, FileObject, LineRef, new_batch_id, new_file_id
@@ -434,7 +439,7 @@ def test_one_long_line_costs_no_memory() -> None:
 
     content = io.BytesIO(b'{"a": "' + b"x" * 30_000_000 + b'"}\n' + jsonl([line(1)]))
     tracemalloc.start()
-    report = check_input(content, "/v1/completions", 50_000, 1_000_000, lambda: False)
+    report = check_input(content, "/v1/completions", 50_000, 1_000_000)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert [(e.code, e.line) for e in report.errors] == [("invalid_request", 1)] and peak < 8_000_000
@@ -452,13 +457,47 @@ def test_prefix_keys_group_equal_beginnings() -> None:
     assert all(len(prefix_key(body)) <= 512 for body in odd)
 
 
-def test_validation_can_be_stopped() -> None:
-    import io
+def test_places_of_lines_are_packed() -> None:
+    places = LinePlaces([(1, 0, 10), (3, 20, 2**40)])
+    assert len(places) == 2 and len(LinePlaces()) == 0 and LinePlaces().rows(0, 5) == []
+    assert places.rows(0, 1) == [LineRef(0, 1, 0, 10)] and places.rows(1, 9) == [LineRef(1, 3, 20, 2**40)]
+    assert pickle.loads(pickle.dumps(places)).rows(0, 2) == places.rows(0, 2)
 
-    from gateway.batch_input import Stopped
 
-    with pytest.raises(Stopped):
-        check_input(io.BytesIO(jsonl([line(1)])), "/v1/completions", 10, 1000, lambda: True)
+def readers(path: Path) -> list[str]:
+    """Other processes that have a file open."""
+    found = []
+    for link in Path("/proc").glob("[0-9]*/fd/*"):
+        with contextlib.suppress(OSError):
+            if os.readlink(link) == str(path) and link.parts[2] != str(os.getpid()):
+                found.append(link.parts[2])
+    return found
+
+
+async def test_a_stop_ends_a_validation(tmp_path: Path) -> None:
+    """Here it reads from a pipe that nobody writes to: the process ends with the server, and the batch begins anew."""
+    folder = await open_folder(tmp_path)
+    content = jsonl([line(1)])
+    batch = await add_batch(folder, content, now=1000, window=1000)
+    path = folder.file_path(batch.input_file_id)
+    path.unlink()
+    os.mkfifo(path)
+    held = os.open(path, os.O_RDWR)  # else it could not even be opened
+    worker = BatchWorker(folder, FAST, answer, lambda: 1000.0)
+    await worker.start()
+    await eventually(lambda: readers(path))
+    await asyncio.wait_for(worker.stop(), 10)
+    await eventually(lambda: not readers(path))
+    assert (await folder.store.load_batch(batch.id)).status is BatchStatus.VALIDATING
+    os.close(held)
+    path.unlink()
+    path.write_bytes(content)
+    again = BatchWorker(folder, FAST, answer, lambda: 1000.0)
+    await again.start()
+    await eventually(lambda: not again.states)
+    assert (await folder.store.load_batch(batch.id)).status is BatchStatus.COMPLETED
+    await again.stop()
+    await folder.close()
 
 
 # ---- cancelling in every state
@@ -550,3 +589,34 @@ async def test_a_queued_batch_costs_the_same_whatever_its_length(tmp_path: Path)
     short, long = await held_bytes(20), await held_bytes(2000)
     assert long < short + 25 * 2000 * 8, "less than a pointer per line"
     assert long / 25 < 64 * 1024
+
+
+# ---- beside model steps
+
+
+def test_work_that_nobody_waits_for_rests_as_long_as_it_ran(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, rests = [0.0], []
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(time, "sleep", rests.append)
+
+    def work(seconds: float) -> str:
+        now[0] += seconds
+        return "done"
+
+    assert [at_half_speed(lambda seconds=seconds: work(seconds)) for seconds in (0.003, 7.0)] == ["done"] * 2
+    assert rests == [pytest.approx(0.003), 0.05]
+
+
+async def test_only_a_batch_line_rests(tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rests: list[int] = []
+
+    def count(work: Any) -> Any:
+        rests.append(1)
+        return work()
+
+    monkeypatch.setattr("gateway.answering.at_half_speed", count)
+    async with batch_server(tokenizer, tmp_path) as (_, client):
+        await client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "hi"}])
+        assert not rests
+        await until(client, (await submit(client, jsonl([line(1)]))).id)
+        assert rests
