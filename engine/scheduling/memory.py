@@ -217,10 +217,11 @@ class StepMemory:
         while len(blocks) * self._block_size < start + length:
             kind = scheduler.kind_for(request, growing)
             wanted = -(-(start + length) // self._block_size) - len(blocks)
-            missing = wanted * UNITS_PER_BLOCK[kind] - scheduler.units_for(request_class, num_offline)
-            if missing > 0:
+            room = scheduler.units_for(request_class, num_offline)
+            if (missing := wanted * UNITS_PER_BLOCK[kind] - room) > 0:
                 scheduler.parked.reclaim(missing, self._step_id, online=online and self._offline_victim() is None)
-            if scheduler.units_for(request_class, num_offline) < UNITS_PER_BLOCK[kind]:
+                room = scheduler.units_for(request_class, num_offline)
+            if room < UNITS_PER_BLOCK[kind]:
                 break
             block = self._pool.allocate(kind, online=online)
             if block is None:
