@@ -11,10 +11,9 @@ from collections.abc import Callable
 
 from engine.cache.cache_map import CacheKind
 from engine.request import Request, RequestClass, RequestStatus
-from engine.scheduling.ledger import StepLedger
-from engine.scheduling.memory import Claim, StepMemory
+from engine.scheduling.chunks import StepChunks
 from engine.scheduling.objective import OfflineAllowance
-from engine.scheduling.output import CacheAction, CacheOperation, CacheWork, Chunk, NewRequest, SchedulerOutput
+from engine.scheduling.output import CacheWork, SchedulerOutput
 from engine.scheduling.planner import OfflinePlan, offline_allowance
 from engine.scheduling.pressure import Start
 from engine.scheduling.scheduler import Scheduler
@@ -22,21 +21,12 @@ from engine.scheduling.turns import choose_turns
 from engine.scheduling.values import IterationType
 
 
-class StepBuilder:
-    """The step under construction. `last_completed_step`: requests with a newer step in flight are not admitted."""
+class StepBuilder(StepChunks):
+    """Decides what the step holds. `last_completed_step`: requests with a newer step in flight are not admitted."""
 
     def __init__(self, scheduler: Scheduler, step_id: int, last_completed_step: int, now: float) -> None:
-        config = scheduler.config
-        self.scheduler = scheduler
-        self.memory = StepMemory(scheduler, step_id, now)
-        self.block_size = config.block_size
-        self.step_id = step_id
+        super().__init__(scheduler, step_id, now)
         self.last_completed_step = last_completed_step
-        self.now = now
-        self.ledger = StepLedger(config.max_num_batched_tokens, config.max_num_seqs, scheduler.model)
-        self.chunks: list[Chunk] = []
-        self.requests: list[Request] = []
-        self.new_requests: list[NewRequest] = []
         self.num_online_decodes = 0
         self.has_online_prefill = False
         self._floor_given = False
@@ -49,22 +39,7 @@ class StepBuilder:
             self._mix(plan, lookup)
         else:
             self._take_turns(plan, lookup)
-        if not self.chunks:
-            return None
-        operations = self.scheduler.take_operations()
-        self._charge_swaps(operations)
-        released, self.scheduler.released_rows = self.scheduler.released_rows, []
-        return SchedulerOutput(
-            step_id=self.step_id,
-            chunks=tuple(self.chunks),
-            new_requests=tuple(self.new_requests),
-            appended=tuple(self.memory.appended),
-            released_rows=tuple(released),
-            replaced=tuple(self.memory.replaced),
-            operations=operations,
-            cache_work=CacheWork(*self.ledger.features.row()[-3:]),
-            predicted_latency=self.ledger.seconds if self.ledger.model is not None else None,
-        )
+        return self.output()
 
     def _mix(self, plan: OfflinePlan | None, lookup: Callable[[str], Request | None]) -> None:
         """Decodes, and chunks of prompts beside them."""
@@ -109,7 +84,7 @@ class StepBuilder:
             if timed:
                 slacks.append(objective.next_token_deadline(request) - self.now)
             context_sum += computed + 1
-            self._add_chunk(request, 1)
+            self.add_chunk(request, 1)
         self.num_online_decodes = len(self.chunks)
         self.ledger.charge_decodes(self.num_online_decodes, context_sum)
         if timed and slacks:
@@ -148,7 +123,7 @@ class StepBuilder:
             start = request.num_computed_tokens
             length = self._online_length(start, len(request.token_ids) - start)
             if length and (length := self.memory.grow_prefill(request, length)):
-                self._charge_and_add(request, length)
+                self.charge_and_add(request, length)
                 self.has_online_prefill = self._floor_given = True
 
     def _admit_online(self, starts: list[Start] | None) -> None:
@@ -170,7 +145,7 @@ class StepBuilder:
                 break
             if not request.parked_blocks:
                 request.cache_kind = CacheKind.KV
-            if policy.admits(request, context) and self._admit(request, self._online_length):
+            if policy.admits(request, context) and self.admit(request, self._online_length):
                 self.has_online_prefill = self._floor_given = True
             elif not policy.scans_past(request, context) or not scheduler.free_rows:
                 break
@@ -184,7 +159,7 @@ class StepBuilder:
                 continue
             if not request.parked_blocks:
                 request.cache_kind = kind
-            if self._admit(request, self._online_length):
+            if self.admit(request, self._online_length):
                 self.has_online_prefill = self._floor_given = True
 
     def _restore_hidden(self) -> None:
@@ -199,11 +174,6 @@ class StepBuilder:
                 restored = self.memory.restore(request, wanted)
                 ledger.charge_cache_work(CacheWork(-restored, restored))
                 wanted -= restored
-
-    def _charge_swaps(self, operations: tuple[CacheOperation, ...]) -> None:
-        moved = sum(len(op.source.units) for op in operations if op.action is not CacheAction.RESTORE)
-        if moved:
-            self.ledger.charge_cache_work(CacheWork(transferred_bytes=moved * self.scheduler.config.unit_bytes))
 
     def _fill_offline(
         self, plan: OfflinePlan, lookup: Callable[[str], Request | None], turn: IterationType | None = None
@@ -250,13 +220,13 @@ class StepBuilder:
                 return True
         elif not (length := self.memory.grow_prefill(request, length)):
             return True
-        self._charge_and_add(request, length)
+        self.charge_and_add(request, length)
         return True
 
     def _admit_offline(self, request: Request, allowance: OfflineAllowance) -> bool:
         if request.last_step > self.last_completed_step:
             return True
-        return self._admit(request, lambda start, wanted: self._offline_length(allowance, start, wanted))
+        return self.admit(request, lambda start, wanted: self._offline_length(allowance, start, wanted))
 
     def _offline_length(self, allowance: OfflineAllowance, start: int, wanted: int) -> int:
         config, whole = self.scheduler.config, wanted
@@ -280,50 +250,6 @@ class StepBuilder:
             length = max(length, min(wanted, self.scheduler.config.min_prefill_chunk))
         return length
 
-    def _charge_and_add(self, request: Request, length: int) -> None:
-        self.ledger.charge(request.num_computed_tokens, length)
-        self._add_chunk(request, length)
-
-    def _add_chunk(self, request: Request, length: int) -> None:
-        start = request.num_computed_tokens
-        end = start + length
-        sample = end == len(request.token_ids) + request.num_placeholders
-        if num_hidden := request.cache_map.num_hidden:
-            self.ledger.charge_cache_work(CacheWork(compact_tokens=num_hidden * self.block_size))
-        self.chunks.append(Chunk(request.row, start, length, sample))
-        self.requests.append(request)
-        request.num_computed_tokens = end
-        request.last_step = self.step_id
-        if sample:
-            request.num_placeholders += 1
-
-    def _admit(self, request: Request, choose_length: Callable[[int, int], int]) -> bool:
-        """Give a waiting request a row, what is stored of it and the units of its first chunk, or leave it as it is.
-
-        A request is admitted only when its whole known length fits beside what is running: half a prompt that must be
-        preempted again helps nobody.
-        """
-        claim = self.memory.claim(request)
-        length = choose_length(claim.num_tokens, len(request.token_ids) - claim.num_tokens)
-        if length == 0 or not self.memory.make_room(request, claim):
-            return False
-        self._start(request, claim)
-        granted = self.memory.extend(request, length)
-        assert granted == length, "admitted without room"
-        self.new_requests.append(_whole(request))
-        self._charge_and_add(request, length)
-        return True
-
-    def _start(self, request: Request, claim: Claim) -> None:
-        counters = self.scheduler.counters
-        first_time = request.status is RequestStatus.WAITING
-        self.scheduler.start_running(request)
-        self.memory.take(request, claim)
-        if first_time:
-            request.num_cached_tokens = claim.num_tokens
-            counters.prefix_queried_tokens += request.num_prompt_tokens
-            counters.prefix_hit_tokens += claim.num_tokens
-
 
 def decode_is_due(request: Request) -> bool:
     """Whether a running request's next token can be computed now; tokens in flight count as known."""
@@ -334,14 +260,3 @@ def decode_is_due(request: Request) -> bool:
 def prefill_is_due(request: Request) -> bool:
     """Whether more than one known token of a running request is still to be computed."""
     return request.num_placeholders == 0 and len(request.token_ids) - request.num_computed_tokens > 1
-
-
-def _whole(request: Request) -> NewRequest:
-    return NewRequest(
-        row=request.row,
-        request_id=request.request_id,
-        token_ids=tuple(request.token_ids),
-        num_prompt_tokens=request.num_prompt_tokens,
-        sampling=request.spec.sampling,
-        entries=tuple(block.entry for block in request.cache_map.blocks),
-    )
