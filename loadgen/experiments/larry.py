@@ -75,12 +75,16 @@ def arms(blocks: int) -> list[Arm]:
 
 
 def scenario(config: Config, data: Path | None, workload: str, rate: float, seed: int) -> Scenario:
-    """The seed's own part of the trace, at `rate`; the run goes on until every request has ended."""
+    """The seed's own part of the trace, stretched to `rate`; the run goes on until every request has ended.
+
+    Parts hold equally many requests, each at the rate by itself: a busy part would else be a load of its own.
+    """
     source = lengths.arrivals(SOURCES[workload], seed, data)
-    span = (config.warm_up + config.window) * rate / source.rate
-    begin = (seed * span) % max(source.span - span, 1.0)
-    part = traces.window(source, begin, begin + span)
-    rows = rows_of(traces.stretch(part, source.rate / rate), config.machine.max_model_len)
+    count = min(max(1, round(rate * (config.warm_up + config.window))), len(source))
+    first = seed * count % (len(source) - count + 1)
+    end = float(source.arrived_at[first + count]) if first + count < len(source) else source.span
+    part = traces.window(source, float(source.arrived_at[first]), end)
+    rows = rows_of(traces.stretch(part, part.rate / rate), config.machine.max_model_len)
     return Scenario(rows, (), config.warm_up)
 
 
