@@ -54,10 +54,7 @@ def seconds_to_token(
 
 def apt_values(pending: Sequence[float], savable: Sequence[bool], tail: float = APT_TAIL) -> list[float]:
     """The paper's values, in seconds: the pending times that running ends. `savable`: who has not missed its SLO."""
-    return [
-        time if hope else (max(EPSILON, tail * time))
-        for time, hope in zip(pending, savable, strict=True)
-    ]
+    return [time if hope else (max(EPSILON, tail * time)) for time, hope in zip(pending, savable, strict=True)]
 
 
 def goodput_values(
@@ -66,10 +63,7 @@ def goodput_values(
     """1 for who can still meet its SLO. `ttft` > 0: the objective; the values count in units of it, and so must ρ:
     divide seconds by `ttft`, or by 1 s when none is stated."""
     share = tail / ttft
-    return [
-        1.0 if hope else (max(EPSILON, share * time))
-        for time, hope in zip(pending, savable, strict=True)
-    ]
+    return [1.0 if hope else (max(EPSILON, share * time)) for time, hope in zip(pending, savable, strict=True)]
 
 
 class IterationType(enum.Enum):
