@@ -31,10 +31,10 @@ class EngineConfig:
     slo: str = _flag("ttft_p99=1s,tbt_p99=100ms", "what online requests are promised; also 'tbt_mean=50ms' or '5%'")
     fill_policy: str = _flag("tidemill", "how offline work is sized; hygen: one flat budget", ("tidemill", "hygen"))
     online_policy: str = _flag(
-        "fcfs", "order of online requests: fcfs, no-preempt, larry[:ALPHA], apt[:TAIL], goodput[:TAIL], random"
+        "goodput:0.4", "order of online requests: fcfs, no-preempt, larry[:ALPHA], apt[:TAIL], goodput[:TAIL], random"
     )
     hidden_cache: bool = _flag(
-        True, "with apt or goodput, run requests from hidden state when memory is short (where the model allows it)"
+        False, "with apt or goodput, run requests from hidden state when memory is short (where the model allows it)"
     )
     swap_space: float = _flag(0.0, "GiB of host memory that holds the cache of preempted requests")
     offline_policy: str = _flag("psm", "order of offline work; psm: shared prefixes first", ("psm", "deadline", "fcfs"))

@@ -74,7 +74,7 @@ def test_scratch_and_host_tier_are_made_and_accounted_for(monkeypatch: pytest.Mo
     write_config(tmp_path, llama_config(num_key_value_heads=4))
     config = EngineConfig(
         model=str(tmp_path), device="cpu", dtype="float32", load_format="dummy", max_num_seqs=4,
-        max_num_batched_tokens=64, max_model_len=64, swap_space=0.01, online_policy="apt",
+        max_num_batched_tokens=64, max_model_len=64, swap_space=0.01, online_policy="apt", hidden_cache=True,
     )  # fmt: skip
     plan = build.plan_launch(config)
     weights = load_weights(plan.spec, tmp_path, dtype="float32", load_format="dummy")

@@ -29,6 +29,7 @@ PROMPT, OUTPUT = 192, 192
 ARMS = {
     "fcfs, KV": ("--online-policy=fcfs", "--no-hidden-cache"),
     "apt, KV": ("--online-policy=apt", "--no-hidden-cache"),
+    "goodput:0.4, KV": ("--online-policy=goodput:0.4", "--no-hidden-cache"),
     "goodput, KV": ("--online-policy=goodput", "--no-hidden-cache"),
     "goodput, hybrid": ("--online-policy=goodput", "--hidden-cache"),
     "goodput, host": ("--online-policy=goodput", "--no-hidden-cache", "--swap-space=0.25"),
