@@ -105,6 +105,15 @@ def test_dearer_than_the_best_by_one_block_at_most(pasts: list[Past], data: st.D
     assert plan == release_units(pasts, units, 100, costs)
 
 
+def test_a_block_that_was_to_keep_its_hidden_state_may_still_go_to_the_host_as_kv() -> None:
+    """Cheapest for two units: restore from hidden state. For all three: copy K and V, not the hidden state."""
+    both = Past(0, 16, 2, 1, 16)
+    costs = RestoreCosts(recompute=1.0, restore_hidden=0.109375, unit_to_host=1.0, unit_from_host=0.5)
+    for units, place, seconds in ((2, Place.HIDDEN, 1.75), (3, Place.HOST_KV, 3.0)):
+        plan = release_units([both], units, 100, costs)
+        assert plan is not None and [move.place for move in plan.moves] == [place] and plan.seconds == seconds
+
+
 @settings(max_examples=150, deadline=None)
 @given(some_pasts, st.data(), all_costs, st.integers(0, 4))
 def test_a_full_host_is_never_overfilled(

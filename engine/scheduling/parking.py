@@ -240,8 +240,8 @@ def _steps(index: int, past: Past, units: int, costs: RestoreCosts) -> Iterator[
         tokens = past.tail_tokens(blocks)
         seconds = _seconds(past, place, past.tokens - tokens, tokens, blocks, costs)
         yield _Step(_density(seconds, blocks * freed), index, 2 * rank, Place.KEEP, place, freed, host_units)
-        if kv and hidden and place in {Place.DROP, Place.HOST_HIDDEN}:
-            # K and V are given up already: what is added is paid by the units of the hidden state alone.
+        if kv and hidden and place is not Place.HIDDEN:
+            # A step before gave up K and V alone: what this one adds is paid by the units of the hidden state.
             added = max(0.0, seconds - costs.restore_hidden * tokens)
             yield _Step(_density(added, blocks * hidden), index, 2 * rank + 1, Place.HIDDEN, place, hidden, host_units)
 
