@@ -144,8 +144,11 @@ def test_hidden_before_host_before_recompute() -> None:
     plan = release_units([plain, stored], 8, 100, H200)
     assert plan is not None and plan.moves == ((1, Place.HIDDEN, 4),)
     assert plan.seconds == pytest.approx(4 * BLOCK * 8.4e-6)
-    # More than the hidden state releases: the plain one goes to the host, and to nothing when that is full.
+    # More than the hidden state releases: two copied units free three. If the host is small, the plain one goes there.
     plan = release_units([plain, stored], 12, 100, H200)
+    assert plan is not None and plan.moves == ((1, Place.HOST_KV, 4),) and plan.host_units == 8
+    assert plan.seconds == pytest.approx(cheapest([plain, stored], 12, 100, H200))
+    plan = release_units([plain, stored], 12, 7, H200)
     assert plan is not None and plan.moves == ((0, Place.HOST_KV, 2), (1, Place.HIDDEN, 4)) and plan.host_units == 4
     plan = release_units([plain, stored], 12, 2, H200)
     # For the unit pair that finds no room, the plain one's recompute is cheaper per unit than the other's.

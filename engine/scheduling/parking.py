@@ -130,9 +130,10 @@ def release_units(pasts: Sequence[Past], units: int, host_room: int, costs: Rest
     room = _Room(max(units, 0), host_room)
     states = [_State(past) for past in pasts]
     steps: list[_Step] = []
+    is_ample = host_room >= sum(past.num_blocks * max(past.kv_units, past.hidden_units) for past in pasts)
     for index, past in enumerate(pasts):
         if units > 0 and past.units:
-            steps.extend(_steps(index, past, units, costs))
+            steps.extend(_steps(index, past, units, costs, is_ample))
     steps.sort()
     for step in steps:
         if room.units <= 0:
@@ -224,8 +225,9 @@ def _seconds(past: Past, place: Place, begin: int, tokens: int, blocks: int, cos
     return recompute if past.kv_units else max(0.0, recompute - restore)
 
 
-def _steps(index: int, past: Past, units: int, costs: RestoreCosts) -> Iterator[_Step]:
-    """All moves of the past's blocks, priced for as many blocks from its tail as `units` units need."""
+def _steps(index: int, past: Past, units: int, costs: RestoreCosts, is_ample: bool) -> Iterator[_Step]:
+    """All moves of the past's blocks, priced for as many blocks from its tail as `units` units need. Where the host's
+    room is not `is_ample` for everything, none fills it with K and V only to free the units of a hidden state."""
     kv, hidden = past.kv_units, past.hidden_units
     # (where it may go, units that this frees in all, host units that it takes)
     ways = [(Place.DROP, kv + hidden, 0)] if past.can_drop else []
@@ -240,7 +242,7 @@ def _steps(index: int, past: Past, units: int, costs: RestoreCosts) -> Iterator[
         tokens = past.tail_tokens(blocks)
         seconds = _seconds(past, place, past.tokens - tokens, tokens, blocks, costs)
         yield _Step(_density(seconds, blocks * freed), index, 2 * rank, Place.KEEP, place, freed, host_units)
-        if kv and hidden and place is not Place.HIDDEN:
+        if kv and hidden and (place in {Place.DROP, Place.HOST_HIDDEN} or (place is Place.HOST_KV and is_ample)):
             # A step before gave up K and V alone: what this one adds is paid by the units of the hidden state.
             added = max(0.0, seconds - costs.restore_hidden * tokens)
             yield _Step(_density(added, blocks * hidden), index, 2 * rank + 1, Place.HIDDEN, place, hidden, host_units)
