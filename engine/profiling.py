@@ -12,7 +12,8 @@ from engine.request import SamplingParams
 from engine.scheduling.output import Chunk, NewRequest, SchedulerOutput
 from predictor.sweep import StepShape, SweepLimits
 
-GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
+DRAWN = SamplingParams(max_tokens=1)
+"""Temperature 1, as requests have it that say nothing: drawing is part of a step's time."""
 
 
 class ShapeRunner:
@@ -45,7 +46,7 @@ class ShapeRunner:
     def _run_released(self, rows: tuple[int, ...]) -> None:
         """A step cannot be empty, so the rows go with a one-token step in row 0, released by whoever comes next."""
         entry = CacheEntry(CacheKind.KV, Tier.DEVICE, tuple(range(UNITS_PER_KV_BLOCK)))
-        new = NewRequest(0, "profile-end", (0,), 1, GREEDY, (entry,))
+        new = NewRequest(0, "profile-end", (0,), 1, DRAWN, (entry,))
         self._runner.execute(SchedulerOutput(next(self._step_ids), (Chunk(0, 0, 1, True),), (new,), (), rows))
 
     def _write(self, shape: StepShape) -> None:
@@ -59,7 +60,7 @@ class ShapeRunner:
                 for _ in range(-(-(start + length) // self._limits.block_size))
             )
             tokens = tuple((row * 7919 + i * 31) % self._vocab_size for i in range(start + length))
-            new_requests.append(NewRequest(row, f"profile-{row}", tokens, len(tokens), GREEDY, entries))
+            new_requests.append(NewRequest(row, f"profile-{row}", tokens, len(tokens), DRAWN, entries))
         self._shape = shape
         self._chunks = tuple(Chunk(row, start, length, True) for row, (start, length) in enumerate(spans))
         output = SchedulerOutput(next(self._step_ids), self._chunks, tuple(new_requests), (), released)

@@ -40,6 +40,7 @@ class TimedRunner(FakeRunner):
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         """The sweep reads cells that nobody wrote: only the shape of a step is checked."""
         assert all(chunk.start + chunk.length <= LIMITS.max_model_len for chunk in output.chunks)
+        assert all(new.sampling.temperature == 1 for new in output.new_requests), "tokens are drawn, as users have it"
         units = [u for new in output.new_requests for entry in new.entries for u in entry.units]
         assert len(units) == len(set(units)) and all(u < LIMITS.num_units for u in units)
         latency = self._latency(output)

@@ -169,6 +169,18 @@ def test_frequencies_follow_the_distribution() -> None:
     assert np.abs(seen - probabilities).max() < 0.015
 
 
+@pytest.mark.parametrize("temperature", [1.0, 0.02])
+def test_no_weight_is_subnormal(temperature: float) -> None:
+    exponents = torch.arange(-110.7, 0.0, 0.7, dtype=torch.float64)
+    logits = (exponents * temperature).float()[None]
+    weights = sampler._weights(logits, torch.tensor([[temperature]]))[0]
+    expected = (exponents - exponents[-1]).exp()
+    kept = expected > math.exp(-80)
+    torch.testing.assert_close(weights[kept].double(), expected[kept], rtol=1e-3, atol=0.0)
+    assert (weights[~kept] == 0).all()
+    assert kept.any() and not kept.all()
+
+
 def test_tiny_temperatures_are_greedy_and_finite() -> None:
     torch.manual_seed(5)
     logits = torch.randn(3, VOCAB) * 50
