@@ -39,6 +39,14 @@ class Watch:
         self.peak = max(self.peak, resident)
         return resident
 
+    async def until_ended(self, job: JobClient, lines: int) -> None:
+        """Until so many lines of a job have ended, looking at the memory now and then."""
+        counts = job.batch["request_counts"]
+        while counts["completed"] + counts["failed"] < lines:
+            await self.look()
+            await asyncio.sleep(0.2)
+            counts = (await job.look())["request_counts"]
+
     async def until_validated(self, jobs: list[JobClient]) -> None:
         """Until every job has left `validating`, looking at the memory now and then."""
         for job in jobs:
@@ -66,16 +74,11 @@ async def upload(session: aiohttp.ClientSession, url: str, watch: Watch) -> None
     )
 
 
-async def until_ended(job: JobClient, lines: int) -> None:
-    while (await job.look())["request_counts"]["completed"] < lines:
-        await asyncio.sleep(0.2)
-
-
 async def queue(session: aiohttp.ClientSession, url: str, watch: Watch, batches: int, lines: int) -> None:
     content = job_lines([QUEUE_LINE] * lines)
     first = JobClient(session, url)
     await first.submit(content)
-    await until_ended(first, WARM_LINES)
+    await watch.until_ended(first, WARM_LINES)
     watch.peak, jobs = 0.0, [first]
     before, begin = await watch.look(), time.perf_counter()
     for _ in range(batches - 1):
