@@ -10,12 +10,12 @@ once their content is confirmed. HyGen §4.1; reliability E1-E8.
 
 from collections import deque
 from collections.abc import Generator, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import repeat
 
 from engine.cache.prefix import extend_hashes
 from engine.config import SchedulerConfig
-from engine.errors import ContextLengthError, EngineStepError, InvalidRequestError, TidemillError
+from engine.errors import EngineStepError, InvalidRequestError, TidemillError
 from engine.integrity import check_integrity
 from engine.request import (
     EngineRequest,
@@ -27,14 +27,14 @@ from engine.request import (
     RequestTimes,
     TokenLogprobs,
 )
-from engine.scheduling.admission import check_room
+from engine.scheduling.admission import check_length, check_room
 from engine.scheduling.objective import StepObjective
 from engine.scheduling.output import INVALID_TOKEN, Chunk, ModelRunnerOutput, SchedulerOutput
 from engine.scheduling.planner import OfflinePlan, plan_offline
 from engine.scheduling.policies import find_policy
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.step import StepBuilder
-from engine.stats import EngineStats
+from engine.stats import EngineStats, StepCounters
 from predictor.model import LatencyPredictor
 
 MAX_STEP_FAILURES = 3
@@ -70,10 +70,8 @@ class EngineCore:
         self._next_step_id = 0
         self._undone_through = -1
         self._num_arrived = 0
-        self._steps = self._failed_steps = 0
-        self._prefill_tokens = self._decode_tokens = 0
         self._mean_output_tokens = 0.0
-        self._step_seconds = self._predicted_seconds = 0.0
+        self._counters = StepCounters()
 
     @property
     def has_requests(self) -> bool:
@@ -96,7 +94,9 @@ class EngineCore:
 
     def add_request(self, spec: EngineRequest, now: float) -> None:
         """Queue a request. Raises InvalidRequestError if it can never run, QueueFullError if the queue is full."""
-        self._check(spec)
+        if spec.request_id in self._requests:
+            raise InvalidRequestError(f"A request '{spec.request_id}' is already running.", param="request_id")
+        check_length(spec, self.config.max_model_len)
         if spec.request_class is RequestClass.ONLINE:
             check_room(self._scheduler, self._mean_output_tokens)
         request = Request(spec, RequestTimes(arrival=now), self._num_arrived)
@@ -180,36 +180,19 @@ class EngineCore:
             prefix_queried_tokens=counters.prefix_queried_tokens,
             prefix_hit_tokens=counters.prefix_hit_tokens,
             preemptions=dict(counters.preemptions),
-            steps=self._steps,
-            failed_steps=self._failed_steps,
-            step_seconds=self._step_seconds,
-            prefill_tokens=self._prefill_tokens,
-            decode_tokens=self._decode_tokens,
-            predicted_seconds=self._predicted_seconds,
             leftover_seconds=counters.leftover_seconds,
             leftover_used_seconds=counters.leftover_used_seconds,
+            **asdict(self._counters),
         )
 
     def check_integrity(self) -> None:
         """Assert E1 (every unit in one place), E3 (ended requests hold nothing) and the queues' agreement."""
         check_integrity(self._requests, self._scheduler)
 
-    def _check(self, spec: EngineRequest) -> None:
-        if not spec.prompt_token_ids:
-            raise InvalidRequestError("The prompt is empty.", param="prompt", code="invalid_value")
-        if spec.request_id in self._requests:
-            raise InvalidRequestError(f"A request '{spec.request_id}' is already running.", param="request_id")
-        total = len(spec.prompt_token_ids) + spec.sampling.max_tokens
-        if total > self.config.max_model_len:
-            raise ContextLengthError(
-                f"This model's context is {self.config.max_model_len} tokens; the prompt has "
-                f"{len(spec.prompt_token_ids)} and {spec.sampling.max_tokens} more were asked for."
-            )
-
     def _confirm(self, flight: _InFlight, result: ModelRunnerOutput, now: float) -> Iterator[RequestOutput]:
-        self._steps += 1
-        self._step_seconds += result.latency
-        self._predicted_seconds += flight.output.predicted_latency or 0.0
+        self._counters.steps += 1
+        self._counters.step_seconds += result.latency
+        self._counters.predicted_seconds += flight.output.predicted_latency or 0.0
         tokens = iter(result.token_ids)
         logprobs: Iterator[TokenLogprobs | None] = iter(result.logprobs) if result.logprobs else repeat(None)
         for chunk, request, epoch in zip(flight.output.chunks, flight.requests, flight.epochs, strict=True):
@@ -223,9 +206,9 @@ class EngineCore:
 
     def _confirm_progress(self, request: Request, chunk: Chunk) -> None:
         if chunk.length == 1 and chunk.sample:
-            self._decode_tokens += 1
+            self._counters.decode_tokens += 1
         else:
-            self._prefill_tokens += chunk.length
+            self._counters.prefill_tokens += chunk.length
         if request.status is not RequestStatus.RUNNING:
             return  # preempted meanwhile: the token counts, the cache is gone
         request.num_confirmed_tokens = chunk.start + chunk.length
@@ -267,10 +250,10 @@ class EngineCore:
 
         The runner may have applied only part of the deltas: every row concerned is released and written whole again.
         """
-        self._failed_steps += 1
+        self._counters.failed_steps += 1
         self._undone_through = self._next_step_id - 1
         outputs = []
-        for request in self._live(flight):
+        for request in _live(flight):
             request.num_step_failures += 1
             online = request.request_class is RequestClass.ONLINE
             if online or request.num_step_failures >= MAX_STEP_FAILURES:
@@ -279,7 +262,7 @@ class EngineCore:
             else:
                 self._restart(request)
         for later in self._in_flight:
-            for request in self._live(later):
+            for request in _live(later):
                 self._restart(request)
         failed = {undone.output.step_id for undone in (flight, *self._in_flight)}
         for request in self._requests.values():
@@ -288,12 +271,6 @@ class EngineCore:
         for undone in (flight, *self._in_flight):
             self._scheduler.released_rows.extend(undone.output.released_rows)
         return outputs
-
-    @staticmethod
-    def _live(flight: _InFlight) -> list[Request]:
-        """The step's requests that have neither ended nor been rewound since."""
-        pairs = zip(flight.requests, flight.epochs, strict=True)
-        return [r for r, epoch in pairs if r.status is not RequestStatus.FINISHED and r.epoch == epoch]
 
     def _restart(self, request: Request) -> None:
         request.epoch += 1
@@ -323,6 +300,12 @@ class EngineCore:
         output = _output(request, token_ids, logprobs)
         output.finish_reason, output.stop_token_id, output.error = reason, stop_token_id, error
         return output
+
+
+def _live(flight: _InFlight) -> list[Request]:
+    """The step's requests that have neither ended nor been rewound since."""
+    pairs = zip(flight.requests, flight.epochs, strict=True)
+    return [r for r, epoch in pairs if r.status is not RequestStatus.FINISHED and r.epoch == epoch]
 
 
 def _output(request: Request, token_ids: list[int], logprobs: list[TokenLogprobs] | None) -> RequestOutput:

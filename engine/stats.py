@@ -25,6 +25,18 @@ class ColocationStats:
     offline_tokens: int
 
 
+@dataclass(slots=True)
+class StepCounters:
+    """What the core counts of its steps, under the names of `EngineStats`; times in seconds."""
+
+    steps: int = 0
+    failed_steps: int = 0
+    step_seconds: float = 0.0
+    prefill_tokens: int = 0
+    decode_tokens: int = 0
+    predicted_seconds: float = 0.0
+
+
 @dataclass(frozen=True, slots=True)
 class EngineStats:
     """Counts per class are keyed by RequestClass; units are pool units (a KV block takes two).

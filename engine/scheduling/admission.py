@@ -1,16 +1,28 @@
-"""Whether an online request that arrives now is queued or refused at once (429 + Retry-After).
+"""Whether a request can run at all, and whether an online one that arrives now is queued or refused (429).
 
-Two queues in a row: the prompt tokens ahead of it, at the rate that the decodes beside them allow, and the rows, which
-come free as running requests end. An estimate from the latency model; without one nobody can tell and it is zero.
+The time to wait is that of two queues in a row: the prompt tokens ahead of it, at the rate that the decodes beside them
+allow, and the rows, which come free as running requests end. An estimate from the latency model; without one nobody can
+tell and it is zero.
 """
 
 import math
 
-from engine.errors import QueueFullError
-from engine.request import RequestClass
+from engine.errors import ContextLengthError, InvalidRequestError, QueueFullError
+from engine.request import EngineRequest, RequestClass
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.step import prefill_is_due
 from predictor.features import BatchFeatures
+
+
+def check_length(spec: EngineRequest, max_model_len: int) -> None:
+    """Refuse what can never run. Raises InvalidRequestError, ContextLengthError."""
+    prompt, output = len(spec.prompt_token_ids), spec.sampling.max_tokens
+    if not prompt:
+        raise InvalidRequestError("The prompt is empty.", param="prompt", code="invalid_value")
+    if prompt + output > max_model_len:
+        raise ContextLengthError(
+            f"This model's context is {max_model_len} tokens; the prompt has {prompt} and {output} more were asked for."
+        )
 
 
 def check_room(scheduler: Scheduler, mean_output_tokens: float) -> None:
