@@ -99,8 +99,10 @@ def plan_launch(config: EngineConfig) -> LaunchPlan:
 
 def _hidden_refusal(config: EngineConfig, spec: ModelSpec) -> str | None:
     """Why no request will be run from hidden state; None if some may be, empty if nobody asked."""
-    if find_policy(config.online_policy).select is None or not config.hidden_cache:
+    if not config.hidden_cache:
         return ""
+    if find_policy(config.online_policy).select is None:
+        return f"--hidden-cache needs the policy apt or goodput, not {config.online_policy}"
     return hidden_offer(spec).refusal or None
 
 

@@ -138,6 +138,18 @@ def test_half_precision_only_where_the_processor_is_fast_in_it(
     assert asked.dtype == checkpoint and not asked.notes
 
 
+@pytest.mark.parametrize(
+    ("policy", "asked", "note"),
+    [("fcfs", True, "needs the policy apt or goodput"), ("goodput", True, "KV alone"), ("goodput", False, None)],
+)
+def test_hidden_cache_that_cannot_be_is_said(tmp_path: Path, policy: str, asked: bool, note: str | None) -> None:
+    model = str(shape(tmp_path, torch_dtype="float32"))  # K and V of half the heads: no larger than hidden state
+    config = EngineConfig(model=model, device="cpu", num_gpu_blocks_override=9, max_model_len=99)
+    plan = plan_launch(replace(config, online_policy=policy, hidden_cache=asked))
+    assert plan.scratch_blocks == 0
+    assert [note in found for found in plan.notes] == [True] if note else not plan.notes
+
+
 def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert plan_launch(EngineConfig()).device == "cpu"
