@@ -16,6 +16,8 @@ from loadgen.errors import ServerError
 from loadgen.records import JobPoll, JobRecord
 
 TERMINAL = frozenset({"completed", "failed", "expired", "cancelled"})
+UNEXECUTED = frozenset({"batch_cancelled", "batch_expired"})
+"""Codes of error rows, by OpenAI's names, of lines that nobody tried."""
 CANCEL_GRACE = 60.0
 """Seconds a cancelled job may take to reach its terminal state before it is left alone."""
 
@@ -121,7 +123,8 @@ class JobRun:
                 record.output_lines = len(rows)
                 self._count_tokens(rows)
             else:
-                record.error_lines = len(rows)
+                record.unexecuted = sum((row.get("error") or {}).get("code") in UNEXECUTED for row in rows)
+                record.error_lines = len(rows) - record.unexecuted
         record.duplicated = sum(count - 1 for count in seen.values())
         # A cancelled or expired job may keep lines back; a completed one owes every line.
         record.missing = record.lines - len(seen) if record.status == "completed" else 0

@@ -167,6 +167,7 @@ def job_metrics(job: JobRecord) -> dict[str, Any]:
         "lines": job.lines,
         "completed_lines": job.output_lines,
         "failed_lines": job.error_lines,
+        "unexecuted_lines": job.unexecuted,
         "missing_lines": job.missing,
         "duplicated_lines": job.duplicated,
         "created_to_in_progress": started - created if created is not None and started is not None else None,

@@ -102,7 +102,8 @@ class JobPoll:
 
 @dataclass(slots=True)
 class JobRecord:
-    """One batch job: when it was created and what its polls and its files said."""
+    """One batch job: when it was created and what its polls and its files said. `unexecuted`: lines that the job's end
+    came before."""
 
     index: int
     lines: int
@@ -113,6 +114,7 @@ class JobRecord:
     completion_window: float = 86400.0
     output_lines: int = 0
     error_lines: int = 0
+    unexecuted: int = 0
     missing: int = 0
     duplicated: int = 0
     input_tokens: int = 0

@@ -68,6 +68,7 @@ def headline(summary: Mapping[str, Any]) -> dict[str, Any]:
     found["offline tokens/s in + out"] = offline["offline_throughput"]
     for job in offline["jobs"]:
         counts = f"{job['completed_lines']} of {job['lines']} lines, {job['failed_lines']} failed"
+        counts += f", {job['unexecuted_lines']} not executed" if job["unexecuted_lines"] else ""
         lines = f"{counts}, {job['missing_lines']} missing"
         problem = f" ({job['error']})" if job["error"] else ""
         found[f"job {job['index']}"] = f"{job['status']}: {lines}, makespan {number(job['makespan'])} s{problem}"

@@ -168,6 +168,9 @@ class ScriptedServer:
         for number, line in enumerate(job["lines"][:count]):
             failed = self.script.fail_every and (number + 1) % self.script.fail_every == 0
             (bad if failed else good).append(_result(line, failed=bool(failed)))
+        for line in job["lines"][count:]:
+            error = {"code": f"batch_{status}", "message": "not executed"}
+            bad.append({"id": "batch_req_2", "custom_id": line["custom_id"], "response": None, "error": error})
         job["status"] = status
         job["request_counts"] |= {"completed": len(good), "failed": len(bad)}
         for key, rows in (("output_file_id", good), ("error_file_id", bad)):

@@ -330,6 +330,7 @@ async def test_a_batch_job_from_upload_to_results() -> None:
 async def test_a_stopped_job_is_cancelled_and_its_finished_lines_are_kept() -> None:
     job = (await run_jobs(Script(polls_until_done=1_000_000), stop=True)).jobs[0]
     assert job.status == "cancelled" and job.missing == 0 and job.output_lines == job.polls[-1].completed
+    assert job.error_lines == 0 and job.unexecuted == 6 - job.output_lines > 0, "no line failed"
 
 
 async def test_a_server_without_batches_is_an_error_of_the_job() -> None:
