@@ -84,19 +84,25 @@ def floor_of(spec: ModelSpec, shape: Shape, limits: Limits, itemsize: int) -> fl
     return limits.step_seconds(matrices * itemsize, flops, cached)
 
 
+def _shapes(setup: Setup) -> tuple[Shape, Shape, Shape, Shape, Shape, Shape]:
+    """One stream, long contexts, many of them, a full house, a mixed step and a prefill."""
+    long = Shape(setup.size(64, 3), setup.size(2048, 40))
+    return (
+        Shape(1, setup.size(512, 20)),
+        long,
+        Shape(setup.size(128, 4), setup.size(512, 24)),
+        Shape(setup.size(256, 5), setup.size(256, 20)),
+        Shape(long.decodes, long.context, setup.size(512, 16)),
+        Shape(0, 1, setup.size(8192, 48)),
+    )
+
+
 def check_steps(setup: Setup) -> Iterator[Row]:
     limits = measure_limits(setup)
     yield from _small_model(setup, limits)
     setup.release()
     spec = setup.spec("8B")
-    one, long, wide = (
-        Shape(1, setup.size(512, 20)),
-        Shape(setup.size(64, 3), setup.size(2048, 40)),
-        Shape(setup.size(128, 4), setup.size(512, 24)),
-    )
-    mixed, prefill = Shape(long.decodes, long.context, setup.size(512, 16)), Shape(0, 1, setup.size(8192, 48))
-    many = Shape(setup.size(256, 5), setup.size(256, 20))
-    shapes = (one, long, wide, many, mixed, prefill)
+    one, long, wide, many, mixed, prefill = shapes = _shapes(setup)
     context = max(max(shape.context, shape.chunk) for shape in shapes) + 1
     blocks = max(shape.num_blocks for shape in shapes)
     config = scheduler_config(many.decodes, prefill.chunk, context, blocks)

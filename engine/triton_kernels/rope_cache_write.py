@@ -124,17 +124,15 @@ def rope_cache_write(
         return
     config = configs.heads_config()
     # Models without rotation and norm leave Q alone: no programs for it.
-    q_heads = q.shape[1] if q is not None and (rotary or q_norm is not None) else 0
-    query = k if q is None else q
+    query, q_heads = (k, 0) if q is None or not (rotary or q_norm is not None) else (q, q.shape[1])
     blocks = -(-q_heads // config.block_m) + 2 * -(-kv_heads // config.block_m)
     rope_cache_kernel[(count, blocks)](
         query, k, v, pool if cos_sin is None else cos_sin, positions, rows, pool, k_table, v_table,
         pool if q_norm is None else q_norm, pool if k_norm is None else k_norm, query.stride(0), k.stride(0),
         v.stride(0), k_table.stride(0), layer, scratch_base, eps, Q_HEADS=q_heads, KV_HEADS=kv_heads,
         HEAD_DIM=head_dim, ROTARY=rotary, BLOCK_SIZE=block_size, Q_NORM=q_norm is not None, K_NORM=k_norm is not None,
-        BLOCK_H=config.block_m, HALF=configs.next_power_of_two(max(1, rotary // 2)),
+        BLOCK_H=config.block_m, HALF=configs.next_power_of_two(max(1, rotary // 2)), **config.options,
         REST=configs.next_power_of_two(max(1, head_dim - rotary)), WIDE=configs.next_power_of_two(head_dim),
-        **config.options,
     )  # fmt: skip
 
 
