@@ -6,6 +6,7 @@ one from the server. Started as a script, so that the child imports nothing of t
 """
 
 import json
+import math
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -69,7 +70,7 @@ def _limit(cpu_seconds: int) -> None:
     except ImportError:  # no such limits on this system; the parent's timeout remains
         return
     used = resource.getrusage(resource.RUSAGE_SELF)
-    seconds = int(used.ru_utime + used.ru_stime) + cpu_seconds
+    seconds = math.ceil(used.ru_utime + used.ru_stime) + cpu_seconds  # whole ones, and imports have used some
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
