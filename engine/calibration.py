@@ -20,6 +20,8 @@ from predictor.samples import Sample, split_samples
 from predictor.sweep import StepShape, SweepLimits, run_sweep
 
 HELD_OUT = 0.2
+POOR = 0.3
+"""Held-out error of a profile that the next start measures again: the machine was busy with something else."""
 MIN_SAMPLES = 10
 
 
@@ -90,7 +92,7 @@ def load_or_measure(
     say: Callable[[str], None],
     tiers: CacheTiers = KV_ONLY,
 ) -> Profile:
-    """The profile for `key` in `folder`; one that is missing or cannot serve is measured anew and stored.
+    """The profile for `key` in `folder`; one that is missing, poor or cannot serve is measured anew and stored.
 
     In one that serves but for the costs of what `tiers` offers, these are measured and added.
     """
@@ -98,6 +100,9 @@ def load_or_measure(
         profile = load_profile(folder, key, limits)
     except ProfileError as error:
         say(f"{error}; measuring again")
+        profile = None
+    if profile is not None and profile.held_out_mape > POOR and seconds > 0:
+        say(f"the latency profile of {profile.created_at} is off by {profile.held_out_mape:.0%}; measuring again")
         profile = None
     if profile is not None:
         say(f"latency profile of {profile.created_at} ({profile.num_samples} steps, error {profile.held_out_mape:.1%})")

@@ -79,6 +79,17 @@ def test_measured_once_then_read(tmp_path: Path) -> None:
     assert [line.split(" ")[0] for line in said] == ["measuring", "latency", "latency"]
 
 
+def test_a_profile_of_a_busy_machine_is_measured_again(tmp_path: Path) -> None:
+    said: list[str] = []
+    good = load_or_measure(tmp_path, TimedRunner(), LIMITS, 50, KEY, 1.0, said.append)
+    poor = replace(good, held_out_mape=0.44)
+    poor.save(tmp_path / KEY.filename())
+    assert load_or_measure(tmp_path, TimedRunner(), LIMITS, 50, KEY, 0.0, said.append) == poor, "no time to do better"
+    again = load_or_measure(tmp_path, TimedRunner(), LIMITS, 50, KEY, 1.0, said.append)
+    assert again.held_out_mape < 0.1 and any("is off by 44%; measuring again" in line for line in said)
+    assert load_profile(tmp_path, KEY, LIMITS) == again
+
+
 def test_a_damaged_profile_is_said_and_measured_again(tmp_path: Path) -> None:
     path = tmp_path / KEY.filename()
     path.write_text('{"schema": 1, "key"')
