@@ -37,7 +37,7 @@ from engine.models.weights import ModelWeights, torch_dtype
 from engine.passing_thread import in_passing_thread
 from engine.scheduling.policies import find_policy
 from engine.tuning import BudgetTuner, parse_load
-from predictor.online import OnlineModel, OnlineSettings
+from predictor.online import OnlineModel
 from predictor.profile import ProfileKey
 from predictor.slo import SLO, SLOError
 from predictor.sweep import SweepLimits
@@ -229,7 +229,7 @@ def _join(
         tiers,
     )
     scheduler = replace(scheduler, rho=profile.cache_costs.run_hidden or 0.0)
-    model = OnlineModel(profile.model, OnlineSettings.with_error(profile.held_out_mape))
+    model = OnlineModel.of(profile)
     core = EngineCore(scheduler, online_policy=config.online_policy, offline_policy=config.offline_policy, model=model)
     budget = initial_budget(slo, profile.model, config.fill_policy)
     colocation = Colocation(core, model, slo, budget)

@@ -39,7 +39,7 @@ from loadgen.traces import Content, Trace
 from loadgen.workloads import Workload
 from predictor.budget import BudgetParams
 from predictor.model import LatencyPredictor
-from predictor.online import OnlineModel, OnlineSettings
+from predictor.online import OnlineModel
 from predictor.profile import Profile, ProfileError, ProfileKey
 
 MAX_NOISE = 0.3
@@ -88,7 +88,7 @@ def measured_device(path: Path, config: SchedulerConfig, host_seconds: float, se
         profile = Profile.load(path, key)
     except (OSError, ValueError, KeyError, TypeError, ProfileError) as error:
         raise InputError(f"{path} is no latency profile: {error}") from None
-    model = OnlineModel(profile.model, OnlineSettings.with_error(profile.held_out_mape))  # as in the live engine
+    model = OnlineModel.of(profile)
     return Simulated(config, model, ProfiledRunner(profile, model, host_seconds, seed), profile.held_out_mape)
 
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from predictor.features import BatchFeatures
 from predictor.model import LatencyModel, largest_chunk
+from predictor.profile import Profile
 from predictor.samples import Sample, SampleLog
 
 NUM_REGIMES = 16
@@ -80,6 +81,11 @@ class OnlineModel:
         self._errors = [0.0] * self.settings.window
         self._error_sum = 0.0
         self.replace(model)
+
+    @classmethod
+    def of(cls, profile: Profile) -> "OnlineModel":
+        """What a profile starts with, live and simulated: its fit, and a margin by its error."""
+        return cls(profile.model, OnlineSettings.with_error(profile.held_out_mape))
 
     def replace(self, model: LatencyModel) -> None:
         """Continue with a new fit: corrections start over, recent steps and the windowed error stay."""

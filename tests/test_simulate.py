@@ -33,6 +33,7 @@ from loadgen.prompts import PromptMaker, TokenIds
 from loadgen.svg import Series
 from loadgen.traces import Content, Trace
 from predictor.budget import BudgetParams
+from predictor.features import BatchFeatures
 from predictor.model import LatencyModel
 from predictor.profile import Profile, ProfileKey
 
@@ -349,6 +350,18 @@ def test_a_measured_profile_is_a_device(profile_path: Path) -> None:
         found = simulate.simulate(device, made, Windows(), StepObjective(), 0)
         assert found["ttft_mean"] == pytest.approx(0.020 + host)
         assert found["tbt_mean"] == pytest.approx(0.010 + host, rel=0.02)
+
+
+def test_a_measured_device_plans_with_a_margin_by_the_error_of_its_profile(profile_path: Path, tmp_path: Path) -> None:
+    document = json.loads(profile_path.read_bytes())
+    features, plans = BatchFeatures(), []
+    features.add_chunk(0, 100)
+    for error in (0.01, 0.1):
+        path = tmp_path / f"{error}.json"
+        path.write_text(json.dumps(document | {"held_out_mape": error}))
+        device = simulate.measured_device(path, SchedulerConfig(num_units=4000, max_model_len=1024), 0.0, 0)
+        plans.append(device.model.predict(features) / 0.020)
+    assert 1.01 < plans[0] < 1.06 and 1.2 < plans[1] < 1.31, "three times the error, at least 5 %"
 
 
 def test_a_profile_that_is_none_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

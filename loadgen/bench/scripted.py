@@ -130,8 +130,7 @@ def cores_apart(pid: int) -> Iterator[None]:
 
     Both wait for their moments in turns of their loops: on one core, one would wait for the other's time slice.
     """
-    cores = os.sched_getaffinity(0) if sys.platform == "linux" else set[int]()
-    if sys.platform != "linux" or len(cores) < 2:
+    if sys.platform != "linux" or len(cores := os.sched_getaffinity(0)) < 2:
         yield
         return
     apart = {max(cores)}
