@@ -143,7 +143,7 @@ class Disk:
                 self.rename(file.path, target)
             for folder in {target.parent for _, target in files}:
                 self.sync_folder(folder)
-        except BaseException:
+        except BaseException:  # all files or none, whatever came between
             for file, target in files:
                 file.discard()
                 with suppress(OSError):

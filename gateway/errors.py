@@ -136,7 +136,7 @@ class ErrorBoundary:
             await self._app(scope, receive, watched if scope["type"] == "http" else send)
         except ClientDisconnect:
             return
-        except Exception as error:
+        except Exception as error:  # every error of an application is an answer in OpenAI's form
             if scope["type"] != "http":
                 raise
             if not isinstance(error, ApiError | TidemillError):

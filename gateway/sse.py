@@ -38,7 +38,7 @@ async def run_while_connected(receive: Receive, work: Callable[[], Awaitable[Non
         try:
             await work()
             finished = True
-        except Exception as error:
+        except Exception as error:  # raised again outside, not inside a group of exceptions
             failure = error
         group.cancel_scope.cancel()
     if failure is not None:

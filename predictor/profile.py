@@ -158,7 +158,7 @@ def _write_atomically(path: Path, data: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException:  # whatever it was, nothing half-written stays
         with contextlib.suppress(OSError):
             os.unlink(temporary)
         raise

@@ -133,7 +133,7 @@ def open_state(
         raise ConfigError(f"--state-dir {root} cannot be used: {error.strerror}") from None
     try:
         return _open_locked(root, {root, root.parent, *made}, disk, on_commit, lock)
-    except BaseException as error:
+    except BaseException as error:  # also a Ctrl-C must not leave the folder locked
         os.close(lock)
         if isinstance(error, OSError):
             raise ConfigError(f"--state-dir {root} cannot be used: {error.strerror}") from None
@@ -149,7 +149,7 @@ def _open_locked(
             (root / name).mkdir(mode=0o700, exist_ok=True)
         for folder in sorted(folders):  # names are durable only when their folder is
             disk.sync_folder(folder)
-    except BaseException:
+    except BaseException:  # also a Ctrl-C must not leave the store's thread behind
         store.close_now()
         raise
     return StateFolder(root, disk, store, lock)

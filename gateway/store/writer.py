@@ -45,7 +45,7 @@ def open_database(path: Path) -> sqlite3.Connection:
         connection.execute("PRAGMA busy_timeout = 0")
         connection.row_factory = sqlite3.Row
         _migrate(connection)
-    except BaseException as error:
+    except BaseException as error:  # also a Ctrl-C must not leave the database open
         connection.close()
         if isinstance(error, sqlite3.DatabaseError):
             raise ConfigError(f"the database in --state-dir cannot be used: {error}") from None
@@ -148,7 +148,7 @@ class SqliteWriter:
         connection.execute("SAVEPOINT work")
         try:
             result = work(connection)
-        except Exception as error:
+        except Exception as error:  # any failure undoes this piece of work alone, and is its caller's
             if isinstance(error, sqlite3.Error) and _is_storage_error(error):
                 raise StorageError from error
             connection.execute("ROLLBACK TO work")
