@@ -35,6 +35,7 @@ from engine.models.loader import load_weights
 from engine.models.spec import ModelSpec, hidden_offer, load_spec, resolve_max_model_len
 from engine.models.weights import ModelWeights, torch_dtype
 from engine.passing_thread import in_passing_thread
+from engine.replay import ReplayedServer, normal_noise
 from engine.scheduling.policies import find_policy
 from engine.tuning import BudgetTuner, parse_load
 from predictor.online import OnlineModel
@@ -234,7 +235,16 @@ def _join(
     budget = initial_budget(slo, profile.model, config.fill_policy)
     colocation = Colocation(core, model, slo, budget)
     say(f"SLO {slo}; offline work may extend a step to {budget.latency_budget * 1e3:.0f} ms")
-    tuner = BudgetTuner(colocation, scheduler, config.fill_policy, load, profile.held_out_mape)
+    server = ReplayedServer(
+        profile.model,
+        slo,
+        scheduler,
+        config.fill_policy,
+        config.online_policy,
+        config.offline_policy,
+        normal_noise(profile.held_out_mape),
+    )
+    tuner = BudgetTuner(colocation, server, load)
     return Engine(core, runner, _info(plan), colocation=colocation, tuner=tuner)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from engine.core import EngineCore
-from engine.request import FinishReason, RequestClass, RequestOutput
+from engine.request import EngineRequest, FinishReason, RequestClass, RequestOutput
 from engine.scheduling.objective import StepObjective
 from engine.scheduling.output import SchedulerOutput
 from engine.stats import ColocationStats
@@ -19,6 +19,7 @@ from engine.virtual import step_features
 from predictor.breaker import BreakerSettings, BreakerState, CircuitBreaker
 from predictor.budget import BudgetParams
 from predictor.features import BatchFeatures
+from predictor.load import Lengths, OnlineArrival
 from predictor.model import LatencyModel
 from predictor.online import OnlineModel
 from predictor.slo import SLO
@@ -31,6 +32,8 @@ FALLBACK_BUDGET_STEPS = 4.0
 """L in smallest steps where the SLO limits no TBT."""
 ATTAINMENT_WINDOW = 60.0
 MAX_RECORDED = 2048
+MIN_OFFLINE = 32
+"""Offline requests that must have ended before their lengths stand for those that wait."""
 
 
 def initial_budget(slo: SLO, model: LatencyModel, policy: str) -> BudgetParams:
@@ -44,15 +47,6 @@ def _smallest_step(model: LatencyModel) -> float:
     features = BatchFeatures()
     features.add_decodes(1, 1)
     return model.predict(features)
-
-
-@dataclass(frozen=True, slots=True)
-class RecordedArrival:
-    """An online request that was served, for the budget search: arrival in seconds, lengths in tokens."""
-
-    at: float
-    prompt_tokens: int
-    output_tokens: int
 
 
 @dataclass(slots=True)
@@ -70,7 +64,8 @@ class Colocation:
     def __init__(self, core: EngineCore, model: OnlineModel, slo: SLO, budget: BudgetParams) -> None:
         self.slo = slo
         self.model = model
-        self.arrivals: deque[RecordedArrival] = deque(maxlen=MAX_RECORDED)
+        self.arrivals: deque[OnlineArrival] = deque(maxlen=MAX_RECORDED)
+        self.offline_lengths: deque[Lengths] = deque(maxlen=MAX_RECORDED)
         self.on_recorded: Callable[[int], None] = lambda _count: None
         self._core = core
         self._budget = budget
@@ -98,15 +93,23 @@ class Colocation:
             if request_output.request_class is RequestClass.ONLINE:
                 self._on_online(request_output, now)
             else:
-                self._offline_tokens += len(request_output.token_ids)
-                if request_output.num_output_tokens == 1:
-                    self._offline_tokens += request_output.num_prompt_tokens
+                self._on_offline(request_output)
         self._follow_breaker(now)
 
     def on_end(self, output: RequestOutput, now: float) -> None:
         """A request ended outside a step (it was aborted)."""
         if output.request_class is RequestClass.ONLINE:
             self._on_online(output, now)
+
+    def on_refused(self, request: EngineRequest, now: float) -> None:
+        """A request was refused (429): it is a part of the load all the same."""
+        if request.request_class is RequestClass.ONLINE:
+            self._record(OnlineArrival(now, Lengths(len(request.prompt_token_ids), 0)))
+
+    def offline_work(self) -> list[Lengths]:
+        """Lengths of offline requests: of those that ended, and of the queue when too few did."""
+        ended = list(self.offline_lengths)
+        return ended if len(ended) >= MIN_OFFLINE else ended + self._core.offline_lengths(MAX_RECORDED)
 
     def stats(self, now: float) -> ColocationStats:
         """A snapshot for /metrics and /ready."""
@@ -129,6 +132,17 @@ class Colocation:
             offline_tokens=self._offline_tokens,
         )
 
+    def _on_offline(self, output: RequestOutput) -> None:
+        self._offline_tokens += len(output.token_ids)
+        if output.num_output_tokens == 1:
+            self._offline_tokens += output.num_prompt_tokens
+        if output.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
+            self.offline_lengths.append(_lengths(output))
+
+    def _record(self, arrival: OnlineArrival) -> None:
+        self.arrivals.append(arrival)
+        self.on_recorded(len(self.arrivals))
+
     def _on_online(self, output: RequestOutput, now: float) -> None:
         live = self._live.setdefault(output.request_id, _Live())
         live.beside_offline = live.beside_offline or output.beside_offline
@@ -138,6 +152,7 @@ class Colocation:
             live.last_token = now
         if output.finish_reason is not None:
             del self._live[output.request_id]
+            self._record(OnlineArrival(output.times.arrival, _lengths(output)))
             self._judge(output, live, now)
 
     def _judge(self, output: RequestOutput, live: _Live, now: float) -> None:
@@ -152,9 +167,6 @@ class Colocation:
         self._judged.append((now, good))
         self._forget(now)
         self._breaker.record_request(now, good, live.beside_offline)
-        if output.num_output_tokens:
-            self.arrivals.append(RecordedArrival(times.arrival, output.num_prompt_tokens, output.num_output_tokens))
-            self.on_recorded(len(self.arrivals))
 
     def _forget(self, now: float) -> None:
         while self._judged and self._judged[0][0] < now - ATTAINMENT_WINDOW:
@@ -172,3 +184,8 @@ class Colocation:
                 100 * self._breaker.budget(now, 1.0, online_present=True),
             )
             self._shown = state
+
+
+def _lengths(output: RequestOutput) -> Lengths:
+    """What a request turned out to be; one that was given up in the middle counts with what it got."""
+    return Lengths(output.num_prompt_tokens, output.num_output_tokens, output.num_cached_tokens)

@@ -11,7 +11,7 @@ once their content is confirmed. HyGen §4.1; reliability E1-E8.
 from collections import deque
 from collections.abc import Generator, Iterator
 from dataclasses import asdict, dataclass
-from itertools import repeat
+from itertools import chain, islice, repeat
 
 from engine.cache.prefix import extend_hashes
 from engine.config import SchedulerConfig
@@ -35,6 +35,7 @@ from engine.scheduling.policies import find_policy
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.step import StepBuilder
 from engine.stats import EngineStats, StepCounters
+from predictor.load import Lengths
 from predictor.model import LatencyPredictor
 
 MAX_STEP_FAILURES = 3
@@ -158,6 +159,12 @@ class EngineCore:
     def set_objective(self, objective: StepObjective) -> None:
         """Follow another objective or budget from the next step on."""
         self._scheduler.objective = objective
+
+    def offline_lengths(self, limit: int) -> list[Lengths]:
+        """Of up to `limit` offline requests that have not ended, their prompts and the most they may answer."""
+        scheduler = self._scheduler
+        requests = chain(scheduler.running[RequestClass.OFFLINE], scheduler.waiting_offline)
+        return [Lengths(r.num_prompt_tokens, r.spec.sampling.max_tokens) for r in islice(requests, limit)]
 
     def stats(self) -> EngineStats:
         """A snapshot; see EngineStats."""

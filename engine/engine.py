@@ -18,7 +18,7 @@ from typing import Protocol
 from engine.client import EngineInfo
 from engine.colocation import Colocation
 from engine.core import EngineCore
-from engine.errors import EngineStepError, EngineUnavailableError, TidemillError
+from engine.errors import EngineStepError, EngineUnavailableError, RetryableError, TidemillError
 from engine.planner_task import Planner, PlanOffline
 from engine.request import EngineRequest, FinishReason, RequestOutput, RequestTimes, SamplingParams
 from engine.scheduling.output import ModelRunnerOutput, SchedulerOutput
@@ -131,7 +131,13 @@ class Engine:
             raise EngineUnavailableError("The server is shutting down.", retry_after=5.0)
         if not self.alive:
             raise EngineUnavailableError("The engine is not running.", retry_after=5.0)
-        self._core.add_request(request, self._clock())
+        now = self._clock()
+        try:
+            self._core.add_request(request, now)
+        except RetryableError:
+            if self.colocation is not None:
+                self.colocation.on_refused(request, now)
+            raise
         stream = RequestStream(partial(self.abort, request.request_id), final_only=request.final_only)
         self._streams[request.request_id] = stream
         self._wake_up()

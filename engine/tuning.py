@@ -9,19 +9,21 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from dataclasses import replace
 
-from engine.colocation import Colocation, RecordedArrival
-from engine.config import SchedulerConfig
+from engine.colocation import Colocation
 from engine.errors import ConfigError
-from engine.search import Workload, make_job, normal_noise
+from engine.replay import ReplayedServer, Workload
+from engine.search import make_job
 from predictor.budget import BudgetParams
+from predictor.load import observed_rate
 
 log = logging.getLogger("tidemill.colocation")
 
 SEARCH_SECONDS = 60.0
 MIN_RECORDED = 200
-MIN_WINDOW = 1.0
+SEARCH_ARRIVALS = 300
+"""In the window on which parameters are chosen; the one on which they are confirmed has all that the SLO needs."""
 MIN_STEPS = 100
 NICENESS = 10
 
@@ -40,39 +42,18 @@ def parse_load(text: str) -> tuple[float, int, int] | None:
     return load
 
 
-def recorded_workloads(arrivals: Sequence[RecordedArrival]) -> tuple[Workload, Workload]:
-    """What was served, in two halves: parameters are chosen on one and confirmed on the other."""
-    middle = len(arrivals) // 2
-    first, second = (
-        Workload(
-            tuple((a.at - half[0].at, a.prompt_tokens, a.output_tokens) for a in half),
-            max(half[-1].at - half[0].at, MIN_WINDOW),
-        )
-        for half in (sorted(arrivals[:middle], key=_at), sorted(arrivals[middle:], key=_at))
-    )
-    return first, second
-
-
-def _at(arrival: RecordedArrival) -> float:
-    return arrival.at
-
-
 class BudgetTuner:
-    """Runs the searches and hands their result to the co-location keeper. `error`: the profile's held-out MAPE."""
+    """Runs the searches and hands their result to the co-location keeper.
+
+    `server`: what the replays run, its model and noise those of the profile; live ones take their place.
+    """
 
     def __init__(
-        self,
-        colocation: Colocation,
-        config: SchedulerConfig,
-        policy: str,
-        load: tuple[float, int, int] | None,
-        error: float,
+        self, colocation: Colocation, server: ReplayedServer, load: tuple[float, int, int] | None = None
     ) -> None:
         self._colocation = colocation
-        self._config = config
-        self._policy = policy
+        self._server = server
         self._load = load
-        self._error = error
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -90,15 +71,24 @@ class BudgetTuner:
         enough = asyncio.Event()
         self._colocation.on_recorded = lambda count: enough.set() if count >= MIN_RECORDED else None
         await enough.wait()
-        first, second = recorded_workloads(tuple(self._colocation.arrivals))
-        await self._search(first, second, "the load served so far")
+        await self._search(*self._windows(), "the load served so far")
+
+    def _windows(self) -> tuple[Workload, Workload]:
+        """What was served, as two windows: parameters are chosen on one and confirmed on the other."""
+        arrivals, offline = tuple(self._colocation.arrivals), self._colocation.offline_work()
+        needed, rate = self._server.slo.arrivals_needed, observed_rate(arrivals)
+        first, second = (
+            Workload.recorded(arrivals, offline, rate, count, seed)
+            for seed, count in ((1, min(needed, SEARCH_ARRIVALS)), (2, needed))
+        )
+        return first, second
 
     async def _search(self, first: Workload, second: Workload, what: str) -> None:
-        model = self._colocation.model
-        # What steps really took, neighbours and HTTP included: a search without it finds budgets on the very edge.
-        noise = model.residuals() if model.num_observed >= MIN_STEPS else normal_noise(self._error)
-        scaled = model.model.scaled(model.scale)
-        job = make_job(first, second, scaled, self._colocation.slo, self._config, self._policy, noise)
+        model, server = self._colocation.model, self._server
+        if model.num_observed >= MIN_STEPS:
+            # What steps really took, neighbours and HTTP included: a search without it finds budgets on the very edge.
+            server = replace(server, model=model.model.scaled(model.scale), noise=tuple(model.residuals()))
+        job = make_job(first, second, server)
         try:
             params = await run_search(json.dumps(job).encode())
         except (OSError, ValueError, KeyError) as error:

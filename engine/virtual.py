@@ -83,12 +83,16 @@ class Arrival:
 
 @dataclass(slots=True)
 class VirtualRecord:
-    """What happened to one request: token times in seconds, `ended` when its terminal output came."""
+    """What happened to one request: token times in seconds, `ended` when its terminal output came.
+
+    `retry_after`: when a rejected one was told to come again, seconds.
+    """
 
     arrival: Arrival
     token_times: list[float] = field(default_factory=list)
     ended: float | None = None
     rejected: bool = False
+    retry_after: float = 0.0
 
     @property
     def ttft(self) -> float | None:
@@ -140,12 +144,16 @@ class VirtualDriver:
         self._now = 0.0
         self.run_data = VirtualRun()
 
-    def run(self, seconds: float) -> VirtualRun:
-        """Until the virtual clock passes `seconds` or nothing is left to do."""
+    def run(self, seconds: float, drain: float = 0.0) -> VirtualRun:
+        """Until the virtual clock passes `seconds` or nothing is left to do.
+
+        Then, for at most `drain` seconds more, until every online request that has arrived has ended; offline work
+        goes on beside them.
+        """
         run = self.run_data
         plan: OfflinePlan | None = None
         self._arrive()
-        while self._now < seconds:
+        while self._now < seconds or (self._records and self._now < seconds + drain):
             self._refill()
             output = self._core.schedule(self._now, plan)
             if output is None and self._core.has_offline:
@@ -189,8 +197,8 @@ class VirtualDriver:
             self.run_data.online.append(record)
             try:
                 self._core.add_request(arrival.request, arrival.at)
-            except RetryableError:
-                record.rejected = True
+            except RetryableError as error:
+                record.rejected, record.retry_after = True, error.retry_after
             else:
                 self._records[arrival.request.request_id] = record
 

@@ -17,6 +17,8 @@ PERCENTILES = (50, 99)
 UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 TOLERANCE_KEYS = ("ttft_mean", "ttft_p99", "tbt_mean", "tbt_p99")
 """What a bare percentage stands for: HyGen's four metrics."""
+BEYOND_PERCENTILE = 10
+FEWEST_ARRIVALS = 200
 
 ALLOWED = (
     "an objective is {ttft,tbt,tpot}_{mean,p50..p99}=VALUE with VALUE in us, ms, s or %, or a percentage alone; "
@@ -105,6 +107,12 @@ class SLO:
         """The share of requests that must be good: the strictest percentile; None when no limit is per request."""
         targets = [o.percentile / 100 for o in self.objectives if o.per_request and o.percentile is not None]
         return max(targets, default=None)
+
+    @property
+    def arrivals_needed(self) -> int:
+        """How many requests a window must have to tell whether it keeps this SLO: ten beyond the highest percentile."""
+        percentile = max((o.percentile for o in self.objectives if o.percentile is not None), default=0)
+        return max(FEWEST_ARRIVALS, round(100 * BEYOND_PERCENTILE / (100 - percentile)))
 
     def limit_of(self, metric: str) -> float | None:
         """The strictest absolute limit on `metric` in seconds, of whatever statistic; None without one."""

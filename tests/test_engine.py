@@ -9,15 +9,19 @@ import pytest
 from driver import make_request
 
 from engine.client import EngineClient, EngineInfo
+from engine.colocation import Colocation, initial_budget
 from engine.config import SchedulerConfig
 from engine.core import EngineCore
 from engine.engine import Engine
-from engine.errors import EngineUnavailableError, InvalidRequestError
+from engine.errors import EngineUnavailableError, InvalidRequestError, QueueFullError
 from engine.execution.fake import FakeRunner, solo_tokens
 from engine.request import EngineRequest, FinishReason, RequestClass, RequestOutput
 from engine.scheduling.output import ModelRunnerOutput, SchedulerOutput
 from engine.scheduling.planner import OfflinePlan, PlannedChunk
 from engine.stream import STREAM_LIMIT
+from predictor.model import LatencyModel
+from predictor.online import OnlineModel
+from predictor.slo import SLO
 
 VOCAB = 50
 
@@ -268,3 +272,20 @@ async def test_offline_runs_alone_and_beside_online(engine: Engine) -> None:
     chats = [make_request(f"chat{i}", range(i, i + 12), 9) for i in range(10)]
     results = await asyncio.gather(*[collect(engine, r) for r in (*jobs, *chats)])
     assert [tokens for tokens, _ in results] == [solo(r) for r in (*jobs, *chats)]
+
+
+async def test_a_refused_request_is_a_part_of_the_recorded_load() -> None:
+    slo = SLO.parse("ttft_p99=1s")
+    model = OnlineModel(LatencyModel(intercept=0.01))
+    core = EngineCore(SchedulerConfig(num_units=128, max_model_len=4096, max_num_waiting=1, block_size=64), model=model)
+    keeper = Colocation(core, model, slo, initial_budget(slo, model.model, "tidemill"))
+    info = EngineInfo(4096, VOCAB, frozenset(), "fake", "none", "none", 0)
+    engine = Engine(core, FakeRunner(block_size=64, vocab_size=VOCAB), info, colocation=keeper)
+    await engine.start()
+    stream = engine.add(make_request("a", range(30), 2))
+    with pytest.raises(QueueFullError):
+        engine.add(make_request("b", range(40), 9))
+    async for _ in stream:
+        pass
+    await engine.stop()
+    assert [arrival.lengths.prompt for arrival in keeper.arrivals] == [40, 30]

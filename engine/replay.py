@@ -1,0 +1,153 @@
+"""One run of a workload on the virtual clock, as the server would take it: the same core, policies and margins.
+
+Steps take what the latency model says, times what real steps varied by. Torch-free, deterministic for equal arguments.
+"""
+
+import math
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count
+from statistics import NormalDist
+
+from engine.config import SchedulerConfig
+from engine.core import EngineCore
+from engine.request import EngineRequest, RequestClass, SamplingParams
+from engine.scheduling.objective import StepObjective
+from engine.virtual import Arrival, PredictedRunner, VirtualDriver, VirtualRun
+from predictor.budget import BudgetParams
+from predictor.load import Lengths, OnlineArrival, resample
+from predictor.model import LatencyModel
+from predictor.online import OnlineModel, OnlineSettings
+from predictor.slo import SLO, aggregate
+
+WARM_UP_SHARE = 0.1
+USUAL_OFFLINE = tuple(Lengths(prompt, prompt // 8) for prompt in range(256, 769, 64))
+"""What offline requests are taken for before the first one came."""
+MIN_DRAIN = 60.0
+"""Seconds at least that requests get to end after their window; overloaded ones get as long as the window again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """One window: online arrivals (ascending, from 0 to at most `seconds`), and lengths that offline ones have."""
+
+    arrivals: tuple[OnlineArrival, ...]
+    seconds: float
+    offline_lengths: tuple[Lengths, ...] = USUAL_OFFLINE
+
+    @classmethod
+    def poisson(cls, rate: float, prompt: int, output: int, seconds: float, seed: int) -> "Workload":
+        """Poisson arrivals at `rate` requests a second with geometric-like lengths of the given means."""
+        generator = random.Random(seed)
+        at = 0.0
+        arrivals: list[OnlineArrival] = []
+        while (at := at + generator.expovariate(rate)) < seconds:
+            lengths = [max(1, round(generator.expovariate(1 / mean))) for mean in (prompt, output)]
+            arrivals.append(OnlineArrival(at, Lengths(lengths[0], lengths[1])))
+        return cls(tuple(arrivals), seconds)
+
+    @classmethod
+    def recorded(
+        cls, arrivals: Sequence[OnlineArrival], offline: Sequence[Lengths], rate: float, count: int, seed: int
+    ) -> "Workload":
+        """`count` arrivals as those that were recorded, at `rate` requests a second, beside the offline requests given.
+
+        Raises ValueError when too few were recorded to tell how they come.
+        """
+        window = resample(arrivals, rate, count, seed)
+        return cls(window, window[-1].at, tuple(offline) or USUAL_OFFLINE)
+
+    def online(self, max_model_len: int) -> Iterator[Arrival]:
+        """Requests that share the cached part of their prompts and nothing else, cut to the context."""
+        for index, (at, lengths) in enumerate(self.arrivals):
+            yield Arrival(at, _request(f"online-{index}", index + 1, lengths, RequestClass.ONLINE, max_model_len))
+
+    def offline(self, max_model_len: int, seed: int) -> Iterator[EngineRequest]:
+        """Offline requests without end, their lengths drawn from the given ones."""
+        generator = random.Random(seed)
+        for index in count():
+            lengths = generator.choice(self.offline_lengths)
+            yield _request(f"offline-{index}", -1 - index, lengths, RequestClass.OFFLINE, max_model_len)
+
+
+def _request(name: str, salt: int, lengths: Lengths, request_class: RequestClass, max_model_len: int) -> EngineRequest:
+    prompt = max(1, min(lengths.prompt, max_model_len - 2))
+    output = max(1, min(lengths.output, max_model_len - prompt))
+    cached = min(lengths.cached, prompt - 1)
+    tokens = (0,) * cached + (salt,) + (0,) * (prompt - 1 - cached)
+    tenant = request_class.value.encode()  # the classes' shared prefixes are not the same text
+    return EngineRequest(name, tokens, SamplingParams(max_tokens=output), request_class, tenant)
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayedServer:
+    """The server as the replay sees it: what runs, what is promised, and how steps vary.
+
+    `noise`: measured ÷ predicted of real steps; steps draw from it, and the core keeps the margins that it keeps live.
+    """
+
+    model: LatencyModel
+    slo: SLO
+    config: SchedulerConfig
+    fill_policy: str = "tidemill"
+    online_policy: str = "fcfs"
+    offline_policy: str = "psm"
+    noise: tuple[float, ...] = ()
+
+
+def normal_noise(mape: float, count: int = 99) -> tuple[float, ...]:
+    """measured ÷ predicted of a model with that mean relative error, as if errors were log-normal: its quantiles."""
+    errors = NormalDist(0.0, max(mape, 1e-9) * math.sqrt(math.pi / 2))
+    return tuple(math.exp(errors.inv_cdf((i + 0.5) / count)) for i in range(count))
+
+
+def replay(workload: Workload, server: ReplayedServer, budget: BudgetParams) -> dict[str, float]:
+    """One run of the workload under a budget; metrics by the names of the reports. L = 0: online only.
+
+    Every request is followed to its end, also past the end of the window; offline tokens count inside it.
+    """
+    model, noise, config = server.model, server.noise, server.config
+    online = OnlineModel(model, OnlineSettings.with_error(_mean_error(noise)))
+    core = EngineCore(
+        config,
+        online_policy=server.online_policy,
+        offline_policy=server.offline_policy,
+        model=online if noise else model,
+        objective=StepObjective.from_slo(server.slo, budget),
+    )
+    runner = PredictedRunner(model, noise, online.observe if noise else None)
+    offline = workload.offline(config.max_model_len, seed=1) if budget.latency_budget > 0 else None
+    driver = VirtualDriver(
+        core,
+        runner,
+        workload.online(config.max_model_len),
+        offline,
+        backlog=2 * config.max_num_seqs,
+        window=(0.0, workload.seconds),
+    )
+    run = driver.run(workload.seconds, drain=max(workload.seconds, MIN_DRAIN))
+    return metrics_of(run, server.slo, workload.seconds)
+
+
+def _mean_error(noise: Sequence[float]) -> float:
+    return sum(abs(1.0 / ratio - 1.0) for ratio in noise) / len(noise) if noise else 0.0
+
+
+def metrics_of(run: VirtualRun, slo: SLO, seconds: float) -> dict[str, float]:
+    """Aggregates of the requests that arrived after the warm-up of a window of `seconds`.
+
+    One without a token by the end of a run that could not be drained waited at least until then; a refused one is no
+    good answer, and waited as long as it was told to besides the objective.
+    """
+    records = [r for r in run.online if r.arrival.at >= WARM_UP_SHARE * seconds]
+    limit = slo.limit_of("ttft") or 0.0
+    spans = []
+    for record in records:
+        waited = limit + record.retry_after if record.rejected else run.end - record.arrival.at
+        spans.append((waited if record.ttft is None else record.ttft, record.gaps))
+    found = aggregate(spans, [objective.key for objective in slo.objectives])
+    good = sum(r.ended is not None and slo.good(r.ttft, r.gaps) for r in records)
+    found["slo_attainment"] = good / len(records) if records else 1.0
+    found["offline_throughput"] = run.offline_tokens / seconds if seconds > 0 else 0.0
+    return found
