@@ -73,7 +73,8 @@ class SchedulerConfig:
     `pipeline_depth`: steps that may be in flight when `schedule` is called (0 on CPU, 1 on a GPU).
     `min_prefill_chunk`: what the oldest prompt gets in every step, however late the decodes beside it are.
     `refuse_late`: refuse online requests whose TTFT objective is out of reach when they arrive (429).
-    `max_offline_preemptions`: an offline request evicted that often waits for a quiet moment and then keeps its place.
+    `max_offline_preemptions`: from that many evictions on an offline request loses its place last, and waits for 1, 2,
+    4 ... seconds before it starts again beside online work.
     """
 
     num_units: int

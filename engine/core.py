@@ -267,10 +267,10 @@ class EngineCore:
                 request.epoch += 1
                 outputs.append(self._finish(request, FinishReason.ERROR, now, [], None, error=error))
             else:
-                self._restart(request)
+                self._restart(request, now)
         for later in self._in_flight:
             for request in _live(later):
-                self._restart(request)
+                self._restart(request, now)
         failed = {undone.output.step_id for undone in (flight, *self._in_flight)}
         for request in self._requests.values():
             if request.parked_blocks and request.parked_in_step in failed:
@@ -279,11 +279,11 @@ class EngineCore:
             self._scheduler.released_rows.extend(undone.output.released_rows)
         return outputs
 
-    def _restart(self, request: Request) -> None:
+    def _restart(self, request: Request, now: float) -> None:
         request.epoch += 1
         request.num_placeholders = 0
         if request.status is RequestStatus.RUNNING:
-            self._scheduler.preempt(request, "step_failure")
+            self._scheduler.preempt(request, "step_failure", now)
         else:
             self._scheduler.parked.forget(request)
 

@@ -161,7 +161,8 @@ class Request:
     follows in `update`, and a failed step rewinds to it. `num_placeholders` counts sampled tokens still in flight.
     `cache_kind`: what new blocks are stored as; it outlives preemptions. While the request is preempted, its first
     `num_parked_tokens` tokens may lie in `parked_blocks`, some of them on the device, some copied to the host, the last
-    by the step `parked_in_step`.
+    by the step `parked_in_step`. `not_before`: until then it does not start beside online work, which would only evict
+    it again (seconds).
     """
 
     spec: EngineRequest
@@ -182,6 +183,7 @@ class Request:
     last_step: int = -1
     num_cached_tokens: int = 0
     num_preemptions: int = 0
+    not_before: float = -math.inf
     num_step_failures: int = 0
     beside_offline: bool = False
     num_prompt_tokens: int = field(init=False)

@@ -61,12 +61,16 @@ class Driver:
         self.core.check_integrity()
 
     def launch(self) -> bool:
-        """Schedule one step if the pipeline has room."""
+        """Schedule one step if the pipeline has room.
+
+        Liveness: every request that was accepted could run alone on this pool, so with none in flight one must run.
+        """
         if len(self.in_flight) > self.core.config.pipeline_depth:
             return False
         output = self.core.schedule(self.now, run_plan(self.core, self.now))
         self.core.check_integrity()
         if output is None:
+            assert self.in_flight or not self.core.has_requests, "requests are left but nothing can run"
             return False
         self.in_flight.append(output)
         self.steps.append(output)

@@ -185,19 +185,6 @@ def test_smallest_victim_set() -> None:
     assert preempted == {"middle"}, "one victim that is just large enough"
 
 
-def test_preemptions_of_one_request_are_bounded() -> None:
-    driver = make_driver(StepObjective(), num_units=2 * 20, max_model_len=80, max_offline_preemptions=3)
-    job = make_request("job", [5] * 40, 30, request_class=OFFLINE)
-    driver.add(job)
-    for index in range(40):
-        driver.add(make_request(f"on{index}", [index] * 50, 2))
-        for _ in range(4):
-            driver.step()
-    driver.run()
-    assert driver.outputs["job"] == solo_tokens([5] * 40, job.sampling, VOCAB)
-    assert 0 < driver.finals["job"].num_preemptions <= 3
-
-
 mix = st.lists(
     st.tuples(
         st.integers(0, 3),

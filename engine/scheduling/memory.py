@@ -1,12 +1,13 @@
 """The units of one step: what requests get, whom it is taken from, and where a victim's past goes.
 
-Memory alone preempts (HyGen §4.1). Offline work loses first, and among it few, small and young requests; the last
-resort is the online request that arrived last. Before anybody running loses its place, those that wait lose blocks that
-they still hold; where the past of either goes is decided block by block in `engine.scheduling.parked`. Knows nothing of
-time limits and of the order in which requests are considered.
+Memory alone preempts (HyGen §4.1). Offline work loses first, and among it few requests, those that were evicted seldom,
+are small and young; none is immune. The last resort is the online request that arrived last. Before anybody running
+loses its place, those that wait lose blocks that they still hold; where the past of either goes is decided block by
+block in `engine.scheduling.parked`. Knows nothing of time limits and of the order in which requests are considered.
 """
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from engine.cache.cache_map import UNITS_PER_BLOCK, CacheBlock, CacheKind, Tier
@@ -81,9 +82,10 @@ class StepMemory:
         missing = claim.units + pool.num_idle_units(claim.hits) - pool.num_available_units - pool.num_deferred_units
         if scheduler.free_rows and missing <= 0:
             return False  # enough is on its way; a later step admits it
-        offline, parked = (scheduler.parked.num_units(online=online, but=request) for online in (False, True))
-        for victim in self._smallest_victims(missing - offline) or self._smallest_victims(missing - parked):
-            scheduler.preempt(victim, "online", self._step_id)
+        for victim in self._victims(request, claim, missing, online=False) or self._victims(
+            request, claim, missing, online=True
+        ):
+            scheduler.preempt(victim, "online", self._now, self._step_id)
         return bool(scheduler.free_rows) and self._has_units(request, claim, online=True)
 
     def _has_units(self, request: Request, claim: Claim, *, online: bool) -> bool:
@@ -124,7 +126,7 @@ class StepMemory:
             if missing <= 0:
                 return
             missing -= _freed_units(victim)
-            scheduler.preempt(victim, "late", self._step_id)
+            scheduler.preempt(victim, "late", self._now, self._step_id)
 
     def spares(self, request: Request) -> bool:
         """Whether a late request may start: where they run last, those that can be saved will want the last of the
@@ -157,7 +159,7 @@ class StepMemory:
             victim = self._victim_for(request)
             if victim is None:
                 return False
-            self._scheduler.preempt(victim, "memory", self._step_id)
+            self._scheduler.preempt(victim, "memory", self._now, self._step_id)
             if victim is request:
                 return False
         self.appended.append(AppendedEntries(request.row, (request.cache_map.blocks[-1].entry,)))
@@ -172,7 +174,7 @@ class StepMemory:
             victim = self._victim_for(request)
             if victim is None or victim is request:
                 return 0  # it was the last to arrive: it keeps its cache and waits
-            self._scheduler.preempt(victim, "memory", self._step_id)
+            self._scheduler.preempt(victim, "memory", self._now, self._step_id)
         added = request.cache_map.blocks[num_blocks:]
         if added:
             self.appended.append(AppendedEntries(request.row, tuple(block.entry for block in added)))
@@ -230,29 +232,23 @@ class StepMemory:
             blocks.append(block)
         return min(length, len(blocks) * self._block_size - start)
 
-    def _smallest_victims(self, units: int) -> list[Request]:
-        """The offline requests to evict so that `units` more units and a row come free: few, small and young.
+    def _victims(self, request: Request, claim: Claim, missing: int, *, online: bool) -> list[Request]:
+        """The offline requests to evict so that `missing` more units and a row come free for `request`.
 
-        One request that frees enough by itself, the one that loses least; otherwise the largest first. Nothing at all
-        when even all of them would not do. A block that others share frees nothing.
+        Nobody is immune: whoever was evicted often loses last, but loses. Nothing at all when even all of them would
+        not do. `online`: whether the pasts of other online requests, which wait, may be moved too.
         """
-        limit = self._scheduler.config.max_offline_preemptions
-        victims = [
-            (_freed_units(request), request)
-            for request in self._scheduler.running[RequestClass.OFFLINE]
-            if request.last_step != self._step_id and request.num_preemptions < limit
-        ]
-        enough = [(freed, -request.arrival_order, request) for freed, request in victims if freed >= units]
-        if enough:
-            return [min(enough, key=lambda item: item[:2])[2]]
-        victims.sort(key=lambda item: (-item[0], -item[1].arrival_order))
-        chosen = []
-        for freed, request in victims:
-            chosen.append(request)
-            units -= freed
-            if units <= 0:
-                return chosen
-        return []
+        scheduler = self._scheduler
+        limit, spared = scheduler.config.max_offline_preemptions, frozenset(claim.hits)
+        held = scheduler.parked.references(online=online, but=request)
+        movable = (block for block, count in held.items() if count == block.ref_count and block not in spared)
+        missing -= sum(len(block.entry.units) for block in movable)
+        victims = [r for r in scheduler.running[RequestClass.OFFLINE] if r.last_step != self._step_id]
+        seldom = [victim for victim in victims if victim.num_preemptions < limit]
+        chosen = _smallest_victims(seldom, missing, held, spared)
+        if not chosen and len(seldom) < len(victims):
+            chosen = _smallest_victims(victims, missing, held, spared)
+        return chosen
 
     def _victim_for(self, request: Request) -> Request | None:
         """Whose memory a running request takes: offline first, then the last in the order; none of this step's."""
@@ -267,13 +263,41 @@ class StepMemory:
         return None
 
     def _offline_victim(self) -> Request | None:
-        """The last to arrive of the running offline requests that are not in this step."""
-        offline = reversed(self._scheduler.running[RequestClass.OFFLINE])
-        return next((request for request in offline if request.last_step != self._step_id), None)
+        """Of the running offline requests that are not in this step: seldom evicted, small and young."""
+        offline = self._scheduler.running[RequestClass.OFFLINE]
+        candidates = (request for request in offline if request.last_step != self._step_id)
+        key = lambda r: (r.num_preemptions, len(r.cache_map.blocks), -r.arrival_order)  # noqa: E731
+        return min(candidates, key=key, default=None)
 
 
-def _freed_units(request: Request) -> int:
-    return sum(len(block.entry.units) for block in request.cache_map.blocks if block.ref_count == 1)
+def _smallest_victims(
+    candidates: Sequence[Request], units: int, held: Mapping[CacheBlock, int], spared: Collection[CacheBlock]
+) -> list[Request]:
+    """One request that frees `units` units by itself: seldom evicted, small and young. Otherwise several, the largest
+    of those seldom evicted first; what they share counts once all that hold it have lost it. Empty: all are too few.
+
+    `held`: references that go as well. `spared`: blocks that stay whoever loses them.
+    """
+    sizes = [(_freed_units(request, spared), request) for request in candidates]
+    enough = [(r.num_preemptions, freed, -r.arrival_order, r) for freed, r in sizes if freed >= units]
+    if enough:
+        return [min(enough, key=lambda item: item[:3])[3]]
+    sizes.sort(key=lambda item: (item[1].num_preemptions, -item[0], -item[1].arrival_order))
+    lost, chosen = Counter(held), []
+    for _, request in sizes:
+        chosen.append(request)
+        for block in request.cache_map.blocks:
+            lost[block] += 1
+            if lost[block] == block.ref_count and block not in spared:
+                units -= len(block.entry.units)
+        if units <= 0:
+            return chosen
+    return []
+
+
+def _freed_units(request: Request, spared: Collection[CacheBlock] = frozenset()) -> int:
+    blocks = request.cache_map.blocks
+    return sum(len(block.entry.units) for block in blocks if block.ref_count == 1 and block not in spared)
 
 
 def _num_hidden(blocks: list[CacheBlock]) -> int:

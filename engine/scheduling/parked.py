@@ -89,10 +89,14 @@ class ParkedCache:
 
     def num_units(self, *, online: bool, but: Request | None = None) -> int:
         """Device units that `reclaim` could free, some of them only when the steps in flight have ended."""
+        references = self.references(online=online, but=but)
+        return sum(len(block.entry.units) for block, count in references.items() if block.ref_count == count)
+
+    def references(self, *, online: bool, but: Request | None = None) -> Counter[CacheBlock]:
+        """Device blocks, and how many of those whose pasts `reclaim` may move hold each."""
         if not self._holders:
-            return 0
-        holders = [request for group in self._groups(online, but) for request in group]
-        return sum(len(block.entry.units) for block in _held_by(holders))
+            return Counter()
+        return _references([request for group in self._groups(online, but) for request in group])
 
     def reclaim(
         self,
@@ -268,8 +272,11 @@ def _count_kinds(blocks: Iterable[CacheBlock]) -> tuple[int, int]:
 
 def _held_by(holders: Sequence[Request]) -> set[CacheBlock]:
     """Device blocks that nobody but these waiting requests holds."""
-    counts = Counter(b for request in holders for b in request.parked_blocks if b.entry.tier is Tier.DEVICE)
-    return {block for block, count in counts.items() if block.ref_count == count}
+    return {block for block, count in _references(holders).items() if block.ref_count == count}
+
+
+def _references(holders: Sequence[Request]) -> Counter[CacheBlock]:
+    return Counter(b for request in holders for b in request.parked_blocks if b.entry.tier is Tier.DEVICE)
 
 
 def _action_order(operation: CacheOperation) -> int:

@@ -98,13 +98,14 @@ def plan_offline(scheduler: Scheduler, now: float) -> Generator[None, None, Offl
     examined = 0
     cut = False
     for request in list(scheduler.running[RequestClass.OFFLINE]):
-        wanted = min(request.num_expected_tokens - request.num_computed_tokens, ledger.tokens_left)
-        if wanted < 1 or (cut and wanted > 1) or not ledger.open:
+        remaining = request.num_expected_tokens - request.num_computed_tokens
+        if remaining < 1 or request.num_expected_tokens >= request.max_total_tokens:
             continue
-        if request.num_expected_tokens >= request.max_total_tokens:
+        wanted = min(remaining, ledger.tokens_left)
+        if chunks and (wanted < 1 or (cut and wanted > 1) or not ledger.open):
             continue
-        length = allowance.largest(ledger.features, ledger.seconds, request.num_computed_tokens, wanted)
-        # One item more than fits: online work may turn out smaller, and alone the first item always moves on.
+        length = _largest(allowance, ledger, request.num_computed_tokens, wanted)
+        # One item more than fits: online work may turn out smaller, and where nothing else runs the first item does.
         chunks.append(PlannedChunk(request.request_id, length, running=True))
         if length == 0:
             return OfflinePlan(tuple(chunks))
@@ -115,12 +116,16 @@ def plan_offline(scheduler: Scheduler, now: float) -> Generator[None, None, Offl
         if examined % ITEMS_PER_SLICE == 0:
             yield
     if not cut:
-        yield from _plan_waiting(scheduler, ledger, allowance, chunks)
+        yield from _plan_waiting(scheduler, ledger, allowance, chunks, now)
     return OfflinePlan(tuple(chunks))
 
 
+def _largest(allowance: OfflineAllowance, ledger: StepLedger, start: int, wanted: int) -> int:
+    return allowance.largest(ledger.features, ledger.seconds, start, wanted) if ledger.open else 0
+
+
 def _plan_waiting(
-    scheduler: Scheduler, ledger: StepLedger, allowance: OfflineAllowance, chunks: list[PlannedChunk]
+    scheduler: Scheduler, ledger: StepLedger, allowance: OfflineAllowance, chunks: list[PlannedChunk], now: float
 ) -> Generator[None, None, None]:
     """Waiting requests in the offline policy's order, while rows, units, tokens and time last."""
     pool = scheduler.pool
@@ -128,8 +133,8 @@ def _plan_waiting(
     units += pool.num_deferred_units + scheduler.parked.num_units(online=False) - scheduler.growth_reserve
     rows = len(scheduler.free_rows)
     block_size = scheduler.config.block_size
-    for request in _candidates(scheduler, rows):
-        if not ledger.open:
+    for request in _candidates(scheduler, rows, now):
+        if chunks and not ledger.open:
             return
         hits = scheduler.find_prefix(request)
         start = len(hits) * block_size
@@ -138,7 +143,7 @@ def _plan_waiting(
         if units < 0:
             return
         wanted = min(len(request.token_ids) - start, ledger.tokens_left)
-        length = allowance.largest(ledger.features, ledger.seconds, start, wanted)
+        length = _largest(allowance, ledger, start, wanted)
         chunks.append(PlannedChunk(request.request_id, length, running=False))
         if length == 0:
             return
@@ -149,16 +154,18 @@ def _plan_waiting(
             yield
 
 
-def _candidates(scheduler: Scheduler, limit: int) -> list[Request]:
+def _candidates(scheduler: Scheduler, limit: int, now: float) -> list[Request]:
     """Up to `limit` waiting requests that may be admitted now.
 
-    One that was evicted too often waits for a quiet moment: it would only be evicted again (E4 bounds this).
+    One that was evicted often keeps away from online work for a while: it would only be evicted again (E4). Without
+    online work nothing else wants the machine, so no timer has to wake anybody when the while is over: either online
+    work makes steps, and each looks again, or there is none.
     """
     found: list[Request] = []
     if limit == 0:
         return found
     for request in scheduler.waiting_offline.candidates():
-        if request.num_preemptions >= scheduler.config.max_offline_preemptions and scheduler.has_online:
+        if now < request.not_before and scheduler.has_online:
             continue
         found.append(request)
         if len(found) == limit:

@@ -88,8 +88,9 @@ def fcfs(waiting: Sequence[Request], _context: QueueContext) -> Sequence[Request
 
 def fits_whole(request: Request, context: QueueContext) -> bool:
     """Whether the request's longest possible form fits beside the longest forms of all that run."""
-    reserved = sum(context.units(running.max_total_tokens) for running in context.running)
-    return reserved + context.units(request.max_total_tokens) <= context.num_units
+    # The last token of an answer is never computed on, so it takes no room.
+    reserved = sum(context.units(running.max_total_tokens - 1) for running in context.running)
+    return reserved + context.units(request.max_total_tokens - 1) <= context.num_units
 
 
 def larry_score(request: Request, context: QueueContext, alpha: float) -> float:

@@ -22,6 +22,8 @@ from engine.scheduling.pressure import Pressure
 from engine.scheduling.queues import insert_by_age, remove_by_age
 from predictor.model import LatencyPredictor
 
+MAX_BACK_OFF = 64.0
+"""The longest time in seconds for which an evicted offline request keeps away from online work."""
 HIDDEN_STEPS = 64
 """Steps for which whoever starts from hidden state is charged: it runs from it until the pressure ends, not for one."""
 
@@ -191,7 +193,7 @@ class Scheduler:
         request.row = self.free_rows.pop()
         return request.row
 
-    def preempt(self, request: Request, cause: str, step_id: int | None = None) -> None:
+    def preempt(self, request: Request, cause: str, now: float, step_id: int | None = None) -> None:
         """Take a running request's row and units; its tokens stay, and it goes back to its place in the queue.
 
         With a `step_id` and a host tier it keeps what was computed until somebody needs the room. Otherwise its full
@@ -202,6 +204,8 @@ class Scheduler:
         self.give_up(request)
         request.move_to(RequestStatus.PREEMPTED)
         request.num_preemptions += 1
+        if (excess := request.num_preemptions - self.config.max_offline_preemptions) >= 0:
+            request.not_before = now + min(2.0 ** min(excess, 30), MAX_BACK_OFF)
         self.add_waiting(request)
         self.counters.preemptions[cause] = self.counters.preemptions.get(cause, 0) + 1
 

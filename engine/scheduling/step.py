@@ -31,6 +31,7 @@ class StepBuilder(StepChunks):
         self.has_online_prefill = False
         self._floor_given = False
         self._time_limit = math.inf
+        self._nothing_in_flight = last_completed_step == step_id - 1
 
     def build(self, plan: OfflinePlan | None, lookup: Callable[[str], Request | None]) -> SchedulerOutput | None:
         """The step, or None when nothing can run now. Without a plan the step is online-only."""
@@ -232,8 +233,9 @@ class StepBuilder(StepChunks):
         config, whole = self.scheduler.config, wanted
         wanted = min(wanted, self.ledger.tokens_left)
         length = allowance.largest(self.ledger.features, self.ledger.seconds, start, wanted)
-        if not self.chunks and not self.scheduler.has_online:
-            # Alone on the machine, the first request always moves on, whatever the budget says (E4).
+        if not self.chunks and (self._nothing_in_flight or not self.scheduler.has_online):
+            # Nothing else moves: the first request always does, whatever the budget says (E4). Beside online work that
+            # cannot start, it gives back its room in the end.
             length = max(length, min(wanted, config.min_prefill_chunk if config.chunked_prefill else whole))
         return length if config.chunked_prefill or length == whole else 0
 

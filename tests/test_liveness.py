@@ -1,0 +1,164 @@
+"""The engine never stands still: whatever waits or runs, something can run, and nobody is immune or barred for ever."""
+
+import itertools
+import random
+
+import pytest
+from driver import Driver, make_request, run_plan
+
+from engine.config import SchedulerConfig
+from engine.core import EngineCore
+from engine.execution.fake import FakeRunner, solo_tokens
+from engine.request import EngineRequest, RequestClass, RequestStatus, SamplingParams
+from engine.scheduling.objective import StepObjective
+from engine.scheduling.output import ModelRunnerOutput, SchedulerOutput
+from engine.virtual import Arrival, PredictedRunner, VirtualDriver
+from predictor.budget import BudgetParams
+from predictor.model import LatencyModel
+
+VOCAB = 40
+BLOCK = 4
+MODEL = LatencyModel(intercept=0.010, decode_context=1e-6, knots=(8,), hinges=(0.001,), token_limit=256)
+OFFLINE = RequestClass.OFFLINE
+
+
+def make_driver(**changes: object) -> Driver:
+    """A pool of 20 blocks, deadlines that leave no time beside a prompt."""
+    settings: dict[str, object] = {
+        "num_units": 2 * 20,
+        "max_model_len": 80,
+        "block_size": BLOCK,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 64,
+        "min_prefill_chunk": 8,
+        "max_offline_preemptions": 1,
+    }
+    config = SchedulerConfig(**{**settings, **changes})  # type: ignore[arg-type]
+    objective = StepObjective(ttft=0.1, tbt=0.05, budget=BudgetParams("hygen", 0.020))
+    return Driver(FakeRunner(block_size=BLOCK, vocab_size=VOCAB), config, model=MODEL, objective=objective)
+
+
+def test_an_offline_line_evicted_often_does_not_stop_the_engine() -> None:
+    """It comes back in a quiet moment, and the next chat does not fit beside it."""
+    driver = make_driver()
+    driver.add(make_request("job", [5] * 40, 30, request_class=OFFLINE))
+    for _ in range(3):
+        driver.step()
+    driver.add(make_request("on0", [1] * 50, 2))
+    while "on0" not in driver.finals:
+        driver.step()
+    for _ in range(2):
+        driver.step()
+    driver.add(make_request("on1", [2] * 50, 2))
+    driver.run()
+    assert driver.finals["job"].num_preemptions == 2
+    assert driver.outputs["job"] == solo_tokens([5] * 40, make_request("job", [5] * 40, 30).sampling, VOCAB)
+
+
+def test_a_prompt_that_fills_the_expected_step_does_not_hide_the_lines_behind_it() -> None:
+    """It does not fit in memory, and all tokens of the step are expected to be its own."""
+    driver = make_driver(max_num_batched_tokens=16)
+    driver.add(make_request("job", [5] * 40, 30, request_class=OFFLINE))
+    driver.step()
+    driver.add(make_request("on", [1] * 50, 2))
+    assert [chunk.request_id for chunk in run_plan(driver.core, driver.now).chunks] == ["job"]
+
+
+def test_lines_that_share_a_prefix_give_way_together() -> None:
+    """No line frees the prefix by itself; a prompt of the whole pool needs it."""
+    driver = make_driver()
+    for name, last in (("a", 1), ("b", 2)):
+        driver.add(make_request(name, [5] * 40 + [last] * 4, 20, request_class=OFFLINE))
+        for _ in range(6):
+            driver.step()
+    assert len(driver.core._scheduler.running[OFFLINE]) == 2
+    driver.add(make_request("on", [1] * 78, 2))
+    driver.launch()
+    assert driver.steps[-1].new_requests[0].request_id == "on"
+    driver.run()
+
+
+@pytest.mark.parametrize("limit", [1, 3])
+def test_evictions_beside_online_work_are_bounded_by_time(limit: int) -> None:
+    """Chats never stop, and every second prompt takes the room of the only line: it keeps away longer and longer."""
+    driver = make_driver(num_units=2 * 60, max_model_len=200, max_offline_preemptions=limit, refuse_late=False)
+    driver.add(make_request("job", [5] * 40, 120, request_class=OFFLINE))
+    num_chats = num_prompts = 0
+    while driver.now < 30.0:
+        if f"chat{num_chats}" not in driver.core._requests:
+            num_chats += 1
+            driver.add(make_request(f"chat{num_chats}", [num_chats % 30] * 8, 40))
+        if f"prompt{num_prompts}" not in driver.core._requests and driver.now > 0.5 * num_prompts:
+            num_prompts += 1
+            driver.add(make_request(f"prompt{num_prompts}", [num_prompts % 30] * 160, 2))
+        assert driver.step()
+    driver.run()
+    evicted = driver.finals["job"].num_preemptions
+    assert num_prompts > 40
+    assert limit < evicted <= limit + 5, "after 1 + 2 + 4 + 8 + 16 seconds 30 have passed"
+
+
+def test_in_a_quiet_moment_nobody_keeps_away() -> None:
+    driver = make_driver()
+    driver.add(make_request("job", [5] * 40, 30, request_class=OFFLINE))
+    for _ in range(3):
+        driver.step()
+    driver.add(make_request("on", [1] * 50, 2))
+    while "on" not in driver.finals:
+        driver.step()
+    job = driver.core._requests["job"]
+    assert job.not_before > driver.now and job.num_preemptions == 1
+    driver.step()
+    assert job.status is RequestStatus.RUNNING
+
+
+def test_of_equals_whoever_was_evicted_seldom_loses_first() -> None:
+    driver = make_driver(max_num_seqs=3, num_units=2 * 60, max_offline_preemptions=8)
+    driver.add(*[make_request(f"line{i}", [i] * 8, 60, request_class=OFFLINE) for i in range(3)])
+    for index in range(6):
+        driver.step()
+        driver.add(make_request(f"on{index}", [9 + index] * 8, 1))
+        while f"on{index}" not in driver.finals:
+            driver.step()
+    assert [driver.core._requests[f"line{i}"].num_preemptions for i in range(3)] == [2, 2, 2]
+
+
+class StarvationWatch:
+    """A runner that notes for how long evicted lines wait."""
+
+    def __init__(self, inner: PredictedRunner) -> None:
+        self.inner = inner
+        self.core: EngineCore | None = None
+        self.now = self.longest = 0.0
+        self._since: dict[str, float] = {}
+
+    def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
+        assert self.core is not None
+        waiting = {r.request_id for r in self.core._scheduler.waiting_offline if r.num_preemptions}
+        self._since = {name: self._since.get(name, self.now) for name in waiting}
+        self.longest = max([self.longest, *(self.now - since for since in self._since.values())])
+        result = self.inner.execute(output)
+        self.now += result.latency
+        return result
+
+
+def test_steady_chat_starves_no_line() -> None:
+    """Rows are short: every chat takes one from a batch line, for four minutes, and a chat is always there."""
+    model = LatencyModel(intercept=0.02, decodes=5e-4, decode_context=4e-7, knots=(0, 128), hinges=(2e-5, 1e-4))
+    config = SchedulerConfig(num_units=8000, max_model_len=2000, max_num_seqs=16, max_offline_preemptions=2)
+    objective = StepObjective(1.0, 0.1, budget=BudgetParams("tidemill", 0.08))
+    core = EngineCore(config, online_policy="goodput:0.4", model=model, objective=objective)
+    generator, at, chats = random.Random(1), 0.0, []
+    while at < 240.0:
+        at += generator.expovariate(3.0)
+        chat = EngineRequest(f"on{at}", (len(chats) % 50,) * 60, SamplingParams(max_tokens=40))
+        chats.append(Arrival(at, chat))
+    lines = (
+        EngineRequest(f"line{i}", (100 + i,) * 100, SamplingParams(max_tokens=400), OFFLINE) for i in itertools.count()
+    )
+    watch = StarvationWatch(PredictedRunner(model))
+    watch.core = core
+    run = VirtualDriver(core, watch, chats, lines, backlog=64).run(240.0)
+    assert core.stats().preemptions["online"] > 100
+    assert watch.longest < 20.0, "back-offs here are 1 to 8 s, and who comes back goes first"
+    assert not any(record.rejected for record in run.online)

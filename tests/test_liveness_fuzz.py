@@ -1,0 +1,154 @@
+"""Any order of arrivals, steps, quiet spells, failures and aborts on a pool that one prompt may fill: something can
+always run (`Driver.launch` asserts it), and every answer is the solo run's."""
+
+import hypothesis.strategies as st
+import pytest
+from driver import Driver, make_request
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+
+from engine.config import SchedulerConfig
+from engine.execution.fake import FakeRunner, solo_tokens
+from engine.request import EngineRequest, FinishReason, RequestClass
+from engine.scheduling.objective import StepObjective
+from predictor.budget import BudgetParams
+from predictor.model import LatencyModel
+
+VOCAB, BLOCK, NUM_BLOCKS = 30, 4, 14
+POOL_TOKENS = NUM_BLOCKS * BLOCK
+PREFIXES = ([], [1] * 9, [1] * 24)
+MODEL = LatencyModel(
+    intercept=0.010, decodes=1e-4, prefill_tokens=1e-3, attention=1e-5, transferred=1e-3, restored=1e-4
+)
+
+policies = st.sampled_from(["fcfs", "no-preempt", "larry", "random", "srpt-oracle", "apt", "goodput", "goodput:0.4"])
+tiers = st.sampled_from([(0, 0), (0, 0), (24, 0), (200, 0), (0, 6), (30, 5)])
+"""Host units, blocks that may be run from hidden state."""
+objectives = st.builds(
+    StepObjective,
+    ttft=st.sampled_from([0.001, 0.1, 10.0]),
+    tbt=st.sampled_from([0.001, 0.05]),
+    budget=st.sampled_from([BudgetParams("hygen", 0.001), BudgetParams("hygen", 0.05), BudgetParams("tidemill", 0.02)]),
+)
+
+
+class LivenessMachine(RuleBasedStateMachine):
+    """The clock jumps in quiet spells, so that back-offs end and objectives pass."""
+
+    @initialize(
+        limit=st.sampled_from([1, 2, 8]),
+        depth=st.integers(0, 1),
+        seqs=st.integers(1, 5),
+        tokens=st.integers(6, 64),
+        chunked=st.booleans(),
+        policy=policies,
+        tiers=tiers,
+        objective=objectives,
+        share=st.sampled_from([0.0, 0.1, 1.0]),
+    )
+    def start(
+        self,
+        limit: int,
+        depth: int,
+        seqs: int,
+        tokens: int,
+        chunked: bool,
+        policy: str,
+        tiers: tuple[int, int],
+        objective: StepObjective,
+        share: float,
+    ) -> None:
+        host_units, scratch_blocks = tiers
+        config = SchedulerConfig(
+            num_units=2 * NUM_BLOCKS,
+            max_model_len=POOL_TOKENS,
+            block_size=BLOCK,
+            max_num_seqs=seqs,
+            max_num_batched_tokens=tokens if chunked else POOL_TOKENS,
+            min_prefill_chunk=8,
+            chunked_prefill=chunked,
+            pipeline_depth=depth,
+            refuse_late=False,
+            host_units=host_units,
+            unit_bytes=1,
+            scratch_blocks=scratch_blocks,
+            max_offline_preemptions=limit,
+        )
+        runner = FakeRunner(block_size=BLOCK, vocab_size=VOCAB, scratch_blocks=scratch_blocks, host_units=host_units)
+        self.driver = Driver(runner, config, online_policy=policy, model=MODEL, objective=objective)
+        self.driver.core.set_offline_share(share)
+        self.requests: dict[str, EngineRequest] = {}
+
+    def _arrive(self, request_class: RequestClass, prefix: list[int], length: int, output: int) -> None:
+        name = str(len(self.requests))
+        output = min(output, POOL_TOKENS - 1)
+        tail = [2 + len(self.requests) % 20] * length
+        request = make_request(name, [*prefix, *tail][: POOL_TOKENS - output], output, request_class=request_class)
+        self.requests[name] = request
+        self.driver.add(request)
+
+    @rule(prefix=st.sampled_from(PREFIXES), length=st.integers(1, POOL_TOKENS), output=st.integers(1, 12))
+    def chat(self, prefix: list[int], length: int, output: int) -> None:
+        self._arrive(RequestClass.ONLINE, prefix, length, output)
+
+    @rule(prefix=st.sampled_from(PREFIXES), length=st.integers(1, POOL_TOKENS), output=st.integers(1, 50))
+    def line(self, prefix: list[int], length: int, output: int) -> None:
+        self._arrive(RequestClass.OFFLINE, prefix, length, output)
+
+    @rule()
+    def launch(self) -> None:
+        self.driver.launch()
+
+    @precondition(lambda self: self.driver.in_flight)
+    @rule()
+    def complete(self) -> None:
+        self.driver.complete()
+
+    @rule(steps=st.integers(1, 12))
+    def step(self, steps: int) -> None:
+        for _ in range(steps):
+            self.driver.step()
+
+    @precondition(lambda self: not self.driver.in_flight)
+    @rule(seconds=st.sampled_from([0.5, 5.0, 100.0]))
+    def quiet(self, seconds: float) -> None:
+        self.driver.now += seconds
+
+    @precondition(lambda self: self.driver.in_flight)
+    @rule()
+    def fail(self) -> None:
+        runner = self.driver.runner
+        assert isinstance(runner, FakeRunner)
+        runner.fail_steps = frozenset({self.driver.in_flight[0].step_id})
+        self.driver.complete()
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        self.driver.abort(data.draw(st.sampled_from(sorted(self.requests))))
+
+    def teardown(self) -> None:
+        if not hasattr(self, "driver"):
+            return
+        self.driver.run()
+        for name, request in self.requests.items():
+            final = self.driver.finals[name]
+            if final.finish_reason in {FinishReason.STOP, FinishReason.LENGTH}:
+                assert self.driver.outputs[name] == solo_tokens(
+                    list(request.prompt_token_ids), request.sampling, VOCAB
+                ), name
+
+
+def run_machine(examples: int) -> None:
+    checks = [HealthCheck.too_slow, HealthCheck.data_too_large]
+    chosen = settings(max_examples=examples, stateful_step_count=50, deadline=None, suppress_health_check=checks)
+    run_state_machine_as_test(LivenessMachine, settings=chosen)
+
+
+def test_something_can_always_run() -> None:
+    run_machine(200)
+
+
+@pytest.mark.slow
+def test_something_can_always_run_10_000_times() -> None:
+    run_machine(10_000)
