@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from engine.errors import TidemillError
 from gateway.choices import Delta, Generation
-from gateway.context import GatewayContext, tier_of
+from gateway.context import GatewayContext, context_of, tier_of
 from gateway.errors import ApiError, log_unexpected, to_api_error
 from gateway.pace import at_half_speed
 from gateway.params import without_ignored
@@ -23,7 +23,7 @@ from gateway.sse import DONE, EventStream, event, run_while_connected
 from gateway.wire import GenerationBody, parse_json, validate
 
 INLINE_BYTES = 32 * 1024  # parsing more than this takes long enough for a thread to be worth it
-INLINE_CHARS = 2000
+INLINE_LENGTH = 2000  # characters or token ids of prompts
 
 GenerationT = TypeVar("GenerationT", bound=GenerationBody)
 ResultT = TypeVar("ResultT")
@@ -50,17 +50,22 @@ async def read_body(request: Request, model: type[GenerationT]) -> GenerationT:
 
     Raises ApiError 415 or InvalidRequestError.
     """
-    raw = await read_raw(request)
-    if len(raw) <= INLINE_BYTES:
-        body = parse_body(raw, model)
-    else:
-        body = await anyio.to_thread.run_sync(parse_body, raw, model)
+    body = await read_json(request, functools.partial(parse_body, model))
     if body.service_tier in (None, "auto"):
         body.service_tier = tier_of(request)
     return body
 
 
-async def read_raw(request: Request) -> bytes:
+async def read_json(request: Request, parse: Callable[[bytes], ResultT]) -> ResultT:
+    """The request's body, parsed. Large ones are parsed in a thread and one at a time: each takes the interpreter's
+    lock for up to some 20 ms, and ten in a row would be felt. Raises ApiError 415 and what `parse` raises."""
+    raw = await _read_raw(request)
+    if len(raw) <= INLINE_BYTES:
+        return parse(raw)
+    return await anyio.to_thread.run_sync(parse, raw, limiter=context_of(request).parse_thread)
+
+
+async def _read_raw(request: Request) -> bytes:
     """The request's body, insisting on its content type: a web page of another origin cannot send that without asking
     first. Raises ApiError 415."""
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -69,7 +74,7 @@ async def read_raw(request: Request) -> bytes:
     return await request.body()
 
 
-def parse_body(raw: bytes, model: type[GenerationT]) -> GenerationT:
+def parse_body(model: type[GenerationT], raw: bytes) -> GenerationT:
     return validate(model, without_ignored(parse_json(raw)))
 
 

@@ -17,6 +17,7 @@ from typing import Any, BinaryIO, NamedTuple
 import orjson
 from anyio import to_process
 
+from gateway.json_size import too_much_json
 from gateway.store.objects import InputError, LineRef
 
 PREFIX_BYTES = 512
@@ -124,6 +125,8 @@ class InputChecker:
         if line.content is None:
             message = f"The line is longer than {self._max_line_bytes} bytes."
             return InputError("invalid_request", message, line.number)
+        if (excess := too_much_json(line.content)) is not None:
+            return InputError("invalid_request", f"The line holds more than {excess}.", line.number)
         try:
             envelope = orjson.loads(line.content)
         except orjson.JSONDecodeError:
@@ -217,13 +220,18 @@ def _check_file(path: str, endpoint: str, max_lines: int, max_line_bytes: int) -
 
 def prefix_key(body: Mapping[str, Any]) -> bytes:
     """The first bytes of the prompt in one canonical form. Lines with equal keys can share computed prefixes, so the
-    engine's queue should see them together; it need not be exact."""
+    engine's queue should see them together; it need not be exact, and a body that is wrong has a key, too."""
     messages, prompt = body.get("messages"), body.get("prompt")
-    source: Any = prompt if messages is None else _conversation(messages)
-    if not isinstance(source, str):
-        source = orjson.dumps(source[:PREFIX_BYTES] if isinstance(source, list) else source)[:PREFIX_BYTES]
-        return bytes(source)
-    return source[:PREFIX_BYTES].encode()[:PREFIX_BYTES]
+    text = _text(prompt) if messages is None else _conversation(messages)
+    return text[:PREFIX_BYTES].encode()[:PREFIX_BYTES]
+
+
+def _text(prompt: Any) -> str:
+    """A text, the first of several, or token ids as text."""
+    first = prompt[0] if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list) else prompt
+    if isinstance(first, list):
+        return " ".join(str(token) for token in first[:PREFIX_BYTES] if isinstance(token, int))
+    return first if isinstance(first, str) else ""
 
 
 def _conversation(messages: Any) -> str:
@@ -231,11 +239,15 @@ def _conversation(messages: Any) -> str:
     if not isinstance(messages, list):
         return ""
     parts: list[str] = []
+    length = 0
     for message in messages[:PREFIX_BYTES]:
         if isinstance(message, dict):
             content = message.get("content")
-            texts = [p.get("text") for p in content if isinstance(p, dict)] if isinstance(content, list) else [content]
-            parts += [str(message.get("role"))[:16], *(t[:PREFIX_BYTES] for t in texts if isinstance(t, str))]
-        if sum(map(len, parts)) >= PREFIX_BYTES:
+            pieces = content[:PREFIX_BYTES] if isinstance(content, list) else [{"text": content}]
+            texts = [message.get("role"), *(piece.get("text") for piece in pieces if isinstance(piece, dict))]
+            found = [text[:PREFIX_BYTES] for text in texts if isinstance(text, str)]
+            parts += found
+            length += sum(map(len, found))
+        if length >= PREFIX_BYTES:
             break
     return "\n".join(parts)

@@ -5,11 +5,11 @@ import re
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import Field, StringConstraints
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway.answering import read_raw
+from gateway.answering import read_json
 from gateway.batch_line import ENDPOINTS
 from gateway.context import context_of, tenant_of
 from gateway.errors import ApiError
@@ -26,13 +26,14 @@ from gateway.store.objects import (
     WrongPurpose,
     new_batch_id,
 )
-from gateway.wire import parse_json, validate
+from gateway.wire import StrictBody, at_most, parse_json, validate
 
 router = APIRouter()
 
 DEFAULT_LISTED, MAX_LISTED = 20, 100
 MAX_WINDOW_SECONDS = 30 * 86_400
 MAX_KEY_CHARS = 255
+MAX_METADATA = 16
 _WINDOW = re.compile("([1-9][0-9]{0,6})([smhd])")
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 
@@ -40,22 +41,18 @@ MetadataKey = Annotated[str, StringConstraints(min_length=1, max_length=64)]
 MetadataValue = Annotated[str, StringConstraints(max_length=512)]
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, hide_input_in_errors=True)
-
-
-class OutputExpiry(_Strict):
+class OutputExpiry(StrictBody):
     anchor: Literal["created_at"]
     seconds: int = Field(ge=MIN_EXPIRY, le=MAX_EXPIRY)
 
 
-class BatchRequest(_Strict):
+class BatchRequest(StrictBody):
     """POST /v1/batches."""
 
     input_file_id: str
     endpoint: str
     completion_window: str
-    metadata: dict[MetadataKey, MetadataValue] | None = Field(None, max_length=16)
+    metadata: Annotated[dict[MetadataKey, MetadataValue], at_most(MAX_METADATA)] | None = None
     output_expires_after: OutputExpiry | None = None
 
 
@@ -74,7 +71,7 @@ _CREATE: dict[str, Any] = {
                         "completion_window": {"type": "string", "pattern": f"^{_WINDOW.pattern}$"},
                         "metadata": {
                             "type": ["object", "null"],
-                            "maxProperties": 16,
+                            "maxProperties": MAX_METADATA,
                             "propertyNames": {"minLength": 1, "maxLength": 64},
                             "additionalProperties": {"type": "string", "maxLength": 512},
                         },
@@ -109,7 +106,7 @@ def window_seconds(text: str) -> int:
 async def create_batch(request: Request) -> Response:
     context_of(request).lifecycle.check_accepting()
     state = state_of(request)
-    body = validate(BatchRequest, parse_json(await read_raw(request)))
+    body = await read_json(request, lambda raw: validate(BatchRequest, parse_json(raw)))
     if body.endpoint not in ENDPOINTS:
         message = f"'endpoint' must be one of {', '.join(ENDPOINTS)}."
         raise ApiError(400, message, param="endpoint", code="invalid_value")

@@ -35,11 +35,14 @@ async def plan_chat(context: GatewayContext, body: ChatCompletionRequest, tenant
     """Everything that can be wrong with the request is found here, before anything is queued."""
     check_model(context, body.model)
     check_chat(body)
-    messages = [_template_message(message) for message in body.messages]
-    # always in a thread: what a template costs cannot be seen from the messages' length
-    token_ids = await run_text_work(context, lambda: context.tokenizer.encode_chat(messages))
     caller = Caller(f"chatcmpl-{uuid.uuid4().hex}", context.cache_salt(tenant))
-    return chat_plan(body, token_ids, context.client.info, caller)
+
+    def plan() -> GenerationPlan:
+        token_ids = context.tokenizer.encode_chat([_template_message(message) for message in body.messages])
+        return chat_plan(body, token_ids, context.client.info, caller)
+
+    # always in a thread: what a template costs cannot be seen from the messages' length
+    return await run_text_work(context, plan)
 
 
 def _template_message(message: Message) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from engine.text import Tokenizer
-from gateway.answering import INLINE_CHARS, check_model, read_body, respond, run_text_work
+from gateway.answering import INLINE_LENGTH, check_model, read_body, respond, run_text_work
 from gateway.choices import Delta, Generation
 from gateway.context import GatewayContext, context_of, tenant_of
 from gateway.logprobs import CompletionLogprobs
@@ -35,14 +35,14 @@ async def plan_completion(context: GatewayContext, body: CompletionRequest, tena
     """Everything that can be wrong with the request is found here, before anything is queued."""
     check_model(context, body.model)
     check_completion(body)
-    num_chars = sum(len(prompt) for prompt in body.prompt if isinstance(prompt, str))
-
-    def encode() -> list[Prompt]:
-        return [_encode(context.tokenizer, prompt) for prompt in body.prompt]
-
-    prompts = encode() if num_chars <= INLINE_CHARS else await run_text_work(context, encode)
     caller = Caller(f"cmpl-{uuid.uuid4().hex}", context.cache_salt(tenant))
-    return completion_plan(body, prompts, context.client.info, caller)
+
+    def plan() -> GenerationPlan:
+        prompts = [_encode(context.tokenizer, prompt) for prompt in body.prompt]
+        return completion_plan(body, prompts, context.client.info, caller)
+
+    is_short = sum(map(len, body.prompt)) <= INLINE_LENGTH
+    return plan() if is_short else await run_text_work(context, plan)
 
 
 def _encode(tokenizer: Tokenizer, prompt: str | list[int]) -> Prompt:

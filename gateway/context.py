@@ -66,7 +66,7 @@ class Lifecycle:
 class GatewayContext:
     """`salt_secret` is drawn per process, as the prefix cache does not outlive one. `text_threads` bounds how many
     prompts are tokenized at once, so that a flood of long ones cannot take every core; `is_offline`: nobody waits for
-    them, see `pace`."""
+    them, see `pace`. `parse_thread`: where large bodies are parsed, one at a time."""
 
     client: EngineClient
     tokenizer: Tokenizer
@@ -79,6 +79,7 @@ class GatewayContext:
     text_threads: anyio.CapacityLimiter = field(
         default_factory=lambda: anyio.CapacityLimiter(max(2, (os.cpu_count() or 2) // 2))
     )
+    parse_thread: anyio.CapacityLimiter = field(default_factory=lambda: anyio.CapacityLimiter(1))
     is_offline: bool = False
 
     def cache_salt(self, tenant: str) -> bytes:

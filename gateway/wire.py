@@ -1,23 +1,38 @@
 """The request bodies of OpenAI's API as pydantic models: strict types, every unknown name refused.
 
-Only what is honoured is a field here; what clients send and may be ignored is a table in `gateway.params`. Knows
-nothing of tokens or engines.
+A body can be wrong in a million places, and pydantic would tell of each: every list ends at its first error and has a
+length, and names are counted before they are looked at. Only what is honoured is a field here; what clients send and
+may be ignored is a table in `gateway.params`. Knows nothing of tokens or engines.
 """
 
 from typing import Annotated, Any, Literal, TypeVar
 
 import orjson
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, ValidationError, WithJsonSchema
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+    WithJsonSchema,
+    model_validator,
+)
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from engine.errors import InvalidRequestError
 from engine.request import MAX_LOGIT_BIAS, MAX_LOGPROBS
+from gateway.json_size import too_much_json
 
 MAX_CHOICES = 8
 MAX_STOPS = 4
 MAX_STOP_CHARS = 1024
 MAX_PROMPTS = 128
 MAX_MESSAGES = 4096
+MAX_PARTS = 4096
+MAX_TOOL_CALLS = 128
+MAX_STOP_IDS = 64
 _INT32 = 2**31 - 1
 _INT64 = 2**63
 
@@ -30,44 +45,67 @@ def _content_kind(value: Any) -> str:
     return "<parts>" if isinstance(value, list) else "<text>"
 
 
-class _Body(BaseModel):
+def at_most(entries: int) -> BeforeValidator:
+    """For objects of any names: pydantic looks at all of them before it looks at how many there are."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > entries:
+            raise PydanticCustomError("too_long", "Input should have at most {limit} entries", {"limit": entries})
+        return value
+
+    return BeforeValidator(check)
+
+
+class StrictBody(BaseModel):
+    """An object of known names and exact types."""
+
     model_config = ConfigDict(extra="forbid", strict=True, hide_input_in_errors=True, protected_namespaces=())
 
+    @model_validator(mode="before")
+    @classmethod
+    def _count_names(cls, value: Any) -> Any:
+        """An error for each unknown name is as many as there are fields at most."""
+        if isinstance(value, dict) and len(value) > len(cls.model_fields):
+            name = next(name for name in value if name not in cls.model_fields)
+            raise PydanticCustomError("unknown_name", "Unknown parameter", {"name": name})
+        return value
 
-class TextPart(_Body):
+
+class TextPart(StrictBody):
     type: Literal["text"]
     text: str
 
 
-class FunctionCall(_Body):
+class FunctionCall(StrictBody):
     name: str
     arguments: str
 
 
-class ToolCall(_Body):
+class ToolCall(StrictBody):
     id: str
     type: Literal["function"]
     function: FunctionCall
 
 
 Content = Annotated[
-    Annotated[str, Tag("<text>")] | Annotated[list[TextPart], Field(min_length=1), Tag("<parts>")],
+    Annotated[str, Tag("<text>")]
+    | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_PARTS, fail_fast=True), Tag("<parts>")],
     Discriminator(_content_kind),
 ]
 
 
-class Message(_Body):
+class Message(StrictBody):
     """One message. Past tool calls may be in the conversation although no new ones can be asked for yet."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = None
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOL_CALLS, fail_fast=True)] | None = None
     tool_call_id: str | None = None
     refusal: str | None = None
 
 
-class StreamOptions(_Body):
+class StreamOptions(StrictBody):
     """`include_obfuscation` asks for padding against traffic analysis; this server adds none."""
 
     include_usage: bool | None = None
@@ -77,9 +115,10 @@ class StreamOptions(_Body):
 
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 TokenId = Annotated[int, Field(ge=0, le=_INT32)]
+Bias = Annotated[float, Field(ge=-100, le=100)]
 
 
-class GenerationBody(_Body):
+class GenerationBody(StrictBody):
     """What chat and completions have in common. None means: not given."""
 
     model: str
@@ -88,8 +127,10 @@ class GenerationBody(_Body):
     max_tokens: int | None = Field(None, ge=1, le=_INT32)
     min_tokens: int | None = Field(None, ge=0, le=_INT32)
     n: int | None = Field(None, ge=1, le=MAX_CHOICES)
-    stop: Annotated[list[StopString], Field(max_length=MAX_STOPS), BeforeValidator(_as_list)] | None = None
-    stop_token_ids: list[TokenId] | None = Field(None, max_length=64)
+    stop: Annotated[list[StopString], Field(max_length=MAX_STOPS, fail_fast=True), BeforeValidator(_as_list)] | None = (
+        None
+    )
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_IDS, fail_fast=True)] | None = None
     temperature: float | None = Field(None, ge=0, le=2, allow_inf_nan=False)
     top_p: float | None = Field(None, gt=0, le=1, allow_inf_nan=False)
     top_k: int | None = Field(None, ge=-1, le=_INT32)
@@ -98,7 +139,7 @@ class GenerationBody(_Body):
     presence_penalty: float | None = Field(None, ge=-2, le=2, allow_inf_nan=False)
     frequency_penalty: float | None = Field(None, ge=-2, le=2, allow_inf_nan=False)
     repetition_penalty: float | None = Field(None, gt=0, le=10, allow_inf_nan=False)
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(None, max_length=MAX_LOGIT_BIAS)
+    logit_bias: Annotated[dict[str, Bias], Field(max_length=MAX_LOGIT_BIAS), at_most(MAX_LOGIT_BIAS)] | None = None
     ignore_eos: bool | None = None
     return_token_ids: bool | None = None
     service_tier: Literal["auto", "default", "priority", "flex"] | None = None
@@ -107,7 +148,7 @@ class GenerationBody(_Body):
 class ChatCompletionRequest(GenerationBody):
     """POST /v1/chat/completions."""
 
-    messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     max_completion_tokens: int | None = Field(None, ge=1, le=_INT32)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
@@ -154,7 +195,9 @@ BodyT = TypeVar("BodyT", bound=BaseModel)
 
 
 def parse_json(raw: bytes | bytearray) -> dict[str, Any]:
-    """The JSON object in a body. Raises InvalidRequestError `invalid_json`."""
+    """The JSON object in a body. Raises InvalidRequestError `invalid_json`, or `too_many_values` before parsing it."""
+    if (excess := too_much_json(raw)) is not None:
+        raise InvalidRequestError(f"The request body holds more than {excess}.", code="too_many_values")
     try:
         body = orjson.loads(raw)
     except orjson.JSONDecodeError:
@@ -169,12 +212,14 @@ def validate(model: type[BodyT], body: dict[str, Any]) -> BodyT:
     try:
         return model.model_validate(body)
     except ValidationError as error:
-        details = error.errors(include_url=False, include_context=False, include_input=False)
+        details = error.errors(include_url=False, include_input=False)
         raise _refusal(min(details, key=lambda detail: detail["type"] == "missing")) from None
 
 
 def _refusal(detail: ErrorDetails) -> InvalidRequestError:
     kind, param = detail["type"], _param_name(detail["loc"])
+    if kind == "unknown_name":
+        kind, param = "extra_forbidden", _param_name((*detail["loc"], detail["ctx"]["name"]))
     if kind == "extra_forbidden":
         return InvalidRequestError(f"Unknown parameter: '{param}'.", param=param, code="unknown_parameter")
     if kind == "missing":

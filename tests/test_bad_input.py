@@ -47,8 +47,8 @@ BAD_JSON = {
     "infinity": b'{"model": "fake-model", "temperature": 1e999}',
     "lone surrogate": b'{"model": "fake-model", "messages": [{"role": "user", "content": "\\ud800"}]}',
     "not utf-8": b'{"model": "\xff"}',
-    "deep": b"[" * 200_000,
-    "deep, closed": b'{"metadata":' + b"[" * 200_000 + b"]" * 200_000 + b"}",
+    "deep": b"[" * 30_000,
+    "deep, closed": b'{"metadata":' + b"[" * 30_000 + b"]" * 30_000 + b"}",
     "trailing": b"{} {}",
     "not an object": b"[1]",
 }

@@ -1,0 +1,236 @@
+"""Bodies and batch lines that cost more than they weigh: for each, what is built and what is told of are counted.
+One server for all of it."""
+
+import io
+import threading
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import bombs
+import httpx
+import orjson
+import pytest
+import pytest_asyncio
+from batch_tools import FAST, check_ended, client_of, open_folder, submit, until
+from conftest import refuse_blocking
+from fake_engine import MODEL, FakeEngine, Served, say, serve
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import BaseModel, ValidationError
+
+from engine.text import Tokenizer
+from gateway import batch_input, json_size, wire
+from gateway.answering import INLINE_BYTES
+from gateway.batch_input import check_input
+from gateway.json_size import LIMITS, JsonSize, count_json, too_much_json
+
+one_loop = pytest.mark.asyncio(loop_scope="module")
+
+MOST_ERRORS = 64
+
+
+def size_of(value: Any) -> JsonSize:
+    """What was built of a JSON text, counted one by one."""
+    containers = strings = values = 0
+    waiting = [value]
+    while waiting:
+        item = waiting.pop()
+        values += 1
+        if isinstance(item, dict):
+            strings += len(item)
+            waiting.extend(item.values())
+        elif isinstance(item, list):
+            waiting.extend(item)
+        containers += isinstance(item, (dict, list))
+        strings += isinstance(item, str)
+    return JsonSize(containers, strings, values)
+
+
+@dataclass
+class Work:
+    """What the server did since the last look."""
+
+    built: list[JsonSize] = field(default_factory=list)
+    inline_bytes: list[int] = field(default_factory=list)
+    errors: list[int] = field(default_factory=list)
+
+    def check(self) -> None:
+        for size in self.built:
+            assert size.containers <= LIMITS.containers and size.strings <= LIMITS.strings
+            assert size.commas <= LIMITS.commas + LIMITS.containers + 1
+        assert all(number <= MOST_ERRORS for number in self.errors), self.errors
+        assert all(size <= INLINE_BYTES for size in self.inline_bytes), self.inline_bytes
+
+
+class CountedJson:
+    """In the place of a module's `orjson`."""
+
+    def __init__(self, work: Work, beside_the_loop: bool) -> None:
+        self._work, self._beside_the_loop = work, beside_the_loop
+        self.JSONDecodeError, self.dumps = orjson.JSONDecodeError, orjson.dumps
+
+    def loads(self, raw: bytes) -> Any:
+        if self._beside_the_loop and threading.current_thread() is threading.main_thread():
+            self._work.inline_bytes.append(len(raw))
+        value = orjson.loads(raw)
+        self._work.built.append(size_of(value))
+        return value
+
+
+@pytest.fixture
+def work(monkeypatch: pytest.MonkeyPatch) -> Work:
+    work = Work()
+    for module, beside_the_loop in ((wire, True), (batch_input, False)):
+        monkeypatch.setattr(module, "orjson", CountedJson(work, beside_the_loop))
+    validate = BaseModel.model_validate.__func__  # type: ignore[attr-defined]
+
+    def counted(cls: Any, body: Any) -> Any:
+        try:
+            return validate(cls, body)
+        except ValidationError as error:
+            work.errors.append(error.error_count())
+            raise
+
+    monkeypatch.setattr(BaseModel, "model_validate", classmethod(counted))
+    return work
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def served(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Served]:
+    with refuse_blocking():
+        engine = FakeEngine(say(tokenizer, "hello"), eos_token_ids=frozenset({tokenizer.eos_token_id}))
+        folder = await open_folder(tmp_path_factory.mktemp("state"))
+        async with serve(engine, tokenizer, folder=folder, batch_limits=FAST) as server:
+            yield server
+
+
+ALL = {bomb.name: bomb for bomb in bombs.bombs(MODEL)}
+
+
+async def send(served: Served, bomb: bombs.Bomb, size: int) -> httpx.Response:
+    body = bomb.make(size)
+    assert len(body) <= max(size, 200_000)
+    async with httpx.AsyncClient(verify=False) as client:
+        return await client.post(served.url + bomb.path, content=body, headers={"content-type": "application/json"})
+
+
+def test_there_are_enough() -> None:
+    assert len(ALL) == len(bombs.bombs(MODEL)) >= 40
+
+
+@one_loop
+@pytest.mark.parametrize("size", [bombs.MAX_BYTES, bombs.SMALL_BYTES], ids=["whole", "small"])
+@pytest.mark.parametrize("name", ALL)
+async def test_a_bomb_costs_little(served: Served, work: Work, name: str, size: int) -> None:
+    bomb = ALL[name]
+    answer = await send(served, bomb, size)
+    assert answer.status_code in (bomb.statuses if size == bombs.MAX_BYTES else (*bomb.statuses, 200, 404)), answer.text
+    if answer.status_code != 200:
+        assert set(answer.json()["error"]) == {"message", "type", "param", "code"} and len(answer.content) < 1000
+    work.check()
+    assert not served.engine.num_open
+
+
+def as_line(bomb: bombs.Bomb, size: int) -> bytes:
+    body = bomb.make(size - 200)
+    return b'{"custom_id":"%b","method":"POST","url":"%b","body":%b}\n' % (bomb.name.encode(), bomb.path.encode(), body)
+
+
+LINES = {name: bomb for name, bomb in ALL.items() if bomb.path != bombs.BATCHES}
+
+
+@pytest.mark.parametrize("name", LINES)
+def test_a_line_costs_its_reader_little(work: Work, name: str) -> None:
+    bomb = LINES[name]
+    report = check_input(io.BytesIO(as_line(bomb, bombs.MAX_BYTES)), bomb.path, 10, bombs.MAX_BYTES)
+    work.check()
+    assert {error.code for error in report.errors} <= {"invalid_request", "invalid_json_line"}
+    assert {error.line for error in report.errors} <= {1}
+
+
+@one_loop
+@pytest.mark.parametrize("path", [bombs.CHAT, bombs.COMPLETIONS])
+async def test_lines_that_run_cost_little(served: Served, work: Work, path: str) -> None:
+    """Those of 300 kB that are a batch at all are rows with a status in the end, as over HTTP."""
+    lines = [as_line(bomb, 300_000) for bomb in LINES.values() if bomb.path == path]
+    valid = [raw for raw in lines if not check_input(io.BytesIO(raw), path, 10, bombs.MAX_BYTES).errors]
+    valid = [raw for raw in valid if orjson.loads(raw)["body"]["model"] == MODEL]
+    assert len(valid) >= 7
+    async with client_of(served) as client:
+        batch = await until(client, (await submit(client, b"".join(valid), path)).id)
+        assert batch.status == "completed", batch
+        ids = [orjson.loads(raw)["custom_id"] for raw in valid]
+        _, errors = await check_ended(client, batch, ids)
+        assert len(errors) >= 6 and {row["response"]["status_code"] for row in errors.values()} == {400}
+    work.check()
+
+
+# --- what is counted
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers(-9, 9) | st.text(st.sampled_from('a"\\[{,:\n'), max_size=6),
+    lambda children: (
+        st.lists(children, max_size=4)
+        | st.dictionaries(st.text(st.sampled_from('b"\\,]'), max_size=3), children, max_size=4)
+    ),
+    max_leaves=30,
+)
+
+
+@given(json_values, st.integers(1, 40))
+def test_a_count_is_what_is_built(value: Any, window: int) -> None:
+    raw = orjson.dumps(value)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(json_size, "WINDOW_BYTES", window)
+        found = count_json(raw, LIMITS)
+    built = size_of(orjson.loads(raw))
+    assert (found.containers, found.strings) == (built.containers, built.strings)
+    assert found.commas <= built.commas <= found.commas + found.containers + 1
+
+
+@pytest.mark.parametrize("unit", [b'\\"', b"\\\\", b"[{,", b'\\\\\\"[', b"\xc3\xa9,"])
+def test_text_may_hold_anything(unit: bytes) -> None:
+    for tail in (b"", b"x", b"xy", b"xyz"):
+        raw = b'{"a":"' + tail + unit * (bombs.MAX_BYTES // len(unit)) + b'"}'
+        assert too_much_json(raw) is None and count_json(raw, LIMITS) == (1, 2, 0)
+
+
+def test_counting_ends_soon_after_a_limit() -> None:
+    limits = JsonSize(100, 100, 100)
+    for raw in (b"[]," * 10**6, b'"",' * 10**6, b"1," * 10**6):
+        assert max(count_json(raw, limits)) <= json_size.WINDOW_BYTES
+        assert (too_much_json(raw, limits) or "").startswith("100 ")
+
+
+@pytest.mark.parametrize("body", [
+    {"messages": [{"role": "user", "content": "x"}] * wire.MAX_MESSAGES},
+    {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}] * 5}] * (wire.MAX_MESSAGES)},
+    {"messages": [{"role": "user", "content": [{"type": "text", "text": "[{,\"" * 5000}]}] * 100},
+    {"prompt": [list(range(70000, 74096))] * 128},
+], ids=["messages", "parts", "text", "token ids"])  # fmt: skip
+def test_what_people_send_is_not_too_much(body: Any) -> None:
+    assert wire.parse_json(orjson.dumps(body)) == body
+
+
+@one_loop
+async def test_where_it_is_wrong_is_still_told(served: Served) -> None:
+    names = {f"x{i}": 0 for i in range(1000)}
+    async with httpx.AsyncClient(verify=False, base_url=served.url) as client:
+
+        async def told(**fields: Any) -> tuple[str, str]:
+            body = {"model": MODEL, "messages": [{"role": "user", "content": "x"}], **fields}
+            answer = await client.post(bombs.CHAT, json=body)
+            assert answer.status_code == 400
+            return answer.json()["error"]["code"], answer.json()["error"]["param"]
+
+        assert await told(**names) == ("unknown_parameter", "x0")
+        assert await told(messages=[{"role": "user", "content": "x"}, names]) == ("unknown_parameter", "messages[1].x0")
+        assert await told(stream_options=names, stream=True) == ("unknown_parameter", "stream_options.x0")
+        assert await told(logit_bias=names) == ("invalid_value", "logit_bias")
+        assert await told(messages=[{"role": "assistant", "tool_calls": [{}] * 9}]) == (
+            "missing_required_parameter",
+            "messages[0].tool_calls[0].id",
+        )
+        assert await told(metadata=[[]] * 40_000) == ("too_many_values", None)
