@@ -212,6 +212,8 @@ class EngineCore:
                 yield self._append_token(request, token, token_logprobs, now)
 
     def _confirm_progress(self, request: Request, chunk: Chunk) -> None:
+        if request.request_class is RequestClass.OFFLINE:
+            self._counters.offline_computed_tokens += chunk.length
         if chunk.length == 1 and chunk.sample:
             self._counters.decode_tokens += 1
         else:

@@ -34,6 +34,7 @@ class StepCounters:
     step_seconds: float = 0.0
     prefill_tokens: int = 0
     decode_tokens: int = 0
+    offline_computed_tokens: int = 0
     predicted_seconds: float = 0.0
 
 
@@ -42,7 +43,8 @@ class EngineStats:
     """Counts per class are keyed by RequestClass; units are pool units (a KV block takes two).
 
     `host_units_*`: of the host tier; `hidden_blocks`: run from hidden state; `cache_units`: units that were swapped
-    out, swapped in and restored, by the name of the operation.
+    out, swapped in and restored, by the name of the operation. `prefill_tokens` and `decode_tokens` are of both
+    classes; `offline_computed_tokens` is the part of both together that was offline work.
     """
 
     running: dict[RequestClass, int] = field(default_factory=dict)
@@ -63,6 +65,7 @@ class EngineStats:
     step_seconds: float = 0.0
     prefill_tokens: int = 0
     decode_tokens: int = 0
+    offline_computed_tokens: int = 0
     predicted_seconds: float = 0.0
     leftover_seconds: float = 0.0
     leftover_used_seconds: float = 0.0

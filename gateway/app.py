@@ -26,6 +26,8 @@ from gateway.params import INERT, UNSUPPORTED
 from gateway.state import BatchLimits, BatchState
 from gateway.store.folder import StateFolder
 from gateway.uploads import MAX_OVERHEAD
+from gateway.web import routes as web
+from gateway.web.recorder import Recorder
 from gateway.wire import ChatCompletionRequest, CompletionRequest
 
 MAX_HELD_BODIES = 64  # bodies of the largest size that may be in memory at once
@@ -63,7 +65,9 @@ def create_app(
     app = FastAPI(title="tidemill", version=health.package_version(), lifespan=lifespan, docs_url=None, redoc_url=None)
     app.router.redirect_slashes = False
     app.state.context = context
-    for resource in (chat, completions, models, health):
+    app.state.recorder = Recorder(metrics, lifecycle)
+    lifecycle.background.append(app.state.recorder)
+    for resource in (chat, completions, models, health, web):
         app.include_router(resource.router)
     if folder is not None:
         _add_batches(app, context, folder, limits or BatchLimits())

@@ -52,6 +52,7 @@ class Choice:
         self._metrics = metrics
         self._times: RequestTimes | None = None
         self._last_token_time: float | None = None
+        self._longest_gap: float | None = None
         context = () if chat else request.prompt_token_ids
         self._text = OutputTextStream(tokenizer, context, stop=plan.stop, min_tokens=plan.min_tokens)
 
@@ -123,7 +124,9 @@ class Choice:
         if now is None or not output.token_ids:
             return
         if self._last_token_time is not None:
-            self._metrics.tbt.observe(now - self._last_token_time)
+            gap = now - self._last_token_time
+            self._metrics.tbt.observe(gap)
+            self._longest_gap = max(gap, self._longest_gap or 0.0)
         elif times.first_token is not None:
             self._metrics.ttft.observe(times.first_token - times.arrival)
         self._last_token_time = now
@@ -132,7 +135,7 @@ class Choice:
         """Count the choice as ended; what comes after the first call is ignored."""
         if not self.finished:
             self.finished = True
-            self._metrics.observe_end(self._times, reason, self.num_prompt_tokens, self.num_tokens)
+            self._metrics.observe_end(self._times, reason, self.num_prompt_tokens, self.num_tokens, self._longest_gap)
 
 
 class Generation:

@@ -4,7 +4,9 @@ One registry per application. The `vllm:*` aliases show online work only, so tha
 vLLM see what users wait for and not the batch work that fills the rest. Labels are bounded; no ids.
 """
 
+from collections import deque
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -16,6 +18,19 @@ from engine.stats import ColocationStats, EngineStats
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 _GAP_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
+
+
+MAX_ENDED = 512
+
+
+@dataclass(frozen=True, slots=True)
+class EndedAnswer:
+    """Latencies of one answer that ran to its end, in seconds; `gap` is its longest one between two tokens, `ended` on
+    the engine's clock."""
+
+    ended: float
+    ttft: float
+    gap: float | None
 
 
 class ClassMetrics:
@@ -31,8 +46,16 @@ class ClassMetrics:
         self.prompt_tokens = metrics.prompt_tokens.labels(label)
         self.generated_tokens = metrics.generated_tokens.labels(label)
         self.ended = {reason: metrics.requests.labels(label, reason.value) for reason in FinishReason}
+        self.answers: deque[EndedAnswer] = deque(maxlen=MAX_ENDED)
 
-    def observe_end(self, times: RequestTimes | None, reason: FinishReason, prompt_tokens: int, tokens: int) -> None:
+    def observe_end(
+        self,
+        times: RequestTimes | None,
+        reason: FinishReason,
+        prompt_tokens: int,
+        tokens: int,
+        longest_gap: float | None = None,
+    ) -> None:
         """Count an answer; the time spans only of one that ran to its end, as a cut-off one says nothing of speed."""
         self.ended[reason].inc()
         self.prompt_tokens.inc(prompt_tokens)
@@ -48,6 +71,7 @@ class ClassMetrics:
             self.prefill.observe(times.first_token - times.first_scheduled)
         if times.first_token is not None and times.last_token is not None:
             self.decode.observe(times.last_token - times.first_token)
+            self.answers.append(EndedAnswer(times.last_token, times.first_token - times.arrival, longest_gap))
 
 
 class GatewayMetrics:

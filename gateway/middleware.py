@@ -1,6 +1,6 @@
 """Pure ASGI middleware that acts on the headers, before a body is read: request id, authentication, limits.
 
-Knows nothing of routes but the two that need no key.
+Knows nothing of routes but those that need no key.
 """
 
 import re
@@ -12,8 +12,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from gateway.errors import ApiError, error_response
 from gateway.keys import Key, KeyRing
 from gateway.metrics import GatewayMetrics
+from gateway.web import routes as web
 
-OPEN_PATHS = frozenset({"/health", "/ready"})
+OPEN_PATHS = frozenset({"/health", "/ready"}) | web.OPEN_PATHS
 _SLASHES = re.compile("/{2,}")
 
 

@@ -29,6 +29,7 @@ def test_wheel_holds_the_packages_and_the_demo_model(wheel: Path) -> None:
     assert tops == {"gateway", "engine", "predictor", "loadgen"}
     assert "engine/models/demo/weights/model.safetensors" in names
     assert "engine/models/demo/weights/tokenizer.json" in names
+    assert {"gateway/web/static/index.html", "gateway/web/static/app.js"} <= set(names)
 
 
 def test_an_installed_wheel_works_outside_the_checkout(wheel: Path, tmp_path: Path) -> None:

@@ -1,0 +1,161 @@
+"""What the page shows, once a second: snapshots of the engine's figures, the last quarter of an hour kept in memory.
+
+A snapshot is encoded once, however many pages follow. Without a page it is taken every ten seconds, so that a page that
+opens finds a history; that costs nothing that could be measured. Counters grow for ever, the page takes differences.
+"""
+
+import asyncio
+import math
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, Callable
+from contextlib import suppress
+from typing import Any
+
+import orjson
+
+from engine.request import RequestClass
+from engine.stats import ColocationStats, EngineStats
+from gateway.context import Lifecycle
+from gateway.metrics import EndedAnswer, GatewayMetrics
+from gateway.sse import event
+
+FOLLOWED_SECONDS = 1.0
+UNFOLLOWED_SECONDS = 10.0
+KEPT_SNAPSHOTS = 900
+
+
+class Recorder:
+    """Takes the snapshots; see `BackgroundWork`. `clock` is the wall clock, `engine_clock` the one of request times."""
+
+    def __init__(
+        self,
+        metrics: GatewayMetrics,
+        lifecycle: Lifecycle,
+        clock: Callable[[], float] = time.time,
+        engine_clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._metrics = metrics
+        self._lifecycle = lifecycle
+        self._clock = clock
+        self._engine_clock = engine_clock
+        self._snapshots: deque[bytes] = deque(maxlen=KEPT_SNAPSHOTS)
+        self._followers = 0
+        self._followed = asyncio.Event()
+        self._next: asyncio.Future[bytes] | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        self._task = asyncio.create_task(self._run(), name="tidemill-recorder")
+
+    async def stop(self) -> None:
+        """End the recording and every stream that follows it. Idempotent."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+            self._task = None
+        if self._next is not None:
+            self._next.cancel()
+            self._next = None
+
+    def history(self) -> bytes:
+        """Every kept snapshot as one JSON document."""
+        return b'{"snapshots":[' + b",".join(self._snapshots) + b"]}"
+
+    async def follow(self) -> AsyncGenerator[bytes, None]:
+        """Server-sent events, one a snapshot, until the recorder stops."""
+        self._followers += 1
+        self._followed.set()
+        try:
+            while self._task is not None:
+                if self._next is None:
+                    self._next = asyncio.get_running_loop().create_future()
+                yield await asyncio.shield(self._next)
+        except asyncio.CancelledError:
+            if self._task is not None:
+                raise  # the client left; otherwise the recorder has stopped and the stream just ends
+        finally:
+            self._followers -= 1
+
+    def record(self) -> bytes:
+        """Take a snapshot now and hand it to those that follow; returns it, encoded."""
+        self._metrics.take_snapshot()
+        answers = self._metrics.by_class[RequestClass.ONLINE].answers
+        now = self._clock()
+        shift = now - self._engine_clock()
+        chats = [_chat(answer, answer.ended + shift) for answer in answers]
+        snapshot = take(self._metrics.stats, chats, now) | self._readiness()
+        answers.clear()
+        encoded = orjson.dumps(snapshot)
+        self._snapshots.append(encoded)
+        if self._next is not None:
+            self._next.set_result(event(orjson.Fragment(encoded)))
+            self._next = None
+        return encoded
+
+    async def _run(self) -> None:
+        while True:
+            self.record()
+            if self._followers:
+                await asyncio.sleep(FOLLOWED_SECONDS)
+                continue
+            self._followed.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(UNFOLLOWED_SECONDS):
+                    await self._followed.wait()
+
+    def _readiness(self) -> dict[str, Any]:
+        client = self._lifecycle.client
+        if self._lifecycle.draining:
+            return {"ready": False, "reason": "shutting down"}
+        if not client.alive:
+            return {"ready": False, "reason": "the engine is not running"}
+        return {"ready": client.ready, "reason": None if client.ready else "the engine is not ready"}
+
+
+def take(stats: EngineStats, chats: list[dict[str, Any]], now: float) -> dict[str, Any]:
+    """One snapshot; `chats` are those that ended since the last. Seconds; `now` counts from the epoch."""
+    return {
+        "time": round(now, 3),
+        "running": {c.value: stats.running.get(c, 0) for c in RequestClass},
+        "waiting": {c.value: stats.waiting.get(c, 0) for c in RequestClass},
+        "steps": stats.steps,
+        "step_seconds": round(stats.step_seconds, 4),
+        "predicted_seconds": round(stats.predicted_seconds, 4),
+        "leftover_seconds": round(stats.leftover_seconds, 4),
+        "leftover_used_seconds": round(stats.leftover_used_seconds, 4),
+        "computed_tokens": stats.prefill_tokens + stats.decode_tokens,
+        "offline_tokens": stats.offline_computed_tokens,
+        "units": {
+            "total": stats.units_total,
+            "owned": stats.units_owned,
+            "cached": stats.units_cached,
+            "free": stats.units_free,
+            "hidden_blocks": stats.hidden_blocks,
+            "host_total": stats.host_units_total,
+            "host_used": stats.host_units_used,
+        },
+        "chats": chats,
+        **_promise(stats.colocation),
+    }
+
+
+def _promise(stats: ColocationStats | None) -> dict[str, Any]:
+    if stats is None:
+        return {"slo": None, "attainment": None, "latency_budget": None, "breaker": None, "mape": None}
+    return {
+        "slo": stats.slo,
+        "attainment": _finite(stats.attainment),
+        "latency_budget": _finite(stats.latency_budget),
+        "breaker": stats.breaker,
+        "mape": _finite(stats.predictor_mape),
+    }
+
+
+def _chat(answer: EndedAnswer, ended: float) -> dict[str, Any]:
+    gap = None if answer.gap is None else round(answer.gap, 5)
+    return {"time": round(ended, 1), "ttft": round(answer.ttft, 5), "gap": gap}
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

@@ -1,0 +1,87 @@
+"""The page at `/`, its files under `/web/`, and what it reads: `/dashboard/history` and `/dashboard/events`.
+
+The files hold no figure and need no key; the two others are guarded like the API. Everything comes from this server:
+the content security policy lets nothing else in.
+"""
+
+import hashlib
+from dataclasses import dataclass
+from importlib import resources
+from typing import cast
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from gateway.errors import ApiError
+from gateway.sse import EventStream
+from gateway.web.recorder import Recorder
+
+router = APIRouter(include_in_schema=False)
+
+HEADERS = {
+    "content-security-policy": "default-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-cache",
+}
+_TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
+
+
+@dataclass(frozen=True, slots=True)
+class StaticFile:
+    """A file of the page as it is sent."""
+
+    content: bytes
+    media_type: str
+    etag: str
+
+
+def load_files() -> dict[str, StaticFile]:
+    """Every file of the page by its name."""
+    files = {}
+    for item in resources.files("gateway.web").joinpath("static").iterdir():
+        media_type = _TYPES.get(item.name.rpartition(".")[2])
+        if media_type is not None:
+            content = item.read_bytes()
+            etag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
+            files[item.name] = StaticFile(content, media_type, etag)
+    return files
+
+
+FILES = load_files()
+OPEN_PATHS = frozenset({"/", *(f"/web/{name}" for name in FILES)})
+
+
+@router.get("/")
+async def page(request: Request) -> Response:
+    return _send(request, "index.html")
+
+
+@router.get("/web/{name}")
+async def page_file(request: Request, name: str) -> Response:
+    return _send(request, name)
+
+
+@router.get("/dashboard/history")
+async def history(request: Request) -> Response:
+    return Response(_recorder(request).history(), media_type="application/json", headers={"cache-control": "no-store"})
+
+
+@router.get("/dashboard/events")
+async def live(request: Request) -> Response:
+    return EventStream(_recorder(request).follow(), lambda: None)
+
+
+def _recorder(request: Request) -> Recorder:
+    return cast(Recorder, request.app.state.recorder)
+
+
+def _send(request: Request, name: str) -> Response:
+    file = FILES.get(name)
+    if file is None:
+        raise ApiError(404)
+    headers = HEADERS | {"etag": file.etag}
+    if request.headers.get("if-none-match") == file.etag:
+        return Response(status_code=304, headers=headers)
+    return Response(file.content, media_type=file.media_type, headers=headers)

@@ -1,0 +1,76 @@
+// HTTP to the server this page came from: the key, JSON calls, server-sent events read from fetch.
+
+let key = sessionStorage.getItem("tidemill-key");
+
+export class HttpError extends Error {
+  constructor(status, message) {
+    super(message);
+    this.status = status;
+  }
+}
+
+export function setKey(value) {
+  key = value;
+  sessionStorage.setItem("tidemill-key", value);
+}
+
+export function hasKey() {
+  return Boolean(key);
+}
+
+function headers(extra = {}) {
+  return key ? { ...extra, authorization: `Bearer ${key}` } : extra;
+}
+
+async function failure(response) {
+  let message = `${response.status} ${response.statusText}`;
+  try {
+    message = (await response.json()).error.message || message;
+  } catch { /* not an error of the API: the status says enough */ }
+  return new HttpError(response.status, message);
+}
+
+export async function call(path, options = {}) {
+  const response = await fetch(path, { ...options, headers: headers(options.headers) });
+  if (!response.ok) throw await failure(response);
+  return response;
+}
+
+export async function getJson(path) {
+  return (await call(path)).json();
+}
+
+export async function postJson(path, body, options = {}) {
+  return call(path, { ...options, method: "POST", headers: { "content-type": "application/json" }, body: JSON.stringify(body) });
+}
+
+/** Splits a stream of text into the data of server-sent events, however it was cut. */
+export class EventSplitter {
+  constructor() {
+    this.rest = "";
+  }
+
+  push(text) {
+    this.rest += text;
+    const parts = this.rest.split(/\r?\n\r?\n/);
+    this.rest = parts.pop();
+    return parts
+      .map((part) => part.split(/\r?\n/).filter((line) => line.startsWith("data:")).map((line) => line.slice(5).trimStart()).join("\n"))
+      .filter((data) => data !== "");
+  }
+}
+
+/** The events of a response, as text. */
+export async function* events(response) {
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  const splitter = new EventSplitter();
+  try {
+    for (;;) {
+      const { value, done } = await reader.read();
+      if (done) return;
+      yield* splitter.push(value);
+    }
+  } finally {
+    reader.cancel().catch(() => {});
+  }
+}

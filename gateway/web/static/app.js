@@ -1,0 +1,183 @@
+// Puts the page together: follows the server's snapshots and draws them once a second, only while it is visible.
+
+import { call, events, getJson, hasKey, setKey } from "./api.js";
+import { Batches } from "./batches.js";
+import { DotChart, TideChart } from "./charts.js";
+import { Playground } from "./chat.js";
+import { count, limitOf, objectives, percent, seconds } from "./format.js";
+import { History, WINDOW, percentile } from "./series.js";
+
+const RETRY = 2000;
+const BATCHES_EVERY = 2;
+const byId = (id) => document.getElementById(id);
+
+const history = new History();
+const tide = new TideChart(byId("tide"));
+const ttft = new DotChart(byId("ttft"), "ttft", "Time to first token of each chat, against the promise");
+const tbt = new DotChart(byId("tbt"), "gap", "Longest gap between two tokens of each chat, against the promise");
+const batches = new Batches({ rows: byId("batch-rows"), file: byId("file"), drop: byId("drop"), problem: byId("batch-error") });
+const playground = new Playground({
+  turns: byId("turns"), form: byId("ask"), prompt: byId("prompt"), send: byId("send"), tier: byId("tier"),
+  temperature: byId("temperature"), maxTokens: byId("max-tokens"), system: byId("system"), copy: byId("copy"), clear: byId("clear"),
+});
+
+function show(id, text, state = "") {
+  const element = byId(id);
+  if (element.textContent !== text) element.textContent = text;
+  if (element.dataset.state !== state) element.dataset.state = state;
+}
+
+function drawPromise(now) {
+  const { slo, attainment, objectives: each, refused, attainment_target: target } = now;
+  const kept = attainment === null ? "" : attainment >= (target ?? 0.99) ? "good" : "bad";
+  show("attainment", percent(attainment), kept);
+  show("slo", promiseText(slo));
+  const rows = (each || recentObjectives(now)).map(({ name, value, limit, kept: ok }) => {
+    const item = document.createElement("li");
+    const what = document.createElement("span");
+    what.textContent = name;
+    const figure = document.createElement("b");
+    figure.textContent = limit === null ? percent(value) : `${seconds(value)} of ${seconds(limit)}`;
+    figure.dataset.state = ok ? "good" : "bad";
+    item.append(what, figure);
+    return item;
+  });
+  byId("objectives").replaceChildren(...rows);
+  show("refused", refused ? `${count(refused)} refused since the start` : "");
+}
+
+function promiseText(slo) {
+  if (!slo) return "No objective is set.";
+  const first = limitOf(slo, "ttft");
+  const gap = limitOf(slo, "tbt");
+  const parts = [];
+  if (first !== null) parts.push(`their first token within ${seconds(first)}`);
+  if (gap !== null) parts.push(`no gap beyond ${seconds(gap)}`);
+  return parts.length ? `of the last minute's chats had ${parts.join(" and ")}` : `of the last minute's chats kept ${slo}`;
+}
+
+/** What the chats of the last minute say about each absolute limit. */
+function recentObjectives(now) {
+  const recent = history.chats.filter((chat) => chat.time > now.time - 60);
+  return objectives(now.slo).filter((o) => o.metric !== "tpot").map(({ metric, statistic, limit }) => {
+    const values = recent.map((chat) => chat[metric === "ttft" ? "ttft" : "gap"]).filter((value) => value !== null);
+    const rank = statistic === "mean" ? 50 : Number(statistic.slice(1));
+    const value = percentile(values, rank);
+    return { name: `${metric.toUpperCase()} P${rank}`, value, limit, kept: value === null || value <= limit };
+  });
+}
+
+/** Seconds that the charts show: they widen as the history grows. */
+function span(now) {
+  const known = now.time - history.snapshots[0].time;
+  return [120, 300, 600].find((width) => known <= width) || WINDOW;
+}
+
+function drawLatency(id, chart, name, now) {
+  const limit = limitOf(now.slo, name === "gap" ? "tbt" : "ttft");
+  const width = span(now);
+  chart.draw(history.chats.filter((chat) => chat.time > now.time - width), now.time, width, limit);
+  const values = history.chats.map((chat) => chat[name]).filter((value) => value !== null);
+  const note = values.length ? `P50 ${seconds(percentile(values, 50))}, P99 ${seconds(percentile(values, 99))} of ${count(values.length)}` : "";
+  show(`${id}-note`, note);
+}
+
+function drawEngine(now) {
+  const steps = history.change("steps", 10);
+  const per = (name) => (steps ? history.change(name, 10) / steps : null);
+  show("step-measured", seconds(per("step_seconds")));
+  show("step-predicted", seconds(per("predicted_seconds")));
+  show("mape", percent(now.mape));
+  show("budget", now.latency_budget === null ? "–" : seconds(now.latency_budget));
+  const leftover = history.change("leftover_seconds", 10);
+  show("leftover", leftover ? percent(history.change("leftover_used_seconds", 10) / leftover, 0) : "–");
+  const breaker = now.breaker || "–";
+  show("breaker", breaker.replace("_", " "), { closed: "good", open: "bad", half_open: "warn" }[breaker] || "");
+  for (const kind of ["online", "offline"]) {
+    show(`${kind}-running`, count(now.running[kind]));
+    show(`${kind}-waiting`, count(now.waiting[kind]));
+  }
+}
+
+function drawPool(now) {
+  const { units } = now;
+  const total = units.total || 1;
+  const parts = [["owned", "in use", units.owned], ["cached", "prefixes", units.cached], ["free", "free", units.free]];
+  const legend = parts.map(([className, text, value]) => [className, `${text} ${percent(value / total, 0)}`]);
+  if (units.hidden_blocks) legend.push(["hiddenstate", `${count(units.hidden_blocks)} blocks of hidden state`]);
+  if (units.host_total) legend.push(["host", `host ${percent(units.host_used / units.host_total, 0)}`]);
+  const bar = byId("pool");
+  if (!bar.children.length) parts.slice(0, 2).forEach(([className]) => bar.append(Object.assign(document.createElement("span"), { className })));
+  parts.slice(0, 2).forEach(([, , value], i) => { bar.children[i].style.flexBasis = `${(100 * value) / total}%`; });
+  byId("pool-legend").replaceChildren(...legend.map(([className, text]) => Object.assign(document.createElement("li"), { className, textContent: text })));
+}
+
+function draw() {
+  const now = history.latest;
+  if (!now || document.hidden) return;
+  const rates = history.rates();
+  const last = rates[rates.length - 1];
+  show("online-rate", count(last ? last.online : 0));
+  show("offline-rate", count(last ? last.offline : 0));
+  tide.draw(rates, now.time, span(now));
+  drawPromise(now);
+  drawLatency("ttft", ttft, "ttft", now);
+  drawLatency("tbt", tbt, "gap", now);
+  drawEngine(now);
+  drawPool(now);
+  const [state, text] = now.ready ? ["good", "ready"] : ["bad", now.reason || "not ready"];
+  show("status", text, state);
+}
+
+async function askForKey(note) {
+  const dialog = byId("key-dialog");
+  byId("key-note").textContent = note;
+  dialog.showModal();
+  await new Promise((resolve) => dialog.addEventListener("close", resolve, { once: true }));
+  const entered = byId("key").value.trim();
+  byId("key").value = "";
+  if (entered) setKey(entered);
+}
+
+async function describe() {
+  const models = (await getJson("/v1/models")).data;
+  playground.model = models[0].id;
+  show("model", models[0].id);
+  byId("max-tokens").max = models[0].max_model_len;
+  const { version } = await getJson("/version");
+  show("version", `tidemill ${version}`);
+}
+
+async function follow() {
+  await describe();
+  for (const snapshot of (await getJson("/dashboard/history")).snapshots) history.add(snapshot);
+  draw();
+  await batches.refresh();
+  let ticks = 0;
+  for await (const data of events(await call("/dashboard/events"))) {
+    history.add(JSON.parse(data));
+    draw();
+    ticks += 1;
+    if (ticks % BATCHES_EVERY === 0 && !document.hidden) batches.refresh();
+  }
+}
+
+async function run() {
+  for (;;) {
+    try {
+      await follow();
+      show("status", "the stream ended, connecting again", "warn");
+    } catch (error) {
+      if (error.status === 401) {
+        await askForKey(hasKey() ? "That key was not accepted." : "Kept in this tab only.");
+        continue;
+      }
+      show("status", error.status ? error.message : "the server does not answer", "bad");
+    }
+    await new Promise((resolve) => setTimeout(resolve, RETRY));
+  }
+}
+
+document.addEventListener("visibilitychange", () => { draw(); if (!document.hidden) batches.refresh(); });
+addEventListener("resize", draw);
+run();

@@ -1,0 +1,130 @@
+// SVG charts of the live window. They know figures and pixels, nothing of the server.
+
+import { scale, count, seconds } from "./format.js";
+
+const SVG = "http://www.w3.org/2000/svg";
+const LEFT = 46;
+const BOTTOM = 20;
+const TOP = 8;
+
+function make(name, attributes = {}, text = null) {
+  const element = document.createElementNS(SVG, name);
+  for (const [key, value] of Object.entries(attributes)) element.setAttribute(key, value);
+  if (text !== null) element.textContent = text;
+  return element;
+}
+
+/** Path of the area between two lines of points [[x, y]]. */
+export function areaPath(upper, lower) {
+  const line = (points) => points.map(([x, y]) => `${x.toFixed(1)},${y.toFixed(1)}`).join("L");
+  return upper.length ? `M${line(upper)}L${line([...lower].reverse())}Z` : "";
+}
+
+export function linePath(points) {
+  return points.length ? `M${points.map(([x, y]) => `${x.toFixed(1)},${y.toFixed(1)}`).join("L")}` : "";
+}
+
+class Chart {
+  constructor(host, label) {
+    this.host = host;
+    this.svg = make("svg", { role: "img", "aria-label": label });
+    this.empty = document.createElement("p");
+    this.empty.className = "empty";
+    host.append(this.svg, this.empty);
+  }
+
+  frame(now, span, top, step, write) {
+    const width = Math.max(120, this.host.clientWidth);
+    const height = Math.max(80, this.host.clientHeight);
+    this.svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
+    this.svg.replaceChildren();
+    const x = (time) => LEFT + ((time - (now - span)) / span) * (width - LEFT - 6);
+    const y = (value) => height - BOTTOM - (Math.min(value, top) / top) * (height - BOTTOM - TOP);
+    for (let value = 0; value <= top * 1.0001; value += step) {
+      this.svg.append(make("line", { class: "axis", x1: LEFT, x2: width - 6, y1: y(value), y2: y(value) }));
+      this.svg.append(make("text", { x: LEFT - 7, y: y(value) + 4, "text-anchor": "end" }, write(value)));
+    }
+    const minutes = span > 600 ? 5 : span > 300 ? 2 : 1;
+    for (let ago = 0; ago <= span; ago += 60 * minutes) {
+      const label = ago === 0 ? "now" : `−${ago / 60} min`;
+      const anchor = ago === 0 ? "end" : ago >= span ? "start" : "middle";
+      this.svg.append(make("text", { x: x(now - ago), y: height - 4, "text-anchor": anchor }, label));
+    }
+    return { x, y, width, height };
+  }
+}
+
+export class TideChart extends Chart {
+  constructor(host) {
+    super(host, "Tokens per second of chat and batch work over the last minutes");
+    this.tip = document.createElement("p");
+    this.tip.className = "tip";
+    this.tip.hidden = true;
+    host.append(this.tip);
+    host.addEventListener("pointermove", (event) => this.point(event));
+    host.addEventListener("pointerleave", () => { this.pointer = null; this.tip.hidden = true; this.redraw(); });
+    this.drawn = null;
+  }
+
+  draw(rates, now, span) {
+    this.drawn = { rates, now, span };
+    this.redraw();
+  }
+
+  redraw() {
+    if (!this.drawn) return;
+    const { rates, now, span } = this.drawn;
+    const most = Math.max(1, ...rates.map((r) => r.online + r.offline));
+    const { top, step } = scale(most * 1.04);
+    const { x, y, height } = this.frame(now, span, top, step, count);
+    this.empty.textContent = rates.length > 1 ? "" : "The tide comes in with the first requests.";
+    const base = rates.map((r) => [x(r.time), y(0)]);
+    const online = rates.map((r) => [x(r.time), y(r.online)]);
+    const both = rates.map((r) => [x(r.time), y(r.online + r.offline)]);
+    this.svg.append(make("path", { class: "area-online", d: areaPath(online, base) }));
+    this.svg.append(make("path", { class: "area-offline", d: areaPath(both, online) }));
+    this.svg.append(make("path", { class: "edge", d: linePath(both) }));
+    if (this.pointer && rates.length) {
+      const near = rates.reduce((a, b) => (Math.abs(x(b.time) - this.pointer) < Math.abs(x(a.time) - this.pointer) ? b : a));
+      this.svg.append(make("line", { class: "cursor", x1: x(near.time), x2: x(near.time), y1: TOP, y2: height - BOTTOM }));
+      this.tip.textContent = `chat ${count(near.online)}  batch ${count(near.offline)} tok/s, ${Math.round(now - near.time)} s ago`;
+      this.tip.hidden = false;
+      this.tip.style.left = `${Math.max(LEFT, Math.min(x(near.time) + 10, this.host.clientWidth - this.tip.clientWidth - 4))}px`;
+    }
+  }
+
+  point(event) {
+    this.pointer = event.clientX - this.host.getBoundingClientRect().left;
+    this.redraw();
+  }
+}
+
+export class DotChart extends Chart {
+  /** `name`: which figure of a chat it shows. */
+  constructor(host, name, label) {
+    super(host, label);
+    this.name = name;
+  }
+
+  draw(chats, now, span, limit) {
+    const values = chats.map((chat) => chat[this.name]).filter((value) => value !== null);
+    const most = Math.max(limit ? limit * 1.25 : 0, ...values, 0.001);
+    const { top, step } = scale(limit ? Math.min(most, limit * 3) : most, 3);
+    const { x, y, width } = this.frame(now, span, top, step, seconds);
+    this.empty.textContent = values.length ? "" : "No chat has ended in these minutes.";
+    const early = [];
+    const late = [];
+    for (const chat of chats) {
+      const value = chat[this.name];
+      if (value === null) continue;
+      const at = `M${x(chat.time).toFixed(1)},${y(value).toFixed(1)}m-2.6,0a2.6,2.6 0 1,0 5.2,0a2.6,2.6 0 1,0 -5.2,0`;
+      (limit && value > limit ? late : early).push(at);
+    }
+    this.svg.append(make("path", { class: "dot", d: early.join("") })); // two elements, however many chats
+    this.svg.append(make("path", { class: "dot late", d: late.join("") }));
+    if (limit) {
+      this.svg.append(make("line", { class: "limit", x1: LEFT, x2: width - 6, y1: y(limit), y2: y(limit) }));
+      this.svg.append(make("text", { class: "limit-text", x: LEFT + 4, y: y(limit) - 5 }, `promised ${seconds(limit)}`));
+    }
+  }
+}

@@ -1,0 +1,55 @@
+// Numbers as people read them. Pure functions.
+
+export function seconds(value) {
+  if (value === null || value === undefined || !Number.isFinite(value)) return "–";
+  if (value === 0) return "0";
+  if (value < 0.01) return `${(value * 1000).toFixed(1)} ms`;
+  if (value < 1) return `${Math.round(value * 1000)} ms`;
+  if (value < 100) return `${value.toFixed(value < 10 ? 2 : 1)} s`;
+  return duration(value);
+}
+
+export function duration(value) {
+  if (value === null || value === undefined || !Number.isFinite(value)) return "–";
+  const whole = Math.max(0, Math.round(value));
+  if (whole < 60) return `${whole} s`;
+  if (whole < 3600) return `${Math.floor(whole / 60)} min ${whole % 60} s`;
+  if (whole < 86400) return `${Math.floor(whole / 3600)} h ${Math.floor((whole % 3600) / 60)} min`;
+  return `${Math.floor(whole / 86400)} d ${Math.floor((whole % 86400) / 3600)} h`;
+}
+
+export function count(value) {
+  if (value === null || value === undefined || !Number.isFinite(value)) return "–";
+  if (value < 10 && value % 1 !== 0) return value.toFixed(1);
+  return Math.round(value).toLocaleString("en-US");
+}
+
+export function percent(value, digits = 1) {
+  if (value === null || value === undefined || !Number.isFinite(value)) return "–";
+  const text = (100 * value).toFixed(digits);
+  return `${text.endsWith(".0") ? text.slice(0, -2) : text} %`;
+}
+
+/** The limits of an SLO such as "ttft_p99=1s,tbt_p99=100ms": [{metric, statistic, limit}], limits in seconds. */
+export function objectives(slo) {
+  const found = [];
+  for (const part of (slo || "").split(",")) {
+    const match = /^\s*(ttft|tbt|tpot)_(p\d+(?:\.\d+)?|mean)\s*=\s*([\d.]+)\s*(ms|s|m)\s*$/.exec(part);
+    if (match) found.push({ metric: match[1], statistic: match[2], limit: Number(match[3]) * { ms: 0.001, s: 1, m: 60 }[match[4]] });
+  }
+  return found;
+}
+
+export function limitOf(slo, metric) {
+  const limits = objectives(slo).filter((o) => o.metric === metric).map((o) => o.limit);
+  return limits.length ? Math.min(...limits) : null;
+}
+
+/** A round number at or above `value` with few steps below it: {top, step}. */
+export function scale(value, steps = 4) {
+  if (!(value > 0)) return { top: 1, step: 1 };
+  const rough = value / steps;
+  const power = 10 ** Math.floor(Math.log10(rough));
+  const step = [1, 2, 2.5, 5, 10].map((f) => f * power).find((s) => s >= rough * 0.999999);
+  return { top: step * Math.ceil(value / step - 1e-9), step };
+}

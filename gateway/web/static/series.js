@@ -1,0 +1,62 @@
+// The history that the charts draw: snapshots in, rates and points out. Pure, bounded.
+
+export const WINDOW = 900; // seconds that charts show
+const MAX_CHATS = 4000;
+
+export class History {
+  constructor() {
+    this.snapshots = [];
+    this.chats = [];
+  }
+
+  add(snapshot) {
+    const last = this.snapshots[this.snapshots.length - 1];
+    if (last && snapshot.time <= last.time) return;
+    if (last && snapshot.computed_tokens < last.computed_tokens) this.snapshots = []; // the server was started anew
+    this.snapshots.push(snapshot);
+    for (const chat of snapshot.chats || []) this.chats.push(chat);
+    const oldest = snapshot.time - WINDOW;
+    while (this.snapshots.length > 1 && this.snapshots[1].time < oldest) this.snapshots.shift();
+    if (this.chats.length > MAX_CHATS) this.chats.splice(0, this.chats.length - MAX_CHATS);
+    while (this.chats.length && this.chats[0].time < oldest) this.chats.shift();
+  }
+
+  get latest() {
+    return this.snapshots[this.snapshots.length - 1] || null;
+  }
+
+  /** Tokens per second between snapshots: [{time, online, offline}], at most about `points` of them. */
+  rates(points = 240) {
+    const all = this.snapshots;
+    const stride = Math.max(1, Math.ceil(all.length / points));
+    const result = [];
+    for (let end = (all.length - 1) % stride || stride; end < all.length; end += stride) {
+      const before = all[Math.max(0, end - stride)];
+      const after = all[end];
+      const passed = after.time - before.time;
+      if (!(passed > 0)) continue;
+      const offline = Math.max(0, after.offline_tokens - before.offline_tokens) / passed;
+      const total = Math.max(0, after.computed_tokens - before.computed_tokens) / passed;
+      result.push({ time: after.time, online: Math.max(0, total - offline), offline });
+    }
+    return result;
+  }
+
+  /** The difference of a counter over the last `span` seconds, or null without two snapshots. */
+  change(name, span) {
+    const latest = this.latest;
+    if (!latest) return null;
+    let before = null;
+    for (const snapshot of this.snapshots) {
+      if (snapshot.time >= latest.time - span - 0.5 && snapshot !== latest) { before = snapshot; break; }
+    }
+    return before ? latest[name] - before[name] : null;
+  }
+}
+
+/** Nearest-rank percentile of numbers, or null. */
+export function percentile(values, rank) {
+  if (!values.length) return null;
+  const sorted = [...values].sort((a, b) => a - b);
+  return sorted[Math.max(0, Math.ceil((rank / 100) * sorted.length) - 1)];
+}

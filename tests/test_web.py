@@ -1,0 +1,132 @@
+"""The page at `/`: its files and headers, the history and the stream of snapshots, and its modules under node."""
+
+import asyncio
+import json
+import shutil
+import subprocess
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from conftest import StartServer
+from fake_engine import MODEL, Served
+
+from gateway.web.routes import FILES
+
+NODE_TESTS = Path(__file__).parent / "web"
+
+
+async def get(served: Served, path: str, **headers: str) -> httpx.Response:
+    async with httpx.AsyncClient() as client:
+        return await client.get(f"{served.url}{path}", headers=headers)
+
+
+async def test_the_page_and_each_of_its_files(start_server: StartServer) -> None:
+    served = await start_server("hi")
+    page = await get(served, "/")
+    assert page.status_code == 200 and page.headers["content-type"].startswith("text/html")
+    assert {"index.html", "app.js", "style.css", "icon.svg"} <= set(FILES)
+    for name in FILES:
+        answer = await get(served, f"/web/{name}")
+        assert answer.status_code == 200 and answer.content == FILES[name].content
+        assert "default-src 'self'" in answer.headers["content-security-policy"]
+        assert answer.headers["x-content-type-options"] == "nosniff"
+
+
+async def test_a_file_that_the_browser_has_is_not_sent_again(start_server: StartServer) -> None:
+    served = await start_server("hi")
+    etag = (await get(served, "/")).headers["etag"]
+    again = await get(served, "/", **{"if-none-match": etag})
+    assert again.status_code == 304 and again.content == b""
+
+
+@pytest.mark.parametrize("name", ["..%2f..%2fpyproject.toml", "app.py", "%00", "index.html%2f.."])
+async def test_nothing_else_is_served(start_server: StartServer, name: str) -> None:
+    served = await start_server("hi")
+    assert (await get(served, f"/web/{name}")).status_code == 404
+
+
+async def test_figures_need_the_key_and_files_do_not(start_server: StartServer) -> None:
+    served = await start_server("hi", api_key=("secret",))
+    assert (await get(served, "/")).status_code == 200
+    assert (await get(served, "/web/app.js")).status_code == 200
+    for path in ("/dashboard/history", "/dashboard/events"):
+        assert (await get(served, path)).status_code == 401
+    assert (await get(served, "/dashboard/history", authorization="Bearer secret")).status_code == 200
+
+
+async def test_snapshots_follow_one_another_and_show_the_chat_that_ended(start_server: StartServer) -> None:
+    served = await start_server("hello world")
+    recorder = served.app.state.recorder
+    async with httpx.AsyncClient() as client, client.stream("GET", f"{served.url}/dashboard/events") as stream:
+        assert stream.headers["content-type"].startswith("text/event-stream")
+        events = stream.aiter_lines()
+        await next_event(events)
+        async with openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as chats:
+            await chats.completions.create(model=MODEL, prompt="hi")
+        while not (snapshot := await next_event(events))["chats"]:
+            pass
+    chat = snapshot["chats"][0]
+    assert chat["ttft"] == pytest.approx(0.01) and chat["gap"] == pytest.approx(0.01)  # the fake engine's clock
+    assert snapshot["ready"] is True and set(snapshot["running"]) == {"online", "offline"}
+    history = (await get(served, "/dashboard/history")).json()["snapshots"]
+    assert [s["time"] for s in history] == sorted(s["time"] for s in history)
+    assert json.loads(recorder.record())["chats"] == []  # each chat is in one snapshot
+
+
+async def next_event(lines: Any) -> dict[str, Any]:
+    async for line in lines:
+        if line.startswith("data: "):
+            return dict(json.loads(line[6:]))
+    raise AssertionError("the stream ended")
+
+
+async def test_many_pages_share_one_snapshot_and_leave_nothing_behind(start_server: StartServer) -> None:
+    served = await start_server("hi")
+    recorder = served.app.state.recorder
+    followers = [recorder.follow() for _ in range(10)]
+    waiting = [asyncio.ensure_future(anext(follower)) for follower in followers]
+    await asyncio.sleep(0)
+    recorder.record()
+    events = await asyncio.gather(*waiting)
+    assert len({id(event) for event in events}) == 1
+    for follower in followers:
+        await follower.aclose()
+    assert recorder._followers == 0
+
+
+async def test_a_stream_ends_with_the_server(start_server: StartServer) -> None:
+    served = await start_server("hi")
+    recorder = served.app.state.recorder
+
+    async def read() -> int:
+        return len([event async for event in recorder.follow()])
+
+    reader = asyncio.create_task(read())
+    await asyncio.sleep(0)
+    await recorder.stop()
+    assert await reader <= 1 and recorder._followers == 0
+
+
+def test_no_file_of_the_page_reaches_another_server_or_writes_html() -> None:
+    static = resources.files("gateway.web").joinpath("static")
+    for item in static.iterdir():
+        text = item.read_text()
+        assert "https://" not in text and "innerHTML" not in text and "eval(" not in text, item.name
+        if item.name.endswith(".html"):
+            assert "style=" not in text and "onclick" not in text and "<script>" not in text
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="the page's modules are tested by node")
+def test_the_modules_of_the_page() -> None:
+    run = subprocess.run(
+        ["node", "--test", *map(str, sorted(NODE_TESTS.glob("*.test.mjs")))],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "# pass 0" not in run.stdout
