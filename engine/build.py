@@ -22,7 +22,7 @@ from engine.client import EngineInfo
 from engine.colocation import Colocation, initial_budget
 from engine.config import EngineConfig, SchedulerConfig
 from engine.core import EngineCore
-from engine.engine import Engine, ModelRunner
+from engine.engine import Engine
 from engine.errors import ConfigError
 from engine.execution import memory
 from engine.execution.cuda.assemble import Sizes, cache_room, make_runner, refusal
@@ -36,6 +36,7 @@ from engine.models.spec import ModelSpec, hidden_offer, load_spec, resolve_max_m
 from engine.models.weights import ModelWeights, torch_dtype
 from engine.passing_thread import in_passing_thread
 from engine.replay import ReplayedServer, normal_noise
+from engine.scheduling.output import ModelRunner
 from engine.scheduling.policies import find_policy
 from engine.tuning import BudgetTuner, parse_load
 from predictor.online import OnlineModel

@@ -13,9 +13,8 @@ from itertools import count
 from statistics import median
 
 from engine.cache.cache_map import CacheEntry, CacheKind, Tier
-from engine.engine import ModelRunner
 from engine.request import SamplingParams
-from engine.scheduling.output import CacheAction, CacheOperation, Chunk, NewRequest, SchedulerOutput
+from engine.scheduling.output import CacheAction, CacheOperation, Chunk, ModelRunner, NewRequest, SchedulerOutput
 from predictor.costs import CacheCosts
 from predictor.sweep import SweepLimits
 
@@ -159,7 +158,7 @@ class _Bench:
 
         def run() -> float:
             output = SchedulerOutput(next(self._step_ids), chunks, new, (), released, operations=tuple(operations))
-            return self._runner.execute(output).latency
+            return self._runner.launch(output)().latency
 
         return run
 

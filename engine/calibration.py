@@ -11,8 +11,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from engine.cache_profiling import KV_ONLY, REPEATS, CacheTiers, measure_cache_costs
-from engine.engine import ModelRunner
 from engine.profiling import ShapeRunner
+from engine.scheduling.output import ModelRunner
 from predictor.fitting import fit
 from predictor.model import LatencyModel
 from predictor.profile import Profile, ProfileError, ProfileKey

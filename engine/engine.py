@@ -13,7 +13,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from typing import Protocol
 
 from engine.client import EngineInfo
 from engine.colocation import Colocation
@@ -21,7 +20,7 @@ from engine.core import EngineCore
 from engine.errors import EngineStepError, EngineUnavailableError, RetryableError, TidemillError
 from engine.planner_task import Planner, PlanOffline
 from engine.request import EngineRequest, FinishReason, RequestOutput, RequestTimes, SamplingParams
-from engine.scheduling.output import ModelRunnerOutput, SchedulerOutput
+from engine.scheduling.output import ModelRunner, ModelRunnerOutput, SchedulerOutput
 from engine.stats import EngineStats
 from engine.stream import RequestStream
 from engine.tuning import BudgetTuner
@@ -29,15 +28,6 @@ from engine.tuning import BudgetTuner
 log = logging.getLogger("tidemill.engine")
 
 WARM_UP_ID = "warm-up"
-
-
-class ModelRunner(Protocol):
-    """The data plane as the loop sees it; `execute` blocks and runs in the worker thread.
-
-    A runner may also have `launch(output)`, which starts a step behind one that runs; what it returns waits for it.
-    """
-
-    def execute(self, output: SchedulerOutput) -> ModelRunnerOutput: ...
 
 
 class Engine:
@@ -73,7 +63,9 @@ class Engine:
         self._plan_tried = False
         self._idle = asyncio.Event()
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tidemill-runner")
-        self._waiter = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tidemill-waiter")
+        self._waiter = self._executor
+        if core.config.pipeline_depth:
+            self._waiter = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tidemill-waiter")
         self._loop_task: asyncio.Task[None] | None = None
         self._warm = self._draining = self._stopping = False
 
@@ -198,16 +190,9 @@ class Engine:
                 self._planner.want()
 
     def _start(self, output: SchedulerOutput) -> asyncio.Future[ModelRunnerOutput]:
-        """Launches happen one after another in one thread, waits in another: a step starts while another runs."""
-        loop, runner = asyncio.get_running_loop(), self._runner
-        launch: Callable[[SchedulerOutput], Callable[[], ModelRunnerOutput]] | None = getattr(runner, "launch", None)
-        if launch is None:
-            return loop.run_in_executor(self._executor, runner.execute, output)
-
-        async def overlapped() -> ModelRunnerOutput:
-            return await loop.run_in_executor(self._waiter, await loop.run_in_executor(self._executor, launch, output))
-
-        return loop.create_task(overlapped())
+        """Launches happen in one thread; with a pipeline, waits in another: a step starts while another runs."""
+        launched = self._executor.submit(self._runner.launch, output)
+        return asyncio.wrap_future(self._waiter.submit(lambda: launched.result()()))
 
     async def _complete_oldest(self) -> None:
         output, future = self._in_flight[0]

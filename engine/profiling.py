@@ -7,9 +7,8 @@ from itertools import count
 
 from engine.cache.cache_map import CacheEntry, CacheKind, Tier
 from engine.cache.pool import UNITS_PER_KV_BLOCK
-from engine.engine import ModelRunner
 from engine.request import SamplingParams
-from engine.scheduling.output import Chunk, NewRequest, SchedulerOutput
+from engine.scheduling.output import Chunk, ModelRunner, NewRequest, SchedulerOutput
 from predictor.sweep import StepShape, SweepLimits
 
 DRAWN = SamplingParams(max_tokens=1)
@@ -34,7 +33,7 @@ class ShapeRunner:
         """Seconds of one step of this shape, deltas and sampling included."""
         if shape != self._shape:
             self._write(shape)
-        return self._runner.execute(SchedulerOutput(next(self._step_ids), self._chunks)).latency
+        return self._runner.launch(SchedulerOutput(next(self._step_ids), self._chunks))().latency
 
     def close(self) -> None:
         """Release every row."""
@@ -47,7 +46,7 @@ class ShapeRunner:
         """A step cannot be empty, so the rows go with a one-token step in row 0, released by whoever comes next."""
         entry = CacheEntry(CacheKind.KV, Tier.DEVICE, tuple(range(UNITS_PER_KV_BLOCK)))
         new = NewRequest(0, "profile-end", (0,), 1, DRAWN, (entry,))
-        self._runner.execute(SchedulerOutput(next(self._step_ids), (Chunk(0, 0, 1, True),), (new,), (), rows))
+        self._runner.launch(SchedulerOutput(next(self._step_ids), (Chunk(0, 0, 1, True),), (new,), (), rows))()
 
     def _write(self, shape: StepShape) -> None:
         released = tuple(chunk.row for chunk in self._chunks)
@@ -64,4 +63,4 @@ class ShapeRunner:
         self._shape = shape
         self._chunks = tuple(Chunk(row, start, length, True) for row, (start, length) in enumerate(spans))
         output = SchedulerOutput(next(self._step_ids), self._chunks, tuple(new_requests), (), released)
-        self._runner.execute(output)
+        self._runner.launch(output)()

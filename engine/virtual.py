@@ -10,23 +10,16 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Protocol
 
 from engine.core import EngineCore
 from engine.errors import RetryableError
 from engine.request import EngineRequest, RequestClass, RequestOutput
-from engine.scheduling.output import ModelRunnerOutput, SchedulerOutput
+from engine.scheduling.output import Collect, ModelRunner, ModelRunnerOutput, SchedulerOutput
 from engine.scheduling.planner import OfflinePlan
 from predictor.features import BatchFeatures
 from predictor.model import LatencyPredictor
 
 PLACEHOLDER_TOKEN = 0
-
-
-class VirtualRunner(Protocol):
-    """A data plane on the virtual clock: `latency` of its outputs is how long the step takes."""
-
-    def execute(self, output: SchedulerOutput) -> ModelRunnerOutput: ...
 
 
 class PredictedRunner:
@@ -47,7 +40,7 @@ class PredictedRunner:
         self._observe = observe
         self._generator = random.Random(seed)
 
-    def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
+    def launch(self, output: SchedulerOutput) -> Collect:
         features = step_features(output)
         num_sampled = sum(chunk.sample for chunk in output.chunks)
         latency = self._model.predict(features)
@@ -55,7 +48,8 @@ class PredictedRunner:
             latency *= self._generator.choice(self._noise)
         if self._observe is not None:
             self._observe(features, latency)
-        return ModelRunnerOutput(output.step_id, [PLACEHOLDER_TOKEN] * num_sampled, None, latency)
+        result = ModelRunnerOutput(output.step_id, [PLACEHOLDER_TOKEN] * num_sampled, None, latency)
+        return lambda: result
 
 
 def step_features(output: SchedulerOutput) -> BatchFeatures:
@@ -125,7 +119,7 @@ class VirtualDriver:
     def __init__(
         self,
         core: EngineCore,
-        runner: VirtualRunner,
+        runner: ModelRunner,
         arrivals: Iterable[Arrival],
         offline: Iterator[EngineRequest] | None = None,
         *,
@@ -181,7 +175,7 @@ class VirtualDriver:
                 return plan
 
     def _execute(self, output: SchedulerOutput) -> None:
-        result = self._runner.execute(output)
+        result = self._runner.launch(output)()
         self._now += result.latency
         self._arrive()
         for request_output in self._core.update(output, result, self._now):

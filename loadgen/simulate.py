@@ -24,9 +24,9 @@ from engine.execution.device_specs import DEVICES, MODELS
 from engine.execution.simulated import SIMULATED_TOKEN
 from engine.request import EngineRequest, RequestClass, SamplingParams
 from engine.scheduling.objective import StepObjective
-from engine.scheduling.output import ModelRunnerOutput, SchedulerOutput
+from engine.scheduling.output import Collect, ModelRunner, SchedulerOutput
 from engine.scheduling.policies import ONLINE_POLICIES, find_policy
-from engine.virtual import Arrival, PredictedRunner, VirtualDriver, VirtualRunner, step_features
+from engine.virtual import Arrival, PredictedRunner, VirtualDriver, step_features
 from loadgen import workloads
 from loadgen.errors import InputError
 from loadgen.experiments import apt, apt_table, hybridserve, hybridserve_table, hygen, larry, llmd, parts
@@ -54,7 +54,7 @@ class Simulated:
 
     config: SchedulerConfig
     model: LatencyPredictor
-    runner: VirtualRunner
+    runner: ModelRunner
     mape: float
 
 
@@ -73,12 +73,13 @@ class ProfiledRunner:
         self._noise = min(profile.held_out_mape, MAX_NOISE) / 0.8
         self._random = random.Random(seed)
 
-    def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
+    def launch(self, output: SchedulerOutput) -> Collect:
         """The step with its time, host included."""
-        result = self._inner.execute(output)
+        result = self._inner.launch(output)()
         taken = result.latency * max(0.5, 1.0 + self._noise * self._random.gauss(0.0, 1.0))
         self._model.observe(step_features(output), taken)
-        return ModelRunnerOutput(result.step_id, result.token_ids, None, taken + self._host_seconds)
+        result = replace(result, latency=taken + self._host_seconds)
+        return lambda: result
 
 
 def measured_device(path: Path, config: SchedulerConfig, host_seconds: float, seed: int) -> Simulated:

@@ -1,54 +1,19 @@
-"""What the tests of the CUDA runner share: the runner on the CPU, and a driver that launches steps ahead."""
-
-from collections import deque
+"""What the tests of the CUDA runner share: the runner on the CPU, and a driver for it."""
 
 import torch
 from driver import Driver
 
 from engine.config import SchedulerConfig
 from engine.execution.cuda.kernels import Kernels, torch_kernels
-from engine.execution.cuda.runner import Collect, CudaRunner
+from engine.execution.cuda.runner import CudaRunner
 from engine.models.spec import ModelSpec
 from engine.models.weights import ModelWeights
-from engine.scheduling.output import ModelRunnerOutput, SchedulerOutput
 
 BLOCK = 4
 
 
-class Ahead:
-    """A runner for `Driver` that launches a step as soon as it is scheduled, before earlier tokens are read."""
-
-    def __init__(self, runner: CudaRunner) -> None:
-        self.runner = runner
-        self._launched: deque[tuple[SchedulerOutput, Collect | Exception]] = deque()
-        self.most_in_flight = 0
-
-    def launch(self, output: SchedulerOutput) -> None:
-        try:
-            self._launched.append((output, self.runner.launch(output)))
-        except RuntimeError as error:
-            self._launched.append((output, error))
-        self.most_in_flight = max(self.most_in_flight, len(self._launched))
-
-    def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
-        launched, collect = self._launched.popleft()
-        while launched is not output:  # the driver does not ask for a step that was built on a failed one
-            launched, collect = self._launched.popleft()
-        if isinstance(collect, Exception):
-            raise collect
-        return collect()
-
-
-class AheadDriver(Driver):
-    """Launches what it schedules at once, as the engine's loop does on a GPU."""
-
-    runner: Ahead
-
-    def launch(self) -> bool:
-        launched = super().launch()
-        if launched:
-            self.runner.launch(self.in_flight[-1])
-        return launched
+class CudaDriver(Driver):
+    runner: CudaRunner
 
 
 def make_runner(
@@ -81,7 +46,7 @@ def make_driver(
     host_units: int = 0,
     scratch_blocks: int = 0,
     policy: str = "fcfs",
-) -> AheadDriver:
+) -> CudaDriver:
     config = SchedulerConfig(
         num_units=2 * num_blocks,
         max_model_len=min(num_blocks * BLOCK, 200),
@@ -95,4 +60,4 @@ def make_driver(
         scratch_blocks=scratch_blocks,
     )
     torch.set_num_threads(1)
-    return AheadDriver(Ahead(make_runner(spec, weights, config, kernels)), config, online_policy=policy)
+    return CudaDriver(make_runner(spec, weights, config, kernels), config, online_policy=policy)

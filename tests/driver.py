@@ -1,14 +1,16 @@
-"""Drives an EngineCore and a runner by hand: a virtual clock, the pipeline's depth, and integrity after every move."""
+"""Drives an EngineCore and a runner by hand: a virtual clock, the pipeline's depth, and integrity after every move.
+
+Steps are launched as soon as they are scheduled, as the engine's loop does.
+"""
 
 from collections import deque
 from typing import Any
 
 from engine.config import SchedulerConfig
 from engine.core import EngineCore
-from engine.engine import ModelRunner
 from engine.errors import EngineStepError
 from engine.request import EngineRequest, FinishReason, RequestClass, RequestOutput, SamplingParams
-from engine.scheduling.output import SchedulerOutput
+from engine.scheduling.output import Collect, ModelRunner, ModelRunnerOutput, SchedulerOutput
 from engine.scheduling.planner import OfflinePlan
 
 
@@ -44,7 +46,9 @@ class Driver:
         self.runner = runner
         self.now = 0.0
         self.in_flight: deque[SchedulerOutput] = deque()
+        self.most_in_flight = 0
         self.poisoned: list[SchedulerOutput] = []
+        self._launched: dict[int, Collect | RuntimeError] = {}
         self.steps: list[SchedulerOutput] = []
         self.outputs: dict[str, list[int]] = {}
         self.finals: dict[str, RequestOutput] = {}
@@ -73,18 +77,30 @@ class Driver:
             assert self.in_flight or not self.core.has_requests, "requests are left but nothing can run"
             return False
         self.in_flight.append(output)
+        try:
+            self._launched[output.step_id] = self.runner.launch(output)
+        except RuntimeError as error:
+            self._launched[output.step_id] = error
+        self.most_in_flight = max(self.most_in_flight, len(self.in_flight))
         self.steps.append(output)
         return True
 
+    def result(self, output: SchedulerOutput) -> ModelRunnerOutput:
+        """What the runner gives for a step in flight, once."""
+        launched = self._launched.pop(output.step_id)
+        if isinstance(launched, RuntimeError):
+            raise launched
+        return launched()
+
     def complete(self) -> None:
-        """Execute and update the oldest step in flight."""
+        """Update the oldest step in flight. Steps that were built on one that failed are not asked for."""
         output = self.in_flight.popleft()
         self.now += 1.0 if output.predicted_latency is None else output.predicted_latency
         result, error = None, None
         try:
             if output in self.poisoned:
                 raise RuntimeError("built on a step that failed")
-            result = self.runner.execute(output)
+            result = self.result(output)
         except RuntimeError as cause:
             error = EngineStepError(str(cause))
             if output not in self.poisoned:

@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from fakes.runner import FakeRunner
 
 from engine.cache.cache_map import CacheBlock, CacheEntry, CacheKind, Tier
 from engine.cache.pool import BlockPool
 from engine.cache.prefix import extend_hashes
 from engine.execution.cuda.kernels import torch_kernels
 from engine.execution.cuda.runner import CudaRunner
-from engine.execution.fake import FakeRunner
 from engine.execution.runner import ModelRunner
 from engine.models.decoder import Decoder
 from engine.request import SamplingParams
@@ -159,7 +159,7 @@ class HandDriver:
             replaced=tuple(self._replaced),
             operations=tuple(self._operations),
         )
-        result = self.runner.execute(output)
+        result = self.runner.launch(output)()
         samples = [request for chunk, request in self._chunks if chunk.sample]
         for index, (request, token) in enumerate(zip(samples, result.token_ids, strict=True)):
             request.token_ids.append(token)

@@ -70,8 +70,8 @@ def test_hidden_state_restored_swapped_and_run_from(name: str) -> None:
         runner = make_runner(spec, weights, config, triton_kernels())
         entries = (_entry(0), _entry(2, 3)) if mixed else (_entry(0, 1), _entry(2, 3))
         new = NewRequest(1, "r", prompt, 6, SamplingParams(max_tokens=4, temperature=0.0), entries)
-        tokens = runner.execute(SchedulerOutput(0, (Chunk(1, 0, 6, True),), (new,))).token_ids
-        tokens += runner.execute(SchedulerOutput(1, (Chunk(1, 6, 1, True),))).token_ids
+        tokens = runner.launch(SchedulerOutput(0, (Chunk(1, 0, 6, True),), (new,)))().token_ids
+        tokens += runner.launch(SchedulerOutput(1, (Chunk(1, 6, 1, True),)))().token_ids
         operations, replaced = (), ()
         if mixed:
             out = CacheEntry(CacheKind.KV, Tier.HOST, (1, 2))
@@ -82,7 +82,7 @@ def test_hidden_state_restored_swapped_and_run_from(name: str) -> None:
             )
             replaced = (ReplacedEntry(1, 0, _entry(2, 3)), ReplacedEntry(1, 1, _entry(8, 9)))
         step = SchedulerOutput(2, (Chunk(1, 7, 1, True),), replaced=replaced, operations=operations)
-        runs.append(tokens + runner.execute(step).token_ids)
+        runs.append(tokens + runner.launch(step)().token_ids)
     assert runs[0] == runs[1] and min(runs[0]) >= 0
 
 

@@ -151,9 +151,9 @@ def test_only_chunks_beyond_the_limit_project_their_past(extra: int) -> None:
     length = absorbed.chunk_limit(decoder.spec) + extra
     tokens = tuple(range(10, 10 + 9 + length))
     runner = runner_of(decoder)
-    runner.execute(SchedulerOutput(0, (Chunk(1, 0, 9, False),), (start(runner, 1, hidden(*range(6)), tokens),)))
+    runner.launch(SchedulerOutput(0, (Chunk(1, 0, 9, False),), (start(runner, 1, hidden(*range(6)), tokens),)))()
     before = decoder.projected
-    runner.execute(SchedulerOutput(1, (Chunk(1, 9, length, True),)))
+    runner.launch(SchedulerOutput(1, (Chunk(1, 9, length, True),)))()
     assert decoder.projected - before == (9 * decoder.spec.num_layers if extra else 0)
     with torch.inference_mode():
         expected = reference_model("opt")(torch.tensor([tokens])).logits[0, -1]
@@ -167,10 +167,10 @@ def test_a_poisoned_request_disturbs_nobody_beside_it() -> None:
     prompts = (tuple(range(20, 26)), tuple(range(40, 50)))
     runner = runner_of(decoder)
     new = (start(runner, 1, hidden(0, 1), prompts[0]), start(runner, 2, hidden(4, 5, 6), prompts[1]))
-    first = runner.execute(SchedulerOutput(0, (Chunk(1, 0, 6, True), Chunk(2, 0, 10, True)), new)).token_ids
+    first = runner.launch(SchedulerOutput(0, (Chunk(1, 0, 6, True), Chunk(2, 0, 10, True)), new))().token_ids
     runner._pool.units[0] = float("nan")
     runner._pool.slices[runner._pool.scratch_base :] = float("nan")
-    both = runner.execute(SchedulerOutput(1, (Chunk(1, 6, 1, True), Chunk(2, 10, 1, True)))).token_ids
+    both = runner.launch(SchedulerOutput(1, (Chunk(1, 6, 1, True), Chunk(2, 10, 1, True))))().token_ids
     assert both[0] == -1
     with torch.inference_mode():
         logits = reference_model("opt")(torch.tensor([[*prompts[1], first[1]]])).logits[0]

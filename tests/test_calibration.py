@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 from driver import Driver, make_request
+from fakes.runner import FakeRunner
 from tiny_models import llama_config
 
 from engine.cache.cache_map import CacheEntry, CacheKind, Tier
 from engine.cache_profiling import KV_ONLY, CacheTiers, measure_cache_costs, memcpy_rate
 from engine.calibration import load_or_measure, load_profile, measure_profile
 from engine.config import SchedulerConfig
-from engine.execution.fake import FakeRunner
 from engine.execution.runner import ModelRunner
 from engine.models.decoder import Decoder
 from engine.models.spec import spec_from_config
@@ -37,7 +37,7 @@ class TimedRunner(FakeRunner):
     def __init__(self) -> None:
         super().__init__(block_size=16, vocab_size=50, latency=lambda output: TRUTH.predict(step_features(output)))
 
-    def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
+    def _execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         """The sweep reads cells that nobody wrote: only the shape of a step is checked."""
         assert all(chunk.start + chunk.length <= LIMITS.max_model_len for chunk in output.chunks)
         assert all(new.sampling.temperature == 1 for new in output.new_requests), "tokens are drawn, as users have it"
@@ -56,10 +56,10 @@ def test_a_sweep_recovers_the_law_of_the_device() -> None:
 
 def test_a_real_runner_is_idle_again_afterwards() -> None:
     class Lenient(FakeRunner):
-        def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
+        def _execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
             if output.step_id < 10_000 and not self.serving:
                 return ModelRunnerOutput(output.step_id, [1] * len(output.chunks), None, 0.01)
-            return super().execute(output)
+            return super()._execute(output)
 
         serving = False
 
@@ -131,7 +131,7 @@ class HybridRunner(FakeRunner):
         self.num_costed_steps = 0
         self.most_rows = 0
 
-    def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
+    def _execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         if output.new_requests:
             self.entries = tuple(entry for new in output.new_requests for entry in new.entries)
             assert all(len(new.token_ids) <= LIMITS.max_model_len for new in output.new_requests)
@@ -236,8 +236,8 @@ class NoisyHybridRunner(HybridRunner):
         self._random = random.Random(3)
         self._factor = factor
 
-    def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
-        result = super().execute(output)
+    def _execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
+        result = super()._execute(output)
         plain = TRUTH.predict(step_features(output))
         seconds = plain + self._factor * (result.latency - plain)
         seconds *= (1.0 + 1e-3 * output.step_id) * self._random.gauss(1.0, 0.05)

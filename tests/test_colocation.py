@@ -6,11 +6,11 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 from driver import Driver, make_request, run_plan
+from fakes.runner import FakeRunner, solo_tokens
 from hypothesis import HealthCheck, given, settings
 
 from engine.config import SchedulerConfig
 from engine.errors import QueueFullError
-from engine.execution.fake import FakeRunner, solo_tokens
 from engine.request import EngineRequest, RequestClass, RequestStatus
 from engine.scheduling.objective import StepObjective
 from engine.scheduling.output import SchedulerOutput

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 from driver import Driver, make_request
+from fakes.runner import FakeRunner, solo_tokens
 
 from engine.config import SchedulerConfig
 from engine.core import MAX_STEP_FAILURES
 from engine.errors import ContextLengthError, InvalidRequestError, QueueFullError
-from engine.execution.fake import FakeRunner, solo_tokens
 from engine.request import EngineRequest, FinishReason, RequestClass, RequestStatus
 
 VOCAB = 50

@@ -3,11 +3,11 @@
 import hypothesis.strategies as st
 import pytest
 from driver import Driver, make_request
+from fakes.runner import FakeRunner, solo_tokens
 from hypothesis import HealthCheck, given, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from engine.config import SchedulerConfig
-from engine.execution.fake import FakeRunner, solo_tokens
 from engine.request import EngineRequest, FinishReason, RequestClass
 from predictor.model import LatencyModel
 

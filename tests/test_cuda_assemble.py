@@ -64,7 +64,7 @@ def test_the_cache_gets_what_step_and_graphs_leave(monkeypatch: pytest.MonkeyPat
     bytes_left = 110_000_000 - assemble.graph_bytes(num_shapes, 3000, 64)
     assert sized.num_blocks == memory.num_units(bytes_left, unit, 16, 64) // 2
     new = NewRequest(0, "a", (1, 2, 3), 3, SamplingParams(max_tokens=2, temperature=0.0), _kv(2 * sized.num_blocks - 2))
-    output = runner.execute(SchedulerOutput(0, (Chunk(0, 0, 3, True),), (new,)))
+    output = runner.launch(SchedulerOutput(0, (Chunk(0, 0, 3, True),), (new,)))()
     reference = reference_logits(Decoder(plan.spec, weights), [1, 2, 3])
     assert output.token_ids == [int(reference.argmax())]
 

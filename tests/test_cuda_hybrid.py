@@ -81,7 +81,7 @@ def test_tokens_of_the_whole_engine_equal_transformers(
         scratch_blocks=scratch, policy=policy,
     )  # fmt: skip
     check_hybrid(driver, case)
-    assert driver.runner.most_in_flight == 1 + depth
+    assert driver.most_in_flight == 1 + depth
     computed = sum(bool(step.chunks) for step in driver.steps)
     from_hidden = sum(step.cache_work.compact_tokens > 0 for step in driver.steps)
     assert replayed <= computed - from_hidden if scratch else replayed == computed
@@ -104,7 +104,7 @@ def expected_tokens(name: str = "llama2", count: int = 3) -> list[int]:
     runner = bare_runner(name)
     tokens = [start(runner, kv(0, 1, 2, 3))]  # type: ignore[arg-type]
     for step in range(1, count):
-        tokens += runner.execute(SchedulerOutput(step, (Chunk(1, 5 + step, 1, True),))).token_ids
+        tokens += runner.launch(SchedulerOutput(step, (Chunk(1, 5 + step, 1, True),)))().token_ids
     return tokens
 
 
@@ -119,17 +119,17 @@ def test_a_unit_swapped_out_is_given_away_in_the_same_step() -> None:
     )
     other = NewRequest(2, "other", (5, 6, 7), 3, GREEDY, kv(0, 3))
     output = SchedulerOutput(1, (Chunk(2, 0, 3, True),), (other,), (), (1,), operations=operations)
-    other_token = runner.execute(output).token_ids
+    other_token = runner.launch(output)().token_ids
     back = (
         CacheOperation(CacheAction.SWAP_IN, host(pair, 0, 2), *kv(8, 9)),
         CacheOperation(CacheAction.RESTORE, *hidden(2), *kv(6, 7), 0),
     )
     prompt = (7, 11, 13, 17, 19, 23)
     again = NewRequest(3, "r", (*prompt, first), 6, GREEDY, (*kv(6, 7), *kv(8, 9)))
-    got = runner.execute(SchedulerOutput(2, (Chunk(3, 6, 1, True),), (again,), operations=back)).token_ids
+    got = runner.launch(SchedulerOutput(2, (Chunk(3, 6, 1, True),), (again,), operations=back))().token_ids
     assert [first, *got] == expected_tokens()[:2]
     alone = bare_runner()
-    assert alone.execute(SchedulerOutput(0, (Chunk(2, 0, 3, True),), (other,))).token_ids == other_token
+    assert alone.launch(SchedulerOutput(0, (Chunk(2, 0, 3, True),), (other,)))().token_ids == other_token
 
 
 def test_replaced_blocks_are_read_where_they_lie_now() -> None:
@@ -137,12 +137,12 @@ def test_replaced_blocks_are_read_where_they_lie_now() -> None:
     tokens = [start(runner, hidden(0, 1))]  # type: ignore[arg-type]
     operations = (CacheOperation(CacheAction.RESTORE, *hidden(1), *kv(8, 9), BLOCK),)
     replaced = (ReplacedEntry(1, 1, *kv(8, 9)),)
-    tokens += runner.execute(
+    tokens += runner.launch(
         SchedulerOutput(1, (Chunk(1, 6, 1, True),), replaced=replaced, operations=operations)
-    ).token_ids
+    )().token_ids
     runner._pool.units[1] = float("nan")
     assert runner._rows.num_hidden[1] == 1
-    tokens += runner.execute(SchedulerOutput(2, (Chunk(1, 7, 1, True),))).token_ids
+    tokens += runner.launch(SchedulerOutput(2, (Chunk(1, 7, 1, True),)))().token_ids
     assert tokens == expected_tokens()
 
 
@@ -155,7 +155,7 @@ def test_the_last_block_may_reach_beyond_the_longest_context() -> None:
     )
     replaced = tuple(ReplacedEntry(1, block, entry) for block, entry in enumerate(kv(2, 3, 4, 5)))
     output = SchedulerOutput(1, (Chunk(1, 6, 1, True),), replaced=replaced, operations=operations)
-    assert [first, *runner.execute(output).token_ids] == expected_tokens()[:2]
+    assert [first, *runner.launch(output)().token_ids] == expected_tokens()[:2]
 
 
 def test_restores_at_one_position_do_not_meet() -> None:
@@ -163,16 +163,16 @@ def test_restores_at_one_position_do_not_meet() -> None:
     runner = bare_runner()
     start(runner, hidden(0, 1))  # type: ignore[arg-type]
     new = NewRequest(2, "b", (3, 1, 4, 1, 5, 9), 6, GREEDY, hidden(2, 3))
-    runner.execute(SchedulerOutput(1, (Chunk(2, 0, 6, True),), (new,)))
+    runner.launch(SchedulerOutput(1, (Chunk(2, 0, 6, True),), (new,)))()
     plain = bare_runner()
     start(plain, kv(4, 5, 6, 7))  # type: ignore[arg-type]
-    plain.execute(SchedulerOutput(1, (Chunk(2, 0, 6, True),), (new._replace(entries=kv(8, 9, 10, 11)),)))
+    plain.launch(SchedulerOutput(1, (Chunk(2, 0, 6, True),), (new._replace(entries=kv(8, 9, 10, 11)),)))()
     sources, targets, starts = hidden(3, 0, 1, 2), kv(10, 11, 4, 5, 6, 7, 8, 9), (BLOCK, 0, BLOCK, 0)
     operations = tuple(
         CacheOperation(CacheAction.RESTORE, source, target, position)
         for source, target, position in zip(sources, targets, starts, strict=True)
     )
-    runner.execute(SchedulerOutput(2, (), operations=operations))
+    runner.launch(SchedulerOutput(2, (), operations=operations))()
     for unit in range(4, 12):
         cells = BLOCK if unit in {4, 5, 8, 9} else 2
         got, expected = (each._pool.units[unit].view(3, BLOCK, -1)[:, :cells] for each in (runner, plain))
@@ -188,7 +188,7 @@ def test_what_was_not_made_room_for_is_refused() -> None:
         start(bare_runner(scratch_blocks=0), hidden(0, 1))  # type: ignore[arg-type]
     out = CacheOperation(CacheAction.SWAP_OUT, *hidden(0), host(*hidden(0), 0))
     with pytest.raises(AssertionError, match="without a host tier"):
-        bare_runner(host_units=0).execute(SchedulerOutput(0, (), operations=(out,)))
+        bare_runner(host_units=0).launch(SchedulerOutput(0, (), operations=(out,)))()
     with pytest.raises(AssertionError, match="on the device"):
         start(bare_runner(), (*hidden(0), host(*hidden(1), 0)))  # type: ignore[arg-type]
 

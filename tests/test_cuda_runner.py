@@ -6,7 +6,7 @@ import threading
 import numpy as np
 import pytest
 import torch
-from cuda_engine import AheadDriver, make_driver
+from cuda_engine import CudaDriver, make_driver
 from driver import make_request
 from test_runner import POISON, SAMPLED, check_greedy, crowd, make_decoder, reference_logits, run_in_waves, solo
 from tiny_models import FAMILY_CASES, model_folder
@@ -22,17 +22,16 @@ from engine.execution.cuda.forward import Forward
 from engine.execution.cuda.graphs import Graphs
 from engine.execution.cuda.kernels import Kernels, torch_kernels
 from engine.execution.cuda.rows import Rows
-from engine.execution.cuda.runner import Collect
 from engine.execution.cuda.shapes import GRAPH_TOKENS, Buckets
 from engine.models.decoder import Decoder
 from engine.models.loader import load_weights
 from engine.models.spec import load_spec
 from engine.models.weights import ModelWeights, build_weights
 from engine.request import FinishReason, RequestClass
-from engine.scheduling.output import SchedulerOutput
+from engine.scheduling.output import Collect, SchedulerOutput
 
 
-def driver_of(decoder: Decoder, depth: int = 1, **options: int) -> AheadDriver:
+def driver_of(decoder: Decoder, depth: int = 1, **options: int) -> CudaDriver:
     return make_driver(decoder.spec, decoder.weights, depth=depth, **options)
 
 
@@ -46,7 +45,7 @@ def test_greedy_outputs_equal_the_model_without_a_cache(depth: int) -> None:
     stats = driver.core.stats()
     assert sum(stats.preemptions.values()) > 0
     assert stats.prefix_hit_tokens > 0
-    assert driver.runner.most_in_flight == 1 + depth
+    assert driver.most_in_flight == 1 + depth
     for request in requests:
         check_greedy(decoder, request, driver.outputs[request.request_id])
 
@@ -124,7 +123,7 @@ async def test_the_engine_launches_ahead() -> None:
     """Under the event loop, with its two threads: more requests than rows, streams as a runner alone gives them."""
     decoder = make_decoder()
     driver = driver_of(decoder, seqs=3)
-    launches, runner = [], driver.runner.runner
+    launches, runner = [], driver.runner
     original = runner.launch
 
     def launch(output: SchedulerOutput) -> Collect:
@@ -173,7 +172,7 @@ def test_a_step_that_fails_halfway_is_made_good() -> None:
         for request in crowd(np.random.default_rng(16), 8)
     ]
     driver = driver_of(decoder, num_blocks=30)
-    runner, calls = driver.runner.runner, 0
+    runner, calls = driver.runner, 0
     forward = runner._graphs._forward
 
     def fragile(inputs):  # type: ignore[no-untyped-def]
@@ -216,7 +215,7 @@ def test_the_largest_step_can_be_rehearsed() -> None:
     """Padding alone: nothing is read or written in the pool, and the steps that follow are right."""
     decoder = make_decoder()
     driver = driver_of(decoder)
-    driver.runner.runner.run_padding(32, 12)
+    driver.runner.run_padding(32, 12)
     request = make_request("after", [4, 5, 6], 5)
     driver.add(request)
     driver.run()
@@ -276,7 +275,7 @@ def test_without_graphs_the_runner_still_runs(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     decoder = make_decoder()
-    runner = driver_of(decoder).runner.runner
+    runner = driver_of(decoder).runner
     captured = []
 
     def capture(self: Graphs, inputs: StepInputs) -> None:

@@ -3,10 +3,12 @@
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Generator
+from functools import partial
 from typing import Any
 
 import pytest
 from driver import make_request
+from fakes.runner import FakeRunner, solo_tokens
 
 from engine.client import EngineClient, EngineInfo
 from engine.colocation import Colocation, initial_budget
@@ -14,9 +16,8 @@ from engine.config import SchedulerConfig
 from engine.core import EngineCore
 from engine.engine import Engine
 from engine.errors import EngineUnavailableError, InvalidRequestError, QueueFullError
-from engine.execution.fake import FakeRunner, solo_tokens
 from engine.request import EngineRequest, FinishReason, RequestClass, RequestOutput
-from engine.scheduling.output import ModelRunnerOutput, SchedulerOutput
+from engine.scheduling.output import Collect, ModelRunnerOutput, SchedulerOutput
 from engine.scheduling.planner import OfflinePlan, PlannedChunk
 from engine.stream import STREAM_LIMIT
 from predictor.model import LatencyModel
@@ -42,11 +43,14 @@ class GatedRunner:
         self.entered = threading.Semaphore(0)
         self.open = True
 
-    def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
+    def launch(self, output: SchedulerOutput) -> Collect:
+        return partial(self._execute, output)
+
+    def _execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         if not self.open:
             self.entered.release()
             assert self.permits.acquire(timeout=30)
-        return self.inner.execute(output)
+        return self.inner.launch(output)()
 
 
 @pytest.fixture(params=[0, 1], ids=["depth0", "depth1"])

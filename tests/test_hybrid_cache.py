@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 import torch
+from fakes.runner import FakeRunner, solo_tokens
 from hand_driver import BLOCK, CPU, GREEDY, VOCAB, HandDriver, Live, RecordingDecoder
 from tiny_models import llama_config
 
 from engine.cache.cache_map import CacheEntry, CacheKind, Tier
 from engine.errors import ConfigError
-from engine.execution.fake import FakeRunner, solo_tokens
 from engine.execution.runner import ModelRunner
 from engine.models.spec import hidden_offer, spec_from_config
 from engine.models.weights import DummyTensors, build_weights
@@ -190,7 +190,7 @@ PROMPT = (7, 11, 13, 17, 19, 23)
 
 def start(runner: ModelRunner | FakeRunner, entries: tuple[CacheEntry, ...]) -> int:
     new = NewRequest(1, "r", PROMPT, len(PROMPT), GREEDY, entries)
-    return runner.execute(SchedulerOutput(0, (Chunk(1, 0, len(PROMPT), True),), (new,))).token_ids[0]
+    return runner.launch(SchedulerOutput(0, (Chunk(1, 0, len(PROMPT), True),), (new,)))().token_ids[0]
 
 
 def test_restored_units_hold_what_kv_would_have_held() -> None:
@@ -201,7 +201,7 @@ def test_restored_units_hold_what_kv_would_have_held() -> None:
         CacheOperation(CacheAction.RESTORE, source, target, BLOCK * index)
         for index, (source, target) in enumerate(zip(hidden(0, 1), kv(2, 3, 4, 5), strict=True))
     ]
-    mixed.execute(SchedulerOutput(1, (), operations=tuple(operations)))
+    mixed.launch(SchedulerOutput(1, (), operations=tuple(operations)))()
     for unit, cells in ((2, BLOCK), (3, BLOCK), (4, 2), (5, 2)):
         shape = (3, BLOCK, -1)
         got, expected = (runner._pool.units[unit].view(shape)[:, :cells] for runner in (mixed, plain))
@@ -217,11 +217,11 @@ def test_replaced_blocks_are_read_where_they_lie_now() -> None:
     output = SchedulerOutput(
         1, (Chunk(1, 6, 1, True),), replaced=(ReplacedEntry(1, 1, *kv(8, 9)),), operations=operations
     )
-    expected = plain.execute(SchedulerOutput(1, (Chunk(1, 6, 1, True),))).token_ids
-    assert mixed.execute(output).token_ids == expected
+    expected = plain.launch(SchedulerOutput(1, (Chunk(1, 6, 1, True),)))().token_ids
+    assert mixed.launch(output)().token_ids == expected
     mixed._pool.units[1] = float("nan")
-    expected = plain.execute(SchedulerOutput(2, (Chunk(1, 7, 1, True),))).token_ids
-    assert mixed.execute(SchedulerOutput(2, (Chunk(1, 7, 1, True),))).token_ids == expected
+    expected = plain.launch(SchedulerOutput(2, (Chunk(1, 7, 1, True),)))().token_ids
+    assert mixed.launch(SchedulerOutput(2, (Chunk(1, 7, 1, True),)))().token_ids == expected
 
 
 def test_swaps_are_exact_copies_in_order() -> None:
@@ -238,13 +238,13 @@ def test_swaps_are_exact_copies_in_order() -> None:
         CacheOperation(CacheAction.RESTORE, *hidden(9), *kv(6, 7), 0),
     )
     new = NewRequest(2, "r", (*PROMPT, first), len(PROMPT), GREEDY, (*kv(6, 7), *kv(11, 10)))
-    got = runner.execute(SchedulerOutput(1, (Chunk(2, 6, 1, True),), (new,), (), (1,), operations=operations))
+    got = runner.launch(SchedulerOutput(1, (Chunk(2, 6, 1, True),), (new,), (), (1,), operations=operations))()
     assert torch.equal(runner._pool.host_units[3], before[0])
     assert torch.equal(runner._pool.units[9], before[0])
     assert torch.equal(runner._pool.host_units[2], before[3])
     alone = bare_runner()
     start(alone, kv(0, 1, 2, 3))
-    assert got.token_ids == alone.execute(SchedulerOutput(1, (Chunk(1, 6, 1, True),))).token_ids
+    assert got.token_ids == alone.launch(SchedulerOutput(1, (Chunk(1, 6, 1, True),)))().token_ids
 
 
 def test_what_does_not_fit_the_scratch_is_refused() -> None:
@@ -272,7 +272,7 @@ def test_a_row_holds_nothing_on_the_host() -> None:
 )
 def test_operations_that_make_no_sense_are_refused(operation: CacheOperation) -> None:
     with pytest.raises(AssertionError):
-        bare_runner().execute(SchedulerOutput(0, (), operations=(operation,)))
+        bare_runner().launch(SchedulerOutput(0, (), operations=(operation,)))()
 
 
 def test_a_poisoned_request_disturbs_nobody() -> None:
@@ -280,14 +280,14 @@ def test_a_poisoned_request_disturbs_nobody() -> None:
     runner = bare_runner()
     start(runner, hidden(0, 1))
     new = NewRequest(2, "r", PROMPT, len(PROMPT), GREEDY, hidden(4, 5))
-    other = runner.execute(SchedulerOutput(1, (Chunk(2, 0, 6, True),), (new,))).token_ids
+    other = runner.launch(SchedulerOutput(1, (Chunk(2, 0, 6, True),), (new,)))().token_ids
     runner._pool.units[0] = float("nan")
-    both = runner.execute(SchedulerOutput(2, (Chunk(1, 6, 1, True), Chunk(2, 6, 1, True)))).token_ids
+    both = runner.launch(SchedulerOutput(2, (Chunk(1, 6, 1, True), Chunk(2, 6, 1, True))))().token_ids
     assert both[0] == -1
-    again = runner.execute(SchedulerOutput(3, (Chunk(2, 7, 1, True),))).token_ids
+    again = runner.launch(SchedulerOutput(3, (Chunk(2, 7, 1, True),)))().token_ids
     alone = bare_runner()
     known = [start(alone, kv(0, 1, 2, 3))]
-    known += [alone.execute(SchedulerOutput(s, (Chunk(1, 5 + s, 1, True),))).token_ids[0] for s in (1, 2)]
+    known += [alone.launch(SchedulerOutput(s, (Chunk(1, 5 + s, 1, True),)))().token_ids[0] for s in (1, 2)]
     assert [*other, both[1], *again] == known
 
 
@@ -313,7 +313,7 @@ def fake_after(*operations: CacheOperation, table: tuple[CacheEntry, ...]) -> No
     runner = FakeRunner(block_size=BLOCK, vocab_size=VOCAB, scratch_blocks=2, host_units=4)
     token = start(runner, (*hidden(0), *kv(2, 3)))
     new = NewRequest(2, "r", (*PROMPT, token), len(PROMPT), GREEDY, table)
-    runner.execute(SchedulerOutput(1, (Chunk(2, 6, 1, True),), (new,), (), (1,), operations=operations))
+    runner.launch(SchedulerOutput(1, (Chunk(2, 6, 1, True),), (new,), (), (1,), operations=operations))()
 
 
 RESTORE = CacheOperation(CacheAction.RESTORE, *hidden(0), *kv(6, 7), 0)
@@ -360,8 +360,8 @@ def test_the_fake_runner_fails_between_operations_and_chunks() -> None:
     )
     start(runner, (*hidden(0), *kv(2, 3)))
     with pytest.raises(RuntimeError, match="after its operations"):
-        runner.execute(SchedulerOutput(1, (), operations=(OUT,)))
-    runner.execute(SchedulerOutput(2, (), operations=(BACK,)))
+        runner.launch(SchedulerOutput(1, (), operations=(OUT,)))()
+    runner.launch(SchedulerOutput(2, (), operations=(BACK,)))()
 
 
 # --- what is offered ---------------------------------------------------------------------------------------------

@@ -4,9 +4,9 @@ import random
 
 import pytest
 from driver import Driver, make_request
+from fakes.runner import FakeRunner, solo_tokens
 
 from engine.config import SchedulerConfig
-from engine.execution.fake import FakeRunner, solo_tokens
 from engine.request import EngineRequest, FinishReason, RequestClass
 from engine.scheduling.objective import StepObjective
 from engine.scheduling.output import CacheAction, SchedulerOutput

@@ -5,13 +5,13 @@ import random
 
 import pytest
 from driver import Driver, make_request, run_plan
+from fakes.runner import FakeRunner, solo_tokens
 
 from engine.config import SchedulerConfig
 from engine.core import EngineCore
-from engine.execution.fake import FakeRunner, solo_tokens
 from engine.request import EngineRequest, RequestClass, RequestStatus, SamplingParams
 from engine.scheduling.objective import StepObjective
-from engine.scheduling.output import ModelRunnerOutput, SchedulerOutput
+from engine.scheduling.output import Collect, SchedulerOutput
 from engine.virtual import Arrival, PredictedRunner, VirtualDriver
 from predictor.budget import BudgetParams
 from predictor.model import LatencyModel
@@ -132,14 +132,14 @@ class StarvationWatch:
         self.now = self.longest = 0.0
         self._since: dict[str, float] = {}
 
-    def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
+    def launch(self, output: SchedulerOutput) -> Collect:
         assert self.core is not None
         waiting = {r.request_id for r in self.core._scheduler.waiting_offline if r.num_preemptions}
         self._since = {name: self._since.get(name, self.now) for name in waiting}
         self.longest = max([self.longest, *(self.now - since for since in self._since.values())])
-        result = self.inner.execute(output)
+        result = self.inner.launch(output)()
         self.now += result.latency
-        return result
+        return lambda: result
 
 
 def test_steady_chat_starves_no_line() -> None:

@@ -4,11 +4,11 @@ always run (`Driver.launch` asserts it), and every answer is the solo run's."""
 import hypothesis.strategies as st
 import pytest
 from driver import Driver, make_request
+from fakes.runner import FakeRunner, solo_tokens
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
 from engine.config import SchedulerConfig
-from engine.execution.fake import FakeRunner, solo_tokens
 from engine.request import EngineRequest, FinishReason, RequestClass
 from engine.scheduling.objective import StepObjective
 from predictor.budget import BudgetParams

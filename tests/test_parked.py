@@ -5,13 +5,13 @@ from collections.abc import Iterable, Sequence
 
 import pytest
 from driver import make_request
+from fakes.runner import solo_tokens
 from test_core_fuzz import BLOCK, LIKE_COPIES, VOCAB, make_fuzz_driver
 from test_hybrid_scheduling import check_solo, make
 
 from engine.cache.cache_map import CacheBlock, CacheKind, Tier
 from engine.cache.pool import BlockPool
 from engine.config import SchedulerConfig
-from engine.execution.fake import solo_tokens
 from engine.request import EngineRequest, Request, RequestClass, RequestTimes, SamplingParams
 from engine.scheduling.host_split import next_is_act
 from engine.scheduling.objective import StepObjective

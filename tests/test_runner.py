@@ -257,7 +257,7 @@ def test_logprobs_come_for_those_who_asked() -> None:
     logprobs = []
     while driver.launch():
         output = driver.in_flight[0]
-        result = driver.runner.execute(output)
+        result = driver.result(output)
         logprobs.append(result.logprobs)
         driver.in_flight.popleft()
         for each in driver.core.update(output, result, 0.0):
@@ -327,34 +327,34 @@ def test_deltas_by_hand() -> None:
     decoder = make_decoder()
     runner = bare_runner(decoder)
     a, b = (7, 11, 13, 17, 19), (23, 29)
-    first = runner.execute(
+    first = runner.launch(
         SchedulerOutput(
             0,
             (Chunk(2, 0, 2, True), Chunk(0, 0, 3, False)),
             (NewRequest(0, "a", a, 5, GREEDY, kv(8, 3)), NewRequest(2, "b", b, 2, GREEDY, kv(0, 1))),
         )
-    )
+    )()
     b_expected = [int(reference_logits(decoder, list(b)).argmax())]
     assert first.token_ids == b_expected
     assert first.logprobs is None
     assert first.latency > 0
     appended = (AppendedEntries(0, kv(5, 12)),)
-    second = runner.execute(SchedulerOutput(1, (Chunk(2, 2, 1, True), Chunk(0, 3, 2, True)), (), appended))
+    second = runner.launch(SchedulerOutput(1, (Chunk(2, 2, 1, True), Chunk(0, 3, 2, True)), (), appended))()
     b_expected.append(int(reference_logits(decoder, [*b, *b_expected]).argmax()))
     assert second.token_ids == [b_expected[1], int(reference_logits(decoder, list(a)).argmax())]
     c = (2, 3, 5)
-    third = runner.execute(
+    third = runner.launch(
         SchedulerOutput(2, (Chunk(2, 0, 3, True),), (NewRequest(2, "c", c, 3, GREEDY, kv(1, 0)),), (), (2,))
-    )
+    )()
     assert third.token_ids == [int(reference_logits(decoder, list(c)).argmax())]
 
 
 def test_steps_without_samples_or_chunks() -> None:
     runner = bare_runner(make_decoder())
     new = NewRequest(0, "a", (1, 2, 3), 3, GREEDY, kv(0, 1))
-    output = runner.execute(SchedulerOutput(0, (Chunk(0, 0, 2, False),), (new,)))
+    output = runner.launch(SchedulerOutput(0, (Chunk(0, 0, 2, False),), (new,)))()
     assert (output.step_id, output.token_ids, output.logprobs) == (0, [], None)
-    output = runner.execute(SchedulerOutput(1, (), (), (), (0,)))
+    output = runner.launch(SchedulerOutput(1, (), (), (), (0,)))()
     assert (output.step_id, output.token_ids, output.logprobs) == (1, [], None)
 
 
@@ -362,7 +362,7 @@ def test_a_chunk_beyond_its_block_table_is_refused() -> None:
     runner = bare_runner(make_decoder())
     new = NewRequest(0, "a", (1, 2, 3, 4, 5), 5, GREEDY, kv(0, 1))
     with pytest.raises(AssertionError, match="block table"):
-        runner.execute(SchedulerOutput(0, (Chunk(0, 0, 5, True),), (new,)))
+        runner.launch(SchedulerOutput(0, (Chunk(0, 0, 5, True),), (new,)))()
 
 
 def test_an_invalid_token_leaves_a_row_that_a_step_in_flight_can_read() -> None:
@@ -370,8 +370,8 @@ def test_an_invalid_token_leaves_a_row_that_a_step_in_flight_can_read() -> None:
     decoder.poison = POISON
     runner = bare_runner(decoder)
     new = NewRequest(1, "a", (1, POISON), 2, GREEDY, kv(4, 5))
-    assert runner.execute(SchedulerOutput(0, (Chunk(1, 0, 2, True),), (new,))).token_ids == [INVALID_TOKEN]
-    assert runner.execute(SchedulerOutput(1, (Chunk(1, 2, 1, True),))).token_ids == [INVALID_TOKEN]
+    assert runner.launch(SchedulerOutput(0, (Chunk(1, 0, 2, True),), (new,)))().token_ids == [INVALID_TOKEN]
+    assert runner.launch(SchedulerOutput(1, (Chunk(1, 2, 1, True),)))().token_ids == [INVALID_TOKEN]
 
 
 # --- memory ------------------------------------------------------------------------------------------------------

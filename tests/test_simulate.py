@@ -18,7 +18,7 @@ from engine.core import EngineCore
 from engine.execution.simulated import SimulatedDevice, SimulatedRunner
 from engine.request import RequestClass
 from engine.scheduling.objective import StepObjective
-from engine.scheduling.output import ModelRunnerOutput, SchedulerOutput
+from engine.scheduling.output import Collect, SchedulerOutput
 from engine.virtual import Arrival, VirtualDriver
 from loadgen import simulate, workloads
 from loadgen.client import Target as Server
@@ -251,9 +251,9 @@ class WatchingRunner(SimulatedRunner):
         super().__init__(device)
         self.cuts: list[int] = []
 
-    def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
+    def launch(self, output: SchedulerOutput) -> Collect:
         self.cuts.append(sum(not chunk.sample for chunk in output.chunks))
-        return super().execute(output)
+        return super().launch(output)
 
 
 def test_a_budget_is_not_crumbled_over_many_prompts() -> None:

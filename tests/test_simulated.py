@@ -88,18 +88,18 @@ def step(*chunks: Chunk) -> SchedulerOutput:
 def test_noise_is_small_seeded_and_around_the_exact_time() -> None:
     simulated = SimulatedDevice.named("llama-2-7b", "a100-40gb")
     output = step(Chunk(0, 99, 1, True), Chunk(1, 0, 64, False))
-    exact = SimulatedRunner(simulated, noise=0.0).execute(output).latency
-    drawn = [SimulatedRunner(simulated, seed=5).execute(output).latency for _ in range(2)]
+    exact = SimulatedRunner(simulated, noise=0.0).launch(output)().latency
+    drawn = [SimulatedRunner(simulated, seed=5).launch(output)().latency for _ in range(2)]
     assert drawn[0] == drawn[1] != exact
     runner = SimulatedRunner(simulated, seed=6)
-    many = [runner.execute(output).latency for _ in range(2000)]
+    many = [runner.launch(output)().latency for _ in range(2000)]
     assert sum(many) / len(many) == pytest.approx(exact, rel=0.005)
     assert min(many) >= 0.8 * exact
 
 
 def test_a_token_for_every_sample() -> None:
     runner = SimulatedRunner(SimulatedDevice.named("opt-13b", "a100-40gb"))
-    result = runner.execute(step(Chunk(0, 9, 1, True), Chunk(1, 0, 32, False), Chunk(2, 32, 8, True)))
+    result = runner.launch(step(Chunk(0, 9, 1, True), Chunk(1, 0, 32, False), Chunk(2, 32, 8, True)))()
     assert len(result.token_ids) == 2
 
 
@@ -110,7 +110,7 @@ def test_the_oracle_knows_decodes_and_one_chunk_exactly() -> None:
     features = BatchFeatures()
     for chunk in chunks:
         features.add_chunk(chunk.start, chunk.length)
-    assert oracle.predict(features) == pytest.approx(runner.execute(step(*chunks)).latency, rel=1e-9)
+    assert oracle.predict(features) == pytest.approx(runner.launch(step(*chunks))().latency, rel=1e-9)
 
 
 def test_the_oracle_sizes_chunks_by_its_own_marginals() -> None:
@@ -154,7 +154,7 @@ def hidden_decode(device: SimulatedDevice, tokens: int, context: int = 100) -> f
     runner = SimulatedRunner(device, noise=0.0)
     step = SchedulerOutput(0, (Chunk(0, context - 1, 1, True),))
     plain, compact = (
-        runner.execute(replace(step, cache_work=CacheWork(compact_tokens=each))).latency for each in (0, tokens)
+        runner.launch(replace(step, cache_work=CacheWork(compact_tokens=each)))().latency for each in (0, tokens)
     )
     return compact - plain
 
@@ -190,11 +190,11 @@ def test_the_past_of_a_prompt_is_projected_there_too() -> None:
     chunks = (Chunk(0, 63, 1, True), Chunk(1, 48, 16, True))
     runner, plain = SimulatedRunner(device, noise=0.0), SimulatedRunner(device, noise=0.0)
     step = SchedulerOutput(0, chunks, new, cache_work=work)
-    added = runner.execute(step).latency - plain.execute(replace(step, cache_work=CacheWork())).latency
+    added = runner.launch(step)().latency - plain.launch(replace(step, cache_work=CacheWork()))().latency
     assert added == pytest.approx(device.cache_work_seconds(64, 48))
     restored = ReplacedEntry(0, 3, CacheEntry(CacheKind.KV, Tier.DEVICE, (20, 21)))
     appended = AppendedEntries(0, (CacheEntry(CacheKind.HIDDEN, Tier.DEVICE, (9,)),))
     step = SchedulerOutput(1, (chunks[0],), (), (appended,), (1,), None, (restored,), cache_work=CacheWork(64, 16))
-    added = runner.execute(step).latency - plain.execute(replace(step, cache_work=CacheWork())).latency
+    added = runner.launch(step)().latency - plain.launch(replace(step, cache_work=CacheWork()))().latency
     assert added == pytest.approx(device.cache_work_seconds(64, 16))
     assert runner._hidden_blocks == {0: 4}

@@ -5,12 +5,12 @@ import random
 import hypothesis.strategies as st
 import pytest
 from driver import Driver, make_request
+from fakes.runner import FakeRunner, solo_tokens
 from hypothesis import HealthCheck, given, settings
 from test_core_fuzz import BLOCK, LIKE_COPIES, VOCAB, arrival, build
 
 from engine.config import EngineConfig, SchedulerConfig
 from engine.errors import ConfigError
-from engine.execution.fake import FakeRunner, solo_tokens
 from engine.request import EngineRequest, RequestClass
 from engine.scheduling.objective import StepObjective
 from predictor.model import LatencyModel

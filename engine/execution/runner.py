@@ -25,7 +25,7 @@ from engine.models.absorption import Absorption
 from engine.models.decoder import Decoder
 from engine.models.spec import hidden_offer
 from engine.request import TokenLogprobs
-from engine.scheduling.output import INVALID_TOKEN, ModelRunnerOutput, SchedulerOutput
+from engine.scheduling.output import INVALID_TOKEN, Collect, ModelRunnerOutput, SchedulerOutput
 
 
 class ModelRunner:
@@ -74,8 +74,8 @@ class ModelRunner:
         )
         self._cell_bytes = 2 * spec.num_kv_heads * spec.head_dim * dtype.itemsize
 
-    def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
-        """Run one step. After an exception the rows of the step are undefined and must be written whole again."""
+    def launch(self, output: SchedulerOutput) -> Collect:
+        """Run one step; it has ended when this returns."""
         began = time.perf_counter()
         with torch.inference_mode():
             self._rows.apply(output)
@@ -84,7 +84,8 @@ class ModelRunner:
             if output.operations:
                 run_operations(self._decoder, self._pool, output.operations)
             tokens, logprobs = self._run(output) if output.chunks else ([], None)
-        return ModelRunnerOutput(output.step_id, tokens, logprobs, time.perf_counter() - began)
+        result = ModelRunnerOutput(output.step_id, tokens, logprobs, time.perf_counter() - began)
+        return lambda: result
 
     def _run(self, output: SchedulerOutput) -> tuple[list[int], list[TokenLogprobs | None] | None]:
         chunks = np.array(output.chunks, dtype=np.int64)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from engine.cache.cache_map import CacheEntry, CacheKind
 from engine.execution.device_specs import DEVICES, MODELS, DeviceSpec, ModelShape
-from engine.scheduling.output import ModelRunnerOutput, SchedulerOutput
+from engine.scheduling.output import Collect, ModelRunnerOutput, SchedulerOutput
 from predictor.features import BatchFeatures
 from predictor.model import largest_chunk
 
@@ -158,7 +158,7 @@ class SimulatedRunner:
         self._random = random.Random(seed)
         self._hidden_blocks: dict[int, int] = {}
 
-    def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
+    def launch(self, output: SchedulerOutput) -> Collect:
         """The step's time and a token for every sample; the cache is only accounted for, by the scheduler."""
         if not self.device.model.rope:
             self._count_hidden(output)
@@ -172,7 +172,8 @@ class SimulatedRunner:
         exact = self.device.step_seconds(tokens, len(output.chunks), samples, context, pairs)
         if any(output.cache_work):
             exact += self._cache_seconds(output)
-        return ModelRunnerOutput(output.step_id, [SIMULATED_TOKEN] * samples, None, self.noisy(exact))
+        result = ModelRunnerOutput(output.step_id, [SIMULATED_TOKEN] * samples, None, self.noisy(exact))
+        return lambda: result
 
     def _cache_seconds(self, output: SchedulerOutput) -> float:
         """Cache work of the step. Where decodes read hidden state itself, prompts' chunks still project their past."""

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from engine.config import SchedulerConfig
 from engine.core import EngineCore
 from engine.errors import EngineStepError
-from engine.execution.cuda.runner import Collect, CudaRunner
+from engine.execution.cuda.runner import CudaRunner
 from engine.gpu_check.setup import Setup
 from engine.models.spec import ModelSpec
 from engine.models.weights import ModelWeights
 from engine.request import EngineRequest, RequestOutput
-from engine.scheduling.output import SchedulerOutput
+from engine.scheduling.output import Collect, SchedulerOutput
 from engine.scheduling.planner import OfflinePlan
 
 BLOCK = 16

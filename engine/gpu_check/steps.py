@@ -56,7 +56,7 @@ def time_shape(
         tokens = tuple((row * 7919 + index * 31) % 100 for index in range(start + length))
         new_requests.append(NewRequest(row, f"step-{row}", tokens, len(tokens), _GREEDY, entries))
         chunks.append(Chunk(row, start, length, True))
-    runner.execute(SchedulerOutput(0, tuple(chunks), tuple(new_requests)))
+    runner.launch(SchedulerOutput(0, tuple(chunks), tuple(new_requests)))()
     output = SchedulerOutput(1, tuple(chunks), operations=operations)
     ends, launches, before = [], [], runner.launch(output)
     for _ in range(steps):
@@ -69,7 +69,7 @@ def time_shape(
     before()
     gaps = [after - before for before, after in pairwise(ends)]
     device = setup.seconds(runner.repeat_last, repeats=steps, rounds=1)
-    runner.execute(SchedulerOutput(2, (), released_rows=tuple(range(len(spans)))))
+    runner.launch(SchedulerOutput(2, (), released_rows=tuple(range(len(spans)))))()
     return Timing(statistics.median(gaps), device, statistics.median(launches))
 
 

@@ -33,7 +33,7 @@ def check_swap(setup: Setup) -> Iterator[Row]:
     unit_bytes = spec.kv_bytes_per_token(setup.dtype.itemsize) * config.block_size / 2
     for action, way in ((CacheAction.SWAP_OUT, "out"), (CacheAction.SWAP_IN, "in")):
         step = SchedulerOutput(0, (), operations=swaps(action, first, 0, blocks))
-        seconds = setup.seconds(lambda step=step: runner.execute(step), repeats=4)  # type: ignore[misc]
+        seconds = setup.seconds(lambda step=step: runner.launch(step)(), repeats=4)  # type: ignore[misc]
         rate = 2 * blocks * unit_bytes / seconds / 1e9
         note = f"units of {unit_bytes / 2**20:.2g} MiB"
         pinned = limits.to_host / 1e9

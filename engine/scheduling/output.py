@@ -1,7 +1,8 @@
-"""The two values that cross between the control plane and the data plane.
+"""The contract between the control plane and the data plane: two values and one call.
 
-`SchedulerOutput` is one step's whole decision, frozen; `ModelRunnerOutput` is what the device answered. The runner owns
-the per-row state (tokens, block tables, sampling state) and updates it in place from deltas:
+`SchedulerOutput` is one step's whole decision, frozen; `ModelRunnerOutput` is what the device answered; a `ModelRunner`
+turns one into the other. It owns the per-row state (tokens, block tables, sampling state) and updates it in place from
+deltas:
 
 1. rows in `released_rows` are forgotten,
 2. `new_requests` are written whole into their rows (a preempted request that resumes is new again),
@@ -17,8 +18,9 @@ step. When a step fails, the targets of its operations are in doubt, whatever be
 """
 
 import enum
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from engine.cache.cache_map import CacheEntry
 from engine.request import SamplingParams, TokenLogprobs
@@ -133,3 +135,18 @@ class ModelRunnerOutput:
     token_ids: list[int]
     logprobs: list[TokenLogprobs | None] | None
     latency: float
+
+
+Collect = Callable[[], ModelRunnerOutput]
+"""Waits for a launched step and gives its result."""
+
+
+class ModelRunner(Protocol):
+    """The data plane. Steps are launched one after another from one thread; their results are asked for in the same
+    order, from any thread, when at most `pipeline_depth` later steps have been launched."""
+
+    def launch(self, output: SchedulerOutput) -> Collect:
+        """Start a step. It may have ended when this returns, or not before the result is asked for.
+
+        Either call raises what makes the step fail; its rows are undefined then, and must be written whole again.
+        """

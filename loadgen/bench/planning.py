@@ -16,7 +16,7 @@ from engine.config import SchedulerConfig
 from engine.core import EngineCore
 from engine.engine import Engine
 from engine.request import EngineRequest, RequestClass, SamplingParams
-from engine.scheduling.output import ModelRunnerOutput, SchedulerOutput
+from engine.scheduling.output import Collect, ModelRunnerOutput, SchedulerOutput
 from engine.scheduling.planner import OfflinePlan
 from loadgen.bench.machine import describe
 
@@ -33,11 +33,12 @@ class SleepingRunner:
     def __init__(self) -> None:
         self.steps: list[Span] = []
 
-    def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
+    def launch(self, output: SchedulerOutput) -> Collect:
         begin = time.perf_counter()
         time.sleep(STEP_SECONDS)
         self.steps.append((begin, time.perf_counter()))
-        return ModelRunnerOutput(output.step_id, [7] * sum(c.sample for c in output.chunks), None, STEP_SECONDS)
+        result = ModelRunnerOutput(output.step_id, [7] * sum(c.sample for c in output.chunks), None, STEP_SECONDS)
+        return lambda: result
 
 
 @dataclass(slots=True)

@@ -12,7 +12,7 @@ from engine.core import EngineCore
 from engine.execution.simulated import SIMULATED_TOKEN
 from engine.request import EngineRequest, SamplingParams
 from engine.scheduling.objective import StepObjective
-from engine.scheduling.output import ModelRunnerOutput, SchedulerOutput
+from engine.scheduling.output import Collect, SchedulerOutput
 from engine.virtual import Arrival, VirtualDriver, VirtualRun
 from loadgen import workloads
 from loadgen.arrivals import Process
@@ -112,12 +112,12 @@ class _Watched:
         self._device = machine.device
         self.seconds = self.cache_seconds = 0.0
 
-    def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
-        result = self._inner.execute(output)
+    def launch(self, output: SchedulerOutput) -> Collect:
+        result = self._inner.launch(output)()
         self.seconds += result.latency
         if any(output.cache_work):
             self.cache_seconds += self._device.cache_work_seconds(*output.cache_work)
-        return result
+        return lambda: result
 
 
 def run_point(point: Point) -> Metrics:

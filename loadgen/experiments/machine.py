@@ -91,6 +91,6 @@ class _Sweep:
     def measure(self, shape: StepShape) -> float:
         decodes = [Chunk(row, shape.decode_context - 1, 1, True) for row in range(shape.num_decodes)]
         prefills = [Chunk(shape.num_decodes + i, *chunk, True) for i, chunk in enumerate(shape.chunks)]
-        seconds = self._runner.execute(SchedulerOutput(0, (*decodes, *prefills))).latency
+        seconds = self._runner.launch(SchedulerOutput(0, (*decodes, *prefills)))().latency
         self._now += seconds
         return seconds

@@ -16,8 +16,8 @@ from engine.core import EngineCore
 from engine.execution.simulated import SIMULATED_TOKEN, TrueLatency
 from engine.request import EngineRequest, RequestClass, SamplingParams
 from engine.scheduling.objective import StepObjective
-from engine.scheduling.output import ModelRunnerOutput, SchedulerOutput
-from engine.virtual import Arrival, VirtualDriver, VirtualRecord, VirtualRun, VirtualRunner, step_features
+from engine.scheduling.output import Collect, ModelRunner, SchedulerOutput
+from engine.virtual import Arrival, VirtualDriver, VirtualRecord, VirtualRun, step_features
 from loadgen.experiments.machine import Machine
 from loadgen.randomness import stream
 from loadgen.stats import nearest_rank
@@ -107,18 +107,18 @@ def recorded_steps(machine: Machine, scenario: Scenario, setting: Setting, seed:
 class _Recording:
     """A runner that keeps what its steps were made of."""
 
-    def __init__(self, inner: VirtualRunner) -> None:
+    def __init__(self, inner: ModelRunner) -> None:
         self.steps: list[Sample] = []
         self._inner = inner
 
-    def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
-        result = self._inner.execute(output)
+    def launch(self, output: SchedulerOutput) -> Collect:
+        result = self._inner.launch(output)()
         self.steps.append(Sample(step_features(output), result.latency))
-        return result
+        return lambda: result
 
 
 def make_driver(
-    machine: Machine, scenario: Scenario, setting: Setting, seed: int, runner: VirtualRunner
+    machine: Machine, scenario: Scenario, setting: Setting, seed: int, runner: ModelRunner
 ) -> VirtualDriver:
     """The driver of a run that has not begun."""
     limit = machine.config.max_model_len

@@ -14,7 +14,6 @@ With `kernels` from torch, or Triton's interpreter, the same class runs on the C
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -39,13 +38,11 @@ from engine.execution.sampler import SampleInput, sample
 from engine.models.spec import ModelSpec, hidden_offer
 from engine.models.weights import ModelWeights
 from engine.request import TokenLogprobs
-from engine.scheduling.output import ModelRunnerOutput, SchedulerOutput
+from engine.scheduling.output import Collect, ModelRunnerOutput, SchedulerOutput
 
 log = logging.getLogger("tidemill.engine")
 
 _RESULTS = 3  # host buffers for tokens: of the steps in flight, and one to spare
-
-Collect = Callable[[], ModelRunnerOutput]
 
 
 @dataclass(slots=True)
@@ -116,10 +113,6 @@ class CudaRunner:
     @property
     def num_shapes(self) -> int:
         return len(self._buckets.all_shapes())
-
-    def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
-        """Run one step and wait for it. After an exception its rows are undefined and must be written whole again."""
-        return self.launch(output)()
 
     def launch(self, output: SchedulerOutput) -> Collect:
         """Start one step; the result waits for it (call it in launch order, from any thread)."""

@@ -10,6 +10,7 @@ every such error also changes the output.
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from hashlib import blake2b
 from typing import NamedTuple
 
@@ -20,6 +21,7 @@ from engine.scheduling.output import (
     CacheAction,
     CacheOperation,
     Chunk,
+    Collect,
     ModelRunnerOutput,
     SchedulerOutput,
 )
@@ -45,7 +47,7 @@ class _Row:
 
 
 class FakeRunner:
-    """Executes steps on nothing.
+    """Executes steps on nothing, when their results are asked for.
 
     `fail_steps`: step ids that raise RuntimeError, before any delta is applied (a later step must do without it);
     `fail_after_operations`: those that raise it when deltas and cache operations are done and chunks are not.
@@ -79,7 +81,10 @@ class FakeRunner:
         self._rows: dict[int, _Row] = {}
         self._cells: dict[tuple[Tier, int, int], _Cell] = {}
 
-    def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
+    def launch(self, output: SchedulerOutput) -> Collect:
+        return partial(self._execute, output)
+
+    def _execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         """Apply the deltas in the documented order, run the chunks, sample."""
         latency = self._latency(output)
         if self._sleep:
