@@ -21,6 +21,7 @@ _GAP_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 
 
 
 MAX_ENDED = 512
+PREEMPTION_CAUSES = ("late", "memory", "online", "step_failure")
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,9 +132,10 @@ class EngineCollector(Collector):
         yield _total("step_seconds", "Time in model steps.", stats.step_seconds)
         yield _total("prefill_tokens", "Prompt tokens computed.", stats.prefill_tokens)
         yield _total("decode_tokens", "Output tokens computed.", stats.decode_tokens)
+        yield _total("offline_computed_tokens", "Those of both that were offline work.", stats.offline_computed_tokens)
         preemptions = CounterMetricFamily("tidemill_preemptions", "Preemptions by cause.", labels=["cause"])
-        for cause, count in sorted(stats.preemptions.items()):
-            preemptions.add_metric([cause], count)
+        for cause in sorted({*PREEMPTION_CAUSES, *stats.preemptions}):  # from zero on, so that a rate has a beginning
+            preemptions.add_metric([cause], stats.preemptions.get(cause, 0))
         yield preemptions
         yield _total("predicted_step_seconds", "What the model steps were predicted to take.", stats.predicted_seconds)
         yield _total(

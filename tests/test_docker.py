@@ -1,0 +1,134 @@
+"""docker/: what can be checked without a container engine. The dashboard names only metrics that the server shows; the
+image copies what exists; the entry point never opens a server without a key; files parse and agree with each other."""
+
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCKER = ROOT / "docker"
+
+
+@pytest.fixture(scope="module")
+def tool() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("grafana_dashboard", ROOT / "tools" / "grafana_dashboard.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_dashboard_is_what_its_script_writes(tool: ModuleType) -> None:
+    written = json.loads((DOCKER / "grafana" / "dashboards" / "tidemill.json").read_text())
+    assert written == tool.dashboard(tool.registry_names()), "run: python tools/grafana_dashboard.py"
+
+
+def test_a_metric_that_is_not_shown_is_an_error(tool: ModuleType) -> None:
+    known = tool.registry_names()
+    assert "tidemill_slo_attainment" in known and "tidemill_batch_lines_total" in known
+    with pytest.raises(ValueError, match="tidemill_slo_attainment"):
+        tool.dashboard(known - {"tidemill_slo_attainment"})
+
+
+def test_alerts_name_metrics_that_are_shown(tool: ModuleType) -> None:
+    rules = yaml.safe_load((DOCKER / "prometheus" / "rules.yml").read_text())["groups"][0]["rules"]
+    for rule in rules:
+        assert set(re.findall(r"tidemill_\w+", rule["expr"])) <= tool.registry_names(), rule["alert"]
+
+
+def test_the_image_copies_what_exists_and_holds_no_key() -> None:
+    text = (DOCKER / "Dockerfile").read_text()
+    copies = re.findall(r"^COPY (?!--from)(?:--\S+ )*(.*) \S+$", text, re.MULTILINE)
+    sources = [word for words in copies for word in words.split()]
+    assert {"pyproject.toml", "gateway", "engine", "predictor", "loadgen"} <= set(sources)
+    ignored = (ROOT / ".dockerignore").read_text().split()
+    for source in sources:
+        assert (ROOT / source).exists() and f"!{source}" in ignored, source
+    assert re.findall(r"AS (\w+)", text)[-1] == "cpu" and text.count("USER 10001:10001") == 2
+    assert "API_KEY=" not in text
+
+
+def run_entry_point(tmp_path: Path, **environment: str) -> tuple[str, str]:
+    """What `tidemill` was started with, its key and the entry point's words; the state volume is a folder."""
+    script = (DOCKER / "entrypoint.sh").read_text().replace("/var/lib/tidemill", str(tmp_path))
+    tools = tmp_path / "bin"
+    tools.mkdir(exist_ok=True)
+    (tools / "tidemill").write_text('#!/bin/sh\nprintf "%s|%s" "$*" "${TIDEMILL_API_KEY:-}"\n')
+    (tools / "tidemill").chmod(0o755)
+    (tools / "python").unlink(missing_ok=True)
+    (tools / "python").symlink_to(sys.executable)
+    path = f"{tools}:{os.environ['PATH']}"
+    command = ["sh", "-c", script, "entrypoint", "serve", "--port", "9"]
+    done = subprocess.run(command, env={"PATH": path, **environment}, capture_output=True, text=True, check=True)
+    words, _, last = done.stdout.rpartition("\n")
+    return words, last
+
+
+def test_the_entry_point_makes_a_key_once_and_keeps_it_private(tmp_path: Path) -> None:
+    words, last = run_entry_point(tmp_path)
+    arguments, key = last.split("|")
+    assert arguments == "serve --port 9" and len(key) >= 40 and key not in words
+    assert (tmp_path / "api-key").stat().st_mode & 0o077 == 0
+    assert run_entry_point(tmp_path)[1].split("|")[1] == key
+
+
+def test_a_key_that_was_given_is_used(tmp_path: Path) -> None:
+    assert run_entry_point(tmp_path, TIDEMILL_API_KEY="mine")[1] == "serve --port 9|mine"
+    assert run_entry_point(tmp_path, TIDEMILL_API_KEY_FILE="/keys")[1] == "serve --port 9|"
+    assert not (tmp_path / "api-key").exists()
+
+
+def documents(path: Path) -> list[dict[str, Any]]:
+    return [document for document in yaml.safe_load_all(path.read_text()) if document]
+
+
+@pytest.mark.parametrize("path", sorted(p for p in DOCKER.rglob("*.y*ml")), ids=lambda p: p.name)
+def test_every_file_parses(path: Path) -> None:
+    assert documents(path)
+
+
+def test_compose_mounts_what_exists() -> None:
+    (compose,) = documents(DOCKER / "compose.yaml")
+    for service in compose["services"].values():
+        for volume in service.get("volumes", ()):
+            source = volume.split(":")[0]
+            assert source in compose["volumes"] or (DOCKER / source).is_dir(), volume
+    (gpu,) = documents(DOCKER / "compose.gpu.yaml")
+    assert set(gpu["services"]) <= set(compose["services"])
+
+
+def test_the_manifests_agree_on_names_and_ports() -> None:
+    folder = DOCKER / "deploy" / "kubernetes"
+    (service,) = documents(folder / "service.yaml")
+    (workload,) = documents(folder / "statefulset.yaml")
+    (monitor,) = documents(folder / "servicemonitor.yaml")
+    (listed,) = documents(folder / "kustomization.yaml")
+    container = workload["spec"]["template"]["spec"]["containers"][0]
+    assert service["spec"]["selector"] == workload["spec"]["selector"]["matchLabels"]
+    assert service["spec"]["ports"][0]["targetPort"] == container["ports"][0]["name"]
+    assert monitor["spec"]["endpoints"][0]["port"] == service["spec"]["ports"][0]["name"]
+    assert monitor["spec"]["selector"]["matchLabels"] == service["metadata"]["labels"]
+    claims = {claim["metadata"]["name"] for claim in workload["spec"]["volumeClaimTemplates"]}
+    volumes = {volume["name"] for volume in workload["spec"]["template"]["spec"]["volumes"]}
+    assert {mount["name"] for mount in container["volumeMounts"]} == claims | volumes
+    assert all((folder / name).exists() for name in listed["resources"])
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="Debian's package prometheus has promtool")
+def test_prometheus_takes_its_configuration(tmp_path: Path) -> None:
+    shutil.copytree(DOCKER / "prometheus", tmp_path / "prometheus")
+    config = tmp_path / "prometheus" / "prometheus.yml"
+    config.write_text(config.read_text().replace("/tmp/key", str(tmp_path / "key")))
+    (tmp_path / "key").write_text("k")
+    done = subprocess.run(["promtool", "check", "config", str(config)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
