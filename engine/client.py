@@ -48,6 +48,11 @@ class EngineClient(Protocol):
         """True when the model is loaded, a warm-up step is done, and the engine is alive and not draining."""
         ...
 
+    @property
+    def trouble(self) -> str | None:
+        """Why a started engine that is alive is not ready, in words for an operator; None without any such reason."""
+        ...
+
     async def start(self) -> None:
         """Start stepping and run one warm-up step; returns when ready."""
         ...

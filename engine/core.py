@@ -15,7 +15,7 @@ from itertools import chain, islice, repeat
 
 from engine.cache.prefix import extend_hashes
 from engine.config import SchedulerConfig
-from engine.errors import EngineStepError, InvalidRequestError, TidemillError
+from engine.errors import EngineStepError, EngineUnavailableError, InvalidRequestError, TidemillError
 from engine.integrity import check_integrity
 from engine.request import (
     EngineRequest,
@@ -39,6 +39,8 @@ from predictor.load import Lengths
 from predictor.model import LatencyPredictor
 
 MAX_STEP_FAILURES = 3
+MAX_QUIET_RECOVERIES = 2
+"""Attempts to get a standing engine going that end nobody's request."""
 OUTPUT_FORGETTING = 0.05
 
 
@@ -151,6 +153,24 @@ class EngineCore:
             outputs = list(self._confirm(flight, result, now))
         self._scheduler.pool.complete_step(output.step_id)
         return outputs
+
+    def clear_stall(self, now: float, attempt: int) -> list[RequestOutput]:
+        """Nothing runs although there is work: build the queues anew, and give the room of offline requests back.
+
+        The second `attempt` takes that of online ones too; from the third on the oldest online request, behind which
+        the others may wait, ends with an error that asks its client to try again.
+        """
+        assert not self._in_flight, "a step is in flight: the engine does not stand still"
+        self._counters.stalls += attempt == 1
+        scheduler = self._scheduler
+        scheduler.rebuild(self._requests.values())
+        for request_class in (RequestClass.OFFLINE,) if attempt == 1 else RequestClass:
+            for request in list(scheduler.running[request_class]):
+                scheduler.preempt(request, "stall", now)
+        if attempt <= MAX_QUIET_RECOVERIES or not scheduler.waiting_online:
+            return []
+        error = EngineUnavailableError("The engine could not start this request.", retry_after=1.0)
+        return [self._finish(scheduler.waiting_online[0], FinishReason.ERROR, now, [], None, error=error)]
 
     def set_offline_share(self, share: float) -> None:
         """Scale the offline budget beside online work, 0 to 1 (the circuit breaker's dial)."""

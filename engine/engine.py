@@ -24,6 +24,7 @@ from engine.scheduling.output import ModelRunner, ModelRunnerOutput, SchedulerOu
 from engine.stats import EngineStats
 from engine.stream import RequestStream
 from engine.tuning import BudgetTuner
+from engine.watchdog import STALL_SECONDS, ProgressWatchdog
 
 log = logging.getLogger("tidemill.engine")
 
@@ -33,7 +34,8 @@ WARM_UP_ID = "warm-up"
 class Engine:
     """One model on one device, in this process. `core` and `runner` must agree on pool and block size.
 
-    `watchdog_seconds`: a step that runs longer makes `alive` False.
+    `watchdog_seconds`: a step that runs longer makes `alive` False. `stall_seconds`: with work but without a step for
+    longer, the engine is not ready and recovers (see `engine.watchdog`).
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class Engine:
         info: EngineInfo,
         *,
         watchdog_seconds: float = 60.0,
+        stall_seconds: float = STALL_SECONDS,
         clock: Callable[[], float] = time.monotonic,
         plan_offline: PlanOffline | None = None,
         colocation: Colocation | None = None,
@@ -61,6 +64,7 @@ class Engine:
         self._wake = asyncio.Event()
         self._planner = Planner(plan_offline or core.plan_offline, clock, self._wake.set)
         self._plan_tried = False
+        self._watchdog = ProgressWatchdog(core, clock, self._recover, stall_seconds)
         self._idle = asyncio.Event()
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tidemill-runner")
         self._waiter = self._executor
@@ -77,12 +81,18 @@ class Engine:
 
     @property
     def ready(self) -> bool:
-        return self._warm and self.alive and not self._draining
+        return self._warm and self.alive and not self._draining and self.trouble is None
+
+    @property
+    def trouble(self) -> str | None:
+        """See EngineClient.trouble."""
+        return self._watchdog.trouble
 
     async def start(self) -> None:
         """Start the loop and run one request through it; raises what the runner raised if that fails."""
         self._loop_task = asyncio.create_task(self._run(), name="tidemill-engine")
         self._planner.start()
+        self._watchdog.start()
         length = min(8, self.info.max_model_len - 2)
         spec = EngineRequest(WARM_UP_ID, (0,) * length, SamplingParams(max_tokens=2, temperature=0.0), final_only=True)
         async for output in self.add(spec):
@@ -110,6 +120,7 @@ class Engine:
         self._wake.set()
         await asyncio.wait([self._loop_task])
         await self._planner.stop()
+        await self._watchdog.stop()
         if self._tuner is not None:
             await self._tuner.stop()
         if not self._loop_task.cancelled():
@@ -124,6 +135,7 @@ class Engine:
         if not self.alive:
             raise EngineUnavailableError("The engine is not running.", retry_after=5.0)
         now = self._clock()
+        self._watchdog.on_work()
         try:
             self._core.add_request(request, now)
         except RetryableError:
@@ -208,6 +220,7 @@ class Engine:
         now = self._clock()
         started, self._step_started = self._step_started, now if self._in_flight else None
         outputs = self._core.update(output, result, now, error)
+        self._watchdog.on_step()
         if self.colocation is not None and self._warm and result is not None and started is not None:
             self.colocation.on_step(output, now - started, outputs, now)
         for request_output in outputs:
@@ -222,6 +235,18 @@ class Engine:
                 self._idle.set()
         elif not keeps_up:
             self.abort(output.request_id)
+
+    def _recover(self, attempt: int) -> None:
+        """The engine stands still, and no step is in flight."""
+        if not self.alive:
+            return
+        now = self._clock()
+        for output in self._core.clear_stall(now, attempt):
+            if self.colocation is not None:
+                self.colocation.on_end(output, now)
+            self._deliver(output)
+        self._planner.restart()
+        self._wake_up()
 
     def _fail_all(self, error: BaseException) -> None:
         """The loop itself broke: nothing can be stepped any more, so every open stream ends with an error."""

@@ -39,6 +39,14 @@ class Planner:
             self._task.cancel()
             await asyncio.wait([self._task])
 
+    def restart(self) -> None:
+        """Give up the plan in the making, which may never end, and begin another."""
+        if self._task is not None:
+            self._task.cancel()
+            self._plan = None
+            self.start()
+            self.want()
+
     def want(self) -> None:
         """Ask for a new plan; returns at once."""
         self._wanted.set()

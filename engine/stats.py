@@ -31,6 +31,7 @@ class StepCounters:
 
     steps: int = 0
     failed_steps: int = 0
+    stalls: int = 0
     step_seconds: float = 0.0
     prefill_tokens: int = 0
     decode_tokens: int = 0
@@ -62,6 +63,7 @@ class EngineStats:
     preemptions: dict[str, int] = field(default_factory=dict)
     steps: int = 0
     failed_steps: int = 0
+    stalls: int = 0
     step_seconds: float = 0.0
     prefill_tokens: int = 0
     decode_tokens: int = 0

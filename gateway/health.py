@@ -31,7 +31,9 @@ async def ready(request: Request) -> Response:
     context = context_of(request)
     context.lifecycle.check_accepting()
     if not context.client.ready:
-        raise EngineUnavailableError("The engine is not ready.", retry_after=5.0)
+        trouble = context.client.trouble
+        reason = f": {trouble}" if trouble is not None else ""
+        raise EngineUnavailableError(f"The engine is not ready{reason}.", retry_after=5.0)
     colocation = context.client.stats().colocation
     if colocation is None:
         return _ok()

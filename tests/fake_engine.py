@@ -74,6 +74,7 @@ class FakeEngine:
         self.info = EngineInfo(**{**facts, **info})
         self.script = script
         self.alive = True
+        self.trouble: str | None = None
         self.draining = False
         self.started = False
         self.add_errors: list[TidemillError] = []
@@ -90,7 +91,7 @@ class FakeEngine:
 
     @property
     def ready(self) -> bool:
-        return self.started and self.alive and not self.draining
+        return self.started and self.alive and not self.draining and self.trouble is None
 
     async def start(self) -> None:
         self.started = True

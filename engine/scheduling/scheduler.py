@@ -5,7 +5,7 @@ clocks or tensors.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from engine.cache.cache_map import CacheBlock, CacheKind
@@ -59,12 +59,16 @@ class Scheduler:
         self.pool = BlockPool(config.num_units, config.host_units)
         self.running: dict[RequestClass, list[Request]] = {RequestClass.ONLINE: [], RequestClass.OFFLINE: []}
         self.waiting_online: list[Request] = []
-        self.waiting_offline = OfflineQueue(offline_policy, config.block_size, seed=config.seed)
+        self._offline_policy = offline_policy
+        self.waiting_offline = self._make_offline_queue()
         self.free_rows = list(range(config.max_num_seqs - 1, -1, -1))
         self.released_rows: list[int] = []
         self.parked = ParkedCache(config, self.pool, model)
         self.num_hidden_blocks = 0
         self.counters = SchedulerCounters()
+
+    def _make_offline_queue(self) -> OfflineQueue:
+        return OfflineQueue(self._offline_policy, self.config.block_size, seed=self.config.seed)
 
     @property
     def has_online(self) -> bool:
@@ -208,6 +212,20 @@ class Scheduler:
             request.not_before = now + min(2.0 ** min(excess, 30), MAX_BACK_OFF)
         self.add_waiting(request)
         self.counters.preemptions[cause] = self.counters.preemptions.get(cause, 0) + 1
+
+    def rebuild(self, requests: Iterable[Request]) -> None:
+        """Derive queues and rows anew from the requests themselves, all that have not ended."""
+        self.running = {request_class: [] for request_class in RequestClass}
+        self.waiting_online, self.waiting_offline = [], self._make_offline_queue()
+        self.num_hidden_blocks = 0
+        for request in sorted(requests, key=lambda request: request.arrival_order):
+            if request.status is RequestStatus.RUNNING:
+                self.running[request.request_class].append(request)
+                self.num_hidden_blocks += request.cache_map.num_hidden
+            else:
+                self.add_waiting(request)
+        held = {request.row for running in self.running.values() for request in running}
+        self.free_rows = [row for row in range(self.config.max_num_seqs - 1, -1, -1) if row not in held]
 
     def take_operations(self) -> tuple[CacheOperation, ...]:
         """The cache operations of the step that is being launched, counted."""
