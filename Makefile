@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: install serve test check bench gpu-check clean
+.PHONY: install serve test check docs bench gpu-check clean
 
 install: $(STAMP)
 
@@ -30,6 +30,12 @@ check: install
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/python tools/size_report.py
+	$(BIN)/python tools/reference.py --check
+	$(BIN)/python tools/grafana_dashboard.py --check
+
+docs: install
+	$(BIN)/python tools/reference.py
+	$(BIN)/python tools/grafana_dashboard.py
 
 bench: install
 	$(BIN)/python -m loadgen.bench $(ARGS)

@@ -124,15 +124,23 @@ PANELS: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
 )
 
 
-def registry_names() -> set[str]:
-    """Every sample name that /metrics can show."""
+def registry_families() -> list[tuple[str, str, tuple[str, ...], str]]:
+    """(name, type, labels, help) of everything that /metrics can show, by name."""
     metrics = GatewayMetrics(cast(EngineClient, None), "model")
     metrics.stats = EngineStats(colocation=_filled(ColocationStats))
     worker = SimpleNamespace(states={}, lines_ended=Counter(), paused=False)
     metrics.registry.register(BatchCollector(cast(BatchWorker, worker)))
+    found = []
+    for family in metrics.registry.collect():
+        labels = {label: None for sample in family.samples for label in sample.labels if label != "le"}
+        found.append((family.name, family.type, tuple(labels), family.documentation))
+    return sorted(found)
+
+
+def registry_names() -> set[str]:
+    """Every sample name that /metrics can show."""
     endings = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count")}
-    families = list(metrics.registry.collect())
-    return {family.name + ending for family in families for ending in endings.get(family.type, ("",))}
+    return {name + ending for name, kind, _, _ in registry_families() for ending in endings.get(kind, ("",))}
 
 
 def _filled(kind: type[Any]) -> Any:
@@ -179,7 +187,10 @@ def dashboard(known: set[str]) -> dict[str, Any]:
 def main(words: list[str]) -> int:
     text = json.dumps(dashboard(registry_names()), indent=1) + "\n"
     if "--check" in words:
-        return 0 if TARGET.read_text() == text else 1
+        if TARGET.read_text() == text:
+            return 0
+        print("docker/grafana: the dashboard is not what its script writes: run `make docs` and commit it")
+        return 1
     TARGET.write_text(text)
     return 0
 

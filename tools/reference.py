@@ -1,0 +1,189 @@
+"""Writes docs/reference/: `python tools/reference.py [--check]`. The pages come from the code that they describe.
+
+`--check` compares with the files and changes nothing; a test does it, so no page can say what is not so.
+"""
+
+import argparse
+import inspect
+import sys
+import typing
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+TARGET = ROOT / "docs" / "reference"
+sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
+
+from grafana_dashboard import registry_families  # noqa: E402
+
+from engine import errors as engine_errors  # noqa: E402
+from engine.config import EngineConfig  # noqa: E402
+from engine.scheduling import policies  # noqa: E402
+from gateway import cli, errors, params  # noqa: E402
+from gateway.config import ServerConfig  # noqa: E402
+from gateway.flags import Flag, flags_of  # noqa: E402
+from gateway.wire import ChatCompletionRequest, CompletionRequest  # noqa: E402
+
+NOTE = "<!-- written by tools/reference.py -->\n"
+
+
+def table(titles: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    lines = ["| " + " | ".join(titles) + " |", "|" + "---|" * len(titles)]
+    lines += ["| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in row) + " |" for row in rows]
+    return "\n".join(lines) + "\n"
+
+
+def page(title: str, *parts: str) -> str:
+    return f"{NOTE}# {title}\n\n" + "\n".join(parts).rstrip() + "\n"
+
+
+def cli_page() -> str:
+    """Every command with its options; `tidemill COMMAND --help` says the same."""
+    parts: list[str] = []
+    _describe(cli._parser(), "tidemill", parts)
+    parts.append("`tidemill bench --help` and `tidemill simulate --help` describe the measuring tools.\n")
+    return page("Command line", *parts)
+
+
+def _describe(parser: argparse.ArgumentParser, name: str, parts: list[str]) -> None:
+    parts.append(f"## {name}\n\n{parser.description or ''}".rstrip() + "\n")
+    nested = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    options = [a for a in parser._actions if a not in nested and a.dest != "help"]
+    if options:
+        parts.append(
+            table(("option", "what it does"), [(_spelled(a), (a.help or "").replace("%%", "%")) for a in options])
+        )
+    for action in nested:
+        texts = {choice.dest: choice.help or "" for choice in action._choices_actions}
+        parts.append(table(("command", "what it does"), [(f"`{n}`", texts.get(n, "")) for n in action.choices]))
+        for inner, command in action.choices.items():
+            if command.add_help:
+                _describe(command, f"{name} {inner}", parts)
+
+
+def _spelled(action: argparse.Action) -> str:
+    if not action.option_strings:
+        return f"`{action.metavar or action.dest}`"
+    takes = (
+        ""
+        if action.nargs == 0 or isinstance(action, argparse.BooleanOptionalAction)
+        else f" {action.metavar or action.dest.upper()}"
+    )
+    return ", ".join(f"`{option}{takes}`" for option in action.option_strings)
+
+
+def config_page() -> str:
+    intro = (
+        "Each setting is a flag, an environment variable and a key of the `--config` file (YAML), taken in this order. "
+        "A flag that repeats is a comma-separated variable and a list in the file.\n"
+    )
+    parts = [intro]
+    for title, config in (("Engine", EngineConfig), ("Server", ServerConfig)):
+        rows = [(f"`--{f.key}`", f"`{f.variable}`", _default(f), f.help) for f in flags_of(config)]
+        parts.append(f"## {title}\n\n" + table(("flag", "variable", "default", "what it does"), rows))
+    return page("Configuration", *parts)
+
+
+def _default(flag: Flag) -> str:
+    if flag.default in (None, (), ""):
+        return ""
+    return f"`{str(flag.default).lower() if isinstance(flag.default, bool) else flag.default}`"
+
+
+def api_page() -> str:
+    parts = ["Fields of the bodies. Any other name is a 400 `unknown_parameter`.\n"]
+    for path, body in (("chat/completions", ChatCompletionRequest), ("completions", CompletionRequest)):
+        rows = [(f"`{name}`", _kind(field.annotation), _limits(field)) for name, field in body.model_fields.items()]
+        parts.append(f"## POST /v1/{path}\n\n" + table(("field", "type", "limits"), rows))
+    parts.append("## Accepted and without effect\n\n" + ", ".join(f"`{name}`" for name in sorted(params.INERT)) + ".\n")
+    rows = [
+        (f"`{name}`", ", ".join(f"`{v!r}`" for v in values) or "nothing") for name, values in params.UNSUPPORTED.items()
+    ]
+    parts.append("## Refused\n\nA 400 `unsupported_parameter`, unless the value asks for what happens anyway.\n")
+    parts.append(table(("field", "accepted values"), rows))
+    return page("Fields of the API", *parts)
+
+
+def _kind(annotation: Any) -> str:
+    origin = typing.get_origin(annotation)
+    if origin is typing.Annotated:
+        return _kind(typing.get_args(annotation)[0])
+    arguments = [a for a in typing.get_args(annotation) if a is not type(None)]
+    if origin is typing.Literal:
+        return ", ".join(f"`{a}`" for a in arguments)
+    if origin is list:
+        return f"list of {_kind(arguments[0])}"
+    if origin is dict:
+        return "object"
+    if arguments:
+        return " or ".join(dict.fromkeys(_kind(a) for a in arguments))
+    return {"str": "text", "int": "whole number", "float": "number", "bool": "true or false"}.get(
+        getattr(annotation, "__name__", ""), "object"
+    )
+
+
+def _limits(field: Any) -> str:
+    words = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<", "min_length": "length ≥", "max_length": "length ≤"}
+    found = [f"{words[k]} {v:,}" for m in field.metadata for k in words if (v := getattr(m, k, None)) is not None]
+    return ", ".join(found + (["required"] if field.is_required() else []))
+
+
+def metrics_page() -> str:
+    rows = [(f"`{name}`", kind, ", ".join(labels), text) for name, kind, labels, text in registry_families()]
+    ours = [row for row in rows if row[0].startswith("`tidemill")]
+    theirs = [row for row in rows if row[0].startswith("`vllm")]
+    titles = ("name", "type", "labels", "what it shows")
+    return page(
+        "Metrics",
+        "`GET /metrics`, Prometheus text. Counters appear with `_total`. `class` is `online` or `offline`.\n",
+        table(titles, ours),
+        "\n## Names as vLLM has them\n\nThey count online work alone, for dashboards and autoscalers made for vLLM.\n",
+        table(titles, theirs),
+    )
+
+
+def errors_page() -> str:
+    rows = [(str(status), f"`{code}`", message) for status, (message, code) in sorted(errors._DEFAULTS.items())]
+    tree = inspect.getdoc(engine_errors) or ""
+    return page(
+        "Errors",
+        'Every error is `{"error": {"message", "type", "param", "code"}}`. 429 and 503 carry `Retry-After`.\n',
+        table(("status", "default code", "default message"), rows),
+        f"\n## Where they come from\n\n```\n{tree}\n```\n",
+    )
+
+
+def policies_page() -> str:
+    text = inspect.getdoc(policies) or ""
+    flags = {flag.field: flag for flag in flags_of(EngineConfig)}
+    rows = [(f"`--{f.key}`", _default(f), f.help) for n, f in flags.items() if n.endswith("_policy")]
+    return page("Policies", table(("flag", "default", "what it does"), rows), f"\n{text}\n")
+
+
+PAGES: dict[str, Callable[[], str]] = {
+    "cli.md": cli_page,
+    "config.md": config_page,
+    "api.md": api_page,
+    "metrics.md": metrics_page,
+    "errors.md": errors_page,
+    "policies.md": policies_page,
+}
+
+
+def main(words: list[str]) -> int:
+    stale = []
+    TARGET.mkdir(parents=True, exist_ok=True)
+    for name, write in PAGES.items():
+        path, text = TARGET / name, write()
+        if "--check" not in words:
+            path.write_text(text)
+        elif not path.exists() or path.read_text() != text:
+            stale.append(name)
+    if stale:
+        print(f"docs/reference: {', '.join(stale)} are not what the code says: run `make docs` and commit them")
+    return int(bool(stale))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
