@@ -31,7 +31,8 @@ class EngineConfig:
     slo: str = _flag("ttft_p99=1s,tbt_p99=100ms", "what online requests are promised; also 'tbt_mean=50ms' or '5%'")
     fill_policy: str = _flag("tidemill", "how offline work is sized; hygen: one flat budget", ("tidemill", "hygen"))
     online_policy: str = _flag(
-        "goodput:0.4", "order of online requests: fcfs, no-preempt, larry[:ALPHA], apt[:TAIL], goodput[:TAIL], random"
+        "goodput",
+        "who starts if memory is short: goodput[:TAIL], goodput-strict, apt[:TAIL], larry[:ALPHA], no-preempt, fcfs",
     )
     hidden_cache: bool = _flag(
         False, "with apt or goodput, run requests from hidden state when memory is short (where the model allows it)"

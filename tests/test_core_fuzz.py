@@ -43,7 +43,7 @@ tiers = st.sampled_from(
         (24, 0, "apt", False),
         (0, 6, "apt", False),
         (30, 5, "apt", False),
-        (40, 9, "goodput", True),
+        (40, 9, "goodput-strict", True),
         (200, 40, "goodput", False),
     ]
 )

@@ -30,7 +30,7 @@ def late_and_new(depth: int, policy: str, blocks: int = 12, **options: int) -> D
 
 def test_a_late_request_gives_way_to_one_that_can_be_saved(depth: int) -> None:
     waited = {}
-    for policy in ("fcfs", "apt", "goodput:0.4", "goodput"):
+    for policy in ("fcfs", "apt", "goodput", "goodput-strict"):
         driver = late_and_new(depth, policy)
         arrived = driver.now
         driver.run()
@@ -40,19 +40,19 @@ def test_a_late_request_gives_way_to_one_that_can_be_saved(depth: int) -> None:
         assert first is not None
         waited[policy] = first - arrived
         evicted = driver.core.stats().preemptions.get("late", 0)
-        assert evicted == (1 if policy == "goodput" else 0), policy
-    assert waited["goodput"] < min(waited["fcfs"], waited["apt"], waited["goodput:0.4"])
+        assert evicted == (1 if policy == "goodput-strict" else 0), policy
+    assert waited["goodput-strict"] < min(waited["fcfs"], waited["apt"], waited["goodput"])
 
 
 def test_nobody_gives_way_while_there_is_room(depth: int) -> None:
-    driver = late_and_new(depth, "goodput", blocks=40)
+    driver = late_and_new(depth, "goodput-strict", blocks=40)
     driver.run()
     assert not driver.core.stats().preemptions
 
 
 def test_nobody_gives_way_for_ever(depth: int) -> None:
     """After `max_offline_preemptions` a late request keeps its place, and who could be saved waits."""
-    driver = late_and_new(depth, "goodput", max_offline_preemptions=2)
+    driver = late_and_new(depth, "goodput-strict", max_offline_preemptions=2)
     for name in ("new", "second", "third", "fourth"):
         if name != "new":
             driver.add(make_request(name, [len(name)] * 22, 2))
@@ -67,7 +67,7 @@ def test_nobody_gives_way_for_ever(depth: int) -> None:
 def test_savable_requests_start_first_when_time_is_short() -> None:
     """Memory for everybody: only the token limit of a step makes the queue wait."""
     started = {}
-    for policy in ("fcfs", "goodput"):
+    for policy in ("fcfs", "goodput-strict"):
         driver = make(0, blocks=200, policy=policy, model=MODEL)
         driver.core.set_objective(StepObjective(ttft=TTFT, tbt=TTFT))
         driver.add(*(make_request(f"old-{i}", [i] * 64, 2) for i in range(3)))
@@ -76,10 +76,10 @@ def test_savable_requests_start_first_when_time_is_short() -> None:
         driver.step()
         started[policy] = [new.request_id for new in driver.steps[0].new_requests]
         driver.run()
-    assert started == {"fcfs": ["old-0"], "goodput": ["new"]}
+    assert started == {"fcfs": ["old-0"], "goodput-strict": ["new"]}
 
 
-@pytest.mark.parametrize("policy", ["apt", "goodput:0.4"])
+@pytest.mark.parametrize("policy", ["apt", "goodput"])
 def test_growth_takes_the_memory_of_late_requests_first(depth: int, policy: str) -> None:
     """The late one is the older: by age alone the younger would lose."""
     driver = make(depth, blocks=12, policy=policy, model=MODEL)
@@ -95,7 +95,7 @@ def test_growth_takes_the_memory_of_late_requests_first(depth: int, policy: str)
 
 
 def test_offline_work_loses_before_late_online_work() -> None:
-    driver = make(0, blocks=20, policy="goodput", model=MODEL)
+    driver = make(0, blocks=20, policy="goodput-strict", model=MODEL)
     driver.core.set_objective(StepObjective(ttft=TTFT, tbt=TTFT))
     driver.add(make_request("late", [1] * 28, 16))
     driver.now = TTFT + 1.0
@@ -109,9 +109,9 @@ def test_offline_work_loses_before_late_online_work() -> None:
 
 
 def test_the_tail_is_a_parameter_of_the_policy() -> None:
-    assert find_policy("goodput").late_last and find_policy("goodput:0").late_last
-    assert not find_policy("goodput:0.1").late_last and not find_policy("apt:0").late_last
-    for name in ("apt:-0.1", "goodput:1.1", "apt:nan", "apt:x"):
+    assert find_policy("goodput-strict").late_last
+    assert not any(find_policy(name).late_last for name in ("goodput", "goodput:0", "goodput:0.1", "apt:0"))
+    for name in ("goodput-strict:0", "apt:-0.1", "goodput:1.1", "apt:nan", "apt:x"):
         with pytest.raises(ConfigError):
             find_policy(name)
 
@@ -131,7 +131,7 @@ def test_early_refusal_can_be_switched_off() -> None:
 
 def test_late_requests_leave_room_for_those_to_come(depth: int) -> None:
     """Beside running work the last quarter of the pool is not for late requests; alone they may take all of it."""
-    for policy, running in (("goodput", 1), ("goodput:0.4", 2)):
+    for policy, running in (("goodput-strict", 1), ("goodput", 2)):
         driver = make(depth, blocks=12, policy=policy, model=MODEL, refuse_late=False)
         driver.core.set_objective(StepObjective(ttft=TTFT, tbt=TTFT))
         driver.add(make_request("big", [1] * 22, 4), make_request("other", [2] * 18, 4))

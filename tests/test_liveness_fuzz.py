@@ -21,7 +21,7 @@ MODEL = LatencyModel(
     intercept=0.010, decodes=1e-4, prefill_tokens=1e-3, attention=1e-5, transferred=1e-3, restored=1e-4
 )
 
-policies = st.sampled_from(["fcfs", "no-preempt", "larry", "random", "srpt-oracle", "apt", "goodput", "goodput:0.4"])
+policies = st.sampled_from(["fcfs", "no-preempt", "larry", "random", "srpt-oracle", "apt", "goodput", "goodput-strict"])
 tiers = st.sampled_from([(0, 0), (0, 0), (24, 0), (200, 0), (0, 6), (30, 5)])
 """Host units, blocks that may be run from hidden state."""
 objectives = st.builds(

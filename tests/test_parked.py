@@ -217,7 +217,7 @@ def test_every_mix_happens_and_changes_no_token() -> None:
     seen: set[str] = set()
     for seed in range(40):
         rng = random.Random(seed)
-        tiers = (rng.choice([20, 40, 80]), rng.choice([6, 20]), rng.choice(["apt", "goodput"]), seed % 2 == 0)
+        tiers = (rng.choice([20, 40, 80]), rng.choice([6, 20]), rng.choice(["apt", "goodput-strict"]), seed % 2 == 0)
         driver = make_fuzz_driver(seed % 2, 18, 5, 24, seed % 3 > 0, tiers)
         requests = []
         for index in range(14):

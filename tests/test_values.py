@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from engine.scheduling.knapsack import Candidate, choose
 from engine.scheduling.values import (
-    APT_TAIL,
+    DEFAULT_TAIL,
     EPSILON,
     IterationType,
     apt_values,
@@ -51,7 +51,7 @@ def test_predicted_seconds_are_those_of_the_steps(start: int, length: int, chunk
     assert seconds_to_token(model, base, beside, start, length, chunk) == pytest.approx(steps, rel=1e-6)
 
 
-def apt_value(pending: float, savable: bool, tail: float = APT_TAIL) -> float:
+def apt_value(pending: float, savable: bool, tail: float = DEFAULT_TAIL) -> float:
     return apt_values([pending], [savable], tail)[0]
 
 

@@ -18,8 +18,7 @@ from engine.cache.pool import UNITS_PER_KV_BLOCK
 from engine.request import Request
 from engine.scheduling.knapsack import Columns, Selection, choose_columns
 from engine.scheduling.values import (
-    APT_TAIL,
-    GOODPUT_TAIL,
+    DEFAULT_TAIL,
     apt_values,
     goodput_values,
     has_missed,
@@ -66,14 +65,14 @@ class Start(NamedTuple):
 Select = Callable[[Sequence[Request], Pressure], list[Start]]
 
 
-def select_apt(waiting: Sequence[Request], pressure: Pressure, tail: float = APT_TAIL) -> list[Start]:
+def select_apt(waiting: Sequence[Request], pressure: Pressure, tail: float = DEFAULT_TAIL) -> list[Start]:
     """By pending time; a request that has missed its SLO counts for `tail` of it (the paper's fallback)."""
     queue = _transposed(waiting, pressure)
     values = apt_values(queue.pending, queue.hopeful, tail)
     return _chosen(queue, values, queue.hopeful, pressure, pressure.rho, tail)
 
 
-def select_goodput(waiting: Sequence[Request], pressure: Pressure, tail: float = GOODPUT_TAIL) -> list[Start]:
+def select_goodput(waiting: Sequence[Request], pressure: Pressure, tail: float = DEFAULT_TAIL) -> list[Start]:
     """One point for everybody who can still meet the SLO if started now; the others by `tail`, at 0 next to nothing."""
     unit = pressure.ttft if math.isfinite(pressure.ttft) else DEFAULT_TTFT
     queue = _transposed(waiting, pressure)

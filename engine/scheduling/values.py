@@ -14,8 +14,7 @@ from collections.abc import Iterable, Sequence
 from predictor.features import BatchFeatures
 from predictor.model import LatencyPredictor
 
-APT_TAIL = 0.4
-GOODPUT_TAIL = 0.0
+DEFAULT_TAIL = 0.4
 EPSILON = 1e-6
 """What a request is worth that has missed its SLO, at least: more than nothing, less than any that can be saved."""
 
@@ -52,13 +51,13 @@ def seconds_to_token(
     return seconds
 
 
-def apt_values(pending: Sequence[float], savable: Sequence[bool], tail: float = APT_TAIL) -> list[float]:
+def apt_values(pending: Sequence[float], savable: Sequence[bool], tail: float = DEFAULT_TAIL) -> list[float]:
     """The paper's values, in seconds: the pending times that running ends. `savable`: who has not missed its SLO."""
     return [time if hope else (max(EPSILON, tail * time)) for time, hope in zip(pending, savable, strict=True)]
 
 
 def goodput_values(
-    pending: Sequence[float], savable: Sequence[bool], ttft: float, tail: float = GOODPUT_TAIL
+    pending: Sequence[float], savable: Sequence[bool], ttft: float, tail: float = DEFAULT_TAIL
 ) -> list[float]:
     """1 for who can still meet its SLO. `ttft` > 0: the objective; the values count in units of it, and so must ρ:
     divide seconds by `ttft`, or by 1 s when none is stated."""

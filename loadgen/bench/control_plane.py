@@ -82,7 +82,7 @@ def predictor_bench() -> None:
 
 
 PRESSED_UNITS, PRESSED_STEPS, STEP_SECONDS = 2 * 1500, 40, 0.03
-ARMS = (("fcfs", 0), ("apt:0", 0), ("apt:0", 700), ("apt:0.4", 700), ("goodput", 0), ("goodput", 700))
+ARMS = (("fcfs", 0), ("apt:0", 0), ("apt:0", 700), ("apt:0.4", 700), ("goodput-strict", 0), ("goodput-strict", 700))
 """Policies, and the blocks that may be run from hidden state."""
 
 

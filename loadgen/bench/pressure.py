@@ -29,10 +29,10 @@ PROMPT, OUTPUT = 192, 192
 ARMS = {
     "fcfs, KV": ("--online-policy=fcfs", "--no-hidden-cache"),
     "apt, KV": ("--online-policy=apt", "--no-hidden-cache"),
-    "goodput:0.4, KV": ("--online-policy=goodput:0.4", "--no-hidden-cache"),
     "goodput, KV": ("--online-policy=goodput", "--no-hidden-cache"),
-    "goodput, hybrid": ("--online-policy=goodput", "--hidden-cache"),
-    "goodput, host": ("--online-policy=goodput", "--no-hidden-cache", "--swap-space=0.25"),
+    "goodput-strict, KV": ("--online-policy=goodput-strict", "--no-hidden-cache"),
+    "goodput-strict, hybrid": ("--online-policy=goodput-strict", "--hidden-cache"),
+    "goodput-strict, host": ("--online-policy=goodput-strict", "--no-hidden-cache", "--swap-space=0.25"),
 }
 """The arms: flags of their servers."""
 OPT_CONFIG: dict[str, Any] = {

@@ -29,9 +29,9 @@ ARMS = (
     Arm("apt-both", "apt:0", "both"),
     Arm("apt-vote", "apt:0", "hidden", chunked=False),
     Arm("apt-decay", "apt:0.4", "hidden"),
-    Arm("goodput-kv", "goodput"),
-    Arm("goodput-hybrid", "goodput", "hidden"),
-    Arm("goodput-decay", "goodput:0.4", "hidden"),
+    Arm("goodput-kv", "goodput-strict"),
+    Arm("goodput-hybrid", "goodput-strict", "hidden"),
+    Arm("goodput-decay", "goodput", "hidden"),
 )
 """`fcfs-whole`: prompts first, as the paper's vLLM; `apt-vote`: its Apt-Serve, whose iterations are of one type by vote
 (the others are its Apt-Serve-S, §6.7). `apt-decay` and `goodput-decay`: those that have missed their SLO keep 0.4 of
@@ -41,8 +41,8 @@ HOST_ARMS = (
     Arm("fcfs-host", "fcfs", "host"),
     Arm("apt-kv", "apt:0"),
     Arm("apt-host", "apt:0", "host"),
-    Arm("goodput-kv", "goodput"),
-    Arm("goodput-host", "goodput", "host"),
+    Arm("goodput-kv", "goodput-strict"),
+    Arm("goodput-host", "goodput-strict", "host"),
 )
 
 
