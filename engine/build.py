@@ -331,20 +331,14 @@ def _largest_step(decoder: Decoder, config: EngineConfig) -> None:
 
 
 def scheduler_config(config: EngineConfig, plan: LaunchPlan, num_units: int) -> SchedulerConfig:
-    return SchedulerConfig(
+    return SchedulerConfig.of(
+        config,
         num_units=num_units,
         max_model_len=plan.max_model_len,
-        block_size=config.block_size,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        max_num_waiting=config.max_num_waiting,
         host_units=plan.host_units,
         unit_bytes=memory.unit_bytes(plan.spec, config.block_size, torch_dtype(plan.dtype)),
         scratch_blocks=plan.scratch_blocks,
-        enable_prefix_caching=config.enable_prefix_caching,
-        chunked_prefill=config.chunked_prefill,
         pipeline_depth=1 if plan.device == "cuda" else 0,
-        seed=config.seed,
     )
 
 

@@ -1,7 +1,7 @@
 """The frozen configuration of engine and scheduler. Command-line flags are generated from `EngineConfig`'s fields:
 `metadata["help"]` is the flag's help, `metadata["choices"]` its choices. Torch-free."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from engine.errors import ConfigError
@@ -95,6 +95,12 @@ class SchedulerConfig:
     max_offline_preemptions: int = 8
     refuse_late: bool = True
     seed: int = 0
+
+    @classmethod
+    def of(cls, config: EngineConfig, **resolved: Any) -> "SchedulerConfig":
+        """What `config` says under the same names, and what was decided from the model and the machine."""
+        named = {f.name for f in fields(EngineConfig)} & {f.name for f in fields(cls)}
+        return cls(**{name: getattr(config, name) for name in named} | resolved)
 
     def __post_init__(self) -> None:
         _positive(self, "num_units", "max_model_len", "block_size", "max_num_seqs", "max_num_batched_tokens")

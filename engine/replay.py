@@ -14,7 +14,7 @@ from engine.config import SchedulerConfig
 from engine.core import EngineCore
 from engine.request import EngineRequest, RequestClass, SamplingParams
 from engine.scheduling.objective import StepObjective
-from engine.virtual import Arrival, PredictedRunner, VirtualDriver, VirtualRun
+from engine.virtual import Arrival, PredictedRunner, VirtualDriver, VirtualRecord, VirtualRun
 from predictor.budget import BudgetParams
 from predictor.load import Lengths, OnlineArrival, resample
 from predictor.model import LatencyModel
@@ -135,19 +135,18 @@ def _mean_error(noise: Sequence[float]) -> float:
 
 
 def metrics_of(run: VirtualRun, slo: SLO, seconds: float) -> dict[str, float]:
-    """Aggregates of the requests that arrived after the warm-up of a window of `seconds`.
-
-    One without a token by the end of a run that could not be drained waited at least until then; a refused one is no
-    good answer, and waited as long as it was told to besides the objective.
-    """
+    """Aggregates of the requests that arrived after the warm-up of a window of `seconds`; a refused one is no good
+    answer."""
     records = [r for r in run.online if r.arrival.at >= WARM_UP_SHARE * seconds]
-    limit = slo.limit_of("ttft") or 0.0
-    spans = []
-    for record in records:
-        waited = limit + record.retry_after if record.rejected else run.end - record.arrival.at
-        spans.append((waited if record.ttft is None else record.ttft, record.gaps))
-    found = aggregate(spans, [objective.key for objective in slo.objectives])
+    found = aggregate([span_of(r, slo, run.end) for r in records], [objective.key for objective in slo.objectives])
     good = sum(r.ended is not None and slo.good(r.ttft, r.gaps) for r in records)
     found["slo_attainment"] = good / len(records) if records else 1.0
     found["offline_throughput"] = run.offline_tokens / seconds if seconds > 0 else 0.0
     return found
+
+
+def span_of(record: VirtualRecord, slo: SLO, end: float) -> tuple[float, list[float]]:
+    """(TTFT, gaps) of a request in seconds. Without a token by the `end` of a run that could not be drained it waited
+    at least until then; refused, as long as it was told to besides the objective."""
+    waited = (slo.limit_of("ttft") or 0.0) + record.retry_after if record.rejected else end - record.arrival.at
+    return waited if record.ttft is None else record.ttft, record.gaps

@@ -101,10 +101,12 @@ class VirtualRecord:
 @dataclass(slots=True)
 class VirtualRun:
     """`online` in order of arrival. `offline_tokens`: prompt tokens of offline requests at their first token, and
-    output tokens, both counted inside the window."""
+    output tokens (alone: `offline_output_tokens`); `offline_ended`: requests that ended; all inside the window."""
 
     online: list[VirtualRecord] = field(default_factory=list)
     offline_tokens: int = 0
+    offline_output_tokens: int = 0
+    offline_ended: int = 0
     steps: int = 0
     end: float = 0.0
 
@@ -220,6 +222,8 @@ class VirtualDriver:
             return
         if self._window[0] <= self._now <= self._window[1]:
             self.run_data.offline_tokens += len(output.token_ids)
+            self.run_data.offline_output_tokens += len(output.token_ids)
+            self.run_data.offline_ended += output.finish_reason is not None
             if output.num_output_tokens == 1:
                 self.run_data.offline_tokens += self._prompts[output.request_id]
         if output.finish_reason is not None:

@@ -19,7 +19,7 @@ from engine.config import EngineConfig
 from engine.errors import ConfigError, TidemillError
 from gateway.batch_cli import add_batch
 from gateway.config import ServerConfig
-from gateway.flags import Flag, add_flags, flags_of, read_file, resolve
+from gateway.flags import add_flags, flags_of, resolve_configs
 
 DEMO_NAME = "tidemill-demo"
 _LOADGEN = {"bench": "loadgen.cli", "simulate": "loadgen.simulate"}
@@ -130,18 +130,6 @@ def _add_profile(commands: Any) -> None:
     _model_flags(command)
     command.add_argument("--plot", metavar="FILE.svg", type=Path, help="draw predicted against measured step times")
     command.set_defaults(run=_profile)
-
-
-def resolve_configs(
-    arguments: argparse.Namespace, types: Sequence[type], environment: dict[str, str] | None = None
-) -> list[Any]:
-    """One instance of each config type from the command line, the environment and the file. Raises ConfigError."""
-    variables = dict(os.environ) if environment is None else environment
-    path = arguments.config or variables.get("TIDEMILL_CONFIG") or ""
-    flags: dict[type, tuple[Flag, ...]] = {kind: flags_of(kind) for kind in types}
-    every = [flag for group in flags.values() for flag in group]
-    values = resolve(every, vars(arguments), variables, read_file(path) if path else {}, path)
-    return [kind(**{f.field: values[f.field] for f in group if f.field in values}) for kind, group in flags.items()]
 
 
 def _version(_arguments: argparse.Namespace) -> int:

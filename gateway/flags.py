@@ -7,9 +7,10 @@ list in the file. Knows nothing of what the fields mean: values out of range are
 
 import argparse
 import dataclasses
+import os
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +130,39 @@ def read_file(path: str) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ConfigError(f"--config {path}: must hold 'flag-name: value' lines")
     return {str(key): value for key, value in content.items()}
+
+
+def resolve_configs(
+    arguments: argparse.Namespace, types: Sequence[type], environment: Mapping[str, str] | None = None
+) -> list[Any]:
+    """One instance of each config type from the command line, the environment and the file. Raises ConfigError."""
+    values = given(arguments, types, environment)
+    return [kind(**{f.field: values[f.field] for f in flags_of(kind) if f.field in values}) for kind in types]
+
+
+def given(
+    arguments: argparse.Namespace, types: Sequence[type], environment: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """What was said of the fields of these types, wherever it was said (`resolve`). Raises ConfigError."""
+    variables = os.environ if environment is None else environment
+    path = arguments.config or variables.get(f"{ENVIRONMENT_PREFIX}CONFIG") or ""
+    every = [flag for kind in types for flag in flags_of(kind)]
+    return resolve(every, vars(arguments), variables, read_file(path) if path else {}, path)
+
+
+def command_line(config: object) -> list[str]:
+    """The words that make this config of the defaults: a flag for every field that differs from its default."""
+    words = []
+    for flag in flags_of(type(config)):
+        value = getattr(config, flag.field)
+        if value == flag.default:
+            continue
+        if flag.kind is bool:
+            words.append(f"--{flag.key}" if value else f"--no-{flag.key}")
+            continue
+        for single in value if flag.many else (value,):
+            words += [f"--{flag.key}", str(single)]
+    return words
 
 
 def resolve(

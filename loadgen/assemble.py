@@ -4,6 +4,7 @@ import argparse
 import math
 import os
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -38,7 +39,7 @@ class Setup:
     def workload(self, rate: float | None = None) -> Workload:
         """The workload, at another rate when one is given."""
         options = self.options if rate is None else replace(self.options, rate=rate, curve=self._scaled(rate))
-        made = workloads.build(_name(self.args), options)
+        made = workloads.build(name_of(self.args), options)
         made = workloads.clipped(made, self.args.length_scale, self.args.max_model_len)
         if self.args.only == "online":
             made = replace(made, jobs=())
@@ -99,25 +100,34 @@ def setup(args: argparse.Namespace) -> Setup:
 
 
 def _check(args: argparse.Namespace) -> None:
-    positive = ("num_prompts", "duration", "max_concurrency", "workers", "offline_concurrency", "poll_interval")
-    for name in (*positive, "request_rate", "length_scale", "request_timeout", "random_input_len", "random_output_len"):
-        value = getattr(args, name)
-        if value is not None and not value > 0:
-            raise InputError(f"--{name.replace('_', '-')} must be positive")
-    for name in ("warmup", "cooldown", "drain", "num_warmups", "random_prefix_len", "offline_lines"):
-        value = getattr(args, name)
-        if value is not None and not value >= 0:
-            raise InputError(f"--{name.replace('_', '-')} cannot be negative")
+    check_workload(args)
+    _check_numbers(args, ("max_concurrency", "workers", "offline_concurrency", "poll_interval", "request_timeout"))
+    _check_numbers(args, ("warmup", "cooldown", "drain", "num_warmups"), zero=True)
     if args.max_model_len is not None and args.max_model_len < 2:
         raise InputError("--max-model-len must hold a prompt and an answer")
-    if not 0 <= args.random_range_ratio < 1:
-        raise InputError("--random-range-ratio lies in [0, 1)")
     if args.max_concurrency is not None and args.workers > args.max_concurrency:
         raise InputError("--workers cannot exceed --max-concurrency")
+
+
+def check_workload(args: argparse.Namespace) -> None:
+    """The flags of what is sent; raises InputError."""
+    _check_numbers(args, ("num_prompts", "duration", "request_rate", "length_scale"))
+    _check_numbers(args, ("random_input_len", "random_output_len"))
+    _check_numbers(args, ("random_prefix_len", "offline_lines"), zero=True)
+    if not 0 <= args.random_range_ratio < 1:
+        raise InputError("--random-range-ratio lies in [0, 1)")
     try:
         window_seconds(args.completion_window)
     except ServerError as error:
         raise InputError(str(error)) from None
+
+
+def _check_numbers(args: argparse.Namespace, names: Sequence[str], *, zero: bool = False) -> None:
+    """Numbers that were given must be positive, or with `zero` not negative."""
+    for name in names:
+        value = getattr(args, name)
+        if value is not None and not (value >= 0 if zero else value > 0):
+            raise InputError(f"--{name.replace('_', '-')} {'cannot be negative' if zero else 'must be positive'}")
 
 
 def target(args: argparse.Namespace) -> Target:
@@ -189,10 +199,11 @@ def _extra_body(text: str) -> dict[str, Any]:
     return loaded
 
 
-def _name(args: argparse.Namespace) -> str:
+def name_of(args: argparse.Namespace, default: str = "random") -> str:
+    """The workload that the flags name."""
     if args.workload is not None:
         return str(args.workload)
-    return "trace" if args.trace else "random"
+    return "trace" if args.trace else default
 
 
 def needs_calibration(made: Workload) -> bool:

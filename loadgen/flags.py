@@ -62,10 +62,23 @@ def _server(command: argparse.ArgumentParser) -> None:
 
 def _workload(command: argparse.ArgumentParser) -> None:
     group = command.add_argument_group("workload")
+    add_workload(group)
+    group.add_argument("--max-model-len", type=int, default=None, help="cut requests to fit this context")
     group.add_argument(
-        "--workload", default=None, choices=list(WORKLOADS), help="default: random, or trace with --trace"
+        "--prompt-mode", default="auto", choices=["auto", "ids", "text"], help="auto: ids on completions"
     )
-    group.add_argument("--data-dir", type=Path, default=None, help="folder of the public data sets")
+    group.add_argument("--token-id-range", default="16:250", metavar="LOW:HIGH", help="token ids of made-up prompts")
+    group.add_argument(
+        "--salt", type=int, default=None, help="default: fresh, so that no prefix of an old run is cached"
+    )
+
+
+def add_workload(group: argparse._ArgumentGroup, *more: str, default: str = "random") -> None:
+    """What is sent, over HTTP or on the virtual clock. `more`: further names of --data-dir."""
+    group.add_argument(
+        "--workload", default=None, choices=list(WORKLOADS), help=f"default: {default}, or trace with --trace"
+    )
+    group.add_argument("--data-dir", *more, type=Path, default=None, help="folder of the public data sets")
     group.add_argument("--trace", type=Path, default=None, help="a trace or prompt file to replay")
     group.add_argument("--trace-format", default=None, choices=list(READERS), help="default: recognised")
     group.add_argument("--trace-ops", default="", help="window=0:600,thin=0.5,stretch=2,repeat=3,jitter=1,scale=0.5:1")
@@ -77,21 +90,25 @@ def _workload(command: argparse.ArgumentParser) -> None:
     group.add_argument("--random-prefix-len", type=int, default=0, help="shared prefix tokens of `random`")
     group.add_argument("--random-range-ratio", type=float, default=0.0, help="lengths spread by this share")
     group.add_argument("--length-scale", type=float, default=1.0, help="multiplies all lengths")
-    group.add_argument("--max-model-len", type=int, default=None, help="cut requests to fit this context")
-    group.add_argument(
-        "--prompt-mode", default="auto", choices=["auto", "ids", "text"], help="auto: ids on completions"
-    )
-    group.add_argument("--token-id-range", default="16:250", metavar="LOW:HIGH", help="token ids of made-up prompts")
     group.add_argument("--seed", type=int, default=0, help="arrivals, lengths and text each have a stream of it")
-    group.add_argument(
-        "--salt", type=int, default=None, help="default: fresh, so that no prefix of an old run is cached"
-    )
 
 
 def _online(command: argparse.ArgumentParser) -> None:
     group = command.add_argument_group("online requests")
+    add_arrivals(group)
+    group.add_argument("--max-concurrency", type=int, default=None, help="most open online requests")
+    group.add_argument(
+        "--goodput", nargs="+", default=[], metavar="NAME:MS", help="the SLO: ttft:500 tbt_p99:100 (tpot, e2e)"
+    )
+    group.add_argument("--workers", type=int, default=1, help="client processes")
+
+
+def add_arrivals(group: argparse._ArgumentGroup, *more: str) -> None:
+    """When online requests come. `more`: further names of --request-rate."""
     group.add_argument("--num-prompts", type=int, default=None, help="number of online requests")
-    group.add_argument("--request-rate", type=float, default=None, help="requests/s; inf: as fast as slots are free")
+    group.add_argument(
+        "--request-rate", *more, type=float, default=None, help="requests/s; inf: as fast as slots are free"
+    )
     group.add_argument("--duration", type=float, default=None, help="seconds of the schedule")
     group.add_argument("--arrival", default=None, choices=["constant", "poisson", "gamma"], help="default: poisson")
     group.add_argument("--cv", type=float, default=None, help="gamma: coefficient of variation of the gaps")
@@ -101,11 +118,6 @@ def _online(command: argparse.ArgumentParser) -> None:
         default=None,
         help="steps:90@15,90@1 | sine:mean=,amplitude=,period= | burst:... | envelope:FILE",
     )
-    group.add_argument("--max-concurrency", type=int, default=None, help="most open online requests")
-    group.add_argument(
-        "--goodput", nargs="+", default=[], metavar="NAME:MS", help="the SLO: ttft:500 tbt_p99:100 (tpot, e2e)"
-    )
-    group.add_argument("--workers", type=int, default=1, help="client processes")
 
 
 def _offline(command: argparse.ArgumentParser) -> None:
@@ -114,15 +126,20 @@ def _offline(command: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--offline-mode", default="batch", choices=["batch", "flex"], help="batch jobs, or requests of a service tier"
     )
-    group.add_argument("--offline-lines", type=int, default=None, help="lines of each job")
-    group.add_argument("--offline-trace", type=Path, default=None, help="lengths or prompts of the offline lines")
+    add_lines(group)
     group.add_argument("--offline-concurrency", type=int, default=64, help="flex: requests kept open")
     group.add_argument("--offline-service-tier", default="flex", help="flex: the tier sent; none: no such field")
-    group.add_argument("--completion-window", default="24h", help="batch: the window asked for")
     group.add_argument("--poll-interval", type=float, default=1.0, help="batch: seconds between polls")
     group.add_argument(
         "--wait-offline", action=argparse.BooleanOptionalAction, default=None, help="run until the jobs are done"
     )
+
+
+def add_lines(group: argparse._ArgumentGroup) -> None:
+    """What the jobs are."""
+    group.add_argument("--offline-lines", type=int, default=None, help="lines of each job")
+    group.add_argument("--offline-trace", type=Path, default=None, help="lengths or prompts of the offline lines")
+    group.add_argument("--completion-window", default="24h", help="batch: the window asked for")
 
 
 def _windows(command: argparse.ArgumentParser) -> None:

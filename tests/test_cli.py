@@ -15,7 +15,7 @@ from engine.client import EngineInfo
 from engine.config import EngineConfig
 from gateway import cli
 from gateway.config import ServerConfig, is_loopback
-from gateway.flags import flags_of, resolve
+from gateway.flags import flags_of, resolve, resolve_configs
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +31,7 @@ def parse(*argv: str) -> argparse.Namespace:
 
 
 def configs(*argv: str, environment: dict[str, str] | None = None) -> tuple[EngineConfig, ServerConfig]:
-    engine, server = cli.resolve_configs(parse("serve", *argv), [EngineConfig, ServerConfig], environment or {})
+    engine, server = resolve_configs(parse("serve", *argv), [EngineConfig, ServerConfig], environment or {})
     return engine, server
 
 

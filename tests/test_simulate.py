@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from driver import make_request
 
-from engine.config import SchedulerConfig
+from engine.config import EngineConfig, SchedulerConfig
 from engine.core import EngineCore
 from engine.execution.simulated import SimulatedDevice, SimulatedRunner
 from engine.request import RequestClass
@@ -30,6 +30,9 @@ from loadgen.experiments.surface import Family, Surface, Target, interference
 from loadgen.experiments.table import Result, figure, render, write_table
 from loadgen.plan import FIRST_OFFLINE, Job, Plan, Windows
 from loadgen.prompts import PromptMaker, TokenIds
+from loadgen.simulation.device import measured_device, named_device, read_profile
+from loadgen.simulation.run import requests
+from loadgen.simulation.run import simulate as simulated_run
 from loadgen.svg import Series
 from loadgen.traces import Content, Trace
 from predictor.budget import BudgetParams
@@ -277,11 +280,9 @@ def options(**more: object) -> workloads.Options:
 
 def simulated(made: workloads.Workload, *, caching: bool = True, seed: int = 0, **windows: float) -> Metrics:
     """`made` on a small machine, to its end unless the windows say otherwise."""
-    spec = replace(SPEC, max_num_seqs=32, prefix_caching=caching, max_model_len=4096)
-    machine = build_machine(spec)
-    device = simulate.Simulated(machine.config, machine.predictor, machine.runner(seed), machine.mape)
-    objective = StepObjective(budget=UNLIMITED)
-    return simulate.simulate(device, made, Windows(**windows), objective, seed)  # type: ignore[arg-type]
+    config = EngineConfig(max_num_seqs=32, enable_prefix_caching=caching, max_model_len=4096)
+    device = named_device("qwen2.5-0.5b", "a100-40gb", config)
+    return simulated_run(device, made, Windows(**windows), StepObjective(budget=UNLIMITED), seed)  # type: ignore[arg-type]
 
 
 def test_prefixes_of_a_batch_are_real_in_the_simulator() -> None:
@@ -318,7 +319,7 @@ def test_prompts_of_the_simulator_are_those_of_the_load_generator() -> None:
     made = workloads.build("prefix-batch", options(offline_lines=3, duration=None))
     maker = PromptMaker(TokenIds(), "completions", 5, 0)
     lines = made.jobs[0].lines
-    found = list(simulate._requests(lines, "f", maker, 4096, RequestClass.OFFLINE, FIRST_OFFLINE))
+    found = list(requests(lines, "f", maker, 4096, RequestClass.OFFLINE, FIRST_OFFLINE))
     plan = Plan(Server("http://x", model="m"), jobs=made.jobs, source=TokenIds(), seed=5, salt=0)
     sent = [plan.body(plan.maker(), lines, row, FIRST_OFFLINE + row)["prompt"] for row in range(3)]
     assert [list(arrival.request.prompt_token_ids) for arrival in found] == sent
@@ -346,8 +347,8 @@ def test_a_measured_profile_is_a_device(profile_path: Path) -> None:
     config = SchedulerConfig(num_units=4000, max_model_len=1024)
     made = workloads.Workload("w", Trace(np.array([1.0]), np.array([100]), np.array([5]), span=1.0))
     for host in (0.0, 0.003):
-        device = simulate.measured_device(profile_path, config, host, 0)
-        found = simulate.simulate(device, made, Windows(), StepObjective(), 0)
+        device = measured_device(read_profile(profile_path), config, host)
+        found = simulated_run(device, made, Windows(), StepObjective(), 0)
         assert found["ttft_mean"] == pytest.approx(0.020 + host)
         assert found["tbt_mean"] == pytest.approx(0.010 + host, rel=0.02)
 
@@ -359,8 +360,8 @@ def test_a_measured_device_plans_with_a_margin_by_the_error_of_its_profile(profi
     for error in (0.01, 0.1):
         path = tmp_path / f"{error}.json"
         path.write_text(json.dumps(document | {"held_out_mape": error}))
-        device = simulate.measured_device(path, SchedulerConfig(num_units=4000, max_model_len=1024), 0.0, 0)
-        plans.append(device.model.predict(features) / 0.020)
+        device = measured_device(read_profile(path), SchedulerConfig(num_units=4000, max_model_len=1024))
+        plans.append(device.start(0)[0].predict(features) / 0.020)
     assert 1.01 < plans[0] < 1.06 and 1.2 < plans[1] < 1.31, "three times the error, at least 5 %"
 
 

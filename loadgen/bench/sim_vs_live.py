@@ -20,9 +20,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from engine.cache.pool import UNITS_PER_KV_BLOCK
 from engine.config import SchedulerConfig
 from engine.scheduling.objective import StepObjective
-from loadgen import simulate, workers
+from loadgen import workers
 from loadgen.arrivals import constant_rate, schedule
 from loadgen.bench.machine import describe
 from loadgen.bench.serving import PACKAGED, make_model_folder, server
@@ -31,6 +32,8 @@ from loadgen.metrics import Slo, run_metrics
 from loadgen.plan import Job, Plan, Windows
 from loadgen.prompts import TokenIds
 from loadgen.randomness import stream
+from loadgen.simulation.device import measured_device, read_profile
+from loadgen.simulation.run import Policies, simulate
 from loadgen.workloads import Workload, fixed
 from predictor.budget import BudgetParams
 
@@ -131,15 +134,15 @@ def measure_host(url: str, seconds: float) -> Host:
 def simulated(profile: Path, host: Host, made: Workload, windows: Windows, seed: int) -> Mapping[str, Any]:
     """Metrics of one arm on the virtual clock, with the server's limits and objective."""
     config = SchedulerConfig(
-        num_units=simulate.UNITS_PER_BLOCK * NUM_BLOCKS,
+        num_units=UNITS_PER_KV_BLOCK * NUM_BLOCKS,
         max_model_len=MODEL_LEN,
         max_num_seqs=MAX_SEQS,
         max_num_batched_tokens=MAX_TOKENS,
         enable_prefix_caching=False,
     )
-    device = simulate.measured_device(profile, config, host.seconds, seed)
+    device = measured_device(read_profile(profile), config, host.seconds)
     objective = StepObjective(60.0, TBT_LIMIT, budget=BudgetParams("tidemill", BUDGET_SHARE * TBT_LIMIT))
-    return simulate.simulate(device, made, windows, objective, seed, offline_concurrency=CONCURRENCY)
+    return simulate(device, made, windows, objective, seed, Policies(backlog=CONCURRENCY))
 
 
 def has(metric: str, part: Workload) -> bool:

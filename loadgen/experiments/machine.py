@@ -3,6 +3,7 @@ same start-up sweep as on a real one (HyGen §4.2). The scheduler never sees the
 """
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from engine.config import SchedulerConfig
 from engine.execution.simulated import SimulatedDevice, SimulatedRunner
@@ -65,17 +66,29 @@ def build_machine(spec: MachineSpec, seed: int = 0) -> Machine:
         enable_prefix_caching=spec.prefix_caching,
         seed=seed,
     )
+    found = fit_device(device, config, seed)
+    return Machine(spec, device, config, found.predictor, found.mape, found.mape_hygen, {"hygen": found.hygen})
+
+
+class Fitted(NamedTuple):
+    """A latency model of a device and one with the paper's features, each with its error on held-out steps."""
+
+    predictor: LatencyModel
+    mape: float
+    hygen: LatencyModel
+    mape_hygen: float
+
+
+def fit_device(device: SimulatedDevice, config: SchedulerConfig, seed: int) -> Fitted:
+    """Sweep a device under these limits, as a server does at its start, and fit; deterministic per seed."""
     sweep = _Sweep(SimulatedRunner(device, noise=NOISE, seed=seed))
-    limits = SweepLimits(
-        spec.max_num_seqs, spec.max_num_batched_tokens, spec.max_model_len, config.num_units, spec.block_size
-    )
+    limit = config.max_num_batched_tokens
+    limits = SweepLimits(config.max_num_seqs, limit, config.max_model_len, config.num_units, config.block_size)
     samples = run_sweep(sweep.measure, limits, SWEEP_SECONDS, sweep.clock)
     train, held_out = split_samples(samples, seed=seed)
-    limit = spec.max_num_batched_tokens
-    mape = fit(train, token_limit=limit).mape(held_out)
-    mape_hygen = fit(train, "hygen", token_limit=limit).mape(held_out)
-    profiles = {"hygen": fit(samples, "hygen", token_limit=limit)}
-    return Machine(spec, device, config, fit(samples, token_limit=limit), mape, mape_hygen, profiles)
+    mape = {name: fit(train, name, token_limit=limit).mape(held_out) for name in ("full", "hygen")}
+    full, hygen = (fit(samples, name, token_limit=limit) for name in mape)
+    return Fitted(full, mape["full"], hygen, mape["hygen"])
 
 
 class _Sweep:

@@ -1,0 +1,1 @@
+"""Workloads through the engine's own core on a virtual clock: devices, runs, and the capacity planner."""

@@ -1,0 +1,221 @@
+"""What a simulated server runs on: a GPU by name, computed by its roofline, or the machine a profile was measured on.
+
+Both are set up as the live engine would be: limits from the serving flags (`EngineConfig`), a cache sized by memory,
+and a latency model that was fitted to a sweep and goes on learning from every step. Torch-free.
+"""
+
+import json
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from engine.cache.pool import UNITS_PER_KV_BLOCK
+from engine.config import EngineConfig, SchedulerConfig
+from engine.errors import ConfigError
+from engine.execution.device_specs import DEVICES, MODELS, ModelShape
+from engine.execution.simulated import SimulatedDevice, SimulatedRunner
+from engine.models.spec import load_spec
+from engine.scheduling.output import Collect, ModelRunner, SchedulerOutput
+from engine.scheduling.policies import find_policy
+from engine.virtual import PredictedRunner, step_features
+from loadgen.errors import InputError
+from loadgen.experiments.machine import NOISE, fit_device
+from predictor.model import LatencyModel
+from predictor.online import OnlineModel, OnlineSettings
+from predictor.profile import Profile, ProfileError, ProfileKey
+
+MAX_NOISE = 0.3
+PROFILE_BLOCKS, PROFILE_CONTEXT = 4096, 2048
+"""KV blocks and context of a measured machine when no flag says more: its profile knows neither."""
+HIDDEN_SHARE = 2
+"""KV blocks in the pool for every block that a step may run from hidden state, as in the live engine."""
+COST_TOKENS = 1024
+"""Tokens at which the costs of hidden state are measured, as at the start of a live engine."""
+
+
+@dataclass(frozen=True, slots=True)
+class Simulated:
+    """A machine as the engine finds it: `model` is what it believes of step times before the first one, off by `mape`,
+    `make_runner(seed)` what steps really take, and `host_seconds` pass on the host between two of them (HTTP,
+    detokenizing, the loop). `notes`: what a user may not expect, a sentence each."""
+
+    name: str
+    model_name: str
+    config: SchedulerConfig
+    model: LatencyModel
+    mape: float
+    make_runner: Callable[[int], ModelRunner]
+    host_seconds: float = 0.0
+    notes: tuple[str, ...] = ()
+
+    def start(self, seed: int) -> tuple[OnlineModel, ModelRunner]:
+        """A latency model as a server starts with, and a runner whose every step it learns from."""
+        model = OnlineModel(self.model, OnlineSettings.with_error(self.mape))
+        return model, _Observed(self.make_runner(seed), model, self.host_seconds)
+
+
+class _Observed:
+    """A runner whose steps are shown to a latency model, as the live engine does; the host's time comes on top."""
+
+    def __init__(self, inner: ModelRunner, model: OnlineModel, host_seconds: float) -> None:
+        self._inner = inner
+        self._model = model
+        self._host_seconds = host_seconds
+
+    def launch(self, output: SchedulerOutput) -> Collect:
+        result = self._inner.launch(output)()
+        self._model.observe(step_features(output), result.latency)
+        taken = replace(result, latency=result.latency + self._host_seconds)
+        return lambda: taken
+
+
+class ProfiledRunner:
+    """Steps take what a profile of a real machine says, with its own error as noise. Deterministic per seed."""
+
+    def __init__(self, profile: Profile, seed: int) -> None:
+        self._inner = PredictedRunner(profile.model)
+        # The mean absolute error of a normal distribution is 0.8 of its standard deviation.
+        self._noise = min(profile.held_out_mape, MAX_NOISE) / 0.8
+        self._random = random.Random(seed)
+
+    def launch(self, output: SchedulerOutput) -> Collect:
+        """The step with its time."""
+        result = self._inner.launch(output)()
+        taken = replace(result, latency=result.latency * max(0.5, 1.0 + self._noise * self._random.gauss(0.0, 1.0)))
+        return lambda: taken
+
+
+def named_device(model: str, device: str, config: EngineConfig, host_seconds: float = 0.0) -> Simulated:
+    """`model` (a name of `MODELS` or a checkpoint's folder) on a device of `DEVICES`, behind a sweep as at a server's
+    start. Raises InputError or ConfigError for what does not exist or does not fit."""
+    shape = shape_of(model)
+    if device not in DEVICES:
+        raise InputError(f"unknown device {device!r}: use {', '.join(sorted(DEVICES))}")
+    tokens = config.max_num_batched_tokens
+    simulated = SimulatedDevice(shape, DEVICES[device], config.gpu_memory_utilization, max_num_batched_tokens=tokens)
+    try:
+        units = simulated.num_units(config.block_size)
+    except ValueError as error:
+        raise InputError(str(error)) from None
+    room = _room(config, units, shape.max_model_len, config.block_size * shape.kv_bytes_per_token // UNITS_PER_KV_BLOCK)
+    rho = max(0.0, simulated.cache_work_seconds(COST_TOKENS) / COST_TOKENS)
+    if config.hidden_cache:
+        if shape.hidden_size > shape.num_kv_heads * shape.head_dim:
+            raise ConfigError(f"--hidden-cache: hidden state of {shape.name} takes more than half the room of K and V")
+        room = _with_hidden(room, config, rho, shape.num_layers)
+    fitted = fit_device(simulated, room, config.seed)
+    believed = replace(
+        fitted.predictor,
+        compact=rho if config.hidden_cache else 0.0,
+        restored=simulated.cache_work_seconds(restored_tokens=COST_TOKENS) / COST_TOKENS,
+        transferred=simulated.transfer_seconds(1),
+    )
+
+    def make_runner(seed: int) -> ModelRunner:
+        return SimulatedRunner(simulated, noise=NOISE, seed=seed)
+
+    notes = _notes(room, config, shape.max_model_len)
+    return Simulated(device, shape.name, room, believed, fitted.mape, make_runner, host_seconds, notes)
+
+
+def shape_of(model: str) -> ModelShape:
+    """The sizes of a model by name, or by the config.json in its folder. Raises InputError, ModelLoadError."""
+    if model in MODELS:
+        return MODELS[model]
+    folder = Path(model).expanduser()
+    if not folder.is_dir():
+        raise InputError(f"unknown model {model!r}: give a checkpoint's folder or one of {', '.join(sorted(MODELS))}")
+    spec = load_spec(folder)
+    return ModelShape(
+        folder.resolve().name,
+        spec.num_layers,
+        spec.hidden_size,
+        spec.num_heads,
+        spec.num_kv_heads,
+        spec.head_dim,
+        spec.intermediate_size,
+        spec.gated_mlp,
+        spec.vocab_size,
+        tied=spec.tie_word_embeddings,
+        max_model_len=spec.max_context,
+        rope=not spec.absorbs_kv,
+    )
+
+
+def profiled_device(path: Path, config: EngineConfig, host_seconds: float = 0.0) -> Simulated:
+    """The machine that the profile in `path` was measured on, under the serving flags. The profile knows neither cache
+    nor context: without flags they are assumed. Raises InputError, ConfigError for what it was measured without."""
+    profile = read_profile(path)
+    costs, moved = profile.cache_costs, profile.model.transferred
+    unit_bytes = 0
+    if config.swap_space:
+        if costs.swap_out is None or costs.swap_in is None or moved <= 0.0:
+            raise ConfigError(f"--swap-space: {path} was measured without it (tidemill profile --swap-space ...)")
+        unit_bytes = max(1, round((costs.swap_out + costs.swap_in) / 2 / moved))
+    room = _room(config, UNITS_PER_KV_BLOCK * PROFILE_BLOCKS, PROFILE_CONTEXT, unit_bytes)
+    if config.hidden_cache:
+        if costs.run_hidden is None:
+            raise ConfigError(f"--hidden-cache: {path} was measured without it (tidemill profile --hidden-cache)")
+        room = _with_hidden(room, config, costs.run_hidden, None)
+    notes = _notes(room, config, PROFILE_CONTEXT)
+    if config.num_gpu_blocks_override is None or config.max_model_len is None:
+        blocks = room.num_units // UNITS_PER_KV_BLOCK
+        assumed = f"{blocks} blocks of cache and a context of {room.max_model_len} tokens: see the server's first lines"
+        notes = (*notes, f"a profile says nothing of memory; taken are {assumed}")
+    return measured_device(profile, room, host_seconds, notes)
+
+
+def measured_device(
+    profile: Profile, config: SchedulerConfig, host_seconds: float = 0.0, notes: tuple[str, ...] = ()
+) -> Simulated:
+    """The machine of a profile under these limits."""
+    key = profile.key
+
+    def make_runner(seed: int) -> ModelRunner:
+        return ProfiledRunner(profile, seed)
+
+    error = profile.held_out_mape
+    return Simulated(key.device, key.model, config, profile.model, error, make_runner, host_seconds, notes)
+
+
+def read_profile(path: Path) -> Profile:
+    """A profile whatever it was made for. Raises InputError when the file is none."""
+    try:
+        key = ProfileKey(**json.loads(path.read_bytes())["key"])
+        return Profile.load(path, key)
+    except (OSError, ValueError, KeyError, TypeError, ProfileError) as error:
+        raise InputError(f"{path} is no latency profile: {error}") from None
+
+
+def _room(config: EngineConfig, units: int, longest: int, unit_bytes: int) -> SchedulerConfig:
+    """The limits of a server of this configuration: `units` of cache unless it says otherwise, a context that fits."""
+    if config.num_gpu_blocks_override is not None:
+        units = UNITS_PER_KV_BLOCK * config.num_gpu_blocks_override
+    wanted, room = config.max_model_len or longest, units // UNITS_PER_KV_BLOCK * config.block_size
+    if config.max_model_len is not None and wanted > room:
+        raise ConfigError(f"--max-model-len {wanted} does not fit: the cache holds {room} tokens")
+    return SchedulerConfig.of(
+        config,
+        num_units=units,
+        max_model_len=min(wanted, room),
+        unit_bytes=unit_bytes,
+        host_units=int(config.swap_space * 2**30) // unit_bytes if unit_bytes else 0,
+    )
+
+
+def _with_hidden(room: SchedulerConfig, config: EngineConfig, rho: float, num_layers: int | None) -> SchedulerConfig:
+    """The limits with hidden state. `num_layers`: of a model whose scratch area comes out of the same memory."""
+    if find_policy(config.online_policy).select is None:
+        raise ConfigError(f"--hidden-cache needs the policy apt or goodput, not {config.online_policy}")
+    units = room.num_units
+    if num_layers is not None:
+        # Every HIDDEN_SHARE blocks of KV come with the K and V of one more block, for one layer.
+        units = int(units / (1 + 1 / (HIDDEN_SHARE * num_layers)))
+    return replace(room, num_units=units, scratch_blocks=units // UNITS_PER_KV_BLOCK // HIDDEN_SHARE, rho=rho)
+
+
+def _notes(room: SchedulerConfig, config: EngineConfig, longest: int) -> tuple[str, ...]:
+    if room.max_model_len < (config.max_model_len or longest):
+        return (f"context limited to the {room.max_model_len} tokens that the cache holds; the model allows {longest}",)
+    return ()

@@ -1,0 +1,296 @@
+"""The planner's answer as text to read and as a JSON document. Times in milliseconds in the text, seconds in JSON."""
+
+import math
+import shlex
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from engine.config import EngineConfig
+from gateway.flags import command_line
+from loadgen.jobs import window_seconds
+from loadgen.simulation.planner import Answer, Arm, Verdict
+from loadgen.stats import wilson
+from loadgen.traces import Trace
+from predictor.features import BatchFeatures
+from predictor.slo import Objective
+
+HOUR = 3600.0
+
+
+def show(answer: Answer, model: str, notes: Sequence[str]) -> str:
+    """The whole answer. `model`: what the serve command should name."""
+    parts = [_headline(answer), _setting(answer), _table(answer)]
+    parts += [_offline(answer)] if answer.offline_only is not None else []
+    parts += ["\n".join(f"note: {note}" for note in notes)] if notes else []
+    parts += [f"hint: {hint}" for hint in _hints(answer)]
+    which = f" (MODEL: a checkpoint of {answer.question.machine.model_name})" if model == "MODEL" else ""
+    parts.append(f"serve it with{which}:\n  {serve_command(answer, model)}")
+    return "\n\n".join(parts)
+
+
+def serve_command(answer: Answer, model: str) -> str:
+    """The command line of a server with this SLO, these policies and limits; it finds the budget itself."""
+    usual = EngineConfig()
+    rest = command_line(replace(answer.question.config, slo=usual.slo, seed=usual.seed))
+    return shlex.join(["tidemill", "serve", model, "--slo", str(answer.question.slo), *rest])
+
+
+def document(answer: Answer, model: str, notes: Sequence[str]) -> dict[str, Any]:
+    """The answer as JSON; `null` where there is no value."""
+    question, search = answer.question, answer.search
+    return {
+        "schema": 1,
+        "device": question.machine.name,
+        "model": question.machine.model_name,
+        "latency_model_error": question.machine.mape,
+        "slo": str(question.slo),
+        "kept": answer.kept,
+        "traffic": _traffic(answer),
+        "objectives": [_objective(verdict) for verdict in answer.verdicts],
+        "online_only": _arm(answer.alone),
+        "with_offline": _arm(answer.beside),
+        "offline_only": _arm(answer.offline_only),
+        "offline_tokens_per_hour": _hourly(answer.beside, answer.beside.offline_tokens),
+        "jobs": [_job(job.lines, job.completion_window, answer.beside) for job in question.traffic.jobs],
+        "budget": {
+            "policy": answer.budget.policy,
+            "rule": answer.budget.rule,
+            "latency_budget": _finite(answer.budget.latency_budget),
+            "interference_weight": _finite(answer.budget.lam),
+            "decode_value": answer.budget.delta,
+            "confirmed": search.confirmed if search is not None else None,
+            "evaluations": search.num_evaluations if search is not None else 0,
+        },
+        "hints": _hints(answer),
+        "serve": serve_command(answer, model),
+        "notes": list(notes),
+    }
+
+
+def _headline(answer: Answer) -> str:
+    machine, beside = answer.question.machine, answer.beside
+    where = f"One {machine.name} with {machine.model_name}"
+    if answer.alone is None:
+        return f"{where}: {_hourly(beside, beside.offline_tokens):,.0f} offline tokens/hour, no online work."
+    if not answer.kept and not _alone_keeps(answer):
+        return f"{where} does NOT keep this SLO on this traffic, not even without offline work."
+    kept = "keeps the SLO" if answer.kept else "does NOT keep the SLO beside offline work"
+    if answer.offline_only is None:
+        return f"{where} {kept}; no offline work was asked for."
+    return f"{where} {kept} and gives {_hourly(beside, beside.offline_tokens):,.0f} offline tokens/hour beside it."
+
+
+def _alone_keeps(answer: Answer) -> bool:
+    slo, alone = answer.question.slo, answer.alone
+    assert alone is not None
+    target = slo.attainment_target
+    means = all(v.alone <= v.bound for v in answer.verdicts if v.share is None)
+    return means and (target is None or alone.attainment >= target - 1e-12)
+
+
+def _setting(answer: Answer) -> str:
+    question, arm = answer.question, answer.beside
+    lines = [f"SLO      {question.slo}"]
+    if question.traffic.online is not None and answer.alone is not None:
+        found = _traffic(answer)
+        lines.append(
+            f"traffic  {question.traffic.name}: {found['online_requests']} requests in {arm.seconds:g} s "
+            f"({found['online_rate']:.3g}/s), {found['online_prompt_tokens']:.0f} prompt and "
+            f"{found['online_output_tokens']:.0f} output tokens on average"
+        )
+    config = question.machine.config
+    room = f"{config.num_units // 2 * config.block_size:,} tokens of cache, context {config.max_model_len:,}"
+    lines.append(f"machine  {room}, latency model {question.machine.mape:.1%} off")
+    lines.append(f"budget   {_budget(answer)}")
+    return "\n".join(lines)
+
+
+def _budget(answer: Answer) -> str:
+    budget, search = answer.budget, answer.search
+    if answer.offline_only is None or answer.alone is None:
+        return "none: one class of work only"
+    found = f"L = {budget.latency_budget * 1e3:.3g} ms a step, rule {budget.rule}"
+    if not math.isinf(budget.lam):
+        found += f", lambda {budget.lam:.3g}, delta {budget.delta:.3g}"
+    if search is None:
+        return f"{found} (given)"
+    if budget.latency_budget <= 0.0:
+        return f"0: no offline work beside online requests keeps the SLO ({search.num_evaluations} replays)"
+    return f"{found} ({search.num_evaluations} replays, chosen on the first half, confirmed on the half shown here)"
+
+
+def _hints(answer: Answer) -> list[str]:
+    """What else might be tried."""
+    return [*_more_traffic(answer), *_larger_steps(answer)]
+
+
+def _more_traffic(answer: Answer) -> list[str]:
+    """More of it, where the requests shown are too few to tell."""
+    found, needed = answer.beside.requests, answer.question.slo.arrivals_needed
+    if answer.alone is None or found >= needed:
+        return []
+    return [f"{found} requests are few to judge this SLO by, {needed} would do: use more of the traffic (--duration)"]
+
+
+def _larger_steps(answer: Answer) -> list[str]:
+    """Larger steps, where neither the budget nor an absolute limit binds the largest one."""
+    machine, config = answer.question.machine, answer.question.machine.config
+    largest = BatchFeatures()
+    largest.add_chunk(0, max(2, config.max_num_batched_tokens))
+    longest = machine.model.predict(largest)
+    limits = [answer.question.slo.limit_of(metric) for metric in ("tbt", "tpot")]
+    tight = any(limit is not None and limit < 2 * longest for limit in limits)
+    if not answer.kept or answer.search is None or answer.budget.latency_budget < longest or tight:
+        return []
+    tokens, rows = config.max_num_batched_tokens, config.max_num_seqs
+    return [
+        f"steps are bound by their {tokens} tokens and {rows} requests, not by the SLO: larger ones may give more "
+        f"(--max-num-batched-tokens {4 * tokens} --max-num-seqs {4 * rows})"
+    ]
+
+
+def _table(answer: Answer) -> str:
+    """Online figures by objective."""
+    if answer.alone is None:
+        return "no online requests"
+    alone, beside = answer.alone, answer.beside
+    both = answer.offline_only is not None
+    rows = [("", "online only", "with offline" if both else "", "promised", "")]
+    for verdict in answer.verdicts:
+        mark = "" if verdict.kept else "MISSED"
+        rows.append((_title(verdict.objective), _ms(verdict.alone), _ms(verdict.beside), _promise(verdict), mark))
+        if verdict.share is not None:
+            share = alone.shares[verdict.objective.key]
+            rows.append(("  kept by", f"{share:.2%}", f"{verdict.share:.2%}", f"{verdict.wanted:.0%}", mark))
+    target = answer.question.slo.attainment_target
+    if target is not None:
+        mark = "" if beside.attainment >= target - 1e-12 else "MISSED"
+        low, high = wilson(beside.good, beside.requests)
+        interval = f"{mark} 95 % interval {low:.2%} to {high:.2%}".strip()
+        rows.append(("good requests", f"{alone.attainment:.2%}", f"{beside.attainment:.2%}", f"{target:.0%}", interval))
+    rows.append(("requests", str(alone.requests), str(beside.requests), "", ""))
+    rows.append(("refused (429)", str(alone.refused), str(beside.refused), "", ""))
+    if not both:
+        rows = [(title, first, "", promised, mark) for title, first, _, promised, mark in rows]
+    return _aligned(rows)
+
+
+def _offline(answer: Answer) -> str:
+    """Offline figures, beside the same work with the machine to itself."""
+    assert answer.offline_only is not None
+    alone, beside = answer.offline_only, answer.beside
+    rows = [("offline work, an hour", "alone", "beside online" if answer.alone is not None else "")]
+    figures = (
+        ("tokens", alone.offline_tokens, beside.offline_tokens),
+        ("  prompt", _prompt_tokens(alone), _prompt_tokens(beside)),
+        ("  output", alone.offline_output_tokens, beside.offline_output_tokens),
+        ("lines", alone.offline_lines, beside.offline_lines),
+    )
+    for title, first, second in figures:
+        rows.append((title, f"{_hourly(alone, first):,.0f}", f"{_hourly(beside, second):,.0f}"))
+    lines = [_aligned(rows)]
+    for number, job in enumerate(answer.question.traffic.jobs, 1):
+        found = _job(job.lines, job.completion_window, beside)
+        hours = found["hours"]
+        took = "makes no progress" if hours is None else f"takes {hours:.2g} h"
+        kept = "inside" if found["kept"] else "NOT inside"
+        lines.append(f"job {number} of {len(job.lines):,} lines {took}, {kept} its window of {job.completion_window}")
+    return "\n".join(lines)
+
+
+def _job(lines: Trace, window: str, beside: Arm) -> dict[str, Any]:
+    """A job by its tokens at the rate of the replay."""
+    tokens = int(lines.input_tokens.sum() + lines.output_tokens.sum())
+    rate = beside.offline_tokens / beside.seconds
+    hours = tokens / rate / HOUR if rate > 0.0 else None
+    kept = hours is not None and hours * HOUR <= window_seconds(window)
+    return {"lines": len(lines), "tokens": tokens, "hours": hours, "completion_window": window, "kept": kept}
+
+
+def _prompt_tokens(arm: Arm) -> int:
+    return arm.offline_tokens - arm.offline_output_tokens
+
+
+def _hourly(arm: Arm, count: int) -> float:
+    return count / arm.seconds * HOUR
+
+
+def _title(objective: Objective) -> str:
+    statistic = "mean" if objective.percentile is None else f"P{objective.percentile}"
+    return f"{objective.metric.upper()} {statistic}"
+
+
+def _promise(verdict: Verdict) -> str:
+    if verdict.objective.tolerance is not None:
+        return f"{_ms(verdict.bound)} (+{verdict.objective.tolerance:.3g})".replace(
+            f"+{verdict.objective.tolerance:.3g}", f"+{verdict.objective.tolerance * 100:g} %"
+        )
+    return _ms(verdict.bound)
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.1f} ms" if seconds < 1.0 else f"{seconds * 1e3:,.0f} ms"
+
+
+def _aligned(rows: Sequence[tuple[str, ...]]) -> str:
+    """The first column to the left, figures to the right, the last column as it is."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [row[0].ljust(widths[0])]
+        cells += [cell.rjust(width) for cell, width in zip(row[1:-1], widths[1:-1], strict=True)]
+        lines.append("   ".join([*cells, row[-1] if len(row) > 3 else row[-1].rjust(widths[-1])]).rstrip())
+    return "\n".join(lines)
+
+
+def _traffic(answer: Answer) -> dict[str, Any]:
+    """The online requests of the part that is reported, and how it was cut."""
+    question, arm = answer.question, answer.alone
+    online = question.traffic.online
+    if arm is None or online is None:
+        return {"name": question.traffic.name, "online_requests": 0}
+    return {
+        "name": question.traffic.name,
+        "seconds": arm.seconds,
+        "online_requests": arm.requests,
+        "online_rate": arm.requests / arm.seconds,
+        "online_prompt_tokens": float(online.input_tokens.mean()),
+        "online_output_tokens": float(online.output_tokens.mean()),
+    }
+
+
+def _objective(verdict: Verdict) -> dict[str, Any]:
+    return {
+        "objective": str(verdict.objective),
+        "bound": verdict.bound,
+        "online_only": verdict.alone,
+        "with_offline": verdict.beside,
+        "share": verdict.share,
+        "wanted": verdict.wanted,
+        "kept": verdict.kept,
+    }
+
+
+def _arm(arm: Arm | None) -> dict[str, Any] | None:
+    if arm is None:
+        return None
+    low, high = wilson(arm.good, arm.requests)
+    return {
+        "requests": arm.requests,
+        "refused": arm.refused,
+        "unfinished": arm.unfinished,
+        "good": arm.good,
+        "slo_attainment": arm.attainment,
+        "slo_attainment_interval": [low, high],
+        **arm.values,
+        "seconds": arm.seconds,
+        "offline_tokens_per_hour": _hourly(arm, arm.offline_tokens),
+        "offline_output_tokens_per_hour": _hourly(arm, arm.offline_output_tokens),
+        "offline_lines_per_hour": _hourly(arm, arm.offline_lines),
+        "prefix_hits": arm.prefix_hits,
+    }
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

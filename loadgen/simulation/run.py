@@ -1,0 +1,122 @@
+"""One run of a workload of the load generator on a simulated machine, by the engine's own core on the virtual clock.
+
+Deterministic for equal arguments. Knows nothing of how a run is judged.
+"""
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from engine.core import EngineCore
+from engine.execution.simulated import SIMULATED_TOKEN
+from engine.request import EngineRequest, RequestClass, SamplingParams
+from engine.scheduling.objective import StepObjective
+from engine.virtual import Arrival, VirtualDriver, VirtualRun
+from loadgen.experiments.replay import OUTPUT_CAP, Metrics, Scenario, measure, rows_of
+from loadgen.plan import FIRST_OFFLINE, Windows
+from loadgen.prompts import PromptMaker, TokenIds
+from loadgen.simulation.device import Simulated
+from loadgen.traces import Content, Trace
+from loadgen.workloads import Workload
+
+
+@dataclass(frozen=True, slots=True)
+class Policies:
+    """Who goes first within each class; `backlog`: offline requests kept open (default: twice what fits a step)."""
+
+    online: str = "fcfs"
+    offline: str = "psm"
+    backlog: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """A run, its measure window in seconds, and the share of prompt tokens that were found in the cache."""
+
+    run: VirtualRun
+    window: tuple[float, float]
+    prefix_hits: float
+
+
+def simulate(
+    device: Simulated,
+    made: Workload,
+    windows: Windows,
+    objective: StepObjective,
+    seed: int,
+    policies: Policies = Policies(),
+) -> Metrics:
+    """Run and measure; metrics by the names of the load generator's reports, and `prefix_hits` (share of tokens)."""
+    ran = run_workload(device, made, windows, objective, seed, policies)
+    return {**measure(ran.run, Scenario((), (), *ran.window)), "prefix_hits": ran.prefix_hits}
+
+
+def run_workload(
+    device: Simulated,
+    made: Workload,
+    windows: Windows,
+    objective: StepObjective,
+    seed: int,
+    policies: Policies,
+    *,
+    drain: bool = False,
+) -> Ran:
+    """Run a workload until the horizon, or with `drain` until every online request has ended or its time is up.
+
+    Where the machine caches prefixes, prompts are the token ids that the load generator would send, else all tokens are
+    alike. Jobs whose lines share prefixes end with their last line; others start over until the horizon.
+    """
+    config, shared = device.config, shares_prefixes(made)
+    maker = PromptMaker(TokenIds(), "completions", seed, 0) if config.enable_prefix_caching else None
+    model, runner = device.start(seed)
+    # Without a cache the prefix tree has nothing to order by.
+    offline_policy = "fcfs" if maker is None and policies.offline == "psm" else policies.offline
+    core = EngineCore(
+        config, online_policy=policies.online, offline_policy=offline_policy, model=model, objective=objective
+    )
+    limit, end = config.max_model_len, math.inf if windows.horizon is None else windows.horizon
+    arrivals = [] if made.online is None else list(requests(made.online, "n", maker, limit, RequestClass.ONLINE))
+    jobs = [job.lines for job in made.jobs if len(job.lines)]
+    endless = not shared and math.isfinite(end)
+    offline = (arrival.request for arrival in _lines(jobs, maker, limit, endless=endless)) if jobs else None
+    measured = (windows.warmup, end - windows.cooldown)
+    backlog = policies.backlog or 2 * config.max_num_seqs
+    driver = VirtualDriver(core, runner, arrivals, offline, backlog=backlog, window=measured)
+    run = driver.run(end, drain=windows.drain if drain else 0.0)
+    stats = core.stats()
+    hits = stats.prefix_hit_tokens / stats.prefix_queried_tokens if stats.prefix_queried_tokens else 0.0
+    return Ran(run, measured, hits)
+
+
+def shares_prefixes(made: Workload) -> bool:
+    """Whether any prompt of the workload has a part that others may share."""
+    traces = [job.lines for job in made.jobs] + ([made.online] if made.online is not None else [])
+    return any(content.segments for trace in traces for content in trace.content)
+
+
+def _lines(jobs: Sequence[Trace], maker: PromptMaker | None, limit: int, *, endless: bool) -> Iterator[Arrival]:
+    for turn in itertools.count():
+        first = FIRST_OFFLINE
+        for number, job in enumerate(jobs):
+            yield from requests(job, f"f{turn}.{number}.", maker, limit, RequestClass.OFFLINE, first)
+            first += len(job)
+        if not endless:
+            return
+
+
+def requests(
+    trace: Trace, name: str, maker: PromptMaker | None, limit: int, request_class: RequestClass, first: int = 0
+) -> Iterator[Arrival]:
+    """The requests of a trace, prompts numbered from `first` as the load generator numbers them.
+
+    Their true length is hidden from the scheduler: they end at a stop token that is masked until then.
+    """
+    for index, (at, prompt, output) in enumerate(rows_of(trace, limit)):
+        cap = max(output, min(OUTPUT_CAP, limit - prompt))
+        sampling = SamplingParams(max_tokens=cap, min_tokens=output, stop_token_ids=frozenset({SIMULATED_TOKEN}))
+        tokens = (1,) * prompt
+        if maker is not None:
+            shown = Content(segments=trace.content_of(index).segments)
+            tokens = tuple(maker.fields(first + index, prompt, shown)["prompt"])
+        yield Arrival(at, EngineRequest(f"{name}{index}", tokens, sampling, request_class))
