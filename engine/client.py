@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Protocol
 
-from engine.request import EngineRequest, FinishReason, RequestOutput
+from engine.request import EngineRequest, FinishReason, RequestClass, RequestOutput
 from engine.stats import EngineStats
 
 
@@ -59,6 +59,11 @@ class EngineClient(Protocol):
 
     async def stop(self, drain_seconds: float = 0.0) -> None:
         """Refuse new work, let running requests end for at most `drain_seconds`, abort the rest, stop."""
+        ...
+
+    def check_room(self, request_class: RequestClass, prompt_tokens: int) -> None:
+        """Look at the queue before any work is done for a request: raises what `add` would raise now whatever is asked
+        for, QueueFullError or EngineUnavailableError. `prompt_tokens`: about how many, for the record of the load."""
         ...
 
     def add(self, request: EngineRequest) -> OutputStream:

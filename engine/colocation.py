@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from engine.core import EngineCore
-from engine.request import EngineRequest, FinishReason, RequestClass, RequestOutput
+from engine.request import FinishReason, RequestClass, RequestOutput
 from engine.scheduling.objective import StepObjective
 from engine.scheduling.output import SchedulerOutput
 from engine.stats import ColocationStats
@@ -101,10 +101,10 @@ class Colocation:
         if output.request_class is RequestClass.ONLINE:
             self._on_online(output, now)
 
-    def on_refused(self, request: EngineRequest, now: float) -> None:
-        """A request was refused (429): it is a part of the load all the same."""
-        if request.request_class is RequestClass.ONLINE:
-            self._record(OnlineArrival(now, Lengths(len(request.prompt_token_ids), 0)))
+    def on_refused(self, request_class: RequestClass, prompt_tokens: int, now: float) -> None:
+        """A request was refused (429): it is a part of the load all the same. `prompt_tokens` may be a guess."""
+        if request_class is RequestClass.ONLINE:
+            self._record(OnlineArrival(now, Lengths(prompt_tokens, 0)))
 
     def offline_work(self) -> list[Lengths]:
         """Lengths of offline requests: of those that ended, and of the queue when too few did."""

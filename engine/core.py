@@ -100,12 +100,16 @@ class EngineCore:
         if spec.request_id in self._requests:
             raise InvalidRequestError(f"A request '{spec.request_id}' is already running.", param="request_id")
         check_length(spec, self.config.max_model_len)
-        if spec.request_class is RequestClass.ONLINE:
-            check_room(self._scheduler, self._mean_output_tokens)
+        self.check_room(spec.request_class)
         request = Request(spec, RequestTimes(arrival=now), self._num_arrived)
         self._num_arrived += 1
         self._requests[spec.request_id] = request
         self._scheduler.add_waiting(request)
+
+    def check_room(self, request_class: RequestClass) -> None:
+        """Raises QueueFullError if a request of this class would not be queued now, whatever it asks for."""
+        if request_class is RequestClass.ONLINE:
+            check_room(self._scheduler, self._mean_output_tokens)
 
     def abort(self, request_id: str, now: float, reason: FinishReason = FinishReason.ABORT) -> RequestOutput | None:
         """End a request now, whatever it is doing; its terminal output, or None if it has already ended."""

@@ -9,8 +9,9 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
@@ -19,7 +20,7 @@ from engine.colocation import Colocation
 from engine.core import EngineCore
 from engine.errors import EngineStepError, EngineUnavailableError, RetryableError, TidemillError
 from engine.planner_task import Planner, PlanOffline
-from engine.request import EngineRequest, FinishReason, RequestOutput, RequestTimes, SamplingParams
+from engine.request import EngineRequest, FinishReason, RequestClass, RequestOutput, RequestTimes, SamplingParams
 from engine.scheduling.output import ModelRunner, ModelRunnerOutput, SchedulerOutput
 from engine.stats import EngineStats
 from engine.stream import RequestStream
@@ -128,20 +129,33 @@ class Engine:
         self._executor.shutdown(wait=False)
         self._waiter.shutdown(wait=False)
 
-    def add(self, request: EngineRequest) -> RequestStream:
-        """See EngineClient.add."""
+    def check_room(self, request_class: RequestClass, prompt_tokens: int) -> None:
+        """See EngineClient.check_room."""
+        self._check_accepting()
+        with self._noting_refusal(request_class, prompt_tokens):
+            self._core.check_room(request_class)
+
+    def _check_accepting(self) -> None:
         if self._draining:
             raise EngineUnavailableError("The server is shutting down.", retry_after=5.0)
         if not self.alive:
             raise EngineUnavailableError("The engine is not running.", retry_after=5.0)
-        now = self._clock()
-        self._watchdog.on_work()
+
+    @contextmanager
+    def _noting_refusal(self, request_class: RequestClass, prompt_tokens: int) -> Iterator[None]:
         try:
-            self._core.add_request(request, now)
+            yield
         except RetryableError:
             if self.colocation is not None:
-                self.colocation.on_refused(request, now)
+                self.colocation.on_refused(request_class, prompt_tokens, self._clock())
             raise
+
+    def add(self, request: EngineRequest) -> RequestStream:
+        """See EngineClient.add."""
+        self._check_accepting()
+        self._watchdog.on_work()
+        with self._noting_refusal(request.request_class, len(request.prompt_token_ids)):
+            self._core.add_request(request, self._clock())
         stream = RequestStream(partial(self.abort, request.request_id), final_only=request.final_only)
         self._streams[request.request_id] = stream
         self._wake_up()

@@ -6,11 +6,12 @@ Knows nothing of requests, HTTP or models.
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import tokenizers
+from tokenizers import pre_tokenizers
 
 from engine.chat_template import ChatTemplate, encode_text
 from engine.detokenizer import ByteRule, IncrementalDetokenizer, read_byte_rule
@@ -34,6 +35,7 @@ class Tokenizer:
         )
         self._byte_rule = read_byte_rule(_decoder_layout(self._tokenizer))
         self._bytes: dict[int, bytes | None] = {}
+        self._max_token_chars = _max_token_chars(self._tokenizer)
         self.eos_token_id: int | None = backend.eos_token_id
         self.bos_token_id: int | None = backend.bos_token_id
         self.vocab_size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
@@ -67,6 +69,11 @@ class Tokenizer:
     def byte_rule(self) -> ByteRule | None:
         """How single tokens decode, None where they do not."""
         return self._byte_rule
+
+    def least_tokens(self, texts: Iterable[str]) -> int:
+        """The fewest tokens that texts of these lengths can have together; 0 where nothing can be told without reading
+        them. White space around a text does not count, as templates may take it off."""
+        return -(-sum(len(text.strip()) for text in texts) // self._max_token_chars) if self._max_token_chars else 0
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a raw prompt; the text of a special token stands for the token."""
@@ -132,6 +139,7 @@ def _load_backend(folder: Path) -> Any:
     except Exception as error:  # the library raises whatever a broken file leads to
         reason = str(error).strip().split("\n")[0][:200] or type(error).__name__
         raise ModelLoadError(f"the tokenizer in {folder} cannot be loaded: {reason}") from error
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # a batch of one text needs no threads of its own
     backend.backend_tokenizer.no_truncation()
     backend.backend_tokenizer.no_padding()
     return backend
@@ -160,6 +168,16 @@ def _chat_template(backend: Any, sources: Mapping[str, str], facts: TemplateFact
         return str(backend.apply_chat_template(messages, tokenize=False, **kwargs))
 
     return ChatTemplate(render, backend.backend_tokenizer, sources, facts)
+
+
+def _max_token_chars(tokenizer: tokenizers.Tokenizer) -> int | None:
+    """Characters of the longest token; None where a token may stand for any number of characters that the vocabulary
+    does not have. What it has it spells with as many characters or more."""
+    layout = json.loads(tokenizer.to_str())["model"]
+    vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+    knows_bytes = layout.get("byte_fallback") or vocabulary.keys() >= set(pre_tokenizers.ByteLevel.alphabet())
+    one_by_one = layout["type"] == "BPE" and layout.get("unk_token") and not layout.get("fuse_unk")
+    return max(map(len, vocabulary)) if knows_bytes or one_by_one else None
 
 
 def _decoder_layout(tokenizer: tokenizers.Tokenizer) -> dict[str, Any] | None:

@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from engine.errors import TidemillError
+from engine.request import RequestClass
 from gateway.choices import Delta, Generation
 from gateway.context import GatewayContext, context_of, tier_of
 from gateway.errors import ApiError, log_unexpected, to_api_error
@@ -23,7 +24,8 @@ from gateway.sse import DONE, EventStream, event, run_while_connected
 from gateway.wire import GenerationBody, parse_json, validate
 
 INLINE_BYTES = 32 * 1024  # parsing more than this takes long enough for a thread to be worth it
-INLINE_LENGTH = 2000  # characters or token ids of prompts
+CHARS_PER_TOKEN = 4  # a guess, for prompts that are not read
+INLINE_CHARS = 2000
 
 GenerationT = TypeVar("GenerationT", bound=GenerationBody)
 ResultT = TypeVar("ResultT")
@@ -76,6 +78,14 @@ async def _read_raw(request: Request) -> bytes:
 
 def parse_body(model: type[GenerationT], raw: bytes) -> GenerationT:
     return validate(model, without_ignored(parse_json(raw)))
+
+
+def check_room(context: GatewayContext, body: GenerationBody, num_chars: int) -> None:
+    """Before a prompt of about so many characters is read: would it be queued? Raises QueueFullError or
+    EngineUnavailableError."""
+    offline = context.is_offline or body.service_tier == "flex"
+    tokens = num_chars // CHARS_PER_TOKEN
+    context.client.check_room(RequestClass.OFFLINE if offline else RequestClass.ONLINE, tokens)
 
 
 async def run_text_work(context: GatewayContext, work: Callable[[], ResultT]) -> ResultT:

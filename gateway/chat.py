@@ -2,6 +2,7 @@
 
 import time
 import uuid
+from collections.abc import Iterator
 from typing import Any
 
 import orjson
@@ -10,11 +11,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from engine.text import Tokenizer
-from gateway.answering import check_model, read_body, respond, run_text_work
+from gateway.answering import check_model, check_room, read_body, respond, run_text_work
 from gateway.choices import Delta, Generation
 from gateway.context import GatewayContext, context_of, tenant_of
 from gateway.logprobs import chat_logprobs
-from gateway.params import Caller, GenerationPlan, chat_plan, check_chat
+from gateway.params import Caller, GenerationPlan, chat_plan, check_chat, check_texts
 from gateway.sse import END
 from gateway.wire import ChatCompletionRequest, Message
 
@@ -35,14 +36,26 @@ async def plan_chat(context: GatewayContext, body: ChatCompletionRequest, tenant
     """Everything that can be wrong with the request is found here, before anything is queued."""
     check_model(context, body.model)
     check_chat(body)
+    texts = list(_texts(body))
+    check_room(context, body, sum(map(len, texts)))
     caller = Caller(f"chatcmpl-{uuid.uuid4().hex}", context.cache_salt(tenant))
 
     def plan() -> GenerationPlan:
+        check_texts(texts, context.tokenizer, context.client.info, "messages")
         token_ids = context.tokenizer.encode_chat([_template_message(message) for message in body.messages])
         return chat_plan(body, token_ids, context.client.info, caller)
 
     # always in a thread: what a template costs cannot be seen from the messages' length
     return await run_text_work(context, plan)
+
+
+def _texts(body: ChatCompletionRequest) -> Iterator[str]:
+    """What the messages say."""
+    for message in body.messages:
+        if isinstance(message.content, str):
+            yield message.content
+        else:
+            yield from (part.text for part in message.content or ())
 
 
 def _template_message(message: Message) -> dict[str, Any]:

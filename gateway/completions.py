@@ -10,11 +10,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from engine.text import Tokenizer
-from gateway.answering import INLINE_LENGTH, check_model, read_body, respond, run_text_work
+from gateway.answering import CHARS_PER_TOKEN, INLINE_CHARS, check_model, check_room, read_body, respond, run_text_work
 from gateway.choices import Delta, Generation
 from gateway.context import GatewayContext, context_of, tenant_of
 from gateway.logprobs import CompletionLogprobs
-from gateway.params import Caller, GenerationPlan, Prompt, check_completion, completion_plan
+from gateway.params import Caller, GenerationPlan, Prompt, check_completion, check_texts, completion_plan
 from gateway.sse import END
 from gateway.wire import CompletionRequest
 
@@ -35,14 +35,18 @@ async def plan_completion(context: GatewayContext, body: CompletionRequest, tena
     """Everything that can be wrong with the request is found here, before anything is queued."""
     check_model(context, body.model)
     check_completion(body)
+    lengths = [len(prompt) if isinstance(prompt, str) else CHARS_PER_TOKEN * len(prompt) for prompt in body.prompt]
+    check_room(context, body, sum(lengths))
     caller = Caller(f"cmpl-{uuid.uuid4().hex}", context.cache_salt(tenant))
 
     def plan() -> GenerationPlan:
+        for prompt in body.prompt:
+            if isinstance(prompt, str):
+                check_texts((prompt,), context.tokenizer, context.client.info, "prompt")
         prompts = [_encode(context.tokenizer, prompt) for prompt in body.prompt]
         return completion_plan(body, prompts, context.client.info, caller)
 
-    is_short = sum(map(len, body.prompt)) <= INLINE_LENGTH
-    return plan() if is_short else await run_text_work(context, plan)
+    return plan() if sum(lengths) <= INLINE_CHARS else await run_text_work(context, plan)
 
 
 def _encode(tokenizer: Tokenizer, prompt: str | list[int]) -> Prompt:

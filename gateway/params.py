@@ -4,13 +4,14 @@ Nothing is accepted and ignored but the names in `INERT`. Knows nothing of HTTP 
 """
 
 import secrets
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from engine.client import EngineInfo
 from engine.errors import ContextLengthError, InvalidRequestError
 from engine.request import EngineRequest, RequestClass, SamplingParams
+from engine.text import Tokenizer
 from gateway.wire import MAX_PROMPTS, ChatCompletionRequest, CompletionRequest, GenerationBody, StreamOptions
 
 COMPLETION_MAX_TOKENS = 16
@@ -243,6 +244,15 @@ def _check_ids(ids: Collection[int], info: EngineInfo, param: str) -> None:
     if ids and not 0 <= min(ids) <= max(ids) < info.vocab_size:
         message = f"'{param}' holds a token id that this model does not have (0 to {info.vocab_size - 1})."
         raise InvalidRequestError(message, param=param, code="invalid_value")
+
+
+def check_texts(texts: Iterable[str], tokenizer: Tokenizer, info: EngineInfo, param: str) -> None:
+    """Raises ContextLengthError for texts that cannot fit into the context together, which is told from their lengths:
+    a text of megabytes takes seconds to read."""
+    least = tokenizer.least_tokens(texts)
+    if least >= info.max_model_len:
+        message = f"This model's context is {info.max_model_len} tokens; the prompt has at least {least}."
+        raise ContextLengthError(message, param=param)
 
 
 def check_prompt(token_ids: Sequence[int], max_tokens: int, info: EngineInfo, param: str) -> None:

@@ -115,6 +115,38 @@ def _chat(model: str) -> Iterator[Bomb]:
     yield Bomb("a long model", CHAT, filled('{"messages":[{"role":"user","content":"x"}],"model":"', "x", '"}'), (404,))
 
 
+def _texts(model: str) -> Iterator[Bomb]:
+    """Text that no context holds, in all the ways that are slow to read."""
+    for name, unit, statuses in (
+        ("words", "the quick brown fox ", (400,)),
+        ("one letter", "a", (400,)),
+        ("digits", "0123456789", (400,)),
+        ("control tokens", "<|im_end|>", (400,)),
+        ("combining marks", "a\u0301\u0323", (400,)),
+        ("emoji", "\U0001f469\u200d\U0001f4bb", (400,)),
+        ("Chinese", "\u4e2d\u6587", (400,)),
+        ("escapes", "\\u4e2d", (400,)),
+        ("quotes", '\\"', (400,)),
+        ("brackets", "[{,", (400,)),
+        ("spaces", " ", (200,)),
+        ("new lines", "\\n", (200,)),
+        ("noncharacters", "\ufdd0", (400,)),
+    ):
+        start = f'{{"model":"{model}","messages":[{{"role":"user","content":"x'
+        yield Bomb(f"text of {name}", CHAT, filled(start, unit, '"}]}'), statuses)
+    head = f'{{"model":"{model}","prompt":'
+    yield Bomb("a prompt of words", COMPLETIONS, filled(head + '"', "the quick brown fox ", '"}'))
+    yield Bomb("128 prompts of words", COMPLETIONS, lambda size: _prompts_of_words(head, 128, size // 135))
+    start = f'{{"model":"{model}","messages":[{{"role":"user","content":['
+    part = '{"type":"text","text":"' + "word " * 400 + '"}'
+    yield Bomb("text in parts", CHAT, repeated(start, part, "]}]}"))
+
+
+def _prompts_of_words(start: str, prompts: int, size: int) -> bytes:
+    one = '"' + "word " * (size // 5) + '"'
+    return f"{start}[{','.join([one] * prompts)}]}}".encode()
+
+
 def _completions(model: str) -> Iterator[Bomb]:
     prompt = f'{{"model":"{model}","prompt":'
     for name, unit in {
@@ -153,7 +185,7 @@ def _batches() -> Iterator[Bomb]:
 
 def bombs(model: str) -> list[Bomb]:
     """All of them, for a server that calls its model so."""
-    return [*_chat(model), *_completions(model), *_batches()]
+    return [*_chat(model), *_texts(model), *_completions(model), *_batches()]
 
 
 async def _main() -> None:

@@ -78,6 +78,8 @@ class FakeEngine:
         self.draining = False
         self.started = False
         self.add_errors: list[TidemillError] = []
+        self.room_error: TidemillError | None = None
+        self.looked_for_room: list[tuple[RequestClass, int]] = []
         self.requests: list[EngineRequest] = []
         self.events: list[tuple[str, str]] = []
         self.aborts: list[tuple[str, FinishReason]] = []
@@ -105,6 +107,11 @@ class FakeEngine:
                 self._log("drain over", "")
         for request_id in list(self._streams):
             self.abort(request_id)
+
+    def check_room(self, request_class: RequestClass, prompt_tokens: int) -> None:
+        self.looked_for_room.append((request_class, prompt_tokens))
+        if self.room_error is not None:
+            raise self.room_error
 
     def add(self, request: EngineRequest) -> FakeStream:
         if self.add_errors:

@@ -19,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
+from engine import chat_template, text
 from engine.text import Tokenizer
 from gateway import batch_input, json_size, wire
 from gateway.answering import INLINE_BYTES
@@ -28,6 +29,8 @@ from gateway.json_size import LIMITS, JsonSize, count_json, too_much_json
 one_loop = pytest.mark.asyncio(loop_scope="module")
 
 MOST_ERRORS = 64
+CONTEXT, LONGEST_TOKEN = 512, 13
+MOST_CHARS = 2 * CONTEXT * LONGEST_TOKEN  # twice, for what a template adds
 
 
 def size_of(value: Any) -> JsonSize:
@@ -54,6 +57,7 @@ class Work:
     built: list[JsonSize] = field(default_factory=list)
     inline_bytes: list[int] = field(default_factory=list)
     errors: list[int] = field(default_factory=list)
+    read_chars: list[int] = field(default_factory=list)
 
     def check(self) -> None:
         for size in self.built:
@@ -61,6 +65,7 @@ class Work:
             assert size.commas <= LIMITS.commas + LIMITS.containers + 1
         assert all(number <= MOST_ERRORS for number in self.errors), self.errors
         assert all(size <= INLINE_BYTES for size in self.inline_bytes), self.inline_bytes
+        assert all(chars <= MOST_CHARS for chars in self.read_chars), self.read_chars
 
 
 class CountedJson:
@@ -92,6 +97,14 @@ def work(monkeypatch: pytest.MonkeyPatch) -> Work:
             work.errors.append(error.error_count())
             raise
 
+    encode_text = chat_template.encode_text
+
+    def encode(tokenizer: Any, given: str, **options: Any) -> list[int]:
+        work.read_chars.append(len(given))
+        return encode_text(tokenizer, given, **options)
+
+    for module in (text, chat_template):
+        monkeypatch.setattr(module, "encode_text", encode)
     monkeypatch.setattr(BaseModel, "model_validate", classmethod(counted))
     return work
 
@@ -99,7 +112,8 @@ def work(monkeypatch: pytest.MonkeyPatch) -> Work:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def served(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Served]:
     with refuse_blocking():
-        engine = FakeEngine(say(tokenizer, "hello"), eos_token_ids=frozenset({tokenizer.eos_token_id}))
+        eos = frozenset({tokenizer.eos_token_id})
+        engine = FakeEngine(say(tokenizer, "hello"), eos_token_ids=eos, max_model_len=CONTEXT)
         folder = await open_folder(tmp_path_factory.mktemp("state"))
         async with serve(engine, tokenizer, folder=folder, batch_limits=FAST) as server:
             yield server

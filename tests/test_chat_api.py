@@ -320,6 +320,28 @@ async def test_a_full_queue_is_429_with_retry_after(served: Served) -> None:
         assert (error["type"], error["code"], error["param"]) == ("rate_limit_error", "rate_limit_exceeded", None)
 
 
+@pytest.mark.parametrize("tier", ["default", "flex"])
+async def test_a_full_queue_is_told_before_the_prompt_is_read(
+    served: Served, tier: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read(*_: Any, **__: Any) -> list[int]:
+        raise AssertionError("a prompt was read that cannot be queued")
+
+    monkeypatch.setattr(Tokenizer, "encode", read)
+    monkeypatch.setattr(Tokenizer, "encode_chat", read)
+    served.engine.room_error = QueueFullError("12 requests are waiting already.", retry_after=2.2)
+    bodies = {
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": "word " * 100}]},
+        "/v1/completions": {"prompt": ["word " * 50, [1] * 60]},
+    }
+    async with httpx.AsyncClient(verify=False, base_url=served.url) as client:
+        for path, body in bodies.items():
+            answer = await client.post(path, json={"model": MODEL, "service_tier": tier, **body})
+            assert answer.status_code == 429 and answer.headers["retry-after"] == "3"
+    asked = RequestClass.OFFLINE if tier == "flex" else RequestClass.ONLINE
+    assert served.engine.looked_for_room == [(asked, 125), (asked, 122)]
+
+
 async def test_the_official_client_retries_as_told(served: Served) -> None:
     served.engine.add_errors = [EngineUnavailableError("busy", retry_after=0.1)]
     async with client_of(served).with_options(max_retries=1) as client:

@@ -247,8 +247,8 @@ def test_windows_keep_bursts_and_can_be_made_for_another_rate() -> None:
 
 def test_refused_and_abandoned_requests_are_part_of_the_load() -> None:
     _, keeper = make_keeper()
-    keeper.on_refused(make_request("refused", range(70), 900), 5.0)
-    keeper.on_refused(make_request("offline", range(70), 9, request_class=RequestClass.OFFLINE), 6.0)
+    keeper.on_refused(RequestClass.ONLINE, 70, 5.0)
+    keeper.on_refused(RequestClass.OFFLINE, 70, 6.0)
     keeper.on_step(STEP, 0.0082, [output_of("left", 1, 0.2)], 7.0)
     keeper.on_end(output_of("left", 0, 0.2, reason=FinishReason.ABORT), 7.5)
     assert list(keeper.arrivals) == [OnlineArrival(5.0, Lengths(70, 0)), OnlineArrival(0.0, Lengths(10, 0))]

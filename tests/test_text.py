@@ -6,11 +6,16 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import tokenizer_folders as folders
+from hypothesis import given
+from hypothesis import strategies as st
 from tokenizer_folders import load, reference, user
 
+from engine.chat_template import encode_text
 from engine.errors import ConfigError, InvalidRequestError, ModelLoadError
 from engine.text import Tokenizer
 
@@ -127,3 +132,24 @@ def test_threads_share_a_tokenizer() -> None:
 
     with ThreadPoolExecutor(4) as pool:
         assert list(pool.map(work, range(len(contents)))) == expected
+
+
+@pytest.mark.parametrize("name", ["byte_level", "llama2", "llama2_new", "unigram", "words"])
+@given(st.text(st.sampled_from("the quick <|im_end|>\n é東🙂"), max_size=200))
+def test_no_text_has_fewer_tokens_than_its_length_tells(name: str, text: str) -> None:
+    assert load(name).least_tokens([text]) <= len(load(name).encode(text, add_special_tokens=False))
+
+
+@pytest.mark.parametrize(("name", "longest"), [("byte_level", 13), ("llama2", 10), ("unigram", None), ("words", None)])
+def test_a_token_for_any_number_of_characters_tells_nothing(name: str, longest: int | None) -> None:
+    assert load(name).least_tokens(["x" * 10_000, " x "]) == (0 if longest is None else -(-10_001 // longest))
+
+
+def test_a_text_is_encoded_by_the_call_that_lets_go_of_the_lock() -> None:
+    """The tokenizer's `encode` holds the interpreter's lock before version 0.23."""
+
+    class Batches:
+        def encode_batch_fast(self, texts: list[str], add_special_tokens: bool) -> list[Any]:
+            return [SimpleNamespace(ids=[len(text), add_special_tokens]) for text in texts]
+
+    assert encode_text(Batches(), "abc", add_special_tokens=True, param="prompt") == [3, True]  # type: ignore[arg-type]
