@@ -30,7 +30,7 @@ one_loop = pytest.mark.asyncio(loop_scope="module")
 
 MOST_ERRORS = 64
 CONTEXT, LONGEST_TOKEN = 512, 13
-MOST_CHARS = 2 * CONTEXT * LONGEST_TOKEN  # twice, for what a template adds
+MOST_CHARS = CONTEXT * LONGEST_TOKEN + 64 * wire.MAX_MESSAGES  # what a template adds to each message
 
 
 def size_of(value: Any) -> JsonSize:
