@@ -76,12 +76,22 @@ class Colocation:
         self._good = self._bad = 0
         self._offline_tokens = 0
         self._shown = BreakerState.CLOSED
-        self.set_budget(budget)
+        self._held = ""
+        self._breaker_seen = 0.0
+        self.set_budget(budget, "as long as no search has ended")
 
-    def set_budget(self, budget: BudgetParams) -> None:
-        """Fill by these parameters from the next step on."""
-        self._budget = budget
-        self._core.set_objective(StepObjective.from_slo(self.slo, budget))
+    def set_budget(self, budget: BudgetParams, origin: str) -> None:
+        """Fill by these parameters from the next step on; `origin` says where they come from.
+
+        L = 0 is the answer that no offline budget keeps the SLO: then nothing offline runs beside online work. What
+        runs while no online request is there stays as it was.
+        """
+        self._origin = origin
+        self._held = "" if budget.latency_budget > 0.0 else f"no offline budget keeps the SLO ({origin})"
+        if not self._held:
+            self._budget = budget
+        self._core.set_objective(StepObjective.from_slo(self.slo, self._budget))
+        self._core.set_offline_share(self._share(self._breaker_seen))
 
     def on_step(self, output: SchedulerOutput, measured: float, outputs: list[RequestOutput], now: float) -> None:
         """A step ended after `measured` seconds with these outputs."""
@@ -128,6 +138,9 @@ class Colocation:
             breaker=self._breaker.state(now).value,
             breaker_cause=self._breaker.cause,
             breaker_openings=self._breaker.num_openings,
+            budget_origin=self._origin,
+            offline_share=self._share(now),
+            held=self._held,
             predictor_mape=self.model.mape,
             offline_tokens=self._offline_tokens,
         )
@@ -172,16 +185,21 @@ class Colocation:
         while self._judged and self._judged[0][0] < now - ATTAINMENT_WINDOW:
             self._judged.popleft()
 
+    def _share(self, now: float) -> float:
+        """What of its budget offline work may use beside online work, 0 to 1."""
+        return 0.0 if self._held else self._breaker.budget(now, 1.0, online_present=True)
+
     def _follow_breaker(self, now: float) -> None:
+        self._breaker_seen = now
         state = self._breaker.state(now)
-        self._core.set_offline_share(self._breaker.budget(now, 1.0, online_present=True))
+        self._core.set_offline_share(self._share(now))
         if state is not self._shown:
             cause = f" ({self._breaker.cause})" if self._breaker.cause else ""
             log.warning(
                 "circuit breaker %s%s: offline share beside online work is now %.0f %%",
                 state.value,
                 cause,
-                100 * self._breaker.budget(now, 1.0, online_present=True),
+                100 * self._share(now),
             )
             self._shown = state
 

@@ -7,7 +7,11 @@ from engine.request import RequestClass
 
 @dataclass(frozen=True, slots=True)
 class ColocationStats:
-    """How the SLO is kept. `attainment` is of the last minute (NaN: nobody was judged); times in seconds."""
+    """How the SLO is kept. `attainment` is of the last minute (NaN: nobody was judged); times in seconds.
+
+    `offline_share`: what of its budget offline work may use beside online work, 0 to 1. `held`: why it is 0 whatever
+    the breaker says, "" when it is not. `budget_origin`: where the budget comes from.
+    """
 
     slo: str
     attainment: float
@@ -23,6 +27,9 @@ class ColocationStats:
     breaker_openings: int
     predictor_mape: float
     offline_tokens: int
+    budget_origin: str
+    offline_share: float
+    held: str
 
 
 @dataclass(slots=True)

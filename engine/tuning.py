@@ -94,11 +94,11 @@ class BudgetTuner:
         except (OSError, ValueError, KeyError) as error:
             log.warning("the budget search for %s failed (%s); the budget in force stays", what, error)
             return
-        if params.latency_budget <= 0.0:
-            log.warning("no offline budget keeps the SLO under %s; the budget in force stays", what)
-            return
-        log.info("offline budget for %s: %s", what, params)
-        self._colocation.set_budget(params)
+        if params.latency_budget > 0.0:
+            log.info("offline budget for %s: %s", what, params)
+        else:
+            log.warning("no offline budget keeps the SLO under %s: nothing offline runs beside online work", what)
+        self._colocation.set_budget(params, f"searched for {what}")
 
 
 async def run_search(job: bytes) -> BudgetParams:

@@ -37,7 +37,17 @@ async def ready(request: Request) -> Response:
     colocation = context.client.stats().colocation
     if colocation is None:
         return _ok()
-    shown = {"slo": colocation.slo, "latency_budget": colocation.latency_budget, "breaker": colocation.breaker}
+    shown = {
+        "slo": colocation.slo,
+        "latency_budget": colocation.latency_budget,
+        "budget_origin": colocation.budget_origin,
+        "offline_share": colocation.offline_share,
+        "breaker": colocation.breaker,
+    }
+    if colocation.held:
+        shown["held"] = colocation.held
+    elif colocation.breaker_cause:
+        shown["breaker_cause"] = colocation.breaker_cause
     return Response(orjson.dumps({"status": "ok", "colocation": shown}), media_type="application/json")
 
 

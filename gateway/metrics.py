@@ -158,6 +158,12 @@ def _colocation_metrics(stats: ColocationStats) -> Iterator[Metric]:
     yield GaugeMetricFamily(
         "tidemill_interference_weight", "Lambda of the offline fill.", value=stats.interference_weight
     )
+    yield GaugeMetricFamily(
+        "tidemill_offline_share", "Share of the budget that offline work may use.", value=stats.offline_share
+    )
+    yield GaugeMetricFamily(
+        "tidemill_offline_held", "1 while no offline budget keeps the SLO.", value=float(bool(stats.held))
+    )
     yield GaugeMetricFamily("tidemill_predictor_mape", "Mean relative error, recent steps.", value=stats.predictor_mape)
     yield _total("offline_tokens", "Prompt and output tokens of offline requests.", stats.offline_tokens)
     yield _total("breaker_openings", "How often the circuit breaker opened.", stats.breaker_openings)

@@ -162,6 +162,16 @@ def test_offline_share_is_the_breaker() -> None:
     assert chunks_of(driver, driver.steps[-1], "off") == []
 
 
+@pytest.mark.parametrize(("share", "tokens"), [(0.5, 11), (0.25, 9), (0.1, 7)])
+def test_a_share_is_one_of_the_room_above_the_online_work(share: float, tokens: int) -> None:
+    """Of L itself a small share would be less than any step takes: nothing, on a slow device."""
+    driver = decoding_driver(flat(0.0182))
+    driver.add(make_request("off", range(100), 5, request_class=OFFLINE))
+    driver.core.set_offline_share(share)
+    assert driver.launch()
+    assert sum(chunks_of(driver, driver.steps[-1], "off")) == tokens
+
+
 def test_alone_the_oldest_offline_request_moves_whatever_the_budget() -> None:
     driver = make_driver(flat(0.0001))
     driver.core.set_offline_share(0.0)

@@ -16,7 +16,7 @@ from engine.core import EngineCore
 from engine.errors import ConfigError
 from engine.replay import ReplayedServer, Workload, metrics_of, normal_noise, replay
 from engine.request import FinishReason, RequestClass, RequestOutput, RequestTimes
-from engine.scheduling.output import Chunk, SchedulerOutput
+from engine.scheduling.output import Chunk, Collect, SchedulerOutput
 from engine.search import find_budget, make_job
 from engine.tuning import MIN_RECORDED, BudgetTuner, parse_load, run_search
 from engine.virtual import Arrival, PredictedRunner, VirtualDriver, VirtualRecord, VirtualRun
@@ -286,6 +286,42 @@ def test_load_flag() -> None:
             parse_load(bad)
 
 
+def test_no_budget_that_keeps_the_slo_is_obeyed() -> None:
+    """A real search on a load whose SLO is out of reach: nothing offline may make it worse."""
+    hopeless = replace(SERVER, slo=SLO.parse("tbt_mean=8.02ms"))
+    window = Workload.poisson(2.0, 100, 40, 12.0, 1)
+    found = find_budget(window, None, hopeless, max_evaluations=8)
+    assert found.params.latency_budget == 0.0 and not found.slo_in_reach
+    core, keeper = make_keeper(hopeless.slo)
+    before = keeper.stats(0.0)
+    keeper.set_budget(found.params, "searched for a test")
+    held = keeper.stats(1.0)
+    assert core._scheduler.offline_share == held.offline_share == 0.0
+    assert held.held == "no offline budget keeps the SLO (searched for a test)"
+    assert held.latency_budget == before.latency_budget > 0.0, "what runs when nobody is there"
+    keeper.on_step(STEP, 0.0082, [], 100.0)
+    assert core._scheduler.offline_share == 0.0, "no breaker lets it through"
+    keeper.set_budget(BudgetParams("tidemill", 0.02), "searched for another load")
+    assert core._scheduler.offline_share == 1.0 and not keeper.stats(101.0).held
+
+
+def test_a_held_budget_keeps_offline_work_from_online_steps_and_lets_it_run_alone() -> None:
+    core, keeper = make_keeper()
+    keeper.set_budget(BudgetParams("tidemill", 0.0), "a test")
+    offline = iter(Workload((), 1.0, (Lengths(100, 20),)).offline(1024, seed=1))
+    arrivals = [Arrival(1.0, make_request("on", range(100), 50))]
+    together: list[set[RequestClass]] = []
+
+    class Watch(PredictedRunner):
+        def launch(self, output: SchedulerOutput) -> Collect:
+            together.append({request.request_class for request in core._in_flight[-1].requests})
+            return super().launch(output)
+
+    VirtualDriver(core, Watch(MODEL), arrivals, offline).run(3.0)
+    assert {RequestClass.ONLINE} in together and {RequestClass.OFFLINE} in together
+    assert {RequestClass.ONLINE, RequestClass.OFFLINE} not in together
+
+
 async def test_the_search_runs_in_a_process_of_its_own() -> None:
     first, second = (Workload.poisson(2.0, 100, 20, 4.0, seed) for seed in (1, 2))
     params = await run_search(json.dumps(make_job(first, second, SERVER)).encode())
@@ -296,7 +332,7 @@ async def test_the_search_runs_in_a_process_of_its_own() -> None:
 
 async def test_the_tuner_applies_what_it_finds_and_survives_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     core, keeper = make_keeper()
-    found = BudgetParams("tidemill", 0.0123)
+    found = BudgetParams("tidemill", 0.0)
     answers: list[Any] = [ValueError("no"), found]
     done = asyncio.Event()
 
@@ -321,5 +357,6 @@ async def test_the_tuner_applies_what_it_finds_and_survives_a_failure(monkeypatc
     await done.wait()
     for _ in range(5):
         await asyncio.sleep(0)
-    assert core._scheduler.objective.budget == found
+    assert core._scheduler.offline_share == 0.0
+    assert keeper.stats(0.0).held == "no offline budget keeps the SLO (searched for the load served so far)"
     await tuner.stop()

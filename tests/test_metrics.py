@@ -125,6 +125,9 @@ async def test_how_the_slo_is_kept(start_server: StartServer) -> None:
         breaker_openings=3,
         predictor_mape=0.04,
         offline_tokens=12345,
+        budget_origin="searched for that load",
+        offline_share=0.0,
+        held="no offline budget keeps the SLO (searched for that load)",
     )
     served.engine.snapshot = EngineStats(
         predicted_seconds=4.0, leftover_seconds=3.0, leftover_used_seconds=2.5, colocation=keeper
@@ -137,6 +140,8 @@ async def test_how_the_slo_is_kept(start_server: StartServer) -> None:
         "predictor_mape": 0.04,
         "breaker_openings_total": 3,
         "offline_tokens_total": 12345,
+        "offline_share": 0.0,
+        "offline_held": 1.0,
         "predicted_step_seconds_total": 4.0,
         "leftover_seconds_total": 3.0,
         "leftover_used_seconds_total": 2.5,
@@ -145,6 +150,10 @@ async def test_how_the_slo_is_kept(start_server: StartServer) -> None:
     assert value(samples, "tidemill_slo_requests_total", good="false") == 10
     states = [value(samples, "tidemill_breaker_state", state=state) for state in ("closed", "half_open", "open")]
     assert states == [0, 1, 0]
+    async with httpx.AsyncClient(verify=False) as http:
+        shown = (await http.get(f"{served.url}/ready")).json()["colocation"]
+    assert shown["held"] == keeper.held and shown["budget_origin"] == keeper.budget_origin
+    assert shown["offline_share"] == 0.0 and shown["breaker"] == "half_open"
 
 
 async def test_vllm_names_count_online_work_only(start_server: StartServer, tokenizer: Tokenizer) -> None:
