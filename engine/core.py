@@ -324,7 +324,7 @@ class EngineCore:
         stop_token_id: int | None = None,
         error: TidemillError | None = None,
     ) -> RequestOutput:
-        self._scheduler.give_up(request)
+        self._scheduler.end(request)
         request.move_to(RequestStatus.FINISHED)
         if request.request_class is RequestClass.ONLINE:
             self._mean_output_tokens += OUTPUT_FORGETTING * (request.num_output_tokens - self._mean_output_tokens)

@@ -22,6 +22,14 @@ class RequestClass(enum.Enum):
     OFFLINE = "offline"
 
 
+class Lane(enum.IntEnum):
+    """Which offline work goes first: somebody waits for it, its batch may miss its completion window, or neither."""
+
+    FLEX = 0
+    AT_RISK = 1
+    BATCH = 2
+
+
 class RequestStatus(enum.Enum):
     """Where a request stands; `TRANSITIONS` is the whole table of legal changes."""
 
@@ -100,6 +108,8 @@ class EngineRequest:
 
     `cache_salt` separates prefix caches of tenants (blocks are shared only under equal salts). `deadline` is a
     wall-clock time in seconds by which an offline request should end. `final_only` asks for one terminal output.
+    `tenant` is who asked, `job` what the request is a part of (names of the caller's choice, "" if there is but one):
+    service is shared fairly among tenants, and among the jobs of one. `lane` orders offline work.
     """
 
     request_id: str
@@ -109,6 +119,9 @@ class EngineRequest:
     cache_salt: bytes = b""
     deadline: float = math.inf
     final_only: bool = False
+    tenant: str = ""
+    job: str = ""
+    lane: Lane = Lane.BATCH
 
 
 class TokenLogprobs(NamedTuple):

@@ -1,11 +1,12 @@
 """Which job's lines go into the engine next, and how many. Pure bookkeeping: no disk, no engine, no clock."""
 
 import asyncio
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from engine.request import Lane
 from gateway.store.objects import BatchJob, LineRef, Usage
 
 
@@ -23,7 +24,8 @@ class Job:
     """A batch in progress. `cursor` is the highest rank that was taken; `retry` lines that the engine did not take.
     `running` lines are in the engine, `unwritten` ones have ended and wait for the disk; `settled` says that no more of
     its lines are to be fed: all have ended, or the batch has. `journal_end` is where the next group of results goes:
-    after all that was ever written, as a commit in doubt may have happened. After a read fault the job is `resting`."""
+    after all that was ever written, as a commit in doubt may have happened. After a read fault the job is `resting`;
+    `at_risk`: it may miss its completion window."""
 
     batch: BatchJob
     cursor: int = -1
@@ -37,6 +39,17 @@ class Job:
     journal_end: int = 0
     read_faults: int = 0
     resting: bool = False
+    at_risk: bool = False
+
+    @property
+    def lane(self) -> Lane:
+        """Which offline work its lines go with."""
+        return Lane.AT_RISK if self.at_risk else Lane.BATCH
+
+    @property
+    def num_held(self) -> int:
+        """Its lines in the window."""
+        return len(self.running) + self.unwritten
 
     @property
     def hungry(self) -> bool:
@@ -80,23 +93,30 @@ class Window:
 
 
 class FeedOrder:
-    """Every other turn is that of the earliest deadline, the turns between go round: what is urgent gets half of the
-    engine's room at least, and no job starves behind it. A turn is a run of lines in key order, so that the engine sees
+    """Keeps lines of everybody in the engine's queue, which decides who is served: tenants hold equal parts of the
+    window, and so do the jobs of a tenant, as far as they have lines. Jobs at risk of missing their completion window
+    may hold three quarters of it before the others. A turn is a run of lines in key order, so that the engine sees
     groups of equal prefixes."""
 
     def __init__(self, window_lines: int) -> None:
         self.quantum = max(1, window_lines // 4)
+        self._urgent_lines = window_lines - self.quantum
         self._turn = 0
 
     def pick(self, jobs: Iterable[Job]) -> Job | None:
         """Whose turn it is; counts as taken."""
-        hungry = [job for job in jobs if job.hungry]
+        present = list(jobs)
+        hungry = [job for job in present if job.hungry]
         if not hungry:
             return None
-        if self._turn % 2 == 0:
-            job = min(hungry, key=lambda job: job.batch.expires_at)
-        else:
-            job = min(hungry, key=lambda job: (job.last_turn, job.batch.expires_at))
+        urgent = [job for job in hungry if job.at_risk]
+        if urgent and len(urgent) < len(hungry):
+            is_full = sum(job.num_held for job in present if job.at_risk) >= self._urgent_lines
+            hungry = [job for job in hungry if job.at_risk is not is_full]
+        held: Counter[str] = Counter()
+        for job in present:
+            held[job.batch.tenant] += job.num_held
+        job = min(hungry, key=lambda job: (held[job.batch.tenant], job.num_held, job.last_turn, job.batch.expires_at))
         self._turn += 1
         job.last_turn = self._turn
         return job

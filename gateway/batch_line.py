@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import anyio
 
 from engine.errors import EngineUnavailableError, QueueFullError, TidemillError
-from engine.request import RequestClass
+from engine.request import Lane, RequestClass
 from gateway.answering import AnswerFormat, collect, run_text_work
 from gateway.chat import ChatFormat, plan_chat
 from gateway.choices import Generation
@@ -35,6 +35,15 @@ class LineAnswer(NamedTuple):
         return Usage(used["prompt_tokens"], cached, used["completion_tokens"])
 
 
+class LineOrigin(NamedTuple):
+    """Where a line comes from. `deadline`: Unix seconds; `lane`: which offline work it goes with."""
+
+    tenant: str
+    job: str
+    deadline: float
+    lane: Lane = Lane.BATCH
+
+
 class LineRetry(Exception):
     """The engine does not take the line now; that is not the line's fault."""
 
@@ -50,11 +59,10 @@ class LineRunner:
     def __init__(self, context: GatewayContext) -> None:
         self._context = dataclasses.replace(context, text_threads=anyio.CapacityLimiter(1), is_offline=True)
 
-    async def run(self, endpoint: str, body: dict[str, Any], tenant: str, deadline: float) -> LineAnswer:
-        """`deadline`: Unix seconds. Raises LineRetry; every other failure is an answer. Cancelling ends the line in
-        the engine."""
+    async def run(self, endpoint: str, body: dict[str, Any], origin: LineOrigin) -> LineAnswer:
+        """Raises LineRetry; every other failure is an answer. Cancelling ends the line in the engine."""
         try:
-            return LineAnswer(200, await self._answer(endpoint, body, tenant, deadline))
+            return LineAnswer(200, await self._answer(endpoint, body, origin))
         except (EngineUnavailableError, QueueFullError) as error:
             raise LineRetry(error.retry_after) from error
         except Exception as error:
@@ -63,17 +71,17 @@ class LineRunner:
             answer = to_api_error(error)
             return LineAnswer(answer.status, answer.envelope)
 
-    async def _answer(self, endpoint: str, body: dict[str, Any], tenant: str, deadline: float) -> dict[str, Any]:
+    async def _answer(self, endpoint: str, body: dict[str, Any], origin: LineOrigin) -> dict[str, Any]:
         context, chat = self._context, endpoint == "/v1/chat/completions"
         plan: GenerationPlan
         shape: AnswerFormat
         if chat:
             chat_body = await run_text_work(context, lambda: _validate_chat(body))
-            plan = _offline(await plan_chat(context, chat_body, tenant), deadline)
+            plan = _offline(await plan_chat(context, chat_body, origin.tenant), origin)
             shape = ChatFormat(plan, context.tokenizer)
         else:
             completion = await run_text_work(context, lambda: _validate_completion(body))
-            plan = _offline(await plan_completion(context, completion, tenant), deadline)
+            plan = _offline(await plan_completion(context, completion, origin.tenant), origin)
             shape = CompletionFormat(plan, context.tokenizer, bool(completion.echo))
         generation = Generation(plan, context.client, context.tokenizer, context.metrics, chat=chat)
         try:
@@ -90,12 +98,19 @@ def _validate_completion(body: dict[str, Any]) -> CompletionRequest:
     return validate(CompletionRequest, without_ignored(body))
 
 
-def _offline(plan: GenerationPlan, deadline: float) -> GenerationPlan:
+def _offline(plan: GenerationPlan, origin: LineOrigin) -> GenerationPlan:
     """The plan in the offline class, whatever tier the line asks for. Nobody looks at its tokens before its end, unless
     a stop string may end it."""
     offline, final_only = RequestClass.OFFLINE, not plan.stop
     requests = tuple(
-        dataclasses.replace(request, request_class=offline, deadline=deadline, final_only=final_only)
+        dataclasses.replace(
+            request,
+            request_class=offline,
+            deadline=origin.deadline,
+            final_only=final_only,
+            job=origin.job,
+            lane=origin.lane,
+        )
         for request in plan.requests
     )
     return dataclasses.replace(plan, requests=requests, request_class=offline)

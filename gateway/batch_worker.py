@@ -14,7 +14,7 @@ from typing import Any
 
 from gateway.batch_feed import FeedOrder, FinishedLine, Job, Window
 from gateway.batch_finish import INPUT_LOST, Finisher
-from gateway.batch_line import LineAnswer, LineRetry
+from gateway.batch_line import LineAnswer, LineOrigin, LineRetry
 from gateway.batch_output import read_envelopes, response_row, unfinished_row
 from gateway.batch_results import ResultWriter, StorageRetry, in_thread
 from gateway.batch_states import TERMINAL, BatchStatus, IllegalTransition
@@ -24,7 +24,7 @@ from gateway.state import BatchLimits
 from gateway.store.folder import StateFolder
 from gateway.store.objects import BatchJob, InputError, LineRef, Usage
 
-RunLine = Callable[[str, dict[str, Any], str, float], Awaitable[LineAnswer]]
+RunLine = Callable[[str, dict[str, Any], LineOrigin], Awaitable[LineAnswer]]
 EXPIRED_FILES = 1000
 MAX_BACK_OFF = 60.0
 
@@ -258,7 +258,7 @@ class BatchWorker:
 
     async def _execute(self, job: Job, ref: LineRef, envelope: dict[str, Any] | None) -> None:
         try:
-            line = await self._finished(job.batch, ref, envelope)
+            line = await self._finished(job, ref, envelope)
         except BaseException as error:
             self._window.release([ref])
             job.retry.append(ref)
@@ -271,11 +271,13 @@ class BatchWorker:
             self.lines_ended[line.succeeded] += 1
             self._results.put(job, line)
 
-    async def _finished(self, batch: BatchJob, ref: LineRef, envelope: dict[str, Any] | None) -> FinishedLine:
+    async def _finished(self, job: Job, ref: LineRef, envelope: dict[str, Any] | None) -> FinishedLine:
+        batch = job.batch
         if envelope is None:
             code, message = INPUT_LOST
             return FinishedLine(ref, False, unfinished_row(None, code, f"{message} (line {ref.number})"), Usage())
-        answer = await self._run_line(batch.endpoint, envelope["body"], batch.tenant, batch.expires_at)
+        origin = LineOrigin(batch.tenant, batch.id, batch.expires_at, job.lane)
+        answer = await self._run_line(batch.endpoint, envelope["body"], origin)
         row = response_row(envelope["custom_id"], answer.status, answer.body)
         return FinishedLine(ref, answer.status == 200, row, answer.usage)
 

@@ -38,7 +38,7 @@ async def plan_chat(context: GatewayContext, body: ChatCompletionRequest, tenant
     check_chat(body)
     texts = list(_texts(body))
     check_room(context, body, sum(map(len, texts)))
-    caller = Caller(f"chatcmpl-{uuid.uuid4().hex}", context.cache_salt(tenant))
+    caller = Caller(f"chatcmpl-{uuid.uuid4().hex}", context.cache_salt(tenant), tenant)
 
     def plan() -> GenerationPlan:
         check_texts(texts, context.tokenizer, context.client.info, "messages")

@@ -10,7 +10,7 @@ from typing import Any
 
 from engine.client import EngineInfo
 from engine.errors import ContextLengthError, InvalidRequestError
-from engine.request import EngineRequest, RequestClass, SamplingParams
+from engine.request import EngineRequest, Lane, RequestClass, SamplingParams
 from engine.text import Tokenizer
 from gateway.wire import MAX_PROMPTS, ChatCompletionRequest, CompletionRequest, GenerationBody, StreamOptions
 
@@ -97,10 +97,11 @@ class GenerationPlan:
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who asks: the name of its answer, and the salt of its prefix cache."""
+    """Who asks: the name of its answer, the salt of its prefix cache, and whose share of the machine it takes."""
 
     response_id: str
     cache_salt: bytes
+    tenant: str = ""
 
 
 def check_stream_options(body: GenerationBody) -> None:
@@ -177,9 +178,17 @@ def _plan(
         for i in range(n):
             sampling = SamplingParams(max_tokens=length, seed=_seed(body.seed, i), **fields)
             request_id = f"{caller.response_id}-{len(requests)}"
-            salt = caller.cache_salt
             requests.append(
-                EngineRequest(request_id, prompt.token_ids, sampling, request_class, salt, final_only=final_only)
+                EngineRequest(
+                    request_id,
+                    prompt.token_ids,
+                    sampling,
+                    request_class,
+                    caller.cache_salt,
+                    final_only=final_only,
+                    tenant=caller.tenant,
+                    lane=Lane.FLEX,  # whoever asks here waits for the answer; a batch line is given its lane later
+                )
             )
     return GenerationPlan(
         response_id=caller.response_id,

@@ -28,7 +28,7 @@ from conftest import refuse_blocking
 from fake_engine import MODEL, Script, Served
 
 from engine.errors import EngineStepError, EngineUnavailableError, QueueFullError
-from engine.request import EngineRequest, RequestClass
+from engine.request import EngineRequest, Lane, RequestClass
 from engine.text import Tokenizer
 from gateway.batches import window_seconds
 from gateway.errors import ApiError
@@ -462,6 +462,9 @@ async def test_tenants_do_not_see_each_other(tokenizer: Tokenizer, tmp_path: Pat
         assert other.status == "completed"
         salts = {request.cache_salt for request in served.engine.requests}
         assert len(salts) == 2, "prefix caches are separate"
+        owners = {(request.tenant, request.job, request.lane) for request in served.engine.requests}
+        assert {job for _, job, _ in owners} == {batch.id, other.id} and {lane for *_, lane in owners} == {Lane.BATCH}
+        assert len({tenant for tenant, *_ in owners}) == 2
         assert await results_of(a, batch)
 
 

@@ -12,7 +12,7 @@ from conftest import StartServer
 from fake_engine import MODEL, Script, Served
 
 from engine.errors import EngineUnavailableError, QueueFullError
-from engine.request import EngineRequest, FinishReason, RequestClass, TokenLogprobs
+from engine.request import EngineRequest, FinishReason, Lane, RequestClass, TokenLogprobs
 from engine.text import Tokenizer
 
 HI: Any = [{"role": "user", "content": "hi"}]
@@ -289,6 +289,7 @@ async def test_service_tiers(served: Served, tier: Any, stated: str, expected: R
     answer = await chat(served, service_tier=tier)
     assert answer.service_tier == stated and answer.choices[0].message.content == "hello wörld 🙂"
     assert served.engine.requests[0].request_class is expected
+    assert served.engine.requests[0].lane is Lane.FLEX, "somebody waits"
     chunks = await chunks_of(served, service_tier=tier)
     assert chunks[0].service_tier == stated
     assert not served.engine.requests[1].final_only

@@ -1,4 +1,6 @@
-"""Offline order: the prefix tree against a brute-force walk, fairness of PSM, the other policies."""
+"""Offline order inside a job: the prefix tree against a brute-force walk, fairness of PSM, the other policies.
+
+Lanes, tenants and jobs: test_lanes.py."""
 
 import math
 from itertools import pairwise

@@ -263,26 +263,27 @@ class StepMemory:
         return None
 
     def _offline_victim(self) -> Request | None:
-        """Of the running offline requests that are not in this step: seldom evicted, small and young."""
+        """Of the running offline requests that are not in this step: of the last lane, seldom evicted, small, young."""
         offline = self._scheduler.running[RequestClass.OFFLINE]
         candidates = (request for request in offline if request.last_step != self._step_id)
-        key = lambda r: (r.num_preemptions, len(r.cache_map.blocks), -r.arrival_order)  # noqa: E731
+        key = lambda r: (-r.spec.lane, r.num_preemptions, len(r.cache_map.blocks), -r.arrival_order)  # noqa: E731
         return min(candidates, key=key, default=None)
 
 
 def _smallest_victims(
     candidates: Sequence[Request], units: int, held: Mapping[CacheBlock, int], spared: Collection[CacheBlock]
 ) -> list[Request]:
-    """One request that frees `units` units by itself: seldom evicted, small and young. Otherwise several, the largest
-    of those seldom evicted first; what they share counts once all that hold it have lost it. Empty: all are too few.
+    """One request that frees `units` units by itself: of the last lane, seldom evicted, small and young. Otherwise
+    several, the largest of those first; what they share counts once all that hold it have lost it. Empty: all are too
+    few.
 
     `held`: references that go as well. `spared`: blocks that stay whoever loses them.
     """
     sizes = [(_freed_units(request, spared), request) for request in candidates]
-    enough = [(r.num_preemptions, freed, -r.arrival_order, r) for freed, r in sizes if freed >= units]
+    enough = [((-r.spec.lane, r.num_preemptions, freed, -r.arrival_order), r) for freed, r in sizes if freed >= units]
     if enough:
-        return [min(enough, key=lambda item: item[:3])[3]]
-    sizes.sort(key=lambda item: (item[1].num_preemptions, -item[0], -item[1].arrival_order))
+        return [min(enough, key=lambda item: item[0])[1]]
+    sizes.sort(key=lambda item: (-item[1].spec.lane, item[1].num_preemptions, -item[0], -item[1].arrival_order))
     lost, chosen = Counter(held), []
     for _, request in sizes:
         chosen.append(request)

@@ -99,7 +99,7 @@ def plan_offline(scheduler: Scheduler, now: float) -> Generator[None, None, Offl
     chunks: list[PlannedChunk] = []
     examined = 0
     cut = False
-    for request in list(scheduler.running[RequestClass.OFFLINE]):
+    for request in sorted(scheduler.running[RequestClass.OFFLINE], key=lambda r: r.spec.lane):
         remaining = request.num_expected_tokens - request.num_computed_tokens
         if remaining < 1 or request.num_expected_tokens >= request.max_total_tokens:
             continue

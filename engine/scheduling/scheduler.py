@@ -20,6 +20,7 @@ from engine.scheduling.parked import ParkedCache
 from engine.scheduling.policies import OnlinePolicy, QueueContext
 from engine.scheduling.pressure import Pressure
 from engine.scheduling.queues import insert_by_age, remove_by_age
+from engine.service_cost import token_costs
 from predictor.model import LatencyPredictor
 
 MAX_BACK_OFF = 64.0
@@ -68,7 +69,8 @@ class Scheduler:
         self.counters = SchedulerCounters()
 
     def _make_offline_queue(self) -> OfflineQueue:
-        return OfflineQueue(self._offline_policy, self.config.block_size, seed=self.config.seed)
+        costs = token_costs(self.model, self.config)
+        return OfflineQueue(self._offline_policy, self.config.block_size, seed=self.config.seed, costs=costs)
 
     @property
     def has_online(self) -> bool:
@@ -219,6 +221,8 @@ class Scheduler:
         self.waiting_online, self.waiting_offline = [], self._make_offline_queue()
         self.num_hidden_blocks = 0
         for request in sorted(requests, key=lambda request: request.arrival_order):
+            if request.request_class is RequestClass.OFFLINE and request.status is not RequestStatus.WAITING:
+                self.waiting_offline.adopt(request)
             if request.status is RequestStatus.RUNNING:
                 self.running[request.request_class].append(request)
                 self.num_hidden_blocks += request.cache_map.num_hidden
@@ -256,6 +260,12 @@ class Scheduler:
         self.free_rows.append(request.row)
         self.released_rows.append(request.row)
         request.row = -1
+
+    def end(self, request: Request) -> None:
+        """A request has ended: it leaves its queue, what it holds, and the accounts of its tenant."""
+        self.give_up(request)
+        if request.request_class is RequestClass.OFFLINE:
+            self.waiting_offline.end(request)
 
     def find_prefix(self, request: Request) -> list[CacheBlock]:
         """Published blocks that hold this request's prefix; at least one token is always left to compute."""

@@ -1,0 +1,100 @@
+"""Who of several goes next, so that all have had the same service: virtual token counters (VTC, Sheng et al., 2024).
+
+Everyone who has work is *active* and has a counter of the service that was charged to it; the least counter goes first.
+Who becomes active is lifted to the least counter among the active ones, so that nobody saves up service by being away,
+and keeps its own when that is higher, so that nobody sheds a debt by leaving. While all have work, two counters differ
+by at most one charge. Knows nothing of requests, time or units of service.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from heapq import heapify, heapreplace
+
+
+@dataclass(slots=True)
+class _Account:
+    service: float
+    order: int
+    num_active: int = 0
+
+
+class FairShare:
+    """Counters by key; a key is active while it has entered more often than it has left."""
+
+    def __init__(self) -> None:
+        self._accounts: dict[str, _Account] = {}
+        self._num_entered = 0
+
+    def enter(self, key: str) -> None:
+        """One more piece of work of `key` is there."""
+        account = self._accounts.get(key)
+        if account is None or not account.num_active:
+            least = self.least()
+            own = 0.0 if account is None else account.service
+            account = self._accounts[key] = _Account(max(own, least), self._num_entered)
+            self._num_entered += 1
+        account.num_active += 1
+
+    def leave(self, key: str) -> None:
+        """A piece of work of `key` has ended. Debts are kept while somebody is there to whom they are owed."""
+        account = self._accounts[key]
+        account.num_active -= 1
+        assert account.num_active >= 0, "more work has ended than was there"
+        if account.num_active:
+            return
+        if not any(other.num_active for other in self._accounts.values()):
+            self._accounts.clear()
+            return
+        least = self.least()
+        for name in [k for k, a in self._accounts.items() if not a.num_active and a.service <= least]:
+            del self._accounts[name]
+
+    def charge(self, key: str, service: float) -> None:
+        """`key` got this service (or gives some back, if negative). An account that was closed is not charged."""
+        if (account := self._accounts.get(key)) is not None:
+            account.service += service
+
+    def is_active(self, key: str) -> bool:
+        """Whether work of `key` is there."""
+        account = self._accounts.get(key)
+        return account is not None and account.num_active > 0
+
+    def service(self, key: str) -> float:
+        """What was charged to an active key."""
+        return self._accounts[key].service
+
+    def least(self) -> float:
+        """The least counter among active keys; 0 if there is none."""
+        return min((a.service for a in self._accounts.values() if a.num_active), default=0.0)
+
+    def standing(self, key: str) -> tuple[float, int]:
+        """What to sort active keys by, the next to be served first."""
+        account = self._accounts[key]
+        return account.service, account.order
+
+
+class FairWalk:
+    """In which order keys would be served from now on, without touching the counters: `head` is next; then say what it
+    was charged, or that it has nothing more."""
+
+    def __init__(self, share: FairShare, keys: Iterator[str]) -> None:
+        self._heap = [(*share.standing(key), key) for key in keys]
+        heapify(self._heap)
+
+    def __bool__(self) -> bool:
+        return bool(self._heap)
+
+    @property
+    def head(self) -> str:
+        return self._heap[0][2]
+
+    def charge(self, service: float) -> None:
+        """The head was served."""
+        before, order, key = self._heap[0]
+        heapreplace(self._heap, (before + service, order, key))
+
+    def drop(self) -> None:
+        """The head has nothing more."""
+        last = self._heap.pop()
+        if self._heap:
+            heapreplace(self._heap, last)

@@ -1,0 +1,38 @@
+"""What a token of a request costs the machine: the one unit in which service is shared and progress is forecast.
+
+Seconds of a full step, from the latency model; without one every token counts 1. A prompt token of a full prefill step
+and an output token of a full batch of decodes differ by a factor of ten on some machines, so neither tokens nor
+requests are a fair measure. Knows nothing of queues or jobs.
+"""
+
+from typing import NamedTuple
+
+from engine.config import SchedulerConfig
+from predictor.features import BatchFeatures
+from predictor.model import LatencyPredictor
+
+DECODE_CONTEXT = 512
+"""Context of the decodes that an output token is priced among, tokens."""
+
+
+class TokenCosts(NamedTuple):
+    """Seconds per computed prompt token and per output token (1 each: no latency model is known)."""
+
+    prefill: float = 1.0
+    decode: float = 1.0
+
+    def of(self, prompt_tokens: float, output_tokens: float) -> float:
+        """What so many computed prompt tokens and output tokens cost."""
+        return self.prefill * prompt_tokens + self.decode * output_tokens
+
+
+def token_costs(model: LatencyPredictor | None, config: SchedulerConfig) -> TokenCosts:
+    """The costs on a machine whose step times `model` predicts, in the fullest steps that `config` allows."""
+    if model is None:
+        return TokenCosts()
+    prompt, decodes = BatchFeatures(), BatchFeatures()
+    length = max(2, min(config.max_num_batched_tokens, config.max_model_len))
+    prompt.add_chunk(0, length)
+    count = config.max_num_seqs
+    decodes.add_decodes(count, count * min(DECODE_CONTEXT, config.max_model_len))
+    return TokenCosts(model.predict(prompt) / length, model.predict(decodes) / count)
