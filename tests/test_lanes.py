@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import hypothesis.strategies as st
 import pytest
-from driver import Driver, run_plan
+from driver import Driver, make_request, run_plan
 from hypothesis import example, given, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -401,4 +401,19 @@ def test_running_flex_gets_its_share_of_a_step_before_batch_lines() -> None:
     driver.step()
     plan = run_plan(driver.core, driver.now)
     assert plan.chunks[0].request_id == "flex" and len(plan.chunks) > 5
+    driver.run()
+
+
+def test_flex_keeps_its_room_longer_than_batch_lines() -> None:
+    """Online work evicts batch lines first, however seldom flex was evicted and however small it is."""
+    driver = make_driver("psm", rows=4)
+    driver.add(spec("flex", lane=Lane.FLEX, prompt=(9,) * 4, max_tokens=30))
+    driver.add(*[spec(f"line-{i}", job="batch", prompt=(i,) * 40, max_tokens=30) for i in range(3)])
+    while not all(driver.outputs[f"line-{i}"] for i in range(3)):
+        driver.step()
+    driver.add(make_request("chat", [7] * 8, max_tokens=2))
+    while not driver.outputs["chat"]:
+        driver.step()
+    assert driver.core.stats().preemptions == {"online": 1}
+    assert {r.request_id for r in driver.core._scheduler.waiting_offline} < {f"line-{i}" for i in range(3)}
     driver.run()
