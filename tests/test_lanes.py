@@ -8,11 +8,11 @@ from itertools import pairwise
 import hypothesis.strategies as st
 import pytest
 from driver import Driver, make_request, run_plan
+from fakes.runner import FakeRunner
 from hypothesis import example, given, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from engine.config import SchedulerConfig
-from engine.execution.fake import FakeRunner
 from engine.request import EngineRequest, Lane, Request, RequestClass, RequestStatus, RequestTimes, SamplingParams
 from engine.scheduling.fair_share import FairShare
 from engine.scheduling.job_queue import OFFLINE_POLICIES
