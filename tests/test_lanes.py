@@ -417,3 +417,18 @@ def test_flex_keeps_its_room_longer_than_batch_lines() -> None:
     assert driver.core.stats().preemptions == {"online": 1}
     assert {r.request_id for r in driver.core._scheduler.waiting_offline} < {f"line-{i}" for i in range(3)}
     driver.run()
+
+
+def test_accounts_survive_that_the_queues_are_built_anew() -> None:
+    driver = make_driver("psm", rows=4)
+    driver.add(*[spec(f"line-{i}", job=f"job{i % 2}", tenant=f"t{i % 3}", max_tokens=6) for i in range(12)])
+    for _ in range(4):
+        driver.step()
+    driver.add(make_request("chat", [7] * 200, max_tokens=40))
+    driver.step()
+    assert not driver.in_flight
+    driver.core.clear_stall(driver.now, 1)
+    driver.core.check_integrity()
+    driver.run()
+    assert len(driver.finals) == 13
+    assert not any(lane.tenants for lane in driver.core._scheduler.waiting_offline._lanes.values())
