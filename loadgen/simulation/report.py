@@ -116,7 +116,8 @@ def _budget(answer: Answer) -> str:
     if search is None:
         return f"{found} (given)"
     if budget.latency_budget <= 0.0:
-        return f"0: no offline work beside online requests keeps the SLO ({search.num_evaluations} replays)"
+        tried = f"{search.num_evaluations} replays"
+        return f"0: nothing beside online requests keeps the SLO ({tried}); offline work runs when there are none"
     return f"{found} ({search.num_evaluations} replays, chosen on the first half, confirmed on the half shown here)"
 
 
