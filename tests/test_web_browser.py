@@ -1,0 +1,189 @@
+"""The page in a real Chromium against a live server: a batch from upload to download, the playground beside it, names
+and answers that look like markup, and a page that does not grow. Slow; needs Debian's chromium and chromium-driver."""
+
+import json
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from selenium import webdriver
+from selenium.webdriver.common.by import By
+from test_grafana_live import SERVE, free_port, running
+
+CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
+FLAGS = (
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--window-size=1300,1000",
+)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="needs chromium and chromedriver"),
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),  # selenium's own pipes
+]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    folder = tmp_path_factory.mktemp("server")
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    serve = [
+        sys.executable,
+        "-m",
+        "gateway",
+        "serve",
+        "--port",
+        str(port),
+        "--state-dir",
+        str(folder / "state"),
+        *SERVE,
+    ]
+    with running(serve, f"{url}/ready", folder):
+        yield url
+
+
+@pytest.fixture
+def page(server: str, tmp_path: Path) -> Iterator[Any]:
+    options = webdriver.ChromeOptions()
+    options.binary_location = CHROMIUM or ""
+    for flag in (*FLAGS, f"--user-data-dir={tmp_path / 'profile'}"):
+        options.add_argument(flag)
+    options.add_experimental_option("prefs", {"download.default_directory": str(tmp_path)})
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
+    try:
+        driver.get(server)
+        until(lambda: text(driver, "status") == "ready")
+        yield driver
+        severe = [entry for entry in driver.get_log("browser") if entry["level"] == "SEVERE"]
+        assert severe == []
+    finally:
+        driver.quit()
+
+
+def until(true: Callable[[], Any], seconds: float = 120.0) -> Any:
+    end = time.monotonic() + seconds
+    while not (value := true()):
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.2)
+    return value
+
+
+def text(driver: Any, element: str) -> str:
+    return str(driver.find_element(By.ID, element).text)
+
+
+def rows(count: int) -> str:
+    body = {"model": "tidemill-demo", "messages": [{"role": "user", "content": "What is a batch?"}], "max_tokens": 16}
+    return "\n".join(
+        json.dumps({"custom_id": f"row-{i}", "method": "POST", "url": "/v1/chat/completions", "body": body})
+        for i in range(count)
+    )
+
+
+def press(page: Any, words: str) -> None:
+    """Press the first button with these words, wherever the page is scrolled to."""
+    button = until(lambda: page.find_elements(By.XPATH, f"//button[text()='{words}']"))[0]
+    page.execute_script("arguments[0].scrollIntoView({block: 'center'}); arguments[0].click()", button)
+
+
+def upload(page: Any, path: Path) -> None:
+    page.find_element(By.ID, "file").send_keys(str(path))
+
+
+def test_a_batch_from_upload_to_download(page: Any, tmp_path: Path) -> None:
+    source = tmp_path / "fifty.jsonl"
+    source.write_text(rows(50))
+    upload(page, source)
+    until(lambda: "50 of 50" in text(page, "batch-rows") and "completed" in text(page, "batch-rows"))
+    press(page, "Results")
+    results = until(lambda: list(tmp_path.glob("batch_*.jsonl")))[0]
+    until(lambda: len(results.read_text().splitlines()) == 50)
+    assert {json.loads(line)["custom_id"] for line in results.read_text().splitlines()} == {
+        f"row-{i}" for i in range(50)
+    }
+
+
+def test_a_file_that_is_no_batch_says_where(page: Any, tmp_path: Path) -> None:
+    source = tmp_path / "bad.jsonl"
+    source.write_text(rows(2) + "\nnot json\n")
+    upload(page, source)
+    until(lambda: "line 3" in text(page, "batch-rows") and "failed" in text(page, "batch-rows"))
+
+
+def test_the_playground_answers_beside_a_batch(page: Any, tmp_path: Path) -> None:
+    source = tmp_path / "many.jsonl"
+    source.write_text(rows(300))
+    upload(page, source)
+    page.find_element(By.ID, "temperature").clear()
+    page.find_element(By.ID, "temperature").send_keys("0")
+    page.find_element(By.ID, "prompt").send_keys("What is the capital of France?\n")
+    until(lambda: "Paris" in text(page, "turns"))
+    until(lambda: "first token after" in text(page, "turns"))
+    press(page, "Cancel")
+    until(lambda: "cancelled" in text(page, "batch-rows") or "completed" in text(page, "batch-rows").split("\n")[0])
+
+
+def test_markup_in_messages_and_names_stays_text(page: Any, tmp_path: Path) -> None:
+    trap = "<img src=x onerror=window.caught=1><script>window.caught=1</script>"
+    source = tmp_path / "<b onmouseover=alert(1)>.jsonl"
+    source.write_text("not json " + trap)
+    upload(page, source)
+    page.find_element(By.ID, "prompt").send_keys(trap + "\n")
+    until(lambda: trap in text(page, "turns"))
+    time.sleep(3)
+    assert page.execute_script("return window.caught === undefined && !document.querySelector('#turns img')")
+
+
+def test_a_key_is_asked_for_where_keys_are_configured(page: Any, tmp_path: Path) -> None:
+    """A second server on the way: the first one of this module has no keys."""
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    flags = ["--port", str(port), "--state-dir", str(tmp_path / "state"), "--api-key", "sk-right", *SERVE]
+    with running([sys.executable, "-m", "gateway", "serve", *flags], f"{url}/ready", tmp_path):
+        assert httpx.get(f"{url}/dashboard/history").status_code == 401
+        page.get(url)
+        for key in ("sk-wrong", "sk-right"):
+            until(lambda: page.find_element(By.ID, "key-dialog").is_displayed())
+            page.find_element(By.ID, "key").send_keys(key + "\n")
+            time.sleep(1)
+        until(lambda: text(page, "status") == "ready")
+    page.get_log("browser")  # the 401s are in there
+
+
+def test_an_open_page_does_not_grow(page: Any) -> None:
+    """Five minutes with new figures every second: neither nodes nor memory grow with time."""
+
+    def size() -> tuple[int, float]:
+        page.execute_cdp_cmd("HeapProfiler.collectGarbage", {})
+        metrics = {m["name"]: m["value"] for m in page.execute_cdp_cmd("Performance.getMetrics", {})["metrics"]}
+        return int(metrics["Nodes"]), metrics["JSHeapUsedSize"]
+
+    page.execute_cdp_cmd("Performance.enable", {})
+    time.sleep(60)
+    nodes, heap = size()
+    time.sleep(240)
+    later_nodes, later_heap = size()
+    assert later_nodes < nodes + 300 and later_heap < heap + 2_000_000, (nodes, later_nodes, heap, later_heap)
+
+
+@pytest.mark.parametrize("width", [400, 1300])
+def test_nothing_is_wider_than_the_window(page: Any, width: int) -> None:
+    page.set_window_size(max(width, 500), 900)
+    page.execute_cdp_cmd(
+        "Emulation.setDeviceMetricsOverride", {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+    )
+    time.sleep(1)
+    assert page.execute_script("return document.documentElement.scrollWidth") <= width
