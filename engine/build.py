@@ -30,10 +30,11 @@ from engine.execution.runner import ModelRunner as TorchRunner
 from engine.machine import read_processor
 from engine.models.decoder import Decoder
 from engine.models.families import family_named
+from engine.models.heads import Heads
 from engine.models.hub import resolve_model_folder
 from engine.models.loader import load_weights
 from engine.models.spec import ModelSpec, hidden_offer, load_spec, resolve_max_model_len
-from engine.models.weights import ModelWeights, torch_dtype
+from engine.models.weights import LayerWeights, ModelWeights, torch_dtype
 from engine.passing_thread import in_passing_thread
 from engine.replay import ReplayedServer, normal_noise
 from engine.scheduling.output import ModelRunner
@@ -144,7 +145,7 @@ def build_runner(config: EngineConfig, plan: LaunchPlan) -> tuple[ModelRunner, L
         if reason is None:
             return _build_cuda_runner(config, plan, weights)
         plan = replace(plan, notes=(*plan.notes, f"slow attention by torch's own operators: {reason}"))
-    decoder = Decoder(plan.spec, weights, max_model_len=plan.max_model_len)
+    decoder = Decoder(plan.spec, weights)
     if device.type == "cuda":
         room = memory.cuda_cache_bytes(device, config.gpu_memory_utilization, lambda: _largest_step(decoder, config))
         plan = _with_cache(plan, config, room)
@@ -318,14 +319,17 @@ def _use_cores() -> None:
 def _largest_step(decoder: Decoder, config: EngineConfig) -> None:
     """The memory of the largest step: a full prefill, and logits with their sampling for every sequence."""
 
-    def attend(_layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        query, key, value = (part.transpose(0, 1).unsqueeze(0) for part in (q, k, v))
-        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
-        return mixed.squeeze(0).transpose(0, 1).reshape(q.shape[0], -1)
+    heads = Heads(decoder.spec, decoder.weights, decoder.spec.max_context)
+
+    def attend(_index: int, layer: LayerWeights, x: Tensor) -> Tensor:
+        q, k, v = (part.transpose(0, 1).unsqueeze(0) for part in heads.qkv(layer, x, rotary))
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return mixed.squeeze(0).transpose(0, 1).reshape(len(x), -1)
 
     with torch.inference_mode():
-        ids = torch.zeros(config.max_num_batched_tokens, dtype=torch.int64, device=decoder.device)
-        hidden = decoder.run_layers(decoder.embed(ids, ids), ids, attend)
+        ids = torch.zeros(config.max_num_batched_tokens, dtype=torch.int64, device=decoder.weights.embedding.device)
+        rotary = heads.rotary(ids)
+        hidden = decoder.run(decoder.embed(ids, ids), attend)
         logits = decoder.logits(hidden[: config.max_num_seqs]).float()
         torch.log_softmax(logits, dim=-1).sort(dim=-1)
 

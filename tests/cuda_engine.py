@@ -4,8 +4,9 @@ import torch
 from driver import Driver
 
 from engine.config import SchedulerConfig
-from engine.execution.cuda.kernels import Kernels, torch_kernels
+from engine.execution.cuda.kernels import Kernels
 from engine.execution.cuda.runner import CudaRunner
+from engine.models import torch_ops
 from engine.models.spec import ModelSpec
 from engine.models.weights import ModelWeights
 
@@ -22,7 +23,7 @@ def make_runner(
     return CudaRunner(
         spec,
         weights,
-        kernels or torch_kernels(),
+        kernels or torch_ops,
         num_units=config.num_units,
         block_size=config.block_size,
         max_num_seqs=config.max_num_seqs,

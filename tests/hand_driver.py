@@ -15,9 +15,9 @@ from fakes.runner import FakeRunner
 from engine.cache.cache_map import CacheBlock, CacheEntry, CacheKind, Tier
 from engine.cache.pool import BlockPool
 from engine.cache.prefix import extend_hashes
-from engine.execution.cuda.kernels import torch_kernels
 from engine.execution.cuda.runner import CudaRunner
 from engine.execution.runner import ModelRunner
+from engine.models import torch_ops
 from engine.models.decoder import Decoder
 from engine.request import SamplingParams
 from engine.scheduling.output import (
@@ -96,14 +96,14 @@ class HandDriver:
             self.runner = CudaRunner(
                 decoder.spec,
                 decoder.weights,
-                torch_kernels(),
+                torch_ops,
                 max_num_batched_tokens=96,
                 graphs=False,
                 **sizes,
                 **tiers,
             )
         else:
-            self.runner = ModelRunner(decoder, device=CPU, dtype=decoder.dtype, **sizes, **tiers)
+            self.runner = ModelRunner(decoder, device=CPU, dtype=decoder.weights.embedding.dtype, **sizes, **tiers)
         self.live: list[Live] = []
         self.free_rows = list(range(ROWS))
         self.released: list[int] = []

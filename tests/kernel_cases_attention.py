@@ -5,7 +5,7 @@ import pytest
 import torch
 from kernel_pool import DEVICE, DTYPES, NAN, PagedCache, assert_same, fused_heads, index, paged_cache
 
-from engine.execution.reference import attention as twin
+from engine.models import torch_ops as twin
 from engine.triton_kernels.configs import LaunchConfig, device_arch, prefill_config
 from engine.triton_kernels.decode_attention import decode_attention
 from engine.triton_kernels.prefill_attention import prefill_attention

@@ -4,9 +4,7 @@ import pytest
 import torch
 from kernel_pool import DEVICE, DTYPES, NAN, PagedCache, assert_same, fused_heads, index, paged_cache, random
 
-from engine.execution.reference import hidden_state as hidden_twin
-from engine.execution.reference import rope_cache as rope_twin
-from engine.execution.reference import unit_copy as copy_twin
+from engine.models import torch_ops as twin
 from engine.triton_kernels.hidden_state import hidden_gather, hidden_write
 from engine.triton_kernels.rope_cache_write import rope_cache_write
 from engine.triton_kernels.unit_copy import unit_copy
@@ -54,7 +52,7 @@ def test_rope_and_cache_write(case: tuple[int, int, int, int, bool, bool, torch.
     wide_weights = [None if weight is None else weight.double() for weight in weights]
     norms = dict(zip(("q_norm", "k_norm"), wide_weights, strict=True))
     wide_cos = None if cos_sin is None else cos_sin.double()
-    rope_twin.rope_cache_write(
+    twin.rope_cache_write(
         wide_q, k.double(), v.double(), wide_cos, positions, rows, wide.pool, *tables, **where, **norms
     )
     norms = dict(zip(("q_norm", "k_norm"), weights, strict=True))
@@ -76,13 +74,13 @@ def test_hidden_write_and_gather(width: int, kv_heads: int, head_dim: int, dtype
     where = {"layer": cache.layer, "scratch_base": cache.scratch_base}
     x = random(generator, count, width + 8, dtype=dtype)[:, :width]
     expected = cache.pool.clone()
-    hidden_twin.hidden_write(x, positions, rows, expected, cache.k_table, **where)
+    twin.hidden_write(x, positions, rows, expected, cache.k_table, **where)
     hidden_write(x, positions, rows, cache.pool, cache.k_table, **where)
     torch.testing.assert_close(cache.pool, expected, rtol=0, atol=0, equal_nan=True)
 
     out, twin_out = (torch.full((count, width), NAN, dtype=dtype, device=DEVICE) for _ in range(2))
     hidden_gather(out, positions, rows, cache.pool, cache.k_table, **where)
-    hidden_twin.hidden_gather(twin_out, positions, rows, expected, cache.k_table, **where)
+    twin.hidden_gather(twin_out, positions, rows, expected, cache.k_table, **where)
     assert torch.equal(out, twin_out)
     assert torch.equal(out, torch.where((rows >= 0)[:, None], x, 0))
 
@@ -103,7 +101,7 @@ def test_unit_copy(size: int, kind: torch.dtype) -> None:
     source[3, 5] = NAN  # bits are copied, whatever they mean
     pairs = index([[3, 0], [-1, 1], [6, 4], [0, 2], [3, 3]], kind)
     results = []
-    for copy in (unit_copy, copy_twin.unit_copy):
+    for copy in (unit_copy, twin.unit_copy):
         staging = torch.full((5, size + 16), NAN, dtype=torch.float16, device=DEVICE)
         copy(source, staging[:, :size], pairs)
         results.append(staging.view(torch.int16))

@@ -25,7 +25,7 @@ def check_engine(name: str, num_blocks: int, lengths: list[int], max_tokens: int
     """Requests with a shared first block, steps launched ahead; returns the number of preemptions and prefix hits."""
     folder = model_folder(name)
     spec = load_spec(folder)
-    reference = Decoder(spec, load_weights(spec, folder), max_model_len=200)
+    reference = Decoder(spec, load_weights(spec, folder))
     weights = load_weights(spec, folder, device=DEVICE)
     driver = make_driver(spec, weights, kernels=triton_kernels(), num_blocks=num_blocks, seqs=3, tokens=16)
     rng = np.random.default_rng(5)

@@ -8,7 +8,7 @@ import torch
 from kernel_pool import DEVICE, DTYPES, NAN, assert_same, random
 from torch import Tensor
 
-from engine.execution import torch_ops as twin
+from engine.models import torch_ops as twin
 from engine.triton_kernels.layer_norm import add_layer_norm, layer_norm
 from engine.triton_kernels.rms_norm import add_rms_norm, rms_norm
 from engine.triton_kernels.silu_and_mul import silu_and_mul

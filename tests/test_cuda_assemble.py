@@ -14,9 +14,9 @@ from engine.cache.cache_map import CacheEntry, CacheKind, Tier
 from engine.config import EngineConfig
 from engine.execution import memory
 from engine.execution.cuda import assemble
-from engine.execution.cuda.kernels import torch_kernels
 from engine.execution.cuda.runner import CudaRunner
 from engine.execution.cuda.shapes import GRAPH_TOKENS, Buckets
+from engine.models import torch_ops
 from engine.models.decoder import Decoder
 from engine.models.loader import load_weights
 from engine.models.spec import load_spec
@@ -54,7 +54,7 @@ def test_the_cache_gets_what_step_and_graphs_leave(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 500)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 3500)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
-    monkeypatch.setattr(assemble, "triton_kernels", torch_kernels)
+    monkeypatch.setattr(assemble, "triton_kernels", lambda: torch_ops)
     captured: list[CudaRunner] = []
     monkeypatch.setattr(CudaRunner, "_capture", lambda self: captured.append(self))
     runner, sized = build._build_cuda_runner(config, plan, weights)
@@ -85,7 +85,7 @@ def test_scratch_and_host_tier_are_made_and_accounted_for(monkeypatch: pytest.Mo
 
     num_shapes = len(Buckets(4, 64).all_shapes())
     monkeypatch.setattr(memory, "cuda_cache_bytes", cache_bytes)
-    monkeypatch.setattr(assemble, "triton_kernels", torch_kernels)
+    monkeypatch.setattr(assemble, "triton_kernels", lambda: torch_ops)
     monkeypatch.setattr(CudaRunner, "_capture", lambda self: None)
     monkeypatch.setattr("engine.execution.cuda.swap.STAGING_BYTES", 4 * unit)
     runner, sized = build._build_cuda_runner(config, plan, weights)

@@ -19,12 +19,11 @@ from engine.cache.cache_map import CacheKind
 from engine.errors import ConfigError
 from engine.execution.cuda import swap
 from engine.execution.cuda.graphs import Graphs
-from engine.execution.cuda.kernels import torch_kernels
 from engine.execution.cuda.lane import Lane
 from engine.execution.cuda.runner import CudaRunner
 from engine.execution.cuda.swap import Swapper
 from engine.execution.pool import UnitPool
-from engine.execution.reference.unit_copy import unit_copy
+from engine.models import torch_ops
 from engine.models.spec import hidden_offer
 from engine.scheduling.output import CacheAction, CacheOperation, Chunk, NewRequest, ReplacedEntry, SchedulerOutput
 
@@ -92,7 +91,7 @@ def bare_runner(
 ) -> CudaRunner:
     decoder = rough_decoder(name)
     return CudaRunner(
-        decoder.spec, decoder.weights, torch_kernels(), num_units=16, block_size=BLOCK, max_num_seqs=4,
+        decoder.spec, decoder.weights, torch_ops, num_units=16, block_size=BLOCK, max_num_seqs=4,
         max_num_batched_tokens=16, max_model_len=max_model_len, graphs=False, scratch_blocks=scratch_blocks,
         host_units=host_units,
     )  # fmt: skip
@@ -248,7 +247,7 @@ class LaterKernels:
         self._lane = lane
 
     def unit_copy(self, source: torch.Tensor, target: torch.Tensor, pairs: torch.Tensor) -> None:
-        self._lane.put(lambda: unit_copy(source, target, pairs))
+        self._lane.put(lambda: torch_ops.unit_copy(source, target, pairs))
 
 
 @pytest.mark.parametrize("hurry", [0.0, 0.5, 1.0])

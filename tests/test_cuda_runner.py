@@ -20,9 +20,10 @@ from engine.execution.cuda.buffers import DrawInputs, StepBuffers, StepInputs
 from engine.execution.cuda.draw import draw
 from engine.execution.cuda.forward import Forward
 from engine.execution.cuda.graphs import Graphs
-from engine.execution.cuda.kernels import Kernels, torch_kernels
+from engine.execution.cuda.kernels import Kernels
 from engine.execution.cuda.rows import Rows
 from engine.execution.cuda.shapes import GRAPH_TOKENS, Buckets
+from engine.models import torch_ops
 from engine.models.decoder import Decoder
 from engine.models.loader import load_weights
 from engine.models.spec import load_spec
@@ -55,7 +56,7 @@ def test_every_family_equals_the_cpu_path(name: str) -> None:
     """Against the decoder, held by its own tests against transformers; partial rotation and absolute positions too."""
     folder = model_folder(name)
     spec = load_spec(folder)
-    decoder = Decoder(spec, load_weights(spec, folder), max_model_len=200)
+    decoder = Decoder(spec, load_weights(spec, folder))
     requests = crowd(np.random.default_rng(22), 5)
     driver = driver_of(decoder, seqs=4)
     run_in_waves(driver, requests)
@@ -237,7 +238,7 @@ class MetaKernels:
 
     def __getattr__(self, name: str) -> object:
         caches = {"rope_cache_write", "decode_attention", "prefill_attention"}
-        return (lambda *args, **kwargs: None) if name in caches else getattr(torch_kernels(), name)
+        return (lambda *args, **kwargs: None) if name in caches else getattr(torch_ops, name)
 
 
 @pytest.mark.parametrize("name", ["llama-gqa2", "qwen3", "opt", "neox"])

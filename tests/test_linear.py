@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from engine.execution import linear
-from engine.execution.linear import PackedLinear, PlainLinear, make_linear
+from engine.models import linear
+from engine.models.linear import PackedLinear, PlainLinear, make_linear
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from dense_model import attend_with
 from driver import Driver, make_request
 from tiny_models import llama_config
 
@@ -18,7 +19,7 @@ from engine.execution import memory
 from engine.execution.pool import UnitPool
 from engine.execution.runner import ModelRunner
 from engine.execution.sampling_table import uniforms
-from engine.models.decoder import Decoder
+from engine.models.decoder import Attend, Decoder
 from engine.models.spec import ModelSpec, spec_from_config
 from engine.models.weights import DummyTensors, build_weights
 from engine.request import EngineRequest, FinishReason, RequestClass, SamplingParams
@@ -50,12 +51,12 @@ class FragileDecoder(Decoder):
         hidden = super().embed(token_ids, positions)
         return hidden if self.poison is None else hidden.masked_fill((token_ids == self.poison)[:, None], math.nan)
 
-    def run_layers(self, hidden, positions, attend, first=0, last=None):  # type: ignore[no-untyped-def]
+    def run(self, hidden: torch.Tensor, attend: Attend, layers: range | None = None) -> torch.Tensor:
         self.calls += 1
         if self.calls - 1 in self.fail_calls:
-            hidden = super().run_layers(hidden, positions, attend, 0, 2)
+            super().run(hidden, attend, range(2))
             raise RuntimeError("the device is gone")
-        return super().run_layers(hidden, positions, attend, first, last)
+        return super().run(hidden, attend, layers)
 
 
 def make_decoder(seed: int = 0, dtype: torch.dtype = torch.float32, **config: object) -> FragileDecoder:
@@ -80,7 +81,7 @@ def make_driver(decoder: Decoder, depth: int, *, num_blocks: int = 200, seqs: in
         max_num_seqs=seqs,
         max_model_len=config.max_model_len,
         device=CPU,
-        dtype=decoder.dtype,
+        dtype=decoder.weights.embedding.dtype,
     )
     return Driver(runner, config)
 
@@ -101,7 +102,7 @@ def reference_logits(decoder: Decoder, token_ids: list[int]) -> torch.Tensor:
         return dense_attend(spec.num_heads, spec.head_dim, layer, q, k, v)
 
     with torch.inference_mode():
-        hidden = Decoder.run_layers(decoder, decoder.embed(ids, positions), positions, attend)
+        hidden = Decoder.run(decoder, decoder.embed(ids, positions), attend_with(attend, decoder, positions))
         return decoder.logits(hidden[-1:])[0].float()
 
 
@@ -315,7 +316,13 @@ def kv(*units: int) -> tuple[CacheEntry, ...]:
 
 def bare_runner(decoder: Decoder) -> ModelRunner:
     return ModelRunner(
-        decoder, num_units=16, block_size=BLOCK, max_num_seqs=4, max_model_len=32, device=CPU, dtype=decoder.dtype
+        decoder,
+        num_units=16,
+        block_size=BLOCK,
+        max_num_seqs=4,
+        max_model_len=32,
+        device=CPU,
+        dtype=decoder.weights.embedding.dtype,
     )
 
 

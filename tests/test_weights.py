@@ -10,6 +10,7 @@ import huggingface_hub
 import pytest
 import tiny_models
 import torch
+from dense_model import attend_with
 from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -42,7 +43,7 @@ def _logits(decoder: Decoder) -> Tensor:
 
     with torch.inference_mode():
         hidden = decoder.embed(torch.arange(5), positions)
-        return decoder.logits(decoder.run_layers(hidden, positions, attend_to_itself))
+        return decoder.logits(decoder.run(hidden, attend_with(attend_to_itself, decoder, positions)))
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ written there by attention itself. Every layer uses the same slices in turn. A b
 projected once. Decodes of a model without rotary embeddings need no projection (`engine.execution.absorbed`): of
 theirs only the new input is stored here.
 
-Knows nothing of requests or models beyond `Decoder.project_kv`.
+Knows nothing of requests or models beyond `Heads.kv`.
 """
 
 from typing import Any, Protocol
@@ -20,8 +20,8 @@ from torch import Tensor
 from engine.execution.attention import Batch
 from engine.execution.pool import SLICES_PER_SCRATCH_BLOCK, UnitPool
 from engine.execution.rows import IntArray, RowTable
-from engine.execution.torch_ops import Rotary
-from engine.models.decoder import Decoder
+from engine.models.heads import Heads
+from engine.models.torch_ops import Rotary
 
 PIECE = 1024
 """Tokens projected per call: enough for the matrix products' full rate, small beside the scratch."""
@@ -93,16 +93,15 @@ class HiddenPlan:
 
     def __init__(
         self,
-        decoder: Decoder,
+        heads: Heads,
         pool: UnitPool,
         rows: RowTable,
         chunks: IntArray,
         scratch: ScratchPlan | None,
         batch: Batch,
     ) -> None:
-        self._decoder = decoder
-        self._width = decoder.spec.hidden_size
-        self._cells = pool.cells[:, : self._width]
+        self._heads = heads
+        self._cells = pool.cells[:, : heads.hidden_size]
         self._pool = pool
         block_size = pool.block_size
         block, offset = batch.positions // block_size, batch.positions % block_size
@@ -123,7 +122,7 @@ class HiddenPlan:
         begins = scratch.blocks[scratch.first] * pool.block_size
         positions = torch.from_numpy(begins[index] + offsets).to(pool.device)
         self._pieces = [
-            (slice(first, first + PIECE), self._decoder.rotary(positions[first : first + PIECE]))
+            (slice(first, first + PIECE), self._heads.rotary(positions[first : first + PIECE]))
             for first in range(0, len(index), PIECE)
         ]
 
@@ -137,6 +136,6 @@ class HiddenPlan:
 
     def _project(self, layer: int, piece: slice, rotary: Rotary | None) -> None:
         past = self._cells.index_select(0, self._past_cells[layer, piece])
-        k, v = self._decoder.project_kv(layer, past, rotary)
+        k, v = self._heads.kv(layer, past, rotary)
         for cells, values in ((self._k_cells, k), (self._v_cells, v)):
             self._pool.cells.index_copy_(0, cells[piece], values.reshape(len(values), -1))

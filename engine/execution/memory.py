@@ -33,7 +33,7 @@ def scratch_bytes(spec: ModelSpec, block_size: int, dtype: torch.dtype, scratch_
 
 
 def projection_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
-    """The K and V parts of all projections once more, packed apart (`Decoder.prepare_project_kv`), and where attention
+    """The K and V parts of all projections once more, packed apart (`Heads`), and where attention
     reads hidden state itself once more as they are (`Absorption`); the CPU packs types of 16 bits, where others are
     views of the weights."""
     if dtype.itemsize != 2:

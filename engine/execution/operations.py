@@ -14,16 +14,16 @@ from engine.cache.cache_map import CacheKind, Tier
 from engine.execution.hidden import PIECE
 from engine.execution.pool import UnitPool
 from engine.execution.rows import IntArray
-from engine.models.decoder import Decoder
+from engine.models.heads import Heads
 from engine.scheduling.output import CacheAction, CacheOperation
 
 
-def run_operations(decoder: Decoder, pool: UnitPool, operations: Sequence[CacheOperation]) -> None:
+def run_operations(heads: Heads, pool: UnitPool, operations: Sequence[CacheOperation]) -> None:
     """Run the operations of one step in their order."""
     for action, group in groupby(operations, key=lambda operation: operation.action):
         batch = list(group)
         if action is CacheAction.RESTORE:
-            _restore(decoder, pool, batch)
+            _restore(heads, pool, batch)
         else:
             _swap(pool, batch, inwards=action is CacheAction.SWAP_IN)
 
@@ -47,7 +47,7 @@ def swapped_units(batch: Sequence[CacheOperation], *, inwards: bool) -> IntArray
     return np.array(pairs, dtype=np.int64)
 
 
-def _restore(decoder: Decoder, pool: UnitPool, batch: list[CacheOperation]) -> None:
+def _restore(heads: Heads, pool: UnitPool, batch: list[CacheOperation]) -> None:
     """Project K and V of whole blocks; the cells of a block that is not full hold zeros, whose K and V are finite."""
     every, per_call = restored_units(batch), max(1, PIECE // pool.block_size)
     for first in range(0, len(batch), per_call):
@@ -55,10 +55,10 @@ def _restore(decoder: Decoder, pool: UnitPool, batch: list[CacheOperation]) -> N
         sources, k_targets, v_targets = (pool.slice_ids(units[:, column]) for column in range(3))
         starts = np.array([each.start for each in part], dtype=np.int64)
         positions = (starts[:, None] + np.arange(pool.block_size)).reshape(-1)
-        rotary = decoder.rotary(torch.from_numpy(positions).to(pool.device))
+        rotary = heads.rotary(torch.from_numpy(positions).to(pool.device))
         for layer in range(pool.num_layers):
             cells = pool.slices.index_select(0, sources[layer]).view(len(positions), -1)
-            k, v = decoder.project_kv(layer, cells[:, : decoder.spec.hidden_size], rotary)
+            k, v = heads.kv(layer, cells[:, : heads.hidden_size], rotary)
             pool.slices.index_copy_(0, k_targets[layer], k.reshape(len(part), -1))
             pool.slices.index_copy_(0, v_targets[layer], v.reshape(len(part), -1))
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from engine.execution.linear import make_linear
+from engine.models.linear import make_linear
 from engine.models.spec import ModelSpec, spec_from_config
 
 

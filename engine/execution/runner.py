@@ -23,7 +23,9 @@ from engine.execution.sampler import SampleInput, sample
 from engine.execution.sampling_table import SamplingTable
 from engine.models.absorption import Absorption
 from engine.models.decoder import Decoder
+from engine.models.heads import Heads
 from engine.models.spec import hidden_offer
+from engine.models.weights import LayerWeights
 from engine.request import TokenLogprobs
 from engine.scheduling.output import INVALID_TOKEN, Collect, ModelRunnerOutput, SchedulerOutput
 
@@ -49,10 +51,9 @@ class ModelRunner:
         host_units: int = 0,
     ) -> None:
         spec = decoder.spec
-        if scratch_blocks:
-            if refusal := hidden_offer(spec).refusal:
-                raise ConfigError(refusal)
-            decoder.prepare_project_kv()
+        if scratch_blocks and (refusal := hidden_offer(spec).refusal):
+            raise ConfigError(refusal)
+        self._heads = Heads(spec, decoder.weights, max_model_len, hidden=scratch_blocks > 0)
         reads = scratch_blocks > 0 and spec.absorbs_kv
         self._absorption = Absorption(spec, decoder.weights) if reads else None
         self.scratch_blocks = scratch_blocks
@@ -82,7 +83,7 @@ class ModelRunner:
             for new in output.new_requests:
                 self._sampling.write(new.row, new.sampling)
             if output.operations:
-                run_operations(self._decoder, self._pool, output.operations)
+                run_operations(self._heads, self._pool, output.operations)
             tokens, logprobs = self._run(output) if output.chunks else ([], None)
         result = ModelRunnerOutput(output.step_id, tokens, logprobs, time.perf_counter() - began)
         return lambda: result
@@ -121,7 +122,7 @@ class ModelRunner:
             clear_begun_blocks(pool, rows, chunks[absorbed])
         batch = arrange(chunks, rows, self._cell_bytes, np.flatnonzero(absorbed))
         attention = PagedAttention(pool, rows, batch, self._absorb(chunks, batch))
-        return batch, attention, HiddenPlan(self._decoder, pool, rows, others, scratch, batch) if hidden else None
+        return batch, attention, HiddenPlan(self._heads, pool, rows, others, scratch, batch) if hidden else None
 
     def _absorb(self, chunks: IntArray, batch: Batch) -> AbsorbedAttention | None:
         if self._absorption is None or not batch.absorbed:
@@ -132,10 +133,15 @@ class ModelRunner:
     def _forward(self, batch: Batch, attention: PagedAttention, observe: HiddenPlan | None) -> Tensor:
         token_ids = self._rows.tokens[batch.token_rows, batch.positions]
         positions = torch.from_numpy(batch.positions).to(self._device)
+        rotary = self._heads.rotary(positions)
+
+        def attend(index: int, layer: LayerWeights, x: Tensor) -> Tensor:
+            if observe is not None:
+                observe(index, x)
+            return attention(index, *self._heads.qkv(layer, x, rotary))
+
         hidden = self._decoder.embed(torch.from_numpy(token_ids).to(self._device), positions)
-        if observe is None:
-            return self._decoder.run_layers(hidden, positions, attention)
-        return self._decoder.run_layers(hidden, positions, attention, observe=observe)
+        return self._decoder.run(hidden, attend)
 
     def _sample(
         self, logits: Tensor, rows: IntArray, ends: IntArray

@@ -1,6 +1,5 @@
 """Every kernel on the device against its twin in float64, and the attention kernels against the roofline."""
 
-import importlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -8,13 +7,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.execution import torch_ops
 from engine.execution.cuda.kernels import Kernels
-from engine.execution.reference import attention as reference_attention
-from engine.execution.reference.rope_cache import rope_cache_write as reference_rope
 from engine.gpu_check.limits import measure_limits
 from engine.gpu_check.setup import Setup
 from engine.gpu_check.table import Row
+from engine.models import torch_ops
 from engine.triton_kernels import configs
 from engine.triton_kernels.work import DecodeWork, PrefillWork
 
@@ -113,7 +110,7 @@ def check_kernels(setup: Setup) -> Iterator[Row]:
             name = f"heads {heads}/{kv_heads} of {head_dim}"
             for kernel, error in _attention_errors(setup, kernels, head_dim, heads, kv_heads):
                 yield Row(f"{kernel}, {name}: error", "", error, target, lower=True, note=str(setup.dtype))
-        for kernel, error in (*_row_errors(setup, kernels), *_copy_errors(setup)):
+        for kernel, error in (*_row_errors(setup, kernels), *_copy_errors(setup, kernels)):
             yield Row(f"{kernel}: error", "", error, target, lower=True, note=str(setup.dtype))
 
 
@@ -154,7 +151,7 @@ def _attention_errors(
     requests.fill(rows, np.array(case.lengths, dtype=np.int32))
     arguments = (wide, case.tables[0], case.tables[1])
     scale = head_dim**-0.5
-    reference_attention.decode_attention(
+    torch_ops.decode_attention(
         q.double(), *arguments, requests, q, q, expected, scale=scale, layer=1, scratch_base=case.scratch_base
     )
     yield "decode attention", _error(out, expected)
@@ -163,7 +160,7 @@ def _attention_errors(
     out, expected = torch.empty_like(q), torch.empty_like(q, dtype=torch.float64)
     call, work = prefill_call(setup, kernels, case, q, out, 29)
     call()
-    reference_attention.prefill_attention(
+    torch_ops.prefill_attention(
         q.double(), *arguments, work, expected, scale=scale, layer=1, scratch_base=case.scratch_base
     )
     yield "prefill attention", _error(out, expected)
@@ -181,7 +178,7 @@ def _rope_error(setup: Setup, kernels: Kernels, case: PagedCase) -> float:
     cos_sin = torch.cat((angles.cos(), angles.sin()), dim=-1)
     q_norm, k_norm = torch.rand((2, head_dim), device=device).to(setup.dtype)
     wide_pool, wide_q = case.pool.double(), q.double()
-    reference_rope(
+    torch_ops.rope_cache_write(
         wide_q, k.double(), v.double(), cos_sin, positions, rows, wide_pool, case.tables[0], case.tables[1],
         q_norm=q_norm.double(), k_norm=k_norm.double(), layer=1, scratch_base=case.scratch_base,
     )  # fmt: skip
@@ -203,23 +200,21 @@ def _rope_error(setup: Setup, kernels: Kernels, case: PagedCase) -> float:
     return max(_error(q, wide_q), _error(case.pool, wide_pool))
 
 
-def _copy_errors(setup: Setup) -> Iterator[tuple[str, float]]:
+def _copy_errors(setup: Setup, kernels: Kernels) -> Iterator[tuple[str, float]]:
     """What moves hidden state and units: nothing may change on the way."""
-    package = "engine.triton_kernels" if setup.device.type == "cuda" else "engine.execution.reference"
-    hidden, units = (importlib.import_module(f"{package}.{name}") for name in ("hidden_state", "unit_copy"))
     case = paged_case(setup, [37, 50], 64, 4, 2)
     x = torch.randn((4, 128), device=setup.device, dtype=setup.dtype)
     positions = torch.tensor([0, 36, 49, 0], dtype=torch.int32, device=setup.device)
     rows = torch.tensor([1, 0, 1, -1], dtype=torch.int32, device=setup.device)
     where = (positions, rows, case.pool, case.tables[0])
-    hidden.hidden_write(x, *where, layer=1, scratch_base=case.scratch_base)
+    kernels.hidden_write(x, *where, layer=1, scratch_base=case.scratch_base)
     out = torch.full_like(x, float("nan"))
-    hidden.hidden_gather(out, *where, layer=1, scratch_base=case.scratch_base)
+    kernels.hidden_gather(out, *where, layer=1, scratch_base=case.scratch_base)
     yield "hidden write and gather", _error(out, torch.cat((x[:3], torch.zeros_like(x[:1]))))
     source = torch.randn((6, 5000), device=setup.device, dtype=setup.dtype)
     target, expected = torch.zeros_like(source), torch.zeros_like(source)
     pairs = torch.tensor([[5, 0], [-1, 1], [2, 4]], dtype=torch.int32, device=setup.device)
-    units.unit_copy(source, target, pairs)
+    kernels.unit_copy(source, target, pairs)
     expected[0], expected[4] = source[5], source[2]
     yield "unit copy", _error(target, expected)
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from engine.errors import ModelLoadError
-from engine.execution.linear import Linear, make_linear
 from engine.models.families import TensorNames, family_named
+from engine.models.linear import Linear, make_linear
 from engine.models.spec import ModelSpec
 
 

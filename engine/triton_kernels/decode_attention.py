@@ -3,7 +3,7 @@
 
 The query heads that share a KV head are packed into one tile, so that K and V are read once per group. A program takes
 one split of one context from the work list; splits of one request are merged by a second kernel. Knows nothing of
-requests or of who computed K and V. Twin: engine.execution.reference.attention.
+requests or of who computed K and V. Twin: engine.models.torch_ops.
 """
 
 import torch

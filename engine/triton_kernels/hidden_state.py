@@ -3,7 +3,7 @@
 
 A token's state takes the first `hidden_size` elements of its row in the slice (kv_heads * head_dim, which is never
 less where hidden state is offered at all). The projection itself stays with cuBLAS, and engine.triton_kernels.
-rope_cache_write puts its result in place. Knows nothing of requests. Twin: engine.execution.reference.hidden_state.
+rope_cache_write puts its result in place. Knows nothing of requests. Twin: engine.models.torch_ops.
 """
 
 import torch

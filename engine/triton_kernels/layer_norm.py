@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
-"""Layer norm, with the residual addition before it fused in. Twin: engine.execution.torch_ops."""
+"""Layer norm, with the residual addition before it fused in. Twin: engine.models.torch_ops."""
 
 import triton
 import triton.language as tl

@@ -4,7 +4,7 @@
 Chunks of any length, one-token ones too, so that a mixed step needs no other kernel. A tile's rows are (token, head of
 the group) pairs: with grouped heads a short chunk still fills a tile, and the causal edge is short. Tiles of cached
 tokens that every row sees run without a mask; only the last ones pay for it. Knows nothing of requests.
-Twin: engine.execution.reference.attention.
+Twin: engine.models.torch_ops.
 """
 
 import triton

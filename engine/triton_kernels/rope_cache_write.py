@@ -4,7 +4,7 @@
 One pass over a step's projections: Q is changed in place, K goes rotated and V as it is to the slices their block
 tables name. Without `q` it is the second half of a restore from hidden state. Half-split ("neox") layout; rotary
 dimensions may be fewer than a head has, or none. Knows nothing of requests.
-Twin: engine.execution.reference.rope_cache.
+Twin: engine.models.torch_ops.
 """
 
 import torch

@@ -3,7 +3,7 @@
 
 ReLU and GELU have no kernel. Both follow a plain projection: torch._addmm_activation lets cuBLASLt apply ReLU and the
 tanh form of GELU in its epilogue, and for the exact form torch's own operator is the one pass that a kernel here would
-be. Twin: engine.execution.torch_ops.
+be. Twin: engine.models.torch_ops.
 """
 
 import triton

@@ -2,7 +2,7 @@
 """Copy whole units: inside the pool, or between the pool and a staging buffer.
 
 A unit is contiguous over all layers, so a batch of swaps becomes one launch to staging and one transfer.
-Twin: engine.execution.reference.unit_copy.
+Twin: engine.models.torch_ops.
 """
 
 import torch

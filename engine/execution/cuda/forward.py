@@ -1,23 +1,23 @@
 """A step's forward pass through the kernels: from token ids on the device to the next tokens on the device.
 
-The same arithmetic as `engine.models.decoder`, with fused kernels, a paged cache and sampling of the greedy token
-inside, so that all of it fits one CUDA graph: nothing here waits for the device, and every input and output has a fixed
-address. GEMMs are cuBLAS's. Ten kernels a layer where the MLP is gated.
+The decoder over fused kernels and a paged cache, and the greedy token of every sample behind it, so that all of it fits
+one CUDA graph: nothing here waits for the device, and every input and output has a fixed address. GEMMs are cuBLAS's.
+Ten kernels a layer where the MLP is gated.
 """
 
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-from engine.execution import torch_ops
 from engine.execution.cuda.buffers import StepInputs
 from engine.execution.cuda.kernels import Kernels
 from engine.execution.cuda.rows import Rows
+from engine.models import torch_ops
+from engine.models.decoder import Decoder
 from engine.models.rotary import attention_scaling, inverse_frequencies
 from engine.models.spec import ModelSpec
-from engine.models.weights import LayerWeights, ModelWeights, Norm
+from engine.models.weights import LayerWeights, ModelWeights
 from engine.scheduling.output import INVALID_TOKEN
 
 Observe = Callable[[int, Tensor, Tensor], None]
@@ -45,25 +45,28 @@ class Forward:
         max_model_len: int,
     ) -> None:
         self._spec, self._weights, self._kernels, self._rows, self._pool = spec, weights, kernels, rows, pool
+        self._decoder = Decoder(spec, weights, kernels)
         dtype, device = weights.embedding.dtype, weights.embedding.device
         self._scratch_base = scratch_base
         self._scale = spec.head_dim**-0.5
         self._cos_sin = _cos_sin(spec, max_model_len, device)
         # views of the weights on a GPU; what is projected from hidden state
         self._kv = [layer.qkv.outputs_from(spec.q_size) for layer in weights.layers] if len(rows.tables) == 3 else []
-        activations = {"silu": kernels.silu_and_mul, "gelu": torch_ops.gelu, "gelu_tanh": torch_ops.gelu_tanh}
-        self._activation = activations.get(spec.activation, torch_ops.relu)
         # Padding keeps what earlier steps left there: finite numbers, which uninitialised memory need not hold.
         self._mixed = torch.zeros((max_tokens, spec.num_heads, spec.head_dim), dtype=dtype, device=device)
         self.logits = torch.zeros((max_samples, spec.vocab_size), dtype=dtype, device=device)
         self.sampled = torch.zeros(max_samples, dtype=torch.int32, device=device)
 
     def __call__(self, inputs: StepInputs, observe: Observe | None = None) -> None:
-        hidden, delta = self._layers(self._embed(inputs), inputs, observe)
-        where = inputs.sample_tokens
-        delta, hidden = delta.index_select(0, where), hidden.index_select(0, where)
-        normed, _ = self._add_norm(delta, hidden, self._weights.final_norm)
-        logits = self._weights.head(normed)
+        def attend(index: int, layer: LayerWeights, x: Tensor) -> Tensor:
+            if observe is not None:
+                observe(index, x, inputs.positions)
+            return self._attend(index, layer, x, inputs)
+
+        last = self._rows.last_tokens.index_select(0, inputs.source)
+        hidden = self._decoder.embed(torch.where(inputs.ids < 0, last, inputs.ids), inputs.positions)
+        hidden = self._decoder.run(hidden, attend)
+        logits = self._decoder.logits(hidden.index_select(0, inputs.sample_tokens))
         # A copy, so that graphs can share the memory of everything else they allocate.
         self.logits[: inputs.shape.samples].copy_(logits)
         best, tokens = logits.max(dim=-1)
@@ -95,31 +98,6 @@ class Forward:
             scratch_base=base, k_norm=None if norm is None else norm[spec.num_heads], eps=spec.norm_eps,
         )  # fmt: skip
 
-    def _embed(self, inputs: StepInputs) -> Tensor:
-        last = self._rows.last_tokens.index_select(0, inputs.source)
-        hidden = functional.embedding(torch.where(inputs.ids < 0, last, inputs.ids), self._weights.embedding)
-        if self._weights.positions is None:
-            return hidden
-        assert self._spec.position_offset is not None
-        return hidden + functional.embedding(inputs.positions + self._spec.position_offset, self._weights.positions)
-
-    def _layers(self, hidden: Tensor, inputs: StepInputs, observe: Observe | None) -> tuple[Tensor, Tensor]:
-        """The residual stream [T, H] and what the last layer adds to it [T, H]."""
-        delta: Tensor | None = None
-        for index, layer in enumerate(self._weights.layers):
-            normed, hidden = self._add_norm(delta, hidden, layer.input_norm)
-            if observe is not None:
-                observe(index, normed, inputs.positions)
-            attention = layer.out(self._attend(index, layer, normed, inputs))
-            if self._spec.parallel_residual:
-                normed, _ = self._add_norm(None, hidden, layer.post_norm)
-                delta = layer.down(self._activation(layer.up(normed))) + attention
-            else:
-                normed, hidden = self._add_norm(attention, hidden, layer.post_norm)
-                delta = layer.down(self._activation(layer.up(normed)))
-        assert delta is not None, "a model has layers"
-        return hidden, delta
-
     def _attend(self, index: int, layer: LayerWeights, normed: Tensor, inputs: StepInputs) -> Tensor:
         spec, shape, kernels = self._spec, inputs.shape, self._kernels
         num_heads, kv_heads = spec.num_heads, spec.num_kv_heads
@@ -143,17 +121,6 @@ class Forward:
                 scale=self._scale,
             )  # fmt: skip
         return out.view(len(normed), -1)
-
-    def _add_norm(self, x: Tensor | None, residual: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
-        """The norm of residual + x, and residual + x."""
-        kernels, eps = self._kernels, self._spec.norm_eps
-        if norm.bias is None:
-            if x is None:
-                return kernels.rms_norm(residual, norm.weight, eps), residual
-            return kernels.add_rms_norm(x, residual, norm.weight, eps)
-        if x is None:
-            return kernels.layer_norm(residual, norm.weight, norm.bias, eps), residual
-        return kernels.add_layer_norm(x, residual, norm.weight, norm.bias, eps)
 
 
 def _cos_sin(spec: ModelSpec, max_model_len: int, device: torch.device) -> Tensor | None:

@@ -1,0 +1,64 @@
+"""From the input of a layer's attention to its queries, keys and values, normed and rotated, in torch's operators.
+
+What a backend without a fused kernel for it does before it attends. Knows nothing of caches.
+"""
+
+from torch import Tensor
+
+from engine.models import torch_ops
+from engine.models.linear import Linear
+from engine.models.rotary import attention_scaling, inverse_frequencies
+from engine.models.spec import ModelSpec
+from engine.models.torch_ops import Rotary
+from engine.models.weights import LayerWeights, ModelWeights
+
+
+class Heads:
+    """`max_model_len` is the engine's longest context (it picks longrope's factors). `hidden`: make the layers of `kv`;
+    where weights are packed these take the memory of their K and V parts once more."""
+
+    def __init__(self, spec: ModelSpec, weights: ModelWeights, max_model_len: int, *, hidden: bool = False) -> None:
+        self.hidden_size = spec.hidden_size
+        self._spec = spec
+        self._layers = weights.layers
+        self._dtype = weights.embedding.dtype
+        self._qk_heads = spec.num_heads + spec.num_kv_heads
+        self._all_heads = self._qk_heads + spec.num_kv_heads
+        self._inv_freq: Tensor | None = None
+        self._rope_scaling = 1.0
+        if spec.rope is not None:
+            self._inv_freq = inverse_frequencies(spec.rope, max_model_len).to(weights.embedding.device)
+            self._rope_scaling = attention_scaling(spec.rope)
+        self._kv: list[Linear] = [layer.qkv.outputs_from(spec.q_size) for layer in weights.layers] if hidden else []
+
+    def rotary(self, positions: Tensor) -> Rotary | None:
+        """The rotation of Q and K at these positions [T]; None for models without rotary embeddings."""
+        if self._inv_freq is None:
+            return None
+        cos, sin = torch_ops.rotary_tables(positions, self._inv_freq, self._rope_scaling)
+        return torch_ops.prepare_rotary(cos, sin, self._dtype)
+
+    def qkv(self, layer: LayerWeights, x: Tensor, rotary: Rotary | None) -> tuple[Tensor, Tensor, Tensor]:
+        """x [T, H] -> q [T, heads, D], k and v [T, kv_heads, D]; q and k normed and rotated together.
+
+        Within a head the last dimension is contiguous; tokens and heads are strided views.
+        """
+        heads = layer.qkv(x).view(-1, self._all_heads, self._spec.head_dim)
+        qk = heads[:, : self._qk_heads]
+        if layer.qk_norm is not None:
+            qk = torch_ops.rms_norm(qk, layer.qk_norm, self._spec.norm_eps)
+        if rotary is not None:
+            qk = torch_ops.apply_rotary(qk, rotary)
+        num_heads = self._spec.num_heads
+        return qk[:, :num_heads], qk[:, num_heads:], heads[:, self._qk_heads :]
+
+    def kv(self, layer: int, x: Tensor, rotary: Rotary | None) -> tuple[Tensor, Tensor]:
+        """K and V alone, of tokens whose attention input was x, as `qkv` gave them. Needs `hidden`."""
+        num_heads, norm = self._spec.num_kv_heads, self._layers[layer].qk_norm
+        heads = self._kv[layer](x).view(-1, 2 * num_heads, self._spec.head_dim)
+        k = heads[:, :num_heads]
+        if norm is not None:
+            k = torch_ops.rms_norm(k, norm[self._spec.num_heads :], self._spec.norm_eps)
+        if rotary is not None:
+            k = torch_ops.apply_rotary(k, rotary)
+        return k, heads[:, num_heads:]

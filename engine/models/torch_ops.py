@@ -1,0 +1,250 @@
+"""The operations of a decoder in torch: what the CPU runs of a layer, and the twin of every Triton kernel.
+
+Pure functions. Rounding of the elementwise ones follows the evaluation code that checkpoints ship with (norms reduce in
+float32 and round before the weight is applied; rotary products are taken in the type of the model). The twins that read
+and write a paged pool are written to be obviously right, one request and one token at a time, in float32 (float64 stays
+float64); they read requests and chunks from a work list, never the kernels' items: a wrong split shows as a difference.
+Knows nothing of models or requests.
+"""
+
+from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+if TYPE_CHECKING:
+    from engine.triton_kernels.work import DecodeWork, PrefillWork
+
+
+class Rotary(NamedTuple):
+    """One step's rotation, as `apply_rotary` wants it: cos and signed sin, [T, 1, rotary_dim], in the model's type."""
+
+    cos: Tensor
+    sin: Tensor
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x²) + eps) · weight over the last dimension. x [..., H], weight [H] or [heads, H]: same shape."""
+    if x.dtype == torch.float32 or x.device.type != "cpu" or not x.shape[0]:
+        return functional.rms_norm(x, x.shape[-1:], None, eps).mul_(weight)
+    return _rms_norm_cpu(x, eps).mul_(weight)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """residual + x, normed; and residual + x. All [T, H]."""
+    total = residual + x
+    return rms_norm(total, weight, eps), total
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """(x - mean) / sqrt(variance + eps) · weight + bias over the last dimension. x [T, H], weight and bias [H]."""
+    return torch.layer_norm(x, x.shape[-1:], weight, bias, eps)
+
+
+def add_layer_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """residual + x, layer-normed; and residual + x. All [T, H]."""
+    total = residual + x
+    return torch.layer_norm(total, total.shape[-1:], weight, bias, eps), total
+
+
+def rotary_tables(positions: Tensor, inv_freq: Tensor, scaling: float = 1.0) -> tuple[Tensor, Tensor]:
+    """cos and sin of every angle, times `scaling`. positions [T], inv_freq [R/2] -> two [T, R/2] float32."""
+    angles = positions.float().unsqueeze(1) * inv_freq
+    cos, sin = angles.cos(), angles.sin()
+    return (cos, sin) if scaling == 1.0 else (cos * scaling, sin * scaling)
+
+
+def prepare_rotary(cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Rotary:
+    """Lay the tables of `rotary_tables` out for `apply_rotary`: once a step, not once a layer."""
+    return Rotary(torch.cat((cos, cos), -1).unsqueeze(1).to(dtype), torch.cat((-sin, sin), -1).unsqueeze(1).to(dtype))
+
+
+def apply_rotary(x: Tensor, rotary: Rotary) -> Tensor:
+    """Rotate the first R of every head in the model's type. x [T, heads, D] (any strides) -> [T, heads, D]."""
+    cos, sin = rotary
+    rotary_dim = cos.shape[-1]
+    head = x if rotary_dim == x.shape[-1] else x[..., :rotary_dim]
+    # Rolling by half swaps the two halves; the sign of rotate-half lives in `sin`.
+    turned = (head * cos).addcmul_(head.roll(rotary_dim // 2, -1), sin)
+    return turned if head is x else torch.cat((turned, x[..., rotary_dim:]), -1)
+
+
+def silu_and_mul(x: Tensor) -> Tensor:
+    """SwiGLU: silu(gate) · up. x [T, 2·F], gate first -> [T, F]."""
+    gate, up = x.chunk(2, -1)
+    return functional.silu(gate).mul_(up)
+
+
+def gelu(x: Tensor) -> Tensor:
+    """The exact GELU (erf)."""
+    return functional.gelu(x)
+
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    """GELU by its tanh approximation."""
+    return functional.gelu(x, approximate="tanh")
+
+
+def relu(x: Tensor) -> Tensor:
+    """max(x, 0)."""
+    return torch.relu(x)
+
+
+def _rms_norm_cpu(x: Tensor, eps: float) -> Tensor:
+    """Half-precision RMS norm without a weight.
+
+    torch's own has no half-precision CPU kernel and copies the rows to float32 and back (five times the time of this at
+    [512, 576], the same at [16, 576]). A norm that accumulates in float32 plus batch norm's inference kernel (rows as
+    channels, mean 0, the sum of squares as "running variance") reads the half-precision rows directly and rounds at the
+    same place. Both sides of the fraction are times the row size: sqrt(H) · x / sqrt(sum(x²) + H · eps).
+    """
+    size = x.shape[-1]
+    rows = x if x.dim() == 2 else x.reshape(-1, size)
+    zeros, scale = _row_constants(rows.shape[0], size)
+    squares = torch.linalg.vector_norm(rows, 2, -1, dtype=torch.float32).square_()
+    normed = torch.batch_norm(rows.unsqueeze(0), scale, None, zeros, squares, False, 0.0, eps * size, False)
+    return normed.view(x.shape)
+
+
+@lru_cache(maxsize=256)
+def _row_constants(count: int, size: int) -> tuple[Tensor, Tensor]:
+    return torch.zeros(count), torch.full((count,), size**0.5)
+
+
+# --- twins of what the kernels do with the pool -------------------------------------------------------------------
+
+
+def rope_cache_write(
+    q: Tensor | None,
+    k: Tensor,
+    v: Tensor,
+    cos_sin: Tensor | None,
+    positions: Tensor,
+    rows: Tensor,
+    pool: Tensor,
+    k_table: Tensor,
+    v_table: Tensor,
+    *,
+    layer: int,
+    scratch_base: int,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 1e-6,
+) -> None:
+    """Rotate q in place; write rotated k, and v, to the pool; shapes as in the kernel's wrapper."""
+    real = rows >= 0
+    positions, rows = positions[real].long(), rows[real].long()
+    angles = None if cos_sin is None else cos_sin[positions]
+    tokens = pool.flatten(0, 1)
+    k_slots, v_slots = (_token_slots(table, rows, positions, pool, layer, scratch_base) for table in (k_table, v_table))
+    tokens[k_slots] = _transform(k[real], angles, k_norm, eps)
+    tokens[v_slots] = v[real]
+    if q is not None:
+        q[real] = _transform(q[real], angles, q_norm, eps)
+
+
+def _transform(x: Tensor, angles: Tensor | None, weight: Tensor | None, eps: float) -> Tensor:
+    """x [n, heads, head_dim]; angles [n, rotary_dim], cosines first."""
+    y = x.to(torch.promote_types(x.dtype, torch.float32))
+    if weight is not None:
+        y = y * (y.square().mean(-1, keepdim=True) + eps).rsqrt() * weight.to(y.dtype)
+    if angles is not None:
+        half = angles.shape[1] // 2
+        cos, sin = angles[:, None, :half], angles[:, None, half:]
+        a, b, rest = y[..., :half], y[..., half : 2 * half], y[..., 2 * half :]
+        y = torch.cat([a * cos - b * sin, b * cos + a * sin, rest], dim=-1)
+    return y.to(x.dtype)
+
+
+def decode_attention(
+    q: Tensor,
+    pool: Tensor,
+    k_table: Tensor,
+    v_table: Tensor,
+    work: "DecodeWork",
+    partial: Tensor,
+    partial_lse: Tensor,
+    out: Tensor,
+    *,
+    layer: int,
+    scratch_base: int,
+    scale: float,
+) -> None:
+    """out[i] = softmax(scale * q[i] K^T) V; shapes as in the kernel's wrapper, `partial*` unused."""
+    del partial, partial_lse
+    for index, (row, length) in enumerate(work.requests.tolist()[: len(q)]):
+        k, v = (_gather(pool, table[row], length, layer, scratch_base) for table in (k_table, v_table))
+        out[index] = _attend(q[index], k, v, scale).to(out.dtype) if length else 0.0
+
+
+def prefill_attention(
+    q: Tensor,
+    pool: Tensor,
+    k_table: Tensor,
+    v_table: Tensor,
+    work: "PrefillWork",
+    out: Tensor,
+    *,
+    layer: int,
+    scratch_base: int,
+    scale: float,
+) -> None:
+    """Causal attention of every chunk's tokens; shapes as in the kernel's wrapper."""
+    for row, first, length, position in work.chunks.tolist():
+        k, v = (_gather(pool, table[row], position + length, layer, scratch_base) for table in (k_table, v_table))
+        for token in range(length):
+            seen = position + token + 1
+            out[first + token] = _attend(q[first + token], k[:seen], v[:seen], scale).to(out.dtype)
+
+
+def _gather(pool: Tensor, row: Tensor, length: int, layer: int, scratch_base: int) -> Tensor:
+    """[length, kv_heads, head_dim]: the first tokens behind one row of a block table."""
+    positions = torch.arange(length, device=pool.device)
+    return pool.flatten(0, 1)[
+        _token_slots(row[None], torch.zeros_like(positions), positions, pool, layer, scratch_base)
+    ]
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """q [heads, head_dim] over k, v [tokens, kv_heads, head_dim]."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    group = q.shape[0] // k.shape[1]
+    k, v = (value.to(wide).repeat_interleave(group, dim=1) for value in (k, v))
+    weights = (torch.einsum("hd,thd->ht", q.to(wide), k) * scale).softmax(dim=-1)
+    return torch.einsum("ht,thd->hd", weights, v)
+
+
+def hidden_write(
+    x: Tensor, positions: Tensor, rows: Tensor, pool: Tensor, table: Tensor, *, layer: int, scratch_base: int
+) -> None:
+    """Store x[i] in the pool; rows[i] < 0: skip. Shapes as in the kernel's wrapper."""
+    real = rows >= 0
+    slots = _token_slots(table, rows[real], positions[real], pool, layer, scratch_base)
+    pool.view(-1, pool.shape[2] * pool.shape[3])[slots, : x.shape[1]] = x[real]
+
+
+def hidden_gather(
+    out: Tensor, positions: Tensor, rows: Tensor, pool: Tensor, table: Tensor, *, layer: int, scratch_base: int
+) -> None:
+    """out[i] = what `hidden_write` stored; rows[i] < 0: zeros. Shapes as in the kernel's wrapper."""
+    real = rows >= 0
+    slots = _token_slots(table, rows[real], positions[real], pool, layer, scratch_base)
+    out.zero_()
+    out[real] = pool.view(-1, pool.shape[2] * pool.shape[3])[slots, : out.shape[1]]
+
+
+def unit_copy(source: Tensor, target: Tensor, pairs: Tensor) -> None:
+    """target[pairs[i, 1]] = source[pairs[i, 0]]; negative sources are skipped. Shapes as in the kernel's wrapper."""
+    real = pairs[pairs[:, 0] >= 0].long()
+    target[real[:, 1]] = source[real[:, 0]]
+
+
+def _token_slots(table: Tensor, rows: Tensor, positions: Tensor, pool: Tensor, layer: int, scratch_base: int) -> Tensor:
+    """[n] int64 indices into `pool.flatten(0, 1)` of tokens at `positions` of the requests in `rows` of `table`; see
+    engine.triton_kernels.addressing for the layout."""
+    block_size = pool.shape[1]
+    entries = table[rows.long(), positions.long() // block_size].long()
+    slices = (entries + layer).where(entries >= 0, scratch_base - 1 - entries)
+    return slices * block_size + positions.long() % block_size

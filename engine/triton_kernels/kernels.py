@@ -1,0 +1,15 @@
+"""Every kernel's wrapper under one roof. Importing this needs Triton."""
+
+from engine.triton_kernels.decode_attention import decode_attention
+from engine.triton_kernels.hidden_state import hidden_gather, hidden_write
+from engine.triton_kernels.layer_norm import add_layer_norm, layer_norm
+from engine.triton_kernels.prefill_attention import prefill_attention
+from engine.triton_kernels.rms_norm import add_rms_norm, rms_norm
+from engine.triton_kernels.rope_cache_write import rope_cache_write
+from engine.triton_kernels.silu_and_mul import silu_and_mul
+from engine.triton_kernels.unit_copy import unit_copy
+
+__all__ = [
+    "add_layer_norm", "add_rms_norm", "decode_attention", "hidden_gather", "hidden_write", "layer_norm",
+    "prefill_attention", "rms_norm", "rope_cache_write", "silu_and_mul", "unit_copy",
+]  # fmt: skip
