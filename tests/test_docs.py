@@ -1,0 +1,31 @@
+"""The pages under docs/ and the README: every link leads somewhere, and the generated ones are what the code says."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_link_leads_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if not re.match(r"\w+://|#", target):
+            assert (page.parent / target.partition("#")[0]).exists(), target
+
+
+def test_every_page_is_reached_from_the_index() -> None:
+    docs = ROOT / "docs"
+    linked = set(re.findall(r"\]\(([^)#\s]+)\)", (docs / "index.md").read_text()))
+    pages = {str(page.relative_to(docs)) for page in docs.rglob("*.md")} - {"index.md"}
+    assert pages == linked
+
+
+def test_the_reference_is_what_the_code_says() -> None:
+    command = [sys.executable, str(ROOT / "tools" / "reference.py"), "--check"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
