@@ -9,7 +9,7 @@ from contextlib import suppress
 from gateway.batch_input import InputReport, check_apart
 from gateway.batch_output import ResultBuilder
 from gateway.batch_results import StorageRetry, in_thread, to_end
-from gateway.batch_states import UNFINISHED_LINE, BatchStatus, IllegalTransition
+from gateway.batch_states import GIVEN_UP, UNFINISHED_LINE, BatchStatus, IllegalTransition
 from gateway.disk import StorageError, UnreadableError, read_errors
 from gateway.pace import at_half_speed
 from gateway.state import BatchLimits
@@ -21,7 +21,12 @@ log = logging.getLogger("tidemill.gateway")
 INDEX_ROWS = 2000
 RECORD_ROWS = 100
 INPUT_LOST = ("input_unavailable", "The input file can no longer be read.")
+GIVEN_UP_ERROR = InputError("internal_error", "The server failed again and again while it worked on this batch.")
 _NO_CODE = ("internal_error", "The request was not executed.")
+
+
+class _CheckTimeout(Exception):
+    """Reading an input takes too long."""
 
 
 class Finisher:
@@ -32,11 +37,32 @@ class Finisher:
         self._retry = retry
         self._now = now
         self._turn = asyncio.Semaphore(1)
+        self._checks: dict[str, asyncio.Timeout] = {}
+        self._hurried: set[str] = set()
 
     async def validate(self, batch: BatchJob) -> None:
         """Read the input: from `validating` to `in_progress` or `failed`. A batch that is being cancelled is read all
         the same, because each of its lines gets a row. Raises IllegalTransition."""
         await self._while_readable(lambda lenient: self._validate(batch, lenient))
+
+    def hurry(self, batch_id: str) -> None:
+        """The batch is being cancelled: what is left of reading its input must end soon."""
+        self._hurried.add(batch_id)
+        check = self._checks.get(batch_id)
+        if check is not None:
+            soon = asyncio.get_running_loop().time() + self._limits.cancel_seconds
+            check.reschedule(min(soon, check.when() or soon))
+
+    async def give_up(self, batch: BatchJob) -> None:
+        """End a batch without files, as its state allows, and say why. Raises IllegalTransition."""
+        log.error("batch %s is given up while %s", batch.id, batch.status)
+        end = GIVEN_UP[batch.status]
+        if end is BatchStatus.FAILED:
+            await self._retry.run(lambda: self._store.move_batch(batch.id, end, self._now(), [GIVEN_UP_ERROR]))
+            return
+        await self._retry.run(lambda: self._store.note_error(batch.id, GIVEN_UP_ERROR))
+        lost = batch.completed
+        await self._retry.run(lambda: self._store.finish_batch(batch.id, end, self._now(), None, None, lost))
 
     async def finish(self, batch: BatchJob, status: BatchStatus) -> None:
         """Build the result files and end the batch with them. Raises IllegalTransition, with no files left."""
@@ -69,14 +95,28 @@ class Finisher:
         await self._retry.run(lambda: self._store.start_batch(batch.id, total, report.model, self._now()))
 
     async def _read_input(self, batch: BatchJob, lenient: bool) -> InputReport:
-        path, limits = self._folder.file_path(batch.input_file_id), self._limits
         try:
             with read_errors():
-                return await check_apart(str(path), batch.endpoint, limits.lines, limits.line_bytes)
+                return await self._check(batch)
         except UnreadableError as error:
             if error.gone or lenient:
                 return InputReport(errors=[InputError(*INPUT_LOST)])
             raise
+
+    async def _check(self, batch: BatchJob) -> InputReport:
+        """Raises _CheckTimeout when it takes too long, which is no fault of the file."""
+        path, limits = self._folder.file_path(batch.input_file_id), self._limits
+        cancelling = batch.status is BatchStatus.CANCELLING or batch.id in self._hurried
+        try:
+            async with asyncio.timeout(limits.cancel_seconds if cancelling else limits.check_seconds) as check:
+                self._checks[batch.id] = check
+                return await check_apart(str(path), batch.endpoint, limits.lines, limits.line_bytes)
+        except TimeoutError as error:
+            if check.expired():
+                raise _CheckTimeout from error
+            raise
+        finally:
+            self._checks.pop(batch.id, None)
 
     async def _build(self, batch: BatchJob, status: BatchStatus, lenient: bool) -> None:
         await self._folder.settle()
@@ -108,7 +148,8 @@ class Finisher:
         expires_at = None if batch.output_expires_after is None else now + batch.output_expires_after
         return FileObject(file_id, batch.tenant, size, now, f"{batch.id}_{kind}.jsonl", "batch_output", expires_at)
 
-    def remove_journal(self, batch_id: str) -> None:
-        """Blocking. What stays goes at the next start."""
+    def forget(self, batch_id: str) -> None:
+        """The batch has ended. Blocking: removes its journal; what stays goes at the next start."""
+        self._hurried.discard(batch_id)
         with suppress(OSError):
             self._folder.disk.remove(self._folder.journal_path(batch_id))

@@ -5,7 +5,9 @@ from enum import StrEnum
 
 
 class BatchStatus(StrEnum):
-    """OpenAI's words. Every state but the terminal ones is owned by the batch worker and ends at the deadline."""
+    """OpenAI's words. Every state but the terminal ones is owned by the batch worker and ends: `validating` after a few
+    tries, `cancelling` within a minute of them, the others when their window has closed, if nothing else ends them.
+    Only a disk that takes no data stops the clock."""
 
     VALIDATING = "validating"
     FAILED = "failed"
@@ -22,7 +24,7 @@ TRANSITIONS: Mapping[BatchStatus, frozenset[BatchStatus]] = {
         {BatchStatus.FAILED, BatchStatus.IN_PROGRESS, BatchStatus.CANCELLING, BatchStatus.EXPIRED}
     ),
     BatchStatus.IN_PROGRESS: frozenset({BatchStatus.FINALIZING, BatchStatus.CANCELLING, BatchStatus.EXPIRED}),
-    BatchStatus.FINALIZING: frozenset({BatchStatus.COMPLETED}),
+    BatchStatus.FINALIZING: frozenset({BatchStatus.COMPLETED, BatchStatus.FAILED}),
     BatchStatus.CANCELLING: frozenset({BatchStatus.CANCELLED}),
     BatchStatus.FAILED: frozenset(),
     BatchStatus.COMPLETED: frozenset(),
@@ -32,6 +34,14 @@ TRANSITIONS: Mapping[BatchStatus, frozenset[BatchStatus]] = {
 
 TERMINAL = frozenset(status for status, after in TRANSITIONS.items() if not after)
 UNFINISHED = frozenset(BatchStatus) - TERMINAL
+
+# How a batch ends that the server cannot carry on: without files.
+GIVEN_UP = {
+    BatchStatus.VALIDATING: BatchStatus.FAILED,
+    BatchStatus.IN_PROGRESS: BatchStatus.EXPIRED,
+    BatchStatus.FINALIZING: BatchStatus.FAILED,
+    BatchStatus.CANCELLING: BatchStatus.CANCELLED,
+}
 
 # The error code of a line that had not ended when its batch did.
 UNFINISHED_LINE = {

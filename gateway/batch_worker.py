@@ -83,8 +83,10 @@ class BatchWorker:
 
     def cancelled(self, batch: BatchJob) -> None:
         """See JobListener."""
-        if batch.id in self._jobs and batch.status is BatchStatus.CANCELLING:
-            self._jobs[batch.id].settled.set()
+        if batch.status is BatchStatus.CANCELLING:
+            self._finisher.hurry(batch.id)
+            if batch.id in self._jobs:
+                self._jobs[batch.id].settled.set()
 
     @property
     def paused(self) -> bool:
@@ -97,30 +99,49 @@ class BatchWorker:
     # One batch
 
     async def _guard(self, batch_id: str) -> None:
-        """Nothing but an end lets go of a batch: a bug is logged and met again, ever less often."""
-        delay = self._limits.retry_seconds
+        """Nothing but an end lets go of a batch: a bug is logged and met again, ever less often, until it ends that."""
+        faults: Counter[BatchStatus] = Counter()
         try:
             while True:
                 try:
                     await self._drive(batch_id)
+                    return
                 except StorageError:
                     return  # stopping
                 except Exception as error:
                     log_unexpected(error)
-                    await asyncio.sleep(delay)
-                    delay = min(MAX_BACK_OFF, 2 * delay)
-                else:
-                    return
+                status = self.states[batch_id]
+                faults[status] += 1
+                if not await self._give_up_in_time(batch_id, status, faults[status]):
+                    await asyncio.sleep(min(MAX_BACK_OFF, self._limits.retry_seconds * 2.0 ** (faults[status] - 1)))
         finally:
             self._drives.pop(batch_id, None)
             self.states.pop(batch_id, None)
+
+    async def _give_up_in_time(self, batch_id: str, status: BatchStatus, faults: int) -> bool:
+        """End a batch that meets the same bug again and again, or it would hold its input for ever. What its results
+        are in is only given up when its window has closed: the bug may be gone by then."""
+        try:
+            batch = await self._store.load_batch(batch_id)
+            has_time = status in (BatchStatus.IN_PROGRESS, BatchStatus.FINALIZING) and self._now() < batch.expires_at
+            late = status is BatchStatus.CANCELLING and self._now() >= self._cancel_deadline(batch)
+            if batch.status is not status or has_time or not (faults >= self._limits.attempts or late):
+                return False
+            await self._finisher.give_up(batch)
+            return True
+        except Exception as error:  # even this must not let go of the batch
+            log_unexpected(error)
+            return False
+
+    def _cancel_deadline(self, batch: BatchJob) -> float:
+        return batch.times["cancelling_at"] + self._limits.cancel_seconds
 
     async def _drive(self, batch_id: str) -> None:
         while True:
             batch = await self._retry.run(lambda: self._store.load_batch(batch_id))
             self.states[batch_id] = batch.status
             if batch.status in TERMINAL:
-                await in_thread(lambda: self._finisher.remove_journal(batch_id))
+                await in_thread(lambda: self._finisher.forget(batch_id))
                 return
             with suppress(IllegalTransition):  # it was cancelled meanwhile: look again
                 if not batch.total:

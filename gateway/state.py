@@ -31,7 +31,9 @@ class JobListener(Protocol):
 class BatchLimits:
     """Sizes in bytes, times in seconds. `window_lines` and `window_bytes` bound what of all batches is in memory at
     once, `line_bytes` a single line. After a fault the disk is tried again every `retry_seconds`; a file that cannot be
-    read is read again `read_attempts` times, ever later."""
+    read is read again `read_attempts` times, ever later. What fails for no reason that anybody knows is tried
+    `attempts` times; reading an input may take `check_seconds`, and no longer than `cancel_seconds` once its batch is
+    being cancelled."""
 
     file_bytes: int = 200 * 1024 * 1024
     lines: int = 50_000
@@ -40,6 +42,9 @@ class BatchLimits:
     window_bytes: int = 32 * 1024 * 1024
     retry_seconds: float = 1.0
     read_attempts: int = 5
+    attempts: int = 5
+    check_seconds: float = 600.0
+    cancel_seconds: float = 60.0
     tick_seconds: float = 30.0
 
     def read_pause(self, faults: int) -> float:

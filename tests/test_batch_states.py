@@ -38,7 +38,7 @@ def test_the_table_is_the_contract() -> None:
         ("validating", "failed"), ("validating", "in_progress"),
         ("validating", "cancelling"), ("validating", "expired"),
         ("in_progress", "finalizing"), ("in_progress", "cancelling"), ("in_progress", "expired"),
-        ("finalizing", "completed"), ("cancelling", "cancelled"),
+        ("finalizing", "completed"), ("finalizing", "failed"), ("cancelling", "cancelled"),
     }  # fmt: skip
     assert {(a.value, b.value) for a, after in TRANSITIONS.items() for b in after} == legal
     assert {s.value for s in S} == set(get_args(Batch.model_fields["status"].annotation))

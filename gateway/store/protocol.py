@@ -61,7 +61,7 @@ class BatchStore(Protocol):
     async def move_batch(
         self, batch_id: str, status: BatchStatus, now: int, errors: Sequence[InputError] = ()
     ) -> BatchJob:
-        """Change the state. Raises IllegalTransition."""
+        """Change the state; a batch that has failed has no lines and counts none. Raises IllegalTransition."""
         ...
 
     async def note_error(self, batch_id: str, error: InputError) -> None:

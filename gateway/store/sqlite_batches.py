@@ -76,6 +76,9 @@ class SqliteBatches:
     ) -> BatchJob:
         def work(connection: sqlite3.Connection) -> BatchJob:
             _move(connection, batch_id, status, now)
+            if status is BatchStatus.FAILED:
+                connection.execute("DELETE FROM lines WHERE batch = ?", (_seq(connection, batch_id),))
+                connection.execute("UPDATE batches SET total = 0, completed = 0, failed = 0 WHERE id = ?", (batch_id,))
             if errors:
                 text = json.dumps([list(error) for error in errors])
                 connection.execute("UPDATE batches SET errors = ? WHERE id = ?", (text, batch_id))
