@@ -10,16 +10,18 @@ from typing import Any, Protocol, TypeVar
 
 import anyio.to_thread
 import orjson
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from engine.errors import TidemillError
 from engine.request import RequestClass
 from gateway.choices import Delta, Generation
-from gateway.context import GatewayContext, context_of, tier_of
+from gateway.context import GatewayContext, context_of, tenant_of, tier_of
 from gateway.errors import ApiError, log_unexpected, to_api_error
+from gateway.keys import TIERS, Tier
 from gateway.pace import at_half_speed
-from gateway.params import without_ignored
+from gateway.params import GenerationPlan, without_ignored
+from gateway.quotas import Admissions, Place
 from gateway.sse import DONE, EventStream, event, run_while_connected
 from gateway.wire import GenerationBody, parse_json, validate
 
@@ -48,13 +50,14 @@ class AnswerFormat(Protocol):
 
 
 async def read_body(request: Request, model: type[GenerationT]) -> GenerationT:
-    """The request's body as a model, its service tier the key's where it names none.
+    """The request's body as a model; where it names no service tier it has the one that its model's name ends with
+    (`MODEL:flex`), or its key's.
 
     Raises ApiError 415 or InvalidRequestError.
     """
     body = await read_json(request, functools.partial(parse_body, model))
     if body.service_tier in (None, "auto"):
-        body.service_tier = tier_of(request)
+        body.service_tier = split_model(context_of(request), body.model)[1] or tier_of(request)
     return body
 
 
@@ -92,6 +95,34 @@ async def run_text_work(context: GatewayContext, work: Callable[[], ResultT]) ->
     """Tokenize in a worker thread."""
     paced = functools.partial(at_half_speed, work) if context.is_offline else work
     return await anyio.to_thread.run_sync(paced, limiter=context.text_threads)
+
+
+async def begin(request: Request, plan: GenerationPlan, *, chat: bool) -> Generation:
+    """Queue what was planned, once the quota of its tenant has a place for it.
+
+    Raises ApiError for what the quota refuses, ClientDisconnect if the client left while it waited, and what Generation
+    raises."""
+    context = context_of(request)
+    admissions = context.admissions
+    place = admissions.enter(tenant_of(request), len(plan.requests), plan.max_tokens)
+    try:
+        if not place.granted.is_set():
+            await _wait_for(request, place, admissions)
+        context.lifecycle.check_accepting()
+        generation = Generation(plan, context.client, context.tokenizer, context.metrics, chat=chat)
+    except BaseException:
+        admissions.leave(place)
+        raise
+    generation.on_end = functools.partial(admissions.leave, place)
+    return generation
+
+
+async def _wait_for(request: Request, place: Place, admissions: Admissions) -> None:
+    async def granted() -> None:
+        await place.granted.wait()
+
+    if not await run_while_connected(request.receive, granted, functools.partial(admissions.leave, place)):
+        raise ClientDisconnect
 
 
 async def respond(request: Request, generation: Generation, shape: AnswerFormat) -> Response:
@@ -143,7 +174,17 @@ def _nothing() -> None:
     return None
 
 
+def split_model(context: GatewayContext, name: str) -> tuple[str, Tier | None]:
+    """A name of the API as the name of a model and the service tier behind it, if it has one: `MODEL:flex`."""
+    base, _, suffix = name.rpartition(":")
+    if name not in context.model_names and base in context.model_names:
+        for tier in TIERS:
+            if tier == suffix:
+                return base, tier
+    return name, None
+
+
 def check_model(context: GatewayContext, name: str) -> None:
     """Raises ApiError 404 for a model that is not served here."""
-    if name not in context.model_names:
+    if split_model(context, name)[0] not in context.model_names:
         raise ApiError(404, "This server has no such model.", param="model", code="model_not_found")

@@ -19,10 +19,11 @@ from gateway.batch_worker import BatchWorker
 from gateway.config import ServerConfig
 from gateway.context import GatewayContext, Lifecycle
 from gateway.errors import ApiError, ErrorBoundary, handle_error
-from gateway.keys import load_keys
+from gateway.keys import KeyStore
 from gateway.metrics import GatewayMetrics
 from gateway.middleware import Authentication, BodyLimit, RequestIds
 from gateway.params import INERT, UNSUPPORTED
+from gateway.quotas import Admissions
 from gateway.state import BatchLimits, BatchState
 from gateway.store.folder import StateFolder
 from gateway.uploads import MAX_OVERHEAD
@@ -52,7 +53,8 @@ def create_app(
     model_names = config.served_model_name or (client.info.architecture,)
     metrics = GatewayMetrics(client, model_names[0])
     lifecycle = Lifecycle(client)
-    context = GatewayContext(client, tokenizer, config, model_names, metrics, lifecycle)
+    keys = KeyStore(config.api_key, config.api_key_file)
+    context = GatewayContext(client, tokenizer, config, model_names, metrics, lifecycle, keys, Admissions(keys.quota))
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -73,19 +75,20 @@ def create_app(
         _add_batches(app, context, folder, limits or BatchLimits())
     for error in (ApiError, TidemillError, HTTPException):
         app.add_exception_handler(error, handle_error)
-    _add_middleware(app, config, metrics, (limits or BatchLimits()).file_bytes)
+    _add_middleware(app, context, (limits or BatchLimits()).file_bytes)
     _describe_bodies(app)
     return app
 
 
-def _add_middleware(app: FastAPI, config: ServerConfig, metrics: GatewayMetrics, max_file_bytes: int) -> None:
+def _add_middleware(app: FastAPI, context: GatewayContext, max_file_bytes: int) -> None:
+    config = context.config
     # the last one added is the first that a request meets
     held_bytes = MAX_HELD_BODIES * config.max_body_bytes
     streamed = {"/v1/files": max_file_bytes + MAX_OVERHEAD}
     app.add_middleware(BodyLimit, max_body_bytes=config.max_body_bytes, max_held_bytes=held_bytes, streamed=streamed)
-    app.add_middleware(Authentication, keys=load_keys(config.api_key, config.api_key_file))
+    app.add_middleware(Authentication, keys=context.keys)
     app.add_middleware(ErrorBoundary)
-    app.add_middleware(RequestIds, metrics=metrics)
+    app.add_middleware(RequestIds, metrics=context.metrics)
 
 
 def _add_batches(app: FastAPI, context: GatewayContext, folder: StateFolder, limits: BatchLimits) -> None:

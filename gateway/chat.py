@@ -11,8 +11,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from engine.text import Tokenizer
-from gateway.answering import check_model, check_room, read_body, respond, run_text_work
-from gateway.choices import Delta, Generation
+from gateway.answering import begin, check_model, check_room, read_body, respond, run_text_work
+from gateway.choices import Delta
 from gateway.context import GatewayContext, context_of, tenant_of
 from gateway.logprobs import chat_logprobs
 from gateway.params import Caller, GenerationPlan, chat_plan, check_chat, check_texts
@@ -26,9 +26,10 @@ router = APIRouter()
 async def create_chat_completion(request: Request) -> Response:
     context = context_of(request)
     context.lifecycle.check_accepting()
+    context.admissions.check(tenant_of(request))
     body = await read_body(request, ChatCompletionRequest)
     plan = await plan_chat(context, body, tenant_of(request))
-    generation = Generation(plan, context.client, context.tokenizer, context.metrics, chat=True)
+    generation = await begin(request, plan, chat=True)
     return await respond(request, generation, ChatFormat(plan, context.tokenizer))
 
 

@@ -5,7 +5,7 @@ found here and end their request in the engine.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -139,7 +139,8 @@ class Choice:
 
 
 class Generation:
-    """All choices of one HTTP request, queued together or not at all. Iterate `deltas` once; always `abort` in the end.
+    """All choices of one HTTP request, queued together or not at all. Iterate `deltas` once; always `abort` in the end,
+    which calls `on_end`, perhaps more than once.
 
     Raises what `EngineClient.add` raises.
     """
@@ -148,6 +149,7 @@ class Generation:
         self, plan: GenerationPlan, client: EngineClient, tokenizer: Tokenizer, metrics: GatewayMetrics, *, chat: bool
     ) -> None:
         self.plan = plan
+        self.on_end: Callable[[], None] = _do_nothing
         self._client = client
         bound = metrics.by_class[plan.request_class]
         self.choices = [Choice(i, plan, tokenizer, bound, chat) for i in range(len(plan.requests))]
@@ -211,6 +213,7 @@ class Generation:
             if not choice.finished:
                 choice.end(FinishReason.ABORT)
                 self._client.abort(choice.request_id)
+        self.on_end()
 
     def usage(self) -> dict[str, Any]:
         """OpenAI's `usage`: each prompt once, however many choices it has."""
@@ -230,3 +233,7 @@ async def _next(stream: OutputStream) -> RequestOutput | None:
         return await anext(stream)
     except StopAsyncIteration:
         return None
+
+
+def _do_nothing() -> None:
+    return None

@@ -10,8 +10,17 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from engine.text import Tokenizer
-from gateway.answering import CHARS_PER_TOKEN, INLINE_CHARS, check_model, check_room, read_body, respond, run_text_work
-from gateway.choices import Delta, Generation
+from gateway.answering import (
+    CHARS_PER_TOKEN,
+    INLINE_CHARS,
+    begin,
+    check_model,
+    check_room,
+    read_body,
+    respond,
+    run_text_work,
+)
+from gateway.choices import Delta
 from gateway.context import GatewayContext, context_of, tenant_of
 from gateway.logprobs import CompletionLogprobs
 from gateway.params import Caller, GenerationPlan, Prompt, check_completion, check_texts, completion_plan
@@ -25,9 +34,10 @@ router = APIRouter()
 async def create_completion(request: Request) -> Response:
     context = context_of(request)
     context.lifecycle.check_accepting()
+    context.admissions.check(tenant_of(request))
     body = await read_body(request, CompletionRequest)
     plan = await plan_completion(context, body, tenant_of(request))
-    generation = Generation(plan, context.client, context.tokenizer, context.metrics, chat=False)
+    generation = await begin(request, plan, chat=False)
     return await respond(request, generation, CompletionFormat(plan, context.tokenizer, bool(body.echo)))
 
 

@@ -6,7 +6,7 @@ import os
 import secrets
 import time
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Protocol, cast
 
 import anyio
 from starlette.requests import Request
@@ -15,7 +15,9 @@ from engine.client import EngineClient
 from engine.errors import EngineUnavailableError
 from engine.text import Tokenizer
 from gateway.config import ServerConfig
+from gateway.keys import KeyStore, Tier
 from gateway.metrics import GatewayMetrics
+from gateway.quotas import Admissions
 
 
 class BackgroundWork(Protocol):
@@ -66,7 +68,8 @@ class Lifecycle:
 class GatewayContext:
     """`salt_secret` is drawn per process, as the prefix cache does not outlive one. `text_threads` bounds how many
     prompts are tokenized at once, so that a flood of long ones cannot take every core; `is_offline`: nobody waits for
-    them, see `pace`. `parse_thread`: where large bodies are parsed, one at a time."""
+    them, see `pace`. `parse_thread`: where large bodies are parsed, one at a time. `admissions`: requests of clients
+    that are in the engine, by tenant, within the limits that `keys` names."""
 
     client: EngineClient
     tokenizer: Tokenizer
@@ -74,6 +77,8 @@ class GatewayContext:
     model_names: tuple[str, ...]
     metrics: GatewayMetrics
     lifecycle: Lifecycle
+    keys: KeyStore
+    admissions: Admissions
     created: int = field(default_factory=lambda: int(time.time()))
     salt_secret: bytes = field(default_factory=lambda: secrets.token_bytes(32), repr=False)
     text_threads: anyio.CapacityLimiter = field(
@@ -81,6 +86,11 @@ class GatewayContext:
     )
     parse_thread: anyio.CapacityLimiter = field(default_factory=lambda: anyio.CapacityLimiter(1))
     is_offline: bool = False
+
+    async def reload_keys(self) -> None:
+        """Follow the key file as it is now; what runs goes on. Raises ConfigError, and then nothing has changed."""
+        await anyio.to_thread.run_sync(self.keys.reload)
+        self.admissions.recheck()
 
     def cache_salt(self, tenant: str) -> bytes:
         """What separates this tenant's prefix cache from the others'."""
@@ -96,9 +106,9 @@ def tenant_of(request: Request) -> str:
     return str(_state(request).get("tenant", ""))
 
 
-def tier_of(request: Request) -> Literal["default", "priority", "flex"]:
+def tier_of(request: Request) -> Tier:
     """The service tier of requests that name none."""
-    return cast(Literal["default", "priority", "flex"], _state(request).get("service_tier", "default"))
+    return cast(Tier, _state(request).get("service_tier", "default"))
 
 
 def _state(request: Request) -> dict[str, Any]:

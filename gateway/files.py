@@ -14,10 +14,11 @@ from gateway.context import context_of, tenant_of
 from gateway.disk import DiskFile, StorageError, storage_errors
 from gateway.errors import ApiError
 from gateway.listing import describe_page, json_response, list_response, read_page, unknown_cursor
+from gateway.quotas import limit_reached
 from gateway.sse import run_while_connected
 from gateway.state import BatchState, state_of
-from gateway.store.objects import FILE_ID, FileInUse, FileObject, UnknownCursor, new_file_id
-from gateway.uploads import Upload, UploadParser
+from gateway.store.objects import FILE_ID, FileInUse, FileObject, StorageQuota, UnknownCursor, new_file_id
+from gateway.uploads import MAX_OVERHEAD, Upload, UploadParser
 
 router = APIRouter()
 
@@ -44,17 +45,46 @@ _UPLOAD = {"requestBody": {"required": True, "content": {"multipart/form-data": 
 @router.post("/v1/files", openapi_extra=_UPLOAD)
 async def create_file(request: Request) -> Response:
     context_of(request).lifecycle.check_accepting()
-    state = state_of(request)
-    async with state.uploads:
+    state, tenant = state_of(request), tenant_of(request)
+    quota = context_of(request).keys.quota(tenant).bytes
+    async with state.uploads.place(tenant):
+        max_bytes = await _room(request, quota)
         temp = await to_thread.run_sync(state.folder.create_temp)
         try:
-            upload = await _receive(request, temp, state.limits.file_bytes)
-            file = _file_object(upload, temp.size, tenant_of(request), state.now())
-            await _store(state, temp, file)
+            upload = await _receive(request, temp, max_bytes)
+            file = _file_object(upload, temp.size, tenant, state.now())
+            await _store(state, temp, file, quota)
+        except ApiError as error:
+            if error.status == 413 and quota is not None and max_bytes < state.limits.file_bytes:
+                raise _quota_reached(quota, quota - max_bytes) from None
+            raise
+        except StorageQuota as error:
+            assert quota is not None
+            raise _quota_reached(quota, error.used) from None
         finally:
             with anyio.CancelScope(shield=True):
                 await to_thread.run_sync(temp.discard)
     return json_response(file.as_json())
+
+
+async def _room(request: Request, quota: int | None) -> int:
+    """How large the upload may be. Raises ApiError 413 where it is known to be too large for what its tenant has left.
+
+    Not 507: that is a fault of the server, which clients try again.
+    """
+    state = state_of(request)
+    if quota is None:
+        return state.limits.file_bytes
+    used = await state.folder.store.stored_bytes(tenant_of(request), state.now())
+    announced = request.headers.get("content-length", "0")
+    least = int(announced[:20]) - MAX_OVERHEAD if announced.isdigit() else 0
+    if max(1, least) > quota - used:
+        raise _quota_reached(quota, used)
+    return min(state.limits.file_bytes, quota - used)
+
+
+def _quota_reached(quota: int, used: int) -> ApiError:
+    return limit_reached("bytes", quota, f"{used} bytes are stored; delete files that are not needed", status=413)
 
 
 async def _receive(request: Request, temp: DiskFile, max_bytes: int) -> Upload:
@@ -99,12 +129,12 @@ def _expiry(fields: dict[str, str]) -> int:
     return int(seconds)
 
 
-async def _store(state: BatchState, temp: DiskFile, file: FileObject) -> None:
-    """The body first, then the row: a crash in between leaves a file that nobody was promised."""
+async def _store(state: BatchState, temp: DiskFile, file: FileObject, quota: int | None) -> None:
+    """The body first, then the row: a crash in between leaves a file that nobody was promised. Raises StorageQuota."""
     await to_thread.run_sync(state.folder.publish_files, (temp, file.id))
     try:
-        await state.folder.store.add_file(file)
-    except StorageError as error:
+        await state.folder.store.add_file(file, quota)
+    except (StorageError, StorageQuota) as error:
         await state.folder.withdraw(error, file.id)
         raise
 

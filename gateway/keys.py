@@ -1,8 +1,10 @@
-"""API keys: whose a key is, and which service tier its requests have by default. Only digests are kept.
+"""API keys: whose a key is, which service tier its requests have by default, what its tenant may have at once. Only
+digests are kept.
 
-A key file has a line per key: the SHA-256 of the key in hex, the tenant, and optionally a default tier (default,
-priority or flex); `#` begins a comment. Several keys may belong to one tenant. `printf %s "$KEY" | sha256sum` gives the
-digest. Knows nothing of HTTP.
+A key file has a line per key: the SHA-256 of the key in hex, the tenant, and if wanted a default tier (default,
+priority or flex) and limits (`requests=8 queued=64 tokens=100000 lines=200000 bytes=50G`, see `gateway.quotas`); `#`
+begins a comment. Several keys may belong to one tenant; its limits may stand on any of their lines. `printf %s "$KEY" |
+sha256sum` gives the digest. Knows nothing of HTTP.
 """
 
 import hashlib
@@ -10,13 +12,17 @@ import hmac
 import os
 import re
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
+from typing import Literal
 
 from engine.errors import ConfigError
+from gateway.quotas import UNLIMITED, Quota, parse_quota
 
-TIERS = ("default", "priority", "flex")
+Tier = Literal["default", "priority", "flex"]
+TIERS: tuple[Tier, ...] = ("default", "priority", "flex")
 MAX_FILE_BYTES = 1024 * 1024
 _DIGEST = re.compile("[0-9a-fA-F]{64}")
 _TENANT = re.compile("[A-Za-z0-9._-]{1,64}")
@@ -32,10 +38,11 @@ class Key:
 
 
 class KeyRing:
-    """The keys that are accepted. An empty ring is false: no key is asked for."""
+    """The keys that are accepted, and the limits of tenants. An empty ring is false: no key is asked for."""
 
-    def __init__(self, keys: Iterable[Key]) -> None:
+    def __init__(self, keys: Iterable[Key], quotas: Mapping[str, Quota] = MappingProxyType({})) -> None:
         self._keys = tuple(keys)
+        self._quotas = quotas
 
     def __bool__(self) -> bool:
         return bool(self._keys)
@@ -46,13 +53,39 @@ class KeyRing:
         matches = [key for key in self._keys if hmac.compare_digest(digest, key.digest)]
         return matches[0] if matches else None
 
+    def quota(self, tenant: str) -> Quota:
+        """What a tenant may have at once."""
+        return self._quotas.get(tenant, UNLIMITED)
+
+    def __str__(self) -> str:
+        return f"{len(self._keys)} keys of {len({key.tenant for key in self._keys})} tenants"
+
+
+class KeyStore:
+    """The ring that holds now. Raises ConfigError, as does `reload`, which then keeps the ring that held before."""
+
+    def __init__(self, api_keys: Iterable[str] = (), file: str | None = None) -> None:
+        self._api_keys = tuple(api_keys)
+        self.file = file
+        self.ring = load_keys(self._api_keys, file)
+
+    def reload(self) -> None:
+        """Read the key file again. Blocking."""
+        self.ring = load_keys(self._api_keys, self.file)
+
+    def quota(self, tenant: str) -> Quota:
+        """What a tenant may have at once, as of now."""
+        return self.ring.quota(tenant)
+
 
 def load_keys(api_keys: Iterable[str], file: str | None) -> KeyRing:
     """Keys given one by one are tenants of their own, named by their digests. Raises ConfigError."""
     keys = [key_of(text) for text in api_keys]
+    quotas: dict[str, Quota] = {}
     if file is not None:
-        keys += _read_file(Path(file).expanduser())
-    return KeyRing(keys)
+        found, quotas = _read_file(Path(file).expanduser())
+        keys += found
+    return KeyRing(keys, quotas)
 
 
 def key_of(text: str) -> Key:
@@ -60,7 +93,7 @@ def key_of(text: str) -> Key:
     return Key(digest, digest.hex()[:16])
 
 
-def _read_file(path: Path) -> list[Key]:
+def _read_file(path: Path) -> tuple[list[Key], dict[str, Quota]]:
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         with open(descriptor, "rb") as file:
@@ -81,20 +114,35 @@ def _read_file(path: Path) -> list[Key]:
     return _parse(path, lines)
 
 
-def _parse(path: Path, lines: list[str]) -> list[Key]:
+def _parse(path: Path, lines: list[str]) -> tuple[list[Key], dict[str, Quota]]:
     keys: dict[bytes, Key] = {}
+    quotas: dict[str, Quota] = {}
     for number, line in enumerate(lines, 1):
         words = line.partition("#")[0].split()
         if not words:
             continue
-        digest, tenant, tier = (*words, "default")[:3] if len(words) in (2, 3) else ("", "", "")
-        if not _DIGEST.fullmatch(digest) or not _TENANT.fullmatch(tenant) or tier not in TIERS:
-            expected = "a SHA-256 in hex, a tenant and, if wanted, one of " + ", ".join(TIERS)
-            raise ConfigError(f"--api-key-file {path}, line {number}: expected {expected}")
-        key = Key(bytes.fromhex(digest), tenant, tier)
+        try:
+            key, quota = _parse_line(words)
+        except ValueError as error:
+            raise ConfigError(f"--api-key-file {path}, line {number}: {error}") from None
         if key.digest in keys:
             raise ConfigError(f"--api-key-file {path}, line {number}: this key is in the file twice")
+        if quota != UNLIMITED and quotas.setdefault(key.tenant, quota) != quota:
+            message = "its tenant has other limits on a line above; they need to be on one line only"
+            raise ConfigError(f"--api-key-file {path}, line {number}: {message}")
         keys[key.digest] = key
     if not keys:  # else a server that asks for keys would become one that asks for none
         raise ConfigError(f"--api-key-file {path}: has no keys")
-    return list(keys.values())
+    return list(keys.values()), quotas
+
+
+def _parse_line(words: list[str]) -> tuple[Key, Quota]:
+    """Raises ValueError, whose text does not repeat what was written: it may be a key."""
+    limits = [word for word in words if "=" in word]
+    plain = words[: len(words) - len(limits)]
+    digest, tenant, tier = (*plain, "default")[:3] if len(plain) in (2, 3) else ("", "", "")
+    is_plain = _DIGEST.fullmatch(digest) and _TENANT.fullmatch(tenant) and tier in TIERS
+    if not is_plain or plain + limits != words:
+        tiers = ", ".join(TIERS)
+        raise ValueError(f"expected a SHA-256 in hex, a tenant and, if wanted, one of {tiers}, then limits")
+    return Key(bytes.fromhex(digest), tenant, tier), parse_quota(limits)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.errors import ApiError, error_response
-from gateway.keys import Key, KeyRing
+from gateway.keys import Key, KeyStore
 from gateway.metrics import GatewayMetrics
 from gateway.web import routes as web
 
@@ -45,14 +45,15 @@ class RequestIds:
 
 
 class Authentication:
-    """Lets a request through if its key is one of `keys`, or if there are none; notes whose it is."""
+    """Lets a request through if its key is one of `keys`, or if there are none; notes whose it is. What runs already is
+    not looked at again when the keys change."""
 
-    def __init__(self, app: ASGIApp, keys: KeyRing) -> None:
+    def __init__(self, app: ASGIApp, keys: KeyStore) -> None:
         self._app = app
         self._keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and self._keys and scope["path"] not in OPEN_PATHS:
+        if scope["type"] == "http" and self._keys.ring and scope["path"] not in OPEN_PATHS:
             key = self._find(scope)
             if key is None:
                 headers = {"www-authenticate": "Bearer"}
@@ -65,7 +66,7 @@ class Authentication:
     def _find(self, scope: Scope) -> Key | None:
         sent = [value for name, value in scope["headers"] if name == b"authorization"]
         scheme, _, key = sent[0].partition(b" ") if len(sent) == 1 else (b"", b"", b"")
-        return self._keys.find(key.strip()) if scheme.lower() == b"bearer" else None
+        return self._keys.ring.find(key.strip()) if scheme.lower() == b"bearer" else None
 
 
 class BodyLimit:

@@ -90,6 +90,11 @@ class GenerationPlan:
     stream_options: StreamOptions
 
     @property
+    def max_tokens(self) -> int:
+        """Tokens of all its prompts and of their longest answers."""
+        return sum(len(request.prompt_token_ids) + request.sampling.max_tokens for request in self.requests)
+
+    @property
     def service_tier(self) -> str:
         """The tier used, as the answer states it."""
         return "flex" if self.request_class is RequestClass.OFFLINE else "default"

@@ -1,4 +1,5 @@
-"""Runs the application: one process, one event loop, one socket; the first SIGTERM drains, the second one exits.
+"""Runs the application: one process, one event loop, one socket; the first SIGTERM drains, the second one exits, SIGHUP
+reads the keys again.
 
 Knows nothing of routes.
 """
@@ -7,7 +8,9 @@ import asyncio
 import gc
 import logging
 import os
+import signal
 import socket
+import threading
 from types import FrameType
 
 import uvicorn
@@ -15,7 +18,7 @@ from fastapi import FastAPI
 
 from engine.errors import ConfigError, TidemillError
 from gateway.config import ServerConfig
-from gateway.context import GatewayContext, Lifecycle
+from gateway.context import GatewayContext
 from gateway.protocol import ProtocolLimits, with_limits
 
 log = logging.getLogger("tidemill.gateway")
@@ -30,13 +33,18 @@ class GatewayServer(uvicorn.Server):
     `owns_process`: nothing else lives in this process, so its garbage collector may be set for serving.
     """
 
-    def __init__(self, config: uvicorn.Config, lifecycle: Lifecycle, drain_seconds: float, owns_process: bool) -> None:
+    def __init__(
+        self, config: uvicorn.Config, context: GatewayContext, drain_seconds: float, owns_process: bool
+    ) -> None:
         super().__init__(config)
-        self._lifecycle = lifecycle
+        self._context = context
+        self._lifecycle = context.lifecycle
         self._drain_seconds = drain_seconds
         self._owns_process = owns_process
         self._loop: asyncio.AbstractEventLoop | None = None
         self._drain_task: asyncio.Task[None] | None = None
+        self._reload_task: asyncio.Task[None] | None = None
+        self._has_terminal = has_terminal()
         self._num_signals = 0
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -47,6 +55,8 @@ class GatewayServer(uvicorn.Server):
             gc.collect()
             gc.freeze()
         self._loop = asyncio.get_running_loop()
+        if self._owns_process and threading.current_thread() is threading.main_thread():
+            self._loop.add_signal_handler(signal.SIGHUP, self._hang_up)
         for listener in sockets or []:
             log.info("listening on http://%s:%d", *_host_and_port(listener))
 
@@ -60,6 +70,25 @@ class GatewayServer(uvicorn.Server):
             self.should_exit = True
         else:
             self._loop.call_soon_threadsafe(self._begin_drain)
+
+    def _hang_up(self) -> None:
+        """SIGHUP: read the keys again; but whose terminal was closed wants the server to end."""
+        if self._has_terminal and not has_terminal():
+            self.handle_exit(signal.SIGHUP, None)
+        else:
+            self._reload_task = asyncio.ensure_future(self._reload_keys())
+
+    async def _reload_keys(self) -> None:
+        keys = self._context.keys
+        if keys.file is None:
+            log.info("SIGHUP: there is no --api-key-file to read again")
+            return
+        try:
+            await self._context.reload_keys()
+        except ConfigError as error:
+            log.error("SIGHUP: the keys stay as they were: %s", error.message)
+        else:
+            log.info("SIGHUP: %s", keys.ring)
 
     def _begin_drain(self) -> None:
         log.info("draining for at most %.0f s; a second signal exits at once", self._drain_seconds)
@@ -94,7 +123,7 @@ def make_server(
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=close_seconds,
     )
-    return GatewayServer(settings, context.lifecycle, config.shutdown_timeout, owns_process)
+    return GatewayServer(settings, context, config.shutdown_timeout, owns_process)
 
 
 def run(app: FastAPI, config: ServerConfig) -> None:
@@ -133,6 +162,15 @@ def bind(host: str, port: int) -> socket.socket:
         listener.close()
         raise ConfigError(f"--host {host} --port {port}: {(error.strerror or 'cannot be bound').lower()}") from None
     return listener
+
+
+def has_terminal() -> bool:
+    """Whether this process has a controlling terminal."""
+    try:
+        os.close(os.open("/dev/tty", os.O_RDWR | os.O_CLOEXEC | os.O_NOCTTY))
+    except OSError:
+        return False
+    return True
 
 
 def _host_and_port(listener: socket.socket) -> tuple[str, int]:

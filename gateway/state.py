@@ -5,13 +5,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol, cast
 
-import anyio
 from starlette.requests import Request
 
+from gateway.quotas import UploadPlaces
 from gateway.store.folder import StateFolder
 from gateway.store.objects import BatchJob
 
-MAX_UPLOADS = 16
+UPLOADS_EACH, UPLOADS_IN_ALL = 16, 64
 MAX_READ_PAUSE = 60.0
 
 
@@ -54,13 +54,13 @@ class BatchLimits:
 
 @dataclass(frozen=True, slots=True)
 class BatchState:
-    """`clock` is the wall clock; `uploads` bounds how many bodies are parsed at once."""
+    """`clock` is the wall clock; `uploads` bounds how many bodies are parsed at once, by tenant and in all."""
 
     folder: StateFolder
     limits: BatchLimits
     jobs: JobListener
     clock: Callable[[], float] = time.time
-    uploads: anyio.Semaphore = field(default_factory=lambda: anyio.Semaphore(MAX_UPLOADS))
+    uploads: UploadPlaces = field(default_factory=lambda: UploadPlaces(UPLOADS_EACH, UPLOADS_IN_ALL))
 
     def now(self) -> int:
         return int(self.clock())

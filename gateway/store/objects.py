@@ -173,6 +173,14 @@ class FileInUse(Exception):
     """The file is the input of a batch that has not ended."""
 
 
+class StorageQuota(Exception):
+    """A file would take its tenant beyond the bytes that it may store; `used` are stored already."""
+
+    def __init__(self, used: int) -> None:
+        super().__init__(used)
+        self.used = used
+
+
 class NoSuchFile(Exception):
     """The batch's input file does not exist for its tenant."""
 

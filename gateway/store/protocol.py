@@ -15,7 +15,13 @@ from gateway.store.objects import BatchJob, FileObject, InputError, LineRecord, 
 class FileStore(Protocol):
     """Rows of files. A file that has expired or belongs to another tenant is a missing one."""
 
-    async def add_file(self, file: FileObject) -> None: ...
+    async def add_file(self, file: FileObject, max_bytes: int | None = None) -> None:
+        """`max_bytes`: what all files of its tenant may have together. Raises StorageQuota."""
+        ...
+
+    async def stored_bytes(self, tenant: str, now: int) -> int:
+        """Of all files of a tenant."""
+        ...
 
     async def get_file(self, tenant: str, file_id: str, now: int) -> FileObject | None: ...
 

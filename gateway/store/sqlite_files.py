@@ -4,7 +4,7 @@ delete while they page. Mixed into `SqliteStore`."""
 import sqlite3
 from collections.abc import Sequence
 
-from gateway.store.objects import FileInUse, FileObject, Page, UnknownCursor
+from gateway.store.objects import FileInUse, FileObject, Page, StorageQuota, UnknownCursor
 from gateway.store.rows import insert_file, read_file_row
 from gateway.store.writer import SqliteWriter
 
@@ -19,8 +19,18 @@ class SqliteFiles:
 
     _writer: SqliteWriter
 
-    async def add_file(self, file: FileObject) -> None:
-        await self._writer.run(lambda connection: insert_file(connection, file))
+    async def add_file(self, file: FileObject, max_bytes: int | None = None) -> None:
+        def work(connection: sqlite3.Connection) -> None:
+            if max_bytes is not None and find_file(connection, file.tenant, file.id, file.created_at) is None:
+                used = _stored_bytes(connection, file.tenant, file.created_at)
+                if used + file.bytes > max_bytes:
+                    raise StorageQuota(used)
+            insert_file(connection, file)
+
+        await self._writer.run(work)
+
+    async def stored_bytes(self, tenant: str, now: int) -> int:
+        return await self._writer.run(lambda connection: _stored_bytes(connection, tenant, now))
 
     async def get_file(self, tenant: str, file_id: str, now: int) -> FileObject | None:
         return await self._writer.run(lambda connection: find_file(connection, tenant, file_id, now))
@@ -66,6 +76,11 @@ class SqliteFiles:
             return {file_id for file_id in file_ids if connection.execute(query, (file_id,)).fetchone()}
 
         return await self._writer.run(work)
+
+
+def _stored_bytes(connection: sqlite3.Connection, tenant: str, now: int) -> int:
+    query = f"SELECT COALESCE(SUM(bytes), 0) AS used FROM files WHERE {_VISIBLE}"
+    return int(connection.execute(query, {"tenant": tenant, "now": now}).fetchone()["used"])
 
 
 def find_file(connection: sqlite3.Connection, tenant: str, file_id: str, now: int) -> FileObject | None:

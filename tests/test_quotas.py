@@ -1,0 +1,405 @@
+"""Limits of tenants: the key file's words, places in the engine, and real servers that refuse and reload."""
+
+import asyncio
+import hashlib
+import os
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import hypothesis.strategies as st
+import openai
+import pytest
+from batch_tools import batch_server, client_of, eventually, jsonl, line, upload
+from conftest import StartServer
+from fake_engine import MODEL, Served
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from engine.errors import ConfigError
+from engine.text import Tokenizer
+from gateway.errors import ApiError
+from gateway.keys import load_keys
+from gateway.quotas import TENANT_LIMIT, UNLIMITED, Admissions, Place, Quota, UploadPlaces, parse_quota
+
+
+def digest(key: str) -> str:
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+def write_keys(path: Path, *lines: str) -> str:
+    path.write_text("\n".join(lines))
+    path.chmod(0o600)
+    return str(path)
+
+
+# ---- the file
+
+
+def test_limits_behind_tenant_and_tier(tmp_path: Path) -> None:
+    path = write_keys(
+        tmp_path / "keys",
+        f"{digest('a')} acme requests=8 queued=64 bytes=50G  # the web shop",
+        f"{digest('a2')} acme flex",
+        f"{digest('b')} bolt flex tokens=4K lines=200000",
+        f"{digest('c')} calm",
+    )
+    ring = load_keys([], path)
+    assert ring.quota("acme") == Quota(requests=8, queued=64, bytes=50 * 2**30)
+    assert str(ring.quota("acme")) == "requests=8 queued=64 bytes=53687091200"
+    assert ring.quota("bolt") == Quota(tokens=4096, lines=200_000)
+    assert ring.quota("calm") == ring.quota("nobody") == UNLIMITED
+    found = ring.find(b"a2")
+    assert found is not None and found.service_tier == "flex"
+
+
+@pytest.mark.parametrize(
+    ("lines", "says"),
+    [
+        (["a acme requests=0"], "line 1: 'requests' must be a whole number above 0"),
+        (["a acme requests=-1"], "'requests' must be"),
+        (["a acme requests="], "'requests' must be"),
+        (["a acme bytes=5GB"], "'bytes' must be"),
+        (["a acme bytes=" + "9" * 30], "'bytes' must be"),
+        (["a acme request=8"], "a limit must be one of requests=N, queued=N, tokens=N, lines=N, bytes=N"),
+        (["a acme requests=8 requests=9"], "'requests' is given twice"),
+        (["a acme queued=9"], "'queued' limits who waits behind 'requests' or 'tokens'"),
+        (["a acme requests=8 flex"], "then limits"),
+        (["a acme requests=8", "b acme requests=9"], "line 2: its tenant has other limits"),
+    ],
+)
+def test_a_wrong_limit_is_one_clear_line(tmp_path: Path, lines: list[str], says: str) -> None:
+    path = write_keys(tmp_path / "keys", *(digest(text[0]) + text[1:] for text in lines))
+    with pytest.raises(ConfigError) as caught:
+        load_keys([], path)
+    assert says in caught.value.message and "\n" not in caught.value.message
+
+
+def test_what_may_be_a_key_is_not_repeated() -> None:
+    with pytest.raises(ValueError, match="a limit must be one of") as caught:
+        parse_quota(["sk-secret=="])
+    assert "secret" not in str(caught.value)
+
+
+# ---- places in the engine
+
+
+def refused(admissions: Admissions, tenant: str, requests: int = 1, tokens: int = 1) -> tuple[int, str]:
+    with pytest.raises(ApiError) as caught:
+        admissions.enter(tenant, requests, tokens)
+    assert caught.value.code == TENANT_LIMIT
+    return caught.value.status, caught.value.message
+
+
+def test_places_are_granted_in_turn_and_refusals_name_the_limit() -> None:
+    admissions = Admissions({"a": Quota(requests=2, queued=1), "b": Quota(requests=1)}.__getitem__)
+    first, second, third = (admissions.enter("a", 1, 10) for _ in range(3))
+    assert first.granted.is_set() and second.granted.is_set() and not third.granted.is_set()
+    assert refused(admissions, "a") == (
+        429, "The limit 'queued=1' of this key's tenant is reached: 1 requests are waiting.",
+    )  # fmt: skip
+    other = admissions.enter("b", 1, 10)
+    assert other.granted.is_set(), "another tenant has places of its own"
+    assert "'requests=1'" in refused(admissions, "b")[1], "without queued= nobody waits"
+    admissions.leave(first)
+    admissions.leave(first)
+    assert third.granted.is_set()
+    assert refused(admissions, "a", requests=3)[0] == 400, "that can never fit"
+    for place in (second, third, other):
+        admissions.leave(place)
+    assert not admissions._tenants
+
+
+def test_tokens_in_flight() -> None:
+    admissions = Admissions(lambda _: Quota(tokens=100))
+    place = admissions.enter("a", 1, 80)
+    assert (
+        "'tokens=100'" in refused(admissions, "a", tokens=21)[1] and "80 tokens" in refused(admissions, "a", 1, 99)[1]
+    )
+    small = admissions.enter("a", 1, 20)
+    assert small.granted.is_set()
+    assert refused(admissions, "a", tokens=101)[0] == 400
+    admissions.leave(place)
+    assert admissions.enter("a", 1, 80).granted.is_set()
+
+
+class AdmissionsMachine(RuleBasedStateMachine):
+    """Two tenants come, leave and are given other quotas in any order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.quotas = {"a": UNLIMITED, "b": UNLIMITED}
+        self.admissions = Admissions(lambda tenant: self.quotas[tenant])
+        self.places: dict[str, list[Place]] = {"a": [], "b": []}
+
+    @rule(
+        tenant=st.sampled_from("ab"),
+        requests=st.none() | st.integers(1, 4),
+        tokens=st.none() | st.integers(1, 40),
+        queued=st.none() | st.integers(1, 4),
+    )
+    def change(self, tenant: str, requests: int | None, tokens: int | None, queued: int | None) -> None:
+        self.quotas[tenant] = Quota(requests=requests, tokens=tokens, queued=queued)
+        self.admissions.recheck()
+
+    @rule(tenant=st.sampled_from("ab"), requests=st.integers(1, 3), tokens=st.integers(1, 20))
+    def enter(self, tenant: str, requests: int, tokens: int) -> None:
+        before = [place.granted.is_set() for places in self.places.values() for place in places]
+        try:
+            place = self.admissions.enter(tenant, requests, tokens)
+        except ApiError as error:
+            assert error.status in (400, 429)
+            assert before == [place.granted.is_set() for places in self.places.values() for place in places]
+            return
+        self.places[tenant].append(place)
+
+    @precondition(lambda self: any(self.places.values()))
+    @rule(data=st.data())
+    def leave(self, data: st.DataObject) -> None:
+        tenant = data.draw(st.sampled_from([name for name, places in self.places.items() if places]))
+        place = self.places[tenant].pop(data.draw(st.integers(0, len(self.places[tenant]) - 1)))
+        self.admissions.leave(place)
+
+    @invariant()
+    def those_who_wait_have_a_reason_and_keep_their_order(self) -> None:
+        for tenant, places in self.places.items():
+            inside = [place for place in places if place.granted.is_set()]
+            waiting = [place for place in places if not place.granted.is_set()]
+            assert self.admissions.num_waiting(tenant) == len(waiting)
+            assert places == inside + waiting, "first come, first served"
+            if not waiting:
+                continue
+            quota = self.quotas[tenant]
+            requests = sum(place.num_requests for place in inside) + waiting[0].num_requests
+            tokens = sum(place.num_tokens for place in inside) + waiting[0].num_tokens
+            assert inside, "nobody waits for nothing"
+            assert requests > (quota.requests or 10**9) or tokens > (quota.tokens or 10**9)
+
+    @invariant()
+    def nothing_is_kept_of_those_who_left(self) -> None:
+        assert self.admissions._tenants.keys() == {tenant for tenant, places in self.places.items() if places}
+
+
+TestAdmissionsMachine = AdmissionsMachine.TestCase
+TestAdmissionsMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+async def test_upload_places_are_counted_by_tenant_and_in_all() -> None:
+    places, leave, inside = UploadPlaces(2, 3), asyncio.Event(), []
+
+    async def stall(tenant: str) -> None:
+        async with places.place(tenant):
+            inside.append(tenant)
+            await leave.wait()
+
+    tasks = [asyncio.create_task(stall(tenant)) for tenant in ("a", "a", "a", "b", "b")]
+    await eventually(lambda: len(inside) == 3)
+    assert sorted(inside) == ["a", "a", "b"]
+    tasks[2].cancel()
+    await asyncio.gather(tasks[2], return_exceptions=True)
+    leave.set()
+    await asyncio.gather(*tasks[:2], *tasks[3:])
+    assert not places._tenants
+
+
+# ---- servers
+
+
+@asynccontextmanager
+async def clients(served: Served, *keys: str) -> AsyncIterator[list[openai.AsyncOpenAI]]:
+    made = [client_of(served, api_key=key) for key in keys]
+    try:
+        yield made
+    finally:
+        for client in made:
+            await client.close()
+
+
+def chat(client: openai.AsyncOpenAI, **fields: Any) -> Any:
+    values: Any = {"model": MODEL, "messages": [{"role": "user", "content": "x"}], "max_tokens": 9, **fields}
+    return client.chat.completions.create(**values)
+
+
+async def test_requests_and_queue_of_a_tenant(start_server: StartServer, tmp_path: Path) -> None:
+    path = write_keys(tmp_path / "keys", f"{digest('a')} acme requests=2 queued=1", f"{digest('b')} bolt")
+    served = await start_server("hello world", hold_after=1, api_key_file=path)
+    async with clients(served, "a", "b") as (a, b):
+        streams = [asyncio.create_task(chat(a, stream=i == 0)) for i in range(2)]
+        await served.engine.wait_for_event("add", 2)
+        waiting = asyncio.create_task(chat(a))
+        admissions = served.app.state.context.admissions
+        await eventually(lambda: admissions.num_waiting("acme") == 1)
+        with pytest.raises(openai.RateLimitError) as refusal:
+            await chat(a)
+        assert "'queued=1'" in refusal.value.message and refusal.value.response.headers["retry-after"] == "1"
+        assert refusal.value.code == TENANT_LIMIT
+        other = asyncio.create_task(chat(b))
+        await served.engine.wait_for_event("add", 3)
+        assert served.engine.requests[-1].tenant == "bolt", "the third of acme is not in the engine"
+        waiting.cancel()
+        await eventually(lambda: admissions.num_waiting("acme") == 0)
+        waiting = asyncio.create_task(chat(a))
+        await eventually(lambda: admissions.num_waiting("acme") == 1)
+        served.engine.release()
+        assert (await waiting).choices[0].message.content == "hello world"
+        assert (await other).choices[0].message.content == "hello world"
+        stream, whole = await asyncio.gather(*streams)
+        assert whole.choices[0].message.content == "hello world"
+        assert "".join([chunk.choices[0].delta.content or "" async for chunk in stream]) == "hello world"
+        await eventually(lambda: not admissions._tenants)
+    assert len(served.engine.requests) == 4
+
+
+async def test_without_keys_there_is_one_tenant_without_limits(start_server: StartServer) -> None:
+    served = await start_server("hello", hold_after=0)
+    async with clients(served, "none") as (client,):
+        tasks = [asyncio.create_task(chat(client)) for _ in range(100)]
+        await served.engine.wait_for_event("add", 100)
+        served.engine.release()
+        await asyncio.gather(*tasks)
+
+
+async def test_tokens_of_a_tenant(start_server: StartServer, tmp_path: Path) -> None:
+    path = write_keys(tmp_path / "keys", f"{digest('a')} acme tokens=200")
+    served = await start_server("hello", hold_after=0, api_key_file=path)
+    async with clients(served, "a") as (client,):
+        with pytest.raises(openai.BadRequestError, match="'tokens=200'"):
+            await chat(client, max_tokens=300)
+        first = asyncio.create_task(chat(client, max_tokens=150))
+        await served.engine.wait_for_event("add")
+        with pytest.raises(openai.RateLimitError, match="'tokens=200'"):
+            await chat(client, max_tokens=50)
+        served.engine.release()
+        await first
+        assert (await chat(client, max_tokens=150)).choices
+
+
+async def test_stored_bytes_of_a_tenant(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    path = write_keys(tmp_path / "keys", f"{digest('a')} acme bytes=100K", f"{digest('b')} bolt")
+    async with (
+        batch_server(tokenizer, tmp_path / "state", api_key_file=path) as (served, _),
+        clients(served, "a", "b") as (a, b),
+    ):
+        first = await upload(a, b"x" * 60_000)
+        for size in (43_000, 200_000):  # found while it comes, and by its announced length
+            with pytest.raises(openai.APIStatusError) as refusal:
+                await upload(a, b"x" * size)
+            assert refusal.value.status_code == 413 and "'bytes=102400'" in refusal.value.message
+            assert "60000 bytes are stored" in refusal.value.message
+        both = await asyncio.gather(upload(a, b"x" * 30_000), upload(a, b"x" * 30_000), return_exceptions=True)
+        assert sorted(type(found).__name__ for found in both) == ["APIStatusError", "FileObject"], "exact at once, too"
+        await upload(b, b"x" * 200_000)
+        await a.files.delete(first.id)
+        await upload(a, b"x" * 60_000)
+    assert len(list((tmp_path / "state" / "files").iterdir())) == 3
+
+
+async def test_stalled_uploads_of_one_tenant_do_not_hold_up_another(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    path = write_keys(tmp_path / "keys", f"{digest('a')} acme", f"{digest('b')} bolt")
+    head = (
+        "POST /v1/files HTTP/1.1\r\nhost: 127.0.0.1\r\nauthorization: Bearer a\r\ncontent-length: 5000\r\n"
+        "content-type: multipart/form-data; boundary=b\r\n\r\n--b\r\n"
+    )
+    async with (
+        batch_server(tokenizer, tmp_path / "state", api_key_file=path) as (served, _),
+        clients(served, "b") as (other,),
+    ):
+        writers = []
+        for _ in range(20):
+            _, writer = await asyncio.open_connection("127.0.0.1", served.port)
+            writer.write(head.encode())
+            writers.append(writer)
+        uploads = served.app.state.batches.uploads
+        await eventually(lambda: "acme" in uploads._tenants and len(uploads._tenants["acme"][1]) == 20)
+        assert (await upload(other, jsonl([line(1)]))).bytes > 0
+        for writer in writers:
+            writer.close()
+            await writer.wait_closed()
+        await eventually(lambda: not uploads._tenants)
+
+
+@pytest.mark.parametrize(
+    ("model", "tier", "key", "stated"),
+    [
+        ("fake-model:flex", None, "a", "flex"),
+        ("fake-model:flex", "auto", "a", "flex"),
+        ("fake-model:flex", "default", "a", "default"),
+        ("alias:default", None, "b", "default"),
+        ("alias", None, "b", "flex"),
+    ],
+)
+async def test_a_models_name_can_have_a_tier(
+    start_server: StartServer, tmp_path: Path, model: str, tier: Any, key: str, stated: str
+) -> None:
+    path = write_keys(tmp_path / "keys", f"{digest('a')} acme", f"{digest('b')} bolt flex")
+    served = await start_server("hello", api_key_file=path)
+    async with clients(served, key) as (client,):
+        answer = await chat(client, model=model, **({"service_tier": tier} if tier else {}))
+        assert (answer.service_tier, answer.model) == (stated, model)
+        assert (await client.models.retrieve(model)).id == model
+        for wrong in ("fake-model:gold", "other:flex", "fake-model:"):
+            with pytest.raises(openai.NotFoundError):
+                await chat(client, model=wrong)
+
+
+# ---- SIGHUP
+
+
+async def hang_up() -> None:
+    assert signal.getsignal(signal.SIGHUP) is not signal.SIG_DFL, "the signal would end this process"
+    os.kill(os.getpid(), signal.SIGHUP)
+
+
+async def test_sighup_reloads_keys_and_nothing_that_runs_is_dropped(
+    start_server: StartServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "tidemill.gateway")
+    keys = tmp_path / "keys"
+    path = write_keys(keys, f"{digest('old')} acme requests=1 queued=1")
+    served = await start_server("hello world", hold_after=1, api_key_file=path, owns_process=True)
+    ring = served.app.state.context.keys
+    async with clients(served, "old", "new") as (old, new):
+        stream = await chat(old, stream=True)
+        waiting = asyncio.create_task(chat(old))
+        await eventually(lambda: served.app.state.context.admissions.num_waiting("acme") == 1)
+        before = ring.ring
+        write_keys(keys, f"{digest('new')} acme requests=2")
+        await hang_up()
+        await eventually(lambda: ring.ring is not before)
+        await served.engine.wait_for_event("add", 2)  # the one that waited has come in: the new limit is 2
+        with pytest.raises(openai.AuthenticationError):
+            await chat(old)
+        with pytest.raises(openai.RateLimitError, match="'requests=2'"):
+            await chat(new)
+        served.engine.release()
+        assert "".join([chunk.choices[0].delta.content or "" async for chunk in stream]) == "hello world"
+        assert (await waiting).choices[0].message.content == "hello world"
+        assert (await chat(new)).choices
+        held = ring.ring
+        keys.write_text("broken")
+        await hang_up()
+        await eventually(lambda: "the keys stay as they were" in caplog.text)
+        assert ring.ring is held and (await chat(new)).choices
+    assert "1 keys of 1 tenants" in caplog.text and "line 1: expected" in caplog.text
+
+
+async def test_sighup_without_a_key_file_does_nothing(
+    start_server: StartServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "tidemill.gateway")
+    served = await start_server("hello", owns_process=True)
+    await hang_up()
+    await eventually(lambda: "there is no --api-key-file" in caplog.text)
+    async with httpx.AsyncClient() as http:
+        assert (await http.get(f"{served.url}/health")).status_code == 200
+
+
+async def test_a_closed_terminal_ends_the_server(start_server: StartServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    served = await start_server("hello", owns_process=True)
+    served.server._has_terminal = True
+    monkeypatch.setattr("gateway.server.has_terminal", lambda: False)
+    await hang_up()
+    await eventually(lambda: served.server.should_exit)
