@@ -275,7 +275,7 @@ async def test_a_row_that_cannot_be_stored_takes_the_file_with_it(tokenizer: Tok
         store = served.app.state.batches.folder.store
         real = store.add_file
 
-        async def full(_: Any) -> None:
+        async def full(*_: Any) -> None:
             raise StorageError
 
         store.add_file = full
