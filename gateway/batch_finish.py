@@ -12,9 +12,10 @@ from gateway.batch_results import StorageRetry, in_thread, to_end
 from gateway.batch_states import GIVEN_UP, UNFINISHED_LINE, BatchStatus, IllegalTransition
 from gateway.disk import StorageError, UnreadableError, read_errors
 from gateway.pace import at_half_speed
+from gateway.quotas import TENANT_LIMIT
 from gateway.state import BatchLimits
 from gateway.store.folder import StateFolder
-from gateway.store.objects import BatchJob, FileObject, InputError, new_file_id
+from gateway.store.objects import BatchJob, FileObject, InputError, LineQuota, new_file_id
 
 log = logging.getLogger("tidemill.gateway")
 
@@ -30,12 +31,22 @@ class _CheckTimeout(Exception):
 
 
 class Finisher:
-    def __init__(self, folder: StateFolder, limits: BatchLimits, retry: StorageRetry, now: Callable[[], int]) -> None:
+    """`max_lines`: what a tenant's unfinished batches may have together (None: no limit)."""
+
+    def __init__(
+        self,
+        folder: StateFolder,
+        limits: BatchLimits,
+        retry: StorageRetry,
+        now: Callable[[], int],
+        max_lines: Callable[[str], int | None],
+    ) -> None:
         self._folder = folder
         self._store = folder.store
         self._limits = limits
         self._retry = retry
         self._now = now
+        self._max_lines = max_lines
         self._turn = asyncio.Semaphore(1)
         self._checks: dict[str, asyncio.Timeout] = {}
         self._hurried: set[str] = set()
@@ -91,8 +102,18 @@ class Finisher:
         for start in range(0, len(report.lines), INDEX_ROWS):
             rows = report.lines.rows(start, start + INDEX_ROWS)
             await self._retry.run(lambda: self._store.add_lines(batch.id, rows, first=start == 0))  # noqa: B023
-        total = len(report.lines)
-        await self._retry.run(lambda: self._store.start_batch(batch.id, total, report.model, self._now()))
+        await self._retry.run(lambda: self._start(batch, len(report.lines), report.model))
+
+    async def _start(self, batch: BatchJob, total: int, model: str | None) -> None:
+        limit = self._max_lines(batch.tenant)
+        try:
+            await self._store.start_batch(batch.id, total, model, self._now(), limit)
+        except LineQuota as error:
+            message = (
+                f"The batch has {total} lines and unfinished batches have {error.used}: the limit is 'lines={limit}'."
+            )
+            refusal = InputError(TENANT_LIMIT, message)
+            await self._store.move_batch(batch.id, BatchStatus.FAILED, self._now(), [refusal])
 
     async def _read_input(self, batch: BatchJob, lenient: bool) -> InputReport:
         try:

@@ -29,11 +29,21 @@ EXPIRED_FILES = 1000
 MAX_BACK_OFF = 60.0
 
 
+def _no_limit(_tenant: str) -> int | None:
+    return None
+
+
 class BatchWorker:
-    """Implements JobListener. `clock` is the wall clock: deadlines outlive the process."""
+    """Implements JobListener. `clock` is the wall clock: deadlines outlive the process. `max_lines`: what a tenant's
+    unfinished batches may have together."""
 
     def __init__(
-        self, folder: StateFolder, limits: BatchLimits, run_line: RunLine, clock: Callable[[], float] = time.time
+        self,
+        folder: StateFolder,
+        limits: BatchLimits,
+        run_line: RunLine,
+        clock: Callable[[], float] = time.time,
+        max_lines: Callable[[str], int | None] = _no_limit,
     ) -> None:
         self._folder = folder
         self._store = folder.store
@@ -46,7 +56,7 @@ class BatchWorker:
         self._order = FeedOrder(limits.window_lines)
         self._retry = StorageRetry(limits.retry_seconds, self._wake.set)
         self._results = ResultWriter(folder, self._retry, self._window, self._wake.set)
-        self._finisher = Finisher(folder, limits, self._retry, self._now)
+        self._finisher = Finisher(folder, limits, self._retry, self._now, max_lines)
         self._jobs: dict[str, Job] = {}
         self._drives: dict[str, asyncio.Task[None]] = {}
         self._services: list[asyncio.Task[None]] = []

@@ -15,12 +15,14 @@ from gateway.context import context_of, tenant_of
 from gateway.errors import ApiError
 from gateway.files import MAX_EXPIRY, MIN_EXPIRY, no_such_file
 from gateway.listing import describe_page, json_response, list_response, read_page, unknown_cursor
+from gateway.quotas import limit_reached
 from gateway.state import state_of
 from gateway.store.objects import (
     BATCH_ID,
     FILE_ID,
     BatchJob,
     IdempotencyConflict,
+    LineQuota,
     NoSuchFile,
     UnknownCursor,
     WrongPurpose,
@@ -33,6 +35,7 @@ router = APIRouter()
 DEFAULT_LISTED, MAX_LISTED = 20, 100
 MAX_WINDOW_SECONDS = 30 * 86_400
 MAX_KEY_CHARS = 255
+LINES_RETRY_SECONDS = 60
 MAX_METADATA = 16
 _WINDOW = re.compile("([1-9][0-9]{0,6})([smhd])")
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
@@ -124,8 +127,13 @@ async def create_batch(request: Request) -> Response:
     )
     if not FILE_ID.fullmatch(body.input_file_id):
         raise no_such_file("input_file_id")
+    max_lines = context_of(request).keys.quota(batch.tenant).lines
     try:
-        created = await state.folder.store.create_batch(batch, _idempotency(request, body))
+        created = await state.folder.store.create_batch(batch, _idempotency(request, body), max_lines)
+    except LineQuota as error:
+        assert max_lines is not None
+        what = f"unfinished batches have {error.used} lines"
+        raise limit_reached("lines", max_lines, what, retry_after=LINES_RETRY_SECONDS) from None
     except NoSuchFile:
         raise no_such_file("input_file_id") from None
     except WrongPurpose:

@@ -27,7 +27,9 @@ class ServerConfig:
     api_key: tuple[str, ...] = _flag(
         (), "a key that clients must send; repeat for several (better: in the environment)", secret=True
     )
-    api_key_file: str | None = _flag(None, "file of keys by tenant: lines of SHA-256, tenant and, if wanted, tier and limits; SIGHUP reads it again")
+    api_key_file: str | None = _flag(
+        None, "file of keys by tenant: lines of SHA-256, tenant and, if wanted, tier and limits; SIGHUP reads it again"
+    )
     served_model_name: tuple[str, ...] = _flag(
         (), "model name in the API; repeat for aliases (default: the model's folder name)"
     )

@@ -13,7 +13,7 @@ import httpx
 import hypothesis.strategies as st
 import openai
 import pytest
-from batch_tools import batch_server, client_of, eventually, jsonl, line, upload
+from batch_tools import batch_server, client_of, eventually, jsonl, line, submit, until, upload
 from conftest import StartServer
 from fake_engine import MODEL, Served
 from hypothesis import settings
@@ -319,6 +319,29 @@ async def test_stalled_uploads_of_one_tenant_do_not_hold_up_another(tokenizer: T
             writer.close()
             await writer.wait_closed()
         await eventually(lambda: not uploads._tenants)
+
+
+async def test_batch_lines_of_a_tenant(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    path = write_keys(tmp_path / "keys", f"{digest('a')} acme lines=5", f"{digest('b')} bolt")
+    async with (
+        batch_server(tokenizer, tmp_path / "state", hold_after=0, api_key_file=path) as (served, _),
+        clients(served, "a", "b") as (a, b),
+    ):
+        large = await until(a, (await submit(a, jsonl(line(i) for i in range(6)))).id)
+        assert large.status == "failed" and large.errors.data[0].code == TENANT_LIMIT
+        assert "6 lines" in large.errors.data[0].message and "'lines=5'" in large.errors.data[0].message
+        first = await until(a, (await submit(a, jsonl(line(i) for i in range(4)))).id, "in_progress")
+        second = await until(a, (await submit(a, jsonl(line(i) for i in range(2)))).id)
+        assert second.status == "failed", "four of five are used"
+        third = await until(a, (await submit(a, jsonl([line(1)]))).id, "in_progress")
+        with pytest.raises(openai.RateLimitError, match="'lines=5'") as refusal:
+            await submit(a, jsonl([line(1)]))
+        assert refusal.value.response.headers["retry-after"] == "60"
+        other = await submit(b, jsonl(line(i) for i in range(9)))
+        served.engine.release()
+        for client, batch in ((a, first), (a, third), (b, other)):
+            assert (await until(client, batch.id)).status == "completed"
+        assert (await until(a, (await submit(a, jsonl(line(i) for i in range(5)))).id)).status == "completed"
 
 
 @pytest.mark.parametrize(

@@ -181,6 +181,14 @@ class StorageQuota(Exception):
         self.used = used
 
 
+class LineQuota(Exception):
+    """A batch would take its tenant beyond the lines that it may have in batches; `used` are there already."""
+
+    def __init__(self, used: int) -> None:
+        super().__init__(used)
+        self.used = used
+
+
 class NoSuchFile(Exception):
     """The batch's input file does not exist for its tenant."""
 

@@ -45,10 +45,14 @@ class FileStore(Protocol):
 class BatchStore(Protocol):
     """Rows of batches and of their lines."""
 
-    async def create_batch(self, batch: BatchJob, idempotency: tuple[str, str] | None = None) -> BatchJob:
+    async def create_batch(
+        self, batch: BatchJob, idempotency: tuple[str, str] | None = None, max_lines: int | None = None
+    ) -> BatchJob:
         """Add a batch; `idempotency` is a key and a digest of the body: with a key seen before, the batch of then.
+        `max_lines`: what the unfinished batches of its tenant may have together; one whose lines are not yet counted
+        counts as one.
 
-        Raises NoSuchFile, WrongPurpose or IdempotencyConflict.
+        Raises NoSuchFile, WrongPurpose, IdempotencyConflict or LineQuota.
         """
         ...
 
@@ -82,8 +86,11 @@ class BatchStore(Protocol):
         """Index lines of a batch under validation; `first`: forget those of an attempt that was cut off."""
         ...
 
-    async def start_batch(self, batch_id: str, total: int, model: str | None, now: int) -> BatchJob:
-        """The input is valid: from `validating` to `in_progress`; a batch being cancelled stays so."""
+    async def start_batch(
+        self, batch_id: str, total: int, model: str | None, now: int, max_lines: int | None = None
+    ) -> BatchJob:
+        """The input is valid: from `validating` to `in_progress`; a batch being cancelled stays so. `max_lines`: see
+        `create_batch`. Raises LineQuota."""
         ...
 
     async def pending_lines(self, batch_id: str, after_rank: int, limit: int) -> list[LineRef]:

@@ -12,6 +12,7 @@ from gateway.store.objects import (
     FileObject,
     IdempotencyConflict,
     InputError,
+    LineQuota,
     LineRecord,
     LineRef,
     LineResult,
@@ -30,7 +31,9 @@ class SqliteBatches:
 
     _writer: SqliteWriter
 
-    async def create_batch(self, batch: BatchJob, idempotency: tuple[str, str] | None = None) -> BatchJob:
+    async def create_batch(
+        self, batch: BatchJob, idempotency: tuple[str, str] | None = None, max_lines: int | None = None
+    ) -> BatchJob:
         def work(connection: sqlite3.Connection) -> BatchJob:
             if idempotency is not None:
                 query = "SELECT * FROM batches WHERE tenant = ? AND idempotency_key = ?"
@@ -46,6 +49,8 @@ class SqliteBatches:
                 raise NoSuchFile
             if file.purpose != "batch":
                 raise WrongPurpose
+            if max_lines is not None:
+                _check_lines(connection, batch, 1, max_lines)
             insert_batch(connection, batch, idempotency)
             return batch
 
@@ -115,9 +120,14 @@ class SqliteBatches:
 
         await self._writer.run(work)
 
-    async def start_batch(self, batch_id: str, total: int, model: str | None, now: int) -> BatchJob:
+    async def start_batch(
+        self, batch_id: str, total: int, model: str | None, now: int, max_lines: int | None = None
+    ) -> BatchJob:
         def work(connection: sqlite3.Connection) -> BatchJob:
-            if _load(connection, batch_id).status is not BatchStatus.CANCELLING:
+            batch = _load(connection, batch_id)
+            if batch.status is not BatchStatus.CANCELLING:
+                if max_lines is not None:
+                    _check_lines(connection, batch, total, max_lines)
                 _move(connection, batch_id, BatchStatus.IN_PROGRESS, now)
             connection.execute("UPDATE batches SET total = ?, model = ? WHERE id = ?", (total, model, batch_id))
             return _load(connection, batch_id)
@@ -191,6 +201,17 @@ class SqliteBatches:
             return _load(connection, batch_id)
 
         return await self._writer.run(work)
+
+
+def _check_lines(connection: sqlite3.Connection, batch: BatchJob, lines: int, max_lines: int) -> None:
+    """Raises LineQuota if so many lines of a batch do not fit beside its tenant's other batches."""
+    query = (
+        "SELECT COALESCE(SUM(MAX(1, total - completed - failed)), 0) AS used FROM batches WHERE tenant = ? AND id != ? "
+        "AND status IN ('validating', 'in_progress', 'finalizing', 'cancelling')"
+    )
+    used = int(connection.execute(query, (batch.tenant, batch.id)).fetchone()["used"])
+    if used + lines > max_lines:
+        raise LineQuota(used)
 
 
 def _find(connection: sqlite3.Connection, batch_id: str, tenant: str) -> BatchJob | None:
