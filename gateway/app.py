@@ -19,9 +19,10 @@ from gateway.batch_worker import BatchWorker
 from gateway.config import ServerConfig
 from gateway.context import GatewayContext, Lifecycle
 from gateway.errors import ApiError, ErrorBoundary, handle_error
+from gateway.hosts import HostNames
 from gateway.keys import KeyStore
 from gateway.metrics import GatewayMetrics
-from gateway.middleware import Authentication, BodyLimit, RequestIds
+from gateway.middleware import Authentication, BodyLimit, HostGuard, RequestIds
 from gateway.params import INERT, UNSUPPORTED
 from gateway.quotas import Admissions
 from gateway.state import BatchLimits, BatchState
@@ -87,6 +88,7 @@ def _add_middleware(app: FastAPI, context: GatewayContext, max_file_bytes: int) 
     streamed = {"/v1/files": max_file_bytes + MAX_OVERHEAD}
     app.add_middleware(BodyLimit, max_body_bytes=config.max_body_bytes, max_held_bytes=held_bytes, streamed=streamed)
     app.add_middleware(Authentication, keys=context.keys)
+    app.add_middleware(HostGuard, hosts=HostNames(config.host, config.allowed_host))
     app.add_middleware(ErrorBoundary)
     app.add_middleware(RequestIds, metrics=context.metrics)
 

@@ -2,6 +2,7 @@
 `metadata` holds the flag's help and choices. Knows nothing of the engine."""
 
 import ipaddress
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +24,9 @@ class ServerConfig:
     """
 
     host: str = _flag("127.0.0.1", "address to listen on; any but loopback needs --api-key")
+    allowed_host: tuple[str, ...] = _flag(
+        (), "a further name by which clients address the server, as behind a proxy; repeat for several, * for any"
+    )
     port: int = _flag(8000, "TCP port; 0 lets the system choose")
     api_key: tuple[str, ...] = _flag(
         (), "a key that clients must send; repeat for several (better: in the environment)", secret=True
@@ -54,6 +58,9 @@ class ServerConfig:
             raise ConfigError(f"--log-level must be one of {', '.join(LOG_LEVELS)}, not {self.log_level!r}")
         if any(not key or key != key.strip() for key in self.api_key):
             raise ConfigError("--api-key must not be empty and must not begin or end with white space")
+        for name in self.allowed_host:
+            if not re.fullmatch(r"\*|[A-Za-z0-9._-]+|\[?[0-9A-Fa-f:.]+\]?", name):
+                raise ConfigError(f"--allowed-host must be a name without scheme and port, not {name!r}")
         if any(not name.strip() for name in self.served_model_name):
             raise ConfigError("--served-model-name must not be empty")
         if not self.api_key and not self.api_key_file and not is_loopback(self.host):

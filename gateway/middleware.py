@@ -1,4 +1,4 @@
-"""Pure ASGI middleware that acts on the headers, before a body is read: request id, authentication, limits.
+"""Pure ASGI middleware that acts on the headers, before a body is read: request id, host and origin, key, limits.
 
 Knows nothing of routes but those that need no key.
 """
@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.errors import ApiError, error_response
+from gateway.hosts import HostNames, host_name
 from gateway.keys import Key, KeyStore
 from gateway.metrics import GatewayMetrics
 from gateway.web import routes as web
@@ -42,6 +43,46 @@ class RequestIds:
             await send(message)
 
         await self._app(scope, receive, named)
+
+
+class HostGuard:
+    """Lets only requests through that are meant for this server, and none that a browser sends for a page of another
+    origin: such a page could use a server that asks for no key, and upload files to it, without ever being asked.
+    Following a link to here is allowed."""
+
+    def __init__(self, app: ASGIApp, hosts: HostNames) -> None:
+        self._app = app
+        self._hosts = hosts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        error = self._check(scope) if scope["type"] == "http" else None
+        if error is None:
+            await self._app(scope, receive, send)
+        else:
+            await error_response(error)(scope, receive, send)
+
+    def _check(self, scope: Scope) -> ApiError | None:
+        sent = {name: _values(scope, name) for name in ("host", "origin", "sec-fetch-site")}
+        if len(sent["host"]) != 1 and (sent["host"] or scope["http_version"] != "1.0"):
+            return ApiError(400, "A request must name exactly one host.", code="invalid_host")
+        host = sent["host"][0] if sent["host"] else "localhost"
+        if not self._hosts.know(host):
+            name = (host_name(host) or "")[:64]
+            message = f"This server does not answer for the host '{name}'. If it should, start it with --allowed-host."
+            return ApiError(400, message, code="invalid_host")
+        foreign = any(not self._hosts.trust(origin, host) for origin in sent["origin"])
+        if foreign or ("cross-site" in sent["sec-fetch-site"] and not _follows_link(scope)):
+            return ApiError(403, "Pages of another origin may not use this server.", code="forbidden_origin")
+        return None
+
+
+def _follows_link(scope: Scope) -> bool:
+    kinds = _values(scope, "sec-fetch-mode") + _values(scope, "sec-fetch-dest")
+    return scope["method"] == "GET" and kinds == ["navigate", "document"]
+
+
+def _values(scope: Scope, name: str) -> list[str]:
+    return [value.decode("latin-1").strip() for key, value in scope["headers"] if key == name.encode()]
 
 
 class Authentication:

@@ -429,7 +429,7 @@ async def leave(served: Served, body: dict[str, Any], kind: str, count: int = 1)
     """Send a request and go away once the engine has seen `kind`."""
     content = json.dumps({"model": MODEL, "messages": HI, **body}).encode()
     reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
-    writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n")
+    writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n")
     writer.write(b"content-length: %d\r\n\r\n%b" % (len(content), content))
     await served.engine.wait_for_event(kind, count)
     if body.get("stream") and kind == "token":

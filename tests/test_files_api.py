@@ -231,7 +231,7 @@ async def test_an_endless_epilogue_is_too_large(ready: Ready) -> None:
 async def test_a_client_that_leaves_half_way_leaves_nothing(ready: Ready, tmp_path: Path) -> None:
     served, _ = ready
     _, writer = await asyncio.open_connection("127.0.0.1", served.port)
-    head = f"POST /v1/files HTTP/1.1\r\nhost: x\r\ncontent-type: multipart/form-data; boundary={BOUNDARY}\r\n"
+    head = f"POST /v1/files HTTP/1.1\r\nhost: localhost\r\ncontent-type: multipart/form-data; boundary={BOUNDARY}\r\n"
     writer.write(f"{head}content-length: 90000\r\n\r\n".encode() + PURPOSE + FILE[:-5] + b"x" * 40_000)
     await eventually(lambda: bool(leftovers(tmp_path / "state")["tmp"]))
     writer.close()
@@ -244,7 +244,7 @@ async def test_keys_are_asked_for_before_the_body(tokenizer: Tokenizer, tmp_path
     async with batch_server(tokenizer, tmp_path, api_key=("key",)) as (served, _):
         for key, length, status in (("wrong", 1000, 401), ("key", 900_000_000, 413)):
             reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
-            head = f"POST /v1/files HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {key}\r\n"
+            head = f"POST /v1/files HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer {key}\r\n"
             writer.write(f"{head}content-type: {'multipart/form-data; boundary=xyz'}\r\n".encode())
             writer.write(f"content-length: {length}\r\n\r\n".encode())
             assert int((await reader.readline()).split()[1]) == status

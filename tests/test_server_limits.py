@@ -66,7 +66,7 @@ class Raw:
 
 def post(body: bytes, *headers: bytes, length: int | None = None) -> bytes:
     size = len(body) if length is None else length
-    lines = [b"POST /v1/chat/completions HTTP/1.1", b"host: x", b"content-type: application/json"]
+    lines = [b"POST /v1/chat/completions HTTP/1.1", b"host: localhost", b"content-type: application/json"]
     return b"\r\n".join([*lines, b"content-length: %d" % size, *headers, b"", b""]) + body
 
 
@@ -137,6 +137,83 @@ async def test_every_key_works_with_the_official_client(start_server: StartServe
                     await client.models.list()
 
 
+# --- whom it answers
+
+
+async def ask(served: Served, *headers: str, version: str = "1.1") -> tuple[int, str]:
+    raw = await Raw.open(served)
+    raw.send("\r\n".join([f"GET /v1/models HTTP/{version}", *headers, "", ""]).encode())
+    status, _, body = await raw.answer()
+    await raw.close()
+    return status, json.loads(body)["error"]["code"] if status >= 400 else ""
+
+
+GOOD_HOSTS = ["localhost", "LOCALHOST:8000", "localhost.", "127.0.0.1", "127.9.9.9:80", "[::1]:8000"]
+BAD_HOSTS = [
+    "evil.example", "evil.example:8000", "localhost.evil.example", "127.0.0.1.evil.example", "10.0.0.1",
+    "[2001:db8::1]",
+    "", "x y", "localhost:x", "localhost:8000:1", "user@localhost", "[::1", "http://localhost", "\xe9",
+]  # fmt: skip
+
+
+async def test_only_its_own_names_reach_a_server_on_loopback(start_server: StartServer) -> None:
+    served = await start_server()
+    for host in GOOD_HOSTS:
+        assert await ask(served, f"Host: {host}") == (200, ""), host
+    for host in BAD_HOSTS:
+        assert await ask(served, f"Host: {host}") == (400, "invalid_host"), host
+    assert await ask(served) == await ask(served, "Host: localhost", "Host: localhost") == (400, "invalid_host")
+    assert await ask(served, version="1.0") == (200, "")
+    status, _, error = await exchange(served, post(CHAT).replace(b"localhost", b"evil.example"))
+    assert (status, error["code"]) == (400, "invalid_host") and "--allowed-host" in error["message"]
+    assert not served.engine.requests
+
+
+async def test_further_names_are_allowed_one_by_one(start_server: StartServer) -> None:
+    served = await start_server(allowed_host=("Chat.example.com", "10.0.0.1"))
+    for host in ("chat.example.com", "chat.example.com:443", "10.0.0.1", "localhost"):
+        assert (await ask(served, f"Host: {host}"))[0] == 200, host
+    assert (await ask(served, "Host: example.com"))[0] == (await ask(served, "Host: 10.0.0.2"))[0] == 400
+    served = await start_server(allowed_host=("*",))
+    assert (await ask(served, "Host: anything.example"))[0] == 200
+    with pytest.raises(ConfigError, match="--allowed-host"):
+        await start_server(allowed_host=("https://chat.example.com",))
+
+
+async def test_beyond_loopback_a_key_is_what_counts(start_server: StartServer) -> None:
+    """Other machines know this one by names that cannot be guessed, probes by an address; keys are required there."""
+    served = await start_server(host="0.0.0.0", api_key=("sk-a",))
+    for host in ("tidemill.default.svc:8000", "10.1.2.3:8000", "localhost"):
+        assert await ask(served, f"Host: {host}", "Authorization: Bearer sk-a") == (200, "")
+        assert await ask(served, f"Host: {host}") == (401, "invalid_api_key")
+    served = await start_server(host="0.0.0.0", api_key=("sk-a",), allowed_host=("tidemill",))
+    for host, status in (("tidemill:8000", 200), ("10.1.2.3:8000", 200), ("evil.example", 400)):
+        assert (await ask(served, f"Host: {host}", "Authorization: Bearer sk-a"))[0] == status, host
+
+
+async def test_pages_of_other_origins_are_refused(start_server: StartServer) -> None:
+    served = await start_server(allowed_host=("chat.example.com",))
+    here = f"localhost:{served.port}"
+    for origin, status in (
+        (f"http://{here}", 200),
+        ("https://chat.example.com", 200),
+        ("http://evil.example", 403),
+        ("http://localhost:3000", 403),
+        ("http://127.0.0.1", 403),
+        ("null", 403),
+        ("", 403),
+    ):
+        assert (await ask(served, f"Host: {here}", f"Origin: {origin}"))[0] == status, origin
+    assert (await ask(served, "Host: localhost", "Origin: http://localhost:80"))[0] == 200
+    for site, status in (("same-origin", 200), ("none", 200), ("same-site", 200), ("cross-site", 403)):
+        assert (await ask(served, "Host: localhost", f"Sec-Fetch-Site: {site}"))[0] == status, site
+    link = ("Host: localhost", "Sec-Fetch-Site: cross-site", "Sec-Fetch-Mode: navigate")
+    assert (await ask(served, *link, "Sec-Fetch-Dest: document"))[0] == 200
+    assert (await ask(served, *link, "Sec-Fetch-Dest: iframe"))[0] == 403
+    status, _, error = await exchange(served, post(CHAT, b"origin: http://evil.example"))
+    assert (status, error["code"]) == (403, "forbidden_origin") and not served.engine.requests
+
+
 # --- sizes
 
 
@@ -151,7 +228,7 @@ async def test_a_body_that_announces_too_much_is_413(start_server: StartServer) 
 async def test_a_chunked_body_that_grows_too_large_is_413(start_server: StartServer) -> None:
     served = await start_server(max_body_bytes=2000)
     raw = await Raw.open(served)
-    raw.send(b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n")
+    raw.send(b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n")
     raw.send(b"transfer-encoding: chunked\r\n\r\n")
     for _ in range(3):
         raw.send(b"320\r\n" + b" " * 800 + b"\r\n")
@@ -159,7 +236,7 @@ async def test_a_chunked_body_that_grows_too_large_is_413(start_server: StartSer
     assert (status, json.loads(body)["error"]["code"]) == (413, "request_too_large")
     await raw.close()
     raw = await Raw.open(served)
-    raw.send(b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n")
+    raw.send(b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n")
     raw.send(b"transfer-encoding: chunked\r\n\r\n%x\r\n%b\r\n0\r\n\r\n" % (len(CHAT), CHAT))
     assert (await raw.answer())[0] == 200
     await raw.close()
@@ -186,9 +263,9 @@ SMALL = ProtocolLimits(max_header_bytes=1000, max_headers=20, linger_seconds=0.0
 async def test_large_headers_are_431(start_server: StartServer, name: str) -> None:
     served = await start_server(limits=SMALL)
     data = {
-        "one header": b"GET /health HTTP/1.1\r\nhost: x\r\nx: " + b"y" * 2000 + b"\r\n\r\n",
+        "one header": b"GET /health HTTP/1.1\r\nhost: localhost\r\nx: " + b"y" * 2000 + b"\r\n\r\n",
         "many headers": b"GET /health HTTP/1.1\r\n" + b"x: y\r\n" * 30 + b"\r\n",
-        "address": b"GET /" + b"y" * 2000 + b" HTTP/1.1\r\nhost: x\r\n\r\n",
+        "address": b"GET /" + b"y" * 2000 + b" HTTP/1.1\r\nhost: localhost\r\n\r\n",
         "endless": b"GET /health HTTP/1.1\r\nx: " + b"y" * 100_000,
     }[name]
     raw = await Raw.open(served)
@@ -302,7 +379,7 @@ async def test_pipelined_requests_all_end_when_the_client_leaves(start_server: S
 async def test_pipelined_requests_are_answered_in_order(start_server: StartServer) -> None:
     served = await start_server()
     raw = await Raw.open(served)
-    raw.send(post(CHAT) + b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n" + post(b"{"))
+    raw.send(post(CHAT) + b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n" + post(b"{"))
     assert [(await raw.answer())[0] for _ in range(3)] == [200, 200, 400]
     await raw.close()
 
@@ -327,10 +404,10 @@ async def test_draining_refuses_new_work_and_lets_the_old_end(start_server: Star
     running = asyncio.ensure_future(exchange(served, post(CHAT)))
     await served.engine.wait_for_event("token")
     served.server.handle_exit(signal.SIGTERM, None)
-    status, headers, error = await exchange(served, b"GET /ready HTTP/1.1\r\nhost: x\r\n\r\n")
+    status, headers, error = await exchange(served, b"GET /ready HTTP/1.1\r\nhost: localhost\r\n\r\n")
     assert (status, error["code"]) == (503, "service_unavailable") and int(headers["retry-after"]) > 0
     assert (await exchange(served, post(CHAT)))[0] == 503
-    assert (await exchange(served, b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"))[0] == 200
+    assert (await exchange(served, b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"))[0] == 200
     assert not running.done() and not served.server.should_exit
     served.engine.release()
     assert (await running)[0] == 200
@@ -418,7 +495,7 @@ async def _until_running(reader: asyncio.StreamReader, writer: asyncio.StreamWri
     """Ask until the request has come through: only what has been queued can hold up the end."""
     raw = Raw(reader, writer)
     while True:
-        raw.send(b"GET /metrics HTTP/1.1\r\nhost: x\r\n\r\n")
+        raw.send(b"GET /metrics HTTP/1.1\r\nhost: localhost\r\n\r\n")
         _, _, body = await raw.answer()
         if b'tidemill_requests_running{class="online"} 1' in body:
             return
