@@ -1,0 +1,249 @@
+"""The C++ library by ctypes: its structures, its calls, its threads.
+
+The library is a plain shared object beside this file: no Python and no torch in it, so that one build serves every
+version of both. Where it is missing (no compiler at install, another processor) everything runs by torch. What a
+structure means is said in src/abi.h, which this module mirrors; sizes are compared at load.
+"""
+
+import ctypes
+import enum
+import functools
+import logging
+import platform
+from collections.abc import Sequence
+from ctypes import POINTER, Structure, c_char_p, c_double, c_float, c_int32, c_int64, c_void_p
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from engine.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+FILE_NAME = "libtidemill_cpu.so"
+_ABI = 1
+_ERROR_BYTES = 256
+
+
+class Level(enum.IntEnum):
+    """Sets of instructions, each of which needs those before it."""
+
+    AVX2 = 0
+    AVX512 = 1
+    BF16 = 2
+    AMX = 3
+
+
+class Kind(enum.IntEnum):
+    """Kinds of operations."""
+
+    EMBED = 0
+    ANGLES = 1
+    NORM = 2
+    GATHER_NORM = 3
+    LINEAR = 4
+    ROPE_KV = 5
+    ATTEND = 6
+    MERGE = 7
+    BEST = 8
+
+
+class Epilogue(enum.IntEnum):
+    """What a linear layer does with its outputs."""
+
+    PLAIN = 0
+    SWIGLU = 1
+    GELU = 2
+    GELU_TANH = 3
+    RELU = 4
+    LOGITS = 5
+
+
+TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+_PROBLEMS = {
+    1: "more tokens, samples or chunks than there is room for",
+    2: "a chunk outside of its row",
+    3: "a token outside of the vocabulary",
+    4: "a block outside of the pool",
+    5: "out of memory",
+}
+
+
+class Shape(Structure):
+    """`tm_shape`."""
+
+    _fields_ = (
+        *((name, c_int64) for name in ("heads", "kv_heads", "head_dim", "rotary_dim", "hidden", "layers", "vocab")),
+        *((name, c_int64) for name in ("block_size", "pool_units", "num_rows", "max_blocks", "max_positions")),
+        ("max_tokens", c_int64),
+        ("max_samples", c_int64),
+        ("level", c_int32),
+        ("type", c_int32),
+        ("scale", c_float),
+        ("rotary_scaling", c_float),
+        ("inverse_frequencies", c_void_p),
+    )
+
+
+class Op(Structure):
+    """`tm_op`."""
+
+    _fields_ = (
+        *((name, c_int32) for name in ("kind", "epilogue", "layer", "halves")),
+        *((name, c_int64) for name in ("n", "k", "in_stride", "out_stride")),
+        *((name, c_void_p) for name in ("input", "other", "weight", "bias", "scales", "out", "residual")),
+        ("eps", c_float),
+        ("int8", c_int32),
+    )
+
+
+class Step(Structure):
+    """`tm_step`."""
+
+    _fields_ = (
+        *((name, c_int64) for name in ("num_chunks", "token_stride", "table_stride", "logits_stride")),
+        *((name, c_void_p) for name in ("chunks", "tokens", "k_table", "v_table", "num_blocks", "pool")),
+        *((name, c_void_p) for name in ("logits", "best", "best_id")),
+    )
+
+
+class StepError(RuntimeError):
+    """A step that the library refused; nothing of it was run."""
+
+
+class Library:
+    """The calls of a loaded library. Raises OSError or ConfigError if the file cannot be used."""
+
+    def __init__(self, path: Path) -> None:
+        self._calls = ctypes.CDLL(str(path))
+        self._declare()
+        sizes = [self._calls.tm_struct_bytes(which) for which in range(3)]
+        if self._calls.tm_abi() != _ABI or sizes != [ctypes.sizeof(each) for each in (Shape, Op, Step)]:
+            raise ConfigError(f"{path} is of another version: build it again")
+
+    def _declare(self) -> None:
+        error = (c_char_p, c_int64)
+        weight = (c_int32, c_int64, c_int64, c_int32, c_void_p, c_void_p)
+        calls: dict[str, tuple[object, tuple[object, ...]]] = {
+            "tm_abi": (c_int32, ()),
+            "tm_struct_bytes": (c_int64, (c_int32,)),
+            "tm_has_level": (c_int32, (c_int32,)),
+            "tm_team_new": (c_void_p, (c_int32, *error)),
+            "tm_team_delete": (None, (c_void_p,)),
+            "tm_team_resize": (None, (c_void_p, c_int32)),
+            "tm_team_threads": (c_int32, (c_void_p,)),
+            "tm_team_stop": (None, (c_void_p,)),
+            "tm_tape_new": (c_void_p, (POINTER(Shape), POINTER(Op), c_int64, *error)),
+            "tm_tape_delete": (None, (c_void_p,)),
+            "tm_tape_run": (c_int32, (c_void_p, c_void_p, POINTER(Step))),
+            "tm_tape_seconds": (None, (c_void_p, POINTER(c_double))),
+            "tm_linear": (c_int32, (c_int32, c_int32, POINTER(Op), c_int64, c_void_p)),
+            "tm_packed_bytes": (c_int64, (c_int32, c_int64, c_int64)),
+            "tm_pack": (None, weight),
+            "tm_unpack": (None, weight),
+        }
+        for name, (result, arguments) in calls.items():
+            call = getattr(self._calls, name)
+            call.restype, call.argtypes = result, arguments
+
+    def levels(self) -> list[Level]:
+        """The levels that processor and system offer, lowest first."""
+        return [level for level in Level if self._calls.tm_has_level(level)]
+
+    def pack(self, weight: Tensor, halves: bool) -> Tensor:
+        """weight [n, k] -> its panels, bytes. `halves`: outputs i and n / 2 + i lie side by side."""
+        n, k = weight.shape
+        kind = TYPES[weight.dtype]
+        panels = torch.empty(self._calls.tm_packed_bytes(kind, n, k), dtype=torch.uint8)
+        rows = weight.contiguous()
+        self._calls.tm_pack(kind, n, k, halves, rows.data_ptr(), panels.data_ptr())
+        return panels
+
+    def unpack(self, panels: Tensor, shape: tuple[int, int], dtype: torch.dtype, halves: bool) -> Tensor:
+        """The weight [n, k] that was packed."""
+        weight = torch.empty(shape, dtype=dtype)
+        self._calls.tm_unpack(TYPES[dtype], *shape, halves, panels.data_ptr(), weight.data_ptr())
+        return weight
+
+    def linear(self, level: Level, dtype: torch.dtype, op: Op, rows: int, team: "Team") -> None:
+        """One linear layer: `rows` of op.input to op.out. Raises StepError if a size is wrong."""
+        if self._calls.tm_linear(level, TYPES[dtype], ctypes.byref(op), rows, team.handle):
+            raise StepError("a linear layer does not fit its buffers")
+
+
+class Team:
+    """Threads that work on steps, the caller's included. They sleep between steps and are stopped before a fork."""
+
+    def __init__(self, library: Library, threads: int) -> None:
+        self._calls = library._calls
+        error = ctypes.create_string_buffer(_ERROR_BYTES)
+        self.handle: int | None = self._calls.tm_team_new(threads, error, _ERROR_BYTES)
+        if not self.handle:
+            raise ConfigError(f"no threads: {error.value.decode()}")
+
+    @property
+    def threads(self) -> int:
+        return int(self._calls.tm_team_threads(self.handle))
+
+    def resize(self, threads: int) -> None:
+        """Use so many threads from the next step on."""
+        self._calls.tm_team_resize(self.handle, threads)
+
+    def stop(self) -> None:
+        """End the threads; the next step starts them again."""
+        self._calls.tm_team_stop(self.handle)
+
+    def __del__(self) -> None:
+        if getattr(self, "handle", None):
+            self._calls.tm_team_delete(self.handle)
+            self.handle = None
+
+
+class Tape:
+    """A sequence of operations. The caller keeps what they point to. Raises ConfigError for a wrong one."""
+
+    def __init__(self, library: Library, shape: Shape, ops: Sequence[Op]) -> None:
+        self._calls = library._calls
+        array = (Op * len(ops))(*ops)
+        error = ctypes.create_string_buffer(_ERROR_BYTES)
+        self._handle: int | None = self._calls.tm_tape_new(ctypes.byref(shape), array, len(ops), error, _ERROR_BYTES)
+        if not self._handle:
+            raise ConfigError(f"the native library refused the model: {error.value.decode()}")
+
+    def run(self, team: Team, step: Step) -> None:
+        """Run a step. Raises StepError, before anything was run, for one that does not fit."""
+        result = self._calls.tm_tape_run(self._handle, team.handle, ctypes.byref(step))
+        if result:
+            raise StepError(_PROBLEMS[result])
+
+    def seconds(self) -> dict[Kind, float]:
+        """What operations of each kind took since the last call."""
+        values = (c_double * len(Kind))()
+        self._calls.tm_tape_seconds(self._handle, values)
+        return {kind: values[kind] for kind in Kind}
+
+    def __del__(self) -> None:
+        if getattr(self, "_handle", None):
+            self._calls.tm_tape_delete(self._handle)
+            self._handle = None
+
+
+def activation_dtype(level: Level) -> torch.dtype:
+    """What activations are stored as: rounded to the model's type, but in float where that is what is multiplied."""
+    return torch.bfloat16 if level >= Level.BF16 else torch.float32
+
+
+@functools.cache
+def load() -> Library | str:
+    """The library of this installation, or why there is none."""
+    path = Path(__file__).parent / FILE_NAME
+    if platform.system() != "Linux" or platform.machine() != "x86_64":
+        return f"there are no native kernels for {platform.system()} on {platform.machine()}"
+    if not path.exists():
+        return "the native kernels were not built (that takes g++ at install)"
+    try:
+        library = Library(path)
+    except (OSError, AttributeError, ConfigError) as error:
+        return f"the native kernels cannot be loaded: {error}"
+    return library if library.levels() else "the native kernels need AVX2, FMA and F16C"

@@ -1,0 +1,79 @@
+"""Linear layers whose weights lie in the panels that the C++ library reads: the tape's, and callable for torch's path.
+
+One copy of a weight serves both: what the tape does not do yet (hidden state), torch does with these layers.
+"""
+
+import torch
+from torch import Tensor
+
+from engine.execution.cpu.native.library import Epilogue, Kind, Level, Library, Op, Team, activation_dtype
+
+PAD = 32
+"""Inputs are padded to a multiple of this many."""
+
+_SKEW = 16  # elements more: rows whose distance is a power of two would share a few lines of the cache
+
+
+def stride_of(width: int) -> int:
+    """Elements from one row of activations of this width to the next."""
+    return -(-width // PAD) * PAD + _SKEW
+
+
+class Native:
+    """A library, the level of instructions that is used, and the threads."""
+
+    def __init__(self, library: Library, level: Level, team: Team) -> None:
+        self.library = library
+        self.level = level
+        self.team = team
+
+    def level_for(self, dtype: torch.dtype) -> Level:
+        """Instructions for bfloat16 serve models of that type only."""
+        return self.level if dtype == torch.bfloat16 else min(self.level, Level.AVX512)
+
+
+class NativeLinear:
+    """weight [n, k] and bias [n] in panels. `gated`: two halves of outputs (gate, up), whose panels are interleaved."""
+
+    def __init__(self, native: Native, weight: Tensor, bias: Tensor | None, gated: bool = False) -> None:
+        self.out_features, self.in_features = weight.shape
+        self.gated = gated
+        self.dtype = weight.dtype
+        self.panels = native.library.pack(weight, gated)
+        self.bias = None if bias is None else bias.float().contiguous()
+        self._native = native
+
+    def op(self, epilogue: Epilogue = Epilogue.PLAIN) -> Op:
+        """The layer as an operation, without its rows."""
+        return Op(
+            kind=Kind.LINEAR,
+            epilogue=epilogue,
+            halves=self.gated,
+            n=self.out_features,
+            k=self.in_features,
+            in_stride=stride_of(self.in_features),
+            out_stride=stride_of(self.out_features // 2 if epilogue is Epilogue.SWIGLU else self.out_features),
+            weight=self.panels.data_ptr(),
+            bias=None if self.bias is None else self.bias.data_ptr(),
+        )
+
+    def __call__(self, x: Tensor) -> Tensor:
+        level = self._native.level_for(self.dtype)
+        kind = activation_dtype(level)
+        rows = x.reshape(-1, self.in_features)
+        padded = torch.zeros(len(rows), stride_of(self.in_features), dtype=kind)
+        padded[:, : self.in_features] = rows
+        result = torch.empty(len(rows), stride_of(self.out_features), dtype=kind)
+        op = self.op()
+        op.input, op.out = padded.data_ptr(), result.data_ptr()
+        self._native.library.linear(level, self.dtype, op, len(rows), self._native.team)
+        return result[:, : self.out_features].to(self.dtype).view(*x.shape[:-1], self.out_features)
+
+    def outputs_from(self, first: int) -> "NativeLinear":
+        return NativeLinear(self._native, *self.dense_from(first))
+
+    def dense_from(self, first: int) -> tuple[Tensor, Tensor | None]:
+        shape = (self.out_features, self.in_features)
+        weight = self._native.library.unpack(self.panels, shape, self.dtype, self.gated)
+        bias = None if self.bias is None else self.bias[first:].to(self.dtype)
+        return (weight if first == 0 else weight[first:].clone()), bias

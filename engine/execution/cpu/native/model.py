@@ -1,0 +1,128 @@
+"""A model that the C++ library runs, bound to a pool of blocks and a table of rows: one call per step.
+
+Knows nothing of sampling, hidden state or the scheduler.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.execution.cpu.native.library import TYPES, Kind, Shape, Step, Tape, activation_dtype
+from engine.execution.cpu.native.linear import Native
+from engine.execution.cpu.native.tape import Buffers, compose
+from engine.execution.cpu.native.weights import NativeWeights
+from engine.execution.pool import UnitPool
+from engine.execution.rows import IntArray, RowTable
+from engine.models.rotary import attention_scaling, inverse_frequencies
+from engine.models.spec import ModelSpec
+from engine.models.weights import ModelWeights
+
+_FIRST_TOKENS = 512  # rows of the buffers until a step needs more
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """What a step gives for each chunk that samples, in their order: the largest logit (NaN or infinite: no token can
+    be chosen), its lowest token id, and the logits [n, vocab] float32 if they were asked for."""
+
+    best: np.ndarray
+    best_ids: IntArray
+    logits: Tensor | None
+
+
+class NativeModel:
+    """One step at a time. `max_model_len`: the engine's longest context."""
+
+    def __init__(
+        self,
+        native: Native,
+        spec: ModelSpec,
+        weights: ModelWeights,
+        pool: UnitPool,
+        rows: RowTable,
+        max_model_len: int,
+    ) -> None:
+        self.native = native
+        self._spec = spec
+        self._pool = pool
+        self._rows = rows
+        self._dtype = weights.embedding.dtype
+        self._level = native.level_for(self._dtype)
+        self._weights = NativeWeights(native, spec, weights)
+        self._max_model_len = max_model_len
+        self._max_samples = len(rows.num_blocks)
+        self._frequencies = inverse_frequencies(spec.rope, max_model_len).contiguous() if spec.rope else None
+        self._best = np.empty(self._max_samples, dtype=np.float32)
+        self._best_ids = np.empty(self._max_samples, dtype=np.int64)
+        self._logits: Tensor | None = None
+        self._make_room(_FIRST_TOKENS)
+
+    def run(self, chunks: IntArray, *, logits: bool) -> Sampled:
+        """Run chunks [n, 4] (row, start, length, sample) of rows whose blocks all hold K and V. Raises StepError."""
+        chunks = np.ascontiguousarray(chunks, dtype=np.int64)
+        total = int(chunks[:, 2].sum())
+        if total > self._max_tokens:
+            self._make_room(max(total, 2 * self._max_tokens))
+        count = int(np.count_nonzero(chunks[:, 3]))
+        kept = self._logits_for(count) if logits and count else None
+        self._tape.run(self.native.team, self._step(chunks, kept))
+        return Sampled(self._best[:count], self._best_ids[:count], kept)
+
+    def seconds(self) -> dict[Kind, float]:
+        """What operations of each kind took since the last call."""
+        return self._tape.seconds()
+
+    def _step(self, chunks: IntArray, logits: Tensor | None) -> Step:
+        rows = self._rows
+        return Step(
+            num_chunks=len(chunks),
+            token_stride=rows.tokens.shape[1],
+            table_stride=rows.k_table.shape[1],
+            logits_stride=self._spec.vocab_size,
+            chunks=chunks.ctypes.data,
+            tokens=rows.tokens.ctypes.data,
+            k_table=rows.k_table.ctypes.data,
+            v_table=rows.v_table.ctypes.data,
+            num_blocks=rows.num_blocks.ctypes.data,
+            pool=self._pool.slices.data_ptr(),
+            logits=None if logits is None else logits.data_ptr(),
+            best=self._best.ctypes.data,
+            best_id=self._best_ids.ctypes.data,
+        )
+
+    def _logits_for(self, count: int) -> Tensor:
+        if self._logits is None:
+            self._logits = torch.empty(self._max_samples, self._spec.vocab_size)
+        return self._logits[:count]
+
+    def _make_room(self, max_tokens: int) -> None:
+        self._max_tokens = max_tokens
+        self._buffers = Buffers(self._spec, activation_dtype(self._level), max_tokens, self._max_samples)
+        ops = compose(self._spec, self._weights, self._buffers)
+        self._tape = Tape(self.native.library, self._shape(), ops)
+
+    def _shape(self) -> Shape:
+        spec, pool, rows = self._spec, self._pool, self._rows
+        return Shape(
+            heads=spec.num_heads,
+            kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            rotary_dim=spec.rope.rotary_dim if spec.rope else 0,
+            hidden=spec.hidden_size,
+            layers=spec.num_layers,
+            vocab=spec.vocab_size,
+            block_size=pool.block_size,
+            pool_units=pool.num_units,
+            num_rows=len(rows.num_blocks),
+            max_blocks=rows.k_table.shape[1],
+            max_positions=min(self._max_model_len, rows.tokens.shape[1]),
+            max_tokens=self._max_tokens,
+            max_samples=self._max_samples,
+            level=self._level,
+            type=TYPES[self._dtype],
+            scale=spec.head_dim**-0.5,
+            rotary_scaling=attention_scaling(spec.rope) if spec.rope else 1.0,
+            inverse_frequencies=None if self._frequencies is None else self._frequencies.data_ptr(),
+        )

@@ -1,0 +1,94 @@
+// The C interface of the library, mirrored by engine/execution/cpu/native/library.py. Sizes in elements unless a name says
+// otherwise; every pointer stays the caller's and must outlive what it was given to. No function raises or exits: those
+// that can fail return a code or NULL and write one line to `error`.
+#pragma once
+
+#include <stdint.h>
+
+#define TM_ABI 1
+
+enum tm_level : int32_t { TM_AVX2, TM_AVX512, TM_BF16, TM_AMX, TM_LEVELS };
+enum tm_type : int32_t { TM_FLOAT32, TM_FLOAT16, TM_BFLOAT16 };
+enum tm_kind : int32_t { TM_EMBED, TM_ANGLES, TM_NORM, TM_GATHER_NORM, TM_LINEAR, TM_ROPE_KV, TM_ATTEND, TM_MERGE, TM_BEST, TM_KINDS };
+enum tm_epilogue : int32_t { TM_PLAIN, TM_SWIGLU, TM_GELU, TM_GELU_TANH, TM_RELU, TM_LOGITS };
+enum tm_result : int32_t { TM_DONE, TM_TOO_MANY, TM_BAD_CHUNK, TM_BAD_TOKEN, TM_BAD_BLOCK, TM_NO_MEMORY };
+
+// The model, as far as operations need to know it. `max_tokens`, `max_samples`: rows of the buffers of the operations.
+struct tm_shape {
+    int64_t heads, kv_heads, head_dim, rotary_dim, hidden, layers, vocab;
+    int64_t block_size, pool_units, num_rows, max_blocks, max_positions;
+    int64_t max_tokens, max_samples;
+    int32_t level, type;
+    float scale, rotary_scaling;
+    const float *inverse_frequencies;  // [rotary_dim / 2]
+};
+
+// One operation. Rows of activations lie `*_stride` elements apart; an element is float on TM_AVX2 and TM_AVX512 (rounded
+// to the model's type), bfloat16 on TM_BF16 and TM_AMX. Norm weights, biases and q/k norms are float.
+//   EMBED        weight [vocab, hidden] and `other` (learned positions, offset n; or NULL) of the model's type -> out
+//   ANGLES       cosines, then sines of the step's positions, float [tokens][rotary_dim] -> out
+//   NORM         residual += in (+ other first, if not NULL); out = norm(residual). in NULL: no addition. bias: layer norm
+//   GATHER_NORM  the same of the tokens that sample, residual left as it is
+//   LINEAR       in [rows, k] * packed weight [n, k] + bias -> out; see tm_epilogue. LOGITS takes the rows that sample and
+//                writes float32. SWIGLU: weight packed in halves, out [rows, n / 2]
+//   ROPE_KV      norms (weight [heads + kv_heads, head_dim] or NULL) and rotates q and k of `out` in place by the angles in
+//                `in`, writes k and v to the pool
+//   ATTEND       q of in -> out [tokens, heads * head_dim]; MERGE joins the parts of contexts that were split
+//   BEST         the largest logit of every row that samples, and its lowest id
+struct tm_op {
+    int32_t kind, epilogue, layer, halves;
+    int64_t n, k;
+    int64_t in_stride, out_stride;
+    const void *in, *other, *weight;
+    const float *bias, *scales;
+    void *out, *residual;
+    float eps;
+    int32_t int8;
+};
+
+// One step. `chunks` [num_chunks][4]: row, start, length, whether its last token samples. `tokens` [num_rows][token_stride],
+// `k_table`, `v_table` [num_rows][table_stride]: units of the pool; `num_blocks` [num_rows]. `logits`
+// [samples][logits_stride] float32, NULL: not kept. `best`, `best_id` [samples].
+struct tm_step {
+    int64_t num_chunks, token_stride, table_stride, logits_stride;
+    const int64_t *chunks, *tokens, *k_table, *v_table, *num_blocks;
+    void *pool;
+    float *logits, *best;
+    int64_t *best_id;
+};
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+#pragma GCC visibility push(default)
+
+int32_t tm_abi(void);
+int64_t tm_struct_bytes(int32_t which);  // 0 shape, 1 op, 2 step: what library.py must agree with
+int32_t tm_has_level(int32_t level);     // whether processor and system can run it
+
+// Threads that work on steps, the caller's included. They start with the first step and sleep between steps.
+void *tm_team_new(int32_t threads, char *error, int64_t size);
+void tm_team_delete(void *team);
+void tm_team_resize(void *team, int32_t threads);  // takes effect with the next step
+int32_t tm_team_threads(void *team);
+void tm_team_stop(void *team);  // ends its threads until the next step; done by itself before a fork
+
+// A checked sequence of operations. NULL if a size or pointer is wrong.
+void *tm_tape_new(const struct tm_shape *shape, const struct tm_op *ops, int64_t count, char *error, int64_t size);
+void tm_tape_delete(void *tape);
+int32_t tm_tape_run(void *tape, void *team, const struct tm_step *step);  // tm_result
+// Seconds that the operations of each kind took, summed over runs since the last call; [TM_KINDS].
+void tm_tape_seconds(void *tape, double *seconds);
+
+// One linear layer on its own: in and out as in tm_op, `rows` of them.
+int32_t tm_linear(int32_t level, int32_t type, const struct tm_op *op, int64_t rows, void *team);
+
+// Weights [n, k], row-major, to panels and back. `halves`: outputs i and n / 2 + i lie side by side.
+int64_t tm_packed_bytes(int32_t type, int64_t n, int64_t k);
+void tm_pack(int32_t type, int64_t n, int64_t k, int32_t halves, const void *from, void *to);
+void tm_unpack(int32_t type, int64_t n, int64_t k, int32_t halves, const void *from, void *to);
+
+#pragma GCC visibility pop
+#ifdef __cplusplus
+}
+#endif

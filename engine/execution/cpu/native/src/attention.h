@@ -1,0 +1,274 @@
+// Attention to the blocks of the pool, in float; included behind linear.h. T is the type of the pool, S of activations.
+
+template <class T, class S> struct Attention {
+    static constexpr int64_t W = Vec::W;
+
+    // The keys or values of one token of a request, all KV heads.
+    static const T *cell(const View &view, const int64_t *table, int64_t layer, int64_t token) {
+        const tm_shape &s = *view.shape;
+        const int64_t slice = table[token / s.block_size] * s.layers + layer;
+        return (const T *)view.pool + (slice * s.block_size + token % s.block_size) * s.kv_heads * s.head_dim;
+    }
+
+    static void prefetch(const void *p, int64_t bytes) {
+        for (int64_t i = 0; i < bytes; i += 64) _mm_prefetch((const char *)p + i, _MM_HINT_T0);
+    }
+
+    // ---- one query and all of its heads
+
+    // Dot products of G heads' queries [G][padded] with the keys of W tokens; scores [G][SPLIT].
+    template <int G> static void score(const float *q, int64_t padded, const T *const *keys, int64_t dim, float *scores, Vec scale, int64_t live) {
+        Vec products[G][W];
+        for (int64_t j = 0; j < W; j++) {
+            Vec a[G];
+            for (int g = 0; g < G; g++) a[g] = zero();
+            for (int64_t d = 0; d < dim; d += W) {
+                const Vec k = get(keys[j] + d, dim - d);
+                for (int g = 0; g < G; g++) a[g] = fma(load(q + g * padded + d), k, a[g]);
+            }
+            for (int g = 0; g < G; g++) products[g][j] = a[g];
+        }
+        for (int g = 0; g < G; g++) store(scores + g * SPLIT, first_lanes(mul(sums(products[g]), scale), live, -INFINITY));
+    }
+
+    // Adds the values of `count` tokens, weighted: to [G][padded], N vectors from `d` on.
+    template <int G, int N> static void gather(const float *weights, const T *const *values, int64_t count, int64_t d, int64_t dim, float *to, int64_t padded) {
+        Vec a[G][N];
+        for (int g = 0; g < G; g++)
+            for (int n = 0; n < N; n++) a[g][n] = load(to + g * padded + d + n * W);
+        for (int64_t j = 0; j < count; j++)
+            for (int n = 0; n < N; n++) {
+                const Vec v = get(values[j] + d + n * W, dim - d - n * W);
+                for (int g = 0; g < G; g++) a[g][n] = fma(set(weights[g * SPLIT + j]), v, a[g][n]);
+            }
+        for (int g = 0; g < G; g++)
+            for (int n = 0; n < N; n++) store(to + g * padded + d + n * W, a[g][n]);
+    }
+    template <int G> static void gather_all(const float *weights, const T *const *values, int64_t count, int64_t dim, float *to, int64_t padded) {
+        constexpr int N = Vec::W == 16 ? 4 : 2;
+        int64_t d = 0;
+        for (; d + (N - 1) * W < dim; d += N * W) gather<G, N>(weights, values, count, d, dim, to, padded);
+        for (; d < dim; d += W) gather<G, 1>(weights, values, count, d, dim, to, padded);
+    }
+
+    static float softmax(float *scores, int64_t keys, float &total) {  // gives the maximum; scores [keys rounded up to W]
+        Vec high = set(-INFINITY), all = zero();
+        for (int64_t i = 0; i < keys; i += W) high = max(high, load(scores + i));
+        const float top = highest(high);
+        for (int64_t i = 0; i < keys; i += W) {
+            const Vec p = exp(sub(load(scores + i), set(top)));
+            all = add(all, p);
+            store(scores + i, p);
+        }
+        total = sum(all);
+        return top;
+    }
+
+    static void decode(const View &view, const tm_op &op, const Piece &piece, char *scratch) {
+        const tm_shape &s = *view.shape;
+        const Chunk &chunk = view.chunks[piece.chunk];
+        const int64_t dim = s.head_dim, padded = round_up(dim, 16), group = s.heads / s.kv_heads, bytes = s.kv_heads * dim * int64_t(sizeof(T));
+        const int64_t token = chunk.first + piece.query, keys = piece.keys;
+        float *scores = (float *)scratch, *to = scores + s.heads * SPLIT, *q = to + s.heads * padded;
+        const S *from = (const S *)op.in + token * op.in_stride;
+        memset(to, 0, size_t(s.heads * padded) * 2 * sizeof(float));
+        for (int64_t h = 0; h < s.heads; h++)
+            for (int64_t d = 0; d < dim; d += W) store(q + h * padded + d, get(from + h * dim + d, dim - d));
+        const T *cells[W];
+        for (int64_t i = 0; i < keys; i += W) {
+            const int64_t live = least(W, keys - i);
+            for (int64_t j = 0; j < W; j++) cells[j] = cell(view, chunk.k_table, op.layer, piece.key + i + least(j, live - 1));
+            if (i + W < keys)
+                for (int64_t j = 0; j < least(W, keys - i - W); j++) prefetch(cell(view, chunk.k_table, op.layer, piece.key + i + W + j), bytes);
+            for (int64_t kv = 0; kv < s.kv_heads; kv++, advance(cells, dim))
+                for (int64_t g = 0; g < group; g += 4) {
+                    const int64_t h = kv * group + g;
+                    score_heads(least(4, group - g), q + h * padded, padded, cells, dim, scores + h * SPLIT + i, set(s.scale), live);
+                }
+        }
+        float top[4], total[4];
+        for (int64_t kv = 0; kv < s.kv_heads; kv++)
+            for (int64_t g = 0; g < group; g += 4) {
+                const int64_t h = kv * group + g, heads = least(4, group - g);
+                for (int64_t i = 0; i < heads; i++) top[i] = softmax(scores + (h + i) * SPLIT, keys, total[i]);
+                for (int64_t i = 0; i < keys; i += W) {
+                    const int64_t live = least(W, keys - i);
+                    for (int64_t j = 0; j < live; j++) cells[j] = cell(view, chunk.v_table, op.layer, piece.key + i + j) + kv * dim;
+                    if (kv == 0 && g == 0 && i + W < keys)
+                        for (int64_t j = 0; j < least(W, keys - i - W); j++) prefetch(cell(view, chunk.v_table, op.layer, piece.key + i + W + j), bytes);
+                    gather_heads(heads, scores + h * SPLIT + i, cells, live, dim, to + h * padded, padded);
+                }
+                for (int64_t i = 0; i < heads; i++) finish(view, op, piece, token, h + i, top[i], total[i], to + (h + i) * padded);
+            }
+    }
+
+    static void advance(const T **cells, int64_t by) {
+        for (int64_t j = 0; j < W; j++) cells[j] += by;
+    }
+    static void score_heads(int64_t heads, const float *q, int64_t padded, const T *const *keys, int64_t dim, float *scores, Vec scale, int64_t live) {
+        switch (heads) {
+            case 1: return score<1>(q, padded, keys, dim, scores, scale, live);
+            case 2: return score<2>(q, padded, keys, dim, scores, scale, live);
+            case 3: return score<3>(q, padded, keys, dim, scores, scale, live);
+            default: return score<4>(q, padded, keys, dim, scores, scale, live);
+        }
+    }
+    static void gather_heads(int64_t heads, const float *weights, const T *const *values, int64_t count, int64_t dim, float *to, int64_t padded) {
+        switch (heads) {
+            case 1: return gather_all<1>(weights, values, count, dim, to, padded);
+            case 2: return gather_all<2>(weights, values, count, dim, to, padded);
+            case 3: return gather_all<3>(weights, values, count, dim, to, padded);
+            default: return gather_all<4>(weights, values, count, dim, to, padded);
+        }
+    }
+
+    static void finish(const View &view, const tm_op &op, const Piece &piece, int64_t token, int64_t head, float top, float total, const float *values) {
+        const int64_t dim = view.shape->head_dim;
+        if (piece.slot >= 0) {
+            float *to = view.partial + (piece.slot * view.shape->heads + head) * view.partial_stride();
+            to[0] = top, to[1] = total;
+            memcpy(to + PARTIAL, values, size_t(dim) * sizeof(float));
+            return;
+        }
+        S *out = (S *)op.out + token * op.out_stride + head * dim;
+        const Vec share = set(1.f / total);
+        for (int64_t d = 0; d < dim; d += W) put<T>(out + d, mul(get(values + d, dim - d), share), dim - d);
+    }
+
+    static void merge(const View &view, const tm_op &op, Span tokens) {
+        const tm_shape &s = *view.shape;
+        const int64_t stride = view.partial_stride(), step = s.heads * stride;
+        for (int64_t t = tokens.first; t < tokens.last; t++) {
+            const int64_t parts = view.parts[t];
+            for (int64_t h = 0; parts && h < s.heads; h++) {
+                const float *from = view.partial + (view.slot[t] * s.heads + h) * stride;
+                float top = -INFINITY, total = 0;
+                for (int64_t i = 0; i < parts; i++) top = from[i * step] > top ? from[i * step] : top;
+                for (int64_t i = 0; i < parts; i++) total += expf(from[i * step] - top) * from[i * step + 1];
+                S *out = (S *)op.out + t * op.out_stride + h * s.head_dim;
+                for (int64_t d = 0; d < s.head_dim; d += W) {
+                    Vec a = zero();
+                    for (int64_t i = 0; i < parts; i++)
+                        a = fma(get(from + i * step + PARTIAL + d, s.head_dim - d), set(expf(from[i * step] - top) / total), a);
+                    put<T>(out + d, a, s.head_dim - d);
+                }
+            }
+        }
+    }
+
+    // ---- many queries of one KV head
+
+    // c [R][ldc] (+)= a [R][lda] * b [k][ldb], 2 W columns.
+    template <int R, bool ADD> static void product(const float *a, int64_t lda, const float *b, int64_t ldb, int64_t k, float *c, int64_t ldc) {
+        Vec x[R][2];
+        for (int r = 0; r < R; r++)
+            for (int i = 0; i < 2; i++) x[r][i] = ADD ? load(c + r * ldc + i * W) : zero();
+        for (int64_t j = 0; j < k; j++) {
+            const Vec b0 = load(b + j * ldb), b1 = load(b + j * ldb + W);
+            for (int r = 0; r < R; r++) {
+                const Vec v = set(a[r * lda + j]);
+                x[r][0] = fma(v, b0, x[r][0]);
+                x[r][1] = fma(v, b1, x[r][1]);
+            }
+        }
+        for (int r = 0; r < R; r++)
+            for (int i = 0; i < 2; i++) store(c + r * ldc + i * W, x[r][i]);
+    }
+
+    // The same for `rows` (a multiple of TILE) rows and `columns` (a multiple of 2 W).
+    template <bool ADD> static void matmul(int64_t rows, int64_t columns, const float *a, int64_t lda, const float *b, int64_t ldb, int64_t k, float *c, int64_t ldc) {
+        for (int64_t r = 0; r < rows; r += TILE)
+            for (int64_t i = 0; i < columns; i += 2 * W) product<TILE, ADD>(a + r * lda, lda, b + i, ldb, k, c + r * ldc + i, ldc);
+    }
+
+    // Keys [key, key + TILE_KEYS) of one head, turned: to [padded][TILE_KEYS], zero behind the last one.
+    static void turn_keys(const View &view, const tm_op &op, const Chunk &chunk, int64_t head, int64_t key, int64_t keys, int64_t padded, float *to) {
+        const int64_t dim = view.shape->head_dim;
+        for (int64_t i = 0; i < TILE_KEYS; i += W) {
+            const T *from[W] = {};
+            for (int64_t j = 0; j < W && i + j < keys; j++) from[j] = cell(view, chunk.k_table, op.layer, key + i + j) + head * dim;
+            for (int64_t d = 0; d < padded; d += W) {
+                Vec v[W];
+                for (int64_t j = 0; j < W; j++) v[j] = i + j < keys && d < dim ? get(from[j] + d, dim - d) : zero();
+                transpose(v);
+                for (int64_t j = 0; j < W; j++) store(to + (d + j) * TILE_KEYS + i, v[j]);
+            }
+        }
+    }
+    // Whether all of them are finite.
+    static bool copy_values(const View &view, const tm_op &op, const Chunk &chunk, int64_t head, int64_t key, int64_t keys, int64_t padded, float *to) {
+        const int64_t dim = view.shape->head_dim;
+        Vec zeros = zero();
+        for (int64_t j = 0; j < keys; j++) {
+            const T *from = cell(view, chunk.v_table, op.layer, key + j) + head * dim;
+            for (int64_t d = 0; d < padded; d += W) {
+                const Vec v = d < dim ? get(from + d, dim - d) : zero();
+                zeros = fma(v, zero(), zeros);
+                store(to + j * padded + d, v);
+            }
+        }
+        return !has_nan(zeros);
+    }
+
+    // A row's scores of TILE_KEYS keys become weights; its sums so far shrink to the new maximum.
+    static void weigh(float *scores, int64_t seen, float &top, float &total, float *out, int64_t padded) {
+        Vec high = set(-INFINITY), all = zero();
+        for (int64_t i = 0; i < TILE_KEYS; i += W) {
+            const Vec x = i < seen ? first_lanes(load(scores + i), seen - i, -INFINITY) : set(-INFINITY);
+            store(scores + i, x);
+            high = max(high, x);
+        }
+        const float now = highest(high), next = now > top || now != now ? now : top;
+        const Vec base = set(next);
+        for (int64_t i = 0; i < TILE_KEYS; i += W) {
+            const Vec p = exp(sub(load(scores + i), base));
+            all = add(all, p);
+            store(scores + i, p);
+        }
+        const float factor = top == -INFINITY ? 0.f : expf(top - next);
+        total = total * factor + sum(all);
+        if (next != top)
+            for (int64_t d = 0; d < padded; d += W) store(out + d, mul(load(out + d), set(factor)));
+        top = next;
+    }
+
+    static void tile(const View &view, const tm_op &op, const Piece &piece, char *scratch) {
+        const tm_shape &s = *view.shape;
+        const Chunk &chunk = view.chunks[piece.chunk];
+        const int64_t dim = s.head_dim, padded = round_up(dim, 32), group = s.heads / s.kv_heads;
+        const int64_t rows = piece.queries * group, all = round_up(rows, TILE);
+        float *q = (float *)scratch, *out = q + all * padded, *scores = out + all * padded;
+        float *keys = scores + all * TILE_KEYS, *values = keys + padded * TILE_KEYS, *top = values + padded * TILE_KEYS, *total = top + all;
+        memset(q, 0, size_t(2 * all * padded) * sizeof(float));
+        for (int64_t r = 0; r < rows; r++) {  // row: query, then head of the group
+            const int64_t token = chunk.first + piece.query + r / group, head = piece.kv_head * group + r % group;
+            const S *from = (const S *)op.in + token * op.in_stride + head * dim;
+            for (int64_t d = 0; d < dim; d += W) store(q + r * padded + d, mul(get(from + d, dim - d), set(s.scale)));
+        }
+        for (int64_t r = 0; r < all; r++) top[r] = -INFINITY, total[r] = 0;
+        const int64_t first = chunk.start + piece.query, end = first + piece.queries;  // keys that the last query sees
+        for (int64_t key = 0; key < end; key += TILE_KEYS) {
+            const int64_t count = least(TILE_KEYS, end - key);
+            turn_keys(view, op, chunk, piece.kv_head, key, count, padded, keys);
+            const bool finite = copy_values(view, op, chunk, piece.kv_head, key, count, padded, values);
+            matmul<false>(all, TILE_KEYS, q, padded, keys, TILE_KEYS, padded, scores, TILE_KEYS);
+            for (int64_t r = 0; r < rows; r++) {
+                const int64_t seen = first + r / group + 1 - key;
+                if (seen > 0) weigh(scores + r * TILE_KEYS, least(seen, count), top[r], total[r], out + r * padded, padded);
+                else memset(scores + r * TILE_KEYS, 0, TILE_KEYS * sizeof(float));
+            }
+            if (finite) {
+                matmul<true>(all, padded, scores, TILE_KEYS, values, padded, count, out, padded);
+                continue;
+            }
+            for (int64_t r = 0; r < rows; r++)  // a weight of zero does not hide a NaN from those that do not see it
+                for (int64_t d = 0; d < padded; d += 2 * W)
+                    product<1, true>(scores + r * TILE_KEYS, 0, values + d, padded, most(0, least(count, first + r / group + 1 - key)), out + r * padded + d, 0);
+        }
+        for (int64_t r = 0; r < rows; r++) {
+            const int64_t token = chunk.first + piece.query + r / group, head = piece.kv_head * group + r % group;
+            S *to = (S *)op.out + token * op.out_stride + head * dim;
+            for (int64_t d = 0; d < dim; d += W) put<T>(to + d, mul(load(out + r * padded + d), set(1.f / total[r])), dim - d);
+        }
+    }
+};

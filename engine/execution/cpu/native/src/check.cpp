@@ -1,0 +1,64 @@
+// What the tape's operations need of sizes and pointers, said before anything runs.
+#include <string>
+
+#include "pack.h"
+#include "tape.h"
+
+namespace tide {
+
+namespace {
+
+constexpr int64_t LARGEST = int64_t(1) << 40;
+
+bool is_size(int64_t n) { return n > 0 && n < LARGEST; }
+
+}  // namespace
+
+std::string check_shape(const tm_shape &s) {
+    for (int64_t size : {s.heads, s.kv_heads, s.head_dim, s.hidden, s.layers, s.vocab, s.block_size, s.pool_units, s.num_rows,
+                         s.max_blocks, s.max_positions, s.max_tokens, s.max_samples})
+        if (!is_size(size)) return "a size is not positive";
+    if (s.heads % s.kv_heads) return "heads are not a multiple of kv_heads";
+    if (s.heads > 65536 || s.head_dim > 65536) return "too many heads, or too large ones";
+    if (s.rotary_dim < 0 || s.rotary_dim % 2 || s.rotary_dim > s.head_dim) return "rotary_dim does not fit in a head";
+    if (s.rotary_dim && !s.inverse_frequencies) return "frequencies are missing";
+    if (s.type < TM_FLOAT32 || s.type > TM_BFLOAT16) return "unknown type";
+    return "";
+}
+
+std::string check_linear(const tm_op &op) {
+    if (!is_size(op.n) || !is_size(op.k)) return "a linear layer without inputs or outputs";
+    if (op.in_stride < round_up(op.k, K_STEP)) return "rows of a linear layer's input are not padded";
+    if (op.halves && op.n % 2) return "halves of an odd number of outputs";
+    if (op.epilogue < TM_PLAIN || op.epilogue > TM_LOGITS) return "unknown epilogue";
+    if (op.epilogue == TM_SWIGLU && !op.halves) return "SwiGLU needs a weight packed in halves";
+    if (op.halves && op.epilogue != TM_SWIGLU && op.epilogue != TM_PLAIN) return "halves with another epilogue than SwiGLU";
+    if (!op.in || !op.weight) return "a linear layer without input or weight";
+    if (op.epilogue == TM_LOGITS) return "";
+    if (!op.out || op.out_stride < (op.epilogue == TM_SWIGLU ? op.n / 2 : op.n)) return "a linear layer without room for its outputs";
+    return "";
+}
+
+std::string check_op(const tm_op &op, const tm_shape &s) {
+    const int64_t width = (s.heads + 2 * s.kv_heads) * s.head_dim;
+    if (op.layer < 0 || op.layer >= s.layers) return "no such layer";
+    if (op.int8) return "int8 weights are not supported by this level";
+    switch (op.kind) {
+        case TM_EMBED:
+            return op.weight && op.out && op.out_stride >= s.hidden && op.n >= 0 ? "" : "embedding: weight, out or its stride";
+        case TM_ANGLES: return op.out && s.rotary_dim ? "" : "angles: out, or no rotary embedding";
+        case TM_NORM:
+        case TM_GATHER_NORM:
+            if (op.other && !op.in) return "norm: a second addend without a first";
+            return is_size(op.k) && op.weight && op.out && op.residual && op.in_stride >= op.k && op.out_stride >= op.k ? "" : "norm: a pointer or stride";
+        case TM_LINEAR: return check_linear(op);
+        case TM_ROPE_KV: return op.out && op.out_stride >= width && (op.in || !s.rotary_dim) ? "" : "rope: out, its stride, or angles";
+        case TM_ATTEND:
+            return op.in && op.out && op.in_stride >= width && op.out_stride >= s.heads * s.head_dim ? "" : "attention: a pointer or stride";
+        case TM_MERGE: return op.out && op.out_stride >= s.heads * s.head_dim ? "" : "merge: out or its stride";
+        case TM_BEST: return "";
+        default: return "unknown operation";
+    }
+}
+
+}  // namespace tide

@@ -1,0 +1,90 @@
+// What a level of instruction sets offers the tape: a table of functions, each of which runs a part of an operation.
+#pragma once
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include "abi.h"
+
+namespace tide {
+
+struct bf16 { uint16_t bits; };
+struct f16 { uint16_t bits; };
+
+constexpr int64_t PANEL = 32;       // outputs of a panel of a packed weight
+constexpr int64_t K_STEP = 32;      // inputs are padded to a multiple of it: weights with zeros, activations too
+constexpr int64_t SPLIT = 512;      // most keys of a decode that one task takes
+constexpr int64_t MANY = 8;         // queries of a chunk from which attention works in tiles
+constexpr int64_t TILE_KEYS = 64;   // keys that a tile of queries takes at a time
+constexpr int64_t TILE_ROWS = 96;   // (query, head) pairs of such a tile, about
+constexpr int64_t PARTIAL = 16;     // floats in front of a head's partial result: its maximum and its sum
+
+inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+inline int64_t round_up(int64_t a, int64_t b) { return divide_up(a, b) * b; }
+inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+inline int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
+
+struct Span { int64_t first, last; };
+
+// One chunk of a step: its tokens are `first` .. `first + length` of the step and `start` .. of the request.
+struct Chunk {
+    int64_t first, start, length;
+    const int64_t *k_table, *v_table;
+};
+
+// A part of attention: `queries` of a chunk from `query` on. Tiles of queries take one KV head and all keys that they see;
+// a decode takes all heads and `keys` from `key` on, and leaves a partial result in `slot` if that is not all of them.
+struct Piece {
+    int32_t chunk, kv_head;
+    int64_t query, queries, key, keys, slot;
+};
+
+// A step as the kernels see it.
+struct View {
+    const tm_shape *shape;
+    int64_t tokens, samples;
+    const int64_t *ids, *positions, *k_cells, *v_cells;  // of every token; cells of layer 0
+    const int64_t *sampled;                              // tokens that sample
+    const Chunk *chunks;
+    const Piece *pieces;
+    const int64_t *slot, *parts;  // of every token: its first partial result, and how many (0: none)
+    float *partial;               // [slots][heads][PARTIAL + head_dim rounded up to 16]
+    void *pool;
+    float *logits;
+    int64_t logits_stride;
+    float *chunk_best;       // [chunks of the logits][samples]
+    int64_t *chunk_best_id;
+
+    int64_t partial_stride() const { return PARTIAL + round_up(shape->head_dim, 16); }
+};
+
+// Where one chunk of a linear layer puts the largest logits of its outputs; NULL for other layers.
+struct Best {
+    float *value;
+    int64_t *id;
+};
+
+struct Kernels {
+    const char *name;
+    int64_t activation_bytes;
+    void (*embed)(const View &, const tm_op &, Span tokens);
+    void (*angles)(const View &, const tm_op &, Span tokens);
+    void (*norm)(const View &, const tm_op &, Span rows);  // of samples for GATHER_NORM
+    void (*rope_kv)(const View &, const tm_op &, Span tokens);
+    void (*linear)(const tm_op &, Span rows, Span panels, float *logits, int64_t logits_stride, Best best);
+    void (*attend_decode)(const View &, const tm_op &, const Piece &, char *scratch);
+    void (*attend_tile)(const View &, const tm_op &, const Piece &, char *scratch);
+    void (*merge)(const View &, const tm_op &, Span tokens);
+    void (*enter)();
+    void (*leave)();
+};
+
+// NULL: there is none for this type.
+const Kernels *avx2_kernels(int32_t type);
+const Kernels *avx512_kernels(int32_t type);
+const Kernels *bf16_kernels(int32_t type);
+const Kernels *amx_kernels(int32_t type);
+
+int64_t scratch_bytes(const tm_shape &shape);  // of one thread, for attention
+
+}  // namespace tide

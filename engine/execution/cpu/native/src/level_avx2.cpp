@@ -1,0 +1,23 @@
+// AVX2, FMA and F16C: laptops, Zen 1 to 3.
+#include <immintrin.h>
+#include <math.h>
+#include <string.h>
+
+#include "kernels.h"
+#include "target.h"
+
+TIDE_TARGET("avx2,fma,f16c")
+namespace tide {
+namespace {
+#include "vector_avx2.h"
+#include "functions.h"
+#include "elementwise.h"
+#include "epilogue.h"
+#include "linear.h"
+#include "attention.h"
+#include "level.h"
+}  // namespace
+
+const Kernels *avx2_kernels(int32_t type) { return float_kernels("avx2", type); }
+}  // namespace tide
+TIDE_TARGET_END

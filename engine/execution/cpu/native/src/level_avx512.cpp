@@ -1,0 +1,24 @@
+// AVX-512 without bfloat16: Skylake to Ice Lake servers.
+#include <immintrin.h>
+#include <math.h>
+#include <string.h>
+
+#include "kernels.h"
+#include "target.h"
+
+#define TIDE_WIDE
+TIDE_TARGET("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c")
+namespace tide {
+namespace {
+#include "vector_avx512.h"
+#include "functions.h"
+#include "elementwise.h"
+#include "epilogue.h"
+#include "linear.h"
+#include "attention.h"
+#include "level.h"
+}  // namespace
+
+const Kernels *avx512_kernels(int32_t type) { return float_kernels("avx512", type); }
+}  // namespace tide
+TIDE_TARGET_END

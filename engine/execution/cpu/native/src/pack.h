@@ -1,0 +1,18 @@
+// Weights as the kernels read them: panels of 32 outputs, inputs padded with zeros to a multiple of 32.
+//   float32, float16   [panel][input][32 outputs]
+//   bfloat16           [panel][input / 32][2 tiles][16 pairs of inputs][16 outputs][2 inputs]: what AMX and AVX512-BF16
+//                      multiply, and what AVX-512 and AVX2 widen with a shift and a mask
+// With `halves` a panel is 16 outputs of the first half of the weight and the 16 of the second that belong to them.
+#pragma once
+
+#include <stdint.h>
+
+namespace tide {
+
+int64_t element_bytes(int32_t type);
+int64_t packed_bytes(int32_t type, int64_t n, int64_t k);
+void pack(int32_t type, int64_t n, int64_t k, bool halves, const void *from, void *to);
+void unpack(int32_t type, int64_t n, int64_t k, bool halves, const void *from, void *to);
+int64_t num_panels(int64_t n, bool halves);
+
+}  // namespace tide

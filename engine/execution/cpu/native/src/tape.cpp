@@ -1,0 +1,178 @@
+#include "tape.h"
+
+#include <math.h>
+#include <time.h>
+#include <unistd.h>
+
+namespace tide {
+
+namespace {
+
+constexpr int64_t CHUNKS = 12;       // of an operation, for each thread: small enough to even out, large enough to pay
+constexpr int64_t MOST_PANELS = 16;  // of a chunk
+constexpr int64_t LARGE_ROWS = 32;   // of a chunk of a row operation
+constexpr int64_t MOST_PIECES = 8192;
+
+int64_t cache_bytes() {
+    static const int64_t bytes = [] {
+        const long found = sysconf(_SC_LEVEL2_CACHE_SIZE);
+        return int64_t(found > 0 ? found : 1 << 20);
+    }();
+    return bytes;
+}
+
+double now() {
+    timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return double(t.tv_sec) + 1e-9 * double(t.tv_nsec);
+}
+
+}  // namespace
+
+int64_t scratch_bytes(const tm_shape &s) {
+    const int64_t group = s.heads / s.kv_heads, padded = round_up(s.head_dim, 32);
+    const int64_t rows = round_up(most(group, TILE_ROWS), 16) + 16;
+    const int64_t decode = s.heads * (SPLIT + 2 * padded);
+    const int64_t tile = rows * (2 * padded + TILE_KEYS + 2) + 2 * padded * TILE_KEYS;
+    return most(decode, tile) * int64_t(sizeof(float)) + 4096;
+}
+
+LinearCut::LinearCut(const tm_op &op, int64_t rows, int64_t activation_bytes, int threads)
+    : rows(rows), panels(divide_up(op.n, PANEL)) {
+    const int64_t third = cache_bytes() / 3, depth = round_up(op.k, K_STEP);
+    row_block = least(rows, most(48, third / (depth * activation_bytes) / 48 * 48));
+    const int64_t fit = most(1, third / (depth * PANEL * 2)), even = panels / (threads * CHUNKS);
+    group = most(1, least(row_block < rows ? fit : MOST_PANELS, most(even, row_block < rows ? 4 : 1)));
+    while (chunks() > Team::MAX_CHUNKS) row_block *= 2, group *= 2;
+}
+
+Span LinearCut::rows_of(int64_t chunk) const {
+    const int64_t first = chunk / groups() * row_block;
+    return {first, least(rows, first + row_block)};
+}
+Span LinearCut::panels_of(int64_t chunk) const {
+    const int64_t first = chunk % groups() * group;
+    return {first, least(panels, first + group)};
+}
+
+Tape::Tape(const tm_shape &shape, const tm_op *ops, int64_t count, const Kernels &kernels)
+    : shape_(shape), inverse_frequencies_(shape.inverse_frequencies, shape.inverse_frequencies + shape.rotary_dim / 2),
+      ops_(ops, ops + count), kernels_(kernels), plan_(shape_) {
+    shape_.inverse_frequencies = inverse_frequencies_.data();
+}
+
+tm_result Tape::run(Team &team, const tm_step &step) {
+    threads_ = team.size();
+    if (const tm_result result = plan_.make(step, threads_)) return result;
+    while (int(scratch_.size()) < threads_) scratch_.emplace_back(size_t(scratch_bytes(shape_)));
+    best_ = step.best, best_id_ = step.best_id;
+    stamp_ = now(), timed_op_ = -1;
+    team.run(*this);
+    stamp(-1);
+    return TM_DONE;
+}
+
+Job::Leave Tape::enter() {
+    if (kernels_.enter) kernels_.enter();
+    return kernels_.leave;
+}
+
+// What has passed since the last operation began belongs to it.
+void Tape::stamp(int64_t op) {
+    const double time = now();
+    if (timed_op_ >= 0) seconds_[ops_[size_t(timed_op_)].kind] += time - stamp_;
+    stamp_ = time, timed_op_ = op;
+}
+
+void Tape::take_seconds(double *seconds) {
+    for (int i = 0; i < TM_KINDS; i++) seconds[i] = seconds_[i], seconds_[i] = 0;
+}
+
+int64_t Tape::begin(int64_t op, int threads) {
+    threads_ = threads;
+    stamp(op);
+    return chunks_of(ops_[size_t(op)], threads);
+}
+
+int64_t Tape::chunks_of(const tm_op &op, int threads) {
+    const int64_t tokens = plan_.view.tokens, samples = plan_.view.samples;
+    int64_t rows = tokens;
+    switch (op.kind) {
+        case TM_LINEAR: {
+            rows = op.epilogue == TM_LOGITS ? samples : tokens;
+            if (rows == 0) return 0;
+            cut_.assign(1, LinearCut(op, rows, kernels_.activation_bytes, threads));
+            if (op.epilogue == TM_LOGITS) {
+                best_chunks_ = cut_[0].groups();
+                chunk_best_.assign(size_t(best_chunks_ * rows), -INFINITY);
+                chunk_best_id_.assign(size_t(best_chunks_ * rows), 0);
+            }
+            return cut_[0].chunks();
+        }
+        case TM_ATTEND: {
+            const int64_t pieces = int64_t(plan_.pieces.size());
+            pieces_per_chunk_ = divide_up(pieces, MOST_PIECES);
+            return divide_up(pieces, most(pieces_per_chunk_, 1));
+        }
+        case TM_BEST: return samples > 0;
+        case TM_MERGE: rows = plan_.num_slots ? tokens : 0; break;
+        case TM_GATHER_NORM: rows = samples; break;
+        default: break;
+    }
+    rows_per_chunk_ = most(1, least(LARGE_ROWS, rows / (threads * 4)));
+    return divide_up(rows, rows_per_chunk_);
+}
+
+Span Tape::rows_of(int64_t chunk, int64_t count) const {
+    return {chunk * rows_per_chunk_, least(count, (chunk + 1) * rows_per_chunk_)};
+}
+
+void Tape::run(int64_t index, int64_t chunk, int thread) {
+    const tm_op &op = ops_[size_t(index)];
+    const View &view = plan_.view;
+    switch (op.kind) {
+        case TM_EMBED: return kernels_.embed(view, op, rows_of(chunk, view.tokens));
+        case TM_ANGLES: return kernels_.angles(view, op, rows_of(chunk, view.tokens));
+        case TM_NORM: return kernels_.norm(view, op, rows_of(chunk, view.tokens));
+        case TM_GATHER_NORM: return kernels_.norm(view, op, rows_of(chunk, view.samples));
+        case TM_ROPE_KV: return kernels_.rope_kv(view, op, rows_of(chunk, view.tokens));
+        case TM_MERGE: return kernels_.merge(view, op, rows_of(chunk, view.tokens));
+        case TM_LINEAR: return run_linear(op, chunk);
+        case TM_ATTEND: return attend(op, chunk, thread);
+        case TM_BEST: return take_best();
+    }
+}
+
+void Tape::run_linear(const tm_op &op, int64_t chunk) {
+    const LinearCut &cut = cut_[0];
+    Best best{};
+    if (op.epilogue == TM_LOGITS) {
+        const size_t first = size_t(chunk % cut.groups() * cut.rows);
+        best = {&chunk_best_[first], &chunk_best_id_[first]};
+    }
+    kernels_.linear(op, cut.rows_of(chunk), cut.panels_of(chunk), plan_.view.logits, plan_.view.logits_stride, best);
+}
+
+void Tape::attend(const tm_op &op, int64_t chunk, int thread) {
+    char *room = scratch_[size_t(thread)].data();
+    room += -uintptr_t(room) & 63;
+    const int64_t first = chunk * pieces_per_chunk_, last = least(int64_t(plan_.pieces.size()), first + pieces_per_chunk_);
+    for (int64_t i = first; i < last; i++) {
+        const Piece &piece = plan_.pieces[size_t(i)];
+        if (piece.keys == 0) kernels_.attend_tile(plan_.view, op, piece, room);
+        else kernels_.attend_decode(plan_.view, op, piece, room);
+    }
+}
+
+void Tape::take_best() {
+    const int64_t samples = plan_.view.samples;
+    for (int64_t i = 0; i < samples; i++) {
+        best_[i] = -INFINITY, best_id_[i] = 0;
+        for (int64_t c = 0; c < best_chunks_; c++) {
+            const float value = chunk_best_[size_t(c * samples + i)];
+            if (value > best_[i] || value != value) best_[i] = value, best_id_[i] = chunk_best_id_[size_t(c * samples + i)];
+        }
+    }
+}
+
+}  // namespace tide

@@ -1,0 +1,69 @@
+// A model as a sequence of operations, run as a job of a team of threads.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "abi.h"
+#include "kernels.h"
+#include "plan.h"
+#include "threads.h"
+
+namespace tide {
+
+const Kernels *kernels_of(int32_t level, int32_t type);  // NULL: no such kernels, or not on this processor
+std::string check_shape(const tm_shape &shape);          // what is wrong, or empty
+std::string check_op(const tm_op &op, const tm_shape &shape);
+std::string check_linear(const tm_op &op);
+
+// How the rows and panels of a linear layer are cut into chunks: blocks of rows that stay in the cache of a core, each
+// with all groups of panels.
+struct LinearCut {
+    int64_t rows, row_block, panels, group;
+
+    LinearCut(const tm_op &op, int64_t rows, int64_t activation_bytes, int threads);
+    int64_t groups() const { return divide_up(panels, group); }
+    int64_t chunks() const { return divide_up(rows, row_block) * groups(); }
+    Span rows_of(int64_t chunk) const;
+    Span panels_of(int64_t chunk) const;
+};
+
+class Tape : public Job {
+public:
+    Tape(const tm_shape &shape, const tm_op *ops, int64_t count, const Kernels &kernels);
+
+    tm_result run(Team &team, const tm_step &step);
+    void take_seconds(double *seconds);
+
+    int64_t num_ops() const override { return int64_t(ops_.size()); }
+    int64_t begin(int64_t op, int threads) override;
+    void run(int64_t op, int64_t chunk, int thread) override;
+    Leave enter() override;
+
+private:
+    int64_t chunks_of(const tm_op &op, int threads);
+    Span rows_of(int64_t chunk, int64_t count) const;
+    void run_linear(const tm_op &op, int64_t chunk);
+    void attend(const tm_op &op, int64_t chunk, int thread);
+    void take_best();
+    void stamp(int64_t op);
+
+    tm_shape shape_;
+    std::vector<float> inverse_frequencies_;
+    std::vector<tm_op> ops_;
+    const Kernels &kernels_;
+    Plan plan_;
+    int threads_ = 1;
+    int64_t rows_per_chunk_ = 1, pieces_per_chunk_ = 1, best_chunks_ = 0;
+    std::vector<LinearCut> cut_;  // of the operation that runs
+    std::vector<std::vector<char>> scratch_;
+    std::vector<float> chunk_best_;
+    std::vector<int64_t> chunk_best_id_;
+    float *best_ = nullptr;
+    int64_t *best_id_ = nullptr;
+    double seconds_[TM_KINDS] = {};
+    int64_t timed_op_ = -1;
+    double stamp_ = 0;
+};
+
+}  // namespace tide

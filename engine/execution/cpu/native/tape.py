@@ -1,0 +1,123 @@
+"""The tape of a model: which operation follows which, and the rows of activations between them.
+
+It is the layer loop of `engine.models.decoder` with the additions fused into the norms, and the activation of an MLP
+into its first linear layer.
+"""
+
+import torch
+
+from engine.execution.cpu.native.library import Epilogue, Kind, Op
+from engine.execution.cpu.native.linear import NativeLinear, stride_of
+from engine.execution.cpu.native.weights import NativeLayer, NativeNorm, NativeWeights
+from engine.models.spec import ModelSpec
+
+_ACTIVATIONS = {
+    "silu": Epilogue.SWIGLU,
+    "gelu": Epilogue.GELU,
+    "gelu_tanh": Epilogue.GELU_TANH,
+    "relu": Epilogue.RELU,
+}
+
+
+class Buffers:
+    """Rows of a step's `tokens`, and of the `samples` among them. Zero at first, so that padding is and stays zero."""
+
+    def __init__(self, spec: ModelSpec, dtype: torch.dtype, tokens: int, samples: int) -> None:
+        def rows(width: int, count: int = tokens) -> torch.Tensor:
+            return torch.zeros(count, stride_of(width), dtype=dtype)
+
+        hidden = spec.hidden_size
+        self.x, self.delta, self.normed = rows(hidden), rows(hidden), rows(hidden)
+        self.other = rows(hidden) if spec.parallel_residual else None
+        self.qkv = rows(spec.q_size + 2 * spec.kv_size)
+        self.attended = rows(spec.q_size)
+        self.inner = rows(spec.intermediate_size)
+        self.last = rows(hidden, samples)
+        self.angles = torch.zeros(tokens, spec.rope.rotary_dim) if spec.rope else None
+
+
+def compose(spec: ModelSpec, weights: NativeWeights, buffers: Buffers) -> list[Op]:
+    """The operations of a step, from token ids to the largest logits."""
+    return _Composer(spec, weights, buffers).ops()
+
+
+class _Composer:
+    def __init__(self, spec: ModelSpec, weights: NativeWeights, buffers: Buffers) -> None:
+        self._spec = spec
+        self._weights = weights
+        self._at = buffers
+
+    def ops(self) -> list[Op]:
+        at, ops = self._at, [self._embed()]
+        if at.angles is not None:
+            ops.append(Op(kind=Kind.ANGLES, out=at.angles.data_ptr()))
+        for index, layer in enumerate(self._weights.layers):
+            ops += self._attention(index, layer)
+            ops += self._mlp(layer)
+        last = self._norm(self._weights.final_norm, at.last, added=True)
+        last.kind = Kind.GATHER_NORM
+        return [*ops, last, _linear(self._weights.head, at.last, None, Epilogue.LOGITS), Op(kind=Kind.BEST)]
+
+    def _embed(self) -> Op:
+        positions = self._weights.positions
+        return Op(
+            kind=Kind.EMBED,
+            weight=self._weights.embedding.data_ptr(),
+            other=None if positions is None else positions.data_ptr(),
+            n=self._spec.position_offset or 0,
+            out=self._at.x.data_ptr(),
+            out_stride=self._at.x.stride(0),
+        )
+
+    def _attention(self, index: int, layer: NativeLayer) -> list[Op]:
+        at, spec = self._at, self._spec
+        qkv, attended = at.qkv.data_ptr(), at.attended.data_ptr()
+        rope = Op(kind=Kind.ROPE_KV, layer=index, weight=layer.qk_norm, out=qkv, out_stride=at.qkv.stride(0))
+        rope.input, rope.eps = None if at.angles is None else at.angles.data_ptr(), spec.norm_eps
+        attend = Op(kind=Kind.ATTEND, layer=index, input=qkv, in_stride=at.qkv.stride(0), out=attended)
+        merge = Op(kind=Kind.MERGE, layer=index, out=attended)
+        attend.out_stride = merge.out_stride = at.attended.stride(0)
+        return [
+            self._norm(layer.input_norm, at.normed, added=index > 0),
+            _linear(layer.qkv, at.normed, at.qkv),
+            rope,
+            attend,
+            merge,
+            _linear(layer.out, at.attended, at.delta),
+        ]
+
+    def _mlp(self, layer: NativeLayer) -> list[Op]:
+        """Its result is what the next norm adds: in place of attention's, or beside it."""
+        at, spec = self._at, self._spec
+        result = at.delta if at.other is None else at.other
+        norm = self._norm(layer.post_norm, at.normed, added=True)
+        if spec.parallel_residual:  # both branches see the same rows
+            norm.input = norm.other = None
+        up = _linear(layer.up, at.normed, at.inner, _ACTIVATIONS[spec.activation])
+        return [norm, up, _linear(layer.down, at.inner, result)]
+
+    def _norm(self, norm: NativeNorm, out: torch.Tensor, *, added: bool) -> Op:
+        at = self._at
+        return Op(
+            kind=Kind.NORM,
+            k=self._spec.hidden_size,
+            in_stride=at.x.stride(0),
+            out_stride=out.stride(0),
+            input=at.delta.data_ptr() if added else None,
+            other=at.other.data_ptr() if added and at.other is not None else None,
+            weight=norm.weight,
+            bias=norm.bias,
+            out=out.data_ptr(),
+            residual=at.x.data_ptr(),
+            eps=self._spec.norm_eps,
+        )
+
+
+def _linear(
+    layer: NativeLinear, rows: torch.Tensor, out: torch.Tensor | None, epilogue: Epilogue = Epilogue.PLAIN
+) -> Op:
+    op = layer.op(epilogue)
+    op.input = rows.data_ptr()
+    assert op.in_stride == rows.stride(0) and (out is None or op.out_stride == out.stride(0))
+    op.out = None if out is None else out.data_ptr()
+    return op

@@ -1,0 +1,67 @@
+"""A model's weights as the tape's operations refer to them: packed layers, and addresses of float constants."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from engine.execution.cpu.native.linear import Native, NativeLinear
+from engine.execution.linear import Linear
+from engine.models.spec import ModelSpec
+from engine.models.weights import LayerWeights, ModelWeights, Norm
+
+
+@dataclass(frozen=True, slots=True)
+class NativeNorm:
+    """weight [H], and bias [H] for layer norm: addresses of floats."""
+
+    weight: int
+    bias: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class NativeLayer:
+    """One decoder layer; `qk_norm` is the address of floats [heads + kv_heads, head_dim]."""
+
+    input_norm: NativeNorm
+    qkv: NativeLinear
+    qk_norm: int | None
+    out: NativeLinear
+    post_norm: NativeNorm
+    up: NativeLinear
+    down: NativeLinear
+
+
+class NativeWeights:
+    """A whole model. Layers that are not packed yet are packed here, beside what torch holds of them."""
+
+    def __init__(self, native: Native, spec: ModelSpec, weights: ModelWeights) -> None:
+        self._native = native
+        self._constants: list[Tensor] = []
+        self.embedding = weights.embedding.contiguous()
+        self.positions = weights.positions
+        self.layers = [self._layer(layer, spec.gated_mlp) for layer in weights.layers]
+        self.final_norm = self._norm(weights.final_norm)
+        self.head = self._linear(weights.head)
+
+    def _layer(self, layer: LayerWeights, gated: bool) -> NativeLayer:
+        return NativeLayer(
+            input_norm=self._norm(layer.input_norm),
+            qkv=self._linear(layer.qkv),
+            qk_norm=None if layer.qk_norm is None else self._constant(layer.qk_norm),
+            out=self._linear(layer.out),
+            post_norm=self._norm(layer.post_norm),
+            up=self._linear(layer.up, gated),
+            down=self._linear(layer.down),
+        )
+
+    def _linear(self, layer: Linear, gated: bool = False) -> NativeLinear:
+        if isinstance(layer, NativeLinear) and layer.gated == gated:
+            return layer
+        return NativeLinear(self._native, *layer.dense_from(0), gated)
+
+    def _norm(self, norm: Norm) -> NativeNorm:
+        return NativeNorm(self._constant(norm.weight), None if norm.bias is None else self._constant(norm.bias))
+
+    def _constant(self, values: Tensor) -> int:
+        self._constants.append(values.float().contiguous())
+        return self._constants[-1].data_ptr()
