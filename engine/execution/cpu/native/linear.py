@@ -9,9 +9,14 @@ from torch import Tensor
 from engine.execution.cpu.native.library import Epilogue, Kind, Level, Library, Op, Team, activation_dtype
 
 PAD = 32
-"""Inputs are padded to a multiple of this many."""
+"""Inputs are padded to a multiple of this many, and so are the rows of a buffer."""
 
 _SKEW = 16  # elements more: rows whose distance is a power of two would share a few lines of the cache
+
+
+def rows_for(count: int) -> int:
+    """Rows of a buffer for so many: tiles of AMX read whole ones."""
+    return -(-count // PAD) * PAD
 
 
 def stride_of(width: int) -> int:
@@ -61,8 +66,8 @@ class NativeLinear:
         level = self._native.level_for(self.dtype)
         kind = activation_dtype(level)
         rows = x.reshape(-1, self.in_features)
-        padded = torch.zeros(len(rows), stride_of(self.in_features), dtype=kind)
-        padded[:, : self.in_features] = rows
+        padded = torch.zeros(rows_for(len(rows)), stride_of(self.in_features), dtype=kind)
+        padded[: len(rows), : self.in_features] = rows
         result = torch.empty(len(rows), stride_of(self.out_features), dtype=kind)
         op = self.op()
         op.input, op.out = padded.data_ptr(), result.data_ptr()

@@ -7,7 +7,7 @@ into its first linear layer.
 import torch
 
 from engine.execution.cpu.native.library import Epilogue, Kind, Op
-from engine.execution.cpu.native.linear import NativeLinear, stride_of
+from engine.execution.cpu.native.linear import NativeLinear, rows_for, stride_of
 from engine.execution.cpu.native.weights import NativeLayer, NativeNorm, NativeWeights
 from engine.models.spec import ModelSpec
 
@@ -24,7 +24,7 @@ class Buffers:
 
     def __init__(self, spec: ModelSpec, dtype: torch.dtype, tokens: int, samples: int) -> None:
         def rows(width: int, count: int = tokens) -> torch.Tensor:
-            return torch.zeros(count, stride_of(width), dtype=dtype)
+            return torch.zeros(rows_for(count), stride_of(width), dtype=dtype)
 
         hidden = spec.hidden_size
         self.x, self.delta, self.normed = rows(hidden), rows(hidden), rows(hidden)

@@ -30,7 +30,8 @@ struct tm_shape {
 //   NORM         residual += in (+ other first, if not NULL); out = norm(residual). in NULL: no addition. bias: layer norm
 //   GATHER_NORM  the same of the tokens that sample, residual left as it is
 //   LINEAR       in [rows, k] * packed weight [n, k] + bias -> out; see tm_epilogue. LOGITS takes the rows that sample and
-//                writes float32. SWIGLU: weight packed in halves, out [rows, n / 2]
+//                writes float32. SWIGLU: weight packed in halves, out [rows, n / 2]. Rows are padded to a multiple of 32
+//                inputs, with zeros; on TM_AMX as many rows as make a multiple of 32 must be readable
 //   ROPE_KV      norms (weight [heads + kv_heads, head_dim] or NULL) and rotates q and k of `out` in place by the angles in
 //                `in`, writes k and v to the pool
 //   ATTEND       q of in -> out [tokens, heads * head_dim]; MERGE joins the parts of contexts that were split

@@ -39,6 +39,9 @@ int highest_level() {
     if ((saved & 0x6) != 0x6) return -1;
     const bool avx512 = bit(more.b, 16) && bit(more.b, 17) && bit(more.b, 30) && bit(more.b, 31);
     if (!avx512 || (saved & 0xe6) != 0xe6) return TM_AVX2;
+#ifdef TIDE_EMULATE
+    return TM_AMX;
+#endif
     if (!bit(most.a, 5)) return TM_AVX512;
     const bool tiles = bit(more.d, 22) && bit(more.d, 24) && (saved & 0x60000) == 0x60000;
     return tiles && tiles_granted() ? TM_AMX : TM_BF16;

@@ -6,7 +6,7 @@
 #ifdef TIDE_WIDE
 constexpr int TILE = 12;  // 24 sums, 2 weights, 1 activation of 32 registers
 #else
-constexpr int TILE = 6;   // 12 sums, 2 weights, 1 activation of 16 registers
+constexpr int TILE = 6;  // 12 sums, 2 weights, 1 activation of 16 registers
 #endif
 constexpr int64_t PART = 2 * Vec::W;  // outputs of a tile
 

@@ -34,7 +34,8 @@ int64_t scratch_bytes(const tm_shape &s) {
     const int64_t rows = round_up(most(group, TILE_ROWS), 16) + 16;
     const int64_t decode = s.heads * (SPLIT + 2 * padded);
     const int64_t tile = rows * (2 * padded + TILE_KEYS + 2) + 2 * padded * TILE_KEYS;
-    return most(decode, tile) * int64_t(sizeof(float)) + 4096;
+    const int64_t columns = divide_up(rows, 32) * (TILE_KEYS * 48 + 96 + 48 * padded) + TILE_KEYS * padded / 2;
+    return most(most(decode, tile), columns) * int64_t(sizeof(float)) + 4096;
 }
 
 LinearCut::LinearCut(const tm_op &op, int64_t rows, int64_t activation_bytes, int threads)

@@ -1,0 +1,72 @@
+"""Builds the native kernels from the checkout's sources, once per version of them: the tests of kernels run what is
+there, not what an earlier install left behind."""
+
+import fcntl
+import hashlib
+import shutil
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, partial
+from pathlib import Path
+
+import pytest
+
+from engine.execution.cpu.native.library import Level, Library
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCES = ROOT / "engine" / "execution" / "cpu" / "native" / "src"
+FLAGS = ("-std=c++17", "-O3", "-fvisibility=hidden", "-fPIC", "-pthread")
+WARNINGS = ("-Wall", "-Wextra", "-Wconversion", "-Wno-sign-conversion", "-Werror")
+
+
+def build(*extra: str, compiler: str = "g++") -> Path:
+    """The library compiled with more flags than the usual ones, from the folder of builds if it is there."""
+    files = sorted(SOURCES.iterdir())
+    sources = [path for path in files if path.suffix == ".cpp"]
+    digest = hashlib.sha256("\0".join((compiler, *FLAGS, *extra)).encode())
+    for path in files:
+        digest.update(path.read_bytes())
+    folder = ROOT / "build" / "native-tests" / digest.hexdigest()[:16]
+    library = folder / "libtidemill_cpu.so"
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not library.exists():
+            with ThreadPoolExecutor(2) as pool:
+                objects = list(pool.map(partial(_compile, compiler, folder, extra), sources))
+            _run(compiler, *FLAGS, *extra, "-shared", "-o", str(folder / "new.so"), *objects)
+            (folder / "new.so").rename(library)
+    return library
+
+
+def _compile(compiler: str, folder: Path, extra: tuple[str, ...], source: Path) -> str:
+    result = str(folder / source.with_suffix(".o").name)
+    _run(compiler, *FLAGS, *extra, "-c", str(source), "-o", result)
+    return result
+
+
+def _run(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+@cache
+def native_library() -> Library:
+    """The library of these sources. Skips where there is no compiler or no processor for it."""
+    if shutil.which("g++") is None:
+        pytest.skip("no g++ here")
+    library = Library(build())
+    if not library.levels():
+        pytest.skip("this processor has none of the levels")
+    return library
+
+
+@cache
+def library_of(level: Level) -> Library:
+    """A library that runs this level: where the processor lacks it, one that emulates its instructions in AVX-512."""
+    library = native_library()
+    if level not in library.levels() and level > Level.AVX512 and Level.AVX512 in library.levels():
+        library = Library(build("-DTIDE_EMULATE"))
+    if level not in library.levels():
+        pytest.skip(f"this processor has no {level.name}")
+    return library

@@ -1,0 +1,237 @@
+"""Whole models by the native kernels, against transformers and against torch's path: every family, cut into chunks in
+any way, in a scattered pool of blocks that held NaN before."""
+
+import dataclasses
+import math
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+from native_build import library_of, native_library
+from test_runner import reference_logits
+from tiny_models import CASES, FAMILY_CASES, model_folder, reference_model
+from torch import Tensor
+
+from engine.execution.cpu.native.library import Level, Library, Team
+from engine.execution.cpu.native.linear import Native
+from engine.execution.cpu.native.model import NativeModel, Sampled
+from engine.execution.pool import UnitPool
+from engine.execution.rows import IntArray, RowTable
+from engine.models.decoder import Decoder
+from engine.models.loader import load_weights
+from engine.models.spec import ModelSpec, load_spec
+from engine.models.weights import ModelWeights, torch_dtype
+
+pytestmark = pytest.mark.timeout(900)  # the first test may have to build the library
+
+ROWS, LENGTH, VOCAB = 6, 120, 97
+FLOAT_ERROR = 3e-5  # of logits near 1, over three layers
+
+
+@cache
+def team_of(library: Library, threads: int) -> Team:
+    return Team(library, threads)
+
+
+class Bench:
+    """A native model whose rows hold random tokens, each in blocks scattered over the pool."""
+
+    def __init__(
+        self,
+        level: Level,
+        spec: ModelSpec,
+        weights: ModelWeights,
+        block_size: int = 16,
+        threads: int = 2,
+        max_model_len: int = LENGTH,
+    ) -> None:
+        rng = np.random.default_rng(0)
+        library = library_of(level)
+        per_row = -(-LENGTH // block_size)
+        units = 2 * ROWS * per_row
+        self.pool = UnitPool(
+            units,
+            num_layers=spec.num_layers,
+            block_size=block_size,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            dtype=weights.embedding.dtype,
+            device=torch.device("cpu"),
+        )
+        self.pool.units[:units].fill_(math.nan)
+        self.rows = RowTable(ROWS, LENGTH, block_size)
+        order = rng.permutation(units)
+        for row in range(ROWS):
+            self.rows.num_blocks[row] = per_row
+            first = 2 * row * per_row
+            self.rows.k_table[row, :per_row] = order[first : first + per_row]
+            self.rows.v_table[row, :per_row] = order[first + per_row : first + 2 * per_row]
+        self.rows.tokens[:] = rng.integers(3, VOCAB, self.rows.tokens.shape)
+        native = Native(library, level, team_of(library, threads))
+        self.model = NativeModel(native, spec, weights, self.pool, self.rows, max_model_len)
+
+    def step(self, *chunks: tuple[int, int, int], logits: bool = True) -> Sampled:
+        """Chunks (row, start, length), all of which sample."""
+        told = np.array([(*chunk, 1) for chunk in chunks], dtype=np.int64)
+        result = self.model.run(told, logits=logits)
+        kept = None if result.logits is None else result.logits.clone()
+        return Sampled(result.best.copy(), result.best_ids.copy(), kept)
+
+    def ids(self, row: int, length: int) -> list[int]:
+        return list(map(int, self.rows.tokens[row, :length]))
+
+
+def load(name: str, dtype: str = "float32") -> tuple[ModelSpec, ModelWeights]:
+    folder = model_folder(name)
+    spec = load_spec(folder)
+    return spec, load_weights(spec, folder, dtype=dtype)
+
+
+def transformers_logits(name: str, token_ids: list[int], dtype: torch.dtype = torch.float32) -> Tensor:
+    model = reference_model(name)
+    if dtype != torch.float32:
+        copy = type(model)(model.config)
+        copy.load_state_dict(model.state_dict())
+        model = copy.to(dtype).eval()
+    with torch.inference_mode():
+        return model(torch.tensor([token_ids])).logits[0].float()
+
+
+CUTS: tuple[tuple[int, ...], ...] = ((60,), (37, 3, 1, 1, 9, 1, 8), (1,) * 20, (7, 8, 15, 16, 1))
+
+
+@pytest.mark.parametrize("level", [Level.AVX2, Level.AVX512])
+@pytest.mark.parametrize("name", [name for name in CASES if name != "mistral-window"])
+def test_logits_equal_those_of_transformers(name: str, level: Level) -> None:
+    short = 64 if "longrope" in name else LENGTH  # transformers takes the factors of short contexts for 60 tokens
+    bench = Bench(level, *load(name), block_size=16 if level is Level.AVX512 else 4, max_model_len=short)
+    expected = transformers_logits(name, bench.ids(0, 60))
+    for row, cut in enumerate(CUTS):
+        bench.rows.tokens[row] = bench.rows.tokens[0]
+        end = 0
+        for length in cut:
+            result = bench.step((row, end, length))
+            end += length
+            assert result.logits is not None
+            error = (result.logits[0] - expected[end - 1]).abs().max()
+            assert error < FLOAT_ERROR, f"token {end} of {cut}"
+            assert result.best_ids[0] == int(result.logits[0].argmax()) and result.best[0] == result.logits[0].max()
+
+
+@pytest.mark.parametrize("level", Level)
+@pytest.mark.parametrize("name", FAMILY_CASES)
+def test_bfloat16_is_as_near_to_float32_as_transformers_is(name: str, level: Level) -> None:
+    """Root mean square over 3 rows of 60 tokens; a tenth more is what one draw of rounding errors differs by."""
+    bench = Bench(level, *load(name, "bfloat16"))
+    ours, theirs = [], []
+    for row in range(3):
+        ids = bench.ids(row, 60)
+        exact = transformers_logits(name, ids)
+        theirs.append((transformers_logits(name, ids, torch.bfloat16) - exact)[19:])
+        for start, length in [(0, 20), *((at, 1) for at in range(20, 60))]:
+            logits = bench.step((row, start, length)).logits
+            assert logits is not None
+            ours.append(logits[0] - exact[start + length - 1])
+    mine, others = (float(torch.cat([e.reshape(-1) for e in each]).square().mean().sqrt()) for each in (ours, theirs))
+    assert mine <= 1.1 * others
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("name", FAMILY_CASES)
+def test_tokens_equal_those_of_torch_where_the_margin_allows(name: str, dtype: str) -> None:
+    """Greedy tokens of torch's own path; another token only within two steps of the type from the best."""
+    spec, weights = load(name, dtype)
+    decoder = Decoder(spec, weights, max_model_len=LENGTH)
+    level = max(native_library().levels())
+    bench = Bench(min(level, Level.AVX512), spec, weights)
+    for row in range(2):
+        end = 30
+        result = bench.step((row, 0, end), logits=False)
+        for _ in range(10):
+            token = int(result.best_ids[0])
+            expected = reference_logits(decoder, bench.ids(row, end))
+            best = float(expected.max())
+            assert best - float(expected[token]) <= 2 * torch.finfo(torch_dtype(dtype)).eps * max(1.0, abs(best))
+            bench.rows.tokens[row, end] = token
+            result = bench.step((row, end, 1), logits=False)
+            end += 1
+
+
+@pytest.mark.parametrize("level", Level)
+def test_neighbours_change_nothing(level: Level) -> None:
+    """A step of prefills, decodes and short chunks gives each row what it gets alone, up to the split of contexts."""
+    spec, weights = load("llama-gqa2", "bfloat16")
+    together, alone = Bench(level, spec, weights), Bench(level, spec, weights, threads=1)
+    for bench in (together, alone):
+        bench.step(*((row, 0, 20 + row) for row in range(3)))
+    chunks = [(0, 20, 1), (1, 21, 5), (2, 22, 30), (3, 0, 70), (4, 0, 8), (5, 0, 1)]
+    every = together.step(*chunks)
+    for index, chunk in enumerate(chunks):
+        single = alone.step(chunk)
+        assert every.logits is not None and single.logits is not None
+        assert float((every.logits[index] - single.logits[0]).abs().max()) < 0.05
+
+
+def test_threads_change_nothing() -> None:
+    spec, weights = load("qwen2-gqa7")
+    results = []
+    for threads in (1, 2, 5):
+        bench = Bench(Level.AVX2, spec, weights, threads=threads)
+        bench.step((0, 0, 60), (1, 0, 33))
+        results.append(bench.step((0, 60, 1), (1, 33, 4), (2, 0, 50)))
+    for result in results[1:]:
+        assert result.logits is not None and results[0].logits is not None
+        assert float((result.logits - results[0].logits).abs().max()) < 1e-5
+
+
+@pytest.mark.parametrize("level", Level)
+@pytest.mark.parametrize("where", [5, 40])
+def test_a_row_of_nan_ends_itself_alone(level: Level, where: int) -> None:
+    """The token 96 has an embedding of NaN; rows beside it, and prefixes before it, are as they are without it."""
+    spec, weights = load("llama-gqa2", "bfloat16")
+    embedding = weights.embedding.clone()
+    embedding[96] = math.nan
+    poisoned = dataclasses.replace(weights, embedding=embedding)
+    bench, clean = Bench(level, spec, poisoned), Bench(level, spec, weights)
+    for each in (bench, clean):
+        each.rows.tokens[each.rows.tokens == 96] = 95
+        each.rows.tokens[1, where] = 96 if each is bench else 95
+    chunks = [(0, 0, 60), (1, 0, 60), (2, 0, 3)]
+    mixed, expected = bench.step(*chunks), clean.step(*chunks)
+    assert not np.isfinite(mixed.best[1])
+    for row in (0, 2):
+        assert mixed.logits is not None and expected.logits is not None
+        assert torch.equal(mixed.logits[row], expected.logits[row]) and mixed.best[row] == expected.best[row]
+    prefix, other = bench.step((1, where, 1)), bench.step((1, where - 1, 1))
+    assert not np.isfinite(prefix.best[0])
+    assert np.isfinite(other.best[0])
+
+
+def test_a_step_larger_than_any_before_finds_room() -> None:
+    spec, weights = load("llama-gqa2")
+    bench = Bench(Level.AVX2, spec, weights)
+    expected = bench.step((0, 0, 100)).logits
+    bench.model._make_room(4)
+    again = bench.step((0, 0, 100)).logits
+    assert expected is not None and again is not None and torch.equal(again, expected)
+
+
+def test_times_of_operations_add_up() -> None:
+    bench = Bench(Level.AVX2, *load("llama-gqa2"))
+    bench.step((0, 0, 50))
+    seconds = bench.model.seconds()
+    assert all(value >= 0 for value in seconds.values()) and sum(seconds.values()) > 0
+    assert sum(bench.model.seconds().values()) == 0
+
+
+def chunks_of(*chunks: tuple[int, int, int, int]) -> IntArray:
+    return np.array(chunks, dtype=np.int64)
+
+
+def test_chunks_that_do_not_sample_give_nothing() -> None:
+    bench = Bench(Level.AVX2, *load("llama-gqa2"))
+    nothing = bench.model.run(chunks_of((0, 0, 10, 0), (1, 0, 5, 0)), logits=True)
+    assert len(nothing.best) == 0 and nothing.logits is None
+    some = bench.model.run(chunks_of((0, 10, 10, 1), (1, 5, 5, 0), (2, 0, 9, 1)), logits=False)
+    assert len(some.best_ids) == 2 and some.logits is None

@@ -1,0 +1,323 @@
+"""The operations of the native kernels, one by one, against torch in double precision."""
+
+import ctypes
+import itertools
+import math
+from collections.abc import Callable
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+from native_build import build, library_of, native_library
+from torch import Tensor
+from torch.nn import functional
+
+from engine.errors import ConfigError
+from engine.execution.cpu.native.library import (
+    TYPES,
+    Epilogue,
+    Kind,
+    Level,
+    Library,
+    Op,
+    Shape,
+    Step,
+    StepError,
+    Tape,
+    Team,
+    activation_dtype,
+)
+from engine.execution.cpu.native.linear import Native, NativeLinear, rows_for, stride_of
+
+pytestmark = pytest.mark.timeout(900)  # the first test may have to build the library
+
+BF16 = torch.bfloat16
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+LEVELS = [*itertools.product((Level.AVX2, Level.AVX512), FLOATS), (Level.BF16, BF16), (Level.AMX, BF16)]
+
+
+@cache
+def team_of(library: Library) -> Team:
+    return Team(library, 2)
+
+
+def native_of(level: Level, dtype: torch.dtype) -> Native:
+    library = library_of(level)
+    native = Native(library, level, team_of(library))
+    assert native.level_for(dtype) == level
+    return native
+
+
+def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def close(actual: Tensor, expected: Tensor, dtype: torch.dtype, steps: float = 2.0, scale: float = 1.0) -> None:
+    """Within a few steps of the type at the size of the values, and the float32 sums behind them."""
+    allowed = steps * torch.finfo(dtype).eps * (expected.abs() + scale) + 1e-5 * scale
+    wrong = (actual.double() - expected).abs() > allowed
+    assert not bool(wrong.any()), f"{int(wrong.sum())} of {wrong.numel()}, worst {(actual - expected).abs().max()}"
+
+
+# ---- linear layers
+
+
+@pytest.mark.parametrize(("level", "dtype"), LEVELS)
+@pytest.mark.parametrize(("rows", "n", "k"), [(1, 64, 96), (2, 31, 40), (5, 100, 32), (13, 7, 33), (33, 200, 130)])
+def test_linear(level: Level, dtype: torch.dtype, rows: int, n: int, k: int) -> None:
+    native = native_of(level, dtype)
+    x, weight, bias = random(rows, k, dtype=dtype), random(n, k, seed=1, dtype=dtype), random(n, seed=2, dtype=dtype)
+    for each in (None, bias):
+        layer = NativeLinear(native, weight, each)
+        expected = functional.linear(x.double(), weight.double(), None if each is None else each.double())
+        close(layer(x), expected, dtype, scale=math.sqrt(k))
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("gated", [False, True])
+def test_a_packed_weight_can_be_had_back(dtype: torch.dtype, gated: bool) -> None:
+    native = native_of(Level.AVX2, dtype)
+    weight, bias = random(70, 45, dtype=dtype), random(70, dtype=dtype)
+    layer = NativeLinear(native, weight, bias, gated)
+    whole, all_bias = layer.dense_from(0)
+    assert torch.equal(whole, weight) and all_bias is not None and torch.equal(all_bias, bias)
+    part, some_bias = layer.dense_from(30)
+    assert torch.equal(part, weight[30:]) and some_bias is not None and torch.equal(some_bias, bias[30:])
+    x = random(3, 45, dtype=dtype)
+    assert torch.equal(layer(x)[:, 30:], layer.outputs_from(30)(x))
+
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    return functional.gelu(x, approximate="tanh")
+
+
+ACTIVATIONS: dict[Epilogue, Callable[[Tensor], Tensor]] = {
+    Epilogue.PLAIN: lambda x: x,
+    Epilogue.GELU: functional.gelu,
+    Epilogue.GELU_TANH: gelu_tanh,
+    Epilogue.RELU: torch.relu,
+}
+
+
+def run_linear(native: Native, layer: NativeLinear, x: Tensor, epilogue: Epilogue) -> Tensor:
+    """The layer with an epilogue, as an operation of the library."""
+    level = native.level_for(layer.dtype)
+    op = layer.op(epilogue)
+    rows = torch.zeros(rows_for(len(x)), op.in_stride, dtype=activation_dtype(level))
+    rows[: len(x), : layer.in_features] = x
+    width = layer.out_features // 2 if epilogue is Epilogue.SWIGLU else layer.out_features
+    out = torch.zeros(len(x), op.out_stride, dtype=activation_dtype(level))
+    op.input, op.out = rows.data_ptr(), out.data_ptr()
+    native.library.linear(level, layer.dtype, op, len(x), native.team)
+    assert not bool(out[:, width:].any()), "padding was written"
+    return out[:, :width]
+
+
+@pytest.mark.parametrize(("level", "dtype"), LEVELS)
+@pytest.mark.parametrize("epilogue", ACTIVATIONS, ids=lambda epilogue: epilogue.name)
+def test_activations(level: Level, dtype: torch.dtype, epilogue: Epilogue) -> None:
+    """Over all magnitudes: the outputs of an identity are -30 .. 30, and the ends of exp."""
+    native = native_of(level, dtype)
+    x = torch.cat((torch.linspace(-30, 30, 90), torch.tensor([-100.0, 100, 0, -0.0, 1e-6, -1e-6]))).to(dtype)[:, None]
+    layer = NativeLinear(native, torch.ones(17, 1, dtype=dtype), None)
+    expected = ACTIVATIONS[epilogue](x.double()).expand(-1, 17)
+    close(run_linear(native, layer, x, epilogue), expected, dtype, scale=0.05)
+
+
+@pytest.mark.parametrize(("level", "dtype"), LEVELS)
+@pytest.mark.parametrize(("rows", "inner", "bias"), [(1, 88, False), (7, 40, True), (40, 17, True)])
+def test_swiglu(level: Level, dtype: torch.dtype, rows: int, inner: int, bias: bool) -> None:
+    native = native_of(level, dtype)
+    weight, x = random(2 * inner, 64, seed=1, dtype=dtype) / 4, random(rows, 64, dtype=dtype)
+    biases = random(2 * inner, seed=2, dtype=dtype) if bias else None
+    layer = NativeLinear(native, weight, biases, gated=True)
+    expected = functional.linear(x.double(), weight.double(), None if biases is None else biases.double())
+    gate, up = expected.chunk(2, -1)
+    close(run_linear(native, layer, x, Epilogue.SWIGLU), functional.silu(gate) * up, dtype, steps=8, scale=4.0)
+    close(layer(x), expected, dtype, scale=4.0)
+
+
+@pytest.mark.parametrize("level", Level)
+def test_nan_stays_in_its_row(level: Level) -> None:
+    native = native_of(level, torch.bfloat16)
+    layer = NativeLinear(native, random(50, 64, dtype=torch.bfloat16), None)
+    x = random(20, 64, seed=1, dtype=torch.bfloat16)
+    expected = layer(x)
+    x[7, 3] = math.nan
+    result = layer(x)
+    assert bool(result[7].isnan().all())
+    kept = torch.arange(20) != 7
+    assert torch.equal(result[kept], expected[kept])
+
+
+# ---- attention
+
+
+def run_attention(
+    native: Native, dtype: torch.dtype, chunks: list[tuple[int, int]], heads: int, kv_heads: int, dim: int, block: int
+) -> tuple[Tensor, Tensor]:
+    """Attention of chunks (start, length), each of a row of its own, to random keys and values in a scattered pool that
+    holds NaN elsewhere. Gives what came out and what should have."""
+    layers, layer = 2, 1
+    blocks = [-(-(start + length) // block) for start, length in chunks]
+    units = 2 * sum(blocks) + 3
+    order = np.random.default_rng(0).permutation(units)
+    pool = torch.full((units, layers, block, kv_heads, dim), math.nan, dtype=dtype)
+    tables = np.zeros((2, len(chunks), max(blocks)), dtype=np.int64)
+    total, width = sum(length for _, length in chunks), (heads + 2 * kv_heads) * dim
+    level = native.level_for(dtype)
+    qkv = random(total, stride_of(width), seed=3, dtype=dtype).to(activation_dtype(level))
+    out = torch.zeros(total, stride_of(heads * dim), dtype=activation_dtype(level))
+    expected = torch.empty(total, heads * dim, dtype=torch.float64)
+    given = iter(order.tolist())
+    first = 0
+    for row, (start, length) in enumerate(chunks):
+        past = [random(start + length, kv_heads, dim, seed=10 * row + which, dtype=dtype) for which in (1, 2)]
+        for which, values in enumerate(past):
+            for index in range(blocks[row]):
+                part = values[index * block : (index + 1) * block]
+                unit = next(given)
+                tables[which, row, index] = unit
+                pool[unit, layer, : len(part)] = part
+        k, v = (values.double().repeat_interleave(heads // kv_heads, dim=1) for values in past)
+        q = qkv[first : first + length, : heads * dim].double().view(length, heads, dim)
+        scores = torch.einsum("qhd,khd->hqk", q, k) * dim**-0.5
+        future = torch.arange(start + length)[None, :] > start + torch.arange(length)[:, None]
+        weights = scores.masked_fill(future, -math.inf).softmax(-1)
+        expected[first : first + length] = torch.einsum("hqk,khd->qhd", weights, v).flatten(1)
+        first += length
+    longest = max(start + length for start, length in chunks)
+    shape = Shape(
+        heads=heads, kv_heads=kv_heads, head_dim=dim, hidden=8, layers=layers, vocab=5, block_size=block,
+        pool_units=units, num_rows=len(chunks), max_blocks=tables.shape[2], max_positions=longest, max_tokens=total,
+        max_samples=1, level=level, type=TYPES[dtype], scale=dim**-0.5,
+    )  # fmt: skip
+    attend = Op(kind=Kind.ATTEND, layer=layer, input=qkv.data_ptr(), in_stride=qkv.stride(0))
+    merge = Op(kind=Kind.MERGE, layer=layer)
+    attend.out = merge.out = out.data_ptr()
+    attend.out_stride = merge.out_stride = out.stride(0)
+    told = np.array([(row, start, length, 0) for row, (start, length) in enumerate(chunks)], dtype=np.int64)
+    tokens, counts = np.zeros((len(chunks), longest), dtype=np.int64), np.array(blocks, dtype=np.int64)
+    step = Step(
+        num_chunks=len(chunks), token_stride=longest, table_stride=tables.shape[2], chunks=told.ctypes.data,
+        tokens=tokens.ctypes.data, k_table=tables[0].ctypes.data, v_table=tables[1].ctypes.data,
+        num_blocks=counts.ctypes.data, pool=pool.data_ptr(),
+    )  # fmt: skip
+    Tape(native.library, shape, [attend, merge]).run(native.team, step)
+    return out[:, : heads * dim], expected
+
+
+MIXES = {
+    "decodes": [(0, 1), (1, 1), (15, 1), (16, 1), (63, 1), (200, 1)],
+    "long decodes, split": [(511, 1), (512, 1), (1500, 1)],
+    "short chunks": [(0, 2), (30, 7), (17, 3)],
+    "tiles": [(0, 8), (0, 64), (0, 65), (100, 40), (37, 130)],
+    "a mix": [(90, 1), (0, 50), (5, 4), (700, 1), (64, 64)],
+}
+
+
+@pytest.mark.parametrize(("level", "dtype"), LEVELS)
+@pytest.mark.parametrize("chunks", MIXES.values(), ids=MIXES.keys())
+def test_attention_mixes(level: Level, dtype: torch.dtype, chunks: list[tuple[int, int]]) -> None:
+    native = native_of(level, dtype)
+    actual, expected = run_attention(native, dtype, chunks, heads=6, kv_heads=2, dim=64, block=16)
+    close(actual, expected, dtype, steps=4, scale=0.5)
+
+
+@pytest.mark.parametrize(("level", "dtype"), LEVELS)
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "block"),
+    [(4, 4, 8, 1), (9, 3, 40, 2), (8, 1, 80, 4), (2, 2, 96, 8), (14, 2, 128, 32), (5, 1, 12, 16), (2, 1, 256, 64)],
+)
+def test_attention_shapes(level: Level, dtype: torch.dtype, heads: int, kv_heads: int, dim: int, block: int) -> None:
+    native = native_of(level, dtype)
+    chunks = [(70, 1), (0, 33), (20, 5), (100, 20), (530, 1)]
+    actual, expected = run_attention(native, dtype, chunks, heads, kv_heads, dim, block)
+    close(actual, expected, dtype, steps=4, scale=0.5)
+
+
+# ---- what is refused
+
+
+def tiny_shape(**changes: object) -> Shape:
+    values: dict[str, object] = {
+        "heads": 2, "kv_heads": 1, "head_dim": 8, "hidden": 8, "layers": 1, "vocab": 5, "block_size": 4,
+        "pool_units": 6,
+        "num_rows": 2, "max_blocks": 3, "max_positions": 12, "max_tokens": 8, "max_samples": 2,
+        "level": Level.AVX2, "type": 0, "scale": 1.0,
+    }  # fmt: skip
+    return Shape(**(values | changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"heads": 3, "kv_heads": 2}, "multiple"),
+        ({"block_size": 0}, "positive"),
+        ({"rotary_dim": 10}, "rotary_dim"),
+        ({"rotary_dim": 4}, "frequencies"),
+        ({"type": 7}, "type"),
+        ({"level": 9}, "level"),
+    ],
+)
+def test_a_wrong_shape_is_refused_by_name(changes: dict[str, object], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        Tape(native_library(), tiny_shape(**changes), [Op(kind=Kind.BEST)])
+
+
+@pytest.mark.parametrize(
+    ("op", "named"),
+    [
+        (Op(kind=77), "unknown"),
+        (Op(kind=Kind.BEST, layer=1), "layer"),
+        (Op(kind=Kind.LINEAR, n=8, k=8, in_stride=8), "padded"),
+        (Op(kind=Kind.LINEAR, n=8, k=8, in_stride=32), "without input"),
+        (Op(kind=Kind.ATTEND), "attention"),
+        (Op(kind=Kind.EMBED), "embedding"),
+        (Op(kind=Kind.NORM, k=8), "norm"),
+    ],
+)
+def test_a_wrong_operation_is_refused_by_name(op: Op, named: str) -> None:
+    with pytest.raises(ConfigError, match=f"operation 0.*{named}"):
+        Tape(native_library(), tiny_shape(), [op])
+
+
+@pytest.mark.parametrize(
+    ("chunk", "change", "named"),
+    [
+        ((2, 0, 1, 1), None, "chunk"),
+        ((-1, 0, 1, 1), None, "chunk"),
+        ((0, -1, 1, 1), None, "chunk"),
+        ((0, 0, 0, 1), None, "chunk"),
+        ((0, 2**62, 2**62, 1), None, "chunk"),
+        ((0, 8, 1, 1), None, "chunk"),  # a block more than the row has
+        ((0, 0, 9, 1), None, "chunk"),
+        ((0, 0, 3, 1), ("tokens", 5), "token"),
+        ((0, 0, 3, 1), ("tokens", -1), "token"),
+        ((0, 0, 3, 1), ("k_table", 6), "block"),
+        ((0, 0, 3, 1), ("v_table", -1), "block"),
+    ],
+)
+def test_a_step_that_does_not_fit_is_refused_before_it_runs(
+    chunk: tuple[int, ...], change: tuple[str, int] | None, named: str
+) -> None:
+    arrays = {"tokens": np.zeros((2, 12), np.int64), "k_table": np.zeros((2, 3), np.int64)}
+    arrays |= {"v_table": np.ones((2, 3), np.int64), "num_blocks": np.array([2, 2], np.int64)}
+    if change:
+        arrays[change[0]][0, 0] = change[1]
+    chunks, best, ids = np.array([chunk], np.int64), np.full(2, 7.0, np.float32), np.full(2, 7, np.int64)
+    step = Step(num_chunks=1, token_stride=12, table_stride=3, best=best.ctypes.data, best_id=ids.ctypes.data)
+    step.chunks = chunks.ctypes.data
+    for name, array in arrays.items():
+        setattr(step, name, array.ctypes.data)
+    with pytest.raises(StepError, match=named):
+        Tape(native_library(), tiny_shape(), [Op(kind=Kind.BEST)]).run(team_of(native_library()), step)
+    assert (best == 7).all() and (ids == 7).all()
+
+
+def test_a_library_of_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.execution.cpu.native.library.Step", Shape)
+    assert ctypes.sizeof(Shape) != ctypes.sizeof(Step)
+    with pytest.raises(ConfigError, match="another version"):
+        Library(build())
