@@ -6,11 +6,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: install serve test check docs bench gpu-check clean
+.PHONY: install serve test check docs native bench gpu-check clean
 
 install: $(STAMP)
 
-$(STAMP): pyproject.toml setup.py $(wildcard engine/execution/cpu/native/src/*)
+$(STAMP): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "tidemill needs Python 3.11 or newer (PYTHON=... picks one)"; exit 1; }
 	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { echo "Python's venv module is missing: apt-get install python3-venv"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
@@ -36,6 +36,10 @@ check: install
 docs: install
 	$(BIN)/python tools/reference.py
 	$(BIN)/python tools/grafana_dashboard.py
+
+# The native CPU kernels anew, after a change of their sources; install builds them for the first time.
+native: install
+	$(BIN)/python setup.py --quiet build_ext --inplace
 
 bench: install
 	$(BIN)/python -m loadgen.bench $(ARGS)

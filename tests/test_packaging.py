@@ -1,7 +1,9 @@
 """The wheel: what is in it, and that it works outside the checkout."""
 
 import os
+import platform
 import re
+import shutil
 import subprocess
 import sys
 import venv
@@ -12,6 +14,8 @@ import httpx
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
+KERNELS = "engine/execution/cpu/native/libtidemill_cpu.so"
+pytestmark = pytest.mark.timeout(900)  # the wheel takes a C++ compiler its time
 
 
 @pytest.fixture(scope="module")
@@ -31,6 +35,33 @@ def test_wheel_holds_the_packages_and_the_demo_model(wheel: Path) -> None:
     assert "engine/models/demo/weights/model.safetensors" in names
     assert "engine/models/demo/weights/tokenizer.json" in names
     assert {"gateway/web/static/index.html", "gateway/web/static/app.js"} <= set(names)
+
+
+def test_the_wheel_holds_the_native_kernels_where_a_compiler_is(wheel: Path) -> None:
+    """For every Python of the platform: they know of none."""
+    if shutil.which("g++") and platform.machine() == "x86_64":
+        assert KERNELS in zipfile.ZipFile(wheel).namelist()
+    assert "-py3-none-" in wheel.name
+
+
+def test_without_a_compiler_the_wheel_is_built_and_says_what_it_lacks(tmp_path: Path) -> None:
+    skipped = shutil.ignore_patterns(".*", "build", "dist", "*.so", "*.egg-info", "tests", "docs", "weights")
+    shutil.copytree(ROOT, tmp_path / "tree", ignore=skipped)
+    command = [
+        sys.executable,
+        "-m",
+        "build",
+        "--wheel",
+        "--no-isolation",
+        "--outdir",
+        str(tmp_path),
+        str(tmp_path / "tree"),
+    ]
+    environment = {**os.environ, "CC": "/bin/false", "CXX": "/bin/false"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "steps will run by torch" in done.stderr
+    assert KERNELS not in zipfile.ZipFile(next(tmp_path.glob("*.whl"))).namelist()
 
 
 def test_an_installed_wheel_works_outside_the_checkout(wheel: Path, tmp_path: Path) -> None:
