@@ -142,7 +142,7 @@ def test_bfloat16_is_as_near_to_float32_as_transformers_is(name: str, level: Lev
 def test_tokens_equal_those_of_torch_where_the_margin_allows(name: str, dtype: str) -> None:
     """Greedy tokens of torch's own path; another token only within two steps of the type from the best."""
     spec, weights = load(name, dtype)
-    decoder = Decoder(spec, weights, max_model_len=LENGTH)
+    decoder = Decoder(spec, weights)
     level = max(native_library().levels())
     bench = Bench(min(level, Level.AVX512), spec, weights)
     for row in range(2):
