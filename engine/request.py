@@ -95,7 +95,8 @@ class SamplingParams:
         _require(0.0 <= self.min_p <= 1.0, "min_p", "between 0 and 1")
         _require(-2.0 <= self.presence_penalty <= 2.0, "presence_penalty", "between -2 and 2")
         _require(-2.0 <= self.frequency_penalty <= 2.0, "frequency_penalty", "between -2 and 2")
-        _require(0.0 < self.repetition_penalty <= 10.0, "repetition_penalty", "in (0, 10]")
+        # the sampler divides by it in float32, where what is much smaller may be zero
+        _require(0.01 <= self.repetition_penalty <= 10.0, "repetition_penalty", "between 0.01 and 10")
         _require(len(self.logit_bias) <= MAX_LOGIT_BIAS, "logit_bias", f"at most {MAX_LOGIT_BIAS} entries")
         _require(all(-100.0 <= b <= 100.0 for _, b in self.logit_bias), "logit_bias", "between -100 and 100 each")
         _require(-(2**63) <= self.seed < 2**63, "seed", "a 64-bit integer")

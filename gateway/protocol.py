@@ -83,7 +83,10 @@ class GuardedProtocol(HttpToolsProtocol):
         self._count_header(len(url))
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        super().on_header(name, value)
+        """What comes after a body is a trailer and never a header (RFC 9110 §6.5.1): a proxy in front of this server
+        has looked at the headers only."""
+        if self._in_head:
+            super().on_header(name, value)
         self._count_header(len(name) + len(value))
 
     def on_headers_complete(self) -> None:

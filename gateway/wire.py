@@ -138,7 +138,7 @@ class GenerationBody(StrictBody):
     seed: int | None = Field(None, ge=-_INT64, lt=_INT64)
     presence_penalty: float | None = Field(None, ge=-2, le=2, allow_inf_nan=False)
     frequency_penalty: float | None = Field(None, ge=-2, le=2, allow_inf_nan=False)
-    repetition_penalty: float | None = Field(None, gt=0, le=10, allow_inf_nan=False)
+    repetition_penalty: float | None = Field(None, ge=0.01, le=10, allow_inf_nan=False)
     logit_bias: Annotated[dict[str, Bias], Field(max_length=MAX_LOGIT_BIAS), at_most(MAX_LOGIT_BIAS)] | None = None
     ignore_eos: bool | None = None
     return_token_ids: bool | None = None

@@ -76,7 +76,7 @@ BAD_FIELDS: list[tuple[str, Any]] = [
     *[("min_p", value) for value in (-0.1, 1.1, "1")],
     *[("presence_penalty", value) for value in (-2.1, 2.1, "1")],
     *[("frequency_penalty", value) for value in (-2.1, 2.1, "1")],
-    *[("repetition_penalty", value) for value in (0, -1, 11)],
+    *[("repetition_penalty", value) for value in (0, 1e-300, 1e-45, 0.0099, -1, 11)],
     *[("stop", value) for value in (5, "", [""], ["a"] * 5, [1], "x" * 2000, {})],
     *[("logit_bias", value) for value in ([], 1, {"a": 1}, {"-1": 1}, {"99999999999999": 1}, {"405": 1})],
     ("logit_bias", {str(i): 0 for i in range(301)}),

@@ -126,6 +126,20 @@ def _routes(app: Any) -> list[tuple[str, list[str]]]:
     return [(path, list(methods)) for path, methods in app.openapi()["paths"].items()]
 
 
+async def test_a_trailer_is_no_header(start_server: StartServer) -> None:
+    """In one packet, so that the trailer has come before anybody looks at the headers."""
+    served = await start_server(api_key=("sk-a",))
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    body = b"transfer-encoding: chunked\r\n\r\n%x\r\n%b\r\n0\r\n" % (len(CHAT), CHAT)
+    for name in (b"Authorization: Bearer sk-a", b"Host: localhost"):
+        status, _, error = await exchange(served, head + body + name + b"\r\n\r\n")
+        assert (status, error["code"]) == (401, "invalid_api_key")
+    key = b"authorization: Bearer sk-a\r\n"
+    for trailer in (b"", b"Authorization: Bearer sk-other\r\n", b"Host: evil.example\r\nx: y\r\n"):
+        assert (await exchange(served, head + key + body + trailer + b"\r\n"))[0] == 200, trailer
+    assert (await exchange(served, head + key + body + b"x: y\r\n" * 500 + b"\r\n"))[0] in {200, 431}
+
+
 async def test_every_key_works_with_the_official_client(start_server: StartServer) -> None:
     served = await start_server(api_key=("sk-one", "sk-two"))
     for key, works in (("sk-one", True), ("sk-two", True), ("sk-three", False)):
