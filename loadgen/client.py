@@ -22,7 +22,8 @@ KEEP_ALIVE = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The server under test. `endpoint` is the path of online requests; `timeout` is seconds for one request."""
+    """The server under test. `endpoint` is the path of online requests; `timeout` is seconds for one request.
+    `silent_tokens`: a chunk without text is a token event, too, where its usage grew."""
 
     base_url: str
     endpoint: str = "/v1/completions"
@@ -30,6 +31,7 @@ class Target:
     api_key: str = field(default="", repr=False)
     headers: tuple[tuple[str, str], ...] = ()
     timeout: float = 600.0
+    silent_tokens: bool = False
 
     @property
     def chat(self) -> bool:
@@ -73,7 +75,7 @@ class Client:
 
     async def send(self, body: bytes, record: RequestRecord) -> None:
         """Sends one request and fills its record. Raises nothing but CancelledError."""
-        events = StreamEvents(record)
+        events = StreamEvents(record, silent_tokens=self.target.silent_tokens)
         record.sent_at = self._now()
         try:
             async with asyncio.timeout(self.target.timeout):

@@ -33,6 +33,31 @@ def job_lines(bodies: Iterable[dict[str, Any]], endpoint: str, job: int) -> byte
     )
 
 
+async def expect(client: Client, method: str, path: str, **arguments: Any) -> dict[str, Any]:
+    """The object that a call answers with; raises ServerError for anything else."""
+    status, data = await client.raw(method, path, **arguments)
+    if status != 200:
+        raise ServerError(f"{method} {path} answered {status}: {error_message(data)}")
+    loaded = orjson.loads(data)
+    if not isinstance(loaded, dict):
+        raise ServerError(f"{method} {path} did not answer with an object")
+    return loaded
+
+
+async def upload(client: Client, data: bytes, name: str) -> str:
+    """The id of a new input file."""
+    form = aiohttp.FormData()
+    form.add_field("purpose", "batch")
+    form.add_field("file", data, filename=name, content_type="application/jsonl")
+    return str((await expect(client, "POST", "/v1/files", data=form))["id"])
+
+
+async def create(client: Client, file_id: str, endpoint: str, window: str) -> dict[str, Any]:
+    """A new job over a file that is there."""
+    body = {"input_file_id": file_id, "endpoint": endpoint, "completion_window": window}
+    return await expect(client, "POST", "/v1/batches", json=body)
+
+
 class JobRun:
     """Drives one job. `stop` (an event) asks for an early end: the job is cancelled, what is finished is fetched."""
 
@@ -55,24 +80,11 @@ class JobRun:
             self.record.error = str(error)
 
     async def _create(self, data: bytes, endpoint: str, window: str) -> dict[str, Any]:
-        form = aiohttp.FormData()
-        form.add_field("purpose", "batch")
-        form.add_field("file", data, filename=f"job-{self.record.index}.jsonl", content_type="application/jsonl")
-        file = await self._expect("POST", "/v1/files", data=form)
-        body = {"input_file_id": file["id"], "endpoint": endpoint, "completion_window": window}
-        batch = await self._expect("POST", "/v1/batches", json=body)
+        file_id = await upload(self.client, data, f"job-{self.record.index}.jsonl")
+        batch = await create(self.client, file_id, endpoint, window)
         self.record.created_at = self._now()
         self._note(batch)
         return batch
-
-    async def _expect(self, method: str, path: str, **arguments: Any) -> dict[str, Any]:
-        status, data = await self.client.raw(method, path, **arguments)
-        if status != 200:
-            raise ServerError(f"{method} {path} answered {status}: {error_message(data)}")
-        loaded = orjson.loads(data)
-        if not isinstance(loaded, dict):
-            raise ServerError(f"{method} {path} did not answer with an object")
-        return loaded
 
     def _note(self, batch: dict[str, Any]) -> None:
         counts = batch.get("request_counts") or {}
@@ -91,7 +103,7 @@ class JobRun:
                 cancelled_at = self._now()
                 await self.client.call("POST", f"{path}/cancel")
             await self._pause(cancelled=cancelled_at is not None)
-            batch = await self._expect("GET", path)
+            batch = await expect(self.client, "GET", path)
             self._note(batch)
             if cancelled_at is not None and self._now() - cancelled_at > CANCEL_GRACE:
                 self.record.error = f"still {self.record.status} {CANCEL_GRACE:g} s after cancel"

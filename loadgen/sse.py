@@ -1,8 +1,9 @@
 """The events of one streamed answer: bytes and their arrival times in, token events out.
 
 A state machine without a socket or a clock. A token event is a chunk whose delta has content, reasoning or tool calls;
-role-only, empty, finish-only and usage-only chunks are none. A chunk carries as many tokens as `completion_tokens` grew
-since the last token event when the server sends usage with each chunk, else one.
+role-only, empty, finish-only and usage-only chunks are none (with `silent_tokens`, one without text is where its usage
+grew). A chunk carries as many tokens as `completion_tokens` grew since the last token event when the server sends usage
+with each chunk, else one.
 """
 
 from typing import Any
@@ -19,8 +20,9 @@ MAX_LINE = 16 * 1024 * 1024
 class StreamEvents:
     """Feeds one request's record. Call `feed` for every read, then `close` once."""
 
-    def __init__(self, record: RequestRecord) -> None:
+    def __init__(self, record: RequestRecord, *, silent_tokens: bool = False) -> None:
         self.record = record
+        self._silent_tokens = silent_tokens
         self._pending = b""
         self._counted = 0
         self._usage: int | None = None
@@ -63,7 +65,7 @@ class StreamEvents:
         if not choices:
             return
         choice = choices[0]
-        if has_tokens(choice):
+        if has_tokens(choice) or (self._silent_tokens and usage and (self._usage or 0) > self._counted):
             self._tokens(now, had_usage=bool(usage))
         if choice.get("finish_reason"):
             self.record.finish_reason = str(choice["finish_reason"])

@@ -47,6 +47,18 @@ def execute(plan: Plan, workers: int, show: Show) -> Records:
     return _spread(plan, workers, show)
 
 
+async def run_here(plan: Plan, begin: Callable[[float], None] = lambda _epoch: None) -> Records:
+    """Runs the plan in the running event loop, without workers or a live line. `begin` is told the run's time 0 (of
+    time.monotonic()), a little ahead of it."""
+
+    def epoch() -> float:
+        found = time.monotonic() + LEAD
+        begin(found)
+        return found
+
+    return await _run(plan, lambda _: None, epoch)
+
+
 async def _run(plan: Plan, show: Show, epoch: Callable[[], float]) -> Records:
     clock = MonotonicClock()
     async with Client(plan.target, clock.now) as client:

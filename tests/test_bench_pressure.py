@@ -12,8 +12,8 @@ from engine.config import EngineConfig
 from engine.models.spec import load_spec
 from engine.text import Tokenizer
 from loadgen.bench import pressure
-from loadgen.bench.colocation import Answer
-from loadgen.bench.serving import PACKAGED
+from loadgen.bench.live import PACKAGED, read_metric
+from loadgen.records import RequestRecord
 
 PAGE = """# HELP tidemill_preemptions_total Preemptions by cause.
 # TYPE tidemill_preemptions_total counter
@@ -32,16 +32,23 @@ def test_counters_are_summed_by_cause_and_read_by_operation() -> None:
     expected = {"preemptions": 5.0, "prefill_tokens": 1000.0, "decode_tokens": 500.0, "swap_out": 7.0, "swap_in": 0.0}
     assert pressure.counters(PAGE) == {**expected, "restore": 4.0}
     assert set(pressure.counters("").values()) == {0.0}
-    assert (pressure.gauge(PAGE, "tidemill_hidden_blocks"), pressure.gauge(PAGE, "tidemill_hidden")) == (5.0, 0.0)
+    assert [read_metric(PAGE, name, missing=0.0) for name in (pressure.HIDDEN, "tidemill_hidden")] == [5.0, 0.0]
 
 
-def answer(ttft: float, gap: float, tokens: int) -> Answer:
-    return Answer(2.0, [2.0 + ttft + gap * i for i in range(tokens)], ok=tokens == 4)
+def refused() -> RequestRecord:
+    return RequestRecord(0, "online", 2.0, 10, 4, outcome="http_error", status=429)
+
+
+def answer(ttft: float, gap: float, tokens: int) -> RequestRecord:
+    times = [2.0 + ttft + gap * i for i in range(tokens)]
+    made = RequestRecord(0, "online", 2.0, 10, 4, first_token_at=times[0], chunk_at=times, chunk_tokens=[1] * tokens)
+    made.outcome = "ok" if tokens == 4 else "cut"
+    return made
 
 
 def test_a_line_of_the_table() -> None:
     """Two good answers, one too late, one refused; 3 answers take 3 * (10 + 4 - 1) tokens, 50 were computed."""
-    answers = [answer(0.1, 0.01, 4), answer(0.2, 0.01, 4), answer(3.0, 0.01, 4), Answer(2.0)]
+    answers = [answer(0.1, 0.01, 4), answer(0.2, 0.01, 4), answer(3.0, 0.01, 4), refused()]
     counts = {
         **pressure.counters(""),
         "prefill_tokens": 38.0,
@@ -58,7 +65,7 @@ def test_a_line_of_the_table() -> None:
     )
     assert pressure.answered_rate(run) == 3 / (2.0 + 3.0 + 0.03)
     with pytest.raises(SystemExit, match="--rate"):
-        pressure.answered_rate(pressure.PressureRun(10, 4, [Answer(0.0)], counts))
+        pressure.answered_rate(pressure.PressureRun(10, 4, [refused()], counts))
 
 
 def test_the_models_have_one_size_and_differ_in_how_hidden_state_is_run(tmp_path: Path) -> None:
@@ -102,7 +109,8 @@ async def test_a_seed_against_a_server_whose_pool_is_too_small(tmp_path: Path) -
     served: Served
     async with serve(engine, Tokenizer.load(plan.folder, probe=False), None, served_model_name=("model",)) as served:
         run = await pressure.run_seed(served.url, [0.0, 0.0, 0.01], 1, 20, 40)
-    assert all(answer.ok and len(answer.tokens) == 40 and answer.ttft > 0.0 for answer in run.answers)
+    assert len(run.answers) == 3
+    assert all(answer.ok and sum(answer.chunk_tokens) == 40 and (answer.ttft or 0.0) > 0.0 for answer in run.answers)
     assert run.counts["preemptions"] > 0 and run.recomputed > 0
     assert run.counts["swap_out"] == run.counts["restore"] == 0 and run.hidden_blocks
 

@@ -10,7 +10,7 @@ from fake_engine import serve
 from engine.build import build_engine, plan_launch
 from engine.config import EngineConfig
 from engine.text import Tokenizer
-from loadgen.bench.batch_job import job_lines, num_open, read_metric
+from loadgen.bench.live import num_open, read_metric
 
 MODEL = "tidemill-demo"
 BLOCKS = 80
@@ -66,4 +66,5 @@ def test_the_benchmark_reads_metrics_and_writes_lines() -> None:
     page = 'x 1.0\ntidemill_requests_running{class="online"} 2.0\ntidemill_requests_running{class="offline"} 1.0\n'
     page += 'tidemill_requests_waiting{class="online"} 4.0\ntidemill_offline_tokens_total 7.0\n'
     assert num_open(page) == 7.0 and read_metric(page, "tidemill_offline_tokens_total") == 7.0
-    assert job_lines([{"prompt": [1]}, {}]).count(b"\n") == 2
+    assert read_metric(page, 'tidemill_requests_running{class="offline"}') == 1.0
+    assert read_metric(page, "tidemill_requests", missing=0.0) == 0.0

@@ -26,11 +26,11 @@ def delta(finish: str | None = None, usage: int | None = None, **fields: object)
     return event(chunk)
 
 
-def play(*timed: tuple[float, bytes], end: float = 9.0) -> RequestRecord:
+def play(*timed: tuple[float, bytes], end: float = 9.0, silent_tokens: bool = False) -> RequestRecord:
     """Feeds each piece of bytes at its time; the stream closes at `end`."""
     found = record()
     found.sent_at = 1.5
-    events = StreamEvents(found)
+    events = StreamEvents(found, silent_tokens=silent_tokens)
     for when, data in timed:
         events.feed(data, when)
     events.close(end)
@@ -144,3 +144,20 @@ def test_an_answer_that_is_not_streamed_arrives_whole() -> None:
 def test_records_survive_their_file_form() -> None:
     found = play((2.0, delta(content="a", usage=1)), (2.5, delta(content="b", usage=2)), (3.0, DONE))
     assert from_line(to_line(found)) == found
+
+
+def test_a_token_without_text_counts_by_its_usage_where_that_is_asked_for() -> None:
+    """Half a character: the second token's chunk is empty, the third brings the whole."""
+    chunks = [
+        (2.0, delta(role="assistant", content="", usage=0)),
+        (3.0, delta(content="a", usage=1)),
+        (4.0, delta(content="", usage=2)),
+        (5.0, delta(content="é", usage=3)),
+        (6.0, delta("length", usage=3)),
+        (6.5, event({"choices": [], "usage": {"prompt_tokens": 10, "completion_tokens": 3}})),
+        (7.0, DONE),
+    ]
+    usual, silent = (play(*chunks, silent_tokens=asked) for asked in (False, True))
+    assert (usual.chunk_at, usual.chunk_tokens) == ([3.0, 5.0], [1, 2])
+    assert (silent.chunk_at, silent.chunk_tokens) == ([3.0, 4.0, 5.0], [1, 1, 1])
+    assert usual.output_tokens == silent.output_tokens == 3 and usual.ok and silent.ok

@@ -12,8 +12,9 @@ from typing import Any
 import aiohttp
 import orjson
 
+from loadgen.bench.live import read_metric
+
 POLL_SECONDS = 0.5
-QUIET_POLLS = 3
 ENDED = frozenset({"completed", "failed", "expired", "cancelled"})
 
 
@@ -83,26 +84,3 @@ class JobClient:
             if response.status != 200:
                 raise SystemExit(f"{method} {path}: {answer}")
             return answer
-
-
-async def wait_quiet(url: str) -> None:
-    """Until the server has had nothing running or waiting for a while."""
-    quiet = 0
-    async with aiohttp.ClientSession() as session:
-        while quiet < QUIET_POLLS:
-            await asyncio.sleep(POLL_SECONDS)
-            async with session.get(f"{url}/metrics") as response:
-                quiet = 0 if num_open(await response.text()) else quiet + 1
-
-
-def num_open(metrics: str) -> float:
-    """Requests of both classes in a page of metrics, running and waiting."""
-    return sum(read_metric(metrics, f"tidemill_requests_{state}") for state in ("running", "waiting"))
-
-
-def read_metric(metrics: str, name: str) -> float:
-    """The sum over the labels of one metric. Raises SystemExit when the page does not have it."""
-    lines = [line for line in metrics.splitlines() if line.startswith((f"{name} ", f"{name}{{"))]
-    if not lines:
-        raise SystemExit(f"the server has no metric {name}")
-    return sum(float(line.rsplit(" ", 1)[1]) for line in lines)

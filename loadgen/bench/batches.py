@@ -10,12 +10,14 @@ import asyncio
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
-import aiohttp
-
-from loadgen.bench.batch_job import JobClient, job_lines, read_metric
+from loadgen.bench.live import make_model_folder, read_metric, read_page, server
 from loadgen.bench.machine import describe
-from loadgen.bench.serving import make_model_folder, server
+from loadgen.client import Client, Target
+from loadgen.jobs import TERMINAL, create, expect, job_lines, upload
+
+ENDPOINT = "/v1/completions"
 
 UPLOAD_LINES = 50_000
 PADDING = "x" * 4000
@@ -25,79 +27,86 @@ hands out page by page, and to the buffers of its largest steps. That memory is 
 QUEUE_LINE = {"model": "model", "prompt": "one two three", "max_tokens": 64, "ignore_eos": True}
 
 
-class Watch:
-    """Resident memory of the server in MB, and the highest seen."""
+class Server:
+    """The server's side: its resident memory in MB with the highest seen, and its jobs by id."""
 
-    def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
-        self._session = session
-        self._url = url
+    def __init__(self, client: Client) -> None:
+        self.client = client
         self.peak = 0.0
 
-    async def look(self) -> float:
-        async with self._session.get(f"{self._url}/metrics") as response:
-            resident = read_metric(await response.text(), "process_resident_memory_bytes") / 1e6
+    async def memory(self) -> float:
+        resident = read_metric(await read_page(self.client), "process_resident_memory_bytes") / 1e6
         self.peak = max(self.peak, resident)
         return resident
 
-    async def until_ended(self, job: JobClient, lines: int) -> None:
-        """Until so many lines of a job have ended, looking at the memory now and then."""
-        counts = job.batch["request_counts"]
-        while counts["completed"] + counts["failed"] < lines:
-            await self.look()
-            await asyncio.sleep(0.2)
-            counts = (await job.look())["request_counts"]
+    async def create(self, file_id: str) -> str:
+        return str((await create(self.client, file_id, ENDPOINT, "24h"))["id"])
 
-    async def until_validated(self, jobs: list[JobClient]) -> None:
+    async def look(self, job: str) -> dict[str, Any]:
+        return await expect(self.client, "GET", f"/v1/batches/{job}")
+
+    async def until_ended(self, job: str, lines: int) -> None:
+        """Until so many lines of a job have ended, looking at the memory now and then."""
+        while (counts := (await self.look(job))["request_counts"])["completed"] + counts["failed"] < lines:
+            await self.memory()
+            await asyncio.sleep(0.2)
+
+    async def until_validated(self, jobs: list[str]) -> None:
         """Until every job has left `validating`, looking at the memory now and then."""
         for job in jobs:
-            while (await job.look())["status"] == "validating":
-                await self.look()
+            while (await self.look(job))["status"] == "validating":
+                await self.memory()
                 await asyncio.sleep(0.1)
-        await self.look()
+        await self.memory()
+
+    async def cancel(self, job: str) -> None:
+        """Cancel and wait for the end: every line has its row then."""
+        await expect(self.client, "POST", f"/v1/batches/{job}/cancel")
+        while (batch := await self.look(job))["status"] not in TERMINAL:  # noqa: ASYNC110 - another process knows
+            await asyncio.sleep(0.5)
+        counts = batch["request_counts"]
+        if counts["completed"] + counts["failed"] != counts["total"]:
+            raise SystemExit(f"lines of the batch job are missing: {counts}")
 
 
-async def upload(session: aiohttp.ClientSession, url: str, watch: Watch) -> None:
+async def measure_upload(server: Server) -> None:
     body = {"model": "model", "prompt": "x", "max_tokens": 1, "user": PADDING}
-    content = job_lines([body] * UPLOAD_LINES)
-    before, begin = await watch.look(), time.perf_counter()
-    job = JobClient(session, url)
-    await job.submit(content)
-    uploaded, after = time.perf_counter(), await watch.look()
-    await watch.until_validated([job])
+    content = job_lines([body] * UPLOAD_LINES, ENDPOINT, 0)
+    before, begin = await server.memory(), time.perf_counter()
+    job = await server.create(await upload(server.client, content, "job.jsonl"))
+    uploaded, after = time.perf_counter(), await server.memory()
+    await server.until_validated([job])
     validated = time.perf_counter()
-    await job.cancel()
+    await server.cancel(job)
     print(
         f"upload of {UPLOAD_LINES:,} lines, {len(content) / 1e6:.0f} MB: {uploaded - begin:.1f} s, validation "
         f"{validated - uploaded:.1f} s; resident {before:.0f} MB before, {after:.0f} after the upload, "
-        f"highest {watch.peak:.0f}, {await watch.look():.0f} after all",
+        f"highest {server.peak:.0f}, {await server.memory():.0f} after all",
         flush=True,
     )
 
 
-async def queue(session: aiohttp.ClientSession, url: str, watch: Watch, batches: int, lines: int) -> None:
-    content = job_lines([QUEUE_LINE] * lines)
-    first = JobClient(session, url)
-    await first.submit(content)
-    await watch.until_ended(first, WARM_LINES)
-    watch.peak, jobs = 0.0, [first]
-    before, begin = await watch.look(), time.perf_counter()
-    for _ in range(batches - 1):
-        jobs.append(JobClient(session, url))
-        await jobs[-1].create(first.batch["input_file_id"])
-    created, after = time.perf_counter() - begin, await watch.look()
-    await watch.until_validated(jobs)
+async def measure_queue(server: Server, batches: int, lines: int) -> None:
+    file_id = await upload(server.client, job_lines([QUEUE_LINE] * lines, ENDPOINT, 0), "queue.jsonl")
+    jobs = [await server.create(file_id)]
+    await server.until_ended(jobs[0], min(WARM_LINES, lines))
+    server.peak = 0.0
+    before, begin = await server.memory(), time.perf_counter()
+    jobs += [await server.create(file_id) for _ in range(batches - 1)]
+    created, after = time.perf_counter() - begin, await server.memory()
+    await server.until_validated(jobs)
     print(
         f"{batches:,} batches of {lines:,} lines: created in {created:.1f} s, all validated after "
         f"{time.perf_counter() - begin:.1f} s; resident {before:.0f} MB with one that runs, {after:.0f} when created, "
-        f"highest {watch.peak:.0f}, {await watch.look():.0f} when validated",
+        f"highest {server.peak:.0f}, {await server.memory():.0f} when validated",
         flush=True,
     )
 
 
 async def measure(url: str, batches: int, lines: int) -> None:
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as session:
-        await upload(session, url, Watch(session, url))
-        await queue(session, url, Watch(session, url), batches, lines)
+    async with Client(Target(url), time.monotonic) as client:
+        await measure_upload(Server(client))
+        await measure_queue(Server(client), batches, lines)
 
 
 def main(argv: list[str] | None = None) -> None:

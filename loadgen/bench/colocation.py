@@ -24,9 +24,9 @@ from typing import Any
 import aiohttp
 import orjson
 
-from loadgen.bench.batch_job import JobClient, job_lines, wait_quiet
+from loadgen.bench.batch_job import JobClient, job_lines
+from loadgen.bench.live import make_model_folder, server, wait_quiet
 from loadgen.bench.machine import describe
-from loadgen.bench.serving import make_model_folder, prompt_of, server
 from loadgen.bench.sine_plot import draw
 
 ONLINE_PROMPT, ONLINE_OUTPUT = 128, 48
@@ -92,6 +92,10 @@ def poisson(rate: Callable[[float], float], top: float, seconds: float, seed: in
         if generator.random() * top < rate(at):
             arrivals.append(at)
     return arrivals
+
+
+def prompt_of(length: int, salt: int) -> list[int]:
+    return [(salt * 7919 + 31 * i) % 40_000 + 5 for i in range(length)]
 
 
 def completion_body(prompt: int, output: int, salt: int) -> dict[str, Any]:

@@ -17,13 +17,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import aiohttp
-import orjson
+import numpy as np
 
-from loadgen.bench.batch_job import wait_quiet
-from loadgen.bench.colocation import Answer, percentile, poisson
+from loadgen.arrivals import constant_rate, schedule
+from loadgen.bench.live import PACKAGED, Watch, metrics_page, percentile, plan_for, read_metric, run, server, wait_quiet
 from loadgen.bench.machine import describe
-from loadgen.bench.serving import PACKAGED, server
+from loadgen.metrics import Slo
+from loadgen.randomness import stream
+from loadgen.records import RequestRecord
+from loadgen.workloads import fixed
 
 PROMPT, OUTPUT = 192, 192
 ARMS = {
@@ -56,6 +58,7 @@ SAMPLE_SECONDS = 0.1
 BURST = 16
 COUNTED = ("preemptions", "prefill_tokens", "decode_tokens")
 MOVED = ("swap_out", "swap_in", "restore")
+HIDDEN = "tidemill_hidden_blocks"
 
 
 @dataclass(slots=True)
@@ -64,7 +67,7 @@ class PressureRun:
 
     prompt: int
     output: int
-    answers: list[Answer] = field(default_factory=list)
+    answers: list[RequestRecord] = field(default_factory=list)
     counts: dict[str, float] = field(default_factory=dict)
     hidden_blocks: list[float] = field(default_factory=list)
 
@@ -90,88 +93,33 @@ def model_folder(folder: Path, model: str) -> tuple[str, ...]:
 def counters(page: str) -> dict[str, float]:
     """What a page of /metrics counts, each summed over its labels, cache units by operation; 0 for what is not there
     yet."""
-    names = {f"tidemill_{name}_total": name for name in COUNTED}
-    names |= {f'tidemill_cache_units_total{{operation="{name}"}}': name for name in MOVED}
-    found = dict.fromkeys((*COUNTED, *MOVED), 0.0)
-    for line in page.splitlines():
-        sample, _, value = line.rpartition(" ")
-        name = names.get(sample) or names.get(sample.partition("{")[0])
-        if name is not None and not line.startswith("#"):
-            found[name] += float(value)
-    return found
-
-
-def gauge(page: str, name: str) -> float:
-    """A gauge without labels; 0 where it is not there."""
-    return next((float(line.split()[1]) for line in page.splitlines() if line.startswith(f"{name} ")), 0.0)
-
-
-async def stream(
-    session: aiohttp.ClientSession, url: str, answer: Answer, run: PressureRun, salt: int, start: float
-) -> None:
-    """One streamed completion of exactly the run's lengths, its times since `start`; no two salts share a prefix."""
-    loop = asyncio.get_running_loop()
-    body = {
-        "model": "model",
-        "prompt": [3 + (salt * 7919 + 31 * i) % 2500 for i in range(run.prompt)],
-        "max_tokens": run.output,
-        "min_tokens": run.output,
-        "ignore_eos": True,
-        "temperature": 0,
-        "stream": True,
-        "stream_options": {"include_usage": True, "continuous_usage_stats": True},
-    }
-    async with session.post(f"{url}/v1/completions", data=orjson.dumps(body)) as response:
-        if response.status != 200:
-            return
-        async for line in response.content:
-            if line.startswith(b"data: {"):
-                usage = orjson.loads(line[6:])["usage"]
-                answer.tokens += [loop.time() - start] * (usage["completion_tokens"] - len(answer.tokens))
-    answer.ok = len(answer.tokens) >= run.output
+    names = {name: f"tidemill_{name}_total" for name in COUNTED}
+    names |= {name: f'tidemill_cache_units_total{{operation="{name}"}}' for name in MOVED}
+    return {name: read_metric(page, metric, missing=0.0) for name, metric in names.items()}
 
 
 async def run_seed(url: str, arrivals: Sequence[float], seed: int, prompt: int, output: int) -> PressureRun:
     """Send what arrives, wait for every answer, read the counters before and after."""
     await wait_quiet(url)
-    run = PressureRun(prompt, output, [Answer(at) for at in arrivals])
-    headers, timeout = {"content-type": "application/json"}, aiohttp.ClientTimeout(total=None)
-    connector = aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(headers=headers, connector=connector, timeout=timeout) as session:
-
-        async def page() -> str:
-            async with session.get(f"{url}/metrics") as response:
-                return await response.text()
-
-        async def sample() -> None:
-            while True:
-                run.hidden_blocks.append(gauge(await page(), "tidemill_hidden_blocks"))
-                await asyncio.sleep(SAMPLE_SECONDS)
-
-        async def send(answer: Answer, salt: int, start: float) -> None:
-            await asyncio.sleep(max(0.0, start + answer.scheduled - asyncio.get_running_loop().time()))
-            await stream(session, url, answer, run, salt, start)
-
-        before, start = counters(await page()), asyncio.get_running_loop().time()
-        sampler = asyncio.create_task(sample())
-        await asyncio.gather(*(send(each, seed * 10_000 + i, start) for i, each in enumerate(run.answers)))
-        sampler.cancel()
-        await asyncio.gather(sampler, return_exceptions=True)
-        after = counters(await page())
-    run.counts = {name: after[name] - before[name] for name in after}
-    return run
+    watch = Watch((HIDDEN,), SAMPLE_SECONDS)
+    before = counters(await metrics_page(url))
+    online = fixed(1, prompt, output).at(np.asarray(arrivals, dtype=np.float64))
+    records = await run(plan_for(url, seed, online=online), watch)
+    after = counters(await metrics_page(url))
+    counts = {name: after[name] - before[name] for name in after}
+    return PressureRun(prompt, output, records.requests, counts, [value for _, value in watch.seen.get(HIDDEN, [])])
 
 
 def answered_rate(burst: PressureRun) -> float:
     """Answers a second of requests that came at once."""
-    ended = [answer.tokens[-1] for answer in burst.answers if answer.ok]
+    ended = [answer.chunk_at[-1] for answer in burst.answers if answer.ok]
     if not ended:
         raise SystemExit("no request of the burst was answered; give --rate")
     return len(ended) / max(ended)
 
 
 HEADER = (
-    f"{'arm':17} {'seed':>4} {'requests':>8} {'refused':>7} {'attained':>8} {'TTFT P50':>9} {'P99 ms':>8} "
+    f"{'arm':22} {'seed':>4} {'requests':>8} {'refused':>7} {'attained':>8} {'TTFT P50':>9} {'P99 ms':>8} "
     f"{'TBT P50':>8} {'P99 ms':>8} {'preempted':>9} {'recomputed':>10} {'out':>6} {'in':>6} {'restored':>8} "
     f"{'hidden':>7}"
 )
@@ -181,15 +129,16 @@ def show(name: str, seed: str, runs: Sequence[PressureRun], ttft: float, tbt: fl
     """A line of the table, latencies and attainment pooled over the runs, counts added up; `hidden`: blocks that run
     from hidden state, on average."""
     answers = [answer for run in runs for answer in run.answers]
-    firsts = [answer.ttft for answer in answers if answer.tokens]
-    gaps = [gap for answer in answers for gap in answer.gaps]
-    good = sum(answer.good(ttft, tbt) for answer in answers) / len(answers)
-    refused = sum(not answer.tokens for answer in answers)
+    firsts = [answer.ttft for answer in answers if answer.ttft is not None]
+    gaps = np.concatenate([answer.gaps() for answer in answers])
+    slo = Slo((("ttft", ttft), ("tbt_p99", tbt)))
+    good = sum(map(slo.good, answers)) / len(answers)
+    refused = len(answers) - len(firsts)
     counts = {key: sum(run.counts[key] for run in runs) for key in runs[0].counts}
     sampled = [value for run in runs for value in run.hidden_blocks]
     times = [percentile(values, rank) * 1e3 for values in (firsts, gaps) for rank in (50, 99)]
     return (
-        f"{name:17} {seed:>4} {len(answers):8d} {refused:7d} {good:8.1%} {times[0]:9.0f} {times[1]:8.0f} "
+        f"{name:22} {seed:>4} {len(answers):8d} {refused:7d} {good:8.1%} {times[0]:9.0f} {times[1]:8.0f} "
         f"{times[2]:8.1f} {times[3]:8.1f} {counts['preemptions']:9.0f} {sum(run.recomputed for run in runs):10.0f} "
         + " ".join(f"{counts[key]:{width}.0f}" for key, width in zip(MOVED, (6, 6, 8), strict=True))
         + f" {sum(sampled) / max(len(sampled), 1):7.1f}"
@@ -262,8 +211,9 @@ def run_arm(args: argparse.Namespace, folder: Path, arm: str, flags: Sequence[st
             args.rate = args.load * answered_rate(burst)
             print(f"{args.rate:.2f} requests/s for {args.seconds:g} s", flush=True)
         for seed in range(1, args.seeds + 1):
-            arrivals = poisson(lambda _t: args.rate, args.rate, args.seconds, seed)
-            runs.append(asyncio.run(run_seed(url, arrivals, seed, args.prompt, args.output)))
+            random = stream(seed, "arrivals")
+            arrivals = schedule(constant_rate(args.rate), "poisson", random, duration=args.seconds)
+            runs.append(asyncio.run(run_seed(url, list(arrivals), seed, args.prompt, args.output)))
             print("  " + show(arm, str(seed), runs[-1:], args.ttft, args.tbt), flush=True)
     return runs
 

@@ -8,141 +8,48 @@ per token, prefill against the matmul rate, batches against the bare linear laye
 import asyncio
 import json
 import os
-import shutil
-import socket
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-import aiohttp
-import orjson
-
 from loadgen.bench import peers
 from loadgen.bench.figures import OUTPUT, PREFILL, PROMPT, REPEATS, Figures, ratio
+from loadgen.bench.live import CONFIG, make_model_folder, plan_for, run, server
 from loadgen.bench.machine import describe
-
-CONFIG: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 576,
-    "num_hidden_layers": 30,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-    "head_dim": 64,
-    "intermediate_size": 1536,
-    "vocab_size": 49152,
-    "max_position_embeddings": 2048,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "hidden_act": "silu",
-    "tie_word_embeddings": True,
-    "attention_bias": False,
-    "mlp_bias": False,
-    "torch_dtype": "bfloat16",
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-}
-PACKAGED = Path(__file__).resolve().parents[2] / "engine" / "models" / "demo" / "weights"
-"""Where the tokenizer comes from."""
+from loadgen.records import RequestRecord
+from loadgen.workloads import fixed
 
 
-def make_model_folder(folder: Path) -> None:
-    (folder / "config.json").write_text(json.dumps(CONFIG))
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(PACKAGED / name, folder / name)
+async def at_once(url: str, count: int, prompt: int, output: int, seed: int) -> list[RequestRecord]:
+    """`count` requests sent together, each answered with exactly `output` tokens."""
+    lines = fixed(count, prompt, output)
+    found = (await run(plan_for(url, seed, online=lines, closed_loop=True))).requests
+    for record in found:
+        if not record.ok or record.output_tokens != output:
+            raise SystemExit(f"asked for {output} tokens, got {record.output_tokens} ({record.outcome} {record.error})")
+    return found
 
 
-@contextmanager
-def server(folder: Path, threads: int, *flags: str) -> Iterator[str]:
-    """`tidemill serve` on a free port with further flags; yields its base URL. `threads` 0: its own choice."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "gateway", "serve", str(folder), "--load-format", "dummy", "--port", str(port)]
-    environment = {**os.environ, **({"OMP_NUM_THREADS": str(threads)} if threads else {})}
-    process = subprocess.Popen(
-        [*command, "--served-model-name", "model", "--no-enable-prefix-caching", *flags], env=environment
-    )
-    try:
-        url = f"http://127.0.0.1:{port}"
-        asyncio.run(wait_ready(url, process))
-        yield url
-    finally:
-        process.terminate()
-        process.wait(30)
-
-
-async def wait_ready(url: str, process: subprocess.Popen[bytes]) -> None:
-    async with aiohttp.ClientSession() as session:
-        for _ in range(1800):
-            if process.poll() is not None:
-                raise SystemExit("the server did not start")
-            try:
-                async with session.get(f"{url}/ready") as answer:
-                    if answer.status == 200:
-                        return
-            except aiohttp.ClientError:
-                pass
-            await asyncio.sleep(0.1)
-    raise SystemExit("the server was not ready within three minutes")
-
-
-async def stream(session: aiohttp.ClientSession, url: str, prompt: list[int], output: int) -> list[float]:
-    """One streamed completion of exactly `output` tokens; the times of its start and of every data line."""
-    body = {
-        "model": "model",
-        "prompt": prompt,
-        "max_tokens": output,
-        "min_tokens": output,
-        "ignore_eos": True,
-        "temperature": 0,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
-    times = [time.perf_counter()]
-    async with session.post(f"{url}/v1/completions", data=orjson.dumps(body)) as answer:
-        if answer.status != 200:
-            raise SystemExit(await answer.text())
-        last = b""
-        async for line in answer.content:
-            if line.startswith(b"data: {"):
-                times.append(time.perf_counter())
-                last = line
-    usage = orjson.loads(last[6:])["usage"]
-    if usage["completion_tokens"] != output:
-        raise SystemExit(f"asked for {output} tokens, got {usage['completion_tokens']}")
-    return times[:-1]
-
-
-def prompt_of(length: int, salt: int) -> list[int]:
-    return [(salt * 7919 + 31 * i) % 40_000 + 5 for i in range(length)]
-
-
-async def batch_rate(session: aiohttp.ClientSession, url: str, streams: int, salt: int) -> float:
+async def batch_rate(url: str, streams: int, seed: int) -> float:
     """Output tokens per second of `streams` simultaneous requests, from the first sent to the last token."""
-    start = time.perf_counter()
-    await asyncio.gather(*[stream(session, url, prompt_of(PROMPT, salt + i), OUTPUT) for i in range(streams)])
-    return streams * OUTPUT / (time.perf_counter() - start)
+    found = await at_once(url, streams, PROMPT, OUTPUT, seed)
+    begin = min(record.sent_at or 0.0 for record in found)
+    return streams * OUTPUT / (max(record.chunk_at[-1] for record in found) - begin)
 
 
 async def measure_server(url: str) -> Figures:
-    headers = {"content-type": "application/json"}
-    async with aiohttp.ClientSession(headers=headers) as session:
-        await batch_rate(session, url, 4, 9000)
-        one, prefill, eight, sixteen = [], [], [], []
-        for repeat in range(REPEATS):
-            times = await stream(session, url, prompt_of(PROMPT, 1 + repeat), OUTPUT)
-            one.append((OUTPUT - 1) / (times[-1] - times[1]))
-            times = await stream(session, url, prompt_of(PREFILL, 50 + repeat), 1)
-            prefill.append(PREFILL / (times[1] - times[0]))
-            eight.append(await batch_rate(session, url, 8, 100 + 20 * repeat))
-            sixteen.append(await batch_rate(session, url, 16, 500 + 20 * repeat))
+    await batch_rate(url, 4, 9000)
+    one, prefill, eight, sixteen = [], [], [], []
+    for repeat in range(REPEATS):
+        (record,) = await at_once(url, 1, PROMPT, OUTPUT, 1 + repeat)
+        one.append(1.0 / (record.tpot or 0.0))
+        (record,) = await at_once(url, 1, PREFILL, 1, 50 + repeat)
+        prefill.append(PREFILL / (record.ttft_sent or 0.0))
+        eight.append(await batch_rate(url, 8, 100 + repeat))
+        sixteen.append(await batch_rate(url, 16, 500 + repeat))
     return Figures(median(one), median(prefill), median(eight), median(sixteen))
 
 

@@ -9,11 +9,9 @@ rounds), and the median of the rounds' ratios (target: within 15 %) between the 
 """
 
 import argparse
+import asyncio
 import json
 import tempfile
-import threading
-import time
-import urllib.request
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,14 +21,11 @@ from typing import Any
 from engine.cache.pool import UNITS_PER_KV_BLOCK
 from engine.config import SchedulerConfig
 from engine.scheduling.objective import StepObjective
-from loadgen import workers
 from loadgen.arrivals import constant_rate, schedule
+from loadgen.bench.live import Watch, make_model_folder, plan_for, run, server
 from loadgen.bench.machine import describe
-from loadgen.bench.serving import PACKAGED, make_model_folder, server
-from loadgen.client import Target
 from loadgen.metrics import Slo, run_metrics
-from loadgen.plan import Job, Plan, Windows
-from loadgen.prompts import TokenIds
+from loadgen.plan import Job, Windows
 from loadgen.randomness import stream
 from loadgen.simulation.device import measured_device, read_profile
 from loadgen.simulation.run import Policies, simulate
@@ -75,30 +70,18 @@ def arms(made: Workload) -> dict[str, Workload]:
     return {"online only": replace(made, jobs=()), "offline only": replace(made, online=None), "both": made}
 
 
-def plain_token() -> int:
-    """A token whose text is one letter.
-
-    Random weights would give pieces of characters, which a server must hold back: no token would be seen when it came.
-    """
-    vocabulary: dict[str, int] = json.loads((PACKAGED / "tokenizer.json").read_text())["model"]["vocab"]
-    return vocabulary["a"]
-
-
-def live(url: str, made: Workload, windows: Windows, seed: int) -> Mapping[str, Any]:
-    """Metrics of one arm over HTTP; every token of every answer is the same letter."""
-    plan = Plan(
-        target=Target(url, model="model"),
+async def live(url: str, made: Workload, windows: Windows, seed: int, watch: Watch | None = None) -> Mapping[str, Any]:
+    """Metrics of one arm over HTTP."""
+    plan = plan_for(
+        url,
+        seed,
         online=made.online,
         jobs=made.jobs,
         offline_mode="flex" if made.jobs else "none",
         offline_concurrency=CONCURRENCY,
         windows=windows,
-        source=TokenIds(),
-        seed=seed,
-        salt=int(time.time()),
-        extra_body={"logit_bias": {str(plain_token()): 100}},
     )
-    records = workers.execute(plan, 1, lambda _: None)
+    records = await run(plan, watch)
     found = run_metrics(records, windows.measured(records.ended_at), Slo())
     bad = sum(not record.ok for record in records.requests if record.service_class == "online")
     if bad:
@@ -106,29 +89,17 @@ def live(url: str, made: Workload, windows: Windows, seed: int) -> Mapping[str, 
     return {**found["online"], "offline_throughput": found["offline"]["offline_throughput"]}
 
 
-def counters(url: str) -> dict[str, float]:
-    """The server's own counters: steps, and their seconds on the device."""
-    with urllib.request.urlopen(f"{url}/metrics") as answer:
-        lines = [line.split() for line in answer.read().decode().splitlines() if line.startswith("tidemill_step")]
-    return {name: float(value) for name, value in lines if "{" not in name}
-
-
 def measure_host(url: str, seconds: float) -> Host:
     """Time between the steps of a server that is never idle: from its counters at two moments of a burst."""
-    marks: list[tuple[float, dict[str, float]]] = []
-
-    def look() -> None:
-        marks.append((time.perf_counter(), counters(url)))
-
-    timers = [threading.Timer(at, look) for at in (0.3 * seconds, 0.9 * seconds)]
-    for timer in timers:
-        timer.start()
-    live(url, Workload("host", None, (Job(fixed(4000, 64, 64)),)), Windows(horizon=seconds), 99)
-    for timer in timers:
-        timer.join()
-    (began, before), (ended, after) = marks
-    steps, spent = (after[name] - before[name] for name in ("tidemill_steps_total", "tidemill_step_seconds_total"))
-    return Host((ended - began - spent) / steps, int(steps))
+    steps, spent = "tidemill_steps_total", "tidemill_step_seconds_total"
+    watch = Watch((steps, spent), 0.05 * seconds)
+    burst = Workload("host", None, (Job(fixed(4000, 64, 64)),))
+    asyncio.run(live(url, burst, Windows(horizon=seconds), 99, watch))
+    marks = [i for i, (at, _) in enumerate(watch.seen[steps]) if 0.3 * seconds <= at <= 0.9 * seconds]
+    first, last = marks[0], marks[-1]
+    grown = {name: watch.seen[name][last][1] - watch.seen[name][first][1] for name in (steps, spent)}
+    passed = watch.seen[steps][last][0] - watch.seen[steps][first][0]
+    return Host((passed - grown[spent]) / grown[steps], int(grown[steps]))
 
 
 def simulated(profile: Path, host: Host, made: Workload, windows: Windows, seed: int) -> Mapping[str, Any]:
@@ -169,7 +140,7 @@ def measure_round(rate: float, seconds: float, seed: int) -> Found:
         kept = Path(name) / "profiles"
         with server(Path(name), THREADS, "--slo", f"ttft_p99=60s,tbt_p99={TBT_LIMIT * 1e3:g}ms", *limits(kept)) as url:
             host = measure_host(url, HOST_SECONDS)
-            ours = {arm: live(url, part, windows, seed) for arm, part in arms(made).items()}
+            ours = {arm: asyncio.run(live(url, part, windows, seed)) for arm, part in arms(made).items()}
         (profile,) = kept.glob("*.json")
         about = json.loads(profile.read_bytes())
         print(

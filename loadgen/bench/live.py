@@ -1,0 +1,184 @@
+"""What the live benchmarks share: a model of random weights, `tidemill serve` as a user would start it, runs of the
+load generator against it, and its page of metrics."""
+
+import asyncio
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from numpy.typing import ArrayLike
+
+from loadgen import workers
+from loadgen.client import Client, Target
+from loadgen.plan import Plan
+from loadgen.prompts import TokenIds
+from loadgen.records import Records
+from loadgen.stats import nearest_rank
+
+CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 576,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "head_dim": 64,
+    "intermediate_size": 1536,
+    "vocab_size": 49152,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": True,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "torch_dtype": "bfloat16",
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+"""A Llama of 134.5 M parameters."""
+PACKAGED = Path(__file__).resolve().parents[2] / "engine" / "models" / "demo" / "weights"
+"""Where the tokenizer comes from."""
+READY_SECONDS = 180.0
+QUIET_SECONDS, QUIET_POLLS = 0.5, 3
+
+
+def make_model_folder(folder: Path) -> None:
+    """`CONFIG` with the packaged tokenizer; the server makes up the weights."""
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(PACKAGED / name, folder / name)
+
+
+@contextmanager
+def server(folder: Path, threads: int, *flags: str) -> Iterator[str]:
+    """`tidemill serve` on a free port with further flags; yields its base URL. `threads` 0: its own choice."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "gateway", "serve", str(folder), "--load-format", "dummy", "--port", str(port)]
+    environment = {**os.environ, **({"OMP_NUM_THREADS": str(threads)} if threads else {})}
+    process = subprocess.Popen(
+        [*command, "--served-model-name", "model", "--no-enable-prefix-caching", *flags], env=environment
+    )
+    try:
+        url = f"http://127.0.0.1:{port}"
+        _wait_ready(url, process)
+        yield url
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+def _wait_ready(url: str, process: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + READY_SECONDS
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            raise SystemExit("the server did not start")
+        with suppress(OSError), urllib.request.urlopen(f"{url}/ready"):  # an answer other than 200 is an OSError
+            return
+        time.sleep(0.1)
+    raise SystemExit(f"the server was not ready within {READY_SECONDS:g} s")
+
+
+def plan_for(url: str, seed: int, **settings: Any) -> Plan:
+    """A plan against such a server: completions of made-up token ids, forced lengths, every token counted when it came,
+    also one without text of its own (random weights give pieces of characters)."""
+    return Plan(Target(url, model="model", silent_tokens=True), source=TokenIds(), seed=seed, salt=seed, **settings)
+
+
+@dataclass(slots=True)
+class Watch:
+    """Metrics of the server, looked at every `every` seconds of a run: (seconds since its start, sum of the labels)."""
+
+    names: tuple[str, ...]
+    every: float
+    seen: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
+
+    async def follow(self, url: str, start: float) -> None:
+        """Until cancelled."""
+        async with Client(Target(url), time.monotonic) as client:
+            while True:
+                page = await read_page(client)
+                now = time.monotonic() - start
+                for name in self.names:
+                    self.seen.setdefault(name, []).append((now, read_metric(page, name, missing=0.0)))
+                await asyncio.sleep(self.every)
+
+    def grown(self, name: str) -> list[tuple[float, float]]:
+        """By how much a counter grew from one look to the next."""
+        seen = self.seen.get(name, [])
+        return [(at, total - before) for (_, before), (at, total) in pairwise(seen)]
+
+
+async def run(plan: Plan, watch: Watch | None = None) -> Records:
+    """Execute a plan in this loop; `watch` looks at the server meanwhile, on the clock of the records. Ctrl-C ends it
+    with KeyboardInterrupt."""
+    started: list[asyncio.Task[None]] = []
+
+    def begin(epoch: float) -> None:
+        if watch is not None:
+            started.append(asyncio.create_task(watch.follow(plan.target.base_url, epoch)))
+
+    try:
+        records = await workers.run_here(plan, begin)
+    finally:
+        for task in started:
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+    if records.interrupted:
+        raise KeyboardInterrupt
+    return records
+
+
+async def read_page(client: Client) -> str:
+    """The page of metrics."""
+    _, page = await client.raw("GET", "/metrics")
+    return page.decode()
+
+
+async def metrics_page(url: str) -> str:
+    """The page of metrics of a server."""
+    async with Client(Target(url), time.monotonic) as client:
+        return await read_page(client)
+
+
+async def wait_quiet(url: str) -> None:
+    """Until the server has had nothing running or waiting for a while."""
+    quiet = 0
+    while quiet < QUIET_POLLS:
+        await asyncio.sleep(QUIET_SECONDS)
+        quiet = 0 if num_open(await metrics_page(url)) else quiet + 1
+
+
+def num_open(page: str) -> float:
+    """Requests of both classes in a page of metrics, running and waiting."""
+    return sum(read_metric(page, f"tidemill_requests_{state}") for state in ("running", "waiting"))
+
+
+def read_metric(page: str, name: str, missing: float | None = None) -> float:
+    """The sum over the labels of one metric; with its labels (`name{...}`), of that sample. Raises SystemExit when the
+    page does not have it, unless `missing` stands in."""
+    starts = (f"{name} ",) if name.endswith("}") else (f"{name} ", f"{name}{{")
+    lines = [line for line in page.splitlines() if line.startswith(starts)]
+    if not lines and missing is None:
+        raise SystemExit(f"the server has no metric {name}")
+    return sum((float(line.rsplit(" ", 1)[1]) for line in lines), 0.0 if lines else missing or 0.0)
+
+
+def percentile(values: ArrayLike, percent: float) -> float:
+    """Nearest rank; 0 for no values."""
+    found: Sequence[float] = list(values)  # type: ignore[arg-type]
+    return nearest_rank(found, percent) if found else 0.0
