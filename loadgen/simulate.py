@@ -30,11 +30,11 @@ from gateway.flags import add_flags, flags_of, given
 from loadgen import assemble, flags, workloads
 from loadgen.errors import InputError
 from loadgen.experiments import apt, apt_table, hybridserve, hybridserve_table, hygen, larry, llmd, parts
-from loadgen.experiments.machine import MachineSpec, build_machine
 from loadgen.experiments.table import Result, render, write_table
 from loadgen.plan import Windows
 from loadgen.simulation import report
 from loadgen.simulation.device import Simulated, named_device, profiled_device
+from loadgen.simulation.machine import MachineSpec, build_machine
 from loadgen.simulation.planner import Question, answer
 from loadgen.simulation.run import Policies, shares_prefixes, simulate
 from loadgen.workloads import Workload

@@ -12,8 +12,8 @@ from engine.request import EngineRequest, SamplingParams
 from engine.virtual import Arrival, VirtualRecord, VirtualRun
 from loadgen import simulate
 from loadgen.experiments import apt, apt_point, apt_table
-from loadgen.experiments.machine import Machine, build_machine
 from loadgen.experiments.table import Result
+from loadgen.simulation.machine import Machine, build_machine
 
 CHAT = apt_point.Load("apt-chat", 1.0, 1.0, (1.0,), (1.0,))
 TINY = apt.Config(

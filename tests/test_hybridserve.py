@@ -18,8 +18,8 @@ from loadgen.experiments import hybridserve as hybrid
 from loadgen.experiments import hybridserve_table as table
 from loadgen.experiments.hybridserve import ARMS, CONFIG, LINK, Config, Load, Point, choose, make_case, run_point
 from loadgen.experiments.offload import algorithm_1, split_context
-from loadgen.experiments.replay import Metrics
 from loadgen.experiments.table import Result
+from loadgen.simulation.measure import Metrics
 
 ARM = {arm.name: arm for arm in ARMS}
 TINY = replace(CONFIG, loads=(Load("opt-13b", 16, 256), Load("opt-30b", 8, None)), output=18)

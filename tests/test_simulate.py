@@ -17,20 +17,21 @@ from engine.config import EngineConfig, SchedulerConfig
 from engine.core import EngineCore
 from engine.execution.simulated import SimulatedDevice, SimulatedRunner
 from engine.request import RequestClass
-from engine.scheduling.objective import StepObjective
+from engine.scheduling.objective import UNLIMITED, StepObjective
 from engine.scheduling.output import Collect, SchedulerOutput
 from engine.virtual import Arrival, VirtualDriver
 from loadgen import simulate, workloads
 from loadgen.client import Target as Server
 from loadgen.experiments import larry
-from loadgen.experiments.machine import Machine, MachineSpec, build_machine
 from loadgen.experiments.pool import Replays
-from loadgen.experiments.replay import ONLINE_ONLY, UNLIMITED, Metrics, Scenario, Setting, measure, replay, run
+from loadgen.experiments.replay import ONLINE_ONLY, Scenario, Setting, replay, run
 from loadgen.experiments.surface import Family, Surface, Target, interference
 from loadgen.experiments.table import Result, figure, render, write_table
 from loadgen.plan import FIRST_OFFLINE, Job, Plan, Windows
 from loadgen.prompts import PromptMaker, TokenIds
 from loadgen.simulation.device import measured_device, named_device, read_profile
+from loadgen.simulation.machine import Machine, MachineSpec, build_machine
+from loadgen.simulation.measure import Metrics, measure
 from loadgen.simulation.run import requests
 from loadgen.simulation.run import simulate as simulated_run
 from loadgen.svg import Series
@@ -66,7 +67,7 @@ def test_one_request_by_hand(machine: Machine) -> None:
     found = run(machine, scenario, Setting(), 0)
     record = found.online[0]
     assert len(record.token_times) == 3 and found.steps == 3
-    metrics = measure(found, scenario)
+    metrics = measure(found, scenario.warm_up, scenario.measure_end)
     assert metrics["ttft_mean"] == pytest.approx(record.token_times[0] - 1.0)
     assert metrics["normalized_ttft_p50"] == pytest.approx(metrics["ttft_mean"] / 100)
     assert metrics["tbt_p99"] == max(record.gaps) and metrics["tbt_mean"] == pytest.approx(sum(record.gaps) / 2)
@@ -86,7 +87,7 @@ def test_only_the_window_is_measured(machine: Machine) -> None:
     part = replace(whole, warm_up=0.5, measure_end=1.0)
     found = run(machine, whole, Setting(), 0)
     chosen = [r for r in found.online if 0.5 <= r.arrival.at <= 1.0]
-    metrics = measure(found, part)
+    metrics = measure(found, part.warm_up, part.measure_end)
     assert metrics["requests"] == len(chosen) == 11
     assert metrics["ttft_mean"] == pytest.approx(sum(r.ttft or 0.0 for r in chosen) / 11)
     tokens = sum(0.5 <= at <= 1.0 for r in found.online for at in r.token_times)

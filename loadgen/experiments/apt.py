@@ -13,9 +13,9 @@ from multiprocessing import get_context
 from pathlib import Path
 
 from loadgen.experiments.apt_point import Arm, Load, Point, requests_of, run_point, with_cache
-from loadgen.experiments.machine import MachineSpec, build_machine
-from loadgen.experiments.replay import Metrics
 from loadgen.experiments.table import Result
+from loadgen.simulation.machine import MachineSpec, build_machine
+from loadgen.simulation.measure import Metrics
 
 LARRY = "larry:0.001"
 """The paper's α of 1, which weighs seconds against blocks, over the blocks of the pool (see the experiment `larry`)."""

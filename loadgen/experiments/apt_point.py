@@ -9,15 +9,15 @@ import numpy as np
 
 from engine.cache.pool import UNITS_PER_KV_BLOCK
 from engine.core import EngineCore
-from engine.execution.simulated import SIMULATED_TOKEN
-from engine.request import EngineRequest, SamplingParams
+from engine.request import RequestClass
 from engine.scheduling.objective import StepObjective
 from engine.scheduling.output import Collect, SchedulerOutput
 from engine.virtual import Arrival, VirtualDriver, VirtualRun
 from loadgen import workloads
 from loadgen.arrivals import Process
-from loadgen.experiments.machine import Machine
-from loadgen.experiments.replay import OUTPUT_CAP, Metrics, Row, rows_of
+from loadgen.simulation.machine import Machine
+from loadgen.simulation.measure import Metrics
+from loadgen.simulation.requests import Row, request_of, rows_of
 from loadgen.stats import nearest_rank
 
 HIDDEN_SHARE = 2
@@ -145,10 +145,8 @@ def run_point(point: Point) -> Metrics:
 
 
 def _arrivals(rows: Sequence[Row], limit: int) -> Iterator[Arrival]:
-    for index, (at, prompt, output) in enumerate(rows):
-        cap = max(output, min(OUTPUT_CAP, limit - prompt))
-        sampling = SamplingParams(max_tokens=cap, min_tokens=output, stop_token_ids=frozenset({SIMULATED_TOKEN}))
-        yield Arrival(at, EngineRequest(f"n{index}", (1,) * prompt, sampling))
+    for index, row in enumerate(rows):
+        yield Arrival(row[0], request_of(f"n{index}", row, RequestClass.ONLINE, limit))
 
 
 def attained(run: VirtualRun, load: Load) -> Metrics:

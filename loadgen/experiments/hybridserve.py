@@ -16,10 +16,10 @@ from engine.execution.device_specs import DEVICES, MODELS
 from engine.execution.offload import Compact, OffloadDevice, lay_out
 from engine.execution.simulated import SimulatedDevice
 from engine.scheduling.host_split import HostSplit, OffloadCosts
-from loadgen.experiments.machine import NOISE
 from loadgen.experiments.offload import BLOCK, Case, algorithm_1, measure_costs, split_context
-from loadgen.experiments.replay import Metrics
 from loadgen.experiments.table import Result
+from loadgen.simulation.machine import NOISE
+from loadgen.simulation.measure import Metrics
 
 GRID = 40
 """Parts into which `hybrid-best` divides the share of ACT blocks."""

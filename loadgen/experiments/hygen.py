@@ -15,12 +15,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from engine.scheduling.objective import UNLIMITED
 from loadgen import lengths, traces
-from loadgen.experiments.machine import Machine, MachineSpec, build_machine
 from loadgen.experiments.pool import Replays
-from loadgen.experiments.replay import ONLINE_ONLY, UNLIMITED, Scenario, Setting, rows_of
+from loadgen.experiments.replay import ONLINE_ONLY, Scenario, Setting
 from loadgen.experiments.surface import Family, Surface, Target, interference
 from loadgen.experiments.table import Result, figure, mean
+from loadgen.simulation.machine import Machine, MachineSpec, build_machine
+from loadgen.simulation.requests import rows_of
 from loadgen.svg import Series
 from predictor.budget import BudgetParams
 from predictor.features import BatchFeatures

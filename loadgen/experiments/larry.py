@@ -14,10 +14,11 @@ from typing import Any
 
 from engine.cache.pool import UNITS_PER_KV_BLOCK
 from loadgen import lengths, traces
-from loadgen.experiments.machine import MachineSpec, build_machine
 from loadgen.experiments.pool import Replays
-from loadgen.experiments.replay import Scenario, Setting, rows_of
+from loadgen.experiments.replay import Scenario, Setting
 from loadgen.experiments.table import Result, figure, mean
+from loadgen.simulation.machine import MachineSpec, build_machine
+from loadgen.simulation.requests import rows_of
 from loadgen.svg import Series
 
 PAPER_ALPHAS = (1.0, 500.0, 1000.0)

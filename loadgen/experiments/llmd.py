@@ -11,14 +11,17 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from engine.scheduling.objective import UNLIMITED
 from loadgen import workloads
 from loadgen.arrivals import RateCurve, parse_curve
 from loadgen.experiments import hygen
-from loadgen.experiments.machine import Machine, MachineSpec, build_machine
 from loadgen.experiments.pool import Replays
-from loadgen.experiments.replay import ONLINE_ONLY, UNLIMITED, Metrics, Scenario, Setting, rows_of
+from loadgen.experiments.replay import ONLINE_ONLY, Scenario, Setting
 from loadgen.experiments.surface import Evaluate, Family, Surface, Target, interference
 from loadgen.experiments.table import Result, figure, mean
+from loadgen.simulation.machine import Machine, MachineSpec, build_machine
+from loadgen.simulation.measure import Metrics
+from loadgen.simulation.requests import rows_of
 from loadgen.svg import Series
 
 OTHER_ARRIVALS = 1000

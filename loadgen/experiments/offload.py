@@ -22,7 +22,7 @@ from engine.scheduling.host_split import (
     next_is_act,
     split_host,
 )
-from loadgen.experiments.machine import NOISE
+from loadgen.simulation.machine import NOISE
 
 BLOCK = 16
 SAMPLES = (16, 32, 64, 128, 256, 512)

@@ -16,12 +16,12 @@ import numpy as np
 
 from engine.execution.simulated import TrueLatency
 from loadgen.experiments import hygen
-from loadgen.experiments.machine import Machine, build_machine
 from loadgen.experiments.pool import Replays
 from loadgen.experiments.replay import ONLINE_ONLY, Setting, recorded_steps
 from loadgen.experiments.surface import Family, Surface, Target, interference
 from loadgen.experiments.table import Result, figure, mean
 from loadgen.randomness import stream
+from loadgen.simulation.machine import Machine, build_machine
 from loadgen.svg import Series
 from predictor.budget import BudgetParams
 from predictor.model import LatencyModel, LatencyPredictor

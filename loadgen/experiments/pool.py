@@ -5,8 +5,9 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from types import TracebackType
 
-from loadgen.experiments.machine import Machine
-from loadgen.experiments.replay import Metrics, Scenario, Setting, replay
+from loadgen.experiments.replay import Scenario, Setting, replay
+from loadgen.simulation.machine import Machine
+from loadgen.simulation.measure import Metrics
 
 Task = tuple[str, Setting]
 _held: tuple[Machine, dict[str, Scenario], int] | None = None

@@ -5,39 +5,28 @@ offline work). Metrics carry the names of the load generator's reports; times in
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import cycle
 
-import numpy as np
-from numpy.typing import NDArray
-
 from engine.core import EngineCore
-from engine.execution.simulated import SIMULATED_TOKEN, TrueLatency
-from engine.request import EngineRequest, RequestClass, SamplingParams
+from engine.execution.simulated import TrueLatency
+from engine.request import EngineRequest, RequestClass
 from engine.scheduling.objective import StepObjective
 from engine.scheduling.output import Collect, ModelRunner, SchedulerOutput
-from engine.virtual import Arrival, VirtualDriver, VirtualRecord, VirtualRun, step_features
-from loadgen.experiments.machine import Machine
+from engine.virtual import Arrival, VirtualDriver, VirtualRun, step_features
 from loadgen.randomness import stream
-from loadgen.stats import nearest_rank
-from loadgen.traces import Trace
+from loadgen.simulation.machine import Machine
+from loadgen.simulation.measure import Metrics, measure
+from loadgen.simulation.requests import Row, request_of
 from predictor.budget import BudgetParams
 from predictor.model import LatencyPredictor
 from predictor.samples import Sample
 
-Floats = NDArray[np.float64]
-Metrics = dict[str, float]
 ONLINE_ONLY = BudgetParams("hygen", 0.0)
-UNLIMITED = BudgetParams("hygen", math.inf)
 PREFIX_BACKLOG = 1000
 FIRST_GROUP, OWN_TOKENS = 10, 1_000_000
 """Token ids of groups' prefixes, and those that no two prompts share."""
-OUTPUT_CAP = 1024
-"""`max_tokens` of every request whose true length is shorter: what a client would ask for, not knowing it."""
-
-Row = tuple[float, int, int]
-"""(arrival in seconds, prompt tokens, output tokens)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,18 +67,9 @@ class Setting:
     tbt: float = math.inf
 
 
-def rows_of(trace: Trace, limit: int) -> tuple[Row, ...]:
-    """A trace as rows; prompts and answers are cut so that both fit a context of `limit` tokens."""
-    rows = []
-    for at, prompt, output in zip(trace.arrived_at, trace.input_tokens, trace.output_tokens, strict=True):
-        output = max(1, min(int(output), limit // 2))
-        rows.append((float(at), max(1, min(int(prompt), limit - output)), output))
-    return tuple(rows)
-
-
 def replay(machine: Machine, scenario: Scenario, setting: Setting, seed: int) -> Metrics:
     """Run and measure; deterministic for equal arguments."""
-    return measure(run(machine, scenario, setting, seed), scenario)
+    return measure(run(machine, scenario, setting, seed), scenario.warm_up, scenario.measure_end)
 
 
 def run(machine: Machine, scenario: Scenario, setting: Setting, seed: int) -> VirtualRun:
@@ -124,13 +104,13 @@ def make_driver(
     limit = machine.config.max_model_len
     core = make_core(machine, scenario, setting)
     arrivals = [
-        Arrival(row[0], _request(f"n{i}", row, RequestClass.ONLINE, limit, (-1 - i,) if scenario.shared else ()))
+        Arrival(row[0], request_of(f"n{i}", row, RequestClass.ONLINE, limit, (-1 - i,) if scenario.shared else ()))
         for i, row in enumerate(scenario.online)
     ]
     offline = None
     if setting.mixed:
         arrivals += [
-            Arrival(0.0, _request(f"f{i}", row, RequestClass.ONLINE, limit)) for i, row in enumerate(scenario.offline)
+            Arrival(0.0, request_of(f"f{i}", row, RequestClass.ONLINE, limit)) for i, row in enumerate(scenario.offline)
         ]
     elif setting.offline_rate is not None:
         arrivals += _at_rate(scenario, setting.offline_rate, seed, limit)
@@ -157,14 +137,6 @@ def make_core(machine: Machine, scenario: Scenario, setting: Setting) -> EngineC
     )
 
 
-def _request(name: str, row: Row, request_class: RequestClass, limit: int, head: tuple[int, ...] = ()) -> EngineRequest:
-    """`head`: what its prompt begins with (shared tokens, or one of its own); the rest is padding."""
-    _, prompt, output = row
-    cap = max(output, min(OUTPUT_CAP, limit - prompt))
-    sampling = SamplingParams(max_tokens=cap, min_tokens=output, stop_token_ids=frozenset({SIMULATED_TOKEN}))
-    return EngineRequest(name, (*head[:prompt], *((1,) * (prompt - len(head)))), sampling, request_class)
-
-
 def _backlog(scenario: Scenario, limit: int) -> Iterator[EngineRequest]:
     rows = scenario.offline if scenario.finite else cycle(scenario.offline)
     count = len(scenario.shared)
@@ -173,7 +145,7 @@ def _backlog(scenario: Scenario, limit: int) -> Iterator[EngineRequest]:
         if count:  # the group's prefix, then a question of its own
             group, shared = scenario.shared[i % count]
             head = (*((FIRST_GROUP + group,) * min(shared, row[1] - 1)), OWN_TOKENS + i)
-        yield _request(f"f{i}", row, RequestClass.OFFLINE, limit, head)
+        yield request_of(f"f{i}", row, RequestClass.OFFLINE, limit, head)
 
 
 def _at_rate(scenario: Scenario, rate: float, seed: int, limit: int) -> list[Arrival]:
@@ -184,50 +156,5 @@ def _at_rate(scenario: Scenario, rate: float, seed: int, limit: int) -> list[Arr
     found: list[Arrival] = []
     while (at := at + float(random.exponential(1.0 / rate))) < scenario.end:
         row = scenario.offline[len(found) % len(scenario.offline)]
-        found.append(Arrival(at, _request(f"f{len(found)}", row, RequestClass.OFFLINE, limit)))
+        found.append(Arrival(at, request_of(f"f{len(found)}", row, RequestClass.OFFLINE, limit)))
     return found
-
-
-def measure(run: VirtualRun, scenario: Scenario) -> Metrics:
-    """Latency of the requests scheduled in the measure window, throughput of the tokens stamped in it.
-
-    A request without a first token counts with the time it has waited so far, so that starving one never pays.
-    """
-    begin, end = scenario.warm_up, min(scenario.measure_end, run.end)
-    online = [r for r in run.online if r.arrival.request.request_id.startswith("n")]
-    chosen = [r for r in online if begin <= r.arrival.at <= end]
-    ttft = np.array([r.token_times[0] - r.arrival.at if r.token_times else run.end - r.arrival.at for r in chosen])
-    prompts = np.array([len(r.arrival.request.prompt_token_ids) for r in chosen])
-    gaps = np.concatenate([*(np.diff(r.token_times) for r in chosen), np.empty(0)])
-    ended = np.array([r.ended - r.arrival.at for r in chosen if r.ended is not None])
-    found = {**_spread("ttft", ttft), **_spread("tbt", gaps), **_spread("e2e", ended)}
-    found |= _spread("normalized_ttft", ttft / prompts if len(prompts) else ttft)
-    seconds = max(end - begin, 1e-9)
-    mixed = [r for r in run.online if r.arrival.request.request_id.startswith("f")]
-    offline = run.offline_tokens + _tokens(mixed, begin, end)
-    found["requests"] = float(len(chosen))
-    found["unfinished"] = float(sum(r.ended is None for r in chosen))
-    found["offline_throughput"] = offline / seconds
-    found["total_throughput"] = (offline + _tokens(online, begin, end)) / seconds
-    found["steps"] = float(run.steps)
-    found["end"] = run.end
-    return found
-
-
-def _spread(name: str, values: Floats) -> Metrics:
-    if not values.size:
-        return {f"{name}_{key}": 0.0 for key in ("mean", "p50", "p95", "p99")}
-    ordered = np.sort(values)
-    found = {f"{name}_p{percent}": nearest_rank(ordered, percent) for percent in (50, 95, 99)}
-    return {f"{name}_mean": float(ordered.mean()), **found}
-
-
-def _tokens(records: Sequence[VirtualRecord], begin: float, end: float) -> int:
-    """Output tokens stamped in the window, and the prompts whose first token is."""
-    total = 0
-    for record in records:
-        times = record.token_times
-        total += sum(begin <= at <= end for at in times)
-        if times and begin <= times[0] <= end:
-            total += len(record.arrival.request.prompt_token_ids)
-    return total

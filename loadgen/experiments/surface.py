@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from loadgen.experiments.replay import Metrics, Setting
+from loadgen.experiments.replay import Setting
+from loadgen.simulation.measure import Metrics
 
 RESOLUTION = 1.02
 Evaluate = Callable[[Sequence[Setting]], Sequence[Metrics]]

@@ -20,7 +20,7 @@ from engine.scheduling.output import Collect, ModelRunner, SchedulerOutput
 from engine.scheduling.policies import find_policy
 from engine.virtual import PredictedRunner, step_features
 from loadgen.errors import InputError
-from loadgen.experiments.machine import NOISE, fit_device
+from loadgen.simulation.machine import NOISE, fit_device
 from predictor.model import LatencyModel
 from predictor.online import OnlineModel, OnlineSettings
 from predictor.profile import Profile, ProfileError, ProfileKey

@@ -9,14 +9,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from engine.core import EngineCore
-from engine.execution.simulated import SIMULATED_TOKEN
-from engine.request import EngineRequest, RequestClass, SamplingParams
+from engine.request import RequestClass
 from engine.scheduling.objective import StepObjective
 from engine.virtual import Arrival, VirtualDriver, VirtualRun
-from loadgen.experiments.replay import OUTPUT_CAP, Metrics, Scenario, measure, rows_of
 from loadgen.plan import FIRST_OFFLINE, Windows
 from loadgen.prompts import PromptMaker, TokenIds
 from loadgen.simulation.device import Simulated
+from loadgen.simulation.measure import Metrics, measure
+from loadgen.simulation.requests import request_of, rows_of
 from loadgen.traces import Content, Trace
 from loadgen.workloads import Workload
 
@@ -49,7 +49,7 @@ def simulate(
 ) -> Metrics:
     """Run and measure; metrics by the names of the load generator's reports, and `prefix_hits` (share of tokens)."""
     ran = run_workload(device, made, windows, objective, seed, policies)
-    return {**measure(ran.run, Scenario((), (), *ran.window)), "prefix_hits": ran.prefix_hits}
+    return {**measure(ran.run, *ran.window), "prefix_hits": ran.prefix_hits}
 
 
 def run_workload(
@@ -108,15 +108,10 @@ def _lines(jobs: Sequence[Trace], maker: PromptMaker | None, limit: int, *, endl
 def requests(
     trace: Trace, name: str, maker: PromptMaker | None, limit: int, request_class: RequestClass, first: int = 0
 ) -> Iterator[Arrival]:
-    """The requests of a trace, prompts numbered from `first` as the load generator numbers them.
-
-    Their true length is hidden from the scheduler: they end at a stop token that is masked until then.
-    """
-    for index, (at, prompt, output) in enumerate(rows_of(trace, limit)):
-        cap = max(output, min(OUTPUT_CAP, limit - prompt))
-        sampling = SamplingParams(max_tokens=cap, min_tokens=output, stop_token_ids=frozenset({SIMULATED_TOKEN}))
-        tokens = (1,) * prompt
+    """The requests of a trace, prompts numbered from `first` as the load generator numbers them."""
+    for index, row in enumerate(rows_of(trace, limit)):
+        tokens: tuple[int, ...] = ()
         if maker is not None:
             shown = Content(segments=trace.content_of(index).segments)
-            tokens = tuple(maker.fields(first + index, prompt, shown)["prompt"])
-        yield Arrival(at, EngineRequest(f"{name}{index}", tokens, sampling, request_class))
+            tokens = tuple(maker.fields(first + index, row[1], shown)["prompt"])
+        yield Arrival(row[0], request_of(f"{name}{index}", row, request_class, limit, tokens))
