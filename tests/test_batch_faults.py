@@ -1,6 +1,7 @@
 """Faults that leave doubt: commits that are reported failed though they happened, and files that cannot be read."""
 
 import asyncio
+import contextlib
 import errno
 import functools
 import os
@@ -237,3 +238,51 @@ async def test_results_that_cannot_be_read_any_more(
 def test_pauses_between_tries_grow_to_a_bound() -> None:
     pauses = [FAST.read_pause(faults) / FAST.retry_seconds for faults in (1, 2, 3, 4)]
     assert pauses == [1, 2, 4, 8] and BatchLimits().read_pause(30) == 60.0
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gateway.store.writer.BUSY_SECONDS", 0.01)
+
+
+def lock_of(root: Path) -> sqlite3.Connection:
+    """What a backup tool holds: nobody else can write."""
+    connection = sqlite3.connect(root / "tidemill.db", isolation_level=None)
+    connection.execute("BEGIN IMMEDIATE")
+    return connection
+
+
+async def test_a_lock_on_the_database_is_a_fault_of_storage(
+    tokenizer: Tokenizer, tmp_path: Path, impatient: None
+) -> None:
+    """Uploads are refused with 507, reads go on, and no line runs twice."""
+    lines = [line(i) for i in range(20)]
+    async with batch_server(tokenizer, tmp_path, "x", hold_after=0) as (served, client):
+        batch = await submit(client, jsonl(lines))
+        await served.engine.wait_for_event("add", 20)
+        with contextlib.closing(lock_of(tmp_path)) as lock:
+            served.engine.release()
+            for _ in range(3):
+                with pytest.raises(openai.APIStatusError) as refused:
+                    await upload(client, b"{}\n")
+                assert (refused.value.status_code, refused.value.code) == (507, "insufficient_storage")
+            found = await asyncio.gather(*(client.batches.retrieve(batch.id) for _ in range(5)))
+            assert {one.status for one in found} == {"in_progress"} and served.app.state.batches.jobs.paused
+            lock.rollback()
+        batch = await until(client, batch.id)
+        await check_ended(client, batch, [f"id-{i}" for i in range(20)])
+        assert len(served.engine.requests) == 20
+        await upload(client, b"{}\n")
+
+
+async def test_a_short_lock_is_waited_for(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.store.writer.BUSY_SECONDS", 100.0)
+    async with batch_server(tokenizer, tmp_path) as (_, client):
+        with contextlib.closing(lock_of(tmp_path)) as lock:
+            sent = asyncio.ensure_future(upload(client, b"{}\n"))
+            await asyncio.wait([sent], timeout=0.1)
+            assert not sent.done()
+            lock.rollback()
+        assert (await sent).bytes == 3

@@ -22,9 +22,15 @@ Work = Callable[[sqlite3.Connection], ResultT]
 
 MAX_GROUP = 256  # a commit of that many rows takes about five times as long as of one
 CHECKED_BYTES = 64 * 1024 * 1024  # a whole check of a larger database would take too long at every start
-_STORAGE_CODES = frozenset(
-    {sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY}
-)
+BUSY_SECONDS = 2.0  # how long a lock of another program, such as a backup, is waited for
+_BUSY_CODES = frozenset({sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED})
+_STORAGE_CODES = _BUSY_CODES | {
+    sqlite3.SQLITE_FULL,
+    sqlite3.SQLITE_IOERR,
+    sqlite3.SQLITE_CANTOPEN,
+    sqlite3.SQLITE_READONLY,
+}
+_NOT_COMMITTED = _BUSY_CODES | {sqlite3.SQLITE_FULL}  # after any other error a commit may have happened
 
 
 def open_database(path: Path) -> sqlite3.Connection:
@@ -42,7 +48,7 @@ def open_database(path: Path) -> sqlite3.Connection:
         _check(connection, path)
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute("PRAGMA synchronous = FULL")
-        connection.execute("PRAGMA busy_timeout = 0")
+        _wait_for_locks(connection, BUSY_SECONDS)
         connection.row_factory = sqlite3.Row
         _migrate(connection)
     except BaseException as error:  # also a Ctrl-C must not leave the database open
@@ -51,6 +57,10 @@ def open_database(path: Path) -> sqlite3.Connection:
             raise ConfigError(f"the database in --state-dir cannot be used: {error}") from None
         raise
     return connection
+
+
+def _wait_for_locks(connection: sqlite3.Connection, seconds: float) -> None:
+    connection.execute(f"PRAGMA busy_timeout = {int(1000 * seconds)}")
 
 
 def _look_first(path: Path) -> None:
@@ -149,7 +159,7 @@ class SqliteWriter:
         try:
             result = work(connection)
         except Exception as error:  # any failure undoes this piece of work alone, and is its caller's
-            if isinstance(error, sqlite3.Error) and _is_storage_error(error):
+            if _storage_code(error) in _STORAGE_CODES:
                 raise StorageError from error
             connection.execute("ROLLBACK TO work")
             connection.execute("RELEASE work")
@@ -159,21 +169,26 @@ class SqliteWriter:
 
     def _give_up(self, group: list[tuple[Work[Any], Future[Any]]], error: Exception, committing: bool) -> None:
         """Nothing of the group has happened, as far as this connection sees. What only reads must not fail because of a
-        neighbour: one by one. A full disk has not taken the commit; after any other error it may have."""
+        neighbour: one by one, and without waiting again for a lock that stayed."""
         with suppress(sqlite3.Error):  # SQLite may have rolled back by itself
             if self._connection.in_transaction:
                 self._connection.execute("ROLLBACK")
+        code = _storage_code(error)
         if len(group) > 1:
+            if code in _BUSY_CODES:
+                _wait_for_locks(self._connection, 0.0)
             for item in group:
                 self._commit([item])
+            _wait_for_locks(self._connection, BUSY_SECONDS)
             return
         failure: Exception = error
-        if isinstance(error, sqlite3.Error) and _is_storage_error(error):
-            full = error.sqlite_errorcode & 0xFF == sqlite3.SQLITE_FULL
-            failure = StorageError(in_doubt=committing and not full)
+        if isinstance(error, sqlite3.Error) and code in _STORAGE_CODES:
+            failure = StorageError(in_doubt=committing and code not in _NOT_COMMITTED)
             failure.__cause__ = error
         group[0][1].set_exception(failure)
 
 
-def _is_storage_error(error: sqlite3.Error) -> bool:
-    return (getattr(error, "sqlite_errorcode", 0) & 0xFF) in _STORAGE_CODES
+def _storage_code(error: BaseException) -> int:
+    """SQLite's primary result code of an error, or of the one behind a StorageError; 0 for any other."""
+    cause = error.__cause__ if isinstance(error, StorageError) else error
+    return int(getattr(cause, "sqlite_errorcode", 0)) & 0xFF
