@@ -34,6 +34,7 @@ from engine.scheduling.planner import OfflinePlan, plan_offline
 from engine.scheduling.policies import find_policy
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.step import StepBuilder
+from engine.service_cost import token_costs
 from engine.stats import EngineStats, StepCounters
 from predictor.load import Lengths
 from predictor.model import LatencyPredictor
@@ -213,6 +214,7 @@ class EngineCore:
             preemptions=dict(counters.preemptions),
             leftover_seconds=counters.leftover_seconds,
             leftover_used_seconds=counters.leftover_used_seconds,
+            token_costs=None if scheduler.model is None else token_costs(scheduler.model, self.config),
             **asdict(self._counters),
         )
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from engine.request import RequestClass
+from engine.service_cost import TokenCosts
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,8 @@ class EngineStats:
 
     `host_units_*`: of the host tier; `hidden_blocks`: run from hidden state; `cache_units`: units that were swapped
     out, swapped in and restored, by the name of the operation. `prefill_tokens` and `decode_tokens` are of both
-    classes; `offline_computed_tokens` is the part of both together that was offline work.
+    classes; `offline_computed_tokens` is the part of both together that was offline work. `token_costs`: None without
+    a latency model.
     """
 
     running: dict[RequestClass, int] = field(default_factory=dict)
@@ -79,3 +81,4 @@ class EngineStats:
     leftover_seconds: float = 0.0
     leftover_used_seconds: float = 0.0
     colocation: ColocationStats | None = None
+    token_costs: TokenCosts | None = None

@@ -95,7 +95,13 @@ def _add_middleware(app: FastAPI, context: GatewayContext, max_file_bytes: int) 
 
 def _add_batches(app: FastAPI, context: GatewayContext, folder: StateFolder, limits: BatchLimits) -> None:
     keys = context.keys
-    worker = BatchWorker(folder, limits, LineRunner(context).run, max_lines=lambda tenant: keys.quota(tenant).lines)
+    worker = BatchWorker(
+        folder,
+        limits,
+        LineRunner(context).run,
+        max_lines=lambda tenant: keys.quota(tenant).lines,
+        costs=lambda: context.client.stats().token_costs,
+    )
     context.lifecycle.background.append(worker)
     context.metrics.registry.register(BatchCollector(worker))
     app.state.batches = BatchState(folder, limits, worker)

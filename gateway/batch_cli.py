@@ -82,6 +82,8 @@ def _submit(client: "BatchClient", arguments: argparse.Namespace) -> int:
     body["input_file_id"] = client.upload(arguments.file)
     batch = client.call("POST", "/v1/batches", body)
     print(batch["id"], flush=True)
+    if warning := (batch.get("metadata") or {}).get("tidemill.warning"):
+        print(f"tidemill: {warning}", file=sys.stderr)
     return _follow(client, batch["id"]) if arguments.watch else 0
 
 

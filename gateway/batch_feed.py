@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from engine.request import Lane
+from gateway.batch_plan import Lengths
 from gateway.store.objects import BatchJob, LineRef, Usage
 
 
@@ -25,7 +26,7 @@ class Job:
     `running` lines are in the engine, `unwritten` ones have ended and wait for the disk; `settled` says that no more of
     its lines are to be fed: all have ended, or the batch has. `journal_end` is where the next group of results goes:
     after all that was ever written, as a commit in doubt may have happened. After a read fault the job is `resting`;
-    `at_risk`: it may miss its completion window."""
+    `at_risk`: it may miss its completion window. `lengths`: of its lines, once they were asked for."""
 
     batch: BatchJob
     cursor: int = -1
@@ -40,6 +41,7 @@ class Job:
     read_faults: int = 0
     resting: bool = False
     at_risk: bool = False
+    lengths: Lengths | None = None
 
     @property
     def lane(self) -> Lane:

@@ -12,10 +12,12 @@ from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 from typing import Any
 
+from engine.service_cost import TokenCosts
 from gateway.batch_feed import FeedOrder, FinishedLine, Job, Window
 from gateway.batch_finish import INPUT_LOST, Finisher
 from gateway.batch_line import LineAnswer, LineOrigin, LineRetry
 from gateway.batch_output import read_envelopes, response_row, unfinished_row
+from gateway.batch_plan import Forecast
 from gateway.batch_results import ResultWriter, StorageRetry, in_thread
 from gateway.batch_states import TERMINAL, BatchStatus, IllegalTransition
 from gateway.disk import StorageError, UnreadableError
@@ -27,15 +29,20 @@ from gateway.store.objects import BatchJob, InputError, LineRef, Usage
 RunLine = Callable[[str, dict[str, Any], LineOrigin], Awaitable[LineAnswer]]
 EXPIRED_FILES = 1000
 MAX_BACK_OFF = 60.0
+JUDGE_SECONDS = 1.0
 
 
 def _no_limit(_tenant: str) -> int | None:
     return None
 
 
+def _no_costs() -> TokenCosts | None:
+    return None
+
+
 class BatchWorker:
     """Implements JobListener. `clock` is the wall clock: deadlines outlive the process. `max_lines`: what a tenant's
-    unfinished batches may have together."""
+    unfinished batches may have together; `costs`: what tokens cost the engine, as of now."""
 
     def __init__(
         self,
@@ -44,6 +51,7 @@ class BatchWorker:
         run_line: RunLine,
         clock: Callable[[], float] = time.time,
         max_lines: Callable[[str], int | None] = _no_limit,
+        costs: Callable[[], TokenCosts | None] = _no_costs,
     ) -> None:
         self._folder = folder
         self._store = folder.store
@@ -57,6 +65,8 @@ class BatchWorker:
         self._retry = StorageRetry(limits.retry_seconds, self._wake.set)
         self._results = ResultWriter(folder, self._retry, self._window, self._wake.set)
         self._finisher = Finisher(folder, limits, self._retry, self._now, max_lines)
+        self._judged = 0.0
+        self.forecast = Forecast(costs)
         self._jobs: dict[str, Job] = {}
         self._drives: dict[str, asyncio.Task[None]] = {}
         self._services: list[asyncio.Task[None]] = []
@@ -170,6 +180,8 @@ class BatchWorker:
             job.batch = await self._retry.run(lambda: self._store.load_batch(batch.id))
             if job.batch.status is not BatchStatus.IN_PROGRESS or not job.batch.remaining:
                 job.settled.set()
+            job.lengths = await self._retry.run(lambda: self._store.line_lengths(batch.id))
+            self._judge()
             self._wake.set()
             self._tick_now.set()
             await job.settled.wait()
@@ -205,6 +217,7 @@ class BatchWorker:
         for job in self._jobs.values():
             if now >= job.batch.expires_at:
                 job.settled.set()
+        self._judge()
         with suppress(StorageError):
             await self._folder.settle()
             for batch in await self._store.unfinished_batches():
@@ -212,6 +225,24 @@ class BatchWorker:
             expired = await self._store.expire_files(now, EXPIRED_FILES)
             for file_id in expired:
                 await in_thread(lambda file_id=file_id: self._folder.remove_body(file_id))  # type: ignore[misc]
+
+    def _judge(self) -> None:
+        """Who will be done when; lines that are fed from now on go with those at risk, or not."""
+        self._judged = self._clock()
+        jobs = [job for job in self._jobs.values() if job.lengths is not None and not job.settled.is_set()]
+        self.forecast.update([(job.batch, job.lengths) for job in jobs if job.lengths is not None], self._judged)
+        for job in jobs:
+            job.at_risk = self.forecast.outlooks[job.batch.id].at_risk
+
+    def notes(self, batch: BatchJob) -> dict[str, str]:
+        """See JobListener."""
+        outlook = self.forecast.outlooks.get(batch.id)
+        return {} if outlook is None or batch.status is not BatchStatus.IN_PROGRESS else outlook.notes(batch)
+
+    def first_notes(self, batch: BatchJob, num_bytes: int) -> dict[str, str]:
+        """See JobListener."""
+        outlook = self.forecast.first(batch, num_bytes, self._clock())
+        return outlook.notes(batch) if outlook.misses else {}
 
     # Feeding
 
@@ -300,7 +331,10 @@ class BatchWorker:
             self._pause_engine(error.retry_after if isinstance(error, LineRetry) else self._limits.retry_seconds)
         else:
             self.lines_ended[line.succeeded] += 1
+            self.forecast.line_ended(ref.length, line.usage)
             self._results.put(job, line)
+            if not 0.0 <= self._clock() - self._judged < JUDGE_SECONDS:
+                self._judge()
 
     async def _finished(self, job: Job, ref: LineRef, envelope: dict[str, Any] | None) -> FinishedLine:
         batch = job.batch

@@ -36,6 +36,7 @@ DEFAULT_LISTED, MAX_LISTED = 20, 100
 MAX_WINDOW_SECONDS = 30 * 86_400
 MAX_KEY_CHARS = 255
 LINES_RETRY_SECONDS = 60
+OUR_METADATA = "tidemill."
 MAX_METADATA = 16
 _WINDOW = re.compile("([1-9][0-9]{0,6})([smhd])")
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
@@ -110,6 +111,9 @@ async def create_batch(request: Request) -> Response:
     context_of(request).lifecycle.check_accepting()
     state = state_of(request)
     body = await read_json(request, lambda raw: validate(BatchRequest, parse_json(raw)))
+    if any(key.startswith(OUR_METADATA) for key in body.metadata or {}):
+        message = f"Metadata whose name begins with '{OUR_METADATA}' is the server's own."
+        raise ApiError(400, message, param="metadata", code="invalid_value")
     if body.endpoint not in ENDPOINTS:
         message = f"'endpoint' must be one of {', '.join(ENDPOINTS)}."
         raise ApiError(400, message, param="endpoint", code="invalid_value")
@@ -143,7 +147,8 @@ async def create_batch(request: Request) -> Response:
         message = "This idempotency key was used before with another body."
         raise ApiError(400, message, code="idempotency_key_reused") from None
     state.jobs.added(created)
-    return json_response(created.as_json())
+    file = await state.folder.store.get_file(created.tenant, created.input_file_id, now)
+    return json_response(created.as_json(state.jobs.first_notes(created, 0 if file is None else file.bytes)))
 
 
 def _idempotency(request: Request, body: BatchRequest) -> tuple[str, str] | None:
@@ -157,22 +162,22 @@ def _idempotency(request: Request, body: BatchRequest) -> tuple[str, str] | None
 
 @router.get("/v1/batches", openapi_extra=describe_page(MAX_LISTED))
 async def list_batches(request: Request) -> Response:
-    page = read_page(request, default=DEFAULT_LISTED, most=MAX_LISTED)
+    page, state = read_page(request, default=DEFAULT_LISTED, most=MAX_LISTED), state_of(request)
     try:
-        batches, more = await state_of(request).folder.store.list_batches(tenant_of(request), page)
+        batches, more = await state.folder.store.list_batches(tenant_of(request), page)
     except UnknownCursor:
         unknown_cursor()
-    return list_response([batch.as_json() for batch in batches], more)
+    return list_response([batch.as_json(state.jobs.notes(batch)) for batch in batches], more)
 
 
 @router.get("/v1/batches/{batch_id}")
 async def retrieve_batch(request: Request, batch_id: str) -> Response:
-    batch = None
+    batch, state = None, state_of(request)
     if BATCH_ID.fullmatch(batch_id):
-        batch = await state_of(request).folder.store.get_batch(tenant_of(request), batch_id)
+        batch = await state.folder.store.get_batch(tenant_of(request), batch_id)
     if batch is None:
         raise _no_such_batch()
-    return json_response(batch.as_json())
+    return json_response(batch.as_json(state.jobs.notes(batch)))
 
 
 @router.post("/v1/batches/{batch_id}/cancel")

@@ -26,6 +26,14 @@ class JobListener(Protocol):
         """A batch is being cancelled."""
         ...
 
+    def notes(self, batch: BatchJob) -> dict[str, str]:
+        """What is expected of a batch, for its metadata."""
+        ...
+
+    def first_notes(self, batch: BatchJob, num_bytes: int) -> dict[str, str]:
+        """The same of a batch that was just created, by the size of its input; nothing unless it is bad news."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class BatchLimits:

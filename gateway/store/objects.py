@@ -106,7 +106,8 @@ class BatchJob:
         """Lines without a durable result."""
         return self.total - self.completed - self.failed
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self, notes: Mapping[str, str] | None = None) -> dict[str, Any]:
+        """`notes` are shown with the metadata."""
         names = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
         errors = {"object": "list", "data": [error._asdict() for error in self.errors]} if self.errors else None
         return {
@@ -125,7 +126,7 @@ class BatchJob:
             **{f"{name}_at": self.times.get(f"{name}_at") for name in names},
             "request_counts": {"total": self.total, "completed": self.completed, "failed": self.failed},
             "usage": self.usage.as_json() if self.total else None,
-            "metadata": self.metadata,
+            "metadata": {**(self.metadata or {}), **notes} if notes else self.metadata,
         }
 
 

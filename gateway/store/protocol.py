@@ -8,6 +8,7 @@ the second time it does nothing; what moves a batch raises IllegalTransition the
 from collections.abc import Sequence
 from typing import Protocol
 
+from gateway.batch_plan import Lengths
 from gateway.batch_states import BatchStatus
 from gateway.store.objects import BatchJob, FileObject, InputError, LineRecord, LineRef, LineResult, Page, Usage
 
@@ -96,6 +97,8 @@ class BatchStore(Protocol):
     async def pending_lines(self, batch_id: str, after_rank: int, limit: int) -> list[LineRef]:
         """Lines without a result, by rank."""
         ...
+
+    async def line_lengths(self, batch_id: str) -> Lengths: ...
 
     async def add_results(
         self, batch_id: str, results: Sequence[LineResult], usage: Usage, journal_bytes: int

@@ -6,6 +6,7 @@ import sqlite3
 from collections.abc import Sequence
 from contextlib import suppress
 
+from gateway.batch_plan import Lengths
 from gateway.batch_states import BatchStatus, IllegalTransition, check_transition, timestamp_field
 from gateway.store.objects import (
     BatchJob,
@@ -139,6 +140,17 @@ class SqliteBatches:
             query = "SELECT * FROM lines WHERE batch = ? AND rank > ? AND succeeded IS NULL ORDER BY rank LIMIT ?"
             rows = connection.execute(query, (_seq(connection, batch_id), after_rank, limit))
             return [read_line_row(row) for row in rows]
+
+        return await self._writer.run(work)
+
+    async def line_lengths(self, batch_id: str) -> Lengths:
+        def work(connection: sqlite3.Connection) -> Lengths:
+            query = (
+                "SELECT COALESCE(SUM(length), 0) AS total, AVG(CASE WHEN succeeded IS NULL THEN length END) AS pending "
+                "FROM lines WHERE batch = ?"
+            )
+            row = connection.execute(query, (_seq(connection, batch_id),)).fetchone()
+            return Lengths(row["total"], row["pending"] or 0.0)
 
         return await self._writer.run(work)
 

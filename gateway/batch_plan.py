@@ -1,0 +1,229 @@
+"""When each batch will be done, and which may miss its completion window. Arithmetic: no disk, no engine, no clock.
+
+Work is measured in predicted seconds of the machine (`TokenCosts`), so that the pace that was seen with one job's
+prompts and answers tells something of another's. What a job has left is told by the bytes of its lines and by the
+tokens that its finished ones took; until it has finished some, by those of other jobs. The pace is what was harvested
+lately while there was batch work; a server that has none behind it is taken for an idle one, the best that can happen.
+
+A job is at risk if the others and it, served alike, would not let it end in time. That judgement does not look at the
+help that jobs at risk get, so it is not undone by it.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from engine.service_cost import TokenCosts
+from gateway.store.objects import BatchJob, Usage
+
+HALF_LIFE = 600.0
+"""Seconds after which what was seen counts half."""
+LEAST_SEEN = 2.0
+"""Seconds of batch work before a pace is believed."""
+LEAST_LINES = 8
+"""Finished lines of a job before its own lengths are believed."""
+URGENT_SHARE = 7 / 8
+"""What jobs at risk get together beside others: see the engine's lanes."""
+ENTER_MARGIN, LEAVE_MARGIN = 1.1, 1.25
+"""A job is at risk when so many times its time would be too long, and until so many times would do."""
+MAX_STEP = 120.0
+FIRST_PROMPT_TOKENS_PER_BYTE, FIRST_OUTPUT_TOKENS, FIRST_LINE_BYTES = 0.25, 64.0, 400.0
+"""Guesses of a server that has not finished a line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """One job: `work` it has left, in the unit of the pace's work."""
+
+    batch_id: str
+    tenant: str
+    work: float
+    at_risk: bool = False
+
+
+def finish_times(loads: Sequence[Load], rate: float) -> dict[str, float]:
+    """Seconds until each is done at `rate` (work per second): tenants share it, the jobs of a tenant share its part,
+    and jobs at risk get `URGENT_SHARE` of it beside others."""
+    left = {load.batch_id: load for load in loads}
+    remaining = {load.batch_id: max(0.0, load.work) for load in loads}
+    ends: dict[str, float] = {}
+    passed = 0.0
+    while left:
+        speeds = _speeds(left.values(), rate)
+        step = min(remaining[name] / speed for name, speed in speeds.items())
+        passed += step
+        for name, speed in speeds.items():
+            remaining[name] -= step * speed
+        done = [name for name in left if remaining[name] <= 1e-9 * (1.0 + left[name].work)]
+        for name in done:
+            ends[name] = passed
+            del left[name]
+    return ends
+
+
+def _speeds(loads: Iterable[Load], rate: float) -> dict[str, float]:
+    lanes: dict[bool, dict[str, list[str]]] = {}
+    for load in loads:
+        lanes.setdefault(load.at_risk, {}).setdefault(load.tenant, []).append(load.batch_id)
+    speeds: dict[str, float] = {}
+    for at_risk, tenants in lanes.items():
+        share = 1.0 if len(lanes) == 1 else URGENT_SHARE if at_risk else 1.0 - URGENT_SHARE
+        for names in tenants.values():
+            speeds |= dict.fromkeys(names, rate * share / len(tenants) / len(names))
+    return speeds
+
+
+class Pace:
+    """What was harvested lately: work and tokens per second of time in which there was batch work."""
+
+    def __init__(self) -> None:
+        self._seconds = self._work = self._tokens = 0.0
+        self._lines = self._bytes = self._prompts = self._outputs = 0.0
+        self._last: float | None = None
+
+    def advance(self, now: float, busy: bool) -> None:
+        """Time goes on, with or without batch work; a clock that was set counts for little."""
+        step = 0.0 if self._last is None else min(max(0.0, now - self._last), MAX_STEP)
+        self._last = now
+        if busy:
+            decay = 0.5 ** (step / HALF_LIFE)
+            self._seconds = self._seconds * decay + step
+            self._work *= decay
+            self._tokens *= decay
+
+    def line_ended(self, num_bytes: int, usage: Usage, work: float) -> None:
+        decay = 0.998  # some 500 lines
+        computed = usage.input_tokens - usage.cached_tokens
+        self._work += work
+        self._tokens += usage.input_tokens + usage.output_tokens
+        self._lines = self._lines * decay + 1
+        self._bytes = self._bytes * decay + num_bytes
+        self._prompts = self._prompts * decay + computed
+        self._outputs = self._outputs * decay + usage.output_tokens
+
+    @property
+    def rate(self) -> float | None:
+        """Work per second; None before enough was seen."""
+        return self._work / self._seconds if self._seconds >= LEAST_SEEN and self._work > 0 else None
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Prompt and output tokens of lines that ended; 0 before any did."""
+        return self._tokens / self._seconds if self._seconds > 0 else 0.0
+
+    @property
+    def tokens_per_byte(self) -> float:
+        """Computed prompt tokens for a byte of input."""
+        return self._prompts / self._bytes if self._bytes else FIRST_PROMPT_TOKENS_PER_BYTE
+
+    @property
+    def output_per_line(self) -> float:
+        return self._outputs / self._lines if self._lines else FIRST_OUTPUT_TOKENS
+
+    @property
+    def bytes_per_line(self) -> float:
+        return self._bytes / self._lines if self._lines else FIRST_LINE_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """What is expected of a job. `eta`: Unix seconds, None while nobody can tell. `misses`: even with the help that
+    jobs at risk get it will not be done in its window. `tokens`: prompt and output tokens that it has left."""
+
+    eta: float | None
+    at_risk: bool
+    misses: bool
+    tokens: float
+
+    def notes(self, batch: BatchJob) -> dict[str, str]:
+        """What the batch object's metadata says of it."""
+        notes = {"tidemill.at_risk": "true" if self.at_risk else "false"}
+        if self.eta is not None:
+            notes["tidemill.eta"] = str(round(self.eta))
+        if self.misses:
+            notes["tidemill.warning"] = (
+                "At the present pace this batch will not be done when its completion window closes; "
+                f"what has no result then ends as expired (window: {batch.completion_window})."
+            )
+        return notes
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Bytes of a batch's lines: all of them, and one that has no result yet, on average."""
+
+    total_bytes: int
+    pending_line: float
+
+
+class Forecast:
+    """The outlook of all jobs. `costs()` are the engine's as of now; None: it has no latency model."""
+
+    def __init__(self, costs: Callable[[], TokenCosts | None]) -> None:
+        self._ask_costs = costs
+        self._costs: TokenCosts | None = None
+        self._batches: list[BatchJob] = []
+        self._left: dict[str, tuple[float, float]] = {}
+        self.pace = Pace()
+        self.outlooks: dict[str, Outlook] = {}
+
+    def line_ended(self, num_bytes: int, usage: Usage) -> None:
+        """A line of so many bytes has ended, well or not."""
+        work = self._prices().of(usage.input_tokens - usage.cached_tokens, usage.output_tokens)
+        self.pace.line_ended(num_bytes, usage, work)
+
+    def update(self, jobs: Sequence[tuple[BatchJob, Lengths]], now: float) -> None:
+        """Judge all jobs in progress anew."""
+        self.pace.advance(now, bool(jobs))
+        self._costs = self._ask_costs()
+        self._batches = [batch for batch, _ in jobs]
+        self._left = {batch.id: self._tokens_left(batch, lengths) for batch, lengths in jobs}
+        self.outlooks = self._judge(self._batches, self._left, now)
+
+    def first(self, batch: BatchJob, num_bytes: int, now: float) -> Outlook:
+        """Of a batch that was just created, beside all others, by nothing but its size."""
+        lines = num_bytes / self.pace.bytes_per_line
+        if batch.id in self.outlooks:  # the same request, sent again
+            return self.outlooks[batch.id]
+        self._costs = self._ask_costs()
+        left = dict(self._left)
+        left[batch.id] = (num_bytes * self.pace.tokens_per_byte, lines * self.pace.output_per_line)
+        return self._judge([*self._batches, batch], left, now)[batch.id]
+
+    def _prices(self) -> TokenCosts:
+        return self._costs or TokenCosts()
+
+    def _tokens_left(self, batch: BatchJob, lengths: Lengths) -> tuple[float, float]:
+        """Prompt tokens to compute and output tokens that a job has left."""
+        pending = lengths.pending_line * batch.remaining
+        finished_bytes = lengths.total_bytes - pending
+        per_byte, per_line = self.pace.tokens_per_byte, self.pace.output_per_line
+        if batch.completed >= LEAST_LINES and finished_bytes > 0:
+            per_byte = (batch.usage.input_tokens - batch.usage.cached_tokens) / finished_bytes
+            per_line = batch.usage.output_tokens / batch.completed
+        return pending * per_byte, batch.remaining * per_line
+
+    def _judge(
+        self, batches: Sequence[BatchJob], left: dict[str, tuple[float, float]], now: float
+    ) -> dict[str, Outlook]:
+        prices, measured = self._prices(), self.pace.rate
+        rate = measured if measured is not None else 1.0 if self._costs is not None else None
+        if rate is None:
+            return {batch.id: Outlook(None, False, False, sum(left[batch.id])) for batch in batches}
+        alike = [Load(batch.id, batch.tenant, prices.of(*left[batch.id])) for batch in batches]
+        ends = finish_times(alike, rate)
+        risks = {batch.id: self._is_at_risk(batch, ends[batch.id], now) for batch in batches}
+        helped = finish_times([Load(one.batch_id, one.tenant, one.work, risks[one.batch_id]) for one in alike], rate)
+        return {
+            batch.id: Outlook(
+                eta=None if measured is None else now + helped[batch.id],
+                at_risk=risks[batch.id],
+                misses=now + helped[batch.id] > batch.expires_at,
+                tokens=sum(left[batch.id]),
+            )
+            for batch in batches
+        }
+
+    def _is_at_risk(self, batch: BatchJob, seconds: float, now: float) -> bool:
+        before = self.outlooks.get(batch.id)
+        margin = LEAVE_MARGIN if before is not None and before.at_risk else ENTER_MARGIN
+        return now + margin * seconds > batch.expires_at

@@ -1,0 +1,183 @@
+"""The forecast of batches: shares, paces, who is at risk, and what clients are told of it."""
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import hypothesis.strategies as st
+import openai
+import pytest
+from batch_tools import batch_server, jsonl, line, submit, until, until_counted
+from hypothesis import given
+
+from engine.request import Lane
+from engine.service_cost import TokenCosts
+from engine.stats import EngineStats
+from engine.text import Tokenizer
+from gateway.batch_plan import LEAST_LINES, URGENT_SHARE, Forecast, Lengths, Load, Pace, finish_times
+from gateway.batch_states import BatchStatus
+from gateway.store.objects import BatchJob, Usage
+
+loads_strategy = st.lists(
+    st.tuples(st.sampled_from("abc"), st.floats(0.0, 1000.0), st.booleans()), min_size=1, max_size=12
+)
+
+
+@given(loads_strategy, st.floats(0.01, 100.0))
+def test_all_work_is_done_when_the_work_is_done(jobs: list[tuple[str, float, bool]], rate: float) -> None:
+    loads = [Load(str(i), tenant, work, risk) for i, (tenant, work, risk) in enumerate(jobs)]
+    ends = finish_times(loads, rate)
+    total = sum(load.work for load in loads)
+    assert ends.keys() == {load.batch_id for load in loads}
+    assert max(ends.values()) == pytest.approx(total / rate, rel=1e-6, abs=1e-6)
+    assert all(ends[load.batch_id] >= load.work / rate - 1e-6 for load in loads)
+    helped = [load.batch_id for load in loads if load.at_risk]
+    alike = finish_times([replace(load, at_risk=False) for load in loads], rate)
+    if len({load.tenant for load in loads}) == 1 and len(helped) == 1 and len(loads) < 8:
+        assert ends[helped[0]] <= alike[helped[0]] + 1e-6, "alone at risk, it is not late for it"
+
+
+def test_tenants_share_and_so_do_the_jobs_of_one() -> None:
+    loads = [Load("a1", "a", 10.0), Load("a2", "a", 10.0), Load("b", "b", 20.0)]
+    assert finish_times(loads, 1.0) == pytest.approx({"a1": 40.0, "a2": 40.0, "b": 40.0})
+    urgent = finish_times([*loads, Load("c", "c", 7.0, at_risk=True)], 1.0)
+    assert urgent["c"] == pytest.approx(7.0 / URGENT_SHARE)
+
+
+def test_the_pace_counts_time_with_work_and_survives_a_clock_that_jumps() -> None:
+    pace = Pace()
+    assert pace.rate is None and pace.output_per_line == 64.0
+    pace.advance(1000.0, busy=True)
+    for second in range(1, 11):
+        pace.line_ended(100, Usage(30, 10, 5), 2.0)
+        pace.advance(1000.0 + second, busy=True)
+    assert pace.rate == pytest.approx(2.0, rel=0.01) and pace.tokens_per_second == pytest.approx(35.0, rel=0.01)
+    assert pace.tokens_per_byte == pytest.approx(0.2) and pace.output_per_line == pytest.approx(5.0)
+    pace.advance(90_000.0, busy=False)
+    assert pace.rate == pytest.approx(2.0, rel=0.01), "an empty night is no slow one"
+    pace.advance(5.0, busy=True)
+    assert pace.rate == pytest.approx(2.0, rel=0.01)
+
+
+def a_batch(name: str, expires_at: int, remaining: int, completed: int = 0, **fields: Any) -> BatchJob:
+    values = {"total": remaining + completed, "completed": completed, "status": BatchStatus.IN_PROGRESS, **fields}
+    return BatchJob(name, fields.pop("tenant", ""), "e", "f", "24h", 0, expires_at, **values)
+
+
+def a_forecast(rate: float = 10.0, costs: TokenCosts | None = None) -> Forecast:
+    """Lines of 100 bytes, 20 computed prompt tokens, 5 output tokens; `rate` tokens of work per second."""
+    forecast = Forecast(lambda: costs)
+    waiting = [(a_batch("seen", 10**9, 1), Lengths(100, 100.0))]
+    forecast.update(waiting, 0.0)
+    for second in range(1, 101):
+        forecast.line_ended(100, Usage(20, 0, 5))
+        forecast.update(waiting, second * 25.0 / rate)
+    return forecast
+
+
+def test_who_is_at_risk_and_until_when() -> None:
+    forecast = a_forecast(rate=10.0)
+    now = 250.0
+    calm, late = a_batch("calm", 10**6, 100), a_batch("late", 500, 50)
+    lengths = [(calm, Lengths(10_000, 100.0)), (late, Lengths(5_000, 100.0))]
+    forecast.update(lengths, now)
+    # 50 lines are 1,250 tokens; at half of 10 a second they take 250 s, at 7/8 of it 143 s
+    outlook = forecast.outlooks["late"]
+    assert outlook.at_risk and not outlook.misses and not forecast.outlooks["calm"].at_risk
+    assert outlook.eta == pytest.approx(now + 1250 / (10 * URGENT_SHARE), rel=0.05)
+    assert outlook.tokens == pytest.approx(1250, rel=0.01)
+    forecast.update([lengths[0], (replace(late, expires_at=540), lengths[1][1])], now)
+    assert forecast.outlooks["late"].at_risk, "what helped is not taken away at once"
+    forecast.update([lengths[0], (replace(late, expires_at=650), lengths[1][1])], now)
+    assert not forecast.outlooks["late"].at_risk
+    forecast.update([lengths[0], (replace(late, expires_at=350), lengths[1][1])], now)
+    assert forecast.outlooks["late"].at_risk and forecast.outlooks["late"].misses
+    notes = forecast.outlooks["late"].notes(late)
+    assert notes["tidemill.at_risk"] == "true" and int(notes["tidemill.eta"]) > 350
+    assert "will not be done" in notes["tidemill.warning"]
+
+
+def test_a_job_with_finished_lines_is_judged_by_them() -> None:
+    forecast = a_forecast()
+    usage = Usage(input_tokens=400 * LEAST_LINES, cached_tokens=0, output_tokens=100 * LEAST_LINES)
+    batch = a_batch("long", 10**9, 10, LEAST_LINES, usage=usage)
+    forecast.update([(batch, Lengths(100 * (10 + LEAST_LINES), 100.0))], 1000.0)
+    assert forecast.outlooks["long"].tokens == pytest.approx(10 * 500)
+
+
+def test_without_any_experience_the_machine_is_taken_for_idle() -> None:
+    blind = Forecast(lambda: None)
+    assert not blind.first(a_batch("x", 10, 0), 10**9, 0.0).misses, "nobody can tell"
+    forecast = Forecast(lambda: TokenCosts(0.001, 0.01))
+    hopeless, easy = a_batch("x", 60, 0), a_batch("y", 86_400, 0)
+    assert forecast.first(hopeless, 10_000_000, 0.0).misses
+    assert not forecast.first(easy, 100_000, 0.0).misses
+    assert forecast.first(easy, 100_000, 0.0).eta is None
+
+
+# ---- over HTTP
+
+
+SLOW = EngineStats(token_costs=TokenCosts(1.0, 1.0))
+
+
+async def test_a_job_that_cannot_make_it_is_told_so_and_its_lines_go_first(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    async with batch_server(tokenizer, tmp_path, hold_after=0) as (served, client):
+        served.engine.snapshot = SLOW
+        created = await submit(client, jsonl(line(i) for i in range(20)), completion_window="60s", metadata={"a": "b"})
+        assert created.metadata is not None and created.metadata["a"] == "b"
+        assert "will not be done" in created.metadata["tidemill.warning"], "a warning, no refusal"
+        await served.engine.wait_for_event("add", 20)
+        assert {request.lane for request in served.engine.requests} == {Lane.AT_RISK}
+        running = await client.batches.retrieve(created.id)
+        assert running.metadata is not None and running.metadata["tidemill.at_risk"] == "true"
+        async with httpx.AsyncClient() as http:
+            metrics = (await http.get(f"{served.url}/metrics")).text
+        assert "tidemill_batch_jobs_at_risk 1.0" in metrics
+        listed = [batch async for batch in client.batches.list()]
+        assert listed[0].metadata == running.metadata
+        served.engine.release()
+        ended = await until(client, created.id)
+        assert ended.status == "completed" and ended.metadata == {"a": "b"}, "of what has ended nothing is expected"
+
+
+async def test_a_job_with_time_is_a_plain_one(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    async with batch_server(tokenizer, tmp_path, hold_after=0) as (served, client):
+        created = await submit(client, jsonl(line(i) for i in range(20)))
+        assert created.metadata is None
+        await served.engine.wait_for_event("add", 20)
+        assert {request.lane for request in served.engine.requests} == {Lane.BATCH}
+        running = await client.batches.retrieve(created.id)
+        assert running.metadata == {"tidemill.at_risk": "false"}, "no pace, no eta"
+        served.engine.release()
+        assert (await until(client, created.id)).metadata is None
+
+
+async def test_the_eta_is_shown_while_lines_end(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    async with batch_server(tokenizer, tmp_path, "some words") as (served, client):
+        worker = served.app.state.batches.jobs
+        first = await until(client, (await submit(client, jsonl(line(i) for i in range(30)))).id)
+        assert first.status == "completed"
+        worker.forecast.pace._seconds = 10.0  # of batch work: the test has no time to wait for it
+        assert worker.forecast.pace.rate is not None
+        served.engine.script = lambda request, script=served.engine.script: replace(script(request), hold_after=0)
+        second = await submit(client, jsonl(line(i) for i in range(30)))
+        await served.engine.wait_for_event("add", 60)
+        running = await client.batches.retrieve(second.id)
+        while "tidemill.eta" not in (running.metadata or {}):
+            await asyncio.sleep(0.01)
+            running = await client.batches.retrieve(second.id)
+        assert int(running.metadata["tidemill.eta"]) >= running.created_at
+        served.engine.release()
+        await until(client, second.id)
+        await until_counted(client, second.id, 30)
+
+
+async def test_the_servers_own_metadata_is_refused(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    async with batch_server(tokenizer, tmp_path) as (_, client):
+        with pytest.raises(openai.BadRequestError, match=r"'tidemill\.'"):
+            await submit(client, jsonl([line(1)]), metadata={"tidemill.eta": "1"})
