@@ -20,6 +20,7 @@ sys.path.insert(0, str(ROOT))
 from engine.client import EngineClient  # noqa: E402
 from engine.stats import ColocationStats, EngineStats  # noqa: E402
 from gateway.batch_metrics import BatchCollector  # noqa: E402
+from gateway.batch_plan import Forecast  # noqa: E402
 from gateway.batch_worker import BatchWorker  # noqa: E402
 from gateway.metrics import GatewayMetrics  # noqa: E402
 
@@ -128,7 +129,7 @@ def registry_families() -> list[tuple[str, str, tuple[str, ...], str]]:
     """(name, type, labels, help) of everything that /metrics can show, by name."""
     metrics = GatewayMetrics(cast(EngineClient, None), "model")
     metrics.stats = EngineStats(colocation=_filled(ColocationStats))
-    worker = SimpleNamespace(states={}, lines_ended=Counter(), paused=False)
+    worker = SimpleNamespace(states={}, lines_ended=Counter(), paused=False, forecast=Forecast(lambda: None))
     metrics.registry.register(BatchCollector(cast(BatchWorker, worker)))
     found = []
     for family in metrics.registry.collect():
