@@ -98,6 +98,7 @@ class Client:
             record.status = response.status
             if response.status != 200:
                 record.error = error_message(await response.read())
+                record.retry_after = seconds_of(response.headers.get("Retry-After", ""))
                 record.ended_at = self._now()
                 record.outcome = "http_error"
             elif response.content_type == "text/event-stream":
@@ -127,6 +128,11 @@ class Client:
                 return response.status, await response.read()
         except (aiohttp.ClientError, OSError) as error:  # TimeoutError is an OSError
             raise ServerError(f"{method} {path}: {type(error).__name__} {error}") from None
+
+
+def seconds_of(text: str) -> float:
+    """A Retry-After header in seconds; 0 without one (or with a date)."""
+    return float(text) if text.replace(".", "", 1).isdigit() else 0.0
 
 
 def error_message(data: bytes) -> str:

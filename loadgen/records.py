@@ -46,6 +46,8 @@ class RequestRecord:
     chunk_tokens: list[int] = field(default_factory=list)
     lag: float | None = None
     """Seconds between `scheduled_at` and the moment the client was ready to send (a wait for a slot not included)."""
+    retry_after: float = 0.0
+    """Seconds after which a refused request may come again, as the server says; not kept."""
 
     @property
     def ok(self) -> bool:
@@ -159,6 +161,7 @@ def to_line(record: RequestRecord) -> bytes:
     """One line of `requests.jsonl`, times rounded to a microsecond."""
     row = {key: _rounded(value) for key, value in asdict(record).items()}
     row["class"] = row.pop("service_class")
+    del row["retry_after"]
     return orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE)
 
 

@@ -224,8 +224,8 @@ class Run:
             await self._deliver(record, body)
             self.progress.offline_finished += 1
             if not record.ok:
-                # A server that refuses at once must not be hammered by a closed loop.
-                await asyncio.sleep(0.05)
+                # A server that refuses at once must not be hammered by a closed loop: it says when to come again.
+                await asyncio.sleep(max(0.05, record.retry_after))
 
     def _job_files(self) -> list[bytes]:
         files, first = [], FIRST_OFFLINE

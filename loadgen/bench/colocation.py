@@ -11,23 +11,27 @@ its own; its first seconds do not count.
 import argparse
 import asyncio
 import math
-import random
 import tempfile
-import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractContextManager, asynccontextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, stdev
-from typing import Any
 
-import aiohttp
-import orjson
+import numpy as np
 
-from loadgen.bench.batch_job import JobClient, job_lines
-from loadgen.bench.live import make_model_folder, server, wait_quiet
+from loadgen import arrivals as processes
+from loadgen.arrivals import RateCurve, constant_rate
+from loadgen.bench import live
+from loadgen.bench.live import Watch, make_model_folder, percentile, plan_for, server, wait_quiet
 from loadgen.bench.machine import describe
-from loadgen.bench.sine_plot import draw
+from loadgen.experiments.table import figure
+from loadgen.metrics import Slo, token_events
+from loadgen.plan import Job, Plan, Windows
+from loadgen.randomness import stream
+from loadgen.records import JobRecord, Records, RequestRecord
+from loadgen.svg import Series
+from loadgen.workloads import fixed
 
 ONLINE_PROMPT, ONLINE_OUTPUT = 128, 48
 OFFLINE_PROMPT, OFFLINE_OUTPUT = 256, 64
@@ -37,192 +41,95 @@ WARM_UP = 5.0
 LEARNING = 15.0
 """Seconds of the same load, with offline work beside it, before each arm."""
 JOB_TOKENS_PER_SECOND = 2_000
-"""A job has lines for this rate, so that it does not end before its arm."""
+"""A job has lines for this rate, and offline clients for ten times it, so that none ends before its arm."""
 JOB = "job"
+TOKENS = "tidemill_offline_tokens_total"
+"""The server's count of offline tokens (a prompt with its first token, then each token), as clients count them."""
+DRAIN = 30.0
+BIN = 2.0
+"""Seconds of a point in the plot."""
 TIERS = {"online only": None, "offline only": "flex", "naive mix": "default", "tidemill": "flex", "batch job": JOB}
 """The arms: how their offline work comes, None for without."""
 
 
 @dataclass(slots=True)
-class Answer:
-    """One streamed request: seconds since the run's start; `tokens` are the arrival times of its tokens.
-
-    A chunk of k tokens is one gap and k - 1 zeros. A token without text of its own has a chunk too, with its usage.
-    """
-
-    scheduled: float
-    tokens: list[float] = field(default_factory=list)
-    ok: bool = False
-
-    @property
-    def ttft(self) -> float:
-        return self.tokens[0] - self.scheduled if self.tokens else math.inf
-
-    @property
-    def gaps(self) -> list[float]:
-        return [b - a for a, b in zip(self.tokens, self.tokens[1:], strict=False)]
-
-    def good(self, ttft: float, tbt: float) -> bool:
-        return self.ok and self.ttft <= ttft and percentile(self.gaps, 99) <= tbt
-
-
-@dataclass(slots=True)
 class Run:
-    """One arm with one seed. `offline` holds (time, tokens) as they were delivered."""
+    """One arm with one seed: online requests by arrival; `offline` holds (time, tokens) as they were delivered."""
 
-    online: list[Answer] = field(default_factory=list)
-    offline: list[tuple[float, int]] = field(default_factory=list)
-    seconds: float = 0.0
+    online: list[RequestRecord]
+    offline: list[tuple[float, float]]
+    seconds: float
 
     @property
     def offline_rate(self) -> float:
-        window = [(at, tokens) for at, tokens in self.offline if WARM_UP <= at <= self.seconds]
-        return sum(tokens for _, tokens in window) / (self.seconds - WARM_UP)
+        window = [tokens for at, tokens in self.offline if WARM_UP <= at <= self.seconds]
+        return sum(window) / (self.seconds - WARM_UP)
 
 
-def percentile(values: list[float], rank: float) -> float:
-    """Nearest rank; 0 for no values."""
-    return sorted(values)[max(math.ceil(rank * len(values) / 100), 1) - 1] if values else 0.0
+def slo_of(ttft: float, tbt: float) -> Slo:
+    """TTFT from the scheduled arrival and the P99 of a request's own gaps, seconds."""
+    return Slo((("ttft", ttft), ("tbt_p99", tbt)))
 
 
-def poisson(rate: Callable[[float], float], top: float, seconds: float, seed: int) -> list[float]:
-    """Arrivals of a Poisson process with a rate that changes over time, by thinning; `top` bounds the rate."""
-    generator, at, arrivals = random.Random(seed), 0.0, []
-    while (at := at + generator.expovariate(top)) < seconds:
-        if generator.random() * top < rate(at):
-            arrivals.append(at)
-    return arrivals
+def poisson(curve: RateCurve, seconds: float, seed: int) -> list[float]:
+    """Arrivals of one seed."""
+    return list(map(float, processes.schedule(curve, "poisson", stream(seed, "arrivals"), duration=seconds)))
 
 
-def prompt_of(length: int, salt: int) -> list[int]:
-    return [(salt * 7919 + 31 * i) % 40_000 + 5 for i in range(length)]
+def plan_arm(url: str, arrivals: Sequence[float], seconds: float, tier: str | None, seed: int) -> Plan:
+    """Online arrivals (perhaps none) beside `OUTSTANDING` offline clients of a tier, one batch job (`JOB`) or none."""
+    online = fixed(1, ONLINE_PROMPT, ONLINE_OUTPUT).at(np.array(arrivals)) if arrivals else None
+    lines = math.ceil(seconds * JOB_TOKENS_PER_SECOND / (OFFLINE_PROMPT + OFFLINE_OUTPUT))
+    job = Job(fixed(lines if tier == JOB else 10 * lines, OFFLINE_PROMPT, OFFLINE_OUTPUT))
+    return plan_for(
+        url,
+        seed,
+        online=online,
+        jobs=() if tier is None else (job,),
+        offline_mode="none" if tier is None else "batch" if tier == JOB else "flex",
+        offline_concurrency=OUTSTANDING,
+        offline_tier=tier,
+        windows=Windows(horizon=seconds, drain=DRAIN),
+    )
 
 
-def completion_body(prompt: int, output: int, salt: int) -> dict[str, Any]:
-    """A completion of exactly these lengths in tokens; no two salts share a prefix."""
-    return {
-        "model": "model",
-        "prompt": prompt_of(prompt, salt),
-        "max_tokens": output,
-        "min_tokens": output,
-        "ignore_eos": True,
-        "temperature": 0,
-    }
-
-
-class Client:
-    """Sends requests to one server and stamps what comes back."""
-
-    def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
-        self._session = session
-        self._url = url
-        self.start = time.perf_counter()
-
-    def now(self) -> float:
-        return time.perf_counter() - self.start
-
-    async def stream(self, answer: Answer, salt: int, prompt: int, output: int, tier: str) -> None:
-        body = {
-            **completion_body(prompt, output, salt),
-            "stream": True,
-            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
-            "service_tier": tier,
-        }
-        async with self._session.post(f"{self._url}/v1/completions", data=orjson.dumps(body)) as response:
-            if response.status != 200:
-                # Like any client it comes back when it is told to; at once, it would take the machine from the server.
-                await asyncio.sleep(float(response.headers.get("retry-after", 1)))
-                return
-            async for line in response.content:
-                if line.startswith(b"data: {"):
-                    now, usage = self.now(), orjson.loads(line[6:])["usage"]
-                    answer.tokens += [now] * (usage["completion_tokens"] - len(answer.tokens))
-        answer.ok = len(answer.tokens) >= output
-
-    async def online(self, run: Run, at: float, salt: int) -> None:
-        await asyncio.sleep(max(0.0, at - self.now()))
-        answer = Answer(at)
-        run.online.append(answer)
-        await self.stream(answer, salt, ONLINE_PROMPT, ONLINE_OUTPUT, "default")
-
-    async def offline(self, run: Run, salt: int, tier: str) -> None:
-        """One offline client: a request after the other until it is cancelled."""
-        while True:
-            answer = Answer(self.now())
-            salt += 1000
-            task = asyncio.create_task(self.stream(answer, salt, OFFLINE_PROMPT, OFFLINE_OUTPUT, tier))
-            seen = 0
-            try:
-                await task
-            finally:
-                task.cancel()
-                for index, at in enumerate(answer.tokens[seen:]):
-                    run.offline.append((at, OFFLINE_PROMPT + 1 if index == 0 else 1))
-
-
-def job_of(seconds: float, seed: int) -> bytes:
-    """More lines than an arm of `seconds` can take."""
-    count = math.ceil(seconds * JOB_TOKENS_PER_SECOND / (OFFLINE_PROMPT + OFFLINE_OUTPUT))
-    return job_lines([completion_body(OFFLINE_PROMPT, OFFLINE_OUTPUT, 90_000_000 * seed + i) for i in range(count)])
-
-
-@asynccontextmanager
-async def offline_work(
-    session: aiohttp.ClientSession, url: str, client: Client, run: Run, tier: str | None, seed: int, content: bytes
-) -> AsyncIterator[None]:
-    """The offline side of an arm, from now to the end of the block. A job is uploaded inside it: that is part of it."""
-    tasks: list[asyncio.Task[None]] = []
-    job = JobClient(session, url) if tier == JOB else None
-    if job is not None:
-
-        async def run_job() -> None:
-            await job.submit(content)
-            await job.follow(lambda tokens: run.offline.append((client.now(), tokens)))
-
-        tasks = [asyncio.create_task(run_job())]
-    elif tier is not None:
-        salts = [50_000_000 + seed * 1_000_000 + i for i in range(OUTSTANDING)]
-        tasks = [asyncio.create_task(client.offline(run, salt, tier)) for salt in salts]
-    try:
-        yield
-    finally:
-        for task in tasks:
-            task.cancel()
-        ended = await asyncio.gather(*tasks, return_exceptions=True)
-    if job is not None:
-        if failures := [error for error in ended if isinstance(error, Exception)]:
-            raise failures[0]
-        await job.cancel()
-
-
-async def run_arm(url: str, arrivals: list[float], seconds: float, offline_tier: str | None, seed: int) -> Run:
-    """Online arrivals (perhaps none) beside `OUTSTANDING` offline clients of `offline_tier`, one batch job (`JOB`) or
-    none (None)."""
+async def run_arm(url: str, arrivals: Sequence[float], seconds: float, tier: str | None, seed: int) -> Run:
+    """One arm on a server that is quiet before; a job is uploaded inside it: that is part of it."""
     await wait_quiet(url)
-    run = Run(seconds=seconds)
-    connector = aiohttp.TCPConnector(limit=0)
-    timeout = aiohttp.ClientTimeout(total=None)
-    headers = {"content-type": "application/json"}
-    async with aiohttp.ClientSession(headers=headers, connector=connector, timeout=timeout) as session:
-        content = job_of(seconds, seed) if offline_tier == JOB else b""
-        client = Client(session, url)
-        async with aiohttp.ClientSession() as plain, offline_work(plain, url, client, run, offline_tier, seed, content):
-            tasks = [asyncio.create_task(client.online(run, at, seed * 10_000 + i)) for i, at in enumerate(arrivals)]
-            if tasks:
-                await asyncio.wait(tasks, timeout=seconds + 30)
-            await asyncio.sleep(max(0.0, seconds - client.now()))
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-    run.online.sort(key=lambda answer: answer.scheduled)
-    return run
+    watch = Watch((TOKENS,), 0.5) if tier == JOB else None
+    records = await live.run(plan_arm(url, arrivals, seconds, tier, seed), watch)
+    for job in records.jobs:
+        check_job(job)
+    online = [record for record in records.requests if record.service_class == "online"]
+    online.sort(key=lambda record: record.index)
+    return Run(online, watch.grown(TOKENS) if watch is not None else delivered(records), seconds)
+
+
+def check_job(job: JobRecord) -> None:
+    """A job must outlast its arm and account for every line in the end; raises SystemExit."""
+    if job.error:
+        raise SystemExit(f"the batch job: {job.error}")
+    if job.status == "completed":
+        raise SystemExit("the batch job is completed before the arm's end; it needs more lines")
+    if job.missing or job.duplicated or job.output_lines + job.error_lines + job.unexecuted != job.lines:
+        raise SystemExit(f"lines of the batch job are missing: {job}")
+
+
+def delivered(records: Records) -> list[tuple[float, float]]:
+    """(time, tokens) of offline requests; a prompt counts with its first token."""
+    found: list[tuple[float, float]] = []
+    for record in records.requests:
+        if record.service_class == "offline":
+            times, prompt, answer = token_events(record)
+            found += zip(times.tolist(), (prompt + answer).tolist(), strict=True)
+    return found
 
 
 def summarise(name: str, runs: list[Run], ttft: float, tbt: float) -> None:
-    answers = [answer for run in runs for answer in run.online if answer.scheduled >= WARM_UP]
-    ttfts = [answer.ttft for answer in answers if answer.tokens]
-    gaps = [gap for answer in answers for gap in answer.gaps]
-    good = mean(answer.good(ttft, tbt) for answer in answers) if answers else math.nan
+    answers = [answer for run in runs for answer in run.online if answer.scheduled_at >= WARM_UP]
+    ttfts = [answer.ttft for answer in answers if answer.ttft is not None]
+    gaps = [gap for answer in answers for gap in answer.gaps()]
+    good = mean(map(slo_of(ttft, tbt).good, answers)) if answers else math.nan
     cells = [percentile(ttfts, 50), percentile(ttfts, 99), percentile(gaps, 50), percentile(gaps, 99)]
     offline = mean(run.offline_rate for run in runs)
     print(
@@ -234,11 +141,12 @@ def summarise(name: str, runs: list[Run], ttft: float, tbt: float) -> None:
 
 def paired_bound(ours: list[Run], alone: list[Run], ttft: float, tbt: float) -> tuple[float, float]:
     """(mean, lower 95 % bound) of attainment(ours) - attainment(alone), paired by request."""
+    good = slo_of(ttft, tbt).good
     pairs = [
-        float(a.good(ttft, tbt)) - float(b.good(ttft, tbt))
+        float(good(a)) - float(good(b))
         for left, right in zip(ours, alone, strict=True)
         for a, b in zip(left.online, right.online, strict=True)
-        if a.scheduled >= WARM_UP
+        if a.scheduled_at >= WARM_UP
     ]
     spread = stdev(pairs) / math.sqrt(len(pairs)) if len(pairs) > 1 else 0.0
     return mean(pairs), mean(pairs) - 1.96 * spread
@@ -263,7 +171,7 @@ def compare(serve: Callable[[], AbstractContextManager[str]], args: argparse.Nam
     rate = args.rate
     arms: dict[str, list[Run]] = {name: [] for name in args.arms}
     for seed in range(1, args.seeds + 1):
-        arrivals = poisson(lambda _t: rate, rate, args.seconds, seed)
+        arrivals = poisson(constant_rate(rate), args.seconds, seed)
         for name in arms:
             online = [] if name == "offline only" else arrivals
             arms[name].append(run_alone(serve, rate, online, args.seconds, TIERS[name], seed))
@@ -327,15 +235,26 @@ def main(argv: list[str] | None = None) -> None:
         if args.plot is None:
             compare(serve, args)
             return
-        period = args.seconds / 3
-
-        def sine(t: float) -> float:
-            return float(args.rate) * (1 + math.sin(2 * math.pi * t / period))
-
-        arrivals = poisson(sine, 2 * args.rate, args.seconds, 1)
-        run = run_alone(serve, args.rate, arrivals, args.seconds, "flex", 1)
+        curve = processes.sine(args.rate, args.rate, args.seconds / 3)
+        run = run_alone(serve, args.rate, poisson(curve, args.seconds, 1), args.seconds, "flex", 1)
         summarise("sine", [run], args.ttft, args.tbt)
-        args.plot.write_text(draw(run.offline, sine, run.seconds))
+        args.plot.write_text(draw(run, curve))
+
+
+def draw(run: Run, curve: RateCurve) -> str:
+    """Online arrivals per second, as scheduled, and offline tokens per second over time, each over its own highest."""
+    edges = np.arange(0.0, run.seconds + BIN, BIN)
+    tokens, _ = np.histogram(
+        [at for at, _ in run.offline], bins=edges, weights=[tokens / BIN for _, tokens in run.offline]
+    )
+    middles = edges[:-1] + BIN / 2
+    series = []
+    for name, values in (("online requests/s", [curve.at(at) for at in middles]), ("offline tokens/s", tokens)):
+        top = float(np.max(values, initial=0.0)) or 1.0
+        series.append(Series(f"{name} (top {top:.3g})", middles, np.asarray(values) / top))
+    return figure(
+        "An online load in waves, and what offline work made of the rest", series, "seconds", "share of the top"
+    )
 
 
 if __name__ == "__main__":

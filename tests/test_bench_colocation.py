@@ -1,0 +1,75 @@
+"""The benchmark of co-location on the load generator's records: plans, jobs, rates and the plot."""
+
+import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
+
+import pytest
+
+from loadgen.arrivals import constant_rate, sine
+from loadgen.bench import colocation
+from loadgen.bench.colocation import JOB, Run, check_job, delivered, draw, plan_arm, poisson
+from loadgen.client import seconds_of
+from loadgen.records import JobRecord, Records, RequestRecord, from_line, to_line
+
+
+def record(at: float, tokens: tuple[float, ...], service_class: str = "online", outcome: str = "ok") -> RequestRecord:
+    made = RequestRecord(0, service_class, at, 256, len(tokens), outcome=outcome)  # type: ignore[arg-type]
+    made.chunk_at, made.chunk_tokens, made.output_tokens = list(tokens), [1] * len(tokens), len(tokens)
+    made.first_token_at = tokens[0] if tokens else None
+    made.ended_at = tokens[-1] if tokens else None
+    return made
+
+
+def test_every_arm_is_a_plan_of_the_load_generator() -> None:
+    arrivals = poisson(constant_rate(2.0), 20.0, 1)
+    assert arrivals == poisson(constant_rate(2.0), 20.0, 1) != poisson(constant_rate(2.0), 20.0, 2)
+    for name, tier in colocation.TIERS.items():
+        plan = plan_arm("http://x", [] if name == "offline only" else arrivals, 20.0, tier, 1)
+        assert (plan.online is None) == (name == "offline only")
+        assert plan.offline_mode == {None: "none", JOB: "batch"}.get(tier, "flex")
+        assert plan.offline_tier == tier and plan.windows.horizon == 20.0
+        assert bool(plan.jobs) == (tier is not None)
+        if plan.online is not None:
+            assert plan.body(plan.maker(), plan.online, 0, 0)["max_tokens"] == colocation.ONLINE_OUTPUT
+
+
+def test_offline_tokens_count_when_they_come_and_a_prompt_with_its_first_token() -> None:
+    records = Records([record(0.0, (6.0, 6.5, 11.0), "offline"), record(1.0, (1.5,))])
+    found = delivered(records)
+    assert [item for item in found if item[1]] == [(6.0, 257.0), (6.5, 1.0), (11.0, 1.0)]
+    assert Run([], found, 10.0).offline_rate == 258 / 5.0, "from the warm-up to the end"
+
+
+def test_attainment_is_paired_by_request() -> None:
+    fast, late = record(6.0, (6.1, 6.2)), record(6.0, (9.0, 9.1))
+    warm = record(1.0, (9.0, 9.1))
+    alone, beside = Run([warm, fast, fast], [], 10.0), Run([warm, fast, late], [], 10.0)
+    change, lower = colocation.paired_bound([beside], [alone], 1.0, 0.2)
+    assert change == -0.5 and lower < change
+
+
+def test_a_job_must_outlast_its_arm_and_lose_nothing() -> None:
+    whole = JobRecord(0, 10, status="cancelled", output_lines=6, error_lines=1, unexecuted=3)
+    check_job(whole)
+    for wrong in (
+        replace(whole, status="completed"),
+        replace(whole, output_lines=5),
+        replace(whole, duplicated=1),
+        replace(whole, error="POST /v1/files answered 500"),
+    ):
+        with pytest.raises(SystemExit, match="job"):
+            check_job(wrong)
+
+
+def test_the_plot_is_one_picture_of_both_curves() -> None:
+    run = Run([], [(0.5, 100.0), (3.0, 300.0)], 12.0)
+    drawn = draw(run, sine(1.0, 1.0, 6.0))
+    assert ElementTree.fromstring(drawn).tag.endswith("svg")
+    assert "online requests/s (top" in drawn and "offline tokens/s (top 150)" in drawn
+
+
+def test_a_refused_client_knows_when_to_come_again() -> None:
+    assert [seconds_of(text) for text in ("2", "0.5", "", "Wed, 21 Oct 2026 07:28:00 GMT")] == [2.0, 0.5, 0.0, 0.0]
+    refused = record(0.0, (), outcome="http_error")
+    refused.retry_after = 3.0
+    assert b"retry_after" not in to_line(refused) and from_line(to_line(refused)).retry_after == 0.0
