@@ -25,6 +25,9 @@ from engine.core import EngineCore
 from engine.engine import Engine
 from engine.errors import ConfigError
 from engine.execution import memory
+from engine.execution.cpu.native.linear import Native
+from engine.execution.cpu.native.runner import NativeRunner
+from engine.execution.cpu.native.start import start
 from engine.execution.cuda.assemble import Sizes, cache_room, make_runner, refusal
 from engine.execution.runner import ModelRunner as TorchRunner
 from engine.machine import read_processor
@@ -32,6 +35,7 @@ from engine.models.decoder import Decoder
 from engine.models.families import family_named
 from engine.models.heads import Heads
 from engine.models.hub import resolve_model_folder
+from engine.models.linear import make_linear
 from engine.models.loader import load_weights
 from engine.models.spec import ModelSpec, hidden_offer, load_spec, resolve_max_model_len
 from engine.models.weights import LayerWeights, ModelWeights, torch_dtype
@@ -54,7 +58,7 @@ _CUDA_STEP_BYTES = 2**30  # a guess, for the plan only: what a step needs beside
 class LaunchPlan:
     """What will run. `num_blocks` of KV, each `block_size` tokens; on CUDA an estimate until the weights are loaded.
     `host_units` of the host tier; `scratch_blocks`: how many blocks a step may run from hidden state. `notes`:
-    decisions that a user may not expect, one sentence each."""
+    decisions that a user may not expect, one sentence each; `kernels`: what steps on a CPU run by, once known."""
 
     folder: Path
     spec: ModelSpec
@@ -68,6 +72,7 @@ class LaunchPlan:
     notes: tuple[str, ...]
     host_units: int = 0
     scratch_blocks: int = 0
+    kernels: str = "torch"
 
 
 def resolve_model(config: EngineConfig) -> Path:
@@ -127,18 +132,28 @@ def build_engine(
 
 
 def _build(config: EngineConfig, plan: LaunchPlan, say: Callable[[str], None]) -> Engine:
-    runner, plan = build_runner(config, plan)
+    runner, plan = build_runner(config, plan, say)
     num_units = memory.UNITS_PER_BLOCK * plan.num_blocks
     return _join(config, plan, scheduler_config(config, plan, num_units), runner, say)
 
 
-def build_runner(config: EngineConfig, plan: LaunchPlan) -> tuple[ModelRunner, LaunchPlan]:
+def build_runner(
+    config: EngineConfig, plan: LaunchPlan, say: Callable[[str], None] = lambda _line: None
+) -> tuple[ModelRunner, LaunchPlan]:
     """Load the model; the plan comes back with the cache size that the device really has. Raises ConfigError."""
     device, dtype = torch.device(plan.device), torch_dtype(plan.dtype)
+    native = None
     if device.type == "cpu":
-        _use_cores()
+        native = _start_native(config, plan, say)
+        plan = replace(plan, kernels="torch" if native is None else f"native {native.level.name}")
     weights = load_weights(
-        plan.spec, plan.folder, dtype=plan.dtype, device=device, load_format=config.load_format, seed=config.seed
+        plan.spec,
+        plan.folder,
+        dtype=plan.dtype,
+        device=device,
+        load_format=config.load_format,
+        seed=config.seed,
+        make=make_linear if native is None else native.linear,
     )
     if device.type == "cuda":
         reason = refusal(plan.spec, dtype, torch.cuda.get_device_capability(device))
@@ -150,7 +165,8 @@ def build_runner(config: EngineConfig, plan: LaunchPlan) -> tuple[ModelRunner, L
         room = memory.cuda_cache_bytes(device, config.gpu_memory_utilization, lambda: _largest_step(decoder, config))
         plan = _with_cache(plan, config, room)
     num_units = memory.UNITS_PER_BLOCK * plan.num_blocks
-    runner = TorchRunner(
+    make = TorchRunner if native is None else partial(NativeRunner, native=native)
+    runner = make(
         decoder,
         num_units=num_units,
         block_size=config.block_size,
@@ -204,6 +220,8 @@ def profile_key(plan: LaunchPlan) -> ProfileKey:
     else:
         processor = read_processor()
         device = f"{processor.name}, {torch.get_num_threads()} threads"
+        if plan.kernels != "torch":
+            device += f", {plan.kernels}"
     name = f"{plan.folder.name}, {plan.spec.num_parameters} parameters"
     return ProfileKey(name, device, plan.dtype, metadata.version("tidemill"))
 
@@ -310,9 +328,24 @@ def _with_cache(plan: LaunchPlan, config: EngineConfig, cache_bytes: int) -> Lau
     return replace(plan, num_blocks=blocks, max_model_len=room, notes=(*plan.notes, note))
 
 
-def _use_cores() -> None:
+def _start_native(config: EngineConfig, plan: LaunchPlan, say: Callable[[str], None]) -> Native | None:
+    """The native kernels and their threads; None: steps run by torch, whose threads are set either way."""
+    _use_cores(config.threads)
+    if config.cpu_kernels == "torch":
+        return None
+    native = start(torch.get_num_threads(), torch_dtype(plan.dtype))
+    if isinstance(native, str):
+        say(f"steps run by torch's own operators: {native}")
+        return None
+    say(f"steps run by native kernels ({native.level.name}) on {native.team.threads} threads")
+    return native
+
+
+def _use_cores(threads: int | None) -> None:
     """One thread per physical core: two on one core share its vector units. OMP_NUM_THREADS has precedence."""
-    if "OMP_NUM_THREADS" not in os.environ:
+    if threads is not None:
+        torch.set_num_threads(threads)
+    elif "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(read_processor().cores)
 
 

@@ -18,6 +18,10 @@ class EngineConfig:
     model: str = _flag("", "folder or Hugging Face id of a checkpoint; empty: the packaged demo model")
     device: str = _flag("auto", "where the model runs", ("auto", "cpu", "cuda"))
     dtype: str = _flag("auto", "type of weights and cache", ("auto", "bfloat16", "float16", "float32"))
+    cpu_kernels: str = _flag(
+        "auto", "on a CPU: our native kernels where they were built and pass their test, or torch's", ("auto", "torch")
+    )
+    threads: int | None = _flag(None, "processor threads of a step on a CPU (default: one per core)")
     load_format: str = _flag("auto", "dummy: random weights for benchmarks", ("auto", "safetensors", "dummy"))
     max_model_len: int | None = _flag(None, "longest prompt plus output, tokens (default: the model's)")
     block_size: int = _flag(16, "tokens in a cache block")
@@ -48,7 +52,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         _positive(self, "block_size", "max_num_seqs", "max_num_batched_tokens", "max_num_waiting")
-        _positive(self, "max_model_len", "num_gpu_blocks_override")
+        _positive(self, "max_model_len", "num_gpu_blocks_override", "threads")
         if self.block_size & (self.block_size - 1):
             raise ConfigError(f"--block-size must be a power of two, not {self.block_size}")
         if not 0.0 <= self.swap_space <= 65536.0:

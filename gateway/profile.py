@@ -18,7 +18,7 @@ GRID = 5
 def run(config: EngineConfig, plot: Path | None, say: Callable[[str], None]) -> int:
     """Measure, store, print; returns the exit code. Raises ConfigError when the result cannot be written."""
     build = importlib.import_module("engine.build")
-    runner, plan = build.build_runner(config, build.plan_launch(config))
+    runner, plan = build.build_runner(config, build.plan_launch(config), say)
     units = 2 * plan.num_blocks
     limits = build.sweep_limits(build.scheduler_config(config, plan, units))
     key = build.profile_key(plan)

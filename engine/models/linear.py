@@ -82,8 +82,14 @@ class PackedLinear:
         return weight, None if self._bias is None else self._bias[first:]
 
 
-def make_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
-    """The fastest linear layer for `weight [out, in]` and `bias [out]` that gives the result of `F.linear`.
+class MakeLinear(Protocol):
+    """Makes a layer of `weight [out, in]` and `bias [out]`. `gated`: half of the outputs gate the other half."""
+
+    def __call__(self, weight: Tensor, bias: Tensor | None = None, *, gated: bool = False) -> Linear: ...
+
+
+def make_linear(weight: Tensor, bias: Tensor | None = None, *, gated: bool = False) -> Linear:  # noqa: ARG001
+    """The fastest linear layer by torch for `weight [out, in]` and `bias [out]` that gives the result of `F.linear`.
 
     Drop the weight afterwards: a packed layer holds its own copy, a plain one refers to it.
     """

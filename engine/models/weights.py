@@ -11,7 +11,7 @@ from torch import Tensor
 
 from engine.errors import ModelLoadError
 from engine.models.families import TensorNames, family_named
-from engine.models.linear import Linear, make_linear
+from engine.models.linear import Linear, MakeLinear, make_linear
 from engine.models.spec import ModelSpec
 
 
@@ -78,17 +78,18 @@ class DummyTensors:
         return empty.normal_(0.0, shape[-1] ** -0.5 if len(shape) > 1 else 0.02, generator=self._generator)
 
 
-def build_weights(spec: ModelSpec, source: TensorSource) -> ModelWeights:
+def build_weights(spec: ModelSpec, source: TensorSource, make: MakeLinear = make_linear) -> ModelWeights:
     """Fetch, stack and pack every tensor, one layer at a time. Errors: ModelLoadError."""
-    return _Builder(spec, source).model()
+    return _Builder(spec, source, make).model()
 
 
 class _Builder:
     """Walks a family's tensor names in the order in which the model runs."""
 
-    def __init__(self, spec: ModelSpec, source: TensorSource) -> None:
+    def __init__(self, spec: ModelSpec, source: TensorSource, make: MakeLinear) -> None:
         self._spec = spec
         self._source = source
+        self._make = make
         self._names: TensorNames = family_named(spec.family).names
         self._prefix = self._first_prefix()
 
@@ -101,7 +102,7 @@ class _Builder:
             positions = self._source.fetch(f"{prefix}{names.positions}.weight", shape)
         layers = [self._layer(f"{prefix}layers.{index}.") for index in range(spec.num_layers)]
         final_norm = self._norm(prefix + names.final_norm)
-        return ModelWeights(embedding, positions, layers, final_norm, make_linear(self._head(embedding), None))
+        return ModelWeights(embedding, positions, layers, final_norm, self._make(self._head(embedding)))
 
     def _layer(self, prefix: str) -> LayerWeights:
         spec, names = self._spec, self._names
@@ -114,7 +115,7 @@ class _Builder:
             qk_norm=self._qk_norm(prefix),
             out=self._linear(prefix, (names.out,), (hidden,), spec.q_size, spec.out_bias),
             post_norm=self._norm(prefix + names.post_norm),
-            up=self._linear(prefix, names.up, up_sizes, hidden, spec.mlp_bias),
+            up=self._linear(prefix, names.up, up_sizes, hidden, spec.mlp_bias, gated=spec.gated_mlp),
             down=self._linear(prefix, (names.down,), (hidden,), ffn, spec.mlp_bias),
         )
 
@@ -126,6 +127,7 @@ class _Builder:
         width: int,
         has_bias: bool,
         interleaved: bool = False,
+        gated: bool = False,
     ) -> Linear:
         pairs = list(zip(modules, sizes, strict=True))
         weight = _stack([self._source.fetch(f"{prefix}{name}.weight", (size, width)) for name, size in pairs])
@@ -134,7 +136,7 @@ class _Builder:
             bias = _stack([self._source.fetch(f"{prefix}{name}.bias", (size,)) for name, size in pairs])
         if interleaved:
             weight, bias = self._straighten(weight), None if bias is None else self._straighten(bias)
-        return make_linear(weight, bias)
+        return self._make(weight, bias, gated=gated)
 
     def _straighten(self, fused: Tensor) -> Tensor:
         """[heads · 3 · D, ...] to [3 · heads · D, ...]."""

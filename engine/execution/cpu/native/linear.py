@@ -36,6 +36,10 @@ class Native:
         """Instructions for bfloat16 serve models of that type only."""
         return self.level if dtype == torch.bfloat16 else min(self.level, Level.AVX512)
 
+    def linear(self, weight: Tensor, bias: Tensor | None = None, *, gated: bool = False) -> "NativeLinear":
+        """A layer of these threads; drop the weight afterwards."""
+        return NativeLinear(self, weight, bias, gated)
+
 
 class NativeLinear:
     """weight [n, k] and bias [n] in panels. `gated`: two halves of outputs (gate, up), whose panels are interleaved."""

@@ -1,0 +1,121 @@
+"""Which level of the C++ library runs here: the highest that answers a small model as torch does."""
+
+import logging
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from engine.errors import ConfigError
+from engine.execution.cpu.native.library import Library, StepError, Team, load
+from engine.execution.cpu.native.linear import Native
+from engine.execution.cpu.native.model import NativeModel
+from engine.execution.pool import UnitPool
+from engine.execution.rows import RowTable
+from engine.models.decoder import Decoder
+from engine.models.heads import Heads
+from engine.models.spec import ModelSpec, spec_from_config
+from engine.models.weights import DummyTensors, LayerWeights, ModelWeights, build_weights
+
+logger = logging.getLogger(__name__)
+
+_LENGTH = 44  # tokens: a tile of queries, some short chunks, decodes
+_CUTS = (33, 4, 1, 1, 5)
+_CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 1,
+    "head_dim": 64,
+    "intermediate_size": 72,
+    "vocab_size": 70,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+}
+
+
+def start(threads: int, dtype: torch.dtype, found: Library | str | None = None) -> Native | str:
+    """The library at the best level for models of this type, or why steps run by torch. `found`: as `load` gives it."""
+    library = load() if found is None else found
+    if isinstance(library, str):
+        return library
+    team = Team(library, threads)
+    for level in reversed(library.levels()):
+        native = Native(library, level, team)
+        if native.level_for(dtype) != level:
+            continue
+        if not (wrong := self_test(native, dtype)):
+            return native
+        logger.warning("native kernels of level %s are not used: %s", level.name, wrong)
+    return "the native kernels fail their test on this processor"
+
+
+def self_test(native: Native, dtype: torch.dtype) -> str:
+    """Run a small model in chunks and compare its logits with torch's. What is wrong, or an empty string."""
+    spec = spec_from_config(_CONFIG)
+    weights = build_weights(spec, DummyTensors(0, torch.float32, torch.device("cpu")))
+    ids = np.random.default_rng(0).integers(0, spec.vocab_size, _LENGTH)
+    try:
+        logits = _by_chunks(native, spec, _typed(native, spec, dtype), ids, dtype)
+    except (StepError, ConfigError) as problem:
+        return str(problem)
+    expected = _by_torch(spec, weights, ids)[np.cumsum(_CUTS) - 1]
+    error = float((logits - expected).square().mean().sqrt())
+    allowed = 2.0 * float(torch.finfo(dtype).eps) * 8 + 1e-5
+    return "" if error <= allowed else f"logits are {error:.1e} beside those of torch"
+
+
+def _typed(native: Native, spec: ModelSpec, dtype: torch.dtype) -> ModelWeights:
+    """The same random weights, rounded to a type, in native layers."""
+
+    class Rounded(DummyTensors):
+        def fetch(self, name: str, shape: tuple[int, ...]) -> Tensor:
+            return super().fetch(name, shape).to(dtype)
+
+    return build_weights(spec, Rounded(0, torch.float32, torch.device("cpu")), native.linear)
+
+
+def _by_chunks(native: Native, spec: ModelSpec, weights: ModelWeights, ids: np.ndarray, dtype: torch.dtype) -> Tensor:
+    block_size = 16
+    blocks = -(-_LENGTH // block_size)
+    pool = UnitPool(
+        2 * blocks,
+        num_layers=spec.num_layers,
+        block_size=block_size,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        dtype=dtype,
+        device=torch.device("cpu"),
+    )
+    rows = RowTable(1, _LENGTH, block_size)
+    rows.tokens[0, :_LENGTH], rows.num_blocks[0] = ids, blocks
+    rows.k_table[0, :blocks], rows.v_table[0, :blocks] = np.arange(blocks), np.arange(blocks) + blocks
+    model = NativeModel(native, spec, weights, pool, rows, _LENGTH)
+    logits, at = [], 0
+    for length in _CUTS:
+        result = model.run(np.array([[0, at, length, 1]]), logits=True)
+        assert result.logits is not None
+        logits.append(result.logits[0].clone())
+        at += length
+    return torch.stack(logits)
+
+
+def _by_torch(spec: ModelSpec, weights: ModelWeights, token_ids: np.ndarray) -> Tensor:
+    """Logits [length, vocab] of one sequence, without a cache."""
+    heads, decoder = Heads(spec, weights, _LENGTH), Decoder(spec, weights)
+    ids, positions = torch.from_numpy(token_ids), torch.arange(_LENGTH)
+    rotary = heads.rotary(positions)
+
+    def attend(_index: int, layer: LayerWeights, x: Tensor) -> Tensor:
+        q, k, v = (part.transpose(0, 1).unsqueeze(0) for part in heads.qkv(layer, x, rotary))
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return mixed.squeeze(0).transpose(0, 1).reshape(len(x), -1)
+
+    with torch.inference_mode():
+        return decoder.logits(decoder.run(decoder.embed(ids, positions), attend)).float()
