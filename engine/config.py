@@ -30,7 +30,7 @@ class EngineConfig:
     max_num_seqs: int = _flag(64, "most requests in one step")
     max_num_batched_tokens: int = _flag(512, "most tokens in one step (the prefill chunk's upper bound)")
     chunked_prefill: bool = _flag(True, "run prompts in chunks beside decodes; off: whole, in steps of their own")
-    max_num_waiting: int = _flag(1024, "most online requests waiting; beyond it 429")
+    max_num_waiting: int = _flag(1024, "most online requests waiting, and most flex requests; beyond it 429")
     enable_prefix_caching: bool = _flag(True, "share equal prompt prefixes between requests of one tenant")
     slo: str = _flag("ttft_p99=1s,tbt_p99=100ms", "what online requests are promised; also 'tbt_mean=50ms' or '5%'")
     fill_policy: str = _flag("tidemill", "how offline work is sized; hygen: one flat budget", ("tidemill", "hygen"))

@@ -15,11 +15,12 @@ from itertools import chain, islice, repeat
 
 from engine.cache.prefix import extend_hashes
 from engine.config import SchedulerConfig
-from engine.errors import EngineStepError, EngineUnavailableError, InvalidRequestError, TidemillError
+from engine.errors import EngineStepError, EngineUnavailableError, InvalidRequestError, QueueFullError, TidemillError
 from engine.integrity import check_integrity
 from engine.request import (
     EngineRequest,
     FinishReason,
+    Lane,
     Request,
     RequestClass,
     RequestOutput,
@@ -43,6 +44,7 @@ MAX_STEP_FAILURES = 3
 MAX_QUIET_RECOVERIES = 2
 """Attempts to get a standing engine going that end nobody's request."""
 OUTPUT_FORGETTING = 0.05
+FLEX_RETRY_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +104,7 @@ class EngineCore:
             raise InvalidRequestError(f"A request '{spec.request_id}' is already running.", param="request_id")
         check_length(spec, self.config.max_model_len)
         self.check_room(spec.request_class)
+        self._check_flex_room(spec)
         request = Request(spec, RequestTimes(arrival=now), self._num_arrived)
         self._num_arrived += 1
         self._requests[spec.request_id] = request
@@ -111,6 +114,15 @@ class EngineCore:
         """Raises QueueFullError if a request of this class would not be queued now, whatever it asks for."""
         if request_class is RequestClass.ONLINE:
             check_room(self._scheduler, self._mean_output_tokens)
+
+    def _check_flex_room(self, spec: EngineRequest) -> None:
+        """Those who wait for offline work are as many as may wait online, and no tenant keeps another from its part. A
+        batch bounds its lines itself. Raises QueueFullError."""
+        limit = self.config.max_num_waiting
+        if spec.request_class is RequestClass.ONLINE or spec.lane is not Lane.FLEX:
+            return
+        if self._scheduler.waiting_offline.is_full(spec.lane, spec.tenant, limit):
+            raise QueueFullError(f"{limit} flex requests are waiting already.", retry_after=FLEX_RETRY_SECONDS)
 
     def abort(self, request_id: str, now: float, reason: FinishReason = FinishReason.ABORT) -> RequestOutput | None:
         """End a request now, whatever it is doing; its terminal output, or None if it has already ended."""

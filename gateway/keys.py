@@ -1,9 +1,9 @@
 """API keys: whose a key is, which service tier its requests have by default, what its tenant may have at once. Only
 digests are kept.
 
-A key file has a line per key: the SHA-256 of the key in hex, the tenant, and if wanted a default tier (default,
-priority or flex) and limits (`requests=8 queued=64 tokens=100000 lines=200000 bytes=50G`, see `gateway.quotas`); `#`
-begins a comment. Several keys may belong to one tenant; its limits may stand on any of their lines. `printf %s "$KEY" |
+A key file has a line per key: the SHA-256 of the key in hex, the tenant, and if wanted a default tier (default or
+flex) and limits (`requests=8 queued=64 tokens=100000 lines=200000 bytes=50G`, see `gateway.quotas`); `#` begins a
+comment. Several keys may belong to one tenant; its limits may stand on any of their lines. `printf %s "$KEY" |
 sha256sum` gives the digest. Knows nothing of HTTP.
 """
 
@@ -21,8 +21,10 @@ from typing import Literal
 from engine.errors import ConfigError
 from gateway.quotas import UNLIMITED, Quota, parse_quota
 
-Tier = Literal["default", "priority", "flex"]
-TIERS: tuple[Tier, ...] = ("default", "priority", "flex")
+Tier = Literal["default", "flex"]
+TIERS: tuple[Tier, ...] = ("default", "flex")
+_FILE_TIERS: dict[str, Tier] = {"default": "default", "flex": "flex", "priority": "default"}
+"""Words of the key file; there is no priority among online requests, and files of earlier versions may have it."""
 MAX_FILE_BYTES = 1024 * 1024
 _DIGEST = re.compile("[0-9a-fA-F]{64}")
 _TENANT = re.compile("[A-Za-z0-9._-]{1,64}")
@@ -34,7 +36,7 @@ class Key:
 
     digest: bytes
     tenant: str
-    service_tier: str = "default"
+    service_tier: Tier = "default"
 
 
 class KeyRing:
@@ -141,8 +143,8 @@ def _parse_line(words: list[str]) -> tuple[Key, Quota]:
     limits = [word for word in words if "=" in word]
     plain = words[: len(words) - len(limits)]
     digest, tenant, tier = (*plain, "default")[:3] if len(plain) in (2, 3) else ("", "", "")
-    is_plain = _DIGEST.fullmatch(digest) and _TENANT.fullmatch(tenant) and tier in TIERS
+    is_plain = _DIGEST.fullmatch(digest) and _TENANT.fullmatch(tenant) and tier in _FILE_TIERS
     if not is_plain or plain + limits != words:
         tiers = ", ".join(TIERS)
         raise ValueError(f"expected a SHA-256 in hex, a tenant and, if wanted, one of {tiers}, then limits")
-    return Key(bytes.fromhex(digest), tenant, tier), parse_quota(limits)
+    return Key(bytes.fromhex(digest), tenant, _FILE_TIERS[tier]), parse_quota(limits)

@@ -142,7 +142,7 @@ class GenerationBody(StrictBody):
     logit_bias: Annotated[dict[str, Bias], Field(max_length=MAX_LOGIT_BIAS), at_most(MAX_LOGIT_BIAS)] | None = None
     ignore_eos: bool | None = None
     return_token_ids: bool | None = None
-    service_tier: Literal["auto", "default", "priority", "flex"] | None = None
+    service_tier: Literal["auto", "default", "flex"] | None = None
 
 
 class ChatCompletionRequest(GenerationBody):

@@ -91,6 +91,7 @@ BAD_FIELDS: list[tuple[str, Any]] = [
     ("stream", "yes"),
     ("stream_options", {"include_usage": True}),
     ("service_tier", "scale"),
+    ("service_tier", "priority"),
     ("logprobs", 1),
     ("tools", [{"type": "function", "function": {"name": "f"}}]),
     ("tool_choice", "auto"),

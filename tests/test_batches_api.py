@@ -102,7 +102,7 @@ async def test_a_bad_body_is_an_error_row_with_its_status_and_the_others_run(rea
     }
     batch = await until(client, (await submit(client, jsonl([*bad.values(), line(1)]))).id)
     output, errors = await check_ended(client, batch, ["id-1", *(f"id-{name}" for name in bad)])
-    assert set(output) == {"id-1", "id-tier"} and batch.status == "completed"
+    assert set(output) == {"id-1"} and batch.status == "completed"
     for row in errors.values():
         assert row["error"] is None and row["response"]["status_code"] == 400
         assert set(row["response"]["body"]["error"]) == {"message", "type", "param", "code"}

@@ -282,7 +282,6 @@ async def test_token_ids_in_the_answer(served: Served, tokenizer: Tokenizer) -> 
 @pytest.mark.parametrize(("tier", "stated", "expected"), [
     ("auto", "default", RequestClass.ONLINE),
     ("default", "default", RequestClass.ONLINE),
-    ("priority", "default", RequestClass.ONLINE),
     ("flex", "flex", RequestClass.OFFLINE),
 ])  # fmt: skip
 async def test_service_tiers(served: Served, tier: Any, stated: str, expected: RequestClass) -> None:

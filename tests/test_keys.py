@@ -39,7 +39,7 @@ def test_a_file_of_keys(tmp_path: Path) -> None:
     ring = load_keys(["direct"], path)
     found = [ring.find(key.encode()) for key in ("a", "b", "ünï", "direct")]
     assert [(k.tenant, k.service_tier) for k in found if k] == [
-        ("acme", "default"), ("acme", "flex"), ("other.one", "priority"), (digest("direct")[:16], "default"),
+        ("acme", "default"), ("acme", "flex"), ("other.one", "default"), (digest("direct")[:16], "default"),
     ]  # fmt: skip
     for wrong in (b"", b"A", b"a ", b"\xff" * 1_000_000, digest("a").encode()):
         assert ring.find(wrong) is None

@@ -13,6 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from engine.config import SchedulerConfig
+from engine.errors import QueueFullError
 from engine.request import EngineRequest, Lane, Request, RequestClass, RequestStatus, RequestTimes, SamplingParams
 from engine.scheduling.fair_share import FairShare
 from engine.scheduling.job_queue import OFFLINE_POLICIES
@@ -371,7 +372,12 @@ TestQueueMachine.settings = settings(max_examples=60, stateful_step_count=50, de
 
 def make_driver(policy: str, rows: int = 8) -> Driver:
     config = SchedulerConfig(
-        num_units=2 * 200, max_model_len=256, block_size=BLOCK, max_num_seqs=rows, max_num_batched_tokens=64
+        num_units=2 * 200,
+        max_model_len=256,
+        block_size=BLOCK,
+        max_num_seqs=rows,
+        max_num_batched_tokens=64,
+        max_num_waiting=12,
     )
     return Driver(FakeRunner(block_size=BLOCK, vocab_size=64), config, offline_policy=policy)
 
@@ -432,3 +438,24 @@ def test_accounts_survive_that_the_queues_are_built_anew() -> None:
     driver.run()
     assert len(driver.finals) == 13
     assert not any(lane.tenants for lane in driver.core._scheduler.waiting_offline._lanes.values())
+
+
+def test_flex_requests_that_wait_are_bounded_and_no_tenant_takes_anothers_part() -> None:
+    driver = make_driver("psm")
+
+    def add(tenant: str, most: int) -> int:
+        for i in range(most):
+            try:
+                driver.add(spec(f"{tenant}-{i}", lane=Lane.FLEX, tenant=tenant))
+            except QueueFullError as error:
+                assert error.retry_after > 0
+                return i
+        return most
+
+    assert add("heavy", 1500) == 12
+    assert add("light", 1500) == 6, "a half is the other's, though the queue is full"
+    assert add("third", 1500) == 4
+    driver.add(*[spec(f"line-{i}", job="batch") for i in range(40)])
+    driver.run()
+    assert add("heavy2", 3) == 3
+    driver.run()

@@ -114,6 +114,16 @@ class OfflineQueue:
         """Requests of a lane that wait, preempted ones included."""
         return len(self._lanes[lane])
 
+    def is_full(self, lane: Lane, tenant: str, limit: int) -> bool:
+        """Whether a tenant must not add to a lane of which at most `limit` requests should wait: all tenants together
+        have as many, and it has its equal part of them."""
+        queue = self._lanes[lane]
+        if queue.num_waiting < limit:
+            return False
+        waiting = [entry for name, entry in queue.tenants.items() if entry.num_waiting and name != tenant]
+        own = queue.tenants[tenant].num_waiting if tenant in queue.tenants else 0
+        return own >= limit // (len(waiting) + 1)
+
     def __iter__(self) -> Iterator[Request]:
         for lane in self._lanes.values():
             yield from lane.preempted.values()
