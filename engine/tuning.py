@@ -8,9 +8,9 @@ import asyncio
 import json
 import logging
 import os
-import sys
 from dataclasses import replace
 
+from engine.child import python_module
 from engine.colocation import Colocation
 from engine.errors import ConfigError
 from engine.replay import ReplayedServer, Workload
@@ -103,9 +103,8 @@ class BudgetTuner:
 
 async def run_search(job: bytes) -> BudgetParams:
     """Search in a child process of low priority. Raises ValueError when it fails; cancelling kills it."""
-    command = [sys.executable, "-m", "engine.search"]
     process = await asyncio.create_subprocess_exec(
-        *command,
+        *python_module("engine.search"),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,

@@ -208,6 +208,7 @@ def check_input(file: BinaryIO, endpoint: str, max_lines: int, max_line_bytes: i
 async def check_apart(path: str, endpoint: str, max_lines: int, max_line_bytes: int) -> InputReport:
     """`check_input` in another process, which a cancellation kills. Raises OSError when the file cannot be read, or
     what anyio raises when there can be no such process."""
+    os.environ.setdefault("PYTHONSAFEPATH", "1")  # it starts without our path, and would look in the working directory
     return await to_process.run_sync(_check_file, path, endpoint, max_lines, max_line_bytes, cancellable=True)
 
 

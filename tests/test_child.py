@@ -1,0 +1,75 @@
+"""Processes of our own import nothing from the working directory, and find our packages wherever they lie."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from batch_tools import jsonl, line
+
+from engine import child
+
+NAMES = [
+    "pickle",
+    "json",
+    "orjson",
+    "anyio",
+    "asyncio",
+    "signal",
+    "array",
+    "engine",
+    "gateway",
+    "predictor",
+    "runpy",
+    "numpy",
+]
+SCRIPT = """
+import asyncio, json, sys
+from engine.tuning import run_search
+from gateway.batch_input import check_apart
+
+async def main():
+    report = await check_apart(sys.argv[1], "/v1/completions", 10, 1000)
+    try:
+        await run_search(b"{}")
+    except ValueError as error:
+        print(json.dumps([len(report.lines), str(error)]))
+
+if __name__ == "__main__":
+    asyncio.run(main())
+"""
+
+
+@pytest.fixture
+def traps(tmp_path: Path) -> Path:
+    """A folder in which every name is taken; what is imported from it leaves a note."""
+    folder = tmp_path / "traps"
+    for name in NAMES:
+        (folder / name).mkdir(parents=True)
+        note = f"open({str(tmp_path / 'caught')!r}, 'a').write({name!r})\n"
+        for file in ("__init__.py", "search.py", "batch_input.py", "to_process.py"):
+            (folder / name / file).write_text(note)
+    return folder
+
+
+def test_nothing_is_imported_from_the_working_directory(traps: Path, tmp_path: Path) -> None:
+    script = tmp_path / "script" / "main.py"
+    script.parent.mkdir()
+    script.write_text(SCRIPT)
+    (tmp_path / "input").write_bytes(jsonl([line(1), line(2)]))
+    command = [sys.executable, str(script), str(tmp_path / "input")]
+    done = subprocess.run(command, cwd=traps, capture_output=True, text=True, timeout=150, check=True)
+    lines, error = json.loads(done.stdout)
+    assert lines == 2 and error.startswith("KeyError")
+    assert not (tmp_path / "caught").exists()
+
+
+def test_our_packages_are_found_where_they_are(traps: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tree").mkdir()
+    (tmp_path / "tree" / "only_here.py").write_text("import sys, pickle; print(__name__, sys.argv[1:], sys.path[0])")
+    monkeypatch.setattr(child, "ROOT", tmp_path / "tree")
+    done = subprocess.run(
+        child.python_module("only_here", "a", "b"), cwd=traps, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == f"__main__ ['a', 'b'] {tmp_path / 'tree'}\n" and not (tmp_path / "caught").exists()
