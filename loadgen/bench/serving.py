@@ -55,7 +55,7 @@ async def measure_server(url: str) -> Figures:
 
 def measure_limits(folder: Path, threads: int) -> tuple[Figures, dict[str, Any]]:
     """The best this machine could do, by the roofline of the linear layers alone."""
-    command = [sys.executable, "-m", "engine.execution.roofline", "--config", str(folder / "config.json")]
+    command = [sys.executable, "-m", "loadgen.bench.limits", "--config", str(folder / "config.json")]
     found = json.loads(subprocess.run([*command, "--threads", str(threads)], capture_output=True, check=True).stdout)
     # A prompt's head is computed for its last token only.
     prefill_flops = PREFILL * (found["linear_flops_per_token"] - found["head_flops_per_token"])

@@ -1,6 +1,6 @@
 """What this machine could do at best: read bandwidth, matmul rate, and a model's bare linear layers.
 
-`python -m engine.execution.roofline --config config.json` prints one JSON object, measured now; benchmarks divide by it
+`python -m loadgen.bench.limits --config config.json` prints one JSON object, measured now; benchmarks divide by it
 in the same run. Knows nothing of caches, attention or scheduling.
 """
 
