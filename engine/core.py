@@ -9,7 +9,7 @@ once their content is confirmed. HyGen §4.1; reliability E1-E8.
 """
 
 from collections import deque
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain, islice, repeat
 
@@ -29,18 +29,21 @@ from engine.request import (
     TokenLogprobs,
 )
 from engine.scheduling.admission import check_length, check_room
+from engine.scheduling.blame import LONE_WAITS, Blame
+from engine.scheduling.canary import CANARY_ID
 from engine.scheduling.objective import StepObjective
 from engine.scheduling.output import INVALID_TOKEN, Chunk, ModelRunnerOutput, SchedulerOutput
 from engine.scheduling.planner import OfflinePlan, plan_offline
 from engine.scheduling.policies import find_policy
+from engine.scheduling.recovery import Ending, Reached, Recovery
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.step import StepBuilder
+from engine.scheduling.trial import CAUSE, TrialBuilder
 from engine.service_cost import token_costs
 from engine.stats import EngineStats, StepCounters
 from predictor.load import Lengths
 from predictor.model import LatencyPredictor
 
-MAX_STEP_FAILURES = 3
 MAX_QUIET_RECOVERIES = 2
 """Attempts to get a standing engine going that end nobody's request."""
 OUTPUT_FORGETTING = 0.05
@@ -67,11 +70,13 @@ class EngineCore:
         offline_policy: str = "psm",
         model: LatencyPredictor | None = None,
         objective: StepObjective | None = None,
+        lone_waits: Sequence[float] = LONE_WAITS,
     ) -> None:
         self.config = config
         policy = find_policy(online_policy)
         self._scheduler = Scheduler(config, policy, offline_policy, model, objective or StepObjective())
         self._requests: dict[str, Request] = {}
+        self._recovery = Recovery(self._scheduler, self._requests, Blame(lone_waits))
         self._in_flight: deque[_InFlight] = deque()
         self._next_step_id = 0
         self._undone_through = -1
@@ -93,6 +98,16 @@ class EngineCore:
     def has_offline(self) -> bool:
         """Whether any offline request is waiting or running."""
         return bool(self._scheduler.running[RequestClass.OFFLINE] or len(self._scheduler.waiting_offline))
+
+    @property
+    def retry_at(self) -> float | None:
+        """When to call `schedule` again although nothing has happened: something waits for that time."""
+        return self._recovery.retry_at
+
+    @property
+    def sick_since(self) -> float | None:
+        """Since when steps have been failing whoever is in them; None while the engine is not known to be sick."""
+        return self._recovery.sick_since
 
     @property
     def num_in_flight(self) -> int:
@@ -140,36 +155,60 @@ class EngineCore:
         """
         assert len(self._in_flight) <= self.config.pipeline_depth, "too many steps in flight"
         last_completed = self._in_flight[0].output.step_id - 1 if self._in_flight else self._next_step_id - 1
-        step = StepBuilder(self._scheduler, self._next_step_id, last_completed, now)
-        output = step.build(plan, self._requests.get)
-        if output is None:
+        built = self._build(plan, last_completed, now)
+        if built is None:
             return None
+        output, requests = built
         self._next_step_id += 1
-        self._in_flight.append(_InFlight(output, step.requests, [request.epoch for request in step.requests]))
-        for request in step.requests:
+        self._in_flight.append(_InFlight(output, requests, [request.epoch for request in requests]))
+        for request in requests:
             if request.times.first_scheduled is None:
                 request.times.first_scheduled = now
         return output
 
-    def update(
-        self, output: SchedulerOutput, result: ModelRunnerOutput | None, now: float, error: TidemillError | None = None
-    ) -> list[RequestOutput]:
-        """Take in what the oldest step in flight gave: a result, or `error` when it failed.
+    def _build(
+        self, plan: OfflinePlan | None, last_completed: int, now: float
+    ) -> tuple[SchedulerOutput, list[Request]] | None:
+        """The next step and its requests: the first turn in which anything can run."""
+        for turn in self._recovery.turns(now):
+            step: StepBuilder | TrialBuilder
+            if turn.requests is None:
+                step = ordinary = StepBuilder(self._scheduler, self._next_step_id, last_completed, now)
+                output = ordinary.build(plan, self._requests.get)
+            else:
+                step = trial = TrialBuilder(self._scheduler, self._next_step_id, last_completed, now)
+                output = trial.build(turn.requests, turn.force)
+                if output is None and trial.awaits_units:
+                    return None
+            if output is not None:
+                self._recovery.took(turn)
+                return output, step.requests
+        return None
 
-        A failed step is rewound to the last confirmed progress: offline requests run again (at most
-        `MAX_STEP_FAILURES` times), online ones end with the error. What steps in flight behind it give is ignored,
-        and their requests run again. Returns the outputs of this step's requests.
+    def update(self, output: SchedulerOutput, result: ModelRunnerOutput | None, now: float) -> list[RequestOutput]:
+        """Take in what the oldest step in flight gave: a result, or None when it failed.
+
+        A failed step is rewound to the last confirmed progress, and its requests run again, at last one by one (see
+        `engine.scheduling.recovery`): one that is proven to be the cause ends with an EngineStepError. What steps in
+        flight behind it give is ignored, and their requests run again. Returns the outputs of this step's requests and
+        of those that ended.
         """
         flight = self._in_flight.popleft()
         assert flight.output is output, "steps must be updated in the order they were scheduled"
-        if output.step_id <= self._undone_through:
+        if self.is_undone(output):
             outputs = []  # it was built on a step that failed; whatever it gave, its requests run again
         elif result is None:
-            outputs = self._rewind(flight, now, error or EngineStepError("The model step failed."))
+            outputs = list(self._fail(flight, now))
         else:
             outputs = list(self._confirm(flight, result, now))
+            if self._recovery.active:
+                outputs = list(self._pass(flight, outputs, now))
         self._scheduler.pool.complete_step(output.step_id)
         return outputs
+
+    def is_undone(self, output: SchedulerOutput) -> bool:
+        """Whether a step in flight was built on one that failed: what it gives, or fails with, means nothing."""
+        return output.step_id <= self._undone_through
 
     def clear_stall(self, now: float, attempt: int) -> list[RequestOutput]:
         """Nothing runs although there is work: build the queues anew, and give the room of offline requests back.
@@ -184,6 +223,8 @@ class EngineCore:
         for request_class in (RequestClass.OFFLINE,) if attempt == 1 else RequestClass:
             for request in list(scheduler.running[request_class]):
                 scheduler.preempt(request, "stall", now)
+        for request in [request for request in scheduler.aside if request.status is RequestStatus.RUNNING]:
+            scheduler.preempt(request, "stall", now)
         if attempt <= MAX_QUIET_RECOVERIES or not scheduler.waiting_online:
             return []
         error = EngineUnavailableError("The engine could not start this request.", retry_after=1.0)
@@ -208,11 +249,8 @@ class EngineCore:
         scheduler = self._scheduler
         pool, counters = scheduler.pool, scheduler.counters
         return EngineStats(
-            running={c: len(running) for c, running in scheduler.running.items()},
-            waiting={
-                RequestClass.ONLINE: len(scheduler.waiting_online),
-                RequestClass.OFFLINE: len(scheduler.waiting_offline),
-            },
+            running={c: scheduler.num_running(c) for c in RequestClass},
+            waiting={c: scheduler.num_waiting(c) for c in RequestClass},
             units_total=pool.num_units,
             units_free=pool.num_free_units,
             units_cached=pool.num_cached_units,
@@ -292,38 +330,48 @@ class EngineCore:
         error = EngineStepError("The model gave no finite logits for this request.")
         return self._finish(request, FinishReason.ERROR, now, [], None, error=error)
 
-    def _rewind(self, flight: _InFlight, now: float, error: TidemillError) -> list[RequestOutput]:
+    def _pass(self, flight: _InFlight, outputs: list[RequestOutput], now: float) -> Iterator[RequestOutput]:
+        """A step passed while suspects, or the canary, are about; nobody waits for what the canary says."""
+        self._recovery.passed(_reached(flight))
+        for output in outputs:
+            if output.request_id != CANARY_ID:
+                yield output
+            elif output.finish_reason is not None:
+                works = output.finish_reason is not FinishReason.ERROR
+                yield from self._end(self._recovery.canary_ended(works, now), now)
+
+    def _fail(self, flight: _InFlight, now: float) -> Iterator[RequestOutput]:
+        self._counters.failed_steps += 1
+        step = _reached(flight)
+        self._rewind(flight, now)
+        yield from self._end(self._recovery.failed(step, now), now)
+
+    def _end(self, endings: list[Ending], now: float) -> Iterator[RequestOutput]:
+        for request, error in endings:
+            yield self._finish(request, FinishReason.ERROR, now, [], None, error=error)
+
+    def _rewind(self, flight: _InFlight, now: float) -> None:
         """Undo a failed step and the steps in flight behind it, which were built on its tokens.
 
         The runner may have applied only part of the deltas: every row concerned is released and written whole again.
         """
-        self._counters.failed_steps += 1
         self._undone_through = self._next_step_id - 1
-        outputs = []
-        for request in _live(flight):
-            request.num_step_failures += 1
-            online = request.request_class is RequestClass.ONLINE
-            if online or request.num_step_failures >= MAX_STEP_FAILURES:
-                request.epoch += 1
-                outputs.append(self._finish(request, FinishReason.ERROR, now, [], None, error=error))
-            else:
+        undone = (flight, *self._in_flight)
+        for each in undone:
+            for request in _live(each):
                 self._restart(request, now)
-        for later in self._in_flight:
-            for request in _live(later):
-                self._restart(request, now)
-        failed = {undone.output.step_id for undone in (flight, *self._in_flight)}
+        failed = {each.output.step_id for each in undone}
         for request in self._requests.values():
             if request.parked_blocks and request.parked_in_step in failed:
                 self._scheduler.parked.forget(request)
-        for undone in (flight, *self._in_flight):
-            self._scheduler.released_rows.extend(undone.output.released_rows)
-        return outputs
+        for each in undone:
+            self._scheduler.released_rows.extend(each.output.released_rows)
 
     def _restart(self, request: Request, now: float) -> None:
         request.epoch += 1
         request.num_placeholders = 0
         if request.status is RequestStatus.RUNNING:
-            self._scheduler.preempt(request, "step_failure", now)
+            self._scheduler.preempt(request, CAUSE, now)
         else:
             self._scheduler.parked.forget(request)
 
@@ -340,7 +388,9 @@ class EngineCore:
     ) -> RequestOutput:
         self._scheduler.end(request)
         request.move_to(RequestStatus.FINISHED)
-        if request.request_class is RequestClass.ONLINE:
+        if request.aside:
+            self._recovery.forget(request)
+        elif request.request_class is RequestClass.ONLINE:
             self._mean_output_tokens += OUTPUT_FORGETTING * (request.num_output_tokens - self._mean_output_tokens)
         del self._requests[request.request_id]
         request.times.finished = now
@@ -353,6 +403,13 @@ def _live(flight: _InFlight) -> list[Request]:
     """The step's requests that have neither ended nor been rewound since."""
     pairs = zip(flight.requests, flight.epochs, strict=True)
     return [r for r, epoch in pairs if r.status is not RequestStatus.FINISHED and r.epoch == epoch]
+
+
+def _reached(flight: _InFlight) -> list[Reached]:
+    """The step's requests that have neither ended nor been rewound since, and what was computed of them."""
+    pairs = zip(flight.output.chunks, flight.requests, strict=True)
+    live = set(_live(flight))
+    return [Reached(request, chunk.start + chunk.length) for chunk, request in pairs if request in live]
 
 
 def _output(request: Request, token_ids: list[int], logprobs: list[TokenLogprobs] | None) -> RequestOutput:

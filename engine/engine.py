@@ -11,18 +11,22 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from engine.client import EngineInfo
 from engine.colocation import Colocation
 from engine.core import EngineCore
 from engine.errors import EngineStepError, EngineUnavailableError, RetryableError, TidemillError
+from engine.fault_log import FaultLog
 from engine.planner_task import Planner, PlanOffline
 from engine.request import EngineRequest, FinishReason, RequestClass, RequestOutput, RequestTimes, SamplingParams
 from engine.scheduling.output import ModelRunner, ModelRunnerOutput, SchedulerOutput
+from engine.scheduling.recovery import RETRY_AFTER
 from engine.stats import EngineStats
+from engine.step_check import check_result
 from engine.stream import RequestStream
 from engine.tuning import BudgetTuner
 from engine.watchdog import STALL_SECONDS, ProgressWatchdog
@@ -30,6 +34,8 @@ from engine.watchdog import STALL_SECONDS, ProgressWatchdog
 log = logging.getLogger("tidemill.engine")
 
 WARM_UP_ID = "warm-up"
+MIN_REST = 0.01
+"""The shortest sleep in seconds before the core is asked again for work that it could not start."""
 
 
 class Engine:
@@ -73,6 +79,7 @@ class Engine:
             self._waiter = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tidemill-waiter")
         self._loop_task: asyncio.Task[None] | None = None
         self._warm = self._draining = self._stopping = False
+        self._faults = FaultLog(log, clock)
 
     @property
     def alive(self) -> bool:
@@ -87,6 +94,9 @@ class Engine:
     @property
     def trouble(self) -> str | None:
         """See EngineClient.trouble."""
+        since = self._core.sick_since
+        if since is not None:
+            return f"every model step has failed for {self._clock() - since:.0f} s"
         return self._watchdog.trouble
 
     async def start(self) -> None:
@@ -140,14 +150,15 @@ class Engine:
             raise EngineUnavailableError("The server is shutting down.", retry_after=5.0)
         if not self.alive:
             raise EngineUnavailableError("The engine is not running.", retry_after=5.0)
+        if self._core.sick_since is not None:
+            raise EngineUnavailableError(f"The engine is not ready: {self.trouble}.", retry_after=RETRY_AFTER)
 
     @contextmanager
     def _noting_refusal(self, request_class: RequestClass, prompt_tokens: int) -> Iterator[None]:
         try:
             yield
         except RetryableError:
-            if self.colocation is not None:
-                self.colocation.on_refused(request_class, prompt_tokens, self._clock())
+            self._tell_keeper(Colocation.on_refused, request_class, prompt_tokens, self._clock())
             raise
 
     def add(self, request: EngineRequest) -> RequestStream:
@@ -167,8 +178,7 @@ class Engine:
             return
         output = self._core.abort(request_id, self._clock(), reason)
         assert output is not None, "a stream is open for a request that the core does not know"
-        if self.colocation is not None:
-            self.colocation.on_end(output, self._clock())
+        self._tell_keeper(Colocation.on_end, output, self._clock())
         self._deliver(output)
         self._wake_up()
 
@@ -185,10 +195,17 @@ class Engine:
                 if self._in_flight:
                     await self._complete_oldest()
                 else:
-                    await self._wake.wait()
+                    await self._sleep()
         except BaseException as error:
             self._fail_all(error)
             raise
+
+    async def _sleep(self) -> None:
+        """Until something happens, or until the time for which something waits in the core."""
+        retry_at = self._core.retry_at
+        rest = None if retry_at is None else max(MIN_REST, retry_at - self._clock())
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._wake.wait(), rest)
 
     def _wake_up(self) -> None:
         self._plan_tried = False
@@ -222,23 +239,37 @@ class Engine:
 
     async def _complete_oldest(self) -> None:
         output, future = self._in_flight[0]
-        error: TidemillError | None = None
         result: ModelRunnerOutput | None = None
         try:
             result = await future
-        except Exception as cause:  # whatever a model step raises must end at its requests, not at the server
-            log.exception("step %d failed", output.step_id)
-            error = EngineStepError("The model step failed under this request.")
-            error.__cause__ = cause
+            check_result(output, result, self.info.vocab_size)
+        except Exception as error:  # whatever a model step raises must end at its requests, not at the server
+            result = None
+            if not self._core.is_undone(output):
+                self._faults.report("a model step failed", error)
+            if not self._warm:
+                self._end_streams(EngineStepError("The first model step failed."))
         self._in_flight.popleft()
         now = self._clock()
         started, self._step_started = self._step_started, now if self._in_flight else None
-        outputs = self._core.update(output, result, now, error)
+        outputs = self._core.update(output, result, now)
         self._watchdog.on_step()
-        if self.colocation is not None and self._warm and result is not None and started is not None:
-            self.colocation.on_step(output, now - started, outputs, now)
+        if result is None or started is None:
+            for ended in outputs:
+                self._tell_keeper(Colocation.on_end, ended, now)
+        elif self._warm:
+            self._tell_keeper(Colocation.on_step, output, now - started, outputs, now)
         for request_output in outputs:
             self._deliver(request_output)
+
+    def _tell_keeper(self, tell: Callable[..., None], *facts: Any) -> None:
+        """A fault in what learns from steps costs learning only."""
+        if self.colocation is None:
+            return
+        try:
+            tell(self.colocation, *facts)
+        except Exception as error:
+            self._faults.report("the SLO keeper failed", error)
 
     def _deliver(self, output: RequestOutput) -> None:
         stream = self._streams[output.request_id]
@@ -256,11 +287,20 @@ class Engine:
             return
         now = self._clock()
         for output in self._core.clear_stall(now, attempt):
-            if self.colocation is not None:
-                self.colocation.on_end(output, now)
+            self._tell_keeper(Colocation.on_end, output, now)
             self._deliver(output)
         self._planner.restart()
         self._wake_up()
+
+    def _end_streams(self, error: TidemillError) -> None:
+        """End every open request with an error; the core forgets them."""
+        now = self._clock()
+        for request_id in list(self._streams):
+            output = self._core.abort(request_id, now, FinishReason.ERROR)
+            assert output is not None, "a stream is open for a request that the core does not know"
+            output.error = error
+            self._tell_keeper(Colocation.on_end, output, now)
+            self._deliver(output)
 
     def _fail_all(self, error: BaseException) -> None:
         """The loop itself broke: nothing can be stepped any more, so every open stream ends with an error."""

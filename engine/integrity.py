@@ -15,6 +15,7 @@ def check_integrity(requests: Mapping[str, Request], scheduler: Scheduler) -> No
     for request in scheduler.all_requests():
         assert requests.get(request.request_id) is request, "a queued request is unknown"
         num_queued += 1
+        assert request.aside == (request in scheduler.aside), "a request is aside, or it is not"
         if request.status is RequestStatus.RUNNING:
             _check_running(request, scheduler)
             held.extend(request.cache_map.blocks)

@@ -176,7 +176,7 @@ class Request:
     `cache_kind`: what new blocks are stored as; it outlives preemptions. While the request is preempted, its first
     `num_parked_tokens` tokens may lie in `parked_blocks`, some of them on the device, some copied to the host, the last
     by the step `parked_in_step`. `not_before`: until then it does not start beside online work, which would only evict
-    it again (seconds).
+    it again (seconds). `aside`: it is kept out of ordinary steps (see `engine.scheduling.recovery`).
     """
 
     spec: EngineRequest
@@ -198,7 +198,7 @@ class Request:
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     not_before: float = -math.inf
-    num_step_failures: int = 0
+    aside: bool = False
     beside_offline: bool = False
     num_prompt_tokens: int = field(init=False)
     max_total_tokens: int = field(init=False)

@@ -82,10 +82,12 @@ class ProgressWatchdog:
             self._reset()
 
     def _time_left(self) -> float:
-        """Seconds until the engine has stood still for too long if nothing completes; all of them while a step runs."""
+        """Seconds until the engine has stood still for too long if nothing completes; all of them while a step runs, or
+        while the core rests: what waits after failed steps is tried again at a time of its own."""
         if self._core.num_in_flight or not self._core.has_requests:
             return self._seconds
-        return self._since + self._patience - self._clock()
+        since = self._since if self._core.retry_at is None else max(self._since, self._core.retry_at)
+        return since + self._patience - self._clock()
 
     def _on_stall(self) -> None:
         self._attempts += 1

@@ -88,7 +88,8 @@ def to_api_error(error: BaseException) -> ApiError:
         case EngineUnavailableError():
             return ApiError(503, error.message, headers=_retry_after(error))
         case EngineStepError():
-            return ApiError(500, error.message, code="engine_error")
+            # It failed by itself and would fail again: OpenAI's clients are told not to try twice more.
+            return ApiError(500, error.message, code="engine_error", headers={"x-should-retry": "false"})
         case HTTPException(status_code=status) if status in _DEFAULTS:
             return ApiError(status, headers=error.headers)
         case TidemillError():

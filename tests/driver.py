@@ -8,7 +8,6 @@ from typing import Any
 
 from engine.config import SchedulerConfig
 from engine.core import EngineCore
-from engine.errors import EngineStepError
 from engine.request import EngineRequest, FinishReason, RequestClass, RequestOutput, SamplingParams
 from engine.scheduling.output import Collect, ModelRunner, ModelRunnerOutput, SchedulerOutput
 from engine.scheduling.planner import OfflinePlan
@@ -67,14 +66,16 @@ class Driver:
     def launch(self) -> bool:
         """Schedule one step if the pipeline has room.
 
-        Liveness: every request that was accepted could run alone on this pool, so with none in flight one must run.
+        Liveness: every request that was accepted could run alone on this pool, so with none in flight one must run,
+        now or at a time that the core names (`retry_at`).
         """
         if len(self.in_flight) > self.core.config.pipeline_depth:
             return False
         output = self.core.schedule(self.now, run_plan(self.core, self.now))
         self.core.check_integrity()
         if output is None:
-            assert self.in_flight or not self.core.has_requests, "requests are left but nothing can run"
+            live = self.in_flight or not self.core.has_requests or self._rest > 0.0
+            assert live, "requests are left but nothing can run"
             return False
         self.in_flight.append(output)
         try:
@@ -92,20 +93,24 @@ class Driver:
             raise launched
         return launched()
 
+    @property
+    def _rest(self) -> float:
+        """Seconds until the core wants to be asked again."""
+        return 0.0 if self.core.retry_at is None else self.core.retry_at - self.now
+
     def complete(self) -> None:
         """Update the oldest step in flight. Steps that were built on one that failed are not asked for."""
         output = self.in_flight.popleft()
         self.now += 1.0 if output.predicted_latency is None else output.predicted_latency
-        result, error = None, None
+        result = None
         try:
             if output in self.poisoned:
                 raise RuntimeError("built on a step that failed")
             result = self.result(output)
-        except RuntimeError as cause:
-            error = EngineStepError(str(cause))
+        except RuntimeError:
             if output not in self.poisoned:
                 self.poisoned = list(self.in_flight)
-        for request_output in self.core.update(output, result, self.now, error):
+        for request_output in self.core.update(output, result, self.now):
             self._take(request_output)
         self.core.check_integrity()
 
@@ -113,6 +118,9 @@ class Driver:
         """Fill the pipeline, then complete its oldest step; False when nothing could run."""
         while self.launch():
             pass
+        if not self.in_flight and self._rest > 0.0:
+            self.now += self._rest
+            self.launch()
         if not self.in_flight:
             return False
         self.complete()

@@ -9,7 +9,6 @@ from driver import Driver, make_request
 from fakes.runner import FakeRunner, solo_tokens
 
 from engine.config import SchedulerConfig
-from engine.core import MAX_STEP_FAILURES
 from engine.errors import ContextLengthError, InvalidRequestError, QueueFullError
 from engine.request import EngineRequest, FinishReason, RequestClass, RequestStatus
 
@@ -248,31 +247,6 @@ def test_units_wait_for_the_step_in_flight() -> None:
     while driver.in_flight:
         driver.complete()
     assert pool.num_deferred_units == 0
-
-
-def test_failed_step_ends_online_and_repeats_offline(depth: int) -> None:
-    runner = FakeRunner(block_size=BLOCK, vocab_size=VOCAB, fail_steps=frozenset({2}))
-    driver = make_driver(depth, runner=runner)
-    job = make_request("job", range(6), 10, request_class=RequestClass.OFFLINE)
-    driver.add(make_request("chat", range(6), 10), job)
-    driver.run()
-    assert driver.finals["chat"].finish_reason is FinishReason.ERROR
-    assert driver.finals["chat"].error is not None
-    check_solo(driver, job)
-    after = make_request("after", range(9), 3)
-    driver.add(after)
-    driver.run()
-    check_solo(driver, after)
-    assert driver.core.stats().failed_steps == 1
-
-
-def test_offline_request_whose_steps_always_fail_ends(depth: int) -> None:
-    runner = FakeRunner(block_size=BLOCK, vocab_size=VOCAB, fail_steps=frozenset(range(100)))
-    driver = make_driver(depth, runner=runner)
-    driver.add(make_request("job", range(6), 10, request_class=RequestClass.OFFLINE))
-    driver.run()
-    assert driver.finals["job"].finish_reason is FinishReason.ERROR
-    assert driver.core.stats().failed_steps >= MAX_STEP_FAILURES
 
 
 def test_nan_ends_one_request_and_its_blocks_leave_the_index(depth: int) -> None:

@@ -173,6 +173,8 @@ class CoreMachine(RuleBasedStateMachine):
             return
         newest = self.driver.in_flight[-1]
         scheduler = self.driver.core._scheduler
+        if scheduler.aside:
+            return  # suspects of a failed step, or the canary, have steps of their own
         for request in scheduler.running[RequestClass.ONLINE]:
             due = request.num_expected_tokens - request.num_computed_tokens == 1
             wanted = request.num_expected_tokens < request.max_total_tokens

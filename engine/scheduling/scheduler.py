@@ -42,7 +42,10 @@ class SchedulerCounters:
 
 
 class Scheduler:
-    """Queues, rows and units. `offline_share` scales the offline budget beside online work (the circuit breaker)."""
+    """Queues, rows and units. `offline_share` scales the offline budget beside online work (the circuit breaker).
+
+    `aside`: requests that ordinary steps do not see, waiting or running, by age; see `engine.scheduling.recovery`.
+    """
 
     def __init__(
         self,
@@ -62,6 +65,7 @@ class Scheduler:
         self.waiting_online: list[Request] = []
         self._offline_policy = offline_policy
         self.waiting_offline = self._make_offline_queue()
+        self.aside: list[Request] = []
         self.free_rows = list(range(config.max_num_seqs - 1, -1, -1))
         self.released_rows: list[int] = []
         self.parked = ParkedCache(config, self.pool, model)
@@ -77,11 +81,22 @@ class Scheduler:
         """Whether any online request is waiting or running."""
         return bool(self.waiting_online or self.running[RequestClass.ONLINE])
 
+    def num_running(self, request_class: RequestClass) -> int:
+        """Requests that hold a row, those aside included."""
+        aside = sum(r.request_class is request_class and r.status is RequestStatus.RUNNING for r in self.aside)
+        return len(self.running[request_class]) + aside
+
+    def num_waiting(self, request_class: RequestClass) -> int:
+        """Requests that wait for a row, those aside included."""
+        queue = self.waiting_online if request_class is RequestClass.ONLINE else self.waiting_offline
+        aside = sum(r.request_class is request_class and r.status is not RequestStatus.RUNNING for r in self.aside)
+        return len(queue) + aside
+
     @property
     def growth_reserve(self) -> int:
         """Units that offline admission leaves alone: the next block of everything that runs. Without it the pool fills
         to the brim and offline requests preempt one another for ever."""
-        return UNITS_PER_KV_BLOCK * sum(len(running) for running in self.running.values())
+        return UNITS_PER_KV_BLOCK * (self.config.max_num_seqs - len(self.free_rows))
 
     def units_for(self, request_class: RequestClass, num_offline: int) -> int:
         """Units that a request could get now. `num_offline` offline requests leave the online prefixes used last alone,
@@ -183,18 +198,21 @@ class Scheduler:
         )
 
     def add_waiting(self, request: Request) -> None:
-        if request.request_class is RequestClass.ONLINE:
+        if request.aside:
+            insert_by_age(self.aside, request)
+        elif request.request_class is RequestClass.ONLINE:
             insert_by_age(self.waiting_online, request)
         else:
             self.waiting_offline.add(request)
 
     def start_running(self, request: Request) -> int:
-        """Move a waiting request to the running ones; returns its row."""
-        if request.request_class is RequestClass.ONLINE:
-            remove_by_age(self.waiting_online, request)
-        else:
-            self.waiting_offline.remove(request, taken=True)
-        insert_by_age(self.running[request.request_class], request)
+        """Move a waiting request to the running ones (one aside stays there); returns its row."""
+        if not request.aside:
+            if request.request_class is RequestClass.ONLINE:
+                remove_by_age(self.waiting_online, request)
+            else:
+                self.waiting_offline.remove(request, taken=True)
+            insert_by_age(self.running[request.request_class], request)
         request.move_to(RequestStatus.RUNNING)
         request.row = self.free_rows.pop()
         return request.row
@@ -218,18 +236,43 @@ class Scheduler:
     def rebuild(self, requests: Iterable[Request]) -> None:
         """Derive queues and rows anew from the requests themselves, all that have not ended."""
         self.running = {request_class: [] for request_class in RequestClass}
-        self.waiting_online, self.waiting_offline = [], self._make_offline_queue()
+        self.waiting_online, self.waiting_offline, self.aside = [], self._make_offline_queue(), []
         self.num_hidden_blocks = 0
         for request in sorted(requests, key=lambda request: request.arrival_order):
             if request.request_class is RequestClass.OFFLINE and request.status is not RequestStatus.WAITING:
                 self.waiting_offline.adopt(request)
             if request.status is RequestStatus.RUNNING:
-                self.running[request.request_class].append(request)
+                (self.aside if request.aside else self.running[request.request_class]).append(request)
                 self.num_hidden_blocks += request.cache_map.num_hidden
             else:
                 self.add_waiting(request)
-        held = {request.row for running in self.running.values() for request in running}
+        held = {request.row for group in (*self.running.values(), self.aside) for request in group}
         self.free_rows = [row for row in range(self.config.max_num_seqs - 1, -1, -1) if row not in held]
+
+    def set_aside(self, request: Request) -> None:
+        """Hide a waiting request from ordinary steps."""
+        assert request.status is not RequestStatus.RUNNING and not request.aside
+        self._leave_queue(request)
+        request.aside = True
+        self.add_waiting(request)
+
+    def bring_back(self, request: Request) -> None:
+        """The opposite, for one that waits or runs: it takes its place by age again."""
+        remove_by_age(self.aside, request)
+        request.aside = False
+        if request.status is RequestStatus.RUNNING:
+            insert_by_age(self.running[request.request_class], request)
+        else:
+            self.add_waiting(request)
+
+    def _leave_queue(self, request: Request) -> None:
+        """Remove a waiting request from where it waits."""
+        if request.aside:
+            remove_by_age(self.aside, request)
+        elif request.request_class is RequestClass.ONLINE:
+            remove_by_age(self.waiting_online, request)
+        else:
+            self.waiting_offline.remove(request)
 
     def take_operations(self) -> tuple[CacheOperation, ...]:
         """The cache operations of the step that is being launched, counted."""
@@ -243,12 +286,9 @@ class Scheduler:
         """Remove a request from its queue and release what it holds (units deferred while a step may touch them)."""
         if request.status is not RequestStatus.RUNNING:
             self.parked.forget(request)
-            if request.request_class is RequestClass.ONLINE:
-                remove_by_age(self.waiting_online, request)
-            else:
-                self.waiting_offline.remove(request)
+            self._leave_queue(request)
             return
-        remove_by_age(self.running[request.request_class], request)
+        remove_by_age(self.aside if request.aside else self.running[request.request_class], request)
         self.num_hidden_blocks -= request.cache_map.num_hidden
         request.cache_map.num_hidden = 0
         # Tail first: the head of a prefix is the most valuable part and must be evicted last.
@@ -282,3 +322,4 @@ class Scheduler:
             yield from running
         yield from self.waiting_online
         yield from self.waiting_offline
+        yield from self.aside

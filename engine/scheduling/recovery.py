@@ -1,0 +1,152 @@
+"""What the core does after a failed step: asks the canary, tries the suspects apart from the others, and ends nobody
+but the one whose fault it is proven to be, and online requests that an engine which fails at anything keeps waiting.
+
+Joins `Blame` and `Canary` with the core's requests. While neither has anything to do, steps are as ever. Otherwise only
+the canary may run until it has passed; then trials of the suspects alternate with ordinary steps of everybody else, so
+that streams which have nothing to do with it go on.
+"""
+
+import math
+from collections.abc import Iterable, MutableMapping, Sequence
+from typing import NamedTuple
+
+from engine.errors import EngineStepError, EngineUnavailableError, TidemillError
+from engine.request import Request, RequestClass, RequestTimes
+from engine.scheduling.blame import LONE_FAILURES, Blame
+from engine.scheduling.canary import CANARY_ID, Canary, canary_request
+from engine.scheduling.scheduler import Scheduler
+
+PATIENCE = 30.0
+"""Seconds for which a stream that has begun waits for a sick engine; one that has not waits for its TTFT limit."""
+RETRY_AFTER = 2.0
+
+
+class Turn(NamedTuple):
+    """What the next step may hold: these requests and nobody else, or with None everybody who is not aside."""
+
+    requests: Sequence[Request] | None = None
+    force: bool = False
+
+
+class Reached(NamedTuple):
+    """A request of a step, and how many of its tokens are computed after it."""
+
+    request: Request
+    num_tokens: int
+
+
+class Ending(NamedTuple):
+    """A request that must end now, and why."""
+
+    request: Request
+    error: TidemillError
+
+
+ORDINARY = (Turn(),)
+
+
+class Recovery:
+    """`requests`: the core's own, by id; the canary is one of them while it runs."""
+
+    def __init__(self, scheduler: Scheduler, requests: MutableMapping[str, Request], blame: Blame) -> None:
+        self._scheduler = scheduler
+        self._requests = requests
+        self._blame = blame
+        self._canary = Canary()
+        self._trial_first = False
+
+    @property
+    def active(self) -> bool:
+        """Whether there is anything to recover from."""
+        return self._canary.wanted or bool(self._blame.suspects)
+
+    @property
+    def sick_since(self) -> float | None:
+        """Since when the engine has been failing at anything; None while it is not known to."""
+        return self._canary.sick_since
+
+    @property
+    def retry_at(self) -> float | None:
+        """When a step may be possible that is not possible now, if nothing happens until then."""
+        return self._canary.due if self._canary.wanted else self._blame.retry_at
+
+    def turns(self, now: float) -> Sequence[Turn]:
+        """What the next step may be, the first that can run."""
+        if self._canary.wanted:
+            return (Turn((self._canary_request(now),), force=True),) if now >= self._canary.due else ()
+        group = [self._requests[request_id] for request_id in self._blame.on_trial(now)]
+        if not group:
+            return ORDINARY
+        trial = Turn(group)
+        first, second = (trial, *ORDINARY) if self._trial_first else (*ORDINARY, trial)
+        return first, second, Turn(group, force=True)
+
+    def took(self, turn: Turn) -> None:
+        """The next step is this turn: the other kind comes first in the one behind it."""
+        self._trial_first = turn.requests is None
+
+    def failed(self, step: Sequence[Reached], now: float) -> list[Ending]:
+        """A step failed; its requests have been rewound already. Returns those that end because of it."""
+        if any(request.request_id == CANARY_ID for request, _ in step):
+            return self._canary_failed(now)
+        for request, _ in step:
+            if not request.aside:
+                self._scheduler.set_aside(request)
+        self._blame.failed({request.request_id: num_tokens for request, num_tokens in step})
+        self._canary.ask(now)
+        return []
+
+    def passed(self, step: Iterable[Reached]) -> None:
+        """A step passed: those of its requests that got past the place where they failed are like others again."""
+        reached = {request.request_id: num_tokens for request, num_tokens in step if request.aside}
+        self._acquit(self._blame.passed(reached))
+
+    def canary_ended(self, works: bool, now: float) -> list[Ending]:
+        """The canary has run to its end, or its logits were not finite. Returns those that end because of it."""
+        if not works:
+            return self._canary_failed(now)
+        self._canary.passed()
+        guilty = self._blame.judge(now)
+        if guilty is None:
+            return []
+        message = f"The model step failed {LONE_FAILURES} times under this request alone."
+        return [Ending(self._requests[guilty], EngineStepError(message))]
+
+    def forget(self, request: Request) -> None:
+        """A request that was kept aside has ended."""
+        self._blame.forget(request.request_id)
+
+    def _canary_failed(self, now: float) -> list[Ending]:
+        self._acquit(self._blame.clear())
+        self._canary.failed(now)
+        return list(self._out_of_patience(now))
+
+    def _out_of_patience(self, now: float) -> Iterable[Ending]:
+        """Online requests that have waited too long for an engine that is sick."""
+        if self._canary.sick_since is None:
+            return
+        limit, since = self._scheduler.objective.ttft, self._canary.sick_since
+        limit = limit if math.isfinite(limit) else PATIENCE
+        for request in self._requests.values():
+            if request.request_class is RequestClass.OFFLINE or request.request_id == CANARY_ID:
+                continue
+            begun = request.times.first_token is not None
+            if now > (since + PATIENCE if begun else request.times.arrival + limit):
+                error = EngineUnavailableError(
+                    "The engine fails at every step; this request waited too long for it.", retry_after=RETRY_AFTER
+                )
+                yield Ending(request, error)
+
+    def _acquit(self, request_ids: Iterable[str]) -> None:
+        for request_id in request_ids:
+            self._scheduler.bring_back(self._requests[request_id])
+
+    def _canary_request(self, now: float) -> Request:
+        request = self._requests.get(CANARY_ID)
+        if request is None:
+            spec = canary_request(self._scheduler.config.max_model_len)
+            request = Request(spec, RequestTimes(arrival=now), arrival_order=-1)
+            self._requests[CANARY_ID] = request
+            self._scheduler.add_waiting(request)
+            self._scheduler.set_aside(request)
+        return request

@@ -1,0 +1,326 @@
+"""Whose fault a failed step was: the state machine by itself, and in the core on the virtual clock."""
+
+import math
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+from driver import Driver, make_request
+from fakes.runner import FakeRunner, solo_tokens
+from faulty_runner import FaultyRunner, Work, poison
+from hypothesis import HealthCheck, given, settings
+
+from engine.config import SchedulerConfig
+from engine.errors import EngineStepError, EngineUnavailableError
+from engine.request import EngineRequest, FinishReason, RequestClass
+from engine.scheduling.blame import LONE_FAILURES, LONE_WAITS, Blame
+from engine.scheduling.canary import CANARY_ID, SICK_AFTER
+from engine.scheduling.objective import StepObjective
+from engine.scheduling.recovery import PATIENCE
+from predictor.slo import SLO
+
+VOCAB = 50
+BLOCK = 4
+
+
+# The state machine
+
+
+def test_a_failure_counts_against_nobody_until_the_engine_has_been_judged() -> None:
+    blame = Blame()
+    blame.failed({"a": 5, "b": 5})
+    assert blame.on_trial(0.0) == ()
+    assert blame.clear() == ["a", "b"]
+    assert not blame.suspects
+
+
+def test_suspects_run_in_halves_and_are_acquitted_behind_the_place_where_they_failed() -> None:
+    blame = Blame()
+    blame.failed({"a": 5, "b": 9, "c": 1})
+    assert blame.judge(0.0) is None
+    assert blame.on_trial(0.0) == ("a", "b")
+    assert blame.passed({"a": 5, "b": 10}) == ["b"]
+    assert blame.on_trial(0.0) == ("a",), "it may fail yet, as the next token of an answer"
+    assert blame.passed({"a": 6}) == ["a"]
+    assert blame.on_trial(0.0) == ("c",)
+
+
+def test_three_failures_alone_on_an_engine_that_works_are_proof() -> None:
+    blame = Blame()
+    now = 0.0
+    for wait in (*LONE_WAITS, None):
+        blame.failed({"a": 5})
+        guilty = blame.judge(now)
+        if wait is None:
+            assert guilty == "a"
+            break
+        assert guilty is None
+        assert blame.on_trial(now) == (), "it rests"
+        assert blame.retry_at == now + wait
+        now += wait
+        assert blame.on_trial(now) == ("a",)
+
+
+def test_a_failure_of_the_engine_does_not_count_against_one_alone() -> None:
+    blame = Blame()
+    now = 0.0
+    for _ in range(LONE_FAILURES - 1):
+        blame.failed({"a": 5})
+        assert blame.judge(now) is None
+        now += 100.0
+        assert blame.on_trial(now) == ("a",)
+    for _ in range(10):
+        blame.failed({"a": 5})
+        assert blame.clear() == [], "it was suspected before"
+        assert blame.on_trial(now) == ("a",)
+    assert blame.passed({"a": 6}) == ["a"]
+
+
+def test_requests_that_end_are_no_suspects() -> None:
+    blame = Blame()
+    blame.failed({"a": 5, "b": 5, "c": 5})
+    blame.forget("a")
+    assert blame.judge(0.0) is None
+    blame.forget("b")
+    assert blame.on_trial(0.0) == ("c",)
+    blame.forget("c")
+    assert blame.on_trial(0.0) == () and not blame.suspects
+
+
+# In the core
+
+
+def make_driver(fails: Any, depth: int = 0, **changes: Any) -> tuple[Driver, FaultyRunner]:
+    objective = changes.pop("objective", None)
+    settings: dict[str, Any] = {
+        "num_units": 2 * 64,
+        "max_model_len": 64,
+        "block_size": BLOCK,
+        "max_num_seqs": 80,
+        "max_num_batched_tokens": 128,
+        "pipeline_depth": depth,
+        "refuse_late": False,
+    }
+    config = SchedulerConfig(**{**settings, **changes})
+    runner = FaultyRunner(FakeRunner(block_size=BLOCK, vocab_size=VOCAB), fails)
+    return Driver(runner, config, objective=objective), runner
+
+
+def check(driver: Driver, requests: list[EngineRequest], guilty: set[str] = frozenset()) -> None:  # type: ignore[assignment]
+    """The guilty end with an error, everybody else with the answer of the solo run."""
+    for request in requests:
+        final, expected = driver.finals[request.request_id], solo(request)
+        if request.request_id in guilty:
+            assert final.finish_reason is FinishReason.ERROR and isinstance(final.error, EngineStepError)
+            expected = expected[: len(driver.outputs[request.request_id])]
+        else:
+            assert final.finish_reason is FinishReason.LENGTH, request.request_id
+        assert driver.outputs[request.request_id] == expected
+
+
+def solo(request: EngineRequest) -> list[int]:
+    return solo_tokens(list(request.prompt_token_ids), request.sampling, VOCAB)
+
+
+@pytest.fixture(params=[0, 1], ids=["depth0", "depth1"])
+def depth(request: pytest.FixtureRequest) -> int:
+    return int(request.param)
+
+
+@pytest.mark.parametrize("neighbours", [8, 64])
+@pytest.mark.parametrize("at", [0, 5, 9], ids=["at-once", "end-of-prompt", "in-mid-answer"])
+def test_one_poison_ends_nobody_else(depth: int, neighbours: int, at: int) -> None:
+    driver, runner = make_driver(poison({"bad"}, at), depth, num_units=2 * 512)
+    innocent = [make_request(str(i), [i % VOCAB, i // VOCAB, 3, 4, 5], 12) for i in range(neighbours)]
+    bad = make_request("bad", [7, 7, 7, 4, 5], 12)
+    driver.add(*innocent[: neighbours // 2], bad, *innocent[neighbours // 2 :])
+    driver.run()
+    check(driver, [*innocent, bad], {"bad"})
+    assert len(runner.failures) <= math.ceil(math.log2(neighbours + 1)) + LONE_FAILURES
+
+
+def test_a_step_that_fails_once_costs_nobody_anything(depth: int) -> None:
+    driver, _ = make_driver(lambda step, _work: step == 2, depth)
+    requests = [
+        make_request("chat", range(6), 10),
+        make_request("job", range(6), 10, request_class=RequestClass.OFFLINE),
+    ]
+    driver.add(*requests)
+    driver.run()
+    check(driver, requests)
+    assert driver.core.stats().failed_steps == 1
+    assert CANARY_ID not in driver.finals
+
+
+def test_whoever_was_not_in_the_step_goes_on_while_suspects_are_tried() -> None:
+    """Every other step is theirs; the suspects' prompts take many."""
+    driver, runner = make_driver(poison({"bad"}, 40), max_num_batched_tokens=80, max_num_seqs=4)
+    bad = [make_request(name, [n] * 40, 10) for n, name in enumerate(("bad", "good"))]
+    driver.add(*bad)
+    driver.step()
+    chat = make_request("chat", range(4), 30)
+    while not runner.failures:
+        driver.step()
+    driver.add(chat)
+    for _ in range(70):
+        driver.step()
+    assert "chat" in driver.finals and "good" in driver.finals
+    assert "bad" not in driver.finals or driver.finals["bad"].error is not None
+    driver.run()
+    check(driver, [*bad, chat], {"bad"})
+
+
+def test_an_engine_that_always_fails_blames_nobody(depth: int) -> None:
+    failing = True
+    driver, runner = make_driver(lambda *_: failing, depth)
+    lines = [make_request(str(i), [i, 2, 3], 5, request_class=RequestClass.OFFLINE) for i in range(40)]
+    driver.add(*lines)
+    for _ in range(300):
+        driver.step()
+    assert not driver.finals
+    assert driver.core.sick_since is not None
+    assert driver.now > 250.0, "it is not tried ever faster"
+    failing = False
+    driver.run()
+    assert driver.core.sick_since is None
+    check(driver, lines)
+    assert all(len(work) == 1 for work in runner.failures[1:]), "the canary alone"
+
+
+def test_it_is_sick_after_a_failed_step_and_two_failed_canaries() -> None:
+    driver, runner = make_driver(lambda *_: True)
+    driver.add(make_request("a", range(4), 3, request_class=RequestClass.OFFLINE))
+    for failures in range(1 + SICK_AFTER):
+        assert driver.core.sick_since is None, failures
+        driver.step()
+    assert driver.core.sick_since is not None
+    assert [work[0].request_id for work in runner.failures] == ["a", *[CANARY_ID] * SICK_AFTER]
+
+
+def test_steps_that_fail_for_their_size_blame_nobody() -> None:
+    """Memory is short for 8 seconds: what is large fails, the canary does not."""
+    driver, runner = make_driver(lambda *_: False)
+
+    def fails(_step: int, work: list[Work]) -> bool:
+        return driver.now < 8.0 and sum(each.end - each.start for each in work) > 10
+
+    runner._fails = fails
+    lines = [make_request(str(i), [i] * 12, 5, request_class=RequestClass.OFFLINE) for i in range(5)]
+    driver.add(*lines)
+    driver.run()
+    assert runner.failures
+    check(driver, lines)
+
+
+def test_canaries_with_logits_that_are_not_finite_make_it_sick() -> None:
+    broken = True
+    driver, _ = make_driver(lambda step, _work: step == 1)
+    driver.runner._inner._invalid = lambda prefix: broken and prefix[:8] == list(range(8))  # type: ignore[attr-defined]
+    request = make_request("a", [9, 9, 9], 5)
+    driver.add(request)
+    for _ in range(10):
+        driver.step()
+    assert driver.core.sick_since is not None
+    broken = False
+    driver.run()
+    check(driver, [request])
+
+
+def test_chats_do_not_wait_for_ever_for_a_sick_engine(depth: int) -> None:
+    failing = False
+    objective = StepObjective.from_slo(SLO.parse("ttft_p99=5s,tbt_p99=1s"), StepObjective().budget)
+    driver, _ = make_driver(lambda *_: failing, depth, objective=objective, max_num_seqs=2, max_num_batched_tokens=8)
+    streams = [make_request(f"stream{i}", [i, 2, 3], 50) for i in range(2)]
+    driver.add(*streams)
+    for _ in range(6):
+        driver.step()
+    failing = True
+    driver.add(
+        make_request("waiting", range(6), 3), make_request("line", range(6), 3, request_class=RequestClass.OFFLINE)
+    )
+    begun = driver.now
+    while "waiting" not in driver.finals:
+        driver.step()
+    assert 5.0 < driver.now - begun < 15.0
+    assert not set(driver.finals) & {"stream0", "stream1"}
+    while "stream0" not in driver.finals:
+        driver.step()
+    assert driver.now - begun > PATIENCE
+    for name in ("waiting", "stream0", "stream1"):
+        assert isinstance(driver.finals[name].error, EngineUnavailableError)
+    failing = False
+    driver.run()
+    assert driver.finals["line"].finish_reason is FinishReason.LENGTH
+
+
+request_shape = st.tuples(
+    st.integers(1, 20),  # prompt
+    st.integers(1, 12),  # answer
+    st.booleans(),  # offline
+    st.sampled_from([None, None, None, None, 0, 1, 3, 9, 15]),  # poison from this token on
+    st.integers(0, 3),  # steps before it arrives
+)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    shapes=st.lists(request_shape, min_size=1, max_size=16),
+    depth=st.integers(0, 1),
+    blocks=st.sampled_from([16, 24, 200]),
+    seqs=st.sampled_from([1, 3, 16]),
+    faults=st.lists(st.tuples(st.integers(0, 60), st.integers(1, 25)), max_size=2),
+    aborts=st.lists(st.tuples(st.integers(0, 40), st.integers(0, 15)), max_size=3),
+)
+def test_blame_falls_on_the_poison_alone_and_soon(
+    shapes: list[Any], depth: int, blocks: int, seqs: int, faults: list[Any], aborts: list[Any]
+) -> None:
+    """Arrivals, aborts, poisons and times at which every step fails, on a pool that may be full."""
+    places: dict[str, int] = {}
+    broken = False
+
+    def fails(step: int, work: list[Work]) -> bool:
+        nonlocal broken
+        broken = any(begin <= step < begin + length for begin, length in faults)
+        return broken or any(each.end > places.get(each.request_id, 10**9) for each in work)
+
+    driver, runner = make_driver(
+        fails, depth, num_units=2 * blocks, max_num_seqs=seqs, max_num_batched_tokens=max(16, seqs)
+    )
+    own: dict[str, list[int]] = {}
+    requests = []
+
+    def step() -> None:
+        before = len(runner.failures)
+        driver.step()
+        for work in runner.failures[before:]:
+            poisons = [e.request_id for e in work if e.end > places.get(e.request_id, 10**9)]
+            if not broken and len(poisons) == 1:
+                own.setdefault(poisons[0], []).append(len(work))
+        for index, victim in aborts:
+            if index == len(driver.steps) and str(victim) in driver.outputs:
+                driver.abort(str(victim))
+
+    for index, (prompt, answer, offline, place, wait) in enumerate(shapes):
+        request = make_request(
+            str(index),
+            [(index * 7 + i) % VOCAB for i in range(prompt)],
+            answer,
+            request_class=RequestClass.OFFLINE if offline else RequestClass.ONLINE,
+        )
+        requests.append(request)
+        if place is not None and place < prompt + answer - 1:
+            places[str(index)] = place
+        for _ in range(wait):
+            step()
+        driver.add(request)
+    for _ in range(3000):
+        step()
+        if not driver.core.has_requests:
+            break
+    driver.run()
+    ended = {name for name, final in driver.finals.items() if final.finish_reason is FinishReason.ABORT}
+    unwell = {n for n, f in driver.finals.items() if isinstance(f.error, EngineUnavailableError)}
+    assert not unwell or faults
+    check(driver, [r for r in requests if r.request_id not in ended | unwell], set(places) - ended - unwell)
+    for sizes in own.values() if not faults else ():
+        assert len(sizes) <= math.ceil(math.log2(max(sizes))) + LONE_FAILURES
