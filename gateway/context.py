@@ -111,5 +111,10 @@ def tier_of(request: Request) -> Tier:
     return cast(Tier, _state(request).get("service_tier", "default"))
 
 
+def sees_all(request: Request) -> bool:
+    """Whether the request may see figures of every tenant: with a key that may, or where no keys are configured."""
+    return bool(_state(request).get("sees_all", not context_of(request).keys.ring))
+
+
 def _state(request: Request) -> dict[str, Any]:
     return cast(dict[str, Any], request.scope.get("state", {}))

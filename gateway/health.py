@@ -10,7 +10,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from engine.errors import EngineUnavailableError
-from gateway.context import context_of
+from gateway.context import context_of, sees_all
+from gateway.errors import ApiError
 
 router = APIRouter()
 
@@ -35,7 +36,7 @@ async def ready(request: Request) -> Response:
         reason = f": {trouble}" if trouble is not None else ""
         raise EngineUnavailableError(f"The engine is not ready{reason}.", retry_after=5.0)
     colocation = context.client.stats().colocation
-    if colocation is None:
+    if colocation is None or not sees_all(request):
         return _ok()
     shown = {
         "slo": colocation.slo,
@@ -58,6 +59,9 @@ async def show_version(request: Request) -> Response:
 
 @router.get("/metrics")
 async def show_metrics(request: Request) -> Response:
+    if not sees_all(request):
+        message = "The figures are of all tenants: only a key with the role 'metrics' may see them."
+        raise ApiError(403, message, code="metrics_forbidden")
     metrics = context_of(request).metrics
     metrics.take_snapshot()
     return Response(await anyio.to_thread.run_sync(metrics.render), media_type=CONTENT_TYPE_LATEST)

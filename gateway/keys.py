@@ -2,9 +2,9 @@
 digests are kept.
 
 A key file has a line per key: the SHA-256 of the key in hex, the tenant, and if wanted a default tier (default or
-flex) and limits (`requests=8 queued=64 tokens=100000 lines=200000 bytes=50G`, see `gateway.quotas`); `#` begins a
-comment. Several keys may belong to one tenant; its limits may stand on any of their lines. `printf %s "$KEY" |
-sha256sum` gives the digest. Knows nothing of HTTP.
+flex), the word `metrics` for a key that may see every tenant's figures, and limits (`requests=8 queued=64 tokens=100000
+lines=200000 bytes=50G`, see `gateway.quotas`); `#` begins a comment. Several keys may belong to one tenant; its limits
+may stand on any of their lines. `printf %s "$KEY" | sha256sum` gives the digest. Knows nothing of HTTP.
 """
 
 import hashlib
@@ -32,11 +32,12 @@ _TENANT = re.compile("[A-Za-z0-9._-]{1,64}")
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """`digest`: SHA-256 of the key."""
+    """`digest`: SHA-256 of the key. `sees_all`: may see figures that are made of every tenant's requests."""
 
     digest: bytes
     tenant: str
     service_tier: Tier = "default"
+    sees_all: bool = False
 
 
 class KeyRing:
@@ -54,6 +55,10 @@ class KeyRing:
         digest = hashlib.sha256(sent).digest()
         matches = [key for key in self._keys if hmac.compare_digest(digest, key.digest)]
         return matches[0] if matches else None
+
+    def sees_all(self, key: Key) -> bool:
+        """Whether the key may see figures of every tenant; where there is one only, they are its own."""
+        return key.sees_all or len({other.tenant for other in self._keys}) == 1
 
     def quota(self, tenant: str) -> Quota:
         """What a tenant may have at once."""
@@ -81,7 +86,8 @@ class KeyStore:
 
 
 def load_keys(api_keys: Iterable[str], file: str | None) -> KeyRing:
-    """Keys given one by one are tenants of their own, named by their digests. Raises ConfigError."""
+    """Keys given one by one are tenants of their own, named by their digests, and the operator's: they see everything.
+    Raises ConfigError."""
     keys = [key_of(text) for text in api_keys]
     quotas: dict[str, Quota] = {}
     if file is not None:
@@ -92,7 +98,7 @@ def load_keys(api_keys: Iterable[str], file: str | None) -> KeyRing:
 
 def key_of(text: str) -> Key:
     digest = hashlib.sha256(text.encode("utf-8", "surrogateescape")).digest()
-    return Key(digest, digest.hex()[:16])
+    return Key(digest, digest.hex()[:16], sees_all=True)
 
 
 def _read_file(path: Path) -> tuple[list[Key], dict[str, Quota]]:
@@ -141,10 +147,11 @@ def _parse(path: Path, lines: list[str]) -> tuple[list[Key], dict[str, Quota]]:
 def _parse_line(words: list[str]) -> tuple[Key, Quota]:
     """Raises ValueError, whose text does not repeat what was written: it may be a key."""
     limits = [word for word in words if "=" in word]
-    plain = words[: len(words) - len(limits)]
+    given, sees_all = words[: len(words) - len(limits)], "metrics" in words[2:]
+    plain = [word for index, word in enumerate(given) if index < 2 or word != "metrics"]
     digest, tenant, tier = (*plain, "default")[:3] if len(plain) in (2, 3) else ("", "", "")
     is_plain = _DIGEST.fullmatch(digest) and _TENANT.fullmatch(tenant) and tier in _FILE_TIERS
-    if not is_plain or plain + limits != words:
+    if not is_plain or given + limits != words or len(given) - len(plain) != sees_all:
         tiers = ", ".join(TIERS)
-        raise ValueError(f"expected a SHA-256 in hex, a tenant and, if wanted, one of {tiers}, then limits")
-    return Key(bytes.fromhex(digest), tenant, _FILE_TIERS[tier]), parse_quota(limits)
+        raise ValueError(f"expected a SHA-256 in hex, a tenant and, if wanted, one of {tiers}, 'metrics', then limits")
+    return Key(bytes.fromhex(digest), tenant, _FILE_TIERS[tier], sees_all), parse_quota(limits)

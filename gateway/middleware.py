@@ -94,14 +94,17 @@ class Authentication:
         self._keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and self._keys.ring and scope["path"] not in OPEN_PATHS:
+        ring = self._keys.ring
+        if scope["type"] == "http" and ring:
             key = self._find(scope)
-            if key is None:
+            if key is not None:
+                seen = {"tenant": key.tenant, "service_tier": key.service_tier, "sees_all": ring.sees_all(key)}
+                scope.setdefault("state", {}).update(seen)
+            elif scope["path"] not in OPEN_PATHS:
                 headers = {"www-authenticate": "Bearer"}
                 error = ApiError(401, "A valid API key is needed.", code="invalid_api_key", headers=headers)
                 await error_response(error)(scope, receive, send)
                 return
-            scope.setdefault("state", {}).update(tenant=key.tenant, service_tier=key.service_tier)
         await self._app(scope, receive, send)
 
     def _find(self, scope: Scope) -> Key | None:

@@ -2,6 +2,7 @@
 
 import hashlib
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
@@ -11,6 +12,7 @@ from fake_engine import MODEL
 
 from engine.errors import ConfigError
 from engine.request import RequestClass
+from engine.stats import ColocationStats, EngineStats
 from engine.text import Tokenizer
 from gateway.config import ServerConfig
 from gateway.keys import KeyRing, key_of, load_keys
@@ -46,6 +48,51 @@ def test_a_file_of_keys(tmp_path: Path) -> None:
     assert ring and not KeyRing([]) and load_keys([], None).find(b"") is None
 
 
+@pytest.mark.parametrize(
+    ("words", "tier", "sees_all"),
+    [
+        ("", "default", False),
+        ("metrics", "default", True),
+        ("flex metrics", "flex", True),
+        ("metrics flex", "flex", True),
+    ],
+)
+def test_the_role_of_a_key(tmp_path: Path, words: str, tier: str, sees_all: bool) -> None:
+    ring = load_keys([], key_file(tmp_path, f"{digest('a')} metrics {words} requests=3", f"{digest('b')} acme"))
+    key = ring.find(b"a")
+    assert key is not None and (key.tenant, key.service_tier, ring.sees_all(key)) == ("metrics", tier, sees_all)
+
+
+async def test_no_tenant_sees_the_figures_of_another(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    colocation = ColocationStats(
+        slo="ttft_p99=1s", attainment=1.0, good_requests=3, bad_requests=0, policy="p", rule="r", latency_budget=0.1,
+        interference_weight=0.0, decode_value=0.0, breaker="closed", breaker_cause=None, breaker_openings=0,
+        predictor_mape=0.0, offline_tokens=0, budget_origin="prior", offline_share=1.0, held="",
+    )  # fmt: skip
+    lines = [f"{digest('a')} acme", f"{digest('b')} other", f"{digest('m')} operator metrics"]
+
+    async def seen(*lines: str, **config: Any) -> dict[str | None, tuple[int, bool]]:
+        file = key_file(tmp_path, *lines) if lines else None
+        async with batch_server(tokenizer, tmp_path / "state", api_key_file=file, **config) as (served, _):
+            served.engine.snapshot = EngineStats(colocation=colocation)
+            found: dict[str | None, tuple[int, bool]] = {}
+            async with httpx.AsyncClient(verify=False, base_url=served.url) as client:
+                for key in (None, "a", "b", "m", "direct"):
+                    headers = {} if key is None else {"authorization": f"Bearer {key}"}
+                    ready = await client.get("/ready", headers=headers)
+                    metrics = await client.get("/metrics", headers=headers)
+                    assert ready.status_code == 200 and ("tidemill_slo" in metrics.text) == (metrics.status_code == 200)
+                    found[key] = (metrics.status_code, "slo" in ready.text)
+            return found
+
+    shown, hidden, unknown = (200, True), (403, False), (401, False)
+    assert await seen(*lines) == {None: unknown, "a": hidden, "b": hidden, "m": shown, "direct": unknown}
+    assert await seen(lines[0]) == {None: unknown, "a": shown, "b": unknown, "m": unknown, "direct": unknown}
+    found = await seen(*lines, api_key=("direct",))
+    assert found == {None: unknown, "a": hidden, "b": hidden, "m": shown, "direct": shown}
+    assert await seen() == dict.fromkeys((None, "a", "b", "m", "direct"), shown)
+
+
 def test_only_digests_are_kept() -> None:
     assert "secret" not in repr(key_of("secret"))
 
@@ -64,6 +111,7 @@ def test_a_file_that_others_can_read_is_refused(tmp_path: Path, mode: int) -> No
         ([f"{digest('a')}"], "line 1"),
         ([f"{digest('a')} acme gold"], "line 1"),
         ([f"{digest('a')} acme flex more"], "line 1"),
+        ([f"{digest('a')} acme metrics metrics"], "line 1"),
         (["", f"{digest('a')} ac/me"], "line 2"),
         ([f"{digest('a')} " + "x" * 65], "line 1"),
         ([f"{digest('a')} t", f"{digest('a')} u"], "line 2: this key is in the file twice"),
