@@ -46,7 +46,7 @@ bench: install
 
 # From a source tree, without an install: needs a Python with torch, triton and transformers (PYTHON=... picks one).
 gpu-check:
-	$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m engine.gpu_check $(ARGS)
+	$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m loadgen.bench.gpu $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist engine/execution/cpu/native/*.so *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

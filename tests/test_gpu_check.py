@@ -9,18 +9,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.gpu_check import __main__ as check
-from engine.gpu_check.kernels import check_kernels
-from engine.gpu_check.limits import Limits
-from engine.gpu_check.setup import Setup, tiny_setup
-from engine.gpu_check.steps import Shape, floor_of
-from engine.gpu_check.table import Row, failure, render, row_from_json
+from loadgen.bench.gpu import __main__ as check
+from loadgen.bench.gpu.kernels import check_kernels
+from loadgen.bench.gpu.limits import Limits
+from loadgen.bench.gpu.setup import Setup, tiny_setup
+from loadgen.bench.gpu.steps import Shape, floor_of
+from loadgen.bench.gpu.table import Row, failure, render, row_from_json
 
 ROOT = Path(__file__).parents[1]
 
 
 def run(*arguments: str, **options: object) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, "-m", "engine.gpu_check", *arguments]
+    command = [sys.executable, "-m", "loadgen.bench.gpu", *arguments]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=170)
 
 
@@ -118,8 +118,10 @@ def test_without_a_gpu_it_says_so() -> None:
 
 
 def test_it_needs_nothing_of_the_server() -> None:
-    modules = sorted(f"engine.gpu_check.{path.stem}" for path in (ROOT / "engine" / "gpu_check").glob("*.py"))
+    modules = sorted(f"loadgen.bench.gpu.{path.stem}" for path in (ROOT / "loadgen" / "bench" / "gpu").glob("*.py"))
     code = f"import sys, importlib\nfor name in {modules!r}: importlib.import_module(name)\nprint(*sys.modules)"
     ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     loaded = {name.split(".")[0] for name in ended.stdout.split()}
-    assert not loaded & {"fastapi", "uvicorn", "orjson", "pydantic", "gateway", "loadgen", "aiohttp", "msgspec"}
+    assert not loaded & {"fastapi", "uvicorn", "orjson", "pydantic", "gateway", "aiohttp", "msgspec"}
+    ours = {name for name in ended.stdout.split() if name.startswith("loadgen")}
+    assert ours == {"loadgen", "loadgen.bench", "loadgen.bench.gpu", *modules}, "and nothing of the load generator"

@@ -3,12 +3,12 @@
 from collections.abc import Iterator
 
 from engine.cache.cache_map import CacheEntry, CacheKind, Tier
-from engine.gpu_check.limits import measure_limits
-from engine.gpu_check.loop import make_runner, scheduler_config
-from engine.gpu_check.setup import Setup
-from engine.gpu_check.steps import Shape, time_shape
-from engine.gpu_check.table import Row
 from engine.scheduling.output import CacheAction, CacheOperation, SchedulerOutput
+from loadgen.bench.gpu.limits import measure_limits
+from loadgen.bench.gpu.loop import make_runner, scheduler_config
+from loadgen.bench.gpu.setup import Setup
+from loadgen.bench.gpu.steps import Shape, time_shape
+from loadgen.bench.gpu.table import Row
 
 
 def swaps(action: CacheAction, first_unit: int, first_host_unit: int, num_blocks: int) -> tuple[CacheOperation, ...]:

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import torch
 
-from engine.gpu_check.setup import Setup, cuda_setup, tiny_setup
-from engine.gpu_check.table import Row, failure, render, row_from_json
+from loadgen.bench.gpu.setup import Setup, cuda_setup, tiny_setup
+from loadgen.bench.gpu.table import Row, failure, render, row_from_json
 
 TOTAL_SECONDS = 570.0
 SECTIONS: dict[str, tuple[str, str, float]] = {
@@ -37,7 +37,7 @@ _MARK = "gpu-check-row "
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m engine.gpu_check", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m loadgen.bench.gpu", description=__doc__)
     parser.add_argument("sections", nargs="*", help=f"which of {', '.join(SECTIONS)} (default: all)")
     parser.add_argument("--json", default="gpu-check.json", help="where the rows go (default: %(default)s)")
     parser.add_argument("--tiny", action="store_true", help="tiny sizes on the CPU: a test of the check itself")
@@ -61,7 +61,7 @@ def run_here(setup: Setup, names: Sequence[str]) -> None:
     for name in names:
         module, function, _ = SECTIONS[name]
         check: Callable[[Setup], Iterator[Row]] = getattr(
-            importlib.import_module(f"engine.gpu_check.{module}"), function
+            importlib.import_module(f"loadgen.bench.gpu.{module}"), function
         )
         for row in check(setup):
             print(_MARK + row.to_json(), flush=True)
@@ -69,7 +69,7 @@ def run_here(setup: Setup, names: Sequence[str]) -> None:
 
 def run_section(name: str, seconds: float, tiny: bool) -> list[Row]:
     """Run one section in a child process; what it printed before it failed or ran out of time counts."""
-    command = [sys.executable, "-m", "engine.gpu_check", name, "--child", *(["--tiny"] if tiny else [])]
+    command = [sys.executable, "-m", "loadgen.bench.gpu", name, "--child", *(["--tiny"] if tiny else [])]
     try:
         ended = subprocess.run(command, capture_output=True, timeout=seconds, check=False, text=True)
     except subprocess.TimeoutExpired as error:

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.gpu_check.setup import Setup
-from engine.gpu_check.table import Row
+from loadgen.bench.gpu.setup import Setup
+from loadgen.bench.gpu.table import Row
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,11 +14,11 @@ from engine.config import SchedulerConfig
 from engine.core import EngineCore
 from engine.engine import Engine
 from engine.execution.cuda.runner import CudaRunner
-from engine.gpu_check.loop import BLOCK, make_runner, scheduler_config
-from engine.gpu_check.setup import Setup
-from engine.gpu_check.table import Row
 from engine.models.spec import ModelSpec
 from engine.request import EngineRequest, FinishReason, RequestClass, SamplingParams
+from loadgen.bench.gpu.loop import BLOCK, make_runner, scheduler_config
+from loadgen.bench.gpu.setup import Setup
+from loadgen.bench.gpu.table import Row
 from predictor.model import LatencyModel
 from predictor.online import OnlineModel
 from predictor.profile import ProfileKey

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from engine.execution.cuda.kernels import Kernels
-from engine.gpu_check.limits import measure_limits
-from engine.gpu_check.setup import Setup
-from engine.gpu_check.table import Row
 from engine.models import torch_ops
 from engine.triton_kernels import configs
 from engine.triton_kernels.work import DecodeWork, PrefillWork
+from loadgen.bench.gpu.limits import measure_limits
+from loadgen.bench.gpu.setup import Setup
+from loadgen.bench.gpu.table import Row
 
 _BLOCK = 16
 _TOLERANCE = {torch.bfloat16: 3e-2, torch.float16: 4e-3, torch.float32: 2e-4}

@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.gpu_check.loop import BLOCK, Loop, make_runner, scheduler_config
-from engine.gpu_check.setup import Setup
-from engine.gpu_check.table import Row
 from engine.models.spec import spec_from_config
 from engine.models.weights import build_weights
 from engine.request import EngineRequest, SamplingParams
+from loadgen.bench.gpu.loop import BLOCK, Loop, make_runner, scheduler_config
+from loadgen.bench.gpu.setup import Setup
+from loadgen.bench.gpu.table import Row
 
 _VOCAB = 1000
 _COMMON: dict[str, Any] = {

@@ -8,13 +8,13 @@ from itertools import count, pairwise
 
 from engine.cache.cache_map import CacheEntry, CacheKind, Tier
 from engine.execution.cuda.runner import CudaRunner
-from engine.gpu_check.limits import Limits, measure_limits
-from engine.gpu_check.loop import BLOCK, make_runner, scheduler_config
-from engine.gpu_check.setup import Setup
-from engine.gpu_check.table import Row
 from engine.models.spec import ModelSpec
 from engine.request import SamplingParams
 from engine.scheduling.output import CacheOperation, Chunk, NewRequest, SchedulerOutput
+from loadgen.bench.gpu.limits import Limits, measure_limits
+from loadgen.bench.gpu.loop import BLOCK, make_runner, scheduler_config
+from loadgen.bench.gpu.setup import Setup
+from loadgen.bench.gpu.table import Row
 
 _GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
 

@@ -8,12 +8,12 @@ from engine.config import SchedulerConfig
 from engine.core import EngineCore
 from engine.errors import EngineStepError
 from engine.execution.cuda.runner import CudaRunner
-from engine.gpu_check.setup import Setup
 from engine.models.spec import ModelSpec
 from engine.models.weights import ModelWeights
 from engine.request import EngineRequest, RequestOutput
 from engine.scheduling.output import Collect, SchedulerOutput
 from engine.scheduling.planner import OfflinePlan
+from loadgen.bench.gpu.setup import Setup
 
 BLOCK = 16
 

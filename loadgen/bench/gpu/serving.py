@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from engine.gpu_check.loop import BLOCK, Loop, make_runner, scheduler_config
-from engine.gpu_check.setup import SHAPES, Setup
-from engine.gpu_check.table import Row
 from engine.request import EngineRequest, RequestClass, SamplingParams
+from loadgen.bench.gpu.loop import BLOCK, Loop, make_runner, scheduler_config
+from loadgen.bench.gpu.setup import SHAPES, Setup
+from loadgen.bench.gpu.table import Row
 
 _TARGETS = {"Qwen3-0.6B": (27.0, 36.3), "Qwen2.5-0.5B": (90.0, 184.0), "8B": (11.0, 13.3)}
 _PEER = "Qwen3-0.6B"
