@@ -201,7 +201,8 @@ def _total(name: str, text: str, value: float) -> Metric:
 
 
 class VllmAliases(Collector):
-    """The online share of our metrics once more, under the names and with the label that vLLM uses."""
+    """The online share of our metrics once more, under the names and with the label that vLLM uses. The cache is one:
+    its figures are of all work; queries and hits are tokens, as with vLLM."""
 
     def __init__(self, metrics: GatewayMetrics, model_name: str) -> None:
         self._metrics = metrics
@@ -225,9 +226,24 @@ class VllmAliases(Collector):
             gauge = GaugeMetricFamily(f"vllm:num_requests_{name}", f"Online requests {name}.", labels=["model_name"])
             gauge.add_metric([self._model_name], counts.get(RequestClass.ONLINE, 0))
             yield gauge
+        yield from self._cache(stats)
         for source, name in self._aliases:
             for family in source.collect():
                 yield self._renamed(family, name)
+
+    def _cache(self, stats: EngineStats) -> Iterator[Metric]:
+        usage = GaugeMetricFamily(
+            "vllm:kv_cache_usage_perc", "Share of the cache in use, 0 to 1.", labels=["model_name"]
+        )
+        usage.add_metric([self._model_name], stats.units_owned / stats.units_total if stats.units_total else 0.0)
+        yield usage
+        for name, text, tokens in (
+            ("queries", "Prompt tokens looked up in the prefix cache.", stats.prefix_queried_tokens),
+            ("hits", "Prompt tokens found in the prefix cache.", stats.prefix_hit_tokens),
+        ):
+            counter = CounterMetricFamily(f"vllm:prefix_cache_{name}", text, labels=["model_name"])
+            counter.add_metric([self._model_name], tokens)
+            yield counter
 
     def _renamed(self, family: Metric, name: str) -> Metric:
         alias = Metric(name, family.documentation, family.type)

@@ -105,6 +105,12 @@ async def test_figures_of_the_engine(start_server: StartServer) -> None:
     assert value(samples, "tidemill_decode_tokens_total") == 90
     assert value(samples, "vllm:num_requests_running", model_name=MODEL) == 2
     assert value(samples, "vllm:num_requests_waiting", model_name=MODEL) == 1
+    stats = served.engine.snapshot
+    assert stats is not None and stats.units_total
+    usage = value(samples, "vllm:kv_cache_usage_perc", model_name=MODEL)
+    assert usage == pytest.approx(stats.units_owned / stats.units_total) and 0 < usage < 1
+    assert value(samples, "vllm:prefix_cache_queries_total", model_name=MODEL) == stats.prefix_queried_tokens
+    assert value(samples, "vllm:prefix_cache_hits_total", model_name=MODEL) == stats.prefix_hit_tokens
 
 
 async def test_how_the_slo_is_kept(start_server: StartServer) -> None:
