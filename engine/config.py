@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from engine.errors import ConfigError
+from engine.queue_time import DEFAULT_QUEUE, QueueTime
 
 
 def _flag(default: Any, help_text: str, choices: tuple[str, ...] = ()) -> Any:
@@ -31,6 +32,10 @@ class EngineConfig:
     max_num_batched_tokens: int = _flag(512, "most tokens in one step (the prefill chunk's upper bound)")
     chunked_prefill: bool = _flag(True, "run prompts in chunks beside decodes; off: whole, in steps of their own")
     max_num_waiting: int = _flag(1024, "most online requests waiting, and most flex requests; beyond it 429")
+    max_queue_time: str = _flag(
+        DEFAULT_QUEUE,
+        "who could not start online within it gets 429: a time (5s), times the TTFT objective (1x), or none",
+    )
     enable_prefix_caching: bool = _flag(True, "share equal prompt prefixes between requests of one tenant")
     slo: str = _flag("ttft_p99=1s,tbt_p99=100ms", "what online requests are promised; also 'tbt_mean=50ms' or '5%'")
     fill_policy: str = _flag("tidemill", "how offline work is sized; hygen: one flat budget", ("tidemill", "hygen"))
@@ -53,6 +58,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         _positive(self, "block_size", "max_num_seqs", "max_num_batched_tokens", "max_num_waiting")
         _positive(self, "max_model_len", "num_gpu_blocks_override", "threads")
+        QueueTime.parse(self.max_queue_time)
         if self.block_size & (self.block_size - 1):
             raise ConfigError(f"--block-size must be a power of two, not {self.block_size}")
         if not 0.0 <= self.swap_space <= 65536.0:
@@ -77,7 +83,7 @@ class SchedulerConfig:
     `chunked_prefill`: prompts run in chunks beside decodes; else a step is whole prompts or decodes.
     `pipeline_depth`: steps that may be in flight when `schedule` is called (0 on CPU, 1 on a GPU).
     `min_prefill_chunk`: what the oldest prompt gets in every step, however late the decodes beside it are.
-    `refuse_late`: refuse online requests whose TTFT objective is out of reach when they arrive (429).
+    `max_queue_time`: an online request that could not start within it is refused (429); see `engine.queue_time`.
     `max_offline_preemptions`: from that many evictions on an offline request loses its place last, and waits for 1, 2,
     4 ... seconds before it starts again beside online work.
     """
@@ -97,7 +103,7 @@ class SchedulerConfig:
     pipeline_depth: int = 0
     min_prefill_chunk: int = 64
     max_offline_preemptions: int = 8
-    refuse_late: bool = True
+    max_queue_time: str = DEFAULT_QUEUE
     seed: int = 0
 
     @classmethod
@@ -108,6 +114,7 @@ class SchedulerConfig:
 
     def __post_init__(self) -> None:
         _positive(self, "num_units", "max_model_len", "block_size", "max_num_seqs", "max_num_batched_tokens")
+        QueueTime.parse(self.max_queue_time)
         _check_whole_prompts(self.chunked_prefill, self.max_num_batched_tokens, self.max_model_len)
 
 

@@ -26,6 +26,7 @@ from engine.request import (
     RequestOutput,
     RequestStatus,
     RequestTimes,
+    SamplingParams,
     TokenLogprobs,
 )
 from engine.scheduling.admission import check_length, check_room
@@ -48,6 +49,8 @@ MAX_QUIET_RECOVERIES = 2
 """Attempts to get a standing engine going that end nobody's request."""
 OUTPUT_FORGETTING = 0.05
 FLEX_RETRY_SECONDS = 5.0
+SMALLEST = EngineRequest("", (0,), SamplingParams(max_tokens=1))
+"""What would be the last to be refused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,17 +121,26 @@ class EngineCore:
         if spec.request_id in self._requests:
             raise InvalidRequestError(f"A request '{spec.request_id}' is already running.", param="request_id")
         check_length(spec, self.config.max_model_len)
-        self.check_room(spec.request_class)
         self._check_flex_room(spec)
         request = Request(spec, RequestTimes(arrival=now), self._num_arrived)
+        if spec.request_class is RequestClass.ONLINE:
+            request.num_expected_hits = len(self._scheduler.find_prefix(request)) * self.config.block_size
+            self._check_room(request, now)
         self._num_arrived += 1
         self._requests[spec.request_id] = request
         self._scheduler.add_waiting(request)
 
-    def check_room(self, request_class: RequestClass) -> None:
+    def check_room(self, request_class: RequestClass, now: float) -> None:
         """Raises QueueFullError if a request of this class would not be queued now, whatever it asks for."""
         if request_class is RequestClass.ONLINE:
-            check_room(self._scheduler, self._mean_output_tokens)
+            self._check_room(Request(SMALLEST, RequestTimes(arrival=now), self._num_arrived), now)
+
+    def _check_room(self, request: Request, now: float) -> None:
+        try:
+            check_room(self._scheduler, request, self._mean_output_tokens, now)
+        except QueueFullError:
+            self._counters.refused_requests += 1
+            raise
 
     def _check_flex_room(self, spec: EngineRequest) -> None:
         """Those who wait for offline work are as many as may wait online, and no tenant keeps another from its part. A

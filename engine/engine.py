@@ -143,7 +143,7 @@ class Engine:
         """See EngineClient.check_room."""
         self._check_accepting()
         with self._noting_refusal(request_class, prompt_tokens):
-            self._core.check_room(request_class)
+            self._core.check_room(request_class, self._clock())
 
     def _check_accepting(self) -> None:
         if self._draining:

@@ -177,6 +177,7 @@ class Request:
     `num_parked_tokens` tokens may lie in `parked_blocks`, some of them on the device, some copied to the host, the last
     by the step `parked_in_step`. `not_before`: until then it does not start beside online work, which would only evict
     it again (seconds). `aside`: it is kept out of ordinary steps (see `engine.scheduling.recovery`).
+    `num_expected_hits`: tokens of its prompt that were in the prefix cache when it came.
     """
 
     spec: EngineRequest
@@ -196,6 +197,7 @@ class Request:
     epoch: int = 0
     last_step: int = -1
     num_cached_tokens: int = 0
+    num_expected_hits: int = 0
     num_preemptions: int = 0
     not_before: float = -math.inf
     aside: bool = False
@@ -225,6 +227,17 @@ class Request:
     def num_expected_tokens(self) -> int:
         """Known tokens plus those in flight."""
         return len(self.token_ids) + self.num_placeholders
+
+    @property
+    def decode_is_due(self) -> bool:
+        """Whether, running, its next token can be computed now; tokens in flight count as known."""
+        expected = self.num_expected_tokens
+        return expected - self.num_computed_tokens == 1 and expected < self.max_total_tokens
+
+    @property
+    def prefill_is_due(self) -> bool:
+        """Whether, running, more than one of its known tokens is still to be computed."""
+        return self.num_placeholders == 0 and len(self.token_ids) - self.num_computed_tokens > 1
 
     def move_to(self, status: RequestStatus) -> None:
         assert status in TRANSITIONS[self.status], f"illegal transition {self.status} -> {status}"

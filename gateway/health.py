@@ -35,11 +35,14 @@ async def ready(request: Request) -> Response:
         trouble = context.client.trouble
         reason = f": {trouble}" if trouble is not None else ""
         raise EngineUnavailableError(f"The engine is not ready{reason}.", retry_after=5.0)
-    colocation = context.client.stats().colocation
+    stats = context.client.stats()
+    colocation = stats.colocation
     if colocation is None or not sees_all(request):
         return _ok()
     shown = {
         "slo": colocation.slo,
+        "attainment": colocation.attainment,
+        "refused_requests": stats.refused_requests,
         "latency_budget": colocation.latency_budget,
         "budget_origin": colocation.budget_origin,
         "offline_share": colocation.offline_share,

@@ -129,6 +129,9 @@ class EngineCollector(Collector):
         yield _total("prefix_hit_tokens", "Prompt tokens found in the prefix cache.", stats.prefix_hit_tokens)
         yield _total("steps", "Model steps that succeeded.", stats.steps)
         yield _total("failed_steps", "Model steps that failed.", stats.failed_steps)
+        yield _total(
+            "refused_requests", "Online requests refused on arrival (429), in no attainment.", stats.refused_requests
+        )
         yield _total("stalls", "Times the engine stood still with work and had to recover.", stats.stalls)
         yield _total("step_seconds", "Time in model steps.", stats.step_seconds)
         yield _total("prefill_tokens", "Prompt tokens computed.", stats.prefill_tokens)

@@ -99,7 +99,7 @@ def make_driver(fails: Any, depth: int = 0, **changes: Any) -> tuple[Driver, Fau
         "max_num_seqs": 80,
         "max_num_batched_tokens": 128,
         "pipeline_depth": depth,
-        "refuse_late": False,
+        "max_queue_time": "none",
     }
     config = SchedulerConfig(**{**settings, **changes})
     runner = FaultyRunner(FakeRunner(block_size=BLOCK, vocab_size=VOCAB), fails)

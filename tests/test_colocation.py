@@ -14,7 +14,6 @@ from engine.errors import QueueFullError
 from engine.request import EngineRequest, RequestClass, RequestStatus
 from engine.scheduling.objective import StepObjective
 from engine.scheduling.output import SchedulerOutput
-from engine.scheduling.step import decode_is_due, prefill_is_due
 from engine.virtual import step_features
 from predictor.budget import BudgetParams
 from predictor.model import LatencyModel
@@ -230,8 +229,8 @@ class Watcher:
 
     def launch(self) -> None:
         driver, scheduler = self.driver, self.scheduler
-        due = [r for r in scheduler.running[ONLINE] if decode_is_due(r)]
-        prompts = [r for r in scheduler.running[ONLINE] if prefill_is_due(r)]
+        due = [r for r in scheduler.running[ONLINE] if r.decode_is_due]
+        prompts = [r for r in scheduler.running[ONLINE] if r.prefill_is_due]
         before = {r.request_id: r.num_preemptions for r in due}
         had_online = scheduler.has_online
         oldest = scheduler.running[OFFLINE][:1] or list(scheduler.waiting_offline)[:1]
@@ -291,7 +290,7 @@ def test_promises_hold_and_outputs_equal_the_solo_run(
 
 
 def test_online_is_refused_when_its_ttft_is_out_of_reach_and_offline_never_causes_it() -> None:
-    driver = make_driver(StepObjective(ttft=0.2), num_units=2 * 400)
+    driver = make_driver(StepObjective(ttft=0.2), num_units=2 * 400, max_queue_time="1x")
     driver.add(*[make_request(f"off{i}", range(100), 10, request_class=OFFLINE) for i in range(50)])
     accepted = 0
     with pytest.raises(QueueFullError) as refused:
@@ -312,7 +311,7 @@ def test_an_idle_server_refuses_nothing_however_tight_the_objective() -> None:
 
 
 def test_answers_in_the_way_of_rows_count_as_waiting() -> None:
-    driver = make_driver(StepObjective(ttft=0.1), max_num_seqs=1)
+    driver = make_driver(StepObjective(ttft=0.1), max_num_seqs=1, max_queue_time="1x")
     driver.add(make_request("long", range(4), 100))
     driver.run()
     driver.core._mean_output_tokens = 100.0

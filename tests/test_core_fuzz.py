@@ -8,6 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from engine.config import SchedulerConfig
+from engine.queue_time import UNLIMITED_QUEUE
 from engine.request import EngineRequest, FinishReason, RequestClass
 from predictor.model import LatencyModel
 
@@ -66,7 +67,7 @@ def make_fuzz_driver(
         max_num_batched_tokens=max(seqs, chunk),
         enable_prefix_caching=prefix_caching,
         pipeline_depth=depth,
-        refuse_late=False,
+        max_queue_time=UNLIMITED_QUEUE,
         host_units=host_units,
         unit_bytes=1,
         scratch_blocks=scratch_blocks,

@@ -14,6 +14,7 @@ from engine.colocation import BUDGET_SHARE, MIN_OFFLINE, Colocation, initial_bud
 from engine.config import SchedulerConfig
 from engine.core import EngineCore
 from engine.errors import ConfigError
+from engine.queue_time import UNLIMITED_QUEUE
 from engine.replay import ReplayedServer, Workload, metrics_of, normal_noise, replay
 from engine.request import FinishReason, RequestClass, RequestOutput, RequestTimes
 from engine.scheduling.output import Chunk, Collect, SchedulerOutput
@@ -206,7 +207,7 @@ def test_cached_prompts_are_cheaper_in_the_replay() -> None:
 
 def test_replays_run_the_policies_of_the_server() -> None:
     window = Workload.poisson(6.0, 300, 200, 10.0, 1)
-    tight = replace(CONFIG, num_units=2 * 120, refuse_late=False)
+    tight = replace(CONFIG, num_units=2 * 120, max_queue_time=UNLIMITED_QUEUE)
     means = {
         policy: replay(
             window,

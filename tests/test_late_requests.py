@@ -5,6 +5,7 @@ from driver import Driver, make_request
 from test_hybrid_scheduling import MODEL, check_solo, make
 
 from engine.errors import ConfigError, QueueFullError
+from engine.queue_time import UNLIMITED_QUEUE
 from engine.request import FinishReason, RequestClass
 from engine.scheduling.objective import StepObjective
 from engine.scheduling.policies import find_policy
@@ -19,7 +20,7 @@ def depth(request: pytest.FixtureRequest) -> int:
 
 def late_and_new(depth: int, policy: str, blocks: int = 12, **options: int) -> Driver:
     """A request that missed its objective runs and holds most of the memory; then one comes that needs half of it."""
-    driver = make(depth, blocks=blocks, policy=policy, model=MODEL, refuse_late=False, **options)
+    driver = make(depth, blocks=blocks, policy=policy, model=MODEL, max_queue_time=UNLIMITED_QUEUE, **options)
     driver.core.set_objective(StepObjective(ttft=TTFT, tbt=TTFT))
     driver.add(make_request("late", [1] * 28, 16))
     driver.now = TTFT + 1.0
@@ -117,8 +118,8 @@ def test_the_tail_is_a_parameter_of_the_policy() -> None:
 
 
 def test_early_refusal_can_be_switched_off() -> None:
-    for refuse in (True, False):
-        driver = make(0, blocks=200, model=MODEL, refuse_late=refuse)
+    for refuse, limit in ((True, "1x"), (False, UNLIMITED_QUEUE)):
+        driver = make(0, blocks=200, model=MODEL, max_queue_time=limit)
         driver.core.set_objective(StepObjective(ttft=0.1, tbt=1.0))
         driver.add(make_request("a", [1] * 600, 2))
         if refuse:
@@ -132,7 +133,7 @@ def test_early_refusal_can_be_switched_off() -> None:
 def test_late_requests_leave_room_for_those_to_come(depth: int) -> None:
     """Beside running work the last quarter of the pool is not for late requests; alone they may take all of it."""
     for policy, running in (("goodput-strict", 1), ("goodput", 2)):
-        driver = make(depth, blocks=12, policy=policy, model=MODEL, refuse_late=False)
+        driver = make(depth, blocks=12, policy=policy, model=MODEL, max_queue_time=UNLIMITED_QUEUE)
         driver.core.set_objective(StepObjective(ttft=TTFT, tbt=TTFT))
         driver.add(make_request("big", [1] * 22, 4), make_request("other", [2] * 18, 4))
         driver.now = TTFT + 1.0

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import pytest
 from conftest import refuse_blocking
@@ -145,3 +146,21 @@ async def test_completions_with_token_ids_and_logprobs(live: tuple[Engine, Serve
         )
         assert stopped.choices[0].finish_reason == "stop"
         assert "7" not in (stopped.choices[0].message.content or "")
+
+
+async def test_a_burst_on_a_fresh_server_is_served_not_refused(tmp_path: Path) -> None:
+    """The default SLO, a prior for a profile, sixteen different prompts at once."""
+    config = EngineConfig(device="cpu", num_gpu_blocks_override=400, profile_seconds=0.0, profile_dir=str(tmp_path))
+    plan = plan_launch(config)
+    tokenizer = Tokenizer.load(plan.folder, probe=False)
+    engine = build_engine(config, plan)
+    async with serve(engine, tokenizer, None, served_model_name=(MODEL,)) as served, client_of(served) as client:
+        ask = [
+            client.completions.create(model=MODEL, prompt=[5 + index, *([7] * 199)], max_tokens=4)
+            for index in range(16)
+        ]
+        answers = await asyncio.gather(*ask)
+        assert all(answer.usage is not None and answer.usage.completion_tokens >= 1 for answer in answers)
+        async with httpx.AsyncClient(base_url=served.url) as plain:
+            assert (await plain.get("/ready")).json()["colocation"]["refused_requests"] == 0
+            assert "tidemill_refused_requests_total 0.0" in (await plain.get("/metrics")).text

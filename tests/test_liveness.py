@@ -9,6 +9,7 @@ from fakes.runner import FakeRunner, solo_tokens
 
 from engine.config import SchedulerConfig
 from engine.core import EngineCore
+from engine.queue_time import UNLIMITED_QUEUE
 from engine.request import EngineRequest, RequestClass, RequestStatus, SamplingParams
 from engine.scheduling.objective import StepObjective
 from engine.scheduling.output import Collect, SchedulerOutput
@@ -81,7 +82,9 @@ def test_lines_that_share_a_prefix_give_way_together() -> None:
 @pytest.mark.parametrize("limit", [1, 3])
 def test_evictions_beside_online_work_are_bounded_by_time(limit: int) -> None:
     """Chats never stop, and every second prompt takes the room of the only line: it keeps away longer and longer."""
-    driver = make_driver(num_units=2 * 60, max_model_len=200, max_offline_preemptions=limit, refuse_late=False)
+    driver = make_driver(
+        num_units=2 * 60, max_model_len=200, max_offline_preemptions=limit, max_queue_time=UNLIMITED_QUEUE
+    )
     driver.add(make_request("job", [5] * 40, 120, request_class=OFFLINE))
     num_chats = num_prompts = 0
     while driver.now < 30.0:

@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
 from engine.config import SchedulerConfig
+from engine.queue_time import UNLIMITED_QUEUE
 from engine.request import EngineRequest, FinishReason, RequestClass
 from engine.scheduling.objective import StepObjective
 from predictor.budget import BudgetParams
@@ -68,7 +69,7 @@ class LivenessMachine(RuleBasedStateMachine):
             min_prefill_chunk=8,
             chunked_prefill=chunked,
             pipeline_depth=depth,
-            refuse_late=False,
+            max_queue_time=UNLIMITED_QUEUE,
             host_units=host_units,
             unit_bytes=1,
             scratch_blocks=scratch_blocks,

@@ -11,6 +11,7 @@ from test_core_fuzz import BLOCK, LIKE_COPIES, VOCAB, arrival, build
 
 from engine.config import EngineConfig, SchedulerConfig
 from engine.errors import ConfigError
+from engine.queue_time import UNLIMITED_QUEUE
 from engine.request import EngineRequest, RequestClass
 from engine.scheduling.objective import StepObjective
 from predictor.model import LatencyModel
@@ -33,7 +34,7 @@ def make(
         host_units=host,
         unit_bytes=1,
         scratch_blocks=scratch,
-        refuse_late=False,
+        max_queue_time=UNLIMITED_QUEUE,
     )
     runner = FakeRunner(block_size=BLOCK, vocab_size=VOCAB, host_units=host, scratch_blocks=scratch)
     return Driver(runner, config, online_policy=policy, model=model)

@@ -1,17 +1,17 @@
 """Whether a request can run at all, and whether an online one that arrives now is queued or refused (429).
 
-The time to wait is that of two queues in a row: the prompt tokens ahead of it, at the rate that the decodes beside them
-allow, and the rows, which come free as running requests end. An estimate from the latency model; without one nobody can
-tell and it is zero.
+An arrival is put into the order in which prompts get the time of steps (see `engine.scheduling.laxity`); what comes
+before it there is what it waits for: prompt tokens, and rows and memory, which come free as running requests end. An
+estimate from the latency model; without one nobody can tell and it is zero.
 """
 
 import math
 
+from engine.cache.pool import UNITS_PER_KV_BLOCK
 from engine.errors import ContextLengthError, InvalidRequestError, QueueFullError
-from engine.request import EngineRequest, RequestClass
+from engine.request import EngineRequest, Request, RequestClass
+from engine.scheduling.laxity import by_age, order_prompts, prefill_pace, uses_laxity
 from engine.scheduling.scheduler import Scheduler
-from engine.scheduling.step import prefill_is_due
-from predictor.features import BatchFeatures
 
 
 def check_length(spec: EngineRequest, max_model_len: int) -> None:
@@ -25,47 +25,53 @@ def check_length(spec: EngineRequest, max_model_len: int) -> None:
         )
 
 
-def check_room(scheduler: Scheduler, mean_output_tokens: float) -> None:
-    """Refuse early what would only wait: the queue is full, or its TTFT objective is already out of reach.
+def check_room(scheduler: Scheduler, request: Request, mean_output_tokens: float, now: float) -> None:
+    """Refuse early what would only wait: the queue is full, or it could not start within the longest time to wait.
 
-    What counts is the work ahead of the request, not its own prompt: an idle server refuses nothing. Raises
-    QueueFullError.
+    What counts is the work that goes before the request, not its own prompt: an idle server refuses nothing. Raises
+    QueueFullError, which says when it would fit.
     """
     waiting = len(scheduler.waiting_online)
     if waiting >= scheduler.config.max_num_waiting:
         raise QueueFullError(f"{waiting} requests are waiting already.")
-    limit = scheduler.objective.ttft
-    if not scheduler.config.refuse_late:
+    limit = scheduler.queue_time.longest(scheduler.objective.ttft)
+    if math.isinf(limit):
         return
-    wait = expected_wait(scheduler, mean_output_tokens)
+    wait = expected_wait(scheduler, request, mean_output_tokens, now)
     if wait > limit:
         raise QueueFullError(
-            f"About {wait:.2g} s of work is waiting already, beyond the TTFT objective of {limit:g} s.",
+            f"It could start in about {wait:.2g} s, and the longest time to wait is {limit:.4g} s.",
             retry_after=wait - limit,
         )
 
 
-def expected_wait(scheduler: Scheduler, mean_output_tokens: float) -> float:
-    """Seconds. `mean_output_tokens`: how long recent online answers were, to guess when rows come free."""
-    model, config = scheduler.model, scheduler.config
-    running, waiting = scheduler.running[RequestClass.ONLINE], scheduler.waiting_online
-    if model is None or not (running or waiting):
+def expected_wait(scheduler: Scheduler, request: Request, mean_output_tokens: float, now: float) -> float:
+    """Seconds until `request`, which arrives now, could start. `mean_output_tokens`: how long recent online answers
+    were, to guess when rows and memory come free."""
+    pace, config = prefill_pace(scheduler), scheduler.config
+    running = scheduler.running[RequestClass.ONLINE]
+    if pace is None or not (running or scheduler.waiting_online):
         return 0.0
-    ahead = sum(len(r.token_ids) for r in waiting)
-    ahead += sum(len(r.token_ids) - r.num_computed_tokens for r in running if prefill_is_due(r))
-    excess = len(running) + len(waiting) + 1 - config.max_num_seqs
-    if ahead == 0 and excess <= 0:
-        return 0.0
-    features = BatchFeatures()
-    decodes = [r for r in running if r.times.first_token is not None]
-    features.add_decodes(len(decodes), sum(len(r.token_ids) for r in decodes))
-    room = max(0.0, scheduler.objective.tbt - model.predict(features)) if decodes else math.inf
-    tokens = max(1, min(ahead, config.max_num_batched_tokens - len(decodes)))
-    chunk = tokens if math.isinf(room) else model.max_prefill(features, room, tokens, 0)
-    chunk = max(chunk, min(tokens, config.min_prefill_chunk))
-    step = model.predict(features) + model.marginal(features, 0, chunk)
-    wait = step * ahead / chunk
-    if excess > 0:
-        # Rows come free at the rate at which answers end: one every (mean length · step) ÷ rows seconds.
-        wait = max(wait, excess * mean_output_tokens * step / config.max_num_seqs)
-    return wait
+    ahead = _ahead(scheduler, request, now)
+    work = sum(pace.seconds_for(other) for other in ahead)
+    waiting = [other for other in ahead if other.row < 0]
+    # Rows and units come free as answers end, all of them in the time of one answer.
+    units = sum(_units(r, config.block_size) for r in (*running, *waiting, request)) - scheduler.pool.num_units
+    lack = max((len(running) + len(waiting) + 1 - config.max_num_seqs) / config.max_num_seqs, 0.0)
+    lack = max(lack, units / scheduler.pool.num_units)
+    step = pace.per_token * pace.chunk if work else pace.step
+    return max(pace.step + work if work else 0.0, lack * mean_output_tokens * step)
+
+
+def _ahead(scheduler: Scheduler, request: Request, now: float) -> list[Request]:
+    """The prompts, running or waiting, that go before a request that arrives now."""
+    others = [*scheduler.running_prompts(), *scheduler.waiting_online]
+    if not uses_laxity(scheduler):
+        return others
+    both = [*sorted(others, key=by_age), request]
+    urgent, _ = order_prompts(both, scheduler.objective, prefill_pace(scheduler), now)
+    return list(urgent[:-1]) if urgent and urgent[-1] is request else others
+
+
+def _units(request: Request, block_size: int) -> int:
+    return (len(request.token_ids) // block_size + 1) * UNITS_PER_KV_BLOCK

@@ -32,11 +32,13 @@ class Claim(NamedTuple):
 
 
 class StepMemory:
-    """Allocation within the step `step_id`; requests that are already in the step are never victims."""
+    """Allocation within the step `step_id`; requests that are already in the step are never victims. `prompts`: online
+    ones in progress, which want room for the rest of theirs."""
 
     def __init__(self, scheduler: Scheduler, step_id: int, now: float) -> None:
         self.appended: list[AppendedEntries] = []
         self.replaced: list[ReplacedEntry] = []
+        self.prompts: list[Request] = []
         self._scheduler = scheduler
         self._pool = scheduler.pool
         self._block_size = scheduler.config.block_size
@@ -79,7 +81,7 @@ class StepMemory:
             return bool(scheduler.free_rows) and self._make_offline_room(request, claim)
         if scheduler.free_rows and self._has_units(request, claim, online=False):
             return True
-        missing = claim.units + pool.num_idle_units(claim.hits) - pool.num_available_units - pool.num_deferred_units
+        missing = self._needed(claim) - pool.num_available_units - pool.num_deferred_units
         if scheduler.free_rows and missing <= 0:
             return False  # enough is on its way; a later step admits it
         for victim in self._victims(request, claim, missing, online=False) or self._victims(
@@ -94,10 +96,14 @@ class StepMemory:
         A victim may have shared the hits: idle now, they are no room any more. `online`: whether those lose, too.
         """
         pool, parked = self._pool, self._scheduler.parked
-        missing = claim.units + pool.num_idle_units(claim.hits) - pool.num_available_units
+        missing = self._needed(claim) - pool.num_available_units
         if 0 < missing <= parked.num_units(online=online, but=request):
             parked.reclaim(missing, self._step_id, online=online, but=request, spared=frozenset(claim.hits))
-        return claim.units + pool.num_idle_units(claim.hits) <= pool.num_available_units
+        return self._needed(claim) <= pool.num_available_units
+
+    def _needed(self, claim: Claim) -> int:
+        """Units that must be available for an online request to start: prompts in progress will want theirs."""
+        return claim.units + self._pool.num_idle_units(claim.hits) + self._scheduler.prompt_reserve(self.prompts)
 
     def _make_offline_room(self, request: Request, claim: Claim) -> bool:
         """Beside what runs, and beside the next block of everything that runs; parked offline pasts may be moved."""
@@ -141,6 +147,8 @@ class StepMemory:
     def take(self, request: Request, claim: Claim) -> None:
         """Give the request what it claimed; what it has on the host comes back in this step. There must be room."""
         online = request.request_class is RequestClass.ONLINE
+        if online:
+            self.prompts.append(request)
         blocks = request.cache_map.blocks
         for block in claim.hits:
             self._pool.acquire(block, online=online)

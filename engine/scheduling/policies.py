@@ -74,13 +74,15 @@ class OnlinePolicy:
     """`order`: the waiting requests, best first (given by arrival). `admits`: whether one may start at all now.
     `scans_past`: whether the next is looked at although this one could not start. `select`: who starts, and from which
     representation, once they want more memory than there is; None: the order decides then too. `late_last`: who runs
-    and has missed its TTFT objective gives its memory to those that can still be saved."""
+    and has missed its TTFT objective gives its memory to those that can still be saved. `by_laxity`: prompts that can
+    still meet the objective get the time of steps first, while memory lasts also to start."""
 
     order: Order
     admits: Callable[[Request, QueueContext], bool] = _always
     scans_past: Callable[[Request, QueueContext], bool] = _never
     select: Select | None = None
     late_last: bool = False
+    by_laxity: bool = False
 
 
 def fcfs(waiting: Sequence[Request], _context: QueueContext) -> Sequence[Request]:
@@ -149,9 +151,9 @@ ONLINE_POLICIES: dict[str, OnlinePolicy] = {
     "larry": OnlinePolicy(larry, scans_past=_is_young),
     "random": OnlinePolicy(shuffled),
     "srpt-oracle": OnlinePolicy(shortest_remaining),
-    "apt": OnlinePolicy(fcfs, select=select_apt),
-    "goodput": OnlinePolicy(fcfs, select=select_goodput),
-    "goodput-strict": OnlinePolicy(fcfs, select=partial(select_goodput, tail=0.0), late_last=True),
+    "apt": OnlinePolicy(fcfs, select=select_apt, by_laxity=True),
+    "goodput": OnlinePolicy(fcfs, select=select_goodput, by_laxity=True),
+    "goodput-strict": OnlinePolicy(fcfs, select=partial(select_goodput, tail=0.0), late_last=True, by_laxity=True),
 }
 SELECTS: dict[str, Callable[..., list[Start]]] = {
     "apt": select_apt,

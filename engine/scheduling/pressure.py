@@ -99,10 +99,11 @@ class _Queue(NamedTuple):
 def _transposed(waiting: Sequence[Request], pressure: Pressure) -> _Queue:
     now, ttft, size = pressure.now, pressure.ttft, pressure.block_size
     pending = [now - request.times.arrival for request in waiting]
-    missing = [request.num_prompt_tokens for request in waiting]
+    lengths = [request.num_prompt_tokens for request in waiting]
+    missing = [request.num_prompt_tokens - request.num_expected_hits for request in waiting]
     slack = [ttft - time for time in pending]
     hopeful = [time <= ttft for time in pending]
-    kv = [(length // size + 1) * UNITS_PER_KV_BLOCK for length in missing]
+    kv = [(length // size + 1) * UNITS_PER_KV_BLOCK for length in lengths]
     compact: list[int | None] = [None] * len(kv)
     if pressure.hidden_blocks > 0:
         compact = [units // KV_PER_HIDDEN for units in kv]

@@ -12,6 +12,7 @@ from engine.cache.cache_map import CacheBlock, CacheKind
 from engine.cache.pool import UNITS_PER_KV_BLOCK, BlockPool
 from engine.cache.prefix import extend_hashes
 from engine.config import SchedulerConfig
+from engine.queue_time import QueueTime
 from engine.request import Request, RequestClass, RequestStatus
 from engine.scheduling.objective import StepObjective
 from engine.scheduling.offline_queue import OfflineQueue
@@ -45,6 +46,7 @@ class Scheduler:
     """Queues, rows and units. `offline_share` scales the offline budget beside online work (the circuit breaker).
 
     `aside`: requests that ordinary steps do not see, waiting or running, by age; see `engine.scheduling.recovery`.
+    `num_contested`: steps without room for both urgent prompts and those that they leave behind; they take turns.
     """
 
     def __init__(
@@ -68,6 +70,8 @@ class Scheduler:
         self.aside: list[Request] = []
         self.free_rows = list(range(config.max_num_seqs - 1, -1, -1))
         self.released_rows: list[int] = []
+        self.num_contested = 0
+        self.queue_time = QueueTime.parse(config.max_queue_time)
         self.parked = ParkedCache(config, self.pool, model)
         self.num_hidden_blocks = 0
         self.counters = SchedulerCounters()
@@ -98,6 +102,16 @@ class Scheduler:
         to the brim and offline requests preempt one another for ever."""
         return UNITS_PER_KV_BLOCK * (self.config.max_num_seqs - len(self.free_rows))
 
+    def running_prompts(self) -> list[Request]:
+        """Running online requests with a prompt in progress, by age."""
+        return [request for request in self.running[RequestClass.ONLINE] if request.prefill_is_due]
+
+    def prompt_reserve(self, prompts: Iterable[Request]) -> int:
+        """Units that these prompts in progress have still to get: whoever starts leaves them alone."""
+        size = self.config.block_size
+        missing = (len(r.token_ids) // size + 1 - len(r.cache_map.blocks) for r in prompts if r.row >= 0)
+        return UNITS_PER_KV_BLOCK * sum(blocks for blocks in missing if blocks > 0)
+
     def units_for(self, request_class: RequestClass, num_offline: int) -> int:
         """Units that a request could get now. `num_offline` offline requests leave the online prefixes used last alone,
         up to a quarter of the pool: the next turn of a chat comes minutes later. One alone must be able to end (E4)."""
@@ -125,15 +139,13 @@ class Scheduler:
         self.num_hidden_blocks += change
 
     def pressure(self, now: float) -> Pressure | None:
-        """The state of memory if the waiting online requests want more than they could get now, else None.
-
-        A policy that runs late requests last also chooses when time is short, whatever the memory.
-        """
+        """The state of memory if the waiting online requests want more than they could get now, else None."""
         block_size = self.config.block_size
         offline = self.running[RequestClass.OFFLINE]
         capacity = self.pool.num_available_units + self.pool.num_deferred_units + self.parked.num_units(online=True)
         capacity += UNITS_PER_KV_BLOCK * sum(len(request.cache_map.blocks) for request in offline)
-        if not (self._demand_exceeds(capacity) or self._is_short_of_time(now)):
+        capacity -= self.prompt_reserve(self.running_prompts())
+        if not self._demand_exceeds(capacity):
             return None
         capacity += UNITS_PER_KV_BLOCK * sum(len(request.cache_map.blocks) for request in self.evictable(now))
         return Pressure(
@@ -157,12 +169,6 @@ class Scheduler:
             if blocks < 0:
                 return True
         return False
-
-    def _is_short_of_time(self, now: float) -> bool:
-        """Whether the oldest waiting request has spent half of its TTFT objective in the queue."""
-        if not self.online_policy.late_last or not self.waiting_online:
-            return False
-        return now - self.waiting_online[0].times.arrival > self.objective.ttft / 2
 
     def is_late(self, request: Request, now: float) -> bool:
         """Whether its first token came after the TTFT objective, or can only come after it."""

@@ -1,36 +1,31 @@
 """Builds one step: which requests run, how many tokens of each, on which units (HyGen §4.1, Algorithm 1).
 
 The order in which the ledger is spent: running online decodes (mandatory unless memory forces them out); online
-prefills, running ones first and then waiting ones in the order of the online policy, sized by the slack that the
-decodes beside them have; then the offline plan, as far as it still fits. Preemption happens only when *memory* (units
-or rows) binds; a request that merely does not fit into this step is left out of it and keeps its cache.
+prefills (see `engine.scheduling.prompts`), sized by the slack that the decodes beside them have; then the offline plan,
+as far as it still fits. Preemption happens only when *memory* (units or rows) binds; a request that merely does not fit
+into this step is left out of it and keeps its cache.
 """
 
 import math
 from collections.abc import Callable
 
-from engine.cache.cache_map import CacheKind
 from engine.request import Request, RequestClass, RequestStatus
-from engine.scheduling.chunks import StepChunks
 from engine.scheduling.objective import OfflineAllowance
 from engine.scheduling.output import CacheWork, SchedulerOutput
 from engine.scheduling.planner import OfflinePlan, offline_allowance
 from engine.scheduling.pressure import Start
+from engine.scheduling.prompts import PromptChunks
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.turns import choose_turns
 from engine.scheduling.values import IterationType
 
 
-class StepBuilder(StepChunks):
-    """Decides what the step holds. `last_completed_step`: requests with a newer step in flight are not admitted."""
+class StepBuilder(PromptChunks):
+    """Decides what the step holds."""
 
     def __init__(self, scheduler: Scheduler, step_id: int, last_completed_step: int, now: float) -> None:
-        super().__init__(scheduler, step_id, now)
-        self.last_completed_step = last_completed_step
+        super().__init__(scheduler, step_id, last_completed_step, now)
         self.num_online_decodes = 0
-        self.has_online_prefill = False
-        self._floor_given = False
-        self._time_limit = math.inf
         self._nothing_in_flight = last_completed_step == step_id - 1
 
     def build(self, plan: OfflinePlan | None, lookup: Callable[[str], Request | None]) -> SchedulerOutput | None:
@@ -45,13 +40,10 @@ class StepBuilder(StepChunks):
     def _mix(self, plan: OfflinePlan | None, lookup: Callable[[str], Request | None]) -> None:
         """Decodes, and chunks of prompts beside them."""
         starts = self._choose_online()
-        late = self._late_prefills()
         self._add_online_decodes()
-        self._add_online_prefills(late)
-        self._admit_online(starts)
+        self.add_prompts(starts)
         if starts is None:
             self._restore_hidden()
-        self._continue_prefills(late)
         if plan is not None:
             self._fill_offline(plan, lookup)
 
@@ -59,7 +51,7 @@ class StepBuilder(StepChunks):
         """Whole prompts or decodes, never both."""
         for turn in choose_turns(self.scheduler, self.now):
             if turn is IterationType.PREFILL:
-                self._admit_online(self._choose_online())
+                self.add_prompts(self._choose_online())
             else:
                 self._add_online_decodes()
                 if not self.scheduler.waiting_online:
@@ -78,7 +70,7 @@ class StepBuilder(StepChunks):
         context_sum = 0
         for request in self.scheduler.online_order(self.now):
             computed = request.num_computed_tokens
-            if request.row < 0 or not decode_is_due(request):
+            if request.row < 0 or not request.decode_is_due:
                 continue  # (a row below zero: preempted by an earlier decode of this loop)
             if computed >= len(request.cache_map.blocks) * block_size and not self.memory.grow_decode(request):
                 continue
@@ -105,63 +97,6 @@ class StepBuilder(StepChunks):
         if scheduler.online_policy.late_last:
             self.memory.evict_late(starts)
         return starts
-
-    def _late_prefills(self) -> list[Request]:
-        """Prompts that have begun and come behind the waiting ones."""
-        return [request for request in self.scheduler.evictable(self.now) if prefill_is_due(request)]
-
-    def _add_online_prefills(self, late: list[Request]) -> None:
-        """Continue prompts that have begun, oldest first; `late` ones wait."""
-        running = self.scheduler.running[RequestClass.ONLINE]
-        self._continue_prefills([r for r in running if r not in late] if late else running)
-
-    def _continue_prefills(self, requests: list[Request]) -> None:
-        for request in list(requests):
-            if request.row < 0 or not prefill_is_due(request):
-                continue
-            if not self.ledger.open:
-                return
-            start = request.num_computed_tokens
-            length = self._online_length(start, len(request.token_ids) - start)
-            if length and (length := self.memory.grow_prefill(request, length)):
-                self.charge_and_add(request, length)
-                self.has_online_prefill = self._floor_given = True
-
-    def _admit_online(self, starts: list[Start] | None) -> None:
-        """Start whom the knapsack chose, or those that wait in policy order."""
-        if starts is not None:
-            self._admit_chosen(starts)
-        else:
-            self._admit_in_order()
-
-    def _admit_in_order(self) -> None:
-        """Start waiting requests in policy order until one does not fit; past a misfit only if the policy says so."""
-        scheduler, policy = self.scheduler, self.scheduler.online_policy
-        if not scheduler.waiting_online:
-            return
-        context = scheduler.queue_context(self.now)
-        for request in list(policy.order(scheduler.waiting_online, context)):
-            # Its last chunk may still be in flight: its token is unknown and its old units are not yet released.
-            if not self.ledger.open or request.last_step > self.last_completed_step:
-                break
-            if not request.parked_blocks:
-                request.cache_kind = CacheKind.KV
-            if policy.admits(request, context) and self.admit(request, self._online_length):
-                self.has_online_prefill = self._floor_given = True
-            elif not policy.scans_past(request, context) or not scheduler.free_rows:
-                break
-
-    def _admit_chosen(self, starts: list[Start]) -> None:
-        """Start what the knapsack chose, best first; a misfit does not end it."""
-        for request, kind, savable in starts:
-            if not self.ledger.open:
-                return
-            if request.last_step > self.last_completed_step or not (savable or self.memory.spares(request)):
-                continue
-            if not request.parked_blocks:
-                request.cache_kind = kind
-            if self.admit(request, self._online_length):
-                self.has_online_prefill = self._floor_given = True
 
     def _restore_hidden(self) -> None:
         """Room is back: project K and V once for requests of this step that run from hidden state, oldest first."""
@@ -209,7 +144,7 @@ class StepBuilder(StepChunks):
 
     def _add_offline_running(self, request: Request, allowance: OfflineAllowance) -> bool:
         """Whether the tail of the plan should still be tried."""
-        if request.last_step == self.step_id or not (decode_is_due(request) or prefill_is_due(request)):
+        if request.last_step == self.step_id or not (request.decode_is_due or request.prefill_is_due):
             return True
         start = request.num_computed_tokens
         wanted = request.num_expected_tokens - start
@@ -238,27 +173,3 @@ class StepBuilder(StepChunks):
             # cannot start, it gives back its room in the end.
             length = max(length, min(wanted, config.min_prefill_chunk if config.chunked_prefill else whole))
         return length if config.chunked_prefill or length == whole else 0
-
-    def _online_length(self, start: int, wanted: int) -> int:
-        """The chunk that the decodes beside it can bear; the oldest prompt always gets a floor."""
-        if not self.scheduler.config.chunked_prefill:
-            return wanted if wanted <= self.ledger.tokens_left else 0
-        wanted = min(wanted, self.ledger.tokens_left)
-        length = wanted
-        if self.ledger.model is not None and not math.isinf(self._time_limit):
-            room = self._time_limit - self.ledger.seconds
-            length = self.ledger.model.max_prefill(self.ledger.features, room, wanted, start) if room > 0.0 else 0
-        if not self._floor_given:
-            length = max(length, min(wanted, self.scheduler.config.min_prefill_chunk))
-        return length
-
-
-def decode_is_due(request: Request) -> bool:
-    """Whether a running request's next token can be computed now; tokens in flight count as known."""
-    expected = len(request.token_ids) + request.num_placeholders
-    return expected - request.num_computed_tokens == 1 and expected < request.max_total_tokens
-
-
-def prefill_is_due(request: Request) -> bool:
-    """Whether more than one known token of a running request is still to be computed."""
-    return request.num_placeholders == 0 and len(request.token_ids) - request.num_computed_tokens > 1

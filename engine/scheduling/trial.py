@@ -11,7 +11,6 @@ from engine.request import Request, RequestClass, RequestStatus
 from engine.scheduling.chunks import StepChunks
 from engine.scheduling.output import SchedulerOutput
 from engine.scheduling.scheduler import Scheduler
-from engine.scheduling.step import decode_is_due, prefill_is_due
 
 CAUSE = "step_failure"
 
@@ -49,8 +48,8 @@ class TrialBuilder(StepChunks):
         for request in requests:
             if not self.ledger.open:
                 break
-            decode = decode_is_due(request)
-            if not decode and not prefill_is_due(request):
+            decode = request.decode_is_due
+            if not decode and not request.prefill_is_due:
                 moves = True
                 continue
             start = request.num_computed_tokens

@@ -8,6 +8,7 @@ from statistics import median, quantiles
 
 from engine.config import SchedulerConfig
 from engine.core import EngineCore
+from engine.queue_time import UNLIMITED_QUEUE
 from engine.request import EngineRequest, SamplingParams
 from engine.scheduling.knapsack import Candidate, Columns, choose, choose_columns, choose_options, run_options
 from engine.scheduling.objective import StepObjective
@@ -107,7 +108,7 @@ def pressed_core(policy: str, scratch: int, waiting: int) -> tuple[EngineCore, f
         max_model_len=2048,
         max_num_seqs=RUNNING,
         max_num_waiting=2 * WAITING,
-        refuse_late=False,
+        max_queue_time=UNLIMITED_QUEUE,
         scratch_blocks=scratch,
         rho=2e-7,
     )

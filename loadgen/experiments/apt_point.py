@@ -9,6 +9,7 @@ import numpy as np
 
 from engine.cache.pool import UNITS_PER_KV_BLOCK
 from engine.core import EngineCore
+from engine.queue_time import UNLIMITED_QUEUE
 from engine.request import RequestClass
 from engine.scheduling.objective import StepObjective
 from engine.scheduling.output import Collect, SchedulerOutput
@@ -80,7 +81,7 @@ def with_cache(machine: Machine, cache: str, chunked: bool = True) -> Machine:
     rho = max(0.0, device.cache_work_seconds(COMPACT_TOKENS) / COMPACT_TOKENS)
     restored = device.cache_work_seconds(restored_tokens=RESTORED_TOKENS) / RESTORED_TOKENS
     predictor = replace(machine.predictor, compact=rho, restored=restored, transferred=device.transfer_seconds(1))
-    config = replace(config, unit_bytes=unit_bytes, refuse_late=False, chunked_prefill=chunked)
+    config = replace(config, unit_bytes=unit_bytes, max_queue_time=UNLIMITED_QUEUE, chunked_prefill=chunked)
     if cache in {"host", "both"}:
         config = replace(config, host_units=HOST_BYTES // unit_bytes)
     if cache in {"hidden", "both"}:

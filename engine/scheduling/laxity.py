@@ -1,0 +1,130 @@
+"""In which order prompts get the time of the steps: as many as possible have their first token by their deadline.
+
+The prompts that run or wait share one machine. Moore and Hodgson's rule (Moore 1968) leaves out as few of them as
+possible: take them by deadline, and whenever one would be late, leave out the longest so far. All objectives are equal,
+so the order of deadlines is that of arrival, and laxity (deadline − now − predicted rest) only decides who is left out:
+one prompt of many thousand tokens does not make the short ones behind it late. Whoever is left out, or late already,
+comes behind the others by age; the first of them keeps a floor chunk (see `engine.scheduling.prompts`).
+
+Pure but for reading the scheduler; seconds and tokens. Knows nothing of memory.
+"""
+
+import math
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from operator import attrgetter
+from typing import NamedTuple
+
+from engine.request import Request, RequestClass
+from engine.scheduling.objective import StepObjective
+from engine.scheduling.scheduler import Scheduler
+from predictor.features import BatchFeatures
+from predictor.model import LatencyPredictor
+
+by_age = attrgetter("arrival_order")
+_by_arrival = attrgetter("times.arrival")
+
+
+def missing_tokens(request: Request) -> int:
+    """Tokens to compute up to the next new one; what is kept of it, or was in the prefix cache when it came, is not."""
+    kept = request.num_computed_tokens or request.num_parked_tokens or request.num_expected_hits
+    return max(1, len(request.token_ids) - kept)
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillPace:
+    """How fast prompts are computed beside the decodes of now, `chunk` tokens of them in a step.
+
+    `step`: seconds of a step without them; `per_token`: of a prompt's token that shares a full step with others.
+    """
+
+    model: LatencyPredictor
+    beside: BatchFeatures
+    step: float
+    chunk: int
+    per_token: float
+
+    def seconds(self, start: int, length: int) -> float:
+        """For `length` tokens behind `start`. A long prompt attends to its past: the model is linear in the start of a
+        chunk, so the middle one counts for all."""
+        if length <= self.chunk:
+            return length * self.per_token
+        middle = start + (length - self.chunk) // 2
+        return length / self.chunk * (self.step + self.model.marginal(self.beside, middle, self.chunk))
+
+    def seconds_for(self, request: Request) -> float:
+        """For what is missing of a request."""
+        length = missing_tokens(request)
+        return self.seconds(len(request.token_ids) - length, length)
+
+
+def prefill_pace(scheduler: Scheduler) -> PrefillPace | None:
+    """The pace of now: the decodes that run leave room for it, and the floor chunk is always given. None: no model."""
+    model, config = scheduler.model, scheduler.config
+    if model is None:
+        return None
+    beside = BatchFeatures()
+    decodes = [r for r in scheduler.running[RequestClass.ONLINE] if r.times.first_token is not None]
+    beside.add_decodes(len(decodes), sum(len(r.token_ids) for r in decodes))
+    step = model.predict(beside)
+    tokens = max(1, config.max_num_batched_tokens - len(decodes))
+    chunk = tokens
+    if decodes and math.isfinite(scheduler.objective.tbt):
+        chunk = model.max_prefill(beside, max(0.0, scheduler.objective.tbt - step), tokens, 0)
+        chunk = max(chunk, min(tokens, config.min_prefill_chunk))
+    return PrefillPace(model, beside, step, chunk, (step + model.marginal(beside, 0, chunk)) / chunk)
+
+
+def on_time(jobs: Sequence[tuple[float, float]], begin: float = 0.0) -> list[bool]:
+    """Which of the jobs (seconds until due, seconds of work), ascending by the former, one machine does in time from
+    `begin` on: as many as possible (Moore and Hodgson). Those that are left out are done behind the others."""
+    taken = [True] * len(jobs)
+    longest: list[tuple[float, int]] = []
+    end = begin
+    for index, (due, work) in enumerate(jobs):
+        end += work
+        heappush(longest, (-work, -index))  # of equals the one that came last
+        if end > due:
+            work, last = heappop(longest)
+            end += work
+            taken[-last] = False
+    return taken
+
+
+class PromptOrder(NamedTuple):
+    """`urgent` go first, in this order; of `behind` the first keeps a floor chunk."""
+
+    urgent: Sequence[Request]
+    behind: Sequence[Request]
+
+
+def order_prompts(
+    requests: Sequence[Request], objective: StepObjective, pace: PrefillPace | None, now: float
+) -> PromptOrder:
+    """`requests`, ascending by age, by urgency. Whoever is in the middle of its answer and was not late with its first
+    token goes first: it was preempted. Without a pace only who is late already comes behind."""
+    ttft = objective.ttft
+    cut = bisect_left(requests, now - ttft, key=_by_arrival)
+    urgent: list[Request] = []
+    behind: list[Request] = []
+    live: list[Request] = []
+    for index, request in enumerate(requests):
+        times = request.times
+        if times.first_token is None:
+            (behind if index < cut else live).append(request)
+        else:
+            (behind if times.first_token - times.arrival > ttft else urgent).append(request)
+    if pace is None:
+        return PromptOrder(urgent + live, behind)
+    begin = pace.step + sum(pace.seconds_for(request) for request in urgent)
+    jobs = [(request.times.arrival + ttft - now, pace.seconds_for(request)) for request in live]
+    for request, taken in zip(live, on_time(jobs, begin), strict=True):
+        (urgent if taken else behind).append(request)
+    return PromptOrder(urgent, sorted(behind, key=by_age))
+
+
+def uses_laxity(scheduler: Scheduler) -> bool:
+    """Whether prompts go by urgency: the policy says so, and there is something to be late for."""
+    return scheduler.online_policy.by_laxity and math.isfinite(scheduler.objective.ttft)

@@ -1,0 +1,273 @@
+"""Who goes first among prompts and who is refused: as many as possible in time, nobody for ever, an honest 429."""
+
+import contextlib
+import math
+from itertools import combinations
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+from driver import Driver, make_request
+from fakes.runner import FakeRunner
+from hypothesis import given
+
+from engine.config import SchedulerConfig
+from engine.core import EngineCore
+from engine.errors import ConfigError, QueueFullError
+from engine.queue_time import UNLIMITED_QUEUE, QueueTime
+from engine.request import EngineRequest, SamplingParams
+from engine.scheduling.laxity import on_time
+from engine.scheduling.objective import StepObjective
+from engine.virtual import Arrival, PredictedRunner, VirtualDriver, VirtualRecord
+from predictor.budget import BudgetParams
+from predictor.model import LatencyModel
+
+# 8 ms a step, a knee at 128 tokens, 20 to 220 us a token: 12,000 tokens take 2.3 s in steps of 512.
+MODEL = LatencyModel(
+    intercept=0.008,
+    decodes=2e-5,
+    decode_context=4e-7,
+    prefill_chunks=2e-4,
+    knots=(0, 128),
+    hinges=(2e-5, 2e-4),
+    token_limit=600,
+)
+LAPTOP = LatencyModel(intercept=0.05, decodes=1e-3, decode_context=1e-6, prefill_tokens=2e-3)
+"""500 prompt tokens a second."""
+URGENT_POLICIES = ("goodput", "goodput-strict", "apt")
+OBJECTIVE = StepObjective(1.0, 0.1, budget=BudgetParams("tidemill", 0.08))
+
+
+def make_core(
+    policy: str, model: LatencyModel = MODEL, objective: StepObjective = OBJECTIVE, **changes: Any
+) -> EngineCore:
+    settings: dict[str, Any] = {"num_units": 2 * 4000, "max_model_len": 16384}
+    return EngineCore(
+        SchedulerConfig(**{**settings, **changes}), online_policy=policy, model=model, objective=objective
+    )
+
+
+def chat(name: str, length: int, first: int, output: int = 5) -> EngineRequest:
+    return EngineRequest(name, (first, *([1] * (length - 1))), SamplingParams(max_tokens=output))
+
+
+def replay(core: EngineCore, arrivals: list[Arrival], model: LatencyModel = MODEL) -> dict[str, VirtualRecord]:
+    run = VirtualDriver(core, PredictedRunner(model), arrivals).run(1000.0)
+    return {record.arrival.request.request_id: record for record in run.online}
+
+
+def long_and_short() -> list[Arrival]:
+    """12,000 tokens, then ten chats a second for four seconds."""
+    shorts = [Arrival(0.1 * (index + 1), chat(f"short{index}", 60, 2 + index)) for index in range(40)]
+    return [Arrival(0.0, chat("long", 12_000, 1)), *shorts]
+
+
+@given(st.lists(st.tuples(st.floats(0.0, 10.0), st.floats(0.01, 4.0)), max_size=8), st.sampled_from([0.0, 1.0]))
+def test_on_time_leaves_out_as_few_as_possible(jobs: list[tuple[float, float]], begin: float) -> None:
+    jobs.sort(key=lambda job: job[0])
+
+    def feasible(chosen: tuple[tuple[float, float], ...]) -> bool:
+        end = begin
+        for due, work in chosen:
+            end += work
+            if end > due:
+                return False
+        return True
+
+    best = next(size for size in range(len(jobs), -1, -1) if any(map(feasible, combinations(jobs, size))))
+    taken = on_time(jobs, begin)
+    assert sum(taken) == best
+    assert feasible(tuple(job for job, kept in zip(jobs, taken, strict=True) if kept))
+
+
+@pytest.mark.parametrize("policy", URGENT_POLICIES)
+def test_a_long_prompt_makes_nobody_late_and_nobody_refused(policy: str) -> None:
+    alone = replay(make_core(policy), long_and_short()[:1])["long"].ttft
+    records = replay(make_core(policy), long_and_short())
+    long = records.pop("long")
+    assert not any(record.rejected for record in records.values())
+    assert all(record.ttft is not None and record.ttft < 0.5 for record in records.values())
+    assert alone is not None and long.ttft is not None and long.ttft < 1.2 * alone
+
+
+def test_in_order_of_arrival_the_short_ones_wait_and_only_the_objective_itself_refuses_them() -> None:
+    waited = replay(make_core("fcfs"), long_and_short())
+    assert not any(record.rejected for record in waited.values())
+    late = [record for record in waited.values() if record.ttft is not None and record.ttft > 1.0]
+    assert len(late) > 10
+    strict = make_core("fcfs", max_queue_time="1x")
+    refused = [record for record in replay(strict, long_and_short()).values() if record.rejected]
+    assert len(refused) > 5
+    assert strict.stats().refused_requests == len(refused)
+
+
+@pytest.mark.parametrize("policy", URGENT_POLICIES)
+@pytest.mark.parametrize("tokens", [64, 512])
+def test_urgent_prompts_without_end_never_stop_the_long_one(policy: str, tokens: int) -> None:
+    """Short ones come as fast as they are computed. A step of 64 tokens has room for one floor chunk only."""
+    core = make_core(policy, max_num_batched_tokens=tokens, max_queue_time=UNLIMITED_QUEUE)
+    core.add_request(chat("long", 4_000, 1), 0.0)
+    runner, now, index = PredictedRunner(MODEL), 0.0, 0
+    longest = since = 0
+    while "long" in core._requests and core._requests["long"].num_output_tokens == 0:
+        while len(core._scheduler.waiting_online) < 20:
+            index += 1
+            core.add_request(chat(f"short{index}", 100, index, output=1), now)
+        output = core.schedule(now)
+        assert output is not None
+        progress = core._requests["long"].num_computed_tokens
+        result = runner.launch(output)()
+        now += result.latency
+        core.update(output, result, now)
+        since = 0 if progress and core._requests["long"].last_step == output.step_id else since + 1
+        longest = max(longest, since)
+    assert longest <= (12 if tokens == 64 else 2), "it had a chunk in nearly every step, or every eighth"
+
+
+def test_with_time_for_one_chunk_the_two_sides_take_turns() -> None:
+    """A decode leaves no time: every step holds one floor chunk, of either side."""
+    objective = StepObjective(3.0, 0.0085)
+    core = make_core("goodput", objective=objective, max_queue_time=UNLIMITED_QUEUE)
+    runner, now = PredictedRunner(MODEL), 0.0
+
+    def step() -> list[int]:
+        nonlocal now
+        output = core.schedule(now)
+        assert output is not None
+        result = runner.launch(output)()
+        now += result.latency
+        core.update(output, result, now)
+        return [chunk.length for chunk in output.chunks]
+
+    core.add_request(chat("decode", 20, 1, output=2000), now)
+    step()
+    core.add_request(chat("long", 8_000, 2), now)
+    for index in range(200):
+        core.add_request(chat(f"short{index}", 64, 3 + index, output=1), now)
+    begun = []
+    for _ in range(80):
+        lengths = step()
+        assert sum(lengths) <= 1 + 64, "one floor chunk beyond the time that there is"
+        begun.append(core._requests["long"].last_step == core._next_step_id - 1)
+    assert 8 <= sum(begun) <= 12
+
+
+def test_whole_prompts_go_by_urgency_too_and_the_long_one_is_not_passed_over_for_ever() -> None:
+    core = make_core("goodput", max_model_len=4096, max_num_batched_tokens=4096, chunked_prefill=False)
+    arrivals = [Arrival(0.0, chat(f"long{index}", 4_000, index)) for index in range(3)]
+    arrivals += [Arrival(0.05 * index, chat(f"short{index}", 60, 10 + index)) for index in range(40)]
+    records = replay(core, sorted(arrivals, key=lambda arrival: arrival.at))
+    assert all(record.ended is not None for record in records.values())
+    late = [name for name, record in records.items() if record.ttft is not None and record.ttft > 1.0]
+    in_order = replay(
+        make_core("fcfs", max_model_len=4096, max_num_batched_tokens=4096, chunked_prefill=False),
+        sorted(arrivals, key=lambda arrival: arrival.at),
+    )
+    late_in_order = [name for name, record in in_order.items() if record.ttft is not None and record.ttft > 1.0]
+    assert len(late) < len(late_in_order)
+
+
+def test_who_starts_first_leaves_the_memory_of_a_prompt_in_progress_alone() -> None:
+    """The long prompt holds its first blocks only; urgent ones may not take the room of the others."""
+    config = SchedulerConfig(
+        num_units=2 * 50, max_model_len=200, block_size=4, max_num_batched_tokens=40, min_prefill_chunk=8
+    )
+    driver = Driver(
+        FakeRunner(block_size=4, vocab_size=40),
+        config,
+        online_policy="goodput",
+        model=LatencyModel(intercept=0.01, prefill_tokens=1e-3),
+        objective=StepObjective(0.1, 1.0),
+    )
+    driver.add(make_request("long", [1] * 120, 4))
+    driver.step()
+    index = 0
+    while "long" not in driver.finals:
+        if len(driver.core._scheduler.waiting_online) < 4:
+            driver.add(make_request(f"short{index}", [2 + index % 30] * 30, 4))
+            index += 1
+        driver.step()
+    assert driver.finals["long"].num_preemptions == 0
+    driver.run()
+
+
+def test_a_burst_of_16_prompts_waits_on_a_laptop_instead_of_being_refused() -> None:
+    core = make_core("goodput", model=LAPTOP, num_units=2 * 600, max_model_len=2048)
+    burst = [Arrival(0.0, chat(f"{index}", 256, 1 + index)) for index in range(16)]
+    records = replay(core, burst, LAPTOP)
+    assert not any(record.rejected for record in records.values())
+    assert core.stats().refused_requests == 0
+
+
+def test_what_the_prefix_cache_holds_is_no_work() -> None:
+    """Eight turns of long chats whose pasts are cached are a few tokens each, and one that comes then is taken."""
+
+    def refused(cached: bool) -> int:
+        core = make_core("goodput", max_queue_time="1x", num_units=2 * 8000)
+        turns = [EngineRequest(f"{i}", (i,) * 4_000, SamplingParams(max_tokens=2)) for i in range(12)]
+        at = 0.0
+        if cached:
+            for index, turn in enumerate(turns):
+                core.add_request(EngineRequest(f"past{index}", turn.prompt_token_ids, turn.sampling), at)
+                while core.has_requests:
+                    output = core.schedule(at)
+                    assert output is not None
+                    result = PredictedRunner(MODEL).launch(output)()
+                    at += result.latency
+                    core.update(output, result, at)
+        for turn in turns:
+            with contextlib.suppress(QueueFullError):
+                core.add_request(turn, at)
+        return core.stats().refused_requests
+
+    assert refused(cached=False) > 5
+    assert refused(cached=True) == 0
+
+
+def test_after_the_time_to_retry_it_fits() -> None:
+    core = make_core("goodput", max_queue_time="2s")
+    runner, now = PredictedRunner(MODEL), 0.0
+    with pytest.raises(QueueFullError) as refused:
+        for index in range(100):
+            core.add_request(chat(f"{index}", 4_000, index), now)
+    retry = refused.value.retry_after
+    assert 0.0 < retry < 2.0, "each takes 0.8 s"
+    assert "the longest time to wait is 2 s" in refused.value.message
+    while now < retry:
+        output = core.schedule(now)
+        assert output is not None
+        result = runner.launch(output)()
+        now += result.latency
+        core.update(output, result, now)
+    core.add_request(chat("again", 4_000, 999), now)
+
+
+def test_an_urgent_arrival_waits_only_for_those_before_it() -> None:
+    """Ten seconds of late work are behind a chat that can be served at once; another long prompt is refused."""
+    core = make_core("goodput", max_queue_time="5s")
+    for index in range(3):
+        core.add_request(chat(f"long{index}", 12_000, index), 0.0)
+    core.add_request(chat("short", 60, 50), 1.5)
+    with pytest.raises(QueueFullError):
+        core.add_request(chat("long3", 12_000, 51), 1.5)
+
+
+@pytest.mark.parametrize(
+    ("text", "ttft", "limit"),
+    [
+        ("10x", 2.0, 20.0),
+        ("1x", 0.5, 0.5),
+        ("5s", 0.1, 5.0),
+        ("500ms", 9.0, 0.5),
+        ("2m", 1.0, 120.0),
+        ("none", 1.0, math.inf),
+    ],
+)
+def test_the_longest_time_to_wait_is_stated_in_time_or_objectives(text: str, ttft: float, limit: float) -> None:
+    assert QueueTime.parse(text).longest(ttft) == pytest.approx(limit)
+
+
+@pytest.mark.parametrize("text", ["", "x", "5", "0x", "-1s", "1h", "inf", "nan s"])
+def test_other_times_to_wait_are_a_config_error(text: str) -> None:
+    with pytest.raises(ConfigError, match="max-queue-time"):
+        QueueTime.parse(text)
