@@ -25,6 +25,7 @@ from engine.core import EngineCore
 from engine.engine import Engine
 from engine.errors import ConfigError
 from engine.execution import memory
+from engine.execution.cpu.native.library import load
 from engine.execution.cpu.native.linear import Native
 from engine.execution.cpu.native.runner import NativeRunner
 from engine.execution.cpu.native.start import start
@@ -88,7 +89,7 @@ def plan_launch(config: EngineConfig) -> LaunchPlan:
     folder = resolve_model(config)
     spec = load_spec(folder)
     device = _choose_device(config.device)
-    dtype, notes = _choose_dtype(config.dtype, spec, device)
+    dtype, notes = _choose_dtype(config, spec, device)
     weight_bytes = spec.num_parameters * torch_dtype(dtype).itemsize
     plan = LaunchPlan(
         folder=folder,
@@ -276,15 +277,21 @@ def _choose_device(asked: str) -> str:
     return "cuda"
 
 
-def _choose_dtype(asked: str, spec: ModelSpec, device: str) -> tuple[str, list[str]]:
+def _choose_dtype(config: EngineConfig, spec: ModelSpec, device: str) -> tuple[str, list[str]]:
     """The type of weights and cache, and a note when it is not the checkpoint's own."""
-    if asked != "auto":
-        return asked, []
-    if device == "cpu" and not read_processor().is_fast(spec.dtype):
+    if config.dtype != "auto":
+        return config.dtype, []
+    if device == "cpu" and not read_processor().is_fast(spec.dtype) and not _runs_natively(config):
         return "float32", [f"float32 instead of {spec.dtype}, which this processor has no fast instructions for"]
     if device == "cuda" and spec.dtype == "bfloat16" and torch.cuda.get_device_capability()[0] < 8:
         return "float16", ["float16 instead of bfloat16, which this GPU has no fast instructions for"]
     return spec.dtype, []
+
+
+def _runs_natively(config: EngineConfig) -> bool:
+    """Whether every step will run by the native kernels: they read half the bytes and compute in float32, so that half
+    precision is the faster type on any processor. Steps from hidden state go by torch, which is slow in it."""
+    return config.cpu_kernels == "auto" and not config.hidden_cache and not isinstance(load(), str)
 
 
 def _estimate_cache_bytes(config: EngineConfig, device: str, weight_bytes: int) -> int:

@@ -5,6 +5,7 @@ import os
 import threading
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -130,12 +131,27 @@ def test_half_precision_only_where_the_processor_is_fast_in_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, features: set[str], checkpoint: str, chosen: str
 ) -> None:
     monkeypatch.setattr(build, "read_processor", lambda: Processor("p", 2, 2, frozenset(features)))
+    monkeypatch.setattr(build, "load", lambda: "not built")
     model = str(shape(tmp_path, torch_dtype=checkpoint))
     plan = plan_launch(EngineConfig(model=model, device="cpu", num_gpu_blocks_override=999))
     assert plan.dtype == chosen
     assert [checkpoint in note for note in plan.notes] == ([True] if chosen != checkpoint else [])
     asked = plan_launch(EngineConfig(model=model, device="cpu", dtype=checkpoint, num_gpu_blocks_override=999))
     assert asked.dtype == checkpoint and not asked.notes
+
+
+@pytest.mark.parametrize(
+    ("changes", "chosen"),
+    [({}, "bfloat16"), ({"cpu_kernels": "torch"}, "float32"), ({"hidden_cache": True}, "float32")],
+)
+def test_native_kernels_run_half_precision_on_any_processor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], chosen: str
+) -> None:
+    monkeypatch.setattr(build, "read_processor", lambda: Processor("p", 2, 2, frozenset({"avx2"})))
+    monkeypatch.setattr(build, "load", object)
+    model = str(shape(tmp_path, torch_dtype="bfloat16"))
+    config = EngineConfig(model=model, device="cpu", num_gpu_blocks_override=999, **changes)
+    assert plan_launch(config).dtype == chosen
 
 
 @pytest.mark.parametrize(
