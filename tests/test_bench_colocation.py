@@ -2,9 +2,16 @@
 
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
+from batch_tools import FAST, open_folder
+from fake_engine import serve
 
+from engine.build import build_engine, plan_launch
+from engine.config import EngineConfig
+from engine.text import Tokenizer
 from loadgen.arrivals import constant_rate, sine
 from loadgen.bench import colocation
 from loadgen.bench.colocation import JOB, Run, check_job, delivered, draw, plan_arm, poisson
@@ -73,3 +80,30 @@ def test_a_refused_client_knows_when_to_come_again() -> None:
     refused = record(0.0, (), outcome="http_error")
     refused.retry_after = 3.0
     assert b"retry_after" not in to_line(refused) and from_line(to_line(refused)).retry_after == 0.0
+
+
+@pytest.mark.parametrize("tier", ["flex", JOB])
+async def test_an_arm_against_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tier: str) -> None:
+    """Online requests beside flex requests, and beside a batch job that is cut short and loses no line."""
+    monkeypatch.setattr(colocation, "WARM_UP", 0.0)
+    monkeypatch.setattr(colocation, "OFFLINE_PROMPT", 32)
+    monkeypatch.setattr(colocation, "OFFLINE_OUTPUT", 8)
+    monkeypatch.setattr(colocation, "ONLINE_OUTPUT", 8)
+    config = EngineConfig(
+        device="cpu",
+        dtype="float32",
+        num_gpu_blocks_override=200,
+        max_model_len=256,
+        profile_seconds=0.0,
+        profile_dir=str(tmp_path),
+        slo="ttft_p99=100s,tbt_p99=10s",
+    )
+    plan = plan_launch(config)
+    engine = build_engine(config, plan)
+    folder = await open_folder(tmp_path / "state")
+    options: dict[str, Any] = {"served_model_name": ("model",), "folder": folder, "batch_limits": FAST}
+    async with serve(engine, Tokenizer.load(plan.folder, probe=False), None, **options) as served:
+        run = await colocation.run_arm(served.url, [0.0, 0.1], 4.0, tier, 1)
+    assert [record.ok for record in run.online] == [True, True]
+    assert all(sum(record.chunk_tokens) == colocation.ONLINE_OUTPUT for record in run.online)
+    assert sum(tokens for _, tokens in run.offline) > 0
