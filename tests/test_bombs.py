@@ -125,7 +125,7 @@ ALL = {bomb.name: bomb for bomb in bombs.bombs(MODEL)}
 async def send(served: Served, bomb: bombs.Bomb, size: int) -> httpx.Response:
     body = bomb.make(size)
     assert len(body) <= max(size, 200_000)
-    async with httpx.AsyncClient(verify=False) as client:
+    async with httpx.AsyncClient(timeout=150, verify=False) as client:
         return await client.post(served.url + bomb.path, content=body, headers={"content-type": "application/json"})
 
 
@@ -231,7 +231,7 @@ def test_what_people_send_is_not_too_much(body: Any) -> None:
 @one_loop
 async def test_where_it_is_wrong_is_still_told(served: Served) -> None:
     names = {f"x{i}": 0 for i in range(1000)}
-    async with httpx.AsyncClient(verify=False, base_url=served.url) as client:
+    async with httpx.AsyncClient(timeout=150, verify=False, base_url=served.url) as client:
 
         async def told(**fields: Any) -> tuple[str, str]:
             body = {"model": MODEL, "messages": [{"role": "user", "content": "x"}], **fields}
