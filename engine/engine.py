@@ -27,6 +27,7 @@ from engine.scheduling.output import ModelRunner, ModelRunnerOutput, SchedulerOu
 from engine.scheduling.recovery import RETRY_AFTER
 from engine.stats import EngineStats
 from engine.step_check import check_result
+from engine.step_watch import StepLimits, StepWatch
 from engine.stream import RequestStream
 from engine.tuning import BudgetTuner
 from engine.watchdog import STALL_SECONDS, ProgressWatchdog
@@ -34,6 +35,8 @@ from engine.watchdog import STALL_SECONDS, ProgressWatchdog
 log = logging.getLogger("tidemill.engine")
 
 WARM_UP_ID = "warm-up"
+STOP_SECONDS = 1.0
+"""How long `stop` waits for a step that runs."""
 MIN_REST = 0.01
 """The shortest sleep in seconds before the core is asked again for work that it could not start."""
 
@@ -41,8 +44,8 @@ MIN_REST = 0.01
 class Engine:
     """One model on one device, in this process. `core` and `runner` must agree on pool and block size.
 
-    `watchdog_seconds`: a step that runs longer makes `alive` False. `stall_seconds`: with work but without a step for
-    longer, the engine is not ready and recovers (see `engine.watchdog`).
+    `step_limits`: when a step counts as hung; then its requests end, and `alive` is False until it does. With work but
+    without a step for longer than `stall_seconds` the engine is not ready and recovers (see `engine.watchdog`).
     """
 
     def __init__(
@@ -51,7 +54,7 @@ class Engine:
         runner: ModelRunner,
         info: EngineInfo,
         *,
-        watchdog_seconds: float = 60.0,
+        step_limits: StepLimits | None = None,
         stall_seconds: float = STALL_SECONDS,
         clock: Callable[[], float] = time.monotonic,
         plan_offline: PlanOffline | None = None,
@@ -62,7 +65,8 @@ class Engine:
         self._core = core
         self._runner = runner
         self._clock = clock
-        self._watchdog_seconds = watchdog_seconds
+        self._step_watch = StepWatch(step_limits or StepLimits(), self._on_hung)
+        self._hung = False
         self.colocation = colocation
         self._tuner = tuner
         self._streams: dict[str, RequestStream] = {}
@@ -85,7 +89,7 @@ class Engine:
     def alive(self) -> bool:
         if self._loop_task is None or self._loop_task.done():
             return False
-        return self._step_started is None or self._clock() - self._step_started < self._watchdog_seconds
+        return not self._hung
 
     @property
     def ready(self) -> bool:
@@ -94,6 +98,8 @@ class Engine:
     @property
     def trouble(self) -> str | None:
         """See EngineClient.trouble."""
+        if self._hung:
+            return "a model step does not end"
         since = self._core.sick_since
         if since is not None:
             return f"every model step has failed for {self._clock() - since:.0f} s"
@@ -129,12 +135,18 @@ class Engine:
             self.abort(request_id)
         self._stopping = True
         self._wake.set()
-        await asyncio.wait([self._loop_task])
+        _, running = await asyncio.wait([self._loop_task], timeout=STOP_SECONDS)
+        if running:
+            log.critical("a model step does not end: its thread is left behind")
+            self._hung = True
+            self._loop_task.cancel()
+            await asyncio.wait([self._loop_task], timeout=STOP_SECONDS)
+        self._step_watch.end()
         await self._planner.stop()
         await self._watchdog.stop()
         if self._tuner is not None:
             await self._tuner.stop()
-        if not self._loop_task.cancelled():
+        if self._loop_task.done() and not self._loop_task.cancelled():
             self._loop_task.exception()  # already logged when it happened; read here so that asyncio does not repeat it
         self._executor.shutdown(wait=False)
         self._waiter.shutdown(wait=False)
@@ -227,7 +239,9 @@ class Engine:
                     self._planner.want()
                 return
             self._plan_tried = False
-            self._step_started = self._step_started or self._clock()
+            if self._step_started is None:
+                self._step_started = self._clock()
+                self._step_watch.begin(output.predicted_latency)
             self._in_flight.append((output, self._start(output)))
             if core.has_offline:
                 self._planner.want()
@@ -252,6 +266,11 @@ class Engine:
         self._in_flight.popleft()
         now = self._clock()
         started, self._step_started = self._step_started, now if self._in_flight else None
+        self._hung = False
+        if self._in_flight:
+            self._step_watch.begin(self._in_flight[0][0].predicted_latency)
+        else:
+            self._step_watch.end()
         outputs = self._core.update(output, result, now)
         self._watchdog.on_step()
         if result is None or started is None:
@@ -291,6 +310,11 @@ class Engine:
             self._deliver(output)
         self._planner.restart()
         self._wake_up()
+
+    def _on_hung(self, limit: float) -> None:
+        log.critical("a model step has not ended after %.1f s: every request ends", limit)
+        self._hung = True
+        self._end_streams(EngineUnavailableError("A model step hangs; this request was ended.", retry_after=5.0))
 
     def _end_streams(self, error: TidemillError) -> None:
         """End every open request with an error; the core forgets them."""

@@ -19,6 +19,7 @@ from engine.errors import EngineUnavailableError, InvalidRequestError, QueueFull
 from engine.request import EngineRequest, FinishReason, RequestClass, RequestOutput
 from engine.scheduling.output import Collect, ModelRunnerOutput, SchedulerOutput
 from engine.scheduling.planner import OfflinePlan, PlannedChunk
+from engine.step_watch import StepLimits
 from engine.stream import STREAM_LIMIT
 from predictor.model import LatencyModel
 from predictor.online import OnlineModel
@@ -192,25 +193,43 @@ async def test_requests_arriving_during_a_step_join_the_next() -> None:
     await engine.stop()
 
 
-async def test_watchdog_sees_a_step_that_hangs() -> None:
+async def test_a_step_that_hangs_ends_every_stream_and_the_engine_recovers_with_it() -> None:
     runner = GatedRunner()
-    now = 0.0
     core = EngineCore(SchedulerConfig(num_units=128, max_model_len=4096, block_size=64))
     info = EngineInfo(4096, VOCAB, frozenset(), "fake", "none", "none", 0)
-    engine = Engine(core, runner, info, watchdog_seconds=10.0, clock=lambda: now)
+    engine = Engine(core, runner, info, step_limits=StepLimits(unknown=0.2))
     await engine.start()
     runner.open = False
     stream = engine.add(make_request("a", range(5), 1))
-    assert await asyncio.to_thread(runner.entered.acquire, timeout=30)
-    assert engine.alive
-    now = 11.0
-    assert not engine.alive and not engine.ready
+    final = [o async for o in stream][-1]
+    assert isinstance(final.error, EngineUnavailableError)
+    assert not engine.alive and not engine.ready and engine.trouble is not None
     with pytest.raises(EngineUnavailableError):
         engine.add(make_request("b", range(5), 1))
+    runner.open = True
     runner.permits.release(5)
-    assert [o async for o in stream][-1].finish_reason is FinishReason.LENGTH
-    assert engine.alive and engine.ready
+    await until(lambda: engine.alive)
+    again = make_request("c", range(5), 3)
+    assert (await collect(engine, again))[0] == solo(again)
     await engine.stop()
+    core.check_integrity()
+
+
+async def test_stop_does_not_wait_for_a_step_that_hangs() -> None:
+    runner = GatedRunner()
+    engine = make_engine(0, runner)
+    await engine.start()
+    runner.open = False
+    engine.add(make_request("a", range(5), 1))
+    assert await asyncio.to_thread(runner.entered.acquire, timeout=30)
+    await engine.stop()
+    assert not engine.alive
+    runner.permits.release(5)
+
+
+def test_a_step_should_take_twenty_times_its_prediction_at_most() -> None:
+    limits = StepLimits()
+    assert (limits.limit(None), limits.limit(0.01), limits.limit(0.5)) == (60.0, 2.0, 10.0)
 
 
 async def test_a_broken_loop_ends_streams_and_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
