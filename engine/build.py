@@ -19,9 +19,8 @@ import engine.models.demo
 from engine.cache_profiling import BUS_RATE, CacheTiers, memcpy_rate
 from engine.calibration import load_or_measure
 from engine.client import EngineInfo
-from engine.colocation import Colocation, initial_budget
 from engine.config import EngineConfig, SchedulerConfig
-from engine.core import EngineCore
+from engine.controller import make_controller
 from engine.engine import Engine
 from engine.errors import ConfigError
 from engine.execution import memory
@@ -41,11 +40,8 @@ from engine.models.loader import load_weights
 from engine.models.spec import ModelSpec, hidden_offer, load_spec, resolve_max_model_len
 from engine.models.weights import LayerWeights, ModelWeights, torch_dtype
 from engine.passing_thread import in_passing_thread
-from engine.replay import ReplayedServer, normal_noise
 from engine.scheduling.output import ModelRunner
 from engine.scheduling.policies import find_policy
-from engine.tuning import BudgetTuner, parse_load
-from predictor.online import OnlineModel
 from predictor.profile import ProfileKey
 from predictor.slo import SLO, SLOError
 from predictor.sweep import SweepLimits
@@ -125,7 +121,6 @@ def build_engine(
     plan = plan or plan_launch(config)
     (
         parse_slo(config),
-        parse_load(config.expected_load),
         find_policy(config.online_policy),
     )  # what is wrong with them is said before the model is loaded
     work = partial(_build, config, plan, say)
@@ -237,7 +232,7 @@ def _join(
     config: EngineConfig, plan: LaunchPlan, scheduler: SchedulerConfig, runner: ModelRunner, say: Callable[[str], None]
 ) -> Engine:
     """Profile, SLO and budget around the runner."""
-    slo, load = parse_slo(config), parse_load(config.expected_load)
+    slo = parse_slo(config)
     copy_rate = memcpy_rate() if plan.device == "cpu" and scheduler.host_units else BUS_RATE
     tiers = CacheTiers(scheduler.scratch_blocks, scheduler.host_units, scheduler.unit_bytes, copy_rate)
     profile = load_or_measure(
@@ -250,22 +245,7 @@ def _join(
         say,
         tiers,
     )
-    scheduler = replace(scheduler, rho=profile.cache_costs.run_hidden or 0.0)
-    model = OnlineModel.of(profile)
-    core = EngineCore(scheduler, online_policy=config.online_policy, offline_policy=config.offline_policy, model=model)
-    budget = initial_budget(slo, profile.model, config.fill_policy)
-    colocation = Colocation(core, model, slo, budget)
-    say(f"SLO {slo}; offline work may extend a step to {budget.latency_budget * 1e3:.0f} ms")
-    server = ReplayedServer(
-        profile.model,
-        slo,
-        scheduler,
-        config.fill_policy,
-        config.online_policy,
-        config.offline_policy,
-        normal_noise(profile.held_out_mape),
-    )
-    tuner = BudgetTuner(colocation, server, load)
+    core, colocation, tuner = make_controller(config, scheduler, profile, slo, profile_folder(config), say)
     return Engine(core, runner, _info(plan), colocation=colocation, tuner=tuner)
 
 

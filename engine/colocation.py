@@ -1,15 +1,16 @@
-"""Keeps the promise while the engine runs: learns step times, judges online requests, drives the circuit breaker.
+"""Keeps the promise while the engine runs: learns step times and the load, judges online requests, drives the breaker.
 
-HyGen §4.2 (the SLO-aware loop) and our breaker. Called by the engine loop after every step; torch-free, no asyncio, the
-clock is an argument. It never touches a request: its only dials are the core's objective and offline share.
+HyGen §4.2 (the SLO-aware loop) and our breaker. Called by the engine loop after every step and at every arrival and
+end of a request; torch-free, no asyncio, no timers, the clock is an argument. It never touches a request: its only
+dials are the core's objective and offline share.
 """
 
 import logging
 import math
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from engine.baseline import RecentRequests
 from engine.core import EngineCore
 from engine.request import FinishReason, RequestClass, RequestOutput
 from engine.scheduling.objective import StepObjective
@@ -19,7 +20,8 @@ from engine.virtual import step_features
 from predictor.breaker import BreakerSettings, BreakerState, CircuitBreaker
 from predictor.budget import BudgetParams
 from predictor.features import BatchFeatures
-from predictor.load import Lengths, OnlineArrival
+from predictor.judge import Judge, Served
+from predictor.load import Lengths, LoadModel, OnlineArrival
 from predictor.model import LatencyModel
 from predictor.online import OnlineModel
 from predictor.slo import SLO
@@ -29,18 +31,20 @@ log = logging.getLogger("tidemill.colocation")
 BUDGET_SHARE = 0.8
 """L as a share of the TBT limit until a search has found better."""
 FALLBACK_BUDGET_STEPS = 4.0
-"""L in smallest steps where the SLO limits no TBT."""
-ATTAINMENT_WINDOW = 60.0
-MAX_RECORDED = 2048
+"""L in smallest steps where the SLO says nothing of TBT."""
 MIN_OFFLINE = 32
 """Offline requests that must have ended before their lengths stand for those that wait."""
+MAX_QUEUED = 1024
+"""Offline requests of the queue whose lengths are looked at."""
 
 
 def initial_budget(slo: SLO, model: LatencyModel, policy: str) -> BudgetParams:
-    """The budget before any search: a flat L of 0.8 × the TBT limit, or a few smallest steps without one."""
-    limits = [limit for metric in ("tbt", "tpot") if (limit := slo.limit_of(metric)) is not None]
+    """The budget before any search: a flat L of 0.8 × the TBT limit, or of what a tolerance leaves above the smallest
+    step; a few smallest steps where nothing is said of TBT."""
     smallest = _smallest_step(model)
-    return BudgetParams(policy, BUDGET_SHARE * min(limits) if limits else FALLBACK_BUDGET_STEPS * smallest)
+    limits = [BUDGET_SHARE * limit for metric in ("tbt", "tpot") if (limit := slo.limit_of(metric)) is not None]
+    limits += [smallest * (1.0 + o.tolerance) for o in slo.objectives if o.tolerance is not None and o.metric != "ttft"]
+    return BudgetParams(policy, min(limits, default=FALLBACK_BUDGET_STEPS * smallest))
 
 
 def _smallest_step(model: LatencyModel) -> float:
@@ -51,33 +55,55 @@ def _smallest_step(model: LatencyModel) -> float:
 
 @dataclass(slots=True)
 class _Live:
-    """An online request in progress."""
+    """An online request in progress; `arrival` with the tokens that it has got. `moment`: when it was worst off, by the
+    share of its limit that a wait took."""
 
+    arrival: OnlineArrival
     gaps: list[float] = field(default_factory=list)
     last_token: float | None = None
     beside_offline: bool = False
+    moment: float = 0.0
+    worst: float = -1.0
+
+    def wait(self, seconds: float, limit: float, now: float) -> None:
+        """A token came after that long."""
+        if seconds / limit > self.worst:
+            self.worst, self.moment = seconds / limit, now
 
 
 class Colocation:
-    """One engine's SLO keeper. `model` is shared with the core, which asks it for predictions."""
+    """One engine's SLO keeper. `model` is shared with the core, which asks it for predictions.
 
-    def __init__(self, core: EngineCore, model: OnlineModel, slo: SLO, budget: BudgetParams) -> None:
+    `calendar`: what takes the engine's clock to that of the calendar, seconds; `load`: what an earlier server learned.
+    """
+
+    def __init__(
+        self,
+        core: EngineCore,
+        model: OnlineModel,
+        slo: SLO,
+        budget: BudgetParams,
+        *,
+        calendar: float = 0.0,
+        load: LoadModel | None = None,
+    ) -> None:
         self.slo = slo
         self.model = model
-        self.arrivals: deque[OnlineArrival] = deque(maxlen=MAX_RECORDED)
-        self.offline_lengths: deque[Lengths] = deque(maxlen=MAX_RECORDED)
-        self.on_recorded: Callable[[int], None] = lambda _count: None
+        self.calendar = calendar
+        self.load = load or LoadModel(calendar)
+        self.recent = RecentRequests()
+        self.on_change: Callable[[float], None] = lambda _now: None
         self._core = core
-        self._budget = budget
-        target = slo.attainment_target
-        self._breaker = CircuitBreaker(BreakerSettings(attainment=target if target is not None else 0.99))
+        self._initial = self._budget = budget
+        self._breaker = CircuitBreaker(BreakerSettings(attainment=slo.attainment_target))
+        self._judge = Judge(slo)
+        self._limits = tuple(slo.limit_of(metric) or math.inf for metric in ("ttft", "tbt"))
         self._live: dict[str, _Live] = {}
-        self._judged: deque[tuple[float, bool]] = deque()
-        self._good = self._bad = 0
         self._offline_tokens = 0
+        self._offline_seen = -math.inf
         self._shown = BreakerState.CLOSED
+        self._now = 0.0
         self._held = ""
-        self._breaker_seen = 0.0
         self.set_budget(budget, "as long as no search has ended")
 
     def set_budget(self, budget: BudgetParams, origin: str) -> None:
@@ -90,8 +116,29 @@ class Colocation:
         self._held = "" if budget.latency_budget > 0.0 else f"no offline budget keeps the SLO ({origin})"
         if not self._held:
             self._budget = budget
+        self._breaker.renew()
         self._core.set_objective(StepObjective.from_slo(self.slo, self._budget))
-        self._core.set_offline_share(self._share(self._breaker_seen))
+        self._follow_breaker(self._now)
+
+    @property
+    def initial(self) -> BudgetParams:
+        """The budget that no search was needed for."""
+        return self._initial
+
+    def on_arrival(self, request_class: RequestClass, now: float) -> None:
+        """A request was queued."""
+        if request_class is RequestClass.ONLINE:
+            self.load.arrive(now + self.calendar)
+            self._follow_breaker(now)
+        else:
+            self._offline_seen = now
+
+    def on_refused(self, request_class: RequestClass, prompt_tokens: int, now: float) -> None:
+        """A request was refused (429): it is a part of the load all the same. `prompt_tokens` may be a guess."""
+        if request_class is RequestClass.ONLINE:
+            self.load.arrive(now + self.calendar)
+            self._remember(OnlineArrival(now, Lengths(prompt_tokens, 0)), None, False)
+            self._follow_breaker(now)
 
     def on_step(self, output: SchedulerOutput, measured: float, outputs: list[RequestOutput], now: float) -> None:
         """A step ended after `measured` seconds with these outputs."""
@@ -100,36 +147,48 @@ class Colocation:
         self.model.observe(features, measured)
         self._breaker.record_step(now, (expected - measured) / measured if measured > 0 else 0.0)
         for request_output in outputs:
-            if request_output.request_class is RequestClass.ONLINE:
-                self._on_online(request_output, now)
-            else:
-                self._on_offline(request_output)
+            self._on_output(request_output, now)
         self._follow_breaker(now)
 
     def on_end(self, output: RequestOutput, now: float) -> None:
-        """A request ended outside a step (it was aborted)."""
-        if output.request_class is RequestClass.ONLINE:
-            self._on_online(output, now)
+        """A request ended outside a step (it was aborted, or could not be started)."""
+        self._on_output(output, now)
+        self._follow_breaker(now)
 
-    def on_refused(self, request_class: RequestClass, prompt_tokens: int, now: float) -> None:
-        """A request was refused (429): it is a part of the load all the same. `prompt_tokens` may be a guess."""
-        if request_class is RequestClass.ONLINE:
-            self._record(OnlineArrival(now, Lengths(prompt_tokens, 0)))
+    def has_offline(self, now: float, seconds: float) -> bool:
+        """Whether there is offline work, or was any in the last `seconds`."""
+        return self._core.has_offline or now - self._offline_seen < seconds
 
     def offline_work(self) -> list[Lengths]:
-        """Lengths of offline requests: of those that ended, and of the queue when too few did."""
-        ended = list(self.offline_lengths)
-        return ended if len(ended) >= MIN_OFFLINE else ended + self._core.offline_lengths(MAX_RECORDED)
+        """Lengths of offline requests that ended; of those that wait where too few have."""
+        ended = list(self.load.offline)
+        return ended if len(ended) >= MIN_OFFLINE else ended + self._core.offline_lengths(MAX_QUEUED)
+
+    @property
+    def num_openings(self) -> int:
+        """How often the breaker opened."""
+        return self._breaker.num_openings
+
+    def window(self, now: float) -> tuple[list[OnlineArrival], list[bool]]:
+        """The last online requests for a replay without offline work, and which of them are compared with it."""
+        return self.recent.window([live.arrival for live in self._live.values()], now)
+
+    def set_baseline(self, aggregates: dict[str, float], own: list[tuple[float, float] | None], now: float) -> None:
+        """What the requests of `window` would have had alone: aggregates by key, TTFT and mean gap of each."""
+        self._judge.set_baseline(aggregates)
+        for arrival, excesses in self.recent.compare(self.slo, aggregates, own):
+            self._breaker.record_excesses(now, arrival, excesses)
+        self._follow_breaker(now)
 
     def stats(self, now: float) -> ColocationStats:
         """A snapshot for /metrics and /ready."""
-        self._forget(now)
-        judged = len(self._judged)
         return ColocationStats(
             slo=str(self.slo),
-            attainment=sum(good for _, good in self._judged) / judged if judged else math.nan,
-            good_requests=self._good,
-            bad_requests=self._bad,
+            attainment=self._judge.attainment(now),
+            good_requests=self._judge.good,
+            bad_requests=self._judge.bad,
+            objectives=self._judge.standings(now),
+            online_rate=self.load.rate(now + self.calendar),
             policy=self._budget.policy,
             rule=self._budget.rule,
             latency_budget=self._budget.latency_budget,
@@ -138,59 +197,75 @@ class Colocation:
             breaker=self._breaker.state(now).value,
             breaker_cause=self._breaker.cause,
             breaker_openings=self._breaker.num_openings,
+            predictor_mape=self.model.mape,
+            offline_tokens=self._offline_tokens,
             budget_origin=self._origin,
             offline_share=self._share(now),
             held=self._held,
-            predictor_mape=self.model.mape,
-            offline_tokens=self._offline_tokens,
         )
 
-    def _on_offline(self, output: RequestOutput) -> None:
+    def _on_output(self, output: RequestOutput, now: float) -> None:
+        if output.request_class is RequestClass.ONLINE:
+            self._on_online(output, now)
+        else:
+            self._on_offline(output, now)
+        if output.finish_reason is not None:
+            self.on_change(now)
+
+    def _on_offline(self, output: RequestOutput, now: float) -> None:
+        self._offline_seen = now
         self._offline_tokens += len(output.token_ids)
         if output.num_output_tokens == 1:
             self._offline_tokens += output.num_prompt_tokens
         if output.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
-            self.offline_lengths.append(_lengths(output))
-
-    def _record(self, arrival: OnlineArrival) -> None:
-        self.arrivals.append(arrival)
-        self.on_recorded(len(self.arrivals))
+            self.load.remember_offline(_lengths(output))
 
     def _on_online(self, output: RequestOutput, now: float) -> None:
-        live = self._live.setdefault(output.request_id, _Live())
+        arrival = OnlineArrival(output.times.arrival, _lengths(output))
+        live = self._live.setdefault(output.request_id, _Live(arrival))
+        live.arrival = arrival
         live.beside_offline = live.beside_offline or output.beside_offline
         if output.token_ids:
-            if live.last_token is not None:
+            if live.last_token is None:
+                live.wait(now - output.times.arrival, self._limits[0], now)
+            else:
                 live.gaps.append(now - live.last_token)
+                live.wait(live.gaps[-1], self._limits[1], now)
             live.last_token = now
         if output.finish_reason is not None:
             del self._live[output.request_id]
-            self._record(OnlineArrival(output.times.arrival, _lengths(output)))
-            self._judge(output, live, now)
+            self._end_online(output, live, now)
 
-    def _judge(self, output: RequestOutput, live: _Live, now: float) -> None:
-        """Good or not, by its TTFT and its own gaps; a request that its client gave up on proves nothing."""
-        if output.finish_reason is FinishReason.ABORT:
-            return
+    def _end_online(self, output: RequestOutput, live: _Live, now: float) -> None:
+        """Judge it, and remember what it was. One that its client gave up proves nothing, unless a limit was broken by
+        then."""
         times = output.times
-        ttft = None if times.first_token is None else times.first_token - times.arrival
-        good = output.finish_reason is not FinishReason.ERROR and self.slo.good(ttft, live.gaps)
-        self._good += good
-        self._bad += not good
-        self._judged.append((now, good))
-        self._forget(now)
-        self._breaker.record_request(now, good, live.beside_offline)
+        served: Served | None
+        if output.finish_reason is FinishReason.ABORT:
+            waited = now - times.arrival if times.first_token is None else times.first_token - times.arrival
+            gaps = live.gaps if live.last_token is None else [*live.gaps, now - live.last_token]
+            served = Served(times.arrival, waited, gaps)
+            served = served if self._judge.breaks_a_limit(served) else None
+        else:
+            ttft = None if times.first_token is None else times.first_token - times.arrival
+            served = Served(times.arrival, ttft, live.gaps, output.finish_reason is FinishReason.ERROR)
+        self._remember(live.arrival, served, live.beside_offline)
+        if served is not None:
+            verdict = self._judge.judge(now, served)
+            beside = live.beside_offline
+            moment = live.moment if live.last_token is not None else now
+            self._breaker.record_request(now, times.arrival, verdict.limits_kept, beside, verdict.excesses, moment)
 
-    def _forget(self, now: float) -> None:
-        while self._judged and self._judged[0][0] < now - ATTAINMENT_WINDOW:
-            self._judged.popleft()
+    def _remember(self, arrival: OnlineArrival, served: Served | None, beside_offline: bool) -> None:
+        self.recent.add(arrival, served, beside_offline)
+        self.load.remember(arrival._replace(at=arrival.at + self.calendar))
 
     def _share(self, now: float) -> float:
         """What of its budget offline work may use beside online work, 0 to 1."""
-        return 0.0 if self._held else self._breaker.budget(now, 1.0, online_present=True)
+        return 0.0 if self._held else self._breaker.share(now)
 
     def _follow_breaker(self, now: float) -> None:
-        self._breaker_seen = now
+        self._now = now
         state = self._breaker.state(now)
         self._core.set_offline_share(self._share(now))
         if state is not self._shown:

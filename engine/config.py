@@ -48,9 +48,6 @@ class EngineConfig:
     )
     swap_space: float = _flag(0.0, "GiB of host memory that holds the cache of preempted requests")
     offline_policy: str = _flag("psm", "order of offline work; psm: shared prefixes first", ("psm", "deadline", "fcfs"))
-    expected_load: str = _flag(
-        "", "'RATE:PROMPT:OUTPUT' of online work (requests/s, mean tokens): search the offline budget for it at start"
-    )
     profile_dir: str = _flag("", "where latency profiles are kept (default: tidemill/profiles in the user's cache)")
     profile_seconds: float = _flag(30.0, "longest measurement of step times when no profile fits (0: one step only)")
     seed: int = _flag(0, "seed of random weights and of scheduling choices")

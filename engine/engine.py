@@ -72,6 +72,7 @@ class Engine:
         self._streams: dict[str, RequestStream] = {}
         self._in_flight: deque[tuple[SchedulerOutput, asyncio.Future[ModelRunnerOutput]]] = deque()
         self._step_started: float | None = None
+        self._busy_since = clock()
         self._wake = asyncio.Event()
         self._planner = Planner(plan_offline or core.plan_offline, clock, self._wake.set)
         self._plan_tried = False
@@ -179,6 +180,7 @@ class Engine:
         self._watchdog.on_work()
         with self._noting_refusal(request.request_class, len(request.prompt_token_ids)):
             self._core.add_request(request, self._clock())
+        self._tell_keeper(Colocation.on_arrival, request.request_class, self._clock())
         stream = RequestStream(partial(self.abort, request.request_id), final_only=request.final_only)
         self._streams[request.request_id] = stream
         self._wake_up()
@@ -208,6 +210,7 @@ class Engine:
                     await self._complete_oldest()
                 else:
                     await self._sleep()
+                    self._busy_since = self._clock()
         except BaseException as error:
             self._fail_all(error)
             raise
@@ -265,7 +268,9 @@ class Engine:
                 self._end_streams(EngineStepError("The first model step failed."))
         self._in_flight.popleft()
         now = self._clock()
-        started, self._step_started = self._step_started, now if self._in_flight else None
+        self._step_started = now if self._in_flight else None
+        # What a step costs a request that waits for its next token: scheduling it and delivering the last one included.
+        taken, self._busy_since = now - self._busy_since, now
         self._hung = False
         if self._in_flight:
             self._step_watch.begin(self._in_flight[0][0].predicted_latency)
@@ -273,11 +278,11 @@ class Engine:
             self._step_watch.end()
         outputs = self._core.update(output, result, now)
         self._watchdog.on_step()
-        if result is None or started is None:
+        if result is None:
             for ended in outputs:
                 self._tell_keeper(Colocation.on_end, ended, now)
         elif self._warm:
-            self._tell_keeper(Colocation.on_step, output, now - started, outputs, now)
+            self._tell_keeper(Colocation.on_step, output, taken, outputs, now)
         for request_output in outputs:
             self._deliver(request_output)
 

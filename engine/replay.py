@@ -37,17 +37,6 @@ class Workload:
     offline_lengths: tuple[Lengths, ...] = USUAL_OFFLINE
 
     @classmethod
-    def poisson(cls, rate: float, prompt: int, output: int, seconds: float, seed: int) -> "Workload":
-        """Poisson arrivals at `rate` requests a second with geometric-like lengths of the given means."""
-        generator = random.Random(seed)
-        at = 0.0
-        arrivals: list[OnlineArrival] = []
-        while (at := at + generator.expovariate(rate)) < seconds:
-            lengths = [max(1, round(generator.expovariate(1 / mean))) for mean in (prompt, output)]
-            arrivals.append(OnlineArrival(at, Lengths(lengths[0], lengths[1])))
-        return cls(tuple(arrivals), seconds)
-
-    @classmethod
     def recorded(
         cls, arrivals: Sequence[OnlineArrival], offline: Sequence[Lengths], rate: float, count: int, seed: int
     ) -> "Workload":
@@ -103,7 +92,12 @@ def normal_noise(mape: float, count: int = 99) -> tuple[float, ...]:
 
 
 def replay(workload: Workload, server: ReplayedServer, budget: BudgetParams) -> dict[str, float]:
-    """One run of the workload under a budget; metrics by the names of the reports. L = 0: online only.
+    """One run of the workload under a budget; metrics by the names of the reports. L = 0: online only."""
+    return metrics_of(run_workload(workload, server, budget), server.slo, workload.seconds)
+
+
+def run_workload(workload: Workload, server: ReplayedServer, budget: BudgetParams) -> VirtualRun:
+    """The run itself; its requests are in the order of the workload.
 
     Every request is followed to its end, also past the end of the window; offline tokens count inside it.
     """
@@ -116,18 +110,15 @@ def replay(workload: Workload, server: ReplayedServer, budget: BudgetParams) -> 
         model=online if noise else model,
         objective=StepObjective.from_slo(server.slo, budget),
     )
-    runner = PredictedRunner(model, noise, online.observe if noise else None)
-    offline = workload.offline(config.max_model_len, seed=1) if budget.latency_budget > 0 else None
     driver = VirtualDriver(
         core,
-        runner,
+        PredictedRunner(model, noise, online.observe if noise else None),
         workload.online(config.max_model_len),
-        offline,
+        workload.offline(config.max_model_len, seed=1) if budget.latency_budget > 0 else None,
         backlog=2 * config.max_num_seqs,
         window=(0.0, workload.seconds),
     )
-    run = driver.run(workload.seconds, drain=max(workload.seconds, MIN_DRAIN))
-    return metrics_of(run, server.slo, workload.seconds)
+    return driver.run(workload.seconds, drain=max(workload.seconds, MIN_DRAIN))
 
 
 def _mean_error(noise: Sequence[float]) -> float:

@@ -1,7 +1,7 @@
 """From a workload and a latency model to the offline budget, by replay on the virtual clock (HyGen §4.2, and ours).
 
-`python -m engine.search` reads one JSON job from standard input and prints the chosen parameters: the server runs it in
-a process of its own, so that the search never takes time from a step. Torch-free, deterministic per job.
+`python -m engine.search` reads one JSON job from standard input and prints its answer: the server runs it in a process
+of its own (`engine.search_child`), so that it never takes time from a step. Torch-free, deterministic per job.
 """
 
 import json
@@ -10,13 +10,17 @@ from collections.abc import Callable
 from dataclasses import asdict, fields
 from typing import Any
 
+from engine.baseline import replay_alone
 from engine.config import SchedulerConfig
 from engine.replay import ReplayedServer, Workload, replay
-from predictor.budget import BudgetParams, SearchResult, search_budget
+from predictor.budget import BudgetParams, SearchResult, search_budget, to_plain
 from predictor.features import BatchFeatures
 from predictor.load import Lengths, OnlineArrival
 from predictor.model import LatencyModel
 from predictor.slo import SLO
+
+Job = dict[str, Any]
+"""Plain JSON values."""
 
 
 def step_range(model: LatencyModel, config: SchedulerConfig) -> tuple[float, float]:
@@ -46,25 +50,41 @@ def find_budget(
     )
 
 
-def make_job(first: Workload, second: Workload | None, server: ReplayedServer) -> dict[str, Any]:
-    """Everything that `main` needs, as JSON."""
+def budget_job(first: Workload, second: Workload | None, server: ReplayedServer) -> Job:
+    """Search on the first window, confirm on the second."""
+    return {
+        "kind": "budget",
+        "first": _plain(first),
+        "second": _plain(second) if second is not None else None,
+        "server": _describe(server),
+    }
+
+
+def baseline_job(workload: Workload, counted: list[bool], server: ReplayedServer) -> Job:
+    """The workload without offline work; `counted`: which of its requests belong to the aggregates."""
+    return {"kind": "baseline", "workload": _plain(workload), "counted": counted, "server": _describe(server)}
+
+
+def _plain(workload: Workload) -> Job:
+    arrivals = [[at, list(lengths)] for at, lengths in workload.arrivals]
+    offline = [list(lengths) for lengths in workload.offline_lengths]
+    return {"arrivals": arrivals, "seconds": workload.seconds, "offline_lengths": offline}
+
+
+def _describe(server: ReplayedServer) -> Job:
     described = {field.name: getattr(server, field.name) for field in fields(server)}
     described["model"] = {name: value for name, value in asdict(server.model).items() if not name.startswith("_")}
     described["config"] = asdict(server.config)
     described["slo"] = str(server.slo)
-    return {
-        "first": asdict(first),
-        "second": asdict(second) if second is not None else None,
-        "server": described,
-    }
+    return described
 
 
-def _workload(document: dict[str, Any]) -> Workload:
+def _workload(document: Job) -> Workload:
     arrivals = tuple(OnlineArrival(float(at), Lengths(*lengths)) for at, lengths in document["arrivals"])
     return Workload(arrivals, document["seconds"], tuple(Lengths(*lengths) for lengths in document["offline_lengths"]))
 
 
-def _server(document: dict[str, Any]) -> ReplayedServer:
+def _server(document: Job) -> ReplayedServer:
     model = document["model"]
     lists = {name: tuple(model[name]) for name in ("knots", "hinges", "buckets")}
     return ReplayedServer(
@@ -78,12 +98,20 @@ def _server(document: dict[str, Any]) -> ReplayedServer:
     )
 
 
-def main() -> None:
-    job = json.load(sys.stdin)
+def answer(job: Job) -> Job:
+    """What a job asks for. `params`: the budget that was found; `aggregates`, `own`: see engine.baseline."""
+    server = _server(job["server"])
+    if job["kind"] == "baseline":
+        aggregates, own = replay_alone(_workload(job["workload"]), server, job["counted"])
+        return {"aggregates": aggregates, "own": own}
     second = _workload(job["second"]) if job["second"] is not None else None
-    result = find_budget(_workload(job["first"]), second, _server(job["server"]))
-    summary = {"params": asdict(result.params), "metrics": result.best.metrics, "in_reach": result.slo_in_reach}
-    print(json.dumps({**summary, "confirmed": result.confirmed, "evaluations": result.num_evaluations}))
+    result = find_budget(_workload(job["first"]), second, server)
+    found = {"params": to_plain(result.params), "metrics": result.best.metrics, "in_reach": result.slo_in_reach}
+    return {**found, "confirmed": result.confirmed, "evaluations": result.num_evaluations}
+
+
+def main() -> None:
+    print(json.dumps(answer(json.load(sys.stdin))))
 
 
 if __name__ == "__main__":

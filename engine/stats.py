@@ -4,12 +4,14 @@ from dataclasses import dataclass, field
 
 from engine.request import RequestClass
 from engine.service_cost import TokenCosts
+from predictor.judge import Standing
 
 
 @dataclass(frozen=True, slots=True)
 class ColocationStats:
-    """How the SLO is kept. `attainment` is of the last minute (NaN: nobody was judged); times in seconds.
+    """How the SLO is kept. `attainment` and `objectives` are of the last requests judged (NaN: none); times in seconds.
 
+    `online_rate`: online requests a second of late, refused ones included.
     `offline_share`: what of its budget offline work may use beside online work, 0 to 1. `held`: why it is 0 whatever
     the breaker says, "" when it is not. `budget_origin`: where the budget comes from.
     """
@@ -18,6 +20,8 @@ class ColocationStats:
     attainment: float
     good_requests: int
     bad_requests: int
+    objectives: tuple[Standing, ...]
+    online_rate: float
     policy: str
     rule: str
     latency_budget: float

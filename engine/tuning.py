@@ -1,122 +1,228 @@
-"""Looks for a better offline budget while the server runs: the search of `engine.search` in a process of its own.
+"""Looks for better offline budgets while the server runs: searches and base lines in processes of their own.
 
-At start for the load that the user expects, later once for the load that was really served. Until a search has ended,
-and wherever one fails, the budget in force stays.
+The load decides: its rate is looked up in the table of what was searched before, and where that knows nothing of it, or
+is old, a search is made. The next higher rate, and the one that the calendar lets expect, are searched ahead. Until a
+search has ended, and wherever one fails, a budget that needed none is in force. Wakes when requests end, no polling.
 """
 
 import asyncio
-import json
 import logging
-import os
-from dataclasses import replace
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
 
-from engine.child import python_module
+from engine.baseline import workload_of
 from engine.colocation import Colocation
-from engine.errors import ConfigError
+from engine.load_store import LoadStore
 from engine.replay import ReplayedServer, Workload
-from engine.search import make_job
-from predictor.budget import BudgetParams
-from predictor.load import observed_rate
+from engine.search import baseline_job, budget_job
+from engine.search_child import ChildError, run_child
+from predictor.budget import BudgetParams, params_of
+from predictor.budget_table import BudgetTable, Entry, Situation, cell_of, upper_rate
+from predictor.features import BatchFeatures
 
 log = logging.getLogger("tidemill.colocation")
 
-SEARCH_SECONDS = 60.0
-MIN_RECORDED = 200
+MIN_RECORDED = 32
+"""Online requests that must be known before it can be said how they come."""
 SEARCH_ARRIVALS = 300
 """In the window on which parameters are chosen; the one on which they are confirmed has all that the SLO needs."""
 MIN_STEPS = 100
-NICENESS = 10
+OFFLINE_SECONDS = 3600.0
+"""Without offline work for that long nothing is searched."""
+LOOK_SECONDS = 5.0
+"""Between two looks at the load."""
+CHECK_SECONDS = 3600.0
+"""At least so often it is looked at, whoever comes."""
+PAUSE_SECONDS = 600.0
+"""After a search that failed, and before another one for the same load because the breaker opened."""
+BASELINE_SECONDS = 30.0
+MIN_COMPARED = 8
 
 
-def parse_load(text: str) -> tuple[float, int, int] | None:
-    """'RATE:PROMPT:OUTPUT' → (requests a second, mean prompt tokens, mean output tokens); None when empty."""
-    if not text:
-        return None
-    try:
-        rate, prompt, output = text.split(":")
-        load = float(rate), int(prompt), int(output)
-    except ValueError:
-        raise ConfigError(f"--expected-load must be RATE:PROMPT:OUTPUT, such as 2:512:128, not '{text}'") from None
-    if not (0.0 < load[0] <= 1000.0 and load[1] >= 1 and load[2] >= 1):
-        raise ConfigError(f"--expected-load '{text}': the rate must be in (0, 1000], the lengths at least 1")
-    return load
+@dataclass(slots=True)
+class _Searched:
+    """When a cell was searched last (engine clock), and how often the breaker had opened by then."""
+
+    at: float
+    openings: int
 
 
 class BudgetTuner:
-    """Runs the searches and hands their result to the co-location keeper.
+    """Decides on the budget in force, and on what is searched next.
 
-    `server`: what the replays run, its model and noise those of the profile; live ones take their place.
+    `server`: what the replays run, its model and noise those of the profile; live ones take their place. `store`: where
+    the load and the budgets are kept, None for nowhere.
     """
 
     def __init__(
-        self, colocation: Colocation, server: ReplayedServer, load: tuple[float, int, int] | None = None
+        self,
+        colocation: Colocation,
+        server: ReplayedServer,
+        table: BudgetTable | None = None,
+        store: LoadStore | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        child: Callable[[dict[str, Any]], Any] = run_child,
     ) -> None:
+        self.table = table or BudgetTable()
         self._colocation = colocation
         self._server = server
-        self._load = load
-        self._task: asyncio.Task[None] | None = None
+        self._store = store
+        self._clock = clock
+        self._child = child
+        self._cell: int | None = None
+        self._in_force: tuple[BudgetParams, str] | None = None
+        self._searched: dict[int, _Searched] = {}
+        self._failed_at = float("-inf")
+        self._looked_at = float("-inf")
+        self._compared_at = float("-inf")
+        self._changed = asyncio.Event()
+        self._compare = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
-        self._task = asyncio.create_task(self._run(), name="tidemill-budget")
+        self._colocation.on_change = self._on_change
+        self._tasks.append(asyncio.create_task(self._tune(), name="tidemill-budget"))
+        if self._server.slo.tolerances():
+            self._tasks.append(asyncio.create_task(self._compare_on(), name="tidemill-baseline"))
 
     async def stop(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait([self._task])
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+            await self._keep()
 
-    async def _run(self) -> None:
-        if self._load is not None:
-            windows = [Workload.poisson(*self._load, SEARCH_SECONDS, seed) for seed in (1, 2)]
-            await self._search(windows[0], windows[1], "the expected load")
-        enough = asyncio.Event()
-        self._colocation.on_recorded = lambda count: enough.set() if count >= MIN_RECORDED else None
-        await enough.wait()
-        await self._search(*self._windows(), "the load served so far")
+    def _on_change(self, now: float) -> None:
+        """A request ended."""
+        if now - self._looked_at >= LOOK_SECONDS:
+            self._looked_at = now
+            self._changed.set()
+            if now - self._compared_at >= BASELINE_SECONDS and self._colocation.recent.num_new >= MIN_COMPARED:
+                self._compare.set()
 
-    def _windows(self) -> tuple[Workload, Workload]:
-        """What was served, as two windows: parameters are chosen on one and confirmed on the other."""
-        arrivals, offline = tuple(self._colocation.arrivals), self._colocation.offline_work()
-        needed, rate = self._server.slo.arrivals_needed, observed_rate(arrivals)
-        first, second = (
-            Workload.recorded(arrivals, offline, rate, count, seed)
-            for seed, count in ((1, min(needed, SEARCH_ARRIVALS)), (2, needed))
-        )
-        return first, second
+    async def _tune(self) -> None:
+        while True:
+            self._changed.clear()
+            self.follow_load(self._clock())
+            cell = self._wanted(self._clock())
+            if cell is not None:
+                await self._search(cell)
+                await self._keep()
+                continue
+            try:
+                await asyncio.wait_for(self._changed.wait(), CHECK_SECONDS)
+            except TimeoutError:
+                await self._keep()
 
-    async def _search(self, first: Workload, second: Workload, what: str) -> None:
-        model, server = self._colocation.model, self._server
-        if model.num_observed >= MIN_STEPS:
-            # What steps really took, neighbours and HTTP included: a search without it finds budgets on the very edge.
-            server = replace(server, model=model.model.scaled(model.scale), noise=tuple(model.residuals()))
-        job = make_job(first, second, server)
+    def follow_load(self, now: float) -> None:
+        """Put the budget in force that is known for the load of now."""
+        situation = self._situation()
+        rate = self._rate(now)
+        if situation is None or rate <= 0.0:
+            return
+        self._cell = cell_of(rate, self._cell)
+        found = self.table.look_up(self._cell, situation)
+        if found is None:
+            chosen = self._colocation.initial, "as long as no search for this load has ended"
+        else:
+            chosen = found[0], f"searched for {upper_rate(found[1]):.3g} requests/s"
+        if chosen != self._in_force:
+            self._in_force = chosen
+            log.info("%.3g online requests/s: offline budget %s, %s", rate, *chosen)
+            self._colocation.set_budget(*chosen)
+
+    def _rate(self, now: float) -> float:
+        """Of late; before anybody came, what the calendar lets expect."""
+        load, calendar = self._colocation.load, now + self._colocation.calendar
+        rate = load.rate(calendar)
+        forecast = load.forecast(calendar)
+        return forecast if rate <= 0.0 and forecast > 0.0 else rate
+
+    def _situation(self) -> Situation | None:
+        """None until somebody came."""
+        shape = self._colocation.load.shape(self._colocation.offline_work())
+        return None if shape is None else Situation(shape, self._pace())
+
+    def _pace(self) -> float:
+        """Seconds of a step that stands for all others, by what they take now."""
+        features, model = BatchFeatures(), self._colocation.model
+        features.add_decodes(8, 8 * 512)
+        features.add_chunk(0, 128)
+        return model.expected(features)
+
+    def _wanted(self, now: float) -> int | None:
+        """The cell to search next, None for none."""
+        keeper = self._colocation
+        load, calendar, situation = keeper.load, now + keeper.calendar, self._situation()
+        enough = len(load.arrivals) >= MIN_RECORDED and keeper.has_offline(now, OFFLINE_SECONDS)
+        if self._cell is None or situation is None or not enough or now - self._failed_at < PAUSE_SECONDS:
+            return None
+        if self.table.needs(self._cell, situation, calendar) or self._is_suspect(now):
+            return self._cell
+        expected = load.forecast(calendar + OFFLINE_SECONDS)
+        ahead = [self._cell + 1, *([cell_of(expected)] if expected > 0.0 else [])]
+        return next((cell for cell in ahead if self.table.needs(cell, situation, calendar)), None)
+
+    def _is_suspect(self, now: float) -> bool:
+        """Whether the breaker opened again and again under the budget of the cell."""
+        last = self._searched.get(self._cell if self._cell is not None else 0)
+        openings = self._colocation.num_openings
+        return last is not None and openings >= last.openings + 2 and now - last.at >= PAUSE_SECONDS
+
+    async def _search(self, cell: int) -> None:
+        """Search, and enter the answer into the table."""
+        keeper, situation, rate = self._colocation, self._situation(), upper_rate(cell)
+        assert situation is not None
+        arrivals, offline = tuple(keeper.load.arrivals), keeper.offline_work()
+        needed = self._server.slo.arrivals_needed
+        self._searched[cell] = _Searched(self._clock(), keeper.num_openings)
         try:
-            params = await run_search(json.dumps(job).encode())
-        except (OSError, ValueError, KeyError) as error:
-            log.warning("the budget search for %s failed (%s); the budget in force stays", what, error)
+            first, second = (
+                Workload.recorded(arrivals, offline, rate, count, seed)
+                for seed, count in ((1, min(needed, SEARCH_ARRIVALS)), (2, needed))
+            )
+            answer = await self._child(budget_job(first, second, self._live_server()))
+            params = params_of(answer["params"])
+        except (ChildError, ValueError, KeyError, TypeError) as error:
+            self._failed_at = self._clock()
+            log.warning("the budget search for %.3g requests/s failed (%s)", rate, error)
             return
         if params.latency_budget > 0.0:
-            log.info("offline budget for %s: %s", what, params)
+            log.info("offline budget for %.3g online requests/s: %s", rate, params)
         else:
-            log.warning("no offline budget keeps the SLO under %s: nothing offline runs beside online work", what)
-        self._colocation.set_budget(params, f"searched for {what}")
+            log.warning("no offline budget keeps the SLO at %.3g online requests/s", rate)
+        self.table.put(cell, Entry(params, situation, self._clock() + keeper.calendar))
 
+    def _live_server(self) -> ReplayedServer:
+        """What steps really took, neighbours and HTTP included: a search without it finds budgets on the very edge."""
+        model = self._colocation.model
+        if model.num_observed < MIN_STEPS:
+            return self._server
+        return replace(self._server, model=model.model.scaled(model.scale), noise=tuple(model.residuals()))
 
-async def run_search(job: bytes) -> BudgetParams:
-    """Search in a child process of low priority. Raises ValueError when it fails; cancelling kills it."""
-    process = await asyncio.create_subprocess_exec(
-        *python_module("engine.search"),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        preexec_fn=lambda: os.nice(NICENESS) and None,
-    )
-    try:
-        answer, errors = await process.communicate(job)
-    except asyncio.CancelledError:
-        process.kill()
-        await process.wait()
-        raise
-    if process.returncode:
-        last = errors.decode(errors="replace").strip().splitlines()[-1:] or ["no message"]
-        raise ValueError(last[0][:200])
-    return BudgetParams(**json.loads(answer)["params"])
+    async def _compare_on(self) -> None:
+        """Base lines, beside the searches: for a tolerance nothing else says how it goes."""
+        while True:
+            await self._compare.wait()
+            self._compare.clear()
+            self._compared_at = self._clock()
+            window, counted = self._colocation.window(self._clock())
+            try:
+                answer = await self._child(baseline_job(workload_of(window), counted, self._live_server()))
+                own = [None if pair is None else (pair[0], pair[1]) for pair in answer["own"]]
+                self._colocation.set_baseline(answer["aggregates"], own, self._clock())
+            except (ChildError, ValueError, KeyError, TypeError) as error:
+                log.warning("the online-only run of the last requests failed (%s)", error)
+
+    async def _keep(self) -> None:
+        """Write down what was learned."""
+        if self._store is None:
+            return
+        self._colocation.load.advance(self._clock() + self._colocation.calendar)
+        content = self._store.encode(self._colocation.load, self.table)
+        try:
+            await asyncio.to_thread(self._store.write, content)
+        except OSError as error:
+            log.warning("what was learned of the load could not be kept (%s)", error.strerror)

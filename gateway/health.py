@@ -1,6 +1,7 @@
 """GET /health (the process and its engine live), /ready (send work here), /version and /metrics."""
 
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 import anyio.to_thread
 import orjson
@@ -39,7 +40,7 @@ async def ready(request: Request) -> Response:
     colocation = stats.colocation
     if colocation is None or not sees_all(request):
         return _ok()
-    shown = {
+    shown: dict[str, Any] = {
         "slo": colocation.slo,
         "attainment": colocation.attainment,
         "refused_requests": stats.refused_requests,
@@ -47,6 +48,14 @@ async def ready(request: Request) -> Response:
         "budget_origin": colocation.budget_origin,
         "offline_share": colocation.offline_share,
         "breaker": colocation.breaker,
+        "objectives": {
+            standing.objective: {
+                "value": standing.value,
+                "bound": standing.bound,
+                "attainment": standing.attainment,
+            }
+            for standing in colocation.objectives
+        },
     }
     if colocation.held:
         shown["held"] = colocation.held

@@ -151,8 +151,21 @@ class EngineCollector(Collector):
 
 
 def _colocation_metrics(stats: ColocationStats) -> Iterator[Metric]:
-    """How the SLO is kept; a NaN attainment means that nobody was judged in the last minute."""
-    yield GaugeMetricFamily("tidemill_slo_attainment", "Share of good requests, last minute.", value=stats.attainment)
+    """How the SLO is kept; NaN where nobody was judged, or nothing is known to judge by."""
+    yield GaugeMetricFamily(
+        "tidemill_slo_attainment", "Share of good requests, of the last ones judged.", value=stats.attainment
+    )
+    objectives = {
+        "attainment": "Share of the last requests at whose end the objective was kept.",
+        "value_seconds": "What the objective is about, over the last requests.",
+        "bound_seconds": "What it may be at most.",
+    }
+    for name, text in objectives.items():
+        gauge = GaugeMetricFamily(f"tidemill_slo_objective_{name}", text, labels=["objective"])
+        for standing in stats.objectives:
+            gauge.add_metric([standing.objective], getattr(standing, name.removesuffix("_seconds")))
+        yield gauge
+    yield GaugeMetricFamily("tidemill_online_rate", "Online requests a second of late.", value=stats.online_rate)
     judged = CounterMetricFamily("tidemill_slo_requests", "Online requests judged.", labels=["good"])
     judged.add_metric(["true"], stats.good_requests)
     judged.add_metric(["false"], stats.bad_requests)

@@ -1,16 +1,24 @@
 """The circuit breaker of co-location: closed, open, half-open (ours; the last line behind prediction and search).
 
-Closed: offline work may use the latency budget L. It opens when, in a window, requests miss their SLO beside offline
-work more often than the SLO allows, or when the predictor is off by too much; then nothing offline runs beside online
-work. After a while it is half-open: at most a tenth of L, until the probe has passed, and closed again. It closes by
-itself, also when no request comes to prove anything. Misses of requests that no offline work touched never open it.
+Closed: offline work may use its budget. It opens when requests beside offline work break the SLO more than chance
+explains (see `predictor.evidence`), or when the predictor is off by too much; then nothing offline runs beside online
+work. After a while it is half-open: a tenth of the budget, until a few requests have passed the probe, and then closed.
+It closes by itself, also when no request comes to prove anything. Misses of requests that no offline work touched, or
+that came before the last opening, never count.
 
-A pure state machine: times are arguments, in seconds, and never go back.
+Who opens again and again stays open longer and longer, and an opening by the SLO halves what is granted afterwards; it
+grows back while nothing happens.
+
+A pure state machine without timers: times are arguments, in seconds, and never go back; it may be asked at any event.
 """
 
 import enum
+import math
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
+
+from predictor.evidence import ExcessTest, MissTest
 
 
 class BreakerState(enum.Enum):
@@ -25,36 +33,47 @@ class BreakerState(enum.Enum):
 class BreakerSettings:
     """When the breaker opens, for how long, and what runs while it probes.
 
-    attainment      share of requests that must be good (the SLO's target)
-    max_error       windowed mean relative error of the predictor above which its plans are worthless
-    window          seconds of requests and steps that count
-    min_requests    requests in the window before misses count (a quarter of it, at least one, while half-open)
-    min_misses      misses in the window before they count (one while half-open): one alone is no evidence
-    min_steps       steps in the window before the predictor's error counts
-    open_seconds    time in the open state
-    probe_seconds   time in the half-open state
-    probe_share     share of the latency budget while half-open
+    attainment      share of requests that must be good (the SLO's target); None: no limit is one of single requests
+    max_error       mean relative error of the predictor above which its plans are worthless
+    steps           steps of which that mean is taken
+    min_steps       steps before it counts
+    open_seconds    time in the open state, doubled with every opening soon after the last, up to `longest_open`
+    probe_seconds   time in the half-open state at least, ten times that at most
+    probe_requests  requests that must pass the probe before `probe_seconds` are enough
+    probe_share     share of the budget while half-open
+    smallest_share  what repeated openings leave of the budget at least
+    regrow_seconds  time in which the budget grows back from nothing; openings within it are repeated ones
     """
 
-    attainment: float = 0.99
+    attainment: float | None = 0.99
     max_error: float = 0.5
-    window: float = 30.0
-    min_requests: int = 20
-    min_misses: int = 2
+    steps: int = 64
     min_steps: int = 20
     open_seconds: float = 10.0
+    longest_open: float = 320.0
     probe_seconds: float = 10.0
+    probe_requests: int = 3
     probe_share: float = 0.1
+    smallest_share: float = 0.125
+    regrow_seconds: float = 600.0
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.probe_share <= 0.1:
             raise ValueError("probe_share must be between 0 and 0.1")
-        if not 0.0 < self.attainment <= 1.0:
+        if self.attainment is not None and not 0.0 < self.attainment <= 1.0:
             raise ValueError("attainment must be in (0, 1]")
 
 
+SUSPICION = 0.75
+"""Where the test of a half-open or just closed breaker begins, of its threshold: one clear miss opens it again."""
+
+
+MOMENTS = 64
+"""Moments of misses that are remembered: as many as requests run at once, or so."""
+
+
 class CircuitBreaker:
-    """Decides what share of the latency budget offline work may use beside online work; O(1) amortised."""
+    """Decides what share of its budget offline work may use beside online work; O(1) amortised but for aggregates."""
 
     def __init__(self, settings: BreakerSettings | None = None) -> None:
         self.settings = settings or BreakerSettings()
@@ -62,23 +81,55 @@ class CircuitBreaker:
         self.cause: str | None = None
         self._state = BreakerState.CLOSED
         self._since = 0.0
-        self._forget()
+        self._opened_at = -math.inf
+        self._open_for = self.settings.open_seconds
+        self._granted = 1.0
+        self._probed = 0
+        self._misses = MissTest(1.0 - (self.settings.attainment or 0.0))
+        self._excesses: dict[str, ExcessTest] = {}
+        self._moments: deque[float] = deque(maxlen=MOMENTS)
+        self._errors: deque[float] = deque(maxlen=self.settings.steps)
 
-    def record_request(self, now: float, good: bool, offline_contributed: bool) -> None:
-        """One online request was judged at `now`; `offline_contributed`: offline chunks ran in its steps."""
+    def record_request(
+        self,
+        now: float,
+        arrival: float,
+        good: bool,
+        offline_contributed: bool,
+        excesses: Mapping[str, float] | None = None,
+        moment: float | None = None,
+    ) -> None:
+        """One online request was judged at `now`; `offline_contributed`: offline chunks ran in its steps.
+
+        `good`: it kept every limit of single requests; `moment`: when it was worst off. Requests that miss by the same
+        step are one miss: a single hiccup is no evidence, however many it hits. `excesses`: by how much it was over the
+        bound of each aggregate, as a share of the bound.
+        """
         self._advance(now)
-        if self._state is BreakerState.OPEN:
+        if self._state is BreakerState.OPEN or not offline_contributed or arrival < self._opened_at:
             return
-        miss = offline_contributed and not good
-        self._requests.append((now, miss))
-        self._misses += miss
-        self._drop(now)
-        needed, enough = self.settings.min_requests, self.settings.min_misses
-        if self._state is BreakerState.HALF_OPEN:
-            needed, enough = max(1, needed // 4), 1
-        allowed = (1.0 - self.settings.attainment) * len(self._requests)
-        if len(self._requests) >= needed and self._misses >= enough and self._misses > allowed + 1e-9:
-            self._open(now, "slo")
+        self._probed += 1
+        counted = good or moment is None or moment not in self._moments
+        if not good and moment is not None:
+            self._moments.append(moment)
+        if self.settings.attainment is not None and counted:
+            self._misses.record(not good)
+            if self._misses.alarm:
+                self._open(now, "slo")
+                return
+        self.record_excesses(now, arrival, excesses or {})
+
+    def record_excesses(self, now: float, arrival: float, excesses: Mapping[str, float]) -> None:
+        """What became known only now about aggregates of a request that arrived then, beside offline work."""
+        self._advance(now)
+        if self._state is BreakerState.OPEN or arrival < self._opened_at:
+            return
+        for key, excess in excesses.items():
+            test = self._excesses.setdefault(key, ExcessTest())
+            test.record(excess)
+            if test.alarm:
+                self._open(now, key)
+                return
 
     def record_step(self, now: float, relative_error: float) -> None:
         """One step ended at `now` whose time the predictor missed by |expected − measured| ÷ measured.
@@ -88,11 +139,8 @@ class CircuitBreaker:
         self._advance(now)
         if self._state is BreakerState.OPEN:
             return
-        error = min(abs(relative_error), 2.0 * self.settings.max_error)
-        self._steps.append((now, error))
-        self._errors += error
-        self._drop(now)
-        if len(self._steps) >= self.settings.min_steps and self.error > self.settings.max_error:
+        self._errors.append(min(abs(relative_error), 2.0 * self.settings.max_error))
+        if len(self._errors) >= self.settings.min_steps and self.error > self.settings.max_error:
             self._open(now, "predictor")
 
     def state(self, now: float) -> BreakerState:
@@ -100,59 +148,58 @@ class CircuitBreaker:
         self._advance(now)
         return self._state
 
-    def budget(self, now: float, latency_budget: float, online_present: bool) -> float:
-        """Seconds that a step with offline work may take: L, its probing share, or nothing.
-
-        Without any online request waiting or running nobody can be hurt: L in every state.
-        """
-        if not online_present:
-            return latency_budget
+    def share(self, now: float) -> float:
+        """What of its budget offline work may use beside online work, 0 to 1."""
         state = self.state(now)
-        if state is BreakerState.CLOSED:
-            return latency_budget
-        return latency_budget * self.settings.probe_share if state is BreakerState.HALF_OPEN else 0.0
+        if state is BreakerState.OPEN:
+            return 0.0
+        grown = min(1.0, self._granted + (now - self._since) / self.settings.regrow_seconds)
+        return grown if state is BreakerState.CLOSED else min(self.settings.probe_share, self._granted)
+
+    def renew(self) -> None:
+        """Another budget is in force: what the last one did is no reason to grant less of it."""
+        self._granted = 1.0
 
     @property
-    def attainment(self) -> float:
-        """Share of the window's requests that no offline work made miss; 1 when there are none."""
-        return 1.0 - self._misses / len(self._requests) if self._requests else 1.0
+    def opened_at(self) -> float:
+        """When it last opened; minus infinity before that."""
+        return self._opened_at
 
     @property
     def error(self) -> float:
-        """The predictor's windowed mean relative error; 0 without steps."""
-        return self._errors / len(self._steps) if self._steps else 0.0
+        """The predictor's mean relative error over the last steps; 0 without steps."""
+        return math.fsum(self._errors) / len(self._errors) if self._errors else 0.0
 
     def _advance(self, now: float) -> None:
         """Transitions that time alone makes."""
         settings = self.settings
-        if self._state is BreakerState.OPEN and now >= self._since + settings.open_seconds:
-            self._enter(BreakerState.HALF_OPEN, self._since + settings.open_seconds)
-        if self._state is BreakerState.HALF_OPEN and now >= self._since + settings.probe_seconds:
-            self._enter(BreakerState.CLOSED, self._since + settings.probe_seconds)
-            self.cause = None
+        if self._state is BreakerState.OPEN and now >= self._since + self._open_for:
+            self._enter(BreakerState.HALF_OPEN, self._since + self._open_for)
+        if self._state is BreakerState.HALF_OPEN:
+            enough = self._probed >= settings.probe_requests
+            end = self._since + (1.0 if enough else 10.0) * settings.probe_seconds
+            if now >= end:
+                # Requests that made it enough came late; the state must not begin before them.
+                self._enter(BreakerState.CLOSED, now if enough else end)
+                self.cause = None
 
     def _open(self, now: float, cause: str) -> None:
+        settings = self.settings
+        repeated = now - self._opened_at < self._open_for + settings.regrow_seconds
+        self._open_for = min(2.0 * self._open_for, settings.longest_open) if repeated else settings.open_seconds
+        if cause != "predictor":
+            self._granted = max(self.share(now) / 2.0, settings.smallest_share)
         self.num_openings += 1
         self.cause = cause
+        self._opened_at = now
         self._enter(BreakerState.OPEN, now)
 
     def _enter(self, state: BreakerState, now: float) -> None:
+        """What happened under another state says little about this one."""
         self._state = state
         self._since = now
-        self._forget()
-
-    def _forget(self) -> None:
-        """What happened under another state says nothing about this one."""
-        self._requests: deque[tuple[float, bool]] = deque()
-        self._misses = 0
-        self._steps: deque[tuple[float, float]] = deque()
-        self._errors = 0.0
-
-    def _drop(self, now: float) -> None:
-        oldest = now - self.settings.window
-        while self._requests and self._requests[0][0] < oldest:
-            self._misses -= self._requests.popleft()[1]
-        while self._steps and self._steps[0][0] < oldest:
-            self._errors -= self._steps.popleft()[1]
-        if not self._steps:
-            self._errors = 0.0
+        self._probed = 0
+        self._misses.restart(SUSPICION if self.num_openings else 0.0)
+        for test in self._excesses.values():
+            test.restart()
+        self._errors.clear()

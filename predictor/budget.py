@@ -11,7 +11,8 @@ refinement around the best points found. Deterministic; every set of parameters 
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from predictor.slo import SLO
 
@@ -51,6 +52,17 @@ class BudgetParams:
             raise ValueError(f"unknown policy '{self.policy}'; known: {', '.join(POLICIES)}")
         if not (self.latency_budget >= 0.0 and self.lam >= 0.0 and self.delta > 0.0):
             raise ValueError("latency_budget and lam must not be negative, delta must be positive")
+
+
+def to_plain(params: BudgetParams) -> dict[str, Any]:
+    """As JSON values: an infinite λ is null."""
+    return {name: None if value == math.inf else value for name, value in asdict(params).items()}
+
+
+def params_of(plain: dict[str, Any]) -> BudgetParams:
+    """Inverse of `to_plain`. Raises KeyError, TypeError or ValueError for what cannot be parameters."""
+    values: dict[str, Any] = {name: math.inf if value is None else value for name, value in plain.items()}
+    return BudgetParams(**values)
 
 
 @dataclass(frozen=True, slots=True)

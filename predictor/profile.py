@@ -85,7 +85,7 @@ class Profile:
             "cache_costs": asdict(self.cache_costs),
             "hinges": list(zip(self.model.knots, self.model.hinges, strict=True)),
         }
-        _write_atomically(path, json.dumps(document, indent=1, allow_nan=False).encode() + b"\n")
+        write_atomically(path, json.dumps(document, indent=1, allow_nan=False).encode() + b"\n")
 
     @classmethod
     def load(cls, path: Path, key: ProfileKey) -> "Profile":
@@ -148,7 +148,7 @@ def _number(value: object) -> float:
     return float(value)
 
 
-def _write_atomically(path: Path, data: bytes) -> None:
+def write_atomically(path: Path, data: bytes) -> None:
     """Temporary file in the same folder, fsync, rename, fsync of the folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:40]}.")

@@ -26,14 +26,14 @@ NAMES = [
 ]
 SCRIPT = """
 import asyncio, json, sys
-from engine.tuning import run_search
+from engine.search_child import ChildError, run_child
 from gateway.batch_input import check_apart
 
 async def main():
     report = await check_apart(sys.argv[1], "/v1/completions", 10, 1000)
     try:
-        await run_search(b"{}")
-    except ValueError as error:
+        await run_child({})
+    except ChildError as error:
         print(json.dumps([len(report.lines), str(error)]))
 
 if __name__ == "__main__":

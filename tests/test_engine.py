@@ -317,4 +317,4 @@ async def test_a_refused_request_is_a_part_of_the_recorded_load() -> None:
     await engine.stop()
     with pytest.raises(EngineUnavailableError):
         engine.check_room(RequestClass.ONLINE, 50)
-    assert [arrival.lengths.prompt for arrival in keeper.arrivals] == [40, 50, 30]
+    assert [arrival.lengths.prompt for arrival in keeper.load.arrivals] == [40, 50, 30]

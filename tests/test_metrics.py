@@ -1,5 +1,6 @@
 """/metrics: what is observed as answers go out, what is read from the engine, and the vLLM names."""
 
+import math
 from collections.abc import Iterable
 
 import httpx
@@ -12,6 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from engine.request import RequestClass
 from engine.stats import ColocationStats, EngineStats
 from engine.text import Tokenizer
+from predictor.judge import Standing
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
@@ -121,6 +123,8 @@ async def test_how_the_slo_is_kept(start_server: StartServer) -> None:
         attainment=0.75,
         good_requests=30,
         bad_requests=10,
+        objectives=(Standing("ttft_p99=1s", 0.9, 1.0, 0.75), Standing("tbt_mean=5%", 0.05, math.nan, math.nan)),
+        online_rate=1.5,
         policy="p",
         rule="r",
         latency_budget=0.05,
@@ -148,6 +152,7 @@ async def test_how_the_slo_is_kept(start_server: StartServer) -> None:
         "offline_tokens_total": 12345,
         "offline_share": 0.0,
         "offline_held": 1.0,
+        "online_rate": 1.5,
         "predicted_step_seconds_total": 4.0,
         "leftover_seconds_total": 3.0,
         "leftover_used_seconds_total": 2.5,
@@ -159,6 +164,10 @@ async def test_how_the_slo_is_kept(start_server: StartServer) -> None:
     async with httpx.AsyncClient(verify=False) as http:
         shown = (await http.get(f"{served.url}/ready")).json()["colocation"]
     assert shown["held"] == keeper.held and shown["budget_origin"] == keeper.budget_origin
+    assert shown["objectives"]["tbt_mean=5%"] == {"value": 0.05, "bound": None, "attainment": None}, "not known yet"
+    assert value(samples, "tidemill_slo_objective_value_seconds", objective="ttft_p99=1s") == 0.9
+    assert value(samples, "tidemill_slo_objective_attainment", objective="ttft_p99=1s") == 0.75
+    assert math.isnan(value(samples, "tidemill_slo_objective_bound_seconds", objective="tbt_mean=5%"))
     assert shown["offline_share"] == 0.0 and shown["breaker"] == "half_open"
 
 

@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from predictor.breaker import BreakerSettings, BreakerState, CircuitBreaker
 from predictor.budget import BudgetParams, SearchResult, protecting_rules, search_budget
 from predictor.slo import ALLOWED, SLO, Objective, SLOError, aggregate, default_slo, nearest_rank
 
@@ -176,128 +175,6 @@ def test_token_deadlines() -> None:
     assert both.next_token_deadline(10.0, 3, 10.09) == pytest.approx(10.15)
     for text in ("ttft_p99=1s", "5%"):
         assert SLO.parse(text).next_token_deadline(10.0, 3, 10.05) == math.inf
-
-
-# The circuit breaker
-
-SETTINGS = BreakerSettings(attainment=0.9, max_error=0.3, window=20.0, min_requests=8, min_steps=5)
-
-
-def run_requests(breaker: CircuitBreaker, start: float, outcomes: str) -> None:
-    """One request a tenth of a second: `.` good, `x` missed beside offline work, `o` missed without any."""
-    for index, outcome in enumerate(outcomes):
-        breaker.record_request(start + index / 10, outcome == ".", outcome != "o")
-
-
-def test_misses_beside_offline_work_open_it() -> None:
-    breaker = CircuitBreaker(SETTINGS)
-    run_requests(breaker, 0.0, "......x")
-    assert breaker.state(1.0) is BreakerState.CLOSED, "too few requests, and one miss"
-    assert breaker.budget(1.0, 0.05, online_present=True) == 0.05
-    run_requests(breaker, 1.0, "x")
-    assert breaker.state(1.1) is BreakerState.OPEN
-    assert breaker.cause == "slo" and breaker.num_openings == 1
-    assert breaker.budget(1.1, 0.05, online_present=True) == 0.0
-    assert breaker.budget(1.1, 0.05, online_present=False) == 0.05, "nobody there, nobody hurt"
-
-
-def test_misses_that_offline_work_had_no_part_in_never_open_it() -> None:
-    breaker = CircuitBreaker(SETTINGS)
-    run_requests(breaker, 0.0, "o" * 100 + "." * 10)
-    assert breaker.state(11.0) is BreakerState.CLOSED
-    assert breaker.attainment == 1.0
-
-
-def test_misses_within_the_objective_do_not_open_it() -> None:
-    breaker = CircuitBreaker(SETTINGS)
-    run_requests(breaker, 0.0, (".........x" * 15))
-    assert breaker.state(15.0) is BreakerState.CLOSED
-    assert breaker.attainment == pytest.approx(0.9)
-
-
-def test_old_misses_are_forgotten() -> None:
-    breaker = CircuitBreaker(SETTINGS)
-    run_requests(breaker, 0.0, "xxx")
-    run_requests(breaker, 25.0, "." * 8 + "x")
-    assert breaker.state(26.0) is BreakerState.CLOSED
-
-
-def test_it_decays_by_itself_through_half_open() -> None:
-    breaker = CircuitBreaker(SETTINGS)
-    run_requests(breaker, 0.0, "x" * 8)
-    opened = 0.7
-    assert breaker.state(opened + 9.99) is BreakerState.OPEN
-    assert breaker.state(opened + 10.0) is BreakerState.HALF_OPEN
-    assert breaker.budget(opened + 12.0, 0.05, online_present=True) == pytest.approx(0.005)
-    assert breaker.budget(opened + 12.0, 0.05, online_present=False) == 0.05
-    assert breaker.state(opened + 19.99) is BreakerState.HALF_OPEN
-    assert breaker.state(opened + 20.0) is BreakerState.CLOSED
-    assert breaker.cause is None and breaker.num_openings == 1
-
-
-def test_time_passes_all_transitions_at_once() -> None:
-    breaker = CircuitBreaker(SETTINGS)
-    run_requests(breaker, 0.0, "x" * 8)
-    assert breaker.state(1000.0) is BreakerState.CLOSED
-
-
-def test_a_miss_while_probing_opens_it_again_with_less_evidence() -> None:
-    breaker = CircuitBreaker(SETTINGS)
-    run_requests(breaker, 0.0, "x" * 8)
-    run_requests(breaker, 11.0, "x")
-    assert breaker.state(11.1) is BreakerState.HALF_OPEN, "two requests at least"
-    run_requests(breaker, 11.2, ".")
-    assert breaker.state(11.3) is BreakerState.OPEN and breaker.num_openings == 2
-    assert breaker.state(21.1) is BreakerState.OPEN
-    assert breaker.state(21.2) is BreakerState.HALF_OPEN
-
-
-def test_requests_judged_while_open_are_not_held_against_the_probe() -> None:
-    breaker = CircuitBreaker(SETTINGS)
-    run_requests(breaker, 0.0, "x" * 60)
-    run_requests(breaker, 11.0, "....")
-    assert breaker.state(12.0) is BreakerState.HALF_OPEN and breaker.num_openings == 1
-
-
-def test_a_wrong_predictor_opens_it_but_a_hiccup_does_not() -> None:
-    breaker = CircuitBreaker(SETTINGS)
-    for step in range(20):
-        breaker.record_step(step / 100, 100.0 if step == 10 else 0.02)
-    assert breaker.state(1.0) is BreakerState.CLOSED
-    for step in range(40):
-        breaker.record_step(1 + step / 100, -0.6)
-    assert breaker.state(2.0) is BreakerState.OPEN and breaker.cause == "predictor"
-
-
-@given(st.lists(st.tuples(st.floats(0, 5), st.sampled_from(".xoe")), max_size=200))
-@settings(deadline=None)
-def test_the_breaker_never_gives_more_than_its_state_allows(events: list[tuple[float, str]]) -> None:
-    breaker, now = CircuitBreaker(SETTINGS), 0.0
-    legal = {
-        BreakerState.CLOSED: {BreakerState.CLOSED, BreakerState.OPEN},
-        BreakerState.OPEN: set(BreakerState),
-        BreakerState.HALF_OPEN: set(BreakerState),
-    }
-    before = breaker.state(now)
-    for gap, event in events:
-        now += gap
-        if event == "e":
-            breaker.record_step(now, 1.0)
-        else:
-            breaker.record_request(now, event == ".", event == "x")
-        state = breaker.state(now)
-        assert state in legal[before]
-        allowed = {BreakerState.CLOSED: 1.0, BreakerState.HALF_OPEN: 0.1, BreakerState.OPEN: 0.0}[state]
-        assert breaker.budget(now, 1.0, online_present=True) == allowed
-        assert 0.0 <= breaker.attainment <= 1.0
-        before = state
-    assert breaker.state(now + 20.0) is BreakerState.CLOSED
-
-
-@pytest.mark.parametrize("change", [{"probe_share": 0.2}, {"attainment": 0.0}])
-def test_breaker_settings_are_checked(change: dict[str, float]) -> None:
-    with pytest.raises(ValueError):
-        BreakerSettings(**change)  # type: ignore[arg-type]
 
 
 # The budget search

@@ -1,0 +1,99 @@
+"""What a tolerance is over: the last requests again, as they came, on a server without offline work.
+
+The live server never sees that run; a replay with the same latency model gives it (HyGen compares with a run of its
+own). Here is what is replayed, and how what was measured is compared with it. Torch-free; the replay itself is
+`engine.search`'s, in a process of its own.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from engine.replay import ReplayedServer, Workload, run_workload
+from predictor.budget import BudgetParams
+from predictor.judge import MAX_AGE, WINDOW, Served, excess_over
+from predictor.load import DEFAULT_OUTPUT, Lengths, OnlineArrival
+from predictor.slo import SLO, aggregate
+
+LEAD_IN = 32
+"""Requests before the window: they are replayed so that it does not begin on an empty server, and not compared."""
+
+
+@dataclass(slots=True)
+class _Recent:
+    """`served` None: it was refused or given up, and is only load. `compared`: against an online-only run, already."""
+
+    arrival: OnlineArrival
+    served: Served | None
+    beside_offline: bool
+    compared: bool = False
+
+
+class RecentRequests:
+    """The last online requests that ended, by their end. Times on the engine's clock."""
+
+    def __init__(self) -> None:
+        self._ended: deque[_Recent] = deque(maxlen=WINDOW + LEAD_IN)
+        self._window: list[_Recent] = []
+
+    def add(self, arrival: OnlineArrival, served: Served | None, beside_offline: bool) -> None:
+        self._ended.append(_Recent(arrival, served, beside_offline))
+
+    @property
+    def num_new(self) -> int:
+        """Requests beside offline work that no baseline was compared with."""
+        return sum(r.beside_offline and not r.compared and r.served is not None for r in self._ended)
+
+    def window(self, running: Iterable[OnlineArrival], now: float) -> tuple[list[OnlineArrival], list[bool]]:
+        """The requests to replay, by arrival, and which of them are compared; `compare` takes the answer.
+
+        `running`: those that have not ended, with what they have got so far: they were there too.
+        """
+        ended = [recent for recent in self._ended if recent.arrival.at > now - MAX_AGE]
+        window = [*ended, *(_Recent(arrival, None, False) for arrival in running)]
+        self._window = sorted(window, key=lambda recent: recent.arrival.at)
+        lead_in = LEAD_IN if len(ended) > 2 * LEAD_IN else 0
+        counted = [index >= lead_in and r.served is not None for index, r in enumerate(self._window)]
+        return [recent.arrival for recent in self._window], counted
+
+    def compare(
+        self, slo: SLO, aggregates: dict[str, float], own: Sequence[tuple[float, float] | None]
+    ) -> Iterator[tuple[float, dict[str, float]]]:
+        """(arrival, excess by key) of every request beside offline work that was not compared before."""
+        for recent, alone in zip(self._window, own, strict=True):
+            served = recent.served
+            if alone is None or served is None or recent.compared or not recent.beside_offline:
+                continue
+            recent.compared = True
+            excesses = {o.key: excess_over(o, served, aggregates, alone) for o in slo.objectives}
+            yield recent.arrival.at, {key: value for key, value in excesses.items() if value is not None}
+
+
+def workload_of(arrivals: Sequence[OnlineArrival]) -> Workload:
+    """Those arrivals with their own times between them; what nobody knows of a refused one is guessed."""
+    begin = arrivals[0].at
+    rows = [
+        OnlineArrival(a.at - begin, Lengths(a.lengths.prompt, a.lengths.output or DEFAULT_OUTPUT, a.lengths.cached))
+        for a in arrivals
+    ]
+    return Workload(tuple(rows), rows[-1].at)
+
+
+def replay_alone(
+    workload: Workload, server: ReplayedServer, counted: Sequence[bool]
+) -> tuple[dict[str, float], list[tuple[float, float] | None]]:
+    """Aggregates of the SLO's metrics by key without offline work, and (TTFT, mean gap) of each request, in seconds.
+
+    Of the `counted` requests alone; the others are only load and, like those without a token, have none.
+    """
+    run = run_workload(workload, server, BudgetParams(server.fill_policy, 0.0))
+    own: list[tuple[float, float] | None] = []
+    spans: list[tuple[float, list[float]]] = []
+    for record, counts in zip(run.online, counted, strict=True):
+        ttft, gaps = record.ttft, record.gaps
+        if not counts or ttft is None:
+            own.append(None)
+            continue
+        own.append((ttft, sum(gaps) / len(gaps) if gaps else 0.0))
+        spans.append((ttft, gaps))
+    return aggregate(spans, [objective.key for objective in server.slo.objectives]), own

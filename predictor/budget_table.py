@@ -1,0 +1,112 @@
+"""What was searched so far: from a rate of online requests to the offline budget, so a change of load is a look-up.
+
+Rates are cells of a grid; a budget is searched at the upper edge of its cell, so it is on the safe side in all of it.
+An entry also knows the lengths of requests and the pace of steps that it was found for, and when.
+
+Pure: times are arguments, in seconds on the calendar's clock.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from predictor.budget import BudgetParams, params_of, to_plain
+from predictor.load import Shape
+
+GRID = 1.5
+LOWEST_CELL, HIGHEST_CELL = -16, 24
+"""A request in eleven minutes … 17,000 a second."""
+HYSTERESIS = 1.1
+"""How far beyond the edge of the cell in force a rate must be: its estimate varies."""
+SAME_LENGTHS = 1.3
+SAME_PACE = 1.25
+MAX_AGE = 3600.0
+
+
+def cell_of(rate: float, current: int | None = None) -> int:
+    """The cell of a rate; the `current` one as long as the rate is not clearly outside it."""
+    if current is not None and upper_rate(current - 1) / HYSTERESIS < rate <= upper_rate(current) * HYSTERESIS:
+        return current
+    if rate <= 0.0:
+        return LOWEST_CELL
+    return min(max(math.ceil(math.log(rate, GRID) - 1e-9), LOWEST_CELL), HIGHEST_CELL)
+
+
+def upper_rate(cell: int) -> float:
+    """The highest rate of a cell, requests a second."""
+    return GRID**cell
+
+
+@dataclass(frozen=True, slots=True)
+class Situation:
+    """Besides the rate, what a budget was found for: lengths, and the seconds of a reference step."""
+
+    shape: Shape
+    pace: float
+
+    def is_like(self, other: "Situation") -> bool:
+        ratio = self.pace / other.pace if other.pace > 0.0 else math.inf
+        return max(ratio, 1.0 / ratio) <= SAME_PACE and not self.shape.differs(other.shape, SAME_LENGTHS)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """`params` of L = 0: no budget keeps the SLO. `found_at`: calendar seconds."""
+
+    params: BudgetParams
+    situation: Situation
+    found_at: float
+
+    def holds(self, situation: Situation, now: float) -> bool:
+        """Whether the answer would still be the same, for all that is known."""
+        return now - self.found_at < MAX_AGE and self.situation.is_like(situation)
+
+
+class BudgetTable:
+    """The newest entry of each cell."""
+
+    def __init__(self) -> None:
+        self.entries: dict[int, Entry] = {}
+
+    def put(self, cell: int, entry: Entry) -> None:
+        self.entries[cell] = entry
+
+    def look_up(self, cell: int, situation: Situation) -> tuple[BudgetParams, int] | None:
+        """The budget for a cell, and the cell that it was searched for; None when nothing of use is known.
+
+        An old entry is better than none, one for other lengths or another pace is not. Of other cells, the next one
+        above is safe; what kept the SLO at a lower rate only was searched for less than there is, so only "none at all"
+        says something about a higher one.
+        """
+        usable = {c: entry for c, entry in self.entries.items() if entry.situation.is_like(situation)}
+        above = min((c for c in usable if c >= cell), default=None)
+        if above is not None and (above == cell or usable[above].params.latency_budget > 0.0):
+            return usable[above].params, above
+        below = max((c for c in usable if c < cell), default=None)
+        if below is not None and usable[below].params.latency_budget <= 0.0:
+            return usable[below].params, below
+        return None
+
+    def needs(self, cell: int, situation: Situation, now: float) -> bool:
+        """Whether a search for this cell would tell something new."""
+        entry = self.entries.get(cell)
+        return entry is None or not entry.holds(situation, now)
+
+    def to_document(self) -> list[dict[str, Any]]:
+        """All entries as plain JSON values."""
+        return [{"cell": cell, **_plain(entry)} for cell, entry in sorted(self.entries.items())]
+
+    @classmethod
+    def from_document(cls, document: list[dict[str, Any]]) -> "BudgetTable":
+        """Raises KeyError, TypeError or ValueError for a document that is none."""
+        table = cls()
+        for row in document[: HIGHEST_CELL - LOWEST_CELL + 1]:
+            situation = Situation(Shape(*(float(value) for value in row["shape"])), float(row["pace"]))
+            table.put(int(row["cell"]), Entry(params_of(row["params"]), situation, float(row["found_at"])))
+        return table
+
+
+def _plain(entry: Entry) -> dict[str, Any]:
+    situation = entry.situation
+    described = {"shape": list(situation.shape.values()), "pace": situation.pace, "found_at": entry.found_at}
+    return {"params": to_plain(entry.params), **described}

@@ -1,0 +1,232 @@
+"""Judges online requests, one by one and as a window of the last ones, by every form of an SLO.
+
+A limit on requests (`ttft_p99=1s`) is kept or missed by each request. A limit on an aggregate (`tbt_mean=50ms`) and a
+tolerance over the online-only run (`5%`) are kept or missed by the last requests together: there a request counts as
+good when the promise held as it ended. What a tolerance is compared with is told from outside, a replay of the same
+requests without offline work; until then nobody can tell, and nobody is judged by it.
+
+Pure: times are arguments, in seconds. Knows nothing of engines, breakers or replays.
+"""
+
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from predictor.slo import SLO, Objective, aggregate, nearest_rank
+
+WINDOW = 200
+"""Requests that are judged together."""
+MAX_AGE = 600.0
+"""Seconds after which a judged request says nothing about now."""
+SLACK = 0.01
+"""How far over a bound an aggregate must be to be held against offline work: prediction is no better than that."""
+
+
+class Served(NamedTuple):
+    """One online request as its client saw it. `ttft` None: no token came. `failed`: it ended with an error."""
+
+    arrival: float
+    ttft: float | None
+    gaps: Sequence[float]
+    failed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """One objective over the last requests; NaN where nothing is known. Times in seconds.
+
+    `value` is what the objective is about (its percentile or mean), `bound` what it may be at most, `attainment` the
+    share of requests at whose end it was kept.
+    """
+
+    objective: str
+    value: float
+    bound: float
+    attainment: float
+
+
+class Verdict(NamedTuple):
+    """`good`: every promise held as the request ended; None: nobody can tell. `limits_kept`: those on single requests
+    did. `excesses`: by how much it was over the bounds on aggregates, by key; positive on average: that promise is
+    broken."""
+
+    good: bool | None
+    limits_kept: bool
+    excesses: dict[str, float]
+
+
+@dataclass(slots=True)
+class _Judged:
+    at: float
+    served: Served
+    values: dict[str, float]
+    kept: dict[str, bool]
+    good: bool | None = None
+    over: dict[str, float] = field(default_factory=dict)
+
+
+class Judge:
+    """The last requests, judged. `good` and `bad` count all of them."""
+
+    def __init__(self, slo: SLO) -> None:
+        self.slo = slo
+        self.good = self.bad = 0
+        self._window: deque[_Judged] = deque()
+        self._over = dict.fromkeys((o.key for o in slo.objectives if not o.per_request), 0.0)
+        self._baseline: Mapping[str, float] = {}
+        self._standings: tuple[Standing, ...] | None = None
+
+    def judge(self, now: float, served: Served) -> Verdict:
+        """Take one request in, at its end."""
+        values = {o.key: own_value(o, served) for o in self.slo.objectives if o.per_request}
+        judged = _Judged(now, served, values, {})
+        self._window.append(judged)
+        for objective in self.slo.objectives:
+            if not objective.per_request and not math.isnan(bound := self._bound(objective)):
+                judged.over[objective.key] = excess(objective, served, bound)
+                self._over[objective.key] += judged.over[objective.key]
+        self._forget(now)
+        for objective in self.slo.objectives:
+            kept = self._keeps(objective, judged)
+            if kept is not None:
+                judged.kept[objective.key] = kept
+        limits_kept = not served.failed and all(judged.kept[o.key] for o in self.slo.objectives if o.per_request)
+        if served.failed or judged.kept or not self.slo.objectives:
+            judged.good = not served.failed and all(judged.kept.values())
+            self.good += judged.good
+            self.bad += not judged.good
+        self._standings = None
+        return Verdict(judged.good, limits_kept, self._absolute_excesses(served))
+
+    def _keeps(self, objective: Objective, judged: _Judged) -> bool | None:
+        """Whether the objective is kept as the request ends; None: nobody can tell."""
+        if objective.per_request:
+            assert objective.limit is not None
+            return judged.values[objective.key] <= objective.limit
+        if math.isnan(self._bound(objective)):
+            return None
+        return self._over[objective.key] <= 1e-9
+
+    def _absolute_excesses(self, served: Served) -> dict[str, float]:
+        objectives = (o for o in self.slo.objectives if o.limit is not None and not o.per_request)
+        return {o.key: excess(o, served, (1.0 + SLACK) * (o.limit or 0.0)) for o in objectives}
+
+    def set_baseline(self, aggregates: Mapping[str, float]) -> None:
+        """From now on tolerances are over these."""
+        self._baseline = dict(aggregates)
+        for key in self._over:
+            self._over[key] = 0.0
+        for judged in self._window:
+            judged.over.clear()
+            for objective in self.slo.objectives:
+                if not objective.per_request and not math.isnan(bound := self._bound(objective)):
+                    judged.over[objective.key] = excess(objective, judged.served, bound)
+                    self._over[objective.key] += judged.over[objective.key]
+        self._standings = None
+
+    def attainment(self, now: float) -> float:
+        """Share of good requests of the window; NaN when nobody was judged."""
+        self._forget(now)
+        return _share([judged.good for judged in self._window if judged.good is not None])
+
+    def standings(self, now: float) -> tuple[Standing, ...]:
+        """Every objective over the window, in the order of the SLO."""
+        self._forget(now)
+        if self._standings is None:
+            self._standings = tuple(map(self._standing, self.slo.objectives))
+        return self._standings
+
+    def breaks_a_limit(self, served: Served) -> bool:
+        """Whether a limit on single requests is broken already, however the request goes on."""
+        limited = (o for o in self.slo.objectives if o.per_request)
+        return any(own_value(o, served) > (o.limit or 0.0) for o in limited)
+
+    def _standing(self, objective: Objective) -> Standing:
+        key = objective.key
+        attainment = _share([judged.kept[key] for judged in self._window if key in judged.kept])
+        if objective.per_request:
+            assert objective.percentile is not None and objective.limit is not None
+            values = [judged.values[key] for judged in self._window]
+            value = nearest_rank(values, objective.percentile) if values else math.nan
+            return Standing(str(objective), value, objective.limit, attainment)
+        spans = [(s.ttft, s.gaps) for s in (judged.served for judged in self._window) if s.ttft is not None]
+        value = aggregate(spans, [key])[key] if spans else math.nan
+        return Standing(str(objective), value, self._bound(objective), attainment)
+
+    def _bound(self, objective: Objective) -> float:
+        """What the aggregate may be at most; NaN while the base line is not known."""
+        if objective.limit is not None:
+            return objective.limit
+        assert objective.tolerance is not None
+        return self._baseline.get(objective.key, math.nan) * (1.0 + objective.tolerance)
+
+    def _forget(self, now: float) -> None:
+        window = self._window
+        while window and (len(window) > WINDOW or window[0].at < now - MAX_AGE):
+            for key, over in window.popleft().over.items():
+                self._over[key] -= over
+            self._standings = None
+        if not window:
+            self._over = dict.fromkeys(self._over, 0.0)  # the rounding of many subtractions
+
+
+def _share(kept: Sequence[bool]) -> float:
+    return sum(kept) / len(kept) if kept else math.nan
+
+
+def own_value(objective: Objective, served: Served) -> float:
+    """The request's own TTFT, percentile of its gaps or mean gap; infinite without a token, 0 without a gap."""
+    if served.ttft is None:
+        return math.inf
+    if objective.metric == "ttft":
+        return served.ttft
+    if not served.gaps:
+        return 0.0
+    if objective.metric == "tpot":
+        return math.fsum(served.gaps) / len(served.gaps)
+    assert objective.percentile is not None
+    return nearest_rank(served.gaps, objective.percentile)
+
+
+def excess(objective: Objective, served: Served, bound: float) -> float:
+    """By how much one request takes an aggregate over `bound`: the sum over requests is positive iff it is over.
+
+    For a mean it is in units of the bound, summed over the values of the request (its gaps, where they are pooled); for
+    a percentile the values above the bound minus the share of them that may be. 0 for a request without a value.
+    """
+    if served.ttft is None:
+        return 0.0
+    if objective.metric == "ttft":
+        values: Sequence[float] = (served.ttft,)
+    elif objective.metric == "tpot":
+        values = (math.fsum(served.gaps) / len(served.gaps),) if served.gaps else ()
+    else:
+        values = served.gaps
+    if objective.percentile is None:
+        return math.fsum(values) / bound - len(values)
+    return sum(value > bound for value in values) - (1.0 - objective.percentile / 100) * len(values)
+
+
+def excess_over(
+    objective: Objective, served: Served, alone: Mapping[str, float], own: tuple[float, float]
+) -> float | None:
+    """`excess` over a tolerance; None where there is nothing to compare.
+
+    `alone`: aggregates of the online-only run by key, `own`: TTFT and mean gap of this request in it. Means are
+    compared request by request, so that what differs between requests is no noise.
+    """
+    base = alone.get(objective.key, 0.0)
+    if served.ttft is None or objective.tolerance is None or base <= 0.0:
+        return None
+    factor = (1.0 + objective.tolerance) * (1.0 + SLACK)
+    if objective.percentile is not None:
+        return excess(objective, served, factor * base)
+    ttft, gap = own
+    if objective.metric == "ttft":
+        return (served.ttft - factor * ttft) / base
+    if not served.gaps:
+        return None
+    over = (math.fsum(served.gaps) - factor * gap * len(served.gaps)) / base
+    return over if objective.metric == "tbt" else over / len(served.gaps)

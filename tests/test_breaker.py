@@ -1,0 +1,290 @@
+"""The circuit breaker and its sequential tests: quick with a broken promise at any rate, silent with a kept one."""
+
+import math
+import random
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from predictor.breaker import BreakerSettings, BreakerState, CircuitBreaker
+from predictor.evidence import FALSE_ALARMS, FEWEST_SAMPLES, ExcessTest, MissTest
+
+SETTINGS = BreakerSettings(attainment=0.99, max_error=0.3, min_steps=5)
+OPEN, HALF_OPEN, CLOSED = BreakerState.OPEN, BreakerState.HALF_OPEN, BreakerState.CLOSED
+
+
+def run_requests(breaker: CircuitBreaker, start: float, outcomes: str, every: float = 0.1) -> float:
+    """Requests one after the other: `.` good, `x` missed beside offline work, `o` missed without any. Ends when?"""
+    now = start
+    for outcome in outcomes:
+        breaker.record_request(now, now - 0.05, outcome == ".", outcome != "o")
+        now += every
+    return now - every
+
+
+# The sequential tests
+
+
+@pytest.mark.parametrize(("allowed", "misses"), [(0.01, 4), (0.05, 5), (0.1, 7), (0.5, 19)])
+def test_misses_in_a_row_are_an_alarm(allowed: float, misses: int) -> None:
+    test = MissTest(allowed)
+    needed = 0
+    while not test.alarm:
+        test.record(missed=True)
+        needed += 1
+    assert needed <= misses
+
+
+def alarms(allowed: float, share: float, requests: int, seed: int) -> int:
+    generator, test, found = random.Random(seed), MissTest(allowed), 0
+    for _ in range(requests):
+        test.record(generator.random() < share)
+        if test.alarm:
+            found += 1
+            test.restart()
+    return found
+
+
+@pytest.mark.parametrize("allowed", [0.01, 0.05, 0.1, 0.5])
+def test_false_alarms_are_bounded_at_the_very_edge_of_the_promise(allowed: float) -> None:
+    requests = 5_000
+    found = sum(alarms(allowed, allowed, requests, seed) for seed in range(20))
+    assert found <= 2 * FALSE_ALARMS * requests * 20, "the bound, twice over for chance"
+
+
+@pytest.mark.parametrize("allowed", [0.01, 0.05, 0.1, 0.5])
+def test_a_healthy_stream_gives_no_alarm(allowed: float) -> None:
+    assert sum(alarms(allowed, allowed / 2, 5_000, seed) for seed in range(20)) == 0
+
+
+@pytest.mark.parametrize(("share", "within"), [(1.0, 4), (0.5, 40), (0.1, 400), (0.05, 2000)])
+def test_more_misses_than_promised_are_found(share: float, within: int) -> None:
+    assert all(alarms(0.01, share, within, seed) for seed in range(20))
+
+
+def test_old_good_requests_buy_nothing() -> None:
+    test = MissTest(0.01)
+    for _ in range(10_000):
+        test.record(missed=False)
+    for _ in range(4):
+        test.record(missed=True)
+    assert test.alarm
+
+
+def excess_alarms(draw: Callable[[random.Random], float], requests: int, seed: int) -> int:
+    generator, test, found = random.Random(seed), ExcessTest(), 0
+    for _ in range(requests):
+        test.record(draw(generator))
+        if test.alarm:
+            found += 1
+            test.restart()
+    return found
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda g: g.gauss(0.0, 0.3),
+        lambda g: g.expovariate(1.0) - 1.0,
+        lambda g: g.lognormvariate(0.0, 1.0) - math.exp(0.5),
+        lambda g: (g.random() < 0.01) - 0.01,
+    ],
+    ids=["normal", "exponential", "lognormal", "percentile"],
+)
+def test_a_mean_on_its_bound_gives_next_to_no_alarm(draw: Callable[[random.Random], float]) -> None:
+    assert sum(excess_alarms(draw, 2_000, seed) for seed in range(10)) <= 2
+
+
+@pytest.mark.parametrize(
+    ("draw", "within"),
+    [(lambda g: 0.5, FEWEST_SAMPLES), (lambda g: g.gauss(1.0, 0.5), 20), (lambda g: g.expovariate(1.0) - 0.6, 2000)],
+    ids=["all late", "twice", "two fifths over, exponential"],
+)
+def test_a_mean_over_its_bound_is_found(draw: Callable[[random.Random], float], within: int) -> None:
+    assert all(excess_alarms(draw, within, seed) for seed in range(10))
+
+
+def test_few_values_are_no_evidence() -> None:
+    test = ExcessTest()
+    for _ in range(FEWEST_SAMPLES - 1):
+        test.record(100.0)
+    assert not test.alarm
+
+
+# The breaker
+
+
+@pytest.mark.parametrize("rate", [0.01, 0.1, 0.3, 0.5, 0.6, 0.7, 1.0, 10.0])
+def test_it_opens_at_any_rate(rate: float) -> None:
+    """Every request late beside offline work: it must not take a crowd to see it."""
+    breaker = CircuitBreaker(SETTINGS)
+    run_requests(breaker, 0.0, "xxxx", every=1.0 / rate)
+    assert breaker.num_openings == 1 and breaker.cause == "slo"
+
+
+@pytest.mark.parametrize("rate", [0.3, 1.0])
+def test_it_stays_open_for_most_of_a_time_in_which_every_request_would_be_late(rate: float) -> None:
+    """Only requests that offline work may touch are late: those that come while it is open are good."""
+    breaker, now, exposed = CircuitBreaker(SETTINGS), 0.0, 0
+    for _ in range(round(1800 * rate)):
+        now += 1.0 / rate
+        beside = breaker.share(now) > 0.0
+        exposed += beside
+        breaker.record_request(now, now - 0.5, not beside, beside)
+    assert exposed / (1800 * rate) < 0.1
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_healthy_stream_never_opens_it(seed: int) -> None:
+    """Two hours at 2 requests/s, half as many misses as the SLO allows, means below their bounds, noisy steps."""
+    generator, breaker = random.Random(seed), CircuitBreaker(SETTINGS)
+    for index in range(14_400):
+        now = index / 2.0
+        excesses = {"tbt_mean": generator.gauss(-0.1, 0.3), "ttft_mean": generator.expovariate(1.0) - 1.1}
+        breaker.record_request(now, now - 0.5, generator.random() >= 0.005, True, excesses)
+        breaker.record_step(now, generator.gauss(0.0, 0.1))
+    assert breaker.num_openings == 0 and breaker.share(8000.0) == 1.0
+
+
+def test_misses_that_offline_work_had_no_part_in_never_open_it() -> None:
+    breaker = CircuitBreaker(SETTINGS)
+    run_requests(breaker, 0.0, "o" * 100 + "." * 10)
+    assert breaker.state(11.0) is CLOSED
+
+
+def test_an_aggregate_over_its_bound_opens_it_and_is_named() -> None:
+    breaker = CircuitBreaker(BreakerSettings(attainment=None))
+    for index in range(FEWEST_SAMPLES):
+        assert breaker.state(index) is CLOSED
+        breaker.record_request(index, index - 0.5, False, True, {"tbt_mean": 0.5, "ttft_mean": -0.5})
+    assert breaker.state(8.0) is OPEN and breaker.cause == "tbt_mean"
+
+
+def test_what_becomes_known_late_counts_unless_it_came_before_the_opening() -> None:
+    breaker = CircuitBreaker(BreakerSettings(attainment=None))
+    for index in range(FEWEST_SAMPLES):
+        breaker.record_excesses(100.0 + index, index, {"tbt_p99": 1.0})
+    assert breaker.num_openings == 1 and breaker.opened_at == 100.0 + FEWEST_SAMPLES - 1
+    for index in range(100):
+        breaker.record_excesses(300.0 + index, 50.0, {"tbt_p99": 1.0})
+    assert breaker.num_openings == 1
+
+
+def test_one_hiccup_is_one_miss_however_many_it_hits() -> None:
+    """A step that takes a second makes every running request miss; ten such steps are another matter."""
+    breaker = CircuitBreaker(SETTINGS)
+    for index in range(50):
+        breaker.record_request(1.0 + index / 10, 0.5, False, True, moment=0.7)
+    assert breaker.num_openings == 0
+    for index in range(4):
+        breaker.record_request(7.0, 6.0, False, True, moment=6.1 + index)
+    assert breaker.num_openings == 1
+
+
+def test_it_decays_by_itself_through_half_open() -> None:
+    breaker = CircuitBreaker(SETTINGS)
+    opened = run_requests(breaker, 0.0, "xxxx")
+    assert breaker.share(opened) == 0.0
+    assert breaker.state(opened + 9.99) is OPEN
+    assert breaker.state(opened + 10.0) is HALF_OPEN
+    assert breaker.share(opened + 12.0) == pytest.approx(0.1)
+    assert breaker.state(opened + 109.9) is HALF_OPEN, "nobody came to prove anything"
+    assert breaker.state(opened + 110.0) is CLOSED
+    assert breaker.cause is None and breaker.num_openings == 1
+
+
+def test_a_few_good_requests_pass_the_probe() -> None:
+    breaker = CircuitBreaker(SETTINGS)
+    opened = run_requests(breaker, 0.0, "xxxx")
+    breaker.state(opened + 10.0)
+    last = run_requests(breaker, opened + 11.0, "...", every=3.0)
+    assert breaker.state(last + 1.9) is HALF_OPEN
+    assert breaker.state(opened + 20.0) is CLOSED
+
+
+def test_a_miss_while_probing_opens_it_again_and_for_longer() -> None:
+    breaker = CircuitBreaker(SETTINGS)
+    opened = run_requests(breaker, 0.0, "xxxx")
+    breaker.state(opened + 10.0)
+    again = run_requests(breaker, opened + 11.0, "x")
+    assert breaker.state(again) is OPEN and breaker.num_openings == 2
+    assert breaker.state(again + 19.9) is OPEN and breaker.state(again + 20.0) is HALF_OPEN
+    for _ in range(20):
+        now = breaker.opened_at + 1000.0
+        breaker.record_request(now, now, False, True)
+    assert breaker.settings.longest_open == 320.0
+
+
+def test_requests_from_before_the_opening_are_not_held_against_the_probe() -> None:
+    breaker = CircuitBreaker(SETTINGS)
+    opened = run_requests(breaker, 0.0, "xxxx")
+    for index in range(20):
+        breaker.record_request(opened + 11.0 + index / 10, opened - 1.0, False, True)
+    assert breaker.state(opened + 13.0) is HALF_OPEN and breaker.num_openings == 1
+
+
+def test_an_opening_halves_what_is_granted_and_it_grows_back() -> None:
+    breaker = CircuitBreaker(SETTINGS)
+    assert breaker.share(5.0) == 1.0
+    opened = run_requests(breaker, 10.0, "xxxx")
+    closed = opened + 110.0
+    assert breaker.share(closed) == pytest.approx(0.5)
+    assert breaker.share(closed + 150.0) == pytest.approx(0.75)
+    assert breaker.share(closed + 3000.0) == 1.0
+    for _ in range(5):
+        closed = run_requests(breaker, closed, "xxxx")
+        while breaker.state(closed) is not CLOSED:
+            closed += 1.0
+    assert breaker.share(closed) == pytest.approx(SETTINGS.smallest_share, abs=0.01)
+    breaker.renew()
+    assert breaker.share(closed) == 1.0, "another budget is in force"
+
+
+def test_time_passes_all_transitions_at_once() -> None:
+    breaker = CircuitBreaker(SETTINGS)
+    run_requests(breaker, 0.0, "x" * 8)
+    assert breaker.state(1000.0) is CLOSED
+
+
+def test_a_wrong_predictor_opens_it_at_any_pace_but_a_hiccup_does_not() -> None:
+    breaker = CircuitBreaker(SETTINGS)
+    for step in range(20):
+        breaker.record_step(step / 100, 100.0 if step == 10 else 0.02)
+    assert breaker.state(1.0) is CLOSED
+    for step in range(40):
+        breaker.record_step(1 + 60.0 * step, -0.6)
+        if breaker.num_openings:
+            break
+    assert breaker.state(1 + 60.0 * step) is OPEN and breaker.cause == "predictor"
+    assert breaker.share(1e6) == 1.0, "the budget is not to blame"
+
+
+@given(st.lists(st.tuples(st.floats(0, 5), st.sampled_from(".xoea")), max_size=200))
+@settings(deadline=None)
+def test_it_never_gives_more_than_its_state_allows(events: list[tuple[float, str]]) -> None:
+    breaker, now = CircuitBreaker(SETTINGS), 0.0
+    legal = {CLOSED: {CLOSED, OPEN}, OPEN: set(BreakerState), HALF_OPEN: set(BreakerState)}
+    before = breaker.state(now)
+    for gap, event in events:
+        now += gap
+        if event == "e":
+            breaker.record_step(now, 1.0)
+        elif event == "a":
+            breaker.record_excesses(now, now, {"tbt_mean": 1.0})
+        else:
+            breaker.record_request(now, now, event == ".", event != "o")
+        state = breaker.state(now)
+        assert state in legal[before]
+        allowed = {CLOSED: 1.0, HALF_OPEN: 0.1, OPEN: 0.0}[state]
+        assert 0.0 <= breaker.share(now) <= allowed
+        assert state is not CLOSED or breaker.share(now) >= SETTINGS.smallest_share
+        before = state
+    assert breaker.state(now + 1000.0) is CLOSED
+
+
+@pytest.mark.parametrize("change", [{"probe_share": 0.2}, {"attainment": 0.0}])
+def test_breaker_settings_are_checked(change: dict[str, float]) -> None:
+    with pytest.raises(ValueError):
+        BreakerSettings(**change)  # type: ignore[arg-type]

@@ -1,0 +1,281 @@
+"""The tuner: the load decides which budget is in force, and what is searched, compared and kept."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from driver import make_request
+from windows import poisson_window
+
+from engine.colocation import Colocation, initial_budget
+from engine.config import SchedulerConfig
+from engine.core import EngineCore
+from engine.load_store import LoadStore
+from engine.replay import ReplayedServer, Workload
+from engine.request import FinishReason, RequestClass, RequestOutput, RequestTimes
+from engine.scheduling.output import Chunk, SchedulerOutput
+from engine.search import baseline_job, budget_job
+from engine.search_child import ChildError, run_child
+from engine.tuning import MIN_COMPARED, MIN_RECORDED, PAUSE_SECONDS, BudgetTuner
+from predictor.budget import BudgetParams, params_of, to_plain
+from predictor.budget_table import BudgetTable
+from predictor.load import BUCKET, Lengths, LoadModel, OnlineArrival
+from predictor.model import LatencyModel
+from predictor.online import OnlineModel
+from predictor.profile import ProfileKey
+from predictor.slo import SLO
+
+MODEL = LatencyModel(
+    intercept=0.008, decodes=2e-5, decode_context=4e-7, prefill_chunks=2e-4, knots=(0, 128), hinges=(2e-5, 1e-4)
+)
+CONFIG = SchedulerConfig(num_units=2 * 600, max_model_len=1024, max_num_seqs=64, max_num_batched_tokens=256)
+STEP = SchedulerOutput(0, (Chunk(0, 10, 1, True),))
+Answer = Callable[[dict[str, Any]], Any]
+
+
+class Bench:
+    """A keeper and its tuner on a clock of the test; `answer` stands for the child process, `jobs` are what it got."""
+
+    def __init__(
+        self,
+        answer: Answer,
+        slo: str = "ttft_p99=500ms,tbt_p99=60ms",
+        store: LoadStore | None = None,
+        start: float = 0.0,
+    ) -> None:
+        self.now = 0.0
+        self.jobs: list[dict[str, Any]] = []
+        self.answer = answer
+        parsed, model = SLO.parse(slo), OnlineModel(MODEL)
+        self.core = EngineCore(CONFIG, model=model)
+        load, table = LoadModel(start), BudgetTable()
+        if store is not None:
+            load, table = store.read(start, lambda _line: None)
+        budget = initial_budget(parsed, MODEL, "tidemill")
+        self.keeper = Colocation(self.core, model, parsed, budget, calendar=start, load=load)
+        server = ReplayedServer(MODEL, parsed, CONFIG)
+        self.tuner = BudgetTuner(self.keeper, server, table, store, clock=lambda: self.now, child=self._child)
+
+    async def _child(self, job: dict[str, Any]) -> Any:
+        self.jobs.append(job)
+        answer = self.answer(job)
+        if isinstance(answer, Exception):
+            raise answer
+        return await answer if isinstance(answer, Awaitable) else answer
+
+    @property
+    def budget(self) -> float:
+        return self.core._scheduler.objective.budget.latency_budget
+
+    def queue_a_job(self) -> None:
+        self.core.add_request(make_request("job", range(80), 12, request_class=RequestClass.OFFLINE), self.now)
+
+    async def serve(
+        self, count: int, rate: float, *, prompt: int = 100, gap: float = 0.01, beside: bool = True
+    ) -> None:
+        """Online requests at a steady rate, each of two tokens."""
+        for _ in range(count):
+            self.now += 1.0 / rate
+            self.keeper.on_arrival(RequestClass.ONLINE, self.now)
+            for index in (1, 2):
+                times = RequestTimes(self.now, first_token=self.now + 0.02)
+                reason = FinishReason.LENGTH if index == 2 else None
+                output = RequestOutput("r", [1], None, times, prompt, 0, index, reason, beside_offline=True)
+                self.keeper.on_step(STEP, 0.0082, [output], self.now + 0.02 + gap * (index - 1))
+            await self.settle()
+
+    async def settle(self) -> None:
+        for _ in range(10):
+            await asyncio.sleep(0)
+
+
+def found(budget: float) -> dict[str, Any]:
+    return {"params": to_plain(BudgetParams("tidemill", budget))}
+
+
+def rates_of(jobs: list[dict[str, Any]]) -> list[float]:
+    """The rates of the windows that were searched."""
+    return [len(job["second"]["arrivals"]) / job["second"]["seconds"] for job in jobs if job["kind"] == "budget"]
+
+
+async def test_the_load_that_comes_is_searched_and_then_the_next_higher_one() -> None:
+    bench = Bench(lambda job: found(0.02 / (1 + rates_of([job])[0])))
+    bench.tuner.start()
+    bench.queue_a_job()
+    initial = bench.budget
+    await bench.serve(MIN_RECORDED - 1, 1.0)
+    assert not bench.jobs and bench.budget == initial
+    await bench.serve(10, 1.0)
+    first, second = rates_of(bench.jobs)[:2]
+    assert first == pytest.approx(1.0, rel=0.3) and second == pytest.approx(1.5 * first, rel=0.3)
+    assert len(bench.jobs) == 2, "all is known now"
+    assert bench.budget == pytest.approx(0.02 / (1 + first), rel=1e-6)
+    job = bench.jobs[0]
+    assert len(job["second"]["arrivals"]) == 1000 and len(job["first"]["arrivals"]) == 300
+    assert job["first"]["offline_lengths"] == [[80, 12, 0]], "the job that waits"
+    await bench.tuner.stop()
+
+
+async def test_a_change_of_load_is_a_look_up() -> None:
+    bench = Bench(lambda job: found(0.02 / (1 + rates_of([job])[0])))
+    bench.tuner.start()
+    bench.queue_a_job()
+    await bench.serve(60, 1.0)
+    at_one, searched = bench.budget, len(bench.jobs)
+    release = asyncio.Event()
+
+    async def late(job: dict[str, Any]) -> Any:
+        await release.wait()
+        return found(0.001)
+
+    bench.answer = late
+    await bench.serve(120, 1.4)
+    assert bench.budget < at_one, "in force before any further search has ended"
+    assert len(bench.jobs) <= searched + 1
+    release.set()
+    await bench.tuner.stop()
+
+
+async def test_a_load_nobody_searched_gets_the_budget_that_needs_no_search() -> None:
+    bench = Bench(lambda job: found(0.0123))
+    bench.tuner.start()
+    bench.queue_a_job()
+    initial = bench.budget
+    await bench.serve(60, 0.5)
+    assert bench.budget == 0.0123
+    bench.answer = lambda job: ChildError("busy")
+    await bench.serve(300, 5.0)
+    assert bench.budget == initial
+    await bench.tuner.stop()
+
+
+async def test_other_lengths_and_an_hour_are_searched_again() -> None:
+    bench = Bench(lambda job: found(0.0123))
+    bench.tuner.start()
+    bench.queue_a_job()
+    await bench.serve(60, 1.0)
+    count = len(bench.jobs)
+    await bench.serve(120, 1.0)
+    assert len(bench.jobs) == count, "nothing has changed"
+    await bench.serve(250, 1.0, prompt=400)
+    changed = len(bench.jobs)
+    assert changed > count
+    bench.now += 3700.0
+    await bench.serve(60, 1.0, prompt=400)
+    assert len(bench.jobs) > changed
+    await bench.tuner.stop()
+
+
+async def test_without_offline_work_nothing_is_searched() -> None:
+    bench = Bench(lambda job: found(0.0123))
+    bench.tuner.start()
+    await bench.serve(100, 1.0)
+    assert not bench.jobs
+    await bench.tuner.stop()
+
+
+async def test_none_at_all_is_obeyed_and_said() -> None:
+    bench = Bench(lambda job: found(0.0))
+    bench.tuner.start()
+    bench.queue_a_job()
+    await bench.serve(60, 1.0)
+    stats = bench.keeper.stats(bench.now)
+    assert stats.held == "no offline budget keeps the SLO (searched for 1 requests/s)"
+    assert bench.core._scheduler.offline_share == stats.offline_share == 0.0
+    await bench.tuner.stop()
+
+
+async def test_a_failed_search_changes_nothing_and_is_not_made_again_at_once() -> None:
+    bench = Bench(lambda job: ChildError("no room"))
+    bench.tuner.start()
+    bench.queue_a_job()
+    initial = bench.budget
+    await bench.serve(200, 1.0)
+    assert len(bench.jobs) == 1 and bench.budget == initial
+    bench.answer = lambda job: {"nonsense": 1}
+    bench.now += PAUSE_SECONDS
+    await bench.serve(40, 1.0)
+    assert len(bench.jobs) == 2 and bench.budget == initial
+    await bench.tuner.stop()
+
+
+async def test_a_budget_under_which_the_breaker_opens_again_and_again_is_searched_anew() -> None:
+    bench = Bench(lambda job: found(0.0123))
+    bench.tuner.start()
+    bench.queue_a_job()
+    await bench.serve(60, 1.0)
+    count = len(bench.jobs)
+    await bench.serve(40, 1.0, gap=0.5)
+    assert bench.keeper.num_openings >= 2 and len(bench.jobs) == count
+    await bench.serve(round(PAUSE_SECONDS), 1.0)
+    assert len(bench.jobs) > count
+    await bench.tuner.stop()
+
+
+async def test_what_was_learned_is_kept_and_used_by_the_next_server(tmp_path: Path) -> None:
+    store = LoadStore(tmp_path, ProfileKey("m", "d", "t", "v"), "")
+    first = Bench(lambda job: found(0.0123), store=store, start=1000 * BUCKET)
+    first.tuner.start()
+    first.queue_a_job()
+    await first.serve(700, 1.0)
+    await first.tuner.stop()
+    second = Bench(lambda job: found(0.9), store=store, start=1000 * BUCKET + 86_400.0)
+    second.tuner.start()
+    await second.settle()
+    assert second.budget == 0.0123, "the calendar lets expect that load before anybody has come"
+    await second.tuner.stop()
+
+
+async def test_a_place_that_cannot_be_written_is_said_and_stops_nothing(tmp_path: Path, caplog: Any) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_bytes(b"")
+    bench = Bench(lambda job: found(0.0123), store=LoadStore(blocked, ProfileKey("m", "d", "t", "v"), ""))
+    bench.tuner.start()
+    await bench.settle()
+    await bench.tuner.stop()
+    assert "could not be kept" in caplog.text
+
+
+async def test_a_tolerance_is_compared_beside_the_searches() -> None:
+    def alone(job: dict[str, Any]) -> Any:
+        if job["kind"] == "budget":
+            return found(0.0123)
+        count = len(job["counted"])
+        keys = ("ttft_mean", "ttft_p99", "tbt_mean", "tbt_p99")
+        return {"aggregates": dict.fromkeys(keys, 0.005), "own": [[0.005, 0.005]] * count}
+
+    bench = Bench(alone, slo="5%")
+    bench.tuner.start()
+    await bench.serve(MIN_COMPARED + 40, 1.0)
+    jobs = [job for job in bench.jobs if job["kind"] == "baseline"]
+    assert 1 <= len(jobs) <= 2, "at most every half a minute"
+    stats = bench.keeper.stats(bench.now)
+    assert stats.breaker_openings >= 1 and stats.objectives[0].bound == pytest.approx(0.00525)
+    await bench.tuner.stop()
+
+
+# The child process itself
+
+
+async def test_jobs_run_in_a_process_of_their_own() -> None:
+    first, second = (poisson_window(2.0, 100, 20, 4.0, seed) for seed in (1, 2))
+    server = ReplayedServer(MODEL, SLO.parse("ttft_p99=500ms,tbt_p99=60ms"), CONFIG)
+    answer = await run_child(budget_job(first, second, server))
+    assert params_of(answer["params"]).latency_budget > 0
+    counted = [True] * len(first.arrivals)
+    answer = await run_child(baseline_job(first, counted, server))
+    assert answer["aggregates"]["tbt_p99"] == pytest.approx(0.0085, rel=0.1) and len(answer["own"]) == len(counted)
+    with pytest.raises(ChildError, match="KeyError"):
+        await run_child({"kind": "budget"})
+
+
+async def test_a_child_is_killed_with_who_waits_for_it() -> None:
+    window = Workload(tuple(OnlineArrival(i / 10, Lengths(200, 100)) for i in range(20_000)), 2000.0)
+    job = budget_job(window, window, ReplayedServer(MODEL, SLO.parse("tbt_p99=60ms"), CONFIG))
+    task = asyncio.create_task(run_child(job))
+    await asyncio.sleep(0.05)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
