@@ -6,17 +6,17 @@ and then taken to be as cheap as the work can be at all: nothing is free, and a 
 scheduler think so. Rows and units are handed out by hand, so the runner must be idle. Torch-free.
 """
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
 from statistics import median
 
 from engine.cache.cache_map import CacheEntry, CacheKind, Tier
+from engine.machine import BUS_RATE
 from engine.request import SamplingParams
 from engine.scheduling.output import CacheAction, CacheOperation, Chunk, ModelRunner, NewRequest, SchedulerOutput
 from predictor.costs import CacheCosts
-from predictor.sweep import SweepLimits
+from predictor.limits import Limits
 
 REPEATS = 15
 """Pairs of steps; up to `PATIENCE` times as many where the difference does not stand out."""
@@ -25,8 +25,6 @@ MAX_TOKENS = 1024
 """Tokens run from hidden state, or restored, in a measured step."""
 MAX_UNITS = 256
 """Units copied in a measured step."""
-BUS_RATE = 64e9
-"""Bytes/s that no copy between a device of its own memory and the host exceeds (PCIe 5.0 x16, one way)."""
 MEMORY_RATE = 1e13
 """Bytes/s that no device memory reaches."""
 GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
@@ -46,9 +44,7 @@ class CacheTiers:
 KV_ONLY = CacheTiers()
 
 
-def measure_cache_costs(
-    runner: ModelRunner, limits: SweepLimits, tiers: CacheTiers, repeats: int = REPEATS
-) -> CacheCosts:
+def measure_cache_costs(runner: ModelRunner, limits: Limits, tiers: CacheTiers, repeats: int = REPEATS) -> CacheCosts:
     """Costs of what `tiers` offers and the pool has room to measure; the rest stays None. The runner is idle after.
 
     None is less than moving the bytes takes that it must: of a swapped unit at the tiers' `copy_rate`, of a restored
@@ -71,17 +67,6 @@ def measure_cache_costs(
     return CacheCosts(run_hidden, restore, swap_out, swap_in)
 
 
-def memcpy_rate(size: int = 1 << 25, repeats: int = 5) -> float:
-    """Bytes/s of copying a buffer larger than the caches within host memory, at its fastest."""
-    source, target = memoryview(bytearray(size)), memoryview(bytearray(size))
-    seconds = []
-    for _ in range(repeats + 1):  # the first one commits the pages
-        began = time.perf_counter()
-        target[:] = source
-        seconds.append(time.perf_counter() - began)
-    return size / min(seconds)
-
-
 def _shares(blocks: int, longest: int, max_rows: int) -> list[range]:
     """`blocks` blocks, or as many as fit, in as few rows of at most `longest` as will do, alike but for one."""
     rows = min(-(-blocks // longest), max_rows)
@@ -93,7 +78,7 @@ def _shares(blocks: int, longest: int, max_rows: int) -> list[range]:
 class _Bench:
     """The rows from 0 on hold the requests of every step: one but where it runs from more than fits a context."""
 
-    def __init__(self, runner: ModelRunner, limits: SweepLimits, repeats: int) -> None:
+    def __init__(self, runner: ModelRunner, limits: Limits, repeats: int) -> None:
         self._runner = runner
         self._block_size = limits.block_size
         self._repeats = repeats

@@ -14,10 +14,11 @@ from engine.cache_profiling import KV_ONLY, REPEATS, CacheTiers, measure_cache_c
 from engine.profiling import ShapeRunner
 from engine.scheduling.output import ModelRunner
 from predictor.fitting import fit
+from predictor.limits import Limits
 from predictor.model import LatencyModel
 from predictor.profile import Profile, ProfileError, ProfileKey
 from predictor.samples import Sample, split_samples
-from predictor.sweep import StepShape, SweepLimits, run_sweep
+from predictor.sweep import StepShape, run_sweep
 
 HELD_OUT = 0.2
 POOR = 0.3
@@ -37,7 +38,7 @@ class Calibration:
 
 def measure_profile(
     runner: ModelRunner,
-    limits: SweepLimits,
+    limits: Limits,
     vocab_size: int,
     key: ProfileKey,
     seconds: float,
@@ -71,7 +72,7 @@ def measure_profile(
     return Calibration(profile.with_cache_costs(costs, tiers.unit_bytes), train, held_out, mape)
 
 
-def load_profile(folder: Path, key: ProfileKey, limits: SweepLimits) -> Profile | None:
+def load_profile(folder: Path, key: ProfileKey, limits: Limits) -> Profile | None:
     """The stored profile, or None when there is none. Raises ProfileError when there is one that cannot serve."""
     path = folder / key.filename()
     if not path.exists():
@@ -85,7 +86,7 @@ def load_profile(folder: Path, key: ProfileKey, limits: SweepLimits) -> Profile 
 def load_or_measure(
     folder: Path,
     runner: ModelRunner,
-    limits: SweepLimits,
+    limits: Limits,
     vocab_size: int,
     key: ProfileKey,
     seconds: float,

@@ -6,6 +6,7 @@ from typing import Any
 
 from engine.errors import ConfigError
 from engine.queue_time import DEFAULT_QUEUE, QueueTime
+from predictor.limits import Limits
 
 
 def _flag(default: Any, help_text: str, choices: tuple[str, ...] = ()) -> Any:
@@ -108,6 +109,13 @@ class SchedulerConfig:
         """What `config` says under the same names, and what was decided from the model and the machine."""
         named = {f.name for f in fields(EngineConfig)} & {f.name for f in fields(cls)}
         return cls(**{name: getattr(config, name) for name in named} | resolved)
+
+    @property
+    def limits(self) -> Limits:
+        """What a step may hold."""
+        return Limits(
+            self.max_num_seqs, self.max_num_batched_tokens, self.max_model_len, self.num_units, self.block_size
+        )
 
     def __post_init__(self) -> None:
         _positive(self, "num_units", "max_model_len", "block_size", "max_num_seqs", "max_num_batched_tokens")

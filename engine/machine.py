@@ -1,12 +1,16 @@
-"""Facts about the processor: cores, features, memory. Reads /proc and the container's limits; torch-free.
+"""Facts about the machine: cores, features, how fast it copies. Reads /proc and the container's limits; torch-free.
 
 Where the system says nothing (other than Linux), the answers are the cautious ones.
 """
 
 import os
 import platform
+import time
 from dataclasses import dataclass
 from pathlib import Path
+
+BUS_RATE = 64e9
+"""Bytes/s that no copy between a device of its own memory and the host exceeds (PCIe 5.0 x16, one way)."""
 
 _CPUINFO = Path("/proc/cpuinfo")
 _CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
@@ -49,6 +53,17 @@ def read_processor(cpuinfo: str | None = None) -> Processor:
     name = first.get("model name") or platform.processor() or platform.machine()
     cores = min(len(places) or len(allowed), _quota() or len(allowed))
     return Processor(name, max(cores, 1), len(allowed), features)
+
+
+def memcpy_rate(size: int = 1 << 25, repeats: int = 5) -> float:
+    """Bytes/s of copying a buffer larger than the caches within host memory, at its fastest."""
+    source, target = memoryview(bytearray(size)), memoryview(bytearray(size))
+    seconds = []
+    for _ in range(repeats + 1):  # the first one commits the pages
+        began = time.perf_counter()
+        target[:] = source
+        seconds.append(time.perf_counter() - began)
+    return size / min(seconds)
 
 
 def _fields(block: str) -> dict[str, str]:

@@ -9,7 +9,8 @@ from engine.cache.cache_map import CacheEntry, CacheKind, Tier
 from engine.cache.pool import UNITS_PER_KV_BLOCK
 from engine.request import SamplingParams
 from engine.scheduling.output import Chunk, ModelRunner, NewRequest, SchedulerOutput
-from predictor.sweep import StepShape, SweepLimits
+from predictor.limits import Limits
+from predictor.sweep import StepShape
 
 DRAWN = SamplingParams(max_tokens=1)
 """Temperature 1, as requests have it that say nothing: drawing is part of a step's time."""
@@ -21,7 +22,7 @@ class ShapeRunner:
     `vocab_size` bounds the made-up tokens. Call `close` before the runner serves requests.
     """
 
-    def __init__(self, runner: ModelRunner, limits: SweepLimits, vocab_size: int) -> None:
+    def __init__(self, runner: ModelRunner, limits: Limits, vocab_size: int) -> None:
         self._runner = runner
         self._limits = limits
         self._vocab_size = vocab_size

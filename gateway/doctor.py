@@ -30,14 +30,14 @@ def report_machine(tidemill_version: str) -> list[str]:
 
 
 def report_launch(plan: Any, name: str) -> list[str]:
-    """What would run. `plan` is engine.build's LaunchPlan."""
-    tokens = plan.num_blocks * plan.block_size
+    """What would run. `plan` is an engine.execution.plan.LaunchPlan."""
+    tokens = plan.num_blocks * plan.limits.block_size
     about = "about " if plan.device == "cuda" else ""
     return [
         _line("model", f"{name}: {plan.architecture}, {plan.spec.num_parameters:,} parameters"),
         _line("", f"{plan.dtype} on {plan.device}, weights {_size(plan.weight_bytes)}"),
-        _line("cache", f"{about}{tokens:,} tokens ({plan.num_blocks:,} blocks of {plan.block_size})"),
-        _line("context", f"{plan.max_model_len:,} tokens"),
+        _line("cache", f"{about}{tokens:,} tokens ({plan.num_blocks:,} blocks of {plan.limits.block_size})"),
+        _line("context", f"{plan.limits.max_model_len:,} tokens"),
         *(_line("note", note) for note in plan.notes),
     ]
 

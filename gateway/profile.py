@@ -19,8 +19,6 @@ def run(config: EngineConfig, plot: Path | None, say: Callable[[str], None]) -> 
     """Measure, store, print; returns the exit code. Raises ConfigError when the result cannot be written."""
     build = importlib.import_module("engine.build")
     runner, plan = build.build_runner(config, build.plan_launch(config), say)
-    units = 2 * plan.num_blocks
-    limits = build.sweep_limits(build.scheduler_config(config, plan, units))
     key = build.profile_key(plan)
 
     def progress(count: int, spent: float) -> None:
@@ -28,7 +26,7 @@ def run(config: EngineConfig, plot: Path | None, say: Callable[[str], None]) -> 
             return
         print(f"\r{count} step shapes, {spent:.0f} of at most {config.profile_seconds:.0f} s", end="", flush=True)
 
-    calibration = measure_profile(runner, limits, plan.spec.vocab_size, key, config.profile_seconds, progress)
+    calibration = measure_profile(runner, plan.limits, plan.spec.vocab_size, key, config.profile_seconds, progress)
     if sys.stdout.isatty():
         print()
     path = build.profile_folder(config) / key.filename()

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from predictor.features import BatchFeatures
+from predictor.limits import Limits
 from predictor.samples import Sample
 
 MAX_SHAPES = 400
@@ -21,36 +22,6 @@ LONGEST_SHARE = 0.05
 """Share of the budget that one run may be expected to take; a longer step is left out and extrapolated to."""
 DEFAULT_KNEE = 256
 MIX_PRIMES = (2, 3, 5, 7)
-
-
-@dataclass(frozen=True, slots=True)
-class SweepLimits:
-    """What a step may hold: requests, tokens, context per request, and cache units of `block_size` tokens' blocks."""
-
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_model_len: int
-    num_units: int
-    block_size: int = 16
-    units_per_block: int = 2
-
-    def units(self, context: int) -> int:
-        """Units that a request of `context` tokens needs."""
-        return -(-context // self.block_size) * self.units_per_block
-
-    def max_decodes(self, context: int) -> int:
-        """How many decodes of `context` tokens one step can hold."""
-        return min(self.max_num_seqs, self.max_num_batched_tokens, self.num_units // self.units(context))
-
-    def fits(self, shape: "StepShape") -> bool:
-        """True when the step can be run under these limits."""
-        contexts = [start + length for start, length in shape.chunks] + [shape.decode_context] * shape.num_decodes
-        return (
-            0 < len(contexts) <= self.max_num_seqs
-            and shape.num_tokens <= self.max_num_batched_tokens
-            and max(contexts) <= self.max_model_len
-            and sum(map(self.units, contexts)) <= self.num_units
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +45,16 @@ class StepShape:
         """Tokens of all contexts, what they reach in this step included: the memory that the step touches."""
         return self.num_decodes * self.decode_context + sum(start + length for start, length in self.chunks)
 
+    def fits(self, limits: Limits) -> bool:
+        """True when the step can be run under these limits."""
+        contexts = [start + length for start, length in self.chunks] + [self.decode_context] * self.num_decodes
+        return (
+            0 < len(contexts) <= limits.max_num_seqs
+            and self.num_tokens <= limits.max_num_batched_tokens
+            and max(contexts) <= limits.max_model_len
+            and sum(map(limits.units, contexts)) <= limits.num_units
+        )
+
     def features(self) -> BatchFeatures:
         """The step as the latency model sees it."""
         features = BatchFeatures()
@@ -84,7 +65,7 @@ class StepShape:
         return features
 
 
-def anchor_shapes(limits: SweepLimits) -> Iterator[StepShape]:
+def anchor_shapes(limits: Limits) -> Iterator[StepShape]:
     """Few shapes that pin every term down: small steps first, so that what a token costs is known before large ones."""
     tokens, length = limits.max_num_batched_tokens, limits.max_model_len
     short = min(32, length)
@@ -103,7 +84,7 @@ def anchor_shapes(limits: SweepLimits) -> Iterator[StepShape]:
             yield StepShape(0, 0, ((max(min(start, length - chunk), 0), min(chunk, tokens, length)),))
 
 
-def knee_shapes(limits: SweepLimits, knee: int) -> Iterator[StepShape]:
+def knee_shapes(limits: Limits, knee: int) -> Iterator[StepShape]:
     """Steps of 16, 32, 48 … tokens up to four times the knee (then in eighths of an octave), nearest the knee first.
 
     Each is built as a mix of decodes and one chunk, as offline fill makes them.
@@ -119,7 +100,7 @@ def knee_shapes(limits: SweepLimits, knee: int) -> Iterator[StepShape]:
             yield StepShape(decodes, context if decodes else 0, ((0, chunk),))
 
 
-def mixed_shapes(limits: SweepLimits) -> Iterator[StepShape]:
+def mixed_shapes(limits: Limits) -> Iterator[StepShape]:
     """Endless mixes, spread evenly over the logarithms of (decodes, context, chunk, prefix): a Halton sequence."""
     for index in itertools.count(1):
         u = [_radical_inverse(index, prime) for prime in MIX_PRIMES]
@@ -131,14 +112,14 @@ def mixed_shapes(limits: SweepLimits) -> Iterator[StepShape]:
         yield StepShape(decodes, context if decodes else 0, ((start, chunk),) if chunk >= 2 else ())
 
 
-def plan_sweep(limits: SweepLimits, knee: int, max_shapes: int = MAX_SHAPES) -> Iterator[StepShape]:
+def plan_sweep(limits: Limits, knee: int, max_shapes: int = MAX_SHAPES) -> Iterator[StepShape]:
     """What follows the anchors: knee points and mixes in turn, without repetition, each within the limits."""
     seen: set[StepShape] = set()
     dense: Iterator[StepShape | None] = itertools.chain(knee_shapes(limits, knee), itertools.repeat(None))
     mixes = itertools.islice(mixed_shapes(limits), 4 * max_shapes)
     for pair in zip(dense, mixes, strict=False):
         for shape in pair:
-            if shape is not None and shape not in seen and limits.fits(shape) and len(seen) < max_shapes:
+            if shape is not None and shape not in seen and shape.fits(limits) and len(seen) < max_shapes:
                 seen.add(shape)
                 yield shape
 
@@ -159,7 +140,7 @@ def find_knee(samples: Sequence[Sample]) -> int:
 
 def run_sweep(
     measure: Callable[[StepShape], float],
-    limits: SweepLimits,
+    limits: Limits,
     budget_seconds: float,
     clock: Callable[[], float],
     max_shapes: int = MAX_SHAPES,
@@ -170,7 +151,7 @@ def run_sweep(
     expected to overrun what is left is left out. At least one shape is always measured.
     """
     sweep = _Sweep(measure, clock, budget_seconds)
-    anchors = [shape for shape in dict.fromkeys(anchor_shapes(limits)) if limits.fits(shape)]
+    anchors = [shape for shape in dict.fromkeys(anchor_shapes(limits)) if shape.fits(limits)]
     for shape in anchors:
         sweep.take(shape)
     for shape in plan_sweep(limits, find_knee(sweep.samples), max_shapes):

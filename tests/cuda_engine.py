@@ -4,8 +4,9 @@ import torch
 from driver import Driver
 
 from engine.config import SchedulerConfig
+from engine.execution.cuda.device import CudaDevice
 from engine.execution.cuda.kernels import Kernels
-from engine.execution.cuda.runner import CudaRunner
+from engine.execution.runner import Runner
 from engine.models import torch_ops
 from engine.models.spec import ModelSpec
 from engine.models.weights import ModelWeights
@@ -14,24 +15,22 @@ BLOCK = 4
 
 
 class CudaDriver(Driver):
-    runner: CudaRunner
+    runner: Runner[CudaDevice]
 
 
 def make_runner(
     spec: ModelSpec, weights: ModelWeights, config: SchedulerConfig, kernels: Kernels | None = None
-) -> CudaRunner:
-    return CudaRunner(
-        spec,
-        weights,
-        kernels or torch_ops,
-        num_units=config.num_units,
-        block_size=config.block_size,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        max_model_len=config.max_model_len,
-        graphs=weights.embedding.device.type == "cuda",
-        scratch_blocks=config.scratch_blocks,
-        host_units=config.host_units,
+) -> Runner[CudaDevice]:
+    return Runner(
+        CudaDevice(
+            spec,
+            weights,
+            kernels or torch_ops,
+            config.limits,
+            graphs=weights.embedding.device.type == "cuda",
+            scratch_blocks=config.scratch_blocks,
+            host_units=config.host_units,
+        )
     )
 
 

@@ -15,8 +15,9 @@ from fakes.runner import FakeRunner
 from engine.cache.cache_map import CacheBlock, CacheEntry, CacheKind, Tier
 from engine.cache.pool import BlockPool
 from engine.cache.prefix import extend_hashes
-from engine.execution.cuda.runner import CudaRunner
-from engine.execution.runner import ModelRunner
+from engine.execution.cpu.device import TorchDevice
+from engine.execution.cuda.device import CudaDevice
+from engine.execution.runner import Runner
 from engine.models import torch_ops
 from engine.models.decoder import Decoder
 from engine.request import SamplingParams
@@ -29,6 +30,7 @@ from engine.scheduling.output import (
     ReplacedEntry,
     SchedulerOutput,
 )
+from predictor.limits import Limits
 
 BLOCK = 4
 ROWS = 6
@@ -87,23 +89,15 @@ class HandDriver:
         self.calm = calm
         self.scratch_blocks = scratch_blocks
         self.pool = BlockPool(num_units, host_units)
-        self.runner: ModelRunner | CudaRunner | FakeRunner
-        sizes = {"num_units": num_units, "block_size": BLOCK, "max_num_seqs": ROWS, "max_model_len": 128}
+        self.runner: Runner[TorchDevice] | Runner[CudaDevice] | FakeRunner
+        limits = Limits(ROWS, 96, 128, num_units, BLOCK)
         tiers = {"scratch_blocks": scratch_blocks, "host_units": host_units}
         if decoder is None:
             self.runner = FakeRunner(block_size=BLOCK, vocab_size=VOCAB, **tiers)
         elif cuda:
-            self.runner = CudaRunner(
-                decoder.spec,
-                decoder.weights,
-                torch_ops,
-                max_num_batched_tokens=96,
-                graphs=False,
-                **sizes,
-                **tiers,
-            )
+            self.runner = Runner(CudaDevice(decoder.spec, decoder.weights, torch_ops, limits, graphs=False, **tiers))
         else:
-            self.runner = ModelRunner(decoder, device=CPU, dtype=decoder.weights.embedding.dtype, **sizes, **tiers)
+            self.runner = Runner(TorchDevice(decoder, limits, **tiers))
         self.live: list[Live] = []
         self.free_rows = list(range(ROWS))
         self.released: list[int] = []
@@ -172,8 +166,8 @@ class HandDriver:
 
     def _logits(self) -> torch.Tensor:
         """Of the last step's samples."""
-        if isinstance(self.runner, CudaRunner):
-            return self.runner._forward.logits
+        if isinstance(self.runner, Runner) and isinstance(self.runner.device, CudaDevice):
+            return self.runner.device._forward.logits
         assert self.decoder is not None and self.decoder.last is not None
         return self.decoder.last
 
@@ -284,7 +278,7 @@ class HandDriver:
     def _poison(self) -> None:
         if isinstance(self.runner, FakeRunner):
             return
-        device = self.runner._pool
+        device = self.runner.device.pool
         device.units[torch.tensor(self.pool._free, dtype=torch.int64)] = math.nan
         device.host_units[torch.tensor(self.pool.host._free, dtype=torch.int64)] = math.nan
         device.slices[device.scratch_base :] = math.nan

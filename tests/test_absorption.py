@@ -10,14 +10,17 @@ from hand_driver import BLOCK, CPU, GREEDY, HandDriver, Live, RecordingDecoder
 from tiny_models import CASES, llama_config, model_folder, reference_model
 
 from engine.cache.cache_map import CacheEntry, CacheKind, Tier
-from engine.execution import absorbed, memory
-from engine.execution.runner import ModelRunner
+from engine.execution import memory
+from engine.execution.cpu import absorbed
+from engine.execution.cpu.device import TorchDevice
+from engine.execution.runner import Runner
 from engine.models.absorption import Absorption
 from engine.models.heads import Heads
 from engine.models.loader import load_weights
 from engine.models.spec import ModelSpec, load_spec, spec_from_config
 from engine.models.weights import DummyTensors, ModelWeights, build_weights
 from engine.scheduling.output import Chunk, NewRequest, SchedulerOutput
+from predictor.limits import Limits
 
 OPT = {
     "architectures": ["OPTForCausalLM"],
@@ -135,7 +138,9 @@ def test_decodes_project_no_past_token(piece: int, monkeypatch: pytest.MonkeyPat
         check_against_transformers("opt", request)
 
 
-def start(runner: ModelRunner, row: int, entries: tuple[CacheEntry, ...], tokens: tuple[int, ...]) -> NewRequest:
+def start(
+    runner: Runner[TorchDevice], row: int, entries: tuple[CacheEntry, ...], tokens: tuple[int, ...]
+) -> NewRequest:
     return NewRequest(row, f"r{row}", tokens, len(tokens), GREEDY, entries)
 
 
@@ -143,9 +148,9 @@ def hidden(*units: int) -> tuple[CacheEntry, ...]:
     return tuple(CacheEntry(CacheKind.HIDDEN, Tier.DEVICE, (unit,)) for unit in units)
 
 
-def runner_of(decoder: RecordingDecoder) -> ModelRunner:
-    sizes = {"num_units": 24, "block_size": BLOCK, "max_num_seqs": 4, "max_model_len": 64}
-    return ModelRunner(decoder, **sizes, device=CPU, dtype=torch.float32, scratch_blocks=8)
+def runner_of(decoder: RecordingDecoder) -> Runner[TorchDevice]:
+    limits = Limits(4, 64, 64, num_units=24, block_size=BLOCK)
+    return Runner(TorchDevice(decoder, limits, scratch_blocks=8))
 
 
 @pytest.mark.parametrize("extra", [0, 1])
@@ -172,14 +177,14 @@ def test_a_poisoned_request_disturbs_nobody_beside_it() -> None:
     runner = runner_of(decoder)
     new = (start(runner, 1, hidden(0, 1), prompts[0]), start(runner, 2, hidden(4, 5, 6), prompts[1]))
     first = runner.launch(SchedulerOutput(0, (Chunk(1, 0, 6, True), Chunk(2, 0, 10, True)), new))().token_ids
-    runner._pool.units[0] = float("nan")
-    runner._pool.slices[runner._pool.scratch_base :] = float("nan")
+    runner.device.pool.units[0] = float("nan")
+    runner.device.pool.slices[runner.device.pool.scratch_base :] = float("nan")
     both = runner.launch(SchedulerOutput(1, (Chunk(1, 6, 1, True), Chunk(2, 10, 1, True))))().token_ids
     assert both[0] == -1
     with torch.inference_mode():
         logits = reference_model("opt")(torch.tensor([[*prompts[1], first[1]]])).logits[0]
     assert [first[1], both[1]] == logits[-2:].argmax(-1).tolist()
-    assert runner._pool.units[[2, 3, *range(8, 24)]].eq(0).all(), "nobody's units were written"
+    assert runner.device.pool.units[[2, 3, *range(8, 24)]].eq(0).all(), "nobody's units were written"
 
 
 def test_the_copies_of_packed_weights_are_in_the_account() -> None:

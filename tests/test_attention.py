@@ -5,12 +5,12 @@ import pytest
 import torch
 
 from engine.cache.cache_map import CacheEntry, CacheKind, Tier
-from engine.execution import attention
-from engine.execution.attention import PagedAttention, arrange, clear_new_blocks
+from engine.execution.cpu.attention import Batch, PagedAttention, arrange, clear_begun_blocks
 from engine.execution.pool import UnitPool
 from engine.execution.rows import RowTable
 from engine.request import SamplingParams
 from engine.scheduling.output import AppendedEntries, Chunk, NewRequest, SchedulerOutput
+from predictor.limits import Limits
 
 LAYERS = 3
 
@@ -22,6 +22,10 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+def table(num_rows: int, max_model_len: int, block_size: int) -> RowTable:
+    return RowTable(Limits(num_rows, num_rows, max_model_len, num_units=1, block_size=block_size))
 
 
 class Reference:
@@ -50,7 +54,7 @@ class Bench:
         self, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, *, num_rows: int = 24, max_len: int = 400
     ) -> None:
         self.heads, self.kv_heads, self.head_dim, self.dtype = heads, kv_heads, head_dim, dtype
-        self.rows = RowTable(num_rows, max_len, block_size=8)
+        self.rows = table(num_rows, max_len, 8)
         num_units = num_rows * (max_len // 8 + 1) * 2
         self.pool = UnitPool(
             num_units,
@@ -88,7 +92,7 @@ class Bench:
             self.lengths[chunk.row] = chunk.start + chunk.length
         self.rows.apply(SchedulerOutput(0, tuple(chunks), tuple(new), tuple(appended)))
         array = np.array(chunks, dtype=np.int64)
-        clear_new_blocks(self.pool, self.rows, array)
+        clear_begun_blocks(self.pool, self.rows, array)
         batch = arrange(array, self.rows, cell_bytes=2 * self.kv_heads * self.head_dim * self.dtype.itemsize)
         self.check_batch(batch, chunks)
         paged = PagedAttention(self.pool, self.rows, batch)
@@ -96,23 +100,25 @@ class Bench:
             self.compare(layer, paged, batch)
 
     @staticmethod
-    def check_batch(batch: attention.Batch, chunks: list[Chunk]) -> None:
-        assert sorted(batch.order.tolist()) == list(range(len(chunks)))
+    def check_batch(batch: Batch, chunks: list[Chunk]) -> None:
+        found = [tuple(chunk) for chunk in batch.layout.chunks.tolist()]
+        assert sorted(found) == sorted(chunks)
         assert [place for first, last in batch.groups for place in range(first, last)] == list(range(len(chunks)))
-        for place, index in enumerate(batch.order.tolist()):
-            chunk, first = chunks[index], int(batch.firsts[place])
-            positions = batch.positions[first : first + chunk.length].tolist()
+        for chunk, first in zip(map(Chunk._make, found), batch.layout.firsts.tolist(), strict=True):
+            positions = batch.layout.positions[first : first + chunk.length].tolist()
             assert positions == list(range(chunk.start, chunk.start + chunk.length))
-            assert set(batch.token_rows[first : first + chunk.length].tolist()) == {chunk.row}
+            assert set(batch.layout.token_rows[first : first + chunk.length].tolist()) == {chunk.row}
 
-    def compare(self, layer: int, paged: PagedAttention, batch: attention.Batch) -> None:
-        num_tokens = len(batch.positions)
+    def compare(self, layer: int, paged: PagedAttention, batch: Batch) -> None:
+        num_tokens = len(batch.layout.positions)
         fused = torch.randn(num_tokens, self.heads + 2 * self.kv_heads, self.head_dim).to(self.dtype)
         q, k, v = fused.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
         got = paged(layer, q, k, v)
         assert got.shape == (num_tokens, self.heads * self.head_dim)
         tolerance = 1e-5 if self.dtype == torch.float32 else 3e-2
-        for row, first, length in zip(batch.rows.tolist(), batch.firsts.tolist(), batch.lengths.tolist(), strict=True):
+        for row, first, length in zip(
+            batch.layout.rows.tolist(), batch.layout.firsts.tolist(), batch.layout.lengths.tolist(), strict=True
+        ):
             part = slice(first, first + length)
             expected = self.reference.attend(row, layer, q[part], k[part], v[part])
             if row in self.lost:
@@ -148,21 +154,21 @@ def test_a_long_chunk_in_pieces_behind_a_past() -> None:
 
 
 def test_one_long_context_does_not_pad_the_short_ones() -> None:
-    rows = RowTable(17, 8192, block_size=16)
-    chunks = np.array([[row, 100 + row, 1] for row in range(16)] + [[16, 8000, 1]], dtype=np.int64)
+    rows = table(17, 8192, 16)
+    chunks = np.array([[row, 100 + row, 1, 1] for row in range(16)] + [[16, 8000, 1, 1]], dtype=np.int64)
     batch = arrange(chunks, rows, cell_bytes=2 * 3 * 64 * 2)
     assert [last - first for first, last in batch.groups] == [1, 16]
-    assert batch.rows[0] == 16
-    even = np.array([[row, 180 + row, 1] for row in range(16)], dtype=np.int64)
+    assert batch.layout.rows[0] == 16
+    even = np.array([[row, 180 + row, 1, 1] for row in range(16)], dtype=np.int64)
     assert len(arrange(even, rows, cell_bytes=2 * 3 * 64 * 2).groups) == 1
 
 
 def test_decodes_come_in_few_groups_whatever_the_contexts() -> None:
-    rows = RowTable(64, 8192, block_size=16)
+    rows = table(64, 8192, 16)
     contexts = np.random.default_rng(1).integers(1, 8192, 64)
-    chunks = np.stack((np.arange(64), contexts, np.ones(64, dtype=np.int64)), axis=1)
+    chunks = np.stack((np.arange(64), contexts, *np.ones((2, 64), dtype=np.int64)), axis=1)
     batch = arrange(chunks, rows, cell_bytes=2 * 3 * 64 * 2)
-    blocks = (contexts[batch.order] // 16) + 1
+    blocks = (batch.layout.starts // 16) + 1
     padded = sum(int(blocks[first]) * (last - first) for first, last in batch.groups)
     assert len(batch.groups) <= 20
     assert padded <= 1.15 * blocks.sum()

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from engine import build
 from engine.build import build_engine, plan_launch, resolve_model
 from engine.config import EngineConfig
 from engine.errors import ConfigError, ModelLoadError
@@ -63,7 +62,7 @@ async def test_the_longest_context_that_is_offered_can_be_used() -> None:
     """To the last token of the last block, in the smallest pool of all too."""
     for blocks in (1, 40):
         config = EngineConfig(device="cpu", dtype="float32", num_gpu_blocks_override=blocks, profile_seconds=0.0)
-        length = plan_launch(config).max_model_len
+        length = plan_launch(config).limits.max_model_len
         assert length == 16 * blocks
         assert len(await answer(config, (1, 2, 3), length - 3)) == length - 3
 
@@ -87,7 +86,7 @@ async def test_dummy_weights_need_no_weight_files_and_follow_the_seed(tmp_path: 
 def test_the_context_is_the_least_of_model_flag_and_pool(tmp_path: Path) -> None:
     def plan(**fields: int) -> tuple[int, bool]:
         made = plan_launch(EngineConfig(model=str(shape(tmp_path)), device="cpu", **fields))  # type: ignore[arg-type]
-        return made.max_model_len, any("context limited" in note for note in made.notes)
+        return made.limits.max_model_len, any("context limited" in note for note in made.notes)
 
     assert plan(num_gpu_blocks_override=1000) == (4096, False)
     assert plan(num_gpu_blocks_override=1000, max_model_len=100) == (100, False)
@@ -107,7 +106,7 @@ def test_the_cache_takes_its_share_of_what_the_weights_leave(tmp_path: Path, mon
     unit = 2 * 16 * 2 * 8 * 4
     monkeypatch.setattr(memory, "available_memory", lambda: weights + 4 * 1001 * unit)
     plan = plan_launch(config)
-    assert (plan.num_blocks, plan.max_model_len) == (500, 4096)
+    assert (plan.num_blocks, plan.limits.max_model_len) == (500, 4096)
     monkeypatch.setattr(memory, "available_memory", lambda: weights // 2)
     with pytest.raises(ConfigError, match="no memory is left for the cache"):
         plan_launch(config)
@@ -130,8 +129,10 @@ def test_the_cache_takes_its_share_of_what_the_weights_leave(tmp_path: Path, mon
 def test_half_precision_only_where_the_processor_is_fast_in_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, features: set[str], checkpoint: str, chosen: str
 ) -> None:
-    monkeypatch.setattr(build, "read_processor", lambda: Processor("p", 2, 2, frozenset(features)))
-    monkeypatch.setattr(build, "load", lambda: "not built")
+    monkeypatch.setattr(
+        "engine.execution.cpu.backend.read_processor", lambda: Processor("p", 2, 2, frozenset(features))
+    )
+    monkeypatch.setattr("engine.execution.cpu.backend.load", lambda: "not built")
     model = str(shape(tmp_path, torch_dtype=checkpoint))
     plan = plan_launch(EngineConfig(model=model, device="cpu", num_gpu_blocks_override=999))
     assert plan.dtype == chosen
@@ -147,8 +148,10 @@ def test_half_precision_only_where_the_processor_is_fast_in_it(
 def test_native_kernels_run_half_precision_on_any_processor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], chosen: str
 ) -> None:
-    monkeypatch.setattr(build, "read_processor", lambda: Processor("p", 2, 2, frozenset({"avx2"})))
-    monkeypatch.setattr(build, "load", object)
+    monkeypatch.setattr(
+        "engine.execution.cpu.backend.read_processor", lambda: Processor("p", 2, 2, frozenset({"avx2"}))
+    )
+    monkeypatch.setattr("engine.execution.cpu.backend.load", object)
     model = str(shape(tmp_path, torch_dtype="bfloat16"))
     config = EngineConfig(model=model, device="cpu", num_gpu_blocks_override=999, **changes)
     assert plan_launch(config).dtype == chosen
@@ -239,7 +242,7 @@ def test_a_model_is_loaded_in_a_thread_that_is_gone_when_the_engine_is_there(tmp
 def test_one_thread_per_core_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[int] = []
     monkeypatch.setattr(torch, "set_num_threads", taken.append)
-    monkeypatch.setattr(build, "read_processor", lambda: Processor("p", 7, 14, frozenset()))
+    monkeypatch.setattr("engine.execution.cpu.backend.read_processor", lambda: Processor("p", 7, 14, frozenset()))
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     build_engine(DEMO)
     monkeypatch.setenv("OMP_NUM_THREADS", "3")

@@ -12,22 +12,25 @@ from fakes.runner import FakeRunner
 from tiny_models import llama_config
 
 from engine.cache.cache_map import CacheEntry, CacheKind, Tier
-from engine.cache_profiling import KV_ONLY, CacheTiers, measure_cache_costs, memcpy_rate
+from engine.cache_profiling import KV_ONLY, CacheTiers, measure_cache_costs
 from engine.calibration import load_or_measure, load_profile, measure_profile
 from engine.config import SchedulerConfig
-from engine.execution.runner import ModelRunner
+from engine.execution.cpu.device import TorchDevice
+from engine.execution.runner import Runner
+from engine.machine import memcpy_rate
 from engine.models.decoder import Decoder
 from engine.models.spec import spec_from_config
 from engine.models.weights import DummyTensors, build_weights
 from engine.scheduling.output import CacheAction, ModelRunnerOutput, SchedulerOutput
 from engine.virtual import step_features
 from predictor.costs import NOT_MEASURED, CacheCosts
+from predictor.limits import Limits
 from predictor.model import LatencyModel
 from predictor.profile import ProfileError, ProfileKey
-from predictor.sweep import StepShape, SweepLimits
+from predictor.sweep import StepShape
 
 TRUTH = LatencyModel(intercept=0.004, decode_context=2e-6, prefill_chunks=1e-4, knots=(0, 64), hinges=(1e-5, 1e-4))
-LIMITS = SweepLimits(max_num_seqs=8, max_num_batched_tokens=128, max_model_len=256, num_units=2 * 200, block_size=16)
+LIMITS = Limits(max_num_seqs=8, max_num_batched_tokens=128, max_model_len=256, num_units=2 * 200, block_size=16)
 KEY = ProfileKey("model", "device", "float32", "1")
 
 
@@ -212,18 +215,8 @@ def test_cache_costs_of_a_real_runner() -> None:
     """The steps that are measured are steps that a real runner accepts."""
     spec = spec_from_config(llama_config(hidden_size=256, num_key_value_heads=4, num_hidden_layers=2))
     decoder = Decoder(spec, build_weights(spec, DummyTensors(0, torch.float32, torch.device("cpu"))))
-    limits = SweepLimits(max_num_seqs=2, max_num_batched_tokens=64, max_model_len=256, num_units=60, block_size=16)
-    runner = ModelRunner(
-        decoder,
-        num_units=60,
-        block_size=16,
-        max_num_seqs=2,
-        max_model_len=256,
-        device=torch.device("cpu"),
-        dtype=torch.float32,
-        scratch_blocks=16,
-        host_units=32,
-    )
+    limits = Limits(max_num_seqs=2, max_num_batched_tokens=64, max_model_len=256, num_units=60, block_size=16)
+    runner = Runner(TorchDevice(decoder, limits, scratch_blocks=16, host_units=32))
     costs = measure_cache_costs(runner, limits, CacheTiers(16, 32, 1), repeats=3)
     assert costs.covers(hidden=True, host=True)
 

@@ -18,14 +18,16 @@ from test_hybrid_cache import decoder_of as rough_decoder
 from engine.cache.cache_map import CacheKind
 from engine.errors import ConfigError
 from engine.execution.cuda import swap
+from engine.execution.cuda.device import CudaDevice
 from engine.execution.cuda.graphs import Graphs
-from engine.execution.cuda.lane import Lane
-from engine.execution.cuda.runner import CudaRunner
 from engine.execution.cuda.swap import Swapper
+from engine.execution.lane import Lane
 from engine.execution.pool import UnitPool
+from engine.execution.runner import Runner
 from engine.models import torch_ops
 from engine.models.spec import hidden_offer
 from engine.scheduling.output import CacheAction, CacheOperation, Chunk, NewRequest, ReplacedEntry, SchedulerOutput
+from predictor.limits import Limits
 
 __all__ = ["one_thread"]
 
@@ -88,12 +90,14 @@ def test_tokens_of_the_whole_engine_equal_transformers(
 
 def bare_runner(
     name: str = "llama2", scratch_blocks: int = 4, host_units: int = 4, max_model_len: int = 32
-) -> CudaRunner:
+) -> Runner[CudaDevice]:
     decoder = rough_decoder(name)
-    return CudaRunner(
-        decoder.spec, decoder.weights, torch_ops, num_units=16, block_size=BLOCK, max_num_seqs=4,
-        max_num_batched_tokens=16, max_model_len=max_model_len, graphs=False, scratch_blocks=scratch_blocks,
-        host_units=host_units,
+    limits = Limits(4, 16, max_model_len, num_units=16, block_size=BLOCK)
+    return Runner(
+        CudaDevice(
+            decoder.spec, decoder.weights, torch_ops, limits, graphs=False, scratch_blocks=scratch_blocks,
+            host_units=host_units,
+        )
     )  # fmt: skip
 
 
@@ -101,7 +105,7 @@ def bare_runner(
 def expected_tokens(name: str = "llama2", count: int = 3) -> list[int]:
     """From KV, in one place."""
     runner = bare_runner(name)
-    tokens = [start(runner, kv(0, 1, 2, 3))]  # type: ignore[arg-type]
+    tokens = [start(runner, kv(0, 1, 2, 3))]
     for step in range(1, count):
         tokens += runner.launch(SchedulerOutput(step, (Chunk(1, 5 + step, 1, True),)))().token_ids
     return tokens
@@ -110,7 +114,7 @@ def expected_tokens(name: str = "llama2", count: int = 3) -> list[int]:
 def test_a_unit_swapped_out_is_given_away_in_the_same_step() -> None:
     """To an operation, and to a chunk; what went out comes back in the next step, for another row."""
     runner, (block,), (pair,) = bare_runner(), hidden(0), kv(2, 3)
-    first = start(runner, (block, pair))  # type: ignore[arg-type]
+    first = start(runner, (block, pair))
     operations = (
         CacheOperation(CacheAction.SWAP_OUT, pair, host(pair, 0, 2)),
         CacheOperation(CacheAction.SWAP_OUT, block, host(block, 3)),
@@ -133,21 +137,21 @@ def test_a_unit_swapped_out_is_given_away_in_the_same_step() -> None:
 
 def test_replaced_blocks_are_read_where_they_lie_now() -> None:
     runner = bare_runner()
-    tokens = [start(runner, hidden(0, 1))]  # type: ignore[arg-type]
+    tokens = [start(runner, hidden(0, 1))]
     operations = (CacheOperation(CacheAction.RESTORE, *hidden(1), *kv(8, 9), BLOCK),)
     replaced = (ReplacedEntry(1, 1, *kv(8, 9)),)
     tokens += runner.launch(
         SchedulerOutput(1, (Chunk(1, 6, 1, True),), replaced=replaced, operations=operations)
     )().token_ids
-    runner._pool.units[1] = float("nan")
-    assert runner._rows.num_hidden[1] == 1
+    runner.device.pool.units[1] = float("nan")
+    assert runner.device.rows.num_hidden[1] == 1
     tokens += runner.launch(SchedulerOutput(2, (Chunk(1, 7, 1, True),)))().token_ids
     assert tokens == expected_tokens()
 
 
 def test_the_last_block_may_reach_beyond_the_longest_context() -> None:
     runner = bare_runner(max_model_len=7)
-    first = start(runner, hidden(0, 1))  # type: ignore[arg-type]
+    first = start(runner, hidden(0, 1))
     operations = tuple(
         CacheOperation(CacheAction.RESTORE, source, target, start)
         for source, target, start in zip(hidden(0, 1), kv(2, 3, 4, 5), (0, BLOCK), strict=True)
@@ -160,11 +164,11 @@ def test_the_last_block_may_reach_beyond_the_longest_context() -> None:
 def test_restores_at_one_position_do_not_meet() -> None:
     """Blocks of several requests, restored together, in any order."""
     runner = bare_runner()
-    start(runner, hidden(0, 1))  # type: ignore[arg-type]
+    start(runner, hidden(0, 1))
     new = NewRequest(2, "b", (3, 1, 4, 1, 5, 9), 6, GREEDY, hidden(2, 3))
     runner.launch(SchedulerOutput(1, (Chunk(2, 0, 6, True),), (new,)))()
     plain = bare_runner()
-    start(plain, kv(4, 5, 6, 7))  # type: ignore[arg-type]
+    start(plain, kv(4, 5, 6, 7))
     plain.launch(SchedulerOutput(1, (Chunk(2, 0, 6, True),), (new._replace(entries=kv(8, 9, 10, 11)),)))()
     sources, targets, starts = hidden(3, 0, 1, 2), kv(10, 11, 4, 5, 6, 7, 8, 9), (BLOCK, 0, BLOCK, 0)
     operations = tuple(
@@ -174,7 +178,7 @@ def test_restores_at_one_position_do_not_meet() -> None:
     runner.launch(SchedulerOutput(2, (), operations=operations))()
     for unit in range(4, 12):
         cells = BLOCK if unit in {4, 5, 8, 9} else 2
-        got, expected = (each._pool.units[unit].view(3, BLOCK, -1)[:, :cells] for each in (runner, plain))
+        got, expected = (each.device.pool.units[unit].view(3, BLOCK, -1)[:, :cells] for each in (runner, plain))
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
 
 
@@ -182,14 +186,14 @@ def test_what_was_not_made_room_for_is_refused() -> None:
     with pytest.raises(ConfigError, match="does not fit"):
         bare_runner("gqa")
     with pytest.raises(AssertionError, match="2 blocks of hidden state, scratch holds 1"):
-        start(bare_runner(scratch_blocks=1), hidden(0, 1))  # type: ignore[arg-type]
+        start(bare_runner(scratch_blocks=1), hidden(0, 1))
     with pytest.raises(AssertionError, match="without scratch"):
-        start(bare_runner(scratch_blocks=0), hidden(0, 1))  # type: ignore[arg-type]
+        start(bare_runner(scratch_blocks=0), hidden(0, 1))
     out = CacheOperation(CacheAction.SWAP_OUT, *hidden(0), host(*hidden(0), 0))
     with pytest.raises(AssertionError, match="without a host tier"):
         bare_runner(host_units=0).launch(SchedulerOutput(0, (), operations=(out,)))()
     with pytest.raises(AssertionError, match="on the device"):
-        start(bare_runner(), (*hidden(0), host(*hidden(1), 0)))  # type: ignore[arg-type]
+        start(bare_runner(), (*hidden(0), host(*hidden(1), 0)))
 
 
 # --- transfers beside the steps ----------------------------------------------------------------------------------
@@ -260,7 +264,7 @@ def test_swaps_hold_their_order_however_the_lanes_run(hurry: float, monkeypatch:
             8, num_layers=1, block_size=4, num_kv_heads=1, head_dim=2, dtype=torch.float32, device=CPU, num_host_units=8
         )
         lane, transfers = LaterLane(), LaterLane()
-        swapper = Swapper(pool, LaterKernels(lane), lane, transfers)  # type: ignore[arg-type]
+        swapper = Swapper(pool, LaterKernels(lane), lane, transfers)
         device, on_host = [0.0] * 8, [0.0] * 8
         for step in range(1, 30):
             count = rng.randint(1, 5)

@@ -21,8 +21,10 @@ from engine.execution.cuda.draw import draw
 from engine.execution.cuda.forward import Forward
 from engine.execution.cuda.graphs import Graphs
 from engine.execution.cuda.kernels import Kernels
-from engine.execution.cuda.rows import Rows
 from engine.execution.cuda.shapes import GRAPH_TOKENS, Buckets
+from engine.execution.cuda.tables import DeviceTables
+from engine.execution.pool import UnitPool
+from engine.execution.rows import RowTable
 from engine.models import torch_ops
 from engine.models.decoder import Decoder
 from engine.models.loader import load_weights
@@ -30,6 +32,7 @@ from engine.models.spec import load_spec
 from engine.models.weights import ModelWeights, build_weights
 from engine.request import FinishReason, RequestClass
 from engine.scheduling.output import Collect, SchedulerOutput
+from predictor.limits import Limits
 
 
 def driver_of(decoder: Decoder, depth: int = 1, **options: int) -> CudaDriver:
@@ -174,7 +177,7 @@ def test_a_step_that_fails_halfway_is_made_good() -> None:
     ]
     driver = driver_of(decoder, num_blocks=30)
     runner, calls = driver.runner, 0
-    forward = runner._graphs._forward
+    forward = runner.device._graphs._forward
 
     def fragile(inputs):  # type: ignore[no-untyped-def]
         nonlocal calls
@@ -183,7 +186,7 @@ def test_a_step_that_fails_halfway_is_made_good() -> None:
             raise RuntimeError("the device is gone")
         forward(inputs)
 
-    runner._graphs._forward = fragile
+    runner.device._graphs._forward = fragile
     run_in_waves(driver, requests)
     assert driver.core.stats().failed_steps >= 2
     for request in requests:
@@ -216,7 +219,7 @@ def test_the_largest_step_can_be_rehearsed() -> None:
     """Padding alone: nothing is read or written in the pool, and the steps that follow are right."""
     decoder = make_decoder()
     driver = driver_of(decoder)
-    driver.runner.run_padding(32, 12)
+    driver.runner.device.run_padding(32, 12)
     request = make_request("after", [4, 5, 6], 5)
     driver.add(request)
     driver.run()
@@ -247,13 +250,11 @@ def test_nothing_in_a_captured_step_or_a_draw_waits_for_the_device(name: str) ->
     spec, meta = load_spec(model_folder(name)), torch.device("meta")
     with torch.inference_mode():
         weights = build_weights(spec, MetaTensors())
-        rows = Rows(4, 100, 16, spec.num_layers, meta)
-        pool = torch.zeros((8 * spec.num_layers, 16, spec.num_kv_heads, spec.head_dim), device=meta)
+        limits = Limits(4, 32, 100, num_units=8)
+        pool = UnitPool.of(spec, limits, weights.embedding, 0, 0)
         kernels: Kernels = MetaKernels()  # type: ignore[assignment]
-        forward = Forward(
-            spec, weights, kernels, rows, pool, scratch_base=len(pool), max_tokens=32, max_samples=4, max_model_len=100
-        )
-        buffers = StepBuffers(spec, 32, 4, torch.float32, meta)
+        forward = Forward(spec, weights, kernels, DeviceTables(RowTable(limits), pool), pool, limits)
+        buffers = StepBuffers(spec, limits, torch.float32, meta)
         vector = torch.zeros(4, device=meta)
         places = torch.zeros(4, dtype=torch.int32, device=meta)
         wishes = DrawInputs(vector.double(), vector, places, vector, vector, 3, True, True)
@@ -276,7 +277,7 @@ def test_without_graphs_the_runner_still_runs(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     decoder = make_decoder()
-    runner = driver_of(decoder).runner
+    device = driver_of(decoder).runner.device
     captured = []
 
     def capture(self: Graphs, inputs: StepInputs) -> None:
@@ -285,9 +286,9 @@ def test_without_graphs_the_runner_still_runs(
             raise RuntimeError("operation not permitted when stream is capturing")
 
     monkeypatch.setattr(Graphs, "capture", capture)
-    runner._capture()
-    assert "graphs are off" in caplog.text and runner.num_graphs == 0 < runner.num_shapes
-    assert len(captured) == 3 and captured[0] is runner._buffers.inputs(captured[0].shape)
+    device._capture()
+    assert "graphs are off" in caplog.text and device.num_graphs == 0 < device.num_shapes
+    assert len(captured) == 3 and captured[0] is device._buffers.inputs(captured[0].shape)
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 3, 64, 100, 1000])

@@ -12,7 +12,8 @@ from driver import Driver, make_request
 from hypothesis import HealthCheck, given, settings
 
 from engine.config import SchedulerConfig
-from engine.execution.runner import ModelRunner
+from engine.execution.cpu.device import TorchDevice
+from engine.execution.runner import Runner
 from engine.models.decoder import Decoder
 from engine.models.loader import load_weights
 from engine.models.spec import hidden_offer, load_spec
@@ -104,17 +105,7 @@ def make_driver(
         unit_bytes=1,
         scratch_blocks=scratch_blocks,
     )
-    runner = ModelRunner(
-        decoder,
-        num_units=config.num_units,
-        block_size=BLOCK,
-        max_num_seqs=config.max_num_seqs,
-        max_model_len=config.max_model_len,
-        device=torch.device("cpu"),
-        dtype=torch.float32,
-        scratch_blocks=scratch_blocks,
-        host_units=host_units,
-    )
+    runner = Runner(TorchDevice(decoder, config.limits, scratch_blocks=scratch_blocks, host_units=host_units))
     return Driver(runner, config, online_policy=policy)
 
 
@@ -233,19 +224,10 @@ def test_bfloat16_logits_stay_near_float32() -> None:
     folder = tiny_models.model_folder(case, dtype=torch.bfloat16)
     spec = load_spec(folder)
     decoder = Decoder(spec, load_weights(spec, folder, dtype="bfloat16"))
-    runner = ModelRunner(
-        decoder,
-        num_units=80,
-        block_size=BLOCK,
-        max_num_seqs=4,
-        max_model_len=100,
-        device=torch.device("cpu"),
-        dtype=torch.bfloat16,
-    )
     config = SchedulerConfig(
         num_units=80, max_model_len=100, block_size=BLOCK, max_num_seqs=4, max_num_batched_tokens=16
     )
-    driver = Driver(runner, config)
+    driver = Driver(Runner(TorchDevice(decoder, config.limits)), config)
     prompts = prompts_of(spec.vocab_size)[10:18]
     driver.add(*[make_request(str(i), prompt, 6) for i, prompt in enumerate(prompts)])
     driver.run()

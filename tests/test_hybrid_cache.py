@@ -11,11 +11,21 @@ from tiny_models import llama_config
 
 from engine.cache.cache_map import CacheEntry, CacheKind, Tier
 from engine.errors import ConfigError
-from engine.execution.runner import ModelRunner
+from engine.execution.cpu.device import TorchDevice
+from engine.execution.runner import Runner
 from engine.models.spec import hidden_offer, spec_from_config
 from engine.models.weights import DummyTensors, build_weights
 from engine.request import SamplingParams
-from engine.scheduling.output import CacheAction, CacheOperation, Chunk, NewRequest, ReplacedEntry, SchedulerOutput
+from engine.scheduling.output import (
+    CacheAction,
+    CacheOperation,
+    Chunk,
+    ModelRunner,
+    NewRequest,
+    ReplacedEntry,
+    SchedulerOutput,
+)
+from predictor.limits import Limits
 
 BOTH = (CacheKind.KV, CacheKind.HIDDEN)
 TIE = 1e-3
@@ -171,24 +181,15 @@ def host(entry: CacheEntry, *units: int) -> CacheEntry:
     return CacheEntry(entry.kind, Tier.HOST, units)
 
 
-def bare_runner(name: str = "llama2", scratch_blocks: int = 4, host_units: int = 4) -> ModelRunner:
-    return ModelRunner(
-        decoder_of(name),
-        num_units=16,
-        block_size=BLOCK,
-        max_num_seqs=4,
-        max_model_len=32,
-        device=CPU,
-        dtype=torch.float32,
-        scratch_blocks=scratch_blocks,
-        host_units=host_units,
-    )
+def bare_runner(name: str = "llama2", scratch_blocks: int = 4, host_units: int = 4) -> Runner[TorchDevice]:
+    limits = Limits(4, 16, 32, num_units=16, block_size=BLOCK)
+    return Runner(TorchDevice(decoder_of(name), limits, scratch_blocks=scratch_blocks, host_units=host_units))
 
 
 PROMPT = (7, 11, 13, 17, 19, 23)
 
 
-def start(runner: ModelRunner | FakeRunner, entries: tuple[CacheEntry, ...]) -> int:
+def start(runner: ModelRunner, entries: tuple[CacheEntry, ...]) -> int:
     new = NewRequest(1, "r", PROMPT, len(PROMPT), GREEDY, entries)
     return runner.launch(SchedulerOutput(0, (Chunk(1, 0, len(PROMPT), True),), (new,)))().token_ids[0]
 
@@ -204,9 +205,9 @@ def test_restored_units_hold_what_kv_would_have_held() -> None:
     mixed.launch(SchedulerOutput(1, (), operations=tuple(operations)))()
     for unit, cells in ((2, BLOCK), (3, BLOCK), (4, 2), (5, 2)):
         shape = (3, BLOCK, -1)
-        got, expected = (runner._pool.units[unit].view(shape)[:, :cells] for runner in (mixed, plain))
+        got, expected = (runner.device.pool.units[unit].view(shape)[:, :cells] for runner in (mixed, plain))
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
-    assert mixed._pool.units.isfinite().all()
+    assert mixed.device.pool.units.isfinite().all()
 
 
 def test_replaced_blocks_are_read_where_they_lie_now() -> None:
@@ -219,7 +220,7 @@ def test_replaced_blocks_are_read_where_they_lie_now() -> None:
     )
     expected = plain.launch(SchedulerOutput(1, (Chunk(1, 6, 1, True),)))().token_ids
     assert mixed.launch(output)().token_ids == expected
-    mixed._pool.units[1] = float("nan")
+    mixed.device.pool.units[1] = float("nan")
     expected = plain.launch(SchedulerOutput(2, (Chunk(1, 7, 1, True),)))().token_ids
     assert mixed.launch(SchedulerOutput(2, (Chunk(1, 7, 1, True),)))().token_ids == expected
 
@@ -228,7 +229,7 @@ def test_swaps_are_exact_copies_in_order() -> None:
     """Out, in to other units, and restored there, all in one step."""
     runner = bare_runner()
     first = start(runner, (*hidden(0), *kv(2, 3)))
-    before = runner._pool.units.clone()
+    before = runner.device.pool.units.clone()
     (block,), (pair,) = hidden(0), kv(2, 3)
     operations = (
         CacheOperation(CacheAction.SWAP_OUT, block, host(block, 3)),
@@ -239,9 +240,9 @@ def test_swaps_are_exact_copies_in_order() -> None:
     )
     new = NewRequest(2, "r", (*PROMPT, first), len(PROMPT), GREEDY, (*kv(6, 7), *kv(11, 10)))
     got = runner.launch(SchedulerOutput(1, (Chunk(2, 6, 1, True),), (new,), (), (1,), operations=operations))()
-    assert torch.equal(runner._pool.host_units[3], before[0])
-    assert torch.equal(runner._pool.units[9], before[0])
-    assert torch.equal(runner._pool.host_units[2], before[3])
+    assert torch.equal(runner.device.pool.host_units[3], before[0])
+    assert torch.equal(runner.device.pool.units[9], before[0])
+    assert torch.equal(runner.device.pool.host_units[2], before[3])
     alone = bare_runner()
     start(alone, kv(0, 1, 2, 3))
     assert got.token_ids == alone.launch(SchedulerOutput(1, (Chunk(1, 6, 1, True),)))().token_ids
@@ -281,7 +282,7 @@ def test_a_poisoned_request_disturbs_nobody() -> None:
     start(runner, hidden(0, 1))
     new = NewRequest(2, "r", PROMPT, len(PROMPT), GREEDY, hidden(4, 5))
     other = runner.launch(SchedulerOutput(1, (Chunk(2, 0, 6, True),), (new,)))().token_ids
-    runner._pool.units[0] = float("nan")
+    runner.device.pool.units[0] = float("nan")
     both = runner.launch(SchedulerOutput(2, (Chunk(1, 6, 1, True), Chunk(2, 6, 1, True))))().token_ids
     assert both[0] == -1
     again = runner.launch(SchedulerOutput(3, (Chunk(2, 7, 1, True),)))().token_ids
@@ -380,4 +381,4 @@ def test_hidden_state_is_refused_with_the_reason() -> None:
     assert "64 values a token and layer does not fit in the 32 of K" in refusal
     with pytest.raises(ConfigError, match="does not fit"):
         bare_runner("gqa")
-    assert bare_runner("gqa", scratch_blocks=0).scratch_blocks == 0
+    assert bare_runner("gqa", scratch_blocks=0).device.pool.scratch_blocks == 0

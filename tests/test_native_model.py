@@ -13,15 +13,17 @@ from test_runner import reference_logits
 from tiny_models import CASES, FAMILY_CASES, model_folder, reference_model
 from torch import Tensor
 
+from engine.execution.arrays import IntArray
 from engine.execution.cpu.native.library import Level, Library, Team
 from engine.execution.cpu.native.linear import Native
 from engine.execution.cpu.native.model import NativeModel, Sampled
 from engine.execution.pool import UnitPool
-from engine.execution.rows import IntArray, RowTable
+from engine.execution.rows import RowTable
 from engine.models.decoder import Decoder
 from engine.models.loader import load_weights
 from engine.models.spec import ModelSpec, load_spec
 from engine.models.weights import ModelWeights, torch_dtype
+from predictor.limits import Limits
 
 pytestmark = pytest.mark.timeout(900)  # the first test may have to build the library
 
@@ -60,7 +62,7 @@ class Bench:
             device=torch.device("cpu"),
         )
         self.pool.units[:units].fill_(math.nan)
-        self.rows = RowTable(ROWS, LENGTH, block_size)
+        self.rows = RowTable(Limits(ROWS, ROWS, LENGTH, num_units=1, block_size=block_size))
         order = rng.permutation(units)
         for row in range(ROWS):
             self.rows.num_blocks[row] = per_row

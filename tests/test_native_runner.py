@@ -12,21 +12,23 @@ from driver import Driver, make_request
 from hand_driver import HandDriver, RecordingDecoder
 from native_build import native_library
 from test_hybrid_cache import CONFIGS, check_equal, decoder_of, prompts_of, solo
-from test_runner import BLOCK, CPU, SAMPLED, check_greedy, crowd, make_decoder, run_in_waves
+from test_runner import BLOCK, SAMPLED, check_greedy, crowd, make_decoder, run_in_waves
 
 from engine.cache.cache_map import CacheEntry, CacheKind, Tier
 from engine.config import SchedulerConfig
 from engine.errors import ConfigError
+from engine.execution.arrays import IntArray
+from engine.execution.cpu.device import TorchDevice
+from engine.execution.cpu.native.device import NativeDevice
 from engine.execution.cpu.native.library import Level, Library, Team
 from engine.execution.cpu.native.linear import Native, NativeLinear
 from engine.execution.cpu.native.model import NativeModel, Sampled
-from engine.execution.cpu.native.runner import NativeRunner
 from engine.execution.cpu.native.start import start
-from engine.execution.rows import IntArray
-from engine.execution.runner import ModelRunner
+from engine.execution.runner import Runner
 from engine.models.decoder import Decoder
 from engine.request import SamplingParams
 from engine.scheduling.output import Chunk, NewRequest, SchedulerOutput
+from predictor.limits import Limits
 
 pytestmark = pytest.mark.timeout(900)  # the first test may have to build the library
 
@@ -46,17 +48,8 @@ def make_native_driver(decoder: Decoder, *, num_blocks: int = 200, tokens: int =
         max_num_batched_tokens=tokens,
         min_prefill_chunk=8,
     )
-    make = ModelRunner if plain else functools.partial(NativeRunner, native=native())
-    runner = make(
-        decoder,
-        num_units=config.num_units,
-        block_size=BLOCK,
-        max_num_seqs=12,
-        max_model_len=config.max_model_len,
-        device=CPU,
-        dtype=decoder.weights.embedding.dtype,
-    )
-    return Driver(runner, config)
+    device = TorchDevice(decoder, config.limits) if plain else NativeDevice(decoder, native(), config.limits)
+    return Driver(Runner(device), config)
 
 
 def test_greedy_outputs_equal_the_model_without_a_cache() -> None:
@@ -112,9 +105,9 @@ class _Keeping:
         return Sampled(result.best, result.best_ids, result.logits if logits else None)
 
 
-class _KeepingRunner(NativeRunner):
-    def __init__(self, decoder: RecordingDecoder, **sizes: object) -> None:
-        super().__init__(decoder, native(), **sizes)
+class _KeepingDevice(NativeDevice):
+    def __init__(self, decoder: RecordingDecoder, limits: Limits, **tiers: int) -> None:
+        super().__init__(decoder, native(), limits, **tiers)
         self._native = _Keeping(self._native, decoder)  # type: ignore[assignment]
 
 
@@ -127,7 +120,7 @@ def test_every_mix_equals_the_solo_run(name: str, seed: int, monkeypatch: pytest
     kinds = (CacheKind.KV, CacheKind.HIDDEN) if hybrid else (CacheKind.KV,)
     for prompt in prompts_of(seed):
         solo(name, tuple(prompt), 8)  # by torch, kept for the comparison
-    monkeypatch.setattr(hand_driver, "ModelRunner", _KeepingRunner)
+    monkeypatch.setattr(hand_driver, "TorchDevice", _KeepingDevice)
     driver = HandDriver(decoder, seed, kinds=kinds, host_units=60, scratch_blocks=20 if hybrid else 0)
     requests = [driver.add(prompt, 8) for prompt in prompts_of(seed)]
     driver.run()
@@ -163,7 +156,7 @@ def test_a_level_that_answers_otherwise_than_torch_is_not_used(
 
     def wrong(self: NativeLinear, *words: object) -> object:
         op = right(self, *words)  # type: ignore[arg-type]
-        if self._native.level > Level.AVX2 and self.out_features == 80:
+        if self.native.level > Level.AVX2 and self.out_features == 80:
             op.bias = self.panels.data_ptr()
         return op
 

@@ -15,11 +15,12 @@ from hypothesis import strategies as st
 
 from predictor.features import BatchFeatures, FeatureRow
 from predictor.fitting import fit
+from predictor.limits import Limits
 from predictor.model import LINEAR_TERMS, LatencyModel, LatencyPredictor, default_knots, largest_chunk
 from predictor.online import OnlineModel, OnlineSettings
 from predictor.profile import Profile, ProfileError, ProfileKey
 from predictor.samples import Sample, SampleLog, split_samples
-from predictor.sweep import StepShape, SweepLimits, anchor_shapes, find_knee, plan_sweep, run_sweep
+from predictor.sweep import StepShape, anchor_shapes, find_knee, plan_sweep, run_sweep
 
 
 def roofline(features: BatchFeatures) -> float:
@@ -433,7 +434,7 @@ def test_a_crash_while_writing_leaves_the_old_profile(
 
 # The start-up sweep
 
-LIMITS = SweepLimits(256, 2048, 4096, num_units=2 * 20_000)
+LIMITS = Limits(256, 2048, 4096, num_units=2 * 20_000)
 
 
 class Device:
@@ -456,7 +457,7 @@ class Device:
 
 
 limits_strategy = st.builds(
-    SweepLimits,
+    Limits,
     max_num_seqs=st.integers(1, 300),
     max_num_batched_tokens=st.integers(1, 5000),
     max_model_len=st.integers(2, 9000),
@@ -467,7 +468,7 @@ limits_strategy = st.builds(
 
 @given(limits_strategy, st.sampled_from((32, 100, 1024)))
 @settings(max_examples=60, deadline=None)
-def test_every_planned_shape_is_within_the_limits_and_new(limits: SweepLimits, knee: int) -> None:
+def test_every_planned_shape_is_within_the_limits_and_new(limits: Limits, knee: int) -> None:
     shapes = list(plan_sweep(limits, knee, max_shapes=60))
     assert len(shapes) == len(set(shapes)) <= 60
     for shape in shapes:
@@ -477,7 +478,7 @@ def test_every_planned_shape_is_within_the_limits_and_new(limits: SweepLimits, k
         assert 1 <= features.num_tokens <= limits.max_num_batched_tokens
         assert len(contexts) <= limits.max_num_seqs
         assert sum(2 * math.ceil(context / limits.block_size) for context in contexts) <= limits.num_units
-    assert any(limits.fits(shape) for shape in anchor_shapes(limits)), "there is always something to measure"
+    assert any(shape.fits(limits) for shape in anchor_shapes(limits)), "there is always something to measure"
 
 
 def test_the_plan_is_dense_around_the_knee() -> None:

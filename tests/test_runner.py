@@ -16,14 +16,16 @@ from engine.cache.cache_map import CacheEntry, CacheKind, Tier
 from engine.config import SchedulerConfig
 from engine.errors import ConfigError
 from engine.execution import memory
+from engine.execution.cpu.device import TorchDevice
 from engine.execution.pool import UnitPool
-from engine.execution.runner import ModelRunner
+from engine.execution.runner import Runner
 from engine.execution.sampling_table import uniforms
 from engine.models.decoder import Attend, Decoder
 from engine.models.spec import ModelSpec, spec_from_config
 from engine.models.weights import DummyTensors, build_weights
 from engine.request import EngineRequest, FinishReason, RequestClass, SamplingParams
 from engine.scheduling.output import INVALID_TOKEN, AppendedEntries, Chunk, NewRequest, SchedulerOutput
+from predictor.limits import Limits
 
 VOCAB = 97
 POISON = 96
@@ -74,15 +76,7 @@ def make_driver(decoder: Decoder, depth: int, *, num_blocks: int = 200, seqs: in
         pipeline_depth=depth,
         min_prefill_chunk=8,
     )
-    runner = ModelRunner(
-        decoder,
-        num_units=config.num_units,
-        block_size=BLOCK,
-        max_num_seqs=seqs,
-        max_model_len=config.max_model_len,
-        device=CPU,
-        dtype=decoder.weights.embedding.dtype,
-    )
+    runner = Runner(TorchDevice(decoder, config.limits))
     return Driver(runner, config)
 
 
@@ -314,16 +308,8 @@ def kv(*units: int) -> tuple[CacheEntry, ...]:
     return tuple(CacheEntry(CacheKind.KV, Tier.DEVICE, pair) for pair in pairs)
 
 
-def bare_runner(decoder: Decoder) -> ModelRunner:
-    return ModelRunner(
-        decoder,
-        num_units=16,
-        block_size=BLOCK,
-        max_num_seqs=4,
-        max_model_len=32,
-        device=CPU,
-        dtype=decoder.weights.embedding.dtype,
-    )
+def bare_runner(decoder: Decoder) -> Runner[TorchDevice]:
+    return Runner(TorchDevice(decoder, Limits(4, 16, 32, num_units=16, block_size=BLOCK)))
 
 
 GREEDY = SamplingParams(max_tokens=20, temperature=0.0)

@@ -2,14 +2,15 @@
 
 import functools
 
+import numpy as np
 import pytest
 import torch
 from driver import Driver, make_request
 from tiny_models import llama_config
 
 from engine.config import SchedulerConfig
-from engine.execution import operations
-from engine.execution.runner import ModelRunner
+from engine.execution.cpu.device import TorchDevice
+from engine.execution.runner import Runner
 from engine.models.decoder import Decoder
 from engine.models.spec import spec_from_config
 from engine.models.weights import DummyTensors, build_weights
@@ -29,8 +30,8 @@ def decoder() -> Decoder:
 
 def make(depth: int = 0, blocks: int = 12) -> Driver:
     sizes = {"num_units": 2 * blocks, "block_size": BLOCK, "max_num_seqs": 8, "max_model_len": 64}
-    runner = ModelRunner(decoder(), **sizes, device=CPU, dtype=torch.float32, host_units=200)
     config = SchedulerConfig(**sizes, max_num_batched_tokens=64, host_units=200, unit_bytes=1, pipeline_depth=depth)
+    runner = Runner(TorchDevice(decoder(), config.limits, host_units=200))
     return Driver(runner, config)
 
 
@@ -53,17 +54,17 @@ def test_a_copy_that_fails_half_way_costs_its_step_alone(
     action: CacheAction, failing: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No memory after half of the `failing`th batch of copies: nobody reads what may be half written."""
-    whole, batches = operations._swap, []
+    name = "swap_in" if action is CacheAction.SWAP_IN else "swap_out"
+    whole, batches = getattr(TorchDevice, name), []
 
-    def swap(pool, batch, *, inwards: bool) -> None:  # type: ignore[no-untyped-def]
-        if inwards == (action is CacheAction.SWAP_IN):
-            batches.append(batch)
-            if len(batches) == failing + 1:
-                whole(pool, batch[: len(batch) // 2], inwards=inwards)
-                raise RuntimeError("no memory for the copy")
-        whole(pool, batch, inwards=inwards)
+    def swap(device: TorchDevice, pairs: np.ndarray) -> None:
+        batches.append(pairs)
+        if len(batches) == failing + 1:
+            whole(device, pairs[: len(pairs) // 2])
+            raise RuntimeError("no memory for the copy")
+        whole(device, pairs)
 
-    monkeypatch.setattr(operations, "_swap", swap)
+    monkeypatch.setattr(TorchDevice, name, swap)
     driver = make()
     requests = requests_of()
     driver.add(*requests)
@@ -81,12 +82,12 @@ def test_nan_that_comes_back_from_the_host_ends_its_request_alone() -> None:
     requests = requests_of()
     driver.add(*requests)
     runner = driver.runner
-    assert isinstance(runner, ModelRunner)
+    assert isinstance(runner, Runner)
     poisoned = None
     while poisoned is None:
         driver.step()
         poisoned = next((op for op in driver.steps[-1].operations if op.action is CacheAction.SWAP_OUT), None)
-    runner._pool.host_units[list(poisoned.target.units)] = float("nan")
+    runner.device.pool.host_units[list(poisoned.target.units)] = float("nan")
     driver.run()
     back = [op for step in driver.steps for op in step.operations if op.action is CacheAction.SWAP_IN]
     assert poisoned.target in [op.source for op in back], "what was poisoned never came back"

@@ -12,10 +12,10 @@ import torch
 
 from engine.errors import ConfigError
 from engine.models.spec import ModelSpec
+from predictor.limits import UNITS_PER_BLOCK
 
 CPU_SHARE = 0.25
 CPU_LIMIT = 4 * 1024**3
-UNITS_PER_BLOCK = 2  # K and V
 
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")

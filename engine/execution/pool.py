@@ -7,9 +7,15 @@ hidden blocks pass through: table entry -1 - i is scratch slice i, the same in e
 same layout takes what is swapped out. Who owns which unit is the control plane's affair.
 """
 
+from typing import Self
+
 import numpy as np
 import torch
 from torch import Tensor
+
+from engine.errors import ConfigError
+from engine.models.spec import ModelSpec, hidden_offer
+from predictor.limits import Limits
 
 _PAGE = 4096
 SLICES_PER_SCRATCH_BLOCK = 2  # K and V
@@ -55,6 +61,18 @@ class UnitPool:
         self.units: Tensor = storage[: (num_units + 1) * unit_size].view(num_units + 1, unit_size)
         self.host_units = _host_zeros(num_host_units * unit_size, dtype, device).view(num_host_units, unit_size)
         self._layers = np.arange(num_layers, dtype=np.int64)[:, None]
+
+    @classmethod
+    def of(cls, spec: ModelSpec, limits: Limits, like: Tensor, scratch_blocks: int, host_units: int) -> Self:
+        """The pool of a model, in the type and on the device of `like`. Raises ConfigError for scratch where the
+        model's hidden state is no use as a cache."""
+        if scratch_blocks and (refusal := hidden_offer(spec).refusal):
+            raise ConfigError(refusal)
+        return cls(
+            limits.num_units, num_layers=spec.num_layers, block_size=limits.block_size, num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim, dtype=like.dtype, device=like.device, scratch_blocks=scratch_blocks,
+            num_host_units=host_units,
+        )  # fmt: skip
 
     def slice_ids(self, entries: np.ndarray) -> Tensor:
         """Table entries [n] -> slice ids [layers, n] on the device."""

@@ -1,40 +1,49 @@
-"""Per-row state of the runner, updated in place from the deltas of a `SchedulerOutput`.
+"""Per-row state of a runner on the host, updated in place from the deltas of a `SchedulerOutput`.
 
-A row is a running request's place in every table: its tokens, its block tables (unit ids of K and of V per block, or of
-hidden state, in any mix). All numpy, so that a step's index arrays are vector operations. Knows nothing of tensors,
-models or sampling.
+A row is a running request's place in every table: its tokens, its sampling parameters, and its block table (units of K
+and of V per block, or of hidden state, in any mix). All numpy, so that a step's index arrays are vector operations;
+native kernels read tokens and tables, 64 bits wide, where they lie. Knows nothing of tensors or models.
 """
 
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from engine.cache.cache_map import CacheEntry, CacheKind, Tier
-from engine.scheduling.output import NewRequest, SchedulerOutput
+from engine.execution.arrays import IntArray
+from engine.execution.sampling_table import SamplingTable
+from engine.scheduling.output import INVALID_TOKEN, NewRequest, SchedulerOutput
+from predictor.limits import Limits
 
-IntArray = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
+UNKNOWN = -1
+"""Stands for a token that only the device knows yet."""
 
 
 class RowTable:
-    """`tokens [rows, max_model_len + 1]`, `k_table`, `v_table [rows, max_blocks]`, `num_blocks`, `num_prompt [rows]`.
+    """`tokens [rows, max_model_len + 1]`; `num_blocks`, `num_prompt [rows]`; `tables [3, rows, max_blocks]`: units of
+    K, V and hidden state, also as `k_table`, `v_table`, `hidden_table`. `generation [rows]`: requests a row has held.
 
-    `is_hidden`, `hidden_table [rows, max_blocks]`: blocks of hidden state and their units (elsewhere meaningless), and
-    `num_hidden [rows]` how many a row has. K and V of those pass through scratch, where `engine.execution.hidden` puts
-    them anew for every step: the entries of `k_table` and `v_table` are below zero then. The memory of the large tables
-    is committed only where it is used.
+    `is_hidden [rows, max_blocks]`: blocks of hidden state (the entries of other blocks in `hidden_table` mean nothing),
+    `num_hidden [rows]`: how many a row has; refused unless `hidden`. K and V of those pass through scratch, to which
+    `engine.execution.hidden` points `k_table` and `v_table` anew for every step: such entries are below zero. Memory of
+    the large tables is committed only where it is used.
     """
 
-    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
-        max_blocks = max_model_len // block_size + 1
-        self.block_size = block_size
-        self.tokens = np.zeros((max_num_seqs, max_model_len + 1), dtype=np.int64)
-        self.k_table = np.zeros((max_num_seqs, max_blocks), dtype=np.int64)
-        self.v_table = np.zeros((max_num_seqs, max_blocks), dtype=np.int64)
-        self.is_hidden = np.zeros((max_num_seqs, max_blocks), dtype=np.bool_)
-        self.hidden_table = np.zeros((max_num_seqs, max_blocks), dtype=np.int64)
-        self.num_hidden = np.zeros(max_num_seqs, dtype=np.int64)
-        self.num_blocks = np.zeros(max_num_seqs, dtype=np.int64)
-        self.num_prompt = np.zeros(max_num_seqs, dtype=np.int64)
+    def __init__(self, limits: Limits, *, hidden: bool = False) -> None:
+        self.num_rows, max_blocks = limits.max_num_seqs, limits.max_model_len // limits.block_size + 1
+        self.block_size = limits.block_size
+        self.sampling = SamplingTable(self.num_rows)
+        self.tokens = np.zeros((self.num_rows, limits.max_model_len + 1), dtype=np.int64)
+        self.num_prompt = np.zeros(self.num_rows, dtype=np.int64)
+        self.num_blocks = np.zeros(self.num_rows, dtype=np.int64)
+        self.generation = np.zeros(self.num_rows, dtype=np.int64)
+        self.tables = np.zeros((3, self.num_rows, max_blocks), dtype=np.int64)
+        self.k_table, self.v_table, self.hidden_table = self.tables
+        self.is_hidden = np.zeros((self.num_rows, max_blocks), dtype=np.bool_)
+        self.num_hidden = np.zeros(self.num_rows, dtype=np.int64)
+        self._takes_hidden = hidden
+        self._changed: list[IntArray] | None = None
 
     def apply(self, output: SchedulerOutput) -> None:
         """Release rows, write new requests whole, extend block tables, replace entries: in this order."""
@@ -47,6 +56,33 @@ class RowTable:
         for row, block, entry in output.replaced:
             assert block < self.num_blocks[row], "a block that the row does not have is replaced"
             self._put(row, block, entry)
+            self._note(row, np.array([block]))
+
+    def settle(self, rows: IntArray, ends: IntArray, generations: IntArray, tokens: npt.NDArray[np.integer]) -> None:
+        """Note sampled tokens [n] at positions `ends` of rows that still hold the request they were sampled for."""
+        same = self.generation[rows] == generations
+        # an invalid token ends its request; a step already in flight behind it still needs some id to read
+        self.tokens[rows[same], ends[same]] = np.where(tokens[same] == INVALID_TOKEN, 0, tokens[same])
+
+    def point(self, rows: IntArray, blocks: IntArray, k_entries: IntArray, v_entries: IntArray) -> None:
+        """Set the K and V entries of blocks [n] of rows [n]."""
+        self.k_table[rows, blocks], self.v_table[rows, blocks] = k_entries, v_entries
+        self._note(rows, blocks)
+
+    def track_changes(self) -> None:
+        """From now on `take_changes` says what changed in the tables."""
+        self._changed = []
+
+    def take_changes(self) -> IntArray:
+        """Blocks [n] (row * max_blocks + block), none twice, whose entries changed since the last call."""
+        if not self._changed:
+            return np.zeros(0, np.int64)
+        changed, self._changed = self._changed, []
+        return np.unique(np.concatenate(changed))
+
+    def _note(self, rows: IntArray | int, blocks: IntArray) -> None:
+        if self._changed is not None:
+            self._changed.append(rows * self.tables.shape[2] + blocks)
 
     def _empty(self, row: int) -> None:
         self.num_blocks[row] = 0
@@ -58,6 +94,8 @@ class RowTable:
         self.tokens[new.row, : len(new.token_ids)] = new.token_ids
         self.num_prompt[new.row] = new.num_prompt_tokens
         self._empty(new.row)
+        self.generation[new.row] += 1
+        self.sampling.write(new.row, new.sampling)
         self._extend(new.row, new.entries)
 
     def _extend(self, row: int, entries: Sequence[CacheEntry]) -> None:
@@ -65,17 +103,19 @@ class RowTable:
             return
         first = int(self.num_blocks[row])
         last = first + len(entries)
-        if all(e.kind is CacheKind.KV and e.tier is Tier.DEVICE for e in entries):
-            self.k_table[row, first:last] = [entry.units[0] for entry in entries]
-            self.v_table[row, first:last] = [entry.units[1] for entry in entries]
+        assert last <= self.tables.shape[2], "a block table is longer than the longest context"
+        if all(entry.kind is CacheKind.KV and entry.tier is Tier.DEVICE for entry in entries):
+            self.tables[:2, row, first:last] = np.array([entry.units for entry in entries]).T
         else:
             for block, entry in enumerate(entries, first):
                 self._put(row, block, entry)
         self.num_blocks[row] = last
+        self._note(row, np.arange(first, last))
 
     def _put(self, row: int, block: int, entry: CacheEntry) -> None:
         assert entry.tier is Tier.DEVICE, "a row's blocks are on the device"
         hidden = entry.kind is CacheKind.HIDDEN
+        assert self._takes_hidden or not hidden, "this runner was made without scratch for hidden state"
         self.num_hidden[row] += int(hidden) - int(self.is_hidden[row, block])
         self.is_hidden[row, block] = hidden
         if hidden:

@@ -1,153 +1,139 @@
-"""ModelRunner: a SchedulerOutput becomes index tensors, a forward pass and a ModelRunnerOutput.
+"""Runner: a SchedulerOutput becomes operations of the cache, a forward pass, and tokens. All that backends share.
 
-It owns the pool on device and host and all per-row state, and applies the deltas in the order that
-`engine.scheduling.output` documents. Synchronous: call it in a worker thread, one step at a time. Correct on every
-torch device, tuned for the CPU.
-Knows nothing of scheduling, prefix sharing or text.
+It owns the rows and applies the deltas in the order that `engine.scheduling.output` documents; memory, copies and the
+forward pass are the device's (`Device`). Where a device takes steps ahead, `launch` comes back while the step runs, and
+sampled tokens stay on the device, where the next step reads them before the host has seen them (a request that has
+ended by then costs one token too many, which the core drops). Penalties and log-probabilities need the host's eyes: a
+step with such rows waits for the steps before it. Knows nothing of scheduling, prefix sharing or text.
 """
 
 import time
+from collections import deque
+from dataclasses import dataclass
+from functools import partial
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from engine.errors import ConfigError
-from engine.execution.absorbed import AbsorbedAttention, chunk_limit, clear_begun_blocks, reads_hidden
-from engine.execution.attention import Batch, PagedAttention, arrange, clear_new_blocks
-from engine.execution.hidden import HiddenPlan, ScratchPlan, has_hidden
-from engine.execution.operations import run_operations
+from engine.execution.arrays import Int32Array, IntArray
+from engine.execution.lane import Lane, Mark, pinned
+from engine.execution.operations import CacheMover, run_operations
 from engine.execution.pool import UnitPool
-from engine.execution.rows import IntArray, RowTable
+from engine.execution.rows import UNKNOWN, RowTable
 from engine.execution.sampler import SampleInput, sample
-from engine.execution.sampling_table import SamplingTable
-from engine.models.absorption import Absorption
-from engine.models.decoder import Decoder
-from engine.models.heads import Heads
-from engine.models.spec import hidden_offer
-from engine.models.weights import LayerWeights
 from engine.request import TokenLogprobs
-from engine.scheduling.output import INVALID_TOKEN, Collect, ModelRunnerOutput, SchedulerOutput
+from engine.scheduling.output import Collect, ModelRunnerOutput, SchedulerOutput
 
 
-class ModelRunner:
-    """Executes steps on one device. `num_units`: units of the pool (a KV block takes two).
+class Device(CacheMover, Protocol):
+    """A backend's half of a runner: its memory, and what runs on it, in order, in `lane`.
 
-    `scratch_blocks`: blocks of hidden state that one step may read or write; 0 refuses them altogether. `host_units`:
-    units of the host tier. Raises ConfigError for scratch where the model's hidden state is no use as a cache.
+    `pipeline_depth`: steps whose tokens may still be unknown to the host when the next one is launched.
     """
 
-    def __init__(
-        self,
-        decoder: Decoder,
-        *,
-        num_units: int,
-        block_size: int,
-        max_num_seqs: int,
-        max_model_len: int,
-        device: torch.device,
-        dtype: torch.dtype,
-        scratch_blocks: int = 0,
-        host_units: int = 0,
-    ) -> None:
-        spec = decoder.spec
-        if scratch_blocks and (refusal := hidden_offer(spec).refusal):
-            raise ConfigError(refusal)
-        self._heads = Heads(spec, decoder.weights, max_model_len, hidden=scratch_blocks > 0)
-        reads = scratch_blocks > 0 and spec.absorbs_kv
-        self._absorption = Absorption(spec, decoder.weights) if reads else None
-        self.scratch_blocks = scratch_blocks
-        self.host_units = host_units
-        self._decoder = decoder
-        self._device = device
-        self._rows = RowTable(max_num_seqs, max_model_len, block_size)
-        self._sampling = SamplingTable(max_num_seqs)
-        self._pool = UnitPool(
-            num_units,
-            num_layers=spec.num_layers,
-            block_size=block_size,
-            num_kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim,
-            dtype=dtype,
-            device=device,
-            scratch_blocks=scratch_blocks,
-            num_host_units=host_units,
-        )
-        self._cell_bytes = 2 * spec.num_kv_heads * spec.head_dim * dtype.itemsize
+    rows: RowTable
+    pool: UnitPool
+    lane: Lane
+    pipeline_depth: int
+
+    def forward(self, chunks: IntArray, draws: bool) -> tuple[Tensor, Tensor | None]:
+        """Run chunks [n, 4] (row, start, length, sample) over the rows' tokens and tables, and write their cache.
+
+        Gives, in the order of the chunks that sample, logits [S, vocab] and tokens [S] int32, INVALID_TOKEN where
+        logits are not finite: drawn as their rows wish if `draws`, else greedy. None for the tokens: the host is to
+        sample. The next call may overwrite both. Where a row's token is UNKNOWN the device reads the one it sampled.
+        """
+
+
+DeviceT = TypeVar("DeviceT", bound=Device)
+
+
+@dataclass(slots=True)
+class _Samples:
+    """Of a launched step: where its tokens belong, and when `tokens [n]` will hold them."""
+
+    rows: IntArray
+    ends: IntArray
+    generations: IntArray
+    tokens: Int32Array
+    arrived: Mark
+    logprobs: list[TokenLogprobs | None] | None = None
+
+
+class Runner(Generic[DeviceT]):
+    """Executes steps on one device; an `engine.scheduling.output.ModelRunner`."""
+
+    def __init__(self, device: DeviceT) -> None:
+        self.device = device
+        self._rows = device.rows
+        depth, size = device.pipeline_depth, device.rows.num_rows
+        # host buffers for tokens: of the steps in flight, and one to spare
+        self._results = deque(pinned(size, torch.int32, device.pool.device) for _ in range(depth + 2))
+        self._unsettled: deque[_Samples] = deque()
+        self._last_end = 0.0
 
     def launch(self, output: SchedulerOutput) -> Collect:
-        """Run one step; it has ended when this returns."""
-        began = time.perf_counter()
-        with torch.inference_mode():
+        """Start one step; where nothing is taken ahead it has ended when this returns."""
+        began, device = time.perf_counter(), self.device
+        with torch.inference_mode(), device.lane.use():
+            self._settle(all_but=device.pipeline_depth)
             self._rows.apply(output)
-            for new in output.new_requests:
-                self._sampling.write(new.row, new.sampling)
-            if output.operations:
-                run_operations(self._heads, self._pool, output.operations)
-            tokens, logprobs = self._run(output) if output.chunks else ([], None)
-        result = ModelRunnerOutput(output.step_id, tokens, logprobs, time.perf_counter() - began)
-        return lambda: result
+            run_operations(device, output.operations)
+            samples = self._run(output)
+            arrived = device.lane.mark() if samples is None else samples.arrived
+        return partial(self._collect, output.step_id, samples, arrived, began)
 
-    def _run(self, output: SchedulerOutput) -> tuple[list[int], list[TokenLogprobs | None] | None]:
-        chunks = np.array(output.chunks, dtype=np.int64)
-        ends = chunks[:, 1] + chunks[:, 2]
-        assert (ends <= self._rows.num_blocks[chunks[:, 0]] * self._rows.block_size).all(), "a block table is too short"
-        batch, attention, observe = self._plan(chunks)
-        hidden = self._forward(batch, attention, observe)
-        samples = np.flatnonzero(chunks[:, 3])
-        if not samples.size:
-            return [], None
-        place = np.empty(len(chunks), dtype=np.int64)
-        place[batch.order] = np.arange(len(chunks))
-        places = place[samples]
-        last_tokens = torch.from_numpy(batch.firsts[places] + batch.lengths[places] - 1).to(self._device)
-        logits = self._decoder.logits(hidden.index_select(0, last_tokens))
-        return self._sample(logits, batch.rows[places], batch.starts[places] + batch.lengths[places])
-
-    def _plan(self, chunks: IntArray) -> tuple[Batch, PagedAttention, HiddenPlan | None]:
-        """Who attends to what, and where. Hidden state is read as it is where the model allows it and the chunk is
-        short; the past of other chunks passes through scratch."""
-        pool, rows = self._pool, self._rows
-        hidden = has_hidden(rows, chunks)
-        if not hidden or self._absorption is None:
-            absorbed = np.zeros(len(chunks), dtype=np.bool_)
-        else:
-            absorbed = reads_hidden(rows, chunks, chunk_limit(self._decoder.spec))
-        others, scratch = chunks[~absorbed], None
-        if hidden and len(others):
-            scratch = ScratchPlan(rows, others, self.scratch_blocks)
-            scratch.enter(pool, rows, others)
-        clear_new_blocks(pool, rows, others)
-        if absorbed.any():
-            clear_begun_blocks(pool, rows, chunks[absorbed])
-        batch = arrange(chunks, rows, self._cell_bytes, np.flatnonzero(absorbed))
-        attention = PagedAttention(pool, rows, batch, self._absorb(chunks, batch))
-        return batch, attention, HiddenPlan(self._heads, pool, rows, others, scratch, batch) if hidden else None
-
-    def _absorb(self, chunks: IntArray, batch: Batch) -> AbsorbedAttention | None:
-        if self._absorption is None or not batch.absorbed:
+    def _run(self, output: SchedulerOutput) -> _Samples | None:
+        """Forward pass and sampling; None without a sample."""
+        if not output.chunks:
             return None
-        groups = [(int(batch.firsts[first]), chunks[batch.order[first:last]]) for first, last in batch.absorbed]
-        return AbsorbedAttention(self._absorption, self._pool, self._rows, groups, self._decoder.spec.hidden_size)
+        chunks, rows = np.array(output.chunks, dtype=np.int64), self._rows
+        ends = chunks[:, 1] + chunks[:, 2]
+        assert (ends <= rows.num_blocks[chunks[:, 0]] * rows.block_size).all(), "a block table is too short"
+        sampled = np.flatnonzero(chunks[:, 3])
+        where, ends = chunks[sampled, 0], ends[sampled]
+        by_host = rows.sampling.needs_host(where)
+        logits, tokens = self.device.forward(chunks, not by_host and not rows.sampling.greedy[where].all())
+        if not sampled.size:
+            return None
+        if by_host or tokens is None:
+            return self._sample(logits, where, ends)
+        return self._fetch(tokens, where, ends)
 
-    def _forward(self, batch: Batch, attention: PagedAttention, observe: HiddenPlan | None) -> Tensor:
-        token_ids = self._rows.tokens[batch.token_rows, batch.positions]
-        positions = torch.from_numpy(batch.positions).to(self._device)
-        rotary = self._heads.rotary(positions)
+    def _sample(self, logits: Tensor, where: IntArray, ends: IntArray) -> _Samples:
+        """Sampling that looks at earlier tokens or at whole distributions; waits for the device."""
+        self._settle(all_but=0)
+        rows = self._rows
+        known = [rows.tokens[row, :end] for row, end in zip(where.tolist(), ends.tolist(), strict=True)]
+        tokens, logprobs = sample(logits, rows.sampling, SampleInput(where, rows.num_prompt[where], known))
+        generations = rows.generation[where]
+        rows.settle(where, ends, generations, tokens)
+        return _Samples(where, ends, generations, tokens.astype(np.int32), self.device.lane.mark(), logprobs)
 
-        def attend(index: int, layer: LayerWeights, x: Tensor) -> Tensor:
-            if observe is not None:
-                observe(index, x)
-            return attention(index, *self._heads.qkv(layer, x, rotary))
+    def _fetch(self, tokens: Tensor, where: IntArray, ends: IntArray) -> _Samples:
+        """Send tokens [n] on their way to the host."""
+        target = self._results[0][: len(tokens)]
+        self._results.rotate(-1)
+        arrived = self.device.lane.fetch(tokens, target)
+        self._rows.tokens[where, ends] = UNKNOWN
+        samples = _Samples(where, ends, self._rows.generation[where], target.numpy(), arrived)
+        self._unsettled.append(samples)
+        return samples
 
-        hidden = self._decoder.embed(torch.from_numpy(token_ids).to(self._device), positions)
-        return self._decoder.run(hidden, attend)
+    def _settle(self, all_but: int) -> None:
+        """Note the tokens of the oldest steps in their rows, waiting for them if need be."""
+        while len(self._unsettled) > all_but:
+            step = self._unsettled.popleft()
+            step.arrived.synchronize()
+            self._rows.settle(step.rows, step.ends, step.generations, step.tokens)
 
-    def _sample(
-        self, logits: Tensor, rows: IntArray, ends: IntArray
-    ) -> tuple[list[int], list[TokenLogprobs | None] | None]:
-        known = [self._rows.tokens[row, :end] for row, end in zip(rows.tolist(), ends.tolist(), strict=True)]
-        tokens, logprobs = sample(logits, self._sampling, SampleInput(rows, self._rows.num_prompt[rows], known))
-        # an invalid token ends its request; a step already in flight behind it still needs some id to read
-        self._rows.tokens[rows, ends] = np.where(tokens == INVALID_TOKEN, 0, tokens)
-        return tokens.tolist(), logprobs
+    def _collect(self, step_id: int, samples: _Samples | None, arrived: Mark, began: float) -> ModelRunnerOutput:
+        arrived.synchronize()
+        ended = time.perf_counter()
+        # a step launched behind another begins when that one ends
+        latency, self._last_end = ended - max(began, self._last_end), ended
+        if samples is None:
+            return ModelRunnerOutput(step_id, [], None, latency)
+        return ModelRunnerOutput(step_id, samples.tokens.tolist(), samples.logprobs, latency)

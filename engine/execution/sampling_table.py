@@ -6,10 +6,8 @@ and the order of a batch cannot change a stream. Torch-free.
 
 import numpy as np
 
+from engine.execution.arrays import FloatArray, IntArray
 from engine.request import SamplingParams
-
-IntArray = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
-FloatArray = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
 
 GREEDY_BELOW = 1e-5
 """Lower temperatures are greedy: logits divided by them would overflow float32."""
@@ -45,6 +43,10 @@ class SamplingTable:
         self.num_logprobs[row] = -1 if params.logprobs is None else params.logprobs
         self.greedy[row] = params.temperature < GREEDY_BELOW
         self.edits[row] = bool(params.logit_bias) or params.min_tokens > 0 or has_penalties(params)
+
+    def needs_host(self, rows: IntArray) -> bool:
+        """Whether sampling any of these rows takes its earlier tokens, or gives log-probabilities."""
+        return bool(self.edits[rows].any() or (self.num_logprobs[rows] >= 0).any())
 
 
 def has_penalties(params: SamplingParams) -> bool:

@@ -9,9 +9,10 @@ from engine.config import SchedulerConfig
 from engine.execution.simulated import SimulatedDevice, SimulatedRunner
 from engine.scheduling.output import Chunk, SchedulerOutput
 from predictor.fitting import fit
+from predictor.limits import Limits
 from predictor.model import LatencyModel
 from predictor.samples import split_samples
-from predictor.sweep import StepShape, SweepLimits, run_sweep
+from predictor.sweep import StepShape, run_sweep
 
 SWEEP_SECONDS = 60.0
 NOISE = 0.02
@@ -83,7 +84,7 @@ def fit_device(device: SimulatedDevice, config: SchedulerConfig, seed: int) -> F
     """Sweep a device under these limits, as a server does at its start, and fit; deterministic per seed."""
     sweep = _Sweep(SimulatedRunner(device, noise=NOISE, seed=seed))
     limit = config.max_num_batched_tokens
-    limits = SweepLimits(config.max_num_seqs, limit, config.max_model_len, config.num_units, config.block_size)
+    limits = Limits(config.max_num_seqs, limit, config.max_model_len, config.num_units, config.block_size)
     samples = run_sweep(sweep.measure, limits, SWEEP_SECONDS, sweep.clock)
     train, held_out = split_samples(samples, seed=seed)
     mape = {name: fit(train, name, token_limit=limit).mape(held_out) for name in ("full", "hygen")}

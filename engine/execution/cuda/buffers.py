@@ -11,12 +11,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.execution.cuda.rows import Int32Array, IntArray, Rows
+from engine.execution.arrays import Int32Array, IntArray
 from engine.execution.cuda.shapes import StepShape
+from engine.execution.layout import Layout
+from engine.execution.rows import RowTable
 from engine.execution.sampling_table import uniforms
 from engine.models.spec import ModelSpec
 from engine.triton_kernels import configs
 from engine.triton_kernels.work import DecodeWork, PrefillWork, WorkBuffer, aligned
+from predictor.limits import Limits
 
 _CHANGES = 4096  # table entries in the buffer; a step with more sends the rest by itself
 _SLACK = 256  # what aligning the parts may take
@@ -59,48 +62,11 @@ class DrawInputs:
     any_min_p: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """A step's chunks [n, 4] (row, start, length, sample) in the order in which the model sees them: decodes first.
-
-    `firsts [n]`: where a chunk's tokens begin; `sampled [s]`: the sampling chunks' places, in the step's own order.
-    """
-
-    chunks: IntArray
-    firsts: IntArray
-    num_decodes: int
-    num_tokens: int
-    sampled: IntArray
-
-    @property
-    def sample_rows(self) -> IntArray:
-        rows: IntArray = self.chunks[self.sampled, 0]
-        return rows
-
-    @property
-    def sample_ends(self) -> IntArray:
-        """Positions that the sampled tokens will have."""
-        ends: IntArray = self.chunks[self.sampled, 1] + self.chunks[self.sampled, 2]
-        return ends
-
-
-def lay_out(chunks: IntArray) -> Layout:
-    """Order a step's chunks [n, 4]."""
-    order = np.argsort(chunks[:, 2] > 1, kind="stable")
-    place = np.empty(len(chunks), dtype=np.int64)
-    place[order] = np.arange(len(chunks))
-    lengths = chunks[order, 2]
-    firsts = np.cumsum(lengths) - lengths
-    sampled = place[np.flatnonzero(chunks[:, 3])]
-    return Layout(chunks[order], firsts, int((lengths == 1).sum()), int(lengths.sum()), sampled)
-
-
 class StepBuffers:
-    """`max_tokens`, `max_samples`: of the largest step. The decode scratch is shared by all layers and shapes."""
+    """The decode scratch is shared by all layers and shapes."""
 
-    def __init__(
-        self, spec: ModelSpec, max_tokens: int, max_samples: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, spec: ModelSpec, limits: Limits, dtype: torch.dtype, device: torch.device) -> None:
+        max_tokens, max_samples = limits.max_num_batched_tokens, limits.max_num_seqs
         arch, group = configs.device_arch(device), spec.num_heads // spec.num_kv_heads
         self._tile_tokens = configs.prefill_config(arch, spec.head_dim, dtype).block_m // group
         decode_tile = configs.decode_config(arch, spec.head_dim, group, dtype).block_n
@@ -143,18 +109,15 @@ class StepBuffers:
             self._views[shape] = views
         return views
 
-    def fill(self, shape: StepShape, layout: Layout, rows: Rows) -> StepInputs:
-        """Write a step, padded to `shape`, on the host's side; `upload` sends it."""
-        views, num_tokens, (row, start, length, _) = self.inputs(shape), layout.num_tokens, layout.chunks.T
-        positions = np.arange(num_tokens) + np.repeat(start - layout.firsts, length)
-        token_rows = np.repeat(row, length)
-        _pad(self._ids, rows.tokens[token_rows, positions], shape.tokens, 0)
-        _pad(self._source, token_rows, shape.tokens, rows.padding_row)
-        _pad(self._positions, positions, shape.tokens, 0)
-        _pad(self._rows, token_rows, shape.tokens, -1)
-        last_tokens = layout.firsts[layout.sampled] + length[layout.sampled] - 1
-        _pad(self._sample_tokens, last_tokens, shape.samples, 0)
-        _pad(self._sample_rows, layout.sample_rows, shape.samples, rows.padding_row)
+    def fill(self, shape: StepShape, layout: Layout, rows: RowTable) -> StepInputs:
+        """Write a step, its decodes first, padded to `shape`, on the host's side; `upload` sends it."""
+        views, (row, start, length, _) = self.inputs(shape), layout.chunks.T
+        _pad(self._ids, rows.tokens[layout.token_rows, layout.positions], shape.tokens, 0)
+        _pad(self._source, layout.token_rows, shape.tokens, rows.num_rows)
+        _pad(self._positions, layout.positions, shape.tokens, 0)
+        _pad(self._rows, layout.token_rows, shape.tokens, -1)
+        _pad(self._sample_tokens, layout.sampled_tokens, shape.samples, 0)
+        _pad(self._sample_rows, layout.sampled_rows, shape.samples, rows.num_rows)
         count = layout.num_decodes
         views.decode.fill(row[:count].astype(np.int32), (start[:count] + 1).astype(np.int32))
         if shape.prefill:
@@ -162,15 +125,15 @@ class StepBuffers:
             views.prefill.fill(chunks.astype(np.int32))
         return views
 
-    def fill_draw(self, layout: Layout, rows: Rows) -> DrawInputs:
+    def fill_draw(self, layout: Layout, rows: RowTable) -> DrawInputs:
         """Write the sampling parameters of a step's samples."""
-        table, where, count = rows.sampling, layout.sample_rows, len(layout.sampled)
+        table, where, count = rows.sampling, layout.sampled_rows, len(layout.sampled)
         temperature, top_k, top_p, min_p = self._draw_host
         top_k[:count] = table.top_k[where]
         columns = ((temperature, table.temperature), (top_p, table.top_p), (min_p, table.min_p))
         for target, values in columns:
             target.view(np.float32)[:count] = values[where]
-        positions = layout.sample_ends - rows.num_prompt[where]
+        positions = layout.positions[layout.sampled_tokens] + 1 - rows.num_prompt[where]
         self._uniform.view(np.float64)[:count] = uniforms(table.seed[where], positions)
         device = [part[:count] for part in self._draw]
         floats = [device[place].view(torch.float32) for place in (0, 2, 3)]

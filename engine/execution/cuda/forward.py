@@ -12,58 +12,58 @@ from torch import Tensor
 
 from engine.execution.cuda.buffers import StepInputs
 from engine.execution.cuda.kernels import Kernels
-from engine.execution.cuda.rows import Rows
+from engine.execution.cuda.tables import DeviceTables
+from engine.execution.pool import UnitPool
 from engine.models import torch_ops
 from engine.models.decoder import Decoder
 from engine.models.rotary import attention_scaling, inverse_frequencies
 from engine.models.spec import ModelSpec
 from engine.models.weights import LayerWeights, ModelWeights
 from engine.scheduling.output import INVALID_TOKEN
+from predictor.limits import Limits
 
-Observe = Callable[[int, Tensor, Tensor], None]
-"""(layer index, x [T, H], positions [T]): the normed input of a layer's attention, before it attends."""
+Observe = Callable[[int, Tensor], None]
+"""(layer index, x [T, H]): the normed input of a layer's attention, before it attends."""
 
 
 class Forward:
     """Call it with a step's inputs. Leaves `logits [max_samples, vocab]` of the step's samples, `sampled [max_samples]`
-    int32 (their greedy tokens, INVALID_TOKEN where logits are not finite), and `rows.last_tokens` of their rows.
-
-    `pool [slices, block_size, kv_heads, head_dim]`; `scratch_base`: the number of slices before those of scratch.
-    """
+    int32 (their greedy tokens, INVALID_TOKEN where logits are not finite), and `last_tokens` of their rows. `tables` as
+    in `DeviceTables`."""
 
     def __init__(
         self,
         spec: ModelSpec,
         weights: ModelWeights,
         kernels: Kernels,
-        rows: Rows,
-        pool: Tensor,
-        *,
-        scratch_base: int,
-        max_tokens: int,
-        max_samples: int,
-        max_model_len: int,
+        tables: DeviceTables,
+        pool: UnitPool,
+        limits: Limits,
     ) -> None:
-        self._spec, self._weights, self._kernels, self._rows, self._pool = spec, weights, kernels, rows, pool
+        self._spec, self._weights, self._kernels = spec, weights, kernels
+        self.tables, self._last_tokens = tables.tables, tables.last_tokens
+        self._pool = pool.cells.view(-1, pool.block_size, pool.num_kv_heads, pool.head_dim)
         self._decoder = Decoder(spec, weights, kernels)
         dtype, device = weights.embedding.dtype, weights.embedding.device
-        self._scratch_base = scratch_base
+        self._scratch_base = pool.scratch_base
         self._scale = spec.head_dim**-0.5
-        self._cos_sin = _cos_sin(spec, max_model_len, device)
+        self._cos_sin = _cos_sin(spec, limits.max_model_len, device)
         # views of the weights on a GPU; what is projected from hidden state
-        self._kv = [layer.qkv.outputs_from(spec.q_size) for layer in weights.layers] if len(rows.tables) == 3 else []
+        self._kv = [layer.qkv.outputs_from(spec.q_size) for layer in weights.layers] if pool.scratch_blocks else []
         # Padding keeps what earlier steps left there: finite numbers, which uninitialised memory need not hold.
-        self._mixed = torch.zeros((max_tokens, spec.num_heads, spec.head_dim), dtype=dtype, device=device)
-        self.logits = torch.zeros((max_samples, spec.vocab_size), dtype=dtype, device=device)
-        self.sampled = torch.zeros(max_samples, dtype=torch.int32, device=device)
+        self._mixed = torch.zeros(
+            (limits.max_num_batched_tokens, spec.num_heads, spec.head_dim), dtype=dtype, device=device
+        )
+        self.logits = torch.zeros((limits.max_num_seqs, spec.vocab_size), dtype=dtype, device=device)
+        self.sampled = torch.zeros(limits.max_num_seqs, dtype=torch.int32, device=device)
 
     def __call__(self, inputs: StepInputs, observe: Observe | None = None) -> None:
         def attend(index: int, layer: LayerWeights, x: Tensor) -> Tensor:
             if observe is not None:
-                observe(index, x, inputs.positions)
+                observe(index, x)
             return self._attend(index, layer, x, inputs)
 
-        last = self._rows.last_tokens.index_select(0, inputs.source)
+        last = self._last_tokens.index_select(0, inputs.source)
         hidden = self._decoder.embed(torch.where(inputs.ids < 0, last, inputs.ids), inputs.positions)
         hidden = self._decoder.run(hidden, attend)
         logits = self._decoder.logits(hidden.index_select(0, inputs.sample_tokens))
@@ -77,11 +77,11 @@ class Forward:
         count = len(tokens)
         self.sampled[:count].copy_(tokens)
         # an invalid token ends its request; a step already in flight behind it still needs some id to read
-        self._rows.last_tokens.index_copy_(0, inputs.sample_rows[:count].long(), tokens.clamp(min=0))
+        self._last_tokens.index_copy_(0, inputs.sample_rows[:count].long(), tokens.clamp(min=0))
 
     def store(self, layer: int, tables: Tensor, x: Tensor, rows: Tensor, positions: Tensor) -> None:
         """Keep x [t, H], the attention input of tokens at `positions` of `rows`, as their hidden state; rows < 0: skip.
-        `tables [3, rows, blocks]` as in `Rows`."""
+        `tables [3, rows, blocks]` as in `DeviceTables`."""
         self._kernels.hidden_write(
             x, positions, rows, self._pool, tables[2], layer=layer, scratch_base=self._scratch_base
         )
@@ -103,7 +103,7 @@ class Forward:
         num_heads, kv_heads = spec.num_heads, spec.num_kv_heads
         heads = layer.qkv(normed).view(len(normed), num_heads + 2 * kv_heads, spec.head_dim)
         q, k, v = heads.tensor_split((num_heads, num_heads + kv_heads), dim=1)
-        tables = (self._rows.tables[0], self._rows.tables[1])
+        tables = (self.tables[0], self.tables[1])
         norms = (None, None) if layer.qk_norm is None else (layer.qk_norm[0], layer.qk_norm[num_heads])
         kernels.rope_cache_write(
             q, k, v, self._cos_sin, inputs.positions, inputs.rows, self._pool, *tables, layer=index,

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from engine.execution.cuda.buffers import StepInputs
-from engine.execution.cuda.lane import Lane
+from engine.execution.lane import Lane
 
 
 class Graphs:

@@ -10,11 +10,14 @@ run without a graph: how much they project is different every time. Apt-Serve §
 import numpy as np
 from torch import Tensor
 
-from engine.execution.cuda.buffers import Layout, send
+from engine.execution.arrays import Int32Array, IntArray
+from engine.execution.cuda.buffers import StepInputs, send
 from engine.execution.cuda.forward import Forward
-from engine.execution.cuda.rows import Int32Array, IntArray, Rows
 from engine.execution.hidden import ScratchPlan
-from engine.execution.pool import SLICES_PER_SCRATCH_BLOCK, UnitPool
+from engine.execution.layout import Layout
+from engine.execution.pool import UnitPool
+from engine.execution.rows import RowTable
+from predictor.limits import Limits
 
 PIECE = 2048
 """Tokens projected per call at most: enough for the matrix products' full rate, small beside what a step takes."""
@@ -23,11 +26,11 @@ PIECE = 2048
 class Projection:
     """K and V of tokens whose hidden state is in the pool. `max_tokens` of a step; `max_model_len`: positions."""
 
-    def __init__(self, forward: Forward, pool: UnitPool, max_tokens: int, max_model_len: int) -> None:
+    def __init__(self, forward: Forward, pool: UnitPool, limits: Limits) -> None:
         self._forward = forward
         self._pool = pool
-        self._piece = min(PIECE, max_tokens)
-        self._max_model_len = max_model_len
+        self._piece = min(PIECE, limits.max_num_batched_tokens)
+        self._max_model_len = limits.max_model_len
 
     def __call__(self, layer: int, tables: Tensor, rows: Tensor, positions: Tensor) -> None:
         """Tokens at `positions [t]` of `rows [t]`, both int32: from where `tables [3, rows, blocks]` has their hidden
@@ -54,33 +57,31 @@ class Projection:
 class StepHidden:
     """The hidden state of one step; called with each layer's attention input, before attention.
 
-    Creating it points the tables of `rows` at scratch: do so before their changes are sent. `num_tokens`: with padding.
+    Creating it points the tables of `rows` at scratch: do so before their changes are sent.
     """
 
     def __init__(
-        self, projection: Projection, forward: Forward, rows: Rows, layout: Layout, num_tokens: int, scratch_blocks: int
-    ) -> None:
-        self._projection, self._forward, self._tables = projection, forward, rows.tables
-        chunks, block_size, device = layout.chunks, rows.block_size, rows.tables.device
+        self, projection: Projection, forward: Forward, rows: RowTable, layout: Layout, inputs: StepInputs,
+        scratch_blocks: int,
+    ) -> None:  # fmt: skip
+        self._projection, self._forward, self._positions = projection, forward, inputs.positions
+        chunks, block_size, device = layout.chunks, rows.block_size, inputs.positions.device
         plan = ScratchPlan(rows, chunks, scratch_blocks)
-        for table in range(SLICES_PER_SCRATCH_BLOCK):
-            entries = -1 - table - SLICES_PER_SCRATCH_BLOCK * plan.scratch
-            rows.point(table, plan.rows, plan.blocks, entries)
-        lengths = chunks[:, 2]
-        token_rows = np.repeat(chunks[:, 0], lengths)
-        positions = np.arange(layout.num_tokens) + np.repeat(chunks[:, 1] - layout.firsts, lengths)
-        stored = np.full(num_tokens, -1, dtype=np.int32)
-        stored[: layout.num_tokens] = np.where(rows.is_hidden[token_rows, positions // block_size], token_rows, -1)
+        plan.enter(rows)
+        stored = np.full(inputs.shape.tokens, -1, dtype=np.int32)
+        is_hidden = rows.is_hidden[layout.token_rows, layout.positions // block_size]
+        stored[: len(is_hidden)] = np.where(is_hidden, layout.token_rows, -1)
         index, offsets = plan.past_tokens(chunks, block_size)
         past = np.stack((plan.rows[plan.first][index], plan.blocks[plan.first][index] * block_size + offsets))
         self._stored: Tensor | None = send(stored, device) if (stored >= 0).any() else None
         self._past_rows, self._past_positions = send(past.astype(np.int32), device)
 
-    def __call__(self, layer: int, x: Tensor, positions: Tensor) -> None:
-        """Store x [T, H], the input at `positions [T]`, where it belongs; project what is stored of the past."""
+    def __call__(self, layer: int, x: Tensor) -> None:
+        """Store x [T, H] where it belongs; project what is stored of the past."""
+        tables = self._forward.tables
         if self._stored is not None:
-            self._forward.store(layer, self._tables, x, self._stored, positions)
-        self._projection(layer, self._tables, self._past_rows, self._past_positions)
+            self._forward.store(layer, tables, x, self._stored, self._positions)
+        self._projection(layer, tables, self._past_rows, self._past_positions)
 
 
 def _table_of(entries: IntArray, blocks: IntArray) -> tuple[IntArray, Int32Array]:

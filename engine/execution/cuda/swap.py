@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.execution.arrays import IntArray
 from engine.execution.cuda.buffers import send
 from engine.execution.cuda.kernels import Kernels
-from engine.execution.cuda.lane import Lane, Mark
-from engine.execution.cuda.rows import IntArray
+from engine.execution.lane import Lane, Mark
 from engine.execution.pool import UnitPool
 
 STAGING_BYTES = 64 * 1024**2

@@ -13,7 +13,8 @@ from engine.colocation import Colocation, initial_budget
 from engine.config import SchedulerConfig
 from engine.core import EngineCore
 from engine.engine import Engine
-from engine.execution.cuda.runner import CudaRunner
+from engine.execution.cuda.device import CudaDevice
+from engine.execution.runner import Runner
 from engine.models.spec import ModelSpec
 from engine.request import EngineRequest, FinishReason, RequestClass, SamplingParams
 from loadgen.bench.gpu.loop import BLOCK, make_runner, scheduler_config
@@ -23,7 +24,6 @@ from predictor.model import LatencyModel
 from predictor.online import OnlineModel
 from predictor.profile import ProfileKey
 from predictor.slo import SLO
-from predictor.sweep import SweepLimits
 
 _MODEL = "Qwen3-0.6B"
 _LOAD = 0.3  # online requests, as a share of the rate that saturates the engine
@@ -52,9 +52,8 @@ async def _check(setup: Setup) -> list[Row]:
     context = prompt + output + 1
     config = scheduler_config(seqs, setup.size(1024, 32), context, 2 * seqs * -(-context // BLOCK))
     runner = make_runner(setup, spec, setup.weights(spec), config)
-    limits = SweepLimits(seqs, config.max_num_batched_tokens, context, config.num_units, BLOCK)
     key = ProfileKey(_MODEL, setup.device.type, str(setup.dtype), "gpu-check")
-    model = measure_profile(runner, limits, spec.vocab_size, key, setup.size(15, 1)).profile.model
+    model = measure_profile(runner, config.limits, spec.vocab_size, key, setup.size(15, 1)).profile.model
     seconds = float(setup.size(15, 1))
     arguments = (spec, runner, config, model)
     full = await _phase(_engine(*arguments, None), (prompt, output), 0.0, True, seconds)
@@ -73,7 +72,7 @@ async def _check(setup: Setup) -> list[Row]:
 
 
 def _engine(
-    spec: ModelSpec, runner: CudaRunner, config: SchedulerConfig, model: LatencyModel, slo: SLO | None
+    spec: ModelSpec, runner: Runner[CudaDevice], config: SchedulerConfig, model: LatencyModel, slo: SLO | None
 ) -> Engine:
     info = EngineInfo(config.max_model_len, spec.vocab_size, frozenset(), "gpu-check", "", "", spec.num_parameters)
     if slo is None:

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from engine.config import SchedulerConfig
 from engine.core import EngineCore
 from engine.errors import EngineStepError
-from engine.execution.cuda.runner import CudaRunner
+from engine.execution.cuda.device import CudaDevice
+from engine.execution.runner import Runner
 from engine.models.spec import ModelSpec
 from engine.models.weights import ModelWeights
 from engine.request import EngineRequest, RequestOutput
@@ -31,26 +32,16 @@ def scheduler_config(seqs: int, tokens: int, context: int, num_blocks: int) -> S
 
 def make_runner(
     setup: Setup, spec: ModelSpec, weights: ModelWeights, config: SchedulerConfig, host_units: int = 0
-) -> CudaRunner:
+) -> Runner[CudaDevice]:
     """The runner as the server builds it, with graphs on a CUDA device."""
-    return CudaRunner(
-        spec,
-        weights,
-        setup.kernels(),
-        num_units=config.num_units,
-        block_size=config.block_size,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        max_model_len=config.max_model_len,
-        graphs=setup.device.type == "cuda",
-        host_units=host_units,
-    )
+    graphs = setup.device.type == "cuda"
+    return Runner(CudaDevice(spec, weights, setup.kernels(), config.limits, graphs=graphs, host_units=host_units))
 
 
 class Loop:
     """Runs requests to their end. `tokens` of every request, by its id; the first error ends the run with it."""
 
-    def __init__(self, runner: CudaRunner, config: SchedulerConfig) -> None:
+    def __init__(self, runner: Runner[CudaDevice], config: SchedulerConfig) -> None:
         self.core = EngineCore(config)
         self.tokens: dict[str, list[int]] = {}
         self._runner = runner

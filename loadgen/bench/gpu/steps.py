@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from itertools import count, pairwise
 
 from engine.cache.cache_map import CacheEntry, CacheKind, Tier
-from engine.execution.cuda.runner import CudaRunner
+from engine.execution.cuda.device import CudaDevice
+from engine.execution.runner import Runner
 from engine.models.spec import ModelSpec
 from engine.request import SamplingParams
 from engine.scheduling.output import CacheOperation, Chunk, NewRequest, SchedulerOutput
@@ -43,7 +44,7 @@ class Timing:
 
 
 def time_shape(
-    setup: Setup, runner: CudaRunner, shape: Shape, steps: int, operations: tuple[CacheOperation, ...] = ()
+    setup: Setup, runner: Runner[CudaDevice], shape: Shape, steps: int, operations: tuple[CacheOperation, ...] = ()
 ) -> Timing:
     """Medians over `steps` runs of one step, each launched before the one before it has ended; with `operations` in
     each of them (on units behind the shape's own)."""
@@ -68,7 +69,7 @@ def time_shape(
         before = after
     before()
     gaps = [after - before for before, after in pairwise(ends)]
-    device = setup.seconds(runner.repeat_last, repeats=steps, rounds=1)
+    device = setup.seconds(runner.device.repeat_last, repeats=steps, rounds=1)
     runner.launch(SchedulerOutput(2, (), released_rows=tuple(range(len(spans)))))()
     return Timing(statistics.median(gaps), device, statistics.median(launches))
 
@@ -108,8 +109,8 @@ def check_steps(setup: Setup) -> Iterator[Row]:
     config = scheduler_config(many.decodes, prefill.chunk, context, blocks)
     runner = make_runner(setup, spec, setup.weights(spec), config)
     runs = setup.size(20, 2)
-    graphs = runner.num_graphs if setup.device.type == "cuda" else runner.num_shapes
-    yield Row("CUDA graphs captured", "", graphs, runner.num_shapes)
+    graphs = runner.device.num_graphs if setup.device.type == "cuda" else runner.device.num_shapes
+    yield Row("CUDA graphs captured", "", graphs, runner.device.num_shapes)
     for shape, target, anchor in ((one, 4.4, "72 % of bandwidth"), (long, 9.4, "54-61 %"), (wide, 6.9, "54-61 %")):
         timing = time_shape(setup, runner, shape, runs)
         floor = floor_of(spec, shape, limits, setup.dtype.itemsize) * 1e3

@@ -50,7 +50,7 @@ class NativeLinear:
         self.dtype = weight.dtype
         self.panels = native.library.pack(weight, gated)
         self.bias = None if bias is None else bias.float().contiguous()
-        self._native = native
+        self.native = native
 
     def op(self, epilogue: Epilogue = Epilogue.PLAIN) -> Op:
         """The layer as an operation, without its rows."""
@@ -67,7 +67,7 @@ class NativeLinear:
         )
 
     def __call__(self, x: Tensor) -> Tensor:
-        level = self._native.level_for(self.dtype)
+        level = self.native.level_for(self.dtype)
         kind = activation_dtype(level)
         rows = x.reshape(-1, self.in_features)
         padded = torch.zeros(rows_for(len(rows)), stride_of(self.in_features), dtype=kind)
@@ -75,14 +75,14 @@ class NativeLinear:
         result = torch.empty(len(rows), stride_of(self.out_features), dtype=kind)
         op = self.op()
         op.input, op.out = padded.data_ptr(), result.data_ptr()
-        self._native.library.linear(level, self.dtype, op, len(rows), self._native.team)
+        self.native.library.linear(level, self.dtype, op, len(rows), self.native.team)
         return result[:, : self.out_features].to(self.dtype).view(*x.shape[:-1], self.out_features)
 
     def outputs_from(self, first: int) -> "NativeLinear":
-        return NativeLinear(self._native, *self.dense_from(first))
+        return NativeLinear(self.native, *self.dense_from(first))
 
     def dense_from(self, first: int) -> tuple[Tensor, Tensor | None]:
         shape = (self.out_features, self.in_features)
-        weight = self._native.library.unpack(self.panels, shape, self.dtype, self.gated)
+        weight = self.native.library.unpack(self.panels, shape, self.dtype, self.gated)
         bias = None if self.bias is None else self.bias[first:].to(self.dtype)
         return (weight if first == 0 else weight[first:].clone()), bias

@@ -9,12 +9,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.execution.arrays import IntArray
 from engine.execution.cpu.native.library import TYPES, Kind, Shape, Step, Tape, activation_dtype
 from engine.execution.cpu.native.linear import Native
 from engine.execution.cpu.native.tape import Buffers, compose
 from engine.execution.cpu.native.weights import NativeWeights
 from engine.execution.pool import UnitPool
-from engine.execution.rows import IntArray, RowTable
+from engine.execution.rows import RowTable
 from engine.models.rotary import attention_scaling, inverse_frequencies
 from engine.models.spec import ModelSpec
 from engine.models.weights import ModelWeights
@@ -52,7 +53,7 @@ class NativeModel:
         self._level = native.level_for(self._dtype)
         self._weights = NativeWeights(native, spec, weights)
         self._max_model_len = max_model_len
-        self._max_samples = len(rows.num_blocks)
+        self._max_samples = rows.num_rows
         self._frequencies = inverse_frequencies(spec.rope, max_model_len).contiguous() if spec.rope else None
         self._best = np.empty(self._max_samples, dtype=np.float32)
         self._best_ids = np.empty(self._max_samples, dtype=np.int64)
@@ -115,7 +116,7 @@ class NativeModel:
             vocab=spec.vocab_size,
             block_size=pool.block_size,
             pool_units=pool.num_units,
-            num_rows=len(rows.num_blocks),
+            num_rows=rows.num_rows,
             max_blocks=rows.k_table.shape[1],
             max_positions=min(self._max_model_len, rows.tokens.shape[1]),
             max_tokens=self._max_tokens,

@@ -17,6 +17,7 @@ from engine.models.decoder import Decoder
 from engine.models.heads import Heads
 from engine.models.spec import ModelSpec, spec_from_config
 from engine.models.weights import DummyTensors, LayerWeights, ModelWeights, build_weights
+from predictor.limits import Limits
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +94,7 @@ def _by_chunks(native: Native, spec: ModelSpec, weights: ModelWeights, ids: np.n
         dtype=dtype,
         device=torch.device("cpu"),
     )
-    rows = RowTable(1, _LENGTH, block_size)
+    rows = RowTable(Limits(1, _LENGTH, _LENGTH, 2 * blocks, block_size))
     rows.tokens[0, :_LENGTH], rows.num_blocks[0] = ids, blocks
     rows.k_table[0, :blocks], rows.v_table[0, :blocks] = np.arange(blocks), np.arange(blocks) + blocks
     model = NativeModel(native, spec, weights, pool, rows, _LENGTH)

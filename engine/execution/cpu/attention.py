@@ -7,7 +7,7 @@ chunks alone and in pieces whose keys end where causality ends. Whole blocks are
 
 Why SDPA for decodes too: with the query heads of one KV head packed as its query rows no K or V is repeated, and
 torch's flash kernel beat the forms of batched matmul that were tried. Padding reads the pool's zero unit; cells past a
-request's end are masked, and `clear_new_blocks` has seen to it that they hold finite numbers.
+request's end are masked, and `clear_begun_blocks` has seen to it that they hold finite numbers.
 
 Knows nothing of requests, sampling or models.
 """
@@ -20,8 +20,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from engine.execution.arrays import IntArray
+from engine.execution.layout import Layout
 from engine.execution.pool import UnitPool
-from engine.execution.rows import IntArray, RowTable
+from engine.execution.rows import RowTable
 
 LONG_CHUNK = 64
 """Prefill chunks from this length on get calls of their own."""
@@ -32,21 +34,10 @@ _GROUP_COST = 512 * 1024  # bytes of K and V that could be read in the time of o
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A step's chunks in the order the model sees them. All arrays int64.
+    """A step's layout in groups of chunks: `groups` are ranges of places that attention handles together; `absorbed`
+    those behind them, of chunks that read hidden state as it is."""
 
-    `order [n]`: for each place the index of its chunk in the step; `rows`, `starts`, `lengths [n]`: in that order;
-    `firsts [n]`: index of the chunk's first token among the T tokens; `token_rows`, `positions [T]`.
-    `groups`: ranges of places that attention handles together; `absorbed`: those behind them, of chunks that read
-    hidden state as it is.
-    """
-
-    order: IntArray
-    rows: IntArray
-    starts: IntArray
-    lengths: IntArray
-    firsts: IntArray
-    token_rows: IntArray
-    positions: IntArray
+    layout: Layout
     groups: tuple[tuple[int, int], ...]
     absorbed: tuple[tuple[int, int], ...] = ()
 
@@ -70,8 +61,8 @@ class _Group:
 
 
 def arrange(chunks: IntArray, rows: RowTable, cell_bytes: int, absorbed: IntArray | None = None) -> Batch:
-    """Order a step's chunks [n, >=3] (row, start, length) into groups. `cell_bytes`: K and V of one token and layer.
-    `absorbed`: indices of the chunks that go apart, to the end."""
+    """Order a step's chunks [n, 4] (row, start, length, sample) into groups. `cell_bytes`: K and V of one token in one
+    layer. `absorbed`: indices of the chunks that go apart, to the end."""
     starts, lengths = chunks[:, 1], chunks[:, 2]
     blocks = -(-(starts + lengths) // rows.block_size)
     threshold = max(1, _GROUP_COST // (cell_bytes * rows.block_size))
@@ -90,13 +81,8 @@ def arrange(chunks: IntArray, rows: RowTable, cell_bytes: int, absorbed: IntArra
     if decodes.size:
         places.extend(_split(decodes[np.argsort(-blocks[decodes], kind="stable")], blocks, threshold))
     ends = np.cumsum([len(members) for members in places]).tolist()
-    order = np.concatenate(places)
-    rows_, starts, lengths = chunks[order, 0], starts[order], lengths[order]
-    firsts = np.cumsum(lengths) - lengths
-    positions = np.arange(int(lengths.sum())) + np.repeat(starts - firsts, lengths)
-    groups = list(zip([0, *ends[:-1]], ends, strict=True))
-    own, apart = tuple(groups[:num_groups]), tuple(groups[num_groups:])
-    return Batch(order, rows_, starts, lengths, firsts, np.repeat(rows_, lengths), positions, own, apart)
+    groups = tuple(zip([0, *ends[:-1]], ends, strict=True))
+    return Batch(Layout.of(chunks, np.concatenate(places)), groups[:num_groups], groups[num_groups:])
 
 
 def _split(members: IntArray, blocks: IntArray, threshold: int) -> list[IntArray]:
@@ -109,13 +95,16 @@ def _split(members: IntArray, blocks: IntArray, threshold: int) -> list[IntArray
     return _split(members[:cut], blocks, threshold) + _split(members[cut:], blocks, threshold)
 
 
-def clear_new_blocks(pool: UnitPool, rows: RowTable, chunks: IntArray) -> None:
-    """Clear the blocks that chunks [n, >=3] begin and do not fill: they are read whole, and no mask hides a NaN."""
+def clear_begun_blocks(pool: UnitPool, rows: RowTable, chunks: IntArray) -> None:
+    """Clear the blocks that chunks [n, >=3] begin and do not fill, of either kind: they are read whole, and no mask
+    hides a NaN."""
     members, starts, ends = chunks[:, 0], chunks[:, 1], chunks[:, 1] + chunks[:, 2]
-    last_blocks = ends // rows.block_size
-    begun = np.flatnonzero((ends % rows.block_size > 0) & (starts <= last_blocks * rows.block_size))
-    where = (members[begun], last_blocks[begun])
-    pool.clear(np.concatenate((rows.k_table[where], rows.v_table[where])))
+    last = ends // rows.block_size
+    begun = np.flatnonzero((ends % rows.block_size > 0) & (starts <= last * rows.block_size))
+    where = (members[begun], last[begun])
+    hidden = rows.is_hidden[where]
+    kv_units = (rows.k_table[where][~hidden], rows.v_table[where][~hidden])
+    pool.clear(np.concatenate((rows.hidden_table[where][hidden], *kv_units)))
 
 
 class PagedAttention:
@@ -129,21 +118,22 @@ class PagedAttention:
     ) -> None:
         self._pool = pool
         self._absorbed = absorbed
+        layout = batch.layout
         token_rows, block, offset = (
-            batch.token_rows,
-            batch.positions // pool.block_size,
-            batch.positions % pool.block_size,
+            layout.token_rows,
+            layout.positions // pool.block_size,
+            layout.positions % pool.block_size,
         )
         self._written: Tensor | None = None
         if batch.absorbed:  # their hidden blocks have no place for K and V
-            first = int(batch.firsts[batch.absorbed[0][0]])
+            first = int(layout.firsts[batch.absorbed[0][0]])
             has_kv = ~rows.is_hidden[token_rows, block]
             has_kv[:first] = True
             self._written = torch.from_numpy(np.flatnonzero(has_kv)).to(pool.device)
             token_rows, block, offset = token_rows[has_kv], block[has_kv], offset[has_kv]
         self._k_cells = pool.cell_ids(rows.k_table[token_rows, block], offset)
         self._v_cells = pool.cell_ids(rows.v_table[token_rows, block], offset)
-        self._groups = [_plan_group(pool, rows, batch, first, last) for first, last in batch.groups]
+        self._groups = [_plan_group(pool, rows, layout, first, last) for first, last in batch.groups]
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [T, heads, d], k and v [T, kv_heads, d] of all tokens -> [T, heads * d]. Writes k and v to the pool."""
@@ -194,8 +184,8 @@ def _attend_chunk(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
     return torch.cat(outputs)
 
 
-def _plan_group(pool: UnitPool, rows: RowTable, batch: Batch, first: int, last: int) -> _Group:
-    starts, lengths, members = batch.starts[first:last], batch.lengths[first:last], batch.rows[first:last]
+def _plan_group(pool: UnitPool, rows: RowTable, layout: Layout, first: int, last: int) -> _Group:
+    starts, lengths, members = layout.starts[first:last], layout.lengths[first:last], layout.rows[first:last]
     blocks = -(-(starts + lengths) // pool.block_size)
     num_blocks, queries = int(blocks.max()), int(lengths.max())
     tables = np.stack((rows.k_table[members, :num_blocks], rows.v_table[members, :num_blocks]), axis=1)
@@ -204,14 +194,14 @@ def _plan_group(pool: UnitPool, rows: RowTable, batch: Batch, first: int, last: 
     within = np.minimum(np.arange(queries), lengths[:, None] - 1)
     places = np.arange(queries) < lengths[:, None]
     ragged = queries > 1 and last - first > 1
-    group_first = batch.firsts[first]
+    group_first = layout.firsts[first]
     return _Group(
         first=int(group_first),
         last=int(group_first + lengths.sum()),
         queries=queries,
         slices=pool.slice_ids(tables.reshape(-1)),
         bias=_bias(pool, starts[:, None] + within, num_blocks * pool.block_size),
-        pad=_ids(pool, (batch.firsts[first:last] - group_first)[:, None] + within) if ragged else None,
+        pad=_ids(pool, (layout.firsts[first:last] - group_first)[:, None] + within) if ragged else None,
         unpad=_ids(pool, np.flatnonzero(places)) if ragged else None,
     )
 

@@ -22,16 +22,14 @@ Knows nothing of requests, sampling or layers other than attention.
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from engine.execution.arrays import BoolArray, IntArray
 from engine.execution.pool import UnitPool
-from engine.execution.rows import IntArray, RowTable
+from engine.execution.rows import RowTable
 from engine.models.absorption import Absorption
 from engine.models.spec import ModelSpec
-
-BoolArray = npt.NDArray[np.bool_]
 
 _PIECE = 4 * 1024**2
 """Hidden values that one product reads: in float32 they stay near the caches."""
@@ -49,17 +47,6 @@ def reads_hidden(rows: RowTable, chunks: IntArray, limit: int) -> BoolArray:
     used = rows.is_hidden[members, : int(counts.max())] & (np.arange(int(counts.max())) < counts[:, None])
     found: BoolArray = used.any(axis=1) & (chunks[:, 2] <= limit)
     return found
-
-
-def clear_begun_blocks(pool: UnitPool, rows: RowTable, chunks: IntArray) -> None:
-    """Clear the blocks that chunks [n, >=3] begin and do not fill, of either kind: they are read whole."""
-    members, starts, ends = chunks[:, 0], chunks[:, 1], chunks[:, 1] + chunks[:, 2]
-    last = ends // rows.block_size
-    begun = np.flatnonzero((ends % rows.block_size > 0) & (starts <= last * rows.block_size))
-    where = (members[begun], last[begun])
-    hidden = rows.is_hidden[where]
-    kv_units = (rows.k_table[where][~hidden], rows.v_table[where][~hidden])
-    pool.clear(np.concatenate((rows.hidden_table[where][hidden], *kv_units)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,65 @@
+"""Backends: kinds of devices, and how a model is made to run on one. A new one is a folder and a line in BACKENDS."""
+
+from collections.abc import Callable
+from typing import Protocol
+
+from engine.config import EngineConfig
+from engine.errors import ConfigError
+from engine.execution.cpu.backend import CpuBackend
+from engine.execution.cuda.backend import CudaBackend
+from engine.execution.plan import LaunchPlan
+from engine.models.linear import MakeLinear
+from engine.models.spec import ModelSpec
+from engine.models.weights import ModelWeights
+from engine.scheduling.output import ModelRunner
+
+
+class Backend(Protocol):
+    """`name`: what users and `torch.device` call it. `pipeline_depth`: steps that its runner takes ahead of the one in
+    execution. `leaves_workers`: threads that have run a model here leave workers behind that slow down those of the
+    engine's thread (`engine.passing_thread`)."""
+
+    name: str
+    pipeline_depth: int
+    leaves_workers: bool
+
+    def absence(self) -> str | None:
+        """Why there is no such device here; None if there is one."""
+
+    def refusal(self, spec: ModelSpec, dtype: str) -> str | None:
+        """Why the backend's own kernels cannot run this model, which torch's operators do then, slower."""
+
+    def choose_dtype(self, spec: ModelSpec, config: EngineConfig) -> tuple[str, str | None]:
+        """The type of weights and cache, and a note where it is not the checkpoint's own."""
+
+    def cache_bytes(self, plan: LaunchPlan, weights: ModelWeights | None) -> int:
+        """Device memory for the cache; None for the weights: an estimate for when they are loaded."""
+
+    def copy_rate(self) -> float:
+        """Bytes/s that no copy between the device and the host exceeds."""
+
+    def fingerprint(self, plan: LaunchPlan) -> str:
+        """The device as far as step times depend on it: a part of the latency profile's key."""
+
+    def prepare(
+        self, config: EngineConfig, plan: LaunchPlan, say: Callable[[str], None]
+    ) -> tuple[LaunchPlan, MakeLinear]:
+        """Set this process up, before weights are loaded; gives what makes their linear layers."""
+
+    def make_runner(self, plan: LaunchPlan, weights: ModelWeights) -> ModelRunner:
+        """The runner that the plan describes. Raises ConfigError."""
+
+
+BACKENDS: tuple[Backend, ...] = (CudaBackend(), CpuBackend())
+"""The first one that is here is the default."""
+
+
+def find_backend(name: str) -> Backend:
+    """The backend of this name, or the default for "auto". Raises ConfigError where there is no such device."""
+    for backend in BACKENDS:
+        absence = backend.absence()
+        if name in (backend.name, "auto") and absence is None:
+            return backend
+        if name == backend.name:
+            raise ConfigError(f"--device {name}: {absence}")
+    raise ConfigError(f"--device {name}: no such backend")

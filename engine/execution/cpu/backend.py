@@ -1,0 +1,88 @@
+"""The CPU: our native kernels where they were built and pass their test, else torch's operators on packed weights."""
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from engine.config import EngineConfig
+from engine.execution import memory
+from engine.execution.cpu.device import TorchDevice
+from engine.execution.cpu.native.device import NativeDevice
+from engine.execution.cpu.native.library import load
+from engine.execution.cpu.native.linear import NativeLinear
+from engine.execution.cpu.native.start import start
+from engine.execution.plan import LaunchPlan
+from engine.execution.runner import Runner
+from engine.machine import memcpy_rate, read_processor
+from engine.models.decoder import Decoder
+from engine.models.linear import MakeLinear, make_linear
+from engine.models.spec import ModelSpec
+from engine.models.weights import ModelWeights, torch_dtype
+from engine.scheduling.output import ModelRunner
+
+
+class CpuBackend:
+    """See Backend."""
+
+    name = "cpu"
+    pipeline_depth = 0
+    leaves_workers = True
+
+    def absence(self) -> None:
+        return None
+
+    def refusal(self, _spec: ModelSpec, _dtype: str) -> None:
+        return None
+
+    def choose_dtype(self, spec: ModelSpec, config: EngineConfig) -> tuple[str, str | None]:
+        if read_processor().is_fast(spec.dtype) or _runs_natively(config):
+            return spec.dtype, None
+        return "float32", f"float32 instead of {spec.dtype}, which this processor has no fast instructions for"
+
+    def cache_bytes(self, plan: LaunchPlan, weights: ModelWeights | None) -> int:
+        if weights is not None:
+            return plan.cache_bytes
+        return memory.cpu_cache_bytes(max(0, memory.available_memory() - plan.weight_bytes))
+
+    def copy_rate(self) -> float:
+        return memcpy_rate()
+
+    def fingerprint(self, plan: LaunchPlan) -> str:
+        kernels = "" if plan.kernels == "torch" else f", {plan.kernels}"
+        return f"{read_processor().name}, {torch.get_num_threads()} threads{kernels}"
+
+    def prepare(
+        self, config: EngineConfig, plan: LaunchPlan, say: Callable[[str], None]
+    ) -> tuple[LaunchPlan, MakeLinear]:
+        _use_cores(config.threads)
+        if config.cpu_kernels == "torch":
+            return plan, make_linear
+        native = start(torch.get_num_threads(), torch_dtype(plan.dtype))
+        if isinstance(native, str):
+            say(f"steps run by torch's own operators: {native}")
+            return plan, make_linear
+        say(f"steps run by native kernels ({native.level.name}) on {native.team.threads} threads")
+        return replace(plan, kernels=f"native {native.level.name}"), native.linear
+
+    def make_runner(self, plan: LaunchPlan, weights: ModelWeights) -> ModelRunner:
+        decoder, hidden, host = Decoder(plan.spec, weights), plan.scratch_blocks, plan.host_units
+        if isinstance(weights.head, NativeLinear):
+            native = weights.head.native
+            return Runner(NativeDevice(decoder, native, plan.limits, scratch_blocks=hidden, host_units=host))
+        return Runner(TorchDevice(decoder, plan.limits, scratch_blocks=hidden, host_units=host))
+
+
+def _runs_natively(config: EngineConfig) -> bool:
+    """Whether every step will run by the native kernels: they read half the bytes and compute in float32, so that half
+    precision is the faster type on any processor. Steps from hidden state go by torch, which is slow in it."""
+    return config.cpu_kernels == "auto" and not config.hidden_cache and not isinstance(load(), str)
+
+
+def _use_cores(threads: int | None) -> None:
+    """One thread per physical core: two on one core share its vector units. OMP_NUM_THREADS has precedence."""
+    if threads is not None:
+        torch.set_num_threads(threads)
+    elif "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(read_processor().cores)

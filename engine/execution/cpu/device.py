@@ -1,0 +1,100 @@
+"""TorchDevice: memory and forward pass in torch's own operators.
+
+Tuned for the CPU, correct on every torch device. Nothing is taken ahead: each call is in order behind those before it,
+and the host samples. Knows nothing of requests, sampling or the order of a step's parts (`Runner`).
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.execution.arrays import IntArray
+from engine.execution.cpu.absorbed import AbsorbedAttention, chunk_limit, reads_hidden
+from engine.execution.cpu.attention import Batch, PagedAttention, arrange, clear_begun_blocks
+from engine.execution.cpu.hidden import HiddenPlan, restore
+from engine.execution.hidden import ScratchPlan, has_hidden
+from engine.execution.lane import Lane
+from engine.execution.pool import UnitPool
+from engine.execution.rows import RowTable
+from engine.models.absorption import Absorption
+from engine.models.decoder import Attend, Decoder
+from engine.models.heads import Heads
+from engine.models.weights import LayerWeights
+from predictor.limits import Limits
+
+
+class TorchDevice:
+    """`scratch_blocks`: blocks of hidden state that one step may read or write; 0 refuses them altogether.
+    `host_units`: units of the host tier. Raises ConfigError for scratch where the model's hidden state is no use."""
+
+    pipeline_depth = 0
+
+    def __init__(self, decoder: Decoder, limits: Limits, *, scratch_blocks: int = 0, host_units: int = 0) -> None:
+        spec, weights = decoder.spec, decoder.weights
+        self.pool = UnitPool.of(spec, limits, weights.embedding, scratch_blocks, host_units)
+        self.rows = RowTable(limits, hidden=scratch_blocks > 0)
+        self.lane = Lane(torch.device("cpu"))  # on any device: the current stream
+        self._decoder = decoder
+        self._heads = Heads(spec, weights, limits.max_model_len, hidden=scratch_blocks > 0)
+        reads = scratch_blocks > 0 and spec.absorbs_kv
+        self._absorption = Absorption(spec, weights) if reads else None
+        self._cell_bytes = 2 * spec.kv_size * weights.embedding.dtype.itemsize
+
+    def restore(self, units: IntArray, starts: IntArray) -> None:
+        """See CacheMover."""
+        restore(self._heads, self.pool, units, starts)
+
+    def swap_out(self, pairs: IntArray) -> None:
+        """See CacheMover."""
+        for source, target in pairs.tolist():
+            self.pool.host_units[target].copy_(self.pool.units[source], non_blocking=True)
+
+    def swap_in(self, pairs: IntArray) -> None:
+        """See CacheMover."""
+        for source, target in pairs.tolist():
+            self.pool.units[target].copy_(self.pool.host_units[source], non_blocking=True)
+
+    def forward(self, chunks: IntArray, draws: bool) -> tuple[Tensor, Tensor | None]:
+        """See Device; the host samples."""
+        del draws
+        batch, hidden = self._plan(chunks)
+        layout, device = batch.layout, self.pool.device
+        attend = self._attend(batch, hidden)
+        token_ids = torch.from_numpy(self.rows.tokens[layout.token_rows, layout.positions]).to(device)
+        x = self._decoder.embed(token_ids, torch.from_numpy(layout.positions).to(device))
+        x = self._decoder.run(x, attend)
+        if not layout.sampled.size:
+            return x[:0], None
+        return self._decoder.logits(x.index_select(0, torch.from_numpy(layout.sampled_tokens).to(device))), None
+
+    def _plan(self, chunks: IntArray) -> tuple[Batch, HiddenPlan | None]:
+        """The step's layout, and what it does with hidden state. That is read as it is where the model allows it and
+        the chunk is short; the past of other chunks passes through scratch."""
+        pool, rows = self.pool, self.rows
+        hidden = has_hidden(rows, chunks)
+        absorbed = np.zeros(len(chunks), dtype=np.bool_)
+        if hidden and self._absorption is not None:
+            absorbed = reads_hidden(rows, chunks, chunk_limit(self._decoder.spec))
+        others, scratch = chunks[~absorbed], None
+        if hidden and len(others):
+            scratch = ScratchPlan(rows, others, pool.scratch_blocks)
+            scratch.enter(rows)
+            pool.clear(scratch.beyond(rows, others))
+        clear_begun_blocks(pool, rows, chunks)
+        batch = arrange(chunks, rows, self._cell_bytes, np.flatnonzero(absorbed))
+        return batch, HiddenPlan(self._heads, pool, rows, others, scratch, batch.layout) if hidden else None
+
+    def _attend(self, batch: Batch, hidden: HiddenPlan | None) -> Attend:
+        layout, absorbed = batch.layout, None
+        if self._absorption is not None and batch.absorbed:
+            groups = [(int(layout.firsts[first]), layout.chunks[first:last]) for first, last in batch.absorbed]
+            absorbed = AbsorbedAttention(self._absorption, self.pool, self.rows, groups, self._heads.hidden_size)
+        paged = PagedAttention(self.pool, self.rows, batch, absorbed)
+        rotary = self._heads.rotary(torch.from_numpy(layout.positions).to(self.pool.device))
+
+        def attend(index: int, layer: LayerWeights, x: Tensor) -> Tensor:
+            if hidden is not None:
+                hidden(index, x)
+            return paged(index, *self._heads.qkv(layer, x, rotary))
+
+        return attend

@@ -1,0 +1,92 @@
+"""Hidden state in torch's operators: what `engine.execution.hidden` says, layer by layer.
+
+Decodes of a model without rotary embeddings need no projection (`engine.execution.cpu.absorbed`): of theirs only the
+new input is stored here. Knows nothing of requests or models beyond `Heads.kv`.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.execution.arrays import IntArray
+from engine.execution.hidden import ScratchPlan
+from engine.execution.layout import Layout
+from engine.execution.pool import SLICES_PER_SCRATCH_BLOCK, UnitPool
+from engine.execution.rows import RowTable
+from engine.models.heads import Heads
+from engine.models.torch_ops import Rotary
+
+PIECE = 1024
+"""Tokens projected per call: enough for the matrix products' full rate, small beside the scratch."""
+
+
+class HiddenPlan:
+    """One step's hidden state: call it with each layer's attention input, before attention.
+
+    `scratch`, and the `chunks` that it was made for, are those whose past is projected; None: of nobody.
+    """
+
+    def __init__(
+        self,
+        heads: Heads,
+        pool: UnitPool,
+        rows: RowTable,
+        chunks: IntArray,
+        scratch: ScratchPlan | None,
+        layout: Layout,
+    ) -> None:
+        self._heads = heads
+        self._cells = pool.cells[:, : heads.hidden_size]
+        self._pool = pool
+        block_size = pool.block_size
+        block, offset = layout.positions // block_size, layout.positions % block_size
+        new = np.flatnonzero(rows.is_hidden[layout.token_rows, block])
+        self._new = torch.from_numpy(new).to(pool.device)
+        self._all_new = len(new) == len(layout.positions)
+        self._new_cells = pool.cell_ids(rows.hidden_table[layout.token_rows[new], block[new]], offset[new])
+        self._pieces: list[tuple[slice, Rotary | None]] = []
+        if scratch is not None:
+            self._plan_projection(scratch, *scratch.past_tokens(chunks, block_size))
+
+    def _plan_projection(self, scratch: ScratchPlan, index: IntArray, offsets: IntArray) -> None:
+        """The past tokens [t]: place of each among the plan's units, and its offset in the block."""
+        pool = self._pool
+        self._past_cells = pool.cell_ids(scratch.units[index], offsets)
+        self._k_cells = pool.scratch_cell_ids(-1 - SLICES_PER_SCRATCH_BLOCK * index, offsets)
+        self._v_cells = pool.scratch_cell_ids(-2 - SLICES_PER_SCRATCH_BLOCK * index, offsets)
+        begins = scratch.blocks[scratch.first] * pool.block_size
+        positions = torch.from_numpy(begins[index] + offsets).to(pool.device)
+        self._pieces = [
+            (slice(first, first + PIECE), self._heads.rotary(positions[first : first + PIECE]))
+            for first in range(0, len(index), PIECE)
+        ]
+
+    def __call__(self, layer: int, x: Tensor) -> None:
+        """Store x [T, H] where it belongs, project what is stored of the past."""
+        if self._new.shape[0]:
+            fresh = x if self._all_new else x.index_select(0, self._new)
+            self._cells.index_copy_(0, self._new_cells[layer], fresh)
+        for piece, rotary in self._pieces:
+            self._project(layer, piece, rotary)
+
+    def _project(self, layer: int, piece: slice, rotary: Rotary | None) -> None:
+        past = self._cells.index_select(0, self._past_cells[layer, piece])
+        k, v = self._heads.kv(layer, past, rotary)
+        for cells, values in ((self._k_cells, k), (self._v_cells, v)):
+            self._pool.cells.index_copy_(0, cells[piece], values.reshape(len(values), -1))
+
+
+def restore(heads: Heads, pool: UnitPool, units: IntArray, starts: IntArray) -> None:
+    """Project blocks [n] once, `units [n, 3]` and `starts [n]` as in CacheMover. The cells of a block that is not full
+    hold zeros, whose K and V are finite."""
+    per_call = max(1, PIECE // pool.block_size)
+    for first in range(0, len(units), per_call):
+        part = units[first : first + per_call]
+        sources, k_targets, v_targets = (pool.slice_ids(part[:, column]) for column in range(3))
+        positions = (starts[first : first + per_call, None] + np.arange(pool.block_size)).reshape(-1)
+        rotary = heads.rotary(torch.from_numpy(positions).to(pool.device))
+        for layer in range(pool.num_layers):
+            cells = pool.slices.index_select(0, sources[layer]).view(len(positions), -1)
+            k, v = heads.kv(layer, cells[:, : heads.hidden_size], rotary)
+            pool.slices.index_copy_(0, k_targets[layer], k.reshape(len(part), -1))
+            pool.slices.index_copy_(0, v_targets[layer], v.reshape(len(part), -1))

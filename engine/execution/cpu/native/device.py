@@ -1,0 +1,44 @@
+"""The CPU's device with its forward pass by the C++ library: memory and everything else are `TorchDevice`'s.
+
+A step that touches hidden state goes through torch's path, with the same weights; the scratch that K and V pass
+through then is no business of the tape.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.execution.arrays import IntArray
+from engine.execution.cpu.attention import clear_begun_blocks
+from engine.execution.cpu.device import TorchDevice
+from engine.execution.cpu.native.linear import Native
+from engine.execution.cpu.native.model import NativeModel
+from engine.execution.hidden import has_hidden
+from engine.models.decoder import Decoder
+from engine.scheduling.output import INVALID_TOKEN
+from predictor.limits import Limits
+
+
+class NativeDevice(TorchDevice):
+    """As `TorchDevice`, on the CPU; `native` are the library and its threads."""
+
+    def __init__(
+        self, decoder: Decoder, native: Native, limits: Limits, *, scratch_blocks: int = 0, host_units: int = 0
+    ) -> None:
+        super().__init__(decoder, limits, scratch_blocks=scratch_blocks, host_units=host_units)
+        length = limits.max_model_len
+        self._native = NativeModel(native, decoder.spec, decoder.weights, self.pool, self.rows, length)
+
+    def forward(self, chunks: IntArray, draws: bool) -> tuple[Tensor, Tensor | None]:
+        """See Device. Greedy tokens are chosen here, all others by the host."""
+        if has_hidden(self.rows, chunks):
+            return super().forward(chunks, draws)
+        if self.pool.scratch_blocks:  # a later step by torch reads blocks whole
+            clear_begun_blocks(self.pool, self.rows, chunks)
+        where, table = chunks[chunks[:, 3] > 0, 0], self.rows.sampling
+        plain = bool(table.greedy[where].all()) and not table.needs_host(where)
+        result = self._native.run(chunks, logits=not plain)
+        if result.logits is not None:
+            return result.logits, None
+        tokens = np.where(np.isfinite(result.best), result.best_ids, INVALID_TOKEN)
+        return torch.empty((len(tokens), 0)), torch.from_numpy(tokens.astype(np.int32))

@@ -1,0 +1,143 @@
+"""NVIDIA GPUs: our Triton kernels and CUDA graphs, or torch's operators where the kernels refuse a model."""
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from engine.config import EngineConfig
+from engine.execution import memory
+from engine.execution.cpu.device import TorchDevice
+from engine.execution.cuda.device import CudaDevice
+from engine.execution.cuda.kernels import triton_kernels
+from engine.execution.cuda.shapes import GRAPH_TOKENS, Buckets
+from engine.execution.cuda.swap import staging_units
+from engine.execution.plan import LaunchPlan
+from engine.execution.runner import Runner
+from engine.machine import BUS_RATE
+from engine.models.decoder import Decoder
+from engine.models.heads import Heads
+from engine.models.linear import MakeLinear, make_linear
+from engine.models.spec import ModelSpec
+from engine.models.weights import LayerWeights, ModelWeights, torch_dtype
+from engine.scheduling.output import ModelRunner
+from predictor.limits import UNITS_PER_BLOCK
+
+_GRAPH_BYTES = 16 * 1024**2  # a guess at what the driver keeps of one graph of a few hundred kernels
+_STEP_BYTES = 2**30  # a guess, for the estimate only: what a step needs beside weights and cache
+_OLDEST_ARCH = (8, 0)
+
+
+class CudaBackend:
+    """See Backend."""
+
+    name = "cuda"
+    pipeline_depth = 1
+    leaves_workers = False
+
+    def absence(self) -> str | None:
+        return None if torch.cuda.is_available() else "torch finds no CUDA device here"
+
+    def refusal(self, spec: ModelSpec, dtype: str) -> str | None:
+        return kernel_refusal(spec, torch_dtype(dtype), torch.cuda.get_device_capability())
+
+    def choose_dtype(self, spec: ModelSpec, _config: EngineConfig) -> tuple[str, str | None]:
+        if spec.dtype == "bfloat16" and torch.cuda.get_device_capability() < _OLDEST_ARCH:
+            return "float16", "float16 instead of bfloat16, which this GPU has no fast instructions for"
+        return spec.dtype, None
+
+    def cache_bytes(self, plan: LaunchPlan, weights: ModelWeights | None) -> int:
+        if weights is None:
+            free, total = torch.cuda.mem_get_info()
+            return int(total * plan.memory_utilization) - (total - free) - plan.weight_bytes - _STEP_BYTES
+        if self.refusal(plan.spec, plan.dtype) is None:
+            return _room_beside_graphs(plan, weights)
+        device, decoder = weights.embedding.device, Decoder(plan.spec, weights)
+        return memory.cuda_cache_bytes(device, plan.memory_utilization, lambda: _largest_step(decoder, plan))
+
+    def copy_rate(self) -> float:
+        return BUS_RATE
+
+    def fingerprint(self, _plan: LaunchPlan) -> str:
+        return torch.cuda.get_device_name()
+
+    def prepare(
+        self, _config: EngineConfig, plan: LaunchPlan, _say: Callable[[str], None]
+    ) -> tuple[LaunchPlan, MakeLinear]:
+        return plan, make_linear
+
+    def make_runner(self, plan: LaunchPlan, weights: ModelWeights) -> ModelRunner:
+        hidden, host = plan.scratch_blocks, plan.host_units
+        if self.refusal(plan.spec, plan.dtype) is None:
+            return Runner(_device(plan, weights, graphs=True, scratch_blocks=hidden, host_units=host))
+        return Runner(TorchDevice(Decoder(plan.spec, weights), plan.limits, scratch_blocks=hidden, host_units=host))
+
+
+def kernel_refusal(spec: ModelSpec, dtype: torch.dtype, capability: tuple[int, int]) -> str | None:
+    """Why the kernels cannot run this model on a device of this compute capability; None if they can."""
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    if capability < _OLDEST_ARCH:
+        return f"compute capability {capability[0]}.{capability[1]} is older than 8.0"
+    if spec.head_dim > 256 or spec.head_dim * dtype.itemsize % 16:
+        return f"heads of {spec.head_dim} are not supported (up to 256, a multiple of 16 bytes)"
+    if dtype == torch.float32 and spec.num_heads // spec.num_kv_heads > 32:
+        return "more than 32 query heads share a KV head in float32"
+    return None
+
+
+def graph_bytes(num_shapes: int, step_bytes: int, max_tokens: int) -> int:
+    """Memory that the graphs will take: `step_bytes` of the largest step, scaled to the largest graph, once for all."""
+    largest = min(max_tokens, GRAPH_TOKENS)
+    return num_shapes * _GRAPH_BYTES + -(-step_bytes * largest // max_tokens)
+
+
+def _device(
+    plan: LaunchPlan, weights: ModelWeights, *, graphs: bool, scratch_blocks: int = 0, host_units: int = 0
+) -> CudaDevice:
+    return CudaDevice(
+        plan.spec, weights, triton_kernels(), plan.limits, graphs=graphs, scratch_blocks=scratch_blocks,
+        host_units=host_units,
+    )  # fmt: skip
+
+
+def _room_beside_graphs(plan: LaunchPlan, weights: ModelWeights) -> int:
+    """What remains beside the largest step, run once without a request in it, beside the graphs, and beside what units
+    pass through on their way to a host tier."""
+    device, limits, step_bytes = weights.embedding.device, plan.limits, 0
+
+    def profile() -> None:
+        nonlocal step_bytes
+        smallest = replace(plan, limits=replace(limits, num_units=UNITS_PER_BLOCK))
+        rehearsed = _device(smallest, weights, graphs=False)
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        rehearsed.run_padding(limits.max_num_batched_tokens, limits.max_num_seqs)
+        step_bytes = torch.cuda.max_memory_allocated(device) - before
+
+    room = memory.cuda_cache_bytes(device, plan.memory_utilization, profile)
+    num_shapes = len(Buckets(limits.max_num_seqs, limits.max_num_batched_tokens).all_shapes())
+    unit = memory.unit_bytes(plan.spec, limits.block_size, weights.embedding.dtype)
+    staging = staging_units(plan.host_units, unit) * unit
+    return room - staging - graph_bytes(num_shapes, step_bytes, limits.max_num_batched_tokens)
+
+
+def _largest_step(decoder: Decoder, plan: LaunchPlan) -> None:
+    """The memory of the largest step: a full prefill, and logits with their sampling for every sequence."""
+    heads = Heads(decoder.spec, decoder.weights, plan.limits.max_model_len)
+
+    def attend(_index: int, layer: LayerWeights, x: Tensor) -> Tensor:
+        q, k, v = (part.transpose(0, 1).unsqueeze(0) for part in heads.qkv(layer, x, rotary))
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return mixed.squeeze(0).transpose(0, 1).reshape(len(x), -1)
+
+    with torch.inference_mode():
+        size, device = plan.limits.max_num_batched_tokens, decoder.weights.embedding.device
+        ids = torch.zeros(size, dtype=torch.int64, device=device)
+        rotary = heads.rotary(ids)
+        hidden = decoder.run(decoder.embed(ids, ids), attend)
+        logits = decoder.logits(hidden[: plan.limits.max_num_seqs]).float()
+        torch.log_softmax(logits, dim=-1).sort(dim=-1)

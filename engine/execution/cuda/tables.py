@@ -1,0 +1,30 @@
+"""The device's copy of what its kernels need of the rows: block tables, and the token that each row sampled last."""
+
+import numpy as np
+import torch
+
+from engine.execution.arrays import Int32Array
+from engine.execution.pool import UnitPool
+from engine.execution.rows import RowTable
+
+
+class DeviceTables:
+    """`tables [2 or 3, rows, max_blocks]` int32: entries of K, of V and, where there is scratch, of hidden state. It
+    is a unit's first slice, to which a kernel adds its layer, or below zero for scratch. `last_tokens [rows + 1]`
+    int32: the token sampled last; the place behind the last row takes what padding writes."""
+
+    def __init__(self, rows: RowTable, pool: UnitPool) -> None:
+        _, num_rows, max_blocks = rows.tables.shape
+        shape = (3 if pool.scratch_blocks else 2, num_rows, max_blocks)
+        self.tables = torch.zeros(shape, dtype=torch.int32, device=pool.device)
+        self.last_tokens = torch.zeros(num_rows + 1, dtype=torch.int32, device=pool.device)
+        self._rows, self._num_layers = rows, pool.num_layers
+        rows.track_changes()
+
+    def take_changes(self) -> tuple[Int32Array, Int32Array]:
+        """What changed in the rows' tables since the last call: flat places [n] in `tables`, and their entries [n]."""
+        blocks, count = self._rows.take_changes(), len(self.tables)
+        units = self._rows.tables[:count].reshape(count, -1)[:, blocks]
+        entries = np.where(units < 0, units, units * self._num_layers)
+        places = blocks + np.arange(count)[:, None] * self.tables[0].numel()
+        return places.ravel().astype(np.int32), entries.ravel().astype(np.int32)

@@ -1,0 +1,37 @@
+"""What will run, as far as it can be decided without loading the weights. Torch-free."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from engine.models.spec import ModelSpec
+from predictor.limits import UNITS_PER_BLOCK, Limits
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchPlan:
+    """`device`: the name of the backend; `dtype`: type of weights and cache. `cache_bytes` of device memory for the
+    cache and the units in `limits` are estimates where only the loaded weights show what is left.
+
+    `memory_utilization`: share of a GPU's memory to use. `host_units` of the host tier; `scratch_blocks`: how many
+    blocks a step may run from hidden state. `kernels`: what steps on a CPU run by, once known. `notes`: decisions that
+    a user may not expect, one sentence each.
+    """
+
+    folder: Path
+    spec: ModelSpec
+    architecture: str
+    device: str
+    dtype: str
+    limits: Limits
+    weight_bytes: int
+    memory_utilization: float
+    notes: tuple[str, ...]
+    cache_bytes: int = 0
+    host_units: int = 0
+    scratch_blocks: int = 0
+    kernels: str = "torch"
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of KV that the cache holds."""
+        return self.limits.num_units // UNITS_PER_BLOCK

@@ -1,0 +1,26 @@
+"""What a step of an engine may hold."""
+
+from dataclasses import dataclass
+
+UNITS_PER_BLOCK = 2
+"""Cache units that a block of K and V takes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Requests and tokens of a step, tokens of a request's context, and cache units: two to a block of KV, which is
+    `block_size` tokens."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    num_units: int
+    block_size: int = 16
+
+    def units(self, context: int) -> int:
+        """Units that a request of `context` tokens needs."""
+        return -(-context // self.block_size) * UNITS_PER_BLOCK
+
+    def max_decodes(self, context: int) -> int:
+        """How many decodes of `context` tokens one step can hold."""
+        return min(self.max_num_seqs, self.max_num_batched_tokens, self.num_units // self.units(context))

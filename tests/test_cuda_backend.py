@@ -1,0 +1,152 @@
+"""The CUDA backend: what is refused, how much cache fits, and what build.py makes of it."""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from test_runner import reference_logits
+from tiny_models import llama_config, model_folder, write_config
+
+from engine import build
+from engine.cache.cache_map import CacheEntry, CacheKind, Tier
+from engine.config import EngineConfig
+from engine.execution import memory
+from engine.execution.backend import find_backend
+from engine.execution.cpu.device import TorchDevice
+from engine.execution.cuda import backend
+from engine.execution.cuda.device import CudaDevice
+from engine.execution.cuda.shapes import GRAPH_TOKENS, Buckets
+from engine.execution.plan import LaunchPlan
+from engine.execution.runner import Runner
+from engine.models import torch_ops
+from engine.models.decoder import Decoder
+from engine.models.loader import load_weights
+from engine.models.spec import load_spec
+from engine.request import SamplingParams
+from engine.scheduling.output import Chunk, NewRequest, SchedulerOutput
+
+
+def test_what_the_kernels_cannot_run_is_refused() -> None:
+    spec = load_spec(model_folder("llama-gqa2"))
+    assert backend.kernel_refusal(spec, torch.bfloat16, (8, 0)) is None
+    assert "older than 8.0" in str(backend.kernel_refusal(spec, torch.bfloat16, (7, 5)))
+    odd = dataclasses.replace(spec, head_dim=12)
+    assert "multiple of 16 bytes" in str(backend.kernel_refusal(odd, torch.bfloat16, (9, 0)))
+    assert backend.kernel_refusal(odd, torch.float32, (9, 0)) is None
+    assert "up to 256" in str(backend.kernel_refusal(dataclasses.replace(spec, head_dim=512), torch.bfloat16, (9, 0)))
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """build.py takes the CUDA backend for what is the CPU."""
+    monkeypatch.setattr(build, "find_backend", lambda _name: backend.CudaBackend())
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(backend, "triton_kernels", lambda: torch_ops)
+
+
+def plan_on_cpu(config: EngineConfig) -> LaunchPlan:
+    """The plan with an estimate of this machine's memory."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "find_backend", find_backend)
+        return build.plan_launch(config)
+
+
+@pytest.mark.usefixtures("on_a_gpu")
+def test_the_cache_gets_what_step_and_graphs_leave(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The seam in build.py, with the memory of a device made up: 3000 bytes for the largest step."""
+    write_config(tmp_path, llama_config())
+    config = EngineConfig(
+        model=str(tmp_path), device="cpu", dtype="float32", load_format="dummy", max_num_seqs=4,
+        max_num_batched_tokens=64, max_model_len=64,
+    )  # fmt: skip
+    plan = plan_on_cpu(config)
+    weights = load_weights(plan.spec, tmp_path, dtype="float32", load_format="dummy")
+    profiled = []
+
+    def room(device: torch.device, utilization: float, profile: Callable[[], object]) -> int:
+        profile()
+        profiled.append(utilization)
+        return 110_000_000
+
+    monkeypatch.setattr(memory, "cuda_cache_bytes", room)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 500)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 3500)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
+    captured: list[CudaDevice] = []
+    monkeypatch.setattr(CudaDevice, "_capture", lambda self: captured.append(self))
+    runner, sized = build.build_runner(config, plan)
+    assert isinstance(runner, Runner) and captured == [runner.device] and profiled == [0.9]
+    unit = memory.unit_bytes(plan.spec, 16, torch.float32)
+    num_shapes = len(Buckets(4, 64).all_shapes())
+    bytes_left = 110_000_000 - backend.graph_bytes(num_shapes, 3000, 64)
+    assert sized.num_blocks == memory.num_units(bytes_left, unit, 16, 64) // 2
+    new = NewRequest(0, "a", (1, 2, 3), 3, SamplingParams(max_tokens=2, temperature=0.0), _kv(2 * sized.num_blocks - 2))
+    output = runner.launch(SchedulerOutput(0, (Chunk(0, 0, 3, True),), (new,)))()
+    reference = reference_logits(Decoder(plan.spec, weights), [1, 2, 3])
+    assert output.token_ids == [int(reference.argmax())]
+
+
+@pytest.mark.usefixtures("on_a_gpu")
+def test_what_the_kernels_refuse_torch_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """An old GPU: the largest step is measured without kernels, and the note says why it is slow."""
+    write_config(tmp_path, llama_config())
+    config = EngineConfig(
+        model=str(tmp_path), device="cpu", dtype="float32", load_format="dummy", max_num_seqs=4,
+        max_num_batched_tokens=64, max_model_len=64,
+    )  # fmt: skip
+    steps = []
+
+    def room(device: torch.device, utilization: float, profile: Callable[[], object]) -> int:
+        steps.append(profile())
+        return 110_000_000
+
+    monkeypatch.setattr(memory, "cuda_cache_bytes", room)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (10**10, 10**10))
+    plan = build.plan_launch(config)
+    assert any("slow attention" in note and "older than 8.0" in note for note in plan.notes)
+    weights = load_weights(plan.spec, tmp_path, dtype="float32", load_format="dummy")
+    room_for_cache = backend.CudaBackend().cache_bytes(plan, weights)
+    assert (len(steps), room_for_cache) == (1, 110_000_000)
+    runner = backend.CudaBackend().make_runner(plan, weights)
+    assert isinstance(runner, Runner) and isinstance(runner.device, TorchDevice)
+
+
+@pytest.mark.usefixtures("on_a_gpu")
+def test_scratch_and_host_tier_are_made_and_accounted_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A model with as many KV heads as heads, under a policy that may run from hidden state."""
+    write_config(tmp_path, llama_config(num_key_value_heads=4))
+    config = EngineConfig(
+        model=str(tmp_path), device="cpu", dtype="float32", load_format="dummy", max_num_seqs=4,
+        max_num_batched_tokens=64, max_model_len=64, swap_space=0.01, online_policy="apt", hidden_cache=True,
+    )  # fmt: skip
+    plan = plan_on_cpu(config)
+    unit, room = memory.unit_bytes(plan.spec, 16, torch.float32), 4_000_000
+
+    def cache_bytes(device: torch.device, utilization: float, profile: Callable[[], object]) -> int:
+        return room + backend.graph_bytes(num_shapes, 0, 64)
+
+    num_shapes = len(Buckets(4, 64).all_shapes())
+    monkeypatch.setattr(memory, "cuda_cache_bytes", cache_bytes)
+    monkeypatch.setattr(CudaDevice, "_capture", lambda self: None)
+    monkeypatch.setattr("engine.execution.cuda.swap.STAGING_BYTES", 4 * unit)
+    runner, sized = build.build_runner(config, plan)
+    assert isinstance(runner, Runner) and sized.notes == plan.notes
+    pool = runner.device.pool
+    assert (pool.scratch_blocks, len(pool.host_units)) == (sized.scratch_blocks, sized.host_units)
+    assert sized.host_units == int(0.01 * 2**30) // unit > 4
+    scratch = memory.scratch_bytes(plan.spec, 16, torch.float32, sized.scratch_blocks)
+    taken = (2 * sized.num_blocks + 1 + 4) * unit + scratch
+    assert sized.scratch_blocks > 0 and room - 3 * unit - scratch < taken <= room + scratch
+
+
+def _kv(first: int) -> tuple[CacheEntry, ...]:
+    return (CacheEntry(CacheKind.KV, Tier.DEVICE, (first, first + 1)),)
+
+
+def test_graphs_share_memory_and_large_steps_need_none() -> None:
+    assert backend.graph_bytes(0, 1000, 64) == 1000
+    assert backend.graph_bytes(0, 1000, 4 * GRAPH_TOKENS) == 250
+    assert backend.graph_bytes(3, 0, 64) == 3 * backend.graph_bytes(1, 0, 64) > 0
