@@ -1,10 +1,9 @@
 """Long computations in a child process of low priority: `python -m engine.search` with one JSON job on its input."""
 
 import asyncio
+import json
 import os
 from typing import Any
-
-import orjson
 
 from engine.child import python_module
 
@@ -28,7 +27,7 @@ async def run_child(job: dict[str, Any]) -> Any:
     except OSError as error:
         raise ChildError(error.strerror or str(error)) from None
     try:
-        answer, errors = await process.communicate(orjson.dumps(job))
+        answer, errors = await process.communicate(json.dumps(job).encode())
     except asyncio.CancelledError:
         process.kill()
         await process.wait()
@@ -37,6 +36,6 @@ async def run_child(job: dict[str, Any]) -> Any:
         last = errors.decode(errors="replace").strip().splitlines()[-1:] or ["no message"]
         raise ChildError(last[0][:200])
     try:
-        return orjson.loads(answer)
+        return json.loads(answer)
     except ValueError:
         raise ChildError("it answered no JSON") from None
