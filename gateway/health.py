@@ -71,12 +71,17 @@ async def show_version(request: Request) -> Response:
 
 @router.get("/metrics")
 async def show_metrics(request: Request) -> Response:
-    if not sees_all(request):
-        message = "The figures are of all tenants: only a key with the role 'metrics' may see them."
-        raise ApiError(403, message, code="metrics_forbidden")
+    check_sees_all(request)
     metrics = context_of(request).metrics
     metrics.take_snapshot()
     return Response(await anyio.to_thread.run_sync(metrics.render), media_type=CONTENT_TYPE_LATEST)
+
+
+def check_sees_all(request: Request) -> None:
+    """Raises ApiError 403 for a key that may not see figures made of every tenant's requests."""
+    if not sees_all(request):
+        message = "The figures are of all tenants: only a key with the role 'metrics' may see them."
+        raise ApiError(403, message, code="metrics_forbidden")
 
 
 def package_version() -> str:

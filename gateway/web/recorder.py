@@ -108,9 +108,9 @@ class Recorder:
         client = self._lifecycle.client
         if self._lifecycle.draining:
             return {"ready": False, "reason": "shutting down"}
-        if not client.alive:
-            return {"ready": False, "reason": "the engine is not running"}
-        return {"ready": client.ready, "reason": None if client.ready else "the engine is not ready"}
+        if client.ready:
+            return {"ready": True, "reason": None}
+        return {"ready": False, "reason": client.trouble or "the engine is not ready"}
 
 
 def take(stats: EngineStats, chats: list[dict[str, Any]], now: float) -> dict[str, Any]:
@@ -135,6 +135,7 @@ def take(stats: EngineStats, chats: list[dict[str, Any]], now: float) -> dict[st
             "host_total": stats.host_units_total,
             "host_used": stats.host_units_used,
         },
+        "refused": stats.refused_requests,
         "chats": chats,
         **_promise(stats.colocation),
     }

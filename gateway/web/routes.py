@@ -1,6 +1,6 @@
 """The page at `/`, its files under `/web/`, and what it reads: `/dashboard/history` and `/dashboard/events`.
 
-The files hold no figure and need no key; the two others are guarded like the API. Everything comes from this server:
+The files hold no figure and need no key; the two others are guarded like /metrics. Everything comes from this server:
 the content security policy lets nothing else in.
 """
 
@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.errors import ApiError
+from gateway.health import check_sees_all
 from gateway.sse import EventStream
 from gateway.web.recorder import Recorder
 
@@ -65,11 +66,13 @@ async def page_file(request: Request, name: str) -> Response:
 
 @router.get("/dashboard/history")
 async def history(request: Request) -> Response:
+    check_sees_all(request)
     return Response(_recorder(request).history(), media_type="application/json", headers={"cache-control": "no-store"})
 
 
 @router.get("/dashboard/events")
 async def live(request: Request) -> Response:
+    check_sees_all(request)
     return EventStream(_recorder(request).follow(), lambda: None)
 
 

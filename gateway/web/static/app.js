@@ -150,7 +150,15 @@ async function describe() {
 
 async function follow() {
   await describe();
-  for (const snapshot of (await getJson("/dashboard/history")).snapshots) history.add(snapshot);
+  try {
+    for (const snapshot of (await getJson("/dashboard/history")).snapshots) history.add(snapshot);
+  } catch (error) {
+    if (error.status !== 403) throw error;
+    show("status", "this key sees its own batches, not the server's figures", "warn");
+    await new Promise((resolve) => setTimeout(resolve, 1000 * BATCHES_EVERY));
+    if (!document.hidden) await batches.refresh();
+    return;
+  }
   draw();
   await batches.refresh();
   let ticks = 0;
@@ -166,7 +174,7 @@ async function run() {
   for (;;) {
     try {
       await follow();
-      show("status", "the stream ended, connecting again", "warn");
+      if (history.latest) show("status", "the stream ended, connecting again", "warn");
     } catch (error) {
       if (error.status === 401) {
         await askForKey(hasKey() ? "That key was not accepted." : "Kept in this tab only.");
