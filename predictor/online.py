@@ -3,6 +3,7 @@
 Three corrections, each O(1) a step, deterministic, and unable to be broken by an outlier:
 
 - one scale for the whole model (clock throttling, a busy neighbour), exponentially forgotten, moved by a clipped error;
+  when nearly all of the last few steps agree that it is far off (a profile of another hour), it moves there at once;
 - per regime (octave of the step's tokens) a tracker of a high quantile of the relative residual: the safety margin. It
   is applied in seconds, grows with the step's tokens, and so keeps costs monotone: more work never costs less;
 - per regime a ring of recent steps, so that a new fit (off the loop, then `replace`) sees all regimes alike although
@@ -12,6 +13,7 @@ Knows nothing of the clock, of fitting, or of who asks.
 """
 
 import math
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -22,6 +24,8 @@ from predictor.samples import Sample, SampleLog
 
 NUM_REGIMES = 16
 """Regime r holds the steps of 2^(r−1) … 2^r − 1 tokens; the last one all larger steps."""
+AGREEING, FAR_OFF = 9, 1.25
+"""So many steps, all but one of them off by that factor, are no chance."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +66,6 @@ class RegimeStats:
     """What the steps of one regime showed: relative residuals are measured ÷ expected − 1, after the scale."""
 
     count: int = 0
-    bias: float = 0.0
     spread: float = 0.0
     quantile: float = 0.0
     mean_expected: float = 0.0
@@ -91,6 +94,7 @@ class OnlineModel:
         """Continue with a new fit: corrections start over, recent steps and the windowed error stay."""
         self.model = model
         self.scale = 1.0
+        self._ratios: deque[float] = deque(maxlen=AGREEING)
         self.regimes = [self._prior(regime) for regime in range(NUM_REGIMES)]
         self._margins = [0.0] * (NUM_REGIMES + 1)
         self._raise_margins(0)
@@ -118,17 +122,28 @@ class OnlineModel:
         residual = measured / expected - 1.0
         clipped = min(max(residual, -settings.clip), settings.clip)
         scale = self.scale * (1.0 + settings.scale_rate * clipped)
-        self.scale = min(max(scale, 1.0 / settings.max_scale), settings.max_scale)
+        self._ratios.append(measured / raw)
+        self.scale = min(max(self._agreed_scale(scale), 1.0 / settings.max_scale), settings.max_scale)
         self._learn(self.regimes[index], residual, clipped, expected)
         self._raise_margins(index)
+
+    def _agreed_scale(self, scale: float) -> float:
+        """`scale`, or the median of the last steps when all of them but one are far off on the same side of it."""
+        ratios = self._ratios
+        if len(ratios) < AGREEING:
+            return scale
+        ordered = sorted(ratios)
+        if ordered[1] <= FAR_OFF * scale and ordered[-2] * FAR_OFF >= scale:
+            return scale
+        ratios.clear()
+        return ordered[AGREEING // 2]
 
     def _learn(self, stats: RegimeStats, residual: float, clipped: float, expected: float) -> None:
         """Move one regime's means towards the step, and its quantile by a step whose size follows the spread."""
         settings = self.settings
         rate = max(settings.forgetting, 1.0 / (stats.count + 1))
         stats.count += 1
-        stats.bias += rate * (clipped - stats.bias)
-        # Around zero, not around the bias: a regime that is always late must move its quantile fast.
+        # Around zero, not around the mean: a regime that is always late must move its quantile fast.
         stats.spread += rate * (abs(clipped) - stats.spread)
         stats.mean_expected += rate * (expected - stats.mean_expected)
         # Above the quantile it rises by q, below it falls by 1 − q: at rest where a share of q lies below.

@@ -575,6 +575,23 @@ def test_the_margin_covers_the_quantile(quantile: float, low: int, high: int) ->
     assert 0.012 < model.mape < 0.022, "mean |N(0, 2 %)| is 1.6 %"
 
 
+@pytest.mark.parametrize("factor", [0.2, 0.5, 2.0, 5.0])
+def test_a_profile_of_another_hour_is_put_right_within_a_few_steps(factor: float) -> None:
+    """Until then admission refuses who could be served, or takes who cannot."""
+    model, rng = online()
+    run_steps(model, rng, 10, factor)
+    assert model.scale == pytest.approx(factor, rel=0.05)
+
+
+def test_a_few_odd_steps_do_not_move_the_scale_at_once() -> None:
+    model, rng = online()
+    run_steps(model, rng, 50)
+    for _ in range(5):
+        run_steps(model, rng, 2, 5.0)
+        run_steps(model, rng, 2)
+    assert model.scale < 1.3
+
+
 def test_the_scale_follows_a_slower_device_and_comes_back() -> None:
     model, rng = online()
     run_steps(model, rng, 500, factor=2.0)
