@@ -159,6 +159,8 @@ class BatchMachine(RuleBasedStateMachine):
         if status in TRANSITIONS[known["status"]]:
             self.run(self.store.move_batch(batch, status, self.clock, errors))
             self._moved(batch, status)
+            if status is S.FAILED:  # whenever it fails, it ends without files and counts
+                known["total"], known["counts"] = 0, (0, 0)
         else:
             with pytest.raises(IllegalTransition):
                 self.run(self.store.move_batch(batch, status, self.clock, errors))

@@ -89,6 +89,7 @@ async def test_an_arm_against_a_server(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(colocation, "OFFLINE_PROMPT", 32)
     monkeypatch.setattr(colocation, "OFFLINE_OUTPUT", 8)
     monkeypatch.setattr(colocation, "ONLINE_OUTPUT", 8)
+    monkeypatch.setattr(colocation, "JOB_TOKENS_PER_SECOND", 10_000)  # the job must outlast its arm on any machine
     config = EngineConfig(
         device="cpu",
         dtype="float32",

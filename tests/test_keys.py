@@ -65,7 +65,8 @@ def test_the_role_of_a_key(tmp_path: Path, words: str, tier: str, sees_all: bool
 
 async def test_no_tenant_sees_the_figures_of_another(tokenizer: Tokenizer, tmp_path: Path) -> None:
     colocation = ColocationStats(
-        slo="ttft_p99=1s", attainment=1.0, good_requests=3, bad_requests=0, policy="p", rule="r", latency_budget=0.1,
+        slo="ttft_p99=1s", attainment=1.0, good_requests=3, bad_requests=0, objectives=(), online_rate=0.0,
+        policy="p", rule="r", latency_budget=0.1,
         interference_weight=0.0, decode_value=0.0, breaker="closed", breaker_cause=None, breaker_openings=0,
         predictor_mape=0.0, offline_tokens=0, budget_origin="prior", offline_share=1.0, held="",
     )  # fmt: skip
