@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, contextmanager
 from typing import Any
 
+import hypothesis
 import pytest
 import tokenizer_folders
 from blockbuster import BlockBuster
@@ -18,6 +19,12 @@ from engine.request import EngineRequest
 from engine.text import Tokenizer
 
 StartServer = Callable[..., Awaitable[Served]]
+
+# The same examples in every run, so that a change is judged by what it changes. FUZZ=1 draws new ones: the search for
+# faults is a run of its own, and what it finds becomes a test.
+hypothesis.settings.register_profile("repeatable", derandomize=True)
+if not os.environ.get("FUZZ"):
+    hypothesis.settings.load_profile("repeatable")
 
 
 @pytest.fixture(scope="session")

@@ -160,7 +160,7 @@ class BatchMachine(RuleBasedStateMachine):
             self.run(self.store.move_batch(batch, status, self.clock, errors))
             self._moved(batch, status)
             if status is S.FAILED:  # whenever it fails, it ends without files and counts
-                known["total"], known["counts"] = 0, (0, 0)
+                known["total"], known["counts"], known["lines"] = 0, (0, 0), {}
         else:
             with pytest.raises(IllegalTransition):
                 self.run(self.store.move_batch(batch, status, self.clock, errors))
