@@ -35,7 +35,7 @@ async def post(served: Served, body: Any, path: str = "/v1/chat/completions") ->
     if not isinstance(body, bytes):
         required = {"messages": HI} if "chat" in path else {"prompt": "hi"}
         body = json.dumps({"model": MODEL, **required, **body}).encode()
-    async with httpx.AsyncClient(verify=False) as client:
+    async with httpx.AsyncClient(timeout=60, verify=False) as client:
         return await client.post(served.url + path, content=body, headers={"content-type": "application/json"})
 
 
@@ -254,6 +254,6 @@ async def test_missing_fields(served: Served, body: bytes, param: str) -> None:
 async def test_other_content_types_are_415(served: Served, content_type: str | None) -> None:
     """A page of another origin can send these without asking; JSON it cannot."""
     headers = {} if content_type is None else {"content-type": content_type}
-    async with httpx.AsyncClient(verify=False) as client:
+    async with httpx.AsyncClient(timeout=60, verify=False) as client:
         answer = await client.post(served.url + "/v1/chat/completions", content=b"{}", headers=headers)
     assert (answer.status_code, answer.json()["error"]["code"]) == (415, "unsupported_media_type")

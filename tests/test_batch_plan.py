@@ -135,7 +135,7 @@ async def test_a_job_that_cannot_make_it_is_told_so_and_its_lines_go_first(
         assert {request.lane for request in served.engine.requests} == {Lane.AT_RISK}
         running = await client.batches.retrieve(created.id)
         assert running.metadata is not None and running.metadata["tidemill.at_risk"] == "true"
-        async with httpx.AsyncClient() as http:
+        async with httpx.AsyncClient(timeout=60) as http:
             metrics = (await http.get(f"{served.url}/metrics")).text
         assert "tidemill_batch_jobs_at_risk 1.0" in metrics
         listed = [batch async for batch in client.batches.list()]

@@ -261,7 +261,7 @@ async def test_a_long_fault_pauses_jobs_answers_507_and_spares_online(tokenizer:
         assert online.choices[0].text == "done"[: len(online.choices[0].text)]
         offline = [r for r in served.engine.requests if r.request_class is RequestClass.OFFLINE]
         assert len(offline) <= ONE_BY_ONE.window_lines, "no lines are run whose results cannot be kept"
-        async with httpx.AsyncClient() as http:
+        async with httpx.AsyncClient(timeout=60) as http:
             assert "tidemill_storage_fault 1.0" in (await http.get(f"{served.url}/metrics")).text
             assert (await http.get(f"{served.url}/ready")).status_code == 200
         disk.faults = {}

@@ -35,7 +35,7 @@ async def chunks_of(served: Served, **fields: Any) -> list[Any]:
 
 async def post(served: Served, body: Any, path: str = "/v1/chat/completions") -> httpx.Response:
     content = body if isinstance(body, bytes) else json.dumps({"model": MODEL, "messages": HI, **body}).encode()
-    async with httpx.AsyncClient(verify=False) as client:
+    async with httpx.AsyncClient(timeout=60, verify=False) as client:
         return await client.post(served.url + path, content=content, headers={"content-type": "application/json"})
 
 
@@ -334,7 +334,7 @@ async def test_a_full_queue_is_told_before_the_prompt_is_read(
         "/v1/chat/completions": {"messages": [{"role": "user", "content": "word " * 100}]},
         "/v1/completions": {"prompt": ["word " * 50, [1] * 60]},
     }
-    async with httpx.AsyncClient(verify=False, base_url=served.url) as client:
+    async with httpx.AsyncClient(timeout=60, verify=False, base_url=served.url) as client:
         for path, body in bodies.items():
             answer = await client.post(path, json={"model": MODEL, "service_tier": tier, **body})
             assert answer.status_code == 429 and answer.headers["retry-after"] == "3"

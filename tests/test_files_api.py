@@ -46,7 +46,7 @@ FILE = part("file", b"{}\n", "a.jsonl")
 
 
 async def post(served: Served, body: bytes, kind: str = f"multipart/form-data; boundary={BOUNDARY}") -> httpx.Response:
-    async with httpx.AsyncClient() as client:
+    async with httpx.AsyncClient(timeout=60) as client:
         return await client.post(f"{served.url}/v1/files", content=body, headers={"content-type": kind})
 
 
@@ -120,7 +120,7 @@ async def test_lists_by_purpose_and_with_what_proxies_add(ready: Ready) -> None:
     batch = await until(client, (await submit(client, jsonl([line(1)]))).id)
     assert [f.id for f in (await client.files.list(purpose="batch")).data] == [batch.input_file_id]
     assert [f.id for f in (await client.files.list(purpose="batch_output")).data] == [batch.output_file_id]
-    async with httpx.AsyncClient() as http:
+    async with httpx.AsyncClient(timeout=60) as http:
         for path in ("/v1/files?custom_llm_provider=openai&purpose=", "/v1//files", "/v1/files?target_model_names=x"):
             answer = await http.get(served.url + path)
             assert answer.status_code == 200 and len(answer.json()["data"]) == 2
@@ -133,7 +133,7 @@ async def test_lists_by_purpose_and_with_what_proxies_add(ready: Ready) -> None:
 )
 async def test_ids_are_data_and_never_paths(ready: Ready, file_id: str) -> None:
     served, _ = ready
-    async with httpx.AsyncClient() as http:
+    async with httpx.AsyncClient(timeout=60) as http:
         for method, path in (("GET", ""), ("GET", "/content"), ("DELETE", "")):
             answer = await http.request(method, f"{served.url}/v1/files/{file_id}{path}")
             assert answer.status_code == 404 and set(answer.json()["error"]) == {"message", "type", "param", "code"}
@@ -209,7 +209,7 @@ async def test_too_large_by_length_or_as_it_comes(ready: Ready, tmp_path: Path, 
             yield body[start : start + 30_000]
 
     kind = {"content-type": f"multipart/form-data; boundary={BOUNDARY}"}
-    async with httpx.AsyncClient() as http:
+    async with httpx.AsyncClient(timeout=60) as http:
         content: Any = body if announced else pieces()
         answer = await http.post(f"{served.url}/v1/files", content=content, headers=kind)
     assert answer.status_code == 413 and answer.json()["error"]["code"] == "request_too_large"
@@ -223,7 +223,7 @@ async def test_an_endless_epilogue_is_too_large(ready: Ready) -> None:
             yield b"x" * 4096
 
     kind = {"content-type": f"multipart/form-data; boundary={BOUNDARY}"}
-    async with httpx.AsyncClient() as http:
+    async with httpx.AsyncClient(timeout=60) as http:
         answer = await http.post(f"{ready[0].url}/v1/files", content=pieces(), headers=kind)
     assert answer.status_code == 413
 

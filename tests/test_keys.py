@@ -77,7 +77,7 @@ async def test_no_tenant_sees_the_figures_of_another(tokenizer: Tokenizer, tmp_p
         async with batch_server(tokenizer, tmp_path / "state", api_key_file=file, **config) as (served, _):
             served.engine.snapshot = EngineStats(colocation=colocation)
             found: dict[str | None, tuple[int, bool]] = {}
-            async with httpx.AsyncClient(verify=False, base_url=served.url) as client:
+            async with httpx.AsyncClient(timeout=60, verify=False, base_url=served.url) as client:
                 for key in (None, "a", "b", "m", "direct"):
                     headers = {} if key is None else {"authorization": f"Bearer {key}"}
                     ready = await client.get("/ready", headers=headers)
@@ -172,7 +172,7 @@ async def test_tenants_and_tiers_on_a_server(tokenizer: Tokenizer, tmp_path: Pat
 
 async def test_every_route_but_two_asks_for_a_key(tokenizer: Tokenizer, tmp_path: Path) -> None:
     async with batch_server(tokenizer, tmp_path, api_key=("key",)) as (served, _):
-        async with httpx.AsyncClient() as http:
+        async with httpx.AsyncClient(timeout=60) as http:
             for path, methods in served.app.openapi()["paths"].items():
                 for method in methods:
                     answer = await http.request(method, served.url + path.replace("{", "").replace("}", ""))

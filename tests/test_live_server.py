@@ -161,6 +161,6 @@ async def test_a_burst_on_a_fresh_server_is_served_not_refused(tmp_path: Path) -
         ]
         answers = await asyncio.gather(*ask)
         assert all(answer.usage is not None and answer.usage.completion_tokens >= 1 for answer in answers)
-        async with httpx.AsyncClient(base_url=served.url) as plain:
+        async with httpx.AsyncClient(timeout=60, base_url=served.url) as plain:
             assert (await plain.get("/ready")).json()["colocation"]["refused_requests"] == 0
             assert "tidemill_refused_requests_total 0.0" in (await plain.get("/metrics")).text

@@ -19,7 +19,7 @@ Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
 
 async def scrape(served: Served) -> Samples:
-    async with httpx.AsyncClient(verify=False) as client:
+    async with httpx.AsyncClient(timeout=60, verify=False) as client:
         answer = await client.get(f"{served.url}/metrics")
     assert answer.headers["content-type"].startswith("text/plain")
     families = text_string_to_metric_families(answer.text)
@@ -161,7 +161,7 @@ async def test_how_the_slo_is_kept(start_server: StartServer) -> None:
     assert value(samples, "tidemill_slo_requests_total", good="false") == 10
     states = [value(samples, "tidemill_breaker_state", state=state) for state in ("closed", "half_open", "open")]
     assert states == [0, 1, 0]
-    async with httpx.AsyncClient(verify=False) as http:
+    async with httpx.AsyncClient(timeout=60, verify=False) as http:
         shown = (await http.get(f"{served.url}/ready")).json()["colocation"]
     assert shown["held"] == keeper.held and shown["budget_origin"] == keeper.budget_origin
     assert shown["objectives"]["tbt_mean=5%"] == {"value": 0.05, "bound": None, "attainment": None}, "not known yet"

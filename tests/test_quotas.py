@@ -416,7 +416,7 @@ async def test_sighup_without_a_key_file_does_nothing(
     served = await start_server("hello", owns_process=True)
     await hang_up()
     await eventually(lambda: "there is no --api-key-file" in caplog.text)
-    async with httpx.AsyncClient() as http:
+    async with httpx.AsyncClient(timeout=60) as http:
         assert (await http.get(f"{served.url}/health")).status_code == 200
 
 

@@ -111,7 +111,7 @@ async def test_every_route_needs_a_key_but_health_and_ready(start_server: StartS
     routes = [(path, method) for path, methods in _routes(served.app) for method in methods]
     assert ("/v1/chat/completions", "post") in routes and ("/metrics", "get") in routes and len(routes) >= 8
     paths = {(path.replace("{model}", "x"), method) for path, method in routes} | {("/openapi.json", "get")}
-    async with httpx.AsyncClient(verify=False, base_url=served.url) as client:
+    async with httpx.AsyncClient(timeout=60, verify=False, base_url=served.url) as client:
         for path, method in sorted(paths):
             refused = await client.request(method.upper(), path)
             allowed = await client.request(method.upper(), path, headers={b"authorization": f"Bearer {KEY}".encode()})

@@ -21,7 +21,7 @@ NODE_TESTS = Path(__file__).parent / "web"
 
 
 async def get(served: Served, path: str, **headers: str) -> httpx.Response:
-    async with httpx.AsyncClient() as client:
+    async with httpx.AsyncClient(timeout=60) as client:
         return await client.get(f"{served.url}{path}", headers=headers)
 
 
@@ -62,7 +62,10 @@ async def test_figures_need_the_key_and_files_do_not(start_server: StartServer) 
 async def test_snapshots_follow_one_another_and_show_the_chat_that_ended(start_server: StartServer) -> None:
     served = await start_server("hello world")
     recorder = served.app.state.recorder
-    async with httpx.AsyncClient() as client, client.stream("GET", f"{served.url}/dashboard/events") as stream:
+    async with (
+        httpx.AsyncClient(timeout=60) as client,
+        client.stream("GET", f"{served.url}/dashboard/events") as stream,
+    ):
         assert stream.headers["content-type"].startswith("text/event-stream")
         events = stream.aiter_lines()
         await next_event(events)
