@@ -4,6 +4,9 @@ A step of a model is some thousand parallel regions, and at the end of each the 
 that arrive first spin. On cores of their own that is fastest; beside busy neighbours a spinning thread uses up the time
 slice that the thread it waits for needs, and a step takes 10 to 70 times as long. Waiting passively costs 10 to 20 % in
 quiet. The library reads its choice once, when it is loaded.
+
+Where the native kernels are to run, which have threads of their own, torch is left with odd jobs: its threads wait
+passively then, so that they do not spin beside those, and there is nothing to measure or to tell.
 """
 
 import hashlib
@@ -13,6 +16,8 @@ import time
 from collections.abc import Callable, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
 
+from engine.config import EngineConfig
+from engine.execution.cpu.native import is_built
 from engine.machine import read_processor
 
 POLICY = "OMP_WAIT_POLICY"
@@ -24,15 +29,19 @@ _PIECE = bytes(1 << 20)  # hashed without Python's lock, in about 3 ms
 
 
 def choose_waiting(
-    device: str, environment: MutableMapping[str, str], measure: Callable[[int], float] | None = None
+    config: EngineConfig, environment: MutableMapping[str, str], measure: Callable[[int], float] | None = None
 ) -> str | None:
     """Set the policy in `environment` where passive waiting helps. Returns what was decided, one line to tell; None
-    where there is nothing to decide: on a GPU, with one thread, where the user has chosen, or once torch is loaded.
+    where there is nothing to decide: on a GPU, with one thread, where the user has chosen, once torch is loaded, or
+    where steps are expected to run by the native kernels.
 
     `measure(threads)`: the share of their time that so many busy threads get; `processor_share` if not given.
     """
-    threads = num_threads(environment)
-    if device == "cuda" or threads < 2 or environment.get(POLICY) or "torch" in sys.modules:
+    threads = num_threads(config, environment)
+    if config.device == "cuda" or threads < 2 or environment.get(POLICY) or "torch" in sys.modules:
+        return None
+    if expects_native(config):
+        environment[POLICY] = "passive"
         return None
     share = (measure or processor_share)(threads)
     if share >= QUIET_SHARE:
@@ -46,8 +55,23 @@ def choose_waiting(
     )
 
 
-def num_threads(environment: MutableMapping[str, str]) -> int:
-    """Threads that a step will use: OMP_NUM_THREADS, or a thread per core."""
+def expects_native(config: EngineConfig) -> bool:
+    """Whether the native kernels will run every step, as far as can be known before torch is loaded: they may still
+    fail their test. Steps from hidden state go by torch."""
+    return config.device != "cuda" and config.cpu_kernels == "auto" and not config.hidden_cache and is_built()
+
+
+def after_all(config: EngineConfig, environment: MutableMapping[str, str]) -> str:
+    """What to add where torch runs the steps that were expected to run natively; empty otherwise."""
+    if not expects_native(config) or environment.get(POLICY) != "passive":
+        return ""
+    return f"; its threads wait for each other passively ({POLICY}=active makes them spin)"
+
+
+def num_threads(config: EngineConfig, environment: MutableMapping[str, str]) -> int:
+    """Threads that a step will use: --threads, OMP_NUM_THREADS, or a thread per core."""
+    if config.threads is not None:
+        return config.threads
     asked = environment.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     return int(asked) if asked.isdigit() else read_processor().cores
 
@@ -67,7 +91,7 @@ def _spend(seconds: float) -> tuple[float, float]:
     return time.thread_time() - spent, time.perf_counter() - began
 
 
-def announce(device: str, say: Callable[[str], None]) -> None:
+def announce(config: EngineConfig, say: Callable[[str], None]) -> None:
     """Decide for this process and tell the user."""
-    if line := choose_waiting(device, os.environ):
+    if line := choose_waiting(config, os.environ):
         say(line)

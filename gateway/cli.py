@@ -179,7 +179,7 @@ def _serve(arguments: argparse.Namespace) -> int:
 def _serve_with(folder: Any, engine_config: EngineConfig, server_config: ServerConfig, server: Any) -> None:
     from engine.text import Tokenizer
 
-    openmp.announce(engine_config.device, say)
+    openmp.announce(engine_config, say)
     build = importlib.import_module("engine.build")
     plan = build.plan_launch(engine_config)
     tokenizer = Tokenizer.load(plan.folder, server_config.chat_template)
@@ -212,7 +212,7 @@ def say(line: str) -> None:
 
 def _profile(arguments: argparse.Namespace) -> int:
     (engine_config,) = resolve_configs(arguments, [EngineConfig])
-    openmp.announce(engine_config.device, say)
+    openmp.announce(engine_config, say)
     return int(importlib.import_module("gateway.profile").run(engine_config, arguments.plot, say))
 
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import torch
 
+from engine import openmp
 from engine.config import EngineConfig
 from engine.execution import memory
 from engine.execution.cpu.device import TorchDevice
@@ -61,7 +62,7 @@ class CpuBackend:
             return plan, make_linear
         native = start(torch.get_num_threads(), torch_dtype(plan.dtype))
         if isinstance(native, str):
-            say(f"steps run by torch's own operators: {native}")
+            say(f"steps run by torch's own operators: {native}{openmp.after_all(config, os.environ)}")
             return plan, make_linear
         say(f"steps run by native kernels ({native.level.name}) on {native.team.threads} threads")
         return replace(plan, kernels=f"native {native.level.name}"), native.linear

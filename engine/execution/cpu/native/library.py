@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from engine.errors import ConfigError
+from engine.execution.cpu.native import LIBRARY, is_built
 
 logger = logging.getLogger(__name__)
 
-FILE_NAME = "libtidemill_cpu.so"
 _ABI = 1
 _ERROR_BYTES = 256
 
@@ -237,13 +237,12 @@ def activation_dtype(level: Level) -> torch.dtype:
 @functools.cache
 def load() -> Library | str:
     """The library of this installation, or why there is none."""
-    path = Path(__file__).parent / FILE_NAME
     if platform.system() != "Linux" or platform.machine() != "x86_64":
         return f"there are no native kernels for {platform.system()} on {platform.machine()}"
-    if not path.exists():
+    if not is_built():
         return "the native kernels were not built (that takes g++ at install)"
     try:
-        library = Library(path)
+        library = Library(LIBRARY)
     except (OSError, AttributeError, ConfigError) as error:
         return f"the native kernels cannot be loaded: {error}"
     return library if library.levels() else "the native kernels need AVX2, FMA and F16C"
