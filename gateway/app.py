@@ -1,7 +1,7 @@
 """The application: routes, middleware and error handlers put together around one engine client."""
 
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from typing import Any
 
 from fastapi import FastAPI
@@ -25,6 +25,7 @@ from gateway.metrics import GatewayMetrics
 from gateway.middleware import Authentication, BodyLimit, HostGuard, RequestIds
 from gateway.params import INERT, UNSUPPORTED
 from gateway.quotas import Admissions
+from gateway.request_log import RequestLog
 from gateway.state import BatchLimits, BatchState
 from gateway.store.folder import StateFolder
 from gateway.uploads import MAX_OVERHEAD
@@ -55,15 +56,19 @@ def create_app(
     metrics = GatewayMetrics(client, model_names[0])
     lifecycle = Lifecycle(client)
     keys = KeyStore(config.api_key, config.api_key_file)
-    context = GatewayContext(client, tokenizer, config, model_names, metrics, lifecycle, keys, Admissions(keys.quota))
+    request_log = _open_request_log(config, metrics)
+    context = GatewayContext(
+        client, tokenizer, config, model_names, metrics, lifecycle, keys, Admissions(keys.quota), request_log
+    )
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        await lifecycle.start()
-        yield
-        await lifecycle.stop()
-        if folder is not None:
-            await folder.close()
+        async with request_log or nullcontext():  # outlives the engine, whose last answers end as it stops
+            await lifecycle.start()
+            yield
+            await lifecycle.stop()
+            if folder is not None:
+                await folder.close()
 
     app = FastAPI(title="tidemill", version=health.package_version(), lifespan=lifespan, docs_url=None, redoc_url=None)
     app.router.redirect_slashes = False
@@ -79,6 +84,14 @@ def create_app(
     _add_middleware(app, context, (limits or BatchLimits()).file_bytes)
     _describe_bodies(app)
     return app
+
+
+def _open_request_log(config: ServerConfig, metrics: GatewayMetrics) -> RequestLog | None:
+    if config.request_log is None:
+        return None
+    request_log = RequestLog(config.request_log, lambda: metrics.stats, metrics.log_dropped.inc)
+    metrics.on_end.append(request_log.add)
+    return request_log
 
 
 def _add_middleware(app: FastAPI, context: GatewayContext, max_file_bytes: int) -> None:

@@ -10,10 +10,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.client import EngineClient, OutputStream
-from engine.errors import EngineStepError, EngineUnavailableError
-from engine.request import FinishReason, RequestOutput, RequestTimes, TokenLogprobs
+from engine.errors import EngineStepError, EngineUnavailableError, TidemillError
+from engine.request import FinishReason, RequestOutput, TokenLogprobs
 from engine.stopping import OutputTextStream
 from engine.text import Tokenizer
+from gateway.account import CLIENT_LEFT, Account
+from gateway.errors import to_api_error
 from gateway.metrics import ClassMetrics, GatewayMetrics
 from gateway.params import GenerationPlan
 
@@ -40,9 +42,7 @@ class Choice:
     ) -> None:
         request = plan.requests[index]
         self.request_id = request.request_id
-        self.num_prompt_tokens = len(request.prompt_token_ids)
-        self.num_cached_tokens = 0
-        self.num_tokens = 0
+        self.account = Account(request, plan.response_id, index)
         self.finished = False
         self._index = index
         self._has_stops = bool(plan.stop)
@@ -50,9 +50,6 @@ class Choice:
         self._shows_each_token = bool(plan.stream_options.continuous_usage_stats)
         self._held: list[tuple[int, TokenLogprobs | None]] = []
         self._metrics = metrics
-        self._times: RequestTimes | None = None
-        self._last_token_time: float | None = None
-        self._longest_gap: float | None = None
         context = () if chat else request.prompt_token_ids
         self._text = OutputTextStream(tokenizer, context, stop=plan.stop, min_tokens=plan.min_tokens)
 
@@ -61,16 +58,15 @@ class Choice:
         self._observe(output)
         reason = output.finish_reason
         if reason is not None and reason not in FINISH_REASONS:
-            self.end(reason)
-            if reason is FinishReason.ERROR:
-                raise output.error or EngineStepError("The model step failed under this request.")
-            raise EngineUnavailableError("The server ended this request before it was complete.", retry_after=5.0)
+            error = output.error or _ended_early(reason)
+            self.end(reason, to_api_error(error).status)
+            raise error
         ids = output.token_ids
         if output.stop_token_id is not None:
             ids = ids[:-1]
         text, counted, stop_found, num_read = self._read(ids, final=reason is not None)
         stop_token = output.stop_token_id is not None and not stop_found
-        self.num_tokens += num_read + stop_token
+        self.account.num_tokens += num_read + stop_token
         if stop_found:
             reason = FinishReason.STOP
         if reason is not None:
@@ -118,24 +114,19 @@ class Choice:
         self._held.clear()
 
     def _observe(self, output: RequestOutput) -> None:
-        self._times = times = output.times
-        self.num_cached_tokens = output.num_cached_tokens
-        now = times.last_token
-        if now is None or not output.token_ids:
-            return
-        if self._last_token_time is not None:
-            gap = now - self._last_token_time
+        account = self.account
+        gap = account.observe(output)
+        if gap is not None:
             self._metrics.tbt.observe(gap)
-            self._longest_gap = max(gap, self._longest_gap or 0.0)
-        elif times.first_token is not None:
-            self._metrics.ttft.observe(times.first_token - times.arrival)
-        self._last_token_time = now
+        elif account.ttft is not None and output.token_ids:
+            self._metrics.ttft.observe(account.ttft)
 
-    def end(self, reason: FinishReason) -> None:
+    def end(self, reason: FinishReason, status: int = 200) -> None:
         """Count the choice as ended; what comes after the first call is ignored."""
         if not self.finished:
             self.finished = True
-            self._metrics.observe_end(self._times, reason, self.num_prompt_tokens, self.num_tokens, self._longest_gap)
+            self.account.end(reason, status)
+            self._metrics.observe_end(self.account)
 
 
 class Generation:
@@ -211,21 +202,27 @@ class Generation:
         """End what has not ended, now. Idempotent."""
         for choice in self.choices:
             if not choice.finished:
-                choice.end(FinishReason.ABORT)
+                choice.end(FinishReason.ABORT, CLIENT_LEFT)
                 self._client.abort(choice.request_id)
         self.on_end()
 
     def usage(self) -> dict[str, Any]:
         """OpenAI's `usage`: each prompt once, however many choices it has."""
         firsts = self.choices[:: self.plan.n]
-        prompt_tokens = sum(choice.num_prompt_tokens for choice in firsts)
-        completion_tokens = sum(choice.num_tokens for choice in self.choices)
+        prompt_tokens = sum(choice.account.num_prompt_tokens for choice in firsts)
+        completion_tokens = sum(choice.account.num_tokens for choice in self.choices)
         return {
             "prompt_tokens": prompt_tokens,
             "completion_tokens": completion_tokens,
             "total_tokens": prompt_tokens + completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": sum(choice.num_cached_tokens for choice in firsts)},
+            "prompt_tokens_details": {"cached_tokens": sum(choice.account.num_cached_tokens for choice in firsts)},
         }
+
+
+def _ended_early(reason: FinishReason) -> TidemillError:
+    if reason is FinishReason.ERROR:
+        return EngineStepError("The model step failed under this request.")
+    return EngineUnavailableError("The server ended this request before it was complete.", retry_after=5.0)
 
 
 async def _next(stream: OutputStream) -> RequestOutput | None:

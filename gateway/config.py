@@ -43,6 +43,9 @@ class ServerConfig:
         None, "folder for files and batches (default: $XDG_STATE_HOME/tidemill or ~/.local/state/tidemill)"
     )
     shutdown_timeout: float = _flag(30.0, "seconds that running requests may take to end after SIGTERM")
+    request_log: str | None = _flag(
+        None, "file that gets a JSON line per ended request, never its text; SIGHUP opens it again (logrotate)"
+    )
     log_level: str = _flag("info", "how much the server logs", LOG_LEVELS)
 
     def __post_init__(self) -> None:

@@ -18,6 +18,7 @@ from gateway.config import ServerConfig
 from gateway.keys import KeyStore, Tier
 from gateway.metrics import GatewayMetrics
 from gateway.quotas import Admissions
+from gateway.request_log import RequestLog
 
 
 class BackgroundWork(Protocol):
@@ -79,6 +80,7 @@ class GatewayContext:
     lifecycle: Lifecycle
     keys: KeyStore
     admissions: Admissions
+    request_log: RequestLog | None = None
     created: int = field(default_factory=lambda: int(time.time()))
     salt_secret: bytes = field(default_factory=lambda: secrets.token_bytes(32), repr=False)
     text_threads: anyio.CapacityLimiter = field(

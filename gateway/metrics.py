@@ -5,7 +5,7 @@ vLLM see what users wait for and not the batch work that fills the rest. Labels 
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
@@ -13,8 +13,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from engine.client import EngineClient
-from engine.request import FinishReason, RequestClass, RequestTimes
+from engine.request import FinishReason, RequestClass
 from engine.stats import ColocationStats, EngineStats
+from gateway.account import Account
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 _GAP_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
@@ -48,20 +49,18 @@ class ClassMetrics:
         self.generated_tokens = metrics.generated_tokens.labels(label)
         self.ended = {reason: metrics.requests.labels(label, reason.value) for reason in FinishReason}
         self.answers: deque[EndedAnswer] = deque(maxlen=MAX_ENDED)
+        self._listeners = metrics.on_end
 
-    def observe_end(
-        self,
-        times: RequestTimes | None,
-        reason: FinishReason,
-        prompt_tokens: int,
-        tokens: int,
-        longest_gap: float | None = None,
-    ) -> None:
+    def observe_end(self, account: Account) -> None:
         """Count an answer; the time spans only of one that ran to its end, as a cut-off one says nothing of speed."""
-        self.ended[reason].inc()
-        self.prompt_tokens.inc(prompt_tokens)
-        self.generated_tokens.inc(tokens)
-        if times is None or reason not in {FinishReason.STOP, FinishReason.LENGTH}:
+        assert account.finish is not None
+        self.ended[account.finish].inc()
+        self.prompt_tokens.inc(account.num_prompt_tokens)
+        self.generated_tokens.inc(account.num_tokens)
+        for listener in self._listeners:
+            listener(account)
+        times = account.times
+        if times is None or account.finish not in {FinishReason.STOP, FinishReason.LENGTH}:
             return
         end = times.finished if times.finished is not None else times.last_token
         if end is not None:
@@ -72,11 +71,11 @@ class ClassMetrics:
             self.prefill.observe(times.first_token - times.first_scheduled)
         if times.first_token is not None and times.last_token is not None:
             self.decode.observe(times.last_token - times.first_token)
-            self.answers.append(EndedAnswer(times.last_token, times.first_token - times.arrival, longest_gap))
+            self.answers.append(EndedAnswer(times.last_token, times.first_token - times.arrival, account.longest_gap))
 
 
 class GatewayMetrics:
-    """All metrics of one application."""
+    """All metrics of one application. `on_end` is told of every choice that ended."""
 
     def __init__(self, client: EngineClient, model_name: str) -> None:
         self.registry = CollectorRegistry()
@@ -91,6 +90,8 @@ class GatewayMetrics:
         self.generated_tokens = self._counter("generated_tokens", "Tokens of answers that ended.", "class")
         self.requests = self._counter("requests", "Requests that ended, by finish reason.", "class", "reason")
         self.responses = self._counter("http_responses", "HTTP responses by status.", "status")
+        self.on_end: list[Callable[[Account], None]] = []
+        self.log_dropped = self._counter("request_log_dropped_lines", "Lines that the request log could not take.")
         self.by_class = {c: ClassMetrics(self, c.value) for c in RequestClass}
         self.stats = EngineStats()
         self._client = client

@@ -1,5 +1,5 @@
 """Runs the application: one process, one event loop, one socket; the first SIGTERM drains, the second one exits, SIGHUP
-reads the keys again.
+reads the keys and opens the request log again.
 
 Knows nothing of routes.
 """
@@ -72,13 +72,15 @@ class GatewayServer(uvicorn.Server):
             self._loop.call_soon_threadsafe(self._begin_drain)
 
     def _hang_up(self) -> None:
-        """SIGHUP: read the keys again; but whose terminal was closed wants the server to end."""
+        """SIGHUP: read keys and open the request log again; but whose terminal was closed wants the server to end."""
         if self._has_terminal and not has_terminal():
             self.handle_exit(signal.SIGHUP, None)
         else:
-            self._reload_task = asyncio.ensure_future(self._reload_keys())
+            self._reload_task = asyncio.ensure_future(self._reload())
 
-    async def _reload_keys(self) -> None:
+    async def _reload(self) -> None:
+        if self._context.request_log is not None:
+            self._context.request_log.reopen()
         keys = self._context.keys
         if keys.file is None:
             log.info("SIGHUP: there is no --api-key-file to read again")

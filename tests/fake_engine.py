@@ -14,12 +14,13 @@ from typing import Any
 from engine.client import EngineInfo
 from engine.errors import EngineStepError, EngineUnavailableError, TidemillError
 from engine.request import EngineRequest, FinishReason, RequestClass, RequestOutput, RequestTimes, TokenLogprobs
-from engine.stats import EngineStats
+from engine.stats import ColocationStats, EngineStats
 from engine.text import Tokenizer
 from gateway.app import create_app
 from gateway.config import ServerConfig
 from gateway.protocol import ProtocolLimits
 from gateway.server import bind, make_server
+from predictor.judge import Standing
 
 MODEL = "fake-model"
 
@@ -233,6 +234,32 @@ def say(tokenizer: Tokenizer, text: str, **options: Any) -> Callable[[EngineRequ
     eos = tokenizer.eos_token_id
     assert eos is not None
     return lambda _: Script([*tokenizer.encode(text), eos], **options)
+
+
+def colocation_stats(**changes: Any) -> ColocationStats:
+    """How some SLO is kept."""
+    facts: dict[str, Any] = {
+        "slo": "ttft_p99=1s",
+        "attainment": 0.75,
+        "good_requests": 30,
+        "bad_requests": 10,
+        "objectives": (Standing("ttft_p99=1s", 0.9, 1.0, 0.75), Standing("tbt_mean=5%", 0.05, math.nan, math.nan)),
+        "online_rate": 1.5,
+        "policy": "p",
+        "rule": "r",
+        "latency_budget": 0.05,
+        "interference_weight": 0.5,
+        "decode_value": 2.0,
+        "breaker": "half_open",
+        "breaker_cause": "ttft",
+        "breaker_openings": 3,
+        "predictor_mape": 0.04,
+        "offline_tokens": 12345,
+        "budget_origin": "searched for that load",
+        "offline_share": 0.0,
+        "held": "no offline budget keeps the SLO (searched for that load)",
+    }
+    return ColocationStats(**facts | changes)
 
 
 @dataclass

@@ -7,13 +7,12 @@ import httpx
 import openai
 import pytest
 from conftest import StartServer
-from fake_engine import MODEL, Served
+from fake_engine import MODEL, Served, colocation_stats
 from prometheus_client.parser import text_string_to_metric_families
 
 from engine.request import RequestClass
-from engine.stats import ColocationStats, EngineStats
+from engine.stats import EngineStats
 from engine.text import Tokenizer
-from predictor.judge import Standing
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
@@ -118,27 +117,7 @@ async def test_figures_of_the_engine(start_server: StartServer) -> None:
 async def test_how_the_slo_is_kept(start_server: StartServer) -> None:
     served = await start_server()
     assert ("tidemill_slo_attainment", frozenset()) not in await scrape(served)
-    keeper = ColocationStats(
-        slo="ttft_p99=1s",
-        attainment=0.75,
-        good_requests=30,
-        bad_requests=10,
-        objectives=(Standing("ttft_p99=1s", 0.9, 1.0, 0.75), Standing("tbt_mean=5%", 0.05, math.nan, math.nan)),
-        online_rate=1.5,
-        policy="p",
-        rule="r",
-        latency_budget=0.05,
-        interference_weight=0.5,
-        decode_value=2.0,
-        breaker="half_open",
-        breaker_cause="ttft",
-        breaker_openings=3,
-        predictor_mape=0.04,
-        offline_tokens=12345,
-        budget_origin="searched for that load",
-        offline_share=0.0,
-        held="no offline budget keeps the SLO (searched for that load)",
-    )
+    keeper = colocation_stats()
     served.engine.snapshot = EngineStats(
         predicted_seconds=4.0, leftover_seconds=3.0, leftover_used_seconds=2.5, colocation=keeper
     )
