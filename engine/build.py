@@ -15,7 +15,7 @@ import torch
 
 import engine.models.demo
 from engine.cache_profiling import CacheTiers
-from engine.calibration import load_or_measure
+from engine.calibration import load_or_measure, load_profile
 from engine.client import EngineInfo
 from engine.config import EngineConfig, SchedulerConfig
 from engine.controller import make_controller
@@ -26,7 +26,7 @@ from engine.execution.backend import find_backend
 from engine.execution.plan import LaunchPlan
 from engine.machine import BUS_RATE
 from engine.models.families import family_named
-from engine.models.hub import resolve_model_folder
+from engine.models.hub import cached_folder, is_hub_id, resolve_model_folder
 from engine.models.loader import load_weights
 from engine.models.spec import ModelSpec, hidden_offer, load_spec, resolve_max_model_len
 from engine.models.weights import torch_dtype
@@ -34,7 +34,7 @@ from engine.passing_thread import in_passing_thread
 from engine.scheduling.output import ModelRunner
 from engine.scheduling.policies import find_policy
 from predictor.limits import UNITS_PER_BLOCK, Limits
-from predictor.profile import ProfileKey
+from predictor.profile import Profile, ProfileError, ProfileKey
 from predictor.slo import SLO, SLOError
 
 HIDDEN_SHARE = 2  # at most a block of hidden state for every so many blocks of KV that fit: a quarter of the units
@@ -47,6 +47,14 @@ def resolve_model(config: EngineConfig) -> Path:
         return resolve_model_folder(config.model)
     assert engine.models.demo.__file__ is not None
     return Path(engine.models.demo.__file__).parent / "weights"
+
+
+def local_config(config: EngineConfig) -> EngineConfig | None:
+    """The configuration with a model that is on this machine; None where it would have to be fetched."""
+    if not config.model or Path(config.model).expanduser().is_dir() or not is_hub_id(config.model):
+        return config
+    folder = cached_folder(config.model)
+    return None if folder is None else replace(config, model=str(folder))
 
 
 def plan_launch(config: EngineConfig) -> LaunchPlan:
@@ -132,6 +140,19 @@ def parse_slo(config: EngineConfig) -> SLO:
         return SLO.parse(config.slo)
     except SLOError as error:
         raise ConfigError(f"--slo: {error}") from None
+
+
+def stored_profile(
+    config: EngineConfig, plan: LaunchPlan, say: Callable[[str], None]
+) -> tuple[LaunchPlan, Profile | None]:
+    """The plan with the kernels that steps would run by, and the latency profile that a start would find; None where
+    it would measure one. Sets this process up as a start does. Raises ConfigError."""
+    plan, _ = find_backend(plan.device).prepare(config, plan, say)
+    try:
+        return plan, load_profile(profile_folder(config), profile_key(plan), plan.limits)
+    except ProfileError as error:
+        say(f"{error}; a start measures again")
+        return plan, None
 
 
 def profile_key(plan: LaunchPlan) -> ProfileKey:

@@ -19,7 +19,7 @@ from engine.config import EngineConfig
 from engine.errors import ConfigError, TidemillError
 from gateway.batch_cli import add_batch
 from gateway.config import ServerConfig
-from gateway.flags import add_flags, flags_of, resolve_configs
+from gateway.flags import add_flags, flags_of, given_where, resolve_configs
 
 DEMO_NAME = "tidemill-demo"
 _LOADGEN = {"bench": "loadgen.cli", "simulate": "loadgen.simulate"}
@@ -98,6 +98,9 @@ def _add_serve(commands: Any) -> None:
     )
     _model_flags(command)
     add_flags(command.add_argument_group("server"), flags_of(ServerConfig))
+    command.add_argument(
+        "--dry-run", action="store_true", help="show every setting, where it comes from and what would be loaded; end"
+    )
     command.set_defaults(run=_serve)
 
 
@@ -164,6 +167,10 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 def _serve(arguments: argparse.Namespace) -> int:
     engine_config, server_config = resolve_configs(arguments, [EngineConfig, ServerConfig])
+    if arguments.dry_run:
+        given = given_where(arguments, [EngineConfig, ServerConfig])
+        dry_run = importlib.import_module("gateway.dry_run")
+        return int(dry_run.run(given, engine_config, server_config, model_name(engine_config)))
     server = importlib.import_module("gateway.server")
     server.bind(server_config.host, server_config.port).close()  # before minutes of loading: can the address be had?
     if not server_config.served_model_name:
@@ -197,8 +204,7 @@ def _serve_with(folder: Any, engine_config: EngineConfig, server_config: ServerC
 def _open_state(config: ServerConfig) -> Any:
     """The state folder, held from before the model is loaded: a second server on it should fail at once."""
     module = importlib.import_module("gateway.store.folder")
-    path = Path(config.state_dir).expanduser() if config.state_dir else module.default_state_dir(os.environ)
-    return module.open_state(path)
+    return module.open_state(module.state_path(config.state_dir, os.environ))
 
 
 def _batch_limits(config: EngineConfig) -> Any:

@@ -19,13 +19,13 @@ def report_machine(tidemill_version: str) -> list[str]:
     processor = read_processor()
     features = " ".join(processor.shown_features) or "no vector features known"
     return [
-        _line("tidemill", tidemill_version),
-        _line("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"),
-        _line("cpu", processor.name),
-        _line("", f"{processor.cores} cores, {processor.threads} threads for this process; {features}"),
-        _line("memory", _memory()),
+        line("tidemill", tidemill_version),
+        line("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"),
+        line("cpu", processor.name),
+        line("", f"{processor.cores} cores, {processor.threads} threads for this process; {features}"),
+        line("memory", _memory()),
         *_gpus(),
-        _line("libraries", ", ".join(f"{name} {_version(name)}" for name in _LIBRARIES)),
+        line("libraries", ", ".join(f"{name} {_version(name)}" for name in _LIBRARIES)),
     ]
 
 
@@ -34,19 +34,21 @@ def report_launch(plan: Any, name: str) -> list[str]:
     tokens = plan.num_blocks * plan.limits.block_size
     about = "about " if plan.device == "cuda" else ""
     return [
-        _line("model", f"{name}: {plan.architecture}, {plan.spec.num_parameters:,} parameters"),
-        _line("", f"{plan.dtype} on {plan.device}, weights {_size(plan.weight_bytes)}"),
-        _line("cache", f"{about}{tokens:,} tokens ({plan.num_blocks:,} blocks of {plan.limits.block_size})"),
-        _line("context", f"{plan.limits.max_model_len:,} tokens"),
-        *(_line("note", note) for note in plan.notes),
+        line("model", f"{name}: {plan.architecture}, {plan.spec.num_parameters:,} parameters"),
+        line("", f"{plan.dtype} on {plan.device}, weights {size(plan.weight_bytes)}"),
+        line("cache", f"{about}{tokens:,} tokens ({plan.num_blocks:,} blocks of {plan.limits.block_size})"),
+        line("context", f"{plan.limits.max_model_len:,} tokens"),
+        *(line("note", note) for note in plan.notes),
     ]
 
 
-def _line(label: str, text: str) -> str:
+def line(label: str, text: str) -> str:
+    """A line of a report."""
     return f"{label:<10} {text}"
 
 
-def _size(num_bytes: int) -> str:
+def size(num_bytes: int) -> str:
+    """Bytes in a unit that people read."""
     return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.0f} MiB"
 
 
@@ -55,19 +57,19 @@ def _memory() -> str:
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (ValueError, OSError, AttributeError):
         return "unknown"
-    return f"{_size(total)} in the machine"
+    return f"{size(total)} in the machine"
 
 
 def _gpus() -> list[str]:
     cuda = importlib.import_module("torch").cuda
     if not cuda.is_available():
-        return [_line("gpu", "none that torch can use")]
+        return [line("gpu", "none that torch can use")]
     lines = []
     for index in range(cuda.device_count()):
         facts = cuda.get_device_properties(index)
         free, total = cuda.mem_get_info(index)
-        memory = f"{_size(total)}, {_size(free)} free"
-        lines.append(_line("gpu", f"{facts.name}, {memory}, compute capability {facts.major}.{facts.minor}"))
+        memory = f"{size(total)}, {size(free)} free"
+        lines.append(line("gpu", f"{facts.name}, {memory}, compute capability {facts.major}.{facts.minor}"))
     return lines
 
 

@@ -12,7 +12,7 @@ import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from engine.errors import ConfigError
 
@@ -32,6 +32,7 @@ class Flag:
     default: Any
     help: str
     choices: tuple[str, ...]
+    secret: bool = False
 
     @property
     def key(self) -> str:
@@ -78,6 +79,13 @@ class Flag:
         raise ConfigError(f"{source} must be {_NOUNS[self.kind]}, not {value!r}")
 
 
+class Given(NamedTuple):
+    """A value that was given, and where: `flag`, the name of a variable, or that of the file."""
+
+    value: Any
+    origin: str
+
+
 def flags_of(config: type) -> tuple[Flag, ...]:
     """The flags of a config dataclass, in the order of its fields."""
     hints = typing.get_type_hints(config)
@@ -92,7 +100,8 @@ def _flag_of(field: "dataclasses.Field[Any]", hint: Any) -> Flag:
     kind = typing.get_args(hint)[0] if many else hint
     assert kind in _NOUNS, f"{field.name}: no flag for {hint}"
     metadata = field.metadata
-    return Flag(field.name, kind, many, optional, field.default, metadata["help"], metadata["choices"])
+    secret = not field.repr
+    return Flag(field.name, kind, many, optional, field.default, metadata["help"], metadata["choices"], secret)
 
 
 def add_flags(parser: argparse.ArgumentParser, flags: Iterable[Flag]) -> None:
@@ -143,11 +152,18 @@ def resolve_configs(
 def given(
     arguments: argparse.Namespace, types: Sequence[type], environment: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
-    """What was said of the fields of these types, wherever it was said (`resolve`). Raises ConfigError."""
+    """What was said of the fields of these types, wherever it was said (`find_given`). Raises ConfigError."""
+    return {field: each.value for field, each in given_where(arguments, types, environment).items()}
+
+
+def given_where(
+    arguments: argparse.Namespace, types: Sequence[type], environment: Mapping[str, str] | None = None
+) -> dict[str, Given]:
+    """The same, with the place where each was said."""
     variables = os.environ if environment is None else environment
     path = arguments.config or variables.get(f"{ENVIRONMENT_PREFIX}CONFIG") or ""
     every = [flag for kind in types for flag in flags_of(kind)]
-    return resolve(every, vars(arguments), variables, read_file(path) if path else {}, path)
+    return find_given(every, vars(arguments), variables, read_file(path) if path else {}, path)
 
 
 def command_line(config: object) -> list[str]:
@@ -165,13 +181,13 @@ def command_line(config: object) -> list[str]:
     return words
 
 
-def resolve(
+def find_given(
     flags: Iterable[Flag],
     arguments: Mapping[str, Any],
     environment: Mapping[str, str],
     file: Mapping[str, Any],
     file_name: str = "",
-) -> dict[str, Any]:
+) -> dict[str, Given]:
     """The values that were given, by field: command line over environment over file.
 
     `arguments` are what `add_flags` made of the command line. An empty variable counts as not set. Raises ConfigError
@@ -181,16 +197,16 @@ def resolve(
     unknown = sorted(file.keys() - by_key.keys())
     if unknown:
         raise ConfigError(f"--config {file_name}: unknown key {unknown[0]!r}")
-    values: dict[str, Any] = {}
+    values: dict[str, Given] = {}
     for key, flag in by_key.items():
         if flag.field in arguments:
-            values[flag.field] = _from_words(flag, arguments[flag.field], f"--{key}", flag.parse)
+            values[flag.field] = Given(_from_words(flag, arguments[flag.field], f"--{key}", flag.parse), "flag")
         elif environment.get(flag.variable):
             text = environment[flag.variable]
             words = [word.strip() for word in text.split(",")] if flag.many else text
-            values[flag.field] = _from_words(flag, words, flag.variable, flag.parse)
+            values[flag.field] = Given(_from_words(flag, words, flag.variable, flag.parse), flag.variable)
         elif key in file:
-            values[flag.field] = flag.check(file[key], f"{file_name}: {key}")
+            values[flag.field] = Given(flag.check(file[key], f"{file_name}: {key}"), file_name)
     return values
 
 

@@ -6,6 +6,7 @@ written yet is bounded: beside a disk that is full or hangs, lines are dropped a
 """
 
 import asyncio
+import errno
 import logging
 import os
 from collections.abc import Callable
@@ -132,6 +133,15 @@ class RequestLog:
         if file is not None:
             with suppress(OSError):
                 os.close(file)
+
+
+def check_path(path: str) -> None:
+    """Raises ConfigError where a log could not be opened; makes no file."""
+    file = Path(path).expanduser()
+    there = file if file.exists() else file.parent
+    if not there.exists() or not os.access(there, os.W_OK):
+        reason = os.strerror(errno.EACCES if there.exists() else errno.ENOENT)
+        raise ConfigError(f"--request-log {path}: {reason}")
 
 
 def line_of(account: Account, stats: EngineStats) -> dict[str, Any]:

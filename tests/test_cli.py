@@ -15,7 +15,7 @@ from engine.client import EngineInfo
 from engine.config import EngineConfig
 from gateway import cli
 from gateway.config import ServerConfig, is_loopback
-from gateway.flags import flags_of, resolve, resolve_configs
+from gateway.flags import find_given, flags_of, resolve_configs
 
 
 @pytest.fixture(autouse=True)
@@ -143,7 +143,7 @@ def test_a_new_field_becomes_a_flag_by_itself() -> None:
     cli.add_flags(parser, flags)
     assert "100% new" in parser.format_help()
     arguments = vars(parser.parse_args(["--new-thing", "1.5"]))
-    assert resolve(flags, arguments, {}, {}) == {"new_thing": 1.5}
+    assert find_given(flags, arguments, {}, {}) == {"new_thing": (1.5, "flag")}
 
 
 # ---- layers

@@ -9,6 +9,20 @@ _WANTED = ["*.safetensors", "*.json", "*.jinja", "merges.txt"]
 _UNWANTED = ["original/*", "consolidated*"]
 
 
+def is_hub_id(name: str) -> bool:
+    """Whether a name that is no folder may be that of a repository, "owner/name"."""
+    parts = name.split("/")
+    return not name.startswith(("/", ".", "~")) and len(parts) == 2 and all(parts)
+
+
+def cached_folder(name: str) -> Path | None:
+    """The folder of a hub id whose files are on this machine already; None if they are not. Asks nobody."""
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(name, "config.json")
+    return Path(found).parent if isinstance(found, str) else None
+
+
 def resolve_model_folder(name: str) -> Path:
     """The local folder of `name`, downloading safetensors and JSON if it is a hub id ("owner/name").
 
@@ -17,8 +31,7 @@ def resolve_model_folder(name: str) -> Path:
     folder = Path(name).expanduser()
     if folder.is_dir():
         return folder
-    parts = name.split("/")
-    if name.startswith(("/", ".", "~")) or len(parts) != 2 or not all(parts):
+    if not is_hub_id(name):
         raise ModelLoadError(f"no folder {name!r}, and it is not a Hugging Face id (owner/name) either")
     from httpx import HTTPError
     from huggingface_hub import snapshot_download  # 0.2 s that a local folder need not pay

@@ -114,6 +114,20 @@ def default_state_dir(environment: Mapping[str, str]) -> Path:
     return (Path(base) if os.path.isabs(base) else Path.home() / ".local" / "state") / "tidemill"
 
 
+def state_path(given: str | None, environment: Mapping[str, str]) -> Path:
+    """The folder that was named, or the default."""
+    return Path(given).expanduser() if given else default_state_dir(environment)
+
+
+def check_free(root: Path) -> None:
+    """Raises ConfigError if another server holds the folder; makes and changes nothing."""
+    try:
+        if (root / "lock").exists():
+            os.close(_take_lock(root / "lock"))
+    except OSError as error:
+        raise ConfigError(f"--state-dir {root} cannot be used: {error.strerror}") from None
+
+
 def open_state(
     root: Path, disk: Disk | None = None, on_commit: Callable[[sqlite3.Connection], None] | None = None
 ) -> StateFolder:

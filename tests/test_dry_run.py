@@ -1,0 +1,98 @@
+"""`tidemill serve --dry-run`: every setting with its origin, what would be loaded, and the errors that a start has."""
+
+import fcntl
+import re
+import socket
+from pathlib import Path
+
+import pytest
+
+from engine.config import EngineConfig
+from gateway import cli
+from gateway.config import ServerConfig
+from gateway.flags import flags_of
+
+
+@pytest.fixture(autouse=True)
+def _home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for flag in (*flags_of(EngineConfig), *flags_of(ServerConfig)):
+        monkeypatch.delenv(flag.variable, raising=False)
+    monkeypatch.delenv("TIDEMILL_CONFIG", raising=False)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def rows(out: str) -> dict[str, tuple[str, str]]:
+    """Value and origin by flag."""
+    found = re.findall(r"^[* ] (--\S+|MODEL) +(.*?)  +(.*)$", out, re.MULTILINE)
+    return {flag: (value.strip(), origin) for flag, value, origin in found}
+
+
+def dry_run(*argv: str) -> int:
+    return cli.main(["serve", "--dry-run", "--port", "0", "--device", "cpu", *argv])
+
+
+def test_every_setting_with_its_origin(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "tidemill.yaml"
+    file.write_text("max-num-seqs: 8\nslo: 5%\n")
+    monkeypatch.setenv("TIDEMILL_SLO", "tbt_mean=50ms")
+    assert dry_run("--config", str(file), "--dtype", "float32", "--max-model-len", "256", "--api-key", "geheim") == 0
+    out = capsys.readouterr().out
+    shown = rows(out)
+    keys = {f"--{flag.key}" for kind in (EngineConfig, ServerConfig) for flag in flags_of(kind)} - {"--model"}
+    assert shown.keys() == {"MODEL", *keys}
+    assert shown["--max-num-seqs"] == ("8", str(file))
+    assert shown["--slo"] == ("tbt_mean=50ms", "TIDEMILL_SLO")
+    assert shown["--dtype"] == ("float32", "flag")
+    assert shown["--block-size"] == ("16", "default")
+    assert shown["--num-gpu-blocks-override"][1] == "measured: free memory"
+    assert shown["--served-model-name"] == ("tidemill-demo", "the model")
+    assert shown["--api-key"] == ("(1 of them)", "flag") and "geheim" not in out
+    assert {line.split()[1] for line in out.splitlines() if line.startswith("* ")} == {
+        "--max-num-seqs", "--slo", "--dtype", "--max-model-len", "--api-key", "--port", "--device"
+    }  # fmt: skip
+    for words in (
+        "tidemill-demo: LlamaForCausalLM",
+        "weights 16 MiB, cache ",
+        " free",
+        "none fits: step times would be",
+    ):
+        assert words in out
+    assert not (tmp_path / "state").exists() and not (tmp_path / "cache").exists(), "nothing was made"
+
+
+def test_what_is_not_here_is_not_fetched(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:1")  # would be refused
+    assert dry_run("nobody/has-this") == 0
+    out = capsys.readouterr().out
+    assert "nobody/has-this is not on this machine: `tidemill pull nobody/has-this`" in out
+    assert rows(out)["MODEL"] == ("nobody/has-this", "flag")
+
+
+def test_an_error_of_the_start_comes_with_the_settings(capsys: pytest.CaptureFixture[str]) -> None:
+    assert dry_run("--slo", "soon") == 2
+    out, err = capsys.readouterr()
+    assert err.startswith("tidemill: --slo: ") and err.count("\n") == 1
+    assert rows(out)["--slo"] == ("soon", "flag")
+    assert dry_run("--num-gpu-blocks-override", "2", "--max-model-len", "64") == 2
+    assert "--max-model-len 64 does not fit" in capsys.readouterr().err
+    assert dry_run("/no/such/folder") == 2
+    assert "no folder '/no/such/folder'" in capsys.readouterr().err
+
+
+def test_what_others_hold_is_an_error(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        assert dry_run("--port", str(other.getsockname()[1])) == 2
+    assert "address already in use" in capsys.readouterr().err
+    with open(tmp_path / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert dry_run("--state-dir", str(tmp_path)) == 2
+    assert "is in use by another server" in capsys.readouterr().err
+    assert dry_run("--request-log", str(tmp_path / "none" / "log")) == 2
+    assert "--request-log" in capsys.readouterr().err
+    assert dry_run("--request-log", str(tmp_path / "log")) == 0
+    assert not (tmp_path / "log").exists()
