@@ -32,6 +32,7 @@ from engine.request import (
 from engine.scheduling.admission import check_length, check_room
 from engine.scheduling.blame import LONE_WAITS, Blame
 from engine.scheduling.canary import CANARY_ID
+from engine.scheduling.last_resort import LastResort
 from engine.scheduling.objective import StepObjective
 from engine.scheduling.output import INVALID_TOKEN, Chunk, ModelRunnerOutput, SchedulerOutput
 from engine.scheduling.planner import OfflinePlan, plan_offline
@@ -182,8 +183,9 @@ class EngineCore:
         self, plan: OfflinePlan | None, last_completed: int, now: float
     ) -> tuple[SchedulerOutput, list[Request]] | None:
         """The next step and its requests: the first turn in which anything can run."""
-        for turn in self._recovery.turns(now):
-            step: StepBuilder | TrialBuilder
+        step: StepBuilder | TrialBuilder | LastResort
+        turns = self._recovery.turns(now)
+        for turn in turns:
             if turn.requests is None:
                 step = ordinary = StepBuilder(self._scheduler, self._next_step_id, last_completed, now)
                 output = ordinary.build(plan, self._requests.get)
@@ -195,7 +197,11 @@ class EngineCore:
             if output is not None:
                 self._recovery.took(turn)
                 return output, step.requests
-        return None
+        if not turns or self._in_flight:
+            return None
+        step = resort = LastResort(self._scheduler, self._next_step_id, now)
+        output = resort.build(with_offline=plan is not None)
+        return None if output is None else (output, step.requests)
 
     def update(self, output: SchedulerOutput, result: ModelRunnerOutput | None, now: float) -> list[RequestOutput]:
         """Take in what the oldest step in flight gave: a result, or None when it failed.

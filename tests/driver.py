@@ -8,7 +8,16 @@ from typing import Any
 
 from engine.config import SchedulerConfig
 from engine.core import EngineCore
-from engine.request import EngineRequest, FinishReason, RequestClass, RequestOutput, SamplingParams
+from engine.request import (
+    EngineRequest,
+    FinishReason,
+    Lane,
+    Request,
+    RequestClass,
+    RequestOutput,
+    RequestStatus,
+    SamplingParams,
+)
 from engine.scheduling.output import Collect, ModelRunner, ModelRunnerOutput, SchedulerOutput
 from engine.scheduling.planner import OfflinePlan
 
@@ -20,10 +29,52 @@ def make_request(
     *,
     request_class: RequestClass = RequestClass.ONLINE,
     salt: bytes = b"",
+    tenant: str = "",
+    lane: Lane = Lane.BATCH,
     **sampling: object,
 ) -> EngineRequest:
     params = SamplingParams(max_tokens=max_tokens, **{"temperature": 0.0, **sampling})  # type: ignore[arg-type]
-    return EngineRequest(request_id, tuple(prompt), params, request_class, salt)
+    return EngineRequest(request_id, tuple(prompt), params, request_class, salt, tenant=tenant, lane=lane)
+
+
+def picture(core: EngineCore, now: float) -> str:
+    """Queues and pool in full, for a failure."""
+    scheduler = core._scheduler
+    pool, objective = scheduler.pool, scheduler.objective
+    lines = [
+        f"now {now:.6f}, {core.num_in_flight} in flight, retry_at {core.retry_at}, share {scheduler.offline_share}",
+        f"{scheduler.config}",
+        f"{objective}",
+        f"policy {scheduler.online_policy}",
+        f"units: {pool.num_units} total, {pool.num_free_units} free, {pool.num_cached_units} cached "
+        f"({pool.num_cached_online_units} online), {pool.num_owned_units} owned, {pool.num_deferred_units} deferred, "
+        f"host {pool.host.num_free_units} of {pool.host.num_units} free, hidden blocks {scheduler.num_hidden_blocks}; "
+        f"free rows {scheduler.free_rows}",
+    ]
+    for title, requests in (
+        ("running online", scheduler.running[RequestClass.ONLINE]),
+        ("running offline", scheduler.running[RequestClass.OFFLINE]),
+        ("waiting online", scheduler.waiting_online),
+        ("waiting offline", list(scheduler.waiting_offline.candidates())),
+        ("aside", scheduler.aside),
+    ):
+        lines.append(f"{title}:")
+        lines += [f"  {_portrait(request, now)}" for request in requests]
+    lines.append(f"a fresh plan: {run_plan(core, now)}")
+    return "\n".join(lines)
+
+
+def _portrait(request: Request, now: float) -> str:
+    held = request.cache_map.blocks if request.status is RequestStatus.RUNNING else request.parked_blocks
+    blocks = " ".join(f"{b.entry.tier.value[0]}{b.entry.kind.value[0]}{b.ref_count}" for b in held)
+    return (
+        f"{request.request_id} #{request.arrival_order} {request.status.value} {request.spec.lane.name} "
+        f"tenant '{request.spec.tenant}' row {request.row}: {len(request.token_ids)} tokens "
+        f"({request.num_prompt_tokens} + {request.num_output_tokens} of {request.spec.sampling.max_tokens}), computed "
+        f"{request.num_computed_tokens}, parked {request.num_parked_tokens}, placeholders {request.num_placeholders}, "
+        f"last step {request.last_step}, preempted {request.num_preemptions} times, not before "
+        f"{request.not_before - now:+.3f}, arrived {request.times.arrival - now:+.3f}, blocks [{blocks}]"
+    )
 
 
 def run_plan(core: EngineCore, now: float) -> OfflinePlan:
@@ -75,7 +126,7 @@ class Driver:
         self.core.check_integrity()
         if output is None:
             live = self.in_flight or not self.core.has_requests or self._rest > 0.0
-            assert live, "requests are left but nothing can run"
+            assert live, "requests are left but nothing can run\n" + picture(self.core, self.now)
             return False
         self.in_flight.append(output)
         try:
@@ -131,7 +182,7 @@ class Driver:
         for _ in range(max_steps):
             if not self.step():
                 break
-        assert not self.core.has_requests, "requests are left but nothing can run"
+        assert not self.core.has_requests, "requests are left but nothing can run\n" + picture(self.core, self.now)
         stats = self.core.stats()
         assert stats.units_owned == 0
         assert stats.units_free + stats.units_cached == stats.units_total

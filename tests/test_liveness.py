@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from dataclasses import replace
 
 import pytest
 from driver import Driver, make_request, run_plan
@@ -10,9 +11,11 @@ from fakes.runner import FakeRunner, solo_tokens
 from engine.config import SchedulerConfig
 from engine.core import EngineCore
 from engine.queue_time import UNLIMITED_QUEUE
-from engine.request import EngineRequest, RequestClass, RequestStatus, SamplingParams
+from engine.request import EngineRequest, Lane, RequestClass, RequestStatus, SamplingParams
+from engine.scheduling.last_resort import LastResort
 from engine.scheduling.objective import StepObjective
 from engine.scheduling.output import Collect, SchedulerOutput
+from engine.scheduling.planner import OfflinePlan, PlannedChunk
 from engine.virtual import Arrival, PredictedRunner, VirtualDriver
 from predictor.budget import BudgetParams
 from predictor.model import LatencyModel
@@ -165,3 +168,80 @@ def test_steady_chat_starves_no_line() -> None:
     assert core.stats().preemptions["online"] > 100
     assert watch.longest < 20.0, "back-offs here are 1 to 8 s, and who comes back goes first"
     assert not any(record.rejected for record in run.online)
+
+
+# ---- the last resort
+
+
+def test_a_line_at_risk_takes_the_memory_of_another_line_however_young_it_is() -> None:
+    """The plan holds the line at risk alone, for there is time for one, and the pool is full: by age it would give way
+    to the other, which is not in the plan, and nothing would run."""
+    driver = make_driver()
+    driver.core.set_objective(StepObjective(budget=BudgetParams("hygen", 1.0)))
+    driver.add(make_request("calm", [5] * 28, 40, request_class=OFFLINE))
+    driver.step()
+    driver.add(make_request("risk", [6] * 30, 40, request_class=OFFLINE, lane=Lane.AT_RISK))
+    risk = driver.core._requests["risk"]
+    while driver.core._scheduler.pool.num_available_units or risk.num_computed_tokens % BLOCK:
+        assert driver.step() and not driver.finals
+    driver.core.set_objective(StepObjective(budget=BudgetParams("hygen", 0.001)))
+    assert driver.launch()
+    assert driver.core._requests["calm"].status is RequestStatus.PREEMPTED
+    driver.run()
+
+
+@pytest.mark.parametrize("host_units", [0, 200])
+def test_a_prompt_that_nobody_lets_start_starts_all_the_same(host_units: int) -> None:
+    """Whatever the reason: here a policy that admits nobody, beside lines that hold the whole pool."""
+    driver = make_driver(host_units=host_units, unit_bytes=1)
+    for name, token in (("a", 5), ("b", 6)):
+        driver.add(make_request(name, [token] * 24, 40, request_class=OFFLINE))
+        driver.step()
+    scheduler = driver.core._scheduler
+    scheduler.online_policy = replace(scheduler.online_policy, admits=lambda request, context: False)
+    driver.add(make_request("on", [1] * 78, 2))
+    step = driver.core.schedule(driver.now, None)
+    assert step is not None and [new.request_id for new in step.new_requests] == ["on"]
+    assert not scheduler.running[OFFLINE]
+
+
+@pytest.mark.parametrize("host_units", [0, 200])
+def test_whoever_is_in_the_way_of_the_last_resort_loses_its_place(host_units: int) -> None:
+    """Even an online request that runs; it comes back with all that it had."""
+    driver = make_driver(host_units=host_units, unit_bytes=1)
+    driver.add(make_request("old", [5] * 36, 9))
+    driver.step()
+    driver.add(make_request("young", [6] * 37, 9))
+    scheduler = driver.core._scheduler
+    old = driver.core._requests["old"]
+    while old.num_computed_tokens < 40:
+        assert driver.step()
+    assert not scheduler.pool.num_available_units
+    resort = LastResort(scheduler, driver.core._next_step_id, driver.now)
+    step = resort.build(with_offline=False)
+    assert step is not None and resort.requests == [old] and step.chunks[0].length == 1
+    assert scheduler.running[RequestClass.ONLINE] == [old]
+    assert driver.core.stats().preemptions["stall"] == 1
+
+
+def test_a_plan_that_is_out_of_date_does_not_stop_the_lines() -> None:
+    driver = make_driver()
+    driver.add(make_request("job", [5] * 40, 3, request_class=OFFLINE))
+    gone = OfflinePlan((PlannedChunk("gone", 8, running=True),))
+    for _ in range(8):
+        step = driver.core.schedule(driver.now, gone)
+        assert step is not None
+        result = driver.runner.launch(step)()
+        driver.now += 0.01
+        driver.core.update(step, result, driver.now)
+        driver.core.check_integrity()
+        if not driver.core.has_requests:
+            return
+    pytest.fail("the line has not ended")
+
+
+def test_without_a_plan_no_line_runs() -> None:
+    """The planner will say which; nobody jumps its queue meanwhile."""
+    driver = make_driver()
+    driver.add(make_request("job", [5] * 40, 3, request_class=OFFLINE))
+    assert driver.core.schedule(driver.now, None) is None

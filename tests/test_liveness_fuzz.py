@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from engine.config import SchedulerConfig
 from engine.queue_time import UNLIMITED_QUEUE
-from engine.request import EngineRequest, FinishReason, RequestClass
+from engine.request import EngineRequest, FinishReason, Lane, RequestClass
 from engine.scheduling.objective import StepObjective
 from predictor.budget import BudgetParams
 from predictor.model import LatencyModel
@@ -80,11 +80,14 @@ class LivenessMachine(RuleBasedStateMachine):
         self.driver.core.set_offline_share(share)
         self.requests: dict[str, EngineRequest] = {}
 
-    def _arrive(self, request_class: RequestClass, prefix: list[int], length: int, output: int) -> None:
+    def _arrive(
+        self, request_class: RequestClass, prefix: list[int], length: int, output: int, lane: Lane = Lane.BATCH
+    ) -> None:
         name = str(len(self.requests))
         output = min(output, POOL_TOKENS - 1)
         tail = [2 + len(self.requests) % 20] * length
-        request = make_request(name, [*prefix, *tail][: POOL_TOKENS - output], output, request_class=request_class)
+        prompt = [*prefix, *tail][: POOL_TOKENS - output]
+        request = make_request(name, prompt, output, request_class=request_class, lane=lane)
         self.requests[name] = request
         self.driver.add(request)
 
@@ -92,9 +95,14 @@ class LivenessMachine(RuleBasedStateMachine):
     def chat(self, prefix: list[int], length: int, output: int) -> None:
         self._arrive(RequestClass.ONLINE, prefix, length, output)
 
-    @rule(prefix=st.sampled_from(PREFIXES), length=st.integers(1, POOL_TOKENS), output=st.integers(1, 50))
-    def line(self, prefix: list[int], length: int, output: int) -> None:
-        self._arrive(RequestClass.OFFLINE, prefix, length, output)
+    @rule(
+        prefix=st.sampled_from(PREFIXES),
+        length=st.integers(1, POOL_TOKENS),
+        output=st.integers(1, 50),
+        lane=st.sampled_from(Lane),
+    )
+    def line(self, prefix: list[int], length: int, output: int, lane: Lane) -> None:
+        self._arrive(RequestClass.OFFLINE, prefix, length, output, lane)
 
     @rule()
     def launch(self) -> None:
@@ -114,6 +122,12 @@ class LivenessMachine(RuleBasedStateMachine):
     @rule(seconds=st.sampled_from([0.5, 5.0, 100.0]))
     def quiet(self, seconds: float) -> None:
         self.driver.now += seconds
+
+    @rule(objective=objectives, share=st.sampled_from([0.0, 1.0]))
+    def tune(self, objective: StepObjective, share: float) -> None:
+        """What the search finds and the breaker does while requests run."""
+        self.driver.core.set_objective(objective)
+        self.driver.core.set_offline_share(share)
 
     @precondition(lambda self: self.driver.in_flight)
     @rule()

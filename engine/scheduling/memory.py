@@ -175,14 +175,19 @@ class StepMemory:
 
     def grow_prefill(self, request: Request, length: int) -> int:
         """Blocks for a running prefill's next `length` tokens, or for as many as there is room for."""
-        num_blocks = len(request.cache_map.blocks)
-        while not (granted := self.extend(request, length)):
+        while not (granted := self.grow_alone(request, length)):
             if self._pool.num_deferred_units > self._stalled_units:
                 return 0
             victim = self._victim_for(request)
             if victim is None or victim is request:
                 return 0  # it was the last to arrive: it keeps its cache and waits
             self._scheduler.preempt(victim, "memory", self._now, self._step_id)
+        return granted
+
+    def grow_alone(self, request: Request, length: int) -> int:
+        """The same for any running request, without taking anybody's place."""
+        num_blocks = len(request.cache_map.blocks)
+        granted = self.extend(request, length)
         added = request.cache_map.blocks[num_blocks:]
         if added:
             self.appended.append(AppendedEntries(request.row, tuple(block.entry for block in added)))
@@ -259,12 +264,14 @@ class StepMemory:
         return chosen
 
     def _victim_for(self, request: Request) -> Request | None:
-        """Whose memory a running request takes: offline first, then the last in the order; none of this step's."""
+        """Whose memory a running request takes: offline first, then the last in the order (of lanes and age, if it is
+        offline itself); none of this step's."""
         online = request.request_class is RequestClass.ONLINE
         if online and (victim := self._offline_victim()) is not None:
             return victim
         scheduler = self._scheduler
-        peers = scheduler.online_order(self._now) if online else scheduler.running[RequestClass.OFFLINE]
+        offline = scheduler.running[RequestClass.OFFLINE]
+        peers = scheduler.online_order(self._now) if online else sorted(offline, key=lambda r: r.spec.lane)
         for candidate in reversed(peers):
             if candidate is request or candidate.last_step != self._step_id:
                 return candidate

@@ -146,6 +146,11 @@ class ParkedCache:
         """Give up the past of a request that will not come back for it, and copies of it not yet on their way."""
         self._truncate(request, 0)
 
+    def forget_all(self) -> None:
+        """Give up what waiting requests still hold on the device."""
+        for request in list(self._holders):
+            self.forget(request)
+
     def take_operations(self) -> tuple[CacheOperation, ...]:
         """What the step that is being launched must do to the cache: swaps out first, for others may get the units."""
         operations, self.operations = self.operations, []

@@ -1,0 +1,67 @@
+"""The step of last resort: whatever policies, budgets, lanes and back-offs have left out, one request runs.
+
+The core builds it when no step is in flight and no other step holds anything. It cannot be empty while a request waits
+or runs that is nobody's suspect: with nothing in flight no unit is deferred and every running request is due. Whoever
+is in its way loses its place, one after the other; at last nobody else holds a row or a unit, all pasts that were kept
+are given up, and every unit is free or can be taken from the prefix index. A request that was accepted is no longer
+than the pool (`max_model_len`), so its known length and the next token fit in then. Who is chosen is the oldest, online
+before offline, so that it gets to its end if every step is one of these.
+"""
+
+from collections.abc import Iterator
+
+from engine.request import Request, RequestClass, RequestStatus
+from engine.scheduling.chunks import StepChunks
+from engine.scheduling.output import SchedulerOutput
+
+CAUSE = "stall"
+
+
+class LastResort(StepChunks):
+    """A step of one request's next token, or of a floor chunk of its prompt."""
+
+    def build(self, with_offline: bool) -> SchedulerOutput | None:
+        """None: there is nobody to run. `with_offline`: offline requests may be chosen (there was a plan for them)."""
+        request = self._next(with_offline)
+        if request is None:
+            return None
+        victims = self._others(request)
+        while not self._run(request):
+            victim = next(victims, None)
+            if victim is None:
+                self.scheduler.parked.forget_all()
+                self._run(request)
+                break
+            self.scheduler.preempt(victim, CAUSE, self.now, self.step_id)
+        return self.output()
+
+    def _next(self, with_offline: bool) -> Request | None:
+        scheduler = self.scheduler
+        for online in (scheduler.running[RequestClass.ONLINE], scheduler.waiting_online):
+            if online:
+                return online[0]
+        if not with_offline:
+            return None
+        running = min(scheduler.running[RequestClass.OFFLINE], key=lambda r: r.spec.lane, default=None)
+        return running or next(scheduler.waiting_offline.candidates(), None)
+
+    def _others(self, request: Request) -> Iterator[Request]:
+        """Everybody else who runs: offline before online, the last to arrive first, and those aside at the end."""
+        running = self.scheduler.running
+        aside = [other for other in self.scheduler.aside if other.status is RequestStatus.RUNNING]
+        groups = (running[RequestClass.OFFLINE], running[RequestClass.ONLINE], aside)
+        return iter([other for group in groups for other in reversed(group) if other is not request])
+
+    def _run(self, request: Request) -> bool:
+        """Whether the request is in the step with what is free now."""
+        if request.status is not RequestStatus.RUNNING:
+            return self.admit(request, self._length)
+        start = request.num_computed_tokens
+        length = self.memory.grow_alone(request, self._length(start, request.num_expected_tokens - start))
+        if length:
+            self.charge_and_add(request, length)
+        return length > 0
+
+    def _length(self, _start: int, wanted: int) -> int:
+        config = self.scheduler.config
+        return min(wanted, self.ledger.tokens_left, config.min_prefill_chunk if config.chunked_prefill else wanted)
