@@ -98,6 +98,7 @@ class Colocation:
         self._breaker = CircuitBreaker(BreakerSettings(attainment=slo.attainment_target))
         self._judge = Judge(slo)
         self._limits = tuple(slo.limit_of(metric) or math.inf for metric in ("ttft", "tbt"))
+        self._step_limit = min(*self._limits, slo.limit_of("tpot") or math.inf)
         self._live: dict[str, _Live] = {}
         self._offline_tokens = 0
         self._offline_seen = -math.inf
@@ -140,12 +141,22 @@ class Colocation:
             self._remember(OnlineArrival(now, Lengths(prompt_tokens, 0)), None, False)
             self._follow_breaker(now)
 
-    def on_step(self, output: SchedulerOutput, measured: float, outputs: list[RequestOutput], now: float) -> None:
-        """A step ended after `measured` seconds with these outputs."""
+    def on_step(
+        self,
+        output: SchedulerOutput,
+        measured: float,
+        outputs: list[RequestOutput],
+        now: float,
+        device: float | None = None,
+    ) -> None:
+        """A step ended after `measured` seconds, `device` of them on the device (None: all), with these outputs."""
         features = step_features(output)
-        expected = self.model.expected(features)
-        self.model.observe(features, measured)
-        self._breaker.record_step(now, (expected - measured) / measured if measured > 0 else 0.0)
+        predicted = self.model.predict(features)
+        self.model.observe(features, measured, 0.0 if device is None else measured - device)
+        if self._core.has_online or any(o.request_class is RequestClass.ONLINE for o in outputs):
+            # In units of what a step may take: where 100 ms are allowed, 2 ms more than predicted endanger nobody.
+            allowed = max(measured, self._step_limit if self._step_limit < math.inf else self.model.usual_seconds)
+            self._breaker.record_step(now, (measured - predicted) / allowed if allowed > 0.0 else 0.0)
         for request_output in outputs:
             self._on_output(request_output, now)
         self._follow_breaker(now)

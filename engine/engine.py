@@ -282,7 +282,7 @@ class Engine:
             for ended in outputs:
                 self._tell_keeper(Colocation.on_end, ended, now)
         elif self._warm:
-            self._tell_keeper(Colocation.on_step, output, taken, outputs, now)
+            self._tell_keeper(Colocation.on_step, output, taken, outputs, now, result.latency)
         for request_output in outputs:
             self._deliver(request_output)
 

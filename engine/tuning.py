@@ -200,7 +200,7 @@ class BudgetTuner:
         model = self._colocation.model
         if model.num_observed < MIN_STEPS:
             return self._server
-        return replace(self._server, model=model.model.scaled(model.scale), noise=tuple(model.residuals()))
+        return replace(self._server, model=model.as_fixed(), noise=tuple(model.residuals()))
 
     async def _compare_on(self) -> None:
         """Base lines, beside the searches: for a tolerance nothing else says how it goes."""

@@ -1,10 +1,10 @@
 """The circuit breaker of co-location: closed, open, half-open (ours; the last line behind prediction and search).
 
 Closed: offline work may use its budget. It opens when requests beside offline work break the SLO more than chance
-explains (see `predictor.evidence`), or when the predictor is off by too much; then nothing offline runs beside online
-work. After a while it is half-open: a tenth of the budget, until a few requests have passed the probe, and then closed.
-It closes by itself, also when no request comes to prove anything. Misses of requests that no offline work touched, or
-that came before the last opening, never count.
+explains (see `predictor.evidence`), or when steps overrun their predictions by what endangers it; then nothing offline
+runs beside online work. After a while it is half-open: a tenth of the budget, until a few requests have passed the
+probe, and then closed. It closes by itself, also when no request comes to prove anything. Misses of requests that no
+offline work touched, or that came before the last opening, never count.
 
 Who opens again and again stays open longer and longer, and an opening by the SLO halves what is granted afterwards; it
 grows back while nothing happens.
@@ -34,7 +34,8 @@ class BreakerSettings:
     """When the breaker opens, for how long, and what runs while it probes.
 
     attainment      share of requests that must be good (the SLO's target); None: no limit is one of single requests
-    max_error       mean relative error of the predictor above which its plans are worthless
+    max_overrun     by how much steps may be longer than predicted with the margin, on average, as a share of what they
+                    may take: half of what a budget of 0.8 × the TBT limit leaves free
     steps           steps of which that mean is taken
     min_steps       steps before it counts
     open_seconds    time in the open state, doubled with every opening soon after the last, up to `longest_open`
@@ -46,7 +47,7 @@ class BreakerSettings:
     """
 
     attainment: float | None = 0.99
-    max_error: float = 0.5
+    max_overrun: float = 0.1
     steps: int = 64
     min_steps: int = 20
     open_seconds: float = 10.0
@@ -88,7 +89,7 @@ class CircuitBreaker:
         self._misses = MissTest(1.0 - (self.settings.attainment or 0.0))
         self._excesses: dict[str, ExcessTest] = {}
         self._moments: deque[float] = deque(maxlen=MOMENTS)
-        self._errors: deque[float] = deque(maxlen=self.settings.steps)
+        self._overruns: deque[float] = deque(maxlen=self.settings.steps)
 
     def record_request(
         self,
@@ -131,16 +132,16 @@ class CircuitBreaker:
                 self._open(now, key)
                 return
 
-    def record_step(self, now: float, relative_error: float) -> None:
-        """One step ended at `now` whose time the predictor missed by |expected − measured| ÷ measured.
+    def record_step(self, now: float, overrun: float) -> None:
+        """One step beside online work ended at `now`, later than predicted by `overrun` ≥ 0 of what a step may take.
 
-        One step counts for at most twice the bound, so that a single hiccup cannot open the breaker.
+        One step counts for at most four times the bound, so that a single hiccup cannot open the breaker.
         """
         self._advance(now)
         if self._state is BreakerState.OPEN:
             return
-        self._errors.append(min(abs(relative_error), 2.0 * self.settings.max_error))
-        if len(self._errors) >= self.settings.min_steps and self.error > self.settings.max_error:
+        self._overruns.append(min(max(overrun, 0.0), 4.0 * self.settings.max_overrun))
+        if len(self._overruns) >= self.settings.min_steps and self.overrun > self.settings.max_overrun:
             self._open(now, "predictor")
 
     def state(self, now: float) -> BreakerState:
@@ -166,9 +167,9 @@ class CircuitBreaker:
         return self._opened_at
 
     @property
-    def error(self) -> float:
-        """The predictor's mean relative error over the last steps; 0 without steps."""
-        return math.fsum(self._errors) / len(self._errors) if self._errors else 0.0
+    def overrun(self) -> float:
+        """The mean overrun of the last steps beside online work; 0 without steps."""
+        return math.fsum(self._overruns) / len(self._overruns) if self._overruns else 0.0
 
     def _advance(self, now: float) -> None:
         """Transitions that time alone makes."""
@@ -202,4 +203,4 @@ class CircuitBreaker:
         self._misses.restart(SUSPICION if self.num_openings else 0.0)
         for test in self._excesses.values():
             test.restart()
-        self._errors.clear()
+        self._overruns.clear()

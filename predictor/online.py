@@ -1,11 +1,14 @@
 """Online refinement: a latency model that follows what executed steps really took, with a margin for what they vary.
 
-Three corrections, each O(1) a step, deterministic, and unable to be broken by an outlier:
+Four corrections, each O(1) a step, deterministic, and unable to be broken by an outlier:
 
-- one scale for the whole model (clock throttling, a busy neighbour), exponentially forgotten, moved by a clipped error;
-  when nearly all of the last few steps agree that it is far off (a profile of another hour), it moves there at once;
-- per regime (octave of the step's tokens) a tracker of a high quantile of the relative residual: the safety margin. It
-  is applied in seconds, grows with the step's tokens, and so keeps costs monotone: more work never costs less;
+- what the host adds to a step (scheduling, delivery, HTTP), which no sweep on an idle runner sees: seconds, not a
+  factor, or steps of a small model would make large ones look slow;
+- one scale for the device (clock throttling, a busy neighbour), exponentially forgotten, moved by a clipped error that
+  counts by the time it stands for: a step of 2 ms says little about one of 80; when nearly all of the last few steps
+  agree that it is far off (a profile of another hour), it moves there at once;
+- per regime (octave of the step's tokens) a tracker of a high quantile of the residual in seconds: the safety margin.
+  It grows with the step's tokens, and so keeps costs monotone: more work never costs less;
 - per regime a ring of recent steps, so that a new fit (off the loop, then `replace`) sees all regimes alike although
   nearly all steps are small.
 
@@ -15,7 +18,7 @@ Knows nothing of the clock, of fitting, or of who asks.
 import math
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from predictor.features import BatchFeatures
 from predictor.model import LatencyModel, largest_chunk
@@ -26,6 +29,10 @@ NUM_REGIMES = 16
 """Regime r holds the steps of 2^(r−1) … 2^r − 1 tokens; the last one all larger steps."""
 AGREEING, FAR_OFF = 9, 1.25
 """So many steps, all but one of them off by that factor, are no chance."""
+WEIGHTY = 0.5
+"""They are heard when they took at least that share of what as many steps usually take."""
+HOST_OUTLIER = 3.0
+"""One step teaches at most so many times the usual host time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +42,7 @@ class OnlineSettings:
     forgetting       share of a new step in the means (0.02: about 50 steps)
     scale_rate       share of a new step's clipped error in the scale
     clip             largest relative error that one step can teach
-    quantile         of the relative residual, taken as the margin; a request has as many gaps as output tokens, and
+    quantile         of the residual, taken as the margin; a request has as many gaps as output tokens, and
                      each of them must keep a limit on its P99, so this is well above what requests are promised
     initial_margin   relative margin of a regime before its first step (see `with_error`)
     max_margin       the largest relative margin
@@ -63,12 +70,28 @@ class OnlineSettings:
 
 @dataclass(slots=True)
 class RegimeStats:
-    """What the steps of one regime showed: relative residuals are measured ÷ expected − 1, after the scale."""
+    """What the steps of one regime showed. Residuals are measured − expected, in units of `mean_expected` seconds."""
 
     count: int = 0
     spread: float = 0.0
     quantile: float = 0.0
     mean_expected: float = 0.0
+
+
+class HostTime:
+    """What passes on the host between two steps, seconds: a mean that outliers cannot move far."""
+
+    def __init__(self, forgetting: float) -> None:
+        self.mean = 0.0
+        self._forgetting = forgetting
+        self._count = 0
+
+    def record(self, seconds: float) -> None:
+        """One step."""
+        if self._count:
+            seconds = min(seconds, HOST_OUTLIER * self.mean + 1e-3)
+        self._count += 1
+        self.mean += max(self._forgetting, 1.0 / self._count) * (seconds - self.mean)
 
 
 class OnlineModel:
@@ -81,6 +104,7 @@ class OnlineModel:
     def __init__(self, model: LatencyModel, settings: OnlineSettings | None = None) -> None:
         self.settings = settings or OnlineSettings()
         self.num_observed = 0
+        self._host = HostTime(self.settings.forgetting)
         self._errors = [0.0] * self.settings.window
         self._error_sum = 0.0
         self.replace(model)
@@ -94,12 +118,14 @@ class OnlineModel:
         """Continue with a new fit: corrections start over, recent steps and the windowed error stay."""
         self.model = model
         self.scale = 1.0
-        self._ratios: deque[float] = deque(maxlen=AGREEING)
+        self._agreeing: deque[tuple[float, float]] = deque(maxlen=AGREEING)
+        self._mean_raw, self._num_scaled = 0.0, 0
         self.regimes = [self._prior(regime) for regime in range(NUM_REGIMES)]
         self._margins = [0.0] * (NUM_REGIMES + 1)
         self._raise_margins(0)
         if not self.num_observed:
             self._recent = [SampleLog(capacity=self.settings.ring) for _ in range(NUM_REGIMES)]
+            self._whole = [SampleLog(capacity=self.settings.ring) for _ in range(NUM_REGIMES)]
 
     def _prior(self, regime: int) -> RegimeStats:
         """A regime before its first step: the initial margin of what a prompt of its smallest size would take."""
@@ -107,45 +133,59 @@ class OnlineModel:
         features.add_chunk(0, 1 << max(regime - 1, 0))
         return RegimeStats(quantile=self.settings.initial_margin, mean_expected=self.model.predict(features))
 
-    def observe(self, features: BatchFeatures, measured: float) -> None:
-        """Learn from one executed step of `measured` > 0 seconds; anything else is not a measurement and is ignored."""
+    def observe(self, features: BatchFeatures, measured: float, host: float = 0.0) -> None:
+        """Learn from one executed step of `measured` > 0 seconds, `host` of them not the device's; anything else is not
+        a measurement and is ignored."""
         if not 0.0 < measured < math.inf:
             return
-        settings = self.settings
+        host = min(max(host, 0.0), measured)
+        device = measured - host
         raw = self.model.predict(features)
-        expected = raw * self.scale
+        expected = raw * self.scale + self._host.mean
         self._count_error(abs(expected - measured) / measured)
-        index = min(features.num_tokens.bit_length(), NUM_REGIMES - 1)
-        self._recent[index].append(features, measured)
-        if expected <= 0.0:
+        self._host.record(host)
+        if device <= 0.0 or raw <= 0.0:
             return
-        residual = measured / expected - 1.0
-        clipped = min(max(residual, -settings.clip), settings.clip)
-        scale = self.scale * (1.0 + settings.scale_rate * clipped)
-        self._ratios.append(measured / raw)
-        self.scale = min(max(self._agreed_scale(scale), 1.0 / settings.max_scale), settings.max_scale)
-        self._learn(self.regimes[index], residual, clipped, expected)
+        index = min(features.num_tokens.bit_length(), NUM_REGIMES - 1)
+        self._recent[index].append(features, device)
+        self._whole[index].append(features, measured)
+        self._follow_device(raw, device)
+        self._learn(self.regimes[index], measured, expected)
         self._raise_margins(index)
+
+    def _follow_device(self, raw: float, device: float) -> None:
+        """Move the scale: `raw` seconds by the model took `device` seconds."""
+        settings = self.settings
+        self._num_scaled += 1
+        self._mean_raw += max(settings.forgetting, 1.0 / self._num_scaled) * (raw - self._mean_raw)
+        clipped = min(max(device / (raw * self.scale) - 1.0, -settings.clip), settings.clip)
+        weight = min(raw / self._mean_raw, 1.0)
+        scale = self.scale * (1.0 + settings.scale_rate * weight * clipped)
+        self._agreeing.append((device / raw, raw))
+        self.scale = min(max(self._agreed_scale(scale), 1.0 / settings.max_scale), settings.max_scale)
 
     def _agreed_scale(self, scale: float) -> float:
         """`scale`, or the median of the last steps when all of them but one are far off on the same side of it."""
-        ratios = self._ratios
-        if len(ratios) < AGREEING:
+        steps = self._agreeing
+        if len(steps) < AGREEING or sum(raw for _, raw in steps) < WEIGHTY * AGREEING * self._mean_raw:
             return scale
-        ordered = sorted(ratios)
+        ordered = sorted(ratio for ratio, _ in steps)
         if ordered[1] <= FAR_OFF * scale and ordered[-2] * FAR_OFF >= scale:
             return scale
-        ratios.clear()
+        steps.clear()
         return ordered[AGREEING // 2]
 
-    def _learn(self, stats: RegimeStats, residual: float, clipped: float, expected: float) -> None:
+    def _learn(self, stats: RegimeStats, measured: float, expected: float) -> None:
         """Move one regime's means towards the step, and its quantile by a step whose size follows the spread."""
         settings = self.settings
         rate = max(settings.forgetting, 1.0 / (stats.count + 1))
         stats.count += 1
+        stats.mean_expected += rate * (expected - stats.mean_expected)
+        # In seconds, not as a share of this step: a small one that took twice as long is no reason to fear for a large.
+        residual = (measured - expected) / stats.mean_expected
+        clipped = min(max(residual, -settings.clip), settings.clip)
         # Around zero, not around the mean: a regime that is always late must move its quantile fast.
         stats.spread += rate * (abs(clipped) - stats.spread)
-        stats.mean_expected += rate * (expected - stats.mean_expected)
         # Above the quantile it rises by q, below it falls by 1 − q: at rest where a share of q lies below.
         pace = 2.0 * rate**0.5 * max(stats.spread, 0.001)
         above = residual > stats.quantile
@@ -188,13 +228,28 @@ class OnlineModel:
         base = 1 << (regime - 1)
         return low + (self._margins[regime + 1] - low) * min((tokens - base) / base, 1.0)
 
+    @property
+    def host_seconds(self) -> float:
+        """What the host adds to a step."""
+        return self._host.mean
+
+    @property
+    def usual_seconds(self) -> float:
+        """What steps are expected to take, on average."""
+        return self.scale * self._mean_raw + self._host.mean
+
+    def as_fixed(self) -> LatencyModel:
+        """What `expected` says now, as a model that learns no more."""
+        scaled = self.model.scaled(self.scale)
+        return replace(scaled, intercept=scaled.intercept + self._host.mean)
+
     def expected(self, features: BatchFeatures) -> float:
         """The step's time without the margin."""
-        return self.scale * self.model.predict(features)
+        return self.scale * self.model.predict(features) + self._host.mean
 
     def predict(self, features: BatchFeatures) -> float:
         """The step's time with the margin."""
-        return self.scale * self.model.predict(features) + self.margin(features.num_tokens)
+        return self.expected(features) + self.margin(features.num_tokens)
 
     def marginal(self, features: BatchFeatures, start: int, length: int) -> float:
         """What the chunk (start, length) adds, its share of the margin included."""
@@ -218,9 +273,11 @@ class OnlineModel:
 
     def residuals(self) -> list[float]:
         """measured ÷ expected of the recent steps, as many per regime as its ring holds; empty before the first."""
-        return [seconds / expected for f, seconds in self.recent() if (expected := self.expected(f)) > 0.0]
+        steps = (sample for log in self._whole for sample in log)
+        return [seconds / expected for f, seconds in steps if (expected := self.expected(f)) > 0.0]
 
     def recent(self) -> Iterator[Sample]:
-        """Recently executed steps, as many per regime as its ring holds: the input of a new fit."""
+        """Recently executed steps with their time on the device, as many per regime as its ring holds: the input of a
+        new fit."""
         for log in self._recent:
             yield from log

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from predictor.breaker import BreakerSettings, BreakerState, CircuitBreaker
 from predictor.evidence import FALSE_ALARMS, FEWEST_SAMPLES, ExcessTest, MissTest
 
-SETTINGS = BreakerSettings(attainment=0.99, max_error=0.3, min_steps=5)
+SETTINGS = BreakerSettings(attainment=0.99, max_overrun=0.1, min_steps=5)
 OPEN, HALF_OPEN, CLOSED = BreakerState.OPEN, BreakerState.HALF_OPEN, BreakerState.CLOSED
 
 
@@ -144,7 +144,7 @@ def test_a_healthy_stream_never_opens_it(seed: int) -> None:
         now = index / 2.0
         excesses = {"tbt_mean": generator.gauss(-0.1, 0.3), "ttft_mean": generator.expovariate(1.0) - 1.1}
         breaker.record_request(now, now - 0.5, generator.random() >= 0.005, True, excesses)
-        breaker.record_step(now, generator.gauss(0.0, 0.1))
+        breaker.record_step(now, generator.gauss(-0.3, 0.2))
     assert breaker.num_openings == 0 and breaker.share(8000.0) == 1.0
 
 
@@ -251,10 +251,10 @@ def test_time_passes_all_transitions_at_once() -> None:
 def test_a_wrong_predictor_opens_it_at_any_pace_but_a_hiccup_does_not() -> None:
     breaker = CircuitBreaker(SETTINGS)
     for step in range(20):
-        breaker.record_step(step / 100, 100.0 if step == 10 else 0.02)
+        breaker.record_step(step / 100, 100.0 if step == 10 else -0.6)
     assert breaker.state(1.0) is CLOSED
     for step in range(40):
-        breaker.record_step(1 + 60.0 * step, -0.6)
+        breaker.record_step(1 + 60.0 * step, 0.2)
         if breaker.num_openings:
             break
     assert breaker.state(1 + 60.0 * step) is OPEN and breaker.cause == "predictor"

@@ -20,7 +20,7 @@ from engine.replay import ReplayedServer, Workload, metrics_of, normal_noise, re
 from engine.request import FinishReason, RequestClass, RequestOutput, RequestTimes
 from engine.scheduling.output import Chunk, Collect, SchedulerOutput
 from engine.search import find_budget
-from engine.virtual import Arrival, PredictedRunner, VirtualDriver, VirtualRecord, VirtualRun
+from engine.virtual import Arrival, PredictedRunner, VirtualDriver, VirtualRecord, VirtualRun, step_features
 from predictor.budget import BudgetParams
 from predictor.load import Lengths, OnlineArrival, resample
 from predictor.model import LatencyModel
@@ -397,3 +397,30 @@ def test_windows_have_as_many_arrivals_as_the_percentile_needs() -> None:
     assert {a.lengths for a in window.arrivals} <= {a.lengths for a in record}
     assert list(window.arrivals) == sorted(window.arrivals, key=lambda a: a.at)
     assert window == Workload.recorded(record, [Lengths(5, 6)], 0.5, 1000, seed=2)
+
+
+def busy_steps(slo: str, device: list[float], host: list[float], count: int = 300) -> Colocation:
+    """Steps beside an online request whose device takes a share `device` of what the model says, and the host its own
+    time; both in turn. Every token is in time."""
+    core, keeper = make_keeper(SLO.parse(slo))
+    core.add_request(make_request("chat", [1] * 10, max_tokens=1000), 0.0)
+    for index in range(count):
+        took = MODEL.predict(step_features(STEP)) * device[index % len(device)]
+        between = host[index % len(host)]
+        keeper.on_step(STEP, took + between, [], index * 0.02, took)
+    return keeper
+
+
+@pytest.mark.parametrize("slo", ["tbt_p99=100ms", "ttft_p99=1s", "tbt_mean=50ms"])
+def test_errors_that_endanger_nothing_do_not_open_the_breaker(slo: str) -> None:
+    """Steps of 8 ms that the host makes twice as long or not: far off as a share, and nothing to 50 ms."""
+    keeper = busy_steps(slo, [0.7, 1.3, 1.0], [0.0005, 0.012, 0.001, 0.0005, 0.009])
+    assert keeper.stats(6.0).predictor_mape > 0.3
+    assert keeper.num_openings == 0 and keeper.stats(6.0).breaker == "closed"
+
+
+def test_steps_that_nobody_can_plan_open_the_breaker() -> None:
+    """The same steps take 8 or 100 ms by turns: no scale puts that right, and every other gap is at its limit."""
+    keeper = busy_steps("tbt_p99=100ms", [1.0, 12.0], [0.0])
+    assert keeper.num_openings >= 1
+    assert keeper.stats(0.0).breaker_cause == "predictor"

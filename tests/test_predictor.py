@@ -709,3 +709,20 @@ def test_observing_is_deterministic() -> None:
         run_steps(model, rng, 300, noise=0.1)
         results.append((model.scale, model.mape, [model.margin(tokens) for tokens in range(0, 4096, 17)]))
     assert results[0] == results[1]
+
+
+def test_the_host_is_a_time_of_its_own_not_a_slow_device() -> None:
+    """A small model: steps of 2 ms between which the host takes as long, and now and then one of 80."""
+    fixed = LatencyModel(intercept=1e-3, knots=(0,), hinges=(1.5e-4,))
+    model, rng = OnlineModel(fixed), random.Random(5)
+    large = StepShape(0, 0, ((0, 512),)).features()
+    for index in range(600):
+        step = large if index % 20 == 0 else StepShape(rng.randrange(1, 9), 100).features()
+        host = rng.uniform(1e-3, 3e-3)
+        model.observe(step, fixed.predict(step) * rng.uniform(0.9, 1.1) + host, host)
+    assert model.host_seconds == pytest.approx(2e-3, rel=0.3)
+    assert model.expected(large) == pytest.approx(fixed.predict(large) + 2e-3, rel=0.1)
+    assert model.predict(large) < 1.3 * fixed.predict(large), "what small steps vary by is no margin of large ones"
+    assert model.as_fixed().predict(large) == pytest.approx(model.expected(large))
+    model.observe(StepShape(1, 100).features(), 5.0, 4.99)
+    assert model.host_seconds < 3e-3, "one hiccup"
