@@ -70,6 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_serve(commands)
     _add_chat(commands)
     add_batch(commands, _Parser)
+    _add_pull(commands)
     _add_doctor(commands)
     _add_profile(commands)
     commands.add_parser("bench", help="measure a server: run, sweep, compare, trace", add_help=False)
@@ -122,6 +123,18 @@ def _positive(text: str) -> int:
     return value
 
 
+def _add_pull(commands: Any) -> None:
+    command = commands.add_parser(
+        "pull",
+        help="fetch a model from the Hugging Face hub",
+        description="Fetch a model, sizes first. HF_ENDPOINT names a mirror, HF_HOME where models are kept.",
+        allow_abbrev=False,
+    )
+    command.add_argument("model", metavar="OWNER/NAME", help="id of the model on the hub")
+    command.add_argument("--revision", metavar="REVISION", help="branch, tag or commit (default: the newest)")
+    command.set_defaults(run=_pull)
+
+
 def _add_doctor(commands: Any) -> None:
     command = commands.add_parser("doctor", help="show this machine and what would run on it", allow_abbrev=False)
     _model_flags(command)
@@ -153,6 +166,10 @@ def _chat(arguments: argparse.Namespace) -> int:
         temperature=arguments.temperature,
     )
     return run_chat(options)
+
+
+def _pull(arguments: argparse.Namespace) -> int:
+    return int(importlib.import_module("gateway.pull").run(arguments.model, arguments.revision, say))
 
 
 def _doctor(arguments: argparse.Namespace) -> int:

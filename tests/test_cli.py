@@ -77,7 +77,7 @@ def test_only_commands_that_exist_are_offered(capsys: pytest.CaptureFixture[str]
         cli.main(["--help"])
     shown = capsys.readouterr().out
     offered = set(re.findall(r"^    (\w+)  ", shown, re.MULTILINE))
-    assert offered == {"batch", "bench", "simulate", "serve", "chat", "doctor", "profile", "version"}
+    assert offered == {"batch", "bench", "simulate", "serve", "chat", "doctor", "profile", "pull", "version"}
     assert "embed" in refused(capsys, "embed")
     assert "COMMAND" in refused(capsys)
 
