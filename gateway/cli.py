@@ -11,25 +11,20 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from engine import openmp
 from engine.client import EngineInfo
 from engine.config import EngineConfig
 from engine.errors import ConfigError, TidemillError
 from gateway.batch_cli import add_batch
+from gateway.command_help import Parser, RootParser, add_by_task
 from gateway.config import ServerConfig
-from gateway.flags import add_flags, flags_of, given_where, resolve_configs
+from gateway.flags import flags_of, given_where, resolve_configs
+from gateway.shell_completion import SHELLS, script
 
 DEMO_NAME = "tidemill-demo"
 _LOADGEN = {"bench": "loadgen.cli", "simulate": "loadgen.simulate"}
-
-
-class _Parser(argparse.ArgumentParser):
-    """One line for a wrong command line, not the usage in front of it."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}\n")
 
 
 def version() -> str:
@@ -60,34 +55,39 @@ def _one_line(text: str) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = RootParser(
         prog="tidemill",
         allow_abbrev=False,
         description="State your latency SLO; everything the GPU has left goes to your batch jobs.",
     )
     parser.add_argument("--version", action="version", version=f"tidemill {version()}")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=_Parser)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=Parser)
     _add_serve(commands)
     _add_chat(commands)
-    add_batch(commands, _Parser)
+    add_batch(commands, Parser)
     _add_pull(commands)
     _add_doctor(commands)
     _add_profile(commands)
     commands.add_parser("bench", help="measure a server: run, sweep, compare, trace", add_help=False)
     commands.add_parser("simulate", help="replay workloads and experiments on a virtual clock", add_help=False)
+    command = commands.add_parser(
+        "completions", help="print a script that completes words in a shell", allow_abbrev=False
+    )
+    command.add_argument("shell", choices=SHELLS)
+    command.set_defaults(run=_completions)
     command = commands.add_parser("version", help="print the version", allow_abbrev=False)
     command.set_defaults(run=_version)
     return parser
 
 
-def _model_flags(command: argparse.ArgumentParser) -> None:
-    """The model as a word of its own, the rest of EngineConfig as flags."""
-    model, *others = flags_of(EngineConfig)
+def _config_flags(command: argparse.ArgumentParser, *types: type) -> None:
+    """The model as a word of its own, the rest of the configs as flags by task."""
+    command.usage = f"{command.prog} [MODEL] [flags]"
+    model, *others = (flag for config in types for flag in flags_of(config))
     assert model.field == "model"
     command.add_argument("model", nargs="?", default=argparse.SUPPRESS, metavar="MODEL", help=model.help)
-    group = command.add_argument_group("engine")
-    add_flags(group, others)  # type: ignore[arg-type]  # a group takes arguments as a parser does
     command.add_argument("--config", metavar="FILE.yaml", help="file of settings; its keys are the long flag names")
+    add_by_task(command, others)
 
 
 def _add_serve(commands: Any) -> None:
@@ -97,8 +97,7 @@ def _add_serve(commands: Any) -> None:
         description="Serve a model. Settings are taken from flags, then from TIDEMILL_* variables, then from --config.",
         allow_abbrev=False,
     )
-    _model_flags(command)
-    add_flags(command.add_argument_group("server"), flags_of(ServerConfig))
+    _config_flags(command, EngineConfig, ServerConfig)
     command.add_argument(
         "--dry-run", action="store_true", help="show every setting, where it comes from and what would be loaded; end"
     )
@@ -137,19 +136,24 @@ def _add_pull(commands: Any) -> None:
 
 def _add_doctor(commands: Any) -> None:
     command = commands.add_parser("doctor", help="show this machine and what would run on it", allow_abbrev=False)
-    _model_flags(command)
+    _config_flags(command, EngineConfig)
     command.set_defaults(run=_doctor)
 
 
 def _add_profile(commands: Any) -> None:
     command = commands.add_parser("profile", help="measure step times anew and show the fit", allow_abbrev=False)
-    _model_flags(command)
+    _config_flags(command, EngineConfig)
     command.add_argument("--plot", metavar="FILE.svg", type=Path, help="draw predicted against measured step times")
     command.set_defaults(run=_profile)
 
 
 def _version(_arguments: argparse.Namespace) -> int:
     print(version())
+    return 0
+
+
+def _completions(arguments: argparse.Namespace) -> int:
+    print(script(_parser(), arguments.shell), end="")
     return 0
 
 

@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import re
+import shlex
 import socket
 import subprocess
 import sys
@@ -13,9 +14,9 @@ import pytest
 
 from engine.client import EngineInfo
 from engine.config import EngineConfig
-from gateway import cli
+from gateway import cli, command_help
 from gateway.config import ServerConfig, is_loopback
-from gateway.flags import find_given, flags_of, resolve_configs
+from gateway.flags import add_flags, find_given, flags_of, resolve_configs
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +55,7 @@ def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
 def test_light_commands_load_no_heavy_library(argv: list[str]) -> None:
     script = f"""
 import sys
-from gateway import cli
+from gateway import cli, command_help
 try:
     cli.main({argv!r})
 except SystemExit:
@@ -76,8 +77,9 @@ def test_only_commands_that_exist_are_offered(capsys: pytest.CaptureFixture[str]
     with pytest.raises(SystemExit):
         cli.main(["--help"])
     shown = capsys.readouterr().out
-    offered = set(re.findall(r"^    (\w+)  ", shown, re.MULTILINE))
-    assert offered == {"batch", "bench", "simulate", "serve", "chat", "doctor", "profile", "pull", "version"}
+    offered = re.findall(r"^    (\w+)  ", shown, re.MULTILINE)
+    (commands,) = (a for a in cli._parser()._actions if isinstance(a, argparse._SubParsersAction))
+    assert sorted(offered) == sorted(commands.choices), "each command, once"
     assert "embed" in refused(capsys, "embed")
     assert "COMMAND" in refused(capsys)
 
@@ -114,6 +116,29 @@ def _options() -> list[argparse.Action]:
     return list(commands.choices["serve"]._actions)
 
 
+def test_flags_stand_under_what_they_are_for(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = [flag for config in (EngineConfig, ServerConfig) for flag in flags_of(config)]
+    grouped = list(command_help.by_task(flags))
+    assert sorted(flag.field for _, members in grouped for flag in members) == sorted(flag.field for flag in flags)
+    named = {field for _, fields in command_help.FLAGS for field in fields}
+    assert named <= {flag.field for flag in flags}, "a group names a flag that is no more"
+    with pytest.raises(SystemExit):
+        cli.main(["serve", "--help"])
+    shown = capsys.readouterr().out
+    assert shown.index("promises:") < shown.index("--slo SLO") < shown.index("memory:") < shown.index("--swap-space")
+    assert "examples:\n  tidemill serve --slo" in shown
+
+
+def test_examples_are_commands_that_parse() -> None:
+    """Every line of the examples that begins with `tidemill` is one that the parser takes."""
+    parser = cli._parser()
+    for text in command_help.EXAMPLES.values():
+        for line in text.splitlines():
+            words = shlex.split(re.split(r" {4,}| && | > ", line)[0].replace("<(", "").replace(")", ""))
+            words = words[words.index("tidemill") + 1 :]
+            assert parser.parse_args(words).run
+
+
 def test_defaults_are_those_of_the_dataclasses() -> None:
     assert configs() == (EngineConfig(), ServerConfig())
 
@@ -140,7 +165,7 @@ def test_a_new_field_becomes_a_flag_by_itself() -> None:
 
     parser = argparse.ArgumentParser()
     flags = flags_of(More)
-    cli.add_flags(parser, flags)
+    add_flags(parser, flags)
     assert "100% new" in parser.format_help()
     arguments = vars(parser.parse_args(["--new-thing", "1.5"]))
     assert find_given(flags, arguments, {}, {}) == {"new_thing": (1.5, "flag")}
