@@ -13,7 +13,6 @@ from collections.abc import Generator, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain, islice, repeat
 
-from engine.cache.prefix import extend_hashes
 from engine.config import SchedulerConfig
 from engine.errors import EngineStepError, EngineUnavailableError, InvalidRequestError, QueueFullError, TidemillError
 from engine.integrity import check_integrity
@@ -125,7 +124,7 @@ class EngineCore:
         self._check_flex_room(spec)
         request = Request(spec, RequestTimes(arrival=now), self._num_arrived)
         if spec.request_class is RequestClass.ONLINE:
-            request.num_expected_hits = len(self._scheduler.find_prefix(request)) * self.config.block_size
+            request.num_expected_hits = len(self._scheduler.cache.find_prefix(request)) * self.config.block_size
             self._check_room(request, now)
         self._num_arrived += 1
         self._requests[spec.request_id] = request
@@ -221,7 +220,7 @@ class EngineCore:
             outputs = list(self._confirm(flight, result, now))
             if self._recovery.active:
                 outputs = list(self._pass(flight, outputs, now))
-        self._scheduler.pool.complete_step(output.step_id)
+        self._scheduler.cache.complete_step(output.step_id)
         return outputs
 
     def is_undone(self, output: SchedulerOutput) -> bool:
@@ -265,7 +264,8 @@ class EngineCore:
     def stats(self) -> EngineStats:
         """A snapshot; see EngineStats."""
         scheduler = self._scheduler
-        pool, counters = scheduler.pool, scheduler.counters
+        cache, counters = scheduler.cache, scheduler.counters
+        pool, host = cache.device, cache.host
         return EngineStats(
             running={c: scheduler.num_running(c) for c in RequestClass},
             waiting={c: scheduler.num_waiting(c) for c in RequestClass},
@@ -273,10 +273,10 @@ class EngineCore:
             units_free=pool.num_free_units,
             units_cached=pool.num_cached_units,
             units_owned=pool.num_owned_units + pool.num_deferred_units,
-            host_units_total=pool.host.num_units,
-            host_units_used=pool.host.num_units - pool.host.num_free_units,
-            hidden_blocks=scheduler.num_hidden_blocks,
-            cache_units=dict(counters.cache_units),
+            host_units_total=host.num_units,
+            host_units_used=host.num_units - host.num_free_units,
+            hidden_blocks=cache.num_compact,
+            cache_units=dict(cache.moved_units),
             prefix_queried_tokens=counters.prefix_queried_tokens,
             prefix_hit_tokens=counters.prefix_hit_tokens,
             preemptions=dict(counters.preemptions),
@@ -315,14 +315,7 @@ class EngineCore:
         if request.status is not RequestStatus.RUNNING:
             return  # preempted meanwhile: the token counts, the cache is gone
         request.num_confirmed_tokens = chunk.start + chunk.length
-        cache_map, block_size = request.cache_map, self.config.block_size
-        num_full = request.num_confirmed_tokens // block_size
-        if num_full <= cache_map.num_published or not self.config.enable_prefix_caching:
-            return
-        extend_hashes(cache_map.hashes, request.token_ids, block_size, request.spec.cache_salt)
-        for index in range(cache_map.num_published, num_full):
-            self._scheduler.pool.publish(cache_map.blocks[index], cache_map.hashes[index])
-        cache_map.num_published = num_full
+        self._scheduler.cache.publish(request)
 
     def _append_token(
         self, request: Request, token: int, token_logprobs: TokenLogprobs | None, now: float
@@ -343,8 +336,7 @@ class EngineCore:
 
     def _fail_invalid(self, request: Request, now: float) -> RequestOutput:
         """NaN logits end this request only, and what it computed leaves the prefix cache (E7)."""
-        for block in (*request.cache_map.blocks, *request.parked_blocks):
-            self._scheduler.pool.withdraw(block)
+        self._scheduler.cache.withdraw(request)
         error = EngineStepError("The model gave no finite logits for this request.")
         return self._finish(request, FinishReason.ERROR, now, [], None, error=error)
 
@@ -378,10 +370,7 @@ class EngineCore:
         for each in undone:
             for request in _live(each):
                 self._restart(request, now)
-        failed = {each.output.step_id for each in undone}
-        for request in self._requests.values():
-            if request.parked_blocks and request.parked_in_step in failed:
-                self._scheduler.parked.forget(request)
+        self._scheduler.cache.rewind(self._requests.values(), {each.output.step_id for each in undone})
         for each in undone:
             self._scheduler.released_rows.extend(each.output.released_rows)
 
@@ -391,7 +380,7 @@ class EngineCore:
         if request.status is RequestStatus.RUNNING:
             self._scheduler.preempt(request, CAUSE, now)
         else:
-            self._scheduler.parked.forget(request)
+            self._scheduler.cache.parked.forget(request)
 
     def _finish(
         self,

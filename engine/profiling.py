@@ -5,11 +5,10 @@ Rows and units are handed out by hand; the core is not involved, so the runner m
 
 from itertools import count
 
-from engine.cache.cache_map import CacheEntry, CacheKind, Tier
-from engine.cache.pool import UNITS_PER_KV_BLOCK
+from engine.cache.blocks import CacheEntry, CacheKind, Tier
 from engine.request import SamplingParams
 from engine.scheduling.output import Chunk, ModelRunner, NewRequest, SchedulerOutput
-from predictor.limits import Limits
+from predictor.limits import UNITS_PER_BLOCK, Limits
 from predictor.sweep import StepShape
 
 DRAWN = SamplingParams(max_tokens=1)
@@ -45,7 +44,7 @@ class ShapeRunner:
 
     def _run_released(self, rows: tuple[int, ...]) -> None:
         """A step cannot be empty, so the rows go with a one-token step in row 0, released by whoever comes next."""
-        entry = CacheEntry(CacheKind.KV, Tier.DEVICE, tuple(range(UNITS_PER_KV_BLOCK)))
+        entry = CacheEntry(CacheKind.KV, Tier.DEVICE, tuple(range(UNITS_PER_BLOCK)))
         new = NewRequest(0, "profile-end", (0,), 1, DRAWN, (entry,))
         self._runner.launch(SchedulerOutput(next(self._step_ids), (Chunk(0, 0, 1, True),), (new,), (), rows))()
 
@@ -56,7 +55,7 @@ class ShapeRunner:
         new_requests = []
         for row, (start, length) in enumerate(spans):
             entries = tuple(
-                CacheEntry(CacheKind.KV, Tier.DEVICE, tuple(next(units) for _ in range(UNITS_PER_KV_BLOCK)))
+                CacheEntry(CacheKind.KV, Tier.DEVICE, tuple(next(units) for _ in range(UNITS_PER_BLOCK)))
                 for _ in range(-(-(start + length) // self._limits.block_size))
             )
             tokens = tuple((row * 7919 + i * 31) % self._vocab_size for i in range(start + length))

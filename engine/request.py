@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from engine.cache.cache_map import CacheBlock, CacheKind, CacheMap
+from engine.cache.blocks import CacheMap
 from engine.errors import InvalidRequestError, TidemillError
 
 MAX_LOGPROBS = 20
@@ -173,9 +173,7 @@ class Request:
 
     `num_computed_tokens` is the one progress counter: it advances when a chunk is *scheduled*; `num_confirmed_tokens`
     follows in `update`, and a failed step rewinds to it. `num_placeholders` counts sampled tokens still in flight.
-    `cache_kind`: what new blocks are stored as; it outlives preemptions. While the request is preempted, its first
-    `num_parked_tokens` tokens may lie in `parked_blocks`, some of them on the device, some copied to the host, the last
-    by the step `parked_in_step`. `not_before`: until then it does not start beside online work, which would only evict
+    `not_before`: until then it does not start beside online work, which would only evict
     it again (seconds). `aside`: it is kept out of ordinary steps (see `engine.scheduling.recovery`).
     `num_expected_hits`: tokens of its prompt that were in the prefix cache when it came.
     """
@@ -189,10 +187,6 @@ class Request:
     num_confirmed_tokens: int = 0
     num_placeholders: int = 0
     cache_map: CacheMap = field(default_factory=CacheMap)
-    cache_kind: CacheKind = CacheKind.KV
-    parked_blocks: list[CacheBlock] = field(default_factory=list)
-    num_parked_tokens: int = 0
-    parked_in_step: int = -1
     row: int = -1
     epoch: int = 0
     last_step: int = -1

@@ -15,7 +15,6 @@ from engine.request import (
     Request,
     RequestClass,
     RequestOutput,
-    RequestStatus,
     SamplingParams,
 )
 from engine.scheduling.output import Collect, ModelRunner, ModelRunnerOutput, SchedulerOutput
@@ -40,7 +39,7 @@ def make_request(
 def picture(core: EngineCore, now: float) -> str:
     """Queues and pool in full, for a failure."""
     scheduler = core._scheduler
-    pool, objective = scheduler.pool, scheduler.objective
+    cache, pool, objective = scheduler.cache, scheduler.cache.device, scheduler.objective
     lines = [
         f"now {now:.6f}, {core.num_in_flight} in flight, retry_at {core.retry_at}, share {scheduler.offline_share}",
         f"{scheduler.config}",
@@ -48,7 +47,7 @@ def picture(core: EngineCore, now: float) -> str:
         f"policy {scheduler.online_policy}",
         f"units: {pool.num_units} total, {pool.num_free_units} free, {pool.num_cached_units} cached "
         f"({pool.num_cached_online_units} online), {pool.num_owned_units} owned, {pool.num_deferred_units} deferred, "
-        f"host {pool.host.num_free_units} of {pool.host.num_units} free, hidden blocks {scheduler.num_hidden_blocks}; "
+        f"host {cache.host.num_free_units} of {cache.host.num_units} free, hidden blocks {cache.num_compact}; "
         f"free rows {scheduler.free_rows}",
     ]
     for title, requests in (
@@ -65,15 +64,14 @@ def picture(core: EngineCore, now: float) -> str:
 
 
 def _portrait(request: Request, now: float) -> str:
-    held = request.cache_map.blocks if request.status is RequestStatus.RUNNING else request.parked_blocks
-    blocks = " ".join(f"{b.entry.tier.value[0]}{b.entry.kind.value[0]}{b.ref_count}" for b in held)
+    held = [f"{b.entry.tier.value[0]}{b.entry.kind.value[0]}{b.ref_count}" for b in request.cache_map.blocks]
     return (
         f"{request.request_id} #{request.arrival_order} {request.status.value} {request.spec.lane.name} "
         f"tenant '{request.spec.tenant}' row {request.row}: {len(request.token_ids)} tokens "
         f"({request.num_prompt_tokens} + {request.num_output_tokens} of {request.spec.sampling.max_tokens}), computed "
-        f"{request.num_computed_tokens}, parked {request.num_parked_tokens}, placeholders {request.num_placeholders}, "
+        f"{request.num_computed_tokens}, parked {request.cache_map.num_parked_tokens}, placeholders {request.num_placeholders}, "
         f"last step {request.last_step}, preempted {request.num_preemptions} times, not before "
-        f"{request.not_before - now:+.3f}, arrived {request.times.arrival - now:+.3f}, blocks [{blocks}]"
+        f"{request.not_before - now:+.3f}, arrived {request.times.arrival - now:+.3f}, blocks [{' '.join(held)}]"
     )
 
 

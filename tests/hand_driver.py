@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from fakes.runner import FakeRunner
 
-from engine.cache.cache_map import CacheBlock, CacheEntry, CacheKind, Tier
+from engine.cache.blocks import CacheAction, CacheBlock, CacheEntry, CacheKind, CacheOperation, Tier
 from engine.cache.pool import BlockPool
 from engine.cache.prefix import extend_hashes
 from engine.execution.cpu.device import TorchDevice
@@ -21,15 +21,7 @@ from engine.execution.runner import Runner
 from engine.models import torch_ops
 from engine.models.decoder import Decoder
 from engine.request import SamplingParams
-from engine.scheduling.output import (
-    AppendedEntries,
-    CacheAction,
-    CacheOperation,
-    Chunk,
-    NewRequest,
-    ReplacedEntry,
-    SchedulerOutput,
-)
+from engine.scheduling.output import AppendedEntries, Chunk, NewRequest, ReplacedEntry, SchedulerOutput
 from predictor.limits import Limits
 
 BLOCK = 4
@@ -88,7 +80,7 @@ class HandDriver:
         self.kinds = kinds
         self.calm = calm
         self.scratch_blocks = scratch_blocks
-        self.pool = BlockPool(num_units, host_units)
+        self.pool, self.host = BlockPool(num_units), BlockPool(host_units, Tier.HOST)
         self.runner: Runner[TorchDevice] | Runner[CudaDevice] | FakeRunner
         limits = Limits(ROWS, 96, 128, num_units, BLOCK)
         tiers = {"scratch_blocks": scratch_blocks, "host_units": host_units}
@@ -116,9 +108,9 @@ class HandDriver:
                 break
             self.step()
         assert not self.live, "the requests do not end"
-        self.pool.check_integrity([])
+        self._check_integrity()
         assert self.pool.num_available_units == self.pool.num_units
-        assert self.pool.host.num_free_units == self.pool.host.num_units
+        assert self.host.num_free_units == self.host.num_units
 
     def step(self) -> None:
         """One step of random decisions, executed and confirmed."""
@@ -139,8 +131,17 @@ class HandDriver:
                 self._give_up(request)
                 self.live.remove(request)
         self.pool.complete_step(self.step_id)
+        self.host.complete_step(self.step_id)
         self.step_id += 1
-        self.pool.check_integrity([block for request in self.live for block in request.blocks])
+        self._check_integrity()
+
+    def _check_integrity(self) -> None:
+        held = [block for request in self.live for block in request.blocks]
+        self.pool.check_integrity(block for block in held if block.on_device)
+        self.host.check_integrity(block for block in held if not block.on_device)
+
+    def _release(self, block: CacheBlock) -> None:
+        (self.pool if block.on_device else self.host).release(block, self.step_id)
 
     def _execute(self) -> list[Live]:
         released, self.released = tuple(self.released), []
@@ -216,15 +217,12 @@ class HandDriver:
     def _move(self, request: Live, index: int, action: CacheAction) -> bool:
         source = request.blocks[index]
         kind = CacheKind.KV if action is CacheAction.RESTORE else source.entry.kind
-        if action is CacheAction.SWAP_OUT:
-            target = self.pool.host.allocate(kind)
-        else:
-            target = self.pool.allocate(kind, online=True)
+        target = (self.host if action is CacheAction.SWAP_OUT else self.pool).allocate(kind, online=True)
         if target is None:
             return False
         self._operations.append(CacheOperation(action, source.entry, target.entry, index * BLOCK))
         request.blocks[index] = target
-        self.pool.release(source, self.step_id)
+        self._release(source)
         self.seen.add(f"{action.value} {source.entry.kind.value}")
         return True
 
@@ -251,7 +249,7 @@ class HandDriver:
 
     def _give_up(self, request: Live) -> None:
         for block in reversed(request.blocks):
-            self.pool.release(block, self.step_id)
+            self._release(block)
         request.blocks, request.computed = [], 0
         if request.row >= 0:
             self._leave_row(request)
@@ -280,5 +278,5 @@ class HandDriver:
             return
         device = self.runner.device.pool
         device.units[torch.tensor(self.pool._free, dtype=torch.int64)] = math.nan
-        device.host_units[torch.tensor(self.pool.host._free, dtype=torch.int64)] = math.nan
+        device.host_units[torch.tensor(self.host._free, dtype=torch.int64)] = math.nan
         device.slices[device.scratch_base :] = math.nan

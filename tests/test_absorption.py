@@ -9,7 +9,7 @@ import torch
 from hand_driver import BLOCK, CPU, GREEDY, HandDriver, Live, RecordingDecoder
 from tiny_models import CASES, llama_config, model_folder, reference_model
 
-from engine.cache.cache_map import CacheEntry, CacheKind, Tier
+from engine.cache.blocks import CacheEntry, CacheKind, Tier
 from engine.execution import memory
 from engine.execution.cpu import absorbed
 from engine.execution.cpu.device import TorchDevice

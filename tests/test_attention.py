@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.cache.cache_map import CacheEntry, CacheKind, Tier
+from engine.cache.blocks import CacheEntry, CacheKind, Tier
 from engine.execution.cpu.attention import Batch, PagedAttention, arrange, clear_begun_blocks
 from engine.execution.pool import UnitPool
 from engine.execution.rows import RowTable

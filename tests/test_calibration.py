@@ -11,7 +11,7 @@ from driver import Driver, make_request
 from fakes.runner import FakeRunner
 from tiny_models import llama_config
 
-from engine.cache.cache_map import CacheEntry, CacheKind, Tier
+from engine.cache.blocks import CacheAction, CacheEntry, CacheKind, Tier
 from engine.cache_profiling import KV_ONLY, CacheTiers, measure_cache_costs
 from engine.calibration import load_or_measure, load_profile, measure_profile
 from engine.config import SchedulerConfig
@@ -21,7 +21,7 @@ from engine.machine import memcpy_rate
 from engine.models.decoder import Decoder
 from engine.models.spec import spec_from_config
 from engine.models.weights import DummyTensors, build_weights
-from engine.scheduling.output import CacheAction, ModelRunnerOutput, SchedulerOutput
+from engine.scheduling.output import ModelRunnerOutput, SchedulerOutput
 from engine.virtual import step_features
 from predictor.costs import NOT_MEASURED, CacheCosts
 from predictor.limits import Limits

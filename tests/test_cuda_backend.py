@@ -10,7 +10,7 @@ from test_runner import reference_logits
 from tiny_models import llama_config, model_folder, write_config
 
 from engine import build
-from engine.cache.cache_map import CacheEntry, CacheKind, Tier
+from engine.cache.blocks import CacheEntry, CacheKind, Tier
 from engine.config import EngineConfig
 from engine.execution import memory
 from engine.execution.backend import find_backend

@@ -15,7 +15,7 @@ from test_families import HYBRID_RUNS, check_hybrid, decoder_of
 from test_hybrid_cache import BOTH, CONFIGS, check_equal, hidden, host, kv, one_thread, prompts_of, start
 from test_hybrid_cache import decoder_of as rough_decoder
 
-from engine.cache.cache_map import CacheKind
+from engine.cache.blocks import CacheAction, CacheKind, CacheOperation
 from engine.errors import ConfigError
 from engine.execution.cuda import swap
 from engine.execution.cuda.device import CudaDevice
@@ -26,7 +26,7 @@ from engine.execution.pool import UnitPool
 from engine.execution.runner import Runner
 from engine.models import torch_ops
 from engine.models.spec import hidden_offer
-from engine.scheduling.output import CacheAction, CacheOperation, Chunk, NewRequest, ReplacedEntry, SchedulerOutput
+from engine.scheduling.output import Chunk, NewRequest, ReplacedEntry, SchedulerOutput
 from predictor.limits import Limits
 
 __all__ = ["one_thread"]

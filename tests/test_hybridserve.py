@@ -9,15 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.cache.placement import HostSplit, OffloadCosts
 from engine.execution.device_specs import DEVICES, MODELS
-from engine.execution.offload import Compact, OffloadDevice, Stage, lay_out, run_layers
 from engine.execution.simulated import SimulatedDevice
-from engine.scheduling.host_split import HostSplit, OffloadCosts
 from loadgen import simulate
 from loadgen.experiments import hybridserve as hybrid
 from loadgen.experiments import hybridserve_table as table
 from loadgen.experiments.hybridserve import ARMS, CONFIG, LINK, Config, Load, Point, choose, make_case, run_point
 from loadgen.experiments.offload import algorithm_1, split_context
+from loadgen.experiments.pipelines import Compact, OffloadDevice, Stage, lay_out, run_layers
 from loadgen.experiments.table import Result
 from loadgen.simulation.measure import Metrics
 

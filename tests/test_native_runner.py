@@ -14,7 +14,7 @@ from native_build import native_library
 from test_hybrid_cache import CONFIGS, check_equal, decoder_of, prompts_of, solo
 from test_runner import BLOCK, SAMPLED, check_greedy, crowd, make_decoder, run_in_waves
 
-from engine.cache.cache_map import CacheEntry, CacheKind, Tier
+from engine.cache.blocks import CacheEntry, CacheKind, Tier
 from engine.config import SchedulerConfig
 from engine.errors import ConfigError
 from engine.execution.arrays import IntArray

@@ -9,14 +9,12 @@ from fakes.runner import solo_tokens
 from test_core_fuzz import BLOCK, LIKE_COPIES, VOCAB, make_fuzz_driver
 from test_hybrid_scheduling import check_solo, make
 
-from engine.cache.cache_map import CacheBlock, CacheKind, Tier
-from engine.cache.pool import BlockPool
+from engine.cache.blocks import CacheAction, CacheKind, Tier
+from engine.cache.cache import Cache
+from engine.cache.placement import host_split, next_is_act
 from engine.config import SchedulerConfig
-from engine.request import EngineRequest, Request, RequestClass, RequestTimes, SamplingParams
-from engine.scheduling.host_split import next_is_act
+from engine.request import EngineRequest, Request, RequestClass, RequestStatus, RequestTimes, SamplingParams
 from engine.scheduling.objective import StepObjective
-from engine.scheduling.output import CacheAction
-from engine.scheduling.parked import ParkedCache, host_split
 from predictor.model import LatencyModel
 
 DEAR_COPIES = LatencyModel(intercept=0.01, prefill_tokens=1e-3, transferred=1.0, restored=1e-5)
@@ -36,8 +34,8 @@ class Shelf:
             max_num_batched_tokens=64,
             scratch_blocks=scratch,
         )
-        self.pool = BlockPool(40, host)
-        self.parked = ParkedCache(self.config, self.pool, model)
+        self.cache = Cache(self.config, model)
+        self.pool, self.host, self.parked = self.cache.device, self.cache.host, self.cache.parked
         self.requests: list[Request] = []
 
     def park(self, kinds: Sequence[CacheKind], tokens: int, *, offline: bool = False, last_step: int = -1) -> Request:
@@ -53,17 +51,12 @@ class Shelf:
             assert block is not None
             request.cache_map.blocks.append(block)
         request.num_computed_tokens, request.last_step = tokens, last_step
-        self.parked.park(request)
+        assert not self.parked.park(request)
         self.requests.append(request)
         return request
 
     def check(self) -> None:
-        held: list[CacheBlock] = []
-        for request in self.requests:
-            held += [*request.parked_blocks, *request.cache_map.blocks]
-            self.parked.check_integrity(request)
-            assert request.num_parked_tokens <= len(request.parked_blocks) * BLOCK
-        self.pool.check_integrity(held)
+        self.cache.check_integrity(self.requests)
 
 
 def where(request: Request) -> str:
@@ -71,7 +64,7 @@ def where(request: Request) -> str:
     letters = {Tier.DEVICE: "d", Tier.HOST: "h"}
     found = (
         (letters[b.entry.tier].upper() if b.entry.kind is CacheKind.HIDDEN else letters[b.entry.tier])
-        for b in request.parked_blocks
+        for b in request.cache_map.blocks
     )
     return "".join(found)
 
@@ -85,7 +78,7 @@ def test_only_what_is_needed_leaves_from_the_tail() -> None:
     assert shelf.parked.num_units(online=True) == 10
     shelf.parked.reclaim(3, 0, online=True)
     assert where(request) == "dddhh" and shelf.pool.num_free_units == 34
-    assert request.num_parked_tokens == 18 and request.parked_in_step == 0
+    assert request.cache_map.num_parked_tokens == 18 and request.cache_map.parked_in_step == 0
     shelf.check()
 
 
@@ -93,7 +86,7 @@ def test_dear_copies_drop_the_tail() -> None:
     shelf = Shelf(40, DEAR_COPIES)
     request = shelf.park([KV] * 5, 18)
     shelf.parked.reclaim(3, 0, online=True)
-    assert where(request) == "ddd" and request.num_parked_tokens == 12 and not shelf.parked.operations
+    assert where(request) == "ddd" and request.cache_map.num_parked_tokens == 12 and not shelf.parked.operations
     shelf.check()
 
 
@@ -105,14 +98,14 @@ def test_one_past_mixes_tiers_and_kinds() -> None:
     shelf.parked.reclaim(1, 1, online=True)
     assert where(request) == "DHdhh"
     shelf.check()
-    blocks = shelf.parked.resume(request, 0, 2)
-    assert [block.entry.kind for block in blocks] == [HIDDEN, HIDDEN, KV, KV, KV]
+    shelf.cache.take(request, shelf.cache.claim(request), 2)
+    request.move_to(RequestStatus.RUNNING)
+    assert [block.entry.kind for block in request.cache_map.blocks] == [HIDDEN, HIDDEN, KV, KV, KV]
     moved = [operation.action for operation in shelf.parked.take_operations()]
     assert moved == [CacheAction.SWAP_OUT] * 3 + [CacheAction.SWAP_IN] * 3
-    request.cache_map.blocks = blocks
-    shelf.pool.complete_step(2)
+    shelf.cache.complete_step(2)
     shelf.check()
-    assert shelf.pool.host.num_free_units == 5
+    assert shelf.host.num_free_units == 5
 
 
 def test_a_full_host_cuts_pasts_that_it_ties_down() -> None:
@@ -122,8 +115,8 @@ def test_a_full_host_cuts_pasts_that_it_ties_down() -> None:
     shelf.parked.reclaim(2, 0, online=True)
     assert where(request) == "ddddh"
     shelf.parked.reclaim(8, 1, online=True)
-    assert where(request) == "" and request.num_parked_tokens == 0 and not shelf.parked.operations
-    assert shelf.pool.num_free_units == 40 and shelf.pool.host.num_free_units == 2
+    assert where(request) == "" and request.cache_map.num_parked_tokens == 0 and not shelf.parked.operations
+    assert shelf.pool.num_free_units == 40 and shelf.host.num_free_units == 2
     shelf.check()
 
 
@@ -143,7 +136,7 @@ def test_offline_pasts_lose_first_and_the_youngest_of_them() -> None:
 def test_shared_and_spared_blocks_stay() -> None:
     shelf = Shelf(40, None)
     request = shelf.park([KV] * 5, 20)
-    shared, spared = request.parked_blocks[1], request.parked_blocks[4]
+    shared, spared = request.cache_map.blocks[1], request.cache_map.blocks[4]
     shelf.pool.acquire(shared, online=True)
     assert shelf.parked.num_units(online=True) == 8
     shelf.parked.reclaim(6, 0, online=True, spared={spared})
@@ -157,11 +150,11 @@ def test_blocks_that_only_waiting_requests_share_can_be_had() -> None:
     shelf = Shelf(40, None)
     first = shelf.park([KV] * 2, 8)
     second = shelf.park([KV], 4)
-    shared = first.parked_blocks[0]
+    shared = first.cache_map.blocks[0]
     shelf.pool.publish(shared, b"prefix")
     shelf.pool.acquire(shared, online=True)
-    second.parked_blocks[0:0] = [shared]
-    second.num_parked_tokens += BLOCK
+    second.cache_map.blocks[0:0] = [shared]
+    second.cache_map.num_parked_tokens += BLOCK
     assert shelf.parked.num_units(online=True) == 6
     shelf.parked.reclaim(4, 0, online=True)
     assert (where(first), where(second)) == ("dh", "dh")
@@ -175,7 +168,7 @@ def test_units_of_a_step_in_flight_come_free_when_it_has_ended() -> None:
     shelf.park([KV] * 5, 20, last_step=3)
     shelf.parked.reclaim(10, 4, online=True)
     assert shelf.pool.num_free_units == 30 and shelf.pool.num_deferred_units == 10
-    shelf.pool.complete_step(3)
+    shelf.cache.complete_step(3)
     assert shelf.pool.num_free_units == 40
     shelf.check()
 
@@ -190,9 +183,9 @@ def test_copies_of_a_forgotten_past_are_called_off() -> None:
             assert len(shelf.parked.take_operations()) == 2
         shelf.parked.forget(request)
         assert not shelf.parked.operations
-        assert shelf.pool.host.num_free_units == (36 if launched else 40)
-        shelf.pool.complete_step(0)
-        assert shelf.pool.host.num_free_units == 40 and shelf.pool.num_free_units == 40
+        assert shelf.host.num_free_units == (36 if launched else 40)
+        shelf.cache.complete_step(0)
+        assert shelf.host.num_free_units == 40 and shelf.pool.num_free_units == 40
         shelf.check()
 
 
@@ -205,8 +198,8 @@ def test_running_requests_lose_block_by_block(depth: int) -> None:
     preempted = 0
     while driver.step():
         waiting = driver.core._scheduler.waiting_online
-        preempted = max(preempted, sum(len(r.parked_blocks) for r in waiting))
-        assert all(len(r.parked_blocks) in {0, -(-r.num_parked_tokens // BLOCK)} for r in waiting)
+        preempted = max(preempted, sum(len(r.cache_map.blocks) for r in waiting))
+        assert all(len(r.cache_map.blocks) in {0, -(-r.cache_map.num_parked_tokens // BLOCK)} for r in waiting)
     check_solo(driver, *requests)
     assert preempted > 0
     assert sum(step.num_tokens for step in driver.steps) == sum(6 + 30 - 1 for _ in range(4))
@@ -243,7 +236,7 @@ def mixes(requests: Iterable[Request]) -> set[str]:
     found: set[str] = set()
     for request in requests:
         shape = where(request)
-        if not shape:
+        if not shape or request.status is RequestStatus.RUNNING:
             continue
         tiers, kinds = set(shape.lower()), {letter.isupper() for letter in shape}
         found |= {"device and host"} if len(tiers) == 2 else set()
@@ -251,7 +244,11 @@ def mixes(requests: Iterable[Request]) -> set[str]:
         found |= {"both kinds"} if len(kinds) == 2 else set()
         found |= {"both kinds on the host"} if {"h", "H"} <= set(shape) else set()
         known = len(request.token_ids) - 1
-        found |= {"dropped tail"} if request.num_parked_tokens < known - BLOCK and request.num_output_tokens else set()
+        found |= (
+            {"dropped tail"}
+            if request.cache_map.num_parked_tokens < known - BLOCK and request.num_output_tokens
+            else set()
+        )
     return found
 
 
@@ -313,7 +310,7 @@ def test_answers_grow_by_the_deficit_rule(depth: int, transferred: float) -> Non
         for request in scheduler.running[RequestClass.ONLINE]:
             kinds = [block.entry.kind for block in request.cache_map.blocks]
             known = before.get(request, [])
-            if kinds[:-1] == known and request.cache_kind is HIDDEN and request.request_id not in admitted:
+            if kinds[:-1] == known and request.cache_map.kind is HIDDEN and request.request_id not in admitted:
                 split = host_split(model, driver.core.config, 0)
                 assert split is not None
                 grown.add(kinds[-1])

@@ -5,14 +5,14 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from engine.cache.cache_map import UNITS_PER_BLOCK, CacheBlock, CacheKind, Tier
+from engine.cache.blocks import REPRESENTATIONS, CacheBlock, CacheKind, Tier
 from engine.cache.pool import BlockPool
 from engine.cache.prefix import extend_hashes
 
 
 def test_allocation_takes_two_units_and_stops_when_empty() -> None:
     pool = BlockPool(5)
-    blocks = [pool.allocate_kv(online=True) for _ in range(3)]
+    blocks = [pool.allocate(CacheKind.KV, online=True) for _ in range(3)]
     assert blocks[0] is not None and blocks[1] is not None and blocks[2] is None
     units = [u for b in blocks if b for u in b.entry.units]
     assert len(set(units)) == 4
@@ -21,32 +21,32 @@ def test_allocation_takes_two_units_and_stops_when_empty() -> None:
 
 def test_release_while_a_step_is_in_flight_defers_reuse() -> None:
     pool = BlockPool(2)
-    block = pool.allocate_kv(online=True)
+    block = pool.allocate(CacheKind.KV, online=True)
     assert block is not None
     pool.release(block, last_step=7)
-    assert pool.allocate_kv(online=True) is None
+    assert pool.allocate(CacheKind.KV, online=True) is None
     pool.complete_step(6)
-    assert pool.allocate_kv(online=True) is None
+    assert pool.allocate(CacheKind.KV, online=True) is None
     pool.complete_step(7)
-    assert pool.allocate_kv(online=True) is not None
+    assert pool.allocate(CacheKind.KV, online=True) is not None
 
 
 def test_published_blocks_survive_release_until_evicted() -> None:
     pool = BlockPool(4)
     pool.complete_step(0)
-    block = pool.allocate_kv(online=False)
+    block = pool.allocate(CacheKind.KV, online=False)
     assert block is not None
     pool.publish(block, b"h")
     pool.release(block, last_step=0)
     assert pool.lookup([b"h", b"missing"]) == [block]
-    assert pool.allocate_kv(online=True) is not None
-    assert pool.allocate_kv(online=True) is not None, "the cached block is evicted for it"
+    assert pool.allocate(CacheKind.KV, online=True) is not None
+    assert pool.allocate(CacheKind.KV, online=True) is not None, "the cached block is evicted for it"
     assert pool.lookup([b"h"]) == []
 
 
 def test_double_release_is_caught() -> None:
     pool = BlockPool(2)
-    block = pool.allocate_kv(online=True)
+    block = pool.allocate(CacheKind.KV, online=True)
     assert block is not None
     pool.release(block, last_step=-1)
     with pytest.raises(AssertionError):
@@ -82,25 +82,18 @@ def test_hidden_blocks_take_one_unit_and_any_unit() -> None:
     assert {u for block in halves if block for u in block.entry.units} == set(pair.entry.units)
 
 
-def test_the_host_tier_has_units_of_its_own() -> None:
-    pool = BlockPool(2, host_units=3)
-    block = pool.host.allocate(CacheKind.KV)
-    assert block is not None and block.entry.tier is Tier.HOST
-    assert pool.host.allocate(CacheKind.KV) is None, "nothing is evicted for it"
-    assert pool.num_free_units == 2 and pool.num_available_units == 2
-    pool.release(block, last_step=4)
-    assert pool.host.allocate(CacheKind.KV) is None
-    pool.complete_step(4)
-    assert pool.host.allocate(CacheKind.KV) is not None
-    assert BlockPool(2).host.allocate(CacheKind.HIDDEN) is None, "no host tier unless asked for"
-
-
-def test_a_host_block_is_not_published() -> None:
-    pool = BlockPool(2, host_units=2)
-    block = pool.host.allocate(CacheKind.KV)
-    assert block is not None
+def test_a_pool_serves_either_tier_but_only_the_device_is_published() -> None:
+    pool = BlockPool(3, Tier.HOST)
+    block = pool.allocate(CacheKind.KV, online=False)
+    assert block is not None and block.entry.tier is Tier.HOST and not block.on_device
+    assert pool.allocate(CacheKind.KV, online=False) is None, "nothing is evicted for it"
     with pytest.raises(AssertionError, match="device"):
         pool.publish(block, b"h")
+    pool.release(block, last_step=4)
+    assert pool.allocate(CacheKind.KV, online=False) is None
+    pool.complete_step(4)
+    assert pool.allocate(CacheKind.KV, online=False) is not None
+    assert BlockPool(0, Tier.HOST).allocate(CacheKind.HIDDEN, online=False) is None
 
 
 kinds = st.sampled_from(CacheKind)
@@ -115,7 +108,8 @@ class PoolMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.pool = BlockPool(13, host_units=7)
+        self.pools = {Tier.DEVICE: BlockPool(13), Tier.HOST: BlockPool(7, Tier.HOST)}
+        self.pool = self.pools[Tier.DEVICE]
         self.held: list[CacheBlock] = []
         # units given up, by the step that may still touch them
         self.in_flight_units: dict[int, set[tuple[Tier, int]]] = {}
@@ -124,10 +118,10 @@ class PoolMachine(RuleBasedStateMachine):
 
     def take(self, kind: CacheKind, tier: Tier, online: bool) -> CacheBlock | None:
         """Allocate and hold; a unit must be free of every step in flight."""
-        available = self.pool.num_available_units if tier is Tier.DEVICE else self.pool.host.num_free_units
-        pool = self.pool
-        block = pool.allocate(kind, online=online) if tier is Tier.DEVICE else pool.host.allocate(kind)
-        assert (block is not None) == (available >= UNITS_PER_BLOCK[kind])
+        pool = self.pools[tier]
+        available = pool.num_available_units
+        block = pool.allocate(kind, online=online)
+        assert (block is not None) == (available >= REPRESENTATIONS[kind].units)
         if block is not None:
             assert (block.entry.kind, block.entry.tier) == (kind, tier)
             busy = {u for step, units in self.in_flight_units.items() if step > self.completed for u in units}
@@ -137,7 +131,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     def give_up(self, block: CacheBlock, last_step: int) -> None:
         self.held.remove(block)
-        self.pool.release(block, last_step)
+        self.pools[block.entry.tier].release(block, last_step)
         if block.ref_count == 0:
             self.in_flight_units.setdefault(block.last_step, set()).update(places(block))
 
@@ -185,23 +179,26 @@ class PoolMachine(RuleBasedStateMachine):
     def share(self, data: st.DataObject) -> None:
         """A second request takes a block that is held, whatever its tier."""
         block = data.draw(st.sampled_from(self.held))
-        self.pool.acquire(block, online=block.online)
+        self.pools[block.entry.tier].acquire(block, online=block.online)
         self.held.append(block)
 
     @precondition(lambda self: self.held)
     @rule(data=st.data())
     def withdraw(self, data: st.DataObject) -> None:
-        self.pool.withdraw(data.draw(st.sampled_from(self.held)))
+        block = data.draw(st.sampled_from(self.held))
+        self.pools[block.entry.tier].withdraw(block)
 
     @rule()
     def complete(self) -> None:
-        self.pool.complete_step(self.step)
+        for pool in self.pools.values():
+            pool.complete_step(self.step)
         self.completed = self.step
         self.step += 1
 
     @invariant()
     def conserved(self) -> None:
-        self.pool.check_integrity(self.held)
+        for tier, pool in self.pools.items():
+            pool.check_integrity(block for block in self.held if block.entry.tier is tier)
 
 
 TestPoolMachine = PoolMachine.TestCase

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.cache.cache_map import CacheBlock, CacheEntry, CacheKind, Tier
+from engine.cache.blocks import CacheBlock, CacheEntry, CacheKind, Tier
 from engine.request import EngineRequest, Request, RequestStatus, RequestTimes, SamplingParams
 from engine.scheduling.knapsack import Columns, choose_columns
 from engine.scheduling.pressure import GRAIN, Pressure, _in_reach, _savable, _transposed, select_apt, select_goodput
@@ -30,8 +30,8 @@ def preempted(index: int, arrival: float, length: int, first: float, last: float
     request.times.first_token, request.times.last_token = first, last
     request.num_preemptions, request.status = 1, RequestStatus.PREEMPTED
     entry = CacheEntry(CacheKind.KV, Tier.HOST, (0, 1))
-    request.parked_blocks = [CacheBlock(entry) for _ in range(parked)]
-    request.num_parked_tokens = parked * SIZE
+    request.cache_map.blocks = [CacheBlock(entry) for _ in range(parked)]
+    request.cache_map.num_parked_tokens = parked * SIZE
     return request
 
 
@@ -56,7 +56,7 @@ def pressure(capacity: int = 40, **options: object) -> Pressure:
 @settings(max_examples=150, deadline=None)
 @given(queues, st.integers(0, 9))
 def test_columns_say_what_requests_say(requests: list[Request], hidden: int) -> None:
-    state = pressure(hidden_blocks=hidden)
+    state = pressure(compact_blocks=hidden)
     queue = _transposed(requests, state)
     for index, request in enumerate(requests):
         times = request.times
@@ -66,9 +66,9 @@ def test_columns_say_what_requests_say(requests: list[Request], hidden: int) -> 
         assert missed == (queue.slack[index] < 0.0)
         blocks = len(request.token_ids) // SIZE + 1
         assert queue.kv[index] == 2 * blocks
-        offered = hidden and not request.parked_blocks
+        offered = hidden and not request.cache_map.blocks
         assert queue.compact[index] == (blocks if offered else None)
-        assert queue.missing[index] == max(1, len(request.token_ids) - request.num_parked_tokens)
+        assert queue.missing[index] == max(1, len(request.token_ids) - request.cache_map.num_parked_tokens)
 
 
 @settings(max_examples=150, deadline=None)
@@ -79,7 +79,7 @@ def test_savable_is_the_latency_model_to_a_grain(requests: list[Request]) -> Non
     queue = _transposed(requests, state)
     base = MODEL.predict(BatchFeatures())
     for index, (request, savable) in enumerate(zip(requests, _savable(queue, state), strict=True)):
-        stored, missing = request.num_parked_tokens, queue.missing[index]
+        stored, missing = request.cache_map.num_parked_tokens, queue.missing[index]
         exact = seconds_to_token(MODEL, base, BatchFeatures(), stored, missing, 16)
         longer = seconds_to_token(MODEL, base, BatchFeatures(), stored, missing + GRAIN, 16)
         if savable:

@@ -12,7 +12,7 @@ from dense_model import attend_with
 from driver import Driver, make_request
 from tiny_models import llama_config
 
-from engine.cache.cache_map import CacheEntry, CacheKind, Tier
+from engine.cache.blocks import CacheEntry, CacheKind, Tier
 from engine.config import SchedulerConfig
 from engine.errors import ConfigError
 from engine.execution import memory

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from driver import make_request
 
-from engine.cache.cache_map import CacheEntry, CacheKind, Tier
+from engine.cache.blocks import CacheEntry, CacheKind, Tier
 from engine.config import SchedulerConfig
 from engine.core import EngineCore
 from engine.execution.device_specs import CALIBRATION_TOKENS, DEVICES, MODELS, PUBLISHED_LINEAR_MS

@@ -9,9 +9,8 @@ from typing import Protocol
 
 import numpy as np
 
-from engine.cache.cache_map import CacheKind, Tier
+from engine.cache.blocks import CacheAction, CacheKind, CacheOperation, Tier
 from engine.execution.arrays import IntArray
-from engine.scheduling.output import CacheAction, CacheOperation
 
 
 class CacheMover(Protocol):

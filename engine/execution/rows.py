@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from engine.cache.cache_map import CacheEntry, CacheKind, Tier
+from engine.cache.blocks import CacheEntry, CacheKind, Tier
 from engine.execution.arrays import IntArray
 from engine.execution.sampling_table import SamplingTable
 from engine.scheduling.output import INVALID_TOKEN, NewRequest, SchedulerOutput

@@ -10,13 +10,13 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from engine.cache.cache_map import CacheEntry, CacheKind
+from engine.cache.blocks import REPRESENTATIONS, CacheEntry, CacheKind
 from engine.execution.device_specs import DEVICES, MODELS, DeviceSpec, ModelShape
 from engine.scheduling.output import Collect, ModelRunnerOutput, SchedulerOutput
 from predictor.features import BatchFeatures
+from predictor.limits import UNITS_PER_BLOCK
 from predictor.model import largest_chunk
 
-UNITS_PER_BLOCK = 2
 SIMULATED_TOKEN = 0
 """What a simulated step samples. A request that names it as a stop token ends at its `min_tokens`: the true length,
 which the scheduler does not see."""
@@ -255,7 +255,7 @@ class TrueLatency:
 
 
 def _num_hidden(entries: Sequence[CacheEntry]) -> int:
-    return sum(entry.kind is CacheKind.HIDDEN for entry in entries)
+    return sum(REPRESENTATIONS[entry.kind].compact for entry in entries)
 
 
 def _norm(one: float, other: float, power: float) -> float:

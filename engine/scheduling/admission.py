@@ -7,11 +7,11 @@ estimate from the latency model; without one nobody can tell and it is zero.
 
 import math
 
-from engine.cache.pool import UNITS_PER_KV_BLOCK
 from engine.errors import ContextLengthError, InvalidRequestError, QueueFullError
 from engine.request import EngineRequest, Request, RequestClass
 from engine.scheduling.laxity import by_age, order_prompts, prefill_pace, uses_laxity
 from engine.scheduling.scheduler import Scheduler
+from predictor.limits import UNITS_PER_BLOCK
 
 
 def check_length(spec: EngineRequest, max_model_len: int) -> None:
@@ -74,4 +74,4 @@ def _ahead(scheduler: Scheduler, request: Request, now: float) -> list[Request]:
 
 
 def _units(request: Request, block_size: int) -> int:
-    return (len(request.token_ids) // block_size + 1) * UNITS_PER_KV_BLOCK
+    return (len(request.token_ids) // block_size + 1) * UNITS_PER_BLOCK

@@ -2,10 +2,12 @@
 
 from collections.abc import Callable
 
+from engine.cache.blocks import CacheAction, CacheOperation
+from engine.cache.cache import Claim
 from engine.request import Request, RequestStatus
+from engine.scheduling.allocation import Allocation
 from engine.scheduling.ledger import StepLedger
-from engine.scheduling.memory import Claim, StepMemory
-from engine.scheduling.output import CacheAction, CacheOperation, CacheWork, Chunk, NewRequest, SchedulerOutput
+from engine.scheduling.output import CacheWork, Chunk, NewRequest, SchedulerOutput
 from engine.scheduling.scheduler import Scheduler
 
 
@@ -15,7 +17,7 @@ class StepChunks:
     def __init__(self, scheduler: Scheduler, step_id: int, now: float) -> None:
         config = scheduler.config
         self.scheduler = scheduler
-        self.memory = StepMemory(scheduler, step_id, now)
+        self.memory = Allocation(scheduler, step_id, now)
         self.block_size = config.block_size
         self.step_id = step_id
         self.now = now
@@ -28,7 +30,7 @@ class StepChunks:
         """The step as decided, or None when it holds nothing."""
         if not self.chunks:
             return None
-        operations = self.scheduler.take_operations()
+        operations = self.scheduler.cache.take_operations()
         self._charge_swaps(operations)
         released, self.scheduler.released_rows = self.scheduler.released_rows, []
         return SchedulerOutput(
@@ -53,8 +55,8 @@ class StepChunks:
         start = request.num_computed_tokens
         end = start + length
         sample = end == len(request.token_ids) + request.num_placeholders
-        if num_hidden := request.cache_map.num_hidden:
-            self.ledger.charge_cache_work(CacheWork(compact_tokens=num_hidden * self.block_size))
+        if num_compact := request.cache_map.num_compact:
+            self.ledger.charge_cache_work(CacheWork(compact_tokens=num_compact * self.block_size))
         self.chunks.append(Chunk(request.row, start, length, sample))
         self.requests.append(request)
         request.num_computed_tokens = end
@@ -68,7 +70,7 @@ class StepChunks:
         A request is admitted only when its whole known length fits beside what is running: half a prompt that must be
         preempted again helps nobody.
         """
-        claim = self.memory.claim(request)
+        claim = self.scheduler.cache.claim(request)
         length = choose_length(claim.num_tokens, len(request.token_ids) - claim.num_tokens)
         if length == 0 or not self.memory.make_room(request, claim):
             return False

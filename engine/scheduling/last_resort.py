@@ -29,7 +29,7 @@ class LastResort(StepChunks):
         while not self._run(request):
             victim = next(victims, None)
             if victim is None:
-                self.scheduler.parked.forget_all()
+                self.scheduler.cache.parked.forget_all()
                 self._run(request)
                 break
             self.scheduler.preempt(victim, CAUSE, self.now, self.step_id)

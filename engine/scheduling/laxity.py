@@ -29,7 +29,7 @@ _by_arrival = attrgetter("times.arrival")
 
 def missing_tokens(request: Request) -> int:
     """Tokens to compute up to the next new one; what is kept of it, or was in the prefix cache when it came, is not."""
-    kept = request.num_computed_tokens or request.num_parked_tokens or request.num_expected_hits
+    kept = request.num_computed_tokens or request.cache_map.num_parked_tokens or request.num_expected_hits
     return max(1, len(request.token_ids) - kept)
 
 

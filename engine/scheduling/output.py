@@ -17,12 +17,11 @@ needs no row (a parked request is swapped out of its units), and a row may name 
 step. When a step fails, the targets of its operations are in doubt, whatever became of its rows.
 """
 
-import enum
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from engine.cache.cache_map import CacheEntry
+from engine.cache.blocks import CacheEntry, CacheOperation
 from engine.request import SamplingParams, TokenLogprobs
 
 INVALID_TOKEN = -1
@@ -62,32 +61,6 @@ class ReplacedEntry(NamedTuple):
     row: int
     block: int
     entry: CacheEntry
-
-
-class CacheAction(enum.Enum):
-    """What a cache operation does to the units of a block."""
-
-    SWAP_OUT = "swap_out"
-    """Device -> host, KV or HIDDEN."""
-    SWAP_IN = "swap_in"
-    """Host -> device, KV or HIDDEN."""
-    RESTORE = "restore"
-    """HIDDEN on the device -> KV on the device: K and V are projected, once, from the hidden state."""
-
-
-class CacheOperation(NamedTuple):
-    """Writes `target` from `source`, which keeps what it holds; whole blocks, full or not.
-
-    `start`: position of the block's first token (RESTORE rotates K by it; the others ignore it). A target may be the
-    source of a later operation of the step (swap in, then restore), and a source the target of one of another action: a
-    unit that was swapped out may be given away at once, to operations and chunks behind it. No unit is a target twice.
-    Neighbours of one action run as one batch, so give them together, in the order of `CacheAction`.
-    """
-
-    action: CacheAction
-    source: CacheEntry
-    target: CacheEntry
-    start: int = 0
 
 
 class CacheWork(NamedTuple):

@@ -10,12 +10,12 @@ import math
 from collections.abc import Generator
 from typing import NamedTuple
 
-from engine.cache.pool import UNITS_PER_KV_BLOCK
 from engine.request import Request, RequestClass
 from engine.scheduling.ledger import StepLedger
 from engine.scheduling.objective import OfflineAllowance
 from engine.scheduling.scheduler import Scheduler
 from predictor.features import BatchFeatures
+from predictor.limits import UNITS_PER_BLOCK
 
 ITEMS_PER_SLICE = 32
 
@@ -131,17 +131,17 @@ def _plan_waiting(
 ) -> Generator[None, None, None]:
     """Waiting requests in the offline policy's order, while rows, units, tokens and time last."""
     pool = scheduler.pool
-    units = scheduler.units_for(RequestClass.OFFLINE, len(scheduler.running[RequestClass.OFFLINE]) + 1)
-    units += pool.num_deferred_units + scheduler.parked.num_units(online=False) - scheduler.growth_reserve
+    units = scheduler.cache.units_for(RequestClass.OFFLINE, len(scheduler.running[RequestClass.OFFLINE]) + 1)
+    units += pool.num_deferred_units + scheduler.cache.parked.num_units(online=False) - scheduler.growth_reserve
     rows = len(scheduler.free_rows)
     block_size = scheduler.config.block_size
     for request in _candidates(scheduler, rows, now):
         if chunks and not ledger.open:
             return
-        hits = scheduler.find_prefix(request)
+        hits = scheduler.cache.find_prefix(request)
         start = len(hits) * block_size
         blocks = len(request.token_ids) // block_size + 1 - len(hits)
-        units -= blocks * UNITS_PER_KV_BLOCK + pool.num_idle_units(hits)
+        units -= blocks * UNITS_PER_BLOCK + pool.num_idle_units(hits)
         if units < 0:
             return
         wanted = min(len(request.token_ids) - start, ledger.tokens_left)

@@ -26,10 +26,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from engine.cache.pool import UNITS_PER_KV_BLOCK
 from engine.errors import ConfigError
 from engine.request import Request
 from engine.scheduling.pressure import Select, Start, select_apt, select_goodput
+from predictor.limits import UNITS_PER_BLOCK
 
 DEFAULT_ALPHA = 1.0
 DEFAULT_TTFT = 1.0
@@ -51,7 +51,7 @@ class QueueContext:
 
     def units(self, tokens: int) -> int:
         """Cache units that `tokens` tokens and the next one take."""
-        return (tokens // self.block_size + 1) * UNITS_PER_KV_BLOCK
+        return (tokens // self.block_size + 1) * UNITS_PER_BLOCK
 
     def is_aged(self, request: Request) -> bool:
         """Whether it has waited for longer than the TTFT objective."""

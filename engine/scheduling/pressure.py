@@ -13,8 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from engine.cache.cache_map import UNITS_PER_BLOCK, CacheKind
-from engine.cache.pool import UNITS_PER_KV_BLOCK
+from engine.cache.blocks import COMPACT, REPRESENTATIONS, CacheKind, count_units
 from engine.request import Request
 from engine.scheduling.knapsack import Columns, Selection, choose_columns
 from engine.scheduling.values import (
@@ -26,17 +25,18 @@ from engine.scheduling.values import (
     seconds_to_token,
 )
 from predictor.features import BatchFeatures
+from predictor.limits import UNITS_PER_BLOCK
 from predictor.model import LatencyPredictor
 
 DEFAULT_TTFT = 1.0
-KV_PER_HIDDEN = UNITS_PER_KV_BLOCK // UNITS_PER_BLOCK[CacheKind.HIDDEN]
+KV_PER_COMPACT = UNITS_PER_BLOCK // REPRESENTATIONS[COMPACT].units
 GRAIN = 16
 """Tokens to which a prompt is rounded up when its time is predicted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pressure:
-    """What the choice depends on. `capacity`: device units that online requests could get now, `hidden_blocks`: how
+    """What the choice depends on. `capacity`: device units that online requests could get now, `compact_blocks`: how
     many more blocks may be run from hidden state (0: none is offered). `rho`: seconds that a KV unit's worth of tokens
     adds to the steps in which it is run from hidden state, all together. `ttft`, `tbt`: limits in seconds, infinite
     where none is stated.
@@ -46,7 +46,7 @@ class Pressure:
     running: Sequence[Request]
     capacity: int
     block_size: int
-    hidden_blocks: int = 0
+    compact_blocks: int = 0
     rho: float = 0.0
     ttft: float = math.inf
     tbt: float = math.inf
@@ -103,10 +103,10 @@ def _transposed(waiting: Sequence[Request], pressure: Pressure) -> _Queue:
     missing = [request.num_prompt_tokens - request.num_expected_hits for request in waiting]
     slack = [ttft - time for time in pending]
     hopeful = [time <= ttft for time in pending]
-    kv = [(length // size + 1) * UNITS_PER_KV_BLOCK for length in lengths]
+    kv = [(length // size + 1) * UNITS_PER_BLOCK for length in lengths]
     compact: list[int | None] = [None] * len(kv)
-    if pressure.hidden_blocks > 0:
-        compact = [units // KV_PER_HIDDEN for units in kv]
+    if pressure.compact_blocks > 0:
+        compact = [units // KV_PER_COMPACT for units in kv]
     queue = _Queue(waiting, pending, slack, hopeful, kv, compact, missing)
     for index in [index for index, request in enumerate(waiting) if request.num_preemptions]:
         _correct(queue, index, waiting[index], pressure)
@@ -115,20 +115,21 @@ def _transposed(waiting: Sequence[Request], pressure: Pressure) -> _Queue:
 
 def _correct(queue: _Queue, index: int, request: Request, pressure: Pressure) -> None:
     """The row of a request that has run before."""
-    times, length = request.times, len(request.token_ids)
+    times, length, cache_map = request.times, len(request.token_ids), request.cache_map
     queue.pending[index] = pending = pending_time(pressure.now, times.arrival, times.last_token)
     queue.hopeful[index] = hope = _has_hope(request, pressure)
     limit = pressure.ttft if times.last_token is None else pressure.tbt
     queue.slack[index] = limit - pending if hope else -math.inf
-    queue.missing[index] = max(1, length - request.num_parked_tokens)
+    queue.missing[index] = max(1, length - cache_map.num_parked_tokens)
     blocks = length // pressure.block_size + 1
-    queue.kv[index] = blocks * UNITS_PER_KV_BLOCK
-    if request.parked_blocks:
-        stored = sum(len(block.entry.units) for block in request.parked_blocks)
-        queue.kv[index] = stored + (blocks - len(request.parked_blocks)) * UNITS_PER_BLOCK[request.cache_kind]
+    queue.kv[index] = blocks * UNITS_PER_BLOCK
+    if cache_map.blocks:
+        queue.kv[index] = (
+            count_units(cache_map.blocks) + (blocks - len(cache_map.blocks)) * REPRESENTATIONS[cache_map.kind].units
+        )
         queue.compact[index] = None
     elif queue.compact[index] is not None:
-        queue.compact[index] = queue.kv[index] // KV_PER_HIDDEN
+        queue.compact[index] = queue.kv[index] // KV_PER_COMPACT
 
 
 def _has_hope(request: Request, pressure: Pressure) -> bool:
@@ -155,9 +156,9 @@ def _savable(queue: _Queue, pressure: Pressure) -> list[bool]:
     savable = [
         hope and slack >= seconds[grain] for hope, slack, grain in zip(queue.hopeful, queue.slack, grains, strict=True)
     ]
-    for index in [index for index, request in enumerate(queue.requests) if request.num_parked_tokens]:
+    for index in [index for index, request in enumerate(queue.requests) if request.cache_map.num_parked_tokens]:
         request, slack = queue.requests[index], queue.slack[index]
-        stored, length = request.num_parked_tokens, queue.missing[index]
+        stored, length = request.cache_map.num_parked_tokens, queue.missing[index]
         savable[index] = slack >= seconds_to_token(model, base, beside, stored, length, chunk)
     return savable
 
@@ -175,9 +176,9 @@ def _chosen(
     # With nobody left to save a step still costs time: else all that are late would run from hidden state for nothing.
     live = max(1, sum(savable) + sum(_has_hope(request, pressure) for request in pressure.running))
     selection: Selection = choose_columns(Columns(worth, kv, compact), pressure.capacity, live=live, rho=rho)
-    if sum(compact[index] or 0 for index in selection.compact) > pressure.hidden_blocks:
+    if sum(compact[index] or 0 for index in selection.compact) > pressure.compact_blocks:
         # The best of them may have the scratch area; the others compete again, for KV alone.
-        allowed, room = set(), pressure.hidden_blocks
+        allowed, room = set(), pressure.compact_blocks
         for index in selection.compact:
             if (compact[index] or 0) <= room:
                 room -= compact[index] or 0
@@ -185,7 +186,7 @@ def _chosen(
         compact = [units if index in allowed else None for index, units in enumerate(compact)]
         selection = choose_columns(Columns(worth, kv, compact), pressure.capacity, live=live, rho=rho)
     chosen = [(index, CacheKind.KV) for index in selection.kv]
-    chosen += [(index, CacheKind.HIDDEN) for index in selection.compact]
+    chosen += [(index, COMPACT) for index in selection.compact]
     chosen.sort(key=lambda item: -worth[item[0]] / kv[item[0]])
     return [Start(queue.requests[indices[index]], kind, savable[indices[index]]) for index, kind in chosen]
 

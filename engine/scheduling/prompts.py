@@ -8,7 +8,7 @@ for ever. Other policies continue what runs by age, and start in their own order
 import math
 from typing import NamedTuple
 
-from engine.cache.cache_map import CacheKind
+from engine.cache.blocks import CacheKind
 from engine.request import Request, RequestClass, RequestStatus
 from engine.scheduling.chunks import StepChunks
 from engine.scheduling.laxity import (
@@ -139,8 +139,8 @@ class PromptChunks(StepChunks):
         return policy.scans_past(request, context) and bool(self.scheduler.free_rows)
 
     def _admit_online(self, request: Request, kind: CacheKind) -> bool:
-        if not request.parked_blocks:
-            request.cache_kind = kind
+        if not request.cache_map.blocks:
+            request.cache_map.kind = kind
         if not self.admit(request, self._online_length):
             return False
         self.has_online_prefill = self._floor_given = True

@@ -8,20 +8,17 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from engine.cache.cache_map import CacheBlock, CacheKind
-from engine.cache.pool import UNITS_PER_KV_BLOCK, BlockPool
-from engine.cache.prefix import extend_hashes
+from engine.cache.cache import Cache
 from engine.config import SchedulerConfig
 from engine.queue_time import QueueTime
 from engine.request import Request, RequestClass, RequestStatus
 from engine.scheduling.objective import StepObjective
 from engine.scheduling.offline_queue import OfflineQueue
-from engine.scheduling.output import CacheOperation
-from engine.scheduling.parked import ParkedCache
 from engine.scheduling.policies import OnlinePolicy, QueueContext
 from engine.scheduling.pressure import Pressure
 from engine.scheduling.queues import insert_by_age, remove_by_age
 from engine.service_cost import token_costs
+from predictor.limits import UNITS_PER_BLOCK
 from predictor.model import LatencyPredictor
 
 MAX_BACK_OFF = 64.0
@@ -37,7 +34,6 @@ class SchedulerCounters:
     preemptions: dict[str, int] = field(default_factory=dict)
     prefix_queried_tokens: int = 0
     prefix_hit_tokens: int = 0
-    cache_units: dict[str, int] = field(default_factory=dict)
     leftover_seconds: float = 0.0
     leftover_used_seconds: float = 0.0
 
@@ -62,7 +58,8 @@ class Scheduler:
         self.model = model
         self.objective = objective
         self.offline_share = 1.0
-        self.pool = BlockPool(config.num_units, config.host_units)
+        self.cache = Cache(config, model)
+        self.pool = self.cache.device
         self.running: dict[RequestClass, list[Request]] = {RequestClass.ONLINE: [], RequestClass.OFFLINE: []}
         self.waiting_online: list[Request] = []
         self._offline_policy = offline_policy
@@ -72,8 +69,6 @@ class Scheduler:
         self.released_rows: list[int] = []
         self.num_contested = 0
         self.queue_time = QueueTime.parse(config.max_queue_time)
-        self.parked = ParkedCache(config, self.pool, model)
-        self.num_hidden_blocks = 0
         self.counters = SchedulerCounters()
 
     def _make_offline_queue(self) -> OfflineQueue:
@@ -100,7 +95,7 @@ class Scheduler:
     def growth_reserve(self) -> int:
         """Units that offline admission leaves alone: the next block of everything that runs. Without it the pool fills
         to the brim and offline requests preempt one another for ever."""
-        return UNITS_PER_KV_BLOCK * (self.config.max_num_seqs - len(self.free_rows))
+        return UNITS_PER_BLOCK * (self.config.max_num_seqs - len(self.free_rows))
 
     def running_prompts(self) -> list[Request]:
         """Running online requests with a prompt in progress, by age."""
@@ -110,51 +105,27 @@ class Scheduler:
         """Units that these prompts in progress have still to get: whoever starts leaves them alone."""
         size = self.config.block_size
         missing = (len(r.token_ids) // size + 1 - len(r.cache_map.blocks) for r in prompts if r.row >= 0)
-        return UNITS_PER_KV_BLOCK * sum(blocks for blocks in missing if blocks > 0)
-
-    def units_for(self, request_class: RequestClass, num_offline: int) -> int:
-        """Units that a request could get now. `num_offline` offline requests leave the online prefixes used last alone,
-        up to a quarter of the pool: the next turn of a chat comes minutes later. One alone must be able to end (E4)."""
-        if request_class is RequestClass.ONLINE or num_offline <= 1:
-            return self.pool.num_available_units
-        return self.pool.num_available_units - min(self.pool.num_cached_online_units, self.pool.num_units // 4)
-
-    @property
-    def hidden_room(self) -> int:
-        """How many more blocks may be run from hidden state: every running one may be in the next step."""
-        return self.config.scratch_blocks - self.num_hidden_blocks
-
-    def kind_for(self, request: Request, growing: bool) -> CacheKind:
-        """What the request's next block is stored as; a map may mix kinds when the scratch area is used up.
-
-        `growing`: the block is for tokens that come one by one, and was no part of what the request claimed.
-        """
-        if request.cache_kind is not CacheKind.HIDDEN or self.hidden_room <= 0:
-            return CacheKind.KV
-        return self.parked.next_kind(request) if growing else CacheKind.HIDDEN
-
-    def count_hidden(self, request: Request, change: int) -> None:
-        """`change` more blocks of a running request hold hidden state."""
-        request.cache_map.num_hidden += change
-        self.num_hidden_blocks += change
+        return UNITS_PER_BLOCK * sum(blocks for blocks in missing if blocks > 0)
 
     def pressure(self, now: float) -> Pressure | None:
         """The state of memory if the waiting online requests want more than they could get now, else None."""
         block_size = self.config.block_size
         offline = self.running[RequestClass.OFFLINE]
-        capacity = self.pool.num_available_units + self.pool.num_deferred_units + self.parked.num_units(online=True)
-        capacity += UNITS_PER_KV_BLOCK * sum(len(request.cache_map.blocks) for request in offline)
+        capacity = (
+            self.pool.num_available_units + self.pool.num_deferred_units + self.cache.parked.num_units(online=True)
+        )
+        capacity += UNITS_PER_BLOCK * sum(len(request.cache_map.blocks) for request in offline)
         capacity -= self.prompt_reserve(self.running_prompts())
         if not self._demand_exceeds(capacity):
             return None
-        capacity += UNITS_PER_KV_BLOCK * sum(len(request.cache_map.blocks) for request in self.evictable(now))
+        capacity += UNITS_PER_BLOCK * sum(len(request.cache_map.blocks) for request in self.evictable(now))
         return Pressure(
             now=now,
             running=self.running[RequestClass.ONLINE],
             capacity=capacity,
             block_size=block_size,
-            hidden_blocks=self.hidden_room,
-            rho=self.config.rho * HIDDEN_STEPS * block_size / UNITS_PER_KV_BLOCK,
+            compact_blocks=self.cache.compact_room,
+            rho=self.config.rho * HIDDEN_STEPS * block_size / UNITS_PER_BLOCK,
             ttft=self.objective.ttft,
             tbt=self.objective.tbt,
             model=self.model,
@@ -163,7 +134,7 @@ class Scheduler:
 
     def _demand_exceeds(self, units: int) -> bool:
         """Whether the waiting online requests want more than so many units, all of them in KV."""
-        blocks, size = units // UNITS_PER_KV_BLOCK, self.config.block_size
+        blocks, size = units // UNITS_PER_BLOCK, self.config.block_size
         for request in self.waiting_online:
             blocks -= len(request.token_ids) // size + 1
             if blocks < 0:
@@ -229,9 +200,7 @@ class Scheduler:
         With a `step_id` and a host tier it keeps what was computed until somebody needs the room. Otherwise its full
         blocks stay in the prefix index while nobody needs the room, so what it lost is recomputed only then.
         """
-        if step_id is not None:
-            self.parked.park(request)
-        self.give_up(request)
+        self.give_up(request, keep=step_id is not None)
         request.move_to(RequestStatus.PREEMPTED)
         request.num_preemptions += 1
         if (excess := request.num_preemptions - self.config.max_offline_preemptions) >= 0:
@@ -243,13 +212,13 @@ class Scheduler:
         """Derive queues and rows anew from the requests themselves, all that have not ended."""
         self.running = {request_class: [] for request_class in RequestClass}
         self.waiting_online, self.waiting_offline, self.aside = [], self._make_offline_queue(), []
-        self.num_hidden_blocks = 0
+        self.cache.num_compact = 0
         for request in sorted(requests, key=lambda request: request.arrival_order):
             if request.request_class is RequestClass.OFFLINE and request.status is not RequestStatus.WAITING:
                 self.waiting_offline.adopt(request)
             if request.status is RequestStatus.RUNNING:
                 (self.aside if request.aside else self.running[request.request_class]).append(request)
-                self.num_hidden_blocks += request.cache_map.num_hidden
+                self.cache.num_compact += request.cache_map.num_compact
             else:
                 self.add_waiting(request)
         held = {request.row for group in (*self.running.values(), self.aside) for request in group}
@@ -280,29 +249,17 @@ class Scheduler:
         else:
             self.waiting_offline.remove(request)
 
-    def take_operations(self) -> tuple[CacheOperation, ...]:
-        """The cache operations of the step that is being launched, counted."""
-        operations, units = self.parked.take_operations(), self.counters.cache_units
-        for operation in operations:
-            name = operation.action.value
-            units[name] = units.get(name, 0) + len(operation.target.units)
-        return operations
+    def give_up(self, request: Request, *, keep: bool = False) -> None:
+        """Remove a request from its queue and release what it holds (units deferred while a step may touch them).
 
-    def give_up(self, request: Request) -> None:
-        """Remove a request from its queue and release what it holds (units deferred while a step may touch them)."""
+        `keep`: of what a running one has computed, the cache may keep what it can.
+        """
         if request.status is not RequestStatus.RUNNING:
-            self.parked.forget(request)
+            self.cache.parked.forget(request)
             self._leave_queue(request)
             return
         remove_by_age(self.aside if request.aside else self.running[request.request_class], request)
-        self.num_hidden_blocks -= request.cache_map.num_hidden
-        request.cache_map.num_hidden = 0
-        # Tail first: the head of a prefix is the most valuable part and must be evicted last.
-        for block in reversed(request.cache_map.blocks):
-            self.pool.release(block, request.last_step)
-        request.cache_map.blocks.clear()
-        request.cache_map.num_published = 0
-        request.num_computed_tokens = request.num_confirmed_tokens = 0
+        self.cache.vacate(request, keep=keep)
         self.free_rows.append(request.row)
         self.released_rows.append(request.row)
         request.row = -1
@@ -312,15 +269,6 @@ class Scheduler:
         self.give_up(request)
         if request.request_class is RequestClass.OFFLINE:
             self.waiting_offline.end(request)
-
-    def find_prefix(self, request: Request) -> list[CacheBlock]:
-        """Published blocks that hold this request's prefix; at least one token is always left to compute."""
-        if not self.config.enable_prefix_caching:
-            return []
-        cache_map = request.cache_map
-        extend_hashes(cache_map.hashes, request.token_ids, self.config.block_size, request.spec.cache_salt)
-        usable = (len(request.token_ids) - 1) // self.config.block_size
-        return self.pool.lookup(cache_map.hashes[:usable])
 
     def all_requests(self) -> Iterator[Request]:
         """Every request in a queue, running ones first."""

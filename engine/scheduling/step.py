@@ -30,7 +30,7 @@ class StepBuilder(PromptChunks):
 
     def build(self, plan: OfflinePlan | None, lookup: Callable[[str], Request | None]) -> SchedulerOutput | None:
         """The step, or None when nothing can run now. Without a plan the step is online-only."""
-        self.scheduler.parked.balance(self.scheduler.num_hidden_blocks)
+        self.scheduler.cache.balance()
         if self.scheduler.config.chunked_prefill:
             self._mix(plan, lookup)
         else:
@@ -101,12 +101,12 @@ class StepBuilder(PromptChunks):
     def _restore_hidden(self) -> None:
         """Room is back: project K and V once for requests of this step that run from hidden state, oldest first."""
         ledger, wanted = self.ledger, self.scheduler.config.max_num_batched_tokens
-        if not self.scheduler.num_hidden_blocks:
+        if not self.scheduler.cache.num_compact:
             return
         if ledger.model is not None and (per_token := ledger.model.cache_work(restored_tokens=1)) > 0.0:
             wanted = int(min(wanted, max(0.0, self._time_limit - ledger.seconds) / per_token))
         for request in self.scheduler.running[RequestClass.ONLINE]:
-            if request.cache_map.num_hidden and request.last_step == self.step_id:
+            if request.cache_map.num_compact and request.last_step == self.step_id:
                 restored = self.memory.restore(request, wanted)
                 ledger.charge_cache_work(CacheWork(-restored, restored))
                 wanted -= restored

@@ -6,7 +6,7 @@ requests always may; online ones, and others where nothing else can run, take wh
 
 from collections.abc import Sequence
 
-from engine.cache.cache_map import CacheKind
+from engine.cache.blocks import CacheKind
 from engine.request import Request, RequestClass, RequestStatus
 from engine.scheduling.chunks import StepChunks
 from engine.scheduling.output import SchedulerOutput
@@ -67,8 +67,8 @@ class TrialBuilder(StepChunks):
     def _admit(self, request: Request, force: bool) -> None:
         if not self.ledger.open:
             return
-        if not request.parked_blocks:
-            request.cache_kind = CacheKind.KV
+        if not request.cache_map.blocks:
+            request.cache_map.kind = CacheKind.KV
         if self.admit(request, self._length) or self.chunks:
             return
         for victim in self._victims(request, force):
@@ -93,7 +93,7 @@ class TrialBuilder(StepChunks):
 
     def _is_coming(self, request: Request) -> bool:
         """Whether units that are still in flight would do."""
-        pool, claim = self.scheduler.pool, self.memory.claim(request)
+        pool, claim = self.scheduler.pool, self.scheduler.cache.claim(request)
         missing = claim.units + pool.num_idle_units(claim.hits) - pool.num_available_units
         return bool(self.scheduler.free_rows) and 0 < missing <= pool.num_deferred_units
 

@@ -18,7 +18,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from engine.cache.pool import UNITS_PER_KV_BLOCK
 from engine.config import SchedulerConfig
 from engine.scheduling.objective import StepObjective
 from loadgen.arrivals import constant_rate, schedule
@@ -31,6 +30,7 @@ from loadgen.simulation.device import measured_device, read_profile
 from loadgen.simulation.run import Policies, simulate
 from loadgen.workloads import Workload, fixed
 from predictor.budget import BudgetParams
+from predictor.limits import UNITS_PER_BLOCK
 
 ONLINE, OFFLINE = (128, 48), (256, 64)
 """Prompt and output tokens of a request."""
@@ -105,7 +105,7 @@ def measure_host(url: str, seconds: float) -> Host:
 def simulated(profile: Path, host: Host, made: Workload, windows: Windows, seed: int) -> Mapping[str, Any]:
     """Metrics of one arm on the virtual clock, with the server's limits and objective."""
     config = SchedulerConfig(
-        num_units=UNITS_PER_KV_BLOCK * NUM_BLOCKS,
+        num_units=UNITS_PER_BLOCK * NUM_BLOCKS,
         max_model_len=MODEL_LEN,
         max_num_seqs=MAX_SEQS,
         max_num_batched_tokens=MAX_TOKENS,

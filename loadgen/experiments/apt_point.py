@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 
-from engine.cache.pool import UNITS_PER_KV_BLOCK
 from engine.core import EngineCore
 from engine.queue_time import UNLIMITED_QUEUE
 from engine.request import RequestClass
@@ -20,6 +19,7 @@ from loadgen.simulation.machine import Machine
 from loadgen.simulation.measure import Metrics
 from loadgen.simulation.requests import Row, request_of, rows_of
 from loadgen.stats import nearest_rank
+from predictor.limits import UNITS_PER_BLOCK
 
 HIDDEN_SHARE = 2
 """KV blocks in the pool for every block that a step may run from hidden state, as in the live engine."""
@@ -77,7 +77,7 @@ def with_cache(machine: Machine, cache: str, chunked: bool = True) -> Machine:
     """
     model, device, config = machine.spec.model, machine.device, machine.config
     shape = device.model
-    unit_bytes = config.block_size * shape.kv_bytes_per_token // UNITS_PER_KV_BLOCK
+    unit_bytes = config.block_size * shape.kv_bytes_per_token // UNITS_PER_BLOCK
     rho = max(0.0, device.cache_work_seconds(COMPACT_TOKENS) / COMPACT_TOKENS)
     restored = device.cache_work_seconds(restored_tokens=RESTORED_TOKENS) / RESTORED_TOKENS
     predictor = replace(machine.predictor, compact=rho, restored=restored, transferred=device.transfer_seconds(1))
@@ -89,7 +89,7 @@ def with_cache(machine: Machine, cache: str, chunked: bool = True) -> Machine:
             raise ValueError(f"hidden state of {model} takes more than half the room of its K and V")
         # Every HIDDEN_SHARE blocks of KV come with the K and V of one more block, for one layer.
         units = int(config.num_units / (1 + 1 / (HIDDEN_SHARE * shape.num_layers)))
-        scratch = units // UNITS_PER_KV_BLOCK // HIDDEN_SHARE
+        scratch = units // UNITS_PER_BLOCK // HIDDEN_SHARE
         config = replace(config, num_units=units, scratch_blocks=scratch, rho=rho)
     return replace(machine, config=config, predictor=predictor)
 

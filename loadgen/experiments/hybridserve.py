@@ -3,7 +3,7 @@
 OPT 6.7B to 66B on an RTX 4090 behind PCIe 4.0, with 882 GB of host memory. A batch of requests generates 128 tokens
 each; throughput is that of the whole run, prefill included. The arms differ in what the host holds of the past: K and
 V, activations (ACT), a division of both, or token ids. The split of `hybrid` is the engine's own closed form
-(`engine.scheduling.host_split`) with costs that are measured on the simulated device, as at the start of an engine.
+(`engine.cache.placement`) with costs that are measured on the simulated device, as at the start of an engine.
 """
 
 import random
@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from engine.cache.placement import HostSplit, OffloadCosts
 from engine.execution.device_specs import DEVICES, MODELS
-from engine.execution.offload import Compact, OffloadDevice, lay_out
 from engine.execution.simulated import SimulatedDevice
-from engine.scheduling.host_split import HostSplit, OffloadCosts
 from loadgen.experiments.offload import BLOCK, Case, algorithm_1, measure_costs, split_context
+from loadgen.experiments.pipelines import Compact, OffloadDevice, lay_out
 from loadgen.experiments.table import Result
 from loadgen.simulation.machine import NOISE
 from loadgen.simulation.measure import Metrics

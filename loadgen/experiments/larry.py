@@ -12,7 +12,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from engine.cache.pool import UNITS_PER_KV_BLOCK
 from loadgen import lengths, traces
 from loadgen.experiments.pool import Replays
 from loadgen.experiments.replay import Scenario, Setting
@@ -20,6 +19,7 @@ from loadgen.experiments.table import Result, figure, mean
 from loadgen.simulation.machine import MachineSpec, build_machine
 from loadgen.simulation.requests import rows_of
 from loadgen.svg import Series
+from predictor.limits import UNITS_PER_BLOCK
 
 PAPER_ALPHAS = (1.0, 500.0, 1000.0)
 """α of the paper's Figure 9. It weighs seconds against cache blocks times queue length, read off its score; ours has
@@ -92,7 +92,7 @@ def scenario(config: Config, data: Path | None, workload: str, rate: float, seed
 def run_seed(config: Config, data: Path | None, seed: int, workers: int, say: Callable[[str], None]) -> list[Result]:
     """All rows of one seed."""
     machine = build_machine(config.machine, seed)
-    compared = arms(machine.config.num_units // UNITS_PER_KV_BLOCK)
+    compared = arms(machine.config.num_units // UNITS_PER_BLOCK)
     points = [(name, factor, factor * rate) for name, rate in config.rates for factor in config.factors]
     cases = {f"{name}@{factor:g}": scenario(config, data, name, rate, seed) for name, factor, rate in points}
     results = []

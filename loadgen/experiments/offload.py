@@ -1,7 +1,7 @@
 """One batch with weights and cache on the host, on a simulated device: blocks by kind, mini-batches, steps, costs.
 
-Blocks are dealt out and packed by the engine's own rules (`engine.scheduling.host_split`); what a step takes is the
-pipelines of `engine.execution.offload`. Knows nothing of a paper's arms or figures.
+Blocks are dealt out and packed by the engine's own rules (`engine.cache.placement`); what a step takes is the
+pipelines of `loadgen.experiments.pipelines`. Knows nothing of a paper's arms or figures.
 """
 
 import random
@@ -11,17 +11,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from engine.execution.offload import Compact, Layout, OffloadDevice, Stage, Timeline, run_layers
-from engine.scheduling.host_split import (
-    HostBlocks,
-    HostSplit,
-    OffloadCosts,
-    even_mini_batches,
-    ideal_act,
-    mini_batches,
-    next_is_act,
-    split_host,
-)
+from engine.cache.placement import HostSplit, OffloadCosts, ideal_act, next_is_act, split_host
+from loadgen.experiments.mini_batches import HostBlocks, even_mini_batches, mini_batches
+from loadgen.experiments.pipelines import Compact, Layout, OffloadDevice, Stage, Timeline, run_layers
 from loadgen.simulation.machine import NOISE
 
 BLOCK = 16

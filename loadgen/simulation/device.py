@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from engine.cache.pool import UNITS_PER_KV_BLOCK
 from engine.config import EngineConfig, SchedulerConfig
 from engine.errors import ConfigError
 from engine.execution.device_specs import DEVICES, MODELS, ModelShape
@@ -21,6 +20,7 @@ from engine.scheduling.policies import find_policy
 from engine.virtual import PredictedRunner, step_features
 from loadgen.errors import InputError
 from loadgen.simulation.machine import NOISE, fit_device
+from predictor.limits import UNITS_PER_BLOCK
 from predictor.model import LatencyModel
 from predictor.online import OnlineModel, OnlineSettings
 from predictor.profile import Profile, ProfileError, ProfileKey
@@ -98,7 +98,7 @@ def named_device(model: str, device: str, config: EngineConfig, host_seconds: fl
         units = simulated.num_units(config.block_size)
     except ValueError as error:
         raise InputError(str(error)) from None
-    room = _room(config, units, shape.max_model_len, config.block_size * shape.kv_bytes_per_token // UNITS_PER_KV_BLOCK)
+    room = _room(config, units, shape.max_model_len, config.block_size * shape.kv_bytes_per_token // UNITS_PER_BLOCK)
     rho = max(0.0, simulated.cache_work_seconds(COST_TOKENS) / COST_TOKENS)
     if config.hidden_cache:
         if shape.hidden_size > shape.num_kv_heads * shape.head_dim:
@@ -153,14 +153,14 @@ def profiled_device(path: Path, config: EngineConfig, host_seconds: float = 0.0)
         if costs.swap_out is None or costs.swap_in is None or moved <= 0.0:
             raise ConfigError(f"--swap-space: {path} was measured without it (tidemill profile --swap-space ...)")
         unit_bytes = max(1, round((costs.swap_out + costs.swap_in) / 2 / moved))
-    room = _room(config, UNITS_PER_KV_BLOCK * PROFILE_BLOCKS, PROFILE_CONTEXT, unit_bytes)
+    room = _room(config, UNITS_PER_BLOCK * PROFILE_BLOCKS, PROFILE_CONTEXT, unit_bytes)
     if config.hidden_cache:
         if costs.run_hidden is None:
             raise ConfigError(f"--hidden-cache: {path} was measured without it (tidemill profile --hidden-cache)")
         room = _with_hidden(room, config, costs.run_hidden, None)
     notes = _notes(room, config, PROFILE_CONTEXT)
     if config.num_gpu_blocks_override is None or config.max_model_len is None:
-        blocks = room.num_units // UNITS_PER_KV_BLOCK
+        blocks = room.num_units // UNITS_PER_BLOCK
         assumed = f"{blocks} blocks of cache and a context of {room.max_model_len} tokens: see the server's first lines"
         notes = (*notes, f"a profile says nothing of memory; taken are {assumed}")
     return measured_device(profile, room, host_seconds, notes)
@@ -191,8 +191,8 @@ def read_profile(path: Path) -> Profile:
 def _room(config: EngineConfig, units: int, longest: int, unit_bytes: int) -> SchedulerConfig:
     """The limits of a server of this configuration: `units` of cache unless it says otherwise, a context that fits."""
     if config.num_gpu_blocks_override is not None:
-        units = UNITS_PER_KV_BLOCK * config.num_gpu_blocks_override
-    wanted, room = config.max_model_len or longest, units // UNITS_PER_KV_BLOCK * config.block_size
+        units = UNITS_PER_BLOCK * config.num_gpu_blocks_override
+    wanted, room = config.max_model_len or longest, units // UNITS_PER_BLOCK * config.block_size
     if config.max_model_len is not None and wanted > room:
         raise ConfigError(f"--max-model-len {wanted} does not fit: the cache holds {room} tokens")
     return SchedulerConfig.of(
@@ -212,7 +212,7 @@ def _with_hidden(room: SchedulerConfig, config: EngineConfig, rho: float, num_la
     if num_layers is not None:
         # Every HIDDEN_SHARE blocks of KV come with the K and V of one more block, for one layer.
         units = int(units / (1 + 1 / (HIDDEN_SHARE * num_layers)))
-    return replace(room, num_units=units, scratch_blocks=units // UNITS_PER_KV_BLOCK // HIDDEN_SHARE, rho=rho)
+    return replace(room, num_units=units, scratch_blocks=units // UNITS_PER_BLOCK // HIDDEN_SHARE, rho=rho)
 
 
 def _notes(room: SchedulerConfig, config: EngineConfig, longest: int) -> tuple[str, ...]:

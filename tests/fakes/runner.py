@@ -14,17 +14,9 @@ from functools import partial
 from hashlib import blake2b
 from typing import NamedTuple
 
-from engine.cache.cache_map import CacheEntry, CacheKind, Tier
+from engine.cache.blocks import CacheAction, CacheEntry, CacheKind, CacheOperation, Tier
 from engine.request import SamplingParams
-from engine.scheduling.output import (
-    INVALID_TOKEN,
-    CacheAction,
-    CacheOperation,
-    Chunk,
-    Collect,
-    ModelRunnerOutput,
-    SchedulerOutput,
-)
+from engine.scheduling.output import INVALID_TOKEN, Chunk, Collect, ModelRunnerOutput, SchedulerOutput
 
 Digest = bytes
 

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
-from engine.cache.cache_map import CacheEntry, CacheKind, Tier
-from engine.scheduling.output import CacheAction, CacheOperation, SchedulerOutput
+from engine.cache.blocks import CacheAction, CacheEntry, CacheKind, CacheOperation, Tier
+from engine.scheduling.output import SchedulerOutput
 from loadgen.bench.gpu.limits import measure_limits
 from loadgen.bench.gpu.loop import make_runner, scheduler_config
 from loadgen.bench.gpu.setup import Setup

@@ -1,0 +1,136 @@
+"""Blocks, the units that they lie in, and what can be done to them.
+
+A *block* is `block_size` tokens of one request. A *unit* is one block's worth of K, or of V, or a part of its hidden
+state, for all layers: the pool's currency. An entry names its kind and tier, so that one request may mix
+representations block by block (Apt-Serve §4, HybridServe §4). `REPRESENTATIONS` says everything that the control plane
+knows about a kind.
+"""
+
+import enum
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from predictor.limits import UNITS_PER_BLOCK
+
+
+class CacheKind(enum.Enum):
+    """Which representation of the past a block holds.
+
+    HIDDEN is the normed input of every attention layer, from which K and V are projected again; it is offered only by
+    models whose hidden state fits in half the room of K and V (`engine.models.spec.hidden_offer`).
+    """
+
+    KV = "kv"
+    HIDDEN = "hidden"
+
+
+class Representation(NamedTuple):
+    """`units`: what a block takes, on either tier. `compact`: K and V are made from it in every step that runs it, for
+    which the step needs a block of scratch; RESTORE makes them once."""
+
+    units: int
+    compact: bool
+
+
+REPRESENTATIONS = {
+    CacheKind.KV: Representation(UNITS_PER_BLOCK, compact=False),
+    CacheKind.HIDDEN: Representation(1, compact=True),
+}
+COMPACT = CacheKind.HIDDEN
+"""The kind that is offered beside K and V when memory is short."""
+
+
+class Tier(enum.Enum):
+    """Which memory the units are in."""
+
+    DEVICE = "device"
+    HOST = "host"
+
+
+class CacheEntry(NamedTuple):
+    """One block as the data plane sees it. `units`: (k_unit, v_unit) for KV, (unit,) for HIDDEN.
+
+    Device and host units are numbered apart, each from 0; a host unit holds exactly what a device unit holds.
+    """
+
+    kind: CacheKind
+    tier: Tier
+    units: tuple[int, ...]
+
+
+@dataclass(slots=True, eq=False)
+class CacheBlock:
+    """One block in a pool, perhaps shared read-only by several requests.
+
+    `block_hash` is set once the block is full, confirmed and published; `online` is raised by an online touch;
+    `last_step` is the newest step that may read or write the units.
+    """
+
+    entry: CacheEntry
+    ref_count: int = 1
+    block_hash: bytes | None = None
+    online: bool = False
+    last_step: int = -1
+
+    @property
+    def on_device(self) -> bool:
+        return self.entry.tier is Tier.DEVICE
+
+
+@dataclass(slots=True, eq=False)
+class CacheMap:
+    """The blocks of one request in token order; block i covers tokens [i·block_size, (i+1)·block_size).
+
+    While the request runs, all blocks are on the device. While it waits, they are what is kept of its past
+    (`engine.cache.parked`): its first `num_parked_tokens` tokens, on either tier; the last copy to the host was made by
+    the step `parked_in_step`.
+
+    `kind`: what new blocks are stored as; it outlives preemptions. `num_compact` blocks of a running request are
+    compact. `hashes` are the chained hashes of the full blocks known so far (computed lazily, kept across preemptions);
+    the first `num_published` blocks are already offered to the prefix index.
+    """
+
+    blocks: list[CacheBlock] = field(default_factory=list)
+    kind: CacheKind = CacheKind.KV
+    num_compact: int = 0
+    num_parked_tokens: int = 0
+    parked_in_step: int = -1
+    hashes: list[bytes] = field(default_factory=list)
+    num_published: int = 0
+
+
+class CacheAction(enum.Enum):
+    """What a cache operation does to the units of a block."""
+
+    SWAP_OUT = "swap_out"
+    """Device -> host, any kind."""
+    SWAP_IN = "swap_in"
+    """Host -> device, any kind."""
+    RESTORE = "restore"
+    """HIDDEN on the device -> KV on the device: K and V are projected, once, from the hidden state."""
+
+
+class CacheOperation(NamedTuple):
+    """Writes `target` from `source`, which keeps what it holds; whole blocks, full or not.
+
+    `start`: position of the block's first token (RESTORE rotates K by it; the others ignore it). A target may be the
+    source of a later operation of the step (swap in, then restore), and a source the target of one of another action: a
+    unit that was swapped out may be given away at once, to operations and chunks behind it. No unit is a target twice.
+    Neighbours of one action run as one batch, so give them together, in the order of `CacheAction`.
+    """
+
+    action: CacheAction
+    source: CacheEntry
+    target: CacheEntry
+    start: int = 0
+
+
+def count_units(blocks: Iterable[CacheBlock]) -> int:
+    """Units of these blocks."""
+    return sum(len(block.entry.units) for block in blocks)
+
+
+def count_compact(blocks: Iterable[CacheBlock]) -> int:
+    """How many of these blocks need scratch in every step that runs them."""
+    return sum(REPRESENTATIONS[block.entry.kind].compact for block in blocks)

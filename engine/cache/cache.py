@@ -1,0 +1,254 @@
+"""The cache of one engine: it alone decides where the past of a request lies. Scheduling asks, and gets a verdict.
+
+Joins the pools of both tiers, the prefix index and the parked pasts. A running request *extends* its map, a waiting one
+*claims* what it would start from and *takes* it; a request that leaves its row *vacates* it, keeping its past where it
+lies if there is a host tier. What that does to units becomes the step's cache operations. Knows nothing of queues, of
+victims, of time and of steps' limits.
+"""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from engine.cache.blocks import (
+    COMPACT,
+    REPRESENTATIONS,
+    CacheAction,
+    CacheBlock,
+    CacheEntry,
+    CacheKind,
+    CacheOperation,
+    Tier,
+    count_compact,
+    count_units,
+)
+from engine.cache.parked import ParkedPasts
+from engine.cache.pool import BlockPool
+from engine.cache.prefix import extend_hashes
+from engine.config import SchedulerConfig
+from engine.request import Request, RequestClass, RequestStatus
+from predictor.limits import UNITS_PER_BLOCK
+from predictor.model import LatencyPredictor
+
+
+class Claim(NamedTuple):
+    """What a waiting request would start from: `hits` in the prefix index, then parked blocks of its own on either
+    tier, which together hold its first `num_tokens` tokens, `num_compact` blocks of them compact; `units`: device units
+    that it needs besides both."""
+
+    hits: list[CacheBlock]
+    num_tokens: int
+    num_compact: int
+    units: int
+
+
+class Cache:
+    """`num_compact` blocks of running requests are compact; every one of them may be in the next step, and a step has
+    `scratch_blocks`. `moved_units`: units of all operations so far, by action."""
+
+    def __init__(self, config: SchedulerConfig, model: LatencyPredictor | None) -> None:
+        self.device = BlockPool(config.num_units)
+        self.host = BlockPool(config.host_units, Tier.HOST)
+        self.parked = ParkedPasts(config, self.device, self.host, model)
+        self.num_compact = 0
+        self.moved_units: dict[str, int] = {}
+        self._config = config
+
+    @property
+    def compact_room(self) -> int:
+        """How many more blocks may be run from compact form."""
+        return self._config.scratch_blocks - self.num_compact
+
+    @property
+    def has_parked(self) -> bool:
+        """Whether any waiting request has blocks on the device."""
+        return self.parked.num_holders > 0
+
+    def units_for(self, request_class: RequestClass, num_offline: int) -> int:
+        """Units that a request could get now. `num_offline` offline requests leave the online prefixes used last alone,
+        up to a quarter of the pool: the next turn of a chat comes minutes later. One alone must be able to end (E4)."""
+        device = self.device
+        if request_class is RequestClass.ONLINE or num_offline <= 1:
+            return device.num_available_units
+        return device.num_available_units - min(device.num_cached_online_units, device.num_units // 4)
+
+    def find_prefix(self, request: Request) -> list[CacheBlock]:
+        """Published blocks that hold this request's prefix; at least one token is always left to compute."""
+        config, cache_map = self._config, request.cache_map
+        if not config.enable_prefix_caching:
+            return []
+        extend_hashes(cache_map.hashes, request.token_ids, config.block_size, request.spec.cache_salt)
+        usable = (len(request.token_ids) - 1) // config.block_size
+        return self.device.lookup(cache_map.hashes[:usable])
+
+    def claim(self, request: Request) -> Claim:
+        """What `request` could start from now. A prefix on the device is better than the same tokens on the host."""
+        block_size, parked = self._config.block_size, request.cache_map.blocks
+        hits = self._usable(self.find_prefix(request))
+        if parked and count_compact(hits) + count_compact(parked[len(hits) :]) > self._config.scratch_blocks:
+            hits = []  # never both: its own past alone has run before
+        parked = parked[len(hits) :]
+        num_tokens, num_compact = len(hits) * block_size, count_compact(hits) + count_compact(parked)
+        num_blocks = len(request.token_ids) // block_size + 1 - len(hits) - len(parked)
+        of_kind = max(0, min(num_blocks, self.compact_room - num_compact)) if self._stores_compact(request) else 0
+        units = of_kind * REPRESENTATIONS[COMPACT].units + (num_blocks - of_kind) * UNITS_PER_BLOCK
+        if parked:
+            num_tokens = request.cache_map.num_parked_tokens
+            units += count_units(block for block in parked if not block.on_device)
+        return Claim(hits, num_tokens, num_compact, units)
+
+    def take(self, request: Request, claim: Claim, step_id: int) -> None:
+        """Give a request that starts what it claimed; what it has on the host comes back in this step. There must be
+        room."""
+        for block in claim.hits:
+            self.device.acquire(block, online=request.request_class is RequestClass.ONLINE)
+        self.parked.resume(request, claim.hits, step_id)
+        self._count(request, count_compact(request.cache_map.blocks))
+        request.cache_map.num_published = len(claim.hits)
+        request.num_computed_tokens = request.num_confirmed_tokens = claim.num_tokens
+
+    def extend(
+        self, request: Request, length: int, step_id: int, *, num_offline: int, from_online: bool, growing: bool = False
+    ) -> int:
+        """Allocate what `length` more tokens of a running request need; returns for how many (≤ length) there is room.
+
+        `from_online`: whether parked pasts of online requests may lose for it. `growing`: tokens of the answer, one by
+        one, which were no part of what the request claimed.
+        """
+        cache_map, block_size = request.cache_map, self._config.block_size
+        start, request_class = request.num_computed_tokens, request.request_class
+        while len(cache_map.blocks) * block_size < start + length:
+            kind = self._next_kind(request, growing)
+            size = REPRESENTATIONS[kind].units
+            wanted = size * (-(-(start + length) // block_size) - len(cache_map.blocks))
+            room = self.units_for(request_class, num_offline)
+            if wanted > room:
+                self.parked.reclaim(wanted - room, step_id, online=from_online)
+                room = self.units_for(request_class, num_offline)
+            online = request_class is RequestClass.ONLINE
+            block = self.device.allocate(kind, online=online) if room >= size else None
+            if block is None:
+                break
+            self._count(request, REPRESENTATIONS[kind].compact)
+            cache_map.blocks.append(block)
+        return min(length, len(cache_map.blocks) * block_size - start)
+
+    def restore(self, request: Request, max_tokens: int, step_id: int, *, reserve: int) -> list[tuple[int, CacheEntry]]:
+        """Give a request of this step K and V for compact blocks of up to `max_tokens` tokens, while more than
+        `reserve` units are to spare; returns the blocks' numbers, and where they lie now.
+
+        They are projected once, instead of in every step. Blocks to come are KV too.
+        """
+        block_size, blocks = self._config.block_size, request.cache_map.blocks
+        replaced: list[tuple[int, CacheEntry]] = []
+        for index, source in enumerate(blocks):
+            if (len(replaced) + 1) * block_size > max_tokens:
+                break
+            if not REPRESENTATIONS[source.entry.kind].compact:
+                continue
+            if self.device.num_available_units < UNITS_PER_BLOCK + reserve:
+                break
+            target = self.device.allocate(CacheKind.KV, online=request.request_class is RequestClass.ONLINE)
+            assert target is not None, "available units could not be had"
+            operation = CacheOperation(CacheAction.RESTORE, source.entry, target.entry, index * block_size)
+            self.parked.operations.append(operation)
+            replaced.append((index, target.entry))
+            blocks[index] = target
+            self.device.release(source, step_id)
+            self._count(request, -1)
+            request.cache_map.kind = CacheKind.KV
+        return replaced
+
+    def vacate(self, request: Request, *, keep: bool) -> None:
+        """A running request leaves its row. `keep`: what it has computed stays where it lies until the room is needed,
+        if there is a host tier; else its full blocks stay in the prefix index for as long."""
+        cache_map = request.cache_map
+        self._count(request, -cache_map.num_compact)
+        if keep:
+            given_up = self.parked.park(request)
+        else:
+            cache_map.blocks, given_up = [], cache_map.blocks
+        # Tail first: the head of a prefix is the most valuable part and must be evicted last.
+        for block in reversed(given_up):
+            self.device.release(block, request.last_step)
+        cache_map.num_published = 0
+        request.num_computed_tokens = request.num_confirmed_tokens = 0
+
+    def rewind(self, requests: Iterable[Request], failed: set[int]) -> None:
+        """The steps `failed` have failed: pasts that they copied to the host are in doubt."""
+        for request in requests:
+            if request.cache_map.num_parked_tokens and request.cache_map.parked_in_step in failed:
+                self.parked.forget(request)
+
+    def publish(self, request: Request) -> None:
+        """Offer the full blocks of a running request up to its last confirmed token to later ones."""
+        cache_map, config = request.cache_map, self._config
+        num_full = request.num_confirmed_tokens // config.block_size
+        if num_full <= cache_map.num_published or not config.enable_prefix_caching:
+            return
+        extend_hashes(cache_map.hashes, request.token_ids, config.block_size, request.spec.cache_salt)
+        for index in range(cache_map.num_published, num_full):
+            self.device.publish(cache_map.blocks[index], cache_map.hashes[index])
+        cache_map.num_published = num_full
+
+    def withdraw(self, request: Request) -> None:
+        """What this request computed is in doubt: no other shall start from it."""
+        for block in request.cache_map.blocks:
+            self.device.withdraw(block)
+
+    def balance(self) -> None:
+        """Divide the host anew for the step that is being built."""
+        self.parked.balance(self.num_compact)
+
+    def take_operations(self) -> tuple[CacheOperation, ...]:
+        """The cache operations of the step that is being launched, counted."""
+        operations = self.parked.take_operations()
+        for operation in operations:
+            name = operation.action.value
+            self.moved_units[name] = self.moved_units.get(name, 0) + len(operation.target.units)
+        return operations
+
+    def complete_step(self, step_id: int) -> None:
+        """All steps up to `step_id` have ended: what was given up for them is free."""
+        self.device.complete_step(step_id)
+        self.host.complete_step(step_id)
+
+    def check_integrity(self, requests: Iterable[Request]) -> None:
+        """Assert unit conservation on both tiers, given every request that has not ended."""
+        held: list[CacheBlock] = []
+        num_compact = 0
+        for request in requests:
+            cache_map = request.cache_map
+            held.extend(cache_map.blocks)
+            if request.status is RequestStatus.RUNNING:
+                assert not cache_map.num_parked_tokens, "a running request has a parked past"
+                assert cache_map.num_compact == count_compact(cache_map.blocks), "compact blocks are miscounted"
+                assert all(block.on_device for block in cache_map.blocks), "a running request has blocks on the host"
+                num_compact += cache_map.num_compact
+            else:
+                self.parked.check_integrity(request)
+        assert num_compact == self.num_compact <= self._config.scratch_blocks, "scratch is overdrawn"
+        self.device.check_integrity(block for block in held if block.on_device)
+        self.host.check_integrity(block for block in held if not block.on_device)
+
+    def _usable(self, hits: list[CacheBlock]) -> list[CacheBlock]:
+        """The hits in front of the first compact one for which the scratch area has no room."""
+        room = self.compact_room
+        for index, block in enumerate(hits):
+            room -= REPRESENTATIONS[block.entry.kind].compact
+            if room < 0:
+                return hits[:index]
+        return hits
+
+    def _next_kind(self, request: Request, growing: bool) -> CacheKind:
+        """What the next block is stored as; a map may mix kinds when the scratch area is used up."""
+        if not self._stores_compact(request) or self.compact_room <= 0:
+            return CacheKind.KV
+        return self.parked.next_kind(request) if growing else COMPACT
+
+    def _stores_compact(self, request: Request) -> bool:
+        return REPRESENTATIONS[request.cache_map.kind].compact
+
+    def _count(self, request: Request, change: int) -> None:
+        """`change` more blocks of a running request are compact."""
+        request.cache_map.num_compact += change
+        self.num_compact += change

@@ -1,0 +1,250 @@
+"""Where the past of requests that wait lies: kept, on the host, or dropped (Apt-Serve §4, HybridServe §4).
+
+A request that loses its place keeps its blocks until the room is needed. Then every block can be given up in two ways,
+each with a measured cost of bringing it back: a copy to the bounded host pool and back, or computing it again, which
+only the tail of a past can be, for progress is one counter. `release_units` frees what is asked for at the least cost
+per unit, so that a plan is dearer than the best one by at most its last step on one block while the host has room.
+
+Which representation a full host should hold, so that bringing pasts back keeps link and device busy alike, is the
+second half (HybridServe §4.3). The paper's balance forgets the load of the host's compact blocks (Eq. 9) and the
+forward pass (Eq. 10); with both, and the host full, the load is a constant and the device's time is linear in the
+number of compact (ACT) blocks, so that the split is a closed form.
+
+Pure; seconds and whole units. Knows nothing of requests, pools or copies.
+"""
+
+import enum
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from engine.cache.blocks import COMPACT, REPRESENTATIONS, CacheKind
+from engine.config import SchedulerConfig
+from predictor.features import BatchFeatures, chunk_attention_work
+from predictor.limits import UNITS_PER_BLOCK
+from predictor.model import LatencyPredictor
+
+
+class Place(enum.IntEnum):
+    """Where blocks of a past may go; of equal cost, the first."""
+
+    DROP = 0
+    HOST = 1
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreCosts:
+    """Measured seconds, all ≥ 0, of the real runner.
+
+    recompute         a token's share of a full prefill step
+    recompute_pair    and of each earlier token that it attends to (a long past costs more per token)
+    restore           K and V of one token from its compact form, once
+    copy              one unit to the host and back, as far as it delays steps
+    """
+
+    recompute: float
+    restore: float
+    copy: float
+    recompute_pair: float = 0.0
+
+    def recompute_seconds(self, start: int, tokens: int) -> float:
+        """Recomputing `tokens` tokens behind `start` that are there."""
+        return self.recompute * tokens + self.recompute_pair * chunk_attention_work(start, tokens)
+
+
+def recompute_costs(model: LatencyPredictor, beside: BatchFeatures, chunk: int) -> tuple[float, float]:
+    """(`recompute`, `recompute_pair`) as the latency model has them for chunks of `chunk` ≥ 2 tokens in a step that
+    already holds `beside`: the model is linear in the chunk's start, so two points give both."""
+    at_start = model.marginal(beside, 0, chunk)
+    pair = max(0.0, model.marginal(beside, chunk, chunk) - at_start) / (chunk * chunk)
+    return max(0.0, at_start - pair * chunk_attention_work(0, chunk)) / chunk, pair
+
+
+def restore_costs(model: LatencyPredictor | None, config: SchedulerConfig) -> RestoreCosts:
+    """What the latency model says; without one only recomputing costs anything."""
+    if model is None:
+        return RestoreCosts(recompute=1.0, restore=0.0, copy=0.0)
+    recompute, pair = recompute_costs(model, BatchFeatures(), max(2, config.max_num_batched_tokens))
+    copy = 2.0 * model.cache_work(transferred_bytes=config.unit_bytes)
+    return RestoreCosts(recompute, model.cache_work(restored_tokens=1), copy, pair)
+
+
+@dataclass(frozen=True, slots=True)
+class Past:
+    """Blocks of one request in one representation, all of them unshared, up to its last computed token.
+
+    `start`: computed tokens before them (shared, or in another representation). `tokens` ≥ 1 in them. `can_drop`:
+    nothing of the request lies behind them.
+    """
+
+    start: int
+    tokens: int
+    kind: CacheKind
+    block_size: int
+    can_drop: bool = True
+
+    @property
+    def num_blocks(self) -> int:
+        return -(-self.tokens // self.block_size)
+
+    @property
+    def block_units(self) -> int:
+        """Units of each block."""
+        return REPRESENTATIONS[self.kind].units
+
+    def drop_seconds(self, blocks: int, costs: RestoreCosts) -> float:
+        """Computing the last `blocks` blocks again. What lies there in compact form would have to be restored anyway:
+        only what goes beyond that counts."""
+        tokens = self.tokens - (self.num_blocks - blocks) * self.block_size
+        recompute = costs.recompute_seconds(self.start + self.tokens - tokens, tokens)
+        return max(0.0, recompute - costs.restore * tokens) if REPRESENTATIONS[self.kind].compact else recompute
+
+
+class Move(NamedTuple):
+    """`blocks` blocks of past number `past` go to `place`. Of one past, in this order from its tail: DROP, HOST; what
+    is in front of them stays."""
+
+    past: int
+    place: Place
+    blocks: int
+
+
+def release_units(pasts: Sequence[Past], units: int, host_room: int, costs: RestoreCosts) -> list[Move]:
+    """The cheapest way to give up `units` device units, or all that these pasts hold, in the order of the pasts.
+
+    `host_room`: free host units. Equal costs take the earlier past first, so give them in the order in which they may
+    lose. Nothing is moved when nothing is needed.
+    """
+    kept = [past.num_blocks for past in pasts]
+    moves: list[Move] = []
+    for _, index, place in sorted(_ways(pasts, units, costs)) if units > 0 else ():
+        if units <= 0:
+            break
+        size = pasts[index].block_units
+        blocks = min(kept[index], -(-units // size))
+        if place is Place.HOST:
+            blocks = min(blocks, host_room // size)
+            host_room -= blocks * size
+        if blocks:
+            moves.append(Move(index, place, blocks))
+            kept[index] -= blocks
+            units -= blocks * size
+    return sorted(moves)
+
+
+def _ways(pasts: Sequence[Past], units: int, costs: RestoreCosts) -> Iterator[tuple[float, int, Place]]:
+    """(cost per unit, past, place) of all moves, each priced for as many blocks from the tail as `units` units need; to
+    nine digits, so that equal costs are equal and the order of the input decides."""
+    copy = _rounded(costs.copy)
+    for index, past in enumerate(pasts):
+        yield copy, index, Place.HOST
+        if past.can_drop:
+            blocks = min(past.num_blocks, -(-units // past.block_units))
+            yield _rounded(past.drop_seconds(blocks, costs) / (blocks * past.block_units)), index, Place.DROP
+
+
+def _rounded(density: float) -> float:
+    return float(f"{density:.8e}")
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadCosts:
+    """Measured seconds of one layer. `ratio`: r, 0 < r < 1, the room of an ACT block over that of a KV block.
+
+    load_weights   T_w, the layer's weights over the link
+    load_kv        t_kv, one KV block over the link (an ACT block takes r times that)
+    regenerate     g, K and V of one ACT block
+    forward_fixed  T_f0, the layer's forward pass without any context
+    forward        t_f, what one more block of context, of either type, adds to it
+    """
+
+    load_weights: float
+    load_kv: float
+    regenerate: float
+    forward_fixed: float
+    forward: float
+    ratio: float
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.ratio < 1.0:
+            raise ValueError(f"activations must take less room than KV: 0 < ratio < 1, not {self.ratio}")
+
+    def link_seconds(self, kv_host: float, act_host: float) -> float:
+        """T_PCIe: weights and all host blocks."""
+        return self.load_weights + self.load_kv * (kv_host + self.ratio * act_host)
+
+    def device_seconds(self, kv_host: float, act_host: float, act_device: float) -> float:
+        """T_computation: regenerating every ACT block, and the forward pass over the whole context."""
+        acts = act_host + act_device
+        return self.regenerate * acts + self.forward_fixed + self.forward * (kv_host + acts)
+
+
+class HostSplit(NamedTuple):
+    """Host blocks of each type."""
+
+    kv: int
+    act: int
+
+
+def ideal_act(costs: OffloadCosts, room: float, act_device: float) -> float:
+    """ACT_host that balances both pipelines over a full host of `room` KV blocks; clamped to 0 … room/r.
+
+    Below it the link is the bottleneck and every ACT block adds context for nothing; above it the device is, and more
+    ACT pays only while (1 − r)·T_f0 > g·(room + r·act_device): a forward pass that costs more than regeneration.
+    """
+    r, forward = costs.ratio, costs.forward
+    link = costs.load_weights + costs.load_kv * room
+    device = costs.forward_fixed + forward * (room + act_device) + costs.regenerate * act_device
+    slope = costs.regenerate + forward * (1.0 - r)
+    if slope <= 0.0:
+        return room / r if link > device else 0.0
+    return min(max((link - device) / slope, 0.0), room / r)
+
+
+def split_host(costs: OffloadCosts, room: int, act_device: int) -> HostSplit:
+    """The split in whole blocks: the neighbour of the ideal whose pipelines differ least. `room`: in KV blocks."""
+    ideal = ideal_act(costs, room, act_device)
+    most = int(room / costs.ratio + 1e-9)
+    splits = [
+        HostSplit(int(room - costs.ratio * act + 1e-9), act)
+        for act in sorted({min(math.floor(ideal), most), min(math.ceil(ideal), most)})
+    ]
+    return min(
+        splits, key=lambda s: abs(costs.link_seconds(s.kv, s.act) - costs.device_seconds(s.kv, s.act, act_device))
+    )
+
+
+def host_split(model: LatencyPredictor | None, config: SchedulerConfig, act_device: int) -> HostSplit | None:
+    """The split of this engine's host tier; None where there is nothing to choose. `act_device`: compact blocks there.
+
+    Weights stay on the device here, and a whole step takes the place of the paper's layer: costs are in proportion.
+    """
+    room = config.host_units // UNITS_PER_BLOCK
+    if model is None or not room or not config.scratch_blocks:
+        return None
+    empty = BatchFeatures()
+    costs = OffloadCosts(
+        load_weights=0.0,
+        load_kv=model.cache_work(transferred_bytes=UNITS_PER_BLOCK * config.unit_bytes),
+        regenerate=model.cache_work(restored_tokens=config.block_size),
+        forward_fixed=model.predict(empty),
+        forward=model.marginal_decodes(empty, 0, config.block_size),
+        ratio=REPRESENTATIONS[COMPACT].units / UNITS_PER_BLOCK,
+    )
+    return split_host(costs, room, act_device)
+
+
+def next_is_act(kv_blocks: int, act_blocks: int, split: HostSplit) -> bool:
+    """The type of a request's next block: the one further behind its share of the host's split (Eq. 11).
+
+    `kv_blocks`, `act_blocks`: what the request has. Equal deficits go to the type of which the host has more.
+    """
+    total = split.kv + split.act
+    if total == 0:
+        return False
+    blocks = kv_blocks + act_blocks + 1
+    # Deficits times `total`: share · blocks − held, in whole numbers.
+    act_deficit = split.act * blocks - act_blocks * total
+    kv_deficit = split.kv * blocks - kv_blocks * total
+    return act_deficit > kv_deficit or (act_deficit == kv_deficit and split.act > split.kv)
