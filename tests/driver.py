@@ -69,8 +69,9 @@ def _portrait(request: Request, now: float) -> str:
         f"{request.request_id} #{request.arrival_order} {request.status.value} {request.spec.lane.name} "
         f"tenant '{request.spec.tenant}' row {request.row}: {len(request.token_ids)} tokens "
         f"({request.num_prompt_tokens} + {request.num_output_tokens} of {request.spec.sampling.max_tokens}), computed "
-        f"{request.num_computed_tokens}, parked {request.cache_map.num_parked_tokens}, placeholders {request.num_placeholders}, "
-        f"last step {request.last_step}, preempted {request.num_preemptions} times, not before "
+        f"{request.num_computed_tokens}, parked {request.cache_map.num_parked_tokens}, "
+        f"placeholders {request.num_placeholders}, last step {request.last_step}, "
+        f"preempted {request.num_preemptions} times, not before "
         f"{request.not_before - now:+.3f}, arrived {request.times.arrival - now:+.3f}, blocks [{' '.join(held)}]"
     )
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from engine.cache.blocks import CacheBlock, CacheEntry, CacheKind, Tier
 from engine.request import EngineRequest, Request, RequestStatus, RequestTimes, SamplingParams
-from engine.scheduling.knapsack import Columns, choose_columns
+from engine.scheduling.knapsack import Columns, choose
 from engine.scheduling.pressure import GRAIN, Pressure, _in_reach, _savable, _transposed, select_apt, select_goodput
 from engine.scheduling.values import goodput_values, has_missed, pending_time, seconds_to_token
 from predictor.features import BatchFeatures
@@ -96,8 +96,8 @@ def test_late_requests_out_of_reach_change_nothing(rows: list[tuple[int, bool]],
     values = goodput_values([1.0] * len(rows), savable, 1.0, 0.0)
     near = _in_reach(kv, savable, capacity)
     assert near == sorted(near)
-    everybody = choose_columns(Columns(values, kv, [None] * len(kv)), capacity)
-    some = choose_columns(Columns([values[i] for i in near], [kv[i] for i in near], [None] * len(near)), capacity)
+    everybody = choose(Columns(values, kv, [None] * len(kv)), capacity)
+    some = choose(Columns([values[i] for i in near], [kv[i] for i in near], [None] * len(near)), capacity)
     assert {near[i] for i in some.kv} == set(everybody.kv)
     assert some.value == pytest.approx(everybody.value) and some.units == everybody.units
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.scheduling.knapsack import Candidate, choose
+from engine.scheduling.knapsack import Columns, choose
 from engine.scheduling.values import (
     DEFAULT_TAIL,
     EPSILON,
@@ -84,12 +84,15 @@ def test_after_one_over_tail_objectives_a_late_request_counts_in_full(tail: floa
 def test_small_savable_requests_go_first_under_goodput_and_old_ones_under_apt() -> None:
     # (pending, savable, units): an old large one, two small young ones, one that is late.
     queue = [(0.9, True, 20), (0.1, True, 8), (0.2, True, 10), (3.0, False, 4)]
-    goodput = [Candidate(goodput_value(p, savable, 1.0), units) for p, savable, units in queue]
-    assert choose(goodput, 22).kv == (1, 2, 3)
-    apt = [Candidate(apt_value(p, savable, tail=0.0), units) for p, savable, units in queue]
-    assert choose(apt, 22).kv == (0,)
+    units = [row[2] for row in queue]
+
+    def chosen(values: list[float], capacity: int) -> tuple[int, ...]:
+        return choose(Columns(values, units, [None] * len(units)), capacity).kv
+
+    assert chosen([goodput_value(p, savable, 1.0) for p, savable, _ in queue], 22) == (1, 2, 3)
+    assert chosen([apt_value(p, savable, tail=0.0) for p, savable, _ in queue], 22) == (0,)
     # With a tail the late one is back ahead of all: 0.4 · 3 s for four units.
-    assert choose([Candidate(apt_value(p, savable), units) for p, savable, units in queue], 22).kv[0] == 3
+    assert chosen([apt_value(p, savable) for p, savable, _ in queue], 22)[0] == 3
 
 
 def test_the_queue_with_the_larger_sum_of_pending_times_has_the_iteration() -> None:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from engine.cache.blocks import COMPACT, REPRESENTATIONS, CacheKind, count_units
 from engine.request import Request
-from engine.scheduling.knapsack import Columns, Selection, choose_columns
+from engine.scheduling.knapsack import Columns, Selection, choose
 from engine.scheduling.values import (
     DEFAULT_TAIL,
     apt_values,
@@ -175,7 +175,7 @@ def _chosen(
     compact = [queue.compact[i] if savable[i] else None for i in indices]
     # With nobody left to save a step still costs time: else all that are late would run from hidden state for nothing.
     live = max(1, sum(savable) + sum(_has_hope(request, pressure) for request in pressure.running))
-    selection: Selection = choose_columns(Columns(worth, kv, compact), pressure.capacity, live=live, rho=rho)
+    selection: Selection = choose(Columns(worth, kv, compact), pressure.capacity, live=live, rho=rho)
     if sum(compact[index] or 0 for index in selection.compact) > pressure.compact_blocks:
         # The best of them may have the scratch area; the others compete again, for KV alone.
         allowed, room = set(), pressure.compact_blocks
@@ -184,7 +184,7 @@ def _chosen(
                 room -= compact[index] or 0
                 allowed.add(index)
         compact = [units if index in allowed else None for index, units in enumerate(compact)]
-        selection = choose_columns(Columns(worth, kv, compact), pressure.capacity, live=live, rho=rho)
+        selection = choose(Columns(worth, kv, compact), pressure.capacity, live=live, rho=rho)
     chosen = [(index, CacheKind.KV) for index in selection.kv]
     chosen += [(index, COMPACT) for index in selection.compact]
     chosen.sort(key=lambda item: -worth[item[0]] / kv[item[0]])

@@ -10,7 +10,7 @@ from engine.config import SchedulerConfig
 from engine.core import EngineCore
 from engine.queue_time import UNLIMITED_QUEUE
 from engine.request import EngineRequest, SamplingParams
-from engine.scheduling.knapsack import Candidate, Columns, choose, choose_columns, choose_options, run_options
+from engine.scheduling.knapsack import Columns, choose
 from engine.scheduling.objective import StepObjective
 from engine.scheduling.output import ModelRunnerOutput
 from engine.scheduling.values import apt_values
@@ -151,18 +151,14 @@ def as_columns(waiting: list[tuple[float, bool, int]]) -> Columns:
     return Columns(apt_values(pending, savable), units, [each // 2 for each in units])
 
 
-def as_candidates(waiting: list[tuple[float, bool, int]]) -> list[Candidate]:
-    return [Candidate(*row) for row in zip(*as_columns(waiting), strict=True)]
-
-
-def best_value(candidates: list[Candidate], capacity: int) -> float:
+def best_value(columns: Columns, capacity: int) -> float:
     """The exact optimum, by dynamic programming over whole units."""
     best = [0.0] * (capacity + 1)
-    for candidate in candidates:
-        options = run_options(candidate, PENALTY)
+    for value, kv, compact in zip(*columns, strict=True):
+        forms = [(kv, value), *([] if compact is None else [(compact, value - PENALTY * kv)])]
         best = [
-            max([value, *(best[left - units] + worth for units, worth in options if units <= left)])
-            for left, value in enumerate(best)
+            max([held, *(best[left - units] + worth for units, worth in forms if units <= left)])
+            for left, held in enumerate(best)
         ]
     return best[capacity]
 
@@ -177,23 +173,20 @@ def knapsack_bench() -> None:
             begin = time.perf_counter()
             columns = as_columns(waiting)
             built = time.perf_counter()
-            chosen = choose_columns(columns, capacity, live=1, rho=PENALTY)
+            chosen = choose(columns, capacity, live=1, rho=PENALTY)
             end = time.perf_counter()
-            candidates = as_candidates(waiting)
-            made = time.perf_counter()
-            choose_options([run_options(candidate, PENALTY) for candidate in candidates], capacity)
-            timed.append((end - built, end - begin, time.perf_counter() - made))
-        alone, whole, general = ([row[column] * 1e3 for row in timed] for column in range(3))
+            timed.append((end - built, end - begin))
+        alone, whole = ([row[column] * 1e3 for row in timed] for column in range(2))
         print(
             f"  knapsack, {count:5d} candidates: median {median(alone):.3f} ms, P99 {quantiles(alone, n=100)[98]:.3f}; "
-            f"with values {median(whole):.3f}; general form {median(general):.2f}; "
+            f"with values {median(whole):.3f}; "
             f"{len(chosen.kv)} KV, {len(chosen.compact)} compact"
         )
     ratios = []
     for _ in range(100):
-        candidates = as_candidates(queue(24, generator))
-        capacity = int(generator.uniform(0.15, 0.8) * sum(candidate.kv_units for candidate in candidates))
-        ratios.append(choose(candidates, capacity, live=1, rho=PENALTY).value / best_value(candidates, capacity))
+        columns = as_columns(queue(24, generator))
+        capacity = int(generator.uniform(0.15, 0.8) * sum(columns.kv))
+        ratios.append(choose(columns, capacity, live=1, rho=PENALTY).value / best_value(columns, capacity))
     print(f"  of the exact optimum, 100 instances of 24: mean {sum(ratios) / 100:.4f}, worst {min(ratios):.3f}")
 
 
