@@ -1,7 +1,11 @@
-"""`python -m loadgen.bench [serving|control-plane ...]`: the CPU benchmarks, each beside a limit or a peer."""
+"""`python -m loadgen.bench [serving|control-plane ...]`: the CPU benchmarks, each beside a limit or a peer.
+
+Options behind a single name are that benchmark's: `python -m loadgen.bench colocation --help`.
+"""
 
 import argparse
 import importlib
+import sys
 
 BENCHES = {
     "serving": "loadgen.bench.serving",
@@ -19,11 +23,16 @@ DEFAULT = ("serving", "control-plane", "planning")
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m loadgen.bench", description=__doc__)
     parser.add_argument("names", nargs="*", help=f"which of {', '.join(BENCHES)} (default: {', '.join(DEFAULT)})")
-    args = parser.parse_args()
-    for name in args.names or DEFAULT:
+    words = sys.argv[1:]
+    first = next((index for index, word in enumerate(words) if word.startswith("-")), len(words))
+    names, options = words[:first], words[first:]
+    if not names or (options and len(names) > 1):
+        parser.parse_args(words)  # its help, or an error: options belong to one benchmark
+    for name in names or DEFAULT:
         if name not in BENCHES:
             parser.error(f"unknown benchmark '{name}'; known: {', '.join(BENCHES)}")
-        importlib.import_module(BENCHES[name]).main([])
+    for name in names or DEFAULT:
+        importlib.import_module(BENCHES[name]).main(options)
 
 
 if __name__ == "__main__":
