@@ -14,9 +14,9 @@ from pathlib import Path
 import torch
 
 import engine.models.demo
+from engine.api import EngineInfo
 from engine.cache_profiling import CacheTiers
 from engine.calibration import load_or_measure, load_profile
-from engine.client import EngineInfo
 from engine.config import EngineConfig, SchedulerConfig
 from engine.controller import make_controller
 from engine.engine import Engine
@@ -242,4 +242,5 @@ def _info(plan: LaunchPlan) -> EngineInfo:
         dtype=plan.dtype,
         device=plan.device,
         num_parameters=plan.spec.num_parameters,
+        cache_tokens=plan.limits.num_units // UNITS_PER_BLOCK * plan.limits.block_size,
     )

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from itertools import count
 from statistics import median
 
+from engine.api import SamplingParams
 from engine.cache.blocks import CacheAction, CacheEntry, CacheKind, CacheOperation, Tier
 from engine.machine import BUS_RATE
-from engine.request import SamplingParams
 from engine.scheduling.output import Chunk, ModelRunner, NewRequest, SchedulerOutput
 from predictor.costs import CacheCosts
 from predictor.limits import Limits

@@ -10,12 +10,11 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from engine.api import ColocationStats, FinishReason, RequestClass, RequestOutput
 from engine.baseline import RecentRequests
 from engine.core import EngineCore
-from engine.request import FinishReason, RequestClass, RequestOutput
 from engine.scheduling.objective import StepObjective
 from engine.scheduling.output import SchedulerOutput
-from engine.stats import ColocationStats
 from engine.virtual import step_features
 from predictor.breaker import BreakerSettings, BreakerState, CircuitBreaker
 from predictor.budget import BudgetParams

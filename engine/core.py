@@ -13,21 +13,29 @@ from collections.abc import Generator, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain, islice, repeat
 
-from engine.config import SchedulerConfig
-from engine.errors import EngineStepError, EngineUnavailableError, InvalidRequestError, QueueFullError, TidemillError
-from engine.integrity import check_integrity
-from engine.request import (
+from engine.api import (
     EngineRequest,
+    EngineStats,
     FinishReason,
     Lane,
-    Request,
     RequestClass,
     RequestOutput,
-    RequestStatus,
     RequestTimes,
     SamplingParams,
     TokenLogprobs,
 )
+from engine.config import SchedulerConfig
+from engine.counters import StepCounters
+from engine.errors import (
+    EngineStepError,
+    EngineUnavailableError,
+    ErrorInfo,
+    InvalidRequestError,
+    QueueFullError,
+    TidemillError,
+)
+from engine.integrity import check_integrity
+from engine.request import Request, RequestStatus
 from engine.scheduling.admission import check_length, check_room
 from engine.scheduling.blame import LONE_WAITS, Blame
 from engine.scheduling.canary import CANARY_ID
@@ -41,7 +49,6 @@ from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.step import StepBuilder
 from engine.scheduling.trial import CAUSE, TrialBuilder
 from engine.service_cost import token_costs
-from engine.stats import EngineStats, StepCounters
 from predictor.load import Lengths
 from predictor.model import LatencyPredictor
 
@@ -151,10 +158,16 @@ class EngineCore:
         if self._scheduler.waiting_offline.is_full(spec.lane, spec.tenant, limit):
             raise QueueFullError(f"{limit} flex requests are waiting already.", retry_after=FLEX_RETRY_SECONDS)
 
-    def abort(self, request_id: str, now: float, reason: FinishReason = FinishReason.ABORT) -> RequestOutput | None:
+    def abort(
+        self,
+        request_id: str,
+        now: float,
+        reason: FinishReason = FinishReason.ABORT,
+        error: TidemillError | None = None,
+    ) -> RequestOutput | None:
         """End a request now, whatever it is doing; its terminal output, or None if it has already ended."""
         request = self._requests.get(request_id)
-        return None if request is None else self._finish(request, reason, now, [], None)
+        return None if request is None else self._finish(request, reason, now, error=error)
 
     def plan_offline(self, now: float) -> Generator[None, None, OfflinePlan]:
         """The offline fill of the next step, computed in slices; see engine.scheduling.planner."""
@@ -175,7 +188,7 @@ class EngineCore:
         self._in_flight.append(_InFlight(output, requests, [request.epoch for request in requests]))
         for request in requests:
             if request.times.first_scheduled is None:
-                request.times.first_scheduled = now
+                request.times = RequestTimes(request.times.arrival, first_scheduled=now)
         return output
 
     def _build(
@@ -245,7 +258,7 @@ class EngineCore:
         if attempt <= MAX_QUIET_RECOVERIES or not scheduler.waiting_online:
             return []
         error = EngineUnavailableError("The engine could not start this request.", retry_after=1.0)
-        return [self._finish(scheduler.waiting_online[0], FinishReason.ERROR, now, [], None, error=error)]
+        return [self._finish(scheduler.waiting_online[0], FinishReason.ERROR, now, error=error)]
 
     def set_offline_share(self, share: float) -> None:
         """Scale the offline budget beside online work, 0 to 1 (the circuit breaker's dial)."""
@@ -323,22 +336,22 @@ class EngineCore:
         if token == INVALID_TOKEN:
             return self._fail_invalid(request, now)
         times, sampling = request.times, request.spec.sampling
-        times.first_token = now if times.first_token is None else times.first_token
-        times.last_token = now
+        first = now if times.first_token is None else times.first_token
+        request.times = RequestTimes(times.arrival, times.first_scheduled, first, now)
         request.token_ids.append(token)
-        logprobs = None if token_logprobs is None else [token_logprobs]
+        logprobs = None if token_logprobs is None else (token_logprobs,)
         num_output = request.num_output_tokens
         if token in sampling.stop_token_ids and num_output >= sampling.min_tokens:
-            return self._finish(request, FinishReason.STOP, now, [token], logprobs, stop_token_id=token)
+            return self._finish(request, FinishReason.STOP, now, (token,), logprobs, stop_token_id=token)
         if num_output >= sampling.max_tokens:
-            return self._finish(request, FinishReason.LENGTH, now, [token], logprobs)
-        return _output(request, [token], logprobs)
+            return self._finish(request, FinishReason.LENGTH, now, (token,), logprobs)
+        return _output(request, (token,), logprobs)
 
     def _fail_invalid(self, request: Request, now: float) -> RequestOutput:
         """NaN logits end this request only, and what it computed leaves the prefix cache (E7)."""
         self._scheduler.cache.withdraw(request)
         error = EngineStepError("The model gave no finite logits for this request.")
-        return self._finish(request, FinishReason.ERROR, now, [], None, error=error)
+        return self._finish(request, FinishReason.ERROR, now, error=error)
 
     def _pass(self, flight: _InFlight, outputs: list[RequestOutput], now: float) -> Iterator[RequestOutput]:
         """A step passed while suspects, or the canary, are about; nobody waits for what the canary says."""
@@ -358,7 +371,7 @@ class EngineCore:
 
     def _end(self, endings: list[Ending], now: float) -> Iterator[RequestOutput]:
         for request, error in endings:
-            yield self._finish(request, FinishReason.ERROR, now, [], None, error=error)
+            yield self._finish(request, FinishReason.ERROR, now, error=error)
 
     def _rewind(self, flight: _InFlight, now: float) -> None:
         """Undo a failed step and the steps in flight behind it, which were built on its tokens.
@@ -387,8 +400,8 @@ class EngineCore:
         request: Request,
         reason: FinishReason,
         now: float,
-        token_ids: list[int],
-        logprobs: list[TokenLogprobs] | None,
+        token_ids: tuple[int, ...] = (),
+        logprobs: tuple[TokenLogprobs, ...] | None = None,
         *,
         stop_token_id: int | None = None,
         error: TidemillError | None = None,
@@ -400,10 +413,8 @@ class EngineCore:
         elif request.request_class is RequestClass.ONLINE:
             self._mean_output_tokens += OUTPUT_FORGETTING * (request.num_output_tokens - self._mean_output_tokens)
         del self._requests[request.request_id]
-        request.times.finished = now
-        output = _output(request, token_ids, logprobs)
-        output.finish_reason, output.stop_token_id, output.error = reason, stop_token_id, error
-        return output
+        request.times = request.times._replace(finished=now)
+        return _output(request, token_ids, logprobs, reason, stop_token_id, error)
 
 
 def _live(flight: _InFlight) -> list[Request]:
@@ -419,7 +430,14 @@ def _reached(flight: _InFlight) -> list[Reached]:
     return [Reached(request, chunk.start + chunk.length) for chunk, request in pairs if request in live]
 
 
-def _output(request: Request, token_ids: list[int], logprobs: list[TokenLogprobs] | None) -> RequestOutput:
+def _output(
+    request: Request,
+    token_ids: tuple[int, ...],
+    logprobs: tuple[TokenLogprobs, ...] | None,
+    reason: FinishReason | None = None,
+    stop_token_id: int | None = None,
+    error: TidemillError | None = None,
+) -> RequestOutput:
     return RequestOutput(
         request_id=request.request_id,
         token_ids=token_ids,
@@ -428,6 +446,9 @@ def _output(request: Request, token_ids: list[int], logprobs: list[TokenLogprobs
         num_prompt_tokens=request.num_prompt_tokens,
         num_cached_tokens=request.num_cached_tokens,
         num_output_tokens=request.num_output_tokens,
+        finish_reason=reason,
+        stop_token_id=stop_token_id,
+        error=None if error is None else ErrorInfo.of(error),
         num_preemptions=request.num_preemptions,
         request_class=request.spec.request_class,
         beside_offline=request.beside_offline,

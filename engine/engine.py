@@ -2,30 +2,38 @@
 
 Model steps run one after another in one worker thread; the loop schedules, awaits and hands outputs to their streams.
 It wakes on events, never polls, and never waits on a client: a stream that is not read fills its own bounded queue and
-its request is ended. Implements `engine.client.EngineClient` in this process.
+its request is ended. Implements `engine.api.EngineClient` in this process.
 """
 
 import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from engine.client import EngineInfo
+from engine.api import (
+    EngineInfo,
+    EngineRequest,
+    EngineState,
+    EngineStats,
+    FinishReason,
+    RequestClass,
+    RequestOutput,
+    RequestTimes,
+    SamplingParams,
+)
 from engine.colocation import Colocation
 from engine.core import EngineCore
-from engine.errors import EngineStepError, EngineUnavailableError, RetryableError, TidemillError
+from engine.errors import EngineStepError, EngineUnavailableError, ErrorInfo, RetryableError, TidemillError
 from engine.fault_log import FaultLog
 from engine.planner_task import Planner, PlanOffline
-from engine.request import EngineRequest, FinishReason, RequestClass, RequestOutput, RequestTimes, SamplingParams
 from engine.scheduling.output import ModelRunner, ModelRunnerOutput, SchedulerOutput
 from engine.scheduling.recovery import RETRY_AFTER
-from engine.stats import EngineStats
 from engine.step_check import check_result
 from engine.step_watch import StepLimits, StepWatch
 from engine.stream import RequestStream
@@ -87,14 +95,14 @@ class Engine:
         self._faults = FaultLog(log, clock)
 
     @property
-    def alive(self) -> bool:
-        if self._loop_task is None or self._loop_task.done():
-            return False
-        return not self._hung
-
-    @property
-    def ready(self) -> bool:
-        return self._warm and self.alive and not self._draining and self.trouble is None
+    def state(self) -> EngineState:
+        if self._loop_task is not None and (self._hung or self._loop_task.done()):
+            return EngineState.DEAD
+        if self._draining:
+            return EngineState.DRAINING
+        if self._loop_task is None or not self._warm:
+            return EngineState.STARTING
+        return EngineState.READY if self.trouble is None else EngineState.DEGRADED
 
     @property
     def trouble(self) -> str | None:
@@ -113,10 +121,10 @@ class Engine:
         self._watchdog.start()
         length = min(8, self.info.max_model_len - 2)
         spec = EngineRequest(WARM_UP_ID, (0,) * length, SamplingParams(max_tokens=2, temperature=0.0), final_only=True)
-        async for output in self.add(spec):
+        async for output in self._add(spec):
             if output.error is not None:
                 await self.stop()
-                raise output.error
+                raise output.error.to_error()
         self._warm = True
         if self._tuner is not None:
             self._tuner.start()
@@ -126,7 +134,7 @@ class Engine:
         self._draining = True
         if self._loop_task is None:
             return
-        if drain_seconds > 0 and self._streams and self.alive:
+        if drain_seconds > 0 and self._streams and self.state is not EngineState.DEAD:
             self._idle.clear()
             try:
                 await asyncio.wait_for(self._idle.wait(), drain_seconds)
@@ -152,16 +160,17 @@ class Engine:
         self._executor.shutdown(wait=False)
         self._waiter.shutdown(wait=False)
 
-    def check_room(self, request_class: RequestClass, prompt_tokens: int) -> None:
+    async def check_room(self, request_class: RequestClass, prompt_tokens: int) -> None:
         """See EngineClient.check_room."""
         self._check_accepting()
         with self._noting_refusal(request_class, prompt_tokens):
             self._core.check_room(request_class, self._clock())
 
     def _check_accepting(self) -> None:
-        if self._draining:
+        state = self.state
+        if state is EngineState.DRAINING:
             raise EngineUnavailableError("The server is shutting down.", retry_after=5.0)
-        if not self.alive:
+        if state is EngineState.DEAD or self._loop_task is None:
             raise EngineUnavailableError("The engine is not running.", retry_after=5.0)
         if self._core.sick_since is not None:
             raise EngineUnavailableError(f"The engine is not ready: {self.trouble}.", retry_after=RETRY_AFTER)
@@ -174,8 +183,19 @@ class Engine:
             self._tell_keeper(Colocation.on_refused, request_class, prompt_tokens, self._clock())
             raise
 
-    def add(self, request: EngineRequest) -> RequestStream:
-        """See EngineClient.add."""
+    async def submit(self, requests: Sequence[EngineRequest]) -> list[RequestStream]:
+        """See EngineClient.submit."""
+        streams: dict[str, RequestStream] = {}
+        try:
+            for request in requests:
+                streams[request.request_id] = self._add(request)
+        except BaseException:
+            for request_id in streams:
+                self.abort(request_id)
+            raise
+        return list(streams.values())
+
+    def _add(self, request: EngineRequest) -> RequestStream:
         self._check_accepting()
         self._watchdog.on_work()
         with self._noting_refusal(request.request_class, len(request.prompt_token_ids)):
@@ -196,7 +216,8 @@ class Engine:
         self._deliver(output)
         self._wake_up()
 
-    def stats(self) -> EngineStats:
+    async def stats(self) -> EngineStats:
+        """See EngineClient.stats."""
         stats = self._core.stats()
         if self.colocation is None:
             return stats
@@ -307,7 +328,7 @@ class Engine:
 
     def _recover(self, attempt: int) -> None:
         """The engine stands still, and no step is in flight."""
-        if not self.alive:
+        if self.state is EngineState.DEAD:
             return
         now = self._clock()
         for output in self._core.clear_stall(now, attempt):
@@ -325,9 +346,8 @@ class Engine:
         """End every open request with an error; the core forgets them."""
         now = self._clock()
         for request_id in list(self._streams):
-            output = self._core.abort(request_id, now, FinishReason.ERROR)
+            output = self._core.abort(request_id, now, FinishReason.ERROR, error)
             assert output is not None, "a stream is open for a request that the core does not know"
-            output.error = error
             self._tell_keeper(Colocation.on_end, output, now)
             self._deliver(output)
 
@@ -335,13 +355,12 @@ class Engine:
         """The loop itself broke: nothing can be stepped any more, so every open stream ends with an error."""
         if not isinstance(error, asyncio.CancelledError):
             log.critical("the engine loop ended: %r", error, exc_info=error)
+        failure = ErrorInfo.of(
+            EngineUnavailableError("The engine stopped while this request was running.", retry_after=5.0)
+        )
+        now = self._clock()
+        times = RequestTimes(now, finished=now)
         for request_id, stream in list(self._streams.items()):
-            failure = EngineUnavailableError("The engine stopped while this request was running.", retry_after=5.0)
-            now = self._clock()
-            stream.push(
-                RequestOutput(
-                    request_id, [], None, RequestTimes(now, finished=now), 0, 0, 0, FinishReason.ERROR, error=failure
-                )
-            )
+            stream.push(RequestOutput(request_id, (), None, times, 0, 0, 0, FinishReason.ERROR, error=failure))
         self._streams.clear()
         self._idle.set()

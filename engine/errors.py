@@ -8,7 +8,11 @@ TidemillError
 ├── QueueFullError              429 + Retry-After: bounded queue, or the TTFT objective is out of reach
 ├── EngineUnavailableError      503 + Retry-After: starting, draining or down
 └── EngineStepError             500: a step failed under this request
+
+`ErrorInfo` is one of them as a value, for what is kept or sent elsewhere.
 """
+
+from dataclasses import dataclass
 
 
 class TidemillError(Exception):
@@ -61,3 +65,39 @@ class EngineUnavailableError(RetryableError):
 
 class EngineStepError(TidemillError):
     """A model step failed (or gave NaN logits) under this request."""
+
+
+_KINDS = {kind.__name__: kind for kind in (ConfigError, ModelLoadError, EngineStepError)}
+_RETRYABLE_KINDS = {kind.__name__: kind for kind in (QueueFullError, EngineUnavailableError)}
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorInfo:
+    """An error of the tree as a value; `kind` is the name of its class."""
+
+    kind: str
+    message: str
+    param: str | None = None
+    code: str | None = None
+    retry_after: float | None = None
+
+    @classmethod
+    def of(cls, error: TidemillError) -> "ErrorInfo":
+        kind = type(error).__name__
+        match error:
+            case InvalidRequestError():
+                return cls(kind, error.message, error.param, error.code)
+            case RetryableError():
+                return cls(kind, error.message, retry_after=error.retry_after)
+            case _:
+                return cls(kind, error.message)
+
+    def to_error(self) -> TidemillError:
+        """The error, to be raised."""
+        if self.kind == ContextLengthError.__name__:
+            return ContextLengthError(self.message, param=self.param or "messages")
+        if self.kind == InvalidRequestError.__name__:
+            return InvalidRequestError(self.message, param=self.param, code=self.code)
+        if self.kind in _RETRYABLE_KINDS:
+            return _RETRYABLE_KINDS[self.kind](self.message, retry_after=self.retry_after or 1.0)
+        return _KINDS.get(self.kind, TidemillError)(self.message)

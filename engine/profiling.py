@@ -5,8 +5,8 @@ Rows and units are handed out by hand; the core is not involved, so the runner m
 
 from itertools import count
 
+from engine.api import SamplingParams
 from engine.cache.blocks import CacheEntry, CacheKind, Tier
-from engine.request import SamplingParams
 from engine.scheduling.output import Chunk, ModelRunner, NewRequest, SchedulerOutput
 from predictor.limits import UNITS_PER_BLOCK, Limits
 from predictor.sweep import StepShape

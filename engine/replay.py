@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from itertools import count
 from statistics import NormalDist
 
+from engine.api import EngineRequest, RequestClass, SamplingParams
 from engine.config import SchedulerConfig
 from engine.core import EngineCore
-from engine.request import EngineRequest, RequestClass, SamplingParams
 from engine.scheduling.objective import StepObjective
 from engine.virtual import Arrival, PredictedRunner, VirtualDriver, VirtualRecord, VirtualRun
 from predictor.budget import BudgetParams

@@ -5,25 +5,13 @@ and an output token of a full batch of decodes differ by a factor of ten on some
 requests are a fair measure. Knows nothing of queues or jobs.
 """
 
-from typing import NamedTuple
-
+from engine.api import TokenCosts
 from engine.config import SchedulerConfig
 from predictor.features import BatchFeatures
 from predictor.model import LatencyPredictor
 
 DECODE_CONTEXT = 512
 """Context of the decodes that an output token is priced among, tokens."""
-
-
-class TokenCosts(NamedTuple):
-    """Seconds per computed prompt token and per output token (1 each: no latency model is known)."""
-
-    prefill: float = 1.0
-    decode: float = 1.0
-
-    def of(self, prompt_tokens: float, output_tokens: float) -> float:
-        """What so many computed prompt tokens and output tokens cost."""
-        return self.prefill * prompt_tokens + self.decode * output_tokens
 
 
 def token_costs(model: LatencyPredictor | None, config: SchedulerConfig) -> TokenCosts:

@@ -4,22 +4,21 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 
-from engine.request import RequestOutput
+from engine.api import RequestOutput, TokenLogprobs
 
 STREAM_LIMIT = 1024
 
 
 class RequestStream:
-    """Implements engine.client.OutputStream. `abort` ends the request; it is called by `aclose`.
+    """Implements engine.api.OutputStream. `abort` ends the request; it is called by `aclose`.
 
     With `final_only` everything is merged into one terminal output, so nothing piles up however slow the reader.
     """
 
     def __init__(self, abort: Callable[[], None], *, final_only: bool) -> None:
         self._abort = abort
-        self._final_only = final_only
+        self._merged = _Merged() if final_only else None
         self._outputs: deque[RequestOutput] = deque()
-        self._pending: RequestOutput | None = None
         self._readable = asyncio.Event()
         self._ended = False
 
@@ -40,22 +39,29 @@ class RequestStream:
 
     def push(self, output: RequestOutput) -> bool:
         """Queue an output for the reader; False when the reader is too far behind."""
-        if self._final_only:
-            output = self._pending = _merged(self._pending, output)
+        if self._merged is not None:
+            self._merged.add(output)
             if output.finish_reason is None:
                 return True
+            output = self._merged.whole(output)
         self._outputs.append(output)
         self._ended = output.finish_reason is not None
         self._readable.set()
         return self._ended or len(self._outputs) < STREAM_LIMIT
 
 
-def _merged(pending: RequestOutput | None, output: RequestOutput) -> RequestOutput:
-    """The newest output carrying all tokens so far, appended in place: one list however long the answer."""
-    if pending is not None:
-        pending.token_ids.extend(output.token_ids)
-        output.token_ids = pending.token_ids
-        if pending.logprobs is not None:
-            pending.logprobs.extend(output.logprobs or [])
-            output.logprobs = pending.logprobs
-    return output
+class _Merged:
+    """The tokens of all outputs so far."""
+
+    def __init__(self) -> None:
+        self._token_ids: list[int] = []
+        self._logprobs: list[TokenLogprobs] = []
+
+    def add(self, output: RequestOutput) -> None:
+        self._token_ids.extend(output.token_ids)
+        self._logprobs.extend(output.logprobs or ())
+
+    def whole(self, last: RequestOutput) -> RequestOutput:
+        """The last output, with everything."""
+        logprobs = tuple(self._logprobs) or last.logprobs
+        return last._replace(token_ids=tuple(self._token_ids), logprobs=logprobs)

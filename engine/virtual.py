@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+from engine.api import EngineRequest, RequestClass, RequestOutput
 from engine.core import EngineCore
 from engine.errors import RetryableError
-from engine.request import EngineRequest, RequestClass, RequestOutput
 from engine.scheduling.output import Collect, ModelRunner, ModelRunnerOutput, SchedulerOutput
 from engine.scheduling.planner import OfflinePlan
 from predictor.features import BatchFeatures

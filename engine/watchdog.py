@@ -10,9 +10,8 @@ import asyncio
 import logging
 from collections.abc import Callable
 
+from engine.api import EngineStats, RequestClass
 from engine.core import EngineCore
-from engine.request import RequestClass
-from engine.stats import EngineStats
 
 log = logging.getLogger("tidemill.engine")
 

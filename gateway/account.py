@@ -9,7 +9,7 @@ from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from engine.request import EngineRequest, FinishReason, RequestOutput, RequestTimes
+from engine.api import EngineRequest, FinishReason, RequestOutput, RequestTimes
 
 CLIENT_LEFT = 499
 """The status of an answer that nobody waited for."""

@@ -13,8 +13,8 @@ import orjson
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
+from engine.api import RequestClass
 from engine.errors import TidemillError
-from engine.request import RequestClass
 from gateway.choices import Delta, Generation
 from gateway.context import GatewayContext, context_of, tenant_of, tier_of
 from gateway.errors import ApiError, log_unexpected, to_api_error
@@ -83,12 +83,12 @@ def parse_body(model: type[GenerationT], raw: bytes) -> GenerationT:
     return validate(model, without_ignored(parse_json(raw)))
 
 
-def check_room(context: GatewayContext, body: GenerationBody, num_chars: int) -> None:
+async def check_room(context: GatewayContext, body: GenerationBody, num_chars: int) -> None:
     """Before a prompt of about so many characters is read: would it be queued? Raises QueueFullError or
     EngineUnavailableError."""
     offline = context.is_offline or body.service_tier == "flex"
     tokens = num_chars // CHARS_PER_TOKEN
-    context.client.check_room(RequestClass.OFFLINE if offline else RequestClass.ONLINE, tokens)
+    await context.client.check_room(RequestClass.OFFLINE if offline else RequestClass.ONLINE, tokens)
 
 
 async def run_text_work(context: GatewayContext, work: Callable[[], ResultT]) -> ResultT:
@@ -100,8 +100,8 @@ async def run_text_work(context: GatewayContext, work: Callable[[], ResultT]) ->
 async def begin(request: Request, plan: GenerationPlan, *, chat: bool) -> Generation:
     """Queue what was planned, once the quota of its tenant has a place for it.
 
-    Raises ApiError for what the quota refuses, ClientDisconnect if the client left while it waited, and what Generation
-    raises."""
+    Raises ApiError for what the quota refuses, ClientDisconnect if the client left while it waited, and what
+    Generation.begin raises."""
     context = context_of(request)
     admissions = context.admissions
     place = admissions.enter(tenant_of(request), len(plan.requests), plan.max_tokens)
@@ -109,7 +109,7 @@ async def begin(request: Request, plan: GenerationPlan, *, chat: bool) -> Genera
         if not place.granted.is_set():
             await _wait_for(request, place, admissions)
         context.lifecycle.check_accepting()
-        generation = Generation(plan, context.client, context.tokenizer, context.metrics, chat=chat)
+        generation = await Generation.begin(plan, context.client, context.tokenizer, context.metrics, chat=chat)
     except BaseException:
         admissions.leave(place)
         raise

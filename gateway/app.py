@@ -9,7 +9,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 
-from engine.client import EngineClient
+from engine.api import EngineClient
 from engine.errors import TidemillError
 from engine.text import Tokenizer
 from gateway import batches, chat, completions, files, health, models
@@ -113,7 +113,7 @@ def _add_batches(app: FastAPI, context: GatewayContext, folder: StateFolder, lim
         limits,
         LineRunner(context).run,
         max_lines=lambda tenant: keys.quota(tenant).lines,
-        costs=lambda: context.client.stats().token_costs,
+        costs=lambda: context.metrics.stats.token_costs,
     )
     context.lifecycle.background.append(worker)
     context.metrics.registry.register(BatchCollector(worker))

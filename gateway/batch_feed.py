@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from engine.request import Lane
+from engine.api import Lane
 from gateway.batch_plan import Lengths
 from gateway.store.objects import BatchJob, LineRef, Usage
 

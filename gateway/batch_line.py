@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 
 import anyio
 
+from engine.api import Lane, RequestClass
 from engine.errors import EngineUnavailableError, QueueFullError, TidemillError
-from engine.request import Lane, RequestClass
 from gateway.answering import AnswerFormat, collect, run_text_work
 from gateway.chat import ChatFormat, plan_chat
 from gateway.choices import Generation
@@ -83,7 +83,7 @@ class LineRunner:
             completion = await run_text_work(context, lambda: _validate_completion(body))
             plan = _offline(await plan_completion(context, completion, origin.tenant), origin)
             shape = CompletionFormat(plan, context.tokenizer, bool(completion.echo))
-        generation = Generation(plan, context.client, context.tokenizer, context.metrics, chat=chat)
+        generation = await Generation.begin(plan, context.client, context.tokenizer, context.metrics, chat=chat)
         try:
             return await collect(generation, shape)
         finally:

@@ -12,7 +12,7 @@ help that jobs at risk get, so it is not undone by it.
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from engine.service_cost import TokenCosts
+from engine.api import TokenCosts
 from gateway.store.objects import BatchJob, Usage
 
 HALF_LIFE = 600.0

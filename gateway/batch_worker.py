@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 from typing import Any
 
-from engine.service_cost import TokenCosts
+from engine.api import TokenCosts
 from gateway.batch_feed import FeedOrder, FinishedLine, Job, Window
 from gateway.batch_finish import INPUT_LOST, Finisher
 from gateway.batch_line import LineAnswer, LineOrigin, LineRetry

@@ -38,7 +38,7 @@ async def plan_chat(context: GatewayContext, body: ChatCompletionRequest, tenant
     check_model(context, body.model)
     check_chat(body)
     texts = list(_texts(body))
-    check_room(context, body, sum(map(len, texts)))
+    await check_room(context, body, sum(map(len, texts)))
     caller = Caller(f"chatcmpl-{uuid.uuid4().hex}", context.cache_salt(tenant), tenant)
 
     def plan() -> GenerationPlan:

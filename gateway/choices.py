@@ -9,9 +9,8 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from engine.client import EngineClient, OutputStream
+from engine.api import EngineClient, FinishReason, OutputStream, RequestOutput, TokenLogprobs
 from engine.errors import EngineStepError, EngineUnavailableError, TidemillError
-from engine.request import FinishReason, RequestOutput, TokenLogprobs
 from engine.stopping import OutputTextStream
 from engine.text import Tokenizer
 from gateway.account import CLIENT_LEFT, Account
@@ -58,7 +57,7 @@ class Choice:
         self._observe(output)
         reason = output.finish_reason
         if reason is not None and reason not in FINISH_REASONS:
-            error = output.error or _ended_early(reason)
+            error = output.error.to_error() if output.error is not None else _ended_early(reason)
             self.end(reason, to_api_error(error).status)
             raise error
         ids = output.token_ids
@@ -130,28 +129,26 @@ class Choice:
 
 
 class Generation:
-    """All choices of one HTTP request, queued together or not at all. Iterate `deltas` once; always `abort` in the end,
-    which calls `on_end`, perhaps more than once.
-
-    Raises what `EngineClient.add` raises.
-    """
+    """All choices of one HTTP request. Iterate `deltas` once; always `abort` in the end, which calls `on_end`, perhaps
+    more than once."""
 
     def __init__(
-        self, plan: GenerationPlan, client: EngineClient, tokenizer: Tokenizer, metrics: GatewayMetrics, *, chat: bool
+        self, plan: GenerationPlan, client: EngineClient, choices: list[Choice], streams: Sequence[OutputStream]
     ) -> None:
         self.plan = plan
+        self.choices = choices
         self.on_end: Callable[[], None] = _do_nothing
         self._client = client
+        self._streams = streams
+
+    @classmethod
+    async def begin(
+        cls, plan: GenerationPlan, client: EngineClient, tokenizer: Tokenizer, metrics: GatewayMetrics, *, chat: bool
+    ) -> "Generation":
+        """Queue all choices, or none. Raises what `EngineClient.submit` raises."""
         bound = metrics.by_class[plan.request_class]
-        self.choices = [Choice(i, plan, tokenizer, bound, chat) for i in range(len(plan.requests))]
-        self._streams: list[OutputStream] = []
-        try:
-            for request in plan.requests:
-                self._streams.append(client.add(request))
-        except BaseException:
-            for request in plan.requests[: len(self._streams)]:
-                client.abort(request.request_id)
-            raise
+        choices = [Choice(i, plan, tokenizer, bound, chat) for i in range(len(plan.requests))]
+        return cls(plan, client, choices, await client.submit(plan.requests))
 
     async def deltas(self) -> AsyncGenerator[Delta, None]:
         """Deltas of all choices as they come, ending when all have finished. Raises a choice's error."""

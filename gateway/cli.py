@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from engine import openmp
-from engine.client import EngineInfo
+from engine.api import EngineInfo
 from engine.config import EngineConfig
 from engine.errors import ConfigError, TidemillError
 from gateway.batch_cli import add_batch
@@ -217,8 +217,7 @@ def _serve_with(folder: Any, engine_config: EngineConfig, server_config: ServerC
     app = importlib.import_module("gateway.app").create_app(
         engine, tokenizer, server_config, folder, _batch_limits(engine_config)
     )
-    cache_tokens = engine.stats().units_total // 2 * engine_config.block_size
-    print(summary(server_config, engine.info, cache_tokens), flush=True)
+    print(summary(server_config, engine.info), flush=True)
     server.run(app, server_config)
 
 
@@ -259,10 +258,10 @@ def model_name(config: EngineConfig) -> str:
     return folder.resolve().name if folder.is_dir() else config.model
 
 
-def summary(config: ServerConfig, info: EngineInfo, cache_tokens: int) -> str:
+def summary(config: ServerConfig, info: EngineInfo) -> str:
     """The one line that says what is being served."""
     host = f"[{config.host}]" if ":" in config.host and not config.host.startswith("[") else config.host
     address = f"http://{host}:{config.port}" if config.port else f"http://{host} (port chosen by the system)"
     model = f"{config.served_model_name[0]} ({info.architecture}, {info.num_parameters:,} parameters)"
-    room = f"cache {cache_tokens:,} tokens, context {info.max_model_len:,} tokens"
+    room = f"cache {info.cache_tokens:,} tokens, context {info.max_model_len:,} tokens"
     return f"tidemill {version()}: {model}, {info.dtype} on {info.device}, {room}, {address}"

@@ -11,7 +11,7 @@ from typing import Any, Protocol, cast
 import anyio
 from starlette.requests import Request
 
-from engine.client import EngineClient
+from engine.api import EngineClient, EngineState
 from engine.errors import EngineUnavailableError
 from engine.text import Tokenizer
 from gateway.config import ServerConfig
@@ -61,7 +61,7 @@ class Lifecycle:
         """Raises EngineUnavailableError before any work is done for a request that cannot be queued."""
         if self.draining:
             raise EngineUnavailableError("The server is shutting down.", retry_after=5.0)
-        if not self.client.alive:
+        if self.client.state is EngineState.DEAD:
             raise EngineUnavailableError("The engine is not running.", retry_after=5.0)
 
 

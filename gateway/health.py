@@ -10,6 +10,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import Response
 
+from engine.api import EngineState
 from engine.errors import EngineUnavailableError
 from gateway.context import context_of, sees_all
 from gateway.errors import ApiError
@@ -23,7 +24,7 @@ def _ok() -> Response:
 
 @router.get("/health")
 async def health(request: Request) -> Response:
-    if not context_of(request).client.alive:
+    if context_of(request).client.state is EngineState.DEAD:
         raise EngineUnavailableError("The engine is not running.", retry_after=5.0)
     return _ok()
 
@@ -32,11 +33,11 @@ async def health(request: Request) -> Response:
 async def ready(request: Request) -> Response:
     context = context_of(request)
     context.lifecycle.check_accepting()
-    if not context.client.ready:
+    if context.client.state is not EngineState.READY:
         trouble = context.client.trouble
         reason = f": {trouble}" if trouble is not None else ""
         raise EngineUnavailableError(f"The engine is not ready{reason}.", retry_after=5.0)
-    stats = context.client.stats()
+    stats = await context.client.stats()
     colocation = stats.colocation
     if colocation is None or not sees_all(request):
         return _ok()
@@ -73,7 +74,7 @@ async def show_version(request: Request) -> Response:
 async def show_metrics(request: Request) -> Response:
     check_sees_all(request)
     metrics = context_of(request).metrics
-    metrics.take_snapshot()
+    await metrics.take_snapshot()
     return Response(await anyio.to_thread.run_sync(metrics.render), media_type=CONTENT_TYPE_LATEST)
 
 

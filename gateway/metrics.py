@@ -12,9 +12,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessColl
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from engine.client import EngineClient
-from engine.request import FinishReason, RequestClass
-from engine.stats import ColocationStats, EngineStats
+from engine.api import ColocationStats, EngineClient, EngineStats, FinishReason, RequestClass
 from gateway.account import Account
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
@@ -104,9 +102,9 @@ class GatewayMetrics:
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"tidemill_{name}", text, labels, registry=self.registry)
 
-    def take_snapshot(self) -> None:
-        """Read the engine's figures; on the event loop, where nothing changes them meanwhile."""
-        self.stats = self._client.stats()
+    async def take_snapshot(self) -> None:
+        """Read the engine's figures."""
+        self.stats = await self._client.stats()
 
     def render(self) -> bytes:
         """The text exposition of everything as of the last snapshot. Reads /proc: call it in a thread."""

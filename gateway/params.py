@@ -8,9 +8,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from engine.client import EngineInfo
+from engine.api import EngineInfo, EngineRequest, Lane, RequestClass, SamplingParams
 from engine.errors import ContextLengthError, InvalidRequestError
-from engine.request import EngineRequest, Lane, RequestClass, SamplingParams
 from engine.text import Tokenizer
 from gateway.wire import MAX_PROMPTS, ChatCompletionRequest, CompletionRequest, GenerationBody, StreamOptions
 

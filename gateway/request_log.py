@@ -17,9 +17,8 @@ from typing import Any
 
 import orjson
 
+from engine.api import EngineStats, RequestClass
 from engine.errors import ConfigError
-from engine.request import RequestClass
-from engine.stats import EngineStats
 from gateway.account import Account
 from gateway.slo_verdict import judge
 

@@ -7,8 +7,7 @@ about many requests and say nothing of one.
 import functools
 from dataclasses import dataclass, field
 
-from engine.request import FinishReason, RequestClass
-from engine.service_cost import TokenCosts
+from engine.api import FinishReason, RequestClass, TokenCosts
 from gateway.account import Account
 from predictor.judge import Served, own_value
 from predictor.slo import SLO, Objective

@@ -21,8 +21,8 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails, PydanticCustomError
 
+from engine.api import MAX_LOGIT_BIAS, MAX_LOGPROBS
 from engine.errors import InvalidRequestError
-from engine.request import MAX_LOGIT_BIAS, MAX_LOGPROBS
 from gateway.json_size import too_much_json
 
 MAX_CHOICES = 8

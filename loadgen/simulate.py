@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 
 import orjson
 
+from engine.api import EngineRequest, SamplingParams
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.errors import ConfigError, TidemillError
 from engine.execution.device_specs import DEVICES, MODELS
-from engine.request import EngineRequest, SamplingParams
 from engine.scheduling.objective import UNLIMITED, StepObjective
 from engine.scheduling.policies import find_policy
 from engine.virtual import Arrival, VirtualDriver

@@ -15,7 +15,7 @@ from typing import Any
 
 from fake_engine import FakeEngine, Script
 
-from engine.request import EngineRequest
+from engine.api import EngineRequest
 from engine.text import Tokenizer
 from gateway.app import create_app
 from gateway.config import ServerConfig

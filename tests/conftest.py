@@ -15,7 +15,7 @@ import tokenizer_folders
 from blockbuster import BlockBuster
 from fake_engine import FakeEngine, Script, Served, say, serve
 
-from engine.request import EngineRequest
+from engine.api import EngineRequest
 from engine.text import Tokenizer
 
 StartServer = Callable[..., Awaitable[Served]]

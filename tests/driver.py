@@ -4,19 +4,23 @@ Steps are launched as soon as they are scheduled, as the engine's loop does.
 """
 
 from collections import deque
+from collections.abc import AsyncIterator
 from typing import Any
 
-from engine.config import SchedulerConfig
-from engine.core import EngineCore
-from engine.request import (
+from engine.api import (
+    EngineClient,
     EngineRequest,
     FinishReason,
     Lane,
-    Request,
+    OutputStream,
     RequestClass,
     RequestOutput,
     SamplingParams,
 )
+from engine.config import SchedulerConfig
+from engine.core import EngineCore
+from engine.errors import TidemillError
+from engine.request import Request
 from engine.scheduling.output import Collect, ModelRunner, ModelRunnerOutput, SchedulerOutput
 from engine.scheduling.planner import OfflinePlan
 
@@ -192,3 +196,17 @@ class Driver:
         self.outputs[output.request_id].extend(output.token_ids)
         if output.finish_reason is not None:
             self.finals[output.request_id] = output
+
+
+async def submit_one(engine: EngineClient, request: EngineRequest) -> OutputStream:
+    (stream,) = await engine.submit([request])
+    return stream
+
+
+async def outputs_of(engine: EngineClient, request: EngineRequest) -> AsyncIterator[RequestOutput]:
+    async for output in await submit_one(engine, request):
+        yield output
+
+
+def is_error(output: RequestOutput, kind: type[TidemillError]) -> bool:
+    return output.error is not None and isinstance(output.error.to_error(), kind)

@@ -11,10 +11,19 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine.client import EngineInfo
-from engine.errors import EngineStepError, EngineUnavailableError, TidemillError
-from engine.request import EngineRequest, FinishReason, RequestClass, RequestOutput, RequestTimes, TokenLogprobs
-from engine.stats import ColocationStats, EngineStats
+from engine.api import (
+    ColocationStats,
+    EngineInfo,
+    EngineRequest,
+    EngineState,
+    EngineStats,
+    FinishReason,
+    RequestClass,
+    RequestOutput,
+    RequestTimes,
+    TokenLogprobs,
+)
+from engine.errors import EngineStepError, EngineUnavailableError, ErrorInfo, TidemillError
 from engine.text import Tokenizer
 from gateway.app import create_app
 from gateway.config import ServerConfig
@@ -74,7 +83,7 @@ class FakeEngine:
         }
         self.info = EngineInfo(**{**facts, **info})
         self.script = script
-        self.alive = True
+        self.dead = False
         self.trouble: str | None = None
         self.draining = False
         self.started = False
@@ -93,8 +102,12 @@ class FakeEngine:
         self._now = 0.0
 
     @property
-    def ready(self) -> bool:
-        return self.started and self.alive and not self.draining and self.trouble is None
+    def state(self) -> EngineState:
+        if self.dead:
+            return EngineState.DEAD
+        if self.draining or not self.started:
+            return EngineState.DRAINING if self.draining else EngineState.STARTING
+        return EngineState.READY if self.trouble is None else EngineState.DEGRADED
 
     async def start(self) -> None:
         self.started = True
@@ -109,15 +122,26 @@ class FakeEngine:
         for request_id in list(self._streams):
             self.abort(request_id)
 
-    def check_room(self, request_class: RequestClass, prompt_tokens: int) -> None:
+    async def check_room(self, request_class: RequestClass, prompt_tokens: int) -> None:
         self.looked_for_room.append((request_class, prompt_tokens))
         if self.room_error is not None:
             raise self.room_error
 
+    async def submit(self, requests: Sequence[EngineRequest]) -> list[FakeStream]:
+        streams: list[FakeStream] = []
+        try:
+            for request in requests:
+                streams.append(self.add(request))  # noqa: PERF401 - those before the one that is refused count
+        except TidemillError:
+            for request in requests[: len(streams)]:
+                self.abort(request.request_id)
+            raise
+        return streams
+
     def add(self, request: EngineRequest) -> FakeStream:
         if self.add_errors:
             raise self.add_errors.pop(0)
-        if self.draining or not self.alive:
+        if self.draining or self.dead:
             raise EngineUnavailableError("The engine is not taking requests.", retry_after=3.5)
         stream = FakeStream(self, request.request_id)
         times = RequestTimes(arrival=self._tick())
@@ -135,7 +159,7 @@ class FakeEngine:
             self._log("abort", request_id)
             self._push(request_id, [], None, reason)
 
-    def stats(self) -> EngineStats:
+    async def stats(self) -> EngineStats:
         running = dict.fromkeys(RequestClass, 0)
         for _, request, _, _ in self._streams.values():
             running[request.request_class] += 1
@@ -197,22 +221,33 @@ class FakeEngine:
         stream, request, times, sent = self._streams[request_id]
         sent.extend(tokens)
         now = self._tick()
-        times.first_scheduled = now if times.first_scheduled is None else times.first_scheduled
+        if times.first_scheduled is None:
+            times = times._replace(first_scheduled=now)
         if tokens:
-            times.first_token = now if times.first_token is None else times.first_token
-            times.last_token = now
+            times = times._replace(first_token=now if times.first_token is None else times.first_token, last_token=now)
             self._log("token", request_id)
         logprobs = None
         if request.sampling.logprobs is not None and script is not None:
             make = script.logprobs or (lambda token, top: TokenLogprobs(-0.5, ((token, -0.5), (1, -math.inf))[:top]))
-            logprobs = [make(token, request.sampling.logprobs) for token in tokens]
+            logprobs = tuple(make(token, request.sampling.logprobs) for token in tokens)
         if reason is not None:
-            times.finished = now
+            times = times._replace(finished=now)
             del self._streams[request_id]
             self._log("end", request_id)
+        else:
+            self._streams[request_id] = (stream, request, times, sent)
         prompt_size = len(request.prompt_token_ids)
         output = RequestOutput(
-            request_id, tokens, logprobs, times, prompt_size, prompt_size // 2, len(sent), reason, stop_id, error
+            request_id,
+            tuple(tokens),
+            logprobs,
+            times,
+            prompt_size,
+            prompt_size // 2,
+            len(sent),
+            reason,
+            stop_id,
+            None if error is None else ErrorInfo.of(error),
         )
         stream.outputs.put_nowait(output)
 

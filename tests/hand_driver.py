@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from fakes.runner import FakeRunner
 
+from engine.api import SamplingParams
 from engine.cache.blocks import CacheAction, CacheBlock, CacheEntry, CacheKind, CacheOperation, Tier
 from engine.cache.pool import BlockPool
 from engine.cache.prefix import extend_hashes
@@ -20,7 +21,6 @@ from engine.execution.cuda.device import CudaDevice
 from engine.execution.runner import Runner
 from engine.models import torch_ops
 from engine.models.decoder import Decoder
-from engine.request import SamplingParams
 from engine.scheduling.output import AppendedEntries, Chunk, NewRequest, ReplacedEntry, SchedulerOutput
 from predictor.limits import Limits
 

@@ -11,13 +11,13 @@ from kernel_pool import DEVICE
 from test_runner import POISON, check_greedy
 from tiny_models import model_folder
 
+from engine.api import SamplingParams
 from engine.cache.blocks import CacheAction, CacheEntry, CacheKind, CacheOperation, Tier
 from engine.config import SchedulerConfig
 from engine.execution.cuda.kernels import triton_kernels
 from engine.models.decoder import Decoder
 from engine.models.loader import load_weights
 from engine.models.spec import load_spec
-from engine.request import SamplingParams
 from engine.scheduling.output import Chunk, NewRequest, ReplacedEntry, SchedulerOutput
 
 

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 import torch
 
+from engine.api import SamplingParams
 from engine.cache.blocks import CacheEntry, CacheKind, Tier
 from engine.execution.cpu.attention import Batch, PagedAttention, arrange, clear_begun_blocks
 from engine.execution.pool import UnitPool
 from engine.execution.rows import RowTable
-from engine.request import SamplingParams
 from engine.scheduling.output import AppendedEntries, Chunk, NewRequest, SchedulerOutput
 from predictor.limits import Limits
 

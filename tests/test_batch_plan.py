@@ -12,9 +12,7 @@ import pytest
 from batch_tools import batch_server, jsonl, line, submit, until, until_counted
 from hypothesis import given
 
-from engine.request import Lane
-from engine.service_cost import TokenCosts
-from engine.stats import EngineStats
+from engine.api import EngineStats, Lane, TokenCosts
 from engine.text import Tokenizer
 from gateway.batch_plan import LEAST_LINES, URGENT_SHARE, Forecast, Lengths, Load, Pace, finish_times
 from gateway.batch_states import BatchStatus
@@ -128,6 +126,7 @@ async def test_a_job_that_cannot_make_it_is_told_so_and_its_lines_go_first(
 ) -> None:
     async with batch_server(tokenizer, tmp_path, hold_after=0) as (served, client):
         served.engine.snapshot = SLOW
+        await served.app.state.context.metrics.take_snapshot()
         created = await submit(client, jsonl(line(i) for i in range(20)), completion_window="60s", metadata={"a": "b"})
         assert created.metadata is not None and created.metadata["a"] == "b"
         assert "will not be done" in created.metadata["tidemill.warning"], "a warning, no refusal"

@@ -38,7 +38,7 @@ from batch_tools import (
 from fake_engine import MODEL
 from recording_disk import IO_ERROR, NO_SPACE, READINGS, FaultyDisk, Log, RecordingDisk, write_image
 
-from engine.request import RequestClass
+from engine.api import RequestClass
 from engine.text import Tokenizer
 from gateway.batch_feed import FeedOrder, Job, Window
 from gateway.batch_input import LinePlaces, check_input, prefix_key, read_lines

@@ -27,8 +27,8 @@ from batch_tools import (
 from conftest import refuse_blocking
 from fake_engine import MODEL, Script, Served
 
+from engine.api import EngineRequest, Lane, RequestClass
 from engine.errors import EngineStepError, EngineUnavailableError, QueueFullError
-from engine.request import EngineRequest, Lane, RequestClass
 from engine.text import Tokenizer
 from gateway.batches import window_seconds
 from gateway.errors import ApiError

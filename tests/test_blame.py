@@ -5,14 +5,14 @@ from typing import Any
 
 import hypothesis.strategies as st
 import pytest
-from driver import Driver, make_request
+from driver import Driver, is_error, make_request
 from fakes.runner import FakeRunner, solo_tokens
 from faulty_runner import FaultyRunner, Work, poison
 from hypothesis import HealthCheck, given, settings
 
+from engine.api import EngineRequest, FinishReason, RequestClass
 from engine.config import SchedulerConfig
 from engine.errors import EngineStepError, EngineUnavailableError
-from engine.request import EngineRequest, FinishReason, RequestClass
 from engine.scheduling.blame import LONE_FAILURES, LONE_WAITS, Blame
 from engine.scheduling.canary import CANARY_ID, SICK_AFTER
 from engine.scheduling.objective import StepObjective
@@ -111,7 +111,7 @@ def check(driver: Driver, requests: list[EngineRequest], guilty: set[str] = froz
     for request in requests:
         final, expected = driver.finals[request.request_id], solo(request)
         if request.request_id in guilty:
-            assert final.finish_reason is FinishReason.ERROR and isinstance(final.error, EngineStepError)
+            assert final.finish_reason is FinishReason.ERROR and is_error(final, EngineStepError)
             expected = expected[: len(driver.outputs[request.request_id])]
         else:
             assert final.finish_reason is FinishReason.LENGTH, request.request_id
@@ -247,7 +247,7 @@ def test_chats_do_not_wait_for_ever_for_a_sick_engine(depth: int) -> None:
         driver.step()
     assert driver.now - begun > PATIENCE
     for name in ("waiting", "stream0", "stream1"):
-        assert isinstance(driver.finals[name].error, EngineUnavailableError)
+        assert is_error(driver.finals[name], EngineUnavailableError)
     failing = False
     driver.run()
     assert driver.finals["line"].finish_reason is FinishReason.LENGTH
@@ -319,7 +319,7 @@ def test_blame_falls_on_the_poison_alone_and_soon(
             break
     driver.run()
     ended = {name for name, final in driver.finals.items() if final.finish_reason is FinishReason.ABORT}
-    unwell = {n for n, f in driver.finals.items() if isinstance(f.error, EngineUnavailableError)}
+    unwell = {n for n, f in driver.finals.items() if is_error(f, EngineUnavailableError)}
     assert not unwell or faults
     check(driver, [r for r in requests if r.request_id not in ended | unwell], set(places) - ended - unwell)
     for sizes in own.values() if not faults else ():

@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from driver import outputs_of
 
+from engine.api import EngineRequest, FinishReason, SamplingParams
 from engine.build import build_engine, plan_launch, resolve_model
 from engine.config import EngineConfig
 from engine.errors import ConfigError, ModelLoadError
 from engine.execution import memory
 from engine.machine import Processor, read_processor
-from engine.request import EngineRequest, FinishReason, SamplingParams
 
 DEMO = EngineConfig(device="cpu", dtype="float32", num_gpu_blocks_override=40, profile_seconds=0.0)
 
@@ -36,7 +37,7 @@ async def answer(config: EngineConfig, prompt: tuple[int, ...], max_tokens: int)
     await engine.start()
     try:
         sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0)
-        (output,) = [out async for out in engine.add(EngineRequest("r", prompt, sampling, final_only=True))]
+        (output,) = [out async for out in outputs_of(engine, EngineRequest("r", prompt, sampling, final_only=True))]
         assert output.error is None and output.finish_reason is FinishReason.LENGTH
         return output.token_ids
     finally:
@@ -55,7 +56,7 @@ def test_the_facts_of_the_built_engine_are_those_of_the_model() -> None:
     assert engine.info.architecture == "LlamaForCausalLM" and engine.info.dtype == "float32"
     assert (engine.info.device, engine.info.max_model_len) == ("cpu", 640)
     assert engine.info.vocab_size == plan.spec.vocab_size and engine.info.eos_token_ids == plan.spec.eos_token_ids
-    assert engine.stats().units_total == 2 * 40
+    assert engine._core.stats().units_total == 2 * 40
 
 
 async def test_the_longest_context_that_is_offered_can_be_used() -> None:
@@ -180,7 +181,7 @@ def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_a_gpu_measures_its_cache_and_gives_the_same_answer() -> None:
     config = EngineConfig(device="cuda", dtype="float32", gpu_memory_utilization=0.2)
     engine = build_engine(config)
-    assert engine.info.device == "cuda" and engine.stats().units_total > 1000
+    assert engine.info.device == "cuda" and engine._core.stats().units_total > 1000
     del engine
     prompt = tuple(range(20, 60))
     assert await answer(config, prompt, 12) == await answer(DEMO, prompt, 12)

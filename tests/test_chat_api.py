@@ -11,8 +11,8 @@ import pytest
 from conftest import StartServer
 from fake_engine import MODEL, Script, Served
 
+from engine.api import EngineRequest, FinishReason, Lane, RequestClass, TokenLogprobs
 from engine.errors import EngineUnavailableError, QueueFullError
-from engine.request import EngineRequest, FinishReason, Lane, RequestClass, TokenLogprobs
 from engine.text import Tokenizer
 
 HI: Any = [{"role": "user", "content": "hi"}]
@@ -367,7 +367,7 @@ async def test_choices_are_queued_together_or_not_at_all(served: Served) -> None
 
 
 async def test_an_engine_that_is_down_is_503(served: Served) -> None:
-    served.engine.alive = False
+    served.engine.dead = True
     for answer in (await post(served, {}), await post(served, {"stream": True})):
         assert answer.status_code == 503 and int(answer.headers["retry-after"]) > 0
         assert answer.json()["error"]["type"] == "server_error"

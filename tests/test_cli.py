@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from engine.client import EngineInfo
+from engine.api import EngineInfo
 from engine.config import EngineConfig
 from gateway import cli, command_help
 from gateway.config import ServerConfig, is_loopback
@@ -381,4 +381,4 @@ def test_the_name_in_the_api_is_never_a_path(tmp_path: Path) -> None:
 def test_the_address_in_the_summary(host: str, port: int, address: str) -> None:
     info = EngineInfo(64, 10, frozenset(), "A", "float32", "cpu", 1000)
     config = ServerConfig(host=host, port=port, served_model_name=("m",))
-    assert cli.summary(config, info, 128).endswith(address)
+    assert cli.summary(config, info).endswith(address)

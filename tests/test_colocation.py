@@ -9,9 +9,10 @@ from driver import Driver, make_request, run_plan
 from fakes.runner import FakeRunner, solo_tokens
 from hypothesis import HealthCheck, given, settings
 
+from engine.api import EngineRequest, RequestClass
 from engine.config import SchedulerConfig
 from engine.errors import QueueFullError
-from engine.request import EngineRequest, RequestClass, RequestStatus
+from engine.request import RequestStatus
 from engine.scheduling.objective import StepObjective
 from engine.scheduling.output import SchedulerOutput
 from engine.virtual import step_features

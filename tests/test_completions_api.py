@@ -8,7 +8,7 @@ import pytest
 from conftest import StartServer
 from fake_engine import MODEL, Script, Served
 
-from engine.request import EngineRequest, TokenLogprobs
+from engine.api import EngineRequest, TokenLogprobs
 from engine.text import Tokenizer
 
 TEXT = "hello wörld 🙂"
@@ -177,7 +177,7 @@ async def test_health_and_readiness(served: Served) -> None:
     served.app.state.context.lifecycle.draining = False
     served.engine.started = False
     assert (await get(served, "/ready")).status_code == 503
-    served.engine.alive = False
+    served.engine.dead = True
     answer = await get(served, "/health")
     assert answer.status_code == 503 and answer.json()["error"]["type"] == "server_error"
 

@@ -8,9 +8,10 @@ import pytest
 from driver import Driver, make_request
 from fakes.runner import FakeRunner, solo_tokens
 
+from engine.api import EngineRequest, FinishReason, RequestClass
 from engine.config import SchedulerConfig
 from engine.errors import ContextLengthError, InvalidRequestError, QueueFullError
-from engine.request import EngineRequest, FinishReason, RequestClass, RequestStatus
+from engine.request import RequestStatus
 
 VOCAB = 50
 BLOCK = 4
@@ -308,5 +309,5 @@ def test_illegal_transition_is_refused() -> None:
 
 
 def test_the_core_loads_no_torch() -> None:
-    code = "import sys, engine.core, engine.client, engine.engine; sys.exit('torch' in sys.modules)"
+    code = "import sys, engine.core, engine.api, engine.engine; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

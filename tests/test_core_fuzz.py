@@ -7,9 +7,9 @@ from fakes.runner import FakeRunner, solo_tokens
 from hypothesis import HealthCheck, given, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from engine.api import EngineRequest, FinishReason, RequestClass
 from engine.config import SchedulerConfig
 from engine.queue_time import UNLIMITED_QUEUE
-from engine.request import EngineRequest, FinishReason, RequestClass
 from predictor.model import LatencyModel
 
 VOCAB = 40

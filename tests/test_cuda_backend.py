@@ -10,6 +10,7 @@ from test_runner import reference_logits
 from tiny_models import llama_config, model_folder, write_config
 
 from engine import build
+from engine.api import SamplingParams
 from engine.cache.blocks import CacheEntry, CacheKind, Tier
 from engine.config import EngineConfig
 from engine.execution import memory
@@ -24,7 +25,6 @@ from engine.models import torch_ops
 from engine.models.decoder import Decoder
 from engine.models.loader import load_weights
 from engine.models.spec import load_spec
-from engine.request import SamplingParams
 from engine.scheduling.output import Chunk, NewRequest, SchedulerOutput
 
 

@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 import torch
 from cuda_engine import CudaDriver, make_driver
-from driver import make_request
+from driver import make_request, submit_one
 from test_runner import POISON, SAMPLED, check_greedy, crowd, make_decoder, reference_logits, run_in_waves, solo
 from tiny_models import FAMILY_CASES, model_folder
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from engine.client import EngineInfo
+from engine.api import EngineInfo, FinishReason, RequestClass
 from engine.core import EngineCore
 from engine.engine import Engine
 from engine.execution.cuda.buffers import DrawInputs, StepBuffers, StepInputs
@@ -30,7 +30,6 @@ from engine.models.decoder import Decoder
 from engine.models.loader import load_weights
 from engine.models.spec import load_spec
 from engine.models.weights import ModelWeights, build_weights
-from engine.request import FinishReason, RequestClass
 from engine.scheduling.output import Collect, SchedulerOutput
 from predictor.limits import Limits
 
@@ -139,10 +138,10 @@ async def test_the_engine_launches_ahead() -> None:
     engine = Engine(EngineCore(driver.core.config), runner, info)
     await engine.start()
     requests = [make_request(f"r{i}", [5 + i, 7, 2 * i], 9, temperature=0.8, seed=i) for i in range(7)]
-    streams = [engine.add(dataclasses.replace(request, final_only=True)) for request in requests]
+    streams = [await submit_one(engine, dataclasses.replace(request, final_only=True)) for request in requests]
     for request, stream in zip(requests, streams, strict=True):
         (final,) = [output async for output in stream]
-        assert final.token_ids == solo(request, decoder)
+        assert list(final.token_ids) == solo(request, decoder)
     await engine.stop()
     steps, threads = zip(*launches, strict=True)
     assert list(steps) == list(range(len(steps))) and len(set(threads)) == 1

@@ -7,16 +7,15 @@ from functools import partial
 from typing import Any
 
 import pytest
-from driver import make_request
+from driver import is_error, make_request, outputs_of, submit_one
 from fakes.runner import FakeRunner, solo_tokens
 
-from engine.client import EngineClient, EngineInfo
+from engine.api import EngineClient, EngineInfo, EngineRequest, EngineState, FinishReason, RequestClass, RequestOutput
 from engine.colocation import Colocation, initial_budget
 from engine.config import SchedulerConfig
 from engine.core import EngineCore
 from engine.engine import Engine
 from engine.errors import EngineUnavailableError, InvalidRequestError, QueueFullError
-from engine.request import EngineRequest, FinishReason, RequestClass, RequestOutput
 from engine.scheduling.output import Collect, ModelRunnerOutput, SchedulerOutput
 from engine.scheduling.planner import OfflinePlan, PlannedChunk
 from engine.step_watch import StepLimits
@@ -66,7 +65,7 @@ async def engine(request: pytest.FixtureRequest) -> AsyncIterator[Engine]:
 
 async def collect(engine: EngineClient, request: EngineRequest) -> tuple[list[int], RequestOutput]:
     tokens: list[int] = []
-    async for output in engine.add(request):
+    async for output in outputs_of(engine, request):
         tokens += output.token_ids
     return tokens, output
 
@@ -84,29 +83,29 @@ async def test_many_requests_at_once(engine: Engine) -> None:
     requests = [make_request(str(i), range(i, i + 20 + i), 5 + i % 7) for i in range(40)]
     results = await asyncio.gather(*[collect(engine, r) for r in requests])
     assert [tokens for tokens, _ in results] == [solo(r) for r in requests]
-    assert engine.stats().units_owned == 0
-    assert engine.ready and engine.alive
+    assert (await engine.stats()).units_owned == 0
+    assert engine.state is EngineState.READY
 
 
 async def test_final_only_gives_one_output(engine: Engine) -> None:
     plain = make_request("a", range(9), 12)
     request = EngineRequest("b", plain.prompt_token_ids, plain.sampling, final_only=True)
-    outputs = [output async for output in engine.add(request)]
+    outputs = [output async for output in outputs_of(engine, request)]
     assert len(outputs) == 1
-    assert outputs[0].token_ids == solo(plain)
+    assert list(outputs[0].token_ids) == solo(plain)
 
 
 async def test_aclose_aborts_even_before_the_first_read(engine: Engine) -> None:
-    stream = engine.add(make_request("a", range(9), 4000))
+    stream = await submit_one(engine, make_request("a", range(9), 4000))
     await stream.aclose()
     await stream.aclose()
     outputs = [output async for output in stream]
     assert outputs[-1].finish_reason is FinishReason.ABORT
-    assert engine.stats().units_owned == 0 or engine._core.num_in_flight
+    assert (await engine.stats()).units_owned == 0 or engine._core.num_in_flight
 
 
 async def test_abort_with_reason_from_outside(engine: Engine) -> None:
-    stream = engine.add(make_request("a", range(9), 4000))
+    stream = await submit_one(engine, make_request("a", range(9), 4000))
     await anext(stream)
     engine.abort("a", FinishReason.STOP)
     engine.abort("nobody")
@@ -114,7 +113,7 @@ async def test_abort_with_reason_from_outside(engine: Engine) -> None:
 
 
 async def test_a_reader_that_does_not_read_is_ended_and_others_go_on(engine: Engine) -> None:
-    lazy = engine.add(make_request("lazy", range(9), STREAM_LIMIT + 500))
+    lazy = await submit_one(engine, make_request("lazy", range(9), STREAM_LIMIT + 500))
     busy = make_request("busy", range(9), STREAM_LIMIT + 800)
     tokens, _ = await collect(engine, busy)
     assert tokens == solo(busy)
@@ -125,7 +124,7 @@ async def test_a_reader_that_does_not_read_is_ended_and_others_go_on(engine: Eng
 
 async def test_invalid_requests_are_refused_before_anything_is_queued(engine: Engine) -> None:
     with pytest.raises(InvalidRequestError):
-        engine.add(make_request("long", range(4000), 200))
+        await submit_one(engine, make_request("long", range(4000), 200))
     assert not engine._streams
 
 
@@ -140,7 +139,7 @@ async def test_a_step_that_fails_once_costs_nobody_anything(depth: int, caplog: 
     ):
         assert tokens == solo(request) and final.finish_reason is FinishReason.LENGTH
     assert len([record for record in caplog.records if record.exc_info]) == 1
-    assert engine.ready
+    assert engine.state is EngineState.READY
     await engine.stop()
 
 
@@ -148,7 +147,7 @@ async def test_warm_up_failure_is_raised_by_start() -> None:
     engine = make_engine(0, FakeRunner(block_size=64, vocab_size=VOCAB, fail_steps=frozenset({0})))
     with pytest.raises(Exception, match="failed"):
         await engine.start()
-    assert not engine.ready
+    assert engine.state is not EngineState.READY
 
 
 async def test_stop_drains_then_aborts() -> None:
@@ -156,22 +155,22 @@ async def test_stop_drains_then_aborts() -> None:
     engine = make_engine(0, runner)
     await engine.start()
     runner.open = False
-    short = engine.add(make_request("short", range(5), 2))
+    short = await submit_one(engine, make_request("short", range(5), 2))
     stopping = asyncio.create_task(engine.stop(drain_seconds=30))
     await until(lambda: engine._draining)
-    assert not engine.ready
+    assert engine.state is not EngineState.READY
     with pytest.raises(EngineUnavailableError):
-        engine.add(make_request("late", range(5), 2))
+        await submit_one(engine, make_request("late", range(5), 2))
     runner.permits.release(10)
     await stopping
     assert [o async for o in short][-1].finish_reason is FinishReason.LENGTH
-    assert not engine.alive
+    assert engine.state is EngineState.DEAD
 
 
 async def test_stop_without_drain_ends_every_stream() -> None:
     engine = make_engine(1)
     await engine.start()
-    streams = [engine.add(make_request(str(i), range(5), 4000)) for i in range(4)]
+    streams = [await submit_one(engine, make_request(str(i), range(5), 4000)) for i in range(4)]
     await engine.stop()
     for stream in streams:
         assert [o async for o in stream][-1].finish_reason is FinishReason.ABORT
@@ -182,14 +181,14 @@ async def test_requests_arriving_during_a_step_join_the_next() -> None:
     engine = make_engine(0, runner)
     await engine.start()
     runner.open = False
-    first = engine.add(make_request("first", range(5), 3))
+    first = await submit_one(engine, make_request("first", range(5), 3))
     assert await asyncio.to_thread(runner.entered.acquire, timeout=30)
-    second = engine.add(make_request("second", range(7), 3))
+    second = await submit_one(engine, make_request("second", range(7), 3))
     runner.permits.release(20)
     assert len([o async for o in first]) == 3
     assert len([o async for o in second]) == 3
     # warm-up 2 steps, then: first alone, first + second three times at most
-    assert engine.stats().steps <= 2 + 4
+    assert (await engine.stats()).steps <= 2 + 4
     await engine.stop()
 
 
@@ -200,15 +199,15 @@ async def test_a_step_that_hangs_ends_every_stream_and_the_engine_recovers_with_
     engine = Engine(core, runner, info, step_limits=StepLimits(unknown=0.2))
     await engine.start()
     runner.open = False
-    stream = engine.add(make_request("a", range(5), 1))
+    stream = await submit_one(engine, make_request("a", range(5), 1))
     final = [o async for o in stream][-1]
-    assert isinstance(final.error, EngineUnavailableError)
-    assert not engine.alive and not engine.ready and engine.trouble is not None
+    assert is_error(final, EngineUnavailableError)
+    assert engine.state is EngineState.DEAD and engine.trouble is not None
     with pytest.raises(EngineUnavailableError):
-        engine.add(make_request("b", range(5), 1))
+        await submit_one(engine, make_request("b", range(5), 1))
     runner.open = True
     runner.permits.release(5)
-    await until(lambda: engine.alive)
+    await until(lambda: engine.state is EngineState.READY)
     again = make_request("c", range(5), 3)
     assert (await collect(engine, again))[0] == solo(again)
     await engine.stop()
@@ -220,10 +219,10 @@ async def test_stop_does_not_wait_for_a_step_that_hangs() -> None:
     engine = make_engine(0, runner)
     await engine.start()
     runner.open = False
-    engine.add(make_request("a", range(5), 1))
+    await submit_one(engine, make_request("a", range(5), 1))
     assert await asyncio.to_thread(runner.entered.acquire, timeout=30)
     await engine.stop()
-    assert not engine.alive
+    assert engine.state is EngineState.DEAD
     runner.permits.release(5)
 
 
@@ -240,12 +239,12 @@ async def test_a_broken_loop_ends_streams_and_is_reported(monkeypatch: pytest.Mo
         raise AssertionError("bug")
 
     monkeypatch.setattr(engine._core, "update", broken)
-    outputs = [o async for o in engine.add(make_request("a", range(5), 5))]
+    outputs = [o async for o in outputs_of(engine, make_request("a", range(5), 5))]
     assert outputs[-1].finish_reason is FinishReason.ERROR
-    assert isinstance(outputs[-1].error, EngineUnavailableError)
-    assert not engine.alive
+    assert is_error(outputs[-1], EngineUnavailableError)
+    assert engine.state is EngineState.DEAD
     with pytest.raises(EngineUnavailableError):
-        engine.add(make_request("b", range(5), 5))
+        await submit_one(engine, make_request("b", range(5), 5))
     await engine.stop()
 
 
@@ -281,7 +280,7 @@ def wrong(core: EngineCore, now: float) -> Generator[None, None, OfflinePlan]:
 async def test_a_planner_that_fails_never_harms_an_online_request(plan_offline: Any) -> None:
     engine = make_planned_engine(plan_offline)
     await engine.start()
-    job = engine.add(make_request("job", range(5), 50, request_class=RequestClass.OFFLINE))
+    job = await submit_one(engine, make_request("job", range(5), 50, request_class=RequestClass.OFFLINE))
     chat = make_request("chat", range(9), 40)
     tokens, final = await collect(engine, chat)
     assert tokens == solo(chat) and final.finish_reason is FinishReason.LENGTH
@@ -305,16 +304,16 @@ async def test_a_refused_request_is_a_part_of_the_recorded_load() -> None:
     info = EngineInfo(4096, VOCAB, frozenset(), "fake", "none", "none", 0)
     engine = Engine(core, FakeRunner(block_size=64, vocab_size=VOCAB), info, colocation=keeper)
     await engine.start()
-    stream = engine.add(make_request("a", range(30), 2))
+    stream = await submit_one(engine, make_request("a", range(30), 2))
     with pytest.raises(QueueFullError):
-        engine.add(make_request("b", range(40), 9))
+        await submit_one(engine, make_request("b", range(40), 9))
     with pytest.raises(QueueFullError):  # looked at before its prompt was even read
-        engine.check_room(RequestClass.ONLINE, 50)
-    engine.check_room(RequestClass.OFFLINE, 50)
+        await engine.check_room(RequestClass.ONLINE, 50)
+    await engine.check_room(RequestClass.OFFLINE, 50)
     async for _ in stream:
         pass
-    engine.check_room(RequestClass.ONLINE, 50)
+    await engine.check_room(RequestClass.ONLINE, 50)
     await engine.stop()
     with pytest.raises(EngineUnavailableError):
-        engine.check_room(RequestClass.ONLINE, 50)
+        await engine.check_room(RequestClass.ONLINE, 50)
     assert [arrival.lengths.prompt for arrival in keeper.load.arrivals] == [40, 50, 30]

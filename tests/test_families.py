@@ -11,6 +11,7 @@ import torch
 from driver import Driver, make_request
 from hypothesis import HealthCheck, given, settings
 
+from engine.api import FinishReason, RequestClass
 from engine.cache.blocks import CacheAction
 from engine.config import SchedulerConfig
 from engine.execution.cpu.device import TorchDevice
@@ -18,7 +19,6 @@ from engine.execution.runner import Runner
 from engine.models.decoder import Decoder
 from engine.models.loader import load_weights
 from engine.models.spec import hidden_offer, load_spec
-from engine.request import FinishReason, RequestClass
 
 BLOCK = 4
 OUTPUT = 12

@@ -9,13 +9,13 @@ from fakes.runner import FakeRunner, solo_tokens
 from hand_driver import BLOCK, CPU, GREEDY, VOCAB, HandDriver, Live, RecordingDecoder
 from tiny_models import llama_config
 
+from engine.api import SamplingParams
 from engine.cache.blocks import CacheAction, CacheEntry, CacheKind, CacheOperation, Tier
 from engine.errors import ConfigError
 from engine.execution.cpu.device import TorchDevice
 from engine.execution.runner import Runner
 from engine.models.spec import hidden_offer, spec_from_config
 from engine.models.weights import DummyTensors, build_weights
-from engine.request import SamplingParams
 from engine.scheduling.output import Chunk, ModelRunner, NewRequest, ReplacedEntry, SchedulerOutput
 from predictor.limits import Limits
 

@@ -6,9 +6,9 @@ import pytest
 from driver import Driver, make_request
 from fakes.runner import FakeRunner, solo_tokens
 
+from engine.api import EngineRequest, FinishReason, RequestClass
 from engine.cache.blocks import CacheAction
 from engine.config import SchedulerConfig
-from engine.request import EngineRequest, FinishReason, RequestClass
 from engine.scheduling.objective import StepObjective
 from engine.scheduling.output import SchedulerOutput
 from predictor.model import LatencyModel

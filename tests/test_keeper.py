@@ -10,6 +10,7 @@ import pytest
 from driver import make_request
 from windows import poisson_window
 
+from engine.api import FinishReason, RequestClass, RequestOutput, RequestTimes
 from engine.baseline import replay_alone, workload_of
 from engine.colocation import BUDGET_SHARE, MIN_OFFLINE, Colocation, initial_budget
 from engine.config import SchedulerConfig
@@ -17,7 +18,6 @@ from engine.core import EngineCore
 from engine.errors import ConfigError
 from engine.queue_time import UNLIMITED_QUEUE
 from engine.replay import ReplayedServer, Workload, metrics_of, normal_noise, replay
-from engine.request import FinishReason, RequestClass, RequestOutput, RequestTimes
 from engine.scheduling.output import Chunk, Collect, SchedulerOutput
 from engine.search import find_budget
 from engine.virtual import Arrival, PredictedRunner, VirtualDriver, VirtualRecord, VirtualRun, step_features
@@ -137,7 +137,7 @@ def test_one_stall_is_one_miss_however_many_requests_it_hits() -> None:
     for now in (0.1, 0.15, 1.2, 1.25):
         reason = FinishReason.LENGTH if now == 1.25 else None
         outputs = [
-            replace(output_of(name, 1, now, reason=reason, beside=True), times=RequestTimes(0.0, first_token=0.1))
+            output_of(name, 1, now, reason=reason, beside=True)._replace(times=RequestTimes(0.0, first_token=0.1))
             for name in names
         ]
         keeper.on_step(STEP, 0.0082, outputs, now)

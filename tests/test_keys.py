@@ -10,9 +10,8 @@ import pytest
 from batch_tools import batch_server, client_of, jsonl, line, submit, until
 from fake_engine import MODEL
 
+from engine.api import ColocationStats, EngineStats, RequestClass
 from engine.errors import ConfigError
-from engine.request import RequestClass
-from engine.stats import ColocationStats, EngineStats
 from engine.text import Tokenizer
 from gateway.config import ServerConfig
 from gateway.keys import KeyRing, key_of, load_keys

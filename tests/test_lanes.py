@@ -12,13 +12,14 @@ from fakes.runner import FakeRunner
 from hypothesis import example, given, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from engine.api import EngineRequest, Lane, RequestClass, RequestTimes, SamplingParams, TokenCosts
 from engine.config import SchedulerConfig
 from engine.errors import QueueFullError
-from engine.request import EngineRequest, Lane, Request, RequestClass, RequestStatus, RequestTimes, SamplingParams
+from engine.request import Request, RequestStatus
 from engine.scheduling.fair_share import FairShare
 from engine.scheduling.job_queue import OFFLINE_POLICIES
 from engine.scheduling.offline_queue import LANE_FLOOR, OfflineQueue
-from engine.service_cost import TokenCosts, token_costs
+from engine.service_cost import token_costs
 from predictor.model import LatencyModel
 
 BLOCK = 4

@@ -11,11 +11,11 @@ from driver import Driver, make_request
 from fakes.runner import FakeRunner
 from hypothesis import given
 
+from engine.api import EngineRequest, SamplingParams
 from engine.config import SchedulerConfig
 from engine.core import EngineCore
 from engine.errors import ConfigError, QueueFullError
 from engine.queue_time import UNLIMITED_QUEUE, QueueTime
-from engine.request import EngineRequest, SamplingParams
 from engine.scheduling.laxity import on_time
 from engine.scheduling.objective import StepObjective
 from engine.virtual import Arrival, PredictedRunner, VirtualDriver, VirtualRecord

@@ -8,10 +8,11 @@ import pytest
 from driver import Driver, make_request, run_plan
 from fakes.runner import FakeRunner, solo_tokens
 
+from engine.api import EngineRequest, Lane, RequestClass, SamplingParams
 from engine.config import SchedulerConfig
 from engine.core import EngineCore
 from engine.queue_time import UNLIMITED_QUEUE
-from engine.request import EngineRequest, Lane, RequestClass, RequestStatus, SamplingParams
+from engine.request import RequestStatus
 from engine.scheduling.last_resort import LastResort
 from engine.scheduling.objective import StepObjective
 from engine.scheduling.output import Collect, SchedulerOutput

@@ -8,9 +8,9 @@ from fakes.runner import FakeRunner, solo_tokens
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
+from engine.api import EngineRequest, FinishReason, Lane, RequestClass
 from engine.config import SchedulerConfig
 from engine.queue_time import UNLIMITED_QUEUE
-from engine.request import EngineRequest, FinishReason, Lane, RequestClass
 from engine.scheduling.objective import StepObjective
 from predictor.budget import BudgetParams
 from predictor.model import LatencyModel

@@ -10,8 +10,7 @@ from conftest import StartServer
 from fake_engine import MODEL, Served, colocation_stats
 from prometheus_client.parser import text_string_to_metric_families
 
-from engine.request import RequestClass
-from engine.stats import EngineStats
+from engine.api import EngineStats, RequestClass
 from engine.text import Tokenizer
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]

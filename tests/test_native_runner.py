@@ -14,6 +14,7 @@ from native_build import native_library
 from test_hybrid_cache import CONFIGS, check_equal, decoder_of, prompts_of, solo
 from test_runner import BLOCK, SAMPLED, check_greedy, crowd, make_decoder, run_in_waves
 
+from engine.api import SamplingParams
 from engine.cache.blocks import CacheEntry, CacheKind, Tier
 from engine.config import SchedulerConfig
 from engine.errors import ConfigError
@@ -26,7 +27,6 @@ from engine.execution.cpu.native.model import NativeModel, Sampled
 from engine.execution.cpu.native.start import start
 from engine.execution.runner import Runner
 from engine.models.decoder import Decoder
-from engine.request import SamplingParams
 from engine.scheduling.output import Chunk, NewRequest, SchedulerOutput
 from predictor.limits import Limits
 

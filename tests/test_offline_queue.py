@@ -11,8 +11,9 @@ from driver import make_request
 from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from engine.api import EngineRequest, RequestTimes
 from engine.cache.prefix import extend_hashes
-from engine.request import EngineRequest, Request, RequestStatus, RequestTimes
+from engine.request import Request, RequestStatus
 from engine.scheduling.offline_queue import OfflineQueue
 from engine.scheduling.prefix_tree import PrefixTree
 

@@ -9,11 +9,12 @@ from fakes.runner import solo_tokens
 from test_core_fuzz import BLOCK, LIKE_COPIES, VOCAB, make_fuzz_driver
 from test_hybrid_scheduling import check_solo, make
 
+from engine.api import EngineRequest, RequestClass, RequestTimes, SamplingParams
 from engine.cache.blocks import CacheAction, CacheKind, Tier
 from engine.cache.cache import Cache
 from engine.cache.placement import host_split, next_is_act
 from engine.config import SchedulerConfig
-from engine.request import EngineRequest, Request, RequestClass, RequestStatus, RequestTimes, SamplingParams
+from engine.request import Request, RequestStatus
 from engine.scheduling.objective import StepObjective
 from predictor.model import LatencyModel
 

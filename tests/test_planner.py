@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from engine.api import EngineRequest, RequestClass, SamplingParams
 from engine.config import EngineConfig
-from engine.request import EngineRequest, RequestClass, SamplingParams
 from engine.virtual import Arrival, VirtualRecord, VirtualRun
 from gateway import cli
 from gateway.config import ServerConfig

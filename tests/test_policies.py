@@ -5,11 +5,12 @@ import math
 import pytest
 from driver import Driver, make_request
 
+from engine.api import EngineRequest, RequestTimes, SamplingParams
 from engine.config import SchedulerConfig
 from engine.core import EngineCore
 from engine.errors import ConfigError
 from engine.execution.simulated import SimulatedDevice, SimulatedRunner
-from engine.request import EngineRequest, Request, RequestTimes, SamplingParams
+from engine.request import Request
 from engine.scheduling.objective import StepObjective
 from engine.scheduling.policies import (
     ONLINE_POLICIES,

@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.api import EngineRequest, RequestTimes, SamplingParams
 from engine.cache.blocks import CacheBlock, CacheEntry, CacheKind, Tier
-from engine.request import EngineRequest, Request, RequestStatus, RequestTimes, SamplingParams
+from engine.request import Request, RequestStatus
 from engine.scheduling.knapsack import Columns, choose
 from engine.scheduling.pressure import GRAIN, Pressure, _in_reach, _savable, _transposed, select_apt, select_goodput
 from engine.scheduling.values import goodput_values, has_missed, pending_time, seconds_to_token
@@ -27,7 +28,7 @@ def preempted(index: int, arrival: float, length: int, first: float, last: float
     """It has run: three tokens came, the last at `last`; `parked` blocks are on the host."""
     request = waiting(index, arrival, length)
     request.token_ids += [1, 2, 3]
-    request.times.first_token, request.times.last_token = first, last
+    request.times = RequestTimes(arrival, first_token=first, last_token=last)
     request.num_preemptions, request.status = 1, RequestStatus.PREEMPTED
     entry = CacheEntry(CacheKind.KV, Tier.HOST, (0, 1))
     request.cache_map.blocks = [CacheBlock(entry) for _ in range(parked)]

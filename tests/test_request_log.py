@@ -18,17 +18,17 @@ from batch_tools import eventually
 from conftest import StartServer
 from fake_engine import MODEL, Served, colocation_stats
 
-from engine.errors import ConfigError
-from engine.request import (
+from engine.api import (
     EngineRequest,
+    EngineStats,
     FinishReason,
     RequestClass,
     RequestOutput,
     RequestTimes,
     SamplingParams,
+    TokenCosts,
 )
-from engine.service_cost import TokenCosts
-from engine.stats import EngineStats
+from engine.errors import ConfigError
 from gateway.account import CLIENT_LEFT, Account
 from gateway.batch_line import LineOrigin, LineRunner
 from gateway.request_log import RequestLog, line_of

@@ -12,6 +12,7 @@ from dense_model import attend_with
 from driver import Driver, make_request
 from tiny_models import llama_config
 
+from engine.api import EngineRequest, FinishReason, RequestClass, SamplingParams
 from engine.cache.blocks import CacheEntry, CacheKind, Tier
 from engine.config import SchedulerConfig
 from engine.errors import ConfigError
@@ -23,7 +24,6 @@ from engine.execution.sampling_table import uniforms
 from engine.models.decoder import Attend, Decoder
 from engine.models.spec import ModelSpec, spec_from_config
 from engine.models.weights import DummyTensors, build_weights
-from engine.request import EngineRequest, FinishReason, RequestClass, SamplingParams
 from engine.scheduling.output import INVALID_TOKEN, AppendedEntries, Chunk, NewRequest, SchedulerOutput
 from predictor.limits import Limits
 

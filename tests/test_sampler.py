@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
+from engine.api import SamplingParams, TokenLogprobs
 from engine.execution import sampler
 from engine.execution.sampler import SampleInput, sample
 from engine.execution.sampling_table import SamplingTable, uniforms
-from engine.request import SamplingParams, TokenLogprobs
 from engine.scheduling.output import INVALID_TOKEN
 
 VOCAB = 300

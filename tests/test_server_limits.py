@@ -17,8 +17,8 @@ import pytest
 from conftest import StartServer
 from fake_engine import MODEL, Served
 
+from engine.api import FinishReason
 from engine.errors import ConfigError
-from engine.request import FinishReason
 from gateway.protocol import ProtocolLimits
 from gateway.server import bind
 

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 from driver import make_request
 
+from engine.api import RequestClass
 from engine.config import EngineConfig, SchedulerConfig
 from engine.core import EngineCore
 from engine.execution.simulated import SimulatedDevice, SimulatedRunner
-from engine.request import RequestClass
 from engine.scheduling.objective import UNLIMITED, StepObjective
 from engine.scheduling.output import Collect, SchedulerOutput
 from engine.virtual import Arrival, VirtualDriver

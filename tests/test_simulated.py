@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 from driver import make_request
 
+from engine.api import EngineRequest, SamplingParams
 from engine.cache.blocks import CacheEntry, CacheKind, Tier
 from engine.config import SchedulerConfig
 from engine.core import EngineCore
 from engine.execution.device_specs import CALIBRATION_TOKENS, DEVICES, MODELS, PUBLISHED_LINEAR_MS
 from engine.execution.simulated import SimulatedDevice, SimulatedRunner, TrueLatency
-from engine.request import EngineRequest, SamplingParams
 from engine.scheduling.output import AppendedEntries, CacheWork, Chunk, NewRequest, ReplacedEntry, SchedulerOutput
 from engine.virtual import Arrival, VirtualDriver
 from predictor.features import BatchFeatures

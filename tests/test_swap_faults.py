@@ -8,6 +8,7 @@ import torch
 from driver import Driver, make_request
 from tiny_models import llama_config
 
+from engine.api import EngineRequest, FinishReason
 from engine.cache.blocks import CacheAction
 from engine.config import SchedulerConfig
 from engine.execution.cpu.device import TorchDevice
@@ -15,7 +16,6 @@ from engine.execution.runner import Runner
 from engine.models.decoder import Decoder
 from engine.models.spec import spec_from_config
 from engine.models.weights import DummyTensors, build_weights
-from engine.request import EngineRequest, FinishReason
 
 BLOCK = 4
 CPU = torch.device("cpu")

@@ -9,12 +9,12 @@ import pytest
 from driver import make_request
 from windows import poisson_window
 
+from engine.api import FinishReason, RequestClass, RequestOutput, RequestTimes
 from engine.colocation import Colocation, initial_budget
 from engine.config import SchedulerConfig
 from engine.core import EngineCore
 from engine.load_store import LoadStore
 from engine.replay import ReplayedServer, Workload
-from engine.request import FinishReason, RequestClass, RequestOutput, RequestTimes
 from engine.scheduling.output import Chunk, SchedulerOutput
 from engine.search import baseline_job, budget_job
 from engine.search_child import ChildError, run_child

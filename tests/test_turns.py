@@ -9,10 +9,10 @@ from fakes.runner import FakeRunner, solo_tokens
 from hypothesis import HealthCheck, given, settings
 from test_core_fuzz import BLOCK, LIKE_COPIES, VOCAB, arrival, build
 
+from engine.api import EngineRequest, RequestClass
 from engine.config import EngineConfig, SchedulerConfig
 from engine.errors import ConfigError
 from engine.queue_time import UNLIMITED_QUEUE
-from engine.request import EngineRequest, RequestClass
 from engine.scheduling.objective import StepObjective
 from predictor.model import LatencyModel
 

@@ -8,17 +8,17 @@ from typing import Any
 import httpx
 import pytest
 from conftest import refuse_blocking
-from driver import Driver, make_request
+from driver import Driver, is_error, make_request, outputs_of, submit_one
 from fake_engine import serve
 from fakes.runner import FakeRunner, solo_tokens
 
+from engine.api import EngineInfo, EngineRequest, EngineState, FinishReason, RequestClass
 from engine.build import build_engine, plan_launch
-from engine.client import EngineInfo
 from engine.config import EngineConfig, SchedulerConfig
 from engine.core import EngineCore
 from engine.engine import Engine
 from engine.errors import EngineUnavailableError
-from engine.request import EngineRequest, FinishReason, RequestClass, RequestStatus
+from engine.request import RequestStatus
 from engine.text import Tokenizer
 from engine.watchdog import ProgressWatchdog
 
@@ -43,7 +43,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 async def answer(engine: Engine, request: EngineRequest) -> list[int]:
-    return [token async for output in engine.add(request) for token in output.token_ids]
+    return [token async for output in outputs_of(engine, request) for token in output.token_ids]
 
 
 def lose_the_queue(core: EngineCore) -> None:
@@ -61,16 +61,16 @@ async def test_queues_and_rows_are_built_anew(
     engine = make_engine()
     await engine.start()
     request = make_request("a", range(9), 6)
-    stream = engine.add(request)
+    stream = await submit_one(engine, request)
     damage(engine._core)
     await until(lambda: engine.trouble is not None)
-    assert not engine.ready and engine.alive
+    assert engine.state is EngineState.DEGRADED
     assert [token async for output in stream for token in output.token_ids] == solo(request)
-    assert engine.ready and engine.trouble is None
+    assert engine.state is EngineState.READY and engine.trouble is None
     critical = [record.getMessage() for record in caplog.records if record.levelno == logging.CRITICAL]
     assert len(critical) == 1
     assert "stands still" in critical[0] and "units" in critical[0] and "waiting" in critical[0]
-    assert engine.stats().stalls == 1
+    assert (await engine.stats()).stalls == 1
     await engine.stop()
     engine._core.check_integrity()
 
@@ -85,10 +85,10 @@ async def test_what_can_never_start_ends_with_an_error_and_the_others_run(monkey
     )
     line = make_request("line", range(5), 5, request_class=OFFLINE)
     good = make_request("good", range(7), 5)
-    streams = [engine.add(request) for request in (make_request("bad", range(9), 6), good, line)]
+    streams = [await submit_one(engine, request) for request in (make_request("bad", range(9), 6), good, line)]
     outputs = [[output async for output in stream] for stream in streams]
     assert outputs[0][-1].finish_reason is FinishReason.ERROR
-    assert isinstance(outputs[0][-1].error, EngineUnavailableError)
+    assert is_error(outputs[0][-1], EngineUnavailableError)
     for request, given in zip((good, line), outputs[1:], strict=True):
         assert [token for output in given for token in output.token_ids] == solo(request)
     await engine.stop()
@@ -99,10 +99,10 @@ async def test_an_aborted_queue_ends_the_trouble(monkeypatch: pytest.MonkeyPatch
     await engine.start()
     with monkeypatch.context() as patch:
         patch.setattr(engine._core, "schedule", lambda *_: None)
-        stream = engine.add(make_request("line", range(5), 5, request_class=OFFLINE))
+        stream = await submit_one(engine, make_request("line", range(5), 5, request_class=OFFLINE))
         await until(lambda: engine.trouble is not None)
         await stream.aclose()
-    await until(lambda: engine.ready)
+    await until(lambda: engine.state is EngineState.READY)
     assert await answer(engine, make_request("b", range(4), 3)) == solo(make_request("b", range(4), 3))
     await engine.stop()
 
@@ -119,7 +119,7 @@ async def test_a_planner_that_never_ends_is_begun_anew() -> None:
     engine._planner._task = asyncio.create_task(never())
     line = make_request("line", range(9), 6, request_class=OFFLINE)
     assert await answer(engine, line) == solo(line)
-    assert engine.stats().stalls == 1
+    assert (await engine.stats()).stalls == 1
     await engine.stop()
 
 
@@ -218,14 +218,14 @@ async def test_a_line_evicted_often_stops_nobody_over_http(tmp_path: Any) -> Non
         ):
             flex = asyncio.create_task(client.post("/v1/completions", json=ask(120, 60, 0, service_tier="flex")))
             for index in range(10):
-                await until(lambda: engine.stats().running[OFFLINE] == 1)
+                await until(lambda: engine._core.stats().running[OFFLINE] == 1)
                 chat = await client.post("/v1/completions", json=ask(300, 2, index + 1))
                 assert chat.status_code == 200, chat.text
                 assert not flex.done()
             line = await flex
             assert line.status_code == 200 and line.json()["usage"]["completion_tokens"] == 60
-            assert engine.stats().preemptions["online"] == 10
-            assert engine.stats().stalls == 0
+            assert (await engine.stats()).preemptions["online"] == 10
+            assert (await engine.stats()).stalls == 0
             assert (await client.get("/ready")).status_code == 200
 
 
@@ -236,12 +236,12 @@ async def test_ready_says_why_it_is_not(tmp_path: Any, monkeypatch: pytest.Monke
         assert (await client.get("/ready")).status_code == 200
         with monkeypatch.context() as patch:
             patch.setattr(engine._core, "schedule", lambda *_: None)
-            stream = engine.add(make_request("line", range(5), 5, request_class=OFFLINE))
+            stream = await submit_one(engine, make_request("line", range(5), 5, request_class=OFFLINE))
             await until(lambda: engine.trouble is not None)
             refused = await client.get("/ready")
             assert refused.status_code == 503 and refused.headers["retry-after"]
             assert "no step has been completed for" in refused.json()["error"]["message"]
             assert "tidemill_stalls_total 1.0" in (await client.get("/metrics")).text
             await stream.aclose()
-        await until(lambda: engine.ready)
+        await until(lambda: engine.state is EngineState.READY)
         assert (await client.get("/ready")).status_code == 200

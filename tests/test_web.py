@@ -78,7 +78,7 @@ async def test_snapshots_follow_one_another_and_show_the_chat_that_ended(start_s
     assert snapshot["ready"] is True and set(snapshot["running"]) == {"online", "offline"}
     history = (await get(served, "/dashboard/history")).json()["snapshots"]
     assert [s["time"] for s in history] == sorted(s["time"] for s in history)
-    assert json.loads(recorder.record())["chats"] == []  # each chat is in one snapshot
+    assert json.loads(await recorder.record())["chats"] == []  # each chat is in one snapshot
 
 
 async def next_event(lines: Any) -> dict[str, Any]:
@@ -94,7 +94,7 @@ async def test_many_pages_share_one_snapshot_and_leave_nothing_behind(start_serv
     followers = [recorder.follow() for _ in range(10)]
     waiting = [asyncio.ensure_future(anext(follower)) for follower in followers]
     await asyncio.sleep(0)
-    recorder.record()
+    await recorder.record()
     events = await asyncio.gather(*waiting)
     assert len({id(event) for event in events}) == 1
     for follower in followers:

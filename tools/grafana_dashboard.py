@@ -17,8 +17,7 @@ from typing import Any, cast
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from engine.client import EngineClient  # noqa: E402
-from engine.stats import ColocationStats, EngineStats  # noqa: E402
+from engine.api import ColocationStats, EngineClient, EngineStats  # noqa: E402
 from gateway.batch_metrics import BatchCollector  # noqa: E402
 from gateway.batch_plan import Forecast  # noqa: E402
 from gateway.batch_worker import BatchWorker  # noqa: E402

@@ -9,6 +9,7 @@ victims, of time and of steps' limits.
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from engine.api import RequestClass
 from engine.cache.blocks import (
     COMPACT,
     REPRESENTATIONS,
@@ -25,7 +26,7 @@ from engine.cache.parked import ParkedPasts
 from engine.cache.pool import BlockPool
 from engine.cache.prefix import extend_hashes
 from engine.config import SchedulerConfig
-from engine.request import Request, RequestClass, RequestStatus
+from engine.request import Request, RequestStatus
 from predictor.limits import UNITS_PER_BLOCK
 from predictor.model import LatencyPredictor
 

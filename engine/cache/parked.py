@@ -17,11 +17,12 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
+from engine.api import RequestClass
 from engine.cache.blocks import COMPACT, CacheAction, CacheBlock, CacheKind, CacheOperation, count_compact, count_units
 from engine.cache.placement import HostSplit, Move, Past, Place, host_split, next_is_act, release_units, restore_costs
 from engine.cache.pool import BlockPool
 from engine.config import SchedulerConfig
-from engine.request import Request, RequestClass
+from engine.request import Request
 from predictor.model import LatencyPredictor
 
 

@@ -17,13 +17,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.api import TokenLogprobs
 from engine.execution.arrays import Int32Array, IntArray
 from engine.execution.lane import Lane, Mark, pinned
 from engine.execution.operations import CacheMover, run_operations
 from engine.execution.pool import UnitPool
 from engine.execution.rows import UNKNOWN, RowTable
 from engine.execution.sampler import SampleInput, sample
-from engine.request import TokenLogprobs
 from engine.scheduling.output import Collect, ModelRunnerOutput, SchedulerOutput
 
 

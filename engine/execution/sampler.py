@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from engine.api import SamplingParams, TokenLogprobs
 from engine.execution.arrays import FloatArray, IntArray
 from engine.execution.sampling_table import SamplingTable, has_penalties, uniforms
-from engine.request import SamplingParams, TokenLogprobs
 from engine.scheduling.output import INVALID_TOKEN
 
 _Lowest = Callable[[Tensor, Tensor], Tensor]

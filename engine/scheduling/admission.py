@@ -7,8 +7,9 @@ estimate from the latency model; without one nobody can tell and it is zero.
 
 import math
 
+from engine.api import EngineRequest, RequestClass
 from engine.errors import ContextLengthError, InvalidRequestError, QueueFullError
-from engine.request import EngineRequest, Request, RequestClass
+from engine.request import Request
 from engine.scheduling.laxity import by_age, order_prompts, prefill_pace, uses_laxity
 from engine.scheduling.scheduler import Scheduler
 from predictor.limits import UNITS_PER_BLOCK

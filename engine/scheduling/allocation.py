@@ -9,9 +9,10 @@ loses its place, waiting ones lose blocks that they still hold; where the past o
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 
+from engine.api import RequestClass
 from engine.cache.blocks import REPRESENTATIONS, CacheBlock, count_units
 from engine.cache.cache import Claim
-from engine.request import Request, RequestClass
+from engine.request import Request
 from engine.scheduling.output import AppendedEntries, ReplacedEntry
 from engine.scheduling.pressure import Start
 from engine.scheduling.scheduler import Scheduler

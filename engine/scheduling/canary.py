@@ -4,7 +4,7 @@ While it fails it is tried again, ever less often; after `SICK_AFTER` failures i
 should take no work. A state machine with its clock as an argument; who runs the prompt, and where, it does not know.
 """
 
-from engine.request import EngineRequest, RequestClass, SamplingParams
+from engine.api import EngineRequest, RequestClass, SamplingParams
 
 CANARY_ID = "canary"
 SICK_AFTER = 2

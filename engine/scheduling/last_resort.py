@@ -10,7 +10,8 @@ before offline, so that it gets to its end if every step is one of these.
 
 from collections.abc import Iterator
 
-from engine.request import Request, RequestClass, RequestStatus
+from engine.api import RequestClass
+from engine.request import Request, RequestStatus
 from engine.scheduling.chunks import StepChunks
 from engine.scheduling.output import SchedulerOutput
 

@@ -17,7 +17,8 @@ from heapq import heappop, heappush
 from operator import attrgetter
 from typing import NamedTuple
 
-from engine.request import Request, RequestClass
+from engine.api import RequestClass
+from engine.request import Request
 from engine.scheduling.objective import StepObjective
 from engine.scheduling.scheduler import Scheduler
 from predictor.features import BatchFeatures

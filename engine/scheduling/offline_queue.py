@@ -18,10 +18,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from operator import attrgetter
 
-from engine.request import Lane, Request, RequestStatus
+from engine.api import Lane, TokenCosts
+from engine.request import Request, RequestStatus
 from engine.scheduling.fair_share import FairShare, FairWalk
 from engine.scheduling.job_queue import OFFLINE_POLICIES, JobQueue
-from engine.service_cost import TokenCosts
 
 LANE_FLOOR = 1 / 8
 """Of the work admitted from the lanes above one that waits, the share that the waiting lane is owed."""

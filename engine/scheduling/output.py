@@ -21,8 +21,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from engine.api import SamplingParams, TokenLogprobs
 from engine.cache.blocks import CacheEntry, CacheOperation
-from engine.request import SamplingParams, TokenLogprobs
 
 INVALID_TOKEN = -1
 """Stands for a token that could not be sampled (NaN logits)."""

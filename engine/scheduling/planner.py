@@ -10,7 +10,8 @@ import math
 from collections.abc import Generator
 from typing import NamedTuple
 
-from engine.request import Request, RequestClass
+from engine.api import RequestClass
+from engine.request import Request
 from engine.scheduling.ledger import StepLedger
 from engine.scheduling.objective import OfflineAllowance
 from engine.scheduling.scheduler import Scheduler

@@ -8,8 +8,9 @@ for ever. Other policies continue what runs by age, and start in their own order
 import math
 from typing import NamedTuple
 
+from engine.api import RequestClass
 from engine.cache.blocks import CacheKind
-from engine.request import Request, RequestClass, RequestStatus
+from engine.request import Request, RequestStatus
 from engine.scheduling.chunks import StepChunks
 from engine.scheduling.laxity import (
     PromptOrder,

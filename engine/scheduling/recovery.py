@@ -10,8 +10,9 @@ import math
 from collections.abc import Iterable, MutableMapping, Sequence
 from typing import NamedTuple
 
+from engine.api import RequestClass, RequestTimes
 from engine.errors import EngineStepError, EngineUnavailableError, TidemillError
-from engine.request import Request, RequestClass, RequestTimes
+from engine.request import Request
 from engine.scheduling.blame import LONE_FAILURES, Blame
 from engine.scheduling.canary import CANARY_ID, Canary, canary_request
 from engine.scheduling.scheduler import Scheduler

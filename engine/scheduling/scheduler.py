@@ -8,10 +8,11 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
+from engine.api import RequestClass
 from engine.cache.cache import Cache
 from engine.config import SchedulerConfig
 from engine.queue_time import QueueTime
-from engine.request import Request, RequestClass, RequestStatus
+from engine.request import Request, RequestStatus
 from engine.scheduling.objective import StepObjective
 from engine.scheduling.offline_queue import OfflineQueue
 from engine.scheduling.policies import OnlinePolicy, QueueContext

@@ -9,7 +9,8 @@ into this step is left out of it and keeps its cache.
 import math
 from collections.abc import Callable
 
-from engine.request import Request, RequestClass, RequestStatus
+from engine.api import RequestClass
+from engine.request import Request, RequestStatus
 from engine.scheduling.objective import OfflineAllowance
 from engine.scheduling.output import CacheWork, SchedulerOutput
 from engine.scheduling.planner import OfflinePlan, offline_allowance

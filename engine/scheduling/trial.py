@@ -6,8 +6,9 @@ requests always may; online ones, and others where nothing else can run, take wh
 
 from collections.abc import Sequence
 
+from engine.api import RequestClass
 from engine.cache.blocks import CacheKind
-from engine.request import Request, RequestClass, RequestStatus
+from engine.request import Request, RequestStatus
 from engine.scheduling.chunks import StepChunks
 from engine.scheduling.output import SchedulerOutput
 from engine.scheduling.scheduler import Scheduler

@@ -7,7 +7,8 @@ allows, and have their own when no online request runs. Whoever starts counts as
 one token is there already.
 """
 
-from engine.request import Request, RequestClass
+from engine.api import RequestClass
+from engine.request import Request
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.values import IterationType, has_missed, pending_time, vote
 

@@ -14,8 +14,7 @@ from typing import Any
 
 import orjson
 
-from engine.request import RequestClass
-from engine.stats import ColocationStats, EngineStats
+from engine.api import ColocationStats, EngineState, EngineStats, RequestClass
 from gateway.context import Lifecycle
 from gateway.metrics import EndedAnswer, GatewayMetrics
 from gateway.sse import event
@@ -46,6 +45,7 @@ class Recorder:
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
+        await self._metrics.take_snapshot()  # from now on there are figures, whoever asks for them
         self._task = asyncio.create_task(self._run(), name="tidemill-recorder")
 
     async def stop(self) -> None:
@@ -77,9 +77,9 @@ class Recorder:
         finally:
             self._followers -= 1
 
-    def record(self) -> bytes:
+    async def record(self) -> bytes:
         """Take a snapshot now and hand it to those that follow; returns it, encoded."""
-        self._metrics.take_snapshot()
+        await self._metrics.take_snapshot()
         answers = self._metrics.by_class[RequestClass.ONLINE].answers
         now = self._clock()
         shift = now - self._engine_clock()
@@ -95,7 +95,7 @@ class Recorder:
 
     async def _run(self) -> None:
         while True:
-            self.record()
+            await self.record()
             if self._followers:
                 await asyncio.sleep(FOLLOWED_SECONDS)
                 continue
@@ -108,7 +108,7 @@ class Recorder:
         client = self._lifecycle.client
         if self._lifecycle.draining:
             return {"ready": False, "reason": "shutting down"}
-        if client.ready:
+        if client.state is EngineState.READY:
             return {"ready": True, "reason": None}
         return {"ready": False, "reason": client.trouble or "the engine is not ready"}
 

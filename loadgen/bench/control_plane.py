@@ -6,10 +6,10 @@ import random
 import time
 from statistics import median, quantiles
 
+from engine.api import EngineRequest, SamplingParams
 from engine.config import SchedulerConfig
 from engine.core import EngineCore
 from engine.queue_time import UNLIMITED_QUEUE
-from engine.request import EngineRequest, SamplingParams
 from engine.scheduling.knapsack import Columns, choose
 from engine.scheduling.objective import StepObjective
 from engine.scheduling.output import ModelRunnerOutput

@@ -11,11 +11,10 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import median
 
-from engine.client import EngineInfo
+from engine.api import EngineInfo, EngineRequest, RequestClass, SamplingParams
 from engine.config import SchedulerConfig
 from engine.core import EngineCore
 from engine.engine import Engine
-from engine.request import EngineRequest, RequestClass, SamplingParams
 from engine.scheduling.output import Collect, ModelRunnerOutput, SchedulerOutput
 from engine.scheduling.planner import OfflinePlan
 from loadgen.bench.machine import describe
@@ -100,7 +99,8 @@ async def trace(seconds: float) -> tuple[list[Span], list[Span]]:
 
 
 async def _drain(engine: Engine, request: EngineRequest) -> None:
-    async for _ in engine.add(request):
+    (stream,) = await engine.submit([request])
+    async for _ in stream:
         pass
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 
+from engine.api import RequestClass
 from engine.core import EngineCore
 from engine.queue_time import UNLIMITED_QUEUE
-from engine.request import RequestClass
 from engine.scheduling.objective import StepObjective
 from engine.scheduling.output import Collect, SchedulerOutput
 from engine.virtual import Arrival, VirtualDriver, VirtualRun

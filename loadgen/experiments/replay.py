@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import cycle
 
+from engine.api import EngineRequest, RequestClass
 from engine.core import EngineCore
 from engine.execution.simulated import TrueLatency
-from engine.request import EngineRequest, RequestClass
 from engine.scheduling.objective import StepObjective
 from engine.scheduling.output import Collect, ModelRunner, SchedulerOutput
 from engine.virtual import Arrival, VirtualDriver, VirtualRun, step_features

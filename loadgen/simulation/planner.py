@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+from engine.api import RequestClass
 from engine.config import EngineConfig
 from engine.replay import MIN_DRAIN, WARM_UP_SHARE, span_of
-from engine.request import RequestClass
 from engine.scheduling.objective import UNLIMITED, StepObjective
 from engine.search import step_range
 from engine.virtual import VirtualRecord

@@ -8,8 +8,8 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from engine.api import RequestClass
 from engine.core import EngineCore
-from engine.request import RequestClass
 from engine.scheduling.objective import StepObjective
 from engine.virtual import Arrival, VirtualDriver, VirtualRun
 from loadgen.plan import FIRST_OFFLINE, Windows

@@ -14,8 +14,8 @@ from functools import partial
 from hashlib import blake2b
 from typing import NamedTuple
 
+from engine.api import SamplingParams
 from engine.cache.blocks import CacheAction, CacheEntry, CacheKind, CacheOperation, Tier
-from engine.request import SamplingParams
 from engine.scheduling.output import INVALID_TOKEN, Chunk, Collect, ModelRunnerOutput, SchedulerOutput
 
 Digest = bytes

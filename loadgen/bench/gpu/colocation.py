@@ -7,8 +7,8 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from engine.api import EngineInfo, EngineRequest, FinishReason, RequestClass, SamplingParams
 from engine.calibration import measure_profile
-from engine.client import EngineInfo
 from engine.colocation import Colocation, initial_budget
 from engine.config import SchedulerConfig
 from engine.core import EngineCore
@@ -16,7 +16,6 @@ from engine.engine import Engine
 from engine.execution.cuda.device import CudaDevice
 from engine.execution.runner import Runner
 from engine.models.spec import ModelSpec
-from engine.request import EngineRequest, FinishReason, RequestClass, SamplingParams
 from loadgen.bench.gpu.loop import BLOCK, make_runner, scheduler_config
 from loadgen.bench.gpu.setup import Setup
 from loadgen.bench.gpu.table import Row
@@ -110,7 +109,8 @@ def _request(name: str, sizes: tuple[int, int], request_class: RequestClass, see
 
 async def _online(engine: Engine, phase: Phase, sizes: tuple[int, int], index: int) -> None:
     last = arrival = time.perf_counter()
-    async for output in engine.add(_request(f"online-{index}", sizes, RequestClass.ONLINE, index)):
+    (stream,) = await engine.submit([_request(f"online-{index}", sizes, RequestClass.ONLINE, index)])
+    async for output in stream:
         if output.error is not None or not output.token_ids:
             return
         now = time.perf_counter()
@@ -123,7 +123,8 @@ async def _offline(engine: Engine, phase: Phase, sizes: tuple[int, int], lane: i
     while time.perf_counter() < until:
         turn += 1
         request = _request(f"offline-{lane}-{turn}", sizes, RequestClass.OFFLINE, 1_000_000 + 1000 * lane + turn)
-        async for output in engine.add(request):
+        (stream,) = await engine.submit([request])
+        async for output in stream:
             if output.error is None and output.finish_reason is FinishReason.LENGTH:
                 phase.offline_tokens += len(output.token_ids)
                 phase.ended += 1

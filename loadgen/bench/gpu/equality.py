@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.api import EngineRequest, SamplingParams
 from engine.models.spec import spec_from_config
 from engine.models.weights import build_weights
-from engine.request import EngineRequest, SamplingParams
 from loadgen.bench.gpu.loop import BLOCK, Loop, make_runner, scheduler_config
 from loadgen.bench.gpu.setup import Setup
 from loadgen.bench.gpu.table import Row

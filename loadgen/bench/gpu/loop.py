@@ -4,6 +4,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 
+from engine.api import EngineRequest, RequestOutput
 from engine.config import SchedulerConfig
 from engine.core import EngineCore
 from engine.errors import EngineStepError
@@ -11,7 +12,6 @@ from engine.execution.cuda.device import CudaDevice
 from engine.execution.runner import Runner
 from engine.models.spec import ModelSpec
 from engine.models.weights import ModelWeights
-from engine.request import EngineRequest, RequestOutput
 from engine.scheduling.output import Collect, SchedulerOutput
 from engine.scheduling.planner import OfflinePlan
 from loadgen.bench.gpu.setup import Setup
@@ -81,5 +81,5 @@ class Loop:
 
     def _take(self, output: RequestOutput) -> None:
         if output.error is not None:
-            raise output.error
+            raise output.error.to_error()
         self.tokens[output.request_id].extend(output.token_ids)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from engine.request import EngineRequest, RequestClass, SamplingParams
+from engine.api import EngineRequest, RequestClass, SamplingParams
 from loadgen.bench.gpu.loop import BLOCK, Loop, make_runner, scheduler_config
 from loadgen.bench.gpu.setup import SHAPES, Setup
 from loadgen.bench.gpu.table import Row

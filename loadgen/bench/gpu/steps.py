@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count, pairwise
 
+from engine.api import SamplingParams
 from engine.cache.blocks import CacheEntry, CacheKind, CacheOperation, Tier
 from engine.execution.cuda.device import CudaDevice
 from engine.execution.runner import Runner
 from engine.models.spec import ModelSpec
-from engine.request import SamplingParams
 from engine.scheduling.output import Chunk, NewRequest, SchedulerOutput
 from loadgen.bench.gpu.limits import Limits, measure_limits
 from loadgen.bench.gpu.loop import BLOCK, make_runner, scheduler_config

@@ -1,0 +1,312 @@
+"""The engine as the gateway sees it, in this process or in another: values that go in and come out, and the client that
+takes them.
+
+Values only: frozen, and of types that msgspec encodes and decodes. Nothing here is shared with the core, no output
+changes after it was made, times are stamped where they happen. Torch-free; knows nothing of blocks, steps and HTTP.
+"""
+
+import enum
+import math
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+from engine.errors import ErrorInfo, InvalidRequestError
+from predictor.judge import Standing
+
+MAX_LOGPROBS = 20
+MAX_LOGIT_BIAS = 300
+
+
+class RequestClass(enum.Enum):
+    """The two service classes: chat users, and jobs that take what is left."""
+
+    ONLINE = "online"
+    OFFLINE = "offline"
+
+
+class Lane(enum.IntEnum):
+    """Which offline work goes first: somebody waits for it, its batch may miss its completion window, or neither."""
+
+    FLEX = 0
+    AT_RISK = 1
+    BATCH = 2
+
+
+class FinishReason(enum.Enum):
+    """Why a request ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+def _require(condition: bool, param: str, rule: str) -> None:
+    if not condition:
+        raise InvalidRequestError(f"'{param}' must be {rule}.", param=param, code="invalid_value")
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the next token is chosen. Validated here, once, at the edge.
+
+    `temperature` 0 is greedy. `top_k` 0 and `top_p` 1 are off. `seed` is always set (the edge draws one): the random
+    number of output position i is a pure function of (seed, i), so neighbours and preemptions cannot change it.
+    `stop_token_ids` already holds the end-of-sequence ids unless the caller ignores them. `logprobs` is the number of
+    alternatives to report beside the chosen token (0: the chosen one only), None: none at all.
+    Raises InvalidRequestError, naming the parameter, when a value is out of range.
+    """
+
+    max_tokens: int
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    seed: int = 0
+    logprobs: int | None = None
+    stop_token_ids: frozenset[int] = frozenset()
+
+    def __post_init__(self) -> None:
+        _require(self.max_tokens >= 1, "max_tokens", "at least 1")
+        _require(0 <= self.min_tokens <= self.max_tokens, "min_tokens", "between 0 and max_tokens")
+        _require(0.0 <= self.temperature <= 2.0, "temperature", "between 0 and 2")
+        _require(self.top_k >= 0, "top_k", "0 (off) or positive")
+        _require(0.0 < self.top_p <= 1.0, "top_p", "in (0, 1]")
+        _require(0.0 <= self.min_p <= 1.0, "min_p", "between 0 and 1")
+        _require(-2.0 <= self.presence_penalty <= 2.0, "presence_penalty", "between -2 and 2")
+        _require(-2.0 <= self.frequency_penalty <= 2.0, "frequency_penalty", "between -2 and 2")
+        # the sampler divides by it in float32, where what is much smaller may be zero
+        _require(0.01 <= self.repetition_penalty <= 10.0, "repetition_penalty", "between 0.01 and 10")
+        _require(len(self.logit_bias) <= MAX_LOGIT_BIAS, "logit_bias", f"at most {MAX_LOGIT_BIAS} entries")
+        _require(all(-100.0 <= b <= 100.0 for _, b in self.logit_bias), "logit_bias", "between -100 and 100 each")
+        _require(-(2**63) <= self.seed < 2**63, "seed", "a 64-bit integer")
+        _require(self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS, "top_logprobs", "between 0 and 20")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRequest:
+    """What a caller hands to `EngineClient.submit`.
+
+    `cache_salt` separates prefix caches of tenants (blocks are shared only under equal salts). `deadline` is a
+    wall-clock time in seconds by which an offline request should end. `final_only` asks for one terminal output.
+    `tenant` is who asked, `job` what the request is a part of (names of the caller's choice, "" if there is but one):
+    service is shared fairly among tenants, and among the jobs of one. `lane` orders offline work.
+    """
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    request_class: RequestClass = RequestClass.ONLINE
+    cache_salt: bytes = b""
+    deadline: float = math.inf
+    final_only: bool = False
+    tenant: str = ""
+    job: str = ""
+    lane: Lane = Lane.BATCH
+
+
+class TokenLogprobs(NamedTuple):
+    """Natural logarithms: of the chosen token, and of the most likely ones as (token id, logprob), best first."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+class RequestTimes(NamedTuple):
+    """Seconds on the engine's monotonic clock, as of the output that carries them; None until it happened."""
+
+    arrival: float
+    first_scheduled: float | None = None
+    first_token: float | None = None
+    last_token: float | None = None
+    finished: float | None = None
+
+
+class RequestOutput(NamedTuple):
+    """What a caller sees after a step. Every accepted request ends in exactly one output with `finish_reason` set.
+
+    `token_ids` are the new tokens since the last output (all of them for `final_only`), a stop token included;
+    `stop_token_id` names it when one ended the request. `error` is set iff `finish_reason` is ERROR.
+    `beside_offline`: offline work ran in one of its steps, or while it waited.
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] | None
+    times: RequestTimes
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_output_tokens: int
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+    error: ErrorInfo | None = None
+    num_preemptions: int = 0
+    request_class: RequestClass = RequestClass.ONLINE
+    beside_offline: bool = False
+
+
+class TokenCosts(NamedTuple):
+    """Seconds per computed prompt token and per output token (1 each: no latency model is known)."""
+
+    prefill: float = 1.0
+    decode: float = 1.0
+
+    def of(self, prompt_tokens: float, output_tokens: float) -> float:
+        """What so many computed prompt tokens and output tokens cost."""
+        return self.prefill * prompt_tokens + self.decode * output_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class ColocationStats:
+    """How the SLO is kept. `attainment` and `objectives` are of the last requests judged (NaN: none); times in seconds.
+
+    `online_rate`: online requests a second of late, refused ones included.
+    `offline_share`: what of its budget offline work may use beside online work, 0 to 1. `held`: why it is 0 whatever
+    the breaker says, "" when it is not. `budget_origin`: where the budget comes from.
+    """
+
+    slo: str
+    attainment: float
+    good_requests: int
+    bad_requests: int
+    objectives: tuple[Standing, ...]
+    online_rate: float
+    policy: str
+    rule: str
+    latency_budget: float
+    interference_weight: float
+    decode_value: float
+    breaker: str
+    breaker_cause: str | None
+    breaker_openings: int
+    predictor_mape: float
+    offline_tokens: int
+    budget_origin: str
+    offline_share: float
+    held: str
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """A snapshot for /metrics, /ready and the log; counters grow for ever, gauges are of now.
+
+    Counts per class are keyed by RequestClass; units are pool units (a KV block takes two).
+
+    `host_units_*`: of the host tier; `hidden_blocks`: run from hidden state; `cache_units`: units that were swapped
+    out, swapped in and restored, by the name of the operation. `prefill_tokens` and `decode_tokens` are of both
+    classes; `offline_computed_tokens` is the part of both together that was offline work. `token_costs`: None without
+    a latency model.
+    """
+
+    running: dict[RequestClass, int] = field(default_factory=dict)
+    waiting: dict[RequestClass, int] = field(default_factory=dict)
+    units_total: int = 0
+    units_free: int = 0
+    units_cached: int = 0
+    units_owned: int = 0
+    host_units_total: int = 0
+    host_units_used: int = 0
+    hidden_blocks: int = 0
+    cache_units: dict[str, int] = field(default_factory=dict)
+    prefix_queried_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    preemptions: dict[str, int] = field(default_factory=dict)
+    steps: int = 0
+    failed_steps: int = 0
+    stalls: int = 0
+    refused_requests: int = 0
+    step_seconds: float = 0.0
+    prefill_tokens: int = 0
+    decode_tokens: int = 0
+    offline_computed_tokens: int = 0
+    predicted_seconds: float = 0.0
+    leftover_seconds: float = 0.0
+    leftover_used_seconds: float = 0.0
+    colocation: ColocationStats | None = None
+    token_costs: TokenCosts | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """Facts of the loaded model. `vocab_size` is the logits' width: any token id below it may be sent.
+    `cache_tokens`: what the device cache holds of KV."""
+
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: frozenset[int]
+    architecture: str
+    dtype: str
+    device: str
+    num_parameters: int
+    cache_tokens: int = 0
+
+
+class EngineState(enum.Enum):
+    """Whether an engine takes requests. DEGRADED: it lives, but is not well (`EngineClient.trouble` says why). DEAD: no
+    step runs any more, and it cannot help itself."""
+
+    STARTING = "starting"
+    READY = "ready"
+    DEGRADED = "degraded"
+    DRAINING = "draining"
+    DEAD = "dead"
+
+
+class OutputStream(Protocol):
+    """The outputs of one request, ending after the terminal one. `aclose` before that aborts the request, at once
+    and also when nothing has been read yet; it is idempotent."""
+
+    def __aiter__(self) -> AsyncIterator[RequestOutput]: ...
+
+    async def __anext__(self) -> RequestOutput: ...
+
+    async def aclose(self) -> None: ...
+
+
+class EngineClient(Protocol):
+    """Every accepted request ends in exactly one terminal `RequestOutput`."""
+
+    @property
+    def info(self) -> EngineInfo: ...
+
+    @property
+    def state(self) -> EngineState: ...
+
+    @property
+    def trouble(self) -> str | None:
+        """Why a started engine that lives is not ready, in words for an operator; None without any such reason."""
+        ...
+
+    async def start(self) -> None:
+        """Start stepping and run one warm-up step; returns when ready."""
+        ...
+
+    async def stop(self, drain_seconds: float = 0.0) -> None:
+        """Refuse new work, let running requests end for at most `drain_seconds`, abort the rest, stop."""
+        ...
+
+    async def check_room(self, request_class: RequestClass, prompt_tokens: int) -> None:
+        """Look at the queue before any work is done for a request: raises what `submit` would raise now whatever is
+        asked for, QueueFullError or EngineUnavailableError. `prompt_tokens`: about how many, for the record of the
+        load."""
+        ...
+
+    async def submit(self, requests: Sequence[EngineRequest]) -> Sequence[OutputStream]:
+        """Queue requests, all or none; their streams in the same order.
+
+        Raises InvalidRequestError, QueueFullError or EngineUnavailableError, in which case nothing was queued; so it is
+        when the call is cancelled.
+        """
+        ...
+
+    def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
+        """End a request now; its stream yields the terminal output with `reason`. Unknown ids are ignored."""
+        ...
+
+    async def stats(self) -> EngineStats: ...
