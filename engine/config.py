@@ -6,6 +6,7 @@ from typing import Any
 
 from engine.errors import ConfigError
 from engine.queue_time import DEFAULT_QUEUE, QueueTime
+from engine.reserve import NO_RESERVE, parse_reserve
 from predictor.limits import Limits
 
 
@@ -49,6 +50,10 @@ class EngineConfig:
     )
     swap_space: float = _flag(0.0, "GiB of host memory that holds the cache of preempted requests")
     offline_policy: str = _flag("psm", "order of offline work; psm: shared prefixes first", ("psm", "deadline", "fcfs"))
+    reserve: str = _flag(
+        NO_RESERVE,
+        "share of each step for batch lines that may miss their completion window, even beside online prompts (10%)",
+    )
     profile_dir: str = _flag("", "where latency profiles are kept (default: tidemill/profiles in the user's cache)")
     profile_seconds: float = _flag(30.0, "longest measurement of step times when no profile fits (0: one step only)")
     seed: int = _flag(0, "seed of random weights and of scheduling choices")
@@ -57,6 +62,7 @@ class EngineConfig:
         _positive(self, "block_size", "max_num_seqs", "max_num_batched_tokens", "max_num_waiting")
         _positive(self, "max_model_len", "num_gpu_blocks_override", "threads")
         QueueTime.parse(self.max_queue_time)
+        _check_reserve(self.reserve, self.chunked_prefill)
         if self.block_size & (self.block_size - 1):
             raise ConfigError(f"--block-size must be a power of two, not {self.block_size}")
         if not 0.0 <= self.swap_space <= 65536.0:
@@ -84,6 +90,7 @@ class SchedulerConfig:
     `max_queue_time`: an online request that could not start within it is refused (429); see `engine.queue_time`.
     `max_offline_preemptions`: from that many evictions on an offline request loses its place last, and waits for 1, 2,
     4 ... seconds before it starts again beside online work.
+    `reserve`: the share of steps that lines at risk get beside online work; see `engine.reserve`.
     """
 
     num_units: int
@@ -102,6 +109,7 @@ class SchedulerConfig:
     min_prefill_chunk: int = 64
     max_offline_preemptions: int = 8
     max_queue_time: str = DEFAULT_QUEUE
+    reserve: str = NO_RESERVE
     seed: int = 0
 
     @classmethod
@@ -120,7 +128,13 @@ class SchedulerConfig:
     def __post_init__(self) -> None:
         _positive(self, "num_units", "max_model_len", "block_size", "max_num_seqs", "max_num_batched_tokens")
         QueueTime.parse(self.max_queue_time)
+        _check_reserve(self.reserve, self.chunked_prefill)
         _check_whole_prompts(self.chunked_prefill, self.max_num_batched_tokens, self.max_model_len)
+
+
+def _check_reserve(reserve: str, chunked: bool) -> None:
+    if parse_reserve(reserve) and not chunked:
+        raise ConfigError("--reserve needs chunked prefill: whole prompts leave no part of a step to others")
 
 
 def _check_whole_prompts(chunked: bool, max_num_batched_tokens: int, max_model_len: int) -> None:

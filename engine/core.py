@@ -47,7 +47,7 @@ from engine.scheduling.policies import find_policy
 from engine.scheduling.recovery import Ending, Reached, Recovery
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.step import StepBuilder
-from engine.scheduling.trial import CAUSE, TrialBuilder
+from engine.scheduling.trial import TrialBuilder
 from engine.service_cost import token_costs
 from predictor.load import Lengths
 from predictor.model import LatencyPredictor
@@ -366,14 +366,14 @@ class EngineCore:
     def _fail(self, flight: _InFlight, now: float) -> Iterator[RequestOutput]:
         self._counters.failed_steps += 1
         step = _reached(flight)
-        self._rewind(flight, now)
+        self._rewind(flight)
         yield from self._end(self._recovery.failed(step, now), now)
 
     def _end(self, endings: list[Ending], now: float) -> Iterator[RequestOutput]:
         for request, error in endings:
             yield self._finish(request, FinishReason.ERROR, now, error=error)
 
-    def _rewind(self, flight: _InFlight, now: float) -> None:
+    def _rewind(self, flight: _InFlight) -> None:
         """Undo a failed step and the steps in flight behind it, which were built on its tokens.
 
         The runner may have applied only part of the deltas: every row concerned is released and written whole again.
@@ -382,16 +382,16 @@ class EngineCore:
         undone = (flight, *self._in_flight)
         for each in undone:
             for request in _live(each):
-                self._restart(request, now)
+                self._restart(request)
         self._scheduler.cache.rewind(self._requests.values(), {each.output.step_id for each in undone})
         for each in undone:
             self._scheduler.released_rows.extend(each.output.released_rows)
 
-    def _restart(self, request: Request, now: float) -> None:
+    def _restart(self, request: Request) -> None:
         request.epoch += 1
         request.num_placeholders = 0
         if request.status is RequestStatus.RUNNING:
-            self._scheduler.preempt(request, CAUSE, now)
+            self._scheduler.rewind(request)
         else:
             self._scheduler.cache.parked.forget(request)
 

@@ -17,7 +17,9 @@ from engine.core import EngineCore
 from engine.errors import ConfigError, QueueFullError
 from engine.queue_time import UNLIMITED_QUEUE, QueueTime
 from engine.scheduling.laxity import on_time
+from engine.scheduling.ledger import StepLedger
 from engine.scheduling.objective import StepObjective
+from engine.scheduling.planner import offline_allowance
 from engine.virtual import Arrival, PredictedRunner, VirtualDriver, VirtualRecord
 from predictor.budget import BudgetParams
 from predictor.model import LatencyModel
@@ -271,3 +273,19 @@ def test_the_longest_time_to_wait_is_stated_in_time_or_objectives(text: str, ttf
 def test_other_times_to_wait_are_a_config_error(text: str) -> None:
     with pytest.raises(ConfigError, match="max-queue-time"):
         QueueTime.parse(text)
+
+
+def test_offline_work_leaves_the_last_prompt_its_time_too() -> None:
+    """Ten prompts wait, in all for 0.9 s of work: the first can lose nearly its whole objective, the last next to
+    none of it."""
+    model = LatencyModel(intercept=0.0, knots=(0,), hinges=(0.001,), token_limit=256)
+    config = SchedulerConfig(num_units=2000, max_model_len=1000, max_num_batched_tokens=256)
+    objective = StepObjective(ttft=1.0, tbt=math.inf)
+    limits = []
+    for count in (1, 10):
+        core = EngineCore(config, model=model, objective=objective)
+        for i in range(count):
+            core.add_request(make_request(f"p{i}", [i + 1] * 90, 4), 0.0)
+        limits.append(offline_allowance(core._scheduler, StepLedger(256, 64, model), 0, True, 0.0).limit)
+    assert limits[0] == pytest.approx((1.0 - 0.09) / 2, abs=0.01)
+    assert limits[1] == pytest.approx((1.0 - 0.90) / 2, abs=0.01)

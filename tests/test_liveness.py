@@ -246,3 +246,21 @@ def test_without_a_plan_no_line_runs() -> None:
     driver = make_driver()
     driver.add(make_request("job", [5] * 40, 3, request_class=OFFLINE))
     assert driver.core.schedule(driver.now, None) is None
+
+
+# ---- failed steps
+
+
+def test_a_failed_step_is_no_eviction() -> None:
+    """Nobody took the room of its requests: nothing is counted, and no line keeps away from online work for it."""
+    driver = make_driver()
+    driver.add(make_request("job", [5] * 8, 10, request_class=OFFLINE))
+    runner = driver.runner
+    assert isinstance(runner, FakeRunner)
+    driver.step()
+    runner.fail_steps = frozenset({1})
+    driver.step()
+    job = driver.core._requests["job"]
+    assert driver.core.stats().failed_steps == 1 and job.status is RequestStatus.PREEMPTED
+    assert job.num_preemptions == 0 and job.not_before < 0.0 and not driver.core.stats().preemptions
+    driver.run()

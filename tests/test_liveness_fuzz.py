@@ -46,6 +46,7 @@ class LivenessMachine(RuleBasedStateMachine):
         tiers=tiers,
         objective=objectives,
         share=st.sampled_from([0.0, 0.1, 1.0]),
+        reserve=st.sampled_from(["0%", "0%", "2%", "20%", "50%"]),
     )
     def start(
         self,
@@ -58,6 +59,7 @@ class LivenessMachine(RuleBasedStateMachine):
         tiers: tuple[int, int],
         objective: StepObjective,
         share: float,
+        reserve: str,
     ) -> None:
         host_units, scratch_blocks = tiers
         config = SchedulerConfig(
@@ -74,6 +76,7 @@ class LivenessMachine(RuleBasedStateMachine):
             unit_bytes=1,
             scratch_blocks=scratch_blocks,
             max_offline_preemptions=limit,
+            reserve=reserve if chunked else "0%",
         )
         runner = FakeRunner(block_size=BLOCK, vocab_size=VOCAB, scratch_blocks=scratch_blocks, host_units=host_units)
         self.driver = Driver(runner, config, online_policy=policy, model=MODEL, objective=objective)

@@ -57,8 +57,11 @@ def expected_wait(scheduler: Scheduler, request: Request, mean_output_tokens: fl
     work = sum(pace.seconds_for(other) for other in ahead)
     waiting = [other for other in ahead if other.row < 0]
     # Rows and units come free as answers end, all of them in the time of one answer.
+    reservation = scheduler.reservation()
     units = sum(_units(r, config.block_size) for r in (*running, *waiting, request)) - scheduler.pool.num_units
-    lack = max((len(running) + len(waiting) + 1 - config.max_num_seqs) / config.max_num_seqs, 0.0)
+    units += reservation.held
+    rows = len(running) + len(waiting) + 1 + len(reservation.protected) + reservation.rows
+    lack = max((rows - config.max_num_seqs) / config.max_num_seqs, 0.0)
     lack = max(lack, units / scheduler.pool.num_units)
     step = pace.per_token * pace.chunk if work else pace.step
     return max(pace.step + work if work else 0.0, lack * mean_output_tokens * step)

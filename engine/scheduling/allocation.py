@@ -13,6 +13,7 @@ from engine.api import RequestClass
 from engine.cache.blocks import REPRESENTATIONS, CacheBlock, count_units
 from engine.cache.cache import Claim
 from engine.request import Request
+from engine.reserve import NOTHING, Reservation
 from engine.scheduling.output import AppendedEntries, ReplacedEntry
 from engine.scheduling.pressure import Start
 from engine.scheduling.scheduler import Scheduler
@@ -38,6 +39,7 @@ class Allocation:
         self._now = now
         # Units that requests of this step could not get because they are still deferred: no further victim for those.
         self._stalled_units = 0
+        self.reservation = scheduler.reservation()
 
     def make_room(self, request: Request, claim: Claim) -> bool:
         """Whether a row and the claim's units are available now, evicting offline work for an online request."""
@@ -46,32 +48,48 @@ class Allocation:
             return False
         if request.request_class is RequestClass.OFFLINE:
             return bool(scheduler.free_rows) and self._make_offline_room(request, claim)
-        if scheduler.free_rows and self._has_units(request, claim, online=False):
+        reservation = self._reservation_beside(request)
+        if self._has_row(reservation) and self._has_units(request, claim, reservation, online=False):
             return True
-        missing = self._needed(claim) - pool.num_available_units - pool.num_deferred_units
-        if scheduler.free_rows and missing <= 0:
+        missing = self._needed(claim, reservation) - pool.num_available_units - pool.num_deferred_units
+        if self._has_row(reservation) and missing <= 0:
             return False  # enough is on its way; a later step admits it
-        for victim in self._victims(request, claim, missing, online=False) or self._victims(
-            request, claim, missing, online=True
+        protected = reservation.protected
+        for victim in self._victims(request, claim, missing, protected, online=False) or self._victims(
+            request, claim, missing, protected, online=True
         ):
             scheduler.preempt(victim, "online", self._now, self._step_id)
-        return bool(scheduler.free_rows) and self._has_units(request, claim, online=True)
+        return self._has_row(reservation) and self._has_units(request, claim, reservation, online=True)
 
-    def _has_units(self, request: Request, claim: Claim, *, online: bool) -> bool:
+    def _reservation_beside(self, request: Request) -> Reservation:
+        """What an online request that starts leaves to lines at risk."""
+        if self.reservation.share and not self._scheduler.has_room_beside(request, self.reservation):
+            return NOTHING
+        return self.reservation
+
+    def _has_row(self, reservation: Reservation) -> bool:
+        return len(self._scheduler.free_rows) > reservation.rows
+
+    def _has_units(self, request: Request, claim: Claim, reservation: Reservation, *, online: bool) -> bool:
         """Whether the claim's units are available for an online request, moving parked pasts if that makes it so.
 
         Hits that only a victim held are idle once it has lost its place: taking them takes their units out of what is
         available. `online`: whether the pasts of waiting online requests may be moved, too.
         """
         pool, parked = self._pool, self._cache.parked
-        missing = self._needed(claim) - pool.num_available_units
+        missing = self._needed(claim, reservation) - pool.num_available_units
         if 0 < missing <= parked.num_units(online=online, but=request):
             parked.reclaim(missing, self._step_id, online=online, but=request, spared=frozenset(claim.hits))
-        return self._needed(claim) <= pool.num_available_units
+        return self._needed(claim, reservation) <= pool.num_available_units
 
-    def _needed(self, claim: Claim) -> int:
+    def _needed(self, claim: Claim, reservation: Reservation) -> int:
         """Units that must be available for an online request to start: prompts in progress will want theirs."""
-        return claim.units + self._pool.num_idle_units(claim.hits) + self._scheduler.prompt_reserve(self.prompts)
+        return (
+            reservation.units
+            + claim.units
+            + self._pool.num_idle_units(claim.hits)
+            + self._scheduler.prompt_reserve(self.prompts)
+        )
 
     def _make_offline_room(self, request: Request, claim: Claim) -> bool:
         """Beside what runs, and beside the next block of everything that runs; parked offline pasts may be moved."""
@@ -174,7 +192,9 @@ class Allocation:
             growing=growing,
         )
 
-    def _victims(self, request: Request, claim: Claim, missing: int, *, online: bool) -> list[Request]:
+    def _victims(
+        self, request: Request, claim: Claim, missing: int, protected: Collection[Request], *, online: bool
+    ) -> list[Request]:
         """The offline requests to evict so that `missing` more units and a row come free for `request`.
 
         None is immune: one that was evicted often loses last, but loses. Empty when even all of them would not do.
@@ -185,7 +205,8 @@ class Allocation:
         held = self._cache.parked.references(online=online, but=request)
         movable = (block for block, count in held.items() if count == block.ref_count and block not in spared)
         missing -= count_units(movable)
-        victims = [r for r in scheduler.running[RequestClass.OFFLINE] if r.last_step != self._step_id]
+        offline = scheduler.running[RequestClass.OFFLINE]
+        victims = [r for r in offline if r.last_step != self._step_id and r not in protected]
         seldom = [victim for victim in victims if victim.num_preemptions < limit]
         chosen = _smallest_victims(seldom, missing, held, spared)
         if not chosen and len(seldom) < len(victims):
@@ -209,7 +230,8 @@ class Allocation:
     def _offline_victim(self) -> Request | None:
         """Of the running offline requests that are not in this step: of the last lane, seldom evicted, small, young."""
         offline = self._scheduler.running[RequestClass.OFFLINE]
-        candidates = (request for request in offline if request.last_step != self._step_id)
+        protected = self.reservation.protected
+        candidates = (r for r in offline if r.last_step != self._step_id and r not in protected)
         key = lambda r: (-r.spec.lane, r.num_preemptions, len(r.cache_map.blocks), -r.arrival_order)  # noqa: E731
         return min(candidates, key=key, default=None)
 

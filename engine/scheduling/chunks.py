@@ -5,6 +5,7 @@ from collections.abc import Callable
 from engine.cache.blocks import CacheAction, CacheOperation
 from engine.cache.cache import Claim
 from engine.request import Request, RequestStatus
+from engine.reserve import NOTHING
 from engine.scheduling.allocation import Allocation
 from engine.scheduling.ledger import StepLedger
 from engine.scheduling.output import CacheWork, Chunk, NewRequest, SchedulerOutput
@@ -25,6 +26,10 @@ class StepChunks:
         self.chunks: list[Chunk] = []
         self.requests: list[Request] = []
         self.new_requests: list[NewRequest] = []
+
+    def ignore_reservation(self) -> None:
+        """Nothing is kept for lines at risk in this step: it is for certain requests, come what may."""
+        self.memory.reservation = NOTHING
 
     def output(self) -> SchedulerOutput | None:
         """The step as decided, or None when it holds nothing."""

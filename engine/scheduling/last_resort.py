@@ -26,6 +26,7 @@ class LastResort(StepChunks):
         request = self._next(with_offline)
         if request is None:
             return None
+        self.ignore_reservation()
         victims = self._others(request)
         while not self._run(request):
             victim = next(victims, None)

@@ -39,6 +39,7 @@ class PrefillPace:
     """How fast prompts are computed beside the decodes of now, `chunk` tokens of them in a step.
 
     `step`: seconds of a step without them; `per_token`: of a prompt's token that shares a full step with others.
+    `stretch`: what lines at risk add to a step, as a factor (see `engine.reserve`).
     """
 
     model: LatencyPredictor
@@ -46,6 +47,7 @@ class PrefillPace:
     step: float
     chunk: int
     per_token: float
+    stretch: float = 1.0
 
     def seconds(self, start: int, length: int) -> float:
         """For `length` tokens behind `start`. A long prompt attends to its past: the model is linear in the start of a
@@ -53,7 +55,7 @@ class PrefillPace:
         if length <= self.chunk:
             return length * self.per_token
         middle = start + (length - self.chunk) // 2
-        return length / self.chunk * (self.step + self.model.marginal(self.beside, middle, self.chunk))
+        return self.stretch * length / self.chunk * (self.step + self.model.marginal(self.beside, middle, self.chunk))
 
     def seconds_for(self, request: Request) -> float:
         """For what is missing of a request."""
@@ -69,13 +71,17 @@ def prefill_pace(scheduler: Scheduler) -> PrefillPace | None:
     beside = BatchFeatures()
     decodes = [r for r in scheduler.running[RequestClass.ONLINE] if r.times.first_token is not None]
     beside.add_decodes(len(decodes), sum(len(r.token_ids) for r in decodes))
+    reservation = scheduler.reservation()
     step = model.predict(beside)
-    tokens = max(1, config.max_num_batched_tokens - len(decodes))
+    tokens = max(1, config.max_num_batched_tokens - len(decodes) - reservation.tokens)
     chunk = tokens
     if decodes and math.isfinite(scheduler.objective.tbt):
-        chunk = model.max_prefill(beside, max(0.0, scheduler.objective.tbt - step), tokens, 0)
+        limit = scheduler.objective.tbt * (1.0 - reservation.share)
+        chunk = model.max_prefill(beside, max(0.0, limit - step), tokens, 0)
         chunk = max(chunk, min(tokens, config.min_prefill_chunk))
-    return PrefillPace(model, beside, step, chunk, (step + model.marginal(beside, 0, chunk)) / chunk)
+    stretch = 1.0 / (1.0 - reservation.share)
+    per_token = stretch * (step + model.marginal(beside, 0, chunk)) / chunk
+    return PrefillPace(model, beside, step, chunk, per_token, stretch)
 
 
 def on_time(jobs: Sequence[tuple[float, float]], begin: float = 0.0) -> list[bool]:

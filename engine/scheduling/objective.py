@@ -5,7 +5,7 @@ bounded by tokens, sequences and units alone.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engine.request import Request
 from predictor.budget import BudgetParams
@@ -54,7 +54,8 @@ class StepObjective:
 class OfflineAllowance:
     """How much offline work one step may take in: the budget's rule, applied item by item.
 
-    `limit`: predicted end of the step, seconds from its start. `num_decodes`: online decodes beside it.
+    `limit`: predicted end of the step, seconds from its start. `num_decodes`: online decodes beside it. `max_tokens`:
+    of one chunk.
     """
 
     model: LatencyPredictor | None
@@ -62,10 +63,16 @@ class OfflineAllowance:
     num_decodes: int
     budget: BudgetParams
     saturated: BatchFeatures
+    max_tokens: int | None = None
+
+    def limited(self, max_tokens: int) -> "OfflineAllowance":
+        """The same for at most so many tokens."""
+        return replace(self, max_tokens=max_tokens)
 
     def largest(self, features: BatchFeatures, seconds: float, start: int, wanted: int) -> int:
         """The largest chunk (≤ wanted tokens from `start`) that may join a step predicted to take `seconds`."""
         model = self.model
+        wanted = wanted if self.max_tokens is None else min(wanted, self.max_tokens)
         if model is None:
             return wanted
         room = self.limit - seconds

@@ -7,13 +7,17 @@ yields now and then so that a caller can slice it.
 """
 
 import math
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
+from heapq import merge
+from itertools import islice
 from typing import NamedTuple
 
-from engine.api import RequestClass
+from engine.api import Lane, RequestClass
 from engine.request import Request
+from engine.reserve import Reservation
+from engine.scheduling.laxity import by_age, prefill_pace
 from engine.scheduling.ledger import StepLedger
-from engine.scheduling.objective import OfflineAllowance
+from engine.scheduling.objective import UNLIMITED, OfflineAllowance
 from engine.scheduling.scheduler import Scheduler
 from predictor.features import BatchFeatures
 from predictor.limits import UNITS_PER_BLOCK
@@ -65,6 +69,20 @@ def offline_allowance(
     return OfflineAllowance(scheduler.model, limit, num_online_decodes, objective.budget, saturated)
 
 
+def reserved_allowance(scheduler: Scheduler, ledger: StepLedger, reservation: Reservation) -> OfflineAllowance:
+    """What lines at risk may add beside the online work in `ledger`, what earlier steps left of their share included:
+    a share that is smaller than the shortest chunk is saved up for it."""
+    limit = ledger.seconds + reservation.seconds_beside(ledger.seconds) + scheduler.reserve_credit
+    return OfflineAllowance(scheduler.model, limit, 0, UNLIMITED, BatchFeatures())
+
+
+def reserve_bank(scheduler: Scheduler, ledger: StepLedger, seconds: float) -> float:
+    """The most seconds that lines at risk may save up: those of one step, or of the shortest useful chunk."""
+    model = scheduler.model
+    chunk = 0.0 if model is None else model.marginal(ledger.features, 0, scheduler.config.min_prefill_chunk)
+    return max(seconds, chunk)
+
+
 def _tightest_slack(scheduler: Scheduler, reachable_from: float, now: float) -> float:
     """Seconds to the earliest token deadline that a step of `reachable_from` seconds can still meet."""
     deadline = scheduler.objective.next_token_deadline
@@ -74,27 +92,25 @@ def _tightest_slack(scheduler: Scheduler, reachable_from: float, now: float) -> 
 
 
 def _prompt_slack(scheduler: Scheduler, now: float) -> float:
-    """Seconds that the oldest online prompt can still lose, what its own prefill needs taken off; ≥ 0."""
-    objective, model = scheduler.objective, scheduler.model
-    if math.isinf(objective.ttft) or model is None:
+    """Seconds that the online prompts can still lose before one of them is late, what they and those before them need
+    taken off; ≥ 0. They are computed one after the other, in the order of their deadlines, which is that of age."""
+    ttft, pace = scheduler.objective.ttft, prefill_pace(scheduler)
+    if math.isinf(ttft) or pace is None:
         return math.inf
-    prompts = [r for r in scheduler.running[RequestClass.ONLINE] if r.times.first_token is None]
-    oldest = (prompts or scheduler.waiting_online)[:1]
-    if not oldest:
-        return math.inf
-    request = oldest[0]
-    features = BatchFeatures()
-    features.add_decodes(len(scheduler.running[RequestClass.ONLINE]), 0)
-    remaining = len(request.token_ids) - request.num_computed_tokens
-    chunk = max(1, min(remaining, scheduler.config.max_num_batched_tokens - features.num_tokens))
-    features.add_chunk(request.num_computed_tokens, chunk)
-    needed = model.predict(features) * math.ceil(remaining / chunk)
-    return max(0.0, request.times.arrival + objective.ttft - now - needed)
+    slack, end = math.inf, now + pace.step
+    for request in merge(scheduler.running_prompts(), scheduler.waiting_online, key=by_age):
+        if request.times.first_token is not None:
+            continue  # it was preempted in the middle of its answer
+        end += pace.seconds_for(request)
+        slack = min(slack, request.times.arrival + ttft - end)
+        if slack <= 0.0:
+            return 0.0
+    return slack
 
 
 def plan_offline(scheduler: Scheduler, now: float) -> Generator[None, None, OfflinePlan]:
     """Yields between slices of work; returns the plan. The scheduler may change between slices: items go stale."""
-    ledger = _expected_online(scheduler)
+    ledger = _expected_online(scheduler, scheduler.reservation())
     beside_prompt = ledger.features.num_prefill_chunks > 0
     allowance = offline_allowance(scheduler, ledger, ledger.features.num_decodes, beside_prompt, now)
     chunks: list[PlannedChunk] = []
@@ -121,6 +137,15 @@ def plan_offline(scheduler: Scheduler, now: float) -> Generator[None, None, Offl
     if not cut:
         yield from _plan_waiting(scheduler, ledger, allowance, chunks, now)
     return OfflinePlan(tuple(chunks))
+
+
+def reserved_lines(scheduler: Scheduler, reservation: Reservation, now: float) -> Iterator[Request]:
+    """Lines at risk that the share may reach: those that run, and as many as may start beside them."""
+    if not reservation.share:
+        return
+    yield from [r for r in scheduler.running[RequestClass.OFFLINE] if r.spec.lane is Lane.AT_RISK]
+    waiting = islice(scheduler.waiting_offline.candidates(Lane.AT_RISK), reservation.rows)
+    yield from [request for request in waiting if now >= request.not_before]
 
 
 def _largest(allowance: OfflineAllowance, ledger: StepLedger, start: int, wanted: int) -> int:
@@ -176,8 +201,8 @@ def _candidates(scheduler: Scheduler, limit: int, now: float) -> list[Request]:
     return found
 
 
-def _expected_online(scheduler: Scheduler) -> StepLedger:
-    """The ledger of the next step after the online work that is known now."""
+def _expected_online(scheduler: Scheduler, reservation: Reservation) -> StepLedger:
+    """The ledger of the next step after the online work that is known now; prompts leave alone what is reserved."""
     config = scheduler.config
     ledger = StepLedger(config.max_num_batched_tokens, config.max_num_seqs, scheduler.model)
     count = context_sum = 0
@@ -191,7 +216,8 @@ def _expected_online(scheduler: Scheduler) -> StepLedger:
             prompts.append(request)
     ledger.charge_decodes(count, context_sum)
     for request in (*prompts, *scheduler.waiting_online[:1]):
-        length = min(len(request.token_ids) - request.num_computed_tokens, ledger.tokens_left)
+        tokens = ledger.tokens_left - reservation.tokens
+        length = min(len(request.token_ids) - request.num_computed_tokens, tokens)
         if length > 0 and ledger.open:
             ledger.charge(request.num_computed_tokens, length)
     return ledger

@@ -93,7 +93,9 @@ class PromptChunks(StepChunks):
 
     def _num_rows(self) -> int:
         """Rows that an online request could get: offline ones give way."""
-        return len(self.scheduler.free_rows) + len(self.scheduler.running[RequestClass.OFFLINE])
+        reservation = self.memory.reservation
+        offline = len(self.scheduler.running[RequestClass.OFFLINE]) - len(reservation.protected)
+        return max(0, len(self.scheduler.free_rows) - reservation.rows) + offline
 
     def _goes_first(self, head: Request) -> bool:
         """Reserve the floor chunk of `head`; or, where there is no room for both, whether its turn has come."""
@@ -150,7 +152,10 @@ class PromptChunks(StepChunks):
     def _online_length(self, start: int, wanted: int) -> int:
         """The chunk that the decodes beside it can bear; one prompt of the step always gets a floor."""
         config, ledger = self.scheduler.config, self.ledger
-        tokens = max(0, ledger.tokens_left - self._reserve.tokens)
+        available = max(0, ledger.tokens_left - self._reserve.tokens)
+        tokens = max(0, available - self.memory.reservation.tokens)
+        if not self._floor_given and available:
+            tokens = max(tokens, min(config.min_prefill_chunk, max(1, available - 1)))
         if not config.chunked_prefill:
             return wanted if wanted <= tokens else 0
         length = wanted = min(wanted, tokens)

@@ -8,11 +8,12 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from engine.api import RequestClass
+from engine.api import Lane, RequestClass
 from engine.cache.cache import Cache
 from engine.config import SchedulerConfig
 from engine.queue_time import QueueTime
 from engine.request import Request, RequestStatus
+from engine.reserve import NOTHING, Reservation, parse_reserve
 from engine.scheduling.objective import StepObjective
 from engine.scheduling.offline_queue import OfflineQueue
 from engine.scheduling.policies import OnlinePolicy, QueueContext
@@ -43,6 +44,7 @@ class Scheduler:
     """Queues, rows and units. `offline_share` scales the offline budget beside online work (the circuit breaker).
 
     `aside`: requests that ordinary steps do not see, waiting or running, by age; see `engine.scheduling.recovery`.
+    `reserve_credit`: seconds that lines at risk were owed and could not use yet; see `engine.reserve`.
     `num_contested`: steps without room for both urgent prompts and those that they leave behind; they take turns.
     """
 
@@ -70,6 +72,8 @@ class Scheduler:
         self.released_rows: list[int] = []
         self.num_contested = 0
         self.queue_time = QueueTime.parse(config.max_queue_time)
+        self.reserve = parse_reserve(config.reserve)
+        self.reserve_credit = 0.0
         self.counters = SchedulerCounters()
 
     def _make_offline_queue(self) -> OfflineQueue:
@@ -108,6 +112,43 @@ class Scheduler:
         missing = (len(r.token_ids) // size + 1 - len(r.cache_map.blocks) for r in prompts if r.row >= 0)
         return UNITS_PER_BLOCK * sum(blocks for blocks in missing if blocks > 0)
 
+    def reservation(self) -> Reservation:
+        """What lines at risk may count on beside the online requests of now. One of them always has a row and memory,
+        however small the share is, and more of them as far as the share goes."""
+        config, running = self.config, self.running[RequestClass.OFFLINE]
+        if not self.reserve or not self.has_online:
+            return NOTHING
+        at_risk = [request for request in running if request.spec.lane is Lane.AT_RISK]
+        waiting = next(self.waiting_offline.candidates(Lane.AT_RISK), None)
+        if not at_risk and waiting is None:
+            return NOTHING
+        max_rows = min(max(1, int(self.reserve * config.max_num_seqs)), config.max_num_seqs - 1)
+        max_units, held = int(self.reserve * config.num_units), 0
+        protected: list[Request] = []
+        for request in at_risk[:max_rows]:
+            size = self._units_of(request)
+            if protected and held + size > max_units:
+                break
+            protected.append(request)
+            held += size
+        rows = units = 0
+        if waiting is not None and len(protected) < max_rows:
+            need = self._units_of(waiting)
+            if not protected or held + need <= max_units:
+                rows, units, held = max_rows - len(protected), need + self.growth_reserve, held + need
+                units += min(self.pool.num_cached_online_units, config.num_units // 4)
+        tokens = max(1, int(self.reserve * config.max_num_batched_tokens))
+        return Reservation(self.reserve, tokens, rows, units, frozenset(protected), held)
+
+    def _units_of(self, request: Request) -> int:
+        """Units of all known tokens of a request and the next one."""
+        return UNITS_PER_BLOCK * (len(request.token_ids) // self.config.block_size + 1)
+
+    def has_room_beside(self, request: Request, reservation: Reservation) -> bool:
+        """Whether an online request can be served beside what is reserved. One that fills the pool need not wait until
+        nobody is at risk any more."""
+        return reservation.held + self._units_of(request) <= self.config.num_units
+
     def pressure(self, now: float) -> Pressure | None:
         """The state of memory if the waiting online requests want more than they could get now, else None."""
         block_size = self.config.block_size
@@ -117,6 +158,7 @@ class Scheduler:
         )
         capacity += UNITS_PER_BLOCK * sum(len(request.cache_map.blocks) for request in offline)
         capacity -= self.prompt_reserve(self.running_prompts())
+        capacity -= self.reservation().held
         if not self._demand_exceeds(capacity):
             return None
         capacity += UNITS_PER_BLOCK * sum(len(request.cache_map.blocks) for request in self.evictable(now))
@@ -201,13 +243,21 @@ class Scheduler:
         With a `step_id` and a host tier it keeps what was computed until somebody needs the room. Otherwise its full
         blocks stay in the prefix index while nobody needs the room, so what it lost is recomputed only then.
         """
-        self.give_up(request, keep=step_id is not None)
-        request.move_to(RequestStatus.PREEMPTED)
         request.num_preemptions += 1
         if (excess := request.num_preemptions - self.config.max_offline_preemptions) >= 0:
             request.not_before = now + min(2.0 ** min(excess, 30), MAX_BACK_OFF)
-        self.add_waiting(request)
+        self._put_back(request, keep=step_id is not None)
         self.counters.preemptions[cause] = self.counters.preemptions.get(cause, 0) + 1
+
+    def rewind(self, request: Request) -> None:
+        """The same for a request whose step failed. Nobody took its room, so it is no eviction: it is not counted, and
+        nothing keeps it from starting again."""
+        self._put_back(request, keep=False)
+
+    def _put_back(self, request: Request, *, keep: bool) -> None:
+        self.give_up(request, keep=keep)
+        request.move_to(RequestStatus.PREEMPTED)
+        self.add_waiting(request)
 
     def rebuild(self, requests: Iterable[Request]) -> None:
         """Derive queues and rows anew from the requests themselves, all that have not ended."""

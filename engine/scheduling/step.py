@@ -13,7 +13,13 @@ from engine.api import RequestClass
 from engine.request import Request, RequestStatus
 from engine.scheduling.objective import OfflineAllowance
 from engine.scheduling.output import CacheWork, SchedulerOutput
-from engine.scheduling.planner import OfflinePlan, offline_allowance
+from engine.scheduling.planner import (
+    OfflinePlan,
+    offline_allowance,
+    reserve_bank,
+    reserved_allowance,
+    reserved_lines,
+)
 from engine.scheduling.pressure import Start
 from engine.scheduling.prompts import PromptChunks
 from engine.scheduling.scheduler import Scheduler
@@ -45,6 +51,7 @@ class StepBuilder(PromptChunks):
         self.add_prompts(starts)
         if starts is None:
             self._restore_hidden()
+        self._fill_reserved()
         if plan is not None:
             self._fill_offline(plan, lookup)
 
@@ -84,7 +91,7 @@ class StepBuilder(PromptChunks):
         if timed and slacks:
             # A decode that would be late even in a decode-only step cannot be saved by starving the prompts.
             reachable = [min(slack, objective.tbt) for slack in slacks if slack >= self.ledger.seconds]
-            self._time_limit = min(reachable, default=math.inf)
+            self._time_limit = min(reachable, default=math.inf) * (1.0 - self.memory.reservation.share)
 
     def _choose_online(self) -> list[Start] | None:
         """Who starts, where memory is short and a knapsack chooses; None: the order of the queue decides."""
@@ -127,7 +134,7 @@ class StepBuilder(PromptChunks):
                 break
             request = lookup(planned.request_id)
             if request is None or (request.status is RequestStatus.RUNNING) != planned.running:
-                continue  # it has ended, or was preempted for this step's online work
+                continue  # it has ended, was preempted for this step's online work, or is in the step already
             if turn is not None and planned.running != (turn is IterationType.DECODE):
                 continue
             if planned.running:
@@ -136,12 +143,34 @@ class StepBuilder(PromptChunks):
                 fitted = self._admit_offline(request, allowance)
             if not fitted:
                 break
-        if len(self.requests) > num_online:
-            for request in (*self.requests[:num_online], *scheduler.waiting_online):
-                request.beside_offline = True
+        self._mark_beside_offline(num_online)
         if scheduler.has_online and not math.isinf(allowance.limit):
             scheduler.counters.leftover_seconds += max(0.0, allowance.limit - before)
             scheduler.counters.leftover_used_seconds += ledger.seconds - before
+
+    def _fill_reserved(self) -> None:
+        """Lines at risk, as far as their share goes, whatever the budget says beside online work."""
+        scheduler, ledger, reservation = self.scheduler, self.ledger, self.memory.reservation
+        if not reservation.share or not self.chunks:
+            return  # nothing is reserved, or no online request is in the step
+        num_online, online, last = len(self.requests), ledger.seconds, ledger.tokens_left - reservation.tokens
+        allowance = reserved_allowance(scheduler, ledger, reservation)
+        for request in list(reserved_lines(scheduler, reservation, self.now)):
+            if not ledger.open or ledger.tokens_left <= last:
+                break
+            add = self._add_offline_running if request.status is RequestStatus.RUNNING else self._admit_offline
+            if not add(request, allowance.limited(ledger.tokens_left - last)):
+                break
+        bank = reserve_bank(scheduler, ledger, reservation.seconds_beside(online))
+        saved = scheduler.reserve_credit + reservation.seconds_beside(online) - (ledger.seconds - online)
+        scheduler.reserve_credit = min(max(0.0, saved), bank)
+        self._mark_beside_offline(num_online)
+
+    def _mark_beside_offline(self, num_online: int) -> None:
+        """If offline requests came to the first `num_online` of the step: who bears it."""
+        if len(self.requests) > num_online:
+            for request in (*self.requests[:num_online], *self.scheduler.waiting_online):
+                request.beside_offline = True
 
     def _add_offline_running(self, request: Request, allowance: OfflineAllowance) -> bool:
         """Whether the tail of the plan should still be tried."""

@@ -24,6 +24,7 @@ class TrialBuilder(StepChunks):
         super().__init__(scheduler, step_id, now)
         self._last_completed_step = last_completed_step
         self.awaits_units = False
+        self.ignore_reservation()
 
     def build(self, requests: Sequence[Request], force: bool) -> SchedulerOutput | None:
         """As much of these requests as fits in one step, or None when nothing of them can run now.
