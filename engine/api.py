@@ -169,6 +169,9 @@ class ColocationStats:
     `online_rate`: online requests a second of late, refused ones included.
     `offline_share`: what of its budget offline work may use beside online work, 0 to 1. `held`: why it is 0 whatever
     the breaker says, "" when it is not. `budget_origin`: where the budget comes from.
+    `predictor_mape`: mean relative error of the last steps, whatever it matters; `overrun`: by how much steps beside
+    online work took longer than predicted with the margin, as a share of what a step may take. `model_refits`: new fits
+    of the latency model that took its place; `model_refits_refused`: those that were no better.
     """
 
     slo: str
@@ -190,6 +193,9 @@ class ColocationStats:
     budget_origin: str
     offline_share: float
     held: str
+    overrun: float = 0.0
+    model_refits: int = 0
+    model_refits_refused: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,7 +67,7 @@ def measure_profile(
     mape = {name: model.mape(held_out) for name, model in models.items()}
     final: LatencyModel = fit(samples, "full", token_limit=limits.max_num_batched_tokens)
     created = datetime.now(UTC).isoformat(timespec="seconds")
-    profile = Profile(key, created, final, mape["full"], len(samples))
+    profile = Profile(key, created, final, mape["full"], len(samples), sweep=tuple(samples))
     costs = measure_cache_costs(runner, limits, tiers, REPEATS if seconds > 0 else 1)
     return Calibration(profile.with_cache_costs(costs, tiers.unit_bytes), train, held_out, mape)
 

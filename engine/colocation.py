@@ -104,6 +104,7 @@ class Colocation:
         self._shown = BreakerState.CLOSED
         self._now = 0.0
         self._held = ""
+        self._refits = {True: 0, False: 0}
         self.set_budget(budget, "as long as no search has ended")
 
     def set_budget(self, budget: BudgetParams, origin: str) -> None:
@@ -160,6 +161,10 @@ class Colocation:
             self._on_output(request_output, now)
         self._follow_breaker(now)
 
+    def note_refit(self, better: bool) -> None:
+        """The latency model was fitted anew; `better`: the fit takes its place."""
+        self._refits[better] += 1
+
     def on_end(self, output: RequestOutput, now: float) -> None:
         """A request ended outside a step (it was aborted, or could not be started)."""
         self._on_output(output, now)
@@ -212,6 +217,9 @@ class Colocation:
             budget_origin=self._origin,
             offline_share=self._share(now),
             held=self._held,
+            overrun=self._breaker.overrun,
+            model_refits=self._refits[True],
+            model_refits_refused=self._refits[False],
         )
 
     def _on_output(self, output: RequestOutput, now: float) -> None:

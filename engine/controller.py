@@ -12,6 +12,7 @@ from engine.colocation import Colocation, initial_budget
 from engine.config import EngineConfig, SchedulerConfig
 from engine.core import EngineCore
 from engine.load_store import LoadStore
+from engine.refit import ModelRefit
 from engine.replay import ReplayedServer, normal_noise
 from engine.tuning import BudgetTuner
 from predictor.online import OnlineModel
@@ -47,7 +48,8 @@ def make_controller(
     calendar = time.time() - time.monotonic()
     load, table = store.read(time.time(), say)
     colocation = Colocation(core, model, slo, budget, calendar=calendar, load=load)
-    return core, colocation, BudgetTuner(colocation, server, table, store)
+    refit = ModelRefit(colocation, profile, folder / profile.key.filename())
+    return core, colocation, BudgetTuner(colocation, server, table, store, refit=refit)
 
 
 def _limits(scheduler: SchedulerConfig) -> str:

@@ -6,7 +6,7 @@ of its own (`engine.search_child`), so that it never takes time from a step. Tor
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, fields
 from typing import Any
 
@@ -17,6 +17,8 @@ from predictor.budget import BudgetParams, SearchResult, search_budget, to_plain
 from predictor.features import BatchFeatures
 from predictor.load import Lengths, OnlineArrival
 from predictor.model import LatencyModel
+from predictor.refit import refit
+from predictor.samples import Sample, SampleLog
 from predictor.slo import SLO
 
 Job = dict[str, Any]
@@ -65,6 +67,12 @@ def baseline_job(workload: Workload, counted: list[bool], server: ReplayedServer
     return {"kind": "baseline", "workload": _plain(workload), "counted": counted, "server": _describe(server)}
 
 
+def refit_job(model: LatencyModel, sweep: Iterable[Sample], recent: SampleLog) -> Job:
+    """A new fit of `model`; see predictor.refit."""
+    logs = {"sweep": SampleLog(sweep).encode(), "recent": recent.encode()}
+    return {"kind": "refit", "model": _describe_model(model), **logs}
+
+
 def _plain(workload: Workload) -> Job:
     arrivals = [[at, list(lengths)] for at, lengths in workload.arrivals]
     offline = [list(lengths) for lengths in workload.offline_lengths]
@@ -73,10 +81,20 @@ def _plain(workload: Workload) -> Job:
 
 def _describe(server: ReplayedServer) -> Job:
     described = {field.name: getattr(server, field.name) for field in fields(server)}
-    described["model"] = {name: value for name, value in asdict(server.model).items() if not name.startswith("_")}
+    described["model"] = _describe_model(server.model)
     described["config"] = asdict(server.config)
     described["slo"] = str(server.slo)
     return described
+
+
+def _describe_model(model: LatencyModel) -> Job:
+    return {name: value for name, value in asdict(model).items() if not name.startswith("_")}
+
+
+def model_of(document: Job) -> LatencyModel:
+    """A model out of an answer. Raises ValueError, KeyError or TypeError for what is none."""
+    lists = {name: tuple(document[name]) for name in ("knots", "hinges", "buckets")}
+    return LatencyModel(**{**document, **lists})
 
 
 def _workload(document: Job) -> Workload:
@@ -85,12 +103,10 @@ def _workload(document: Job) -> Workload:
 
 
 def _server(document: Job) -> ReplayedServer:
-    model = document["model"]
-    lists = {name: tuple(model[name]) for name in ("knots", "hinges", "buckets")}
     return ReplayedServer(
         **{
             **document,
-            "model": LatencyModel(**{**model, **lists}),
+            "model": model_of(document["model"]),
             "slo": SLO.parse(document["slo"]),
             "config": SchedulerConfig(**document["config"]),
             "noise": tuple(document["noise"]),
@@ -99,7 +115,10 @@ def _server(document: Job) -> ReplayedServer:
 
 
 def answer(job: Job) -> Job:
-    """What a job asks for. `params`: the budget that was found; `aggregates`, `own`: see engine.baseline."""
+    """What a job asks for. `params`: the budget that was found; `aggregates`, `own`: see engine.baseline; `model` and
+    its errors: see predictor.refit."""
+    if job["kind"] == "refit":
+        return _refit(job)
     server = _server(job["server"])
     if job["kind"] == "baseline":
         aggregates, own = replay_alone(_workload(job["workload"]), server, job["counted"])
@@ -108,6 +127,14 @@ def answer(job: Job) -> Job:
     result = find_budget(_workload(job["first"]), second, server)
     found = {"params": to_plain(result.params), "metrics": result.best.metrics, "in_reach": result.slo_in_reach}
     return {**found, "confirmed": result.confirmed, "evaluations": result.num_evaluations}
+
+
+def _refit(job: Job) -> Job:
+    found = refit(model_of(job["model"]), list(SampleLog.decode(job["sweep"])), list(SampleLog.decode(job["recent"])))
+    if found is None:
+        return {"model": None}
+    errors = {"error": found.error, "error_before": found.error_before, "better": found.better}
+    return {"model": _describe_model(found.model), **errors}
 
 
 def main() -> None:

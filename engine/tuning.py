@@ -15,6 +15,7 @@ from typing import Any
 from engine.baseline import workload_of
 from engine.colocation import Colocation
 from engine.load_store import LoadStore
+from engine.refit import ModelRefit
 from engine.replay import ReplayedServer, Workload
 from engine.search import baseline_job, budget_job
 from engine.search_child import ChildError, run_child
@@ -53,7 +54,7 @@ class BudgetTuner:
     """Decides on the budget in force, and on what is searched next.
 
     `server`: what the replays run, its model and noise those of the profile; live ones take their place. `store`: where
-    the load and the budgets are kept, None for nowhere.
+    the load and the budgets are kept, None for nowhere. `refit` runs as long as the tuner does.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class BudgetTuner:
         store: LoadStore | None = None,
         clock: Callable[[], float] = time.monotonic,
         child: Callable[[dict[str, Any]], Any] = run_child,
+        refit: ModelRefit | None = None,
     ) -> None:
         self.table = table or BudgetTable()
         self._colocation = colocation
@@ -71,6 +73,7 @@ class BudgetTuner:
         self._store = store
         self._clock = clock
         self._child = child
+        self._refit = refit
         self._cell: int | None = None
         self._in_force: tuple[BudgetParams, str] | None = None
         self._searched: dict[int, _Searched] = {}
@@ -84,12 +87,16 @@ class BudgetTuner:
     def start(self) -> None:
         self._colocation.on_change = self._on_change
         self._tasks.append(asyncio.create_task(self._tune(), name="tidemill-budget"))
+        if self._refit is not None:
+            self._refit.start()
         if self._server.slo.tolerances():
             self._tasks.append(asyncio.create_task(self._compare_on(), name="tidemill-baseline"))
 
     async def stop(self) -> None:
         for task in self._tasks:
             task.cancel()
+        if self._refit is not None:
+            await self._refit.stop()
         if self._tasks:
             await asyncio.wait(self._tasks)
             await self._keep()

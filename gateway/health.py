@@ -49,6 +49,8 @@ async def ready(request: Request) -> Response:
         "budget_origin": colocation.budget_origin,
         "offline_share": colocation.offline_share,
         "breaker": colocation.breaker,
+        "predictor_overrun": colocation.overrun,
+        "model_refits": colocation.model_refits,
         "objectives": {
             standing.objective: {
                 "value": standing.value,

@@ -180,6 +180,15 @@ def _colocation_metrics(stats: ColocationStats) -> Iterator[Metric]:
         "tidemill_offline_held", "1 while no offline budget keeps the SLO.", value=float(bool(stats.held))
     )
     yield GaugeMetricFamily("tidemill_predictor_mape", "Mean relative error, recent steps.", value=stats.predictor_mape)
+    yield GaugeMetricFamily(
+        "tidemill_predictor_overrun",
+        "Time by which steps beside chat overran their predictions, as a share of what a step may take.",
+        value=stats.overrun,
+    )
+    refits = CounterMetricFamily("tidemill_model_refits", "New fits of the latency model.", labels=["outcome"])
+    refits.add_metric(["adopted"], stats.model_refits)
+    refits.add_metric(["refused"], stats.model_refits_refused)
+    yield refits
     yield _total("offline_tokens", "Prompt and output tokens of offline requests.", stats.offline_tokens)
     yield _total("breaker_openings", "How often the circuit breaker opened.", stats.breaker_openings)
     breaker = GaugeMetricFamily("tidemill_breaker_state", "1 for the state the breaker is in.", labels=["state"])

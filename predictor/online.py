@@ -18,7 +18,8 @@ Knows nothing of the clock, of fitting, or of who asks.
 import math
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from dataclasses import replace as dataclass_replace
 
 from predictor.features import BatchFeatures
 from predictor.model import LatencyModel, largest_chunk
@@ -114,8 +115,13 @@ class OnlineModel:
         """What a profile starts with, live and simulated: its fit, and a margin by its error."""
         return cls(profile.model, OnlineSettings.with_error(profile.held_out_mape))
 
-    def replace(self, model: LatencyModel) -> None:
-        """Continue with a new fit: corrections start over, recent steps and the windowed error stay."""
+    def replace(self, model: LatencyModel, settings: OnlineSettings | None = None) -> None:
+        """Continue with a new fit: corrections start over, recent steps, the host's time and the windowed error stay.
+
+        `settings`, if given, may change how fast and far it moves, not what is kept of steps.
+        """
+        if settings is not None:
+            self.settings = dataclass_replace(settings, window=self.settings.window, ring=self.settings.ring)
         self.model = model
         self.scale = 1.0
         self._agreeing: deque[tuple[float, float]] = deque(maxlen=AGREEING)
@@ -241,7 +247,7 @@ class OnlineModel:
     def as_fixed(self) -> LatencyModel:
         """What `expected` says now, as a model that learns no more."""
         scaled = self.model.scaled(self.scale)
-        return replace(scaled, intercept=scaled.intercept + self._host.mean)
+        return dataclass_replace(scaled, intercept=scaled.intercept + self._host.mean)
 
     def expected(self, features: BatchFeatures) -> float:
         """The step's time without the margin."""
@@ -281,3 +287,10 @@ class OnlineModel:
         new fit."""
         for log in self._recent:
             yield from log
+
+    def recent_log(self) -> SampleLog:
+        """The same in one log, a copy."""
+        everything = SampleLog()
+        for log in self._recent:
+            everything.values.extend(log.values)
+        return everything

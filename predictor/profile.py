@@ -15,10 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from predictor.costs import NOT_MEASURED, CacheCosts
+from predictor.features import BatchFeatures, FeatureRow
 from predictor.model import LINEAR_TERMS, LatencyModel
+from predictor.samples import Sample
 
-SCHEMA = 3
-"""2: the costs of the cache's representations came in; 3: none of them is zero. Older files are measured again."""
+SCHEMA = 4
+"""2: the costs of the cache's representations came in; 3: none of them is zero; 4: the sweep itself, which later fits
+stand on. Older files are measured again."""
 
 
 class ProfileError(Exception):
@@ -45,6 +48,7 @@ class ProfileKey:
 class Profile:
     """A latency model, what it holds for, when it was made (ISO 8601), and how good it is on steps it has not seen.
 
+    `sweep`: the measured steps, as many as `num_samples` or none; a refit of the model keeps them.
     `cache_costs` are also coefficients of the model where they were measured (see `with_cache_costs`).
     """
 
@@ -54,6 +58,7 @@ class Profile:
     held_out_mape: float
     num_samples: int
     cache_costs: CacheCosts = NOT_MEASURED
+    sweep: tuple[Sample, ...] = ()
 
     def with_cache_costs(self, costs: CacheCosts, unit_bytes: int) -> "Profile":
         """The profile with these costs, and a model that charges them; `unit_bytes`: size of a cache unit."""
@@ -83,6 +88,7 @@ class Profile:
             "buckets": self.model.buckets,
             "coefficients": coefficients,
             "cache_costs": asdict(self.cache_costs),
+            "sweep": [[*features.row(), seconds] for features, seconds in self.sweep],
             "hinges": list(zip(self.model.knots, self.model.hinges, strict=True)),
         }
         write_atomically(path, json.dumps(document, indent=1, allow_nan=False).encode() + b"\n")
@@ -127,7 +133,22 @@ def _parse(document: dict[str, Any]) -> Profile:
     )
     found = {field.name: document["cache_costs"][field.name] for field in fields(CacheCosts)}
     costs = CacheCosts(**{name: None if value is None else _number(value) for name, value in found.items()})
-    return Profile(key, _string(document["created_at"]), model, mape, _integer(document["num_samples"]), costs)
+    sweep = tuple(map(_sample, document["sweep"]))
+    return Profile(key, _string(document["created_at"]), model, mape, _integer(document["num_samples"]), costs, sweep)
+
+
+def _sample(row: list[object]) -> Sample:
+    *sums, seconds = row
+    if _number(seconds) <= 0.0:
+        raise ValueError("a step of the sweep took no time")
+    return Sample(BatchFeatures.from_row(FeatureRow(*map(_sum, sums))), _number(seconds))
+
+
+def _sum(value: object) -> int:
+    """A sum of features: attention work and bytes can be large."""
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**62:
+        raise TypeError(f"a whole number was expected, not {value!r:.40}")
+    return value
 
 
 def _string(value: object) -> str:

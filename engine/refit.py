@@ -1,0 +1,93 @@
+"""Fits the latency model anew while the server runs, in a process of its own, and follows what is better.
+
+A fit that predicts steps which it has not seen better than the model in force takes its place, and that of the profile
+on the disk; any other is refused, and counted. Beside `engine.tuning`, which looks for budgets; torch-free.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from engine.colocation import Colocation
+from engine.search import model_of, refit_job
+from engine.search_child import ChildError, run_child
+from predictor.online import OnlineSettings
+from predictor.profile import Profile
+from predictor.refit import FEWEST
+
+log = logging.getLogger("tidemill.colocation")
+
+FIRST_SECONDS, EVERY_SECONDS = 120.0, 1800.0
+"""After the start, and between two fits."""
+NEW_STEPS = 500
+"""Since the last fit; fewer tell nothing new."""
+
+
+class ModelRefit:
+    """`profile`: what the model in force was made from; it is kept in `path` (None: nowhere)."""
+
+    def __init__(
+        self,
+        colocation: Colocation,
+        profile: Profile,
+        path: Path | None = None,
+        child: Callable[[dict[str, Any]], Any] = run_child,
+    ) -> None:
+        self.profile = profile
+        self._colocation = colocation
+        self._path = path
+        self._child = child
+        self._fitted_at = 0
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._run(), name="tidemill-refit")
+
+    async def stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+
+    async def _run(self) -> None:
+        await asyncio.sleep(FIRST_SECONDS)
+        while True:
+            if self._colocation.model.num_observed - self._fitted_at >= NEW_STEPS:
+                await self.refit()
+            await asyncio.sleep(EVERY_SECONDS)
+
+    async def refit(self) -> bool:
+        """Fit once; whether the fit took the model's place."""
+        keeper = self._colocation
+        self._fitted_at = keeper.model.num_observed
+        recent = keeper.model.recent_log()
+        if len(recent) < FEWEST:
+            return False
+        try:
+            answer = await self._child(refit_job(keeper.model.model, self.profile.sweep, recent))
+            if answer["model"] is None:
+                return False
+            model, error, before = model_of(answer["model"]), float(answer["error"]), float(answer["error_before"])
+            better = bool(answer["better"])
+        except (ChildError, ValueError, KeyError, TypeError) as failure:
+            log.warning("the latency model could not be fitted anew (%s)", failure)
+            return False
+        keeper.note_refit(better)
+        if not better:
+            log.info("a new fit of the latency model is refused: error %.1f %%, now %.1f %%", 100 * error, 100 * before)
+            return False
+        log.info("the latency model is fitted anew: error %.1f %% instead of %.1f %%", 100 * error, 100 * before)
+        keeper.model.replace(model, OnlineSettings.with_error(error))
+        self.profile = replace(self.profile, model=model, held_out_mape=error)
+        await self._keep()
+        return True
+
+    async def _keep(self) -> None:
+        if self._path is None:
+            return
+        try:
+            await asyncio.to_thread(self.profile.save, self._path)
+        except OSError as error:
+            log.warning("the new latency profile could not be kept (%s)", error.strerror)
