@@ -21,7 +21,7 @@ from predictor.budget import BudgetParams
 from predictor.features import BatchFeatures
 from predictor.judge import Judge, Served
 from predictor.load import Lengths, LoadModel, OnlineArrival
-from predictor.model import LatencyModel
+from predictor.model import LatencyModel, LatencyPredictor
 from predictor.online import OnlineModel
 from predictor.slo import SLO
 
@@ -31,6 +31,9 @@ BUDGET_SHARE = 0.8
 """L as a share of the TBT limit until a search has found better."""
 FALLBACK_BUDGET_STEPS = 4.0
 """L in smallest steps where the SLO says nothing of TBT."""
+IDLE_STEPS = 2.0
+USUAL_PROMPT = 256
+"""What the prompt of a chat is taken for before the first one came."""
 MIN_OFFLINE = 32
 """Offline requests that must have ended before their lengths stand for those that wait."""
 MAX_QUEUED = 1024
@@ -46,7 +49,26 @@ def initial_budget(slo: SLO, model: LatencyModel, policy: str) -> BudgetParams:
     return BudgetParams(policy, min(limits, default=FALLBACK_BUDGET_STEPS * smallest))
 
 
-def _smallest_step(model: LatencyModel) -> float:
+def idle_limit(slo: SLO, model: LatencyPredictor, prompt: int) -> float:
+    """The longest step without online work, seconds: who arrives within it, with a prompt of that many tokens, waits
+    for its end, half of it on average.
+
+    Of an absolute limit on single requests half of what the prompt itself leaves may go, for it may not be alone. A
+    promise so tight that hardly any step kept it does not stop offline work: IDLE_STEPS of the smallest step may run.
+    """
+    features = BatchFeatures()
+    features.add_chunk(0, max(prompt, 2))
+    alone = model.predict(features)
+    limits = []
+    for objective in slo.objectives:
+        if objective.metric == "ttft" and objective.limit is not None:
+            limits.append((objective.limit - alone) * (2.0 if objective.percentile is None else 0.5))
+        elif objective.metric == "ttft" and objective.tolerance is not None:
+            limits.append(objective.tolerance * alone * (2.0 if objective.percentile is None else 1.0))
+    return max(min(limits, default=math.inf), IDLE_STEPS * _smallest_step(model))
+
+
+def _smallest_step(model: LatencyPredictor) -> float:
     features = BatchFeatures()
     features.add_decodes(1, 1)
     return model.predict(features)
@@ -111,15 +133,23 @@ class Colocation:
         """Fill by these parameters from the next step on; `origin` says where they come from.
 
         L = 0 is the answer that no offline budget keeps the SLO: then nothing offline runs beside online work. What
-        runs while no online request is there stays as it was.
+        runs while no online request is there stays as it was, and is kept short enough for who arrives meanwhile; a
+        budget that was searched was replayed with its own steps.
         """
         self._origin = origin
         self._held = "" if budget.latency_budget > 0.0 else f"no offline budget keeps the SLO ({origin})"
         if not self._held:
             self._budget = budget
         self._breaker.renew()
-        self._core.set_objective(StepObjective.from_slo(self.slo, self._budget))
+        self._set_objective()
         self._follow_breaker(self._now)
+
+    def _set_objective(self) -> None:
+        idle = math.inf
+        if self._held or self._budget == self._initial:
+            prompts = [max(1, a.lengths.prompt - a.lengths.cached) for a in self.load.arrivals]
+            idle = idle_limit(self.slo, self.model, sum(prompts) // len(prompts) if prompts else USUAL_PROMPT)
+        self._core.set_objective(StepObjective.from_slo(self.slo, self._budget, idle))
 
     @property
     def initial(self) -> BudgetParams:
@@ -191,6 +221,7 @@ class Colocation:
     def set_baseline(self, aggregates: dict[str, float], own: list[tuple[float, float] | None], now: float) -> None:
         """What the requests of `window` would have had alone: aggregates by key, TTFT and mean gap of each."""
         self._judge.set_baseline(aggregates)
+        self._set_objective()
         for arrival, excesses in self.recent.compare(self.slo, aggregates, own):
             self._breaker.record_excesses(now, arrival, excesses)
         self._follow_breaker(now)

@@ -12,12 +12,13 @@ from windows import poisson_window
 
 from engine.api import FinishReason, RequestClass, RequestOutput, RequestTimes
 from engine.baseline import replay_alone, workload_of
-from engine.colocation import BUDGET_SHARE, MIN_OFFLINE, Colocation, initial_budget
+from engine.colocation import BUDGET_SHARE, MIN_OFFLINE, Colocation, idle_limit, initial_budget
 from engine.config import SchedulerConfig
 from engine.core import EngineCore
 from engine.errors import ConfigError
 from engine.queue_time import UNLIMITED_QUEUE
 from engine.replay import ReplayedServer, Workload, metrics_of, normal_noise, replay
+from engine.scheduling.objective import StepObjective
 from engine.scheduling.output import Chunk, Collect, SchedulerOutput
 from engine.search import find_budget
 from engine.virtual import Arrival, PredictedRunner, VirtualDriver, VirtualRecord, VirtualRun, step_features
@@ -26,6 +27,7 @@ from predictor.load import Lengths, OnlineArrival, resample
 from predictor.model import LatencyModel
 from predictor.online import OnlineModel
 from predictor.slo import SLO
+from predictor.sweep import StepShape
 
 MODEL = LatencyModel(
     intercept=0.008, decodes=2e-5, decode_context=4e-7, prefill_chunks=2e-4, knots=(0, 128), hinges=(2e-5, 1e-4)
@@ -424,3 +426,43 @@ def test_steps_that_nobody_can_plan_open_the_breaker() -> None:
     keeper = busy_steps("tbt_p99=100ms", [1.0, 12.0], [0.0])
     assert keeper.num_openings >= 1
     assert keeper.stats(0.0).breaker_cause == "predictor"
+
+
+def test_at_no_budget_idle_steps_are_short_enough_for_who_arrives_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """L = 0 on an idle machine: a chat that arrives in the middle of a large offline step waits for its end."""
+    slo = SLO.parse("ttft_mean=20%")
+    core, keeper = make_keeper(slo)
+    for index in range(64):
+        keeper.load.remember(OnlineArrival(float(index), Lengths(200, 8)))
+    objectives: list[StepObjective] = []
+    monkeypatch.setattr(core, "set_objective", objectives.append)
+    keeper.set_budget(BudgetParams("tidemill", 0.0), "searched")
+    bounded = objectives[-1]
+    alone = MODEL.predict(StepShape(0, 0, ((0, 200),)).features())
+    smallest = MODEL.predict(StepShape(1, 1).features())
+    assert bounded.idle == pytest.approx(max(0.4 * alone, 2 * smallest), rel=0.2)
+    ttfts = {}
+    for name, objective in {"bounded": bounded, "as before": replace(bounded, idle=math.inf)}.items():
+        run = idle_run(replace(objective, budget=replace(objective.budget, latency_budget=0.2)))
+        chats = [record.ttft for record in run.online if record.ttft is not None]
+        assert len(chats) == len(run.online) == 60 and run.offline_tokens > 0
+        ttfts[name] = sum(chats) / len(chats)
+    unhindered = idle_run(bounded, offline=False)
+    base = sum(record.ttft or 0.0 for record in unhindered.online) / 60
+    assert ttfts["as before"] > 1.5 * base
+    assert ttfts["bounded"] - base < 0.6 * bounded.idle, "half of such a step on average"
+    keeper.set_budget(BudgetParams("tidemill", 0.2), "searched")
+    assert objectives[-1].idle == math.inf, "it was replayed with its own steps"
+    assert idle_limit(LIMITS, MODEL, 200) > 0.2, "a limit of half a second needs none of this"
+
+
+def idle_run(objective: StepObjective, offline: bool = True) -> VirtualRun:
+    """Chats of one token, so far apart that each meets a machine with offline work alone."""
+    core = EngineCore(CONFIG, model=OnlineModel(MODEL), objective=objective)
+    core.set_offline_share(0.0)
+    arrivals = tuple(OnlineArrival(0.503 * (index + 1), Lengths(200, 1)) for index in range(60))
+    workload = Workload(arrivals, 32.0, (Lengths(400, 16),))
+    requests = workload.offline(CONFIG.max_model_len, seed=1) if offline else None
+    return VirtualDriver(core, PredictedRunner(MODEL), workload.online(CONFIG.max_model_len), requests).run(
+        32.0, drain=5.0
+    )

@@ -22,6 +22,7 @@ class StepObjective:
 
     `ttft`, `tbt`: absolute limits in seconds (infinite: none stated). `gap_limited`: the TBT limit holds for every gap
     (`tbt_pNN`), not only for the mean (`tbt_mean`, `tpot`): then banked slack may not be spent in one gap.
+    `idle`: the longest step without online work, for who arrives within it waits for its end; L holds there, too.
     `budget` is the offline fill's rule: L, λ, δ and which metric it protects; see `predictor.budget`.
     """
 
@@ -29,12 +30,13 @@ class StepObjective:
     tbt: float = math.inf
     gap_limited: bool = True
     budget: BudgetParams = UNLIMITED
+    idle: float = math.inf
 
     @classmethod
-    def from_slo(cls, slo: SLO, budget: BudgetParams) -> "StepObjective":
+    def from_slo(cls, slo: SLO, budget: BudgetParams, idle: float = math.inf) -> "StepObjective":
         """The absolute part of an SLO with a budget; tolerances live in the budget alone."""
         tbt = min((limit for metric in ("tbt", "tpot") if (limit := slo.limit_of(metric))), default=math.inf)
-        return cls(slo.limit_of("ttft") or math.inf, tbt, slo.gap_limited, budget)
+        return cls(slo.limit_of("ttft") or math.inf, tbt, slo.gap_limited, budget, idle)
 
     def next_token_deadline(self, request: Request) -> float:
         """When the request's next token is due; before its first token that is its TTFT limit."""

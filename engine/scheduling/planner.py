@@ -44,10 +44,11 @@ def offline_allowance(
 ) -> OfflineAllowance:
     """What offline work may add to a step whose online work is in `ledger`.
 
-    L bounds the step; beside online work the controller may grant a share of what L leaves above it. An absolute TBT
-    limit also ends it before the tightest deadline that can still be met. The budget's rule does the rest: beside a
-    waiting prompt `ttft_mean` adds nothing and `ttft_p99` half of what the prompt can still lose; under `tbt_p99` a
-    step that is over L anyway is in the tail already and may be doubled.
+    L bounds the step, without online work also what an arrival within it can lose; beside online work the controller
+    may grant a share of what L leaves above it. An absolute TBT limit also ends it before the tightest deadline that
+    can still be met. The budget's rule does the rest: beside a waiting prompt `ttft_mean` adds nothing and `ttft_p99`
+    half of what the prompt can still lose; under `tbt_p99` a step that is over L anyway is in the tail already and may
+    be doubled.
     """
     objective = scheduler.objective
     rule, limit = objective.budget.rule, objective.budget.latency_budget
@@ -58,6 +59,8 @@ def offline_allowance(
             limit = 2.0 * ledger.seconds
         elif share < 1.0:
             limit = ledger.seconds + (share * max(0.0, limit - ledger.seconds) if share > 0.0 else 0.0)
+    else:
+        limit = min(limit, objective.idle)
     if num_online_decodes and not math.isinf(objective.tbt):
         limit = min(limit, objective.tbt, _tightest_slack(scheduler, ledger.seconds, now))
     if beside_prompt and rule == "ttft_mean":
