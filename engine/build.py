@@ -82,6 +82,7 @@ def plan_launch(config: EngineConfig) -> LaunchPlan:
         memory_utilization=config.gpu_memory_utilization,
         notes=tuple(each for each in (note, slow) if each),
     )
+    plan = replace(plan, limits=replace(plan.limits, padding=backend.padding(plan)))
     return _with_cache(plan, config, backend.cache_bytes(plan, None))
 
 
@@ -158,7 +159,13 @@ def stored_profile(
 def profile_key(plan: LaunchPlan) -> ProfileKey:
     """What a latency profile of this launch holds for."""
     name = f"{plan.folder.name}, {plan.spec.num_parameters} parameters"
-    return ProfileKey(name, find_backend(plan.device).fingerprint(plan), plan.dtype, metadata.version("tidemill"))
+    return ProfileKey(
+        name,
+        find_backend(plan.device).fingerprint(plan),
+        plan.dtype,
+        metadata.version("tidemill"),
+        str(plan.limits.padding),
+    )
 
 
 def profile_folder(config: EngineConfig) -> Path:

@@ -63,9 +63,14 @@ def measure_profile(
     samples = run_sweep(measure, limits, seconds, time.perf_counter)
     shapes.close()
     train, held_out = split_samples(samples, HELD_OUT) if len(samples) >= MIN_SAMPLES else (samples, samples)
-    models = {name: fit(train, name, token_limit=limits.max_num_batched_tokens) for name in ("hygen", "full")}
+    limit, padding = limits.max_num_batched_tokens, limits.padding
+
+    def fitted(chosen: list[Sample], name: str) -> LatencyModel:
+        return fit(chosen, name, token_limit=limit, buckets=padding.mixed, decode_buckets=padding.decode)
+
+    models = {name: fitted(train, name) for name in ("hygen", "full")}
     mape = {name: model.mape(held_out) for name, model in models.items()}
-    final: LatencyModel = fit(samples, "full", token_limit=limits.max_num_batched_tokens)
+    final = fitted(samples, "full")
     created = datetime.now(UTC).isoformat(timespec="seconds")
     profile = Profile(key, created, final, mape["full"], len(samples), sweep=tuple(samples))
     costs = measure_cache_costs(runner, limits, tiers, REPEATS if seconds > 0 else 1)

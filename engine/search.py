@@ -93,7 +93,7 @@ def _describe_model(model: LatencyModel) -> Job:
 
 def model_of(document: Job) -> LatencyModel:
     """A model out of an answer. Raises ValueError, KeyError or TypeError for what is none."""
-    lists = {name: tuple(document[name]) for name in ("knots", "hinges", "buckets")}
+    lists = {name: tuple(document[name]) for name in ("knots", "hinges", "buckets", "decode_buckets")}
     return LatencyModel(**{**document, **lists})
 
 

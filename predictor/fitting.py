@@ -48,12 +48,14 @@ def fit(
     *,
     token_limit: int = 8192,
     buckets: tuple[int, ...] = (),
+    decode_buckets: tuple[int, ...] = (),
     passes: int = 2,
 ) -> LatencyModel:
     """The model of `feature_set` with the least mean relative error over `samples`.
 
-    `token_limit` is the largest step in tokens, `buckets` what token counts are padded to. A `SampleLog` is used in
-    place. Raises ValueError when there are no samples, a time is not positive, or the feature set is unknown.
+    `token_limit` is the largest step in tokens, `buckets` what token counts are padded to, `decode_buckets` those of
+    steps without prompts. A `SampleLog` is used in place. Raises ValueError when there are no samples, a time is not
+    positive, or the feature set is unknown.
     """
     import numpy as np
 
@@ -67,7 +69,7 @@ def fit(
     if not (np.isfinite(seconds) & (seconds > 0)).all():
         raise ValueError("measured times must be positive and finite")
     knots = default_knots(token_limit) if feature_set == "full" else ()
-    design = _Design(FEATURE_SETS[feature_set], knots, buckets)
+    design = _Design(FEATURE_SETS[feature_set], knots, buckets, decode_buckets)
     weights = 1.0 / seconds
     coefficients = _solve(*design.gram(rows, weights), len(knots))
     for _ in range(passes - 1):
@@ -76,13 +78,27 @@ def fit(
         coefficients = _solve(*design.gram(rows, sharper), len(knots))
     linear = dict(zip(design.terms, map(float, coefficients), strict=False))
     hinges = tuple(map(float, coefficients[len(design.terms) :]))
-    return LatencyModel(feature_set, **linear, knots=knots, hinges=hinges, token_limit=token_limit, buckets=buckets)
+    return LatencyModel(
+        feature_set,
+        **linear,
+        knots=knots,
+        hinges=hinges,
+        token_limit=token_limit,
+        buckets=buckets,
+        decode_buckets=decode_buckets,
+    )
 
 
 class _Design:
     """The design matrix of a feature set, made block by block: linear terms, then increments between knots."""
 
-    def __init__(self, terms: tuple[str, ...], knots: tuple[int, ...], buckets: tuple[int, ...]) -> None:
+    def __init__(
+        self,
+        terms: tuple[str, ...],
+        knots: tuple[int, ...],
+        buckets: tuple[int, ...],
+        decode_buckets: tuple[int, ...] = (),
+    ) -> None:
         import numpy as np
 
         self.terms = terms
@@ -90,6 +106,7 @@ class _Design:
         self._knots = np.array(knots, dtype=np.float64)
         self._widths = np.diff(self._knots, append=np.inf)
         self._buckets = np.array(buckets, dtype=np.float64)
+        self._decode_buckets = np.array(decode_buckets or buckets, dtype=np.float64)
         self._fields = [(FeatureRow._fields.index(COLUMNS[t]), t.endswith("_squared")) for t in terms[1:]]
 
     def _block(self, rows: "Matrix") -> "Matrix":
@@ -102,17 +119,25 @@ class _Design:
             if squared:
                 out[index] *= out[index]
         if len(self._knots):
-            tokens = self._pad(rows[:, FeatureRow._fields.index("num_tokens")])
+            tokens = self._pad(rows)
             increments = out[len(self.terms) :]
             np.subtract(tokens, self._knots[:, None], out=increments)
             np.clip(increments, 0.0, self._widths[:, None], out=increments)
         return out
 
-    def _pad(self, tokens: "Matrix") -> "Matrix":
-        if not len(self._buckets):
+    def _pad(self, rows: "Matrix") -> "Matrix":
+        tokens = rows[:, FeatureRow._fields.index("num_tokens")]
+        prompts = rows[:, FeatureRow._fields.index("num_prefill_chunks")] > 0
+        padded: Matrix = self._np.where(
+            prompts, self._padded(tokens, self._buckets), self._padded(tokens, self._decode_buckets)
+        )
+        return padded
+
+    def _padded(self, tokens: "Matrix", buckets: "Matrix") -> "Matrix":
+        if not len(buckets):
             return tokens
         np = self._np
-        edges = np.append(self._buckets, np.inf)[np.searchsorted(self._buckets, tokens)]
+        edges = np.append(buckets, np.inf)[np.searchsorted(buckets, tokens)]
         padded: Matrix = np.where(np.isinf(edges), tokens, edges)
         return padded
 

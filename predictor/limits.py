@@ -7,15 +7,31 @@ UNITS_PER_BLOCK = 2
 
 
 @dataclass(frozen=True, slots=True)
+class Padding:
+    """The numbers of tokens that steps are padded to, ascending, as CUDA graphs have it: of decodes alone, and with
+    prompts. A step beyond the last one, and every step where there are none, runs in its own size."""
+
+    decode: tuple[int, ...] = ()
+    mixed: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        return "; ".join(" ".join(map(str, sizes)) for sizes in (self.decode, self.mixed) if sizes)
+
+
+NO_PADDING = Padding()
+
+
+@dataclass(frozen=True, slots=True)
 class Limits:
     """Requests and tokens of a step, tokens of a request's context, and cache units: two to a block of KV, which is
-    `block_size` tokens."""
+    `block_size` tokens. `padding`: what steps are padded to."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
     num_units: int
     block_size: int = 16
+    padding: Padding = NO_PADDING
 
     def units(self, context: int) -> int:
         """Units that a request of `context` tokens needs."""

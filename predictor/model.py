@@ -85,6 +85,7 @@ class LatencyModel:
 
     `hinges[i]` belongs to `knots[i]` (ascending). `token_limit` sizes the table of the hinge part; larger steps are
     extrapolated by its last slope. `buckets` (ascending) are the token counts that steps are padded to; empty: none.
+    `decode_buckets` are those of steps without prompts; empty: the same.
     Raises ValueError when the parts do not fit together.
     """
 
@@ -104,7 +105,9 @@ class LatencyModel:
     hinges: tuple[float, ...] = ()
     token_limit: int = 8192
     buckets: tuple[int, ...] = ()
+    decode_buckets: tuple[int, ...] = ()
     _table: list[float] = field(init=False, repr=False, compare=False)
+    _decode_table: list[float] = field(init=False, repr=False, compare=False)
     _table_end: int = field(init=False, repr=False, compare=False)
     _last_slope: float = field(init=False, repr=False, compare=False)
 
@@ -113,20 +116,25 @@ class LatencyModel:
             raise ValueError(f"unknown feature set '{self.feature_set}'; known: {', '.join(FEATURE_SETS)}")
         if len(self.knots) != len(self.hinges) or any(a >= b for a, b in zip(self.knots, self.knots[1:], strict=False)):
             raise ValueError("knots must ascend and have one hinge each")
-        if self.token_limit < 1 or any(a >= b for a, b in zip((0, *self.buckets), self.buckets, strict=False)):
+        sizes = (self.buckets, self.decode_buckets)
+        if self.token_limit < 1 or any(a >= b for each in sizes for a, b in zip((0, *each), each, strict=False)):
             raise ValueError("token_limit must be positive and buckets ascend from 1")
         values = (*(getattr(self, name) for name in LINEAR_TERMS), *self.hinges)
         if not all(0.0 <= value < float("inf") for value in values):
             raise ValueError("coefficients must be finite and not negative")
-        end = max((self.token_limit, *self.buckets[-1:], *self.knots[-1:]))
-        object.__setattr__(self, "_table", _hinge_table(self.knots, self.hinges, self.buckets, end))
+        end = max((self.token_limit, *self.buckets[-1:], *self.decode_buckets[-1:], *self.knots[-1:]))
+        table = _hinge_table(self.knots, self.hinges, self.buckets, end)
+        own = bool(self.decode_buckets)
+        object.__setattr__(self, "_table", table)
+        decodes = _hinge_table(self.knots, self.hinges, self.decode_buckets, end) if own else table
+        object.__setattr__(self, "_decode_table", decodes)
         object.__setattr__(self, "_table_end", end)
         object.__setattr__(self, "_last_slope", sum(self.hinges))
 
-    def _hinge(self, tokens: int) -> float:
-        """The hinge part at `tokens` (padded), also beyond the table."""
+    def _hinge(self, tokens: int, prompts: int) -> float:
+        """The hinge part at `tokens` (padded) with so many chunks of prompts, also beyond the table."""
         if tokens <= self._table_end:
-            return self._table[tokens]
+            return self._table[tokens] if prompts else self._decode_table[tokens]
         return self._table[-1] + self._last_slope * (tokens - self._table_end)
 
     def predict(self, features: BatchFeatures) -> float:
@@ -134,7 +142,7 @@ class LatencyModel:
         context, prefill = features.decode_context_sum, features.prefill_token_sum
         return (
             self.intercept
-            + self._hinge(features.num_tokens)
+            + self._hinge(features.num_tokens, features.num_prefill_chunks)
             + self.decodes * features.num_decodes
             + context * (self.decode_context + self.decode_context_squared * context)
             + self.prefill_chunks * features.num_prefill_chunks
@@ -149,11 +157,12 @@ class LatencyModel:
         """Seconds that the chunk (start, length ≥ 1) adds: `predict` after it minus `predict` before, in O(1)."""
         tokens = features.num_tokens
         end = tokens + length
-        if end <= self._table_end:
-            table = self._table
-            hinge = table[end] - table[tokens]
+        prompts = features.num_prefill_chunks
+        if end <= self._table_end:  # (the hot path)
+            before = self._table if prompts else self._decode_table
+            hinge = (before if length == 1 else self._table)[end] - before[tokens]
         else:
-            hinge = self._hinge(end) - self._hinge(tokens)
+            hinge = self._hinge(end, prompts or length > 1) - self._hinge(tokens, prompts)
         if length == 1:
             context = start + 1
             squares = self.decode_context_squared * (2 * features.decode_context_sum + context)
@@ -166,7 +175,8 @@ class LatencyModel:
         """Seconds that `count` decodes whose contexts sum to `context_sum` add."""
         tokens = features.num_tokens
         squares = self.decode_context_squared * (2 * features.decode_context_sum + context_sum)
-        hinge = self._hinge(tokens + count) - self._hinge(tokens)
+        prompts = features.num_prefill_chunks
+        hinge = self._hinge(tokens + count, prompts) - self._hinge(tokens, prompts)
         return hinge + self.decodes * count + context_sum * (self.decode_context + squares)
 
     def cache_work(self, compact_tokens: int = 0, restored_tokens: int = 0, transferred_bytes: int = 0) -> float:

@@ -30,17 +30,19 @@ class ProfileError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ProfileKey:
-    """What a profile holds for: model name, device name, dtype, and the version of the code that ran the steps."""
+    """What a profile holds for: model name, device name, dtype, the version of the code that ran the steps, and what
+    steps are padded to."""
 
     model: str
     device: str
     dtype: str
     version: str
+    padding: str = ""
 
     def filename(self) -> str:
         """A file name that is readable, safe on any file system, and distinct for distinct keys."""
-        parts = (self.model, self.device, self.dtype, self.version)
-        readable = re.sub(r"[^A-Za-z0-9.]+", "-", "_".join(parts)).strip("-.")[:100]
+        parts = (self.model, self.device, self.dtype, self.version, *filter(None, [self.padding]))
+        readable = re.sub(r"[^A-Za-z0-9.]+", "-", "_".join(parts[:4])).strip("-.")[:100]
         return f"{readable}-{hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:10]}.json"
 
 
@@ -86,6 +88,7 @@ class Profile:
             "feature_set": self.model.feature_set,
             "token_limit": self.model.token_limit,
             "buckets": self.model.buckets,
+            "decode_buckets": self.model.decode_buckets,
             "coefficients": coefficients,
             "cache_costs": asdict(self.cache_costs),
             "sweep": [[*features.row(), seconds] for features, seconds in self.sweep],
@@ -130,6 +133,7 @@ def _parse(document: dict[str, Any]) -> Profile:
         hinges=tuple(_number(hinge) for _, hinge in document["hinges"]),
         token_limit=_integer(document["token_limit"]),
         buckets=tuple(_integer(bucket) for bucket in document["buckets"]),
+        decode_buckets=tuple(_integer(bucket) for bucket in document["decode_buckets"]),
     )
     found = {field.name: document["cache_costs"][field.name] for field in fields(CacheCosts)}
     costs = CacheCosts(**{name: None if value is None else _number(value) for name, value in found.items()})

@@ -51,7 +51,7 @@ def refit(current: LatencyModel, sweep: Sequence[Sample], recent: Sequence[Sampl
     if len(steps) < FEWEST:
         return None
     train, held_out = split_samples(steps, HELD_OUT)
-    limits = {"token_limit": current.token_limit, "buckets": current.buckets}
+    limits = {"token_limit": current.token_limit, "buckets": current.buckets, "decode_buckets": current.decode_buckets}
     found = fit([*train, *_aged(sweep, train, limits)], current.feature_set, **limits)  # type: ignore[arg-type]
     model = replace(found, compact=current.compact, restored=current.restored, transferred=current.transferred)
     scale = sum(s for _, s in train) / sum(current.predict(f) for f, _ in train)

@@ -84,6 +84,18 @@ def anchor_shapes(limits: Limits) -> Iterator[StepShape]:
             yield StepShape(0, 0, ((max(min(start, length - chunk), 0), min(chunk, tokens, length)),))
 
 
+def edge_shapes(limits: Limits) -> Iterator[StepShape]:
+    """Steps that fill what they are padded to, where they are: the stairs of such a device, one step each."""
+    context = min(256, limits.max_model_len)
+    for size in limits.padding.decode:
+        yield StepShape(min(size, limits.max_decodes(context)), context)
+    for size in limits.padding.mixed:
+        decodes = min(size // 4, limits.max_num_seqs - 1, limits.max_decodes(context) // 2)
+        chunk = min(size - decodes, limits.max_model_len)
+        if chunk >= 2:
+            yield StepShape(decodes, context if decodes else 0, ((0, chunk),))
+
+
 def knee_shapes(limits: Limits, knee: int) -> Iterator[StepShape]:
     """Steps of 16, 32, 48 … tokens up to four times the knee (then in eighths of an octave), nearest the knee first.
 
@@ -113,9 +125,12 @@ def mixed_shapes(limits: Limits) -> Iterator[StepShape]:
 
 
 def plan_sweep(limits: Limits, knee: int, max_shapes: int = MAX_SHAPES) -> Iterator[StepShape]:
-    """What follows the anchors: knee points and mixes in turn, without repetition, each within the limits."""
+    """What follows the anchors: edges of the padding, then knee points, and mixes in turn; without repetition, each
+    within the limits."""
     seen: set[StepShape] = set()
-    dense: Iterator[StepShape | None] = itertools.chain(knee_shapes(limits, knee), itertools.repeat(None))
+    dense: Iterator[StepShape | None] = itertools.chain(
+        edge_shapes(limits), knee_shapes(limits, knee), itertools.repeat(None)
+    )
     mixes = itertools.islice(mixed_shapes(limits), 4 * max_shapes)
     for pair in zip(dense, mixes, strict=False):
         for shape in pair:

@@ -12,6 +12,7 @@ from engine.models.linear import MakeLinear
 from engine.models.spec import ModelSpec
 from engine.models.weights import ModelWeights
 from engine.scheduling.output import ModelRunner
+from predictor.limits import Padding
 
 
 class Backend(Protocol):
@@ -40,6 +41,9 @@ class Backend(Protocol):
 
     def fingerprint(self, plan: LaunchPlan) -> str:
         """The device as far as step times depend on it: a part of the latency profile's key."""
+
+    def padding(self, plan: LaunchPlan) -> Padding:
+        """What steps are padded to."""
 
     def prepare(
         self, config: EngineConfig, plan: LaunchPlan, say: Callable[[str], None]

@@ -22,6 +22,7 @@ from engine.models.linear import MakeLinear, make_linear
 from engine.models.spec import ModelSpec
 from engine.models.weights import ModelWeights, torch_dtype
 from engine.scheduling.output import ModelRunner
+from predictor.limits import NO_PADDING, Padding
 
 
 class CpuBackend:
@@ -53,6 +54,9 @@ class CpuBackend:
     def fingerprint(self, plan: LaunchPlan) -> str:
         kernels = "" if plan.kernels == "torch" else f", {plan.kernels}"
         return f"{read_processor().name}, {torch.get_num_threads()} threads{kernels}"
+
+    def padding(self, _plan: LaunchPlan) -> Padding:
+        return NO_PADDING
 
     def prepare(
         self, config: EngineConfig, plan: LaunchPlan, say: Callable[[str], None]

@@ -13,7 +13,7 @@ from engine.execution import memory
 from engine.execution.cpu.device import TorchDevice
 from engine.execution.cuda.device import CudaDevice
 from engine.execution.cuda.kernels import triton_kernels
-from engine.execution.cuda.shapes import GRAPH_TOKENS, Buckets
+from engine.execution.cuda.shapes import GRAPH_TOKENS, Buckets, decode_buckets, mixed_buckets
 from engine.execution.cuda.swap import staging_units
 from engine.execution.plan import LaunchPlan
 from engine.execution.runner import Runner
@@ -24,7 +24,7 @@ from engine.models.linear import MakeLinear, make_linear
 from engine.models.spec import ModelSpec
 from engine.models.weights import LayerWeights, ModelWeights, torch_dtype
 from engine.scheduling.output import ModelRunner
-from predictor.limits import UNITS_PER_BLOCK
+from predictor.limits import NO_PADDING, UNITS_PER_BLOCK, Padding
 
 _GRAPH_BYTES = 16 * 1024**2  # a guess at what the driver keeps of one graph of a few hundred kernels
 _STEP_BYTES = 2**30  # a guess, for the estimate only: what a step needs beside weights and cache
@@ -63,6 +63,13 @@ class CudaBackend:
 
     def fingerprint(self, _plan: LaunchPlan) -> str:
         return torch.cuda.get_device_name()
+
+    def padding(self, plan: LaunchPlan) -> Padding:
+        if self.refusal(plan.spec, plan.dtype) is not None:
+            return NO_PADDING  # torch's operators run every step in its own size
+        limits = plan.limits
+        decode, mixed = decode_buckets(limits.max_num_seqs), mixed_buckets(limits.max_num_batched_tokens)
+        return Padding(tuple(decode), tuple(mixed))
 
     def prepare(
         self, _config: EngineConfig, plan: LaunchPlan, _say: Callable[[str], None]
