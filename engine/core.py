@@ -216,7 +216,8 @@ class EngineCore:
         return None if output is None else (output, step.requests)
 
     def update(self, output: SchedulerOutput, result: ModelRunnerOutput | None, now: float) -> list[RequestOutput]:
-        """Take in what the oldest step in flight gave: a result, or None when it failed.
+        """Take in what the oldest step in flight gave: a result, or None when it failed. One with logits that are not
+        finite has failed as well: whether that is a request's fault or the device's is for the trials to tell.
 
         A failed step is rewound to the last confirmed progress, and its requests run again, at last one by one (see
         `engine.scheduling.recovery`): one that is proven to be the cause ends with an EngineStepError. What steps in
@@ -227,7 +228,7 @@ class EngineCore:
         assert flight.output is output, "steps must be updated in the order they were scheduled"
         if self.is_undone(output):
             outputs = []  # it was built on a step that failed; whatever it gave, its requests run again
-        elif result is None:
+        elif result is None or self._distrust(flight, result):
             outputs = list(self._fail(flight, now))
         else:
             outputs = list(self._confirm(flight, result, now))
@@ -333,8 +334,6 @@ class EngineCore:
     def _append_token(
         self, request: Request, token: int, token_logprobs: TokenLogprobs | None, now: float
     ) -> RequestOutput:
-        if token == INVALID_TOKEN:
-            return self._fail_invalid(request, now)
         times, sampling = request.times, request.spec.sampling
         first = now if times.first_token is None else times.first_token
         request.times = RequestTimes(times.arrival, times.first_scheduled, first, now)
@@ -347,11 +346,16 @@ class EngineCore:
             return self._finish(request, FinishReason.LENGTH, now, (token,), logprobs)
         return _output(request, (token,), logprobs)
 
-    def _fail_invalid(self, request: Request, now: float) -> RequestOutput:
-        """NaN logits end this request only, and what it computed leaves the prefix cache (E7)."""
-        self._scheduler.cache.withdraw(request)
-        error = EngineStepError("The model gave no finite logits for this request.")
-        return self._finish(request, FinishReason.ERROR, now, error=error)
+    def _distrust(self, flight: _InFlight, result: ModelRunnerOutput) -> bool:
+        """Whether logits of the step were not finite; what their requests computed leaves the prefix cache (E7)."""
+        if INVALID_TOKEN not in result.token_ids:
+            return False
+        live = _live(flight)
+        sampled = (r for c, r in zip(flight.output.chunks, flight.requests, strict=True) if c.sample)
+        bad = [r for r, token in zip(sampled, result.token_ids, strict=True) if token == INVALID_TOKEN and r in live]
+        for request in bad:
+            self._scheduler.cache.withdraw(request)
+        return bool(bad)
 
     def _pass(self, flight: _InFlight, outputs: list[RequestOutput], now: float) -> Iterator[RequestOutput]:
         """A step passed while suspects, or the canary, are about; nobody waits for what the canary says."""

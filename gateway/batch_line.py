@@ -17,6 +17,8 @@ from gateway.params import GenerationPlan, without_ignored
 from gateway.store.objects import Usage
 from gateway.wire import ChatCompletionRequest, CompletionRequest, validate
 
+MEMORY_PAUSE = 5.0
+"""Seconds before lines run again where memory was short."""
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions")
 
 
@@ -45,7 +47,7 @@ class LineOrigin(NamedTuple):
 
 
 class LineRetry(Exception):
-    """The engine does not take the line now; that is not the line's fault."""
+    """The line cannot run now, and that is not its fault."""
 
     def __init__(self, retry_after: float) -> None:
         super().__init__(retry_after)
@@ -65,6 +67,8 @@ class LineRunner:
             return LineAnswer(200, await self._answer(endpoint, body, origin))
         except (EngineUnavailableError, QueueFullError) as error:
             raise LineRetry(error.retry_after) from error
+        except MemoryError as error:  # what the machine is short of now is not the line's fault
+            raise LineRetry(MEMORY_PAUSE) from error
         except Exception as error:
             if not isinstance(error, ApiError | TidemillError):
                 log_unexpected(error)

@@ -226,6 +226,33 @@ def test_canaries_with_logits_that_are_not_finite_make_it_sick() -> None:
     check(driver, [request])
 
 
+def test_logits_that_are_not_finite_end_only_the_request_that_makes_them(depth: int) -> None:
+    driver, runner = make_driver(lambda *_: False, depth)
+    runner._inner._invalid = lambda prefix: prefix[0] == 3 and len(prefix) > 9
+    requests = [make_request(str(i), [i, *range(6)], 8) for i in range(8)]
+    driver.add(*requests)
+    driver.run()
+    check(driver, requests, guilty={"3"})
+    assert driver.core.stats().failed_steps <= math.ceil(math.log2(len(requests))) + LONE_FAILURES + 1
+    driver.core.check_integrity()
+
+
+def test_a_device_that_gives_nothing_finite_fails_no_line(depth: int) -> None:
+    broken = False
+    driver, runner = make_driver(lambda *_: False, depth)
+    runner._inner._invalid = lambda _: broken
+    lines = [make_request(str(i), [i] * 12, 5, request_class=RequestClass.OFFLINE) for i in range(20)]
+    driver.add(*lines)
+    driver.step()
+    broken = True
+    for _ in range(60):
+        driver.step()
+    assert driver.core.sick_since is not None and not driver.finals
+    broken = False
+    driver.run()
+    check(driver, lines)
+
+
 def test_chats_do_not_wait_for_ever_for_a_sick_engine(depth: int) -> None:
     failing = False
     objective = StepObjective.from_slo(SLO.parse("ttft_p99=5s,tbt_p99=1s"), StepObjective().budget)
