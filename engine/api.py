@@ -241,7 +241,7 @@ class EngineStats:
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
     """Facts of the loaded model. `vocab_size` is the logits' width: any token id below it may be sent.
-    `cache_tokens`: what the device cache holds of KV."""
+    `cache_tokens`: what the device cache holds of KV, in blocks of `block_size` tokens (0: not known)."""
 
     max_model_len: int
     vocab_size: int
@@ -251,6 +251,7 @@ class EngineInfo:
     device: str
     num_parameters: int
     cache_tokens: int = 0
+    block_size: int = 0
 
 
 class EngineState(enum.Enum):

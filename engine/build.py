@@ -250,4 +250,5 @@ def _info(plan: LaunchPlan) -> EngineInfo:
         device=plan.device,
         num_parameters=plan.spec.num_parameters,
         cache_tokens=plan.limits.num_units // UNITS_PER_BLOCK * plan.limits.block_size,
+        block_size=plan.limits.block_size,
     )

@@ -27,7 +27,6 @@ from engine.api import (
 from engine.config import SchedulerConfig
 from engine.counters import StepCounters
 from engine.errors import (
-    EngineStepError,
     EngineUnavailableError,
     ErrorInfo,
     InvalidRequestError,

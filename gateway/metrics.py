@@ -94,7 +94,7 @@ class GatewayMetrics:
         self.stats = EngineStats()
         self._client = client
         self.registry.register(EngineCollector(self))
-        self.registry.register(VllmAliases(self, model_name))
+        self.registry.register(VllmAliases(self, model_name, client))
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...] = _SECONDS) -> Histogram:
         return Histogram(f"tidemill_{name}", text, ["class"], buckets=buckets, registry=self.registry)
@@ -228,8 +228,9 @@ class VllmAliases(Collector):
     """The online share of our metrics once more, under the names and with the label that vLLM uses. The cache is one:
     its figures are of all work; queries and hits are tokens, as with vLLM."""
 
-    def __init__(self, metrics: GatewayMetrics, model_name: str) -> None:
+    def __init__(self, metrics: GatewayMetrics, model_name: str, client: EngineClient) -> None:
         self._metrics = metrics
+        self._client = client
         self._model_name = model_name
         self._aliases: tuple[tuple[Histogram | Counter, str], ...] = (
             (metrics.ttft, "vllm:time_to_first_token_seconds"),
@@ -256,6 +257,12 @@ class VllmAliases(Collector):
                 yield self._renamed(family, name)
 
     def _cache(self, stats: EngineStats) -> Iterator[Metric]:
+        names = ["model_name", "block_size", "num_gpu_blocks"]
+        config = GaugeMetricFamily("vllm:cache_config_info", "The size of the cache, in labels.", labels=names)
+        info = self._client.info
+        blocks = info.cache_tokens // info.block_size if info.block_size else 0
+        config.add_metric([self._model_name, str(info.block_size), str(blocks)], 1.0)
+        yield config
         usage = GaugeMetricFamily(
             "vllm:kv_cache_usage_perc", "Share of the cache in use, 0 to 1.", labels=["model_name"]
         )

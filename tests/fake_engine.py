@@ -80,6 +80,8 @@ class FakeEngine:
             "dtype": "none",
             "device": "none",
             "num_parameters": 0,
+            "block_size": 16,
+            "cache_tokens": 800,
         }
         self.info = EngineInfo(**{**facts, **info})
         self.script = script

@@ -105,6 +105,8 @@ async def test_figures_of_the_engine(start_server: StartServer) -> None:
     assert value(samples, "tidemill_decode_tokens_total") == 90
     assert value(samples, "vllm:num_requests_running", model_name=MODEL) == 2
     assert value(samples, "vllm:num_requests_waiting", model_name=MODEL) == 1
+    labels = {"model_name": MODEL, "block_size": "16", "num_gpu_blocks": "50"}
+    assert value(samples, "vllm:cache_config_info", **labels) == 1
     stats = served.engine.snapshot
     assert stats is not None and stats.units_total
     usage = value(samples, "vllm:kv_cache_usage_perc", model_name=MODEL)

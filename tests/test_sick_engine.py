@@ -12,7 +12,7 @@ from fake_engine import MODEL, serve
 from fakes.runner import FakeRunner
 from faulty_runner import FaultyRunner
 
-from engine.client import EngineInfo
+from engine.api import EngineInfo
 from engine.config import SchedulerConfig
 from engine.core import EngineCore
 from engine.engine import Engine

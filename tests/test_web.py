@@ -13,8 +13,9 @@ import httpx
 import openai
 import pytest
 from conftest import StartServer
-from fake_engine import MODEL, Served
+from fake_engine import MODEL, Served, colocation_stats
 
+from engine.api import EngineStats
 from gateway.web.routes import FILES
 
 NODE_TESTS = Path(__file__).parent / "web"
@@ -79,6 +80,18 @@ async def test_snapshots_follow_one_another_and_show_the_chat_that_ended(start_s
     history = (await get(served, "/dashboard/history")).json()["snapshots"]
     assert [s["time"] for s in history] == sorted(s["time"] for s in history)
     assert json.loads(await recorder.record())["chats"] == []  # each chat is in one snapshot
+
+
+async def test_objectives_are_as_the_server_judges_them(start_server: StartServer) -> None:
+    served = await start_server("hi")
+    assert json.loads(served.app.state.recorder.record())["objectives"] == []
+    served.engine.snapshot = EngineStats(colocation=colocation_stats())
+    snapshot = json.loads(served.app.state.recorder.record())
+    assert snapshot["attainment_target"] == 0.99
+    assert snapshot["objectives"] == [
+        {"objective": "ttft_p99=1s", "value": 0.9, "bound": 1.0, "attainment": 0.75},
+        {"objective": "tbt_mean=5%", "value": 0.05, "bound": None, "attainment": None},
+    ]
 
 
 async def next_event(lines: Any) -> dict[str, Any]:

@@ -126,7 +126,8 @@ PANELS: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
 
 def registry_families() -> list[tuple[str, str, tuple[str, ...], str]]:
     """(name, type, labels, help) of everything that /metrics can show, by name."""
-    metrics = GatewayMetrics(cast(EngineClient, None), "model")
+    client = SimpleNamespace(info=SimpleNamespace(block_size=0, cache_tokens=0))
+    metrics = GatewayMetrics(cast(EngineClient, client), "model")
     metrics.stats = EngineStats(colocation=_filled(ColocationStats))
     worker = SimpleNamespace(states={}, lines_ended=Counter(), paused=False, forecast=Forecast(lambda: None))
     metrics.registry.register(BatchCollector(cast(BatchWorker, worker)))

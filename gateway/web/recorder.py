@@ -18,6 +18,7 @@ from engine.api import ColocationStats, EngineState, EngineStats, RequestClass
 from gateway.context import Lifecycle
 from gateway.metrics import EndedAnswer, GatewayMetrics
 from gateway.sse import event
+from predictor.slo import SLO
 
 FOLLOWED_SECONDS = 1.0
 UNFOLLOWED_SECONDS = 10.0
@@ -143,10 +144,21 @@ def take(stats: EngineStats, chats: list[dict[str, Any]], now: float) -> dict[st
 
 def _promise(stats: ColocationStats | None) -> dict[str, Any]:
     if stats is None:
-        return {"slo": None, "attainment": None, "latency_budget": None, "breaker": None, "mape": None}
+        nothing = dict.fromkeys(("slo", "attainment", "attainment_target", "latency_budget", "breaker", "mape"))
+        return nothing | {"objectives": []}
     return {
         "slo": stats.slo,
         "attainment": _finite(stats.attainment),
+        "attainment_target": SLO.parse(stats.slo).attainment_target if stats.slo else None,
+        "objectives": [
+            {
+                "objective": standing.objective,
+                "value": _finite(standing.value),
+                "bound": _finite(standing.bound),
+                "attainment": _finite(standing.attainment),
+            }
+            for standing in stats.objectives
+        ],
         "latency_budget": _finite(stats.latency_budget),
         "breaker": stats.breaker,
         "mape": _finite(stats.predictor_mape),

@@ -7,7 +7,7 @@ const files = new URL("../../gateway/web/static/", import.meta.url);
 const { EventSplitter } = await import(new URL("api.js", files));
 const { areaPath, linePath } = await import(new URL("charts.js", files));
 const { endpointOf, timeLeft } = await import(new URL("batches.js", files));
-const { count, duration, limitOf, objectives, percent, scale, seconds } = await import(new URL("format.js", files));
+const { count, duration, limitOf, objectives, percent, scale, seconds, standingText } = await import(new URL("format.js", files));
 const { blocks } = await import(new URL("markdown.js", files));
 const { History, WINDOW, percentile } = await import(new URL("series.js", files));
 
@@ -49,6 +49,15 @@ test("percentiles are nearest ranks", () => {
   assert.equal(percentile([], 99), null);
   assert.equal(percentile([3, 1, 2], 50), 2);
   assert.equal(percentile([...Array(100).keys()], 99), 98);
+});
+
+test("an objective as the server judges it", () => {
+  const standing = { objective: "ttft_p99=1s", value: 0.9, bound: 1, attainment: 0.75 };
+  assert.deepEqual(standingText(standing), { name: "TTFT P99", text: `${seconds(0.9)} of ${seconds(1)}, kept by 75 %`, state: "good" });
+  assert.equal(standingText({ ...standing, value: 1.1 }).state, "bad");
+  const tolerance = { objective: "tbt_mean=5%", value: 0.05, bound: null, attainment: null };
+  assert.deepEqual(standingText(tolerance), { name: "TBT mean", text: seconds(0.05), state: "" });
+  assert.equal(standingText({ ...tolerance, value: null }).text, "–");
 });
 
 test("objectives of every form", () => {

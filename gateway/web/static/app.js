@@ -4,7 +4,7 @@ import { call, events, getJson, hasKey, setKey } from "./api.js";
 import { Batches } from "./batches.js";
 import { DotChart, TideChart } from "./charts.js";
 import { Playground } from "./chat.js";
-import { count, limitOf, objectives, percent, seconds } from "./format.js";
+import { count, limitOf, percent, seconds, standingText } from "./format.js";
 import { History, WINDOW, percentile } from "./series.js";
 
 const RETRY = 2000;
@@ -32,13 +32,14 @@ function drawPromise(now) {
   const kept = attainment === null ? "" : attainment >= (target ?? 0.99) ? "good" : "bad";
   show("attainment", percent(attainment), kept);
   show("slo", promiseText(slo));
-  const rows = (each || recentObjectives(now)).map(({ name, value, limit, kept: ok }) => {
+  const rows = (each || []).map((standing) => {
+    const { name, text, state } = standingText(standing);
     const item = document.createElement("li");
     const what = document.createElement("span");
     what.textContent = name;
     const figure = document.createElement("b");
-    figure.textContent = limit === null ? percent(value) : `${seconds(value)} of ${seconds(limit)}`;
-    figure.dataset.state = ok ? "good" : "bad";
+    figure.textContent = text;
+    figure.dataset.state = state;
     item.append(what, figure);
     return item;
   });
@@ -53,18 +54,7 @@ function promiseText(slo) {
   const parts = [];
   if (first !== null) parts.push(`their first token within ${seconds(first)}`);
   if (gap !== null) parts.push(`no gap beyond ${seconds(gap)}`);
-  return parts.length ? `of the last minute's chats had ${parts.join(" and ")}` : `of the last minute's chats kept ${slo}`;
-}
-
-/** What the chats of the last minute say about each absolute limit. */
-function recentObjectives(now) {
-  const recent = history.chats.filter((chat) => chat.time > now.time - 60);
-  return objectives(now.slo).filter((o) => o.metric !== "tpot").map(({ metric, statistic, limit }) => {
-    const values = recent.map((chat) => chat[metric === "ttft" ? "ttft" : "gap"]).filter((value) => value !== null);
-    const rank = statistic === "mean" ? 50 : Number(statistic.slice(1));
-    const value = percentile(values, rank);
-    return { name: `${metric.toUpperCase()} P${rank}`, value, limit, kept: value === null || value <= limit };
-  });
+  return parts.length ? `of the last chats had ${parts.join(" and ")}` : `of the last chats kept ${slo}`;
 }
 
 /** Seconds that the charts show: they widen as the history grows. */

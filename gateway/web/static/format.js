@@ -40,6 +40,16 @@ export function objectives(slo) {
   return found;
 }
 
+/** One objective over the last chats, as the server judges it: {name, text, state}. */
+export function standingText({ objective, value, bound, attainment }) {
+  const [metric, statistic] = objective.split("=")[0].split("_");
+  const name = `${metric.toUpperCase()} ${statistic === "mean" ? "mean" : statistic.toUpperCase()}`;
+  if (value === null) return { name, text: "–", state: "" };
+  if (bound === null) return { name, text: seconds(value), state: "" };
+  const share = attainment === null ? "" : `, kept by ${percent(attainment)}`;
+  return { name, text: `${seconds(value)} of ${seconds(bound)}${share}`, state: value <= bound ? "good" : "bad" };
+}
+
 export function limitOf(slo, metric) {
   const limits = objectives(slo).filter((o) => o.metric === metric).map((o) => o.limit);
   return limits.length ? Math.min(...limits) : null;
