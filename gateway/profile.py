@@ -11,9 +11,6 @@ from engine.errors import ConfigError
 from predictor.model import LatencyModel
 from predictor.samples import Sample
 
-SIDE, MARGIN = 480, 56
-GRID = 5
-
 
 def run(config: EngineConfig, plot: Path | None, say: Callable[[str], None]) -> int:
     """Measure, store, print; returns the exit code. Raises ConfigError when the result cannot be written."""
@@ -63,27 +60,9 @@ def table(calibration: Calibration) -> list[str]:
 
 def draw(samples: Sequence[Sample], model: LatencyModel) -> str:
     """Predicted against measured step times in milliseconds, as one SVG document."""
-    points = [(seconds * 1e3, model.predict(features) * 1e3) for features, seconds in samples]
-    top = max((value for point in points for value in point), default=1.0) * 1.05
-    span = SIDE - 2 * MARGIN
-
-    def x(value: float) -> float:
-        return MARGIN + span * value / top
-
-    def y(value: float) -> float:
-        return SIDE - MARGIN - span * value / top
-
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {SIDE} {SIDE}" font-family="sans-serif" font-size="12">',
-        f'<rect width="{SIDE}" height="{SIDE}" fill="white"/>',
-        f'<line x1="{x(0)}" y1="{y(0)}" x2="{x(top)}" y2="{y(top)}" stroke="#999"/>',
-    ]
-    for tick in (top * i / GRID for i in range(GRID + 1)):
-        parts.append(f'<text x="{x(tick):.0f}" y="{SIDE - MARGIN + 18}" text-anchor="middle">{tick:.0f}</text>')
-        parts.append(f'<text x="{MARGIN - 8}" y="{y(tick) + 4:.0f}" text-anchor="end">{tick:.0f}</text>')
-    parts += [f'<circle cx="{x(a):.1f}" cy="{y(b):.1f}" r="3" fill="#1f77b4" opacity="0.6"/>' for a, b in points]
-    parts.append(f'<text x="{SIDE / 2}" y="{SIDE - 12}" text-anchor="middle">measured step, ms</text>')
-    parts.append(
-        f'<text x="16" y="{SIDE / 2}" text-anchor="middle" transform="rotate(-90 16 {SIDE / 2})">predicted, ms</text>'
-    )
-    return "\n".join([*parts, "</svg>", ""])
+    svg = importlib.import_module("loadgen.svg")
+    measured = [seconds * 1e3 for _, seconds in samples]
+    predicted = [model.predict(features) * 1e3 for features, _ in samples]
+    top = max([*measured, *predicted], default=1.0)
+    series = [svg.Series("a held-out step", measured, predicted, dots=True), svg.Series("exact", [0, top], [0, top])]
+    return str(svg.document(svg.chart("Step times", series, x="measured, ms", y="predicted, ms")))

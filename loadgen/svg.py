@@ -1,6 +1,7 @@
 """Line charts as inline SVG text: axes, ticks, a legend, marked limits. Numbers in, one `<svg>` element out.
 
-Colours of text, grid and marks come from the CSS of the page.
+Colours of text, grid and marks come from the CSS of the page; `document` makes a file that brings its own, for light
+and dark.
 """
 
 import math
@@ -17,14 +18,23 @@ LEFT, RIGHT, TOP, BOTTOM = 64.0, 16.0, 34.0, 44.0
 COLOURS = ("#2a6fbb", "#c8553d", "#3a8f5c", "#8a5ab5", "#9a7b1f")
 MAX_POINTS = 600
 
+STYLE = (
+    "svg { font: 11px system-ui, sans-serif; fill: #1f2328; } .title { font-weight: 600; font-size: 12px; } "
+    ".grid { stroke: #8884; } .shade { fill: #8882; } line.mark { stroke: #c8321f; stroke-dasharray: 4 3; } "
+    "text.mark { fill: #c8321f; } @media (prefers-color-scheme: dark) { svg { fill: #d5dbe1; } "
+    "line.mark { stroke: #ff7b6b; } text.mark { fill: #ff7b6b; } }"
+)
+
 Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One line: `x` and `y` of equal length, in data units; `points` draws a dot at each value as well.
+    """One line: `x` and `y` of equal length, in data units; `points` draws a dot at each value as well, `dots` nothing
+    but small dots, of every value.
 
-    `steps`: y[i] holds from x[i] to x[i + 1]; `fill` tints the area below; `low` and `high` are ends of error bars.
+    `steps`: y[i] holds from x[i] to x[i + 1]; `fill` tints the area below, `solid` fills it; `low` and `high` are ends
+    of error bars.
     """
 
     name: str
@@ -33,6 +43,8 @@ class Series:
     points: bool = False
     steps: bool = False
     fill: bool = False
+    solid: bool = False
+    dots: bool = False
     low: ArrayLike = ()
     high: ArrayLike = ()
 
@@ -70,16 +82,19 @@ def chart(
     log_x: bool = False,
     window: tuple[float, float] | None = None,
     top: float = 0.0,
+    span: tuple[float, float] | None = None,
 ) -> str:
     """One chart; `x` and `y` are the axis labels (with units); what lies outside of `window` is shaded.
 
-    The y axis goes from 0 to `top` or the highest value. Without any value it says so.
+    The y axis goes from 0 to `top` or the highest value, the x axis over the values and `span`. Without any value it
+    says so.
     """
     columns = [(item, *_clean(item, log_x)) for item in series]
     columns = [column for column in columns if column[1].size]
     if not columns:
         return f'<p class="empty">{escape(title)}: nothing was measured.</p>'
     xs = np.concatenate([column[1] for column in columns] + [np.array([m.at for m in marks if not m.horizontal])])
+    xs = np.concatenate([xs, span or ()])
     ys = np.concatenate([column[2] for column in columns] + [np.array([m.at for m in marks if m.horizontal])])
     ys = np.concatenate([ys, [0.0, top], *(np.ravel(column[0].high) for column in columns)])
     across = _range(xs, LEFT, WIDTH - RIGHT, log=log_x)
@@ -99,6 +114,14 @@ def chart(
     )
 
 
+def document(*charts: str) -> str:
+    """Charts below one another as a file of its own, with the style that a page would give them."""
+    places = enumerate(chart.replace("<svg ", f'<svg y="{{}}" height="{HEIGHT:g}" ', 1) for chart in charts)
+    body = "".join(chart.replace("{}", f"{number * HEIGHT:g}", 1) for number, chart in places)
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH:g} {HEIGHT * len(charts):g}">'
+    return f"{head}<style>{STYLE}</style>\n{body}\n</svg>\n"
+
+
 def cdf(name: str, values: ArrayLike) -> Series:
     """The cumulative distribution of `values` as a series from 0 to 1, thinned to a few hundred points."""
     array = np.sort(np.asarray(values, dtype=np.float64))
@@ -114,7 +137,7 @@ def _clean(item: Series, log_x: bool) -> tuple[Floats, Floats]:
     if log_x:
         keep &= x > 0
     x, y = x[keep], y[keep]
-    if x.size > MAX_POINTS:
+    if x.size > MAX_POINTS and not item.dots:
         # Means of equal runs: a long timeline keeps its level, where picking every n-th would alias its bursts.
         runs = np.array_split(np.arange(x.size), MAX_POINTS)
         x, y = np.array([x[run].mean() for run in runs]), np.array([y[run].mean() for run in runs])
@@ -212,10 +235,14 @@ def _line(item: Series, x: Floats, y: Floats, across: _Scale, up: _Scale, colour
     pairs = [(across(float(a)), up(float(b))) for a, b in zip(x, y, strict=True)]
     drawn = _stairs(pairs) if item.steps else pairs
     path = " ".join(f"{a:.1f},{b:.1f}" for a, b in drawn)
+    if item.dots:
+        circles = [f'<circle cx="{a:.1f}" cy="{b:.1f}" r="2.2"/>' for a, b in pairs]
+        return [f'<g fill="{colour}" fill-opacity="0.75">', *circles, "</g>"]
     parts = []
-    if item.fill:
+    if item.fill or item.solid:
         floor = f"{drawn[-1][0]:.1f},{up(0.0):.1f} {drawn[0][0]:.1f},{up(0.0):.1f}"
-        parts.append(f'<polygon fill="{colour}" fill-opacity="0.15" stroke="none" points="{path} {floor}"/>')
+        tint = 1 if item.solid else 0.15
+        parts.append(f'<polygon fill="{colour}" fill-opacity="{tint}" stroke="none" points="{path} {floor}"/>')
     parts.append(f'<polyline fill="none" stroke="{colour}" stroke-width="1.6" points="{path}"/>')
     parts += _bars(item, across, up, colour)
     if item.points:

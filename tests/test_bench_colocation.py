@@ -12,7 +12,7 @@ from fake_engine import serve
 from engine.build import build_engine, plan_launch
 from engine.config import EngineConfig
 from engine.text import Tokenizer
-from loadgen.arrivals import constant_rate, sine
+from loadgen.arrivals import constant_rate
 from loadgen.bench import colocation
 from loadgen.bench.colocation import JOB, Run, check_job, delivered, draw, plan_arm, poisson
 from loadgen.client import seconds_of
@@ -68,11 +68,26 @@ def test_a_job_must_outlast_its_arm_and_lose_nothing() -> None:
             check_job(wrong)
 
 
-def test_the_plot_is_one_picture_of_both_curves() -> None:
-    run = Run([], [(0.5, 100.0), (3.0, 300.0)], 12.0)
-    drawn = draw(run, sine(1.0, 1.0, 6.0))
-    assert ElementTree.fromstring(drawn).tag.endswith("svg")
-    assert "online requests/s (top" in drawn and "offline tokens/s (top 150)" in drawn
+def test_the_plot_shows_tokens_above_and_every_chat_against_its_limits_below() -> None:
+    chats = [record(at, (at + 0.5, at + 0.6, at + 1.0)) for at in (1.0, 5.0)]
+    drawn = draw(Run(chats, [(0.5, 100.0), (3.0, 300.0)], 12.0), 1.0, 0.1)
+    tree = ElementTree.fromstring(drawn)
+    name = "{http://www.w3.org/2000/svg}"
+    tokens, first, gaps = tree.findall(f"{name}svg")
+    assert [chart.get("y") for chart in (tokens, first, gaps)] == ["0", "260", "520"]
+    assert {each.text for each in tokens.iter(f"{name}text")} >= {"chats", "batch work", "tokens/s", "seconds"}
+    for chart in (first, gaps):
+        assert len(chart.findall(f".//{name}circle")) == len(chats)
+        assert "promised" in [each.text for each in chart.iter(f"{name}text")]
+    assert "prefers-color-scheme: dark" in drawn
+    assert ElementTree.fromstring(draw(Run([], [(0.5, 100.0)], 12.0), 1.0, 0.1)).findall(f"{name}svg")
+
+
+def test_offline_tokens_are_stacked_on_those_of_chats() -> None:
+    run = Run([record(0.0, (1.0,))], [(1.0, 300.0)], 12.0)
+    batch, chats = ElementTree.fromstring(draw(run, 1.0, 0.1)).findall(".//{*}polyline")
+    height = [min(float(pair.split(",")[1]) for pair in str(line.get("points")).split()) for line in (batch, chats)]
+    assert height[0] < height[1], "the sum lies above the part"
 
 
 def test_a_refused_client_knows_when_to_come_again() -> None:

@@ -84,9 +84,9 @@ async def test_snapshots_follow_one_another_and_show_the_chat_that_ended(start_s
 
 async def test_objectives_are_as_the_server_judges_them(start_server: StartServer) -> None:
     served = await start_server("hi")
-    assert json.loads(served.app.state.recorder.record())["objectives"] == []
+    assert json.loads(await served.app.state.recorder.record())["objectives"] == []
     served.engine.snapshot = EngineStats(colocation=colocation_stats())
-    snapshot = json.loads(served.app.state.recorder.record())
+    snapshot = json.loads(await served.app.state.recorder.record())
     assert snapshot["attainment_target"] == 0.99
     assert snapshot["objectives"] == [
         {"objective": "ttft_p99=1s", "value": 0.9, "bound": 1.0, "attainment": 0.75},

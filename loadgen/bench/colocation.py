@@ -5,8 +5,8 @@ priority -, (4) ours: they have `service_tier: "flex"`, (5) the offline side is 
 through /v1/files and /v1/batches. Online requests are judged by their TTFT from the scheduled arrival and the
 nearest-rank P99 of their own gaps, pooled over the seeds and paired by request between arms. Every arm has a server of
 its own; its first seconds do not count.
-`--plot FILE.svg` adds a run with a sine-shaped online load and draws it; `--steps` is another benchmark, that of
-`loadgen.bench.steps`.
+`--plot FILE.svg` makes one run with a sine-shaped online load instead and draws it; `--steps` is another benchmark,
+that of `loadgen.bench.steps`.
 """
 
 import argparse
@@ -20,18 +20,18 @@ from pathlib import Path
 from statistics import mean, stdev
 
 import numpy as np
+from numpy.typing import NDArray
 
 from loadgen import arrivals as processes
 from loadgen.arrivals import RateCurve, constant_rate
 from loadgen.bench import live
 from loadgen.bench.live import Watch, make_model_folder, percentile, plan_for, server, wait_quiet
 from loadgen.bench.machine import describe
-from loadgen.experiments.table import figure
 from loadgen.metrics import Slo, token_events
 from loadgen.plan import Job, Plan, Windows
 from loadgen.randomness import stream
 from loadgen.records import JobRecord, Records, RequestRecord
-from loadgen.svg import Series
+from loadgen.svg import Mark, Series, chart, document
 from loadgen.workloads import fixed
 
 ONLINE_PROMPT, ONLINE_OUTPUT = 128, 48
@@ -123,9 +123,14 @@ def delivered(records: Records) -> list[tuple[float, float]]:
     found: list[tuple[float, float]] = []
     for record in records.requests:
         if record.service_class == "offline":
-            times, prompt, answer = token_events(record)
-            found += zip(times.tolist(), (prompt + answer).tolist(), strict=True)
+            found += events_of(record)
     return found
+
+
+def events_of(record: RequestRecord) -> list[tuple[float, float]]:
+    """(time, tokens) of a request."""
+    times, prompt, answer = token_events(record)
+    return list(zip(times.tolist(), (prompt + answer).tolist(), strict=True))
 
 
 def summarise(name: str, runs: list[Run], ttft: float, tbt: float) -> None:
@@ -279,23 +284,38 @@ def main(argv: list[str] | None = None) -> None:
         curve = processes.sine(args.rate, args.rate, args.seconds / 3)
         run = run_alone(serve, args.rate, poisson(curve, args.seconds, 1), args.seconds, "flex", 1)
         summarise("sine", [run], args.ttft, args.tbt)
-        args.plot.write_text(draw(run, curve))
+        args.plot.write_text(draw(run, args.ttft, args.tbt))
 
 
-def draw(run: Run, curve: RateCurve) -> str:
-    """Online arrivals per second, as scheduled, and offline tokens per second over time, each over its own highest."""
+def draw(run: Run, ttft: float, tbt: float) -> str:
+    """Above, tokens per second of both classes on top of each other; below, each chat's TTFT and longest gap against
+    its limit (seconds). A prompt counts when its first token comes."""
     edges = np.arange(0.0, run.seconds + BIN, BIN)
-    tokens, _ = np.histogram(
-        [at for at, _ in run.offline], bins=edges, weights=[tokens / BIN for _, tokens in run.offline]
-    )
     middles = edges[:-1] + BIN / 2
-    series = []
-    for name, values in (("online requests/s", [curve.at(at) for at in middles]), ("offline tokens/s", tokens)):
-        top = float(np.max(values, initial=0.0)) or 1.0
-        series.append(Series(f"{name} (top {top:.3g})", middles, np.asarray(values) / top))
-    return figure(
-        "An online load in waves, and what offline work made of the rest", series, "seconds", "share of the top"
+
+    def rate(events: Sequence[tuple[float, float]]) -> NDArray[np.float64]:
+        counts, _ = np.histogram([at for at, _ in events], bins=edges, weights=[tokens for _, tokens in events])
+        return np.asarray(counts / BIN, dtype=np.float64)
+
+    online = rate([event for record in run.online for event in events_of(record)])
+    total = online + rate(run.offline)
+    firsts = [(record.scheduled_at, record.ttft) for record in run.online if record.ttft is not None]
+    longest = [(record.scheduled_at, max(gaps)) for record in run.online if len(gaps := record.gaps())]
+    layers = [Series("batch work", middles, total, solid=True), Series("chats", middles, online, solid=True)]
+    return document(
+        chart("Tokens per second", layers, x="seconds", y="tokens/s", span=(0.0, run.seconds)),
+        *against("Time to first token of each chat", firsts, ttft, run.seconds),
+        *against("Longest time between two tokens of each chat", longest, tbt, run.seconds),
     )
+
+
+def against(title: str, values: Sequence[tuple[float, float]], limit: float, seconds: float) -> list[str]:
+    """A chart of (time, seconds) with their limit; none without values."""
+    if not values:
+        return []
+    dots = Series("a chat", [at for at, _ in values], [1e3 * value for _, value in values], dots=True)
+    mark = Mark(1e3 * limit, "promised", horizontal=True)
+    return [chart(title, [dots], x="seconds", y="ms", marks=[mark], span=(0.0, seconds))]
 
 
 if __name__ == "__main__":

@@ -7,12 +7,7 @@ from typing import Any
 
 import orjson
 
-from loadgen.svg import Series, chart
-
-STYLE = (
-    "svg { font: 11px system-ui, sans-serif; } .title { font-weight: 600; font-size: 12px; } "
-    ".grid { stroke: #dde2e8; } line.mark { stroke: #b3261e; stroke-dasharray: 4 3; }"
-)
+from loadgen.svg import Series, chart, document
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +40,8 @@ def write_table(results: Sequence[Result], folder: Path, figures: Mapping[str, s
 
 
 def figure(title: str, series: Sequence[Series], x: str, y: str, *, log_x: bool = False) -> str:
-    """A chart that stands alone: the style that a page would give it is inside."""
-    drawn = chart(title, series, x=x, y=y, log_x=log_x)
-    head, sep, rest = drawn.partition(">")
-    return f"{head}{sep}<style>{STYLE}</style>{rest}\n"
+    """A chart that stands alone."""
+    return document(chart(title, series, x=x, y=y, log_x=log_x))
 
 
 def render(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
