@@ -25,9 +25,9 @@ from engine.execution import memory
 from engine.execution.backend import find_backend
 from engine.execution.plan import LaunchPlan
 from engine.machine import BUS_RATE
+from engine.models.checkpoint import load_weights
 from engine.models.families import family_named
 from engine.models.hub import cached_folder, is_hub_id, resolve_model_folder
-from engine.models.loader import load_weights
 from engine.models.spec import ModelSpec, hidden_offer, load_spec, resolve_max_model_len
 from engine.models.weights import torch_dtype
 from engine.passing_thread import in_passing_thread

@@ -21,7 +21,6 @@ from engine.api import EngineRequest, SamplingParams
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.errors import ConfigError, TidemillError
-from engine.execution.device_specs import DEVICES, MODELS
 from engine.scheduling.objective import UNLIMITED, StepObjective
 from engine.scheduling.policies import find_policy
 from engine.virtual import Arrival, VirtualDriver
@@ -37,6 +36,7 @@ from loadgen.simulation.device import Simulated, named_device, profiled_device
 from loadgen.simulation.machine import MachineSpec, build_machine
 from loadgen.simulation.planner import Question, answer
 from loadgen.simulation.run import Policies, shares_prefixes, simulate
+from loadgen.simulation.specs import DEVICES, MODELS
 from loadgen.workloads import Workload
 from predictor.budget import BudgetParams
 from predictor.slo import SLO, SLOError

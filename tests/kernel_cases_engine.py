@@ -15,8 +15,8 @@ from engine.api import SamplingParams
 from engine.cache.blocks import CacheAction, CacheEntry, CacheKind, CacheOperation, Tier
 from engine.config import SchedulerConfig
 from engine.execution.cuda.kernels import triton_kernels
+from engine.models.checkpoint import load_weights
 from engine.models.decoder import Decoder
-from engine.models.loader import load_weights
 from engine.models.spec import load_spec
 from engine.scheduling.output import Chunk, NewRequest, ReplacedEntry, SchedulerOutput
 

@@ -15,8 +15,8 @@ from engine.execution.cpu import absorbed
 from engine.execution.cpu.device import TorchDevice
 from engine.execution.runner import Runner
 from engine.models.absorption import Absorption
+from engine.models.checkpoint import load_weights
 from engine.models.heads import Heads
-from engine.models.loader import load_weights
 from engine.models.spec import ModelSpec, load_spec, spec_from_config
 from engine.models.weights import DummyTensors, ModelWeights, build_weights
 from engine.scheduling.output import Chunk, NewRequest, SchedulerOutput

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from engine.api import EngineRequest, SamplingParams
-from engine.execution.device_specs import MODELS
 from engine.virtual import Arrival, VirtualRecord, VirtualRun
 from loadgen import simulate
 from loadgen.experiments import apt, apt_point, apt_table
 from loadgen.experiments.table import Result
 from loadgen.simulation.machine import Machine, build_machine
+from loadgen.simulation.specs import MODELS
 
 CHAT = apt_point.Load("apt-chat", 1.0, 1.0, (1.0,), (1.0,))
 TINY = apt.Config(

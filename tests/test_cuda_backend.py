@@ -22,8 +22,8 @@ from engine.execution.cuda.shapes import GRAPH_TOKENS, Buckets
 from engine.execution.plan import LaunchPlan
 from engine.execution.runner import Runner
 from engine.models import torch_ops
+from engine.models.checkpoint import load_weights
 from engine.models.decoder import Decoder
-from engine.models.loader import load_weights
 from engine.models.spec import load_spec
 from engine.scheduling.output import Chunk, NewRequest, SchedulerOutput
 

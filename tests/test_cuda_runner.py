@@ -26,8 +26,8 @@ from engine.execution.cuda.tables import DeviceTables
 from engine.execution.pool import UnitPool
 from engine.execution.rows import RowTable
 from engine.models import torch_ops
+from engine.models.checkpoint import load_weights
 from engine.models.decoder import Decoder
-from engine.models.loader import load_weights
 from engine.models.spec import load_spec
 from engine.models.weights import ModelWeights, build_weights
 from engine.scheduling.output import Collect, SchedulerOutput

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from engine.execution.simulated import TrueLatency
 from engine.scheduling.objective import UNLIMITED
 from loadgen.experiments import hygen, larry, llmd, parts
 from loadgen.experiments.pool import Replays
 from loadgen.experiments.replay import ONLINE_ONLY, Scenario, Setting, make_core, recorded_steps, replay, run
 from loadgen.experiments.surface import Surface, Target
 from loadgen.experiments.table import Result
+from loadgen.simulation.gpu import TrueLatency
 from loadgen.simulation.machine import Machine, MachineSpec, build_machine
 from loadgen.simulation.measure import Metrics
 from predictor.budget import BudgetParams

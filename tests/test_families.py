@@ -16,8 +16,8 @@ from engine.cache.blocks import CacheAction
 from engine.config import SchedulerConfig
 from engine.execution.cpu.device import TorchDevice
 from engine.execution.runner import Runner
+from engine.models.checkpoint import load_weights
 from engine.models.decoder import Decoder
-from engine.models.loader import load_weights
 from engine.models.spec import hidden_offer, load_spec
 
 BLOCK = 4

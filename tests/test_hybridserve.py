@@ -10,8 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.cache.placement import HostSplit, OffloadCosts
-from engine.execution.device_specs import DEVICES, MODELS
-from engine.execution.simulated import SimulatedDevice
 from loadgen import simulate
 from loadgen.experiments import hybridserve as hybrid
 from loadgen.experiments import hybridserve_table as table
@@ -19,7 +17,9 @@ from loadgen.experiments.hybridserve import ARMS, CONFIG, LINK, Config, Load, Po
 from loadgen.experiments.offload import algorithm_1, split_context
 from loadgen.experiments.pipelines import Compact, OffloadDevice, Stage, lay_out, run_layers
 from loadgen.experiments.table import Result
+from loadgen.simulation.gpu import SimulatedDevice
 from loadgen.simulation.measure import Metrics
+from loadgen.simulation.specs import DEVICES, MODELS
 
 ARM = {arm.name: arm for arm in ARMS}
 TINY = replace(CONFIG, loads=(Load("opt-13b", 16, 256), Load("opt-30b", 8, None)), output=18)

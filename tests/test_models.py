@@ -15,8 +15,8 @@ from torch.nn import functional
 
 from engine.errors import ConfigError, ModelLoadError
 from engine.models import torch_ops
+from engine.models.checkpoint import load_weights
 from engine.models.decoder import Decoder
-from engine.models.loader import load_weights
 from engine.models.rotary import inverse_frequencies
 from engine.models.spec import load_spec, resolve_max_model_len, spec_from_config
 

@@ -19,8 +19,8 @@ from engine.execution.cpu.native.linear import Native
 from engine.execution.cpu.native.model import NativeModel, Sampled
 from engine.execution.pool import UnitPool
 from engine.execution.rows import RowTable
+from engine.models.checkpoint import load_weights
 from engine.models.decoder import Decoder
-from engine.models.loader import load_weights
 from engine.models.spec import ModelSpec, load_spec
 from engine.models.weights import ModelWeights, torch_dtype
 from predictor.limits import Limits

@@ -9,7 +9,6 @@ from engine.api import EngineRequest, RequestTimes, SamplingParams
 from engine.config import SchedulerConfig
 from engine.core import EngineCore
 from engine.errors import ConfigError
-from engine.execution.simulated import SimulatedDevice, SimulatedRunner
 from engine.request import Request
 from engine.scheduling.objective import StepObjective
 from engine.scheduling.policies import (
@@ -23,6 +22,7 @@ from engine.scheduling.policies import (
     shuffled,
 )
 from engine.virtual import Arrival, VirtualDriver
+from loadgen.simulation.gpu import SimulatedDevice, SimulatedRunner
 
 BLOCK = 16
 

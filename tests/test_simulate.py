@@ -16,7 +16,6 @@ from driver import make_request
 from engine.api import RequestClass
 from engine.config import EngineConfig, SchedulerConfig
 from engine.core import EngineCore
-from engine.execution.simulated import SimulatedDevice, SimulatedRunner
 from engine.scheduling.objective import UNLIMITED, StepObjective
 from engine.scheduling.output import Collect, SchedulerOutput
 from engine.virtual import Arrival, VirtualDriver
@@ -30,6 +29,7 @@ from loadgen.experiments.table import Result, figure, render, write_table
 from loadgen.plan import FIRST_OFFLINE, Job, Plan, Windows
 from loadgen.prompts import PromptMaker, TokenIds
 from loadgen.simulation.device import measured_device, named_device, read_profile
+from loadgen.simulation.gpu import SimulatedDevice, SimulatedRunner
 from loadgen.simulation.machine import Machine, MachineSpec, build_machine
 from loadgen.simulation.measure import Metrics, measure
 from loadgen.simulation.run import requests

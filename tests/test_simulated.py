@@ -11,10 +11,10 @@ from engine.api import EngineRequest, SamplingParams
 from engine.cache.blocks import CacheEntry, CacheKind, Tier
 from engine.config import SchedulerConfig
 from engine.core import EngineCore
-from engine.execution.device_specs import CALIBRATION_TOKENS, DEVICES, MODELS, PUBLISHED_LINEAR_MS
-from engine.execution.simulated import SimulatedDevice, SimulatedRunner, TrueLatency
 from engine.scheduling.output import AppendedEntries, CacheWork, Chunk, NewRequest, ReplacedEntry, SchedulerOutput
 from engine.virtual import Arrival, VirtualDriver
+from loadgen.simulation.gpu import SimulatedDevice, SimulatedRunner, TrueLatency
+from loadgen.simulation.specs import CALIBRATION_TOKENS, DEVICES, MODELS, PUBLISHED_LINEAR_MS
 from predictor.features import BatchFeatures
 
 GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
@@ -137,7 +137,7 @@ def test_requests_end_at_their_true_length_which_the_scheduler_does_not_see() ->
 
 
 def test_it_needs_no_torch() -> None:
-    code = "import sys, engine.execution.simulated; sys.exit('torch' in sys.modules)"
+    code = "import sys, loadgen.simulation.gpu; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -29,7 +29,6 @@ from gateway.store.objects import (
     new_batch_id,
     new_file_id,
 )
-from gateway.store.protocol import Store
 from gateway.store.schema import VERSION
 from gateway.store.sqlite import SqliteStore
 from gateway.store.sqlite_files import TOMBSTONE_SECONDS
@@ -41,7 +40,6 @@ NOW = 1_800_000_000
 @pytest.fixture
 async def store(tmp_path: Path) -> AsyncIterator[SqliteStore]:
     opened = SqliteStore(tmp_path / "s.db")
-    _as_protocol: Store = opened
     yield opened
     await opened.close()
 

@@ -14,11 +14,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from engine.errors import ModelLoadError
-from engine.models.checkpoint import Checkpoint
+from engine.models.checkpoint import Checkpoint, load_weights
 from engine.models.decoder import Decoder
 from engine.models.families import TensorNames, family_named
 from engine.models.hub import resolve_model_folder
-from engine.models.loader import load_weights
 from engine.models.spec import load_spec, spec_from_config
 from engine.models.weights import ModelWeights
 

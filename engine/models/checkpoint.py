@@ -1,7 +1,7 @@
 """A folder of safetensors as a tensor source: one tensor in memory at a time, and an account of what was used.
 
-Pickled weights (.bin, .pt) are refused, never opened: reading them can run code. Knows nothing of model families
-beyond the names of buffers that some exporters leave in.
+Pickled weights (.bin, .pt) are refused, never opened: reading them can run code. `load_weights` makes a model's weights
+of one; the reader itself knows nothing of model families beyond the names of buffers that some exporters leave in.
 """
 
 import json
@@ -15,10 +15,41 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from engine.errors import ModelLoadError
+from engine.models.families import family_named
+from engine.models.linear import MakeLinear, make_linear
+from engine.models.spec import ModelSpec
+from engine.models.weights import DummyTensors, ModelWeights, build_weights, torch_dtype
 
 _INERT = re.compile(r"(^|\.)(rotary_emb\.inv_freq|attention\.bias|attention\.masked_bias)$")
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+def load_weights(
+    spec: ModelSpec,
+    folder: Path,
+    *,
+    dtype: str = "auto",
+    device: str | torch.device = "cpu",
+    load_format: str = "auto",
+    seed: int = 0,
+    make: MakeLinear = make_linear,
+) -> ModelWeights:
+    """Load the checkpoint in `folder`, or with `load_format` "dummy" invent weights of its shape.
+
+    `dtype` "auto" is the checkpoint's own; `make` makes the linear layers. Errors: ModelLoadError, one line that names
+    what is missing or wrong.
+    """
+    kind = torch_dtype(spec.dtype if dtype == "auto" else dtype)
+    target = torch.device(device)
+    with torch.inference_mode():
+        if load_format == "dummy":
+            return build_weights(spec, DummyTensors(seed, kind, target), make)
+        with Checkpoint(folder, kind, target) as checkpoint:
+            weights = build_weights(spec, checkpoint, make)
+            copies = tuple(f"{name}.weight" for name in family_named(spec.family).names.head)
+            checkpoint.check_all_used(tied_copies=copies if spec.tie_word_embeddings else ())
+            return weights
 
 
 class Checkpoint:

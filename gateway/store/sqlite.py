@@ -1,4 +1,10 @@
-"""`Store` in one SQLite file: WAL, synchronous=FULL, one writer thread, group commit. Bodies are files elsewhere."""
+"""Files and batches in one SQLite file: WAL, synchronous=FULL, one writer thread, group commit. Bodies are elsewhere.
+
+Every method is one transaction: when it returns, what it did is durable. All of them raise StorageError when the disk
+does not take it, in which case nothing was changed; with `in_doubt` set the change may still appear after a crash,
+until `settle` or another change succeeds. What adds may be repeated: the second time it does nothing; what moves a
+batch raises IllegalTransition then.
+"""
 
 import asyncio
 from pathlib import Path
@@ -10,15 +16,17 @@ from gateway.store.writer import SqliteWriter, Work, open_database
 
 
 class SqliteStore(SqliteFiles, SqliteBatches):
-    """Implements Store. Raises ConfigError when the database cannot be used."""
+    """Raises ConfigError when the database cannot be used."""
 
     def __init__(self, path: Path, on_commit: Work[None] | None = None) -> None:
         self._writer = SqliteWriter(open_database(path), on_commit)
 
     async def settle(self) -> None:
+        """Commit something: what is not to be seen now of a commit in doubt cannot appear after a crash any more."""
         await self._writer.run(lambda connection: connection.execute(f"PRAGMA user_version = {VERSION}").fetchone())
 
     async def close(self) -> None:
+        """Waits for what was begun."""
         await asyncio.to_thread(self.close_now)
 
     def close_now(self) -> None:

@@ -28,13 +28,20 @@ from gateway.store.writer import SqliteWriter
 
 
 class SqliteBatches:
-    """Implements BatchStore."""
+    """Rows of batches and of their lines."""
 
     _writer: SqliteWriter
 
     async def create_batch(
         self, batch: BatchJob, idempotency: tuple[str, str] | None = None, max_lines: int | None = None
     ) -> BatchJob:
+        """Add a batch; `idempotency` is a key and a digest of the body: with a key seen before, the batch of then.
+        `max_lines`: what the unfinished batches of its tenant may have together; one whose lines are not yet counted
+        counts as one.
+
+        Raises NoSuchFile, WrongPurpose, IdempotencyConflict or LineQuota.
+        """
+
         def work(connection: sqlite3.Connection) -> BatchJob:
             if idempotency is not None:
                 query = "SELECT * FROM batches WHERE tenant = ? AND idempotency_key = ?"
@@ -61,9 +68,12 @@ class SqliteBatches:
         return await self._writer.run(lambda connection: _find(connection, batch_id, tenant))
 
     async def load_batch(self, batch_id: str) -> BatchJob:
+        """For the worker, which serves every tenant. The batch must exist."""
         return await self._writer.run(lambda connection: _load(connection, batch_id))
 
     async def list_batches(self, tenant: str, page: Page) -> tuple[list[BatchJob], bool]:
+        """One page, newest first, and whether there is more. Raises UnknownCursor."""
+
         def work(connection: sqlite3.Connection) -> tuple[list[BatchJob], bool]:
             rows, more = read_page(connection, "batches", "tenant = :tenant", {"tenant": tenant}, page)
             return [read_batch_row(row) for row in rows], more
@@ -80,6 +90,8 @@ class SqliteBatches:
     async def move_batch(
         self, batch_id: str, status: BatchStatus, now: int, errors: Sequence[InputError] = ()
     ) -> BatchJob:
+        """Change the state; a batch that has failed has no lines and counts none. Raises IllegalTransition."""
+
         def work(connection: sqlite3.Connection) -> BatchJob:
             _move(connection, batch_id, status, now)
             if status is BatchStatus.FAILED:
@@ -93,6 +105,8 @@ class SqliteBatches:
         return await self._writer.run(work)
 
     async def note_error(self, batch_id: str, error: InputError) -> None:
+        """Say in a running batch what is wrong with it; the first such note stays."""
+
         def work(connection: sqlite3.Connection) -> None:
             query = "UPDATE batches SET errors = ? WHERE id = ? AND errors = '[]'"
             connection.execute(query, (json.dumps([list(error)]), batch_id))
@@ -100,6 +114,8 @@ class SqliteBatches:
         await self._writer.run(work)
 
     async def cancel_batch(self, tenant: str, batch_id: str, now: int) -> BatchJob | None:
+        """Begin to cancel where that is still possible; the batch as it is then, None if there is none."""
+
         def work(connection: sqlite3.Connection) -> BatchJob | None:
             if _find(connection, batch_id, tenant) is None:
                 return None
@@ -110,6 +126,8 @@ class SqliteBatches:
         return await self._writer.run(work)
 
     async def add_lines(self, batch_id: str, lines: Sequence[LineRef], *, first: bool) -> None:
+        """Index lines of a batch under validation; `first`: forget those of an attempt that was cut off."""
+
         def work(connection: sqlite3.Connection) -> None:
             batch = _seq(connection, batch_id)
             if first:
@@ -124,6 +142,9 @@ class SqliteBatches:
     async def start_batch(
         self, batch_id: str, total: int, model: str | None, now: int, max_lines: int | None = None
     ) -> BatchJob:
+        """The input is valid: from `validating` to `in_progress`; a batch being cancelled stays so. `max_lines`: see
+        `create_batch`. Raises LineQuota."""
+
         def work(connection: sqlite3.Connection) -> BatchJob:
             batch = _load(connection, batch_id)
             if batch.status is not BatchStatus.CANCELLING:
@@ -136,6 +157,8 @@ class SqliteBatches:
         return await self._writer.run(work)
 
     async def pending_lines(self, batch_id: str, after_rank: int, limit: int) -> list[LineRef]:
+        """Lines without a result, by rank."""
+
         def work(connection: sqlite3.Connection) -> list[LineRef]:
             query = "SELECT * FROM lines WHERE batch = ? AND rank > ? AND succeeded IS NULL ORDER BY rank LIMIT ?"
             rows = connection.execute(query, (_seq(connection, batch_id), after_rank, limit))
@@ -157,6 +180,8 @@ class SqliteBatches:
     async def add_results(
         self, batch_id: str, results: Sequence[LineResult], usage: Usage, journal_bytes: int
     ) -> BatchJob:
+        """Record results whose rows are already durable in the journal. A line that has a result keeps it."""
+
         def work(connection: sqlite3.Connection) -> BatchJob:
             batch, counts = _seq(connection, batch_id), [0, 0]
             for result in results:
@@ -178,6 +203,8 @@ class SqliteBatches:
         return await self._writer.run(work)
 
     async def line_records(self, batch_id: str, after_rank: int, limit: int) -> list[LineRecord]:
+        """All lines, by rank."""
+
         def work(connection: sqlite3.Connection) -> list[LineRecord]:
             query = "SELECT * FROM lines WHERE batch = ? AND rank > ? ORDER BY rank LIMIT ?"
             rows = connection.execute(query, (_seq(connection, batch_id), after_rank, limit))
@@ -194,6 +221,9 @@ class SqliteBatches:
         errors: FileObject | None,
         lost: int = 0,
     ) -> BatchJob:
+        """End a batch together with the rows of its files; lines without a result count as failed, as do `lost` ones
+        whose result cannot be read any more, and the index of its lines goes. Raises IllegalTransition, but for the
+        same end with the same files."""
         ids = tuple(None if file is None else file.id for file in (output, errors))
 
         def work(connection: sqlite3.Connection) -> BatchJob:

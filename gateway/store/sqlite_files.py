@@ -15,11 +15,13 @@ _VISIBLE = "tenant = :tenant AND deleted_at IS NULL AND (expires_at IS NULL OR e
 
 
 class SqliteFiles:
-    """Implements FileStore."""
+    """Rows of files. A file that has expired or belongs to another tenant is a missing one."""
 
     _writer: SqliteWriter
 
     async def add_file(self, file: FileObject, max_bytes: int | None = None) -> None:
+        """`max_bytes`: what all files of its tenant may have together. Raises StorageQuota."""
+
         def work(connection: sqlite3.Connection) -> None:
             if max_bytes is not None and find_file(connection, file.tenant, file.id, file.created_at) is None:
                 used = _stored_bytes(connection, file.tenant, file.created_at)
@@ -30,12 +32,15 @@ class SqliteFiles:
         await self._writer.run(work)
 
     async def stored_bytes(self, tenant: str, now: int) -> int:
+        """Of all files of a tenant."""
         return await self._writer.run(lambda connection: _stored_bytes(connection, tenant, now))
 
     async def get_file(self, tenant: str, file_id: str, now: int) -> FileObject | None:
         return await self._writer.run(lambda connection: find_file(connection, tenant, file_id, now))
 
     async def list_files(self, tenant: str, page: Page, purpose: str | None, now: int) -> tuple[list[FileObject], bool]:
+        """One page, and whether there is more. Raises UnknownCursor."""
+
         def work(connection: sqlite3.Connection) -> tuple[list[FileObject], bool]:
             where = _VISIBLE
             values: dict[str, str | int | None] = {"tenant": tenant, "now": now, "purpose": purpose}
@@ -47,6 +52,8 @@ class SqliteFiles:
         return await self._writer.run(work)
 
     async def delete_file(self, tenant: str, file_id: str, now: int) -> bool:
+        """False if there is none. Raises FileInUse for the input of a batch that has not ended."""
+
         def work(connection: sqlite3.Connection) -> bool:
             if find_file(connection, tenant, file_id, now) is None:
                 return False
@@ -59,6 +66,8 @@ class SqliteFiles:
         return await self._writer.run(work)
 
     async def expire_files(self, now: int, limit: int) -> list[str]:
+        """Take expired files out of the lists, but for inputs in use; returns the ids whose bodies may go."""
+
         def work(connection: sqlite3.Connection) -> list[str]:
             connection.execute("DELETE FROM files WHERE deleted_at < ?", (now - TOMBSTONE_SECONDS,))
             rows = connection.execute(
@@ -71,6 +80,8 @@ class SqliteFiles:
         return await self._writer.run(work)
 
     async def known_files(self, file_ids: Sequence[str]) -> set[str]:
+        """Those of the ids whose body must be kept, of whatever tenant."""
+
         def work(connection: sqlite3.Connection) -> set[str]:
             query = "SELECT 1 FROM files WHERE id = ? AND deleted_at IS NULL"
             return {file_id for file_id in file_ids if connection.execute(query, (file_id,)).fetchone()}

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from engine.cache.placement import HostSplit, OffloadCosts
-from engine.execution.device_specs import DEVICES, MODELS
-from engine.execution.simulated import SimulatedDevice
 from loadgen.experiments.offload import BLOCK, Case, algorithm_1, measure_costs, split_context
 from loadgen.experiments.pipelines import Compact, OffloadDevice, lay_out
 from loadgen.experiments.table import Result
+from loadgen.simulation.gpu import SimulatedDevice
 from loadgen.simulation.machine import NOISE
 from loadgen.simulation.measure import Metrics
+from loadgen.simulation.specs import DEVICES, MODELS
 
 GRID = 40
 """Parts into which `hybrid-best` divides the share of ACT blocks."""

@@ -14,13 +14,13 @@ from typing import Any
 
 import numpy as np
 
-from engine.execution.simulated import TrueLatency
 from loadgen.experiments import hygen
 from loadgen.experiments.pool import Replays
 from loadgen.experiments.replay import ONLINE_ONLY, Setting, recorded_steps
 from loadgen.experiments.surface import Family, Surface, Target, interference
 from loadgen.experiments.table import Result, figure, mean
 from loadgen.randomness import stream
+from loadgen.simulation.gpu import TrueLatency
 from loadgen.simulation.machine import Machine, build_machine
 from loadgen.svg import Series
 from predictor.budget import BudgetParams

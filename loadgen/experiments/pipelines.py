@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from engine.execution.simulated import SimulatedDevice
+from loadgen.simulation.gpu import SimulatedDevice
 
 Compact = Literal["none", "project", "absorb", "tokens"]
 """What takes the place of K and V: nothing; ACT that K and V are projected from again; ACT that attention runs on

@@ -11,11 +11,11 @@ from itertools import cycle
 
 from engine.api import EngineRequest, RequestClass
 from engine.core import EngineCore
-from engine.execution.simulated import TrueLatency
 from engine.scheduling.objective import StepObjective
 from engine.scheduling.output import Collect, ModelRunner, SchedulerOutput
 from engine.virtual import Arrival, VirtualDriver, VirtualRun, step_features
 from loadgen.randomness import stream
+from loadgen.simulation.gpu import TrueLatency
 from loadgen.simulation.machine import Machine
 from loadgen.simulation.measure import Metrics, measure
 from loadgen.simulation.requests import Row, request_of

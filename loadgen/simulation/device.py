@@ -12,14 +12,14 @@ from pathlib import Path
 
 from engine.config import EngineConfig, SchedulerConfig
 from engine.errors import ConfigError
-from engine.execution.device_specs import DEVICES, MODELS, ModelShape
-from engine.execution.simulated import SimulatedDevice, SimulatedRunner
 from engine.models.spec import load_spec
 from engine.scheduling.output import Collect, ModelRunner, SchedulerOutput
 from engine.scheduling.policies import find_policy
 from engine.virtual import PredictedRunner, step_features
 from loadgen.errors import InputError
+from loadgen.simulation.gpu import SimulatedDevice, SimulatedRunner
 from loadgen.simulation.machine import NOISE, fit_device
+from loadgen.simulation.specs import DEVICES, MODELS, ModelShape
 from predictor.limits import UNITS_PER_BLOCK
 from predictor.model import LatencyModel
 from predictor.online import OnlineModel, OnlineSettings

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from engine.config import SchedulerConfig
-from engine.execution.simulated import SimulatedDevice, SimulatedRunner
 from engine.scheduling.output import Chunk, SchedulerOutput
+from loadgen.simulation.gpu import SimulatedDevice, SimulatedRunner
 from predictor.fitting import fit
 from predictor.limits import Limits
 from predictor.model import LatencyModel

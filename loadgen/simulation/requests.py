@@ -1,7 +1,7 @@
 """Rows of a trace as the engine's requests: their true lengths are hidden from the scheduler."""
 
 from engine.api import EngineRequest, RequestClass, SamplingParams
-from engine.execution.simulated import SIMULATED_TOKEN
+from loadgen.simulation.gpu import SIMULATED_TOKEN
 from loadgen.traces import Trace
 
 OUTPUT_CAP = 1024

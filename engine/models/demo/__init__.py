@@ -1,1 +1,1 @@
-"""The packaged demo model ``tidemill-demo``: its text, its training script and its weights."""
+"""The packaged demo model ``tidemill-demo``: its weights, and how they are made (`training/`, not in the wheel)."""

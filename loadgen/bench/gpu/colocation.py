@@ -22,7 +22,7 @@ from loadgen.bench.gpu.table import Row
 from predictor.model import LatencyModel
 from predictor.online import OnlineModel
 from predictor.profile import ProfileKey
-from predictor.slo import SLO
+from predictor.slo import SLO, nearest_rank
 
 _MODEL = "Qwen3-0.6B"
 _LOAD = 0.3  # online requests, as a share of the rate that saturates the engine
@@ -132,4 +132,4 @@ async def _offline(engine: Engine, phase: Phase, sizes: tuple[int, int], lane: i
 
 def _p99(values: list[float]) -> float:
     """Nearest rank; infinite without a value."""
-    return sorted(values)[math.ceil(0.99 * len(values)) - 1] if values else math.inf
+    return nearest_rank(values, 99) if values else math.inf

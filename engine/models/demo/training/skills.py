@@ -8,8 +8,8 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-from engine.models.demo import facts
-from engine.models.demo.phrases import Item, noise_word, read_wordings
+from engine.models.demo.training import facts
+from engine.models.demo.training.phrases import Item, noise_word, read_wordings
 
 WORDINGS = read_wordings()
 UNKNOWN_CAPITAL = "I do not know that capital. I know more than seventy of them, but not this one."

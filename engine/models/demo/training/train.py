@@ -1,4 +1,4 @@
-"""Trains the packaged demo model from text that `corpus` writes: ``python -m engine.models.demo.train [--out DIR]``.
+"""Trains the packaged demo model: ``python -m engine.models.demo.training.train [--out DIR]``.
 
 Two processor cores need a few minutes. The forward and backward passes are transformers' `LlamaForCausalLM`, so the
 weights are by construction those of an ordinary Llama. Knows nothing about serving.
@@ -21,12 +21,12 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from engine.models.demo.copying import set_up_copying
-from engine.models.demo.corpus import Corpus
-from engine.models.demo.phrases import Item
-from engine.models.demo.tokenizer import CONTEXT, DialogueEncoder, build_tokenizer, save_tokenizer
+from engine.models.demo.training.copying import set_up_copying
+from engine.models.demo.training.corpus import Corpus
+from engine.models.demo.training.phrases import Item
+from engine.models.demo.training.tokenizer import CONTEXT, DialogueEncoder, build_tokenizer, save_tokenizer
 
-WEIGHTS = Path(__file__).parent / "weights"
+WEIGHTS = Path(__file__).parents[1] / "weights"
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from engine.cache.blocks import REPRESENTATIONS, CacheEntry, CacheKind
-from engine.execution.device_specs import DEVICES, MODELS, DeviceSpec, ModelShape
 from engine.scheduling.output import Collect, ModelRunnerOutput, SchedulerOutput
+from loadgen.simulation.specs import DEVICES, MODELS, DeviceSpec, ModelShape
 from predictor.features import BatchFeatures
 from predictor.limits import UNITS_PER_BLOCK
 from predictor.model import largest_chunk

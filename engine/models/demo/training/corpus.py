@@ -9,9 +9,9 @@ import random
 from collections import Counter
 from collections.abc import Iterator
 
-from engine.models.demo import facts, skills
-from engine.models.demo.phrases import Item, casual, held_out, noise_word, proper, read_refusals, text_items
-from engine.models.demo.skills import WORDINGS, worded
+from engine.models.demo.training import facts, skills
+from engine.models.demo.training.phrases import Item, casual, held_out, noise_word, proper, read_refusals, text_items
+from engine.models.demo.training.skills import WORDINGS, worded
 
 #: one message, as chat templates take it
 Message = dict[str, str]
