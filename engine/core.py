@@ -168,6 +168,14 @@ class EngineCore:
         request = self._requests.get(request_id)
         return None if request is None else self._finish(request, reason, now, error=error)
 
+    def set_lane(self, job: str, lane: Lane) -> None:
+        """The offline requests of a job, waiting and running, go with this lane from now on."""
+        for request in self._requests.values():
+            spec = request.spec
+            if spec.request_class is RequestClass.OFFLINE and spec.job == job and spec.lane is not lane:
+                waits = request.status is not RequestStatus.RUNNING and not request.aside
+                self._scheduler.waiting_offline.move(request, lane, waits=waits)
+
     def plan_offline(self, now: float) -> Generator[None, None, OfflinePlan]:
         """The offline fill of the next step, computed in slices; see engine.scheduling.planner."""
         return plan_offline(self._scheduler, now)

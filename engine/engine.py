@@ -22,6 +22,7 @@ from engine.api import (
     EngineState,
     EngineStats,
     FinishReason,
+    Lane,
     RequestClass,
     RequestOutput,
     RequestTimes,
@@ -214,6 +215,11 @@ class Engine:
         assert output is not None, "a stream is open for a request that the core does not know"
         self._tell_keeper(Colocation.on_end, output, self._clock())
         self._deliver(output)
+        self._wake_up()
+
+    def set_lane(self, job: str, lane: Lane) -> None:
+        """See EngineClient.set_lane."""
+        self._core.set_lane(job, lane)
         self._wake_up()
 
     async def stats(self) -> EngineStats:

@@ -114,6 +114,7 @@ def _add_batches(app: FastAPI, context: GatewayContext, folder: StateFolder, lim
         LineRunner(context).run,
         max_lines=lambda tenant: keys.quota(tenant).lines,
         costs=lambda: context.metrics.stats.token_costs,
+        set_lane=context.client.set_lane,
     )
     context.lifecycle.background.append(worker)
     context.metrics.registry.register(BatchCollector(worker))

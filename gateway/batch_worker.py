@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 from typing import Any
 
-from engine.api import TokenCosts
+from engine.api import Lane, TokenCosts
 from gateway.batch_feed import FeedOrder, FinishedLine, Job, Window
 from gateway.batch_finish import INPUT_LOST, Finisher
 from gateway.batch_line import LineAnswer, LineOrigin, LineRetry
@@ -40,9 +40,14 @@ def _no_costs() -> TokenCosts | None:
     return None
 
 
+def _no_lanes(_batch_id: str, _lane: Lane) -> None:
+    pass
+
+
 class BatchWorker:
     """Implements JobListener. `clock` is the wall clock: deadlines outlive the process. `max_lines`: what a tenant's
-    unfinished batches may have together; `costs`: what tokens cost the engine, as of now."""
+    unfinished batches may have together; `costs`: what tokens cost the engine, as of now; `set_lane`: tells the engine
+    that the lines of a batch which it holds are at risk, or not any more."""
 
     def __init__(
         self,
@@ -52,12 +57,14 @@ class BatchWorker:
         clock: Callable[[], float] = time.time,
         max_lines: Callable[[str], int | None] = _no_limit,
         costs: Callable[[], TokenCosts | None] = _no_costs,
+        set_lane: Callable[[str, Lane], None] = _no_lanes,
     ) -> None:
         self._folder = folder
         self._store = folder.store
         self._limits = limits
         self._run_line = run_line
         self._clock = clock
+        self._set_lane = set_lane
         self._wake = asyncio.Event()
         self._tick_now = asyncio.Event()
         self._window = Window(limits.window_lines, limits.window_bytes)
@@ -227,12 +234,15 @@ class BatchWorker:
                 await in_thread(lambda file_id=file_id: self._folder.remove_body(file_id))  # type: ignore[misc]
 
     def _judge(self) -> None:
-        """Who will be done when; lines that are fed from now on go with those at risk, or not."""
+        """Who will be done when; a job's lines, those in the engine too, go with those at risk, or not."""
         self._judged = self._clock()
         jobs = [job for job in self._jobs.values() if job.lengths is not None and not job.settled.is_set()]
         self.forecast.update([(job.batch, job.lengths) for job in jobs if job.lengths is not None], self._judged)
         for job in jobs:
-            job.at_risk = self.forecast.outlooks[job.batch.id].at_risk
+            at_risk = self.forecast.outlooks[job.batch.id].at_risk
+            if at_risk is not job.at_risk:
+                job.at_risk = at_risk
+                self._set_lane(job.batch.id, job.lane)
 
     def notes(self, batch: BatchJob) -> dict[str, str]:
         """See JobListener."""

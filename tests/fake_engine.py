@@ -18,6 +18,7 @@ from engine.api import (
     EngineState,
     EngineStats,
     FinishReason,
+    Lane,
     RequestClass,
     RequestOutput,
     RequestTimes,
@@ -88,6 +89,7 @@ class FakeEngine:
         self.dead = False
         self.trouble: str | None = None
         self.draining = False
+        self.lanes: dict[str, Lane] = {}
         self.started = False
         self.add_errors: list[TidemillError] = []
         self.room_error: TidemillError | None = None
@@ -160,6 +162,9 @@ class FakeEngine:
             self.aborts.append((request_id, reason))
             self._log("abort", request_id)
             self._push(request_id, [], None, reason)
+
+    def set_lane(self, job: str, lane: Lane) -> None:
+        self.lanes[job] = lane
 
     async def stats(self) -> EngineStats:
         running = dict.fromkeys(RequestClass, 0)

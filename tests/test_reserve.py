@@ -1,7 +1,7 @@
 """--reserve: lines at risk get their share of the steps beside online work, and online work loses no more than that."""
 
 import pytest
-from driver import Driver, make_request
+from driver import Driver, make_request, run_plan
 from fakes.runner import FakeRunner
 
 from engine.api import EngineRequest, Lane, RequestClass, RequestTimes, SamplingParams
@@ -148,3 +148,27 @@ def test_other_shares_are_a_config_error(text: str) -> None:
 def test_whole_prompts_have_no_part_to_reserve() -> None:
     with pytest.raises(ConfigError, match="chunked prefill"):
         config("10%", chunked_prefill=False, max_num_batched_tokens=4000)
+
+
+def test_lines_that_the_engine_holds_already_move_to_the_lane_of_those_at_risk() -> None:
+    """The window is full of them, so no other line of the job would come."""
+    core = EngineCore(config("10%"), model=MODEL, objective=NO_BUDGET)
+    for i in range(6):
+        core.add_request(line(i, Lane.BATCH), 0.0)
+    step = core.schedule(0.0, run_plan(core, 0.0))
+    assert step is not None
+    core.update(step, PredictedRunner(MODEL).launch(step)(), 0.01)
+    core.set_lane("another", Lane.AT_RISK)
+    assert not core._scheduler.waiting_offline.num_waiting(Lane.AT_RISK)
+    core.set_lane("job", Lane.AT_RISK)
+    core.check_integrity()
+    running = core._scheduler.running[OFFLINE]
+    assert running and all(request.spec.lane is Lane.AT_RISK for request in running)
+    assert core._scheduler.waiting_offline.num_waiting(Lane.AT_RISK) == 6 - len(running)
+    assert not core._scheduler.waiting_offline.num_waiting(Lane.BATCH)
+    core.set_lane("job", Lane.BATCH)
+    run = VirtualDriver(core, PredictedRunner(MODEL), [])
+    for i in range(6):
+        run._prompts[f"line{i}"], run._num_offline = 200, i + 1
+    assert run.run(SECONDS).offline_ended == 6
+    assert not core.has_requests

@@ -15,7 +15,7 @@ whose next lines are still being read from the disk does not lose its place.
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 
 from engine.api import Lane, TokenCosts
@@ -172,6 +172,28 @@ class OfflineQueue:
         if taken:
             self._floors.charge(spec.lane, cost, [name for name, queue in self._lanes.items() if len(queue)])
 
+    def move(self, request: Request, lane: Lane, *, waits: bool) -> None:
+        """A request, which waits here or (`waits` false) runs, belongs to another lane from now on; what it was charged
+        goes with it."""
+        if waits:
+            self.remove(request)
+        charged = self._charged.get(request.request_id, 0.0)
+        self._charge(request, -charged)
+        self._leave(request)
+        request.spec = replace(request.spec, lane=lane)
+        if waits and request.status is RequestStatus.WAITING:
+            self.add(request)
+            return
+        self.adopt(request)
+        self._charge(request, charged)
+        if waits:
+            self.add(request)
+
+    def _charge(self, request: Request, service: float) -> None:
+        lane = self._lanes[request.spec.lane]
+        lane.share.charge(request.spec.tenant, service)
+        lane.tenants[request.spec.tenant].share.charge(self._job_key(request), service)
+
     def end(self, request: Request) -> None:
         """A request has ended, wherever it was: what it was charged is corrected by what it really cost."""
         spec = request.spec
@@ -185,6 +207,13 @@ class OfflineQueue:
             actual = self._costs.of(request.num_prompt_tokens - request.num_cached_tokens, length)
             lane.share.charge(spec.tenant, actual - charged)
             tenant.share.charge(key, actual - charged)
+        self._leave(request)
+
+    def _leave(self, request: Request) -> None:
+        """Close the accounts of a request, if it was the last of its job or tenant."""
+        spec = request.spec
+        lane = self._lanes[spec.lane]
+        tenant, key = lane.tenants[spec.tenant], self._job_key(request)
         tenant.share.leave(key)
         if not tenant.share.is_active(key):
             del tenant.jobs[key]
