@@ -18,7 +18,7 @@ COMMANDS: tuple[tuple[str, tuple[str, ...]], ...] = (
 FLAGS: tuple[tuple[str, tuple[str, ...]], ...] = (
     (
         "promises",
-        ("slo", "max_queue_time", "max_num_waiting", "online_policy", "offline_policy", "fill_policy"),
+        ("slo", "max_queue_time", "max_num_waiting", "online_policy", "offline_policy", "fill_policy", "reserve"),
     ),
     ("model", ("device", "dtype", "max_model_len", "chat_template", "served_model_name", "load_format", "seed")),
     (

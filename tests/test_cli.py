@@ -122,6 +122,7 @@ def test_flags_stand_under_what_they_are_for(capsys: pytest.CaptureFixture[str])
     assert sorted(flag.field for _, members in grouped for flag in members) == sorted(flag.field for flag in flags)
     named = {field for _, fields in command_help.FLAGS for field in fields}
     assert named <= {flag.field for flag in flags}, "a group names a flag that is no more"
+    assert {flag.field for flag in flags} - named == {"model"}, "a flag of no group would stand under more"
     with pytest.raises(SystemExit):
         cli.main(["serve", "--help"])
     shown = capsys.readouterr().out
