@@ -1,7 +1,7 @@
 """`tidemill pull`: fetches a model from the Hugging Face hub, sizes first; the hub's own library downloads.
 
 What is fetched goes into its cache, where `tidemill serve` finds it. A connection that breaks is taken up again where
-it broke; a pull that was ended goes on with the files that are missing.
+it broke; a pull that was ended keeps the files that are whole and fetches the one it was at from its start.
 """
 
 import importlib
