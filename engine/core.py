@@ -11,6 +11,7 @@ once their content is confirmed. HyGen §4.1; reliability E1-E8.
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import chain, islice, repeat
 
 from engine.api import (
@@ -21,7 +22,6 @@ from engine.api import (
     RequestClass,
     RequestOutput,
     RequestTimes,
-    SamplingParams,
     TokenLogprobs,
 )
 from engine.config import SchedulerConfig
@@ -30,21 +30,20 @@ from engine.errors import (
     EngineUnavailableError,
     ErrorInfo,
     InvalidRequestError,
-    QueueFullError,
     TidemillError,
 )
-from engine.integrity import check_integrity
 from engine.request import Request, RequestStatus
-from engine.scheduling.admission import check_length, check_room
+from engine.scheduling.admission import Admission
 from engine.scheduling.blame import LONE_WAITS, Blame
 from engine.scheduling.canary import CANARY_ID
+from engine.scheduling.draft import Step, StepDraft
 from engine.scheduling.last_resort import LastResort
 from engine.scheduling.objective import StepObjective
 from engine.scheduling.output import INVALID_TOKEN, Chunk, ModelRunnerOutput, SchedulerOutput
 from engine.scheduling.planner import OfflinePlan, plan_offline
 from engine.scheduling.policies import find_policy
 from engine.scheduling.recovery import Ending, Reached, Recovery
-from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.state import SchedulerState
 from engine.scheduling.step import StepBuilder
 from engine.scheduling.trial import TrialBuilder
 from engine.service_cost import token_costs
@@ -53,10 +52,6 @@ from predictor.model import LatencyPredictor
 
 MAX_QUIET_RECOVERIES = 2
 """Attempts to get a standing engine going that end nobody's request."""
-OUTPUT_FORGETTING = 0.05
-FLEX_RETRY_SECONDS = 5.0
-SMALLEST = EngineRequest("", (0,), SamplingParams(max_tokens=1))
-"""What would be the last to be refused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,14 +78,14 @@ class EngineCore:
     ) -> None:
         self.config = config
         policy = find_policy(online_policy)
-        self._scheduler = Scheduler(config, policy, offline_policy, model, objective or StepObjective())
+        self._state = SchedulerState(config, policy, offline_policy, model, objective or StepObjective())
         self._requests: dict[str, Request] = {}
-        self._recovery = Recovery(self._scheduler, self._requests, Blame(lone_waits))
+        self._admission = Admission(self._state)
+        self._recovery = Recovery(self._state, self._requests, Blame(lone_waits))
         self._in_flight: deque[_InFlight] = deque()
         self._next_step_id = 0
         self._undone_through = -1
         self._num_arrived = 0
-        self._mean_output_tokens = 0.0
         self._counters = StepCounters()
 
     @property
@@ -101,12 +96,12 @@ class EngineCore:
     @property
     def has_online(self) -> bool:
         """Whether any online request is waiting or running."""
-        return self._scheduler.has_online
+        return self._state.has_online
 
     @property
     def has_offline(self) -> bool:
         """Whether any offline request is waiting or running."""
-        return bool(self._scheduler.running[RequestClass.OFFLINE] or len(self._scheduler.waiting_offline))
+        return bool(self._state.running[RequestClass.OFFLINE] or len(self._state.waiting_offline))
 
     @property
     def retry_at(self) -> float | None:
@@ -126,36 +121,15 @@ class EngineCore:
         """Queue a request. Raises InvalidRequestError if it can never run, QueueFullError if the queue is full."""
         if spec.request_id in self._requests:
             raise InvalidRequestError(f"A request '{spec.request_id}' is already running.", param="request_id")
-        check_length(spec, self.config.max_model_len)
-        self._check_flex_room(spec)
         request = Request(spec, RequestTimes(arrival=now), self._num_arrived)
-        if spec.request_class is RequestClass.ONLINE:
-            request.num_expected_hits = len(self._scheduler.cache.find_prefix(request)) * self.config.block_size
-            self._check_room(request, now)
+        self._admission.check(request, now)
         self._num_arrived += 1
         self._requests[spec.request_id] = request
-        self._scheduler.add_waiting(request)
+        self._state.add_waiting(request)
 
     def check_room(self, request_class: RequestClass, now: float) -> None:
         """Raises QueueFullError if a request of this class would not be queued now, whatever it asks for."""
-        if request_class is RequestClass.ONLINE:
-            self._check_room(Request(SMALLEST, RequestTimes(arrival=now), self._num_arrived), now)
-
-    def _check_room(self, request: Request, now: float) -> None:
-        try:
-            check_room(self._scheduler, request, self._mean_output_tokens, now)
-        except QueueFullError:
-            self._counters.refused_requests += 1
-            raise
-
-    def _check_flex_room(self, spec: EngineRequest) -> None:
-        """Those who wait for offline work are as many as may wait online, and no tenant keeps another from its part. A
-        batch bounds its lines itself. Raises QueueFullError."""
-        limit = self.config.max_num_waiting
-        if spec.request_class is RequestClass.ONLINE or spec.lane is not Lane.FLEX:
-            return
-        if self._scheduler.waiting_offline.is_full(spec.lane, spec.tenant, limit):
-            raise QueueFullError(f"{limit} flex requests are waiting already.", retry_after=FLEX_RETRY_SECONDS)
+        self._admission.check_any(request_class, now)
 
     def abort(
         self,
@@ -174,11 +148,11 @@ class EngineCore:
             spec = request.spec
             if spec.request_class is RequestClass.OFFLINE and spec.job == job and spec.lane is not lane:
                 waits = request.status is not RequestStatus.RUNNING and not request.aside
-                self._scheduler.waiting_offline.move(request, lane, waits=waits)
+                self._state.waiting_offline.move(request, lane, waits=waits)
 
     def plan_offline(self, now: float) -> Generator[None, None, OfflinePlan]:
         """The offline fill of the next step, computed in slices; see engine.scheduling.planner."""
-        return plan_offline(self._scheduler, now)
+        return plan_offline(self._state, now)
 
     def schedule(self, now: float, plan: OfflinePlan | None = None) -> SchedulerOutput | None:
         """Decide the next step, or None when nothing can run now. Without a plan the step is online-only.
@@ -187,10 +161,10 @@ class EngineCore:
         """
         assert len(self._in_flight) <= self.config.pipeline_depth, "too many steps in flight"
         last_completed = self._in_flight[0].output.step_id - 1 if self._in_flight else self._next_step_id - 1
-        built = self._build(plan, last_completed, now)
-        if built is None:
+        step = self._build(plan, last_completed, now)
+        if step is None:
             return None
-        output, requests = built
+        output, requests = step
         self._next_step_id += 1
         self._in_flight.append(_InFlight(output, requests, [request.epoch for request in requests]))
         for request in requests:
@@ -198,29 +172,24 @@ class EngineCore:
                 request.times = RequestTimes(request.times.arrival, first_scheduled=now)
         return output
 
-    def _build(
-        self, plan: OfflinePlan | None, last_completed: int, now: float
-    ) -> tuple[SchedulerOutput, list[Request]] | None:
-        """The next step and its requests: the first turn in which anything can run."""
-        step: StepBuilder | TrialBuilder | LastResort
+    def _build(self, plan: OfflinePlan | None, last_completed: int, now: float) -> Step | None:
+        """The next step: the first turn in which anything can run."""
+        draft = partial(StepDraft, self._state, self._next_step_id, last_completed, now)
         turns = self._recovery.turns(now)
         for turn in turns:
             if turn.requests is None:
-                step = ordinary = StepBuilder(self._scheduler, self._next_step_id, last_completed, now)
-                output = ordinary.build(plan, self._requests.get)
+                step = StepBuilder(draft(), self._requests.get).build(plan)
             else:
-                step = trial = TrialBuilder(self._scheduler, self._next_step_id, last_completed, now)
-                output = trial.build(turn.requests, turn.force)
-                if output is None and trial.awaits_units:
+                trial = TrialBuilder(draft(reserved=False))
+                step = trial.build(turn.requests, turn.force)
+                if step is None and trial.awaits_units:
                     return None
-            if output is not None:
+            if step is not None:
                 self._recovery.took(turn)
-                return output, step.requests
+                return step
         if not turns or self._in_flight:
             return None
-        step = resort = LastResort(self._scheduler, self._next_step_id, now)
-        output = resort.build(with_offline=plan is not None)
-        return None if output is None else (output, step.requests)
+        return LastResort(draft(reserved=False)).build(with_offline=plan is not None)
 
     def update(self, output: SchedulerOutput, result: ModelRunnerOutput | None, now: float) -> list[RequestOutput]:
         """Take in what the oldest step in flight gave: a result, or None when it failed. One with logits that are not
@@ -241,7 +210,7 @@ class EngineCore:
             outputs = list(self._confirm(flight, result, now))
             if self._recovery.active:
                 outputs = list(self._pass(flight, outputs, now))
-        self._scheduler.cache.complete_step(output.step_id)
+        self._state.cache.complete_step(output.step_id)
         return outputs
 
     def is_undone(self, output: SchedulerOutput) -> bool:
@@ -256,40 +225,40 @@ class EngineCore:
         """
         assert not self._in_flight, "a step is in flight: the engine does not stand still"
         self._counters.stalls += attempt == 1
-        scheduler = self._scheduler
-        scheduler.rebuild(self._requests.values())
+        state = self._state
+        state.rebuild(self._requests.values())
         for request_class in (RequestClass.OFFLINE,) if attempt == 1 else RequestClass:
-            for request in list(scheduler.running[request_class]):
-                scheduler.preempt(request, "stall", now)
-        for request in [request for request in scheduler.aside if request.status is RequestStatus.RUNNING]:
-            scheduler.preempt(request, "stall", now)
-        if attempt <= MAX_QUIET_RECOVERIES or not scheduler.waiting_online:
+            for request in list(state.running[request_class]):
+                state.preempt(request, "stall", now)
+        for request in [request for request in state.aside if request.status is RequestStatus.RUNNING]:
+            state.preempt(request, "stall", now)
+        if attempt <= MAX_QUIET_RECOVERIES or not state.waiting_online:
             return []
         error = EngineUnavailableError("The engine could not start this request.", retry_after=1.0)
-        return [self._finish(scheduler.waiting_online[0], FinishReason.ERROR, now, error=error)]
+        return [self._finish(state.waiting_online[0], FinishReason.ERROR, now, error=error)]
 
     def set_offline_share(self, share: float) -> None:
         """Scale the offline budget beside online work, 0 to 1 (the circuit breaker's dial)."""
-        self._scheduler.offline_share = share
+        self._state.offline_share = share
 
     def set_objective(self, objective: StepObjective) -> None:
         """Follow another objective or budget from the next step on."""
-        self._scheduler.objective = objective
+        self._state.objective = objective
 
     def offline_lengths(self, limit: int) -> list[Lengths]:
         """Of up to `limit` offline requests that have not ended, their prompts and the most they may answer."""
-        scheduler = self._scheduler
-        requests = chain(scheduler.running[RequestClass.OFFLINE], scheduler.waiting_offline)
+        state = self._state
+        requests = chain(state.running[RequestClass.OFFLINE], state.waiting_offline)
         return [Lengths(r.num_prompt_tokens, r.spec.sampling.max_tokens) for r in islice(requests, limit)]
 
     def stats(self) -> EngineStats:
         """A snapshot; see EngineStats."""
-        scheduler = self._scheduler
-        cache, counters = scheduler.cache, scheduler.counters
+        state = self._state
+        cache, counters = state.cache, state.counters
         pool, host = cache.device, cache.host
         return EngineStats(
-            running={c: scheduler.num_running(c) for c in RequestClass},
-            waiting={c: scheduler.num_waiting(c) for c in RequestClass},
+            running={c: state.num_running(c) for c in RequestClass},
+            waiting={c: state.num_waiting(c) for c in RequestClass},
             units_total=pool.num_units,
             units_free=pool.num_free_units,
             units_cached=pool.num_cached_units,
@@ -303,13 +272,14 @@ class EngineCore:
             preemptions=dict(counters.preemptions),
             leftover_seconds=counters.leftover_seconds,
             leftover_used_seconds=counters.leftover_used_seconds,
-            token_costs=None if scheduler.model is None else token_costs(scheduler.model, self.config),
+            token_costs=None if state.model is None else token_costs(state.model, self.config),
+            refused_requests=self._admission.num_refused,
             **asdict(self._counters),
         )
 
     def check_integrity(self) -> None:
         """Assert E1 (every unit in one place), E3 (ended requests hold nothing) and the queues' agreement."""
-        check_integrity(self._requests, self._scheduler)
+        self._state.check_integrity(self._requests)
 
     def _confirm(self, flight: _InFlight, result: ModelRunnerOutput, now: float) -> Iterator[RequestOutput]:
         self._counters.steps += 1
@@ -336,7 +306,7 @@ class EngineCore:
         if request.status is not RequestStatus.RUNNING:
             return  # preempted meanwhile: the token counts, the cache is gone
         request.num_confirmed_tokens = chunk.start + chunk.length
-        self._scheduler.cache.publish(request)
+        self._state.cache.publish(request)
 
     def _append_token(
         self, request: Request, token: int, token_logprobs: TokenLogprobs | None, now: float
@@ -361,7 +331,7 @@ class EngineCore:
         sampled = (r for c, r in zip(flight.output.chunks, flight.requests, strict=True) if c.sample)
         bad = [r for r, token in zip(sampled, result.token_ids, strict=True) if token == INVALID_TOKEN and r in live]
         for request in bad:
-            self._scheduler.cache.withdraw(request)
+            self._state.cache.withdraw(request)
         return bool(bad)
 
     def _pass(self, flight: _InFlight, outputs: list[RequestOutput], now: float) -> Iterator[RequestOutput]:
@@ -394,17 +364,17 @@ class EngineCore:
         for each in undone:
             for request in _live(each):
                 self._restart(request)
-        self._scheduler.cache.rewind(self._requests.values(), {each.output.step_id for each in undone})
+        self._state.cache.rewind(self._requests.values(), {each.output.step_id for each in undone})
         for each in undone:
-            self._scheduler.released_rows.extend(each.output.released_rows)
+            self._state.released_rows.extend(each.output.released_rows)
 
     def _restart(self, request: Request) -> None:
         request.epoch += 1
         request.num_placeholders = 0
         if request.status is RequestStatus.RUNNING:
-            self._scheduler.rewind(request)
+            self._state.rewind(request)
         else:
-            self._scheduler.cache.parked.forget(request)
+            self._state.cache.parked.forget(request)
 
     def _finish(
         self,
@@ -417,12 +387,12 @@ class EngineCore:
         stop_token_id: int | None = None,
         error: TidemillError | None = None,
     ) -> RequestOutput:
-        self._scheduler.end(request)
+        self._state.end(request)
         request.move_to(RequestStatus.FINISHED)
         if request.aside:
             self._recovery.forget(request)
-        elif request.request_class is RequestClass.ONLINE:
-            self._mean_output_tokens += OUTPUT_FORGETTING * (request.num_output_tokens - self._mean_output_tokens)
+        else:
+            self._admission.note_end(request)
         del self._requests[request.request_id]
         request.times = request.times._replace(finished=now)
         return _output(request, token_ids, logprobs, reason, stop_token_id, error)

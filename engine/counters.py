@@ -10,7 +10,6 @@ class StepCounters:
     steps: int = 0
     failed_steps: int = 0
     stalls: int = 0
-    refused_requests: int = 0
     step_seconds: float = 0.0
     prefill_tokens: int = 0
     decode_tokens: int = 0

@@ -6,10 +6,7 @@ starts online leaves them a tenth of the rows and of the memory. The share is of
 breaker nor the offline budget takes it away, and all that predicts waiting times counts it in.
 """
 
-from dataclasses import dataclass, field
-
 from engine.errors import ConfigError
-from engine.request import Request
 
 NO_RESERVE = "0%"
 MAX_RESERVE = 0.5
@@ -25,27 +22,3 @@ def parse_reserve(text: str) -> float:
     if not 0.0 <= share <= MAX_RESERVE:
         raise ConfigError(f"--reserve must be a share between 0% and {MAX_RESERVE:.0%}, such as 10%, not '{text}'")
     return share
-
-
-@dataclass(frozen=True, slots=True)
-class Reservation:
-    """What is reserved in one step; everything is zero where nobody at risk is there, or nobody online.
-
-    `tokens`, `share`: of the step, left alone by prompts. `rows`, `units`: left free by online requests that start, so
-    that a line at risk can. `protected`: running lines at risk that keep their place, as the one that may start next
-    will, while an online request could be served beside them: `held` units in all.
-    """
-
-    share: float = 0.0
-    tokens: int = 0
-    rows: int = 0
-    units: int = 0
-    protected: frozenset[Request] = field(default_factory=frozenset)
-    held: int = 0
-
-    def seconds_beside(self, online: float) -> float:
-        """Seconds that lines at risk may add to a step that takes `online` seconds without them."""
-        return online * self.share / (1.0 - self.share)
-
-
-NOTHING = Reservation()

@@ -226,7 +226,7 @@ class Watcher:
 
     def __init__(self, driver: Driver) -> None:
         self.driver = driver
-        self.scheduler = driver.core._scheduler
+        self.scheduler = driver.core._state
 
     def launch(self) -> None:
         driver, scheduler = self.driver, self.scheduler
@@ -243,7 +243,7 @@ class Watcher:
         config = driver.core.config
         assert step.num_tokens <= config.max_num_batched_tokens
         assert len(step.chunks) <= config.max_num_seqs
-        waits_for_units = driver.core._scheduler.pool.num_deferred_units > 0
+        waits_for_units = driver.core._state.pool.num_deferred_units > 0
         for request in due:
             assert (
                 request.request_id in in_step or request.num_preemptions > before[request.request_id] or waits_for_units

@@ -243,7 +243,7 @@ def test_units_wait_for_the_step_in_flight() -> None:
     driver.step()
     driver.launch()
     driver.abort("a")
-    pool = driver.core._scheduler.pool
+    pool = driver.core._state.pool
     assert pool.num_deferred_units > 0
     while driver.in_flight:
         driver.complete()

@@ -16,8 +16,8 @@ from engine.config import SchedulerConfig
 from engine.core import EngineCore
 from engine.errors import ConfigError, QueueFullError
 from engine.queue_time import UNLIMITED_QUEUE, QueueTime
+from engine.scheduling.draft import StepLedger
 from engine.scheduling.laxity import on_time
-from engine.scheduling.ledger import StepLedger
 from engine.scheduling.objective import StepObjective
 from engine.scheduling.planner import offline_allowance
 from engine.virtual import Arrival, PredictedRunner, VirtualDriver, VirtualRecord
@@ -112,7 +112,7 @@ def test_urgent_prompts_without_end_never_stop_the_long_one(policy: str, tokens:
     runner, now, index = PredictedRunner(MODEL), 0.0, 0
     longest = since = 0
     while "long" in core._requests and core._requests["long"].num_output_tokens == 0:
-        while len(core._scheduler.waiting_online) < 20:
+        while len(core._state.waiting_online) < 20:
             index += 1
             core.add_request(chat(f"short{index}", 100, index, output=1), now)
         output = core.schedule(now)
@@ -185,7 +185,7 @@ def test_who_starts_first_leaves_the_memory_of_a_prompt_in_progress_alone() -> N
     driver.step()
     index = 0
     while "long" not in driver.finals:
-        if len(driver.core._scheduler.waiting_online) < 4:
+        if len(driver.core._state.waiting_online) < 4:
             driver.add(make_request(f"short{index}", [2 + index % 30] * 30, 4))
             index += 1
         driver.step()
@@ -286,6 +286,6 @@ def test_offline_work_leaves_the_last_prompt_its_time_too() -> None:
         core = EngineCore(config, model=model, objective=objective)
         for i in range(count):
             core.add_request(make_request(f"p{i}", [i + 1] * 90, 4), 0.0)
-        limits.append(offline_allowance(core._scheduler, StepLedger(256, 64, model), 0, True, 0.0).limit)
+        limits.append(offline_allowance(core._state, StepLedger(256, 64, model), 0, True, 0.0).limit)
     assert limits[0] == pytest.approx((1.0 - 0.09) / 2, abs=0.01)
     assert limits[1] == pytest.approx((1.0 - 0.90) / 2, abs=0.01)

@@ -13,6 +13,7 @@ from engine.config import SchedulerConfig
 from engine.core import EngineCore
 from engine.queue_time import UNLIMITED_QUEUE
 from engine.request import RequestStatus
+from engine.scheduling.draft import StepDraft
 from engine.scheduling.last_resort import LastResort
 from engine.scheduling.objective import StepObjective
 from engine.scheduling.output import Collect, SchedulerOutput
@@ -76,7 +77,7 @@ def test_lines_that_share_a_prefix_give_way_together() -> None:
         driver.add(make_request(name, [5] * 40 + [last] * 4, 20, request_class=OFFLINE))
         for _ in range(6):
             driver.step()
-    assert len(driver.core._scheduler.running[OFFLINE]) == 2
+    assert len(driver.core._state.running[OFFLINE]) == 2
     driver.add(make_request("on", [1] * 78, 2))
     driver.launch()
     assert driver.steps[-1].new_requests[0].request_id == "on"
@@ -141,7 +142,7 @@ class StarvationWatch:
 
     def launch(self, output: SchedulerOutput) -> Collect:
         assert self.core is not None
-        waiting = {r.request_id for r in self.core._scheduler.waiting_offline if r.num_preemptions}
+        waiting = {r.request_id for r in self.core._state.waiting_offline if r.num_preemptions}
         self._since = {name: self._since.get(name, self.now) for name in waiting}
         self.longest = max([self.longest, *(self.now - since for since in self._since.values())])
         result = self.inner.launch(output)()
@@ -183,7 +184,7 @@ def test_a_line_at_risk_takes_the_memory_of_another_line_however_young_it_is() -
     driver.step()
     driver.add(make_request("risk", [6] * 30, 40, request_class=OFFLINE, lane=Lane.AT_RISK))
     risk = driver.core._requests["risk"]
-    while driver.core._scheduler.pool.num_available_units or risk.num_computed_tokens % BLOCK:
+    while driver.core._state.pool.num_available_units or risk.num_computed_tokens % BLOCK:
         assert driver.step() and not driver.finals
     driver.core.set_objective(StepObjective(budget=BudgetParams("hygen", 0.001)))
     assert driver.launch()
@@ -198,7 +199,7 @@ def test_a_prompt_that_nobody_lets_start_starts_all_the_same(host_units: int) ->
     for name, token in (("a", 5), ("b", 6)):
         driver.add(make_request(name, [token] * 24, 40, request_class=OFFLINE))
         driver.step()
-    scheduler = driver.core._scheduler
+    scheduler = driver.core._state
     scheduler.online_policy = replace(scheduler.online_policy, admits=lambda request, context: False)
     driver.add(make_request("on", [1] * 78, 2))
     step = driver.core.schedule(driver.now, None)
@@ -213,14 +214,14 @@ def test_whoever_is_in_the_way_of_the_last_resort_loses_its_place(host_units: in
     driver.add(make_request("old", [5] * 36, 9))
     driver.step()
     driver.add(make_request("young", [6] * 37, 9))
-    scheduler = driver.core._scheduler
+    scheduler = driver.core._state
     old = driver.core._requests["old"]
     while old.num_computed_tokens < 40:
         assert driver.step()
     assert not scheduler.pool.num_available_units
-    resort = LastResort(scheduler, driver.core._next_step_id, driver.now)
-    step = resort.build(with_offline=False)
-    assert step is not None and resort.requests == [old] and step.chunks[0].length == 1
+    step_id = driver.core._next_step_id
+    step = LastResort(StepDraft(scheduler, step_id, step_id - 1, driver.now, reserved=False)).build(with_offline=False)
+    assert step is not None and step.requests == [old] and step.output.chunks[0].length == 1
     assert scheduler.running[RequestClass.ONLINE] == [old]
     assert driver.core.stats().preemptions["stall"] == 1
 

@@ -10,8 +10,19 @@ from engine.api import EngineRequest, RequestTimes, SamplingParams
 from engine.cache.blocks import CacheBlock, CacheEntry, CacheKind, Tier
 from engine.request import Request, RequestStatus
 from engine.scheduling.knapsack import Columns, choose
-from engine.scheduling.pressure import GRAIN, Pressure, _in_reach, _savable, _transposed, select_apt, select_goodput
-from engine.scheduling.values import goodput_values, has_missed, pending_time, seconds_to_token
+from engine.scheduling.selection import (
+    GRAIN,
+    Pressure,
+    _in_reach,
+    _savable,
+    _transposed,
+    goodput_values,
+    has_missed,
+    pending_time,
+    seconds_to_token,
+    select_apt,
+    select_goodput,
+)
 from predictor.features import BatchFeatures
 from predictor.model import LatencyModel
 

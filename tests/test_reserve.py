@@ -121,7 +121,7 @@ def test_what_is_reserved_is_counted_in_where_waiting_times_are_predicted() -> N
     waits, paces = [], []
     for reserve in ("0%", "25%"):
         core = EngineCore(config(reserve), model=MODEL, objective=NO_BUDGET)
-        scheduler = core._scheduler
+        scheduler = core._state
         core.add_request(line(0, Lane.AT_RISK), 0.0)
         for i in range(4):
             core.add_request(make_request(f"on{i}", (50 + i,) * 400, 4), 0.0)
@@ -159,13 +159,13 @@ def test_lines_that_the_engine_holds_already_move_to_the_lane_of_those_at_risk()
     assert step is not None
     core.update(step, PredictedRunner(MODEL).launch(step)(), 0.01)
     core.set_lane("another", Lane.AT_RISK)
-    assert not core._scheduler.waiting_offline.num_waiting(Lane.AT_RISK)
+    assert not core._state.waiting_offline.num_waiting(Lane.AT_RISK)
     core.set_lane("job", Lane.AT_RISK)
     core.check_integrity()
-    running = core._scheduler.running[OFFLINE]
+    running = core._state.running[OFFLINE]
     assert running and all(request.spec.lane is Lane.AT_RISK for request in running)
-    assert core._scheduler.waiting_offline.num_waiting(Lane.AT_RISK) == 6 - len(running)
-    assert not core._scheduler.waiting_offline.num_waiting(Lane.BATCH)
+    assert core._state.waiting_offline.num_waiting(Lane.AT_RISK) == 6 - len(running)
+    assert not core._state.waiting_offline.num_waiting(Lane.BATCH)
     core.set_lane("job", Lane.BATCH)
     run = VirtualDriver(core, PredictedRunner(MODEL), [])
     for i in range(6):

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.scheduling.knapsack import Columns, choose
-from engine.scheduling.values import (
+from engine.scheduling.selection import (
     DEFAULT_TAIL,
     EPSILON,
     IterationType,

@@ -47,11 +47,11 @@ async def answer(engine: Engine, request: EngineRequest) -> list[int]:
 
 
 def lose_the_queue(core: EngineCore) -> None:
-    core._scheduler.waiting_online.clear()
+    core._state.waiting_online.clear()
 
 
 def lose_the_rows(core: EngineCore) -> None:
-    core._scheduler.free_rows.clear()
+    core._state.free_rows.clear()
 
 
 @pytest.mark.parametrize("damage", [lose_the_queue, lose_the_rows])
@@ -182,7 +182,7 @@ def test_a_recovery_in_the_middle_of_everything_changes_no_answer(attempt: int) 
         driver.step()
     assert driver.core.clear_stall(driver.now, attempt) == []
     driver.core.check_integrity()
-    scheduler = driver.core._scheduler
+    scheduler = driver.core._state
     assert not scheduler.running[OFFLINE]
     assert bool(scheduler.running[RequestClass.ONLINE]) is (attempt == 1)
     assert {r.status for r in scheduler.waiting_offline} == {RequestStatus.PREEMPTED, RequestStatus.WAITING}

@@ -6,13 +6,20 @@ estimate from the latency model; without one nobody can tell and it is zero.
 """
 
 import math
+import sys
 
-from engine.api import EngineRequest, RequestClass
+from engine.api import EngineRequest, Lane, RequestClass, RequestTimes, SamplingParams
 from engine.errors import ContextLengthError, InvalidRequestError, QueueFullError
 from engine.request import Request
 from engine.scheduling.laxity import by_age, order_prompts, prefill_pace, uses_laxity
-from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.reservation import reservation_of
+from engine.scheduling.state import SchedulerState
 from predictor.limits import UNITS_PER_BLOCK
+
+FORGETTING = 0.05
+FLEX_RETRY_SECONDS = 5.0
+SMALLEST = EngineRequest("", (0,), SamplingParams(max_tokens=1))
+"""What would be the last to be refused."""
 
 
 def check_length(spec: EngineRequest, max_model_len: int) -> None:
@@ -26,19 +33,61 @@ def check_length(spec: EngineRequest, max_model_len: int) -> None:
         )
 
 
-def check_room(scheduler: Scheduler, request: Request, mean_output_tokens: float, now: float) -> None:
+class Admission:
+    """Who is queued. `num_refused` online requests were not."""
+
+    def __init__(self, state: SchedulerState) -> None:
+        self.num_refused = 0
+        self._state = state
+        self._mean_output_tokens = 0.0
+
+    def check(self, request: Request, now: float) -> None:
+        """Raises ContextLengthError or InvalidRequestError if it can never run, QueueFullError if there is no room."""
+        check_length(request.spec, self._state.config.max_model_len)
+        if request.request_class is RequestClass.ONLINE:
+            request.num_expected_hits = len(self._state.cache.find_prefix(request)) * self._state.config.block_size
+            self._check_online(request, now)
+        elif request.spec.lane is Lane.FLEX:
+            self._check_flex(request.spec)
+
+    def check_any(self, request_class: RequestClass, now: float) -> None:
+        """Raises QueueFullError if a request of this class would not be queued now, whatever it asks for."""
+        if request_class is RequestClass.ONLINE:
+            self._check_online(Request(SMALLEST, RequestTimes(arrival=now), sys.maxsize), now)
+
+    def note_end(self, request: Request) -> None:
+        """Learn how long online answers are."""
+        if request.request_class is RequestClass.ONLINE:
+            self._mean_output_tokens += FORGETTING * (request.num_output_tokens - self._mean_output_tokens)
+
+    def _check_online(self, request: Request, now: float) -> None:
+        try:
+            check_room(self._state, request, self._mean_output_tokens, now)
+        except QueueFullError:
+            self.num_refused += 1
+            raise
+
+    def _check_flex(self, spec: EngineRequest) -> None:
+        """As many may wait for offline work as may wait online, and no tenant keeps another from its part. A batch
+        bounds its lines itself."""
+        limit = self._state.config.max_num_waiting
+        if self._state.waiting_offline.is_full(spec.lane, spec.tenant, limit):
+            raise QueueFullError(f"{limit} flex requests are waiting already.", retry_after=FLEX_RETRY_SECONDS)
+
+
+def check_room(state: SchedulerState, request: Request, mean_output_tokens: float, now: float) -> None:
     """Refuse early what would only wait: the queue is full, or it could not start within the longest time to wait.
 
     What counts is the work that goes before the request, not its own prompt: an idle server refuses nothing. Raises
     QueueFullError, which says when it would fit.
     """
-    waiting = len(scheduler.waiting_online)
-    if waiting >= scheduler.config.max_num_waiting:
+    waiting = len(state.waiting_online)
+    if waiting >= state.config.max_num_waiting:
         raise QueueFullError(f"{waiting} requests are waiting already.")
-    limit = scheduler.queue_time.longest(scheduler.objective.ttft)
+    limit = state.queue_time.longest(state.objective.ttft)
     if math.isinf(limit):
         return
-    wait = expected_wait(scheduler, request, mean_output_tokens, now)
+    wait = expected_wait(state, request, mean_output_tokens, now)
     if wait > limit:
         raise QueueFullError(
             f"It could start in about {wait:.2g} s, and the longest time to wait is {limit:.4g} s.",
@@ -46,34 +95,34 @@ def check_room(scheduler: Scheduler, request: Request, mean_output_tokens: float
         )
 
 
-def expected_wait(scheduler: Scheduler, request: Request, mean_output_tokens: float, now: float) -> float:
+def expected_wait(state: SchedulerState, request: Request, mean_output_tokens: float, now: float) -> float:
     """Seconds until `request`, which arrives now, could start. `mean_output_tokens`: how long recent online answers
     were, to guess when rows and memory come free."""
-    pace, config = prefill_pace(scheduler), scheduler.config
-    running = scheduler.running[RequestClass.ONLINE]
-    if pace is None or not (running or scheduler.waiting_online):
+    pace, config = prefill_pace(state), state.config
+    running = state.running[RequestClass.ONLINE]
+    if pace is None or not (running or state.waiting_online):
         return 0.0
-    ahead = _ahead(scheduler, request, now)
+    ahead = _ahead(state, request, now)
     work = sum(pace.seconds_for(other) for other in ahead)
     waiting = [other for other in ahead if other.row < 0]
     # Rows and units come free as answers end, all of them in the time of one answer.
-    reservation = scheduler.reservation()
-    units = sum(_units(r, config.block_size) for r in (*running, *waiting, request)) - scheduler.pool.num_units
+    reservation = reservation_of(state)
+    units = sum(_units(r, config.block_size) for r in (*running, *waiting, request)) - state.pool.num_units
     units += reservation.held
     rows = len(running) + len(waiting) + 1 + len(reservation.protected) + reservation.rows
     lack = max((rows - config.max_num_seqs) / config.max_num_seqs, 0.0)
-    lack = max(lack, units / scheduler.pool.num_units)
+    lack = max(lack, units / state.pool.num_units)
     step = pace.per_token * pace.chunk if work else pace.step
     return max(pace.step + work if work else 0.0, lack * mean_output_tokens * step)
 
 
-def _ahead(scheduler: Scheduler, request: Request, now: float) -> list[Request]:
+def _ahead(state: SchedulerState, request: Request, now: float) -> list[Request]:
     """The prompts, running or waiting, that go before a request that arrives now."""
-    others = [*scheduler.running_prompts(), *scheduler.waiting_online]
-    if not uses_laxity(scheduler):
+    others = [*state.running_prompts(), *state.waiting_online]
+    if not uses_laxity(state):
         return others
     both = [*sorted(others, key=by_age), request]
-    urgent, _ = order_prompts(both, scheduler.objective, prefill_pace(scheduler), now)
+    urgent, _ = order_prompts(both, state.objective, prefill_pace(state), now)
     return list(urgent[:-1]) if urgent and urgent[-1] is request else others
 
 

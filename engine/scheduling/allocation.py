@@ -13,10 +13,10 @@ from engine.api import RequestClass
 from engine.cache.blocks import REPRESENTATIONS, CacheBlock, count_units
 from engine.cache.cache import Claim
 from engine.request import Request
-from engine.reserve import NOTHING, Reservation
 from engine.scheduling.output import AppendedEntries, ReplacedEntry
-from engine.scheduling.pressure import Start
-from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.reservation import NOTHING, Reservation, has_room_beside
+from engine.scheduling.selection import Start
+from engine.scheduling.state import SchedulerState
 from predictor.limits import UNITS_PER_BLOCK
 
 LATE_HEADROOM = 0.25
@@ -27,27 +27,27 @@ class Allocation:
     """Allocation within the step `step_id`; requests that are already in the step are never victims. `prompts`: online
     ones in progress, which want room for the rest of theirs."""
 
-    def __init__(self, scheduler: Scheduler, step_id: int, now: float) -> None:
+    def __init__(self, state: SchedulerState, step_id: int, now: float, reservation: Reservation) -> None:
         self.appended: list[AppendedEntries] = []
         self.replaced: list[ReplacedEntry] = []
         self.prompts: list[Request] = []
-        self._scheduler = scheduler
-        self._cache = scheduler.cache
-        self._pool = scheduler.cache.device
-        self._block_size = scheduler.config.block_size
+        self.reservation = reservation
+        self._state = state
+        self._cache = state.cache
+        self._pool = state.cache.device
+        self._block_size = state.config.block_size
         self._step_id = step_id
         self._now = now
         # Units that requests of this step could not get because they are still deferred: no further victim for those.
         self._stalled_units = 0
-        self.reservation = scheduler.reservation()
 
     def make_room(self, request: Request, claim: Claim) -> bool:
         """Whether a row and the claim's units are available now, evicting offline work for an online request."""
-        scheduler, pool = self._scheduler, self._pool
+        state, pool = self._state, self._pool
         if claim.num_compact > self._cache.compact_room:
             return False
         if request.request_class is RequestClass.OFFLINE:
-            return bool(scheduler.free_rows) and self._make_offline_room(request, claim)
+            return bool(state.free_rows) and self._make_offline_room(request, claim)
         reservation = self._reservation_beside(request)
         if self._has_row(reservation) and self._has_units(request, claim, reservation, online=False):
             return True
@@ -58,17 +58,17 @@ class Allocation:
         for victim in self._victims(request, claim, missing, protected, online=False) or self._victims(
             request, claim, missing, protected, online=True
         ):
-            scheduler.preempt(victim, "online", self._now, self._step_id)
+            state.preempt(victim, "online", self._now, self._step_id)
         return self._has_row(reservation) and self._has_units(request, claim, reservation, online=True)
 
     def _reservation_beside(self, request: Request) -> Reservation:
         """What an online request that starts leaves to lines at risk."""
-        if self.reservation.share and not self._scheduler.has_room_beside(request, self.reservation):
+        if self.reservation.share and not has_room_beside(self._state, request, self.reservation):
             return NOTHING
         return self.reservation
 
     def _has_row(self, reservation: Reservation) -> bool:
-        return len(self._scheduler.free_rows) > reservation.rows
+        return len(self._state.free_rows) > reservation.rows
 
     def _has_units(self, request: Request, claim: Claim, reservation: Reservation, *, online: bool) -> bool:
         """Whether the claim's units are available for an online request, moving parked pasts if that makes it so.
@@ -88,16 +88,16 @@ class Allocation:
             reservation.units
             + claim.units
             + self._pool.num_idle_units(claim.hits)
-            + self._scheduler.prompt_reserve(self.prompts)
+            + self._state.prompt_reserve(self.prompts)
         )
 
     def _make_offline_room(self, request: Request, claim: Claim) -> bool:
         """Beside what runs, and beside the next block of everything that runs; parked offline pasts may be moved."""
-        scheduler, parked = self._scheduler, self._cache.parked
-        num_offline = len(scheduler.running[RequestClass.OFFLINE]) + 1
+        state, parked = self._state, self._cache.parked
+        num_offline = len(state.running[RequestClass.OFFLINE]) + 1
 
         def missing() -> int:
-            units = claim.units + self._pool.num_idle_units(claim.hits) + scheduler.growth_reserve
+            units = claim.units + self._pool.num_idle_units(claim.hits) + state.growth_reserve
             return units - self._cache.units_for(RequestClass.OFFLINE, num_offline)
 
         if 0 < (units := missing()) <= parked.num_units(online=False, but=request):
@@ -106,25 +106,25 @@ class Allocation:
 
     def evict_late(self, starts: Sequence[Start]) -> None:
         """Before anything is in the step: room for the savable requests that it can begin, from late running ones."""
-        scheduler, units, tokens = self._scheduler, 0, 0
+        state, units, tokens = self._state, 0, 0
         for request, kind, savable in starts:
-            if savable and tokens < scheduler.config.max_num_batched_tokens:
+            if savable and tokens < state.config.max_num_batched_tokens:
                 units += (len(request.token_ids) // self._block_size + 1) * REPRESENTATIONS[kind].units
                 tokens += len(request.token_ids)
         missing = units - self._pool.num_available_units - self._pool.num_deferred_units
         missing -= self._cache.parked.num_units(online=True)
-        missing -= sum(_freed_units(request) for request in scheduler.running[RequestClass.OFFLINE])
-        for victim in scheduler.evictable(self._now):
+        missing -= sum(_freed_units(request) for request in state.running[RequestClass.OFFLINE])
+        for victim in state.evictable(self._now):
             if missing <= 0:
                 return
             missing -= _freed_units(victim)
-            scheduler.preempt(victim, "late", self._now, self._step_id)
+            state.preempt(victim, "late", self._now, self._step_id)
 
     def spares(self, request: Request) -> bool:
         """Whether a late request may start: where they run last, those that can be saved will want the last of the
         memory, and it would only be evicted again. With none running it always may."""
-        scheduler = self._scheduler
-        if not scheduler.online_policy.late_last or not scheduler.running[RequestClass.ONLINE]:
+        state = self._state
+        if not state.online_policy.late_last or not state.running[RequestClass.ONLINE]:
             return True
         units = (len(request.token_ids) // self._block_size + 1) * UNITS_PER_BLOCK
         room = self._pool.num_available_units + self._cache.parked.num_units(online=True)
@@ -137,7 +137,9 @@ class Allocation:
         self._cache.take(request, claim, self._step_id)
 
     def grow_decode(self, request: Request) -> bool:
-        """One more block for a decode; preempts for it, perhaps the request itself."""
+        """Room for one more token of a decode; preempts for a block, perhaps the request itself."""
+        if request.num_computed_tokens < len(request.cache_map.blocks) * self._block_size:
+            return True
         while not self.extend(request, 1, growing=True):
             if self._pool.num_deferred_units >= self._stalled_units + UNITS_PER_BLOCK:
                 self._stalled_units += UNITS_PER_BLOCK
@@ -145,7 +147,7 @@ class Allocation:
             victim = self._victim_for(request)
             if victim is None:
                 return False
-            self._scheduler.preempt(victim, "memory", self._now, self._step_id)
+            self._state.preempt(victim, "memory", self._now, self._step_id)
             if victim is request:
                 return False
         self.appended.append(AppendedEntries(request.row, (request.cache_map.blocks[-1].entry,)))
@@ -159,7 +161,7 @@ class Allocation:
             victim = self._victim_for(request)
             if victim is None or victim is request:
                 return 0  # it was the last to arrive: it keeps its cache and waits
-            self._scheduler.preempt(victim, "memory", self._now, self._step_id)
+            self._state.preempt(victim, "memory", self._now, self._step_id)
         return granted
 
     def grow_alone(self, request: Request, length: int) -> int:
@@ -173,7 +175,7 @@ class Allocation:
 
     def restore(self, request: Request, max_tokens: int) -> int:
         """K and V for compact blocks of a request of this step, while units are to spare; returns how many tokens'."""
-        found = self._cache.restore(request, max_tokens, self._step_id, reserve=self._scheduler.growth_reserve)
+        found = self._cache.restore(request, max_tokens, self._step_id, reserve=self._state.growth_reserve)
         self.replaced.extend(ReplacedEntry(request.row, index, entry) for index, entry in found)
         return len(found) * self._block_size
 
@@ -187,7 +189,7 @@ class Allocation:
             request,
             length,
             self._step_id,
-            num_offline=len(self._scheduler.running[RequestClass.OFFLINE]),
+            num_offline=len(self._state.running[RequestClass.OFFLINE]),
             from_online=from_online and self._offline_victim() is None,
             growing=growing,
         )
@@ -200,12 +202,12 @@ class Allocation:
         None is immune: one that was evicted often loses last, but loses. Empty when even all of them would not do.
         `online`: whether the pasts of other online requests, which wait, may be moved too.
         """
-        scheduler = self._scheduler
-        limit, spared = scheduler.config.max_offline_preemptions, frozenset(claim.hits)
+        state = self._state
+        limit, spared = state.config.max_offline_preemptions, frozenset(claim.hits)
         held = self._cache.parked.references(online=online, but=request)
         movable = (block for block, count in held.items() if count == block.ref_count and block not in spared)
         missing -= count_units(movable)
-        offline = scheduler.running[RequestClass.OFFLINE]
+        offline = state.running[RequestClass.OFFLINE]
         victims = [r for r in offline if r.last_step != self._step_id and r not in protected]
         seldom = [victim for victim in victims if victim.num_preemptions < limit]
         chosen = _smallest_victims(seldom, missing, held, spared)
@@ -219,9 +221,9 @@ class Allocation:
         online = request.request_class is RequestClass.ONLINE
         if online and (victim := self._offline_victim()) is not None:
             return victim
-        scheduler = self._scheduler
-        offline = scheduler.running[RequestClass.OFFLINE]
-        peers = scheduler.online_order(self._now) if online else sorted(offline, key=lambda r: r.spec.lane)
+        state = self._state
+        offline = state.running[RequestClass.OFFLINE]
+        peers = state.online_order(self._now) if online else sorted(offline, key=lambda r: r.spec.lane)
         for candidate in reversed(peers):
             if candidate is request or candidate.last_step != self._step_id:
                 return candidate
@@ -229,7 +231,7 @@ class Allocation:
 
     def _offline_victim(self) -> Request | None:
         """Of the running offline requests that are not in this step: of the last lane, seldom evicted, small, young."""
-        offline = self._scheduler.running[RequestClass.OFFLINE]
+        offline = self._state.running[RequestClass.OFFLINE]
         protected = self.reservation.protected
         candidates = (r for r in offline if r.last_step != self._step_id and r not in protected)
         key = lambda r: (-r.spec.lane, r.num_preemptions, len(r.cache_map.blocks), -r.arrival_order)  # noqa: E731

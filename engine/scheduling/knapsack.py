@@ -38,9 +38,9 @@ class Selection:
 class Columns(NamedTuple):
     """The requests that want to run, transposed: several times faster to make and to index than rows.
 
-    `values` ≥ 0 (see engine.scheduling.values), in any unit that `rho` shares. `kv` ≥ 1: device units of its whole past
-    and the growth of this step, in KV. `compact`: the same in compact form, the same share of `kv` for all; None where
-    that is refused (so is a form that is not smaller).
+    `values` ≥ 0 (see engine.scheduling.selection), in any unit that `rho` shares. `kv` ≥ 1: device units of the whole
+    past and the growth of this step, in KV. `compact`: the same in compact form, the same share of `kv` for all; None
+    where that is refused (so is a form that is not smaller).
     """
 
     values: Sequence[float]

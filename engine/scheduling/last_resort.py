@@ -12,58 +12,62 @@ from collections.abc import Iterator
 
 from engine.api import RequestClass
 from engine.request import Request, RequestStatus
-from engine.scheduling.chunks import StepChunks
-from engine.scheduling.output import SchedulerOutput
+from engine.scheduling.draft import Step, StepDraft
 
 CAUSE = "stall"
 
 
-class LastResort(StepChunks):
+class LastResort:
     """A step of one request's next token, or of a floor chunk of its prompt."""
 
-    def build(self, with_offline: bool) -> SchedulerOutput | None:
-        """None: there is nobody to run. `with_offline`: offline requests may be chosen (there was a plan for them)."""
+    def __init__(self, draft: StepDraft) -> None:
+        self._draft = draft
+        self._state = draft.state
+
+    def build(self, with_offline: bool) -> Step | None:
+        """None: there is nothing to run. `with_offline`: offline requests may be chosen (there was a plan for them)."""
         request = self._next(with_offline)
         if request is None:
             return None
-        self.ignore_reservation()
         victims = self._others(request)
         while not self._run(request):
             victim = next(victims, None)
             if victim is None:
-                self.scheduler.cache.parked.forget_all()
+                self._state.cache.parked.forget_all()
                 self._run(request)
                 break
-            self.scheduler.preempt(victim, CAUSE, self.now, self.step_id)
-        return self.output()
+            self._state.preempt(victim, CAUSE, self._draft.now, self._draft.step_id)
+        return self._draft.finish()
 
     def _next(self, with_offline: bool) -> Request | None:
-        scheduler = self.scheduler
-        for online in (scheduler.running[RequestClass.ONLINE], scheduler.waiting_online):
+        state = self._state
+        for online in (state.running[RequestClass.ONLINE], state.waiting_online):
             if online:
                 return online[0]
         if not with_offline:
             return None
-        running = min(scheduler.running[RequestClass.OFFLINE], key=lambda r: r.spec.lane, default=None)
-        return running or next(scheduler.waiting_offline.candidates(), None)
+        running = min(state.running[RequestClass.OFFLINE], key=lambda r: r.spec.lane, default=None)
+        return running or next(state.waiting_offline.candidates(), None)
 
     def _others(self, request: Request) -> Iterator[Request]:
-        """Everybody else who runs: offline before online, the last to arrive first, and those aside at the end."""
-        running = self.scheduler.running
-        aside = [other for other in self.scheduler.aside if other.status is RequestStatus.RUNNING]
+        """The others that run: offline before online, the last to arrive first, and those aside at the end."""
+        running = self._state.running
+        aside = [other for other in self._state.aside if other.status is RequestStatus.RUNNING]
         groups = (running[RequestClass.OFFLINE], running[RequestClass.ONLINE], aside)
         return iter([other for group in groups for other in reversed(group) if other is not request])
 
     def _run(self, request: Request) -> bool:
         """Whether the request is in the step with what is free now."""
         if request.status is not RequestStatus.RUNNING:
-            return self.admit(request, self._length)
+            return self._draft.admit(request, self._length)
         start = request.num_computed_tokens
-        length = self.memory.grow_alone(request, self._length(start, request.num_expected_tokens - start))
+        length = self._draft.allocation.grow_alone(request, self._length(start, request.num_expected_tokens - start))
         if length:
-            self.charge_and_add(request, length)
+            self._draft.charge_and_add(request, length)
         return length > 0
 
     def _length(self, _start: int, wanted: int) -> int:
-        config = self.scheduler.config
-        return min(wanted, self.ledger.tokens_left, config.min_prefill_chunk if config.chunked_prefill else wanted)
+        config = self._state.config
+        return min(
+            wanted, self._draft.ledger.tokens_left, config.min_prefill_chunk if config.chunked_prefill else wanted
+        )

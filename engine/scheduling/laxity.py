@@ -20,7 +20,8 @@ from typing import NamedTuple
 from engine.api import RequestClass
 from engine.request import Request
 from engine.scheduling.objective import StepObjective
-from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.reservation import reservation_of
+from engine.scheduling.state import SchedulerState
 from predictor.features import BatchFeatures
 from predictor.model import LatencyPredictor
 
@@ -63,20 +64,20 @@ class PrefillPace:
         return self.seconds(len(request.token_ids) - length, length)
 
 
-def prefill_pace(scheduler: Scheduler) -> PrefillPace | None:
+def prefill_pace(state: SchedulerState) -> PrefillPace | None:
     """The pace of now: the decodes that run leave room for it, and the floor chunk is always given. None: no model."""
-    model, config = scheduler.model, scheduler.config
+    model, config = state.model, state.config
     if model is None:
         return None
     beside = BatchFeatures()
-    decodes = [r for r in scheduler.running[RequestClass.ONLINE] if r.times.first_token is not None]
+    decodes = [r for r in state.running[RequestClass.ONLINE] if r.times.first_token is not None]
     beside.add_decodes(len(decodes), sum(len(r.token_ids) for r in decodes))
-    reservation = scheduler.reservation()
+    reservation = reservation_of(state)
     step = model.predict(beside)
     tokens = max(1, config.max_num_batched_tokens - len(decodes) - reservation.tokens)
     chunk = tokens
-    if decodes and math.isfinite(scheduler.objective.tbt):
-        limit = scheduler.objective.tbt * (1.0 - reservation.share)
+    if decodes and math.isfinite(state.objective.tbt):
+        limit = state.objective.tbt * (1.0 - reservation.share)
         chunk = model.max_prefill(beside, max(0.0, limit - step), tokens, 0)
         chunk = max(chunk, min(tokens, config.min_prefill_chunk))
     stretch = 1.0 / (1.0 - reservation.share)
@@ -132,6 +133,6 @@ def order_prompts(
     return PromptOrder(urgent, sorted(behind, key=by_age))
 
 
-def uses_laxity(scheduler: Scheduler) -> bool:
+def uses_laxity(state: SchedulerState) -> bool:
     """Whether prompts go by urgency: the policy says so, and there is something to be late for."""
-    return scheduler.online_policy.by_laxity and math.isfinite(scheduler.objective.ttft)
+    return state.online_policy.by_laxity and math.isfinite(state.objective.ttft)

@@ -14,11 +14,11 @@ from typing import NamedTuple
 
 from engine.api import Lane, RequestClass
 from engine.request import Request
-from engine.reserve import Reservation
+from engine.scheduling.draft import StepLedger
 from engine.scheduling.laxity import by_age, prefill_pace
-from engine.scheduling.ledger import StepLedger
 from engine.scheduling.objective import UNLIMITED, OfflineAllowance
-from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.reservation import Reservation, reservation_of
+from engine.scheduling.state import SchedulerState
 from predictor.features import BatchFeatures
 from predictor.limits import UNITS_PER_BLOCK
 
@@ -40,7 +40,7 @@ class OfflinePlan(NamedTuple):
 
 
 def offline_allowance(
-    scheduler: Scheduler, ledger: StepLedger, num_online_decodes: int, beside_prompt: bool, now: float
+    state: SchedulerState, ledger: StepLedger, num_online_decodes: int, beside_prompt: bool, now: float
 ) -> OfflineAllowance:
     """What offline work may add to a step whose online work is in `ledger`.
 
@@ -50,11 +50,11 @@ def offline_allowance(
     half of what the prompt can still lose; under `tbt_p99` a step that is over L anyway is in the tail already and may
     be doubled.
     """
-    objective = scheduler.objective
+    objective = state.objective
     rule, limit = objective.budget.rule, objective.budget.latency_budget
-    beside_prompt = beside_prompt or bool(scheduler.waiting_online)
+    beside_prompt = beside_prompt or bool(state.waiting_online)
     if num_online_decodes or beside_prompt:
-        share = scheduler.offline_share
+        share = state.offline_share
         if rule == "tbt_p99" and share > 0.0 and ledger.seconds > limit > 0.0:
             limit = 2.0 * ledger.seconds
         elif share < 1.0:
@@ -62,46 +62,46 @@ def offline_allowance(
     else:
         limit = min(limit, objective.idle)
     if num_online_decodes and not math.isinf(objective.tbt):
-        limit = min(limit, objective.tbt, _tightest_slack(scheduler, ledger.seconds, now))
+        limit = min(limit, objective.tbt, _tightest_slack(state, ledger.seconds, now))
     if beside_prompt and rule == "ttft_mean":
         limit = 0.0
     elif beside_prompt:
-        limit = min(limit, ledger.seconds + _prompt_slack(scheduler, now) / 2)
+        limit = min(limit, ledger.seconds + _prompt_slack(state, now) / 2)
     saturated = BatchFeatures()
-    saturated.add_decodes(scheduler.config.max_num_batched_tokens, 0)
-    return OfflineAllowance(scheduler.model, limit, num_online_decodes, objective.budget, saturated)
+    saturated.add_decodes(state.config.max_num_batched_tokens, 0)
+    return OfflineAllowance(state.model, limit, num_online_decodes, objective.budget, saturated)
 
 
-def reserved_allowance(scheduler: Scheduler, ledger: StepLedger, reservation: Reservation) -> OfflineAllowance:
+def reserved_allowance(state: SchedulerState, ledger: StepLedger, reservation: Reservation) -> OfflineAllowance:
     """What lines at risk may add beside the online work in `ledger`, what earlier steps left of their share included:
     a share that is smaller than the shortest chunk is saved up for it."""
-    limit = ledger.seconds + reservation.seconds_beside(ledger.seconds) + scheduler.reserve_credit
-    return OfflineAllowance(scheduler.model, limit, 0, UNLIMITED, BatchFeatures())
+    limit = ledger.seconds + reservation.seconds_beside(ledger.seconds) + state.reserve_credit
+    return OfflineAllowance(state.model, limit, 0, UNLIMITED, BatchFeatures())
 
 
-def reserve_bank(scheduler: Scheduler, ledger: StepLedger, seconds: float) -> float:
+def reserve_bank(state: SchedulerState, ledger: StepLedger, seconds: float) -> float:
     """The most seconds that lines at risk may save up: those of one step, or of the shortest useful chunk."""
-    model = scheduler.model
-    chunk = 0.0 if model is None else model.marginal(ledger.features, 0, scheduler.config.min_prefill_chunk)
+    model = state.model
+    chunk = 0.0 if model is None else model.marginal(ledger.features, 0, state.config.min_prefill_chunk)
     return max(seconds, chunk)
 
 
-def _tightest_slack(scheduler: Scheduler, reachable_from: float, now: float) -> float:
+def _tightest_slack(state: SchedulerState, reachable_from: float, now: float) -> float:
     """Seconds to the earliest token deadline that a step of `reachable_from` seconds can still meet."""
-    deadline = scheduler.objective.next_token_deadline
-    decoding = (r for r in scheduler.running[RequestClass.ONLINE] if r.times.first_token is not None)
+    deadline = state.objective.next_token_deadline
+    decoding = (r for r in state.running[RequestClass.ONLINE] if r.times.first_token is not None)
     slacks = (deadline(request) - now for request in decoding)
     return min((slack for slack in slacks if slack >= reachable_from), default=math.inf)
 
 
-def _prompt_slack(scheduler: Scheduler, now: float) -> float:
+def _prompt_slack(state: SchedulerState, now: float) -> float:
     """Seconds that the online prompts can still lose before one of them is late, what they and those before them need
     taken off; ≥ 0. They are computed one after the other, in the order of their deadlines, which is that of age."""
-    ttft, pace = scheduler.objective.ttft, prefill_pace(scheduler)
+    ttft, pace = state.objective.ttft, prefill_pace(state)
     if math.isinf(ttft) or pace is None:
         return math.inf
     slack, end = math.inf, now + pace.step
-    for request in merge(scheduler.running_prompts(), scheduler.waiting_online, key=by_age):
+    for request in merge(state.running_prompts(), state.waiting_online, key=by_age):
         if request.times.first_token is not None:
             continue  # it was preempted in the middle of its answer
         end += pace.seconds_for(request)
@@ -111,15 +111,15 @@ def _prompt_slack(scheduler: Scheduler, now: float) -> float:
     return slack
 
 
-def plan_offline(scheduler: Scheduler, now: float) -> Generator[None, None, OfflinePlan]:
+def plan_offline(state: SchedulerState, now: float) -> Generator[None, None, OfflinePlan]:
     """Yields between slices of work; returns the plan. The scheduler may change between slices: items go stale."""
-    ledger = _expected_online(scheduler, scheduler.reservation())
+    ledger = _expected_online(state, reservation_of(state))
     beside_prompt = ledger.features.num_prefill_chunks > 0
-    allowance = offline_allowance(scheduler, ledger, ledger.features.num_decodes, beside_prompt, now)
+    allowance = offline_allowance(state, ledger, ledger.features.num_decodes, beside_prompt, now)
     chunks: list[PlannedChunk] = []
     examined = 0
     cut = False
-    for request in sorted(scheduler.running[RequestClass.OFFLINE], key=lambda r: r.spec.lane):
+    for request in sorted(state.running[RequestClass.OFFLINE], key=lambda r: r.spec.lane):
         remaining = request.num_expected_tokens - request.num_computed_tokens
         if remaining < 1 or request.num_expected_tokens >= request.max_total_tokens:
             continue
@@ -138,16 +138,16 @@ def plan_offline(scheduler: Scheduler, now: float) -> Generator[None, None, Offl
         if examined % ITEMS_PER_SLICE == 0:
             yield
     if not cut:
-        yield from _plan_waiting(scheduler, ledger, allowance, chunks, now)
+        yield from _plan_waiting(state, ledger, allowance, chunks, now)
     return OfflinePlan(tuple(chunks))
 
 
-def reserved_lines(scheduler: Scheduler, reservation: Reservation, now: float) -> Iterator[Request]:
+def reserved_lines(state: SchedulerState, reservation: Reservation, now: float) -> Iterator[Request]:
     """Lines at risk that the share may reach: those that run, and as many as may start beside them."""
     if not reservation.share:
         return
-    yield from [r for r in scheduler.running[RequestClass.OFFLINE] if r.spec.lane is Lane.AT_RISK]
-    waiting = islice(scheduler.waiting_offline.candidates(Lane.AT_RISK), reservation.rows)
+    yield from [r for r in state.running[RequestClass.OFFLINE] if r.spec.lane is Lane.AT_RISK]
+    waiting = islice(state.waiting_offline.candidates(Lane.AT_RISK), reservation.rows)
     yield from [request for request in waiting if now >= request.not_before]
 
 
@@ -156,18 +156,18 @@ def _largest(allowance: OfflineAllowance, ledger: StepLedger, start: int, wanted
 
 
 def _plan_waiting(
-    scheduler: Scheduler, ledger: StepLedger, allowance: OfflineAllowance, chunks: list[PlannedChunk], now: float
+    state: SchedulerState, ledger: StepLedger, allowance: OfflineAllowance, chunks: list[PlannedChunk], now: float
 ) -> Generator[None, None, None]:
     """Waiting requests in the offline policy's order, while rows, units, tokens and time last."""
-    pool = scheduler.pool
-    units = scheduler.cache.units_for(RequestClass.OFFLINE, len(scheduler.running[RequestClass.OFFLINE]) + 1)
-    units += pool.num_deferred_units + scheduler.cache.parked.num_units(online=False) - scheduler.growth_reserve
-    rows = len(scheduler.free_rows)
-    block_size = scheduler.config.block_size
-    for request in _candidates(scheduler, rows, now):
+    pool = state.pool
+    units = state.cache.units_for(RequestClass.OFFLINE, len(state.running[RequestClass.OFFLINE]) + 1)
+    units += pool.num_deferred_units + state.cache.parked.num_units(online=False) - state.growth_reserve
+    rows = len(state.free_rows)
+    block_size = state.config.block_size
+    for request in _candidates(state, rows, now):
         if chunks and not ledger.open:
             return
-        hits = scheduler.cache.find_prefix(request)
+        hits = state.cache.find_prefix(request)
         start = len(hits) * block_size
         blocks = len(request.token_ids) // block_size + 1 - len(hits)
         units -= blocks * UNITS_PER_BLOCK + pool.num_idle_units(hits)
@@ -185,7 +185,7 @@ def _plan_waiting(
             yield
 
 
-def _candidates(scheduler: Scheduler, limit: int, now: float) -> list[Request]:
+def _candidates(state: SchedulerState, limit: int, now: float) -> list[Request]:
     """Up to `limit` waiting requests that may be admitted now.
 
     One that was evicted often keeps away from online work for a while: it would only be evicted again (E4). Without
@@ -195,8 +195,8 @@ def _candidates(scheduler: Scheduler, limit: int, now: float) -> list[Request]:
     found: list[Request] = []
     if limit == 0:
         return found
-    for request in scheduler.waiting_offline.candidates():
-        if now < request.not_before and scheduler.has_online:
+    for request in state.waiting_offline.candidates():
+        if now < request.not_before and state.has_online:
             continue
         found.append(request)
         if len(found) == limit:
@@ -204,13 +204,13 @@ def _candidates(scheduler: Scheduler, limit: int, now: float) -> list[Request]:
     return found
 
 
-def _expected_online(scheduler: Scheduler, reservation: Reservation) -> StepLedger:
+def _expected_online(state: SchedulerState, reservation: Reservation) -> StepLedger:
     """The ledger of the next step after the online work that is known now; prompts leave alone what is reserved."""
-    config = scheduler.config
-    ledger = StepLedger(config.max_num_batched_tokens, config.max_num_seqs, scheduler.model)
+    config = state.config
+    ledger = StepLedger(config.max_num_batched_tokens, config.max_num_seqs, state.model)
     count = context_sum = 0
     prompts: list[Request] = []
-    for request in scheduler.running[RequestClass.ONLINE]:
+    for request in state.running[RequestClass.ONLINE]:
         pending = request.num_expected_tokens - request.num_computed_tokens
         if pending == 1 and request.num_expected_tokens < request.max_total_tokens:
             count += 1
@@ -218,7 +218,7 @@ def _expected_online(scheduler: Scheduler, reservation: Reservation) -> StepLedg
         elif pending > 1:
             prompts.append(request)
     ledger.charge_decodes(count, context_sum)
-    for request in (*prompts, *scheduler.waiting_online[:1]):
+    for request in (*prompts, *state.waiting_online[:1]):
         tokens = ledger.tokens_left - reservation.tokens
         length = min(len(request.token_ids) - request.num_computed_tokens, tokens)
         if length > 0 and ledger.open:

@@ -1,7 +1,7 @@
 """Online policies: in which order waiting requests compete for a step, and what happens at one that does not fit.
 
 Each is a pure function of the queue and a small context, chosen by name (`larry:0.5` gives one its parameter, and
-`apt:0.1` or `goodput:0.1` what a request that has missed its SLO still counts, see `engine.scheduling.values`):
+`apt:0.1` or `goodput:0.1` what a request that has missed its SLO still counts, see `engine.scheduling.selection`):
 
 - `fcfs`: by arrival; the first that does not fit ends the admission;
 - `no-preempt`: by arrival; a request starts only if its prompt and all of its `max_tokens` fit beside what the running
@@ -28,7 +28,7 @@ from functools import partial
 
 from engine.errors import ConfigError
 from engine.request import Request
-from engine.scheduling.pressure import Select, Start, select_apt, select_goodput
+from engine.scheduling.selection import Select, Start, select_apt, select_goodput
 from predictor.limits import UNITS_PER_BLOCK
 
 DEFAULT_ALPHA = 1.0

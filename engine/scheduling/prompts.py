@@ -1,7 +1,7 @@
 """The prompts of a step: running ones continue and waiting ones start, in one order (see `engine.scheduling.laxity`).
 
 A policy that goes by urgency puts those first that can still have their first token in time. The first of the others
-keeps a floor chunk: it is reserved where there is room for both; else it goes first now and then, so that nobody waits
+keeps a floor chunk: it is reserved where there is room for both; else it goes first now and then, so that none waits
 for ever. Other policies continue what runs by age, and start in their own order.
 """
 
@@ -11,7 +11,7 @@ from typing import NamedTuple
 from engine.api import RequestClass
 from engine.cache.blocks import CacheKind
 from engine.request import Request, RequestStatus
-from engine.scheduling.chunks import StepChunks
+from engine.scheduling.draft import StepDraft
 from engine.scheduling.laxity import (
     PromptOrder,
     by_age,
@@ -21,8 +21,7 @@ from engine.scheduling.laxity import (
     uses_laxity,
 )
 from engine.scheduling.policies import QueueContext
-from engine.scheduling.pressure import Start
-from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.selection import Start
 
 BEHIND_EVERY = 8
 """Where a step has no room for urgent prompts and for those that they leave behind, the latter go first so often: about
@@ -36,27 +35,28 @@ class _Reserve(NamedTuple):
     seconds: float = 0.0
 
 
-class PromptChunks(StepChunks):
-    """Adds prompts to the step. `last_completed_step`: requests with a newer step in flight are not started.
+class PromptFill:
+    """Adds online prompts to the step. `has_added`: whether it did.
 
-    `_time_limit`: when the step must end for the decodes in it, seconds from its start.
+    `time_limit`: when the step must end for the decodes in it, seconds from its start.
     """
 
-    def __init__(self, scheduler: Scheduler, step_id: int, last_completed_step: int, now: float) -> None:
-        super().__init__(scheduler, step_id, now)
-        self.last_completed_step = last_completed_step
-        self.has_online_prefill = False
-        self._floor_given = False
-        self._time_limit = math.inf
+    def __init__(self, draft: StepDraft) -> None:
+        self.has_added = False
+        self.time_limit = math.inf
+        self._draft = draft
+        self._state = draft.state
+        self._ledger = draft.ledger
+        self._allocation = draft.allocation
         self._reserve = _Reserve()
 
-    def add_prompts(self, starts: list[Start] | None) -> None:
-        """`starts`: who may start, where a knapsack chooses."""
-        prompts = self.scheduler.running_prompts()
-        if not prompts and not self.scheduler.waiting_online:
+    def add(self, starts: list[Start] | None) -> None:
+        """`starts`: the requests that may start, where a knapsack chooses."""
+        prompts = self._state.running_prompts()
+        if not prompts and not self._state.waiting_online:
             return
-        self.memory.prompts = list(prompts)
-        context = self.scheduler.queue_context(self.now)
+        self._allocation.prompts = list(prompts)
+        context = self._state.queue_context(self._draft.now)
         chosen = None if starts is None else {start.request: start for start in starts}
         order = self._order(prompts, starts, context)
         head = order.behind[0] if order.urgent and order.behind else None
@@ -64,8 +64,8 @@ class PromptChunks(StepChunks):
             self._add_prompt(head, context, chosen)
         for group in order:
             for request in group:
-                if not self.ledger.open or not self._add_prompt(request, context, chosen):
-                    break  # nobody else of these may start
+                if not self._ledger.open or not self._add_prompt(request, context, chosen):
+                    break  # none of these may start any more
             self._reserve = _Reserve()
         for request in prompts:
             self._continue(request)
@@ -78,14 +78,14 @@ class PromptChunks(StepChunks):
         return self._start_waiting(request, context, chosen)
 
     def _order(self, prompts: list[Request], starts: list[Start] | None, context: QueueContext) -> PromptOrder:
-        scheduler, policy = self.scheduler, self.scheduler.online_policy
-        waiting = scheduler.waiting_online if starts is None else [start.request for start in starts]
+        state, policy = self._state, self._state.online_policy
+        waiting = state.waiting_online if starts is None else [start.request for start in starts]
         if starts is None and not self._num_rows():
             waiting = []
-        if not uses_laxity(scheduler) or len(prompts) + len(waiting) < 2:
+        if not uses_laxity(state) or len(prompts) + len(waiting) < 2:
             return PromptOrder((), [*prompts, *(policy.order(waiting, context) if starts is None else waiting)])
         both = sorted([*prompts, *waiting], key=by_age)
-        order = order_prompts(both, scheduler.objective, prefill_pace(scheduler), self.now)
+        order = order_prompts(both, state.objective, prefill_pace(state), self._draft.now)
         if starts is None:
             return order
         rank = {start.request: index for index, start in enumerate(starts)}
@@ -93,75 +93,75 @@ class PromptChunks(StepChunks):
 
     def _num_rows(self) -> int:
         """Rows that an online request could get: offline ones give way."""
-        reservation = self.memory.reservation
-        offline = len(self.scheduler.running[RequestClass.OFFLINE]) - len(reservation.protected)
-        return max(0, len(self.scheduler.free_rows) - reservation.rows) + offline
+        reservation = self._allocation.reservation
+        offline = len(self._state.running[RequestClass.OFFLINE]) - len(reservation.protected)
+        return max(0, len(self._state.free_rows) - reservation.rows) + offline
 
     def _goes_first(self, head: Request) -> bool:
         """Reserve the floor chunk of `head`; or, where there is no room for both, whether its turn has come."""
-        config, ledger, model = self.scheduler.config, self.ledger, self.ledger.model
+        config, ledger, model = self._state.config, self._ledger, self._ledger.model
         missing = missing_tokens(head)
         floor = min(missing, config.min_prefill_chunk)
         seconds = other = 0.0
-        if model is not None and math.isfinite(self._time_limit):
+        if model is not None and math.isfinite(self.time_limit):
             seconds = model.marginal(ledger.features, len(head.token_ids) - missing, floor)
             other = model.marginal(ledger.features, 0, config.min_prefill_chunk)
         rows = self._num_rows() > 1 or head.status is RequestStatus.RUNNING
         tokens = ledger.tokens_left >= floor + config.min_prefill_chunk and ledger.sequences_left > 1
-        if config.chunked_prefill and rows and tokens and ledger.seconds + seconds + other <= self._time_limit:
+        if config.chunked_prefill and rows and tokens and ledger.seconds + seconds + other <= self.time_limit:
             self._reserve = _Reserve(floor, seconds)
             return False
-        self.scheduler.num_contested += 1
-        return self.scheduler.num_contested % BEHIND_EVERY == 0
+        self._state.num_contested += 1
+        return self._state.num_contested % BEHIND_EVERY == 0
 
     def _continue(self, request: Request) -> None:
-        if request.last_step == self.step_id or request.row < 0 or not request.prefill_is_due or not self.ledger.open:
+        if (
+            request.last_step == self._draft.step_id
+            or request.row < 0
+            or not request.prefill_is_due
+            or not self._ledger.open
+        ):
             return
         start = request.num_computed_tokens
-        length = self._online_length(start, len(request.token_ids) - start)
-        if length and (length := self.memory.grow_prefill(request, length)):
-            self.charge_and_add(request, length)
-            self.has_online_prefill = self._floor_given = True
+        length = self._length(start, len(request.token_ids) - start)
+        if length and self._draft.advance(request, length):
+            self.has_added = True
 
     def _start_waiting(self, request: Request, context: QueueContext, chosen: dict[Request, Start] | None) -> bool:
         """Whether the next one that waits may be looked at."""
-        # Its last chunk may still be in flight: its token is unknown and its old units are not yet released.
-        in_flight = request.last_step > self.last_completed_step
+        may_start = self._draft.may_start(request)
         if chosen is not None:
             start = chosen[request]
-            if not in_flight and (start.savable or self.memory.spares(request)):
-                self._admit_online(request, start.kind)
+            if may_start and (start.savable or self._allocation.spares(request)):
+                self._admit(request, start.kind)
             return True  # a misfit does not end it
-        policy = self.scheduler.online_policy
-        if in_flight:
+        policy = self._state.online_policy
+        if not may_start:
             return False
-        if self.scheduler.is_late(request, self.now) and not self.memory.spares(request):
+        if self._state.is_late(request, self._draft.now) and not self._allocation.spares(request):
             return True  # late ones leave room for those that can be saved
-        if policy.admits(request, context) and self._admit_online(request, CacheKind.KV):
+        if policy.admits(request, context) and self._admit(request, CacheKind.KV):
             return True
-        return policy.scans_past(request, context) and bool(self.scheduler.free_rows)
+        return policy.scans_past(request, context) and bool(self._state.free_rows)
 
-    def _admit_online(self, request: Request, kind: CacheKind) -> bool:
-        if not request.cache_map.blocks:
-            request.cache_map.kind = kind
-        if not self.admit(request, self._online_length):
-            return False
-        self.has_online_prefill = self._floor_given = True
-        return True
+    def _admit(self, request: Request, kind: CacheKind) -> bool:
+        admitted = self._draft.admit(request, self._length, kind)
+        self.has_added = self.has_added or admitted
+        return admitted
 
-    def _online_length(self, start: int, wanted: int) -> int:
+    def _length(self, start: int, wanted: int) -> int:
         """The chunk that the decodes beside it can bear; one prompt of the step always gets a floor."""
-        config, ledger = self.scheduler.config, self.ledger
+        config, ledger = self._state.config, self._ledger
         available = max(0, ledger.tokens_left - self._reserve.tokens)
-        tokens = max(0, available - self.memory.reservation.tokens)
-        if not self._floor_given and available:
+        tokens = max(0, available - self._allocation.reservation.tokens)
+        if not self.has_added and available:
             tokens = max(tokens, min(config.min_prefill_chunk, max(1, available - 1)))
         if not config.chunked_prefill:
             return wanted if wanted <= tokens else 0
         length = wanted = min(wanted, tokens)
-        if ledger.model is not None and not math.isinf(self._time_limit):
-            room = self._time_limit - ledger.seconds - self._reserve.seconds
+        if ledger.model is not None and not math.isinf(self.time_limit):
+            room = self.time_limit - ledger.seconds - self._reserve.seconds
             length = ledger.model.max_prefill(ledger.features, room, wanted, start) if room > 0.0 else 0
-        if not self._floor_given:
+        if not self.has_added:
             length = max(length, min(wanted, config.min_prefill_chunk))
         return length

@@ -15,7 +15,7 @@ from engine.errors import EngineStepError, EngineUnavailableError, TidemillError
 from engine.request import Request
 from engine.scheduling.blame import LONE_FAILURES, Blame
 from engine.scheduling.canary import CANARY_ID, Canary, canary_request
-from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.state import SchedulerState
 
 PATIENCE = 30.0
 """Seconds for which a stream that has begun waits for a sick engine; one that has not waits for its TTFT limit."""
@@ -49,8 +49,8 @@ ORDINARY = (Turn(),)
 class Recovery:
     """`requests`: the core's own, by id; the canary is one of them while it runs."""
 
-    def __init__(self, scheduler: Scheduler, requests: MutableMapping[str, Request], blame: Blame) -> None:
-        self._scheduler = scheduler
+    def __init__(self, state: SchedulerState, requests: MutableMapping[str, Request], blame: Blame) -> None:
+        self._state = state
         self._requests = requests
         self._blame = blame
         self._canary = Canary()
@@ -92,7 +92,7 @@ class Recovery:
             return self._canary_failed(now)
         for request, _ in step:
             if not request.aside:
-                self._scheduler.set_aside(request)
+                self._state.set_aside(request)
         self._blame.failed({request.request_id: num_tokens for request, num_tokens in step})
         self._canary.ask(now)
         return []
@@ -126,7 +126,7 @@ class Recovery:
         """Online requests that have waited too long for an engine that is sick."""
         if self._canary.sick_since is None:
             return
-        limit, since = self._scheduler.objective.ttft, self._canary.sick_since
+        limit, since = self._state.objective.ttft, self._canary.sick_since
         limit = limit if math.isfinite(limit) else PATIENCE
         for request in self._requests.values():
             if request.request_class is RequestClass.OFFLINE or request.request_id == CANARY_ID:
@@ -140,14 +140,14 @@ class Recovery:
 
     def _acquit(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:
-            self._scheduler.bring_back(self._requests[request_id])
+            self._state.bring_back(self._requests[request_id])
 
     def _canary_request(self, now: float) -> Request:
         request = self._requests.get(CANARY_ID)
         if request is None:
-            spec = canary_request(self._scheduler.config.max_model_len)
+            spec = canary_request(self._state.config.max_model_len)
             request = Request(spec, RequestTimes(arrival=now), arrival_order=-1)
             self._requests[CANARY_ID] = request
-            self._scheduler.add_waiting(request)
-            self._scheduler.set_aside(request)
+            self._state.add_waiting(request)
+            self._state.set_aside(request)
         return request

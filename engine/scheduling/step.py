@@ -1,205 +1,185 @@
 """Builds one step: which requests run, how many tokens of each, on which units (HyGen §4.1, Algorithm 1).
 
 The order in which the ledger is spent: running online decodes (mandatory unless memory forces them out); online
-prefills (see `engine.scheduling.prompts`), sized by the slack that the decodes beside them have; then the offline plan,
-as far as it still fits. Preemption happens only when *memory* (units or rows) binds; a request that merely does not fit
-into this step is left out of it and keeps its cache.
+prefills (see `engine.scheduling.prompts`), sized by the slack that the decodes beside them have; then offline work, as
+far as it still fits (`engine.scheduling.offline_fill`). Preemption happens only when *memory* (units or rows) binds; a
+request that merely does not fit into this step is left out of it and keeps its cache.
 """
 
 import math
 from collections.abc import Callable
 
 from engine.api import RequestClass
-from engine.request import Request, RequestStatus
-from engine.scheduling.objective import OfflineAllowance
-from engine.scheduling.output import CacheWork, SchedulerOutput
-from engine.scheduling.planner import (
-    OfflinePlan,
-    offline_allowance,
-    reserve_bank,
-    reserved_allowance,
-    reserved_lines,
-)
-from engine.scheduling.pressure import Start
-from engine.scheduling.prompts import PromptChunks
-from engine.scheduling.scheduler import Scheduler
-from engine.scheduling.turns import choose_turns
-from engine.scheduling.values import IterationType
+from engine.request import Request
+from engine.scheduling.draft import Step, StepDraft
+from engine.scheduling.offline_fill import OfflineFill
+from engine.scheduling.output import CacheWork
+from engine.scheduling.planner import OfflinePlan
+from engine.scheduling.prompts import PromptFill
+from engine.scheduling.reservation import reservation_of
+from engine.scheduling.selection import IterationType, Pressure, Start, has_missed, pending_time, vote
+from engine.scheduling.state import SchedulerState
+from predictor.limits import UNITS_PER_BLOCK
+
+COMPACT_STEPS = 64
+"""Steps for which a request that starts from compact form is charged: it does so until memory is no longer short."""
 
 
-class StepBuilder(PromptChunks):
-    """Decides what the step holds."""
+class StepBuilder:
+    """Decides what a step holds. `lookup`: a request that has not ended, by its id."""
 
-    def __init__(self, scheduler: Scheduler, step_id: int, last_completed_step: int, now: float) -> None:
-        super().__init__(scheduler, step_id, last_completed_step, now)
-        self.num_online_decodes = 0
-        self._nothing_in_flight = last_completed_step == step_id - 1
+    def __init__(self, draft: StepDraft, lookup: Callable[[str], Request | None]) -> None:
+        self._draft = draft
+        self._state = draft.state
+        self._prompts = PromptFill(draft)
+        self._offline = OfflineFill(draft, lookup)
 
-    def build(self, plan: OfflinePlan | None, lookup: Callable[[str], Request | None]) -> SchedulerOutput | None:
+    def build(self, plan: OfflinePlan | None) -> Step | None:
         """The step, or None when nothing can run now. Without a plan the step is online-only."""
-        self.scheduler.cache.balance()
-        if self.scheduler.config.chunked_prefill:
-            self._mix(plan, lookup)
+        self._state.cache.balance()
+        if self._state.config.chunked_prefill:
+            self._mix(plan)
         else:
-            self._take_turns(plan, lookup)
-        return self.output()
+            self._take_turns(plan)
+        return self._draft.finish()
 
-    def _mix(self, plan: OfflinePlan | None, lookup: Callable[[str], Request | None]) -> None:
+    def _mix(self, plan: OfflinePlan | None) -> None:
         """Decodes, and chunks of prompts beside them."""
         starts = self._choose_online()
-        self._add_online_decodes()
-        self.add_prompts(starts)
+        num_decodes = self._add_online_decodes()
+        self._prompts.add(starts)
         if starts is None:
-            self._restore_hidden()
-        self._fill_reserved()
+            self._restore_compact()
+        self._offline.add_reserved()
         if plan is not None:
-            self._fill_offline(plan, lookup)
+            self._offline.add(plan, num_decodes, beside_prompt=self._prompts.has_added)
 
-    def _take_turns(self, plan: OfflinePlan | None, lookup: Callable[[str], Request | None]) -> None:
-        """Whole prompts or decodes, never both."""
-        for turn in choose_turns(self.scheduler, self.now):
+    def _take_turns(self, plan: OfflinePlan | None) -> None:
+        """Whole prompts or decodes, never both (Apt-Serve §5; for comparison).
+
+        A policy that chooses by a knapsack lets the pending times of both queues vote; the others run prompts first
+        while they fit, as engines did before chunked prefill. Offline prompts share the iterations of online ones as
+        far as the budget allows, and have their own when no online request runs. A request that starts counts as a
+        prompt, even when all of its past but one token is there already.
+        """
+        num_decodes = 0
+        for turn in choose_turns(self._state, self._draft.now):
             if turn is IterationType.PREFILL:
-                self.add_prompts(self._choose_online())
+                self._prompts.add(self._choose_online())
             else:
-                self._add_online_decodes()
-                if not self.scheduler.waiting_online:
-                    self._restore_hidden()
-            alone = not self.scheduler.running[RequestClass.ONLINE]
-            if plan is not None and (turn is IterationType.DECODE or self.chunks or alone):
-                self._fill_offline(plan, lookup, turn)
-            if self.chunks:
+                num_decodes = self._add_online_decodes()
+                if not self._state.waiting_online:
+                    self._restore_compact()
+            alone = not self._state.running[RequestClass.ONLINE]
+            if plan is not None and (turn is IterationType.DECODE or self._draft.chunks or alone):
+                self._offline.add(plan, num_decodes, beside_prompt=self._prompts.has_added, turn=turn)
+            if self._draft.chunks:
                 return
 
-    def _add_online_decodes(self) -> None:
-        """Every running online request whose next token is due; then the time that the tightest of them leaves."""
-        block_size, objective = self.block_size, self.scheduler.objective
-        timed = self.ledger.model is not None and not math.isinf(objective.tbt)
+    def _add_online_decodes(self) -> int:
+        """Every running online request whose next token is due, and the time that the tightest of them leaves; returns
+        how many there are."""
+        draft, ledger, allocation, objective = (
+            self._draft,
+            self._draft.ledger,
+            self._draft.allocation,
+            self._state.objective,
+        )
+        timed = ledger.model is not None and not math.isinf(objective.tbt)
         slacks: list[float] = []
         context_sum = 0
-        for request in self.scheduler.online_order(self.now):
-            computed = request.num_computed_tokens
+        for request in self._state.online_order(draft.now):
             if request.row < 0 or not request.decode_is_due:
                 continue  # (a row below zero: preempted by an earlier decode of this loop)
-            if computed >= len(request.cache_map.blocks) * block_size and not self.memory.grow_decode(request):
+            if not allocation.grow_decode(request):
                 continue
             if timed:
-                slacks.append(objective.next_token_deadline(request) - self.now)
-            context_sum += computed + 1
-            self.add_chunk(request, 1)
-        self.num_online_decodes = len(self.chunks)
-        self.ledger.charge_decodes(self.num_online_decodes, context_sum)
-        if timed and slacks:
+                slacks.append(objective.next_token_deadline(request) - draft.now)
+            context_sum += request.num_computed_tokens + 1
+            draft.add_chunk(request, 1)
+        ledger.charge_decodes(len(draft.chunks), context_sum)
+        if slacks:
             # A decode that would be late even in a decode-only step cannot be saved by starving the prompts.
-            reachable = [min(slack, objective.tbt) for slack in slacks if slack >= self.ledger.seconds]
-            self._time_limit = min(reachable, default=math.inf) * (1.0 - self.memory.reservation.share)
+            reachable = [min(slack, objective.tbt) for slack in slacks if slack >= ledger.seconds]
+            self._prompts.time_limit = min(reachable, default=math.inf) * (1.0 - allocation.reservation.share)
+        return len(draft.chunks)
 
     def _choose_online(self) -> list[Start] | None:
-        """Who starts, where memory is short and a knapsack chooses; None: the order of the queue decides."""
-        scheduler, select = self.scheduler, self.scheduler.online_policy.select
-        if select is None or not scheduler.waiting_online:
+        """What starts, where memory is short and a knapsack chooses; None: the order of the queue decides."""
+        state, select = self._state, self._state.online_policy.select
+        if select is None or not state.waiting_online:
             return None
-        pressure = scheduler.pressure(self.now)
+        pressure = _pressure(state, self._draft.now)
         if pressure is None:
             return None
-        starts = select(scheduler.waiting_online, pressure)
-        if scheduler.online_policy.late_last:
-            self.memory.evict_late(starts)
+        starts = select(state.waiting_online, pressure)
+        if state.online_policy.late_last:
+            self._draft.allocation.evict_late(starts)
         return starts
 
-    def _restore_hidden(self) -> None:
-        """Room is back: project K and V once for requests of this step that run from hidden state, oldest first."""
-        ledger, wanted = self.ledger, self.scheduler.config.max_num_batched_tokens
-        if not self.scheduler.cache.num_compact:
+    def _restore_compact(self) -> None:
+        """Room is back: project K and V once for requests of this step that run from compact form, oldest first."""
+        ledger, wanted = self._draft.ledger, self._state.config.max_num_batched_tokens
+        if not self._state.cache.num_compact:
             return
         if ledger.model is not None and (per_token := ledger.model.cache_work(restored_tokens=1)) > 0.0:
-            wanted = int(min(wanted, max(0.0, self._time_limit - ledger.seconds) / per_token))
-        for request in self.scheduler.running[RequestClass.ONLINE]:
-            if request.cache_map.num_compact and request.last_step == self.step_id:
-                restored = self.memory.restore(request, wanted)
+            wanted = int(min(wanted, max(0.0, self._prompts.time_limit - ledger.seconds) / per_token))
+        for request in self._state.running[RequestClass.ONLINE]:
+            if request.cache_map.num_compact and request.last_step == self._draft.step_id:
+                restored = self._draft.allocation.restore(request, wanted)
                 ledger.charge_cache_work(CacheWork(-restored, restored))
                 wanted -= restored
 
-    def _fill_offline(
-        self, plan: OfflinePlan, lookup: Callable[[str], Request | None], turn: IterationType | None = None
-    ) -> None:
-        """Re-validate the plan against what the online work of this step has left, and take what still fits.
 
-        `turn`: the only type of work that the step may hold.
-        """
-        scheduler, ledger = self.scheduler, self.ledger
-        allowance = offline_allowance(scheduler, ledger, self.num_online_decodes, self.has_online_prefill, self.now)
-        before, num_online = ledger.seconds, len(self.requests)
-        for planned in plan.chunks:
-            if not ledger.open:
-                break
-            request = lookup(planned.request_id)
-            if request is None or (request.status is RequestStatus.RUNNING) != planned.running:
-                continue  # it has ended, was preempted for this step's online work, or is in the step already
-            if turn is not None and planned.running != (turn is IterationType.DECODE):
-                continue
-            if planned.running:
-                fitted = self._add_offline_running(request, allowance)
-            else:
-                fitted = self._admit_offline(request, allowance)
-            if not fitted:
-                break
-        self._mark_beside_offline(num_online)
-        if scheduler.has_online and not math.isinf(allowance.limit):
-            scheduler.counters.leftover_seconds += max(0.0, allowance.limit - before)
-            scheduler.counters.leftover_used_seconds += ledger.seconds - before
+def choose_turns(state: SchedulerState, now: float) -> tuple[IterationType, IterationType]:
+    """Which iteration comes next, and what is run in its place if nothing can run in it."""
+    waiting, running = state.waiting_online, state.running[RequestClass.ONLINE]
+    first = IterationType.PREFILL
+    if running and (not waiting or state.online_policy.select is not None):
+        first = vote((_ballot(state, r, now) for r in waiting), (_ballot(state, r, now) for r in running))
+    other = IterationType.DECODE if first is IterationType.PREFILL else IterationType.PREFILL
+    return first, other
 
-    def _fill_reserved(self) -> None:
-        """Lines at risk, as far as their share goes, whatever the budget says beside online work."""
-        scheduler, ledger, reservation = self.scheduler, self.ledger, self.memory.reservation
-        if not reservation.share or not self.chunks:
-            return  # nothing is reserved, or no online request is in the step
-        num_online, online, last = len(self.requests), ledger.seconds, ledger.tokens_left - reservation.tokens
-        allowance = reserved_allowance(scheduler, ledger, reservation)
-        for request in list(reserved_lines(scheduler, reservation, self.now)):
-            if not ledger.open or ledger.tokens_left <= last:
-                break
-            add = self._add_offline_running if request.status is RequestStatus.RUNNING else self._admit_offline
-            if not add(request, allowance.limited(ledger.tokens_left - last)):
-                break
-        bank = reserve_bank(scheduler, ledger, reservation.seconds_beside(online))
-        saved = scheduler.reserve_credit + reservation.seconds_beside(online) - (ledger.seconds - online)
-        scheduler.reserve_credit = min(max(0.0, saved), bank)
-        self._mark_beside_offline(num_online)
 
-    def _mark_beside_offline(self, num_online: int) -> None:
-        """If offline requests came to the first `num_online` of the step: who bears it."""
-        if len(self.requests) > num_online:
-            for request in (*self.requests[:num_online], *self.scheduler.waiting_online):
-                request.beside_offline = True
+def _ballot(state: SchedulerState, request: Request, now: float) -> tuple[float, bool]:
+    """(pending time, whether it has kept its SLO so far)."""
+    times, objective = request.times, state.objective
+    missed = has_missed(now, times.arrival, times.first_token, times.last_token, ttft=objective.ttft, tbt=objective.tbt)
+    return pending_time(now, times.arrival, times.last_token), not missed
 
-    def _add_offline_running(self, request: Request, allowance: OfflineAllowance) -> bool:
-        """Whether the tail of the plan should still be tried."""
-        if request.last_step == self.step_id or not (request.decode_is_due or request.prefill_is_due):
+
+def _pressure(state: SchedulerState, now: float) -> Pressure | None:
+    """The state of memory if the waiting online requests want more than they could get now, else None."""
+    block_size = state.config.block_size
+    offline = state.running[RequestClass.OFFLINE]
+    capacity = (
+        state.pool.num_available_units + state.pool.num_deferred_units + state.cache.parked.num_units(online=True)
+    )
+    capacity += UNITS_PER_BLOCK * sum(len(request.cache_map.blocks) for request in offline)
+    capacity -= state.prompt_reserve(state.running_prompts())
+    capacity -= reservation_of(state).held
+    if not _demand_exceeds(state, capacity):
+        return None
+    capacity += UNITS_PER_BLOCK * sum(len(request.cache_map.blocks) for request in state.evictable(now))
+    return Pressure(
+        now=now,
+        running=state.running[RequestClass.ONLINE],
+        capacity=capacity,
+        block_size=block_size,
+        compact_blocks=state.cache.compact_room,
+        rho=state.config.rho * COMPACT_STEPS * block_size / UNITS_PER_BLOCK,
+        ttft=state.objective.ttft,
+        tbt=state.objective.tbt,
+        model=state.model,
+        max_chunk=state.config.max_num_batched_tokens,
+    )
+
+
+def _demand_exceeds(state: SchedulerState, units: int) -> bool:
+    """Whether the waiting online requests want more than so many units, all of them in KV."""
+    blocks, size = units // UNITS_PER_BLOCK, state.config.block_size
+    for request in state.waiting_online:
+        blocks -= len(request.token_ids) // size + 1
+        if blocks < 0:
             return True
-        start = request.num_computed_tokens
-        wanted = request.num_expected_tokens - start
-        length = self._offline_length(allowance, start, wanted)
-        if length == 0:
-            return False
-        if wanted == 1:
-            if start >= len(request.cache_map.blocks) * self.block_size and not self.memory.grow_decode(request):
-                return True
-        elif not (length := self.memory.grow_prefill(request, length)):
-            return True
-        self.charge_and_add(request, length)
-        return True
-
-    def _admit_offline(self, request: Request, allowance: OfflineAllowance) -> bool:
-        if request.last_step > self.last_completed_step:
-            return True
-        return self.admit(request, lambda start, wanted: self._offline_length(allowance, start, wanted))
-
-    def _offline_length(self, allowance: OfflineAllowance, start: int, wanted: int) -> int:
-        config, whole = self.scheduler.config, wanted
-        wanted = min(wanted, self.ledger.tokens_left)
-        length = allowance.largest(self.ledger.features, self.ledger.seconds, start, wanted)
-        if not self.chunks and (self._nothing_in_flight or not self.scheduler.has_online):
-            # Nothing else moves: the first request always does, whatever the budget says (E4). Beside online work that
-            # cannot start, it gives back its room in the end.
-            length = max(length, min(wanted, config.min_prefill_chunk if config.chunked_prefill else whole))
-        return length if config.chunked_prefill or length == whole else 0
+    return False

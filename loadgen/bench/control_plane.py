@@ -13,7 +13,7 @@ from engine.queue_time import UNLIMITED_QUEUE
 from engine.scheduling.knapsack import Columns, choose
 from engine.scheduling.objective import StepObjective
 from engine.scheduling.output import ModelRunnerOutput
-from engine.scheduling.values import apt_values
+from engine.scheduling.selection import apt_values
 from loadgen.bench.machine import describe
 from predictor.features import BatchFeatures
 from predictor.fitting import fit

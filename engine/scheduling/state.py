@@ -1,32 +1,30 @@
 """The state that steps are built from: queues, rows, units, limits. One instance per engine, owned by the core.
 
-Each step is one `StepBuilder` (HyGen §4.1, Algorithm 1); this module keeps what outlives it. Knows nothing of asyncio,
+Each step is one `StepDraft` (HyGen §4.1, Algorithm 1); this module keeps what outlives it. Knows nothing of asyncio,
 clocks or tensors.
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
 
-from engine.api import Lane, RequestClass
+from engine.api import RequestClass
 from engine.cache.cache import Cache
 from engine.config import SchedulerConfig
 from engine.queue_time import QueueTime
 from engine.request import Request, RequestStatus
-from engine.reserve import NOTHING, Reservation, parse_reserve
+from engine.reserve import parse_reserve
 from engine.scheduling.objective import StepObjective
 from engine.scheduling.offline_queue import OfflineQueue
 from engine.scheduling.policies import OnlinePolicy, QueueContext
-from engine.scheduling.pressure import Pressure
-from engine.scheduling.queues import insert_by_age, remove_by_age
 from engine.service_cost import token_costs
 from predictor.limits import UNITS_PER_BLOCK
 from predictor.model import LatencyPredictor
 
 MAX_BACK_OFF = 64.0
 """The longest time in seconds for which an evicted offline request keeps away from online work."""
-HIDDEN_STEPS = 64
-"""Steps for which whoever starts from hidden state is charged: it runs from it until the pressure ends, not for one."""
 
 
 @dataclass(slots=True)
@@ -40,11 +38,12 @@ class SchedulerCounters:
     leftover_used_seconds: float = 0.0
 
 
-class Scheduler:
+class SchedulerState:
     """Queues, rows and units. `offline_share` scales the offline budget beside online work (the circuit breaker).
 
     `aside`: requests that ordinary steps do not see, waiting or running, by age; see `engine.scheduling.recovery`.
-    `reserve_credit`: seconds that lines at risk were owed and could not use yet; see `engine.reserve`.
+    `reserve_credit`: seconds that lines at risk were owed and could not use yet; see
+    `engine.scheduling.reservation`.
     `num_contested`: steps without room for both urgent prompts and those that they leave behind; they take turns.
     """
 
@@ -111,78 +110,6 @@ class Scheduler:
         size = self.config.block_size
         missing = (len(r.token_ids) // size + 1 - len(r.cache_map.blocks) for r in prompts if r.row >= 0)
         return UNITS_PER_BLOCK * sum(blocks for blocks in missing if blocks > 0)
-
-    def reservation(self) -> Reservation:
-        """What lines at risk may count on beside the online requests of now. One of them always has a row and memory,
-        however small the share is, and more of them as far as the share goes."""
-        config, running = self.config, self.running[RequestClass.OFFLINE]
-        if not self.reserve or not self.has_online:
-            return NOTHING
-        at_risk = [request for request in running if request.spec.lane is Lane.AT_RISK]
-        waiting = next(self.waiting_offline.candidates(Lane.AT_RISK), None)
-        if not at_risk and waiting is None:
-            return NOTHING
-        max_rows = min(max(1, int(self.reserve * config.max_num_seqs)), config.max_num_seqs - 1)
-        max_units, held = int(self.reserve * config.num_units), 0
-        protected: list[Request] = []
-        for request in at_risk[:max_rows]:
-            size = self._units_of(request)
-            if protected and held + size > max_units:
-                break
-            protected.append(request)
-            held += size
-        rows = units = 0
-        if waiting is not None and len(protected) < max_rows:
-            need = self._units_of(waiting)
-            if not protected or held + need <= max_units:
-                rows, units, held = max_rows - len(protected), need + self.growth_reserve, held + need
-                units += min(self.pool.num_cached_online_units, config.num_units // 4)
-        tokens = max(1, int(self.reserve * config.max_num_batched_tokens))
-        return Reservation(self.reserve, tokens, rows, units, frozenset(protected), held)
-
-    def _units_of(self, request: Request) -> int:
-        """Units of all known tokens of a request and the next one."""
-        return UNITS_PER_BLOCK * (len(request.token_ids) // self.config.block_size + 1)
-
-    def has_room_beside(self, request: Request, reservation: Reservation) -> bool:
-        """Whether an online request can be served beside what is reserved. One that fills the pool need not wait until
-        nobody is at risk any more."""
-        return reservation.held + self._units_of(request) <= self.config.num_units
-
-    def pressure(self, now: float) -> Pressure | None:
-        """The state of memory if the waiting online requests want more than they could get now, else None."""
-        block_size = self.config.block_size
-        offline = self.running[RequestClass.OFFLINE]
-        capacity = (
-            self.pool.num_available_units + self.pool.num_deferred_units + self.cache.parked.num_units(online=True)
-        )
-        capacity += UNITS_PER_BLOCK * sum(len(request.cache_map.blocks) for request in offline)
-        capacity -= self.prompt_reserve(self.running_prompts())
-        capacity -= self.reservation().held
-        if not self._demand_exceeds(capacity):
-            return None
-        capacity += UNITS_PER_BLOCK * sum(len(request.cache_map.blocks) for request in self.evictable(now))
-        return Pressure(
-            now=now,
-            running=self.running[RequestClass.ONLINE],
-            capacity=capacity,
-            block_size=block_size,
-            compact_blocks=self.cache.compact_room,
-            rho=self.config.rho * HIDDEN_STEPS * block_size / UNITS_PER_BLOCK,
-            ttft=self.objective.ttft,
-            tbt=self.objective.tbt,
-            model=self.model,
-            max_chunk=self.config.max_num_batched_tokens,
-        )
-
-    def _demand_exceeds(self, units: int) -> bool:
-        """Whether the waiting online requests want more than so many units, all of them in KV."""
-        blocks, size = units // UNITS_PER_BLOCK, self.config.block_size
-        for request in self.waiting_online:
-            blocks -= len(request.token_ids) // size + 1
-            if blocks < 0:
-                return True
-        return False
 
     def is_late(self, request: Request, now: float) -> bool:
         """Whether its first token came after the TTFT objective, or can only come after it."""
@@ -328,3 +255,36 @@ class Scheduler:
         yield from self.waiting_online
         yield from self.waiting_offline
         yield from self.aside
+
+    def check_integrity(self, requests: Mapping[str, Request]) -> None:
+        """Assert that every unit and row is in one place, that ended requests hold nothing, and that the queues agree
+        with `requests`, all that have not ended (E1, E3): for tests after every move, and an engine that is idle."""
+        rows, queued = list(self.free_rows), list(self.all_requests())
+        for request in queued:
+            assert requests.get(request.request_id) is request, "a queued request is unknown"
+            assert request.aside == (request in self.aside), "a request is aside, or it is not"
+            if request.status is RequestStatus.RUNNING:
+                capacity = len(request.cache_map.blocks) * self.config.block_size
+                assert request.num_confirmed_tokens <= request.num_computed_tokens <= capacity
+                assert request.num_computed_tokens <= request.num_expected_tokens
+                rows.append(request.row)
+            else:
+                assert request.status in {RequestStatus.WAITING, RequestStatus.PREEMPTED}
+                assert request.row < 0, "a waiting request holds a row"
+        assert sorted(rows) == list(range(self.config.max_num_seqs)), "a row is lost or owned twice"
+        assert len(requests) == len(queued), "a request is in no queue"
+        self.cache.check_integrity(queued)
+
+
+_by_age = attrgetter("arrival_order")
+
+
+def insert_by_age(requests: list[Request], request: Request) -> None:
+    """Into a list in arrival order: a preempted request returns to its place, ahead of later arrivals."""
+    insort(requests, request, key=_by_age)
+
+
+def remove_by_age(requests: list[Request], request: Request) -> None:
+    index = bisect_left(requests, request.arrival_order, key=_by_age)
+    assert requests[index] is request, "request is not in the queue that its status says"
+    del requests[index]

@@ -1,0 +1,195 @@
+"""The step that is being built: its chunks and new requests, what they cost, and how a request gets in.
+
+Decides neither which requests run nor how much of them: `engine.scheduling.step` and its fills do.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from engine.cache.blocks import CacheAction, CacheKind, CacheOperation
+from engine.cache.cache import Claim
+from engine.request import Request, RequestStatus
+from engine.scheduling.allocation import Allocation
+from engine.scheduling.output import CacheWork, Chunk, NewRequest, SchedulerOutput
+from engine.scheduling.reservation import NOTHING, reservation_of
+from engine.scheduling.state import SchedulerState
+from predictor.features import BatchFeatures
+from predictor.model import LatencyPredictor
+
+
+@dataclass(slots=True)
+class StepLedger:
+    """What is left of each limit of one step, and what the step will take. Every chunk, decode included, is charged to
+    all of them (units are kept by the pool). `seconds`: the predicted time of what has been charged so far (0 without a
+    model)."""
+
+    tokens_left: int
+    sequences_left: int
+    model: LatencyPredictor | None = None
+    features: BatchFeatures = field(default_factory=BatchFeatures)
+    seconds: float = 0.0
+
+    @property
+    def open(self) -> bool:
+        """Whether one more chunk could be charged."""
+        return self.tokens_left > 0 and self.sequences_left > 0
+
+    def charge_decodes(self, count: int, context_sum: int) -> None:
+        """Charge decodes in bulk; `context_sum` is the tokens they attend to, their own included."""
+        self.tokens_left -= count
+        self.sequences_left -= count
+        assert self.tokens_left >= 0 and self.sequences_left >= 0, "ledger overdrawn"
+        self.features.add_decodes(count, context_sum)
+        if self.model is not None:
+            self.seconds = self.model.predict(self.features)
+
+    def charge(self, start: int, length: int) -> None:
+        """Charge one chunk; the caller has checked that it fits."""
+        self.tokens_left -= length
+        self.sequences_left -= 1
+        assert self.tokens_left >= 0 and self.sequences_left >= 0, "ledger overdrawn"
+        if self.model is not None:
+            self.seconds += self.model.marginal(self.features, start, length)
+        self.features.add_chunk(start, length)
+
+    def charge_cache_work(self, work: CacheWork) -> None:
+        """Charge what is run from compact form, restored and moved; negative numbers take it back."""
+        self.features.add_cache_work(*work)
+        if self.model is not None:
+            self.seconds += self.model.cache_work(*work)
+
+
+class Step(NamedTuple):
+    """A step as decided, and its requests in the order of its chunks."""
+
+    output: SchedulerOutput
+    requests: list[Request]
+
+
+class StepDraft:
+    """What the step holds so far. Whatever is added is charged to the ledger and marked on the request.
+
+    `last_completed_step`: a request with a newer step in flight cannot start: its last token is unknown and its old
+    units are not yet released. `reserved`: lines at risk keep their share (see `engine.reserve`); a step for certain
+    requests ignores it.
+    """
+
+    def __init__(
+        self, state: SchedulerState, step_id: int, last_completed_step: int, now: float, *, reserved: bool = True
+    ) -> None:
+        config = state.config
+        self.state = state
+        self.step_id = step_id
+        self.now = now
+        self.allocation = Allocation(state, step_id, now, reservation_of(state) if reserved else NOTHING)
+        self.ledger = StepLedger(config.max_num_batched_tokens, config.max_num_seqs, state.model)
+        self.chunks: list[Chunk] = []
+        self.requests: list[Request] = []
+        self._new_requests: list[NewRequest] = []
+        self._last_completed_step = last_completed_step
+
+    @property
+    def nothing_in_flight(self) -> bool:
+        return self._last_completed_step == self.step_id - 1
+
+    def may_start(self, request: Request) -> bool:
+        """Whether no step in flight holds this request."""
+        return request.last_step <= self._last_completed_step
+
+    def finish(self) -> Step | None:
+        """The step as decided, or None when it holds nothing."""
+        if not self.chunks:
+            return None
+        operations = self.state.cache.take_operations()
+        self._charge_swaps(operations)
+        released, self.state.released_rows = self.state.released_rows, []
+        features = self.ledger.features
+        output = SchedulerOutput(
+            step_id=self.step_id,
+            chunks=tuple(self.chunks),
+            new_requests=tuple(self._new_requests),
+            appended=tuple(self.allocation.appended),
+            released_rows=tuple(released),
+            replaced=tuple(self.allocation.replaced),
+            operations=operations,
+            cache_work=CacheWork(features.compact_tokens, features.restored_tokens, features.transferred_bytes),
+            predicted_latency=self.ledger.seconds if self.ledger.model is not None else None,
+        )
+        return Step(output, self.requests)
+
+    def add_chunk(self, request: Request, length: int) -> None:
+        """Add `length` tokens that will be charged in bulk."""
+        start = request.num_computed_tokens
+        end = start + length
+        sample = end == len(request.token_ids) + request.num_placeholders
+        if num_compact := request.cache_map.num_compact:
+            self.ledger.charge_cache_work(CacheWork(compact_tokens=num_compact * self.state.config.block_size))
+        self.chunks.append(Chunk(request.row, start, length, sample))
+        self.requests.append(request)
+        request.num_computed_tokens = end
+        request.last_step = self.step_id
+        if sample:
+            request.num_placeholders += 1
+
+    def charge_and_add(self, request: Request, length: int) -> None:
+        """Charge `length` tokens of a request to the ledger and add them."""
+        self.ledger.charge(request.num_computed_tokens, length)
+        self.add_chunk(request, length)
+
+    def advance(self, request: Request, length: int) -> bool:
+        """Add up to `length` tokens of a running request, others giving way for the memory. Whether any were added."""
+        if request.decode_is_due:
+            length = int(self.allocation.grow_decode(request))
+        else:
+            length = self.allocation.grow_prefill(request, length)
+        if length:
+            self.charge_and_add(request, length)
+        return length > 0
+
+    def admit(self, request: Request, choose_length: Callable[[int, int], int], kind: CacheKind | None = None) -> bool:
+        """Give a waiting request a row, what is stored of it and the units of its first chunk, or leave it as it is.
+
+        `choose_length`: how many tokens, of (tokens that are there, tokens that are not). `kind`: what it stores from
+        now on, if nothing is stored yet. A request is admitted only when its whole known length fits beside what is
+        running: half a prompt that must be preempted again helps none.
+        """
+        cache = self.state.cache
+        if kind is not None and not request.cache_map.blocks:
+            request.cache_map.kind = kind
+        claim = cache.claim(request)
+        length = choose_length(claim.num_tokens, len(request.token_ids) - claim.num_tokens)
+        if length == 0 or not self.allocation.make_room(request, claim):
+            return False
+        self._start(request, claim)
+        granted = self.allocation.extend(request, length)
+        assert granted == length, "admitted without room"
+        self._new_requests.append(_whole(request))
+        self.charge_and_add(request, length)
+        return True
+
+    def _start(self, request: Request, claim: Claim) -> None:
+        counters = self.state.counters
+        first_time = request.status is RequestStatus.WAITING
+        self.state.start_running(request)
+        self.allocation.take(request, claim)
+        if first_time:
+            request.num_cached_tokens = claim.num_tokens
+            counters.prefix_queried_tokens += request.num_prompt_tokens
+            counters.prefix_hit_tokens += claim.num_tokens
+
+    def _charge_swaps(self, operations: tuple[CacheOperation, ...]) -> None:
+        moved = sum(len(op.source.units) for op in operations if op.action is not CacheAction.RESTORE)
+        if moved:
+            self.ledger.charge_cache_work(CacheWork(transferred_bytes=moved * self.state.config.unit_bytes))
+
+
+def _whole(request: Request) -> NewRequest:
+    return NewRequest(
+        row=request.row,
+        request_id=request.request_id,
+        token_ids=tuple(request.token_ids),
+        num_prompt_tokens=request.num_prompt_tokens,
+        sampling=request.spec.sampling,
+        entries=tuple(block.entry for block in request.cache_map.blocks),
+    )

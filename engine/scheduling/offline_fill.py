@@ -1,0 +1,102 @@
+"""Offline work of a step: lines at risk as far as their share goes, then the plan as far as online work leaves room."""
+
+import math
+from collections.abc import Callable
+
+from engine.request import Request, RequestStatus
+from engine.scheduling.draft import StepDraft
+from engine.scheduling.objective import OfflineAllowance
+from engine.scheduling.planner import (
+    OfflinePlan,
+    offline_allowance,
+    reserve_bank,
+    reserved_allowance,
+    reserved_lines,
+)
+from engine.scheduling.selection import IterationType
+
+
+class OfflineFill:
+    """Adds offline requests to a step, behind its online work."""
+
+    def __init__(self, draft: StepDraft, lookup: Callable[[str], Request | None]) -> None:
+        self._draft = draft
+        self._state = draft.state
+        self._lookup = lookup
+
+    def add(
+        self, plan: OfflinePlan, num_online_decodes: int, *, beside_prompt: bool, turn: IterationType | None = None
+    ) -> None:
+        """Re-validate the plan against what the online work of this step has left, and take what still fits.
+
+        `turn`: the only type of work that the step may hold.
+        """
+        state, ledger = self._state, self._draft.ledger
+        allowance = offline_allowance(state, ledger, num_online_decodes, beside_prompt, self._draft.now)
+        before, num_online = ledger.seconds, len(self._draft.requests)
+        for planned in plan.chunks:
+            if not ledger.open:
+                break
+            request = self._lookup(planned.request_id)
+            if request is None or (request.status is RequestStatus.RUNNING) != planned.running:
+                continue  # it has ended, was preempted for this step's online work, or is in the step already
+            if turn is not None and planned.running != (turn is IterationType.DECODE):
+                continue
+            add = self._continue if planned.running else self._start
+            if not add(request, allowance):
+                break
+        self._mark_beside_offline(num_online)
+        if state.has_online and not math.isinf(allowance.limit):
+            state.counters.leftover_seconds += max(0.0, allowance.limit - before)
+            state.counters.leftover_used_seconds += ledger.seconds - before
+
+    def add_reserved(self) -> None:
+        """Lines at risk, as far as their share goes, whatever the budget says beside online work."""
+        state, ledger, reservation = self._state, self._draft.ledger, self._draft.allocation.reservation
+        if not reservation.share or not self._draft.chunks:
+            return  # nothing is reserved, or no online request is in the step
+        num_online, online, last = len(self._draft.requests), ledger.seconds, ledger.tokens_left - reservation.tokens
+        allowance = reserved_allowance(state, ledger, reservation)
+        for request in list(reserved_lines(state, reservation, self._draft.now)):
+            if not ledger.open or ledger.tokens_left <= last:
+                break
+            add = self._continue if request.status is RequestStatus.RUNNING else self._start
+            if not add(request, allowance.limited(ledger.tokens_left - last)):
+                break
+        bank = reserve_bank(state, ledger, reservation.seconds_beside(online))
+        saved = state.reserve_credit + reservation.seconds_beside(online) - (ledger.seconds - online)
+        state.reserve_credit = min(max(0.0, saved), bank)
+        self._mark_beside_offline(num_online)
+
+    def _mark_beside_offline(self, num_online: int) -> None:
+        """If offline requests came to the first `num_online` of the step: who bears it."""
+        if len(self._draft.requests) > num_online:
+            for request in (*self._draft.requests[:num_online], *self._state.waiting_online):
+                request.beside_offline = True
+
+    def _continue(self, request: Request, allowance: OfflineAllowance) -> bool:
+        """Whether the tail of the plan should still be tried."""
+        if request.last_step == self._draft.step_id or not (request.decode_is_due or request.prefill_is_due):
+            return True
+        start = request.num_computed_tokens
+        wanted = request.num_expected_tokens - start
+        length = self._length(allowance, start, wanted)
+        if length == 0:
+            return False
+        self._draft.advance(request, length)
+        return True
+
+    def _start(self, request: Request, allowance: OfflineAllowance) -> bool:
+        if not self._draft.may_start(request):
+            return True
+        return self._draft.admit(request, lambda start, wanted: self._length(allowance, start, wanted))
+
+    def _length(self, allowance: OfflineAllowance, start: int, wanted: int) -> int:
+        config, whole = self._state.config, wanted
+        wanted = min(wanted, self._draft.ledger.tokens_left)
+        length = allowance.largest(self._draft.ledger.features, self._draft.ledger.seconds, start, wanted)
+        if not self._draft.chunks and (self._draft.nothing_in_flight or not self._state.has_online):
+            # Nothing else moves: the first request always does, whatever the budget says (E4). Beside online work that
+            # cannot start, it gives back its room in the end.
+            length = max(length, min(wanted, config.min_prefill_chunk if config.chunked_prefill else whole))
+        return length if config.chunked_prefill or length == whole else 0
