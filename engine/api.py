@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from engine.errors import ErrorInfo, InvalidRequestError
+from engine.grammar import Grammar
 from predictor.judge import Standing
 
 MAX_LOGPROBS = 20
@@ -54,7 +55,8 @@ class SamplingParams:
     `temperature` 0 is greedy. `top_k` 0 and `top_p` 1 are off. `seed` is always set (the edge draws one): the random
     number of output position i is a pure function of (seed, i), so neighbours and preemptions cannot change it.
     `stop_token_ids` already holds the end-of-sequence ids unless the caller ignores them. `logprobs` is the number of
-    alternatives to report beside the chosen token (0: the chosen one only), None: none at all.
+    alternatives to report beside the chosen token (0: the chosen one only), None: none at all. `grammar`: what the
+    answer must look like; it may end, whatever `min_tokens` says, when nothing else is left to it.
     Raises InvalidRequestError, naming the parameter, when a value is out of range.
     """
 
@@ -71,6 +73,7 @@ class SamplingParams:
     seed: int = 0
     logprobs: int | None = None
     stop_token_ids: frozenset[int] = frozenset()
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         _require(self.max_tokens >= 1, "max_tokens", "at least 1")

@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -24,6 +25,7 @@ from engine.errors import ConfigError
 from engine.execution import memory
 from engine.execution.backend import find_backend
 from engine.execution.plan import LaunchPlan
+from engine.execution.runner import Runner
 from engine.machine import BUS_RATE
 from engine.models.checkpoint import load_weights
 from engine.models.families import family_named
@@ -31,8 +33,8 @@ from engine.models.hub import cached_folder, is_hub_id, resolve_model_folder
 from engine.models.spec import ModelSpec, hidden_offer, load_spec, resolve_max_model_len
 from engine.models.weights import torch_dtype
 from engine.passing_thread import in_passing_thread
-from engine.scheduling.output import ModelRunner
 from engine.scheduling.policies import find_policy
+from engine.structured import GrammarCompiler
 from predictor.limits import UNITS_PER_BLOCK, Limits
 from predictor.profile import Profile, ProfileError, ProfileKey
 from predictor.slo import SLO, SLOError
@@ -118,7 +120,7 @@ def _build(config: EngineConfig, plan: LaunchPlan, say: Callable[[str], None]) -
 
 def build_runner(
     config: EngineConfig, plan: LaunchPlan, say: Callable[[str], None] = lambda _line: None
-) -> tuple[ModelRunner, LaunchPlan]:
+) -> tuple[Runner[Any], LaunchPlan]:
     """Load the model; the plan comes back with the cache size that the device really has. Raises ConfigError."""
     backend = find_backend(plan.device)
     plan, make = backend.prepare(config, plan, say)
@@ -174,8 +176,8 @@ def profile_folder(config: EngineConfig) -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tidemill" / "profiles"
 
 
-def _join(config: EngineConfig, plan: LaunchPlan, runner: ModelRunner, say: Callable[[str], None]) -> Engine:
-    """Profile, SLO and budget around the runner."""
+def _join(config: EngineConfig, plan: LaunchPlan, runner: Runner[Any], say: Callable[[str], None]) -> Engine:
+    """Profile, SLO, budget and grammars around the runner."""
     slo = parse_slo(config)
     scheduler = scheduler_config(config, plan)
     copy_rate = find_backend(plan.device).copy_rate() if plan.host_units else BUS_RATE
@@ -191,7 +193,9 @@ def _join(config: EngineConfig, plan: LaunchPlan, runner: ModelRunner, say: Call
         tiers,
     )
     core, colocation, tuner = make_controller(config, scheduler, profile, slo, profile_folder(config), say)
-    return Engine(core, runner, _info(plan), colocation=colocation, tuner=tuner)
+    grammars = GrammarCompiler(plan.folder, plan.spec.vocab_size, plan.spec.eos_token_ids)
+    runner.enforce(grammars)
+    return Engine(core, runner, _info(plan), colocation=colocation, tuner=tuner, grammars=grammars)
 
 
 def _with_cache(plan: LaunchPlan, config: EngineConfig, cache_bytes: int) -> LaunchPlan:

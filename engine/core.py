@@ -39,7 +39,14 @@ from engine.scheduling.canary import CANARY_ID
 from engine.scheduling.draft import Step, StepDraft
 from engine.scheduling.last_resort import LastResort
 from engine.scheduling.objective import StepObjective
-from engine.scheduling.output import INVALID_TOKEN, Chunk, ModelRunnerOutput, SchedulerOutput
+from engine.scheduling.output import (
+    INVALID_TOKEN,
+    LATE_TOKEN,
+    UNMASKED_TOKEN,
+    Chunk,
+    ModelRunnerOutput,
+    SchedulerOutput,
+)
 from engine.scheduling.planner import OfflinePlan, plan_offline
 from engine.scheduling.policies import find_policy
 from engine.scheduling.recovery import Ending, Reached, Recovery
@@ -291,10 +298,24 @@ class EngineCore:
             token, token_logprobs = (next(tokens), next(logprobs)) if chunk.sample else (None, None)
             if request.status is RequestStatus.FINISHED or request.epoch != epoch:
                 continue
+            if token == LATE_TOKEN:
+                self._sit_out(request, chunk)
+                continue
             self._confirm_progress(request, chunk)
             if token is not None:
                 request.num_placeholders -= 1
                 yield self._append_token(request, token, token_logprobs, now)
+
+    def _sit_out(self, request: Request, chunk: Chunk) -> None:
+        """Its mask was late: the last position of the chunk runs again, and gives its token then. What a step in flight
+        makes of the token that is missing means nothing."""
+        last = chunk.start + chunk.length - 1
+        if chunk.length > 1:
+            self._confirm_progress(request, Chunk(chunk.row, chunk.start, chunk.length - 1, False))
+        request.epoch += 1
+        request.num_placeholders = 0
+        if request.status is RequestStatus.RUNNING:
+            request.num_computed_tokens = request.num_confirmed_tokens = last
 
     def _confirm_progress(self, request: Request, chunk: Chunk) -> None:
         if request.request_class is RequestClass.OFFLINE:
@@ -311,13 +332,16 @@ class EngineCore:
     def _append_token(
         self, request: Request, token: int, token_logprobs: TokenLogprobs | None, now: float
     ) -> RequestOutput:
+        if token == UNMASKED_TOKEN:
+            return self._fail_grammar(request, now)
         times, sampling = request.times, request.spec.sampling
         first = now if times.first_token is None else times.first_token
         request.times = RequestTimes(times.arrival, times.first_scheduled, first, now)
         request.token_ids.append(token)
         logprobs = None if token_logprobs is None else (token_logprobs,)
         num_output = request.num_output_tokens
-        if token in sampling.stop_token_ids and num_output >= sampling.min_tokens:
+        # where there is a grammar its masks see to the least length
+        if token in sampling.stop_token_ids and (num_output >= sampling.min_tokens or sampling.grammar is not None):
             return self._finish(request, FinishReason.STOP, now, (token,), logprobs, stop_token_id=token)
         if num_output >= sampling.max_tokens:
             return self._finish(request, FinishReason.LENGTH, now, (token,), logprobs)
@@ -333,6 +357,13 @@ class EngineCore:
         for request in bad:
             self._state.cache.withdraw(request)
         return bool(bad)
+
+    def _fail_grammar(self, request: Request, now: float) -> RequestOutput:
+        """A limit of what enforces the grammar: only this request has it."""
+        grammar = request.spec.sampling.grammar
+        message = "The grammar became too complex while the answer grew."
+        error = InvalidRequestError(message, param=grammar.param if grammar else None, code="invalid_value")
+        return self._finish(request, FinishReason.ERROR, now, error=error)
 
     def _pass(self, flight: _InFlight, outputs: list[RequestOutput], now: float) -> Iterator[RequestOutput]:
         """A step passed while suspects, or the canary, are about; nobody waits for what the canary says."""

@@ -32,12 +32,14 @@ from engine.colocation import Colocation
 from engine.core import EngineCore
 from engine.errors import EngineStepError, EngineUnavailableError, ErrorInfo, RetryableError, TidemillError
 from engine.fault_log import FaultLog
+from engine.grammars import Grammars
 from engine.planner_task import Planner, PlanOffline
 from engine.scheduling.output import ModelRunner, ModelRunnerOutput, SchedulerOutput
 from engine.scheduling.recovery import RETRY_AFTER
 from engine.step_check import check_result
 from engine.step_watch import StepLimits, StepWatch
 from engine.stream import RequestStream
+from engine.structured import GrammarCompiler
 from engine.tuning import BudgetTuner
 from engine.watchdog import STALL_SECONDS, ProgressWatchdog
 
@@ -69,6 +71,7 @@ class Engine:
         plan_offline: PlanOffline | None = None,
         colocation: Colocation | None = None,
         tuner: BudgetTuner | None = None,
+        grammars: GrammarCompiler | None = None,
     ) -> None:
         self.info = info
         self._core = core
@@ -78,6 +81,7 @@ class Engine:
         self._hung = False
         self.colocation = colocation
         self._tuner = tuner
+        self._grammars = Grammars(grammars)
         self._streams: dict[str, RequestStream] = {}
         self._in_flight: deque[tuple[SchedulerOutput, asyncio.Future[ModelRunnerOutput]]] = deque()
         self._step_started: float | None = None
@@ -158,6 +162,7 @@ class Engine:
             await self._tuner.stop()
         if self._loop_task.done() and not self._loop_task.cancelled():
             self._loop_task.exception()  # already logged when it happened; read here so that asyncio does not repeat it
+        self._grammars.stop()
         self._executor.shutdown(wait=False)
         self._waiter.shutdown(wait=False)
 
@@ -186,6 +191,8 @@ class Engine:
 
     async def submit(self, requests: Sequence[EngineRequest]) -> list[RequestStream]:
         """See EngineClient.submit."""
+        self._check_accepting()
+        await self._grammars.prepare(requests)
         streams: dict[str, RequestStream] = {}
         try:
             for request in requests:

@@ -1,7 +1,7 @@
 """Whether what a runner returned is an answer to the step that it was given; looked at before any of it is applied."""
 
 from engine.errors import EngineStepError
-from engine.scheduling.output import INVALID_TOKEN, ModelRunnerOutput, SchedulerOutput
+from engine.scheduling.output import UNMASKED_TOKEN, ModelRunnerOutput, SchedulerOutput
 
 
 def check_result(output: SchedulerOutput, result: ModelRunnerOutput, vocab_size: int) -> None:
@@ -11,5 +11,5 @@ def check_result(output: SchedulerOutput, result: ModelRunnerOutput, vocab_size:
         raise EngineStepError(f"Step {output.step_id} was answered with the result of step {result.step_id}.")
     if len(tokens) != expected or (result.logprobs is not None and len(result.logprobs) != expected):
         raise EngineStepError(f"A step with {expected} samples was answered with {len(tokens)} tokens.")
-    if tokens and not (min(tokens) >= INVALID_TOKEN and max(tokens) < vocab_size):
+    if tokens and not (min(tokens) >= UNMASKED_TOKEN and max(tokens) < vocab_size):
         raise EngineStepError("A step was answered with a token outside the vocabulary.")

@@ -17,6 +17,7 @@ from gateway.context import GatewayContext, context_of, tenant_of
 from gateway.logprobs import chat_logprobs
 from gateway.params import Caller, GenerationPlan, chat_plan, check_chat, check_texts
 from gateway.sse import END
+from gateway.structured import grammar_of
 from gateway.wire import ChatCompletionRequest, Message
 
 router = APIRouter()
@@ -44,7 +45,7 @@ async def plan_chat(context: GatewayContext, body: ChatCompletionRequest, tenant
     def plan() -> GenerationPlan:
         check_texts(texts, context.tokenizer, context.client.info, "messages")
         token_ids = context.tokenizer.encode_chat([_template_message(message) for message in body.messages])
-        return chat_plan(body, token_ids, context.client.info, caller)
+        return chat_plan(body, token_ids, context.client.info, caller, grammar_of(body))
 
     # always in a thread: what a template costs cannot be seen from the messages' length
     return await run_text_work(context, plan)

@@ -25,6 +25,7 @@ from gateway.context import GatewayContext, context_of, tenant_of
 from gateway.logprobs import CompletionLogprobs
 from gateway.params import Caller, GenerationPlan, Prompt, check_completion, check_texts, completion_plan
 from gateway.sse import END
+from gateway.structured import grammar_of, is_structured
 from gateway.wire import CompletionRequest
 
 router = APIRouter()
@@ -54,9 +55,9 @@ async def plan_completion(context: GatewayContext, body: CompletionRequest, tena
             if isinstance(prompt, str):
                 check_texts((prompt,), context.tokenizer, context.client.info, "prompt")
         prompts = [_encode(context.tokenizer, prompt) for prompt in body.prompt]
-        return completion_plan(body, prompts, context.client.info, caller)
+        return completion_plan(body, prompts, context.client.info, caller, grammar_of(body))
 
-    return plan() if sum(lengths) <= INLINE_CHARS else await run_text_work(context, plan)
+    return plan() if sum(lengths) <= INLINE_CHARS and not is_structured(body) else await run_text_work(context, plan)
 
 
 def _encode(tokenizer: Tokenizer, prompt: str | list[int]) -> Prompt:

@@ -10,6 +10,7 @@ from typing import Any
 
 from engine.api import EngineInfo, EngineRequest, Lane, RequestClass, SamplingParams
 from engine.errors import ContextLengthError, InvalidRequestError
+from engine.grammar import Grammar
 from engine.text import Tokenizer
 from gateway.wire import MAX_PROMPTS, ChatCompletionRequest, CompletionRequest, GenerationBody, StreamOptions
 
@@ -36,7 +37,6 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "tool_choice": ("none",),
     "functions": ([],),
     "function_call": ("none",),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "audio": (),
     "prediction": (),
@@ -143,23 +143,31 @@ def check_completion(body: CompletionRequest) -> None:
 
 
 def chat_plan(
-    body: ChatCompletionRequest, token_ids: Sequence[int], info: EngineInfo, caller: Caller
+    body: ChatCompletionRequest,
+    token_ids: Sequence[int],
+    info: EngineInfo,
+    caller: Caller,
+    grammar: Grammar | None = None,
 ) -> GenerationPlan:
     """One prompt, its answer as long as the context allows unless the caller says otherwise."""
     prompt = Prompt(tuple(token_ids))
     room = info.max_model_len - len(prompt.token_ids)
     max_tokens = body.max_completion_tokens or body.max_tokens or max(1, room)
     num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    return _plan(body, (prompt,), (max_tokens,), num_logprobs, info, caller, "messages")
+    return _plan(body, (prompt,), (max_tokens,), num_logprobs, info, caller, "messages", grammar)
 
 
 def completion_plan(
-    body: CompletionRequest, prompts: Sequence[Prompt], info: EngineInfo, caller: Caller
+    body: CompletionRequest,
+    prompts: Sequence[Prompt],
+    info: EngineInfo,
+    caller: Caller,
+    grammar: Grammar | None = None,
 ) -> GenerationPlan:
     """Several prompts. The default length is OpenAI's, or what is left of the context."""
     rooms = [max(1, info.max_model_len - len(prompt.token_ids)) for prompt in prompts]
     lengths = tuple(body.max_tokens or min(COMPLETION_MAX_TOKENS, room) for room in rooms)
-    return _plan(body, tuple(prompts), lengths, body.logprobs, info, caller, "prompt")
+    return _plan(body, tuple(prompts), lengths, body.logprobs, info, caller, "prompt", grammar)
 
 
 def _plan(
@@ -170,12 +178,13 @@ def _plan(
     info: EngineInfo,
     caller: Caller,
     param: str,
+    grammar: Grammar | None,
 ) -> GenerationPlan:
     n, stop = body.n or 1, tuple(body.stop or ())
     request_class = RequestClass.OFFLINE if body.service_tier == "flex" else RequestClass.ONLINE
     # nobody looks at the tokens of a background answer before its end, unless a stop string may end it
     final_only = request_class is RequestClass.OFFLINE and not body.stream and not stop
-    fields = _sampling_fields(body, num_logprobs, info)
+    fields = {**_sampling_fields(body, num_logprobs, info), "grammar": grammar}
     requests: list[EngineRequest] = []
     for prompt, length in zip(prompts, max_tokens, strict=True):
         check_prompt(prompt.token_ids, length, info, param)

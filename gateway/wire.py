@@ -33,6 +33,7 @@ MAX_MESSAGES = 4096
 MAX_PARTS = 4096
 MAX_TOOL_CALLS = 128
 MAX_STOP_IDS = 64
+MAX_ANSWERS = 20_000
 _INT32 = 2**31 - 1
 _INT64 = 2**63
 
@@ -66,7 +67,8 @@ class StrictBody(BaseModel):
     def _count_names(cls, value: Any) -> Any:
         """An error for each unknown name is as many as there are fields at most."""
         if isinstance(value, dict) and len(value) > len(cls.model_fields):
-            name = next(name for name in value if name not in cls.model_fields)
+            known = {field.alias or name for name, field in cls.model_fields.items()}
+            name = next(name for name in value if name not in known)
             raise PydanticCustomError("unknown_name", "Unknown parameter", {"name": name})
         return value
 
@@ -118,6 +120,37 @@ TokenId = Annotated[int, Field(ge=0, le=_INT32)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 
 
+class JsonSchema(StrictBody):
+    """A named schema. It is enforced whether `strict` or not."""
+
+    name: Annotated[str, Field(min_length=1, max_length=64)]
+    description: str | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(StrictBody):
+    """The form of the answer. `json_schema` goes with that type."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+Choices = Annotated[list[str], Field(min_length=1, max_length=MAX_ANSWERS, fail_fast=True)]
+
+
+class StructuredOutputs(StrictBody):
+    """The form of the answer, as vLLM has it: one of the fields but the last, which says what may stand between the
+    parts of JSON."""
+
+    json_: str | dict[str, Any] | None = Field(None, alias="json")
+    regex: str | None = None
+    choice: Choices | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    whitespace_pattern: str | None = None
+
+
 class GenerationBody(StrictBody):
     """What chat and completions have in common. None means: not given."""
 
@@ -143,6 +176,13 @@ class GenerationBody(StrictBody):
     ignore_eos: bool | None = None
     return_token_ids: bool | None = None
     service_tier: Literal["auto", "default", "flex"] | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
 
 
 class ChatCompletionRequest(GenerationBody):

@@ -12,6 +12,7 @@ from engine.models import torch_ops as twin
 from engine.triton_kernels.layer_norm import add_layer_norm, layer_norm
 from engine.triton_kernels.rms_norm import add_rms_norm, rms_norm
 from engine.triton_kernels.silu_and_mul import silu_and_mul
+from engine.triton_kernels.token_mask import token_mask
 
 WIDTHS = [(1, 64), (3, 576), (5, 1000), (2, 5120)]
 
@@ -23,7 +24,8 @@ def poisoned_outputs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     new_empty = Tensor.new_empty
 
     def new_nan(self: Tensor, *size: Any, **options: Any) -> Tensor:
-        return new_empty(self, *size, **options).fill_(NAN)
+        made = new_empty(self, *size, **options)
+        return made.fill_(NAN) if made.is_floating_point() else made
 
     monkeypatch.setattr(Tensor, "new_empty", new_nan)
     yield
@@ -81,6 +83,22 @@ def test_silu_and_mul(rows: int, width: int, dtype: torch.dtype) -> None:
     _, x = inputs(rows, 2 * width, dtype)
     x[0, 0] = -200.0  # exp overflows
     assert_same(silu_and_mul(x), twin.silu_and_mul(x.double()), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("rows", "vocab"), [(1, 64), (5, 1000), (3, 2085)])
+def test_token_mask(rows: int, vocab: int, dtype: torch.dtype) -> None:
+    """Every bit of a word, the sign bit included; rows without a mask stay as they are."""
+    generator, logits = inputs(rows + 2, vocab, dtype)
+    bits = torch.randint(-(2**31), 2**31, (rows, -(-vocab // 32)), generator=generator, dtype=torch.int64)
+    bits[0, 0] = 1 << 31  # the last bit alone
+    bits = bits.to(torch.int32).to(DEVICE)
+    places = torch.arange(rows + 1, 1, -1, dtype=torch.int32, device=DEVICE)
+    expected = logits.clone()
+    twin.token_mask(expected, places, bits)
+    token_mask(logits, places, bits)
+    assert torch.equal(logits, expected)
+    assert logits[:2].isfinite().all() and logits[places[0], :31].isinf().all() and logits[places[0], 31].isfinite()
 
 
 def test_no_rows_are_no_work() -> None:

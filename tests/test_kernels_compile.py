@@ -29,6 +29,7 @@ from engine.triton_kernels import (  # noqa: E402
     rms_norm,
     rope_cache_write,
     silu_and_mul,
+    token_mask,
     unit_copy,
 )
 from engine.triton_kernels.work import DecodeWork, PrefillWork  # noqa: E402
@@ -263,6 +264,9 @@ def test_copies_and_activation(compiler: Compiler, arch: int) -> None:
     for binary in binaries:
         check(binary, arch)
         check_wide_access(binary)
+    bits = meta(8, 4000, dtype=torch.int32)
+    for binary in compiler.launch(token_mask, "token_mask", arch, meta(64, 128000), meta(8, dtype=torch.int32), bits):
+        check(binary, arch)
 
 
 def test_unknown_devices_are_refused() -> None:

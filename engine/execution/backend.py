@@ -1,17 +1,17 @@
 """Backends: kinds of devices, and how a model is made to run on one. A new one is a folder and a line in BACKENDS."""
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.execution.cpu.backend import CpuBackend
 from engine.execution.cuda.backend import CudaBackend
 from engine.execution.plan import LaunchPlan
+from engine.execution.runner import Runner
 from engine.models.linear import MakeLinear
 from engine.models.spec import ModelSpec
 from engine.models.weights import ModelWeights
-from engine.scheduling.output import ModelRunner
 from predictor.limits import Padding
 
 
@@ -50,7 +50,7 @@ class Backend(Protocol):
     ) -> tuple[LaunchPlan, MakeLinear]:
         """Set this process up, before weights are loaded; gives what makes their linear layers."""
 
-    def make_runner(self, plan: LaunchPlan, weights: ModelWeights) -> ModelRunner:
+    def make_runner(self, plan: LaunchPlan, weights: ModelWeights) -> Runner[Any]:
         """The runner that the plan describes. Raises ConfigError."""
 
 

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from engine.cache.blocks import CacheEntry, CacheKind, Tier
 from engine.execution.arrays import IntArray
 from engine.execution.sampling_table import SamplingTable
-from engine.scheduling.output import INVALID_TOKEN, NewRequest, SchedulerOutput
+from engine.scheduling.output import NewRequest, SchedulerOutput
 from predictor.limits import Limits
 
 UNKNOWN = -1
@@ -61,8 +61,8 @@ class RowTable:
     def settle(self, rows: IntArray, ends: IntArray, generations: IntArray, tokens: npt.NDArray[np.integer]) -> None:
         """Note sampled tokens [n] at positions `ends` of rows that still hold the request they were sampled for."""
         same = self.generation[rows] == generations
-        # an invalid token ends its request; a step already in flight behind it still needs some id to read
-        self.tokens[rows[same], ends[same]] = np.where(tokens[same] == INVALID_TOKEN, 0, tokens[same])
+        # without a token its request ends, or runs the step again; one already in flight still needs some id to read
+        self.tokens[rows[same], ends[same]] = np.maximum(tokens[same], 0)
 
     def point(self, rows: IntArray, blocks: IntArray, k_entries: IntArray, v_entries: IntArray) -> None:
         """Set the K and V entries of blocks [n] of rows [n]."""

@@ -4,7 +4,8 @@ It owns the rows and applies the deltas in the order that `engine.scheduling.out
 forward pass are the device's (`Device`). Where a device takes steps ahead, `launch` comes back while the step runs, and
 sampled tokens stay on the device, where the next step reads them before the host has seen them (a request that has
 ended by then costs one token too many, which the core drops). Penalties and log-probabilities need the host's eyes: a
-step with such rows waits for the steps before it. Knows nothing of scheduling, prefix sharing or text.
+step with such rows waits for the steps before it; the masks of grammars do so too, while its forward pass runs. Knows
+nothing of scheduling, prefix sharing or text.
 """
 
 import time
@@ -20,11 +21,13 @@ from torch import Tensor
 from engine.api import TokenLogprobs
 from engine.execution.arrays import Int32Array, IntArray
 from engine.execution.lane import Lane, Mark, pinned
+from engine.execution.masks import FinishMasks, RowMasks, StepMasks
 from engine.execution.operations import CacheMover, run_operations
 from engine.execution.pool import UnitPool
 from engine.execution.rows import UNKNOWN, RowTable
 from engine.execution.sampler import SampleInput, sample
 from engine.scheduling.output import Collect, ModelRunnerOutput, SchedulerOutput
+from engine.structured import GrammarCompiler
 
 
 class Device(CacheMover, Protocol):
@@ -38,12 +41,13 @@ class Device(CacheMover, Protocol):
     lane: Lane
     pipeline_depth: int
 
-    def forward(self, chunks: IntArray, draws: bool) -> tuple[Tensor, Tensor | None]:
+    def forward(self, chunks: IntArray, draws: bool, masks: FinishMasks | None = None) -> tuple[Tensor, Tensor | None]:
         """Run chunks [n, 4] (row, start, length, sample) over the rows' tokens and tables, and write their cache.
 
         Gives, in the order of the chunks that sample, logits [S, vocab] and tokens [S] int32, INVALID_TOKEN where
-        logits are not finite: drawn as their rows wish if `draws`, else greedy. None for the tokens: the host is to
-        sample. The next call may overwrite both. Where a row's token is UNKNOWN the device reads the one it sampled.
+        logits are not finite: drawn as their rows wish if `draws`, else greedy, and where `masks` allow it, which are
+        asked for when the forward pass is under way. None for the tokens: the host is to sample, and to mask. The next
+        call may overwrite both. Where a row's token is UNKNOWN the device reads the one it sampled.
         """
 
 
@@ -73,6 +77,11 @@ class Runner(Generic[DeviceT]):
         self._results = deque(pinned(size, torch.int32, device.pool.device) for _ in range(depth + 2))
         self._unsettled: deque[_Samples] = deque()
         self._last_end = 0.0
+        self.masks: RowMasks | None = None
+
+    def enforce(self, grammars: GrammarCompiler) -> None:
+        """Take requests with grammars from now on."""
+        self.masks = RowMasks(self._rows, grammars)
 
     def launch(self, output: SchedulerOutput) -> Collect:
         """Start one step; where nothing is taken ahead it has ended when this returns."""
@@ -95,19 +104,37 @@ class Runner(Generic[DeviceT]):
         sampled = np.flatnonzero(chunks[:, 3])
         where, ends = chunks[sampled, 0], ends[sampled]
         by_host = rows.sampling.needs_host(where)
-        logits, tokens = self.device.forward(chunks, not by_host and not rows.sampling.greedy[where].all())
+        masks = self._begin_masks(where, ends, alone=len(sampled) == len(chunks) and not self.device.pipeline_depth)
+        draws = not by_host and not rows.sampling.greedy[where].all()
+        logits, tokens = self.device.forward(chunks, draws, None if by_host else masks)
         if not sampled.size:
             return None
         if by_host or tokens is None:
-            return self._sample(logits, where, ends)
+            return self._sample(logits, where, ends, masks)
         return self._fetch(tokens, where, ends)
 
-    def _sample(self, logits: Tensor, where: IntArray, ends: IntArray) -> _Samples:
+    def _begin_masks(self, where: IntArray, ends: IntArray, alone: bool) -> FinishMasks | None:
+        """Begin the masks of a step whose past is known; of others, when somebody asks for them."""
+        if not self._rows.sampling.has_grammar[where].any():
+            return None
+        assert self.masks is not None, "a request with a grammar was taken that nobody can enforce"
+        if not self._unsettled:
+            return self.masks.start(where, ends, alone)
+
+        def finish() -> StepMasks:
+            assert self.masks is not None
+            self._settle(all_but=0)
+            return self.masks.start(where, ends, alone)()
+
+        return finish
+
+    def _sample(self, logits: Tensor, where: IntArray, ends: IntArray, masks: FinishMasks | None) -> _Samples:
         """Sampling that looks at earlier tokens or at whole distributions; waits for the device."""
         self._settle(all_but=0)
         rows = self._rows
         known = [rows.tokens[row, :end] for row, end in zip(where.tolist(), ends.tolist(), strict=True)]
-        tokens, logprobs = sample(logits, rows.sampling, SampleInput(where, rows.num_prompt[where], known))
+        batch = SampleInput(where, rows.num_prompt[where], known)
+        tokens, logprobs = sample(logits, rows.sampling, batch, None if masks is None else masks())
         generations = rows.generation[where]
         rows.settle(where, ends, generations, tokens)
         return _Samples(where, ends, generations, tokens.astype(np.int32), self.device.lane.mark(), logprobs)

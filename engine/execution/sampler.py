@@ -1,9 +1,9 @@
 """From logits to tokens, vectorised over rows; only rows with special wishes pay for them.
 
-Order of operations: log-probabilities from the raw logits; logit bias, minimum length, penalties; temperature, min-p,
-top-k, top-p; inverse CDF in order of token ids at a given uniform number. Every row is computed by itself (sums are
-prefix sums along the row), so neighbours cannot change its token. Rows whose logits are not finite where it matters
-(any NaN, +inf, or nothing but -inf) give INVALID_TOKEN and disturb nobody.
+Order of operations: log-probabilities from the raw logits; logit bias, minimum length, penalties; the masks of
+grammars; temperature, min-p, top-k, top-p; inverse CDF in order of token ids at a given uniform number. Every row is
+computed by itself (sums are prefix sums along the row), so neighbours cannot change its token. Rows whose logits are
+not finite where it matters (any NaN, +inf, or nothing but -inf) give INVALID_TOKEN and disturb nobody.
 
 Knows nothing of requests' lives or the cache; token ids of callers were checked against the vocabulary before.
 """
@@ -17,9 +17,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from engine.api import SamplingParams, TokenLogprobs
-from engine.execution.arrays import FloatArray, IntArray
-from engine.execution.sampling_table import SamplingTable, has_penalties, uniforms
-from engine.scheduling.output import INVALID_TOKEN
+from engine.execution.arrays import FloatArray, Int32Array, IntArray
+from engine.execution.masks import StepMasks
+from engine.execution.sampling_table import SamplingTable, has_minimum, has_penalties, uniforms
+from engine.scheduling.output import INVALID_TOKEN, LATE_TOKEN, UNMASKED_TOKEN
 
 _Lowest = Callable[[Tensor, Tensor], Tensor]
 
@@ -43,7 +44,7 @@ class SampleInput:
 
 
 def sample(
-    logits: Tensor, table: SamplingTable, batch: SampleInput
+    logits: Tensor, table: SamplingTable, batch: SampleInput, masks: StepMasks | None = None
 ) -> tuple[IntArray, list[TokenLogprobs | None] | None]:
     """logits [R, vocab] of any float type -> tokens [R] and, if any row wants them, log-probabilities per row."""
     rows = batch.rows
@@ -51,19 +52,37 @@ def sample(
     edited = np.flatnonzero(table.edits[rows])
     raw = logits.float()
     chosen_from = raw
-    if edited.size:
+    if edited.size or masks is not None:
         chosen_from = raw.clone() if wanted.size or raw is logits else raw
         _edit(chosen_from, edited, table, batch)
+        if masks is not None:
+            apply_masks(chosen_from, masks)
     tokens, best = _argmax(chosen_from)
     valid = np.isfinite(best)
-    if edited.size:  # the edits may hide a NaN behind a mask
+    if edited.size or masks is not None:  # the edits may hide a NaN behind a mask
         valid &= np.isfinite(_argmax(logits)[1])
     drawn = np.flatnonzero(~table.greedy[rows] & valid)
     if drawn.size:
         tokens[drawn] = _draw(_select(chosen_from, drawn), table, rows[drawn], batch.output_positions[drawn])
     logprobs = _logprobs(raw, tokens, wanted[valid[wanted]], table.num_logprobs[rows]) if wanted.size else None
     tokens[~valid] = INVALID_TOKEN
+    if masks is not None:
+        mark_unmasked(tokens, masks)
     return tokens, logprobs
+
+
+def apply_masks(logits: Tensor, masks: StepMasks) -> None:
+    """Set logits [R, vocab] to -inf where a row's mask has no bit, in place."""
+    allowed = np.unpackbits(masks.bits.view(np.uint8), axis=1, bitorder="little", count=logits.shape[1])
+    for place, row in zip(masks.places.tolist(), allowed, strict=True):
+        forbidden = torch.from_numpy(row == 0).to(logits.device)
+        logits[place].masked_fill_(forbidden, -torch.inf)
+
+
+def mark_unmasked(tokens: IntArray | Int32Array, masks: StepMasks) -> None:
+    """Say of the places without a mask why there is no token [R]."""
+    tokens[masks.late] = LATE_TOKEN
+    tokens[masks.failed] = UNMASKED_TOKEN
 
 
 def _argmax(logits: Tensor) -> tuple[IntArray, np.ndarray]:
@@ -92,7 +111,7 @@ def _edit(logits: Tensor, places: IntArray, table: SamplingTable, batch: SampleI
         if params.logit_bias:
             ids, biases = zip(*params.logit_bias, strict=True)
             row.index_add_(0, _tensor(ids, row), torch.tensor(biases, device=row.device))
-        if len(token_ids) - num_prompt < params.min_tokens and params.stop_token_ids:
+        if has_minimum(params) and len(token_ids) - num_prompt < params.min_tokens and params.stop_token_ids:
             row.index_fill_(0, _tensor(sorted(params.stop_token_ids), row), float("-inf"))
         if has_penalties(params):
             _penalise(row, params, token_ids, num_prompt)

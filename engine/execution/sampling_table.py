@@ -18,7 +18,8 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 class SamplingTable:
     """One column per parameter, one place per row. `num_logprobs` is -1 where none are wanted.
 
-    `edits[row]`: its logits have to be changed before a token is chosen (bias, penalties, or a minimum length).
+    `edits[row]`: its logits have to be changed before a token is chosen (bias, penalties, or a minimum length);
+    `has_grammar[row]`: a mask says which tokens may be chosen.
     """
 
     def __init__(self, num_rows: int) -> None:
@@ -31,6 +32,7 @@ class SamplingTable:
         self.num_logprobs = np.full(num_rows, -1, dtype=np.int64)
         self.greedy = np.ones(num_rows, dtype=bool)
         self.edits = np.zeros(num_rows, dtype=bool)
+        self.has_grammar = np.zeros(num_rows, dtype=bool)
 
     def write(self, row: int, params: SamplingParams) -> None:
         """Take over a request's parameters."""
@@ -42,11 +44,17 @@ class SamplingTable:
         self.seed[row] = params.seed
         self.num_logprobs[row] = -1 if params.logprobs is None else params.logprobs
         self.greedy[row] = params.temperature < GREEDY_BELOW
-        self.edits[row] = bool(params.logit_bias) or params.min_tokens > 0 or has_penalties(params)
+        self.has_grammar[row] = params.grammar is not None
+        self.edits[row] = bool(params.logit_bias) or has_minimum(params) or has_penalties(params)
 
     def needs_host(self, rows: IntArray) -> bool:
         """Whether sampling any of these rows takes its earlier tokens, or gives log-probabilities."""
         return bool(self.edits[rows].any() or (self.num_logprobs[rows] >= 0).any())
+
+
+def has_minimum(params: SamplingParams) -> bool:
+    """Whether an answer may not end before it has a length; of a row with a grammar the masks see to that."""
+    return params.min_tokens > 0 and params.grammar is None
 
 
 def has_penalties(params: SamplingParams) -> bool:

@@ -241,6 +241,13 @@ def unit_copy(source: Tensor, target: Tensor, pairs: Tensor) -> None:
     target[real[:, 1]] = source[real[:, 0]]
 
 
+def token_mask(logits: Tensor, places: Tensor, bits: Tensor) -> None:
+    """logits[places[i], t] = -inf where bit t of bits[i] is not set. Shapes as in the kernel's wrapper."""
+    tokens = torch.arange(logits.shape[1], device=logits.device)
+    forbidden = (bits[:, tokens // 32] >> (tokens % 32)) & 1 == 0
+    logits[places.long()] = logits[places.long()].masked_fill(forbidden, -torch.inf)
+
+
 def _token_slots(table: Tensor, rows: Tensor, positions: Tensor, pool: Tensor, layer: int, scratch_base: int) -> Tensor:
     """[n] int64 indices into `pool.flatten(0, 1)` of tokens at `positions` of the requests in `rows` of `table`; see
     engine.triton_kernels.addressing for the layout."""

@@ -26,6 +26,10 @@ from engine.cache.blocks import CacheEntry, CacheOperation
 
 INVALID_TOKEN = -1
 """Stands for a token that could not be sampled (NaN logits)."""
+LATE_TOKEN = -2
+"""The row sits this step out: its grammar's mask was not there in time. The same token is sampled in its next step."""
+UNMASKED_TOKEN = -3
+"""The row's grammar cannot go on: its request ends with an error."""
 
 
 class Chunk(NamedTuple):
@@ -99,7 +103,8 @@ class SchedulerOutput:
 
 @dataclass(frozen=True, slots=True)
 class ModelRunnerOutput:
-    """`token_ids` and `logprobs` follow the order of the step's sampling chunks; INVALID_TOKEN marks NaN logits.
+    """`token_ids` and `logprobs` follow the order of the step's sampling chunks; INVALID_TOKEN marks NaN logits, and
+    LATE_TOKEN and UNMASKED_TOKEN say that a grammar gave no mask.
 
     `logprobs[i]` is None where the request did not ask for them. `latency` is the measured step time in seconds.
     """

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -21,7 +22,6 @@ from engine.models.decoder import Decoder
 from engine.models.linear import MakeLinear, make_linear
 from engine.models.spec import ModelSpec
 from engine.models.weights import ModelWeights, torch_dtype
-from engine.scheduling.output import ModelRunner
 from predictor.limits import NO_PADDING, Padding
 
 
@@ -71,7 +71,7 @@ class CpuBackend:
         say(f"steps run by native kernels ({native.level.name}) on {native.team.threads} threads")
         return replace(plan, kernels=f"native {native.level.name}"), native.linear
 
-    def make_runner(self, plan: LaunchPlan, weights: ModelWeights) -> ModelRunner:
+    def make_runner(self, plan: LaunchPlan, weights: ModelWeights) -> Runner[Any]:
         decoder, hidden, host = Decoder(plan.spec, weights), plan.scratch_blocks, plan.host_units
         if isinstance(weights.head, NativeLinear):
             native = weights.head.native

@@ -14,6 +14,7 @@ from engine.execution.cpu.attention import Batch, PagedAttention, arrange, clear
 from engine.execution.cpu.hidden import HiddenPlan, restore
 from engine.execution.hidden import ScratchPlan, has_hidden
 from engine.execution.lane import Lane
+from engine.execution.masks import FinishMasks
 from engine.execution.pool import UnitPool
 from engine.execution.rows import RowTable
 from engine.models.absorption import Absorption
@@ -54,9 +55,9 @@ class TorchDevice:
         for source, target in pairs.tolist():
             self.pool.units[target].copy_(self.pool.host_units[source], non_blocking=True)
 
-    def forward(self, chunks: IntArray, draws: bool) -> tuple[Tensor, Tensor | None]:
+    def forward(self, chunks: IntArray, draws: bool, masks: FinishMasks | None = None) -> tuple[Tensor, Tensor | None]:
         """See Device; the host samples."""
-        del draws
+        del draws, masks
         batch, hidden = self._plan(chunks)
         layout, device = batch.layout, self.pool.device
         attend = self._attend(batch, hidden)

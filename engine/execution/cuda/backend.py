@@ -3,6 +3,7 @@
 import importlib.util
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +24,6 @@ from engine.models.heads import Heads
 from engine.models.linear import MakeLinear, make_linear
 from engine.models.spec import ModelSpec
 from engine.models.weights import LayerWeights, ModelWeights, torch_dtype
-from engine.scheduling.output import ModelRunner
 from predictor.limits import NO_PADDING, UNITS_PER_BLOCK, Padding
 
 _GRAPH_BYTES = 16 * 1024**2  # a guess at what the driver keeps of one graph of a few hundred kernels
@@ -76,7 +76,7 @@ class CudaBackend:
     ) -> tuple[LaunchPlan, MakeLinear]:
         return plan, make_linear
 
-    def make_runner(self, plan: LaunchPlan, weights: ModelWeights) -> ModelRunner:
+    def make_runner(self, plan: LaunchPlan, weights: ModelWeights) -> Runner[Any]:
         hidden, host = plan.scratch_blocks, plan.host_units
         if self.refusal(plan.spec, plan.dtype) is None:
             return Runner(_device(plan, weights, graphs=True, scratch_blocks=hidden, host_units=host))

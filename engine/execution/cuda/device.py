@@ -20,12 +20,14 @@ from engine.execution.cuda.forward import Forward
 from engine.execution.cuda.graphs import Graphs
 from engine.execution.cuda.hidden import Projection, StepHidden
 from engine.execution.cuda.kernels import Kernels
+from engine.execution.cuda.limit import limit, without_masks
 from engine.execution.cuda.shapes import Buckets
 from engine.execution.cuda.swap import Swapper
 from engine.execution.cuda.tables import DeviceTables
 from engine.execution.hidden import has_hidden
 from engine.execution.lane import Lane
 from engine.execution.layout import decodes_first
+from engine.execution.masks import FinishMasks
 from engine.execution.pool import UnitPool
 from engine.execution.rows import RowTable
 from engine.models.spec import ModelSpec
@@ -60,6 +62,7 @@ class CudaDevice:
         assert limits.num_units * spec.num_layers < 2**31, "table entries are 32 bits wide"
         device = weights.embedding.device
         self.lane = Lane(device)
+        self._kernels = kernels
         self.rows = RowTable(limits, hidden=scratch_blocks > 0)
         self.pool = UnitPool.of(spec, limits, weights.embedding, scratch_blocks, host_units)
         self._tables = DeviceTables(self.rows, self.pool)
@@ -86,8 +89,8 @@ class CudaDevice:
     def num_shapes(self) -> int:
         return len(self._buckets.all_shapes())
 
-    def forward(self, chunks: IntArray, draws: bool) -> tuple[Tensor, Tensor]:
-        """See Device. Nothing is waited for."""
+    def forward(self, chunks: IntArray, draws: bool, masks: FinishMasks | None = None) -> tuple[Tensor, Tensor]:
+        """See Device. Nothing is waited for but what `masks` wait for, while the device runs."""
         rows, buffers, layout = self.rows, self._buffers, decodes_first(chunks)
         inputs = buffers.fill(self._buckets.fit(len(layout.positions), layout.num_decodes), layout, rows)
         wishes = buffers.fill_draw(layout, rows) if draws else None
@@ -105,9 +108,16 @@ class CudaDevice:
         self._last_inputs = inputs
         count = len(layout.sampled)
         logits, tokens = self._forward.logits[:count], self._forward.sampled[:count]
+        limits = None if masks is None else masks()
+        if limits is not None:
+            tokens = limit(self._kernels, logits, tokens, limits)
         if wishes is not None:
-            self._forward.accept(inputs, draw(logits, tokens, wishes))
-        return logits, tokens
+            tokens = draw(logits, tokens, wishes)
+        if limits is not None:
+            tokens = without_masks(tokens, limits)
+        if limits is not None or wishes is not None:
+            self._forward.accept(inputs, tokens)
+        return logits, self._forward.sampled[:count]
 
     def repeat_last(self) -> None:
         """Run the last step's forward pass again, as it is: for measuring what the device takes without the host."""

@@ -14,6 +14,7 @@ from engine.execution.cpu.device import TorchDevice
 from engine.execution.cpu.native.linear import Native
 from engine.execution.cpu.native.model import NativeModel
 from engine.execution.hidden import has_hidden
+from engine.execution.masks import FinishMasks
 from engine.models.decoder import Decoder
 from engine.scheduling.output import INVALID_TOKEN
 from predictor.limits import Limits
@@ -29,14 +30,14 @@ class NativeDevice(TorchDevice):
         length = limits.max_model_len
         self._native = NativeModel(native, decoder.spec, decoder.weights, self.pool, self.rows, length)
 
-    def forward(self, chunks: IntArray, draws: bool) -> tuple[Tensor, Tensor | None]:
-        """See Device. Greedy tokens are chosen here, all others by the host."""
+    def forward(self, chunks: IntArray, draws: bool, masks: FinishMasks | None = None) -> tuple[Tensor, Tensor | None]:
+        """See Device. Greedy tokens that may be any are chosen here, all others by the host."""
         if has_hidden(self.rows, chunks):
-            return super().forward(chunks, draws)
+            return super().forward(chunks, draws, masks)
         if self.pool.scratch_blocks:  # a later step by torch reads blocks whole
             clear_begun_blocks(self.pool, self.rows, chunks)
         where, table = chunks[chunks[:, 3] > 0, 0], self.rows.sampling
-        plain = bool(table.greedy[where].all()) and not table.needs_host(where)
+        plain = masks is None and bool(table.greedy[where].all()) and not table.needs_host(where)
         result = self._native.run(chunks, logits=not plain)
         if result.logits is not None:
             return result.logits, None

@@ -1,0 +1,162 @@
+"""Which tokens the grammars of a step's rows allow: computed in threads while the forward pass runs.
+
+A matcher belongs to a row's request and is made anew, from the tokens so far, whenever the row is written: preemption
+and a restart cost nothing else. Nobody waits for a slow grammar: a row whose mask is not there `PATIENCE` seconds after
+the forward pass sits the step out, and its mask is looked for again in its next step. Rows that were slow have a thread
+of their own, so that they cannot hold up the masks of the others. Knows nothing of tensors.
+"""
+
+import enum
+import time
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from engine.api import SamplingParams
+from engine.errors import InvalidRequestError
+from engine.execution.arrays import Int32Array, IntArray
+from engine.execution.rows import RowTable
+from engine.grammar import Grammar
+from engine.structured import GrammarCompiler, Matcher
+
+PATIENCE = 2e-3
+LONE_PATIENCE = 10e-3
+"""Where nothing but rows with grammars is in the step: others may come meanwhile."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepMasks:
+    """Of the samples of a step: `places [m]` of those whose tokens are limited, and `bits [m, ceil(vocab / 32)]`, bit i
+    set where token i is allowed. `late`: places that give no token in this step; `failed`: those whose grammar cannot
+    go on."""
+
+    places: IntArray
+    bits: Int32Array
+    late: IntArray
+    failed: IntArray
+
+
+FinishMasks = Callable[[], StepMasks]
+"""Waits for the masks of a step that has begun."""
+
+
+class _State(enum.IntEnum):
+    READY = 0
+    LATE = 1
+    FAILED = 2
+
+
+class _RowMatcher:
+    """The matcher of the request that a row held when it was in its `generation`."""
+
+    def __init__(self, generation: int, words: int) -> None:
+        self.generation = generation
+        self.bits = np.zeros(words, dtype=np.int32)
+        self.work: Future[None] | None = None
+        self.end = -1  # the position that `work` is for
+        self.seconds = 0.0  # what the last mask took
+        self._matcher: Matcher | None = None
+        self._num_seen = 0
+
+    @property
+    def is_new(self) -> bool:
+        return self._matcher is None
+
+    def take(self) -> "_State":
+        """What became of the mask that was begun; one that is late goes on."""
+        assert self.work is not None
+        if not self.work.done():
+            return _State.LATE
+        work, self.work = self.work, None
+        work.result()
+        return _State.FAILED if self._matcher is None or self._matcher.failed is not None else _State.READY
+
+    def run(self, compiler: GrammarCompiler, params: SamplingParams, token_ids: IntArray) -> None:
+        """The mask behind `token_ids`, the answer so far. The grammar is ready unless it was pushed out meanwhile."""
+        began = time.perf_counter()
+        if self._matcher is None:
+            assert params.grammar is not None
+            try:
+                self._matcher = compiler.compile(params.grammar).matcher()
+            except InvalidRequestError:  # it could be compiled when the request was taken
+                return
+        self._matcher.advance(token_ids[self._num_seen :].tolist())
+        self._num_seen = len(token_ids)
+        self._matcher.write_mask(self.bits)
+        if len(token_ids) < params.min_tokens:
+            self._forbid(params.stop_token_ids)
+        self.seconds = time.perf_counter() - began
+
+    def _forbid(self, token_ids: frozenset[int]) -> None:
+        """An answer that is complete ends, however short."""
+        ids = np.array(sorted(token_ids), dtype=np.int64)
+        bits = self.bits.copy()
+        np.bitwise_and.at(bits.view(np.uint32), ids // 32, ~(np.uint32(1) << (ids % 32).astype(np.uint32)))
+        if bits.any():
+            self.bits[:] = bits
+
+
+class RowMasks:
+    """The matchers of a runner's rows. `patience`, `lone_patience`: seconds; see the module."""
+
+    def __init__(
+        self,
+        rows: RowTable,
+        compiler: GrammarCompiler,
+        patience: float = PATIENCE,
+        lone_patience: float = LONE_PATIENCE,
+    ) -> None:
+        self._rows = rows
+        self._compiler = compiler
+        self._patience = patience
+        self._lone_patience = lone_patience
+        self._matchers: dict[int, _RowMatcher] = {}
+        self._quick = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tidemill-masks")
+        self._slow = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tidemill-slow-masks")
+
+    def start(self, where: IntArray, ends: IntArray, alone: bool) -> FinishMasks:
+        """Begin the masks of a step that samples position `ends [S]` of rows `where [S]`; `alone`: nothing else is
+        running. The tokens before must be known."""
+        places = np.flatnonzero(self._rows.sampling.has_grammar[where])
+        matchers = [self._begin(int(where[place]), int(ends[place])) for place in places.tolist()]
+        return partial(self._finish, places, matchers, alone and len(places) == len(where))
+
+    def _begin(self, row: int, end: int) -> _RowMatcher | None:
+        """None: the row sat out a step that this one was built on."""
+        rows, matcher = self._rows, self._matchers.get(row)
+        if matcher is None or matcher.generation != rows.generation[row]:
+            matcher = self._matchers[row] = _RowMatcher(int(rows.generation[row]), self._compiler.mask_words)
+        if matcher.work is not None:
+            return matcher if matcher.end == end else None
+        params = rows.sampling.params[row]
+        assert params is not None and params.grammar is not None
+        answer = rows.tokens[row, rows.num_prompt[row] : end].copy()
+        executor = self._quick if self._is_quick(matcher, params.grammar) else self._slow
+        matcher.end, matcher.work = end, executor.submit(matcher.run, self._compiler, params, answer)
+        return matcher
+
+    def _is_quick(self, matcher: _RowMatcher, grammar: Grammar) -> bool:
+        if matcher.is_new:
+            return self._compiler.find(grammar) is not None
+        return matcher.seconds <= self._patience
+
+    def _finish(self, places: IntArray, matchers: list[_RowMatcher | None], alone: bool) -> StepMasks:
+        work = [matcher.work for matcher in matchers if matcher is not None and matcher.work is not None]
+        done, _ = wait(work, timeout=self._patience)
+        if work and not done and alone:
+            wait(work, timeout=self._lone_patience, return_when=FIRST_COMPLETED)
+        states = np.array([_State.LATE if matcher is None else matcher.take() for matcher in matchers], dtype=np.int64)
+        bits = [
+            matcher.bits
+            for matcher, state in zip(matchers, states, strict=True)
+            if matcher is not None and state == _State.READY
+        ]
+        return StepMasks(
+            places[states == _State.READY],
+            np.stack(bits) if bits else np.zeros((0, self._compiler.mask_words), dtype=np.int32),
+            places[states == _State.LATE],
+            places[states == _State.FAILED],
+        )

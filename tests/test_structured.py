@@ -1,0 +1,363 @@
+"""Structured output from a grammar to tokens: what is refused, what every backend draws, who waits for whom."""
+
+import functools
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import jsonschema_rs
+import numpy as np
+import pytest
+from driver import Driver, make_request
+from native_build import native_library
+
+import engine.models.demo
+from engine.api import FinishReason, RequestClass
+from engine.config import SchedulerConfig
+from engine.errors import InvalidRequestError
+from engine.execution import masks as masks_module
+from engine.execution.cpu.device import TorchDevice
+from engine.execution.cpu.native.device import NativeDevice
+from engine.execution.cpu.native.library import Level, Team
+from engine.execution.cpu.native.linear import Native
+from engine.execution.cuda.device import CudaDevice
+from engine.execution.masks import RowMasks
+from engine.execution.runner import Runner
+from engine.grammar import Grammar
+from engine.models import torch_ops
+from engine.models.checkpoint import load_weights
+from engine.models.decoder import Decoder
+from engine.models.linear import make_linear
+from engine.models.spec import ModelSpec, load_spec
+from engine.models.weights import ModelWeights
+from engine.structured import GrammarCompiler
+from engine.text import Tokenizer
+
+FOLDER = Path(engine.models.demo.__file__ or "").parent / "weights"
+EOS = 2
+BLOCK = 4
+pytestmark = pytest.mark.timeout(600)  # the first test may have to build the library
+
+SCHEMAS: dict[str, dict[str, Any]] = {
+    "object": {
+        "type": "object",
+        "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer", "minimum": 0}},
+        "required": ["name", "age"],
+        "additionalProperties": False,
+    },
+    "array": {"type": "array", "items": {"enum": ["red", "green", 3, None]}, "minItems": 2, "maxItems": 5},
+    "pattern": {"type": "string", "pattern": "^[a-c]{2}-[0-9]{1,3}$"},
+    "any of": {"anyOf": [{"type": "boolean"}, {"type": "number", "minimum": -2, "maximum": 2.5}]},
+    "recursive": {
+        "$defs": {"node": {"type": "object", "properties": {"next": {"$ref": "#/$defs/node"}}, "required": []}},
+        "$ref": "#/$defs/node",
+    },
+    "format": {"type": "object", "properties": {"day": {"type": "string", "format": "date"}}, "required": ["day"]},
+    "tuple": {"type": "array", "prefixItems": [{"const": 1}, {"type": "string", "maxLength": 3}], "items": False},
+}
+
+
+@functools.cache
+def compiler() -> GrammarCompiler:
+    return GrammarCompiler(FOLDER, spec().vocab_size, frozenset({EOS}))
+
+
+@functools.cache
+def tokenizer() -> Tokenizer:
+    return Tokenizer.load(FOLDER, probe=False)
+
+
+@functools.cache
+def spec() -> ModelSpec:
+    return load_spec(FOLDER)
+
+
+@functools.cache
+def weights(native: Native | None = None) -> ModelWeights:
+    make = make_linear if native is None else native.linear
+    return load_weights(spec(), FOLDER, dtype="float32", device="cpu", make=make)
+
+
+@functools.cache
+def native() -> Native:
+    library = native_library()
+    return Native(library, min(max(library.levels()), Level.AVX512), Team(library, 1))
+
+
+def json_grammar(schema: Any, whitespace: str | None = None) -> Grammar:
+    return Grammar("json", json.dumps(schema), whitespace)
+
+
+def make_driver(backend: str, *, num_blocks: int = 200, patience: float = 60.0, lone_patience: float = 0.0) -> Driver:
+    config = SchedulerConfig(
+        num_units=2 * num_blocks,
+        max_model_len=min(num_blocks * BLOCK, 300),
+        block_size=BLOCK,
+        max_num_seqs=12,
+        max_num_batched_tokens=48,
+        min_prefill_chunk=8,
+        pipeline_depth=1 if backend == "cuda" else 0,
+    )
+    runner: Runner[Any]
+    if backend == "cuda":
+        runner = Runner(CudaDevice(spec(), weights(), torch_ops, config.limits, graphs=False))
+    elif backend == "native":
+        runner = Runner(NativeDevice(Decoder(spec(), weights(native())), native(), config.limits))
+    else:
+        runner = Runner(TorchDevice(Decoder(spec(), weights()), config.limits))
+    runner.masks = RowMasks(runner.device.rows, compiler(), patience, lone_patience)
+    return Driver(runner, config)
+
+
+def ask(name: str, grammar: Grammar | None, max_tokens: int = 120, **options: Any) -> Any:
+    prompt = tokenizer().encode(f"Say something about {name}: ")
+    sampling = {"temperature": 2.0, "stop_token_ids": frozenset({EOS}), **options}
+    return make_request(name, prompt, max_tokens, grammar=grammar, **sampling)
+
+
+def text_of(driver: Driver, name: str) -> str:
+    return tokenizer().decode(driver.outputs[name])
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("grammar", "word"),
+    [
+        (json_grammar({"type": "string", "not": {"const": "a"}}), '"not"'),
+        (json_grammar({"oneOf": [{"type": "string"}, {"minimum": 1}]}), '"oneOf"'),
+        (json_grammar({"type": "array", "uniqueItems": True}), '"uniqueItems"'),
+        (json_grammar({"type": "array", "uniqueItems": True, "x-guidance": {"lenient": True}}), '"uniqueItems"'),
+        (json_grammar({"type": "string", "format": "url"}), "format: url"),
+        (json_grammar({"type": "objekt"}), "objekt"),
+        (json_grammar({"$ref": "https://example.com/schema.json"}), "example.com"),
+        (json_grammar({"$ref": "#"}), "nothing can satisfy it"),
+        (json_grammar({"type": "object", "properties": {"a": False}, "required": ["a"]}), "required property 'a'"),
+        (Grammar("json", '{"type": '), "JSON"),
+        (Grammar("json", '["' + "x" * 300_000 + '"]'), "256 KiB"),
+        (Grammar("regex", "[a"), "unclosed"),
+        (Grammar("grammar", "start: unknown_rule"), "unknown_rule"),
+        (Grammar("grammar", "start: <no_such_token>"), "no_such_token"),
+        (Grammar("choice", "[]"), ""),
+    ],
+)
+def test_what_cannot_be_enforced_is_refused_and_named(grammar: Grammar, word: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        compiler().compile(grammar)
+    assert word in caught.value.message and "response_format" in caught.value.message
+    assert caught.value.param == "response_format" and "<state>" not in caught.value.message
+
+
+@functools.cache
+def _nested(depth: int) -> str:
+    return '{"properties":{"a":' * depth + "{}" + "}}" * depth
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        Grammar("json", _nested(50)),
+        Grammar("json", _nested(200)),
+        Grammar("json", json.dumps({"enum": [f"value {i}" for i in range(20_000)]})[: 256 * 1024]),
+        Grammar("json", json.dumps({"enum": [f"v{i}" for i in range(20_000)]})),
+        Grammar("choice", json.dumps([f"v{i}" for i in range(20_000)])),
+        Grammar("json", json.dumps({"properties": {f"p{i}": {"type": "string"} for i in range(1000)}})),
+        Grammar("regex", "(a?){50}a{50}"),
+        Grammar("regex", "(.*a.{30}){3}"),
+        Grammar("regex", "((((a+)+)+)+)+$"),
+        Grammar("json", json.dumps({"type": "string", "maxLength": 10**6})),
+        Grammar("json", json.dumps({"items": {"$ref": "#"}, "type": "array"})),
+        Grammar("grammar", 'start: a a a a\na: "x"* | a a'),
+    ],
+    ids=range(12),
+)
+def test_hostile_grammars_are_refused_or_give_masks(grammar: Grammar) -> None:
+    """Each ends, in an error that a client may see or in a grammar that can be followed."""
+    try:
+        matcher = compiler().compile(grammar).matcher()
+    except InvalidRequestError as error:
+        assert error.param == "response_format" and len(error.message) < 600
+        return
+    bits = np.zeros(compiler().mask_words, np.int32)
+    for _ in range(30):
+        matcher.write_mask(bits)
+        if matcher.failed:
+            return
+        allowed = np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little"))
+        assert allowed.size
+        matcher.advance([int(allowed[-1])])
+
+
+def test_equal_texts_are_compiled_once_and_the_oldest_goes() -> None:
+    made = GrammarCompiler(FOLDER, spec().vocab_size, frozenset({EOS}))
+    first = made.compile(Grammar("regex", "a0"))
+    assert made.compile(Grammar("regex", "a0", param="structured_outputs.regex")) is first
+    assert made.find(Grammar("json", "a0")) is None and made.find(Grammar("regex", "a0", "")) is None
+    for number in range(1, 257):
+        made.compile(Grammar("regex", f"a{number}"))
+    assert made.find(Grammar("regex", "a0")) is None and made.find(Grammar("regex", "a256")) is not None
+
+
+def test_json_is_compact_unless_asked_otherwise() -> None:
+    schema = {"type": "array", "items": {"type": "integer"}}
+    ids = tokenizer().encode("[1, 2]", add_special_tokens=False)
+    for whitespace, accepted in ((None, False), (" ?", True), (r"\n?", False)):
+        matcher = compiler().compile(json_grammar(schema, whitespace)).matcher()
+        matcher.advance(ids)
+        assert (matcher.failed is None and matcher.complete) is accepted
+
+
+# What is drawn
+
+
+@pytest.mark.parametrize("backend", ["torch", "native", "cuda"])
+def test_every_answer_that_ends_is_valid(backend: str) -> None:
+    """At temperature 2, in a pool that is too small: preemptions, mixed with requests that may say anything, with and
+    without penalties, bias, a minimum length and log-probabilities."""
+    driver = make_driver(backend, num_blocks=60)
+    options: list[dict[str, Any]] = [
+        {"min_tokens": 50},
+        {"temperature": 0.0},
+        {"frequency_penalty": 2.0, "logit_bias": ((EOS, 100.0),)},
+        {"top_p": 0.9, "top_k": 20, "logprobs": 3},
+    ]
+    kinds = [RequestClass.ONLINE, RequestClass.OFFLINE]
+    asked: list[str] = []
+    for number, (name, schema) in enumerate([*SCHEMAS.items()] * 2):
+        asked.append(f"{name} {number}")
+        option = {"seed": number, "request_class": kinds[number % 2], **options[number % len(options)]}
+        driver.add(ask(asked[-1], json_grammar(schema), 60, **option))
+    driver.add(ask("free", None, 40), ask("free greedy", None, 40, temperature=0.0))
+    driver.run()
+    ended = [name for name in asked if driver.finals[name].finish_reason is FinishReason.STOP]
+    assert all(driver.finals[name].error is None for name in asked) and len(ended) >= len(asked) / 2
+    for name in ended:
+        schema = SCHEMAS[name.rpartition(" ")[0]]
+        jsonschema_rs.validator_for(schema).validate(json.loads(text_of(driver, name)))
+    assert sum(driver.core.stats().preemptions.values()) > 0
+
+
+@pytest.mark.parametrize("backend", ["native", "cuda"])
+def test_backends_draw_what_torch_draws(backend: str) -> None:
+    """The same answers at the same seeds, whatever the pipeline's depth."""
+    texts = []
+    for each in ("torch", backend):
+        driver = make_driver(each)
+        for number, (name, schema) in enumerate(SCHEMAS.items()):
+            driver.add(ask(name, json_grammar(schema), 60, seed=number, temperature=0.7))
+        driver.add(ask("free", None, 30, seed=5, temperature=0.7))
+        driver.run()
+        texts.append({name: text_of(driver, name) for name in (*SCHEMAS, "free")})
+    assert texts[0] == texts[1]
+
+
+def test_choices_regexes_and_grammars() -> None:
+    driver = make_driver("torch")
+    driver.add(ask("choice", Grammar("choice", json.dumps(['a "quoted" one', "ünïcode", "two\nlines"]))))
+    driver.add(ask("regex", Grammar("regex", "(ab|cd)+e"), 200, seed=3))
+    driver.add(ask("lark", Grammar("grammar", 'start: "x" number "y"\nnumber: /[0-9]{3}/')))
+    driver.add(ask("gbnf", Grammar("grammar", 'root ::= "yes" | "no"')))
+    driver.run()
+    assert text_of(driver, "choice") in ('a "quoted" one', "ünïcode", "two\nlines")
+    assert text_of(driver, "gbnf") in ("yes", "no")
+    assert text_of(driver, "lark")[0::4] == "xy" and text_of(driver, "lark")[1:4].isdigit()
+    assert set(text_of(driver, "regex")) <= set("abcde")
+
+
+def test_logprobs_are_of_what_the_model_wanted() -> None:
+    """A mask changes what is chosen, not what is reported."""
+    driver = make_driver("torch")
+    driver.add(ask("free", None, 1, logprobs=5, temperature=0.0))
+    driver.run()
+    free = driver.finals["free"].logprobs
+    driver = make_driver("torch")
+    driver.add(ask("free", Grammar("regex", "[0-9]{4}"), 1, logprobs=5, temperature=0.0))
+    driver.run()
+    forced = driver.finals["free"].logprobs
+    assert free is not None and forced is not None
+    assert free[0].top == forced[0].top and forced[0].logprob < free[0].logprob
+
+
+def test_an_answer_that_is_complete_ends_however_short() -> None:
+    driver = make_driver("torch")
+    driver.add(ask("short", Grammar("regex", "ab"), 50, min_tokens=20))
+    driver.add(ask("long", Grammar("regex", "a+"), 50, min_tokens=20))
+    driver.run()
+    assert text_of(driver, "short") == "ab" and driver.finals["short"].finish_reason is FinishReason.STOP
+    assert driver.finals["long"].num_output_tokens >= 20 and set(text_of(driver, "long")) == {"a"}
+
+
+# Who waits for whom
+
+
+class SlowGrammar:
+    """Masks of one grammar wait until they are let go; how many were begun."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, slow: Grammar) -> None:
+        self.go_on = threading.Event()
+        self.begun = 0
+        run = masks_module._RowMatcher.run
+
+        def wait_and_run(matcher: Any, made: Any, params: Any, ids: Any) -> None:
+            if params.grammar == slow:
+                self.begun += 1
+                assert self.go_on.wait(60)
+            run(matcher, made, params, ids)
+
+        monkeypatch.setattr(masks_module._RowMatcher, "run", wait_and_run)
+
+
+@pytest.mark.parametrize("backend", ["torch", "cuda"])
+def test_a_slow_grammar_holds_up_nobody_else(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its row sits out the steps of the others and then goes on as if nothing had happened."""
+    grammar = Grammar("regex", "(ab|cd){10}")
+    alone = make_driver(backend)
+    alone.add(ask("slow", grammar, seed=1))
+    alone.run()
+    slow = SlowGrammar(monkeypatch, grammar)
+    driver = make_driver(backend, patience=0.0)
+    driver.add(ask("slow", grammar, seed=1), ask("quick", None, 30, seed=2, stop_token_ids=frozenset()))
+    while "quick" not in driver.finals:
+        assert driver.step()
+    assert driver.outputs["slow"] == [] and slow.begun == 1
+    slow.go_on.set()
+    driver.run()
+    assert driver.outputs["slow"] == alone.outputs["slow"]
+    assert driver.finals["slow"].finish_reason is FinishReason.STOP
+
+
+def test_where_all_wait_the_step_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No step is run for nothing."""
+    grammar = Grammar("regex", "(ab|cd){10}")
+    slow = SlowGrammar(monkeypatch, grammar)
+    driver = make_driver("torch", patience=0.0, lone_patience=60.0)
+    driver.add(ask("slow", grammar, seed=1))
+    timer = threading.Timer(0.05, slow.go_on.set)
+    timer.start()
+    driver.run()
+    timer.join()
+    assert driver.outputs["slow"] and len(driver.steps) <= len(driver.outputs["slow"]) + 2
+
+
+def test_a_grammar_that_fails_later_ends_its_request_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = compiler().compile(Grammar("regex", "a{30}"))
+    matcher = type(made.matcher())
+    write = matcher.write_mask
+
+    def fail(self: Any, target: Any) -> None:
+        write(self, target)
+        self._seen = getattr(self, "_seen", 0) + 1
+        if self._seen == 4:
+            self.failed = "a limit"
+
+    driver = make_driver("torch")
+    driver.add(ask("well", None, 20))
+    monkeypatch.setattr(matcher, "write_mask", fail)
+    driver.add(ask("ill", Grammar("regex", "a{30}", param="structured_outputs.regex")))
+    driver.run()
+    error = driver.finals["ill"].error
+    assert error is not None and isinstance(error.to_error(), InvalidRequestError)
+    assert error.param == "structured_outputs.regex"
+    assert driver.finals["well"].error is None

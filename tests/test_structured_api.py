@@ -1,0 +1,183 @@
+"""Structured output through HTTP: every spelling of it, its errors, streams and batches, with the demo model."""
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import httpx
+import jsonschema_rs
+import openai
+import pytest
+from batch_tools import FAST, check_ended, jsonl, line, open_folder, submit, until
+from conftest import refuse_blocking
+from fake_engine import Served, serve
+from pydantic import BaseModel, Field
+
+from engine.build import build_engine, plan_launch
+from engine.config import EngineConfig
+from engine.text import Tokenizer
+
+MODEL = "tidemill-demo"
+CHAT = "/v1/chat/completions"
+HOT = {"temperature": 2.0, "max_tokens": 150}
+
+
+class Point(BaseModel):
+    kind: Literal["star", "planet"]
+    x: Annotated[int, Field(ge=0, le=99)]
+    tags: Annotated[list[Literal["a", "b"]], Field(max_length=3)]
+
+
+@asynccontextmanager
+async def server(profiles: Path, **options: Any) -> AsyncIterator[Served]:
+    config = EngineConfig(
+        device="cpu",
+        dtype="float32",
+        num_gpu_blocks_override=160,
+        max_num_seqs=32,
+        max_num_batched_tokens=256,
+        profile_seconds=0.0,
+        profile_dir=str(profiles),
+        slo="ttft_p99=100s,tbt_p99=10s",
+    )
+    plan = plan_launch(config)
+    tokenizer = Tokenizer.load(plan.folder, probe=False)
+    engine = build_engine(config, plan)
+    with refuse_blocking():
+        async with serve(engine, tokenizer, None, served_model_name=(MODEL,), **options) as served:
+            yield served
+    engine._core.check_integrity()
+
+
+@pytest.fixture
+async def served(tmp_path: Path) -> AsyncIterator[Served]:
+    async with server(tmp_path) as served:
+        yield served
+
+
+def client_of(served: Served) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0, timeout=120)
+
+
+def ask(**fields: Any) -> dict[str, Any]:
+    return {"model": MODEL, "messages": [{"role": "user", "content": "Say it"}], **HOT, **fields}
+
+
+async def post(served: Served, path: str = "/v1/chat/completions", **body: Any) -> httpx.Response:
+    async with httpx.AsyncClient(base_url=served.url, timeout=120) as client:
+        return await client.post(path, json=body)
+
+
+async def test_the_official_client_parses_what_it_asked_for(served: Served) -> None:
+    async with client_of(served) as client:
+        for seed in range(3):
+            answer = await client.chat.completions.parse(**ask(response_format=Point, seed=seed))
+            assert isinstance(answer.choices[0].message.parsed, Point)
+        async with client.chat.completions.stream(**ask(response_format=Point, seed=1, temperature=0.0)) as stream:
+            async for _ in stream:
+                pass
+            final = await stream.get_final_completion()
+    assert final.choices[0].finish_reason == "stop" and isinstance(final.choices[0].message.parsed, Point)
+
+
+SCHEMA = {**Point.model_json_schema(), "additionalProperties": False}
+SPELLINGS: dict[str, tuple[dict[str, Any], str]] = {
+    "json_schema": (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "p", "schema": SCHEMA, "strict": False}}},
+        "json",
+    ),
+    "json_object": ({"response_format": {"type": "json_object"}}, "object"),
+    "structured json": ({"structured_outputs": {"json": SCHEMA}}, "json"),
+    "structured json text": ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, "json"),
+    "structured object": ({"structured_outputs": {"json_object": True}}, "object"),
+    "structured regex": ({"structured_outputs": {"regex": "yes|no"}}, "yes or no"),
+    "structured choice": ({"structured_outputs": {"choice": ["yes", "no"]}}, "yes or no"),
+    "structured grammar": ({"structured_outputs": {"grammar": 'root ::= "yes" | "no"'}}, "yes or no"),
+    "guided_json": ({"guided_json": SCHEMA}, "json"),
+    "guided_regex": ({"guided_regex": "yes|no"}, "yes or no"),
+    "guided_choice": ({"guided_choice": ["yes", "no"]}, "yes or no"),
+    "guided_grammar": ({"guided_grammar": 'start: "yes" | "no"'}, "yes or no"),
+}
+
+
+def check(text: str, kind: str) -> None:
+    if kind == "yes or no":
+        assert text in ("yes", "no")
+    elif kind == "object":
+        assert isinstance(json.loads(text), dict)
+    else:
+        jsonschema_rs.validator_for(SCHEMA).validate(json.loads(text))
+
+
+async def test_every_spelling_of_both_endpoints(served: Served) -> None:
+    for number, (fields, kind) in enumerate(SPELLINGS.values()):
+        chat = await post(served, **ask(**fields, seed=number, n=2))
+        raw = await post(served, "/v1/completions", model=MODEL, prompt="Say it: ", **HOT, **fields, seed=number)
+        assert chat.status_code == raw.status_code == 200, (chat.text, raw.text)
+        texts = [(c["message"]["content"], c["finish_reason"]) for c in chat.json()["choices"]]
+        texts += [(c["text"], c["finish_reason"]) for c in raw.json()["choices"]]
+        for text, reason in texts:
+            assert reason in ("stop", "length")
+            if reason == "stop":
+                check(text, kind)
+
+
+async def test_plain_text_is_no_form(served: Served) -> None:
+    answer = await post(served, **ask(response_format={"type": "text"}, max_tokens=5, ignore_eos=True))
+    assert answer.status_code == 200
+
+
+REFUSED: list[tuple[dict[str, Any], str, str]] = [
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": {"not": {}}}}},
+        "response_format.json_schema.schema",
+        '"not"',
+    ),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "Missing"),
+    ({"response_format": {"type": "xml"}}, "response_format.type", "Invalid"),
+    ({"response_format": {"type": "json_object", "more": 1}}, "response_format.more", "Unknown"),
+    ({"structured_outputs": {}}, "structured_outputs", "one of"),
+    ({"structured_outputs": {"regex": "[a"}}, "structured_outputs.regex", "unclosed"),
+    ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs.choice", "together"),
+    ({"structured_outputs": {"regex": "a"}, "guided_regex": "a"}, "guided_regex", "together"),
+    ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "Invalid"),
+    ({"guided_json": "{"}, "guided_json", "JSON"),
+    ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos", "guided_regex"),
+]
+
+
+async def test_what_is_refused_names_its_parameter(served: Served) -> None:
+    for fields, param, word in REFUSED:
+        answer = await post(served, **ask(**fields))
+        assert answer.status_code == 400, (fields, answer.text)
+        error = answer.json()["error"]
+        assert error["param"] == param and error["type"] == "invalid_request_error" and error["code"], error
+        assert word in error["message"], error
+        streamed = await post(served, **ask(**fields, stream=True))
+        assert streamed.status_code == 400 and streamed.json() == answer.json()
+
+
+async def test_a_row_of_a_batch_fails_with_the_error_that_http_gives(tmp_path: Path) -> None:
+    folder = await open_folder(tmp_path / "state")
+    forms = {
+        "good": {"type": "json_schema", "json_schema": {"name": "p", "schema": SCHEMA}},
+        "bad": {"type": "json_schema", "json_schema": {"name": "p", "schema": {"type": "array", "contains": {}}}},
+    }
+    lines = [
+        line(f"{kind}-{number}", CHAT, **ask(response_format=form, seed=number))
+        for kind, form in forms.items()
+        for number in range(4)
+    ]
+    async with server(tmp_path, folder=folder, batch_limits=FAST) as served, client_of(served) as client:
+        batch = await submit(client, jsonl(lines), CHAT)
+        batch = await until(client, batch.id, "completed")
+        output, errors = await check_ended(client, batch, [each["custom_id"] for each in lines])
+        direct = await post(served, **ask(response_format=forms["bad"]))
+    assert set(output) == {f"id-good-{number}" for number in range(4)}
+    for row in output.values():
+        check(row["response"]["body"]["choices"][0]["message"]["content"], "json")
+    for row in errors.values():
+        assert row["response"]["status_code"] == 400
+        assert row["response"]["body"] == direct.json() and '"contains"' in direct.json()["error"]["message"]
