@@ -18,8 +18,8 @@ import engine.models.demo
 from engine.api import EngineInfo
 from engine.cache_profiling import CacheTiers
 from engine.calibration import load_or_measure, load_profile
+from engine.colocation.controller import make_controller
 from engine.config import EngineConfig, SchedulerConfig
-from engine.controller import make_controller
 from engine.engine import Engine
 from engine.errors import ConfigError
 from engine.execution import memory

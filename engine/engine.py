@@ -28,7 +28,8 @@ from engine.api import (
     RequestTimes,
     SamplingParams,
 )
-from engine.colocation import Colocation
+from engine.colocation.keeper import Colocation
+from engine.colocation.tuner import BudgetTuner
 from engine.core import EngineCore
 from engine.errors import EngineStepError, EngineUnavailableError, ErrorInfo, RetryableError, TidemillError
 from engine.fault_log import FaultLog
@@ -40,7 +41,6 @@ from engine.step_check import check_result
 from engine.step_watch import StepLimits, StepWatch
 from engine.stream import RequestStream
 from engine.structured import GrammarCompiler
-from engine.tuning import BudgetTuner
 from engine.watchdog import STALL_SECONDS, ProgressWatchdog
 
 log = logging.getLogger("tidemill.engine")

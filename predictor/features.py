@@ -59,27 +59,16 @@ class BatchFeatures:
         self.num_decodes += count
         self.decode_context_sum += context_sum
 
-    def remove_decodes(self, count: int, context_sum: int) -> None:
-        """Undo `add_decodes`."""
-        self.add_decodes(-count, -context_sum)
-
     def add_chunk(self, start: int, length: int) -> None:
         """Add one chunk of `length` ≥ 1 tokens behind `start` computed ones; length 1 counts as a decode."""
-        self._change_chunk(start, length, 1)
-
-    def remove_chunk(self, start: int, length: int) -> None:
-        """Undo `add_chunk`."""
-        self._change_chunk(start, length, -1)
-
-    def _change_chunk(self, start: int, length: int, sign: int) -> None:
         assert start >= 0 and length >= 1, "a chunk has a start >= 0 and a length >= 1"
         if length == 1:
-            self.add_decodes(sign, sign * (start + 1))
+            self.add_decodes(1, start + 1)
             return
-        self.num_tokens += sign * length
-        self.num_prefill_chunks += sign
-        self.prefill_token_sum += sign * length
-        self.attention_work += sign * chunk_attention_work(start, length)
+        self.num_tokens += length
+        self.num_prefill_chunks += 1
+        self.prefill_token_sum += length
+        self.attention_work += chunk_attention_work(start, length)
 
     def add_cache_work(self, compact_tokens: int = 0, restored_tokens: int = 0, transferred_bytes: int = 0) -> None:
         """Add the hidden-cache and host-tier terms (negative numbers take them back)."""

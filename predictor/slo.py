@@ -191,16 +191,6 @@ class SLO:
                 deadline = min(deadline, last_token_at + limit)
         return deadline
 
-    def first_token_deadline(self, arrival: float) -> float:
-        """When the first token must be there; inf when TTFT has no absolute limit."""
-        limit = self.limit_of("ttft")
-        return math.inf if limit is None else arrival + limit
-
-
-def default_slo() -> SLO:
-    """What a server promises when nobody states an SLO: interactive chat."""
-    return SLO.parse("ttft_p99=1s,tbt_p99=100ms")
-
 
 def nearest_rank(values: Sequence[float], percentile: float) -> float:
     """The smallest value that at least `percentile` % of `values` (not empty, any order) do not exceed."""

@@ -26,7 +26,7 @@ NAMES = [
 ]
 SCRIPT = """
 import asyncio, json, sys
-from engine.search_child import ChildError, run_child
+from engine.colocation.search_child import ChildError, run_child
 from gateway.batch_input import check_apart
 
 async def main():

@@ -11,7 +11,7 @@ from driver import is_error, make_request, outputs_of, submit_one
 from fakes.runner import FakeRunner, solo_tokens
 
 from engine.api import EngineClient, EngineInfo, EngineRequest, EngineState, FinishReason, RequestClass, RequestOutput
-from engine.colocation import Colocation, initial_budget
+from engine.colocation.keeper import Colocation, initial_budget
 from engine.config import SchedulerConfig
 from engine.core import EngineCore
 from engine.engine import Engine

@@ -11,16 +11,16 @@ from driver import make_request
 from windows import poisson_window
 
 from engine.api import FinishReason, RequestClass, RequestOutput, RequestTimes
-from engine.baseline import replay_alone, workload_of
-from engine.colocation import BUDGET_SHARE, MIN_OFFLINE, Colocation, idle_limit, initial_budget
+from engine.colocation.baseline import replay_alone, workload_of
+from engine.colocation.keeper import BUDGET_SHARE, MIN_OFFLINE, Colocation, idle_limit, initial_budget
+from engine.colocation.replay import ReplayedServer, Workload, metrics_of, normal_noise, replay
+from engine.colocation.search import find_budget
 from engine.config import SchedulerConfig
 from engine.core import EngineCore
 from engine.errors import ConfigError
 from engine.queue_time import UNLIMITED_QUEUE
-from engine.replay import ReplayedServer, Workload, metrics_of, normal_noise, replay
 from engine.scheduling.objective import StepObjective
 from engine.scheduling.output import Chunk, Collect, SchedulerOutput
-from engine.search import find_budget
 from engine.virtual import Arrival, PredictedRunner, VirtualDriver, VirtualRecord, VirtualRun, step_features
 from predictor.budget import BudgetParams
 from predictor.load import Lengths, OnlineArrival, resample

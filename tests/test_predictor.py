@@ -90,16 +90,12 @@ def test_features_are_the_sums_of_the_definition() -> None:
     assert features.row() == FeatureRow(10, 4, 400, 2, 6, attention, 5, 6, 7)
 
 
-@given(batches(), chunk, st.integers(0, 50))
+@given(batches(), chunk)
 @settings(deadline=None)
-def test_removing_what_was_added_restores_the_features(features: BatchFeatures, added: tuple[int, int], n: int) -> None:
+def test_a_copy_and_a_row_are_values_of_their_own(features: BatchFeatures, added: tuple[int, int]) -> None:
     before = features.copy()
     features.add_chunk(*added)
-    features.add_decodes(n, 100 * n)
     assert features != before
-    features.remove_decodes(n, 100 * n)
-    features.remove_chunk(*added)
-    assert features == before
     assert BatchFeatures.from_row(before.row()) == before
 
 

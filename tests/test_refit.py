@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from engine.colocation import Colocation, initial_budget
+from engine.colocation.keeper import Colocation, initial_budget
+from engine.colocation.refit import ModelRefit
+from engine.colocation.search import answer, refit_job
+from engine.colocation.search_child import ChildError, run_child
 from engine.config import SchedulerConfig
 from engine.core import EngineCore
-from engine.refit import ModelRefit
-from engine.search import answer, refit_job
-from engine.search_child import ChildError, run_child
 from predictor.features import BatchFeatures
 from predictor.fitting import fit
 from predictor.model import LatencyModel

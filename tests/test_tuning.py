@@ -10,15 +10,15 @@ from driver import make_request
 from windows import poisson_window
 
 from engine.api import FinishReason, RequestClass, RequestOutput, RequestTimes
-from engine.colocation import Colocation, initial_budget
+from engine.colocation.keeper import Colocation, initial_budget
+from engine.colocation.load_store import LoadStore
+from engine.colocation.replay import ReplayedServer, Workload
+from engine.colocation.search import baseline_job, budget_job
+from engine.colocation.search_child import ChildError, run_child
+from engine.colocation.tuner import MIN_COMPARED, MIN_RECORDED, PAUSE_SECONDS, BudgetTuner
 from engine.config import SchedulerConfig
 from engine.core import EngineCore
-from engine.load_store import LoadStore
-from engine.replay import ReplayedServer, Workload
 from engine.scheduling.output import Chunk, SchedulerOutput
-from engine.search import baseline_job, budget_job
-from engine.search_child import ChildError, run_child
-from engine.tuning import MIN_COMPARED, MIN_RECORDED, PAUSE_SECONDS, BudgetTuner
 from predictor.budget import BudgetParams, params_of, to_plain
 from predictor.budget_table import BudgetTable
 from predictor.load import BUCKET, Lengths, LoadModel, OnlineArrival

@@ -2,7 +2,7 @@
 
 import random
 
-from engine.replay import Workload
+from engine.colocation.replay import Workload
 from predictor.load import Lengths, OnlineArrival
 
 

@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from engine.api import RequestClass
+from engine.colocation.replay import MIN_DRAIN, WARM_UP_SHARE, span_of
+from engine.colocation.search import step_range
 from engine.config import EngineConfig
-from engine.replay import MIN_DRAIN, WARM_UP_SHARE, span_of
 from engine.scheduling.objective import UNLIMITED, StepObjective
-from engine.search import step_range
 from engine.virtual import VirtualRecord
 from loadgen import traces
 from loadgen.errors import InputError

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from engine.api import EngineInfo, EngineRequest, FinishReason, RequestClass, SamplingParams
 from engine.calibration import measure_profile
-from engine.colocation import Colocation, initial_budget
+from engine.colocation.keeper import Colocation, initial_budget
 from engine.config import SchedulerConfig
 from engine.core import EngineCore
 from engine.engine import Engine

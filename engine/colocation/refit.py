@@ -1,7 +1,7 @@
 """Fits the latency model anew while the server runs, in a process of its own, and follows what is better.
 
 A fit that predicts steps which it has not seen better than the model in force takes its place, and that of the profile
-on the disk; any other is refused, and counted. Beside `engine.tuning`, which looks for budgets; torch-free.
+on the disk; any other is refused, and counted. Beside `engine.colocation.tuner`, which looks for budgets; torch-free.
 """
 
 import asyncio
@@ -11,9 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from engine.colocation import Colocation
-from engine.search import model_of, refit_job
-from engine.search_child import ChildError, run_child
+from engine.colocation.keeper import Colocation
+from engine.colocation.search import model_of, refit_job
+from engine.colocation.search_child import ChildError, run_child
 from predictor.online import OnlineSettings
 from predictor.profile import Profile
 from predictor.refit import FEWEST

@@ -2,14 +2,14 @@
 
 The live server never sees that run; a replay with the same latency model gives it (HyGen compares with a run of its
 own). Here is what is replayed, and how what was measured is compared with it. Torch-free; the replay itself is
-`engine.search`'s, in a process of its own.
+`engine.colocation.search`'s, in a process of its own.
 """
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from engine.replay import ReplayedServer, Workload, run_workload
+from engine.colocation.replay import ReplayedServer, Workload, run_workload
 from predictor.budget import BudgetParams
 from predictor.judge import MAX_AGE, WINDOW, Served, excess_over
 from predictor.load import DEFAULT_OUTPUT, Lengths, OnlineArrival

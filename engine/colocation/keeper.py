@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from engine.api import ColocationStats, FinishReason, RequestClass, RequestOutput
-from engine.baseline import RecentRequests
+from engine.colocation.baseline import RecentRequests
 from engine.core import EngineCore
 from engine.scheduling.objective import StepObjective
 from engine.scheduling.output import SchedulerOutput

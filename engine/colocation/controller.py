@@ -8,13 +8,13 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from engine.colocation import Colocation, initial_budget
+from engine.colocation.keeper import Colocation, initial_budget
+from engine.colocation.load_store import LoadStore
+from engine.colocation.refit import ModelRefit
+from engine.colocation.replay import ReplayedServer, normal_noise
+from engine.colocation.tuner import BudgetTuner
 from engine.config import EngineConfig, SchedulerConfig
 from engine.core import EngineCore
-from engine.load_store import LoadStore
-from engine.refit import ModelRefit
-from engine.replay import ReplayedServer, normal_noise
-from engine.tuning import BudgetTuner
 from predictor.online import OnlineModel
 from predictor.profile import Profile
 from predictor.slo import SLO

@@ -12,13 +12,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from engine.baseline import workload_of
-from engine.colocation import Colocation
-from engine.load_store import LoadStore
-from engine.refit import ModelRefit
-from engine.replay import ReplayedServer, Workload
-from engine.search import baseline_job, budget_job
-from engine.search_child import ChildError, run_child
+from engine.colocation.baseline import workload_of
+from engine.colocation.keeper import Colocation
+from engine.colocation.load_store import LoadStore
+from engine.colocation.refit import ModelRefit
+from engine.colocation.replay import ReplayedServer, Workload
+from engine.colocation.search import baseline_job, budget_job
+from engine.colocation.search_child import ChildError, run_child
 from predictor.budget import BudgetParams, params_of
 from predictor.budget_table import BudgetTable, Entry, Situation, cell_of, upper_rate
 from predictor.features import BatchFeatures

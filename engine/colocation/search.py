@@ -1,18 +1,20 @@
 """From a workload and a latency model to the offline budget, by replay on the virtual clock (HyGen §4.2, and ours).
 
-`python -m engine.search` reads one JSON job from standard input and prints its answer: the server runs it in a process
-of its own (`engine.search_child`), so that it never takes time from a step. Torch-free, deterministic per job.
+`python -m engine.colocation.search` reads one JSON job from standard input and prints its answer: the server runs it in
+a process of its own (`search_child`), of low priority, so that it never takes time from a step. Torch-free,
+deterministic per job.
 """
 
 import json
+import os
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, fields
 from typing import Any
 
-from engine.baseline import replay_alone
+from engine.colocation.baseline import replay_alone
+from engine.colocation.replay import ReplayedServer, Workload, replay
 from engine.config import SchedulerConfig
-from engine.replay import ReplayedServer, Workload, replay
 from predictor.budget import BudgetParams, SearchResult, search_budget, to_plain
 from predictor.features import BatchFeatures
 from predictor.load import Lengths, OnlineArrival
@@ -21,6 +23,7 @@ from predictor.refit import refit
 from predictor.samples import Sample, SampleLog
 from predictor.slo import SLO
 
+NICENESS = 10
 Job = dict[str, Any]
 """Plain JSON values."""
 
@@ -115,7 +118,7 @@ def _server(document: Job) -> ReplayedServer:
 
 
 def answer(job: Job) -> Job:
-    """What a job asks for. `params`: the budget that was found; `aggregates`, `own`: see engine.baseline; `model` and
+    """What a job asks for. `params`: the budget that was found; `aggregates`, `own`: see `baseline`; `model` and
     its errors: see predictor.refit."""
     if job["kind"] == "refit":
         return _refit(job)
@@ -138,6 +141,7 @@ def _refit(job: Job) -> Job:
 
 
 def main() -> None:
+    os.nice(NICENESS)
     print(json.dumps(answer(json.load(sys.stdin))))
 
 

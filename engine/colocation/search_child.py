@@ -1,13 +1,10 @@
-"""Long computations in a child process of low priority: `python -m engine.search` with one JSON job on its input."""
+"""Long computations in a child process: `engine.colocation.search`, with one JSON job on its input."""
 
 import asyncio
 import json
-import os
 from typing import Any
 
 from engine.child import python_module
-
-NICENESS = 10
 
 
 class ChildError(Exception):
@@ -18,11 +15,10 @@ async def run_child(job: dict[str, Any]) -> Any:
     """Its answer. Raises ChildError; cancelling kills it."""
     try:
         process = await asyncio.create_subprocess_exec(
-            *python_module("engine.search"),
+            *python_module("engine.colocation.search"),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
-            preexec_fn=lambda: os.nice(NICENESS) and None,
         )
     except OSError as error:
         raise ChildError(error.strerror or str(error)) from None
