@@ -50,6 +50,7 @@ class ChatTemplate:
         facts: TemplateFacts,
     ) -> None:
         self._render = render
+        self.text = "\0".join(sources.values())
         self._backend = backend
         self._facts = facts
         written = "\0".join([*sources.values(), facts.rendered])

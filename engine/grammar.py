@@ -6,12 +6,13 @@ from typing import Literal
 
 MAX_GRAMMAR_BYTES = 256 * 1024
 
-GrammarKind = Literal["json", "regex", "choice", "grammar"]
+GrammarKind = Literal["json", "regex", "choice", "grammar", "lark"]
 
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """`text`: a JSON schema; a regular expression; a JSON list of the texts to choose from; a grammar as Lark or GBNF.
+    """`text`: a JSON schema; a regular expression; a JSON list of the texts to choose from; a grammar as Lark or
+    GBNF, whichever it looks like; a grammar as Lark.
 
     `whitespace` (json only): a regular expression of what may stand between the parts of the JSON; None: nothing, the
     answer is compact. `param`: the field of the request that errors name.

@@ -167,6 +167,8 @@ def _source(grammar: Grammar) -> str:
         if not texts:
             raise ValueError("there is nothing to choose from")
         return LLMatcher.grammar_from_lark("start: CHOICE\nCHOICE: " + " | ".join(texts))
+    if grammar.kind == "lark":
+        return LLMatcher.grammar_from_lark(grammar.text)
     return str(grammar_from("grammar", grammar.text))
 
 

@@ -66,6 +66,11 @@ class Tokenizer:
         return self._chat is not None
 
     @property
+    def chat_template_text(self) -> str:
+        """The text of the template, of all where there are several; empty without one."""
+        return "" if self._chat is None else self._chat.text
+
+    @property
     def byte_rule(self) -> ByteRule | None:
         """How single tokens decode, None where they do not."""
         return self._byte_rule

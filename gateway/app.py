@@ -28,6 +28,7 @@ from gateway.quotas import Admissions
 from gateway.request_log import RequestLog
 from gateway.state import BatchLimits, BatchState
 from gateway.store.folder import StateFolder
+from gateway.tools import choose_format
 from gateway.uploads import MAX_OVERHEAD
 from gateway.web import routes as web
 from gateway.web.recorder import Recorder
@@ -58,7 +59,16 @@ def create_app(
     keys = KeyStore(config.api_key, config.api_key_file)
     request_log = _open_request_log(config, metrics)
     context = GatewayContext(
-        client, tokenizer, config, model_names, metrics, lifecycle, keys, Admissions(keys.quota), request_log
+        client,
+        tokenizer,
+        config,
+        model_names,
+        metrics,
+        lifecycle,
+        keys,
+        Admissions(keys.quota),
+        request_log,
+        choose_format(config.tool_parser, tokenizer.chat_template_text),
     )
 
     @asynccontextmanager

@@ -1,5 +1,7 @@
 """POST /v1/chat/completions."""
 
+import dataclasses
+import secrets
 import time
 import uuid
 from collections.abc import Iterator
@@ -18,7 +20,11 @@ from gateway.logprobs import chat_logprobs
 from gateway.params import Caller, GenerationPlan, chat_plan, check_chat, check_texts
 from gateway.sse import END
 from gateway.structured import grammar_of
-from gateway.wire import ChatCompletionRequest, Message
+from gateway.tool_formats import Call
+from gateway.tools import check_no_tools, check_tools, offered_tools, parsing_of, template_message, tool_grammar
+from gateway.wire import ChatCompletionRequest
+
+PROMPT_END = 8  # tokens of a prompt in which the mark that begins a thought is looked for
 
 router = APIRouter()
 
@@ -38,14 +44,28 @@ async def plan_chat(context: GatewayContext, body: ChatCompletionRequest, tenant
     """Everything that can be wrong with the request is found here, before anything is queued."""
     check_model(context, body.model)
     check_chat(body)
+    form, template = context.tool_format, context.tokenizer.chat_template_text
+    check_tools(body, form, template)
+    messages = [template_message(message, index) for index, message in enumerate(body.messages)]
     texts = list(_texts(body))
     await check_room(context, body, sum(map(len, texts)))
     caller = Caller(f"chatcmpl-{uuid.uuid4().hex}", context.cache_salt(tenant), tenant)
 
     def plan() -> GenerationPlan:
         check_texts(texts, context.tokenizer, context.client.info, "messages")
-        token_ids = context.tokenizer.encode_chat([_template_message(message) for message in body.messages])
-        return chat_plan(body, token_ids, context.client.info, caller, grammar_of(body))
+        tools = offered_tools(body)
+        options = body.chat_template_kwargs.model_dump(exclude_none=True) if body.chat_template_kwargs else {}
+        token_ids = context.tokenizer.encode_chat(messages, tools=tools, **options)
+        prompt_end = context.tokenizer.decode(token_ids[-PROMPT_END:], skip_special_tokens=False)
+        parsing = parsing_of(body, form, template, prompt_end)
+        grammar = grammar_of(body)
+        if grammar is not None:
+            check_no_tools(tools, grammar)
+            parsing = None  # the form holds from the first token on: nothing is thought, nothing called
+        elif parsing is not None:
+            grammar = tool_grammar(body, form, parsing.is_thinking)
+        plan = chat_plan(body, token_ids, context.client.info, caller, grammar)
+        return dataclasses.replace(plan, parsing=parsing)
 
     # always in a thread: what a template costs cannot be seen from the messages' length
     return await run_text_work(context, plan)
@@ -58,12 +78,8 @@ def _texts(body: ChatCompletionRequest) -> Iterator[str]:
             yield message.content
         else:
             yield from (part.text for part in message.content or ())
-
-
-def _template_message(message: Message) -> dict[str, Any]:
-    """What templates read; they know OpenAI's newer name of the system role under its old one only."""
-    fields = message.model_dump(exclude_none=True, exclude={"refusal"})
-    return {**fields, "role": "system"} if message.role == "developer" else fields
+        yield from (call.function.arguments for call in message.tool_calls or ())
+    yield from (tool.function.description or "" for tool in body.tools or ())
 
 
 class ChatFormat:
@@ -87,6 +103,7 @@ class ChatFormat:
         extra = b',"prompt_token_ids":' + prompt_ids if prompt_ids else b""
         self._opening = [start + extra + b',"choices":[{"index":%d,"delta":{' % i for i in range(plan.n)]
         self._is_open = [False] * plan.n
+        self._num_calls = [0] * plan.n
         self._plain_end = b'},"logprobs":null,"finish_reason":null}]' + self._usage_part(None) + b"}" + END
 
     def _usage_part(self, usage: dict[str, Any] | None) -> bytes:
@@ -97,15 +114,28 @@ class ChatFormat:
     def chunk(self, delta: Delta, usage: dict[str, Any] | None) -> bytes:
         """See AnswerFormat.chunk."""
         index = delta.index
+        shows_text = delta.text or not (delta.reasoning or delta.calls)
         if self._is_open[index]:
-            content = b'"content":' + orjson.dumps(delta.text) if delta.text or delta.finish_reason is None else b""
-            start = self._starts[index] + content
+            shows_text = delta.text or (shows_text and delta.finish_reason is None)
+            start = self._starts[index] + (b'"content":' + orjson.dumps(delta.text) if shows_text else b"")
         else:
             self._is_open[index] = True
-            start = self._opening[index] + b'"role":"assistant","content":' + orjson.dumps(delta.text)
+            content = orjson.dumps(delta.text) if shows_text else b"null"
+            start = self._opening[index] + b'"role":"assistant","content":' + content
+        if delta.reasoning or delta.calls:
+            start = self._with_parts(start, delta)
         if delta.finish_reason is None and usage is None and not delta.token_ids and not delta.logprobs:
             return start + self._plain_end
         return start + self._end(delta, usage)
+
+    def _with_parts(self, start: bytes, delta: Delta) -> bytes:
+        """The beginning of a chunk, with thoughts and calls in its delta."""
+        parts: dict[str, Any] = _reasoning(delta.reasoning)
+        if delta.calls:
+            first = self._num_calls[delta.index]
+            self._num_calls[delta.index] += len(delta.calls)
+            parts["tool_calls"] = [{"index": first + i, **_tool_call(call)} for i, call in enumerate(delta.calls)]
+        return start + (b"" if start.endswith(b"{") else b",") + orjson.dumps(parts)[1:-1]
 
     def _end(self, delta: Delta, usage: dict[str, Any] | None) -> bytes:
         parts = [b'},"logprobs":', orjson.dumps(self._logprobs([delta])), b',"finish_reason":']
@@ -132,9 +162,14 @@ class ChatFormat:
 
     def _choice(self, index: int, deltas: list[Delta]) -> dict[str, Any]:
         text = "".join([delta.text for delta in deltas])
+        calls = [_tool_call(call) for delta in deltas for call in delta.calls]
+        message: dict[str, Any] = {"role": "assistant", "content": text if text or not calls else None}
+        message |= {"refusal": None, **_reasoning("".join([delta.reasoning for delta in deltas]))}
+        if calls:
+            message["tool_calls"] = calls
         choice: dict[str, Any] = {
             "index": index,
-            "message": {"role": "assistant", "content": text, "refusal": None},
+            "message": message,
             "logprobs": self._logprobs(deltas),
             "finish_reason": deltas[-1].finish_reason,
         }
@@ -147,3 +182,13 @@ class ChatFormat:
             return None
         pairs = [pair for delta in deltas for pair in delta.logprobs]
         return {"content": chat_logprobs(self._tokenizer, pairs), "refusal": None}
+
+
+def _reasoning(text: str) -> dict[str, Any]:
+    """Under both of the names that clients look for."""
+    return {"reasoning": text, "reasoning_content": text} if text else {}
+
+
+def _tool_call(call: Call) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}

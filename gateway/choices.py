@@ -14,23 +14,27 @@ from engine.errors import EngineStepError, EngineUnavailableError, TidemillError
 from engine.stopping import OutputTextStream
 from engine.text import Tokenizer
 from gateway.account import CLIENT_LEFT, Account
+from gateway.answer_parser import Parsing, Piece
 from gateway.errors import to_api_error
 from gateway.metrics import ClassMetrics, GatewayMetrics
 from gateway.params import GenerationPlan
+from gateway.tool_formats import Call
 
 FINISH_REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 
 
 @dataclass(slots=True)
 class Delta:
-    """What one engine output adds to choice `index`. `logprobs` pairs each visible token with its logprobs;
-    `finish_reason` is set on the last delta of the choice."""
+    """What one engine output adds to choice `index`: text, thoughts, whole calls of functions. `logprobs` pairs each
+    visible token with its logprobs; `finish_reason` is set on the last delta of the choice."""
 
     index: int
     text: str
     token_ids: Sequence[int] = ()
     logprobs: Sequence[tuple[int, TokenLogprobs]] = ()
     finish_reason: str | None = None
+    reasoning: str = ""
+    calls: Sequence[Call] = ()
 
 
 class Choice:
@@ -49,8 +53,18 @@ class Choice:
         self._shows_each_token = bool(plan.stream_options.continuous_usage_stats)
         self._held: list[tuple[int, TokenLogprobs | None]] = []
         self._metrics = metrics
-        context = () if chat else request.prompt_token_ids
-        self._text = OutputTextStream(tokenizer, context, stop=plan.stop, min_tokens=plan.min_tokens)
+        parsing = plan.parsing or Parsing()
+        self._parser = None if plan.parsing is None else parsing.parser()
+        self._several_calls = parsing.parallel
+        self._called = False
+        self._counted = 0  # tokens whose text nobody has seen yet
+        self._text = OutputTextStream(
+            tokenizer,
+            () if chat else request.prompt_token_ids,
+            stop=plan.stop,
+            min_tokens=plan.min_tokens,
+            skip_special_tokens=not parsing.shows_special_tokens,
+        )
 
     def advance(self, output: RequestOutput) -> Delta | None:
         """Take in an output; None when it adds nothing that can be shown yet. Raises the error that it carries."""
@@ -70,15 +84,30 @@ class Choice:
             reason = FinishReason.STOP
         if reason is not None:
             self.end(reason)
-        elif not text and not counted:
+        self._counted += counted
+        piece = self._take_apart(text, final=reason is not None)
+        if piece.calls and reason is None and not self._several_calls:
+            reason = FinishReason.STOP
+            self.end(reason)
+        if reason is None and (piece.is_empty if text else not counted):
             self._hold(output, num_read)
             # Who counts tokens as they come sees those too whose text is held back: part of a character or a stop.
             return Delta(self._index, "") if self._shows_each_token and num_read else None
-        delta = Delta(self._index, text, finish_reason=None if reason is None else FINISH_REASONS[reason])
+        delta = Delta(self._index, piece.text, reasoning=piece.reasoning, calls=piece.calls)
+        delta.finish_reason = None if reason is None else self._finish_reason(reason)
         if self._keeps_tokens:
             self._hold(output, num_read)
-            self._give(delta, counted, output.stop_token_id if stop_token else None)
+            self._give(delta, self._counted, output.stop_token_id if stop_token else None)
+        self._counted = 0
         return delta
+
+    def _take_apart(self, text: str, final: bool) -> Piece:
+        piece = Piece(text) if self._parser is None else self._parser.push(text, final)
+        self._called = self._called or bool(piece.calls)
+        return piece
+
+    def _finish_reason(self, reason: FinishReason) -> str:
+        return "tool_calls" if self._called and reason is FinishReason.STOP else FINISH_REASONS[reason]
 
     def _read(self, ids: Sequence[int], final: bool) -> tuple[str, int, bool, int]:
         """Text, tokens it is made of, whether a stop string ended it, tokens read. Token by token where a stop string

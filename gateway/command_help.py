@@ -20,7 +20,19 @@ FLAGS: tuple[tuple[str, tuple[str, ...]], ...] = (
         "promises",
         ("slo", "max_queue_time", "max_num_waiting", "online_policy", "offline_policy", "fill_policy", "reserve"),
     ),
-    ("model", ("device", "dtype", "max_model_len", "chat_template", "served_model_name", "load_format", "seed")),
+    (
+        "model",
+        (
+            "device",
+            "dtype",
+            "max_model_len",
+            "chat_template",
+            "tool_parser",
+            "served_model_name",
+            "load_format",
+            "seed",
+        ),
+    ),
     (
         "memory",
         (

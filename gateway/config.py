@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engine.errors import ConfigError
+from gateway.tool_formats import FORMATS
 
+TOOL_PARSERS = ("auto", *FORMATS)
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
 
 
@@ -38,6 +40,9 @@ class ServerConfig:
         (), "model name in the API; repeat for aliases (default: the model's folder name)"
     )
     chat_template: str | None = _flag(None, "file with a Jinja chat template (default: the checkpoint's)")
+    tool_parser: str = _flag(
+        "auto", "how the model writes calls of functions; auto recognises it by the chat template", TOOL_PARSERS
+    )
     max_body_bytes: int = _flag(4 * 1024 * 1024, "largest request body; beyond it 413")
     state_dir: str | None = _flag(
         None, "folder for files and batches (default: $XDG_STATE_HOME/tidemill or ~/.local/state/tidemill)"
@@ -57,6 +62,8 @@ class ServerConfig:
             raise ConfigError(f"--max-body-bytes must be at least 1024, not {self.max_body_bytes}")
         if not 0.0 <= self.shutdown_timeout <= 86400.0:
             raise ConfigError(f"--shutdown-timeout must be between 0 and 86400, not {self.shutdown_timeout}")
+        if self.tool_parser not in TOOL_PARSERS:
+            raise ConfigError(f"--tool-parser must be one of {', '.join(TOOL_PARSERS)}, not {self.tool_parser!r}")
         if self.log_level not in LOG_LEVELS:
             raise ConfigError(f"--log-level must be one of {', '.join(LOG_LEVELS)}, not {self.log_level!r}")
         if any(not key or key != key.strip() for key in self.api_key):

@@ -19,6 +19,7 @@ from gateway.keys import KeyStore, Tier
 from gateway.metrics import GatewayMetrics
 from gateway.quotas import Admissions
 from gateway.request_log import RequestLog
+from gateway.tool_formats import ToolFormat
 
 
 class BackgroundWork(Protocol):
@@ -70,7 +71,8 @@ class GatewayContext:
     """`salt_secret` is drawn per process, as the prefix cache does not outlive one. `text_threads` bounds how many
     prompts are tokenized at once, so that a flood of long ones cannot take every core; `is_offline`: nobody waits for
     them, see `pace`. `parse_thread`: where large bodies are parsed, one at a time. `admissions`: requests of clients
-    that are in the engine, by tenant, within the limits that `keys` names."""
+    that are in the engine, by tenant, within the limits that `keys` names. `tool_format`: how the model writes calls of
+    functions, None where that is not known."""
 
     client: EngineClient
     tokenizer: Tokenizer
@@ -81,6 +83,7 @@ class GatewayContext:
     keys: KeyStore
     admissions: Admissions
     request_log: RequestLog | None = None
+    tool_format: ToolFormat | None = None
     created: int = field(default_factory=lambda: int(time.time()))
     salt_secret: bytes = field(default_factory=lambda: secrets.token_bytes(32), repr=False)
     text_threads: anyio.CapacityLimiter = field(

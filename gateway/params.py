@@ -12,6 +12,7 @@ from engine.api import EngineInfo, EngineRequest, Lane, RequestClass, SamplingPa
 from engine.errors import ContextLengthError, InvalidRequestError
 from engine.grammar import Grammar
 from engine.text import Tokenizer
+from gateway.answer_parser import Parsing
 from gateway.wire import MAX_PROMPTS, ChatCompletionRequest, CompletionRequest, GenerationBody, StreamOptions
 
 COMPLETION_MAX_TOKENS = 16
@@ -27,14 +28,11 @@ INERT = frozenset(
         "prompt_cache_key",
         "prompt_cache_options",
         "prompt_cache_retention",
-        "parallel_tool_calls",
     }
 )
 
 # Not supported: a 400 naming the field, unless its value asks for what happens anyway.
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
-    "tools": ([],),
-    "tool_choice": ("none",),
     "functions": ([],),
     "function_call": ("none",),
     "modalities": (["text"],),
@@ -72,7 +70,8 @@ class Prompt:
 class GenerationPlan:
     """Everything about one HTTP request that the API of its route no longer matters for.
 
-    `requests[p * n + i]` is choice i of prompt p. `num_logprobs`: see SamplingParams.logprobs.
+    `requests[p * n + i]` is choice i of prompt p. `num_logprobs`: see SamplingParams.logprobs. `parsing`: how answers
+    are taken apart; None: they are plain text.
     """
 
     response_id: str
@@ -87,6 +86,7 @@ class GenerationPlan:
     return_token_ids: bool
     stream: bool
     stream_options: StreamOptions
+    parsing: Parsing | None = None
 
     @property
     def max_tokens(self) -> int:

@@ -32,6 +32,7 @@ MAX_PROMPTS = 128
 MAX_MESSAGES = 4096
 MAX_PARTS = 4096
 MAX_TOOL_CALLS = 128
+MAX_TOOLS = 128
 MAX_STOP_IDS = 64
 MAX_ANSWERS = 20_000
 _INT32 = 2**31 - 1
@@ -97,7 +98,7 @@ Content = Annotated[
 
 
 class Message(StrictBody):
-    """One message. Past tool calls may be in the conversation although no new ones can be asked for yet."""
+    """One message. `tool_calls`: what the assistant called; `tool_call_id`: which call the message answers."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = None
@@ -185,8 +186,53 @@ class GenerationBody(StrictBody):
     guided_whitespace_pattern: str | None = None
 
 
+class FunctionDefinition(StrictBody):
+    """A function that the model may call; `parameters` is the JSON schema of its arguments."""
+
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(StrictBody):
+    type: Literal["function"]
+    function: FunctionDefinition
+
+
+class FunctionName(StrictBody):
+    name: str
+
+
+class NamedTool(StrictBody):
+    type: Literal["function"]
+    function: FunctionName
+
+
+def _choice_kind(value: Any) -> str:
+    return "<mode>" if isinstance(value, str) else "<named>"
+
+
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("<mode>")] | Annotated[NamedTool, Tag("<named>")],
+    Discriminator(_choice_kind),
+]
+
+
+class TemplateOptions(StrictBody):
+    """What clients may say to a chat template: whether the model thinks first, under the names that templates have."""
+
+    enable_thinking: bool | None = None
+    thinking: bool | None = None
+
+
 class ChatCompletionRequest(GenerationBody):
     """POST /v1/chat/completions."""
+
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: TemplateOptions | None = None
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     max_completion_tokens: int | None = Field(None, ge=1, le=_INT32)

@@ -1,0 +1,398 @@
+"""Calls of functions: how answers are taken apart, what is offered and refused, and what clients see."""
+
+import json
+import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import jsonschema_rs
+import openai
+import pytest
+import tokenizer_folders
+from conftest import refuse_blocking
+from fake_engine import MODEL, FakeEngine, Served, say, serve
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.build import build_engine, plan_launch
+from engine.config import EngineConfig
+from engine.text import Tokenizer
+from gateway.answer_parser import Parsing, Piece
+from gateway.tool_formats import FORMATS, Call, Function, find_format
+from gateway.tools import choose_format
+
+WEATHER = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Paris", "Rome"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+TIME = {"type": "object", "properties": {"zone": {"enum": ["UTC", "CET"]}}, "required": ["zone"]}
+TIME["additionalProperties"] = False
+FUNCTIONS = (Function("weather", WEATHER), Function("time.now", TIME))
+TOOLS = [
+    {"type": "function", "function": {"name": each.name, "description": "A tool", "parameters": dict(each.parameters)}}
+    for each in FUNCTIONS
+]
+TEMPLATE = (
+    "{% if tools %}Tools: {{ tools | tojson }} in <tool_call></tool_call>\n{% endif %}"
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content or '' }}"
+    "{% for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def take_apart(parsing: Parsing, pieces: list[str]) -> Piece:
+    parser, whole = parsing.parser(), Piece()
+    for number, text in enumerate(pieces, 1):
+        piece = parser.push(text, final=number == len(pieces))
+        whole.text += piece.text
+        whole.reasoning += piece.reasoning
+        whole.calls += piece.calls
+    return whole
+
+
+def write(name: str, calls: list[tuple[str, dict[str, Any]]]) -> str:
+    """Calls as a model of that format writes them."""
+    if name == "hermes":
+        bodies = [json.dumps({"name": each, "arguments": arguments}) for each, arguments in calls]
+        return "\n".join(f"<tool_call>\n{body}\n</tool_call>" for body in bodies)
+    if name == "qwen3_xml":
+        return "\n".join(
+            f"<tool_call>\n<function={each}>\n"
+            + "".join(
+                f"<parameter={key}>\n{value if isinstance(value, str) else json.dumps(value)}\n</parameter>\n"
+                for key, value in arguments.items()
+            )
+            + "</function>\n</tool_call>"
+            for each, arguments in calls
+        )
+    if name == "mistral":
+        return "[TOOL_CALLS]" + json.dumps([{"name": each, "arguments": arguments} for each, arguments in calls])
+    if name == "pythonic":
+        texts = [", ".join(f"{key}={value!r}" for key, value in arguments.items()) for _, arguments in calls]
+        return "[" + ", ".join(f"{each}({text})" for (each, _), text in zip(calls, texts, strict=True)) + "]"
+    each, arguments = calls[0]
+    return json.dumps({"name": each, "parameters": arguments})
+
+
+WORDS = st.text(st.sampled_from("ab {}[]\"'\\<>/=_,:\né東"), max_size=12)
+KEYS = st.from_regex(r"[a-z_]{1,6}", fullmatch=True)
+ARGUMENTS = st.dictionaries(KEYS, st.one_of(st.integers(-99, 99), WORDS.map(str.strip), st.booleans()), max_size=3)
+CALLS = st.lists(st.tuples(st.sampled_from(["weather", "time.now"]), ARGUMENTS), min_size=1, max_size=3)
+
+
+@st.composite
+def pieces_of(draw: st.DrawFn, texts: st.SearchStrategy[str]) -> tuple[str, list[str]]:
+    text = draw(texts)
+    cuts = sorted(draw(st.sets(st.integers(1, max(1, len(text) - 1)), max_size=12)))
+    return text, [text[first:last] for first, last in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+
+
+@settings(max_examples=150, deadline=None)
+@given(name=st.sampled_from(sorted(FORMATS)), calls=CALLS, data=st.data())
+def test_what_a_model_writes_is_read_however_it_was_cut(name: str, calls: Any, data: st.DataObject) -> None:
+    if name in ("hermes", "qwen3_xml", "mistral"):
+        lead = data.draw(st.sampled_from(["", "Let me look.", "Let me look.\n"]))
+    else:
+        lead = ""
+    if name == "llama3_json":
+        calls = calls[:1]
+    if name == "qwen3_xml":  # a text in it cannot hold its own marks
+        calls = [
+            (each, {k: v for k, v in arguments.items() if not (isinstance(v, str) and "<" in v)})
+            for each, arguments in calls
+        ]
+        string = {"type": "string"}
+        schemas = {each: {k: string for k, v in arguments.items() if isinstance(v, str)} for each, arguments in calls}
+    if name == "mistral" and "[ARGS]" in json.dumps(calls):
+        return
+    functions = FUNCTIONS
+    if name == "qwen3_xml":
+        merged: dict[str, dict[str, Any]] = {each.name: {} for each in FUNCTIONS}
+        for each, arguments in calls:
+            for key, value in arguments.items():
+                merged[each].setdefault(key, type(value))
+                if merged[each][key] is not type(value):
+                    return  # one parameter, two types
+        del schemas
+        kinds = {str: {"type": "string"}, int: {"type": "integer"}, bool: {"type": "boolean"}}
+        functions = tuple(
+            Function(each, {"properties": {key: kinds[kind] for key, kind in keys.items()}})
+            for each, keys in merged.items()
+        )
+    text, pieces = data.draw(pieces_of(st.just(lead + write(name, calls))))
+    parsing = Parsing(FORMATS[name], functions)
+    whole = take_apart(parsing, [text])
+    assert whole == take_apart(parsing, pieces) == take_apart(parsing, list(text))
+    assert whole.text == lead.rstrip()
+    assert [(call.name, json.loads(call.arguments)) for call in whole.calls] == calls
+
+
+MARKS = [
+    "<tool_call>",
+    "</tool_call>",
+    "<think>",
+    "</think>",
+    "[TOOL_CALLS]",
+    "[",
+    "]",
+    "{",
+    "}",
+    '{"name": "weather"}',
+    "\n",
+]
+MARKS += [
+    "<function=weather>",
+    "</function>",
+    "<|python_tag|>",
+    "weather()",
+    '"arguments": {}',
+    "word",
+    " ",
+    "[ARGS]",
+    "<tool",
+]
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    name=st.sampled_from([None, *sorted(FORMATS)]),
+    reasons=st.booleans(),
+    is_thinking=st.booleans(),
+    case=pieces_of(st.lists(st.sampled_from(MARKS), max_size=12).map("".join)),
+)
+def test_nonsense_is_taken_apart_alike_however_it_was_cut(
+    name: str | None, reasons: bool, is_thinking: bool, case: tuple[str, list[str]]
+) -> None:
+    """And never raises; without calls and thoughts every character comes out."""
+    text, pieces = case
+    parsing = Parsing(FORMATS[name] if name else None, FUNCTIONS, reasons, reasons and is_thinking)
+    whole = take_apart(parsing, [text])
+    assert whole == take_apart(parsing, pieces) == take_apart(parsing, list(text) or [""])
+    if not whole.calls and not reasons:
+        assert whole.text == text
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("hermes", 'x <tool_call>{"name": "weather", "argu'),
+        ("hermes", 'x <tool_call>{"name": "weather"}}</tool_call> more <tool_'),
+        ("hermes", '<tool_call>{"name": "unknown", "arguments": {}}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "weather", "arguments": [1]}</tool_call>'),
+        ("hermes", "<tool_call>" + "[" * 3000 + "</tool_call>"),
+        ("pythonic", "[weather(1)]"),
+        ("pythonic", "[__import__('os').system('x')]"),
+        ("pythonic", "[" + "(" * 3000),
+        ("pythonic", "[weather(x={1: {2}})]"),
+        ("llama3_json", '{"answer": 42} '),
+        ("mistral", "[TOOL_CALLS]weather[ARGS]{"),
+        ("qwen3_xml", "<tool_call><function=weather>"[:-1]),
+    ],
+)
+def test_what_is_no_call_is_text_once(name: str, text: str) -> None:
+    assert take_apart(Parsing(FORMATS[name], FUNCTIONS), [text]) == Piece(text)
+
+
+def test_thoughts_are_kept_apart() -> None:
+    parsing = Parsing(FORMATS["hermes"], FUNCTIONS, reasons=True)
+    call = '<tool_call>{"name": "weather", "arguments": {}}</tool_call>'
+    whole = take_apart(parsing, [f"<think>\nhm, <tool_call> \n</think>\n\nSo: {call}\n"])
+    assert whole == Piece("So:", "hm, <tool_call>", [Call("weather", "{}")])
+    begun = Parsing(reasons=True, is_thinking=True)
+    assert take_apart(begun, ["hm\n</th", "ink>\n\nYes\n no "]) == Piece("Yes\n no", "hm")
+    assert take_apart(begun, ["cut of"]) == Piece("", "cut of")
+    assert take_apart(Parsing(reasons=True), ["plain \n"]) == Piece("plain \n")
+
+
+def test_formats_are_recognised() -> None:
+    assert find_format(TEMPLATE) is FORMATS["hermes"]
+    assert find_format("... <tool_call>\n<function=example>") is FORMATS["qwen3_xml"]
+    assert find_format("{{ '[TOOL_CALLS]' }}") is FORMATS["mistral"]
+    assert find_format("{{ messages }}") is None
+    assert choose_format("pythonic", TEMPLATE) is FORMATS["pythonic"]
+
+
+# Through HTTP
+
+
+@asynccontextmanager
+async def scripted(folder: Path, text: str, template: str = TEMPLATE, **config: Any) -> AsyncIterator[Served]:
+    tokenizer = Tokenizer.load(tokenizer_folders.byte_level(folder, template), probe=False)
+    engine = FakeEngine(
+        say(tokenizer, text), eos_token_ids=frozenset({tokenizer.eos_token_id or 0}), max_model_len=2048
+    )
+    with refuse_blocking():
+        async with serve(engine, tokenizer, **config) as served:
+            yield served
+
+
+def client_of(served: Served) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0, timeout=120)
+
+
+def ask(**fields: Any) -> dict[str, Any]:
+    messages = [{"role": "user", "content": "Weather?"}]
+    return {"model": MODEL, "messages": messages, "tools": TOOLS, "max_tokens": 300, **fields}
+
+
+TWO = 'Wait.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Rome", "days": 2}}\n</tool_call>\n' + (
+    '<tool_call>\n{"name": "time.now", "arguments": {"zone": "UTC"}}\n</tool_call>'
+)
+
+
+async def test_calls_as_the_official_client_sees_them(tmp_path: Path) -> None:
+    async with scripted(tmp_path, TWO) as served, client_of(served) as client:
+        answer = await client.chat.completions.create(**ask())
+        choice = answer.choices[0]
+        assert choice.finish_reason == "tool_calls" and choice.message.content == "Wait."
+        calls = choice.message.tool_calls or []
+        assert [(call.function.name, json.loads(call.function.arguments)) for call in calls] == [
+            ("weather", {"city": "Rome", "days": 2}),
+            ("time.now", {"zone": "UTC"}),
+        ]
+        assert len({call.id for call in calls}) == 2 and all(call.id.startswith("call_") for call in calls)
+        async with client.chat.completions.stream(**ask()) as stream:
+            kinds = [event.type async for event in stream]
+            final = await stream.get_final_completion()
+        assert kinds.count("tool_calls.function.arguments.done") == 2
+        streamed = final.choices[0]
+        assert streamed.finish_reason == "tool_calls" and streamed.message.content == "Wait."
+        assert [call.function.arguments for call in streamed.message.tool_calls or []] == [
+            call.function.arguments for call in calls
+        ]
+        prompt = served.engine.requests[0].prompt_token_ids
+        assert '"city"' in served.app.state.context.tokenizer.decode(prompt)
+
+
+async def test_the_deltas_of_a_stream(tmp_path: Path) -> None:
+    """An index always, id and name once; no chunk without anything in it."""
+    async with scripted(tmp_path, TWO) as served, httpx.AsyncClient(base_url=served.url) as client:
+        answer = await client.post("/v1/chat/completions", json=ask(stream=True))
+    chunks = [json.loads(line[6:]) for line in answer.text.split("\n\n") if line.startswith("data: {")]
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    assert deltas[0]["role"] == "assistant"
+    calls = [call for delta in deltas for call in delta.get("tool_calls", ())]
+    assert [call["index"] for call in calls] == [0, 1] and all(call["type"] == "function" for call in calls)
+    assert "".join(delta.get("content") or "" for delta in deltas) == "Wait."
+    assert all(delta for delta in deltas[:-1]) and chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
+
+
+async def test_one_call_where_one_is_wanted(tmp_path: Path) -> None:
+    """The request ends in the engine with its first call."""
+    async with scripted(tmp_path, TWO) as served, client_of(served) as client:
+        answer = await client.chat.completions.create(**ask(parallel_tool_calls=False, stop=["never"]))
+        assert [call.function.name for call in answer.choices[0].message.tool_calls or []] == ["weather"]
+        assert answer.choices[0].finish_reason == "tool_calls"
+        assert len(served.engine.aborts) == 1
+
+
+async def test_malformed_calls_are_text(tmp_path: Path) -> None:
+    text = 'So <tool_call>{"name": "weather", "arguments": {'
+    async with scripted(tmp_path, text) as served, client_of(served) as client:
+        answer = await client.chat.completions.create(**ask())
+        assert answer.choices[0].message.content == text and answer.choices[0].message.tool_calls is None
+        assert answer.choices[0].finish_reason == "stop"
+        none = await client.chat.completions.create(**ask(tool_choice="none"))
+        assert none.choices[0].message.content == text
+
+
+async def test_thoughts_go_under_both_names(tmp_path: Path) -> None:
+    template = TEMPLATE + "{% if false %}</think>{% endif %}"
+    async with scripted(tmp_path, "<think>hm</think>\n\nYes", template) as served, client_of(served) as client:
+        answer = await client.chat.completions.create(**ask(tools=[]))
+        message = answer.choices[0].message
+        extra = message.model_extra or {}
+        assert message.content == "Yes" and extra["reasoning"] == extra["reasoning_content"] == "hm"
+        stream = await client.chat.completions.create(**ask(tools=[], stream=True))
+        deltas = [chunk.choices[0].delta async for chunk in stream]
+        assert "".join((delta.model_extra or {}).get("reasoning", "") for delta in deltas) == "hm"
+        assert "".join(delta.content or "" for delta in deltas) == "Yes"
+
+
+async def test_past_calls_reach_the_template_as_objects(tmp_path: Path) -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
+    messages = [
+        {"role": "user", "content": "Weather?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "Sun"},
+    ]
+    async with scripted(tmp_path, "Sunny") as served, client_of(served) as client:
+        await client.chat.completions.create(**ask(messages=messages))
+        text = served.app.state.context.tokenizer.decode(served.engine.requests[0].prompt_token_ids)
+        assert '"arguments": {"city": "Rome"}' in text and "Sun" in text
+        call["function"]["arguments"] = "no object"  # type: ignore[index]
+        with pytest.raises(openai.BadRequestError) as caught:
+            await client.chat.completions.create(**ask(messages=messages))
+        assert caught.value.param == "messages[1].tool_calls[0].function.arguments"
+
+
+REFUSED: list[tuple[dict[str, Any], str, str]] = [
+    ({"tools": [], "tool_choice": "auto"}, "tool_choice", "only allowed with"),
+    ({"tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice.function.name", "not among"),
+    ({"tool_choice": "always"}, "tool_choice", "Invalid"),
+    ({"tools": [*TOOLS, TOOLS[0]]}, "tools", "same name"),
+    ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "Invalid"),
+    ({"tools": [{"type": "retrieval"}]}, "tools[0].type", "Invalid"),
+    ({"response_format": {"type": "json_object"}}, "response_format", "together with 'tools'"),
+    ({"extra_body": {"chat_template_kwargs": {"chat_template": "x"}}}, "chat_template_kwargs.chat_template", "Unknown"),
+]
+
+
+async def test_what_is_refused_names_its_parameter(tmp_path: Path) -> None:
+    async with scripted(tmp_path, "x") as served, client_of(served) as client:
+        for fields, param, word in REFUSED:
+            with pytest.raises(openai.BadRequestError) as caught:
+                await client.chat.completions.create(**ask(**fields))
+            assert caught.value.param == param and word in str(caught.value), (fields, caught.value)
+        assert not served.engine.requests
+
+
+async def test_models_that_call_nothing_say_so(tmp_path: Path) -> None:
+    deaf = TEMPLATE.replace("tools", "gadgets")
+    unknown = TEMPLATE.replace("tool_call>", "x>")
+    cases = [(deaf, {}, "does not take tools"), (unknown, {}, "--tool-parser")]
+    cases += [(TEMPLATE, {"tool_parser": "pythonic"}, "but not required")]
+    for number, (template, config, word) in enumerate(cases):
+        folder = tmp_path / str(number)
+        async with scripted(folder, "x", template, **config) as served, client_of(served) as client:
+            with pytest.raises(openai.BadRequestError, match=word):
+                await client.chat.completions.create(**ask(tool_choice="required"))
+            await client.chat.completions.create(**ask(tool_choice="none"))
+
+
+async def test_required_calls_are_valid_at_any_temperature(tmp_path: Path) -> None:
+    """The demo model, which has never seen a tool, must call one."""
+    config = EngineConfig(
+        device="cpu", dtype="float32", num_gpu_blocks_override=160, profile_seconds=0.0, profile_dir=str(tmp_path),
+        max_num_seqs=16, max_num_batched_tokens=256, slo="ttft_p99=100s,tbt_p99=10s",
+    )  # fmt: skip
+    plan = plan_launch(config)
+    template = "{{ tools | tojson | length }}<tool_call>{{ messages[0].content }}"
+    tokenizer = Tokenizer.load(plan.folder, template, probe=False)
+    engine = build_engine(config, plan)
+    schemas = {each.name: each.parameters for each in FUNCTIONS}
+    hot: dict[str, Any] = {"temperature": 2.0, "max_tokens": 100}
+    async with serve(engine, tokenizer, None, served_model_name=(MODEL,)) as served, client_of(served) as client:
+        for seed in range(3):
+            answer = await client.chat.completions.create(**ask(tool_choice="required", seed=seed, n=2, **hot))
+            for choice in answer.choices:
+                if choice.finish_reason == "length":
+                    continue
+                assert choice.finish_reason == "tool_calls" and choice.message.content is None
+                for call in choice.message.tool_calls or []:
+                    schema = dict(schemas[call.function.name])
+                    jsonschema_rs.validator_for(schema).validate(json.loads(call.function.arguments))
+        named = {"type": "function", "function": {"name": "time.now"}}
+        answer = await client.chat.completions.create(
+            **ask(tool_choice=named, parallel_tool_calls=False, seed=random.Random(1).randint(0, 99), **hot)
+        )
+        assert [call.function.name for call in answer.choices[0].message.tool_calls or []] == ["time.now"]
+        broken = [{"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}]
+        with pytest.raises(openai.BadRequestError, match="not") as caught:
+            await client.chat.completions.create(**ask(tools=broken, tool_choice="required"))
+        assert caught.value.param == "tools"
