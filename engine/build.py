@@ -64,6 +64,8 @@ def plan_launch(config: EngineConfig) -> LaunchPlan:
     folder = resolve_model(config)
     spec = load_spec(folder)
     backend = find_backend(config.device)
+    if config.quantization != "none" and backend.name != "cpu":
+        raise ConfigError(f"--quantization {config.quantization} runs on a CPU only: say --device cpu, or none")
     dtype, note = (config.dtype, None) if config.dtype != "auto" else backend.choose_dtype(spec, config)
     refusal = backend.refusal(spec, dtype)
     slow = f"slow attention by torch's own operators: {refusal}" if refusal else None
@@ -80,7 +82,8 @@ def plan_launch(config: EngineConfig) -> LaunchPlan:
             num_units=0,
             block_size=config.block_size,
         ),
-        weight_bytes=spec.num_parameters * torch_dtype(dtype).itemsize,
+        weight_bytes=memory.weight_bytes(spec, torch_dtype(dtype), config.quantization),
+        quantization=config.quantization,
         memory_utilization=config.gpu_memory_utilization,
         notes=tuple(each for each in (note, slow) if each),
     )
@@ -164,7 +167,7 @@ def profile_key(plan: LaunchPlan) -> ProfileKey:
     return ProfileKey(
         name,
         find_backend(plan.device).fingerprint(plan),
-        plan.dtype,
+        plan.precision,
         metadata.version("tidemill"),
         str(plan.limits.padding),
     )
@@ -250,7 +253,7 @@ def _info(plan: LaunchPlan) -> EngineInfo:
         vocab_size=plan.spec.vocab_size,
         eos_token_ids=plan.spec.eos_token_ids,
         architecture=plan.architecture,
-        dtype=plan.dtype,
+        dtype=plan.precision,
         device=plan.device,
         num_parameters=plan.spec.num_parameters,
         cache_tokens=plan.limits.num_units // UNITS_PER_BLOCK * plan.limits.block_size,

@@ -24,6 +24,11 @@ class EngineConfig:
     cpu_kernels: str = _flag(
         "auto", "on a CPU: our native kernels where they were built and pass their test, or torch's", ("auto", "torch")
     )
+    quantization: str = _flag(
+        "none",
+        "int8: linear layers on 8-bit integers, weights rounded once and inputs in every step (on a CPU)",
+        ("none", "int8"),
+    )
     threads: int | None = _flag(None, "processor threads of a step on a CPU (default: one per core)")
     load_format: str = _flag("auto", "dummy: random weights for benchmarks", ("auto", "safetensors", "dummy"))
     max_model_len: int | None = _flag(None, "longest prompt plus output, tokens (default: the model's)")
@@ -65,6 +70,8 @@ class EngineConfig:
         _check_reserve(self.reserve, self.chunked_prefill)
         if self.block_size & (self.block_size - 1):
             raise ConfigError(f"--block-size must be a power of two, not {self.block_size}")
+        if self.quantization != "none" and self.hidden_cache:
+            raise ConfigError("--quantization does not go with --hidden-cache: K and V restored would be others")
         if not 0.0 <= self.swap_space <= 65536.0:
             raise ConfigError(f"--swap-space must be between 0 and 65536 GiB, not {self.swap_space}")
         if not 0.0 < self.gpu_memory_utilization <= 1.0:

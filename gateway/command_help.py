@@ -44,7 +44,7 @@ FLAGS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "enable_prefix_caching",
         ),
     ),
-    ("steps", ("max_num_seqs", "max_num_batched_tokens", "chunked_prefill", "threads", "cpu_kernels")),
+    ("steps", ("max_num_seqs", "max_num_batched_tokens", "chunked_prefill", "threads", "cpu_kernels", "quantization")),
     ("latency profile", ("profile_dir", "profile_seconds")),
     ("network and access", ("host", "port", "api_key", "api_key_file", "allowed_host", "max_body_bytes")),
     ("files, batches and logs", ("state_dir", "request_log", "log_level", "shutdown_timeout")),

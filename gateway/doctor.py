@@ -35,7 +35,7 @@ def report_launch(plan: Any, name: str) -> list[str]:
     about = "about " if plan.device == "cuda" else ""
     return [
         line("model", f"{name}: {plan.architecture}, {plan.spec.num_parameters:,} parameters"),
-        line("", f"{plan.dtype} on {plan.device}, weights {size(plan.weight_bytes)}"),
+        line("", f"{plan.precision} on {plan.device}, weights {size(plan.weight_bytes)}"),
         line("cache", f"{about}{tokens:,} tokens ({plan.num_blocks:,} blocks of {plan.limits.block_size})"),
         line("context", f"{plan.limits.max_model_len:,} tokens"),
         *(line("note", note) for note in plan.notes),

@@ -77,6 +77,33 @@ void check_linear() {
     tm_team_delete(team);
 }
 
+void check_integers() {
+    void *team = tm_team_new(3, nullptr, 0);
+    for (int32_t level = 0; level < TM_BF16; level++)
+        for (int32_t int8 : {TM_WORDS, TM_BYTES}) {
+            if (!tm_has_int8(level, int8)) continue;
+            for (int64_t n : {1, 31, 100})
+                for (int64_t k : {1, 33, 96})
+                    for (int64_t rows : {1, 5, 13, 50}) {
+                        const int64_t stride = (k + 31) / 32 * 32;
+                        std::vector<int8_t> values(size_t(n * k), 127);
+                        std::vector<float> scales(size_t(n), 2.f), x(size_t(rows * stride)), out(size_t(rows * n));
+                        for (int64_t r = 0; r < rows; r++)
+                            for (int64_t i = 0; i < k; i++) x[size_t(r * stride + i)] = 127;
+                        std::vector<char> panels(size_t(tm_int8_bytes(n, k)));
+                        tm_pack_int8(n, k, 0, values.data(), scales.data(), panels.data());
+                        tm_op op{};
+                        op.kind = TM_LINEAR, op.int8 = int8, op.n = n, op.k = k, op.in_stride = stride, op.out_stride = n;
+                        op.in = x.data(), op.weight = panels.data(), op.out = out.data();
+                        require(tm_linear(level, TM_FLOAT32, &op, rows, team) == TM_DONE, "integers");
+                        for (float each : out) require(each == float(2 * 127 * 127 * k), "product of integers");
+                        tm_unpack_int8(n, k, 0, panels.data(), values.data(), scales.data());
+                        for (int8_t each : values) require(each == 127, "integers back");
+                    }
+        }
+    tm_team_delete(team);
+}
+
 }  // namespace
 
 int main(int count, char **) {
@@ -86,6 +113,7 @@ int main(int count, char **) {
     for (int i = 0; i < 20; i++) team.resize(1 + i % 5), check_jobs(team, 5);
     second.join();
     check_linear();
+    check_integers();
     if (count == 1) {  // not where a sanitizer cannot follow a fork
         const pid_t child = fork();
         check_jobs(team, 50);

@@ -12,11 +12,14 @@ import torch
 from driver import outputs_of
 
 from engine.api import EngineRequest, FinishReason, SamplingParams
-from engine.build import build_engine, plan_launch, resolve_model
+from engine.build import build_engine, plan_launch, profile_key, resolve_model
 from engine.config import EngineConfig
 from engine.errors import ConfigError, ModelLoadError
 from engine.execution import memory
+from engine.execution.cuda.backend import CudaBackend
 from engine.machine import Processor, read_processor
+from engine.models.quantized import make_quantized
+from engine.models.weights import DummyTensors, build_weights
 
 DEMO = EngineConfig(device="cpu", dtype="float32", num_gpu_blocks_override=40, profile_seconds=0.0)
 
@@ -111,6 +114,39 @@ def test_the_cache_takes_its_share_of_what_the_weights_leave(tmp_path: Path, mon
     monkeypatch.setattr(memory, "available_memory", lambda: weights // 2)
     with pytest.raises(ConfigError, match="no memory is left for the cache"):
         plan_launch(config)
+
+
+# ---- quantization
+
+
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+async def test_a_model_on_integers_answers_and_says_what_it_is(kernels: str) -> None:
+    config = replace(DEMO, quantization="int8", cpu_kernels=kernels)
+    plan = plan_launch(config)
+    assert plan.precision == "float32, int8 layers"
+    assert profile_key(plan) != profile_key(plan_launch(DEMO))
+    assert len(await answer(config, (5, 6, 7), 4)) == 4
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_bytes_of_quantised_weights_are_those_that_are_kept(tmp_path: Path, tied: bool) -> None:
+    folder = shape(tmp_path, tie_word_embeddings=tied)
+    plan = plan_launch(EngineConfig(model=str(folder), device="cpu", dtype="float32", quantization="int8"))
+    weights = build_weights(plan.spec, DummyTensors(0, torch.float32, torch.device("cpu")), make_quantized)
+    kept = weights.embedding.nbytes + weights.final_norm.weight.nbytes
+    layers = [weights.head]
+    for layer in weights.layers:
+        layers += [layer.qkv, layer.out, layer.up, layer.down]
+        kept += layer.input_norm.weight.nbytes + layer.post_norm.weight.nbytes
+    assert plan.weight_bytes == kept + sum(each.out_features * (each.in_features + 8) for each in layers)
+
+
+def test_where_quantization_does_not_apply_it_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="--quantization does not go with --hidden-cache"):
+        EngineConfig(quantization="int8", hidden_cache=True)
+    monkeypatch.setattr("engine.build.find_backend", lambda _name: CudaBackend())
+    with pytest.raises(ConfigError, match="--quantization int8 runs on a CPU only"):
+        plan_launch(EngineConfig(quantization="int8"))
 
 
 # ---- type and device

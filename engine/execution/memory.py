@@ -27,6 +27,20 @@ def unit_bytes(spec: ModelSpec, block_size: int, dtype: torch.dtype) -> int:
     return spec.num_layers * block_size * spec.num_kv_heads * spec.head_dim * dtype.itemsize
 
 
+def weight_bytes(spec: ModelSpec, dtype: torch.dtype, quantization: str) -> int:
+    """All weights. Quantised, a linear layer's are bytes, with a scale and a sum of 4 bytes for each output; its bias,
+    norms and embeddings stay in `dtype`, a tied head beside its embedding."""
+    if quantization == "none":
+        return spec.num_parameters * dtype.itemsize
+    hidden, ffn = spec.hidden_size, spec.intermediate_size
+    up = ffn * (2 if spec.gated_mlp else 1)
+    layers = ((spec.q_size + 2 * spec.kv_size, hidden), (hidden, spec.q_size), (up, hidden), (hidden, ffn))
+    head = (spec.vocab_size, hidden)
+    every = [*layers * spec.num_layers, head]
+    dense = sum(n * k for n, k in every) - (spec.vocab_size * hidden if spec.tie_word_embeddings else 0)
+    return sum(n * (k + 8) for n, k in every) + (spec.num_parameters - dense) * dtype.itemsize
+
+
 def scratch_bytes(spec: ModelSpec, block_size: int, dtype: torch.dtype, scratch_blocks: int) -> int:
     """K and V of so many blocks in one layer: every layer uses the same."""
     return scratch_blocks * UNITS_PER_BLOCK * unit_bytes(spec, block_size, dtype) // spec.num_layers

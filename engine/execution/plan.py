@@ -12,9 +12,9 @@ class LaunchPlan:
     """`device`: the name of the backend; `dtype`: type of weights and cache. `cache_bytes` of device memory for the
     cache and the units in `limits` are estimates where only the loaded weights show what is left.
 
-    `memory_utilization`: share of a GPU's memory to use. `host_units` of the host tier; `scratch_blocks`: how many
-    blocks a step may run from hidden state. `kernels`: what steps on a CPU run by, once known. `notes`: decisions that
-    a user may not expect, one sentence each.
+    `quantization` of the linear layers. `memory_utilization`: share of a GPU's memory to use. `host_units` of the host
+    tier; `scratch_blocks`: how many blocks a step may run from hidden state. `kernels`: what steps on a CPU run by,
+    once known. `notes`: decisions that a user may not expect, one sentence each.
     """
 
     folder: Path
@@ -30,6 +30,12 @@ class LaunchPlan:
     host_units: int = 0
     scratch_blocks: int = 0
     kernels: str = "torch"
+    quantization: str = "none"
+
+    @property
+    def precision(self) -> str:
+        """What weights, activations and cache are kept in, to tell."""
+        return self.dtype if self.quantization == "none" else f"{self.dtype}, {self.quantization} layers"
 
     @property
     def num_blocks(self) -> int:

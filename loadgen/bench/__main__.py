@@ -13,6 +13,7 @@ BENCHES = {
     "pressure": "loadgen.bench.pressure",
     "accuracy": "loadgen.bench.accuracy",
     "control-plane": "loadgen.bench.control_plane",
+    "quantization": "loadgen.bench.quantization",
     "planning": "loadgen.bench.planning",
     "sim-vs-live": "loadgen.bench.sim_vs_live",
 }

@@ -20,6 +20,7 @@ from engine.execution.runner import Runner
 from engine.machine import memcpy_rate, read_processor
 from engine.models.decoder import Decoder
 from engine.models.linear import MakeLinear, make_linear
+from engine.models.quantized import make_quantized
 from engine.models.spec import ModelSpec
 from engine.models.weights import ModelWeights, torch_dtype
 from predictor.limits import NO_PADDING, Padding
@@ -63,13 +64,15 @@ class CpuBackend:
     ) -> tuple[LaunchPlan, MakeLinear]:
         _use_cores(config.threads)
         if config.cpu_kernels == "torch":
-            return plan, make_linear
-        native = start(torch.get_num_threads(), torch_dtype(plan.dtype))
+            return plan, _by_torch(plan)
+        int8 = plan.quantization != "none"
+        native = start(torch.get_num_threads(), torch_dtype(plan.dtype), int8=int8)
         if isinstance(native, str):
             say(f"steps run by torch's own operators: {native}{openmp.after_all(config, os.environ)}")
-            return plan, make_linear
+            return plan, _by_torch(plan)
         say(f"steps run by native kernels ({native.level.name}) on {native.team.threads} threads")
-        return replace(plan, kernels=f"native {native.level.name}"), native.linear
+        make = native.int8_linear if int8 else native.linear
+        return replace(plan, kernels=f"native {native.level.name}"), make
 
     def make_runner(self, plan: LaunchPlan, weights: ModelWeights) -> Runner[Any]:
         decoder, hidden, host = Decoder(plan.spec, weights), plan.scratch_blocks, plan.host_units
@@ -77,6 +80,10 @@ class CpuBackend:
             native = weights.head.native
             return Runner(NativeDevice(decoder, native, plan.limits, scratch_blocks=hidden, host_units=host))
         return Runner(TorchDevice(decoder, plan.limits, scratch_blocks=hidden, host_units=host))
+
+
+def _by_torch(plan: LaunchPlan) -> MakeLinear:
+    return make_linear if plan.quantization == "none" else make_quantized
 
 
 def _runs_natively(config: EngineConfig) -> bool:

@@ -22,7 +22,7 @@ from engine.execution.cpu.native import LIBRARY, is_built
 
 logger = logging.getLogger(__name__)
 
-_ABI = 1
+_ABI = 2
 _ERROR_BYTES = 256
 
 
@@ -47,6 +47,14 @@ class Kind(enum.IntEnum):
     ATTEND = 6
     MERGE = 7
     BEST = 8
+    QUANTIZE = 9
+
+
+class Int8(enum.IntEnum):
+    """How a linear layer computes with integers of 8 bits: by pairs of 16 bits, which every level has, or of bytes."""
+
+    WORDS = 1
+    BYTES = 2
 
 
 class Epilogue(enum.IntEnum):
@@ -125,6 +133,7 @@ class Library:
     def _declare(self) -> None:
         error = (c_char_p, c_int64)
         weight = (c_int32, c_int64, c_int64, c_int32, c_void_p, c_void_p)
+        integers = (c_int64, c_int64, c_int32, c_void_p, c_void_p, c_void_p)
         calls: dict[str, tuple[object, tuple[object, ...]]] = {
             "tm_abi": (c_int32, ()),
             "tm_struct_bytes": (c_int64, (c_int32,)),
@@ -142,6 +151,10 @@ class Library:
             "tm_packed_bytes": (c_int64, (c_int32, c_int64, c_int64)),
             "tm_pack": (None, weight),
             "tm_unpack": (None, weight),
+            "tm_has_int8": (c_int32, (c_int32, c_int32)),
+            "tm_int8_bytes": (c_int64, (c_int64, c_int64)),
+            "tm_pack_int8": (None, integers),
+            "tm_unpack_int8": (None, integers),
         }
         for name, (result, arguments) in calls.items():
             call = getattr(self._calls, name)
@@ -165,6 +178,24 @@ class Library:
         weight = torch.empty(shape, dtype=dtype)
         self._calls.tm_unpack(TYPES[dtype], *shape, halves, panels.data_ptr(), weight.data_ptr())
         return weight
+
+    def int8(self, level: Level) -> Int8:
+        """The fastest way for integers of 8 bits at a level."""
+        return Int8.BYTES if self._calls.tm_has_int8(level, Int8.BYTES) else Int8.WORDS
+
+    def pack_int8(self, values: Tensor, scales: Tensor, halves: bool) -> Tensor:
+        """values [n, k] int8 and scales [n] float32 -> panels, bytes."""
+        n, k = values.shape
+        panels = torch.empty(self._calls.tm_int8_bytes(n, k), dtype=torch.uint8)
+        rows, each = values.contiguous(), scales.contiguous()
+        self._calls.tm_pack_int8(n, k, halves, rows.data_ptr(), each.data_ptr(), panels.data_ptr())
+        return panels
+
+    def unpack_int8(self, panels: Tensor, shape: tuple[int, int], halves: bool) -> tuple[Tensor, Tensor]:
+        """The values and scales that were packed."""
+        values, scales = torch.empty(shape, dtype=torch.int8), torch.empty(shape[0])
+        self._calls.tm_unpack_int8(*shape, halves, panels.data_ptr(), values.data_ptr(), scales.data_ptr())
+        return values, scales
 
     def linear(self, level: Level, dtype: torch.dtype, op: Op, rows: int, team: "Team") -> None:
         """One linear layer: `rows` of op.input to op.out. Raises StepError if a size is wrong."""

@@ -6,7 +6,8 @@ One copy of a weight serves both: what the tape does not do yet (hidden state), 
 import torch
 from torch import Tensor
 
-from engine.execution.cpu.native.library import Epilogue, Kind, Level, Library, Op, Team, activation_dtype
+from engine.execution.cpu.native.library import Epilogue, Int8, Kind, Level, Library, Op, Team, activation_dtype
+from engine.models.quantized import quantize_weight
 
 PAD = 32
 """Inputs are padded to a multiple of this many, and so are the rows of a buffer."""
@@ -40,15 +41,22 @@ class Native:
         """A layer of these threads; drop the weight afterwards."""
         return NativeLinear(self, weight, bias, gated)
 
+    def int8_linear(self, weight: Tensor, bias: Tensor | None = None, *, gated: bool = False) -> "NativeInt8":
+        """A layer that computes with integers of 8 bits."""
+        return NativeInt8(self, quantize_weight(weight), bias, weight.dtype, gated)
+
 
 class NativeLinear:
     """weight [n, k] and bias [n] in panels. `gated`: two halves of outputs (gate, up), whose panels are interleaved."""
 
     def __init__(self, native: Native, weight: Tensor, bias: Tensor | None, gated: bool = False) -> None:
-        self.out_features, self.in_features = weight.shape
-        self.gated = gated
-        self.dtype = weight.dtype
+        self._become(native, weight.shape, weight.dtype, bias, gated)
         self.panels = native.library.pack(weight, gated)
+
+    def _become(self, native: Native, shape: torch.Size, dtype: torch.dtype, bias: Tensor | None, gated: bool) -> None:
+        self.out_features, self.in_features = shape
+        self.gated = gated
+        self.dtype = dtype
         self.bias = None if bias is None else bias.float().contiguous()
         self.native = native
 
@@ -86,3 +94,52 @@ class NativeLinear:
         weight = self.native.library.unpack(self.panels, shape, self.dtype, self.gated)
         bias = None if self.bias is None else self.bias[first:].to(self.dtype)
         return (weight if first == 0 else weight[first:].clone()), bias
+
+
+class NativeInt8(NativeLinear):
+    """The same on integers: values [n, k] int8 and scales [n], rows rounded to integers in every call. Twin:
+    `engine.models.quantized.QuantizedLinear`. `kind`: the fastest at the level if None."""
+
+    def __init__(
+        self,
+        native: Native,
+        weight: tuple[Tensor, Tensor],
+        bias: Tensor | None,
+        dtype: torch.dtype,
+        gated: bool = False,
+        kind: Int8 | None = None,
+    ) -> None:
+        values, scales = weight
+        self._become(native, values.shape, dtype, bias, gated)
+        self.panels = native.library.pack_int8(values, scales, gated)
+        self.kind = native.library.int8(native.level_for(dtype)) if kind is None else kind
+
+    def op(self, epilogue: Epilogue = Epilogue.PLAIN) -> Op:
+        op = super().op(epilogue)
+        op.int8 = self.kind
+        return op
+
+    def quantize_op(self, epilogue: Epilogue = Epilogue.PLAIN) -> Op:
+        """What goes in front of `op`, without its rows: these to integers."""
+        stride, logits = stride_of(self.in_features), epilogue is Epilogue.LOGITS
+        return Op(
+            kind=Kind.QUANTIZE,
+            int8=self.kind,
+            epilogue=Epilogue.LOGITS if logits else Epilogue.PLAIN,
+            k=self.in_features,
+            in_stride=stride,
+            out_stride=stride,
+        )
+
+    def outputs_from(self, first: int) -> "NativeInt8":
+        values, scales = self._integers()
+        bias = None if self.bias is None else self.bias[first:]
+        return NativeInt8(self.native, (values[first:], scales[first:]), bias, self.dtype, kind=self.kind)
+
+    def dense_from(self, first: int) -> tuple[Tensor, Tensor | None]:
+        values, scales = self._integers()
+        bias = None if self.bias is None else self.bias[first:].to(self.dtype)
+        return (values[first:].float() * scales[first:, None]).to(self.dtype), bias
+
+    def _integers(self) -> tuple[Tensor, Tensor]:
+        return self.native.library.unpack_int8(self.panels, (self.out_features, self.in_features), self.gated)

@@ -100,7 +100,9 @@ class NativeModel:
 
     def _make_room(self, max_tokens: int) -> None:
         self._max_tokens = max_tokens
-        self._buffers = Buffers(self._spec, activation_dtype(self._level), max_tokens, self._max_samples)
+        self._buffers = Buffers(
+            self._spec, activation_dtype(self._level), max_tokens, self._max_samples, int8=self._weights.has_int8
+        )
         ops = compose(self._spec, self._weights, self._buffers)
         self._tape = Tape(self.native.library, self._shape(), ops)
 

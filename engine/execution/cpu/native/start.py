@@ -15,6 +15,7 @@ from engine.execution.pool import UnitPool
 from engine.execution.rows import RowTable
 from engine.models.decoder import Decoder
 from engine.models.heads import Heads
+from engine.models.quantized import make_quantized
 from engine.models.spec import ModelSpec, spec_from_config
 from engine.models.weights import DummyTensors, LayerWeights, ModelWeights, build_weights
 from predictor.limits import Limits
@@ -41,8 +42,9 @@ _CONFIG = {
 }
 
 
-def start(threads: int, dtype: torch.dtype, found: Library | str | None = None) -> Native | str:
-    """The library at the best level for models of this type, or why steps run by torch. `found`: as `load` gives it."""
+def start(threads: int, dtype: torch.dtype, found: Library | str | None = None, *, int8: bool = False) -> Native | str:
+    """The library at the best level for models of this type, or why steps run by torch. `found`: as `load` gives it;
+    `int8`: layers on integers are asked for, too."""
     library = load() if found is None else found
     if isinstance(library, str):
         return library
@@ -51,7 +53,8 @@ def start(threads: int, dtype: torch.dtype, found: Library | str | None = None) 
         native = Native(library, level, team)
         if native.level_for(dtype) != level:
             continue
-        if not (wrong := self_test(native, dtype)):
+        wrong = self_test(native, dtype) or (int8_test(native, dtype) if int8 else "")
+        if not wrong:
             return native
         logger.warning("native kernels of level %s are not used: %s", level.name, wrong)
     return "the native kernels fail their test on this processor"
@@ -70,6 +73,16 @@ def self_test(native: Native, dtype: torch.dtype) -> str:
     error = float((logits - expected).square().mean().sqrt())
     allowed = 2.0 * float(torch.finfo(dtype).eps) * 8 + 1e-5
     return "" if error <= allowed else f"logits are {error:.1e} beside those of torch"
+
+
+def int8_test(native: Native, dtype: torch.dtype) -> str:
+    """Compare layers on integers with their twin in torch. What is wrong, or an empty string."""
+    generator = torch.Generator().manual_seed(0)
+    for rows, n, k in ((1, 40, 96), (13, 64, 33)):
+        x, weight = (torch.randn(count, k, generator=generator).to(dtype) for count in (rows, n))
+        if not torch.equal(native.int8_linear(weight)(x), make_quantized(weight)(x)):
+            return "products of integers are others than those of torch"
+    return ""
 
 
 def _typed(native: Native, spec: ModelSpec, dtype: torch.dtype) -> ModelWeights:

@@ -7,7 +7,7 @@ into its first linear layer.
 import torch
 
 from engine.execution.cpu.native.library import Epilogue, Kind, Op
-from engine.execution.cpu.native.linear import NativeLinear, rows_for, stride_of
+from engine.execution.cpu.native.linear import NativeInt8, NativeLinear, rows_for, stride_of
 from engine.execution.cpu.native.weights import NativeLayer, NativeNorm, NativeWeights
 from engine.models.spec import ModelSpec
 
@@ -22,7 +22,7 @@ _ACTIVATIONS = {
 class Buffers:
     """Rows of a step's `tokens`, and of the `samples` among them. Zero at first, so that padding is and stays zero."""
 
-    def __init__(self, spec: ModelSpec, dtype: torch.dtype, tokens: int, samples: int) -> None:
+    def __init__(self, spec: ModelSpec, dtype: torch.dtype, tokens: int, samples: int, *, int8: bool) -> None:
         def rows(width: int, count: int = tokens) -> torch.Tensor:
             return torch.zeros(rows_for(count), stride_of(width), dtype=dtype)
 
@@ -33,6 +33,11 @@ class Buffers:
         self.attended = rows(spec.q_size)
         self.inner = rows(spec.intermediate_size)
         self.last = rows(hidden, samples)
+        widest = max(
+            hidden, spec.q_size, spec.intermediate_size
+        )  # rows of integers have the strides of what they round
+        count = max(rows_for(tokens), rows_for(samples)) if int8 else 0
+        self.integers, self.scales = torch.zeros(count * stride_of(widest), dtype=torch.int16), torch.zeros(count)
         self.angles = torch.zeros(tokens, spec.rope.rotary_dim) if spec.rope else None
 
 
@@ -56,7 +61,7 @@ class _Composer:
             ops += self._mlp(layer)
         last = self._norm(self._weights.final_norm, at.last, added=True)
         last.kind = Kind.GATHER_NORM
-        return [*ops, last, _linear(self._weights.head, at.last, None, Epilogue.LOGITS), Op(kind=Kind.BEST)]
+        return [*ops, last, *self._linear(self._weights.head, at.last, None, Epilogue.LOGITS), Op(kind=Kind.BEST)]
 
     def _embed(self) -> Op:
         positions = self._weights.positions
@@ -79,11 +84,11 @@ class _Composer:
         attend.out_stride = merge.out_stride = at.attended.stride(0)
         return [
             self._norm(layer.input_norm, at.normed, added=index > 0),
-            _linear(layer.qkv, at.normed, at.qkv),
+            *self._linear(layer.qkv, at.normed, at.qkv),
             rope,
             attend,
             merge,
-            _linear(layer.out, at.attended, at.delta),
+            *self._linear(layer.out, at.attended, at.delta),
         ]
 
     def _mlp(self, layer: NativeLayer) -> list[Op]:
@@ -93,8 +98,8 @@ class _Composer:
         norm = self._norm(layer.post_norm, at.normed, added=True)
         if spec.parallel_residual:  # both branches see the same rows
             norm.input = norm.other = None
-        up = _linear(layer.up, at.normed, at.inner, _ACTIVATIONS[spec.activation])
-        return [norm, up, _linear(layer.down, at.inner, result)]
+        up = self._linear(layer.up, at.normed, at.inner, _ACTIVATIONS[spec.activation])
+        return [norm, *up, *self._linear(layer.down, at.inner, result)]
 
     def _norm(self, norm: NativeNorm, out: torch.Tensor, *, added: bool) -> Op:
         at = self._at
@@ -112,12 +117,21 @@ class _Composer:
             eps=self._spec.norm_eps,
         )
 
-
-def _linear(
-    layer: NativeLinear, rows: torch.Tensor, out: torch.Tensor | None, epilogue: Epilogue = Epilogue.PLAIN
-) -> Op:
-    op = layer.op(epilogue)
-    op.input = rows.data_ptr()
-    assert op.in_stride == rows.stride(0) and (out is None or op.out_stride == out.stride(0))
-    op.out = None if out is None else out.data_ptr()
-    return op
+    def _linear(
+        self,
+        layer: NativeLinear,
+        rows: torch.Tensor,
+        out: torch.Tensor | None,
+        epilogue: Epilogue = Epilogue.PLAIN,
+    ) -> list[Op]:
+        op = layer.op(epilogue)
+        assert op.in_stride == rows.stride(0) and (out is None or op.out_stride == out.stride(0))
+        op.input = rows.data_ptr()
+        op.out = None if out is None else out.data_ptr()
+        if not isinstance(layer, NativeInt8):
+            return [op]
+        integers = layer.quantize_op(epilogue)
+        integers.input, integers.out = op.input, self._at.integers.data_ptr()
+        integers.residual = op.scales = self._at.scales.data_ptr()
+        op.input = integers.out
+        return [integers, op]

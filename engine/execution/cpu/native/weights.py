@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from engine.execution.cpu.native.linear import Native, NativeLinear
+from engine.execution.cpu.native.linear import Native, NativeInt8, NativeLinear
 from engine.models.linear import Linear
 from engine.models.spec import ModelSpec
 from engine.models.weights import LayerWeights, ModelWeights, Norm
@@ -42,6 +42,7 @@ class NativeWeights:
         self.layers = [self._layer(layer, spec.gated_mlp) for layer in weights.layers]
         self.final_norm = self._norm(weights.final_norm)
         self.head = self._linear(weights.head)
+        self.has_int8 = any(isinstance(each, NativeInt8) for each in (self.head, *(layer.qkv for layer in self.layers)))
 
     def _layer(self, layer: LayerWeights, gated: bool) -> NativeLayer:
         return NativeLayer(

@@ -5,12 +5,14 @@
 
 #include <stdint.h>
 
-#define TM_ABI 1
+#define TM_ABI 2
 
 enum tm_level : int32_t { TM_AVX2, TM_AVX512, TM_BF16, TM_AMX, TM_LEVELS };
 enum tm_type : int32_t { TM_FLOAT32, TM_FLOAT16, TM_BFLOAT16 };
-enum tm_kind : int32_t { TM_EMBED, TM_ANGLES, TM_NORM, TM_GATHER_NORM, TM_LINEAR, TM_ROPE_KV, TM_ATTEND, TM_MERGE, TM_BEST, TM_KINDS };
+enum tm_kind : int32_t { TM_EMBED, TM_ANGLES, TM_NORM, TM_GATHER_NORM, TM_LINEAR, TM_ROPE_KV, TM_ATTEND, TM_MERGE, TM_BEST, TM_QUANTIZE, TM_KINDS };
 enum tm_epilogue : int32_t { TM_PLAIN, TM_SWIGLU, TM_GELU, TM_GELU_TANH, TM_RELU, TM_LOGITS };
+// How a linear layer computes with integers of 8 bits: not at all, by pairs of 16 bits (any level), by products of bytes.
+enum tm_int8 : int32_t { TM_NO_INT8, TM_WORDS, TM_BYTES };
 enum tm_result : int32_t { TM_DONE, TM_TOO_MANY, TM_BAD_CHUNK, TM_BAD_TOKEN, TM_BAD_BLOCK, TM_NO_MEMORY };
 
 // The model, as far as operations need to know it. `max_tokens`, `max_samples`: rows of the buffers of the operations.
@@ -35,6 +37,9 @@ struct tm_shape {
 //   ROPE_KV      norms (weight [heads + kv_heads, head_dim] or NULL) and rotates q and k of `out` in place by the angles in
 //                `in`, writes k and v to the pool
 //   ATTEND       q of in -> out [tokens, heads * head_dim]; MERGE joins the parts of contexts that were split
+//   QUANTIZE     rows of `in` to integers in `out`, their scales to `residual`, float [rows]; LOGITS: rows that sample. With
+//                `int8` a LINEAR layer reads these: in, scales, a weight of tm_pack_int8; int8 of both is the same. Strides
+//                in elements, for which 2 bytes are enough
 //   BEST         the largest logit of every row that samples, and its lowest id
 struct tm_op {
     int32_t kind, epilogue, layer, halves;
@@ -66,6 +71,7 @@ extern "C" {
 int32_t tm_abi(void);
 int64_t tm_struct_bytes(int32_t which);  // 0 shape, 1 op, 2 step: what library.py must agree with
 int32_t tm_has_level(int32_t level);     // whether processor and system can run it
+int32_t tm_has_int8(int32_t level, int32_t int8);
 
 // Threads that work on steps, the caller's included. They start with the first step and sleep between steps.
 void *tm_team_new(int32_t threads, char *error, int64_t size);
@@ -81,13 +87,19 @@ int32_t tm_tape_run(void *tape, void *team, const struct tm_step *step);  // tm_
 // Seconds that the operations of each kind took, summed over runs since the last call; [TM_KINDS].
 void tm_tape_seconds(void *tape, double *seconds);
 
-// One linear layer on its own: in and out as in tm_op, `rows` of them.
+// One linear layer on its own: in and out as in tm_op, `rows` of them. With op->int8 `in` are activations all the same, and
+// `scales` is not used.
 int32_t tm_linear(int32_t level, int32_t type, const struct tm_op *op, int64_t rows, void *team);
 
 // Weights [n, k], row-major, to panels and back. `halves`: outputs i and n / 2 + i lie side by side.
 int64_t tm_packed_bytes(int32_t type, int64_t n, int64_t k);
 void tm_pack(int32_t type, int64_t n, int64_t k, int32_t halves, const void *from, void *to);
 void tm_unpack(int32_t type, int64_t n, int64_t k, int32_t halves, const void *from, void *to);
+
+// The same of integers -127 .. 127 with a scale for each output.
+int64_t tm_int8_bytes(int64_t n, int64_t k);
+void tm_pack_int8(int64_t n, int64_t k, int32_t halves, const int8_t *from, const float *scales, void *to);
+void tm_unpack_int8(int64_t n, int64_t k, int32_t halves, const void *from, int8_t *to, float *scales);
 
 #pragma GCC visibility pop
 #ifdef __cplusplus

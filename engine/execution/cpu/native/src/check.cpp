@@ -30,6 +30,8 @@ std::string check_linear(const tm_op &op) {
     if (!is_size(op.n) || !is_size(op.k)) return "a linear layer without inputs or outputs";
     if (op.in_stride < round_up(op.k, K_STEP)) return "rows of a linear layer's input are not padded";
     if (op.halves && op.n % 2) return "halves of an odd number of outputs";
+    if (op.int8 < TM_NO_INT8 || op.int8 > TM_BYTES) return "unknown kind of integers";
+    if (op.int8 && op.k > MOST_INT8_INPUTS) return "too many inputs for integers";
     if (op.epilogue < TM_PLAIN || op.epilogue > TM_LOGITS) return "unknown epilogue";
     if (op.epilogue == TM_SWIGLU && !op.halves) return "SwiGLU needs a weight packed in halves";
     if (op.halves && op.epilogue != TM_SWIGLU && op.epilogue != TM_PLAIN) return "halves with another epilogue than SwiGLU";
@@ -42,7 +44,6 @@ std::string check_linear(const tm_op &op) {
 std::string check_op(const tm_op &op, const tm_shape &s) {
     const int64_t width = (s.heads + 2 * s.kv_heads) * s.head_dim;
     if (op.layer < 0 || op.layer >= s.layers) return "no such layer";
-    if (op.int8) return "int8 weights are not supported by this level";
     switch (op.kind) {
         case TM_EMBED:
             return op.weight && op.out && op.out_stride >= s.hidden && op.n >= 0 ? "" : "embedding: weight, out or its stride";
@@ -51,7 +52,10 @@ std::string check_op(const tm_op &op, const tm_shape &s) {
         case TM_GATHER_NORM:
             if (op.other && !op.in) return "norm: a second addend without a first";
             return is_size(op.k) && op.weight && op.out && op.residual && op.in_stride >= op.k && op.out_stride >= op.k ? "" : "norm: a pointer or stride";
-        case TM_LINEAR: return check_linear(op);
+        case TM_LINEAR: return op.int8 && !op.scales ? "a linear layer on integers without their scales" : check_linear(op);
+        case TM_QUANTIZE:
+            if (op.int8 != TM_WORDS && op.int8 != TM_BYTES) return "unknown kind of integers";
+            return is_size(op.k) && op.in && op.out && op.residual && least(op.in_stride, op.out_stride) >= round_up(op.k, K_STEP) ? "" : "integers: a pointer or stride";
         case TM_ROPE_KV: return op.out && op.out_stride >= width && (op.in || !s.rotary_dim) ? "" : "rope: out, its stride, or angles";
         case TM_ATTEND:
             return op.in && op.out && op.in_stride >= width && op.out_stride >= s.heads * s.head_dim ? "" : "attention: a pointer or stride";

@@ -47,7 +47,26 @@ int highest_level() {
     return tiles && tiles_granted() ? TM_AMX : TM_BF16;
 }
 
+struct ByteProducts { bool wide, narrow; };  // in AVX-512, in AVX2
+
+ByteProducts byte_products() {
+    const bool vnni = bit(cpuid(7, 0).c, 11);
+#ifdef TIDE_EMULATE
+    return {vnni, vnni};
+#endif
+    return {vnni, bit(cpuid(7, 1).a, 4)};
+}
+
 }  // namespace
+
+const Integers *integers_of(int32_t level, int32_t type, int32_t int8) {
+    static const ByteProducts products = byte_products();
+    if (!kernels_of(level, type)) return nullptr;
+    const bool wide = level >= TM_AVX512, narrow = level >= TM_BF16;
+    if (int8 == TM_WORDS) return wide ? avx512_words(type, narrow) : avx2_words(type);
+    if (int8 != TM_BYTES || !(wide ? products.wide : products.narrow)) return nullptr;
+    return wide ? avx512_bytes(type, narrow) : avx2_bytes(type);
+}
 
 const Kernels *kernels_of(int32_t level, int32_t type) {
     static const int highest = highest_level();

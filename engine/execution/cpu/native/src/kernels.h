@@ -17,12 +17,16 @@ constexpr int64_t SPLIT = 512;      // most keys of a decode that one task takes
 constexpr int64_t MANY = 8;         // queries of a chunk from which attention works in tiles
 constexpr int64_t TILE_KEYS = 64;   // keys that a tile of queries takes at a time
 constexpr int64_t TILE_ROWS = 96;   // (query, head) pairs of such a tile, about
+constexpr int64_t INT8_HEAD = 2 * 4 * PANEL;  // bytes in front of a panel of integers: scales, and sums of its weights
+constexpr int64_t MOST_INT8_INPUTS = 65536;   // of which a sum of products of bytes fits in 32 bits
 constexpr int64_t PARTIAL = 16;     // floats in front of a head's partial result: its maximum and its sum
 
 inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 inline int64_t round_up(int64_t a, int64_t b) { return divide_up(a, b) * b; }
 inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 inline int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
+
+inline int64_t int8_panel_bytes(int64_t k) { return INT8_HEAD + round_up(k, K_STEP) * PANEL; }
 
 struct Span { int64_t first, last; };
 
@@ -79,7 +83,18 @@ struct Kernels {
     void (*leave)();
 };
 
-// NULL: there is none for this type.
+// Linear layers on integers. `element_bytes`: of an input, as `quantize` writes and `linear` reads them.
+struct Integers {
+    int64_t element_bytes;
+    void (*quantize)(const tm_op &, Span rows);
+    void (*linear)(const tm_op &, Span rows, Span panels, float *logits, int64_t logits_stride, Best best);
+};
+
+// NULL: there is none for this type. `narrow`: activations are bfloat16.
+const Integers *avx2_words(int32_t type);
+const Integers *avx2_bytes(int32_t type);
+const Integers *avx512_words(int32_t type, bool narrow);
+const Integers *avx512_bytes(int32_t type, bool narrow);
 const Kernels *avx2_kernels(int32_t type);
 const Kernels *avx512_kernels(int32_t type);
 const Kernels *bf16_kernels(int32_t type);

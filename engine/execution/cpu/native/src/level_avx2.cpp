@@ -15,9 +15,11 @@ namespace {
 #include "epilogue.h"
 #include "linear.h"
 #include "attention.h"
+#include "linear_int8.h"
 #include "level.h"
 }  // namespace
 
 const Kernels *avx2_kernels(int32_t type) { return float_kernels("avx2", type); }
+const Integers *avx2_words(int32_t type) { return float_integers(type); }
 }  // namespace tide
 TIDE_TARGET_END

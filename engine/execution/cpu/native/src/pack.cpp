@@ -14,6 +14,9 @@ inline int64_t place(int32_t type, int64_t output, int64_t input) {
     return input / 32 * 1024 + output / 16 * 512 + input % 32 / 2 * 32 + output % 16 * 2 + input % 2;
 }
 
+// The same of integers, behind the panel's head.
+inline int64_t place_int8(int64_t output, int64_t input) { return input / 4 * (4 * PANEL) + output * 4 + input % 4; }
+
 // The output of the weight that is number `i` of a panel; -1: padding.
 inline int64_t output_of(int64_t panel, int64_t i, int64_t n, bool halves) {
     if (!halves) return panel * PANEL + i < n ? panel * PANEL + i : -1;
@@ -55,6 +58,39 @@ void pack(int32_t type, int64_t n, int64_t k, bool halves, const void *from, voi
 void unpack(int32_t type, int64_t n, int64_t k, bool halves, const void *from, void *to) {
     if (type == TM_FLOAT32) copy<uint32_t, true>(type, n, k, halves, (uint32_t *)to, (uint32_t *)from);
     else copy<uint16_t, true>(type, n, k, halves, (uint16_t *)to, (uint16_t *)from);
+}
+
+int64_t int8_bytes(int64_t n, int64_t k) { return divide_up(n, PANEL) * int8_panel_bytes(k); }
+
+void pack_int8(int64_t n, int64_t k, bool halves, const int8_t *from, const float *scales, void *to) {
+    memset(to, 0, size_t(int8_bytes(n, k)));
+    for (int64_t panel = 0; panel < num_panels(n, halves); panel++) {
+        char *at = (char *)to + panel * int8_panel_bytes(k);
+        for (int64_t i = 0; i < PANEL; i++) {
+            const int64_t output = output_of(panel, i, n, halves);
+            if (output < 0) continue;
+            int32_t sum = 0;
+            for (int64_t j = 0; j < k; j++) {
+                const int8_t weight = from[output * k + j];
+                sum += weight;
+                at[INT8_HEAD + place_int8(i, j)] = char(weight);
+            }
+            ((float *)at)[i] = scales[output];
+            ((int32_t *)at)[PANEL + i] = 128 * sum;
+        }
+    }
+}
+
+void unpack_int8(int64_t n, int64_t k, bool halves, const void *from, int8_t *to, float *scales) {
+    for (int64_t panel = 0; panel < num_panels(n, halves); panel++) {
+        const char *at = (const char *)from + panel * int8_panel_bytes(k);
+        for (int64_t i = 0; i < PANEL; i++) {
+            const int64_t output = output_of(panel, i, n, halves);
+            if (output < 0) continue;
+            for (int64_t j = 0; j < k; j++) to[output * k + j] = int8_t(at[INT8_HEAD + place_int8(i, j)]);
+            scales[output] = ((const float *)at)[i];
+        }
+    }
 }
 
 }  // namespace tide

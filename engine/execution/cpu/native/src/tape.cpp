@@ -38,11 +38,12 @@ int64_t scratch_bytes(const tm_shape &s) {
     return most(most(decode, tile), columns) * int64_t(sizeof(float)) + 4096;
 }
 
-LinearCut::LinearCut(const tm_op &op, int64_t rows, int64_t activation_bytes, int threads)
+LinearCut::LinearCut(const tm_op &op, int64_t rows, const Kernels &kernels, const Integers *integers, int threads)
     : rows(rows), panels(divide_up(op.n, PANEL)) {
+    const int64_t activation_bytes = integers ? integers->element_bytes : kernels.activation_bytes, weight_bytes = integers ? 1 : 2;
     const int64_t third = cache_bytes() / 3, depth = round_up(op.k, K_STEP);
     row_block = least(rows, most(48, third / (depth * activation_bytes) / 48 * 48));
-    const int64_t fit = most(1, third / (depth * PANEL * 2)), even = panels / (threads * CHUNKS);
+    const int64_t fit = most(1, third / (depth * PANEL * weight_bytes)), even = panels / (threads * CHUNKS);
     group = most(1, least(row_block < rows ? fit : MOST_PANELS, most(even, row_block < rows ? 4 : 1)));
     while (chunks() > Team::MAX_CHUNKS) row_block *= 2, group *= 2;
 }
@@ -58,7 +59,8 @@ Span LinearCut::panels_of(int64_t chunk) const {
 
 Tape::Tape(const tm_shape &shape, const tm_op *ops, int64_t count, const Kernels &kernels)
     : shape_(shape), inverse_frequencies_(shape.inverse_frequencies, shape.inverse_frequencies + shape.rotary_dim / 2),
-      ops_(ops, ops + count), kernels_(kernels), plan_(shape_) {
+      ops_(ops, ops + count), kernels_(kernels), integers_{}, plan_(shape_) {
+    for (int32_t int8 : {TM_WORDS, TM_BYTES}) integers_[int8] = integers_of(shape.level, shape.type, int8);
     shape_.inverse_frequencies = inverse_frequencies_.data();
 }
 
@@ -102,7 +104,7 @@ int64_t Tape::chunks_of(const tm_op &op, int threads) {
         case TM_LINEAR: {
             rows = op.epilogue == TM_LOGITS ? samples : tokens;
             if (rows == 0) return 0;
-            cut_.assign(1, LinearCut(op, rows, kernels_.activation_bytes, threads));
+            cut_.assign(1, LinearCut(op, rows, kernels_, integers(op), threads));
             if (op.epilogue == TM_LOGITS) {
                 best_chunks_ = cut_[0].groups();
                 chunk_best_.assign(size_t(best_chunks_ * rows), -INFINITY);
@@ -118,6 +120,7 @@ int64_t Tape::chunks_of(const tm_op &op, int threads) {
         case TM_BEST: return samples > 0;
         case TM_MERGE: rows = plan_.num_slots ? tokens : 0; break;
         case TM_GATHER_NORM: rows = samples; break;
+        case TM_QUANTIZE: rows = op.epilogue == TM_LOGITS ? samples : tokens; break;
         default: break;
     }
     rows_per_chunk_ = most(1, least(LARGE_ROWS, rows / (threads * 4)));
@@ -141,6 +144,7 @@ void Tape::run(int64_t index, int64_t chunk, int thread) {
         case TM_LINEAR: return run_linear(op, chunk);
         case TM_ATTEND: return attend(op, chunk, thread);
         case TM_BEST: return take_best();
+        case TM_QUANTIZE: return integers(op)->quantize(op, rows_of(chunk, op.epilogue == TM_LOGITS ? view.samples : view.tokens));
     }
 }
 
@@ -151,7 +155,8 @@ void Tape::run_linear(const tm_op &op, int64_t chunk) {
         const size_t first = size_t(chunk % cut.groups() * cut.rows);
         best = {&chunk_best_[first], &chunk_best_id_[first]};
     }
-    kernels_.linear(op, cut.rows_of(chunk), cut.panels_of(chunk), plan_.view.logits, plan_.view.logits_stride, best);
+    const auto linear = op.int8 ? integers(op)->linear : kernels_.linear;
+    linear(op, cut.rows_of(chunk), cut.panels_of(chunk), plan_.view.logits, plan_.view.logits_stride, best);
 }
 
 void Tape::attend(const tm_op &op, int64_t chunk, int thread) {

@@ -12,6 +12,7 @@
 namespace tide {
 
 const Kernels *kernels_of(int32_t level, int32_t type);  // NULL: no such kernels, or not on this processor
+const Integers *integers_of(int32_t level, int32_t type, int32_t int8);
 std::string check_shape(const tm_shape &shape);          // what is wrong, or empty
 std::string check_op(const tm_op &op, const tm_shape &shape);
 std::string check_linear(const tm_op &op);
@@ -21,7 +22,7 @@ std::string check_linear(const tm_op &op);
 struct LinearCut {
     int64_t rows, row_block, panels, group;
 
-    LinearCut(const tm_op &op, int64_t rows, int64_t activation_bytes, int threads);
+    LinearCut(const tm_op &op, int64_t rows, const Kernels &kernels, const Integers *integers, int threads);
     int64_t groups() const { return divide_up(panels, group); }
     int64_t chunks() const { return divide_up(rows, row_block) * groups(); }
     Span rows_of(int64_t chunk) const;
@@ -43,6 +44,7 @@ public:
 private:
     int64_t chunks_of(const tm_op &op, int threads);
     Span rows_of(int64_t chunk, int64_t count) const;
+    const Integers *integers(const tm_op &op) const { return integers_[op.int8]; }
     void run_linear(const tm_op &op, int64_t chunk);
     void attend(const tm_op &op, int64_t chunk, int thread);
     void take_best();
@@ -52,6 +54,7 @@ private:
     std::vector<float> inverse_frequencies_;
     std::vector<tm_op> ops_;
     const Kernels &kernels_;
+    const Integers *integers_[3];  // by tm_int8
     Plan plan_;
     int threads_ = 1;
     int64_t rows_per_chunk_ = 1, pieces_per_chunk_ = 1, best_chunks_ = 0;

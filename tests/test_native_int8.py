@@ -1,0 +1,222 @@
+"""Linear layers on integers of 8 bits: kernels against the twin in torch, and whole models against both."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from native_build import build, library_of, native_library
+from test_native_model import Bench, load
+from test_native_ops import native_of, random, run_linear, tiny_shape
+from test_runner import reference_logits
+from tiny_models import FAMILY_CASES, model_folder
+from torch import Tensor
+from torch.nn import functional
+
+from engine.errors import ConfigError
+from engine.execution.cpu.native.library import Epilogue, Int8, Kind, Level, Library, Op, Tape, Team
+from engine.execution.cpu.native.linear import Native, NativeInt8
+from engine.execution.cpu.native.start import int8_test, start
+from engine.models.checkpoint import load_weights
+from engine.models.decoder import Decoder
+from engine.models.loader import load_weights
+from engine.models.quantized import QuantizedLinear, make_quantized, quantize_rows, quantize_weight
+
+pytestmark = pytest.mark.timeout(900)  # the first test may have to build the library
+
+BF16 = torch.bfloat16
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+KINDS = [
+    *itertools.product((Level.AVX2, Level.AVX512), FLOATS, Int8),
+    *itertools.product((Level.BF16, Level.AMX), (BF16,), Int8),
+]
+
+
+def native_with(level: Level, dtype: torch.dtype, kind: Int8) -> Native:
+    """Where the processor has no such products, from a library that emulates them."""
+    native = native_of(level, dtype)
+    if native.library.int8(level) >= kind:
+        return native
+    if Level.AVX512 not in native.library.levels():
+        pytest.skip("no AVX-512 to emulate with")
+    library = Library(build("-DTIDE_EMULATE"))
+    if library.int8(level) < kind:
+        pytest.skip("no products of bytes here")
+    return Native(library, level, Team(library, 2))
+
+
+# ---- what integers stand for
+
+
+def test_integers_are_the_nearest_and_zero_is_zero() -> None:
+    x = random(20, 300)
+    x[3] = 0.0
+    values, scales = quantize_rows(x)
+    assert values.abs().max() == 127 and not values[3].any() and scales[3] == 0
+    assert bool(((values * scales[:, None] - x).abs() <= scales[:, None] * 0.5001).all())
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_row_that_is_not_finite_spoils_itself_alone(bad: float) -> None:
+    x = random(4, 64)
+    layer = QuantizedLinear.of(random(8, 64, seed=1), None)
+    expected = layer(x)
+    x[2, 5] = bad
+    result = layer(x)
+    assert bool(result[2].isnan().all())
+    assert torch.equal(result[[0, 1, 3]], expected[[0, 1, 3]])
+
+
+def test_a_weight_that_is_not_finite_is_refused() -> None:
+    weight = random(8, 64)
+    weight[1, 1] = math.inf
+    with pytest.raises(ValueError, match="not finite"):
+        quantize_weight(weight)
+
+
+def test_a_part_of_the_outputs_is_that_part() -> None:
+    layer, x = QuantizedLinear.of(random(30, 64, seed=1), random(30, seed=2)), random(5, 64)
+    assert torch.equal(layer.outputs_from(11)(x), layer(x)[:, 11:])
+    dense, bias = layer.dense_from(0)
+    assert bias is not None and float((dense - random(30, 64, seed=1)).abs().max()) < 0.02
+    assert layer(torch.empty(0, 64)).shape == (0, 30)
+
+
+# ---- kernels
+
+
+SIZES = [(1, 64, 96), (2, 31, 40), (5, 100, 32), (13, 7, 33), (33, 200, 130), (50, 64, 1536)]
+
+
+@pytest.mark.parametrize(("level", "dtype", "kind"), KINDS)
+@pytest.mark.parametrize(("rows", "n", "k"), SIZES)
+def test_products_are_those_of_the_twin_to_the_last_bit(
+    level: Level, dtype: torch.dtype, kind: Int8, rows: int, n: int, k: int
+) -> None:
+    native = native_with(level, dtype, kind)
+    weight, x = random(n, k, seed=1, dtype=dtype), random(rows, k, dtype=dtype)
+    x[0] *= 40.0
+    integers = quantize_weight(weight)
+    layer, twin = NativeInt8(native, integers, None, dtype, kind=kind), QuantizedLinear(*integers, None, dtype)
+    assert torch.equal(layer(x), twin(x))
+    bias = random(n, seed=2, dtype=dtype)
+    layer, twin = NativeInt8(native, integers, bias, dtype, kind=kind), QuantizedLinear(*integers, bias, dtype)
+    torch.testing.assert_close(layer(x), twin(x), rtol=torch.finfo(dtype).eps, atol=1e-5)
+
+
+@pytest.mark.parametrize(("level", "dtype", "kind"), KINDS)
+@pytest.mark.parametrize("k", [4096, 65536])
+def test_the_largest_sums_do_not_overflow(level: Level, dtype: torch.dtype, kind: Int8, k: int) -> None:
+    """Everything at the ends of the range, where pairs of products in 16 bits would saturate."""
+    native = native_with(level, dtype, kind)
+    values = torch.full((40, k), 127, dtype=torch.int8)
+    values[1], values[2, ::2] = -127, -127
+    layer = NativeInt8(native, (values, torch.full((40,), 2.0**-7)), None, dtype, kind=kind)
+    x = torch.full((3, k), 127.0 / 1024).to(dtype)
+    x[1] = -x[1]
+    assert torch.equal(layer(x), QuantizedLinear(values, torch.full((40,), 2.0**-7), None, dtype)(x))
+
+
+@pytest.mark.parametrize(("level", "dtype", "kind"), KINDS)
+@pytest.mark.parametrize("bias", [False, True])
+def test_swiglu(level: Level, dtype: torch.dtype, kind: Int8, bias: bool) -> None:
+    native = native_with(level, dtype, kind)
+    weight, x = random(80, 64, seed=1, dtype=dtype) / 4, random(17, 64, dtype=dtype)
+    integers, biases = quantize_weight(weight), random(80, seed=2, dtype=dtype) if bias else None
+    layer = NativeInt8(native, integers, biases, dtype, True, kind)
+    gate, up = QuantizedLinear(*integers, biases, dtype)(x).double().chunk(2, -1)
+    expected = functional.silu(gate) * up
+    allowed = 8 * torch.finfo(dtype).eps * (expected.abs() + 1)
+    assert bool(((run_linear(native, layer, x, Epilogue.SWIGLU) - expected).abs() <= allowed).all())
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_packed_integers_can_be_had_back(gated: bool) -> None:
+    native = native_of(Level.AVX2, torch.float32)
+    integers, bias, x = quantize_weight(random(70, 45)), random(70), random(3, 45)
+    layer = NativeInt8(native, integers, bias, torch.float32, gated)
+    assert all(torch.equal(*pair) for pair in zip(layer._integers(), integers, strict=True))
+    assert torch.equal(layer.outputs_from(30)(x), layer(x)[:, 30:])
+    dense, _ = layer.dense_from(3)
+    assert torch.equal(dense, (integers[0].float() * integers[1][:, None])[3:])
+
+
+@pytest.mark.parametrize("kind", Int8)
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_what_is_not_finite_stays_in_its_row(kind: Int8, bad: float) -> None:
+    native = native_with(Level.AVX2, BF16, kind)
+    layer = NativeInt8(native, quantize_weight(random(50, 64, dtype=BF16)), None, BF16, kind=kind)
+    x = random(20, 64, seed=1, dtype=BF16)
+    expected = layer(x)
+    x[7, 3] = bad
+    result = layer(x)
+    assert bool(result[7].isnan().all())
+    kept = torch.arange(20) != 7
+    assert torch.equal(result[kept], expected[kept])
+
+
+@pytest.mark.parametrize(
+    ("op", "named"),
+    [
+        (Op(kind=Kind.QUANTIZE), "integers"),
+        (Op(kind=Kind.QUANTIZE, int8=1, k=8, in_stride=8), "integers"),
+        (Op(kind=Kind.LINEAR, int8=1, n=8, k=8, in_stride=32), "scales"),
+        (Op(kind=Kind.LINEAR, int8=3, n=8, k=8, in_stride=32, scales=8), "kind of integers"),
+        (Op(kind=Kind.LINEAR, int8=2, n=8, k=65568, in_stride=65568, scales=8), "too many inputs"),
+    ],
+)
+def test_a_wrong_operation_is_refused_by_name(op: Op, named: str) -> None:
+    with pytest.raises(ConfigError, match=f"operation 0.*{named}"):
+        Tape(library_of(Level.AVX2), tiny_shape(), [op])
+
+
+# ---- whole models
+
+
+def divergence(exact: Tensor, other: Tensor) -> float:
+    """Mean KL divergence of distributions [T, vocab] from the exact ones, in nats."""
+    p, q = exact.double().log_softmax(-1), other.double().log_softmax(-1)
+    return float((p.exp() * (p - q)).sum(-1).mean())
+
+
+def by_bench(bench: Bench, cuts: tuple[int, ...]) -> Tensor:
+    at, rows = 0, []
+    for length in cuts:
+        logits = bench.step((0, at, length)).logits
+        assert logits is not None
+        rows.append(logits[0])
+        at += length
+    return torch.stack(rows)
+
+
+CUTS = (20, 9, 1, 1, 5, 1, 1, 12, 1, 1)
+
+
+@pytest.mark.parametrize("level", [Level.AVX2, Level.AVX512])
+@pytest.mark.parametrize("name", FAMILY_CASES)
+def test_every_family_is_as_far_from_float32_as_the_twin_is(name: str, level: Level) -> None:
+    spec, dense = load(name)
+    folder = model_folder(name)
+    native = Native(library_of(level), level, Team(library_of(level), 2))
+    ours = load_weights(spec, folder, dtype="float32", make=native.int8_linear)
+    twin = load_weights(spec, folder, dtype="float32", make=make_quantized)
+    bench = Bench(level, spec, ours)
+    logits, ends = by_bench(bench, CUTS), list(itertools.accumulate(CUTS))
+    exact, theirs = (
+        torch.stack([reference_logits(Decoder(spec, weights), bench.ids(0, end)) for end in ends]).view(len(ends), -1)
+        for weights in (dense, twin)
+    )
+    assert 0 < divergence(exact, logits) < 1.2 * divergence(exact, theirs) + 1e-5
+    assert divergence(exact, theirs) < 0.02
+
+
+def test_the_start_finds_a_level_for_integers() -> None:
+    found = start(1, torch.bfloat16, native_library(), int8=True)
+    assert isinstance(found, Native)
+    assert int8_test(found, torch.bfloat16) == ""
+
+
+def test_wrong_products_are_seen_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    native = native_of(Level.AVX2, torch.float32)
+    monkeypatch.setattr("engine.execution.cpu.native.start.make_quantized", lambda weight: make_quantized(weight + 0.1))
+    assert "others than those of torch" in int8_test(native, torch.float32)
