@@ -137,7 +137,7 @@ def build_runner(
         make=make,
     )
     plan = _with_cache(plan, config, backend.cache_bytes(plan, weights))
-    return backend.make_runner(plan, weights), plan
+    return backend.make_runner(config, plan, weights, say)
 
 
 def parse_slo(config: EngineConfig) -> SLO:

@@ -29,7 +29,7 @@ class EngineConfig:
         "int8: linear layers on 8-bit integers, weights rounded once and inputs in every step (on a CPU)",
         ("none", "int8"),
     )
-    threads: int | None = _flag(None, "processor threads of a step on a CPU (default: one per core)")
+    threads: int | None = _flag(None, "processor threads of a step on a CPU (default: measured, at most one per core)")
     load_format: str = _flag("auto", "dummy: random weights for benchmarks", ("auto", "safetensors", "dummy"))
     max_model_len: int | None = _flag(None, "longest prompt plus output, tokens (default: the model's)")
     block_size: int = _flag(16, "tokens in a cache block")

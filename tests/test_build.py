@@ -12,10 +12,12 @@ import torch
 from driver import outputs_of
 
 from engine.api import EngineRequest, FinishReason, SamplingParams
-from engine.build import build_engine, plan_launch, profile_key, resolve_model
+from engine.build import build_engine, build_runner, plan_launch, profile_key, resolve_model
 from engine.config import EngineConfig
 from engine.errors import ConfigError, ModelLoadError
 from engine.execution import memory
+from engine.execution.cpu.native import is_built
+from engine.execution.cpu.native.watched import NativeRunner
 from engine.execution.cuda.backend import CudaBackend
 from engine.machine import Processor, read_processor
 from engine.models.quantized import make_quantized
@@ -114,6 +116,29 @@ def test_the_cache_takes_its_share_of_what_the_weights_leave(tmp_path: Path, mon
     monkeypatch.setattr(memory, "available_memory", lambda: weights // 2)
     with pytest.raises(ConfigError, match="no memory is left for the cache"):
         plan_launch(config)
+
+
+# ---- threads
+
+
+@pytest.mark.skipif(not is_built(), reason="no native kernels here")
+@pytest.mark.parametrize(("threads", "watched"), [(None, True), (2, False), (1, False)])
+def test_threads_are_chosen_by_measuring_unless_they_are_said(
+    threads: int | None, watched: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = torch.get_num_threads()
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    try:
+        torch.set_num_threads(2)
+        lines: list[str] = []
+        config = replace(DEMO, profile_seconds=1.0, threads=threads)
+        runner, plan = build_runner(config, plan_launch(config), lines.append)
+    finally:
+        torch.set_num_threads(before)
+    assert isinstance(runner, NativeRunner) and (runner.watch is not None) == watched
+    assert any("of 2 threads" in line for line in lines) == watched
+    assert plan.threads == threads or (threads is None and plan.threads in (1, 2))
+    assert f"{plan.threads} threads" in profile_key(plan).device
 
 
 # ---- quantization

@@ -19,7 +19,6 @@ from engine.execution.cpu.native.linear import Native, NativeInt8
 from engine.execution.cpu.native.start import int8_test, start
 from engine.models.checkpoint import load_weights
 from engine.models.decoder import Decoder
-from engine.models.loader import load_weights
 from engine.models.quantized import QuantizedLinear, make_quantized, quantize_rows, quantize_weight
 
 pytestmark = pytest.mark.timeout(900)  # the first test may have to build the library

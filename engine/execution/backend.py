@@ -50,8 +50,10 @@ class Backend(Protocol):
     ) -> tuple[LaunchPlan, MakeLinear]:
         """Set this process up, before weights are loaded; gives what makes their linear layers."""
 
-    def make_runner(self, plan: LaunchPlan, weights: ModelWeights) -> Runner[Any]:
-        """The runner that the plan describes. Raises ConfigError."""
+    def make_runner(
+        self, config: EngineConfig, plan: LaunchPlan, weights: ModelWeights, say: Callable[[str], None]
+    ) -> tuple[Runner[Any], LaunchPlan]:
+        """The runner that the plan describes, and the plan with what was measured on it. Raises ConfigError."""
 
 
 BACKENDS: tuple[Backend, ...] = (CudaBackend(), CpuBackend())

@@ -14,7 +14,7 @@ class LaunchPlan:
 
     `quantization` of the linear layers. `memory_utilization`: share of a GPU's memory to use. `host_units` of the host
     tier; `scratch_blocks`: how many blocks a step may run from hidden state. `kernels`: what steps on a CPU run by,
-    once known. `notes`: decisions that a user may not expect, one sentence each.
+    and `threads` how many work on one, once known. `notes`: decisions that a user may not expect, one sentence each.
     """
 
     folder: Path
@@ -30,6 +30,7 @@ class LaunchPlan:
     host_units: int = 0
     scratch_blocks: int = 0
     kernels: str = "torch"
+    threads: int = 0
     quantization: str = "none"
 
     @property

@@ -20,11 +20,9 @@ from engine.models.checkpoint import load_weights
 from engine.models.decoder import Decoder
 from engine.models.heads import Heads
 from engine.models.linear import MakeLinear, make_linear
-from engine.models.loader import load_weights
 from engine.models.quantized import make_quantized
 from engine.models.spec import ModelSpec, load_spec
 from engine.models.weights import LayerWeights, ModelWeights
-from engine.profiling import ShapeRunner
 from engine.text import Tokenizer
 from loadgen.bench.live import CONFIG, make_model_folder
 from loadgen.bench.machine import describe

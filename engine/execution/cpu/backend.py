@@ -11,10 +11,12 @@ from engine import openmp
 from engine.config import EngineConfig
 from engine.execution import memory
 from engine.execution.cpu.device import TorchDevice
+from engine.execution.cpu.native.crew import candidates
 from engine.execution.cpu.native.device import NativeDevice
 from engine.execution.cpu.native.library import load
 from engine.execution.cpu.native.linear import NativeLinear
 from engine.execution.cpu.native.start import start
+from engine.execution.cpu.native.watched import NativeRunner, ThreadWatch, choose_threads
 from engine.execution.plan import LaunchPlan
 from engine.execution.runner import Runner
 from engine.machine import memcpy_rate, read_processor
@@ -54,7 +56,7 @@ class CpuBackend:
 
     def fingerprint(self, plan: LaunchPlan) -> str:
         kernels = "" if plan.kernels == "torch" else f", {plan.kernels}"
-        return f"{read_processor().name}, {torch.get_num_threads()} threads{kernels}"
+        return f"{read_processor().name}, {plan.threads or torch.get_num_threads()} threads{kernels}"
 
     def padding(self, _plan: LaunchPlan) -> Padding:
         return NO_PADDING
@@ -70,16 +72,25 @@ class CpuBackend:
         if isinstance(native, str):
             say(f"steps run by torch's own operators: {native}{openmp.after_all(config, os.environ)}")
             return plan, _by_torch(plan)
-        say(f"steps run by native kernels ({native.level.name}) on {native.team.threads} threads")
+        say(f"steps run by native kernels ({native.level.name})")
         make = native.int8_linear if int8 else native.linear
         return replace(plan, kernels=f"native {native.level.name}"), make
 
-    def make_runner(self, plan: LaunchPlan, weights: ModelWeights) -> Runner[Any]:
+    def make_runner(
+        self, config: EngineConfig, plan: LaunchPlan, weights: ModelWeights, say: Callable[[str], None]
+    ) -> tuple[Runner[Any], LaunchPlan]:
         decoder, hidden, host = Decoder(plan.spec, weights), plan.scratch_blocks, plan.host_units
-        if isinstance(weights.head, NativeLinear):
-            native = weights.head.native
-            return Runner(NativeDevice(decoder, native, plan.limits, scratch_blocks=hidden, host_units=host))
-        return Runner(TorchDevice(decoder, plan.limits, scratch_blocks=hidden, host_units=host))
+        if not isinstance(weights.head, NativeLinear):
+            return Runner(TorchDevice(decoder, plan.limits, scratch_blocks=hidden, host_units=host)), plan
+        native = weights.head.native
+        runner = NativeRunner(NativeDevice(decoder, native, plan.limits, scratch_blocks=hidden, host_units=host))
+        most = native.team.threads
+        if config.threads is not None or most == 1 or config.profile_seconds <= 0:
+            return runner, replace(plan, threads=most)
+        threads, line = choose_threads(runner, plan.limits, plan.spec.vocab_size, most, native.team.resize)
+        say(line)
+        runner.watch = ThreadWatch(candidates(most), threads, native.team.resize)
+        return runner, replace(plan, threads=threads)
 
 
 def _by_torch(plan: LaunchPlan) -> MakeLinear:

@@ -76,11 +76,14 @@ class CudaBackend:
     ) -> tuple[LaunchPlan, MakeLinear]:
         return plan, make_linear
 
-    def make_runner(self, plan: LaunchPlan, weights: ModelWeights) -> Runner[Any]:
+    def make_runner(
+        self, _config: EngineConfig, plan: LaunchPlan, weights: ModelWeights, _say: Callable[[str], None]
+    ) -> tuple[Runner[Any], LaunchPlan]:
         hidden, host = plan.scratch_blocks, plan.host_units
         if self.refusal(plan.spec, plan.dtype) is None:
-            return Runner(_device(plan, weights, graphs=True, scratch_blocks=hidden, host_units=host))
-        return Runner(TorchDevice(Decoder(plan.spec, weights), plan.limits, scratch_blocks=hidden, host_units=host))
+            return Runner(_device(plan, weights, graphs=True, scratch_blocks=hidden, host_units=host)), plan
+        decoder = Decoder(plan.spec, weights)
+        return Runner(TorchDevice(decoder, plan.limits, scratch_blocks=hidden, host_units=host)), plan
 
 
 def kernel_refusal(spec: ModelSpec, dtype: torch.dtype, capability: tuple[int, int]) -> str | None:

@@ -1,0 +1,94 @@
+"""A runner whose number of threads follows what its steps take (`crew`)."""
+
+import logging
+import time
+from collections.abc import Callable
+
+from engine.calibration import ShapeRunner
+from engine.execution.cpu.native.crew import Crew, candidates, choose, measure
+from engine.execution.cpu.native.device import NativeDevice
+from engine.execution.runner import Runner
+from engine.scheduling.output import Collect, ModelRunner, ModelRunnerOutput, SchedulerOutput
+from predictor.limits import UNITS_PER_BLOCK, Limits
+from predictor.sweep import StepShape
+
+logger = logging.getLogger("tidemill.threads")
+
+ROUNDS, SECONDS = 5, 3.0
+DECODES, CONTEXT, PROMPT = 4, 64, 64
+
+
+class ThreadWatch:
+    """Looks at steps that run one at a time and tells `resize` how many threads are to work on the next."""
+
+    def __init__(
+        self,
+        counts: tuple[int, ...],
+        threads: int,
+        resize: Callable[[int], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._resize, self._clock = resize, clock
+        self._crew = Crew(counts, threads, self._tell)
+        self._threads = threads
+        resize(threads)
+
+    def around(self, output: SchedulerOutput, collect: Collect) -> Collect:
+        """`collect` of a step that was launched, with a look at its time. Steps without a prediction, as those of a
+        calibration, teach nothing."""
+
+        def collected() -> ModelRunnerOutput:
+            result = collect()
+            if output.chunks and output.predicted_latency:
+                self._observe(result.latency / output.predicted_latency)
+            return result
+
+        return collected
+
+    def _observe(self, ratio: float) -> None:
+        self._crew.observe(ratio, self._clock())
+        if self._crew.threads != self._threads:
+            self._threads = self._crew.threads
+            self._resize(self._threads)
+
+    def _tell(self, before: int, after: int) -> None:
+        logger.info("%d threads instead of %d work on a step: that takes less now", after, before)
+
+
+class NativeRunner(Runner[NativeDevice]):
+    """A Runner by the native kernels; `watch`: what follows its steps' times, None where the threads are fixed."""
+
+    watch: ThreadWatch | None = None
+
+    def launch(self, output: SchedulerOutput) -> Collect:
+        collect = super().launch(output)
+        return collect if self.watch is None else self.watch.around(output, collect)
+
+
+def choose_threads(
+    runner: ModelRunner,
+    limits: Limits,
+    vocab_size: int,
+    most: int,
+    resize: Callable[[int], None],
+    clock: Callable[[], float] = time.perf_counter,
+) -> tuple[int, str]:
+    """The best count up to `most` for this model now, by a few steps at each, and a line that says why. The runner must
+    be idle, and is idle again afterwards."""
+    room = limits.num_units // UNITS_PER_BLOCK * limits.block_size
+    context = min(CONTEXT, limits.max_model_len, room)
+    decodes = max(1, min(DECODES, limits.max_num_seqs, room // context))
+    prompt = min(PROMPT, context, limits.max_num_batched_tokens)
+    shapes = {"decode": StepShape(decodes, context), "prefill": StepShape(chunks=((0, prompt),))}
+    steps = ShapeRunner(runner, limits, vocab_size)
+
+    def run(threads: int, kind: str) -> float:
+        resize(threads)
+        steps.measure(shapes[kind])  # starts threads and fetches what it needs
+        return steps.measure(shapes[kind])
+
+    times = measure(candidates(most), run, ROUNDS, SECONDS, clock)
+    steps.close()
+    chosen = choose(times)
+    seen = ", ".join(f"{n}: {t.decode * 1e3:.1f} / {t.prefill * 1e3:.1f} ms" for n, t in times.items())
+    return chosen, f"{chosen} of {most} threads work on a step (decodes / prompt with {seen}); watched while serving"
