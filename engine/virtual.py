@@ -15,7 +15,7 @@ from engine.api import EngineRequest, RequestClass, RequestOutput
 from engine.core import EngineCore
 from engine.errors import RetryableError
 from engine.scheduling.output import Collect, ModelRunner, ModelRunnerOutput, SchedulerOutput
-from engine.scheduling.planner import OfflinePlan
+from engine.scheduling.planner import OfflinePlan, whole
 from predictor.features import BatchFeatures
 from predictor.model import LatencyPredictor
 
@@ -153,7 +153,7 @@ class VirtualDriver:
             self._refill()
             output = self._core.schedule(self._now, plan)
             if output is None and self._core.has_offline:
-                output = self._core.schedule(self._now, self._plan())
+                output = self._core.schedule(self._now, whole(self._core.plan_offline(self._now)))
             if output is None:
                 if not self._arrivals:
                     break
@@ -161,20 +161,11 @@ class VirtualDriver:
                 self._arrive()
                 plan = None
                 continue
-            plan = self._plan() if self._core.has_offline else None
+            plan = whole(self._core.plan_offline(self._now)) if self._core.has_offline else None
             self._execute(output)
             run.steps += 1
         run.end = self._now
         return run
-
-    def _plan(self) -> OfflinePlan:
-        slices = self._core.plan_offline(self._now)
-        while True:
-            try:
-                next(slices)
-            except StopIteration as end:
-                plan: OfflinePlan = end.value
-                return plan
 
     def _execute(self, output: SchedulerOutput) -> None:
         result = self._runner.launch(output)()

@@ -22,7 +22,7 @@ from engine.core import EngineCore
 from engine.errors import TidemillError
 from engine.request import Request
 from engine.scheduling.output import Collect, ModelRunner, ModelRunnerOutput, SchedulerOutput
-from engine.scheduling.planner import OfflinePlan
+from engine.scheduling.planner import whole
 
 
 def make_request(
@@ -63,7 +63,7 @@ def picture(core: EngineCore, now: float) -> str:
     ):
         lines.append(f"{title}:")
         lines += [f"  {_portrait(request, now)}" for request in requests]
-    lines.append(f"a fresh plan: {run_plan(core, now)}")
+    lines.append(f"a fresh plan: {whole(core.plan_offline(now))}")
     return "\n".join(lines)
 
 
@@ -78,17 +78,6 @@ def _portrait(request: Request, now: float) -> str:
         f"preempted {request.num_preemptions} times, not before "
         f"{request.not_before - now:+.3f}, arrived {request.times.arrival - now:+.3f}, blocks [{' '.join(held)}]"
     )
-
-
-def run_plan(core: EngineCore, now: float) -> OfflinePlan:
-    """The plan that a planner with all the time it wants would make."""
-    slices = core.plan_offline(now)
-    while True:
-        try:
-            next(slices)
-        except StopIteration as end:
-            plan: OfflinePlan = end.value
-            return plan
 
 
 class Driver:
@@ -125,7 +114,7 @@ class Driver:
         """
         if len(self.in_flight) > self.core.config.pipeline_depth:
             return False
-        output = self.core.schedule(self.now, run_plan(self.core, self.now))
+        output = self.core.schedule(self.now, whole(self.core.plan_offline(self.now)))
         self.core.check_integrity()
         if output is None:
             live = self.in_flight or not self.core.has_requests or self._rest > 0.0

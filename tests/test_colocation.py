@@ -5,7 +5,7 @@ from typing import Any
 
 import hypothesis.strategies as st
 import pytest
-from driver import Driver, make_request, run_plan
+from driver import Driver, make_request
 from fakes.runner import FakeRunner, solo_tokens
 from hypothesis import HealthCheck, given, settings
 
@@ -15,6 +15,7 @@ from engine.errors import QueueFullError
 from engine.request import RequestStatus
 from engine.scheduling.objective import StepObjective
 from engine.scheduling.output import SchedulerOutput
+from engine.scheduling.planner import whole
 from engine.virtual import step_features
 from predictor.budget import BudgetParams
 from predictor.model import LatencyModel
@@ -235,7 +236,7 @@ class Watcher:
         before = {r.request_id: r.num_preemptions for r in due}
         had_online = scheduler.has_online
         oldest = scheduler.running[OFFLINE][:1] or list(scheduler.waiting_offline)[:1]
-        plan = run_plan(driver.core, driver.now)
+        plan = whole(driver.core.plan_offline(driver.now))
         if not driver.launch():
             return
         step = driver.steps[-1]

@@ -2,10 +2,11 @@
 
 import hypothesis.strategies as st
 import pytest
+from core_rules import CoreRules
 from driver import Driver, make_request
 from fakes.runner import FakeRunner, solo_tokens
 from hypothesis import HealthCheck, given, settings
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import initialize, invariant, rule
 
 from engine.api import EngineRequest, FinishReason, RequestClass
 from engine.config import SchedulerConfig
@@ -131,8 +132,10 @@ def test_every_output_equals_the_solo_run(
             assert driver.outputs[request_id] == expected
 
 
-class CoreMachine(RuleBasedStateMachine):
+class CoreMachine(CoreRules):
     """Any order of arrivals, launches, completions, failures and aborts keeps every promise of the core."""
+
+    vocab = VOCAB
 
     @initialize(depth=st.integers(0, 1), seqs=st.integers(1, 4), chunk=st.integers(4, 20), tiers=tiers)
     def start(self, depth: int, seqs: int, chunk: int, tiers: Tiers) -> None:
@@ -144,28 +147,6 @@ class CoreMachine(RuleBasedStateMachine):
         request = build(str(len(self.requests)), shape)
         self.requests[request.request_id] = request
         self.driver.add(request)
-
-    @rule()
-    def launch(self) -> None:
-        self.driver.launch()
-
-    @precondition(lambda self: self.driver.in_flight)
-    @rule()
-    def complete(self) -> None:
-        self.driver.complete()
-
-    @precondition(lambda self: self.driver.in_flight)
-    @rule()
-    def fail(self) -> None:
-        runner = self.driver.runner
-        assert isinstance(runner, FakeRunner)
-        runner.fail_steps = frozenset({self.driver.in_flight[0].step_id})
-        self.driver.complete()
-
-    @precondition(lambda self: self.requests)
-    @rule(data=st.data())
-    def abort(self, data: st.DataObject) -> None:
-        self.driver.abort(data.draw(st.sampled_from(sorted(self.requests))))
 
     @invariant()
     def online_decodes_are_never_forgotten(self) -> None:
@@ -182,16 +163,6 @@ class CoreMachine(RuleBasedStateMachine):
             if due and wanted and request.num_placeholders == 0 and len(self.driver.in_flight) == 1:
                 had_room = request.num_computed_tokens < len(request.cache_map.blocks) * BLOCK
                 assert not had_room or request.last_step == newest.step_id or request.num_output_tokens == 0
-
-    def teardown(self) -> None:
-        if not hasattr(self, "driver"):
-            return
-        self.driver.run()
-        for request_id, request in self.requests.items():
-            final = self.driver.finals[request_id]
-            if final.finish_reason in {FinishReason.STOP, FinishReason.LENGTH}:
-                expected = solo_tokens(list(request.prompt_token_ids), request.sampling, VOCAB)
-                assert self.driver.outputs[request_id] == expected
 
 
 TestCoreMachine = CoreMachine.TestCase

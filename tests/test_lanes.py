@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import hypothesis.strategies as st
 import pytest
-from driver import Driver, make_request, run_plan
+from driver import Driver, make_request
 from fakes.runner import FakeRunner
 from hypothesis import example, given, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -19,6 +19,7 @@ from engine.request import Request, RequestStatus
 from engine.scheduling.fair_share import FairShare
 from engine.scheduling.job_queue import OFFLINE_POLICIES
 from engine.scheduling.offline_queue import LANE_FLOOR, OfflineQueue
+from engine.scheduling.planner import whole
 from engine.service_cost import token_costs
 from predictor.model import LatencyModel
 
@@ -406,7 +407,7 @@ def test_running_flex_gets_its_share_of_a_step_before_batch_lines() -> None:
         driver.step()
     driver.add(spec("flex", lane=Lane.FLEX))
     driver.step()
-    plan = run_plan(driver.core, driver.now)
+    plan = whole(driver.core.plan_offline(driver.now))
     assert plan.chunks[0].request_id == "flex" and len(plan.chunks) > 5
     driver.run()
 

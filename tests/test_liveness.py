@@ -5,7 +5,7 @@ import random
 from dataclasses import replace
 
 import pytest
-from driver import Driver, make_request, run_plan
+from driver import Driver, make_request
 from fakes.runner import FakeRunner, solo_tokens
 
 from engine.api import EngineRequest, Lane, RequestClass, SamplingParams
@@ -17,7 +17,7 @@ from engine.scheduling.draft import StepDraft
 from engine.scheduling.last_resort import LastResort
 from engine.scheduling.objective import StepObjective
 from engine.scheduling.output import Collect, SchedulerOutput
-from engine.scheduling.planner import OfflinePlan, PlannedChunk
+from engine.scheduling.planner import OfflinePlan, PlannedChunk, whole
 from engine.virtual import Arrival, PredictedRunner, VirtualDriver
 from predictor.budget import BudgetParams
 from predictor.model import LatencyModel
@@ -67,7 +67,7 @@ def test_a_prompt_that_fills_the_expected_step_does_not_hide_the_lines_behind_it
     driver.add(make_request("job", [5] * 40, 30, request_class=OFFLINE))
     driver.step()
     driver.add(make_request("on", [1] * 50, 2))
-    assert [chunk.request_id for chunk in run_plan(driver.core, driver.now).chunks] == ["job"]
+    assert [chunk.request_id for chunk in whole(driver.core.plan_offline(driver.now)).chunks] == ["job"]
 
 
 def test_lines_that_share_a_prefix_give_way_together() -> None:

@@ -3,12 +3,13 @@ always run (`Driver.launch` asserts it), and every answer is the solo run's."""
 
 import hypothesis.strategies as st
 import pytest
+from core_rules import CoreRules
 from driver import Driver, make_request
-from fakes.runner import FakeRunner, solo_tokens
+from fakes.runner import FakeRunner
 from hypothesis import HealthCheck, settings
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import initialize, precondition, rule, run_state_machine_as_test
 
-from engine.api import EngineRequest, FinishReason, Lane, RequestClass
+from engine.api import EngineRequest, Lane, RequestClass
 from engine.config import SchedulerConfig
 from engine.queue_time import UNLIMITED_QUEUE
 from engine.scheduling.objective import StepObjective
@@ -33,8 +34,10 @@ objectives = st.builds(
 )
 
 
-class LivenessMachine(RuleBasedStateMachine):
+class LivenessMachine(CoreRules):
     """The clock jumps in quiet spells, so that back-offs end and objectives pass."""
+
+    vocab = VOCAB
 
     @initialize(
         limit=st.sampled_from([1, 2, 8]),
@@ -107,15 +110,6 @@ class LivenessMachine(RuleBasedStateMachine):
     def line(self, prefix: list[int], length: int, output: int, lane: Lane) -> None:
         self._arrive(RequestClass.OFFLINE, prefix, length, output, lane)
 
-    @rule()
-    def launch(self) -> None:
-        self.driver.launch()
-
-    @precondition(lambda self: self.driver.in_flight)
-    @rule()
-    def complete(self) -> None:
-        self.driver.complete()
-
     @rule(steps=st.integers(1, 12))
     def step(self, steps: int) -> None:
         for _ in range(steps):
@@ -131,30 +125,6 @@ class LivenessMachine(RuleBasedStateMachine):
         """What the search finds and the breaker does while requests run."""
         self.driver.core.set_objective(objective)
         self.driver.core.set_offline_share(share)
-
-    @precondition(lambda self: self.driver.in_flight)
-    @rule()
-    def fail(self) -> None:
-        runner = self.driver.runner
-        assert isinstance(runner, FakeRunner)
-        runner.fail_steps = frozenset({self.driver.in_flight[0].step_id})
-        self.driver.complete()
-
-    @precondition(lambda self: self.requests)
-    @rule(data=st.data())
-    def abort(self, data: st.DataObject) -> None:
-        self.driver.abort(data.draw(st.sampled_from(sorted(self.requests))))
-
-    def teardown(self) -> None:
-        if not hasattr(self, "driver"):
-            return
-        self.driver.run()
-        for name, request in self.requests.items():
-            final = self.driver.finals[name]
-            if final.finish_reason in {FinishReason.STOP, FinishReason.LENGTH}:
-                assert self.driver.outputs[name] == solo_tokens(
-                    list(request.prompt_token_ids), request.sampling, VOCAB
-                ), name
 
 
 def run_machine(examples: int) -> None:

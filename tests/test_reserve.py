@@ -1,7 +1,7 @@
 """--reserve: lines at risk get their share of the steps beside online work, and online work loses no more than that."""
 
 import pytest
-from driver import Driver, make_request, run_plan
+from driver import Driver, make_request
 from fakes.runner import FakeRunner
 
 from engine.api import EngineRequest, Lane, RequestClass, RequestTimes, SamplingParams
@@ -14,6 +14,7 @@ from engine.reserve import parse_reserve
 from engine.scheduling.admission import expected_wait
 from engine.scheduling.laxity import prefill_pace
 from engine.scheduling.objective import StepObjective
+from engine.scheduling.planner import whole
 from engine.virtual import Arrival, PredictedRunner, VirtualDriver
 from predictor.budget import BudgetParams
 from predictor.model import LatencyModel
@@ -155,7 +156,7 @@ def test_lines_that_the_engine_holds_already_move_to_the_lane_of_those_at_risk()
     core = EngineCore(config("10%"), model=MODEL, objective=NO_BUDGET)
     for i in range(6):
         core.add_request(line(i, Lane.BATCH), 0.0)
-    step = core.schedule(0.0, run_plan(core, 0.0))
+    step = core.schedule(0.0, whole(core.plan_offline(0.0)))
     assert step is not None
     core.update(step, PredictedRunner(MODEL).launch(step)(), 0.01)
     core.set_lane("another", Lane.AT_RISK)

@@ -142,6 +142,16 @@ def plan_offline(state: SchedulerState, now: float) -> Generator[None, None, Off
     return OfflinePlan(tuple(chunks))
 
 
+def whole(slices: Generator[None, None, OfflinePlan]) -> OfflinePlan:
+    """The plan of a search that has all the time it wants."""
+    while True:
+        try:
+            next(slices)
+        except StopIteration as end:
+            plan: OfflinePlan = end.value
+            return plan
+
+
 def reserved_lines(state: SchedulerState, reservation: Reservation, now: float) -> Iterator[Request]:
     """Lines at risk that the share may reach: those that run, and as many as may start beside them."""
     if not reservation.share:

@@ -13,7 +13,7 @@ from engine.execution.runner import Runner
 from engine.models.spec import ModelSpec
 from engine.models.weights import ModelWeights
 from engine.scheduling.output import Collect, SchedulerOutput
-from engine.scheduling.planner import OfflinePlan
+from engine.scheduling.planner import whole
 from loadgen.bench.gpu.setup import Setup
 
 BLOCK = 16
@@ -65,19 +65,10 @@ class Loop:
     def _launch(self) -> None:
         while len(self._in_flight) <= self.core.config.pipeline_depth:
             now = time.perf_counter()
-            output = self.core.schedule(now, self._plan(now) if self.core.has_offline else None)
+            output = self.core.schedule(now, whole(self.core.plan_offline(now)) if self.core.has_offline else None)
             if output is None:
                 return
             self._in_flight.append((output, self._runner.launch(output)))
-
-    def _plan(self, now: float) -> OfflinePlan:
-        slices = self.core.plan_offline(now)
-        while True:
-            try:
-                next(slices)
-            except StopIteration as end:
-                plan: OfflinePlan = end.value
-                return plan
 
     def _take(self, output: RequestOutput) -> None:
         if output.error is not None:
