@@ -21,7 +21,15 @@ from gateway.params import Caller, GenerationPlan, chat_plan, check_chat, check_
 from gateway.sse import END
 from gateway.structured import grammar_of
 from gateway.tool_formats import Call
-from gateway.tools import check_no_tools, check_tools, offered_tools, parsing_of, template_message, tool_grammar
+from gateway.tools import (
+    check_no_tools,
+    check_tools,
+    offered_tools,
+    parsing_of,
+    template_message,
+    template_options,
+    tool_grammar,
+)
 from gateway.wire import ChatCompletionRequest
 
 PROMPT_END = 8  # tokens of a prompt in which the mark that begins a thought is looked for
@@ -54,8 +62,7 @@ async def plan_chat(context: GatewayContext, body: ChatCompletionRequest, tenant
     def plan() -> GenerationPlan:
         check_texts(texts, context.tokenizer, context.client.info, "messages")
         tools = offered_tools(body)
-        options = body.chat_template_kwargs.model_dump(exclude_none=True) if body.chat_template_kwargs else {}
-        token_ids = context.tokenizer.encode_chat(messages, tools=tools, **options)
+        token_ids = context.tokenizer.encode_chat(messages, tools=tools, **template_options(body, template))
         prompt_end = context.tokenizer.decode(token_ids[-PROMPT_END:], skip_special_tokens=False)
         parsing = parsing_of(body, form, template, prompt_end)
         grammar = grammar_of(body)

@@ -39,7 +39,6 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "audio": (),
     "prediction": (),
     "web_search_options": (),
-    "reasoning_effort": ("none",),
     "verbosity": ("medium",),
     "moderation": (),
     "suffix": ("",),

@@ -10,7 +10,7 @@ from engine.errors import InvalidRequestError
 from engine.grammar import Grammar
 from gateway.answer_parser import END_THINK, THINK, Parsing
 from gateway.tool_formats import FORMATS, Function, ToolFormat, find_format
-from gateway.wire import ChatCompletionRequest, Message, NamedTool
+from gateway.wire import ChatCompletionRequest, Message, NamedTool, TemplateOptions
 
 FLAG = "--tool-parser"
 
@@ -44,6 +44,18 @@ def check_tools(body: ChatCompletionRequest, format: ToolFormat | None, template
         raise _invalid("'tool_choice' names a function that is not among the tools.", "tool_choice.function.name")
     if _must_call(body) and format.grammar is None:
         raise _unsupported(f"Calls in the format {format.name} can be offered, but not required.", "tool_choice")
+
+
+def template_options(body: ChatCompletionRequest, template: str) -> dict[str, Any]:
+    """What the template is told of thinking. Raises InvalidRequestError where it is to be turned off and cannot be."""
+    given = body.chat_template_kwargs
+    options = {} if given is None else given.model_dump(exclude_none=True)
+    if body.reasoning_effort == "none" and END_THINK in template:
+        switch = next((name for name in TemplateOptions.model_fields if name in template), None)
+        if switch is None:
+            raise _unsupported("Thinking cannot be turned off by this model's chat template.", "reasoning_effort")
+        options[switch] = False
+    return options
 
 
 def parsing_of(

@@ -314,6 +314,23 @@ async def test_thoughts_go_under_both_names(tmp_path: Path) -> None:
         assert "".join(delta.content or "" for delta in deltas) == "Yes"
 
 
+@pytest.mark.parametrize(("switch", "shown"), [("enable_thinking", True), ("thinking", True), ("other", False)])
+async def test_thinking_is_turned_off_or_the_request_refused(tmp_path: Path, switch: str, shown: bool) -> None:
+    end = f"{{% if {switch} is defined and not {switch} %}}<think></think>{{% endif %}}"
+    async with scripted(tmp_path, "Yes", TEMPLATE + end) as served, client_of(served) as client:
+        await client.chat.completions.create(**ask(tools=[]))
+        asked = ask(tools=[], reasoning_effort="none")
+        if shown:
+            await client.chat.completions.create(**asked)
+            prompts = [request.prompt_token_ids for request in served.engine.requests]
+            texts = [served.app.state.context.tokenizer.decode(ids, skip_special_tokens=False) for ids in prompts]
+            assert [text.endswith("<think></think>") for text in texts] == [False, True]
+        else:
+            with pytest.raises(openai.BadRequestError) as caught:
+                await client.chat.completions.create(**asked)
+            assert caught.value.param == "reasoning_effort"
+
+
 async def test_past_calls_reach_the_template_as_objects(tmp_path: Path) -> None:
     call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
     messages = [
