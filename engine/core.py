@@ -132,7 +132,7 @@ class EngineCore:
         self._admission.check(request, now)
         self._num_arrived += 1
         self._requests[spec.request_id] = request
-        self._state.add_waiting(request)
+        self._state.add(request)
 
     def check_room(self, request_class: RequestClass, now: float) -> None:
         """Raises QueueFullError if a request of this class would not be queued now, whatever it asks for."""

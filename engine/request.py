@@ -81,6 +81,13 @@ class Request:
         return len(self.token_ids) + self.num_placeholders
 
     @property
+    def num_missing_tokens(self) -> int:
+        """Tokens to compute up to the next new one; what is kept of it, or was in the prefix cache when it came, is
+        not."""
+        kept = self.num_computed_tokens or self.cache_map.num_parked_tokens or self.num_expected_hits
+        return max(1, len(self.token_ids) - kept)
+
+    @property
     def decode_is_due(self) -> bool:
         """Whether, running, its next token can be computed now; tokens in flight count as known."""
         expected = self.num_expected_tokens

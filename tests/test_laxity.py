@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+from functools import partial
 from itertools import combinations
 from typing import Any
 
@@ -17,7 +18,7 @@ from engine.core import EngineCore
 from engine.errors import ConfigError, QueueFullError
 from engine.queue_time import UNLIMITED_QUEUE, QueueTime
 from engine.scheduling.draft import StepLedger
-from engine.scheduling.laxity import on_time
+from engine.scheduling.laxity import on_time, prefill_pace
 from engine.scheduling.objective import StepObjective
 from engine.scheduling.planner import offline_allowance
 from engine.virtual import Arrival, PredictedRunner, VirtualDriver, VirtualRecord
@@ -286,6 +287,7 @@ def test_offline_work_leaves_the_last_prompt_its_time_too() -> None:
         core = EngineCore(config, model=model, objective=objective)
         for i in range(count):
             core.add_request(make_request(f"p{i}", [i + 1] * 90, 4), 0.0)
-        limits.append(offline_allowance(core._state, StepLedger(256, 64, model), 0, True, 0.0).limit)
+        pace = partial(prefill_pace, core._state)
+        limits.append(offline_allowance(core._state, StepLedger(256, 64, model), 0, True, 0.0, pace).limit)
     assert limits[0] == pytest.approx((1.0 - 0.09) / 2, abs=0.01)
     assert limits[1] == pytest.approx((1.0 - 0.90) / 2, abs=0.01)

@@ -24,6 +24,7 @@ MODEL = LatencyModel(
 )
 
 policies = st.sampled_from(["fcfs", "no-preempt", "larry", "random", "srpt-oracle", "apt", "goodput", "goodput-strict"])
+tenants = st.sampled_from(["", "", "a", "b"])
 tiers = st.sampled_from([(0, 0), (0, 0), (24, 0), (200, 0), (0, 6), (30, 5)])
 """Host units, blocks that may be run from hidden state."""
 objectives = st.builds(
@@ -87,28 +88,40 @@ class LivenessMachine(CoreRules):
         self.requests: dict[str, EngineRequest] = {}
 
     def _arrive(
-        self, request_class: RequestClass, prefix: list[int], length: int, output: int, lane: Lane = Lane.BATCH
+        self,
+        request_class: RequestClass,
+        prefix: list[int],
+        length: int,
+        output: int,
+        tenant: str,
+        lane: Lane = Lane.BATCH,
     ) -> None:
         name = str(len(self.requests))
         output = min(output, POOL_TOKENS - 1)
         tail = [2 + len(self.requests) % 20] * length
         prompt = [*prefix, *tail][: POOL_TOKENS - output]
-        request = make_request(name, prompt, output, request_class=request_class, lane=lane)
+        request = make_request(name, prompt, output, request_class=request_class, lane=lane, tenant=tenant)
         self.requests[name] = request
         self.driver.add(request)
 
-    @rule(prefix=st.sampled_from(PREFIXES), length=st.integers(1, POOL_TOKENS), output=st.integers(1, 12))
-    def chat(self, prefix: list[int], length: int, output: int) -> None:
-        self._arrive(RequestClass.ONLINE, prefix, length, output)
+    @rule(
+        prefix=st.sampled_from(PREFIXES),
+        length=st.integers(1, POOL_TOKENS),
+        output=st.integers(1, 12),
+        tenant=tenants,
+    )
+    def chat(self, prefix: list[int], length: int, output: int, tenant: str) -> None:
+        self._arrive(RequestClass.ONLINE, prefix, length, output, tenant)
 
     @rule(
         prefix=st.sampled_from(PREFIXES),
         length=st.integers(1, POOL_TOKENS),
         output=st.integers(1, 50),
         lane=st.sampled_from(Lane),
+        tenant=tenants,
     )
-    def line(self, prefix: list[int], length: int, output: int, lane: Lane) -> None:
-        self._arrive(RequestClass.OFFLINE, prefix, length, output, lane)
+    def line(self, prefix: list[int], length: int, output: int, lane: Lane, tenant: str) -> None:
+        self._arrive(RequestClass.OFFLINE, prefix, length, output, tenant, lane)
 
     @rule(steps=st.integers(1, 12))
     def step(self, steps: int) -> None:

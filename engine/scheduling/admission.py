@@ -1,17 +1,29 @@
 """Whether a request can run at all, and whether an online one that arrives now is queued or refused (429).
 
-An arrival is put into the order in which prompts get the time of steps (see `engine.scheduling.laxity`); what comes
+An arrival is put into the order in which prompts get the time of steps (see `engine.scheduling.laxity`), behind what
+its tenant has had and not behind all that another has waiting; what comes
 before it there is what it waits for: prompt tokens, and rows and memory, which come free as running requests end. An
 estimate from the latency model; without one nobody can tell and it is zero.
 """
 
 import math
 import sys
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from itertools import takewhile
 
 from engine.api import EngineRequest, Lane, RequestClass, RequestTimes, SamplingParams
 from engine.errors import ContextLengthError, InvalidRequestError, QueueFullError
 from engine.request import Request
-from engine.scheduling.laxity import by_age, order_prompts, prefill_pace, uses_laxity
+from engine.scheduling.laxity import (
+    PrefillPace,
+    PromptOrder,
+    by_age,
+    order_prompts,
+    order_tenants,
+    prefill_pace,
+    uses_laxity,
+)
 from engine.scheduling.reservation import reservation_of
 from engine.scheduling.state import SchedulerState
 from predictor.limits import UNITS_PER_BLOCK
@@ -82,7 +94,7 @@ def check_room(state: SchedulerState, request: Request, mean_output_tokens: floa
     QueueFullError, which says when it would fit.
     """
     waiting = len(state.waiting_online)
-    if waiting >= state.config.max_num_waiting:
+    if waiting >= state.config.max_num_waiting and not _has_part(state, request.spec.tenant):
         raise QueueFullError(f"{waiting} requests are waiting already.")
     limit = state.queue_time.longest(state.objective.ttft)
     if math.isinf(limit):
@@ -95,6 +107,13 @@ def check_room(state: SchedulerState, request: Request, mean_output_tokens: floa
         )
 
 
+def _has_part(state: SchedulerState, tenant: str) -> bool:
+    """Whether a tenant has less than its equal part of a full queue."""
+    waiting = Counter(request.spec.tenant for request in state.waiting_online)
+    others = len(waiting.keys() - {tenant})
+    return others > 0 and waiting[tenant] < state.config.max_num_waiting // (others + 1)
+
+
 def expected_wait(state: SchedulerState, request: Request, mean_output_tokens: float, now: float) -> float:
     """Seconds until `request`, which arrives now, could start. `mean_output_tokens`: how long recent online answers
     were, to guess when rows and memory come free."""
@@ -102,7 +121,7 @@ def expected_wait(state: SchedulerState, request: Request, mean_output_tokens: f
     running = state.running[RequestClass.ONLINE]
     if pace is None or not (running or state.waiting_online):
         return 0.0
-    ahead = _ahead(state, request, now)
+    ahead = _ahead(state, request, pace, now)
     work = sum(pace.seconds_for(other) for other in ahead)
     waiting = [other for other in ahead if other.row < 0]
     # Rows and units come free as answers end, all of them in the time of one answer.
@@ -116,14 +135,27 @@ def expected_wait(state: SchedulerState, request: Request, mean_output_tokens: f
     return max(pace.step + work if work else 0.0, lack * mean_output_tokens * step)
 
 
-def _ahead(state: SchedulerState, request: Request, now: float) -> list[Request]:
+def _ahead(state: SchedulerState, request: Request, pace: PrefillPace, now: float) -> list[Request]:
     """The prompts, running or waiting, that go before a request that arrives now."""
-    others = [*state.running_prompts(), *state.waiting_online]
-    if not uses_laxity(state):
-        return others
-    both = [*sorted(others, key=by_age), request]
-    urgent, _ = order_prompts(both, state.objective, prefill_pace(state), now)
-    return list(urgent[:-1]) if urgent and urgent[-1] is request else others
+    running, waiting = state.running_prompts(), state.waiting_online
+    share = state.online_share.with_arrival(request.spec.tenant)
+    laxity = uses_laxity(state)
+    if not laxity and not share.is_contested:
+        return [*running, *waiting]
+    if not laxity:
+        order = order_tenants([*waiting, request], share, None, lambda group, _: PromptOrder((), group))
+        return [*running, *_before(order.urgent, request)]
+    both = [*sorted([*running, *waiting], key=by_age), request]
+
+    def by_urgency(requests: Sequence[Request], pace: PrefillPace | None) -> PromptOrder:
+        return order_prompts(requests, state.objective, pace, now)
+
+    order = order_tenants(both, share, pace, by_urgency) if share.is_contested else by_urgency(both, pace)
+    return _before((*order.urgent, *order.behind), request)
+
+
+def _before(requests: Iterable[Request], request: Request) -> list[Request]:
+    return list(takewhile(lambda other: other is not request, requests))
 
 
 def _units(request: Request, block_size: int) -> int:

@@ -5,12 +5,14 @@ Decides neither which requests run nor how much of them: `engine.scheduling.step
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 from engine.cache.blocks import CacheAction, CacheKind, CacheOperation
 from engine.cache.cache import Claim
 from engine.request import Request, RequestStatus
 from engine.scheduling.allocation import Allocation
+from engine.scheduling.laxity import PrefillPace, prefill_pace
 from engine.scheduling.output import CacheWork, Chunk, NewRequest, SchedulerOutput
 from engine.scheduling.reservation import NOTHING, reservation_of
 from engine.scheduling.state import SchedulerState
@@ -88,6 +90,11 @@ class StepDraft:
         self.requests: list[Request] = []
         self._new_requests: list[NewRequest] = []
         self._last_completed_step = last_completed_step
+
+    @cached_property
+    def pace(self) -> PrefillPace | None:
+        """How fast prompts are computed, as it is when the step first asks."""
+        return prefill_pace(self.state)
 
     @property
     def nothing_in_flight(self) -> bool:

@@ -6,8 +6,8 @@ and keeps its own when that is higher, so that nobody sheds a debt by leaving. W
 by at most one charge. Knows nothing of requests, time or units of service.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from heapq import heapify, heapreplace
 
 
@@ -24,6 +24,13 @@ class FairShare:
     def __init__(self) -> None:
         self._accounts: dict[str, _Account] = {}
         self._num_entered = 0
+
+    def copy(self) -> "FairShare":
+        """Counters of their own, the same as these."""
+        other = FairShare()
+        other._accounts = {key: replace(account) for key, account in self._accounts.items()}
+        other._num_entered = self._num_entered
+        return other
 
     def enter(self, key: str) -> None:
         """One more piece of work of `key` is there."""
@@ -75,10 +82,12 @@ class FairShare:
 
 class FairWalk:
     """In which order keys would be served from now on, without touching the counters: `head` is next; then say what it
-    was charged, or that it has nothing more."""
+    was charged, or that it has nothing more. `paid`: what will be charged again on the way, by key."""
 
-    def __init__(self, share: FairShare, keys: Iterator[str]) -> None:
-        self._heap = [(*share.standing(key), key) for key in keys]
+    def __init__(self, share: FairShare, keys: Iterable[str], paid: Mapping[str, float] | None = None) -> None:
+        paid = paid or {}
+        standings = ((*share.standing(key), key) for key in keys)
+        self._heap = [(service - paid.get(key, 0.0), order, key) for service, order, key in standings]
         heapify(self._heap)
 
     def __bool__(self) -> bool:

@@ -6,13 +6,16 @@ so the order of deadlines is that of arrival, and laxity (deadline − now − p
 one prompt of many thousand tokens does not make the short ones behind it late. Whoever is left out, or late already,
 comes behind the others by age; the first of them keeps a floor chunk (see `engine.scheduling.prompts`).
 
+Where several tenants have prompts all this holds for those of one; tenants go by virtual token counters, so that a
+thousand requests of one are not in the way of another's (`order_tenants`).
+
 Pure but for reading the scheduler; seconds and tokens. Knows nothing of memory.
 """
 
 import math
 from bisect import bisect_left
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from operator import attrgetter
 from typing import NamedTuple
@@ -20,6 +23,7 @@ from typing import NamedTuple
 from engine.api import RequestClass
 from engine.request import Request
 from engine.scheduling.objective import StepObjective
+from engine.scheduling.online_share import OnlineShare, by_tenant
 from engine.scheduling.reservation import reservation_of
 from engine.scheduling.state import SchedulerState
 from predictor.features import BatchFeatures
@@ -27,12 +31,6 @@ from predictor.model import LatencyPredictor
 
 by_age = attrgetter("arrival_order")
 _by_arrival = attrgetter("times.arrival")
-
-
-def missing_tokens(request: Request) -> int:
-    """Tokens to compute up to the next new one; what is kept of it, or was in the prefix cache when it came, is not."""
-    kept = request.num_computed_tokens or request.cache_map.num_parked_tokens or request.num_expected_hits
-    return max(1, len(request.token_ids) - kept)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +58,12 @@ class PrefillPace:
 
     def seconds_for(self, request: Request) -> float:
         """For what is missing of a request."""
-        length = missing_tokens(request)
+        length = request.num_missing_tokens
         return self.seconds(len(request.token_ids) - length, length)
+
+    def slower(self, factor: float) -> "PrefillPace":
+        """The pace of who gets one part in `factor` of the machine."""
+        return replace(self, per_token=factor * self.per_token, stretch=factor * self.stretch)
 
 
 def prefill_pace(state: SchedulerState) -> PrefillPace | None:
@@ -131,6 +133,43 @@ def order_prompts(
     for request, taken in zip(live, on_time(jobs, begin), strict=True):
         (urgent if taken else behind).append(request)
     return PromptOrder(urgent, sorted(behind, key=by_age))
+
+
+Order = Callable[[Sequence[Request], PrefillPace | None], PromptOrder]
+"""Orders requests of one tenant, given by age, at the pace of that tenant."""
+
+
+def order_tenants(
+    requests: Sequence[Request], share: OnlineShare, pace: PrefillPace | None, order: Order
+) -> PromptOrder:
+    """`requests` of several tenants, given by age: tenants go by what they have had, the requests of one by `order`.
+
+    All are in `urgent`; the one in `behind` is the oldest of those that the urgent ones of their own tenant leave
+    behind. No other needs a floor chunk: no tenant keeps another waiting for ever.
+    """
+    groups = by_tenant(requests)
+    orders = {name: order(groups[name], own) for name, own in _paces(groups, pace).items()}
+    queues = {name: iter((*ordered.urgent, *ordered.behind)) for name, ordered in orders.items()}
+    heads = [ordered.behind[0] for ordered in orders.values() if ordered.urgent and ordered.behind]
+    head = min(heads, key=by_age, default=None)
+    walk, merged = share.walk(groups), list[Request]()
+    while walk:
+        request = next(queues[walk.head], None)
+        if request is None:
+            walk.drop()
+            continue
+        merged.append(request)
+        walk.charge(share.price(request))
+    return PromptOrder(merged, () if head is None else (head,))
+
+
+def _paces(groups: Mapping[str, Sequence[Request]], pace: PrefillPace | None) -> dict[str, PrefillPace | None]:
+    """What each tenant gets of the machine while it has requests: it is done when all others have had as much, or are
+    done as well."""
+    if pace is None:
+        return dict.fromkeys(groups)
+    work = {name: sum(map(pace.seconds_for, group)) for name, group in groups.items()}
+    return {name: pace.slower(sum(min(own, other) for other in work.values()) / own) for name, own in work.items()}
 
 
 def uses_laxity(state: SchedulerState) -> bool:

@@ -32,7 +32,9 @@ class OfflineFill:
         `turn`: the only type of work that the step may hold.
         """
         state, ledger = self._state, self._draft.ledger
-        allowance = offline_allowance(state, ledger, num_online_decodes, beside_prompt, self._draft.now)
+        allowance = offline_allowance(
+            state, ledger, num_online_decodes, beside_prompt, self._draft.now, lambda: self._draft.pace
+        )
         before, num_online = ledger.seconds, len(self._draft.requests)
         for planned in plan.chunks:
             if not ledger.open:

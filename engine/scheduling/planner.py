@@ -7,7 +7,8 @@ yields now and then so that a caller can slice it.
 """
 
 import math
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
+from functools import partial
 from heapq import merge
 from itertools import islice
 from typing import NamedTuple
@@ -15,7 +16,7 @@ from typing import NamedTuple
 from engine.api import Lane, RequestClass
 from engine.request import Request
 from engine.scheduling.draft import StepLedger
-from engine.scheduling.laxity import by_age, prefill_pace
+from engine.scheduling.laxity import PrefillPace, by_age, prefill_pace
 from engine.scheduling.objective import UNLIMITED, OfflineAllowance
 from engine.scheduling.reservation import Reservation, reservation_of
 from engine.scheduling.state import SchedulerState
@@ -40,7 +41,12 @@ class OfflinePlan(NamedTuple):
 
 
 def offline_allowance(
-    state: SchedulerState, ledger: StepLedger, num_online_decodes: int, beside_prompt: bool, now: float
+    state: SchedulerState,
+    ledger: StepLedger,
+    num_online_decodes: int,
+    beside_prompt: bool,
+    now: float,
+    pace: Callable[[], PrefillPace | None],
 ) -> OfflineAllowance:
     """What offline work may add to a step whose online work is in `ledger`.
 
@@ -66,7 +72,7 @@ def offline_allowance(
     if beside_prompt and rule == "ttft_mean":
         limit = 0.0
     elif beside_prompt:
-        limit = min(limit, ledger.seconds + _prompt_slack(state, now) / 2)
+        limit = min(limit, ledger.seconds + _prompt_slack(state, pace, now) / 2)
     saturated = BatchFeatures()
     saturated.add_decodes(state.config.max_num_batched_tokens, 0)
     return OfflineAllowance(state.model, limit, num_online_decodes, objective.budget, saturated)
@@ -94,11 +100,11 @@ def _tightest_slack(state: SchedulerState, reachable_from: float, now: float) ->
     return min((slack for slack in slacks if slack >= reachable_from), default=math.inf)
 
 
-def _prompt_slack(state: SchedulerState, now: float) -> float:
+def _prompt_slack(state: SchedulerState, find_pace: Callable[[], PrefillPace | None], now: float) -> float:
     """Seconds that the online prompts can still lose before one of them is late, what they and those before them need
     taken off; ≥ 0. They are computed one after the other, in the order of their deadlines, which is that of age."""
-    ttft, pace = state.objective.ttft, prefill_pace(state)
-    if math.isinf(ttft) or pace is None:
+    ttft = state.objective.ttft
+    if math.isinf(ttft) or (pace := find_pace()) is None:
         return math.inf
     slack, end = math.inf, now + pace.step
     for request in merge(state.running_prompts(), state.waiting_online, key=by_age):
@@ -115,7 +121,8 @@ def plan_offline(state: SchedulerState, now: float) -> Generator[None, None, Off
     """Yields between slices of work; returns the plan. The scheduler may change between slices: items go stale."""
     ledger = _expected_online(state, reservation_of(state))
     beside_prompt = ledger.features.num_prefill_chunks > 0
-    allowance = offline_allowance(state, ledger, ledger.features.num_decodes, beside_prompt, now)
+    pace = partial(prefill_pace, state)
+    allowance = offline_allowance(state, ledger, ledger.features.num_decodes, beside_prompt, now, pace)
     chunks: list[PlannedChunk] = []
     examined = 0
     cut = False

@@ -6,6 +6,7 @@ for ever. Other policies continue what runs by age, and start in their own order
 """
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from engine.api import RequestClass
@@ -13,11 +14,11 @@ from engine.cache.blocks import CacheKind
 from engine.request import Request, RequestStatus
 from engine.scheduling.draft import StepDraft
 from engine.scheduling.laxity import (
+    PrefillPace,
     PromptOrder,
     by_age,
-    missing_tokens,
     order_prompts,
-    prefill_pace,
+    order_tenants,
     uses_laxity,
 )
 from engine.scheduling.policies import QueueContext
@@ -64,6 +65,8 @@ class PromptFill:
             self._add_prompt(head, context, chosen)
         for group in order:
             for request in group:
+                if request is head and group is order.urgent:
+                    continue  # its floor chunk comes behind the others
                 if not self._ledger.open or not self._add_prompt(request, context, chosen):
                     break  # none of these may start any more
             self._reserve = _Reserve()
@@ -82,14 +85,25 @@ class PromptFill:
         waiting = state.waiting_online if starts is None else [start.request for start in starts]
         if starts is None and not self._num_rows():
             waiting = []
+        shared = state.online_share.is_contested
         if not uses_laxity(state) or len(prompts) + len(waiting) < 2:
-            return PromptOrder((), [*prompts, *(policy.order(waiting, context) if starts is None else waiting)])
-        both = sorted([*prompts, *waiting], key=by_age)
-        order = order_prompts(both, state.objective, prefill_pace(state), self._draft.now)
-        if starts is None:
-            return order
-        rank = {start.request: index for index, start in enumerate(starts)}
-        return PromptOrder(order.urgent, sorted(order.behind, key=lambda request: rank.get(request, -1)))
+            ordered = policy.order(waiting, context) if starts is None else waiting
+            if shared:
+                share = state.online_share
+                ordered = order_tenants(ordered, share, None, lambda group, _: PromptOrder((), group)).urgent
+            return PromptOrder((), [*prompts, *ordered])
+        rank = {} if starts is None else {start.request: index for index, start in enumerate(starts)}
+
+        def by_urgency(requests: Sequence[Request], pace: PrefillPace | None) -> PromptOrder:
+            order = order_prompts(requests, state.objective, pace, self._draft.now)
+            if starts is None:
+                return order
+            return PromptOrder(order.urgent, sorted(order.behind, key=lambda request: rank.get(request, -1)))
+
+        both, pace = sorted([*prompts, *waiting], key=by_age), self._draft.pace
+        if shared:
+            return order_tenants(both, state.online_share, pace, by_urgency)
+        return by_urgency(both, pace)
 
     def _num_rows(self) -> int:
         """Rows that an online request could get: offline ones give way."""
@@ -100,7 +114,7 @@ class PromptFill:
     def _goes_first(self, head: Request) -> bool:
         """Reserve the floor chunk of `head`; or, where there is no room for both, whether its turn has come."""
         config, ledger, model = self._state.config, self._ledger, self._ledger.model
-        missing = missing_tokens(head)
+        missing = head.num_missing_tokens
         floor = min(missing, config.min_prefill_chunk)
         seconds = other = 0.0
         if model is not None and math.isfinite(self.time_limit):
@@ -142,7 +156,9 @@ class PromptFill:
             return True  # late ones leave room for those that can be saved
         if policy.admits(request, context) and self._admit(request, CacheKind.KV):
             return True
-        return policy.scans_past(request, context) and bool(self._state.free_rows)
+        # Past a misfit comes the next of the same tenant, not another's: that one would take the room again and again.
+        passes = policy.scans_past(request, context) and not self._state.online_share.is_contested
+        return passes and bool(self._state.free_rows)
 
     def _admit(self, request: Request, kind: CacheKind) -> bool:
         admitted = self._draft.admit(request, self._length, kind)

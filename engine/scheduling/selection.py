@@ -17,7 +17,7 @@ request by more than arrival and length (those that were preempted) is filled in
 import enum
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from engine.cache.blocks import COMPACT, REPRESENTATIONS, CacheKind, count_units
@@ -54,6 +54,15 @@ class Pressure:
     tbt: float = math.inf
     model: LatencyPredictor | None = None
     max_chunk: int = 512
+
+    def less(self, starts: Iterable["Start"]) -> "Pressure":
+        """What is left once these have started."""
+        units = compact = 0
+        for request, kind, _ in starts:
+            blocks = len(request.token_ids) // self.block_size + 1
+            units += blocks * REPRESENTATIONS[kind].units
+            compact += blocks * REPRESENTATIONS[kind].compact
+        return replace(self, capacity=self.capacity - units, compact_blocks=self.compact_blocks - compact)
 
 
 class Start(NamedTuple):

@@ -18,6 +18,7 @@ from engine.request import Request, RequestStatus
 from engine.reserve import parse_reserve
 from engine.scheduling.objective import StepObjective
 from engine.scheduling.offline_queue import OfflineQueue
+from engine.scheduling.online_share import OnlineShare
 from engine.scheduling.policies import OnlinePolicy, QueueContext
 from engine.service_cost import token_costs
 from predictor.limits import UNITS_PER_BLOCK
@@ -64,6 +65,7 @@ class SchedulerState:
         self.pool = self.cache.device
         self.running: dict[RequestClass, list[Request]] = {RequestClass.ONLINE: [], RequestClass.OFFLINE: []}
         self.waiting_online: list[Request] = []
+        self.online_share = OnlineShare(token_costs(model, config))
         self._offline_policy = offline_policy
         self.waiting_offline = self._make_offline_queue()
         self.aside: list[Request] = []
@@ -144,6 +146,12 @@ class SchedulerState:
             seed=self.config.seed,
         )
 
+    def add(self, request: Request) -> None:
+        """A new request waits."""
+        if request.request_class is RequestClass.ONLINE:
+            self.online_share.enter(request)
+        self.add_waiting(request)
+
     def add_waiting(self, request: Request) -> None:
         if request.aside:
             insert_by_age(self.aside, request)
@@ -162,6 +170,7 @@ class SchedulerState:
             insert_by_age(self.running[request.request_class], request)
         request.move_to(RequestStatus.RUNNING)
         request.row = self.free_rows.pop()
+        self.online_share.start(request)
         return request.row
 
     def preempt(self, request: Request, cause: str, now: float, step_id: int | None = None) -> None:
@@ -247,6 +256,8 @@ class SchedulerState:
         self.give_up(request)
         if request.request_class is RequestClass.OFFLINE:
             self.waiting_offline.end(request)
+        else:
+            self.online_share.end(request)
 
     def all_requests(self) -> Iterator[Request]:
         """Every request in a queue, running ones first."""
@@ -273,6 +284,8 @@ class SchedulerState:
                 assert request.row < 0, "a waiting request holds a row"
         assert sorted(rows) == list(range(self.config.max_num_seqs)), "a row is lost or owned twice"
         assert len(requests) == len(queued), "a request is in no queue"
+        online = [r.request_id for r in queued if r.request_class is RequestClass.ONLINE]
+        self.online_share.check_integrity(online)
         self.cache.check_integrity(queued)
 
 

@@ -13,11 +13,12 @@ from engine.api import RequestClass
 from engine.request import Request
 from engine.scheduling.draft import Step, StepDraft
 from engine.scheduling.offline_fill import OfflineFill
+from engine.scheduling.online_share import by_tenant
 from engine.scheduling.output import CacheWork
 from engine.scheduling.planner import OfflinePlan
 from engine.scheduling.prompts import PromptFill
 from engine.scheduling.reservation import reservation_of
-from engine.scheduling.selection import IterationType, Pressure, Start, has_missed, pending_time, vote
+from engine.scheduling.selection import IterationType, Pressure, Select, Start, has_missed, pending_time, vote
 from engine.scheduling.state import SchedulerState
 from predictor.limits import UNITS_PER_BLOCK
 
@@ -112,7 +113,7 @@ class StepBuilder:
         pressure = _pressure(state, self._draft.now)
         if pressure is None:
             return None
-        starts = select(state.waiting_online, pressure)
+        starts = _select_by_tenant(state, select, pressure)
         if state.online_policy.late_last:
             self._draft.allocation.evict_late(starts)
         return starts
@@ -129,6 +130,22 @@ class StepBuilder:
                 restored = self._draft.allocation.restore(request, wanted)
                 ledger.charge_cache_work(CacheWork(-restored, restored))
                 wanted -= restored
+
+
+def _select_by_tenant(state: SchedulerState, select: Select, pressure: Pressure) -> list[Start]:
+    """What `select` chooses of the waiting requests; where several tenants have some, of each tenant's what has room
+    beside those of the tenants before it."""
+    if not state.online_share.is_contested:
+        return select(state.waiting_online, pressure)
+    groups = by_tenant(state.waiting_online)
+    starts: list[Start] = []
+    for tenant in state.online_share.by_standing(groups):
+        found = select(groups[tenant], pressure)
+        starts += found
+        if not found:
+            break  # smaller ones of the tenants behind it would take its room again and again
+        pressure = pressure.less(found)
+    return starts
 
 
 def choose_turns(state: SchedulerState, now: float) -> tuple[IterationType, IterationType]:

@@ -1,0 +1,99 @@
+"""What tenants with online requests have had of the machine: who of them goes first (`FairShare`).
+
+A request is charged when it first starts, for what its prompt lacks and for as many output tokens as recent answers
+had; what it really was is settled at its end. In which order requests go then is for `engine.scheduling.laxity`.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+
+from engine.api import TokenCosts
+from engine.request import Request
+from engine.scheduling.fair_share import FairShare, FairWalk
+
+FORGETTING = 0.05
+"""Weight of the newest answer in the mean length of answers."""
+
+
+class OnlineShare:
+    """The accounts of tenants with online requests; `costs` prices requests."""
+
+    def __init__(self, costs: TokenCosts) -> None:
+        self._costs = costs
+        self._share = FairShare()
+        self._num_requests: Counter[str] = Counter()
+        self._charged: dict[str, float | None] = {}
+        self._mean_output = 0.0
+
+    @property
+    def is_contested(self) -> bool:
+        """Whether more than one tenant has requests. Else nothing here decides anything."""
+        return len(self._num_requests) > 1
+
+    def enter(self, request: Request) -> None:
+        """A request was queued."""
+        self._num_requests[request.spec.tenant] += 1
+        self._charged[request.request_id] = None
+        self._share.enter(request.spec.tenant)
+
+    def start(self, request: Request) -> None:
+        """A request runs; it is charged if it is for the first time."""
+        if self._is_owed(request):
+            self._charged[request.request_id] = cost = self.price(request)
+            self._share.charge(request.spec.tenant, cost)
+
+    def end(self, request: Request) -> None:
+        """A request has ended, wherever it was. One that never entered (the canary) changes nothing."""
+        if request.request_id not in self._charged:
+            return
+        tenant, charged = request.spec.tenant, self._charged.pop(request.request_id)
+        if charged is not None:
+            length = request.num_output_tokens
+            self._mean_output += FORGETTING * (length - self._mean_output)
+            actual = self._costs.of(request.num_prompt_tokens - request.num_cached_tokens, length)
+            self._share.charge(tenant, actual - charged)
+        self._num_requests[tenant] -= 1
+        if not self._num_requests[tenant]:
+            del self._num_requests[tenant]
+        self._share.leave(tenant)
+
+    def with_arrival(self, tenant: str) -> "OnlineShare":
+        """The accounts as they would be if `tenant` had a request more; to be read only."""
+        view = OnlineShare(self._costs)
+        view._share = self._share.copy()
+        view._share.enter(tenant)
+        view._num_requests = self._num_requests + Counter((tenant,))
+        view._charged, view._mean_output = self._charged, self._mean_output
+        return view
+
+    def by_standing(self, tenants: Iterable[str]) -> list[str]:
+        """Tenants with requests, who goes first first."""
+        return sorted(tenants, key=self._share.standing)
+
+    def walk(self, groups: Mapping[str, Iterable[Request]]) -> FairWalk:
+        """In which order the tenants of these requests would be served from now on, each for the `price` of them. What
+        runs has been charged already, and keeps the place that it started from."""
+        paid = {tenant: sum(self._charged.get(r.request_id) or 0.0 for r in group) for tenant, group in groups.items()}
+        return FairWalk(self._share, groups, paid)
+
+    def price(self, request: Request) -> float:
+        """What a request was charged, or would be if it started now."""
+        if charged := self._charged.get(request.request_id):
+            return charged
+        return self._costs.of(request.num_missing_tokens, min(self._mean_output, request.spec.sampling.max_tokens))
+
+    def check_integrity(self, online: Iterable[str]) -> None:
+        """Assert that accounts are open for these requests; one that never entered may be among them (the canary)."""
+        assert self._charged.keys() <= set(online), "an account is open of a request that has ended"
+        assert self._num_requests.total() == len(self._charged), "a request was counted twice"
+
+    def _is_owed(self, request: Request) -> bool:
+        return self._charged.get(request.request_id, 0.0) is None
+
+
+def by_tenant(requests: Iterable[Request]) -> dict[str, list[Request]]:
+    """Requests by their tenants, in the order in which they are given."""
+    groups: dict[str, list[Request]] = {}
+    for request in requests:
+        groups.setdefault(request.spec.tenant, []).append(request)
+    return groups

@@ -1,0 +1,139 @@
+"""Tenants with online requests get the same service: a thousand chats of one are not in the way of another's."""
+
+from typing import Any
+
+import pytest
+
+import engine.scheduling.admission
+import engine.scheduling.prompts
+import engine.scheduling.step
+from engine.api import EngineRequest, SamplingParams
+from engine.config import SchedulerConfig
+from engine.core import EngineCore
+from engine.errors import QueueFullError
+from engine.queue_time import UNLIMITED_QUEUE
+from engine.scheduling.objective import StepObjective
+from engine.virtual import Arrival, PredictedRunner, VirtualDriver, VirtualRecord
+from predictor.budget import BudgetParams
+from predictor.model import LatencyModel
+
+# 8 ms a step and 0.2 ms a token beyond 128: a full step of 512 tokens takes 0.09 s.
+MODEL = LatencyModel(
+    intercept=0.008,
+    decodes=2e-5,
+    decode_context=4e-7,
+    prefill_chunks=2e-4,
+    knots=(0, 128),
+    hinges=(2e-5, 2e-4),
+    token_limit=600,
+)
+OBJECTIVE = StepObjective(1.0, 0.1, budget=BudgetParams("tidemill", 0.08))
+AMPLE, SHORT = 2 * 8000, 2 * 300
+POLICIES = ("goodput", "goodput-strict", "apt", "fcfs", "no-preempt", "larry")
+
+
+def make_core(policy: str = "goodput", **changes: Any) -> EngineCore:
+    settings: dict[str, Any] = {
+        "num_units": AMPLE,
+        "max_model_len": 4096,
+        "max_num_waiting": 2000,
+        "max_queue_time": UNLIMITED_QUEUE,
+    }
+    return EngineCore(
+        SchedulerConfig(**{**settings, **changes}), online_policy=policy, model=MODEL, objective=OBJECTIVE
+    )
+
+
+def chat(name: str, length: int, tenant: str, output: int = 10) -> EngineRequest:
+    prompt = (hash(name) % 1009, *([1] * (length - 1)))
+    return EngineRequest(name, prompt, SamplingParams(max_tokens=output), cache_salt=name.encode(), tenant=tenant)
+
+
+def replay(core: EngineCore, arrivals: list[Arrival], seconds: float = 1000.0) -> dict[str, VirtualRecord]:
+    run = VirtualDriver(core, PredictedRunner(MODEL), arrivals).run(seconds)
+    return {record.arrival.request.request_id: record for record in run.online}
+
+
+def heavy(count: int, length: int = 200) -> list[Arrival]:
+    return [Arrival(0.0, chat(f"heavy{index}", length, "heavy")) for index in range(count)]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("units", [AMPLE, SHORT])
+def test_a_thousand_waiting_chats_of_one_tenant_are_not_in_the_way_of_another(policy: str, units: int) -> None:
+    light = [Arrival(1.0 + 2.03 * index, chat(f"light{index}", 2000, "light")) for index in range(5)]
+    alone = [record.ttft for record in replay(make_core(policy, num_units=units), light).values()]
+    records = replay(make_core(policy, num_units=units), heavy(1000) + light)
+    assert all(record.ended is not None for record in records.values()), "nobody waits for ever"
+    assert (records["heavy999"].ttft or 0.0) > 20.0, "there was a queue all the while"
+    for index, own in enumerate(alone):
+        ttft = records[f"light{index}"].ttft
+        assert own is not None and ttft is not None
+        assert ttft < 2 * own, (index, ttft, own)
+
+
+@pytest.mark.parametrize("policy", ["goodput", "fcfs"])
+def test_while_both_have_work_they_get_the_same_time_of_the_machine(policy: str) -> None:
+    """Many short prompts and long answers against few long prompts."""
+    core = make_core(policy, max_num_seqs=16)
+    arrivals = [Arrival(0.0, chat(f"a{index}", 40, "a", output=40)) for index in range(600)]
+    arrivals += [Arrival(0.0, chat(f"b{index}", 1500, "b", output=4)) for index in range(200)]
+    records = replay(core, arrivals, seconds=20.0)
+    costs = core.stats().token_costs
+    assert costs is not None
+    served = {"a": 0.0, "b": 0.0}
+    for record in records.values():
+        request = record.arrival.request
+        if record.token_times:
+            served[request.tenant] += costs.of(len(request.prompt_token_ids), len(record.token_times))
+    assert sum(record.ended is None for record in records.values()) > 100, "neither is done"
+    assert served["a"] == pytest.approx(served["b"], rel=0.15)
+
+
+def test_with_one_tenant_nothing_asks_for_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("tenants are compared although there is only one")
+
+    for module in (engine.scheduling.prompts, engine.scheduling.admission):
+        monkeypatch.setattr(module, "order_tenants", refuse)
+    monkeypatch.setattr(engine.scheduling.step, "by_tenant", refuse)
+    records = replay(make_core(num_units=SHORT, max_queue_time="10x"), heavy(200))
+    assert any(record.ended is not None for record in records.values())
+
+
+def test_an_arrival_waits_for_its_own_tenant_only() -> None:
+    """Eleven seconds of one tenant's prompts: another of it is refused, the first of somebody else is not."""
+    core = make_core(max_queue_time="5s")
+    with pytest.raises(QueueFullError):
+        for arrival in heavy(1000, length=1000):
+            core.add_request(arrival.request, 0.0)
+    core.add_request(chat("light", 200, "light"), 0.0)
+    with pytest.raises(QueueFullError):
+        core.add_request(chat("again", 1000, "heavy"), 0.0)
+
+
+@pytest.mark.parametrize("policy", ["goodput", "fcfs"])
+def test_a_queue_that_one_tenant_fills_has_room_for_another(policy: str) -> None:
+    core = make_core(policy, max_num_waiting=10)
+    for index in range(10):
+        core.add_request(chat(f"heavy{index}", 10, "heavy"), 0.0)
+    with pytest.raises(QueueFullError):
+        core.add_request(chat("heavy10", 10, "heavy"), 0.0)
+    for index in range(5):
+        core.add_request(chat(f"light{index}", 10, "light"), 0.0)
+    with pytest.raises(QueueFullError):
+        core.add_request(chat("light5", 10, "light"), 0.0)
+
+
+def test_a_tenant_that_was_away_neither_saves_up_nor_sheds_a_debt() -> None:
+    core = make_core()
+    for index in range(3):
+        core.add_request(chat(f"a{index}", 100, "a"), 0.0)
+    share = core._state.online_share
+    assert not share.is_contested
+    core.schedule(0.0)
+    core.add_request(chat("b", 100, "b"), 0.1)
+    assert share.is_contested
+    assert share.by_standing(["a", "b"]) == ["a", "b"], "lifted to the counter of those that were there"
+    core.abort("b", 0.2)
+    assert not share.is_contested
