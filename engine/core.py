@@ -190,6 +190,7 @@ class EngineCore:
                 trial = TrialBuilder(draft(reserved=False))
                 step = trial.build(turn.requests, turn.force)
                 if step is None and trial.awaits_units:
+                    self._recovery.waits(turn)
                     return None
             if step is not None:
                 self._recovery.took(turn)

@@ -12,11 +12,12 @@ from hypothesis import HealthCheck, given, settings
 
 from engine.api import EngineRequest, FinishReason, RequestClass
 from engine.config import SchedulerConfig
+from engine.core import EngineCore
 from engine.errors import EngineStepError, EngineUnavailableError
 from engine.scheduling.blame import LONE_FAILURES, LONE_WAITS, Blame
 from engine.scheduling.canary import CANARY_ID, SICK_AFTER
 from engine.scheduling.objective import StepObjective
-from engine.scheduling.recovery import PATIENCE
+from engine.scheduling.recovery import PATIENCE, Recovery
 from predictor.slo import SLO
 
 VOCAB = 50
@@ -85,6 +86,24 @@ def test_requests_that_end_are_no_suspects() -> None:
     assert blame.on_trial(0.0) == ("c",)
     blame.forget("c")
     assert blame.on_trial(0.0) == () and not blame.suspects
+
+
+def test_a_trial_that_took_the_place_of_others_comes_before_they_start_again() -> None:
+    core = EngineCore(SchedulerConfig(num_units=2 * 64, max_model_len=64, block_size=BLOCK))
+    core.add_request(make_request("suspect", [1] * 8), 0.0)
+    suspect, blame = core._requests["suspect"], Blame()
+    blame.failed({"suspect": 5})
+    assert blame.judge(0.0) is None
+    recovery = Recovery(core._state, core._requests, blame)
+    now = LONE_WAITS[0]
+    ordinary, trial, forced = recovery.turns(now)
+    assert (ordinary.requests, trial.requests, trial.force, forced.force) == (None, [suspect], False, True)
+    recovery.waits(forced)
+    assert recovery.turns(now)[0] == forced
+    recovery.took(forced)
+    assert recovery.turns(now)[:2] == (ordinary, trial)
+    recovery.took(ordinary)
+    assert recovery.turns(now)[0] == trial
 
 
 # In the core

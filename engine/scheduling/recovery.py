@@ -55,6 +55,7 @@ class Recovery:
         self._blame = blame
         self._canary = Canary()
         self._trial_first = False
+        self._force = False
 
     @property
     def active(self) -> bool:
@@ -78,13 +79,17 @@ class Recovery:
         group = [self._requests[request_id] for request_id in self._blame.on_trial(now)]
         if not group:
             return ORDINARY
-        trial = Turn(group)
+        trial = Turn(group, self._force)
         first, second = (trial, *ORDINARY) if self._trial_first else (*ORDINARY, trial)
         return first, second, Turn(group, force=True)
 
     def took(self, turn: Turn) -> None:
         """The next step is this turn: the other kind comes first in the one behind it."""
-        self._trial_first = turn.requests is None
+        self._trial_first, self._force = turn.requests is None, False
+
+    def waits(self, turn: Turn) -> None:
+        """This turn took the place of others and waits for their units: it comes next, before they start again."""
+        self._trial_first, self._force = True, turn.force
 
     def failed(self, step: Sequence[Reached], now: float) -> list[Ending]:
         """A step failed; its requests have been rewound already. Returns those that end because of it."""
