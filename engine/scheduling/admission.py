@@ -10,7 +10,7 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from itertools import takewhile
+from itertools import chain, takewhile
 
 from engine.api import EngineRequest, Lane, RequestClass, RequestTimes, SamplingParams
 from engine.errors import ContextLengthError, InvalidRequestError, QueueFullError
@@ -151,7 +151,7 @@ def _ahead(state: SchedulerState, request: Request, pace: PrefillPace, now: floa
         return order_prompts(requests, state.objective, pace, now)
 
     order = order_tenants(both, share, pace, by_urgency) if share.is_contested else by_urgency(both, pace)
-    return _before((*order.urgent, *order.behind), request)
+    return _before(chain(order.urgent, order.behind), request)
 
 
 def _before(requests: Iterable[Request], request: Request) -> list[Request]:

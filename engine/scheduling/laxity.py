@@ -14,14 +14,16 @@ Pure but for reading the scheduler; seconds and tokens. Knows nothing of memory.
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
+from itertools import chain
 from operator import attrgetter
 from typing import NamedTuple
 
 from engine.api import RequestClass
 from engine.request import Request
+from engine.scheduling.fair_share import FairWalk
 from engine.scheduling.objective import StepObjective
 from engine.scheduling.online_share import OnlineShare, by_tenant
 from engine.scheduling.reservation import reservation_of
@@ -106,7 +108,7 @@ def on_time(jobs: Sequence[tuple[float, float]], begin: float = 0.0) -> list[boo
 class PromptOrder(NamedTuple):
     """`urgent` go first, in this order; of `behind` the first keeps a floor chunk."""
 
-    urgent: Sequence[Request]
+    urgent: Iterable[Request]
     behind: Sequence[Request]
 
 
@@ -149,26 +151,29 @@ def order_tenants(
     """
     groups = by_tenant(requests)
     orders = {name: order(groups[name], own) for name, own in _paces(groups, pace).items()}
-    queues = {name: iter((*ordered.urgent, *ordered.behind)) for name, ordered in orders.items()}
     heads = [ordered.behind[0] for ordered in orders.values() if ordered.urgent and ordered.behind]
     head = min(heads, key=by_age, default=None)
-    walk, merged = share.walk(groups), list[Request]()
+    queues = {name: chain(ordered.urgent, ordered.behind) for name, ordered in orders.items()}
+    return PromptOrder(_merged(queues, share.walk(groups), share), () if head is None else (head,))
+
+
+def _merged(queues: Mapping[str, Iterator[Request]], walk: FairWalk, share: OnlineShare) -> Iterator[Request]:
+    """As far as anybody asks: of a thousand requests a step starts a few."""
     while walk:
         request = next(queues[walk.head], None)
         if request is None:
             walk.drop()
             continue
-        merged.append(request)
         walk.charge(share.price(request))
-    return PromptOrder(merged, () if head is None else (head,))
+        yield request
 
 
 def _paces(groups: Mapping[str, Sequence[Request]], pace: PrefillPace | None) -> dict[str, PrefillPace | None]:
     """What each tenant gets of the machine while it has requests: it is done when all others have had as much, or are
-    done as well."""
+    done as well. Only how much work they have beside one another counts, so tokens will do."""
     if pace is None:
         return dict.fromkeys(groups)
-    work = {name: sum(map(pace.seconds_for, group)) for name, group in groups.items()}
+    work = {name: sum(request.num_prompt_tokens for request in group) for name, group in groups.items()}
     return {name: pace.slower(sum(min(own, other) for other in work.values()) / own) for name, own in work.items()}
 
 

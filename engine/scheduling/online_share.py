@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from engine.api import TokenCosts
-from engine.request import Request
+from engine.request import Request, RequestStatus
 from engine.scheduling.fair_share import FairShare, FairWalk
 
 FORGETTING = 0.05
@@ -73,7 +73,10 @@ class OnlineShare:
     def walk(self, groups: Mapping[str, Iterable[Request]]) -> FairWalk:
         """In which order the tenants of these requests would be served from now on, each for the `price` of them. What
         runs has been charged already, and keeps the place that it started from."""
-        paid = {tenant: sum(self._charged.get(r.request_id) or 0.0 for r in group) for tenant, group in groups.items()}
+        paid = {
+            tenant: sum(self._charged.get(r.request_id) or 0.0 for r in group if r.status is not RequestStatus.WAITING)
+            for tenant, group in groups.items()
+        }
         return FairWalk(self._share, groups, paid)
 
     def price(self, request: Request) -> float:

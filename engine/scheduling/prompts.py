@@ -7,6 +7,7 @@ for ever. Other policies continue what runs by age, and start in their own order
 
 import math
 from collections.abc import Sequence
+from itertools import chain
 from typing import NamedTuple
 
 from engine.api import RequestClass
@@ -88,10 +89,10 @@ class PromptFill:
         shared = state.online_share.is_contested
         if not uses_laxity(state) or len(prompts) + len(waiting) < 2:
             ordered = policy.order(waiting, context) if starts is None else waiting
-            if shared:
-                share = state.online_share
-                ordered = order_tenants(ordered, share, None, lambda group, _: PromptOrder((), group)).urgent
-            return PromptOrder((), [*prompts, *ordered])
+            if not shared:
+                return PromptOrder((), [*prompts, *ordered])
+            merged = order_tenants(ordered, state.online_share, None, lambda group, _: PromptOrder((), group)).urgent
+            return PromptOrder(chain(prompts, merged), ())
         rank = {} if starts is None else {start.request: index for index, start in enumerate(starts)}
 
         def by_urgency(requests: Sequence[Request], pace: PrefillPace | None) -> PromptOrder:
