@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from engine.api import (
     EngineInfo,
@@ -40,8 +40,10 @@ from engine.scheduling.recovery import RETRY_AFTER
 from engine.step_check import check_result
 from engine.step_watch import StepLimits, StepWatch
 from engine.stream import RequestStream
-from engine.structured import GrammarCompiler
 from engine.watchdog import STALL_SECONDS, ProgressWatchdog
+
+if TYPE_CHECKING:  # an engine without grammars needs none of what compiles them
+    from engine.structured import GrammarCompiler
 
 log = logging.getLogger("tidemill.engine")
 
@@ -71,7 +73,7 @@ class Engine:
         plan_offline: PlanOffline | None = None,
         colocation: Colocation | None = None,
         tuner: BudgetTuner | None = None,
-        grammars: GrammarCompiler | None = None,
+        grammars: "GrammarCompiler | None" = None,
     ) -> None:
         self.info = info
         self._core = core

@@ -4,11 +4,14 @@ into a step. Those of offline work have a thread of their own, so that a batch o
 import asyncio
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
 
 from engine.api import EngineRequest, RequestClass
 from engine.errors import InvalidRequestError
 from engine.grammar import Grammar
-from engine.structured import GrammarCompiler
+
+if TYPE_CHECKING:  # an engine without grammars needs none of what compiles them
+    from engine.structured import GrammarCompiler
 
 COMPILE_SECONDS = 10.0
 
@@ -16,7 +19,7 @@ COMPILE_SECONDS = 10.0
 class Grammars:
     """`compiler` None: no request may have a grammar."""
 
-    def __init__(self, compiler: GrammarCompiler | None, seconds: float = COMPILE_SECONDS) -> None:
+    def __init__(self, compiler: "GrammarCompiler | None", seconds: float = COMPILE_SECONDS) -> None:
         self._compiler = compiler
         self._seconds = seconds
         self._threads = {

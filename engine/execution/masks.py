@@ -12,6 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -20,7 +21,9 @@ from engine.errors import InvalidRequestError
 from engine.execution.arrays import Int32Array, IntArray
 from engine.execution.rows import RowTable
 from engine.grammar import Grammar
-from engine.structured import GrammarCompiler, Matcher
+
+if TYPE_CHECKING:  # running a model needs none of what compiles grammars
+    from engine.structured import GrammarCompiler, Matcher
 
 PATIENCE = 2e-3
 LONE_PATIENCE = 10e-3
@@ -74,7 +77,7 @@ class _RowMatcher:
         work.result()
         return _State.FAILED if self._matcher is None or self._matcher.failed is not None else _State.READY
 
-    def run(self, compiler: GrammarCompiler, params: SamplingParams, token_ids: IntArray) -> None:
+    def run(self, compiler: "GrammarCompiler", params: SamplingParams, token_ids: IntArray) -> None:
         """The mask behind `token_ids`, the answer so far. The grammar is ready unless it was pushed out meanwhile."""
         began = time.perf_counter()
         if self._matcher is None:
@@ -105,7 +108,7 @@ class RowMasks:
     def __init__(
         self,
         rows: RowTable,
-        compiler: GrammarCompiler,
+        compiler: "GrammarCompiler",
         patience: float = PATIENCE,
         lone_patience: float = LONE_PATIENCE,
     ) -> None:

@@ -12,7 +12,7 @@ import time
 from collections import deque
 from dataclasses import dataclass
 from functools import partial
-from typing import Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -27,7 +27,9 @@ from engine.execution.pool import UnitPool
 from engine.execution.rows import UNKNOWN, RowTable
 from engine.execution.sampler import SampleInput, sample
 from engine.scheduling.output import Collect, ModelRunnerOutput, SchedulerOutput
-from engine.structured import GrammarCompiler
+
+if TYPE_CHECKING:  # running a model needs none of what compiles grammars
+    from engine.structured import GrammarCompiler
 
 
 class Device(CacheMover, Protocol):
@@ -79,7 +81,7 @@ class Runner(Generic[DeviceT]):
         self._last_end = 0.0
         self.masks: RowMasks | None = None
 
-    def enforce(self, grammars: GrammarCompiler) -> None:
+    def enforce(self, grammars: "GrammarCompiler") -> None:
         """Take requests with grammars from now on."""
         self.masks = RowMasks(self._rows, grammars)
 
