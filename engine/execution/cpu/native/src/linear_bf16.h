@@ -10,31 +10,60 @@ inline __m512bh pair_of(const bf16 *p) {
 }
 inline __m512bh line_of(const bf16 *p) { return (__m512bh)_mm512_loadu_si512(p); }
 
+// The sums of R rows and the 32 outputs of a panel, the last row's and those before it: arrays of them, numbered by loops
+// within loops, GCC 12 keeps in memory.
+template <int R> struct Sums {
+    Sums<R - 1> before;
+    __m512 first, second;
+
+    void clear() {
+        before.clear();
+        first = second = _mm512_setzero_ps();
+    }
+    void add(const bf16 *a, int64_t lda, __m512bh w0, __m512bh w1) {
+        before.add(a, lda, w0, w1);
+        const __m512bh x = pair_of(a + (R - 1) * lda);
+        first = _mm512_dpbf16_ps(first, x, w0);
+        second = _mm512_dpbf16_ps(second, x, w1);
+    }
+    void join(const Sums &other) {
+        before.join(other.before);
+        first = _mm512_add_ps(first, other.first);
+        second = _mm512_add_ps(second, other.second);
+    }
+    void put(float *c) const {
+        before.put(c);
+        _mm512_storeu_ps(c + (R - 1) * PANEL, first);
+        _mm512_storeu_ps(c + (R - 1) * PANEL + 16, second);
+    }
+};
+template <> struct Sums<0> {
+    void clear() {}
+    void add(const bf16 *, int64_t, __m512bh, __m512bh) {}
+    void join(const Sums &) {}
+    void put(float *) const {}
+};
+
+template <int R> inline void add_pair(Sums<R> &sums, const bf16 *a, int64_t lda, const bf16 *w) {
+    _mm_prefetch((const char *)w + AHEAD, _MM_HINT_T1);
+    _mm_prefetch((const char *)(w + 512) + AHEAD, _MM_HINT_T1);
+    sums.add(a, lda, line_of(w), line_of(w + 512));
+}
+
 // c [R][PANEL] = a [R][lda] * a panel. Few rows have two sums for each output, as one would wait for itself.
 template <int R> void tile_of_panel(const bf16 *a, int64_t lda, const bf16 *w, int64_t k, float *c) {
-    constexpr int SUMS = R <= 3 ? 2 : 1;
-    __m512 sums[SUMS][R][2];
-    for (int s = 0; s < SUMS; s++)
-        for (int r = 0; r < R; r++) sums[s][r][0] = sums[s][r][1] = _mm512_setzero_ps();
+    constexpr bool TWICE = R <= 3;
+    Sums<R> sums;
+    Sums<TWICE ? R : 0> more;
+    sums.clear();
+    more.clear();
     for (int64_t i = 0; i < k; i += 32, w += 1024)
-        for (int j = 0; j < 16; j += SUMS)
-            for (int s = 0; s < SUMS; s++) {
-                const bf16 *at = w + (j + s) * 32;
-                _mm_prefetch((const char *)at + AHEAD, _MM_HINT_T1);
-                _mm_prefetch((const char *)(at + 512) + AHEAD, _MM_HINT_T1);
-                const __m512bh w0 = line_of(at), w1 = line_of(at + 512);
-                for (int r = 0; r < R; r++) {
-                    const __m512bh x = pair_of(a + r * lda + i + 2 * (j + s));
-                    sums[s][r][0] = _mm512_dpbf16_ps(sums[s][r][0], x, w0);
-                    sums[s][r][1] = _mm512_dpbf16_ps(sums[s][r][1], x, w1);
-                }
-            }
-    for (int r = 0; r < R; r++)
-        for (int i = 0; i < 2; i++) {
-            __m512 sum = sums[0][r][i];
-            for (int s = 1; s < SUMS; s++) sum = _mm512_add_ps(sum, sums[s][r][i]);
-            _mm512_storeu_ps(c + r * PANEL + i * 16, sum);
+        for (int j = 0; j < 16; j += TWICE ? 2 : 1) {
+            add_pair(sums, a + i + 2 * j, lda, w + j * 32);
+            if constexpr (TWICE) add_pair(more, a + i + 2 * j + 2, lda, w + (j + 1) * 32);
         }
+    if constexpr (TWICE) sums.join(more);
+    sums.put(c);
 }
 
 using Tile = void (*)(const bf16 *, int64_t, const bf16 *, int64_t, float *);
