@@ -65,6 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_serve(commands)
     _add_chat(commands)
     add_batch(commands, Parser)
+    _add_top(commands)
     _add_pull(commands)
     _add_doctor(commands)
     _add_profile(commands)
@@ -106,13 +107,29 @@ def _add_serve(commands: Any) -> None:
 
 def _add_chat(commands: Any) -> None:
     command = commands.add_parser("chat", help="chat with a running server", allow_abbrev=False)
-    command.add_argument("--url", help="the server (default: $TIDEMILL_URL or http://127.0.0.1:8000)")
-    command.add_argument("--api-key", metavar="KEY", help="key to send (default: $TIDEMILL_API_KEY)")
+    _add_server(command)
     command.add_argument("--model", help="model to ask for (default: the server's first)")
     command.add_argument("--system", metavar="TEXT", help="system message")
     command.add_argument("--max-tokens", type=_positive, metavar="N", help="longest answer")
     command.add_argument("--temperature", type=float, metavar="T", help="0 is greedy (default: the server's)")
     command.set_defaults(run=_chat)
+
+
+def _add_top(commands: Any) -> None:
+    command = commands.add_parser(
+        "top",
+        help="watch a running server: SLO, tokens per second, steps, cache, batches",
+        description="Show a server's figures once a second until Ctrl-C; where the output is no terminal, once.",
+        allow_abbrev=False,
+    )
+    _add_server(command)
+    command.set_defaults(run=_top)
+
+
+def _add_server(command: argparse.ArgumentParser) -> None:
+    """Which server a client asks, and with which key."""
+    command.add_argument("--url", help="the server (default: $TIDEMILL_URL or http://127.0.0.1:8000)")
+    command.add_argument("--api-key", metavar="KEY", help="key to send (default: $TIDEMILL_API_KEY)")
 
 
 def _positive(text: str) -> int:
@@ -158,18 +175,29 @@ def _completions(arguments: argparse.Namespace) -> int:
 
 
 def _chat(arguments: argparse.Namespace) -> int:
-    from gateway.terminal_chat import ChatOptions, run_chat
+    from gateway.terminal_chat import run_chat
 
-    keys = os.environ.get("TIDEMILL_API_KEY", "").split(",")
-    options = ChatOptions(
-        url=arguments.url or os.environ.get("TIDEMILL_URL") or "http://127.0.0.1:8000",
-        api_key=arguments.api_key or keys[0].strip() or None,
+    options = dataclasses.replace(
+        _server_of(arguments),
         model=arguments.model,
         system=arguments.system,
         max_tokens=arguments.max_tokens,
         temperature=arguments.temperature,
     )
     return run_chat(options)
+
+
+def _top(arguments: argparse.Namespace) -> int:
+    return int(importlib.import_module("gateway.top.follow").run_top(_server_of(arguments)))
+
+
+def _server_of(arguments: argparse.Namespace) -> Any:
+    """What `_add_server` asked for."""
+    from gateway.terminal_chat import ChatOptions
+
+    keys = os.environ.get("TIDEMILL_API_KEY", "").split(",")
+    url = arguments.url or os.environ.get("TIDEMILL_URL") or "http://127.0.0.1:8000"
+    return ChatOptions(url=url, api_key=arguments.api_key or keys[0].strip() or None)
 
 
 def _pull(arguments: argparse.Namespace) -> int:

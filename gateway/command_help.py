@@ -70,6 +70,7 @@ tidemill chat --url http://gpu:8000 --api-key KEY --system "Answer in one line."
 tidemill batch submit lines.jsonl --window 8h --watch
 tidemill batch list
 tidemill batch results BATCH --output answers.jsonl --errors failed.jsonl""",
+    "top": "tidemill top --url http://gpu:8000 --api-key KEY      until Ctrl-C; once where the output is no terminal",
     "doctor": "tidemill doctor ./checkpoint                          would it run here, and with how much cache",
     "profile": "tidemill profile --plot steps.svg                     predicted against measured step times",
     "completions": """\

@@ -9,18 +9,25 @@ import sys
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
 from engine.errors import ConfigError, TidemillError
 
 _HELP = "/reset starts over, /exit leaves, Ctrl-C stops an answer."
 _CONNECT_SECONDS = 10.0
-_ANSWER_SECONDS = 600.0
 
 
 class ChatError(TidemillError):
     """What the server said went wrong, or that it cannot be reached."""
+
+
+class RefusedError(ChatError):
+    """The server answered with another status than 200."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +44,9 @@ class ChatOptions:
 
 class ChatClient:
     """One server. Every call opens a connection of its own, so that an answer is stopped by closing it."""
+
+    answer_seconds: ClassVar[float] = 600.0
+    """The longest silence of a server that is at work."""
 
     def __init__(self, options: ChatOptions) -> None:
         """Raises ConfigError when the URL cannot be one of a server."""
@@ -88,13 +98,13 @@ class ChatClient:
             headers["Authorization"] = f"Bearer {self._options.api_key}"
         try:
             connection.connect()
-            connection.sock.settimeout(_ANSWER_SECONDS)
+            connection.sock.settimeout(self.answer_seconds)
             with suppress(BrokenPipeError, ConnectionResetError):  # refused early: the answer may be there
                 connection.request(method, self._path + path, body, headers)
             response = connection.getresponse()
             if response.status == 200:
                 return response
-            raise ChatError(_error_message(response.read(65536), response.status))
+            raise RefusedError(_error_message(response.read(65536), response.status), response.status)
         except (OSError, http.client.HTTPException) as error:
             reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
             raise ChatError(f"cannot reach {self._options.url}: {reason}") from None

@@ -1,0 +1,155 @@
+"""The snapshots that `tidemill top` draws from: rates, points, differences of counters. Pure, bounded; no terminal.
+
+Counters grow for ever: a rate is a difference of two snapshots, and between two snapshots a counter grows evenly.
+"""
+
+import math
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+WINDOW = 900.0
+"""Seconds that are kept."""
+MAX_CHATS = 4000
+
+Snapshot = Mapping[str, Any]
+
+FIELDS = frozenset(
+    [
+        "time",
+        "running",
+        "waiting",
+        "steps",
+        "step_seconds",
+        "predicted_seconds",
+        "leftover_seconds",
+        "leftover_used_seconds",
+        "computed_tokens",
+        "offline_tokens",
+        "units",
+        "refused",
+        "chats",
+        "slo",
+        "attainment",
+        "attainment_target",
+        "objectives",
+        "latency_budget",
+        "breaker",
+        "mape",
+        "ready",
+        "reason",
+    ]
+)
+UNITS = frozenset(("total", "owned", "cached", "hidden_blocks", "host_total", "host_used"))
+"""What is read of a snapshot, and of its `units`."""
+
+
+def is_complete(snapshot: object) -> bool:
+    """Whether it has everything that is read of it; that of another version may not."""
+    if not isinstance(snapshot, dict) or not snapshot.keys() >= FIELDS:
+        return False
+    return isinstance(snapshot["units"], dict) and snapshot["units"].keys() >= UNITS
+
+
+class History:
+    """Snapshots of `/dashboard/history` and `/dashboard/events`, in the order in which they came."""
+
+    def __init__(self) -> None:
+        self.snapshots: list[Snapshot] = []
+        self.chats: deque[Mapping[str, Any]] = deque(maxlen=MAX_CHATS)
+
+    def add(self, snapshot: Snapshot) -> None:
+        """Keep it, unless it is known already. A counter that fell back means that the server was started anew."""
+        if self.snapshots and snapshot["time"] <= self.snapshots[-1]["time"]:
+            return
+        if self.snapshots and snapshot["computed_tokens"] < self.snapshots[-1]["computed_tokens"]:
+            self.snapshots.clear()
+        self.snapshots.append(snapshot)
+        self.chats.extend(snapshot["chats"])
+        oldest = snapshot["time"] - WINDOW
+        while len(self.snapshots) > 1 and self.snapshots[1]["time"] < oldest:
+            del self.snapshots[0]
+        while self.chats and self.chats[0]["time"] < oldest:
+            self.chats.popleft()
+
+    @property
+    def latest(self) -> Snapshot | None:
+        return self.snapshots[-1] if self.snapshots else None
+
+    def span(self) -> float:
+        """Seconds that charts show: they widen as the history grows."""
+        known = self.snapshots[-1]["time"] - self.snapshots[0]["time"] if self.snapshots else 0.0
+        return next((width for width in (60.0, 120.0, 300.0, 600.0) if known <= width), WINDOW)
+
+    def rates(self, cells: int, span: float) -> tuple[list[float | None], list[float | None]]:
+        """Online and offline tokens per second of the last `span` seconds in `cells` equal parts; None: not known."""
+        total, offline = self._growth("computed_tokens", cells, span), self._growth("offline_tokens", cells, span)
+        online = [None if a is None or b is None else max(0.0, a - b) for a, b in zip(total, offline, strict=True)]
+        return online, offline
+
+    def _growth(self, name: str, cells: int, span: float) -> list[float | None]:
+        if len(self.snapshots) < 2:
+            return [None] * cells
+        times = [snapshot["time"] for snapshot in self.snapshots]
+        values = [snapshot[name] for snapshot in self.snapshots]
+        edges = [times[-1] - span + span * i / cells for i in range(cells)] + [times[-1]]
+        levels = [_between(times, values, edge) for edge in edges]
+        return [
+            None if before is None or after is None else max(0.0, (after - before) / (span / cells))
+            for before, after in pairwise(levels)
+        ]
+
+    def worst(self, name: str, cells: int, span: float) -> list[float | None]:
+        """The largest `name` ("ttft" or "gap") of the chats that ended in each part of the last `span` seconds."""
+        parts: list[float | None] = [None] * cells
+        if self.latest is None:
+            return parts
+        start = self.latest["time"] - span
+        for chat in self.chats:
+            value, cell = chat[name], math.floor((chat["time"] - start) / span * cells)
+            if value is not None and cell >= 0:
+                cell = min(cell, cells - 1)  # a chat's time is rounded
+                parts[cell] = max(value, parts[cell] or 0.0)
+        return parts
+
+    def values(self, name: str) -> list[float]:
+        """Every kept chat's `name`, sorted."""
+        return sorted(chat[name] for chat in self.chats if chat[name] is not None)
+
+    def change(self, name: str, seconds: float) -> float | None:
+        """What a counter grew by over the last `seconds`; None without two snapshots in them."""
+        recent = list(self._last(seconds))
+        return float(recent[-1][name] - recent[0][name]) if len(recent) > 1 else None
+
+    def last_rates(self) -> tuple[float, float]:
+        """Online and offline tokens per second between the two latest snapshots."""
+        if len(self.snapshots) < 2:
+            return 0.0, 0.0
+        before, after = self.snapshots[-2:]
+        passed = after["time"] - before["time"]
+        offline = max(0, after["offline_tokens"] - before["offline_tokens"])
+        total = max(0, after["computed_tokens"] - before["computed_tokens"])
+        return max(0, total - offline) / passed, offline / passed
+
+    def _last(self, seconds: float) -> Iterator[Snapshot]:
+        for snapshot in self.snapshots:
+            if snapshot["time"] >= self.snapshots[-1]["time"] - seconds - 0.5:
+                yield snapshot
+
+
+def percentile(ordered: Sequence[float], rank: float) -> float | None:
+    """Nearest-rank percentile of sorted numbers."""
+    return ordered[max(0, math.ceil(rank / 100 * len(ordered)) - 1)] if ordered else None
+
+
+def _between(times: Sequence[float], values: Sequence[float], time: float) -> float | None:
+    """A counter's value at `time`, on the line between the snapshots around it; None before the first."""
+    after = bisect_right(times, time)
+    if after == 0:
+        return None
+    if after == len(times):
+        return values[-1]
+    share = (time - times[after - 1]) / (times[after] - times[after - 1])
+    return values[after - 1] + share * (values[after] - values[after - 1])
