@@ -21,7 +21,7 @@ from engine.calibration import load_or_measure, load_profile
 from engine.colocation.controller import make_controller
 from engine.config import EngineConfig, SchedulerConfig
 from engine.engine import Engine
-from engine.errors import ConfigError
+from engine.errors import ConfigError, ModelLoadError
 from engine.execution import memory
 from engine.execution.backend import find_backend
 from engine.execution.plan import LaunchPlan
@@ -46,7 +46,9 @@ MIN_CONTEXT = 8  # tokens; the warm-up step alone takes most of it
 def resolve_model(config: EngineConfig) -> Path:
     """The folder of the checkpoint, the packaged demo model's if none is named. Raises ModelLoadError."""
     if config.model:
-        return resolve_model_folder(config.model)
+        return resolve_model_folder(config.model, config.revision)
+    if config.revision is not None:
+        raise ModelLoadError(f"--revision {config.revision} is of models from the hub, and no MODEL is named")
     assert engine.models.demo.__file__ is not None
     return Path(engine.models.demo.__file__).parent / "weights"
 
@@ -55,8 +57,8 @@ def local_config(config: EngineConfig) -> EngineConfig | None:
     """The configuration with a model that is on this machine; None where it would have to be fetched."""
     if not config.model or Path(config.model).expanduser().is_dir() or not is_hub_id(config.model):
         return config
-    folder = cached_folder(config.model)
-    return None if folder is None else replace(config, model=str(folder))
+    folder = cached_folder(config.model, config.revision)
+    return None if folder is None else replace(config, model=str(folder), revision=None)
 
 
 def plan_launch(config: EngineConfig) -> LaunchPlan:

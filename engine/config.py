@@ -19,6 +19,7 @@ class EngineConfig:
     """What a user may say about the engine; None means "decide from the model and the machine"."""
 
     model: str = _flag("", "folder or Hugging Face id of a checkpoint; empty: the packaged demo model")
+    revision: str | None = _flag(None, "branch, tag or commit of a model from the hub (default: the newest)")
     device: str = _flag("auto", "where the model runs", ("auto", "cpu", "cuda"))
     dtype: str = _flag("auto", "type of weights and cache", ("auto", "bfloat16", "float16", "float32"))
     cpu_kernels: str = _flag(

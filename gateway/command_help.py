@@ -23,6 +23,7 @@ FLAGS: tuple[tuple[str, tuple[str, ...]], ...] = (
     (
         "model",
         (
+            "revision",
             "device",
             "dtype",
             "max_model_len",

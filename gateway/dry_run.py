@@ -100,9 +100,8 @@ def _look_ahead(config: EngineConfig, name: str, found: dict[str, Given]) -> lis
     found["profile_dir"] = Given(build.profile_folder(config), DEFAULT)
     local = build.local_config(config)
     if local is None:
-        return [
-            line("model", f"{name} is not on this machine: `tidemill pull {name}` says how large it is, and fetches")
-        ]
+        pull = f"tidemill pull {name}" + (f" --revision {config.revision}" if config.revision else "")
+        return [line("model", f"{name} is not on this machine: `{pull}` says how large it is, and fetches")]
     plan = build.plan_launch(local)
     notes: list[str] = []
     plan, profile = build.stored_profile(local, plan, notes.append)

@@ -38,7 +38,7 @@ def _pull(hub: Any, name: str, revision: str | None, say: Callable[[str], None])
             folder = hub.fetch(offer)
     else:
         folder = hub.fetch(offer)
-    shown = str(folder) if revision else name
+    shown = f"{name} --revision {revision}" if revision else name
     say(f"{name} is in {folder}; next: tidemill serve {shown}")
     return 0
 

@@ -47,7 +47,7 @@ SPEED_OUTPUT = 200
 SECONDS = 300.0
 """Of traffic, by default."""
 PLAN_LINES = 2000
-NOT_SERVING = frozenset({"model", "device", "dtype", "load_format", "profile_dir", "profile_seconds"})
+NOT_SERVING = frozenset({"model", "revision", "device", "dtype", "load_format", "profile_dir", "profile_seconds"})
 """Fields of `EngineConfig` that say where a live engine finds its model, its machine and its measurements."""
 
 

@@ -4,6 +4,7 @@ import json
 import logging
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,6 +15,8 @@ import tiny_models
 from hub_server import COMMIT, Hub
 from huggingface_hub.errors import OfflineModeIsEnabled
 
+from engine.build import local_config, resolve_model
+from engine.config import EngineConfig
 from engine.errors import ModelLoadError
 from engine.models import hub as models_hub
 from engine.models.hub import resolve_model_folder
@@ -66,7 +69,7 @@ def test_sizes_come_first_and_only_what_is_served_is_fetched(
     hub.ranges.clear()
     assert cli.main(["pull", NAME, "--revision", COMMIT]) == 0
     out = capsys.readouterr().out
-    assert "all of it is here" in out and f"next: tidemill serve {folder}" in out
+    assert "all of it is here" in out and f"next: tidemill serve {NAME} --revision {COMMIT}" in out
     assert hub.ranges == [], "nothing is fetched twice"
 
 
@@ -116,6 +119,25 @@ def test_each_refusal_is_one_sentence(
 def test_a_revision_that_is_not_there(hub: Hub, capsys: pytest.CaptureFixture[str]) -> None:
     text = refused(capsys, NAME, "--revision", "v9")
     assert text == "acme/small has no revision v9: tidemill pull acme/small takes the newest"
+
+
+def test_a_revision_is_served_as_it_was_pulled(hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = EngineConfig(model=NAME, revision="main")
+    assert local_config(config) is None
+    assert cli.main(["serve", NAME, "--revision", "v9", "--dry-run", "--port", "0"]) == 0
+    assert "`tidemill pull acme/small --revision v9` says how large it is" in capsys.readouterr().out
+    with pytest.raises(ModelLoadError, match="has no revision v9: tidemill pull acme/small takes the newest"):
+        resolve_model(replace(config, revision="v9"))
+    assert resolve_model(config) == folder_of(tmp_path)
+    assert resolve_model(replace(config, revision=COMMIT)) == folder_of(tmp_path)
+    local = local_config(config)
+    assert local is not None and local.revision is None and local.model == str(folder_of(tmp_path))
+
+
+@pytest.mark.parametrize(("model", "words"), [("", "no MODEL is named"), ("FOLDER", "is a folder")])
+def test_a_revision_of_what_is_not_from_the_hub(tmp_path: Path, model: str, words: str) -> None:
+    with pytest.raises(ModelLoadError, match=f"--revision main is of models from the hub.*{words}"):
+        resolve_model(EngineConfig(model=model.replace("FOLDER", str(tmp_path)), revision="main"))
 
 
 def test_an_unreachable_hub(hub: Hub, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -83,16 +83,19 @@ def cached_folder(name: str, revision: str | None = None) -> Path | None:
     return Path(found) if any(Path(found).glob("*.safetensors")) else None
 
 
-def resolve_model_folder(name: str) -> Path:
-    """The local folder of `name`, downloading safetensors and JSON if it is a hub id ("owner/name").
+def resolve_model_folder(name: str, revision: str | None = None) -> Path:
+    """The local folder of `name`, downloading safetensors and JSON if it is a hub id ("owner/name"), at `revision`.
 
-    Errors: ModelLoadError, one line, if there is no such folder and the hub has no such model or cannot be reached.
+    Errors: ModelLoadError, one line, if there is no such folder and the hub has no such model or cannot be reached,
+    and for the revision of a folder.
     """
     folder = Path(name).expanduser()
     if folder.is_dir():
+        if revision is not None:
+            raise ModelLoadError(f"--revision {revision} is of models from the hub, and {name} is a folder")
         return folder
     _check_id(name)
-    return _download(name, None, _WANTED)
+    return _download(name, revision, _WANTED)
 
 
 def look_up(name: str, revision: str | None) -> Offer:
