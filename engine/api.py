@@ -92,6 +92,25 @@ class SamplingParams:
         _require(self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS, "top_logprobs", "between 0 and 20")
 
 
+class RequestTimes(NamedTuple):
+    """Seconds on the engine's monotonic clock, as of the output that carries them; None until it happened."""
+
+    arrival: float
+    first_scheduled: float | None = None
+    first_token: float | None = None
+    last_token: float | None = None
+    finished: float | None = None
+
+
+class Resumption(NamedTuple):
+    """What a request had been given by an engine that is gone: its tokens, and what its last output said."""
+
+    token_ids: tuple[int, ...]
+    times: RequestTimes
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
     """What a caller hands to `EngineClient.submit`.
@@ -99,7 +118,8 @@ class EngineRequest:
     `cache_salt` separates prefix caches of tenants (blocks are shared only under equal salts). `deadline` is a
     wall-clock time in seconds by which an offline request should end. `final_only` asks for one terminal output.
     `tenant` is who asked, `job` what the request is a part of (names of the caller's choice, "" if there is but one):
-    service is shared fairly among tenants, and among the jobs of one. `lane` orders offline work.
+    service is shared fairly among tenants, and among the jobs of one. `lane` orders offline work. `resumed`: it goes on
+    where another engine left it, as if it had been preempted; it has been accepted and is not refused for room.
     """
 
     request_id: str
@@ -112,6 +132,7 @@ class EngineRequest:
     tenant: str = ""
     job: str = ""
     lane: Lane = Lane.BATCH
+    resumed: Resumption | None = None
 
 
 class TokenLogprobs(NamedTuple):
@@ -119,16 +140,6 @@ class TokenLogprobs(NamedTuple):
 
     logprob: float
     top: tuple[tuple[int, float], ...]
-
-
-class RequestTimes(NamedTuple):
-    """Seconds on the engine's monotonic clock, as of the output that carries them; None until it happened."""
-
-    arrival: float
-    first_scheduled: float | None = None
-    first_token: float | None = None
-    last_token: float | None = None
-    finished: float | None = None
 
 
 class RequestOutput(NamedTuple):
@@ -210,7 +221,8 @@ class EngineStats:
     `host_units_*`: of the host tier; `hidden_blocks`: run from hidden state; `cache_units`: units that were swapped
     out, swapped in and restored, by the name of the operation. `prefill_tokens` and `decode_tokens` are of both
     classes; `offline_computed_tokens` is the part of both together that was offline work. `token_costs`: None without
-    a latency model.
+    a latency model. `restarts`: of an engine in a process of its own, by cause; `resumed_requests`: that went on in the
+    next one.
     """
 
     running: dict[RequestClass, int] = field(default_factory=dict)
@@ -239,6 +251,8 @@ class EngineStats:
     leftover_used_seconds: float = 0.0
     colocation: ColocationStats | None = None
     token_costs: TokenCosts | None = None
+    restarts: dict[str, int] = field(default_factory=dict)
+    resumed_requests: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,3 +338,11 @@ class EngineClient(Protocol):
         ...
 
     async def stats(self) -> EngineStats: ...
+
+    async def wait_dead(self) -> str:
+        """Until no step will ever run again, so that only another start of the server helps; returns why."""
+        ...
+
+    def kill(self) -> None:
+        """Take down at once what runs outside this process: the server ends and cannot wait."""
+        ...

@@ -128,8 +128,12 @@ class EngineCore:
         """Queue a request. Raises InvalidRequestError if it can never run, QueueFullError if the queue is full."""
         if spec.request_id in self._requests:
             raise InvalidRequestError(f"A request '{spec.request_id}' is already running.", param="request_id")
-        request = Request(spec, RequestTimes(arrival=now), self._num_arrived)
-        self._admission.check(request, now)
+        resumed = spec.resumed
+        request = Request(spec, RequestTimes(now) if resumed is None else resumed.times, self._num_arrived)
+        if resumed is None:
+            self._admission.check(request, now)
+        else:
+            check_length(spec, self.config.max_model_len)
         self._num_arrived += 1
         self._requests[spec.request_id] = request
         self._state.add(request)

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -47,9 +47,16 @@ if TYPE_CHECKING:  # an engine without grammars needs none of what compiles them
 
 log = logging.getLogger("tidemill.engine")
 
+OutputSink = Callable[[RequestOutput], bool]
+"""Takes the outputs of one request, one after another; False: whoever reads them is too far behind."""
+
 WARM_UP_ID = "warm-up"
 STOP_SECONDS = 1.0
 """How long `stop` waits for a step that runs."""
+HANG_SECONDS = 30.0
+"""How long a step that hangs may still end by itself, once its requests have ended."""
+SICK_SECONDS = 60.0
+"""How long every step may fail before the engine gives up."""
 MIN_REST = 0.01
 """The shortest sleep in seconds before the core is asked again for work that it could not start."""
 
@@ -81,10 +88,15 @@ class Engine:
         self._clock = clock
         self._step_watch = StepWatch(step_limits or StepLimits(), self._on_hung)
         self._hung = False
+        self._hang_timer: asyncio.TimerHandle | None = None
+        self._sick_seconds = SICK_SECONDS
+        self._supervisor: Callable[[str, str], None] | None = None
+        self._death: str | None = None
+        self._dead = asyncio.Event()
         self.colocation = colocation
         self._tuner = tuner
         self._grammars = Grammars(grammars)
-        self._streams: dict[str, RequestStream] = {}
+        self._streams: dict[str, OutputSink] = {}
         self._in_flight: deque[tuple[SchedulerOutput, asyncio.Future[ModelRunnerOutput]]] = deque()
         self._step_started: float | None = None
         self._busy_since = clock()
@@ -128,7 +140,8 @@ class Engine:
         self._watchdog.start()
         length = min(8, self.info.max_model_len - 2)
         spec = EngineRequest(WARM_UP_ID, (0,) * length, SamplingParams(max_tokens=2, temperature=0.0), final_only=True)
-        async for output in self._add(spec):
+        for stream in await self.submit([spec]):
+            output = await anext(stream)
             if output.error is not None:
                 await self.stop()
                 raise output.error.to_error()
@@ -158,6 +171,7 @@ class Engine:
             self._loop_task.cancel()
             await asyncio.wait([self._loop_task], timeout=STOP_SECONDS)
         self._step_watch.end()
+        self._hangs_no_more()
         await self._planner.stop()
         await self._watchdog.stop()
         if self._tuner is not None:
@@ -170,6 +184,10 @@ class Engine:
 
     async def check_room(self, request_class: RequestClass, prompt_tokens: int) -> None:
         """See EngineClient.check_room."""
+        self.look_for_room(request_class, prompt_tokens)
+
+    def look_for_room(self, request_class: RequestClass, prompt_tokens: int) -> None:
+        """What `check_room` does, now."""
         self._check_accepting()
         with self._noting_refusal(request_class, prompt_tokens):
             self._core.check_room(request_class, self._clock())
@@ -193,38 +211,64 @@ class Engine:
 
     async def submit(self, requests: Sequence[EngineRequest]) -> list[RequestStream]:
         """See EngineClient.submit."""
+        await self.prepare(requests)
+        streams = [
+            RequestStream(partial(self.abort, request.request_id), final_only=request.final_only)
+            for request in requests
+        ]
+        self.open(zip(requests, (stream.push for stream in streams), strict=True))
+        return streams
+
+    async def prepare(self, requests: Sequence[EngineRequest]) -> None:
+        """What must be done before requests with grammars can be queued. Raises InvalidRequestError."""
         self._check_accepting()
         await self._grammars.prepare(requests)
-        streams: dict[str, RequestStream] = {}
-        try:
-            for request in requests:
-                streams[request.request_id] = self._add(request)
-        except BaseException:
-            for request_id in streams:
-                self.abort(request_id)
-            raise
-        return list(streams.values())
 
-    def _add(self, request: EngineRequest) -> RequestStream:
+    def open(self, pairs: Iterable[tuple[EngineRequest, OutputSink]]) -> None:
+        """Queue requests, all or none; their outputs go to the sinks. Raises what `submit` raises."""
+        opened: list[str] = []
+        try:
+            for request, sink in pairs:
+                self._add(request)
+                self._streams[request.request_id] = sink
+                opened.append(request.request_id)
+        except BaseException:
+            for request_id in opened:
+                self.drop(request_id)
+            raise
+
+    def _add(self, request: EngineRequest) -> None:
         self._check_accepting()
         self._watchdog.on_work()
         with self._noting_refusal(request.request_class, len(request.prompt_token_ids)):
             self._core.add_request(request, self._clock())
-        self._tell_keeper(Colocation.on_arrival, request.request_class, self._clock())
-        stream = RequestStream(partial(self.abort, request.request_id), final_only=request.final_only)
-        self._streams[request.request_id] = stream
+        if request.resumed is None:
+            self._tell_keeper(Colocation.on_arrival, request.request_class, self._clock())
         self._wake_up()
-        return stream
 
     def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
         """See EngineClient.abort."""
-        if request_id not in self._streams:
-            return
+        if request_id in self._streams:
+            self._deliver(self._abort(request_id, reason))
+            self._wake_up()
+
+    def drop(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
+        """End a request now, without an output: nobody waits for it. Unknown ids are ignored."""
+        if request_id in self._streams:
+            self._abort(request_id, reason)
+            self._close(request_id)
+            self._wake_up()
+
+    def _abort(self, request_id: str, reason: FinishReason) -> RequestOutput:
         output = self._core.abort(request_id, self._clock(), reason)
         assert output is not None, "a stream is open for a request that the core does not know"
         self._tell_keeper(Colocation.on_end, output, self._clock())
-        self._deliver(output)
-        self._wake_up()
+        return output
+
+    def _close(self, request_id: str) -> None:
+        del self._streams[request_id]
+        if not self._streams:
+            self._idle.set()
 
     def set_lane(self, job: str, lane: Lane) -> None:
         """See EngineClient.set_lane."""
@@ -233,10 +277,38 @@ class Engine:
 
     async def stats(self) -> EngineStats:
         """See EngineClient.stats."""
+        return self.snapshot()
+
+    def snapshot(self) -> EngineStats:
+        """The figures of now."""
         stats = self._core.stats()
         if self.colocation is None:
             return stats
         return replace(stats, colocation=self.colocation.stats(self._clock()))
+
+    async def wait_dead(self) -> str:
+        """See EngineClient.wait_dead."""
+        await self._dead.wait()
+        assert self._death is not None
+        return self._death
+
+    def kill(self) -> None:
+        """See EngineClient.kill: all of it runs in this process."""
+
+    def be_supervised(self, die: Callable[[str, str], None], sick_seconds: float) -> None:
+        """This process is started again when it ends: where it could only end its requests, it calls `die` with a cause
+        and why, and they go on in the next one. So it does when every step has failed for `sick_seconds`."""
+        self._supervisor, self._sick_seconds = die, sick_seconds
+
+    def _give_up(self, cause: str, why: str) -> None:
+        """Nothing that could be done here helps any more."""
+        if self._death is not None:
+            return
+        self._death = why
+        log.critical("the engine gives up: %s", why)
+        if self._supervisor is not None:
+            self._supervisor(cause, why)
+        self._dead.set()
 
     async def _run(self) -> None:
         try:
@@ -307,7 +379,7 @@ class Engine:
         self._step_started = now if self._in_flight else None
         # What a step costs a request that waits for its next token: scheduling it and delivering the last one included.
         taken, self._busy_since = now - self._busy_since, now
-        self._hung = False
+        self._hangs_no_more()
         if self._in_flight:
             self._step_watch.begin(self._in_flight[0][0].predicted_latency)
         else:
@@ -317,6 +389,9 @@ class Engine:
         if result is None:
             for ended in outputs:
                 self._tell_keeper(Colocation.on_end, ended, now)
+            since = self._core.sick_since
+            if since is not None and now - since > self._sick_seconds:
+                self._give_up("sick", f"every model step has failed for {now - since:.0f} s")
         elif self._warm:
             self._tell_keeper(Colocation.on_step, output, taken, outputs, now, result.latency)
         for request_output in outputs:
@@ -332,12 +407,9 @@ class Engine:
             self._faults.report("the SLO keeper failed", error)
 
     def _deliver(self, output: RequestOutput) -> None:
-        stream = self._streams[output.request_id]
-        keeps_up = stream.push(output)
+        keeps_up = self._streams[output.request_id](output)
         if output.finish_reason is not None:
-            del self._streams[output.request_id]
-            if not self._streams:
-                self._idle.set()
+            self._close(output.request_id)
         elif not keeps_up:
             self.abort(output.request_id)
 
@@ -353,9 +425,20 @@ class Engine:
         self._wake_up()
 
     def _on_hung(self, limit: float) -> None:
+        if self._supervisor is not None:
+            self._give_up("hung", f"a model step has not ended after {limit:.1f} s")
+            return
         log.critical("a model step has not ended after %.1f s: every request ends", limit)
         self._hung = True
+        why = f"a model step has not ended after {limit + HANG_SECONDS:.0f} s"
+        self._hang_timer = asyncio.get_running_loop().call_later(HANG_SECONDS, self._give_up, "hung", why)
         self._end_streams(EngineUnavailableError("A model step hangs; this request was ended.", retry_after=5.0))
+
+    def _hangs_no_more(self) -> None:
+        self._hung = False
+        if self._hang_timer is not None:
+            self._hang_timer.cancel()
+            self._hang_timer = None
 
     def _end_streams(self, error: TidemillError) -> None:
         """End every open request with an error; the core forgets them."""
@@ -368,14 +451,20 @@ class Engine:
 
     def _fail_all(self, error: BaseException) -> None:
         """The loop itself broke: nothing can be stepped any more, so every open stream ends with an error."""
-        if not isinstance(error, asyncio.CancelledError):
+        broken = not isinstance(error, asyncio.CancelledError)
+        if broken:
             log.critical("the engine loop ended: %r", error, exc_info=error)
+        if broken and self._supervisor is not None:
+            self._give_up("loop", "its loop ended")
+            return
         failure = ErrorInfo.of(
             EngineUnavailableError("The engine stopped while this request was running.", retry_after=5.0)
         )
         now = self._clock()
         times = RequestTimes(now, finished=now)
-        for request_id, stream in list(self._streams.items()):
-            stream.push(RequestOutput(request_id, (), None, times, 0, 0, 0, FinishReason.ERROR, error=failure))
+        for request_id, push in list(self._streams.items()):
+            push(RequestOutput(request_id, (), None, times, 0, 0, 0, FinishReason.ERROR, error=failure))
         self._streams.clear()
         self._idle.set()
+        if broken:
+            self._give_up("loop", "its loop ended")

@@ -61,6 +61,12 @@ class Request:
         self.token_ids = list(self.spec.prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
         self.max_total_tokens = self.num_prompt_tokens + self.spec.sampling.max_tokens
+        resumed = self.spec.resumed
+        if resumed is not None and resumed.token_ids:
+            self.token_ids.extend(resumed.token_ids)
+            self.num_cached_tokens = resumed.num_cached_tokens
+            self.num_preemptions = resumed.num_preemptions + 1
+            self.status = RequestStatus.PREEMPTED
 
     @property
     def request_id(self) -> str:

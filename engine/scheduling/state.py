@@ -147,9 +147,11 @@ class SchedulerState:
         )
 
     def add(self, request: Request) -> None:
-        """A new request waits."""
+        """A new request waits; one that began in another engine like one that was preempted in this one."""
         if request.request_class is RequestClass.ONLINE:
             self.online_share.enter(request)
+        elif request.status is RequestStatus.PREEMPTED:
+            self.waiting_offline.adopt(request)
         self.add_waiting(request)
 
     def add_waiting(self, request: Request) -> None:

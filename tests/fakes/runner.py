@@ -172,10 +172,13 @@ class FakeRunner:
         if self._invalid(row.token_ids):
             row.token_ids.append(0)
             return INVALID_TOKEN
-        num_outputs = end - row.num_prompt_tokens
-        token = _next_token(digests[-1], num_outputs, row.sampling, self.vocab_size)
+        token = self.choose(digests[-1], row.token_ids[row.num_prompt_tokens :], row.sampling)
         row.token_ids.append(token)
         return token
+
+    def choose(self, digest: Digest, outputs: Sequence[int], sampling: SamplingParams) -> int:
+        """The next token behind a prefix."""
+        return _next_token(digest, len(outputs), sampling, self.vocab_size)
 
 
 def solo_tokens(prompt: list[int], sampling: SamplingParams, vocab_size: int) -> list[int]:

@@ -1,0 +1,211 @@
+"""The engine's side: a process that loads a model, steps it, and says over its socket what comes out.
+
+    python -P -m engine.process.child DESCRIPTOR
+
+It ends when the other side is gone, whatever it is doing, and it ends itself where an engine inside the server could
+only have ended its requests: whoever started it starts it again, and they go on.
+"""
+
+import asyncio
+import contextlib
+import faulthandler
+import gc
+import importlib
+import logging
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from engine.api import EngineRequest, FinishReason, RequestOutput, RequestTimes
+from engine.config import EngineConfig
+from engine.engine import Engine
+from engine.errors import EngineStepError, ErrorInfo, TidemillError
+from engine.process import frames
+from engine.process.connection import Connection
+
+log = logging.getLogger("tidemill.engine")
+
+PULSE_SECONDS = 0.5
+SICK_SECONDS = 10.0
+"""How long every step may fail: an error of a device often ends with the process that met it."""
+LAST_WORDS_SECONDS = 0.1
+"""For the message that says why to leave the process."""
+
+Plan = Callable[[frames.Planned], None]
+Build = Callable[[EngineConfig, Plan], Engine]
+
+
+def build(config: EngineConfig, planned: Plan) -> Engine:
+    """The engine that `tidemill serve` runs. Raises ConfigError."""
+    from engine import openmp
+
+    openmp.announce(config, _say)
+    module: Any = importlib.import_module("engine.build")  # torch comes with it
+    plan = module.plan_launch(config)
+    planned(frames.Planned(str(plan.folder), tuple(plan.notes)))
+    engine: Engine = module.build_engine(config, plan, _say)
+    return engine
+
+
+def _say(line: str) -> None:
+    print(f"tidemill: {line}", flush=True)
+
+
+def main(arguments: list[str]) -> None:
+    run(socket.socket(fileno=int(arguments[0])), build)
+
+
+def run(sock: socket.socket, make: Build) -> None:
+    """Serve the engine that `make` builds until the other side is gone or says so. Does not return before."""
+    sock.set_inheritable(False)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # only the gateway says when it ends
+    faulthandler.enable()  # SIGABRT, too: the gateway asks for the stacks of a process that says nothing more
+    sock.setblocking(True)
+    reader = frames.engine_reader()
+    launch, *early = _first_messages(sock, reader)
+    assert isinstance(launch, frames.Launch)
+    threading.Thread(target=_watch, args=(sock,), name="tidemill-gateway", daemon=True).start()
+    logging.basicConfig(level=launch.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    try:
+        engine = make(launch.config, lambda planned: sock.sendall(frames.encode(planned)))
+        sock.sendall(frames.encode(frames.Built(engine.info)))
+    except TidemillError as error:
+        sock.sendall(frames.encode(frames.NotStarted(ErrorInfo.of(error))))
+        return
+    gc.collect()
+    gc.freeze()  # modules and model are objects that stay: a full collection over them takes 150 ms
+    asyncio.run(EngineServer(engine).serve(sock, reader, early))
+
+
+def _first_messages(sock: socket.socket, reader: frames.FrameReader[frames.ToEngine]) -> list[frames.ToEngine]:
+    while True:
+        data = sock.recv(1 << 16)
+        if not data:
+            sys.exit(0)  # the gateway is gone already
+        if messages := reader.feed(data):
+            return messages
+
+
+def _watch(sock: socket.socket) -> None:
+    """End with the gateway, even in the middle of a step or while the model is loaded."""
+    poll = select.poll()
+    poll.register(sock, select.POLLHUP | select.POLLERR)
+    poll.poll()
+    _die()
+
+
+def _die() -> None:
+    """This process and what it started: it leads a session of its own."""
+    if os.getpgrp() == os.getpid():
+        os.killpg(os.getpgrp(), signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class EngineServer:
+    """Does what the gateway says to an engine, and sends what comes of it: all outputs of a step in one message."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._connection: Connection[frames.ToEngine] | None = None
+        self._outbox: list[RequestOutput] = []
+        self._shutdown = asyncio.Event()
+        self._ending = False
+
+    async def serve(
+        self, sock: socket.socket, reader: frames.FrameReader[frames.ToEngine], early: list[frames.ToEngine]
+    ) -> None:
+        """Start the engine and serve it until it is told to stop."""
+        engine = self._engine
+        connection = self._connection = await Connection.open(sock, reader, self.receive, lambda _fault: _die())
+        try:
+            await engine.start()
+        except Exception as error:
+            log.critical("the first step failed", exc_info=error)
+            known = error if isinstance(error, TidemillError) else EngineStepError("The first model step failed.")
+            connection.send(frames.NotStarted(ErrorInfo.of(known)))
+            await asyncio.sleep(LAST_WORDS_SECONDS)
+            return
+        engine.be_supervised(self._end, SICK_SECONDS)
+        connection.send(frames.Started())
+        for message in early:
+            self.receive(message)
+        pulse = asyncio.create_task(self._beat(), name="tidemill-pulse")
+        await self._shutdown.wait()
+        pulse.cancel()
+        await asyncio.wait([pulse])
+        await engine.stop()
+
+    async def _beat(self) -> None:
+        while True:
+            self._send(frames.Pulse(self._engine.state, self._engine.trouble))
+            await asyncio.sleep(PULSE_SECONDS)
+
+    def receive(self, message: frames.ToEngine) -> None:
+        """One message of the gateway."""
+        if self._ending:
+            return  # it is meant for the next engine, and will be said to it
+        match message:
+            case frames.Submit(call, requests):
+                self._answer(call, lambda: self._engine.open((request, self._put) for request in requests))
+            case frames.Resume(requests):
+                for request in requests:
+                    self._resume(request)
+            case frames.CheckRoom(call, request_class, prompt_tokens):
+                self._answer(call, lambda: self._engine.look_for_room(request_class, prompt_tokens))
+            case frames.Abort(request_id, reason):
+                self._engine.drop(request_id, reason)
+            case frames.AskStats(call):
+                self._send(frames.Stats(call, self._engine.snapshot()))
+            case frames.Shutdown():
+                self._shutdown.set()
+            case _:
+                raise AssertionError(f"{message} comes once, and first")
+
+    def _answer(self, call: int, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except TidemillError as error:
+            self._send(frames.Refused(call, ErrorInfo.of(error)))
+        else:
+            self._send(frames.Done(call))
+
+    def _resume(self, request: EngineRequest) -> None:
+        try:
+            self._engine.open([(request, self._put)])
+        except TidemillError as error:
+            times = request.resumed.times if request.resumed is not None else RequestTimes(0.0)
+            info = ErrorInfo.of(error)
+            self._put(RequestOutput(request.request_id, (), None, times, 0, 0, 0, FinishReason.ERROR, error=info))
+
+    def _put(self, output: RequestOutput) -> bool:
+        """Never too far behind: the gateway bounds what it keeps for a reader, and ends the request."""
+        if not self._outbox:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._outbox.append(output)
+        return True
+
+    def _flush(self) -> None:
+        outputs, self._outbox = tuple(self._outbox), []
+        self._send(frames.Outputs(outputs))
+
+    def _send(self, message: frames.Message) -> None:
+        assert self._connection is not None
+        self._connection.send(message)
+
+    def _end(self, cause: str, why: str) -> None:
+        """The engine cannot go on: say why, show where every thread is, and make room for the next one."""
+        self._ending = True
+        with contextlib.suppress(OSError, ValueError):
+            faulthandler.dump_traceback()
+        self._send(frames.Dying(cause, why))
+        asyncio.get_running_loop().call_later(LAST_WORDS_SECONDS, _die)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,488 @@
+"""An engine in a process of its own, as the gateway sees it: when the process dies, the next one goes on with its
+requests.
+
+Of every open request it keeps the prompt and the tokens given, which is all that a preempted request is made of: the
+next engine computes them again and goes on at the same position. A client sees a pause. See docs/develop/process.md.
+"""
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from engine.api import EngineInfo, EngineRequest, EngineState, EngineStats, FinishReason, Lane, RequestClass
+from engine.child import python_module
+from engine.config import EngineConfig
+from engine.errors import EngineUnavailableError, InvalidRequestError
+from engine.process import frames
+from engine.process.connection import Connection
+from engine.process.figures import Figures
+from engine.process.policy import RestartPolicy
+from engine.process.requests import OpenRequest, OpenRequests
+from engine.process.supervisor import Child, remove, start_error
+from engine.step_watch import StepLimits, StepWatch
+from engine.stream import RequestStream
+from predictor.slo import SLO
+
+log = logging.getLogger("tidemill.engine")
+
+CHILD = "engine.process.child"
+PATIENCE = 10.0
+"""Seconds that a new request waits for an engine where no TTFT is promised."""
+SILENCE = StepLimits(unknown=10.0)
+"""How long a process may say nothing: its event loop does not turn, or it is stopped."""
+START_SECONDS = 900.0
+"""The longest start: model, profile and first step."""
+STOP_SECONDS = 2.0
+ANSWER_SECONDS = 1.0
+"""How long figures may take before those of the last time are given."""
+
+
+class _Gone(Exception):
+    """The process died before it answered."""
+
+
+class EngineProcess:
+    """Implements engine.api.EngineClient. `pid_file` holds the number of the process. `command` starts one, its
+    descriptor behind it."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        log_level: str = "info",
+        pid_file: Path | None = None,
+        command: Sequence[str] | None = None,
+        policy: RestartPolicy | None = None,
+        silence: StepLimits = SILENCE,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        limit = SLO.parse(config.slo).limit_of("ttft")
+        self._patience = PATIENCE if limit is None else limit
+        self._spawn = partial(Child.spawn, command or python_module(CHILD), frames.Launch(config, log_level), pid_file)
+        self._pid_file = pid_file
+        self._policy = policy or RestartPolicy()
+        self._clock = clock
+        self._info: EngineInfo | None = None
+        self._child: Child | None = None
+        self._connection: Connection[frames.ToGateway] | None = None
+        self._lost: asyncio.Future[str] | None = None
+        self._cause: str | None = None
+        self._ready = asyncio.Event()
+        self._changed = asyncio.Event()
+        self._pulse: frames.Pulse | None = None
+        self._watch = StepWatch(silence, self._on_silence)
+        self._open = OpenRequests()
+        self._idle = asyncio.Event()
+        self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._submitted: dict[int, Sequence[EngineRequest]] = {}
+        self._num_calls = 0
+        self._figures = Figures()
+        self._task: asyncio.Task[None] | None = None
+        self._started = self._draining = self._stopping = False
+        self._death: str | None = None
+        self._dead = asyncio.Event()
+
+    # What the gateway asks
+
+    @property
+    def info(self) -> EngineInfo:
+        assert self._info is not None, "nothing is known of a model before it is loaded"
+        return self._info
+
+    @property
+    def state(self) -> EngineState:
+        if self._death is not None:
+            return EngineState.DEAD
+        if self._draining:
+            return EngineState.DRAINING
+        if not self._started:
+            return EngineState.STARTING
+        if not self._ready.is_set():
+            return EngineState.DEGRADED
+        return EngineState.READY if self._pulse is None else self._pulse.state
+
+    @property
+    def trouble(self) -> str | None:
+        """See EngineClient.trouble."""
+        if self._death is not None:
+            return self._death
+        if self._started and not self._ready.is_set():
+            return "the engine process ended and is started again"
+        return None if self._pulse is None else self._pulse.trouble
+
+    async def check_room(self, request_class: RequestClass, prompt_tokens: int) -> None:
+        """See EngineClient.check_room. While there is no engine nobody knows: `submit` will wait for one."""
+        self._check_accepting()
+        if self._ready.is_set():
+            with suppress(_Gone):
+                await self._call(lambda call: frames.CheckRoom(call, request_class, prompt_tokens))
+
+    async def submit(self, requests: Sequence[EngineRequest]) -> list[RequestStream]:
+        """See EngineClient.submit. Without an engine a request waits for one as long as it may wait for its first
+        token, and the line of a batch as long as it takes."""
+        self._check_accepting()
+        now = self._clock()
+        for request in requests:
+            if request.request_id in self._open:
+                raise InvalidRequestError(f"A request '{request.request_id}' is already running.", param="request_id")
+        entries = []
+        for request in requests:
+            stream = RequestStream(partial(self.abort, request.request_id), final_only=request.final_only)
+            entries.append(OpenRequest(request, stream, now))
+            self._open.add(entries[-1])
+        try:
+            await self._queue(requests, now + _longest_wait(requests, self._patience))
+        except BaseException:
+            for request in requests:
+                self._forget(request.request_id)
+            raise
+        return [entry.stream for entry in entries]
+
+    async def _queue(self, requests: Sequence[EngineRequest], until: float) -> None:
+        while True:
+            await self._wait_for_engine(until)
+            try:
+                await self._call(lambda call: frames.Submit(call, tuple(requests)), requests)
+            except _Gone:
+                continue
+            return
+
+    async def _wait_for_engine(self, until: float) -> None:
+        """Raises EngineUnavailableError at the time `until`, or when there will be none."""
+        while not self._ready.is_set():
+            self._check_accepting()
+            left = until - self._clock()
+            if left <= 0.0:
+                raise EngineUnavailableError("The engine is being started again.", retry_after=5.0)
+            self._changed.clear()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), None if math.isinf(left) else left)
+        self._check_accepting()
+
+    def _check_accepting(self) -> None:
+        if self._draining:
+            raise EngineUnavailableError("The server is shutting down.", retry_after=5.0)
+        if self._death is not None:
+            raise EngineUnavailableError("The engine is not running.", retry_after=5.0)
+
+    def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
+        """See EngineClient.abort."""
+        entry = self._open.get(request_id)
+        if entry is not None:
+            self._forget(request_id, reason)
+            entry.end(reason, self._clock())
+
+    def _forget(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
+        if self._open.pop(request_id) is not None:
+            self._send(frames.Abort(request_id, reason))
+            self._look_whether_idle()
+
+    async def stats(self) -> EngineStats:
+        """See EngineClient.stats. Of a process that does not answer, what it said last."""
+        figures = self._figures
+        if self._ready.is_set():
+            with suppress(_Gone, TimeoutError):
+                figures.last = await asyncio.wait_for(self._call(frames.AskStats), ANSWER_SECONDS)
+        return figures.total()
+
+    async def wait_dead(self) -> str:
+        """See EngineClient.wait_dead."""
+        await self._dead.wait()
+        assert self._death is not None
+        return self._death
+
+    def kill(self) -> None:
+        """See EngineClient.kill."""
+        if self._child is not None:
+            self._child.kill()
+
+    # Life
+
+    def load(self, planned: Callable[[frames.Planned], None]) -> None:
+        """Start the first process and wait until its model is loaded; before the event loop runs. `planned` is told
+        what will be loaded before it is. Raises what keeps it from starting; the process is gone then."""
+        child = self._child = self._spawn()
+        try:
+            message = child.receive()
+            assert isinstance(message, frames.Planned)
+            planned(message)
+            message = child.receive()
+            assert isinstance(message, frames.Built)
+            self._info = message.info
+        except BaseException as error:
+            self.discard()
+            raise (start_error(error) if isinstance(error, OSError) else error) from None
+
+    def discard(self) -> None:
+        """End a process that was loaded and will not be used."""
+        if self._child is not None:
+            self._child.kill()
+            self._child.reap()
+            self._child = None
+        remove(self._pid_file)
+
+    async def start(self) -> None:
+        """Start stepping; a process that cannot is an error now, and later one that died."""
+        child = self._child or await self._spawn_child()
+        try:
+            async with asyncio.timeout(START_SECONDS):
+                await self._begin(child)
+        except BaseException as error:
+            await self._end(child, grace=0.0)
+            raise (start_error(error) if isinstance(error, OSError | TimeoutError) else error) from None
+        self._started = True
+        self._task = asyncio.create_task(self._supervise(child), name="tidemill-supervisor")
+
+    async def stop(self, drain_seconds: float = 0.0) -> None:
+        """See EngineClient.stop. A process that does not end by itself within a moment is killed."""
+        self._draining = True
+        self._changed.set()
+        if self._task is None:
+            return
+        if drain_seconds > 0 and len(self._open) and self._death is None:
+            self._idle.clear()
+            try:
+                await asyncio.wait_for(self._idle.wait(), drain_seconds)
+            except TimeoutError:
+                log.info("%d requests did not end within %.0f s", len(self._open), drain_seconds)
+        for entry in self._open:
+            self.abort(entry.request.request_id)
+        self._stopping = True
+        task, self._task = self._task, None
+        task.cancel()
+        await asyncio.wait([task])
+        if self._child is not None:
+            self._send(frames.Shutdown())
+            await self._end(self._child, grace=STOP_SECONDS)
+        self._watch.end()
+        await asyncio.to_thread(remove, self._pid_file)
+
+    async def _begin(self, child: Child) -> None:
+        """Until the child takes requests; it is given those that are open. Raises what keeps it from starting."""
+        self._child = child
+        self._cause = None
+        loop = asyncio.get_running_loop()
+        lost = self._lost = loop.create_future()
+        self._connection = await Connection.open(child.sock, child.reader, self._receive, partial(self._on_lost, lost))
+        for message in child.read_ahead():
+            self._receive(message)
+        ready = asyncio.ensure_future(self._ready.wait())
+        try:
+            await asyncio.wait([ready, lost], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            ready.cancel()
+        if not self._ready.is_set():
+            error = lost.exception()
+            raise error if error is not None else EngineUnavailableError("the engine process ended while it started")
+        self._policy.ready(self._clock())
+
+    async def _supervise(self, child: Child) -> None:
+        try:
+            await self._start_again_and_again(child)
+        except Exception as error:
+            log.critical("the supervisor of the engine process failed", exc_info=error)
+            self._give_up("the supervisor of the engine process failed")
+
+    async def _start_again_and_again(self, first: Child) -> None:
+        """Start one child after another until they die too often."""
+        child: Child | None = first
+        while True:
+            cause, ended = await self._outlive(child) if child is not None else ("start", "an error of the system")
+            delay = self._policy.died(self._clock())
+            self._figures.restarts[cause] += 1
+            if delay is None:
+                self._give_up(f"the engine process ended too often, at last by {ended} ({cause})")
+                return
+            log.error(
+                "the engine process ended by %s (%s); it is started again %s, %d requests wait for it",
+                ended, cause, f"in {delay:.0f} s" if delay else "at once", len(self._open),
+            )  # fmt: skip
+            await asyncio.sleep(delay)
+            child = await self._restart()
+
+    async def _restart(self) -> Child | None:
+        """The next child, which may have died already: that is found out like any death. None: there is none."""
+        try:
+            child = await self._spawn_child()
+        except OSError as error:
+            log.error("the engine process could not be started: %s", error)
+            return None
+        try:
+            async with asyncio.timeout(START_SECONDS):
+                await self._begin(child)
+        except Exception as error:
+            self._cause = self._cause or "start"
+            log.error("the engine process did not start: %s", error)
+            if self._lost is not None and not self._lost.done():
+                self._lost.set_result("")
+        return child
+
+    async def _spawn_child(self) -> Child:
+        spawning = asyncio.ensure_future(asyncio.to_thread(self._spawn))
+        try:
+            return await asyncio.shield(spawning)
+        except asyncio.CancelledError:  # it is started all the same, and nobody else knows of it
+            child = await spawning
+            child.kill()
+            await asyncio.to_thread(child.reap)
+            raise
+
+    async def _outlive(self, child: Child) -> tuple[str, str]:
+        """Wait for its death; returns the cause, and how it ended."""
+        assert self._lost is not None
+        await asyncio.wait([self._lost])
+        if not self._lost.cancelled():
+            self._lost.exception()
+        ended = await self._end(child, grace=0.0)
+        return self._cause or ("killed" if ended == "signal 9" else "crash"), ended
+
+    async def _end(self, child: Child, grace: float) -> str:
+        """See that it is gone, and all that was asked of it with it."""
+        self._down()
+        ended = ""
+        if grace:
+            with suppress(TimeoutError):
+                ended = await asyncio.to_thread(child.reap, grace)
+        if not ended:
+            child.kill()
+            ended = await asyncio.to_thread(child.reap)
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+        if self._child is child:
+            self._child = None
+        return ended
+
+    def _down(self) -> None:
+        """There is no engine."""
+        self._ready.clear()
+        self._watch.end()
+        self._pulse = None
+        self._figures.process_ended()
+        calls, self._calls = self._calls, {}
+        self._submitted.clear()
+        for answer in calls.values():
+            if not answer.done():
+                answer.set_exception(_Gone())
+
+    def _give_up(self, why: str) -> None:
+        self._death = why
+        log.critical("%s", why)
+        self._open.end_all(self._clock(), "The engine stopped while this request was running.")
+        self._look_whether_idle()
+        self._changed.set()
+        self._dead.set()
+
+    # Messages
+
+    async def _call(self, make: Callable[[int], frames.Message], submitted: Sequence[EngineRequest] = ()) -> Any:
+        """Ask, and wait for the answer. Raises what it is refused with, or _Gone."""
+        self._num_calls += 1
+        number = self._num_calls
+        answer = self._calls[number] = asyncio.get_running_loop().create_future()
+        self._submitted[number] = submitted
+        try:
+            self._send(make(number))
+            return await answer
+        finally:
+            self._calls.pop(number, None)
+            self._submitted.pop(number, None)
+
+    def _send(self, message: frames.Message) -> None:
+        if self._connection is not None:
+            self._connection.send(message)
+
+    def _receive(self, message: frames.ToGateway) -> None:
+        """One message of the child."""
+        match message:
+            case frames.Outputs(outputs):
+                for output in outputs:
+                    self._deliver(output)
+            case frames.Done(call):
+                for request in self._submitted.get(call, ()):
+                    if (entry := self._open.get(request.request_id)) is not None:
+                        entry.accepted = True
+                self._settle(call, None)
+            case frames.Refused(call, error):
+                answer = self._calls.get(call)
+                if answer is not None and not answer.done():
+                    answer.set_exception(error.to_error())
+            case frames.Stats(call, stats):
+                self._settle(call, stats)
+            case frames.Pulse():
+                self._pulse = message
+                self._watch.begin(None)
+            case frames.Built(info):
+                self._info = info
+            case frames.Started():
+                self._up()
+            case frames.NotStarted(error):
+                self._cause = "start"
+                if self._lost is not None and not self._lost.done():
+                    self._lost.set_exception(error.to_error())
+            case frames.Dying(cause, why):
+                self._cause = cause
+                log.critical("the engine process ends itself: %s", why)
+                self._ready.clear()
+            case frames.Planned():
+                pass
+
+    def _up(self) -> None:
+        """The child takes requests; first of all those that the last one left."""
+        resumed = self._open.to_resume()
+        if resumed:
+            self._send(frames.Resume(resumed))
+            self._figures.resumed += len(resumed)
+            log.warning("%d requests go on in the new engine process", len(resumed))
+        self._watch.begin(None)
+        self._ready.set()
+        self._changed.set()
+
+    def _settle(self, call: int, value: Any) -> None:
+        answer = self._calls.get(call)
+        if answer is not None and not answer.done():
+            answer.set_result(value)
+
+    def _deliver(self, output: Any) -> None:
+        entry = self._open.get(output.request_id)
+        if entry is None:
+            return  # ended here meanwhile
+        keeps_up = entry.take(output)
+        if output.finish_reason is not None:
+            self._open.pop(output.request_id)
+            self._look_whether_idle()
+        elif not keeps_up:
+            self.abort(output.request_id)
+
+    def _look_whether_idle(self) -> None:
+        if not len(self._open):
+            self._idle.set()
+
+    def _on_lost(self, lost: "asyncio.Future[str]", fault: str | None) -> None:
+        """Nothing more comes from a child."""
+        if fault is not None:
+            self._cause = self._cause or "protocol"
+            log.error("the engine process sent nonsense: %s", fault)
+        if not lost.done():
+            lost.set_result("")
+
+    def _on_silence(self, limit: float) -> None:
+        """No pulse: the child's event loop stands still. Its last act is to show where."""
+        log.critical("the engine process has said nothing for %.0f s", limit)
+        self._cause = self._cause or "silent"
+        child = self._child
+        if child is not None:
+            child.dump()
+            asyncio.get_running_loop().call_later(1.0, child.kill)
+
+
+def _longest_wait(requests: Sequence[EngineRequest], patience: float) -> float:
+    """Seconds for which requests wait for an engine."""
+    lines = all(r.request_class is RequestClass.OFFLINE and r.lane is not Lane.FLEX for r in requests)
+    return math.inf if lines else patience

@@ -1,0 +1,192 @@
+"""What gateway and engine process say to each other: messages of frozen values in frames of length and MessagePack.
+
+Sans I/O: bytes go in, messages come out. No pickle: a frame can hold nothing but what is named here, and what does not
+decode is an error. `docs/develop/process.md` shows the order of the messages.
+"""
+
+import struct
+from typing import Generic, TypeVar
+
+import msgspec
+
+from engine.api import EngineInfo, EngineRequest, EngineState, EngineStats, FinishReason, RequestClass, RequestOutput
+from engine.config import EngineConfig
+from engine.errors import ErrorInfo
+
+HEADER = struct.Struct(">I")
+MAX_FRAME = 1 << 28
+"""Bytes; the longest prompts that one HTTP body can hold are far below."""
+
+
+class Message(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
+    """Base of everything that is sent."""
+
+
+# gateway to engine
+
+
+class Launch(Message, frozen=True):
+    """The first message: what to load."""
+
+    config: EngineConfig
+    log_level: str = "info"
+
+
+class Submit(Message, frozen=True):
+    """Queue all of these or none; answered by `Done` or `Refused` with the same `call`."""
+
+    call: int
+    requests: tuple[EngineRequest, ...]
+
+
+class Resume(Message, frozen=True):
+    """Go on with these, which an engine that is gone had accepted: no answer, and none of them is refused for room."""
+
+    requests: tuple[EngineRequest, ...]
+
+
+class CheckRoom(Message, frozen=True):
+    """Answered by `Done` or `Refused`."""
+
+    call: int
+    request_class: RequestClass
+    prompt_tokens: int
+
+
+class Abort(Message, frozen=True):
+    """The caller has ended this request already; no answer."""
+
+    request_id: str
+    reason: FinishReason
+
+
+class AskStats(Message, frozen=True):
+    """Answered by `Stats`."""
+
+    call: int
+
+
+class Shutdown(Message, frozen=True):
+    """End every request and the process."""
+
+
+ToEngine = Launch | Submit | Resume | CheckRoom | Abort | AskStats | Shutdown
+
+
+# engine to gateway
+
+
+class Planned(Message, frozen=True):
+    """What will run is decided, nothing is loaded yet. `folder`: of the model; `notes`: for the user."""
+
+    folder: str
+    notes: tuple[str, ...]
+
+
+class Built(Message, frozen=True):
+    """The model is loaded and measured."""
+
+    info: EngineInfo
+
+
+class Started(Message, frozen=True):
+    """The first step has passed: requests may come."""
+
+
+class NotStarted(Message, frozen=True):
+    """Instead of one of the three before; the process ends."""
+
+    error: ErrorInfo
+
+
+class Outputs(Message, frozen=True):
+    """What one or more steps gave, in order."""
+
+    outputs: tuple[RequestOutput, ...]
+
+
+class Done(Message, frozen=True):
+    call: int
+
+
+class Refused(Message, frozen=True):
+    call: int
+    error: ErrorInfo
+
+
+class Stats(Message, frozen=True):
+    call: int
+    stats: EngineStats
+
+
+class Pulse(Message, frozen=True):
+    """The event loop of the engine turns, and how it is; comes `PULSE_SECONDS` after the last one."""
+
+    state: EngineState
+    trouble: str | None
+
+
+class Dying(Message, frozen=True):
+    """The process is about to kill itself, and why."""
+
+    cause: str
+    message: str
+
+
+ToGateway = Planned | Built | Started | NotStarted | Outputs | Done | Refused | Stats | Pulse | Dying
+
+MessageT = TypeVar("MessageT")
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+class FrameError(Exception):
+    """Bytes that are no message: the other side is not to be trusted any more."""
+
+
+def encode(message: Message) -> bytes:
+    """A message as a frame."""
+    payload = _encoder.encode(message)
+    if len(payload) > MAX_FRAME:
+        raise FrameError(f"a message of {len(payload)} bytes")
+    return HEADER.pack(len(payload)) + payload
+
+
+class FrameReader(Generic[MessageT]):
+    """Messages out of a stream of bytes; what is cut off is kept until the rest comes."""
+
+    def __init__(self, decoder: "msgspec.msgpack.Decoder[MessageT]") -> None:
+        self._decoder = decoder
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> list[MessageT]:
+        """The messages that `data` completes. Raises FrameError."""
+        buffer = self._buffer
+        buffer += data
+        messages: list[MessageT] = []
+        start = 0
+        while len(buffer) - start >= HEADER.size:
+            (length,) = HEADER.unpack_from(buffer, start)
+            if length > MAX_FRAME:
+                raise FrameError(f"a frame of {length} bytes")
+            end = start + HEADER.size + length
+            if len(buffer) < end:
+                break
+            try:
+                messages.append(self._decoder.decode(memoryview(buffer)[start + HEADER.size : end]))
+            except msgspec.MsgspecError as error:
+                raise FrameError(str(error)) from None
+            start = end
+        if start:
+            del buffer[:start]
+        return messages
+
+
+def engine_reader() -> FrameReader[ToEngine]:
+    """Reads what the gateway sends."""
+    return FrameReader(msgspec.msgpack.Decoder(ToEngine))
+
+
+def gateway_reader() -> FrameReader[ToGateway]:
+    """Reads what the engine sends."""
+    return FrameReader(msgspec.msgpack.Decoder(ToGateway))

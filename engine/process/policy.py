@@ -1,0 +1,39 @@
+"""When a process that died is started again, and when it is not any more. Pure; times are seconds on any clock."""
+
+from collections import deque
+from dataclasses import dataclass, field
+
+MAX_DEATHS = 6
+WINDOW = 600.0
+HEALTHY = 60.0
+MAX_DELAY = 30.0
+
+
+@dataclass(slots=True)
+class RestartPolicy:
+    """At once, then after 1, 2, 4 ... 30 s; given up at the `max_deaths`-th death within `window`. A process that was
+    ready for `healthy` seconds makes up for all deaths before it."""
+
+    max_deaths: int = MAX_DEATHS
+    window: float = WINDOW
+    healthy: float = HEALTHY
+    max_delay: float = MAX_DELAY
+    _deaths: deque[float] = field(default_factory=deque)
+    _ready_since: float | None = None
+
+    def ready(self, now: float) -> None:
+        """The process takes requests."""
+        self._ready_since = now
+
+    def died(self, now: float) -> float | None:
+        """Seconds until it is to be started again; None: never."""
+        if self._ready_since is not None and now - self._ready_since >= self.healthy:
+            self._deaths.clear()
+        self._ready_since = None
+        self._deaths.append(now)
+        while now - self._deaths[0] > self.window:
+            self._deaths.popleft()
+        count = len(self._deaths)
+        if count >= self.max_deaths:
+            return None
+        return 0.0 if count == 1 else min(self.max_delay, 2.0 ** (count - 2))

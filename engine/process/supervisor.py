@@ -1,0 +1,107 @@
+"""One child process after another: how one is started, told apart from the last, and brought to its end.
+
+Knows nothing of requests.
+"""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+from engine.errors import EngineUnavailableError, TidemillError
+from engine.process import frames
+
+
+class Child:
+    """A running child and our end of its socket."""
+
+    def __init__(self, process: "subprocess.Popen[bytes]", sock: socket.socket) -> None:
+        self.process = process
+        self.sock = sock
+        self.reader = frames.gateway_reader()
+        self._read: list[frames.ToGateway] = []
+
+    @classmethod
+    def spawn(cls, command: Sequence[str], launch: frames.Launch, pid_file: Path | None = None) -> "Child":
+        """Start `command` with the number of its descriptor behind it, and tell it what to load. Raises OSError.
+
+        In a session of its own: what a terminal sends to a group is not for it, and what it starts can be ended with
+        it.
+        """
+        ours, theirs = socket.socketpair()
+        with theirs:
+            process = subprocess.Popen(
+                [*command, str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+        child = cls(process, ours)
+        try:
+            if pid_file is not None:
+                _write(pid_file, f"{process.pid}\n")
+            ours.sendall(frames.encode(launch))
+        except OSError:
+            child.kill()
+            child.reap()
+            raise
+        return child
+
+    def receive(self) -> frames.ToGateway:
+        """The next message, waited for: only before an event loop reads the socket. Raises what kept the child from
+        starting, or EngineUnavailableError if it ended without a word."""
+        while not self._read:
+            data = self.sock.recv(1 << 16)
+            if not data:
+                raise EngineUnavailableError(f"the engine process ended while it started ({self.reap()})")
+            self._read += self.reader.feed(data)
+        message = self._read.pop(0)
+        if isinstance(message, frames.NotStarted):
+            raise message.error.to_error()
+        return message
+
+    def read_ahead(self) -> list[frames.ToGateway]:
+        """What has been read from the socket and by nobody else."""
+        messages, self._read = self._read, []
+        return messages
+
+    def dump(self) -> None:
+        """Have it write the stacks of its threads to its standard error, as its last act."""
+        with contextlib.suppress(ProcessLookupError):
+            self.process.send_signal(signal.SIGABRT)
+
+    def kill(self) -> None:
+        """End it and what it has started, at once."""
+        if self.process.returncode is None:  # until it is reaped its number belongs to nobody else
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+
+    def reap(self, timeout: float | None = None) -> str:
+        """Wait for its end, which is known to be near, and close the socket; how it ended. Raises TimeoutError."""
+        try:
+            code = self.process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            raise TimeoutError from None
+        self.sock.close()
+        return f"signal {-code}" if code < 0 else f"exit code {code}"
+
+
+def _write(path: Path, text: str) -> None:
+    """So that nobody reads half of it."""
+    temporary = path.with_name(f"{path.name}.new")
+    temporary.write_text(text)
+    temporary.replace(path)
+
+
+def remove(pid_file: Path | None) -> None:
+    if pid_file is not None:
+        with contextlib.suppress(OSError):
+            pid_file.unlink(missing_ok=True)
+
+
+def start_error(error: BaseException) -> TidemillError:
+    """What could not be started, as one of ours."""
+    return error if isinstance(error, TidemillError) else EngineUnavailableError(f"the engine process: {error}")

@@ -1,0 +1,159 @@
+"""An engine process without torch that dies, hangs and lies where it is told to: the checking fake runner in the real
+child.
+
+    python -P scripted_child.py FOLDER FAULTS DESCRIPTOR
+
+FAULTS: `POINT:NUMBER` or `POINT:NUMBER:FIRST-LAST`, comma-separated; the fault is met when its point is passed for the
+NUMBER-th time, warm-up not counted, in each of the processes FIRST to LAST (1-1 if not given). FOLDER counts them. The
+points: `ready` (dies before its first step), `frame` (dies in the middle of a message with outputs), `before`, `after`
+(dies before or after a step was computed), `hang` (a step never ends), `short`, `token` (a step's result is wrong),
+`oom` (a step raises MemoryError), `loop` (the engine's loop breaks), `block` (the event loop stands still).
+"""
+
+import os
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE.parent), str(HERE)]
+
+import socket  # noqa: E402
+
+from fakes.runner import FakeRunner  # noqa: E402
+
+from engine.api import EngineInfo, SamplingParams, TokenLogprobs  # noqa: E402
+from engine.config import EngineConfig, SchedulerConfig  # noqa: E402
+from engine.core import EngineCore  # noqa: E402
+from engine.engine import Engine  # noqa: E402
+from engine.process import child, frames  # noqa: E402
+from engine.process.connection import Connection  # noqa: E402
+from engine.scheduling.output import Collect, ModelRunnerOutput, SchedulerOutput  # noqa: E402
+from engine.step_watch import StepLimits  # noqa: E402
+
+VOCAB = 405
+CONTEXT = 512
+EOS = 402
+
+
+class Faults:
+    """When to do what; `passes` a point."""
+
+    def __init__(self, folder: Path, script: str) -> None:
+        number = len(list(folder.iterdir())) + 1
+        (folder / str(number)).touch()
+        self._at: dict[str, int] = {}
+        for fault in filter(None, script.split(",")):
+            point, at, *processes = fault.split(":")
+            first, _, last = (processes[0] if processes else "1-1").partition("-")
+            if int(first) <= number <= int(last):
+                self._at[point] = int(at)
+        self._passed: Counter[str] = Counter()
+        self.armed = False
+
+    def passes(self, point: str) -> bool:
+        """Whether the fault is met here and now."""
+        if not self.armed:
+            return False
+        self._passed[point] += 1
+        return self._passed[point] == self._at.get(point)
+
+    def is_meant(self, point: str) -> bool:
+        """Whether this process meets the fault at all."""
+        return point in self._at
+
+    def dies(self, point: str) -> None:
+        if self.passes(point):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class ScriptedRunner(FakeRunner):
+    """What it samples depends on everything that a sampler may look at: prefix, seed, position, the tokens given."""
+
+    def __init__(self, faults: Faults) -> None:
+        super().__init__(block_size=4, vocab_size=VOCAB)
+        self._faults = faults
+
+    def choose(self, digest: bytes, outputs: Sequence[int], sampling: SamplingParams) -> int:
+        facts = (sampling.seed, sampling.repetition_penalty, len(outputs), sorted(outputs))
+        token = int.from_bytes(blake2b(digest + repr(facts).encode(), digest_size=4).digest(), "little") % 256
+        enders = sorted(sampling.stop_token_ids)
+        if enders and token % 12 == 0 and len(outputs) + 1 >= sampling.min_tokens:
+            return enders[0]
+        return token
+
+    def launch(self, output: SchedulerOutput) -> Collect:
+        return partial(self._step, output)
+
+    def _step(self, output: SchedulerOutput) -> ModelRunnerOutput:
+        faults = self._faults
+        faults.dies("before")
+        if faults.passes("oom"):
+            raise MemoryError
+        if faults.passes("hang"):
+            time.sleep(3600.0)
+        result = super().launch(output)()
+        rows = [self._rows[chunk.row] for chunk in output.chunks if chunk.sample]
+        logprobs = [
+            None if row.sampling.logprobs is None else TokenLogprobs(-token / VOCAB, ((token, -token / VOCAB),))
+            for row, token in zip(rows, result.token_ids, strict=True)
+        ]
+        faults.dies("after")
+        if result.token_ids and faults.passes("short"):
+            return replace(result, token_ids=result.token_ids[:-1])
+        if result.token_ids and faults.passes("token"):
+            return replace(result, token_ids=[VOCAB, *result.token_ids[1:]])
+        return replace(result, logprobs=logprobs if any(logprobs) else None)
+
+
+class FaultyConnection(Connection[Any]):
+    """Dies with half a message sent."""
+
+    faults: Faults
+
+    def send(self, message: frames.Message) -> None:
+        if isinstance(message, frames.Outputs) and self.faults.passes("frame"):
+            assert self._transport is not None
+            data = frames.encode(message)
+            os.write(self._transport.get_extra_info("socket").fileno(), data[: len(data) // 2])
+            os.kill(os.getpid(), signal.SIGKILL)
+        super().send(message)
+        self.faults.armed = self.faults.armed or isinstance(message, frames.Started)
+
+
+def build(faults: Faults, config: EngineConfig, planned: child.Plan) -> Engine:
+    planned(frames.Planned("", ()))
+    settings = SchedulerConfig.of(config, num_units=400, max_model_len=CONTEXT)
+    core = EngineCore(replace(settings, block_size=4))
+    info = EngineInfo(CONTEXT, VOCAB, frozenset({EOS}), "scripted", "none", "none", 0, 800)
+    engine = Engine(core, ScriptedRunner(faults), info, step_limits=StepLimits(floor=0.5, unknown=0.5))
+    update = core.update
+
+    def watched(*args: Any) -> Any:
+        if faults.passes("loop"):
+            raise ZeroDivisionError
+        if faults.passes("block"):
+            time.sleep(3600.0)
+        return update(*args)
+
+    core.update = watched  # type: ignore[method-assign]
+    if faults.is_meant("ready"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return engine
+
+
+def main(folder: str, script: str, descriptor: str) -> None:
+    faults = FaultyConnection.faults = Faults(Path(folder), script)
+    child.Connection = FaultyConnection  # type: ignore[misc]
+    child.run(socket.socket(fileno=int(descriptor)), partial(build, faults))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,300 @@
+"""The engine in a process of its own: whatever becomes of the process, requests end as if nothing had happened."""
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from driver import is_error, submit_one
+
+from engine.api import EngineRequest, EngineState, FinishReason, Lane, RequestClass, RequestOutput, SamplingParams
+from engine.config import EngineConfig
+from engine.errors import ConfigError, EngineUnavailableError, InvalidRequestError
+from engine.process import frames
+from engine.process.client import EngineProcess
+from engine.process.policy import RestartPolicy
+from engine.step_watch import StepLimits
+
+CHILD = Path(__file__).parent / "scripted_child.py"
+CONFIG = EngineConfig(slo="ttft_p99=20s", max_queue_time="none")
+POINTS = ("before", "after", "frame", "hang", "loop")
+
+
+def request(name: str, prompt: int = 7, **sampling: Any) -> EngineRequest:
+    """No two names share a prefix, so that nothing depends on who comes first."""
+    params = SamplingParams(**{"max_tokens": 24, "temperature": 1.0, **sampling})
+    return EngineRequest(name, (*name.encode()[:4].ljust(4), *range(prompt - 4)), params)
+
+
+def mixture() -> list[EngineRequest]:
+    """Everything whose state is more than the tokens: seeds, penalties, min_tokens, logprobs, ends, background work."""
+    several = [request(f"n{index}", seed=5 + index) for index in range(3)]
+    offline = {"request_class": RequestClass.OFFLINE, "final_only": True, "lane": Lane.BATCH}
+    line = request("line", seed=11, logprobs=1)
+    return [
+        request("greedy", temperature=0.0),
+        request("seeded", seed=3),
+        request("penalties", repetition_penalty=1.3, presence_penalty=0.5),
+        request("logprobs", logprobs=2),
+        request("least", min_tokens=20, stop_token_ids=frozenset({402})),
+        request("ends", max_tokens=200, stop_token_ids=frozenset({402})),
+        request("long", prompt=90),
+        *several,
+        EngineRequest("line", line.prompt_token_ids, line.sampling, **offline),  # type: ignore[arg-type]
+    ]
+
+
+@asynccontextmanager
+async def engine_process(folder: Path, faults: str = "", **options: Any) -> AsyncIterator[EngineProcess]:
+    """Started; at the end nothing of it is left."""
+    await asyncio.to_thread(folder.mkdir)
+    command = [sys.executable, "-P", str(CHILD), str(folder), faults]
+    options = {"policy": RestartPolicy(max_delay=0.05), **options}
+    engine = EngineProcess(CONFIG, command=command, pid_file=folder.parent / "engine.pid", **options)
+    await engine.start()
+    tasks = asyncio.all_tasks()
+    try:
+        yield engine
+    finally:
+        await engine.stop()
+    assert not children(), "a process is left"
+    assert not [task for task in asyncio.all_tasks() - tasks if not task.done()], "a task is left"
+    assert "engine.pid" not in os.listdir(folder.parent)
+
+
+async def collect(engine: EngineProcess, asked: EngineRequest) -> list[RequestOutput]:
+    return [output async for output in await submit_one(engine, asked)]
+
+
+def summed(outputs: list[RequestOutput]) -> tuple[Any, ...]:
+    """What a client sees of an answer."""
+    last = outputs[-1]
+    return (
+        [token for output in outputs for token in output.token_ids],
+        [logprob for output in outputs for logprob in output.logprobs or ()],
+        last.finish_reason,
+        last.stop_token_id,
+        (last.num_prompt_tokens, last.num_cached_tokens, last.num_output_tokens),
+    )
+
+
+async def answers(engine: EngineProcess) -> dict[str, tuple[Any, ...]]:
+    requests = mixture()
+    found = await asyncio.gather(*[collect(engine, each) for each in requests])
+    return {each.request_id: summed(outputs) for each, outputs in zip(requests, found, strict=True)}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, ...]]:
+    async def run() -> dict[str, tuple[Any, ...]]:
+        async with engine_process(tmp_path_factory.mktemp("calm") / "children") as engine:
+            return await answers(engine)
+
+    found = asyncio.run(run())
+    assert {name: answer[2] for name, answer in found.items()}["greedy"] is FinishReason.LENGTH
+    assert found["ends"][2] is FinishReason.STOP and len(found["least"][0]) >= 20
+    return found
+
+
+@pytest.mark.parametrize("number", [1, 2, 7])
+@pytest.mark.parametrize("point", POINTS)
+async def test_every_request_ends_as_if_the_process_had_not_died(
+    point: str, number: int, tmp_path: Path, undisturbed: dict[str, tuple[Any, ...]]
+) -> None:
+    descriptors = num_descriptors()
+    async with engine_process(tmp_path / "children", f"{point}:{number}") as engine:
+        assert await answers(engine) == undisturbed
+        stats = await engine.stats()
+        assert sum(stats.restarts.values()) == 1 and stats.resumed_requests > 0
+        await until_idle(engine)
+        again = await collect(engine, request("seeded", seed=3))
+        assert summed(again)[0] == undisturbed["seeded"][0], "and the next process serves new requests"
+    assert num_descriptors() == descriptors
+
+
+@pytest.mark.parametrize("point", ["short", "token", "oom"])
+async def test_a_step_that_goes_wrong_needs_no_other_process(
+    point: str, tmp_path: Path, undisturbed: dict[str, tuple[Any, ...]]
+) -> None:
+    async with engine_process(tmp_path / "children", f"{point}:3") as engine:
+        assert await answers(engine) == undisturbed
+        stats = await engine.stats()
+        assert not stats.restarts and stats.failed_steps == 1
+
+
+async def test_deaths_in_every_process_and_before_the_first_step(
+    tmp_path: Path, undisturbed: dict[str, tuple[Any, ...]]
+) -> None:
+    async with engine_process(tmp_path / "children", "after:5:1-4,ready:1:2-2,frame:3:3-3") as engine:
+        assert await answers(engine) == undisturbed
+        stats = await engine.stats()
+        assert sum(stats.restarts.values()) == 4
+        assert stats.steps > 15, "the steps of all processes"
+
+
+async def test_a_process_killed_from_outside(tmp_path: Path, undisturbed: dict[str, tuple[Any, ...]]) -> None:
+    async with engine_process(tmp_path / "children") as engine:
+        stream = await submit_one(engine, request("seeded", seed=3))
+        outputs = [await anext(stream)]
+        os.kill(int((tmp_path / "engine.pid").read_text()), signal.SIGKILL)
+        outputs += [output async for output in stream]
+        assert summed(outputs) == undisturbed["seeded"]
+        assert outputs[-1].num_preemptions == 1
+        assert (await engine.stats()).restarts == {"killed": 1}
+        times = [output.times for output in outputs]
+        assert {t.arrival for t in times} == {times[0].arrival} and {t.first_token for t in times} == {
+            times[0].first_token
+        }
+        assert int((tmp_path / "engine.pid").read_text()) == engine._child.process.pid  # type: ignore[union-attr]
+
+
+async def test_usage_goes_on_although_the_next_process_has_an_empty_cache(tmp_path: Path) -> None:
+    async with engine_process(tmp_path / "children") as engine:
+        await collect(engine, request("a", prompt=21))
+        stream = await submit_one(engine, request("a", prompt=21))
+        outputs = [await anext(stream)]
+        engine.kill()
+        outputs += [output async for output in stream]
+        assert {output.num_cached_tokens for output in outputs} == {20}
+
+
+@pytest.mark.parametrize("how", ["block", "stop"])
+async def test_a_process_that_says_nothing_is_killed(
+    how: str, tmp_path: Path, undisturbed: dict[str, tuple[Any, ...]]
+) -> None:
+    faults = "block:3" if how == "block" else ""
+    async with engine_process(tmp_path / "children", faults, silence=StepLimits(unknown=3.0)) as engine:
+        if how == "stop":
+            os.kill(int((tmp_path / "engine.pid").read_text()), signal.SIGSTOP)
+        assert summed(await collect(engine, request("seeded", seed=3))) == undisturbed["seeded"]
+        assert (await engine.stats()).restarts == {"silent": 1}
+
+
+async def test_a_new_request_waits_for_the_next_process_as_long_as_for_its_first_token(tmp_path: Path) -> None:
+    now = 0.0
+    async with engine_process(tmp_path / "children", "ready:1:2-9", clock=lambda: now) as engine:
+        assert engine._child is not None
+        engine._child.kill()
+        await until(lambda: engine.state is EngineState.DEGRADED)
+        assert engine.trouble is not None
+        await engine.check_room(RequestClass.ONLINE, 5)  # nobody knows
+        waiting = asyncio.create_task(collect(engine, request("waiting")))
+        line = asyncio.create_task(collect(engine, mixture()[-1]))
+        await until(lambda: len(engine._open) == 2)
+        now = 30.0
+        engine._changed.set()
+        with pytest.raises(EngineUnavailableError):
+            await waiting
+        assert not line.done(), "the line of a batch waits"
+        line.cancel()
+        await asyncio.wait([line])
+        assert not len(engine._open)
+
+
+async def test_a_process_that_dies_again_and_again_is_given_up(tmp_path: Path) -> None:
+    async with engine_process(tmp_path / "children", "before:2,ready:1:2-9") as engine:
+        outputs = await collect(engine, request("a"))
+        assert is_error(outputs[-1], EngineUnavailableError)
+        assert "too often" in await engine.wait_dead()
+        assert engine.state is EngineState.DEAD
+        with pytest.raises(EngineUnavailableError):
+            await submit_one(engine, request("b"))
+        assert sum((await engine.stats()).restarts.values()) == 6
+
+
+async def test_what_the_process_refuses_is_raised_here(tmp_path: Path) -> None:
+    async with engine_process(tmp_path / "children") as engine:
+        with pytest.raises(InvalidRequestError):
+            await engine.submit([request("a"), request("too long", prompt=500)])
+        assert not len(engine._open)
+        stream = await submit_one(engine, request("a", max_tokens=400))
+        with pytest.raises(InvalidRequestError):
+            await submit_one(engine, request("a"))
+        await anext(stream)
+        engine.abort("a", FinishReason.STOP)
+        engine.abort("nobody")
+        assert [output async for output in stream][-1].finish_reason is FinishReason.STOP
+        await until_idle(engine)
+
+
+async def test_stop_drains_and_then_ends_the_rest(tmp_path: Path) -> None:
+    async with engine_process(tmp_path / "children") as engine:
+        short = await submit_one(engine, request("short", max_tokens=3))
+        stopping = asyncio.create_task(engine.stop(30.0))
+        assert [output async for output in short][-1].finish_reason is FinishReason.LENGTH
+        await stopping
+        with pytest.raises(EngineUnavailableError):
+            await submit_one(engine, request("late"))
+
+
+async def test_stop_does_not_wait_for_a_process_that_hangs(tmp_path: Path) -> None:
+    async with engine_process(tmp_path / "children", "block:2") as engine:
+        stream = await submit_one(engine, request("a"))
+        await anext(stream)
+        await engine.stop()
+        assert [output async for output in stream][-1].finish_reason is FinishReason.ABORT
+
+
+async def test_a_process_that_cannot_start_says_why(tmp_path: Path) -> None:
+    engine = EngineProcess(EngineConfig(model="/no/such/folder"), pid_file=tmp_path / "engine.pid")
+    with pytest.raises(ConfigError, match="/no/such/folder"):
+        await asyncio.to_thread(engine.load, lambda _planned: None)
+    assert not (tmp_path / "engine.pid").exists() and not children()
+
+
+def test_when_a_process_is_started_again() -> None:
+    policy = RestartPolicy()
+    assert [policy.died(float(second)) for second in range(5)] == [0.0, 1.0, 2.0, 4.0, 8.0]
+    assert policy.died(5.0) is None
+    late = RestartPolicy(max_deaths=9)
+    assert [late.died(float(second)) for second in range(8)][-2:] == [30.0, 30.0] or late.max_delay == 30.0
+    well = RestartPolicy()
+    for minute in range(20):
+        well.ready(100.0 * minute)
+        assert well.died(100.0 * minute + 70.0) == 0.0, "a minute in health makes up for the deaths before"
+
+
+def test_frames_come_out_as_they_went_in_however_they_are_cut() -> None:
+    messages: list[frames.ToEngine] = [frames.Submit(1, tuple(mixture())), frames.Shutdown(), frames.AskStats(2)]
+    data = b"".join(map(frames.encode, messages))
+    for size in (1, 3, 100, len(data)):
+        reader = frames.engine_reader()
+        found = [m for start in range(0, len(data), size) for m in reader.feed(data[start : start + size])]
+        assert found == messages
+    for nonsense in (b"\xff\xff\xff\xff", b"\x00\x00\x00\x01\xc1", frames.encode(frames.Started())):
+        with pytest.raises(frames.FrameError):
+            frames.engine_reader().feed(nonsense)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():  # noqa: ASYNC110 - a state of another process
+        await asyncio.sleep(0.01)
+
+
+async def until_idle(engine: EngineProcess) -> None:
+    """Blocks and rows are back."""
+    while True:
+        stats = await engine.stats()
+        if not any(stats.running.values()) and not any(stats.waiting.values()) and stats.units_owned == 0:
+            return
+        await asyncio.sleep(0.01)
+
+
+def num_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def children() -> list[int]:
+    """Processes that this one started and that still run, or that nobody has waited for."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            fields = entry.read_text().rpartition(")")[2].split()
+            if int(fields[1]) == os.getpid():
+                found.append(int(entry.parent.name))
+    return found
