@@ -65,7 +65,7 @@ class Request:
         if resumed is not None and resumed.token_ids:
             self.token_ids.extend(resumed.token_ids)
             self.num_cached_tokens = resumed.num_cached_tokens
-            self.num_preemptions = resumed.num_preemptions + 1
+            self.num_preemptions = resumed.num_preemptions
             self.status = RequestStatus.PREEMPTED
 
     @property

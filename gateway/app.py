@@ -21,6 +21,7 @@ from gateway.context import GatewayContext, Lifecycle
 from gateway.errors import ApiError, ErrorBoundary, handle_error
 from gateway.hosts import HostNames
 from gateway.keys import KeyStore
+from gateway.loop_lag import LoopLag
 from gateway.metrics import GatewayMetrics
 from gateway.middleware import Authentication, BodyLimit, HostGuard, RequestIds
 from gateway.params import INERT, UNSUPPORTED
@@ -84,7 +85,7 @@ def create_app(
     app.router.redirect_slashes = False
     app.state.context = context
     app.state.recorder = Recorder(metrics, lifecycle)
-    lifecycle.background.append(app.state.recorder)
+    lifecycle.background += [app.state.recorder, LoopLag(metrics.registry)]
     for resource in (chat, completions, models, health, web):
         app.include_router(resource.router)
     if folder is not None:

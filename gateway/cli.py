@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from engine import openmp
-from engine.api import EngineInfo
+from engine.api import EngineClient, EngineInfo
 from engine.config import EngineConfig
 from engine.errors import ConfigError, TidemillError
 from gateway.batch_cli import add_batch
@@ -226,13 +226,30 @@ def _serve(arguments: argparse.Namespace) -> int:
         server_config = dataclasses.replace(server_config, served_model_name=(model_name(engine_config),))
     folder = _open_state(server_config)
     try:
-        _serve_with(folder, engine_config, server_config, server)
+        return _serve_with(folder, engine_config, server_config, server)
     finally:
         folder.close_now()
-    return 0
 
 
-def _serve_with(folder: Any, engine_config: EngineConfig, server_config: ServerConfig, server: Any) -> None:
+def _serve_with(folder: Any, engine_config: EngineConfig, server_config: ServerConfig, server: Any) -> int:
+    load = _load_process if server_config.engine_process else _load_here
+    engine, tokenizer, discard = load(engine_config, server_config, folder)
+    try:
+        app = importlib.import_module("gateway.app").create_app(
+            engine, tokenizer, server_config, folder, _batch_limits(engine_config)
+        )
+        print(summary(server_config, engine.info), flush=True)
+        return int(server.run(app, server_config))
+    finally:
+        discard()
+
+
+Loaded = tuple[EngineClient, Any, Callable[[], None]]
+"""An engine, the tokenizer of its model (read before the weights are), and what takes down an engine not stopped."""
+
+
+def _load_here(engine_config: EngineConfig, server_config: ServerConfig, _folder: Any) -> Loaded:
+    """The engine in this process."""
     from engine.text import Tokenizer
 
     openmp.announce(engine_config, say)
@@ -242,11 +259,25 @@ def _serve_with(folder: Any, engine_config: EngineConfig, server_config: ServerC
     for note in plan.notes:
         say(note)
     engine = build.build_engine(engine_config, plan, say)
-    app = importlib.import_module("gateway.app").create_app(
-        engine, tokenizer, server_config, folder, _batch_limits(engine_config)
-    )
-    print(summary(server_config, engine.info), flush=True)
-    server.run(app, server_config)
+    return engine, tokenizer, engine.kill
+
+
+def _load_process(engine_config: EngineConfig, server_config: ServerConfig, folder: Any) -> Loaded:
+    """The engine in a process of its own: torch is never loaded in this one."""
+    from engine.process.client import EngineProcess
+    from engine.text import Tokenizer
+
+    tokenizers: list[Tokenizer] = []
+
+    def planned(plan: Any) -> None:
+        tokenizers.append(Tokenizer.load(Path(plan.folder), server_config.chat_template))
+        for note in plan.notes:
+            say(note)
+
+    pid_file = folder.root / "engine.pid"
+    engine = EngineProcess(engine_config, log_level=server_config.log_level, pid_file=pid_file)
+    engine.load(planned)
+    return engine, tokenizers[0], engine.discard
 
 
 def _open_state(config: ServerConfig) -> Any:

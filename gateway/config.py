@@ -47,6 +47,10 @@ class ServerConfig:
     state_dir: str | None = _flag(
         None, "folder for files and batches (default: $XDG_STATE_HOME/tidemill or ~/.local/state/tidemill)"
     )
+    engine_process: bool = _flag(
+        True,
+        "run the engine in a process of its own; if it dies, the next one goes on with its requests (off: in this one)",
+    )
     shutdown_timeout: float = _flag(30.0, "seconds that running requests may take to end after SIGTERM")
     request_log: str | None = _flag(
         None, "file that gets a JSON line per ended request, never its text; SIGHUP opens it again (logrotate)"

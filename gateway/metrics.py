@@ -20,6 +20,7 @@ _GAP_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 
 
 
 MAX_ENDED = 512
+RESTART_CAUSES = ("crash", "hung", "killed", "loop", "protocol", "sick", "silent", "start")
 PREEMPTION_CAUSES = ("late", "memory", "online", "stall", "step_failure")
 
 
@@ -136,6 +137,11 @@ class EngineCollector(Collector):
         yield _total("prefill_tokens", "Prompt tokens computed.", stats.prefill_tokens)
         yield _total("decode_tokens", "Output tokens computed.", stats.decode_tokens)
         yield _total("offline_computed_tokens", "Those of both that were offline work.", stats.offline_computed_tokens)
+        restarts = CounterMetricFamily("tidemill_engine_restarts", "Engine processes that ended.", labels=["cause"])
+        for cause in sorted({*RESTART_CAUSES, *stats.restarts}):
+            restarts.add_metric([cause], stats.restarts.get(cause, 0))
+        yield restarts
+        yield _total("resumed_requests", "Requests that went on in the next engine process.", stats.resumed_requests)
         preemptions = CounterMetricFamily("tidemill_preemptions", "Preemptions by cause.", labels=["cause"])
         for cause in sorted({*PREEMPTION_CAUSES, *stats.preemptions}):  # from zero on, so that a rate has a beginning
             preemptions.add_metric([cause], stats.preemptions.get(cause, 0))

@@ -24,7 +24,10 @@ from gateway.protocol import ProtocolLimits, with_limits
 log = logging.getLogger("tidemill.gateway")
 
 KEEP_ALIVE_SECONDS = 30
-CLOSE_SECONDS = 5  # for connections to take their last bytes once the engine has ended everything
+CLOSE_SECONDS = 2  # for connections to take their last bytes once the engine has ended everything
+LAST_SECONDS = 5.0  # after its drain a server ends, whatever hangs
+DEAD_ENGINE = 70
+"""The exit code of a server whose engine is dead: whoever started it may start it again."""
 
 
 class GatewayServer(uvicorn.Server):
@@ -44,8 +47,10 @@ class GatewayServer(uvicorn.Server):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._drain_task: asyncio.Task[None] | None = None
         self._reload_task: asyncio.Task[None] | None = None
+        self._engine_watch: asyncio.Task[None] | None = None
         self._has_terminal = has_terminal()
         self._num_signals = 0
+        self.exit_code = 0
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -55,6 +60,7 @@ class GatewayServer(uvicorn.Server):
             gc.collect()
             gc.freeze()
         self._loop = asyncio.get_running_loop()
+        self._engine_watch = asyncio.create_task(self._watch_engine(), name="tidemill-engine-watch")
         if self._owns_process and threading.current_thread() is threading.main_thread():
             self._loop.add_signal_handler(signal.SIGHUP, self._hang_up)
         for listener in sockets or []:
@@ -66,10 +72,37 @@ class GatewayServer(uvicorn.Server):
         if self._num_signals > 1:
             os._exit(128 + sig)  # whatever is still running, a model step included
         self._lifecycle.draining = True
+        self._end_within(self._drain_seconds + LAST_SECONDS, 1)
         if self._loop is None:
             self.should_exit = True
         else:
             self._loop.call_soon_threadsafe(self._begin_drain)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        if self._engine_watch is not None:
+            self._engine_watch.cancel()
+            await asyncio.wait([self._engine_watch])
+        await super().shutdown(sockets)
+
+    async def _watch_engine(self) -> None:
+        """A server whose engine is dead for good ends: 503 for ever helps nobody."""
+        why = await self._lifecycle.client.wait_dead()
+        log.critical("the server ends: %s", why)
+        self.exit_code = DEAD_ENGINE
+        self._lifecycle.draining = True
+        self._end_within(LAST_SECONDS, DEAD_ENGINE)
+        self.should_exit = True
+
+    def _end_within(self, seconds: float, exit_code: int) -> None:
+        """From a thread of its own, as the event loop, or a thread that Python waits for at its end, may hang."""
+        if self._owns_process:
+            timer = threading.Timer(seconds, self._end_now, (exit_code,))
+            timer.daemon = True
+            timer.start()
+
+    def _end_now(self, exit_code: int) -> None:
+        self._lifecycle.client.kill()
+        os._exit(exit_code)
 
     def _hang_up(self) -> None:
         """SIGHUP: read keys and open the request log again; but whose terminal was closed wants the server to end."""
@@ -128,8 +161,8 @@ def make_server(
     return GatewayServer(settings, context, config.shutdown_timeout, owns_process)
 
 
-def run(app: FastAPI, config: ServerConfig) -> None:
-    """Serve until a signal; returns when everything has ended well.
+def run(app: FastAPI, config: ServerConfig) -> int:
+    """Serve until a signal, or until the engine is dead; returns the exit code when everything has ended.
 
     Raises ConfigError when the address cannot be had, and what the engine raised when it does not start.
     """
@@ -145,6 +178,7 @@ def run(app: FastAPI, config: ServerConfig) -> None:
         raise ConfigError(f"the engine did not start: {type(error).__name__}") from error
     finally:
         listener.close()
+    return server.exit_code
 
 
 def bind(host: str, port: int) -> socket.socket:

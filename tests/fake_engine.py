@@ -101,6 +101,7 @@ class FakeEngine:
         self._counts: Counter[str] = Counter()
         self._waiting: list[tuple[Callable[[], bool], asyncio.Future[None]]] = []
         self._released = asyncio.Event()
+        self._death = asyncio.Event()
         self._streams: dict[str, tuple[FakeStream, EngineRequest, RequestTimes, list[int]]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._now = 0.0
@@ -171,6 +172,18 @@ class FakeEngine:
         for _, request, _, _ in self._streams.values():
             running[request.request_class] += 1
         return self.snapshot or EngineStats(running=running)
+
+    async def wait_dead(self) -> str:
+        await self._death.wait()
+        return "the engine is dead"
+
+    def die(self) -> None:
+        """For good, and whoever waits for that is told."""
+        self.dead = True
+        self._death.set()
+
+    def kill(self) -> None:
+        pass
 
     def release(self) -> None:
         """Let every held answer go on."""

@@ -327,8 +327,9 @@ def _has_cuda() -> bool:
     return torch.cuda.is_available()
 
 
+@pytest.mark.parametrize("place", ["--engine-process", "--no-engine-process"])
 def test_serve_joins_the_parts_and_says_what_runs(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    place: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The real model, tokenizer and engine; only the HTTP side is watched instead of run."""
     seen: dict[str, Any] = {}
@@ -346,14 +347,15 @@ def test_serve_joins_the_parts_and_says_what_runs(
             return socket.socket()
 
         @staticmethod
-        def run(app: str, config: ServerConfig) -> None:
+        def run(app: str, config: ServerConfig) -> int:
             seen.update(app=app, run_config=config)
+            return 0
 
     monkeypatch.setitem(sys.modules, "gateway.app", App)  # type: ignore[arg-type]
     monkeypatch.setitem(sys.modules, "gateway.server", Server)  # type: ignore[arg-type]
     argv = ["serve", "--port", "0", "--device", "cpu", "--dtype", "float32", "--num-gpu-blocks-override", "20"]
-    assert cli.main(argv) == 0
-    out = capsys.readouterr().out
+    assert cli.main([*argv, place]) == 0
+    out = capfd.readouterr().out
     assert "context limited to the 320 tokens" in out
     assert re.search(
         r"^tidemill \S+: tidemill-demo \(LlamaForCausalLM, [\d,]+ parameters\), float32 on cpu, ", out, re.MULTILINE

@@ -144,7 +144,7 @@ async def test_a_process_killed_from_outside(tmp_path: Path, undisturbed: dict[s
         os.kill(int((tmp_path / "engine.pid").read_text()), signal.SIGKILL)
         outputs += [output async for output in stream]
         assert summed(outputs) == undisturbed["seeded"]
-        assert outputs[-1].num_preemptions == 1
+        assert outputs[-1].num_preemptions == 0, "that was no eviction"
         assert (await engine.stats()).restarts == {"killed": 1}
         times = [output.times for output in outputs]
         assert {t.arrival for t in times} == {times[0].arrival} and {t.first_token for t in times} == {

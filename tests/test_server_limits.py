@@ -496,6 +496,33 @@ async def test_signals_to_a_real_process(tmp_path: Path, signals: int) -> None:
         health_writer.close()
 
 
+LAST_ACTS = {
+    "dead": ("engine.die()", 70),  # the engine can never step again
+    "hangs": ("engine.stop = lambda _seconds=0.0: asyncio.Event().wait()", 1),  # SIGTERM, and something never ends
+}
+
+
+@pytest.mark.parametrize("fate", LAST_ACTS)
+async def test_a_server_does_not_live_on_with_an_engine_that_is_lost(tmp_path: Path, fate: str) -> None:
+    import tokenizer_folders
+
+    act, code = LAST_ACTS[fate]
+    tests, folder = Path(__file__).parent, tokenizer_folders.byte_level(tmp_path / "tokenizer")
+    lines = SERVE.format(tests=str(tests), folder=str(folder)).strip().replace("60.0", "0.1").splitlines()
+    lines[-1] = "sys.exit(run(create_app(engine, tokenizer, config), config))"
+    script = "\n".join(["import asyncio", *lines[:-1], act, lines[-1]])
+    environment = {**os.environ, "PYTHONPATH": str(tests.parent)}
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", script, stderr=asyncio.subprocess.PIPE, env=environment
+    )
+    assert process.stderr is not None
+    await _logged(process.stderr, b"listening on http://127.0.0.1:")
+    if fate == "hangs":
+        process.send_signal(signal.SIGTERM)
+    rest = await process.stderr.read()
+    assert await process.wait() == code, rest.decode()
+
+
 async def _logged(stream: asyncio.StreamReader, text: bytes) -> bytes:
     """The rest of the first line that holds `text`."""
     seen = b""

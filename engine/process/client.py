@@ -201,6 +201,7 @@ class EngineProcess:
         """See EngineClient.kill."""
         if self._child is not None:
             self._child.kill()
+        remove(self._pid_file)
 
     # Life
 
@@ -317,8 +318,9 @@ class EngineProcess:
             async with asyncio.timeout(START_SECONDS):
                 await self._begin(child)
         except Exception as error:
-            self._cause = self._cause or "start"
-            log.error("the engine process did not start: %s", error)
+            if isinstance(error, TimeoutError):
+                self._cause = "start"
+            log.error("the engine process did not start: %s", error or "it took too long")
             if self._lost is not None and not self._lost.done():
                 self._lost.set_result("")
         return child

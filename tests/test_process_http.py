@@ -1,0 +1,110 @@
+"""Clients and batches over HTTP while the engine process dies: nobody sees more than a pause."""
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from batch_tools import FAST, check_ended, client_of, eventually, jsonl, line, open_folder, results_of, submit, until
+from conftest import refuse_blocking
+from fake_engine import Served, serve
+
+from engine.api import EngineState
+from engine.config import EngineConfig
+from engine.process.client import EngineProcess
+from engine.process.policy import RestartPolicy
+from engine.text import Tokenizer
+
+CHILD = Path(__file__).parent / "scripted_child.py"
+CONFIG = EngineConfig(slo="ttft_p99=60s", max_queue_time="none")
+LINES = 30
+NO_DEATHS, DEATHS = "", "before:2:1-1,frame:3:2-2,after:4:3-3,hang:5:4-4"
+
+
+@asynccontextmanager
+async def server(
+    tokenizer: Tokenizer, root: Path, faults: str, config: EngineConfig = CONFIG
+) -> AsyncIterator[tuple[Served, openai.AsyncOpenAI]]:
+    await asyncio.to_thread((root / "children").mkdir, parents=True)
+    command = [sys.executable, "-P", str(CHILD), str(root / "children"), faults]
+    policy = RestartPolicy(max_deaths=99, max_delay=0.05)
+    engine: Any = EngineProcess(config, command=command, pid_file=root / "engine.pid", policy=policy)
+    folder = await open_folder(root / "state")
+    with refuse_blocking():
+        async with (
+            serve(engine, tokenizer, None, folder=folder, batch_limits=FAST) as served,
+            client_of(served, timeout=120) as client,
+        ):
+            yield served, client
+
+
+async def everything(client: openai.AsyncOpenAI, model: str) -> tuple[list[Any], dict[str, Any]]:
+    """Streams of every kind beside a batch: what each client got, and every row of the batch."""
+    batch = await submit(client, jsonl(line(i, prompt=[200, i, 7], max_tokens=5, seed=i) for i in range(LINES)))
+
+    async def stream(number: int, **options: Any) -> list[Any]:
+        got: dict[int, list[Any]] = {}
+        usage = None
+        chunks = await client.completions.create(
+            model=model, prompt=[300, number, 9, 9], max_tokens=20, stream=True, stream_options={"include_usage": True},
+            extra_body={"return_token_ids": True, "ignore_eos": True}, **options,
+        )  # fmt: skip
+        async for chunk in chunks:
+            usage = chunk.usage or usage
+            for choice in chunk.choices:
+                ids = (choice.model_extra or {}).get("token_ids") or []
+                entry = got.setdefault(choice.index, [[], "", None])
+                entry[0] += ids
+                entry[1] += choice.text
+                entry[2] = choice.finish_reason or entry[2]
+        assert usage is not None
+        return [sorted(got.items()), usage.completion_tokens, usage.prompt_tokens]
+
+    found = await asyncio.gather(
+        stream(1, temperature=0),
+        stream(2, seed=7, n=3),
+        stream(3, seed=1, logprobs=2),
+        stream(4, frequency_penalty=1.0, presence_penalty=0.5, seed=4),
+        stream(5, seed=5, stop=["e", "a"]),
+    )
+    ended = await until(client, batch.id)
+    await check_ended(client, ended, [f"id-{i}" for i in range(LINES)])
+    rows, errors = await results_of(client, ended)
+    assert not errors
+    return list(found), {name: row["response"]["body"]["choices"] for name, row in rows.items()}
+
+
+async def test_streams_and_a_batch_while_the_engine_dies_four_times(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    async with server(tokenizer, tmp_path / "calm", NO_DEATHS) as (_, client):
+        expected = await everything(client, "fake-model")
+    async with server(tokenizer, tmp_path / "storm", DEATHS) as (served, client):
+        assert await everything(client, "fake-model") == expected
+        async with httpx.AsyncClient(base_url=served.url, timeout=60) as http:
+            page = (await http.get("/metrics")).text
+            assert 'tidemill_engine_restarts_total{cause="killed"} 3.0' in page
+            assert 'tidemill_engine_restarts_total{cause="hung"} 1.0' in page
+            assert "tidemill_loop_lag_seconds_count" in page
+            assert (await http.get("/ready")).status_code == 200
+
+
+async def test_without_an_engine_the_server_lives_and_is_not_ready(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """The next processes die before they are ready, for as long as the test wants."""
+    config = EngineConfig(slo="ttft_p99=100ms")
+    async with server(tokenizer, tmp_path / "down", "ready:1:2-99", config) as (served, client):
+        os.kill(int((tmp_path / "down" / "engine.pid").read_text()), signal.SIGKILL)
+        async with httpx.AsyncClient(base_url=served.url, timeout=60) as http:
+            await eventually(lambda: served.engine.state is EngineState.DEGRADED)
+            ready = await http.get("/ready")
+            assert ready.status_code == 503 and "started again" in ready.json()["error"]["message"]
+            assert (await http.get("/health")).status_code == 200
+            assert (await http.get("/metrics")).status_code == 200
+        with pytest.raises(openai.InternalServerError) as refused:
+            await client.completions.create(model="fake-model", prompt="hi", max_tokens=1)
+        assert refused.value.status_code == 503 and "retry-after" in refused.value.response.headers
