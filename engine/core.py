@@ -33,7 +33,7 @@ from engine.errors import (
     TidemillError,
 )
 from engine.request import Request, RequestStatus
-from engine.scheduling.admission import Admission
+from engine.scheduling.admission import Admission, check_length
 from engine.scheduling.blame import LONE_WAITS, Blame
 from engine.scheduling.canary import CANARY_ID
 from engine.scheduling.draft import Step, StepDraft

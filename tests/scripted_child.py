@@ -82,7 +82,12 @@ class ScriptedRunner(FakeRunner):
         self._faults = faults
 
     def choose(self, digest: bytes, outputs: Sequence[int], sampling: SamplingParams) -> int:
-        facts = (sampling.seed if sampling.temperature else 0, sampling.repetition_penalty, len(outputs), sorted(outputs))
+        facts = (
+            sampling.seed if sampling.temperature else 0,
+            sampling.repetition_penalty,
+            len(outputs),
+            sorted(outputs),
+        )
         token = int.from_bytes(blake2b(digest + repr(facts).encode(), digest_size=4).digest(), "little") % 256
         enders = sorted(sampling.stop_token_ids)
         if enders and token % 12 == 0 and len(outputs) + 1 >= sampling.min_tokens:

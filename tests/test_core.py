@@ -2,13 +2,14 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from driver import Driver, make_request
 from fakes.runner import FakeRunner, solo_tokens
 
-from engine.api import EngineRequest, FinishReason, RequestClass
+from engine.api import EngineRequest, FinishReason, RequestClass, RequestTimes, Resumption
 from engine.config import SchedulerConfig
 from engine.errors import ContextLengthError, InvalidRequestError, QueueFullError
 from engine.request import RequestStatus
@@ -311,3 +312,28 @@ def test_illegal_transition_is_refused() -> None:
 def test_the_core_loads_no_torch() -> None:
     code = "import sys, engine.core, engine.api, engine.engine; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def solo(request: EngineRequest) -> list[int]:
+    return solo_tokens(list(request.prompt_token_ids), request.sampling, VOCAB)
+
+
+def test_what_another_engine_began_goes_on_as_if_it_had_been_preempted(depth: int) -> None:
+    """Cut at every token; online and offline; nothing is refused for room."""
+    whole = [
+        make_request(str(i), range(i, i + 9), 12, request_class=list(RequestClass)[i % 2], seed=i) for i in range(6)
+    ]
+    for cut in range(12):
+        driver = make_driver(depth, max_num_waiting=1)
+        times = RequestTimes(-1.0, -1.0, -0.5, -0.1) if cut else RequestTimes(-1.0)
+        given = {r.request_id: solo(r)[:cut] for r in whole}
+        resumed = [replace(r, resumed=Resumption(tuple(given[r.request_id]), times, 3)) for r in whole]
+        driver.add(*resumed)
+        driver.run()
+        for request in whole:
+            final = driver.finals[request.request_id]
+            assert given[request.request_id] + driver.outputs[request.request_id] == solo(request)
+            assert (final.num_output_tokens, final.num_prompt_tokens) == (12, 9)
+            assert final.times.arrival == -1.0 and final.num_preemptions == 0
+            if cut:
+                assert final.num_cached_tokens == 3 and final.times.first_token == -0.5

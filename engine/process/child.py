@@ -18,7 +18,8 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from engine.api import EngineRequest, FinishReason, RequestOutput, RequestTimes
@@ -38,6 +39,8 @@ LAST_WORDS_SECONDS = 0.1
 
 Plan = Callable[[frames.Planned], None]
 Build = Callable[[EngineConfig, Plan], Engine]
+Work = Callable[[TidemillError | None], None]
+"""Goes on once requests are prepared, or with what kept them from it."""
 
 
 def build(config: EngineConfig, planned: Plan) -> Engine:
@@ -116,6 +119,8 @@ class EngineServer:
         self._outbox: list[RequestOutput] = []
         self._shutdown = asyncio.Event()
         self._ending = False
+        self._preparing: set[str] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
 
     async def serve(
         self, sock: socket.socket, reader: frames.FrameReader[frames.ToEngine], early: list[frames.ToEngine]
@@ -152,20 +157,52 @@ class EngineServer:
             return  # it is meant for the next engine, and will be said to it
         match message:
             case frames.Submit(call, requests):
-                self._answer(call, lambda: self._engine.open((request, self._put) for request in requests))
+                self._prepare(requests, partial(self._submit, call, requests))
             case frames.Resume(requests):
                 for request in requests:
-                    self._resume(request)
+                    self._prepare((request,), partial(self._resume, request))
             case frames.CheckRoom(call, request_class, prompt_tokens):
                 self._answer(call, lambda: self._engine.look_for_room(request_class, prompt_tokens))
             case frames.Abort(request_id, reason):
+                self._preparing.discard(request_id)
                 self._engine.drop(request_id, reason)
+            case frames.SetLane(job, lane):
+                self._engine.set_lane(job, lane)
             case frames.AskStats(call):
                 self._send(frames.Stats(call, self._engine.snapshot()))
             case frames.Shutdown():
                 self._shutdown.set()
             case _:
                 raise AssertionError(f"{message} comes once, and first")
+
+    def _prepare(self, requests: Sequence[EngineRequest], work: Work) -> None:
+        """Do it when their grammars are ready: at once where there are none."""
+        if not any(request.sampling.grammar for request in requests):
+            work(None)
+            return
+        self._preparing.update(request.request_id for request in requests)
+        task = asyncio.create_task(self._when_prepared(requests, work), name="tidemill-prepare")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _when_prepared(self, requests: Sequence[EngineRequest], work: Work) -> None:
+        fault: TidemillError | None = None
+        try:
+            await self._engine.prepare(requests)
+        except TidemillError as error:
+            fault = error
+        ids = {request.request_id for request in requests}
+        if ids <= self._preparing:  # nobody has given one of them up meanwhile
+            work(fault)
+        self._preparing -= ids
+
+    def _submit(self, call: int, requests: Sequence[EngineRequest], fault: TidemillError | None) -> None:
+        def queue() -> None:
+            if fault is not None:
+                raise fault
+            self._engine.open((request, self._put) for request in requests)
+
+        self._answer(call, queue)
 
     def _answer(self, call: int, work: Callable[[], None]) -> None:
         try:
@@ -175,8 +212,10 @@ class EngineServer:
         else:
             self._send(frames.Done(call))
 
-    def _resume(self, request: EngineRequest) -> None:
+    def _resume(self, request: EngineRequest, fault: TidemillError | None) -> None:
         try:
+            if fault is not None:
+                raise fault
             self._engine.open([(request, self._put)])
         except TidemillError as error:
             times = request.resumed.times if request.resumed is not None else RequestTimes(0.0)

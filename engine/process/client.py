@@ -183,6 +183,11 @@ class EngineProcess:
             self._send(frames.Abort(request_id, reason))
             self._look_whether_idle()
 
+    def set_lane(self, job: str, lane: Lane) -> None:
+        """See EngineClient.set_lane."""
+        self._open.set_lane(job, lane)
+        self._send(frames.SetLane(job, lane))
+
     async def stats(self) -> EngineStats:
         """See EngineClient.stats. Of a process that does not answer, what it said last."""
         figures = self._figures

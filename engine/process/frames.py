@@ -9,7 +9,16 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from engine.api import EngineInfo, EngineRequest, EngineState, EngineStats, FinishReason, RequestClass, RequestOutput
+from engine.api import (
+    EngineInfo,
+    EngineRequest,
+    EngineState,
+    EngineStats,
+    FinishReason,
+    Lane,
+    RequestClass,
+    RequestOutput,
+)
 from engine.config import EngineConfig
 from engine.errors import ErrorInfo
 
@@ -60,6 +69,13 @@ class Abort(Message, frozen=True):
     reason: FinishReason
 
 
+class SetLane(Message, frozen=True):
+    """Offline requests of a job go with others from now on; no answer."""
+
+    job: str
+    lane: Lane
+
+
 class AskStats(Message, frozen=True):
     """Answered by `Stats`."""
 
@@ -70,7 +86,7 @@ class Shutdown(Message, frozen=True):
     """End every request and the process."""
 
 
-ToEngine = Launch | Submit | Resume | CheckRoom | Abort | AskStats | Shutdown
+ToEngine = Launch | Submit | Resume | CheckRoom | Abort | SetLane | AskStats | Shutdown
 
 
 # engine to gateway

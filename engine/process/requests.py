@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from engine.api import EngineRequest, FinishReason, RequestOutput, RequestTimes, Resumption
+from engine.api import EngineRequest, FinishReason, Lane, RequestClass, RequestOutput, RequestTimes, Resumption
 from engine.errors import EngineUnavailableError, ErrorInfo, TidemillError
 from engine.stream import RequestStream
 
@@ -79,6 +79,12 @@ class OpenRequests:
 
     def pop(self, request_id: str) -> OpenRequest | None:
         return self._by_id.pop(request_id, None)
+
+    def set_lane(self, job: str, lane: Lane) -> None:
+        """The next engine is to know it, too."""
+        for entry in self._by_id.values():
+            if entry.request.job == job and entry.request.request_class is RequestClass.OFFLINE:
+                entry.request = replace(entry.request, lane=lane)
 
     def to_resume(self) -> tuple[EngineRequest, ...]:
         """What the next engine is given."""
