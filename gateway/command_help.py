@@ -48,7 +48,7 @@ FLAGS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("steps", ("max_num_seqs", "max_num_batched_tokens", "chunked_prefill", "threads", "cpu_kernels", "quantization")),
     ("latency profile", ("profile_dir", "profile_seconds")),
     ("network and access", ("host", "port", "api_key", "api_key_file", "allowed_host", "max_body_bytes")),
-    ("files, batches and logs", ("state_dir", "request_log", "log_level", "shutdown_timeout")),
+    ("files, batches and logs", ("state_dir", "request_log", "log_level", "engine_process", "shutdown_timeout")),
 )
 EXAMPLES = {
     "tidemill": """\
