@@ -50,6 +50,7 @@ class GatewayServer(uvicorn.Server):
         self._engine_watch: asyncio.Task[None] | None = None
         self._has_terminal = has_terminal()
         self._num_signals = 0
+        self._timers: list[threading.Timer] = []
         self.exit_code = 0
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -99,6 +100,12 @@ class GatewayServer(uvicorn.Server):
             timer = threading.Timer(seconds, self._end_now, (exit_code,))
             timer.daemon = True
             timer.start()
+            self._timers.append(timer)
+
+    def spare_process(self) -> None:
+        """The process goes on after its server: nothing is to end it any more."""
+        for timer in self._timers:
+            timer.cancel()
 
     def _end_now(self, exit_code: int) -> None:
         self._lifecycle.client.kill()

@@ -350,4 +350,5 @@ async def serve(
     finally:
         server.should_exit = True
         await task
+        server.spare_process()
         listener.close()

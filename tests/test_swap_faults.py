@@ -77,7 +77,7 @@ def test_a_copy_that_fails_half_way_costs_its_step_alone(
     assert (stats.host_units_used, stats.units_owned) == (0, 0)
 
 
-def test_nan_that_comes_back_from_the_host_ends_its_request_alone() -> None:
+def test_nan_that_comes_back_from_the_host_is_computed_again() -> None:
     driver = make()
     requests = requests_of()
     driver.add(*requests)
@@ -91,10 +91,8 @@ def test_nan_that_comes_back_from_the_host_ends_its_request_alone() -> None:
     driver.run()
     back = [op for step in driver.steps for op in step.operations if op.action is CacheAction.SWAP_IN]
     assert poisoned.target in [op.source for op in back], "what was poisoned never came back"
-    failed = [r.request_id for r in requests if driver.finals[r.request_id].finish_reason is FinishReason.ERROR]
-    assert len(failed) == 1
     for index, request in enumerate(requests):
-        got = driver.outputs[request.request_id]
-        assert got == (solo(index)[: len(got)] if request.request_id in failed else solo(index))
+        assert driver.finals[request.request_id].finish_reason is not FinishReason.ERROR
+        assert driver.outputs[request.request_id] == solo(index), "the failed step runs again, from the prompt"
     stats = driver.core.stats()
     assert (stats.host_units_used, stats.units_owned) == (0, 0)
