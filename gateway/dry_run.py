@@ -126,7 +126,7 @@ def _decided(config: EngineConfig, plan: Any, found: dict[str, Given]) -> None:
     found["max_model_len"] = Given(plan.limits.max_model_len, "the model and the cache")
     found["num_gpu_blocks_override"] = Given(plan.num_blocks, "measured: free memory")
     if plan.device == "cpu":
-        origin = "OMP_NUM_THREADS" if "OMP_NUM_THREADS" in os.environ else "measured: one per core"
+        origin = "OMP_NUM_THREADS" if "OMP_NUM_THREADS" in os.environ else "at most one per core: a start measures"
         found["threads"] = Given(openmp.num_threads(config, os.environ), origin)
         found["cpu_kernels"] = Given(
             plan.kernels, "measured: they pass their test" if "native" in plan.kernels else "torch"
