@@ -126,6 +126,7 @@ def profile() -> Profile:
     return Profile(KEY, "2026-01-02T03:04:05Z", BEFORE, 0.01, len(SWEEP), sweep=tuple(SWEEP))
 
 
+@pytest.mark.timeout(900)  # the child runs where a core rests
 async def test_the_server_adopts_a_better_fit_and_keeps_it_with_the_profile(tmp_path: Path) -> None:
     keeper, path = keeper_after(2.0), tmp_path / "profile.json"
     fitter = ModelRefit(keeper, profile(), path, child=run_child)

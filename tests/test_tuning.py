@@ -259,6 +259,7 @@ async def test_a_tolerance_is_compared_beside_the_searches() -> None:
 # The child process itself
 
 
+@pytest.mark.timeout(900)  # the child runs where a core rests
 async def test_jobs_run_in_a_process_of_their_own() -> None:
     first, second = (poisson_window(2.0, 100, 20, 4.0, seed) for seed in (1, 2))
     server = ReplayedServer(MODEL, SLO.parse("ttft_p99=500ms,tbt_p99=60ms"), CONFIG)
