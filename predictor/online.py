@@ -4,9 +4,10 @@ Four corrections, each O(1) a step, deterministic, and unable to be broken by an
 
 - what the host adds to a step (scheduling, delivery, HTTP), which no sweep on an idle runner sees: seconds, not a
   factor, or steps of a small model would make large ones look slow;
-- one scale for the device (clock throttling, a busy neighbour), exponentially forgotten, moved by a clipped error that
-  counts by the time it stands for: a step of 2 ms says little about one of 80; when nearly all of the last few steps
-  agree that it is far off (a profile of another hour), it moves there at once;
+- one scale for the device (clock throttling, a busy neighbour), exponentially forgotten over its time, not over
+  steps: one of 2 ms says little about one of 80, and a machine that others share changes its speed within a second. A
+  step that is far off is heard as if it were less so; when a few in a row are (a profile of another hour), the
+  scale moves there at once;
 - per regime (octave of the step's tokens) a tracker of a high quantile of the residual in seconds: the safety margin.
   It grows with the step's tokens, and so keeps costs monotone: more work never costs less;
 - per regime a ring of recent steps, so that a new fit (off the loop, then `replace`) sees all regimes alike although
@@ -28,10 +29,12 @@ from predictor.samples import Sample, SampleLog
 
 NUM_REGIMES = 16
 """Regime r holds the steps of 2^(r−1) … 2^r − 1 tokens; the last one all larger steps."""
-AGREEING, FAR_OFF = 9, 1.25
-"""So many steps, all but one of them off by that factor, are no chance."""
+AGREEING, FAR_OFF = 3, 1.6
+"""So many steps in a row, off by that factor on the same side, are no chance; one alone is."""
 WEIGHTY = 0.5
 """They are heard when they took at least that share of what as many steps usually take."""
+USUAL_HALF_LIFE = 10.0
+"""What the device usually is, beside what it is now: seconds of its time until a half is forgotten."""
 HOST_OUTLIER = 3.0
 """One step teaches at most so many times the usual host time."""
 
@@ -41,8 +44,9 @@ class OnlineSettings:
     """How fast and how far an `OnlineModel` moves.
 
     forgetting       share of a new step in the means (0.02: about 50 steps)
-    scale_rate       share of a new step's clipped error in the scale
-    clip             largest relative error that one step can teach
+    half_life        seconds of the device's time in which the scale goes half of the way to what steps take
+    max_gain         largest share of that way for one step
+    clip             largest relative error that one step can teach a margin
     quantile         of the residual, taken as the margin; a request has as many gaps as output tokens, and
                      each of them must keep a limit on its P99, so this is well above what requests are promised
     initial_margin   relative margin of a regime before its first step (see `with_error`)
@@ -53,11 +57,12 @@ class OnlineSettings:
     """
 
     forgetting: float = 0.02
-    scale_rate: float = 0.05
+    half_life: float = 0.3
+    max_gain: float = 0.5
     clip: float = 0.25
     quantile: float = 0.995
     initial_margin: float = 0.05
-    max_margin: float = 0.5
+    max_margin: float = 0.75
     max_scale: float = 8.0
     window: int = 512
     ring: int = 256
@@ -123,8 +128,8 @@ class OnlineModel:
         if settings is not None:
             self.settings = dataclass_replace(settings, window=self.settings.window, ring=self.settings.ring)
         self.model = model
-        self.scale = 1.0
-        self._agreeing: deque[tuple[float, float]] = deque(maxlen=AGREEING)
+        self.scale = self._usual_scale = 1.0
+        self._odd: deque[tuple[float, float]] = deque(maxlen=AGREEING)
         self._mean_raw, self._num_scaled = 0.0, 0
         self.regimes = [self._prior(regime) for regime in range(NUM_REGIMES)]
         self._margins = [0.0] * (NUM_REGIMES + 1)
@@ -164,22 +169,28 @@ class OnlineModel:
         settings = self.settings
         self._num_scaled += 1
         self._mean_raw += max(settings.forgetting, 1.0 / self._num_scaled) * (raw - self._mean_raw)
-        clipped = min(max(device / (raw * self.scale) - 1.0, -settings.clip), settings.clip)
-        weight = min(raw / self._mean_raw, 1.0)
-        scale = self.scale * (1.0 + settings.scale_rate * weight * clipped)
-        self._agreeing.append((device / raw, raw))
-        self.scale = min(max(self._agreed_scale(scale), 1.0 / settings.max_scale), settings.max_scale)
+        # Of the expected time, not of the measured: one step that took ten times as long is not ten steps.
+        gain = min(1.0 - 0.5 ** (raw * self.scale / settings.half_life), settings.max_gain)
+        ratio = device / raw
+        scale = self.scale * min(max(ratio / self.scale, 1.0 / FAR_OFF), FAR_OFF) ** gain
+        self.scale = min(max(self._agreed_scale(ratio, raw, scale), 1.0 / settings.max_scale), settings.max_scale)
+        slow = max(1.0 - 0.5 ** (device / USUAL_HALF_LIFE), 1.0 / self._num_scaled)
+        self._usual_scale *= (self.scale / self._usual_scale) ** slow
 
-    def _agreed_scale(self, scale: float) -> float:
-        """`scale`, or the median of the last steps when all of them but one are far off on the same side of it."""
-        steps = self._agreeing
-        if len(steps) < AGREEING or sum(raw for _, raw in steps) < WEIGHTY * AGREEING * self._mean_raw:
+    def _agreed_scale(self, ratio: float, raw: float, scale: float) -> float:
+        """`scale`, or the median of the last few ratios when all of them were far off on the same side and weigh
+        enough."""
+        odd, low, high = self._odd, self.scale / FAR_OFF, self.scale * FAR_OFF
+        if low < ratio < high or (odd and (odd[-1][0] > self.scale) is not (ratio > self.scale)):
+            odd.clear()
+        if low < ratio < high:
             return scale
-        ordered = sorted(ratio for ratio, _ in steps)
-        if ordered[1] <= FAR_OFF * scale and ordered[-2] * FAR_OFF >= scale:
+        odd.append((ratio, raw))
+        if len(odd) < AGREEING or sum(raw for _, raw in odd) < WEIGHTY * AGREEING * self._mean_raw:
             return scale
-        steps.clear()
-        return ordered[AGREEING // 2]
+        agreed = sorted(ratio for ratio, _ in odd)[AGREEING // 2]
+        odd.clear()
+        return agreed
 
     def _learn(self, stats: RegimeStats, measured: float, expected: float) -> None:
         """Move one regime's means towards the step, and its quantile by a step whose size follows the spread."""
@@ -242,11 +253,11 @@ class OnlineModel:
     @property
     def usual_seconds(self) -> float:
         """What steps are expected to take, on average."""
-        return self.scale * self._mean_raw + self._host.mean
+        return self._usual_scale * self._mean_raw + self._host.mean
 
     def as_fixed(self) -> LatencyModel:
-        """What `expected` says now, as a model that learns no more."""
-        scaled = self.model.scaled(self.scale)
+        """What `expected` usually says, as a model that learns no more."""
+        scaled = self.model.scaled(self._usual_scale)
         return dataclass_replace(scaled, intercept=scaled.intercept + self._host.mean)
 
     def expected(self, features: BatchFeatures) -> float:
@@ -278,9 +289,11 @@ class OnlineModel:
         return self.scale * self.model.cache_work(compact_tokens, restored_tokens, transferred_bytes)
 
     def residuals(self) -> list[float]:
-        """measured ÷ expected of the recent steps, as many per regime as its ring holds; empty before the first."""
+        """measured ÷ what `as_fixed` expects, of the recent steps, as many per regime as its ring holds; empty before
+        the first."""
+        fixed = self.as_fixed()
         steps = (sample for log in self._whole for sample in log)
-        return [seconds / expected for f, seconds in steps if (expected := self.expected(f)) > 0.0]
+        return [seconds / expected for f, seconds in steps if (expected := fixed.predict(f)) > 0.0]
 
     def recent(self) -> Iterator[Sample]:
         """Recently executed steps with their time on the device, as many per regime as its ring holds: the input of a

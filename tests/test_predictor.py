@@ -654,7 +654,7 @@ def test_a_margin_stands_before_the_first_step() -> None:
 def test_a_worse_fit_starts_with_a_wider_margin() -> None:
     assert OnlineSettings.with_error(0.001).initial_margin == 0.05
     assert OnlineSettings.with_error(0.1).initial_margin == pytest.approx(0.3)
-    assert OnlineSettings.with_error(0.9).initial_margin == 0.5
+    assert OnlineSettings.with_error(0.9).initial_margin == 0.75
 
 
 def test_a_scaled_model_predicts_scaled_times() -> None:
@@ -672,7 +672,7 @@ def test_residuals_are_what_steps_took_by_what_was_expected() -> None:
 
 
 def test_the_mean_error_is_that_of_the_window() -> None:
-    model = OnlineModel(LatencyModel(intercept=1.0), OnlineSettings(window=4, forgetting=0.0, scale_rate=0.0))
+    model = OnlineModel(LatencyModel(intercept=1.0), OnlineSettings(window=4, forgetting=0.0, half_life=math.inf))
     step = StepShape(1, 1).features()
     for measured in (2.0, 2.0, 1.0, 1.0, 1.0, 1.0):
         model.observe(step, measured)
@@ -719,6 +719,6 @@ def test_the_host_is_a_time_of_its_own_not_a_slow_device() -> None:
     assert model.host_seconds == pytest.approx(2e-3, rel=0.3)
     assert model.expected(large) == pytest.approx(fixed.predict(large) + 2e-3, rel=0.1)
     assert model.predict(large) < 1.3 * fixed.predict(large), "what small steps vary by is no margin of large ones"
-    assert model.as_fixed().predict(large) == pytest.approx(model.expected(large))
+    assert model.as_fixed().predict(large) == pytest.approx(model.expected(large), rel=0.02)
     model.observe(StepShape(1, 100).features(), 5.0, 4.99)
     assert model.host_seconds < 3e-3, "one hiccup"

@@ -16,7 +16,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from heapq import heappop, heappush
+from heapq import heappop, heappush, merge
 from itertools import chain
 from operator import attrgetter
 from typing import NamedTuple
@@ -30,6 +30,10 @@ from engine.scheduling.reservation import reservation_of
 from engine.scheduling.state import SchedulerState
 from predictor.features import BatchFeatures
 from predictor.model import LatencyPredictor
+
+EASY_SHARE = 0.8
+"""What prompts use of the TBT limit while all of them are on time: steps vary, and a gap that is missed is worth more
+than a first token that comes long before its limit."""
 
 by_age = attrgetter("arrival_order")
 _by_arrival = attrgetter("times.arrival")
@@ -68,8 +72,9 @@ class PrefillPace:
         return replace(self, per_token=factor * self.per_token, stretch=factor * self.stretch)
 
 
-def prefill_pace(state: SchedulerState) -> PrefillPace | None:
-    """The pace of now: the decodes that run leave room for it, and the floor chunk is always given. None: no model."""
+def prefill_pace(state: SchedulerState, tbt_share: float = 1.0) -> PrefillPace | None:
+    """The pace of now: the decodes that run leave room for it, and the floor chunk is always given. None: no model.
+    `tbt_share`: what of the TBT limit a step may take."""
     model, config = state.model, state.config
     if model is None:
         return None
@@ -81,12 +86,29 @@ def prefill_pace(state: SchedulerState) -> PrefillPace | None:
     tokens = max(1, config.max_num_batched_tokens - len(decodes) - reservation.tokens)
     chunk = tokens
     if decodes and math.isfinite(state.objective.tbt):
-        limit = state.objective.tbt * (1.0 - reservation.share)
+        limit = tbt_share * state.objective.tbt * (1.0 - reservation.share)
         chunk = model.max_prefill(beside, max(0.0, limit - step), tokens, 0)
         chunk = max(chunk, min(tokens, config.min_prefill_chunk))
     stretch = 1.0 / (1.0 - reservation.share)
     per_token = stretch * (step + model.marginal(beside, 0, chunk)) / chunk
     return PrefillPace(model, beside, step, chunk, per_token, stretch)
+
+
+def prompt_slack(state: SchedulerState, find_pace: Callable[[], PrefillPace | None], now: float) -> float:
+    """Seconds that the online prompts can still lose before one of them is late, what they and those before them need
+    taken off; ≥ 0. They are computed one after the other, in the order of their deadlines, which is that of age."""
+    ttft = state.objective.ttft
+    if math.isinf(ttft) or (pace := find_pace()) is None:
+        return math.inf
+    slack, end = math.inf, now + pace.step
+    for request in merge(state.running_prompts(), state.waiting_online, key=by_age):
+        if request.times.first_token is not None:
+            continue  # it was preempted in the middle of its answer
+        end += pace.seconds_for(request)
+        slack = min(slack, request.times.arrival + ttft - end)
+        if slack <= 0.0:
+            return 0.0
+    return slack
 
 
 def on_time(jobs: Sequence[tuple[float, float]], begin: float = 0.0) -> list[bool]:

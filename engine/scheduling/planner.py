@@ -9,14 +9,13 @@ yields now and then so that a caller can slice it.
 import math
 from collections.abc import Callable, Generator, Iterator
 from functools import partial
-from heapq import merge
 from itertools import islice
 from typing import NamedTuple
 
 from engine.api import Lane, RequestClass
 from engine.request import Request
 from engine.scheduling.draft import StepLedger
-from engine.scheduling.laxity import PrefillPace, by_age, prefill_pace
+from engine.scheduling.laxity import PrefillPace, prefill_pace, prompt_slack
 from engine.scheduling.objective import UNLIMITED, OfflineAllowance
 from engine.scheduling.reservation import Reservation, reservation_of
 from engine.scheduling.state import SchedulerState
@@ -72,7 +71,7 @@ def offline_allowance(
     if beside_prompt and rule == "ttft_mean":
         limit = 0.0
     elif beside_prompt:
-        limit = min(limit, ledger.seconds + _prompt_slack(state, pace, now) / 2)
+        limit = min(limit, ledger.seconds + prompt_slack(state, pace, now) / 2)
     saturated = BatchFeatures()
     saturated.add_decodes(state.config.max_num_batched_tokens, 0)
     return OfflineAllowance(state.model, limit, num_online_decodes, objective.budget, saturated)
@@ -98,23 +97,6 @@ def _tightest_slack(state: SchedulerState, reachable_from: float, now: float) ->
     decoding = (r for r in state.running[RequestClass.ONLINE] if r.times.first_token is not None)
     slacks = (deadline(request) - now for request in decoding)
     return min((slack for slack in slacks if slack >= reachable_from), default=math.inf)
-
-
-def _prompt_slack(state: SchedulerState, find_pace: Callable[[], PrefillPace | None], now: float) -> float:
-    """Seconds that the online prompts can still lose before one of them is late, what they and those before them need
-    taken off; ≥ 0. They are computed one after the other, in the order of their deadlines, which is that of age."""
-    ttft = state.objective.ttft
-    if math.isinf(ttft) or (pace := find_pace()) is None:
-        return math.inf
-    slack, end = math.inf, now + pace.step
-    for request in merge(state.running_prompts(), state.waiting_online, key=by_age):
-        if request.times.first_token is not None:
-            continue  # it was preempted in the middle of its answer
-        end += pace.seconds_for(request)
-        slack = min(slack, request.times.arrival + ttft - end)
-        if slack <= 0.0:
-            return 0.0
-    return slack
 
 
 def plan_offline(state: SchedulerState, now: float) -> Generator[None, None, OfflinePlan]:

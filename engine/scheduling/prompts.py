@@ -7,6 +7,7 @@ for ever. Other policies continue what runs by age, and start in their own order
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from itertools import chain
 from typing import NamedTuple
 
@@ -15,11 +16,14 @@ from engine.cache.blocks import CacheKind
 from engine.request import Request, RequestStatus
 from engine.scheduling.draft import StepDraft
 from engine.scheduling.laxity import (
+    EASY_SHARE,
     PrefillPace,
     PromptOrder,
     by_age,
     order_prompts,
     order_tenants,
+    prefill_pace,
+    prompt_slack,
     uses_laxity,
 )
 from engine.scheduling.policies import QueueContext
@@ -58,6 +62,8 @@ class PromptFill:
         if not prompts and not self._state.waiting_online:
             return
         self._allocation.prompts = list(prompts)
+        if math.isfinite(self.time_limit) and self._has_time():
+            self.time_limit *= EASY_SHARE
         context = self._state.queue_context(self._draft.now)
         chosen = None if starts is None else {start.request: start for start in starts}
         order = self._order(prompts, starts, context)
@@ -73,6 +79,10 @@ class PromptFill:
             self._reserve = _Reserve()
         for request in prompts:
             self._continue(request)
+
+    def _has_time(self) -> bool:
+        """Whether every prompt is on time at the pace that leaves a share of the TBT limit free."""
+        return prompt_slack(self._state, partial(prefill_pace, self._state, EASY_SHARE), self._draft.now) > 0.0
 
     def _add_prompt(self, request: Request, context: QueueContext, chosen: dict[Request, Start] | None) -> bool:
         """Whether the next one in the order may be looked at."""
