@@ -1,0 +1,1 @@
+"""Several engines behind one client: which of them a request goes to, and what becomes of it when that one dies."""
