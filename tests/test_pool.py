@@ -96,6 +96,73 @@ def test_a_pool_serves_either_tier_but_only_the_device_is_published() -> None:
     assert BlockPool(0, Tier.HOST).allocate(CacheKind.HIDDEN, online=False) is None
 
 
+def take_kv(pool: BlockPool) -> CacheBlock:
+    block = pool.allocate(CacheKind.KV, online=True)
+    assert block is not None
+    return block
+
+
+def test_a_pool_grows_behind_its_end_and_uses_new_units_last() -> None:
+    pool = BlockPool(4)
+    pool.grow(2)
+    assert pool.num_units == 6 and pool.num_available_units == 6
+    blocks = [take_kv(pool) for _ in range(3)]
+    assert {*blocks[0].entry.units, *blocks[1].entry.units} == {0, 1, 2, 3}
+    assert set(blocks[2].entry.units) == {4, 5}
+    pool.check_integrity(blocks)
+
+
+def test_a_pool_that_shrinks_never_hands_out_what_retires() -> None:
+    pool = BlockPool(6)
+    low, high = take_kv(pool), take_kv(pool)
+    pool.shrink(4)
+    assert pool.num_units == 2 and pool.num_available_units == 0, "units 4 and 5 were free and are gone"
+    assert pool.num_retiring_units == 2 and set(high.entry.units) == {2, 3}
+    pool.publish(high, b"h")
+    assert pool.lookup([b"h"]) == [], "a block that retires is offered to nobody"
+    pool.acquire(high, online=True)
+    pool.check_integrity([low, high, high])
+    for _ in range(2):
+        pool.release(high, last_step=3)
+    assert pool.num_retiring_units == 2, "a step may still touch it"
+    pool.complete_step(3)
+    assert pool.num_retiring_units == 0
+    pool.release(low, last_step=3)
+    assert pool.num_available_units == 2
+    pool.check_integrity([])
+
+
+def test_cached_and_published_blocks_behind_the_end_are_withdrawn() -> None:
+    pool = BlockPool(6)
+    blocks = [take_kv(pool) for _ in range(3)]
+    for number, block in enumerate(blocks):
+        pool.publish(block, bytes([number]))
+    for block in blocks[:2]:
+        pool.release(block, last_step=-1)
+    assert pool.num_cached_units == 4
+    pool.shrink(4)
+    assert pool.num_cached_units == 2 and pool.lookup([b"\x01"]) == []
+    assert pool.lookup([b"\x02"]) == [], "its holder keeps it, the index does not"
+    assert pool.num_retiring_units == 2
+    pool.check_integrity(blocks[2:])
+
+
+def test_growing_back_keeps_what_was_about_to_retire() -> None:
+    pool = BlockPool(6)
+    held = [take_kv(pool) for _ in range(2)]
+    pool.shrink(6)
+    assert pool.num_units == 0 and pool.num_retiring_units == 4
+    pool.grow(3)
+    assert pool.num_retiring_units == 1 and pool.num_available_units == 0, "units 0 to 2 are held"
+    pool.grow(3)
+    assert pool.num_retiring_units == 0 and pool.num_available_units == 2
+    pool.publish(held[1], b"h")
+    assert pool.lookup([b"h"]) == [held[1]]
+    pool.check_integrity(held)
+    with pytest.raises(AssertionError, match="units that it has"):
+        pool.shrink(7)
+
+
 kinds = st.sampled_from(CacheKind)
 
 
@@ -126,6 +193,7 @@ class PoolMachine(RuleBasedStateMachine):
             assert (block.entry.kind, block.entry.tier) == (kind, tier)
             busy = {u for step, units in self.in_flight_units.items() if step > self.completed for u in units}
             assert busy.isdisjoint(places(block)), "a unit was reused while a step may touch it"
+            assert max(block.entry.units) < pool.num_units, "a unit that retires was given away"
             self.held.append(block)
         return block
 
@@ -187,6 +255,22 @@ class PoolMachine(RuleBasedStateMachine):
     def withdraw(self, data: st.DataObject) -> None:
         block = data.draw(st.sampled_from(self.held))
         self.pools[block.entry.tier].withdraw(block)
+
+    @rule(tier=st.sampled_from(Tier), units=st.integers(0, 5))
+    def grow(self, tier: Tier, units: int) -> None:
+        pool = self.pools[tier]
+        before, retiring = pool.num_available_units, pool.num_retiring_units
+        pool.grow(units)
+        back = retiring - pool.num_retiring_units
+        assert pool.num_available_units == before + units - back
+
+    @rule(tier=st.sampled_from(Tier), units=st.integers(0, 5))
+    def shrink(self, tier: Tier, units: int) -> None:
+        pool = self.pools[tier]
+        pool.shrink(min(units, pool.num_units))
+        held = {unit for block in self.held if block.entry.tier is tier for unit in block.entry.units}
+        assert {unit for unit in held if unit >= pool.num_units} <= pool._retiring
+        assert all(max(block.entry.units) < pool.num_units for block in pool._index.values())
 
     @rule()
     def complete(self) -> None:

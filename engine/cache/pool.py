@@ -9,6 +9,10 @@ published (`engine.cache.cache`).
 A block never changes its kind or tier. To convert or swap one, allocate the target, schedule the `CacheOperation` in a
 step, put the target in the request's map in place of the source, and release the source with that step as `last_step`:
 its units stay what they are until the step has ended, so a copy may run at any time within it.
+
+A pool may gain memory and lose it again (KunServe §4.1, §4.4): `grow` adds unit numbers behind the last one, `shrink`
+takes numbers from the end. Units behind the new end that a block still holds *retire*: nobody gets them any more, and
+they are gone when that block is given up. Memory may serve something else only once `num_retiring_units` is 0.
 """
 
 from collections.abc import Iterable, Sequence
@@ -17,7 +21,10 @@ from engine.cache.blocks import REPRESENTATIONS, CacheBlock, CacheEntry, CacheKi
 
 
 class BlockPool:
-    """Allocation, sharing and eviction of blocks over `num_units` units of one tier."""
+    """Allocation, sharing and eviction of blocks over `num_units` units of one tier.
+
+    `num_owned_units` and `num_deferred_units` count those that retire as well.
+    """
 
     def __init__(self, num_units: int, tier: Tier = Tier.DEVICE) -> None:
         self.num_units = num_units
@@ -28,6 +35,7 @@ class BlockPool:
         self._cached_offline: dict[CacheBlock, None] = {}
         self._cached_online: dict[CacheBlock, None] = {}
         self._deferred: dict[CacheBlock, None] = {}
+        self._retiring: set[int] = set()
         self._last_completed_step = -1
         self.num_owned_units = 0
         self.num_cached_units = 0
@@ -39,9 +47,36 @@ class BlockPool:
         return len(self._free)
 
     @property
+    def num_retiring_units(self) -> int:
+        """Units behind the end of the pool that blocks still hold."""
+        return len(self._retiring)
+
+    @property
     def num_available_units(self) -> int:
         """Units an allocation could get now: free ones and those of evictable cached blocks."""
         return len(self._free) + self.num_cached_units
+
+    def grow(self, units: int) -> None:
+        """Add `units` units behind the last one. Those that were about to retire are ordinary units again."""
+        assert units >= 0, "a pool grows by a number of units"
+        first, self.num_units = self.num_units, self.num_units + units
+        added = range(first, self.num_units)
+        new = [unit for unit in reversed(added) if unit not in self._retiring]
+        self._retiring.difference_update(added)
+        # Behind all others: what came last should be free when it must go.
+        self._free = [*new, *self._free]
+
+    def shrink(self, units: int) -> None:
+        """Take the last `units` units. Free and cached ones go at once, those that a block holds retire with it: such
+        blocks are offered to nobody any more, but who has one keeps it and may share it."""
+        assert 0 <= units <= self.num_units, "a pool loses units that it has"
+        end = self.num_units - units
+        self._retiring.update(range(end, self.num_units))
+        self.num_units = end
+        for block in [b for b in self._index.values() if max(b.entry.units) >= end]:
+            self.withdraw(block)
+        self._retiring.difference_update(unit for unit in self._free if unit >= end)
+        self._free = [unit for unit in self._free if unit < end]
 
     def allocate(self, kind: CacheKind, *, online: bool) -> CacheBlock | None:
         """A block with reference count 1, or None when not enough units are available."""
@@ -105,8 +140,11 @@ class BlockPool:
             self._settle(block)
 
     def publish(self, block: CacheBlock, block_hash: bytes) -> None:
-        """Offer a full, confirmed block to later requests; the first block published under a hash stays."""
+        """Offer a full, confirmed block to later requests; the first block published under a hash stays. One that
+        retires is not offered."""
         assert block.on_device, "only blocks on the device are published"
+        if self._retiring and not self._retiring.isdisjoint(block.entry.units):
+            return
         if block.block_hash is None and block_hash not in self._index:
             block.block_hash = block_hash
             self._index[block_hash] = block
@@ -118,7 +156,7 @@ class BlockPool:
         del self._index[block.block_hash]
         if block.ref_count == 0 and block not in self._deferred:
             self._leave_cached(block)
-            self._free.extend(block.entry.units)
+            self._give_back(block)
         block.block_hash = None
 
     def check_integrity(self, held: Iterable[CacheBlock]) -> None:
@@ -135,7 +173,9 @@ class BlockPool:
         units = list(self._free)
         for block in [*counts, *idle]:
             units.extend(block.entry.units)
-        assert sorted(units) == list(range(self.num_units)), "a unit is lost or owned twice"
+        assert sorted(units) == [*range(self.num_units), *sorted(self._retiring)], "a unit is lost or owned twice"
+        assert min(self._retiring, default=self.num_units) >= self.num_units, "a unit of the pool retires"
+        assert self._retiring.isdisjoint(u for b in cached for u in b.entry.units), "a unit that retires is cached"
         assert self.num_owned_units == count_units(counts)
         assert self.num_cached_units == count_units(cached)
         assert self.num_cached_online_units == count_units(self._cached_online)
@@ -145,11 +185,22 @@ class BlockPool:
 
     def _settle(self, block: CacheBlock) -> None:
         if block.block_hash is None:
-            self._free.extend(block.entry.units)
+            self._give_back(block)
         else:
             self._cached_of(block)[block] = None
             self.num_cached_units += len(block.entry.units)
             self.num_cached_online_units += len(block.entry.units) if block.online else 0
+
+    def _give_back(self, block: CacheBlock) -> None:
+        """Units that nobody holds any more are free, or gone when they retire."""
+        if not self._retiring:
+            self._free.extend(block.entry.units)
+            return
+        for unit in block.entry.units:
+            if unit in self._retiring:
+                self._retiring.discard(unit)
+            else:
+                self._free.append(unit)
 
     def _leave_cached(self, block: CacheBlock) -> None:
         del self._cached_of(block)[block]

@@ -43,7 +43,7 @@ def reservation_of(state: SchedulerState) -> Reservation:
     if not at_risk and waiting is None:
         return NOTHING
     max_rows = min(max(1, int(state.reserve * config.max_num_seqs)), config.max_num_seqs - 1)
-    max_units, held = int(state.reserve * config.num_units), 0
+    max_units, held = int(state.reserve * state.pool.num_units), 0
     protected: list[Request] = []
     for request in at_risk[:max_rows]:
         size = _units_of(state, request)
@@ -56,7 +56,7 @@ def reservation_of(state: SchedulerState) -> Reservation:
         need = _units_of(state, waiting)
         if not protected or held + need <= max_units:
             rows, units, held = max_rows - len(protected), need + state.growth_reserve, held + need
-            units += min(state.pool.num_cached_online_units, config.num_units // 4)
+            units += min(state.pool.num_cached_online_units, state.pool.num_units // 4)
     tokens = max(1, int(state.reserve * config.max_num_batched_tokens))
     return Reservation(state.reserve, tokens, rows, units, frozenset(protected), held)
 
@@ -69,4 +69,4 @@ def _units_of(state: SchedulerState, request: Request) -> int:
 def has_room_beside(state: SchedulerState, request: Request, reservation: Reservation) -> bool:
     """Whether an online request can be served beside what is reserved. One that fills the pool need not wait until
     nobody is at risk any more."""
-    return reservation.held + _units_of(state, request) <= state.config.num_units
+    return reservation.held + _units_of(state, request) <= state.pool.num_units
