@@ -220,9 +220,9 @@ class EngineStats:
 
     `host_units_*`: of the host tier; `hidden_blocks`: run from hidden state; `cache_units`: units that were swapped
     out, swapped in and restored, by the name of the operation. `prefill_tokens` and `decode_tokens` are of both
-    classes; `offline_computed_tokens` is the part of both together that was offline work. `token_costs`: None without
-    a latency model. `restarts`: of an engine in a process of its own, by cause; `resumed_requests`: that went on in the
-    next one.
+    classes; `forced_tokens`: of answers, given by their grammars without sampling; `offline_computed_tokens` is the
+    part of the former two that was offline work. `token_costs`: None without a latency model. `restarts`: of an engine
+    in a process of its own, by cause; `resumed_requests`: that went on in the next one.
     """
 
     running: dict[RequestClass, int] = field(default_factory=dict)
@@ -245,6 +245,7 @@ class EngineStats:
     step_seconds: float = 0.0
     prefill_tokens: int = 0
     decode_tokens: int = 0
+    forced_tokens: int = 0
     offline_computed_tokens: int = 0
     predicted_seconds: float = 0.0
     leftover_seconds: float = 0.0

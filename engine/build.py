@@ -24,6 +24,7 @@ from engine.engine import Engine
 from engine.errors import ConfigError, ModelLoadError
 from engine.execution import memory
 from engine.execution.backend import find_backend
+from engine.execution.masks import MAX_FORCED
 from engine.execution.plan import LaunchPlan
 from engine.execution.runner import Runner
 from engine.machine import BUS_RATE
@@ -199,7 +200,7 @@ def _join(config: EngineConfig, plan: LaunchPlan, runner: Runner[Any], say: Call
     )
     core, colocation, tuner = make_controller(config, scheduler, profile, slo, profile_folder(config), say)
     grammars = GrammarCompiler(plan.folder, plan.spec.vocab_size, plan.spec.eos_token_ids)
-    runner.enforce(grammars)
+    runner.enforce(grammars, MAX_FORCED if config.forced_tokens else 0)
     return Engine(core, runner, _info(plan), colocation=colocation, tuner=tuner, grammars=grammars)
 
 

@@ -39,6 +39,9 @@ class EngineConfig:
     max_num_seqs: int = _flag(64, "most requests in one step")
     max_num_batched_tokens: int = _flag(512, "most tokens in one step (the prefill chunk's upper bound)")
     chunked_prefill: bool = _flag(True, "run prompts in chunks beside decodes; off: whole, in steps of their own")
+    forced_tokens: bool = _flag(
+        True, "compute tokens for which a grammar leaves no choice at once, not one by one (on a CPU)"
+    )
     max_num_waiting: int = _flag(1024, "most online requests waiting, and most flex requests; beyond it 429")
     max_queue_time: str = _flag(
         DEFAULT_QUEUE,

@@ -297,10 +297,10 @@ class EngineCore:
         self._counters.steps += 1
         self._counters.step_seconds += result.latency
         self._counters.predicted_seconds += flight.output.predicted_latency or 0.0
-        tokens = iter(result.token_ids)
+        tokens = enumerate(result.token_ids)
         logprobs: Iterator[TokenLogprobs | None] = iter(result.logprobs) if result.logprobs else repeat(None)
         for chunk, request, epoch in zip(flight.output.chunks, flight.requests, flight.epochs, strict=True):
-            token, token_logprobs = (next(tokens), next(logprobs)) if chunk.sample else (None, None)
+            (index, token), token_logprobs = (next(tokens), next(logprobs)) if chunk.sample else ((-1, None), None)
             if request.status is RequestStatus.FINISHED or request.epoch != epoch:
                 continue
             if token == LATE_TOKEN:
@@ -309,7 +309,8 @@ class EngineCore:
             self._confirm_progress(request, chunk)
             if token is not None:
                 request.num_placeholders -= 1
-                yield self._append_token(request, token, token_logprobs, now)
+                output = self._append_token(request, token, token_logprobs, now)
+                yield self._append_forced(request, output, result.forced.get(index, ()), now)
 
     def _sit_out(self, request: Request, chunk: Chunk) -> None:
         """Its mask was late: the last position of the chunk runs again, and gives its token then. What a step in flight
@@ -333,6 +334,21 @@ class EngineCore:
             return  # preempted meanwhile: the token counts, the cache is gone
         request.num_confirmed_tokens = chunk.start + chunk.length
         self._state.cache.publish(request)
+
+    def _append_forced(
+        self, request: Request, output: RequestOutput, run: tuple[int, ...], now: float
+    ) -> RequestOutput:
+        """`output`, and behind its token what must follow it; a step in flight makes its own next token."""
+        if not run or request.num_placeholders or output.finish_reason is not None:
+            return output
+        given = list(output.token_ids)
+        for token in run:
+            output = self._append_token(request, token, None, now)
+            self._counters.forced_tokens += 1
+            given.append(token)
+            if output.finish_reason is not None:
+                break
+        return output._replace(token_ids=tuple(given))
 
     def _append_token(
         self, request: Request, token: int, token_logprobs: TokenLogprobs | None, now: float

@@ -13,5 +13,6 @@ class StepCounters:
     step_seconds: float = 0.0
     prefill_tokens: int = 0
     decode_tokens: int = 0
+    forced_tokens: int = 0
     offline_computed_tokens: int = 0
     predicted_seconds: float = 0.0

@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 from engine.api import EngineRequest, RequestClass, RequestTimes
 from engine.cache.blocks import CacheMap
 
+MAX_RUN = 33
+"""Known tokens of an answer that are computed at once like a decode."""
+
 
 class RequestStatus(enum.Enum):
     """Where a request stands; `TRANSITIONS` is the whole table of legal changes."""
@@ -103,6 +106,16 @@ class Request:
     def prefill_is_due(self) -> bool:
         """Whether, running, more than one of its known tokens is still to be computed."""
         return self.num_placeholders == 0 and len(self.token_ids) - self.num_computed_tokens > 1
+
+    @property
+    def run_is_due(self) -> bool:
+        """Whether, running, a few known tokens of its answer are to be computed before the next one: its grammar forced
+        them. They are as urgent as a decode."""
+        return (
+            self.times.first_token is not None
+            and self.prefill_is_due
+            and len(self.token_ids) - self.num_computed_tokens <= MAX_RUN
+        )
 
     def move_to(self, status: RequestStatus) -> None:
         assert status in TRANSITIONS[self.status], f"illegal transition {self.status} -> {status}"

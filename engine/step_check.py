@@ -13,3 +13,5 @@ def check_result(output: SchedulerOutput, result: ModelRunnerOutput, vocab_size:
         raise EngineStepError(f"A step with {expected} samples was answered with {len(tokens)} tokens.")
     if tokens and not (min(tokens) >= UNMASKED_TOKEN and max(tokens) < vocab_size):
         raise EngineStepError("A step was answered with a token outside the vocabulary.")
+    if any(not 0 <= token < vocab_size for run in result.forced.values() for token in run):
+        raise EngineStepError("A step was answered with a forced token outside the vocabulary.")

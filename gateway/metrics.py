@@ -136,6 +136,7 @@ class EngineCollector(Collector):
         yield _total("step_seconds", "Time in model steps.", stats.step_seconds)
         yield _total("prefill_tokens", "Prompt tokens computed.", stats.prefill_tokens)
         yield _total("decode_tokens", "Output tokens computed.", stats.decode_tokens)
+        yield _total("forced_tokens", "Output tokens that a grammar left no choice for.", stats.forced_tokens)
         yield _total("offline_computed_tokens", "Those of both that were offline work.", stats.offline_computed_tokens)
         restarts = CounterMetricFamily("tidemill_engine_restarts", "Engine processes that ended.", labels=["cause"])
         for cause in sorted({*RESTART_CAUSES, *stats.restarts}):

@@ -22,7 +22,7 @@ from engine.execution.cpu.native.device import NativeDevice
 from engine.execution.cpu.native.library import Level, Team
 from engine.execution.cpu.native.linear import Native
 from engine.execution.cuda.device import CudaDevice
-from engine.execution.masks import RowMasks
+from engine.execution.masks import MAX_FORCED, RowMasks
 from engine.execution.runner import Runner
 from engine.grammar import Grammar
 from engine.models import torch_ops
@@ -89,7 +89,14 @@ def json_grammar(schema: Any, whitespace: str | None = None) -> Grammar:
     return Grammar("json", json.dumps(schema), whitespace)
 
 
-def make_driver(backend: str, *, num_blocks: int = 200, patience: float = 60.0, lone_patience: float = 0.0) -> Driver:
+def make_driver(
+    backend: str,
+    *,
+    num_blocks: int = 200,
+    patience: float = 60.0,
+    lone_patience: float = 0.0,
+    max_forced: int = MAX_FORCED,
+) -> Driver:
     config = SchedulerConfig(
         num_units=2 * num_blocks,
         max_model_len=min(num_blocks * BLOCK, 300),
@@ -106,7 +113,8 @@ def make_driver(backend: str, *, num_blocks: int = 200, patience: float = 60.0, 
         runner = Runner(NativeDevice(Decoder(spec(), weights(native())), native(), config.limits))
     else:
         runner = Runner(TorchDevice(Decoder(spec(), weights()), config.limits))
-    runner.masks = RowMasks(runner.device.rows, compiler(), patience, lone_patience)
+    most = 0 if config.pipeline_depth else max_forced
+    runner.masks = RowMasks(runner.device.rows, compiler(), patience, lone_patience, most)
     return Driver(runner, config)
 
 
@@ -253,6 +261,46 @@ def test_backends_draw_what_torch_draws(backend: str) -> None:
     assert texts[0] == texts[1]
 
 
+@pytest.mark.parametrize("backend", ["torch", "native"])
+def test_forced_tokens_save_steps_and_change_nothing(backend: str) -> None:
+    """Seeds, a short answer that ends in the middle of a run, penalties, a pool that is too small: token for token what
+    comes one by one, in fewer steps."""
+    answers, steps, forced = [], [], []
+    for most in (0, MAX_FORCED):
+        driver = make_driver(backend, num_blocks=60, max_forced=most)
+        for number, (name, schema) in enumerate([*SCHEMAS.items()] * 2):
+            limit = (60, 7)[number % 2]
+            kind = [RequestClass.ONLINE, RequestClass.OFFLINE][number % 3 == 0]
+            options: dict[str, Any] = {"frequency_penalty": 1.0} if number % 4 == 1 else {}
+            ask_for = ask(f"{name} {number}", json_grammar(schema), limit, seed=number, request_class=kind, **options)
+            driver.add(ask_for)
+        driver.add(ask("free", None, 40, seed=3))
+        driver.run()
+        answers.append((driver.outputs, {name: final.finish_reason for name, final in driver.finals.items()}))
+        steps.append(sum(len(step.chunks) for step in driver.steps))
+        forced.append(driver.core.stats().forced_tokens)
+    assert answers[0] == answers[1]
+    assert forced[0] == 0 < forced[1]
+    assert steps[0] - steps[1] >= forced[1] / 2, "each would have been a chunk of its own"
+
+
+def test_a_run_of_forced_tokens_is_one_chunk_and_as_urgent_as_a_decode() -> None:
+    """Beside a long prompt, which takes what is left of the steps."""
+    driver = make_driver("torch")
+    word = "abcdefgh" * 3
+    driver.add(ask("constant", json_grammar({"const": {word: word, "end": 1}}), 60))
+    driver.launch()
+    driver.complete()
+    driver.add(make_request("prompt", list(range(3, 203)), 1))
+    driver.run()
+    runs = [chunk for step in driver.steps for chunk in step.chunks if chunk.row == driver.steps[0].chunks[0].row]
+    longest = max(range(1, len(runs)), key=lambda index: runs[index].length)
+    assert runs[longest].length > 8 and runs[longest].sample
+    assert json.loads(text_of(driver, "constant")) == {word: word, "end": 1}
+    first = driver.steps.index(next(step for step in driver.steps if runs[longest] in step.chunks))
+    assert first <= 2, "it did not wait for the prompt"
+
+
 def test_choices_regexes_and_grammars() -> None:
     driver = make_driver("torch")
     driver.add(ask("choice", Grammar("choice", json.dumps(['a "quoted" one', "ünïcode", "two\nlines"]))))
@@ -300,11 +348,11 @@ class SlowGrammar:
         self.begun = 0
         run = masks_module._RowMatcher.run
 
-        def wait_and_run(matcher: Any, made: Any, params: Any, ids: Any) -> None:
-            if params.grammar == slow:
+        def wait_and_run(matcher: Any, *work: Any) -> None:
+            if work[1].grammar == slow:
                 self.begun += 1
                 assert self.go_on.wait(60)
-            run(matcher, made, params, ids)
+            run(matcher, *work)
 
         monkeypatch.setattr(masks_module._RowMatcher, "run", wait_and_run)
 
@@ -342,7 +390,7 @@ def test_where_all_wait_the_step_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_grammar_that_fails_later_ends_its_request_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = compiler().compile(Grammar("regex", "a{30}"))
+    made = compiler().compile(Grammar("regex", "[ab]{30}"))
     matcher = type(made.matcher())
     write = matcher.write_mask
 
@@ -355,7 +403,7 @@ def test_a_grammar_that_fails_later_ends_its_request_only(monkeypatch: pytest.Mo
     driver = make_driver("torch")
     driver.add(ask("well", None, 20))
     monkeypatch.setattr(matcher, "write_mask", fail)
-    driver.add(ask("ill", Grammar("regex", "a{30}", param="structured_outputs.regex")))
+    driver.add(ask("ill", Grammar("regex", "[ab]{30}", param="structured_outputs.regex")))
     driver.run()
     error = driver.finals["ill"].error
     assert error is not None and isinstance(error.to_error(), InvalidRequestError)

@@ -3,15 +3,17 @@
 A matcher belongs to a row's request and is made anew, from the tokens so far, whenever the row is written: preemption
 and a restart cost nothing else. Nobody waits for a slow grammar: a row whose mask is not there `PATIENCE` seconds after
 the forward pass sits the step out, and its mask is looked for again in its next step. Rows that were slow have a thread
-of their own, so that they cannot hold up the masks of the others. Knows nothing of tensors.
+of their own, so that they cannot hold up the masks of the others. Where the grammar leaves no choice for a while, the
+mask allows the first token alone, and those behind it are known with it. Knows nothing of tensors.
 """
 
 import enum
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -25,6 +27,8 @@ from engine.grammar import Grammar
 if TYPE_CHECKING:  # running a model needs none of what compiles grammars
     from engine.structured import GrammarCompiler, Matcher
 
+MAX_FORCED = 32
+"""Most tokens behind a sampled one that are known with it."""
 PATIENCE = 2e-3
 LONE_PATIENCE = 10e-3
 """Where nothing but rows with grammars is in the step: others may come meanwhile."""
@@ -34,12 +38,13 @@ LONE_PATIENCE = 10e-3
 class StepMasks:
     """Of the samples of a step: `places [m]` of those whose tokens are limited, and `bits [m, ceil(vocab / 32)]`, bit i
     set where token i is allowed. `late`: places that give no token in this step; `failed`: those whose grammar cannot
-    go on."""
+    go on. `forced`: by place, the tokens that must follow the one that is sampled."""
 
     places: IntArray
     bits: Int32Array
     late: IntArray
     failed: IntArray
+    forced: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
 
 
 FinishMasks = Callable[[], StepMasks]
@@ -61,6 +66,7 @@ class _RowMatcher:
         self.work: Future[None] | None = None
         self.end = -1  # the position that `work` is for
         self.seconds = 0.0  # what the last mask took
+        self.forced: tuple[int, ...] = ()  # what must follow the token that the mask allows
         self._matcher: Matcher | None = None
         self._num_seen = 0
 
@@ -77,8 +83,9 @@ class _RowMatcher:
         work.result()
         return _State.FAILED if self._matcher is None or self._matcher.failed is not None else _State.READY
 
-    def run(self, compiler: "GrammarCompiler", params: SamplingParams, token_ids: IntArray) -> None:
-        """The mask behind `token_ids`, the answer so far. The grammar is ready unless it was pushed out meanwhile."""
+    def run(self, compiler: "GrammarCompiler", params: SamplingParams, token_ids: IntArray, room: int) -> None:
+        """The mask behind `token_ids`, the answer so far, and what must follow, `room` tokens at most altogether. The
+        grammar is ready unless it was pushed out meanwhile."""
         began = time.perf_counter()
         if self._matcher is None:
             assert params.grammar is not None
@@ -88,10 +95,22 @@ class _RowMatcher:
                 return
         self._matcher.advance(token_ids[self._num_seen :].tolist())
         self._num_seen = len(token_ids)
-        self._matcher.write_mask(self.bits)
+        # Also where it is one token at a time: of the ways to spell what must come, an answer uses the tokenizer's.
+        run = self._run(params.stop_token_ids)
+        self.forced = tuple(run[1:room])
+        if run:
+            self.bits[:] = 0
+            self.bits.view(np.uint32)[run[0] // 32] = np.uint32(1) << np.uint32(run[0] % 32)
+        else:
+            self._matcher.write_mask(self.bits)
         if len(token_ids) < params.min_tokens:
             self._forbid(params.stop_token_ids)
         self.seconds = time.perf_counter() - began
+
+    def _run(self, stop_token_ids: frozenset[int]) -> list[int]:
+        """The next tokens, as far as they are the only ones that can be."""
+        assert self._matcher is not None
+        return list(takewhile(lambda token_id: token_id not in stop_token_ids, self._matcher.forced()))
 
     def _forbid(self, token_ids: frozenset[int]) -> None:
         """An answer that is complete ends, however short."""
@@ -103,7 +122,8 @@ class _RowMatcher:
 
 
 class RowMasks:
-    """The matchers of a runner's rows. `patience`, `lone_patience`: seconds; see the module."""
+    """The matchers of a runner's rows. `patience`, `lone_patience`: seconds; see the module. `max_forced`: most tokens
+    that are known with a sampled one."""
 
     def __init__(
         self,
@@ -111,11 +131,13 @@ class RowMasks:
         compiler: "GrammarCompiler",
         patience: float = PATIENCE,
         lone_patience: float = LONE_PATIENCE,
+        max_forced: int = MAX_FORCED,
     ) -> None:
         self._rows = rows
         self._compiler = compiler
         self._patience = patience
         self._lone_patience = lone_patience
+        self._max_forced = max_forced
         self._matchers: dict[int, _RowMatcher] = {}
         self._quick = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tidemill-masks")
         self._slow = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tidemill-slow-masks")
@@ -138,8 +160,16 @@ class RowMasks:
         assert params is not None and params.grammar is not None
         answer = rows.tokens[row, rows.num_prompt[row] : end].copy()
         executor = self._quick if self._is_quick(matcher, params.grammar) else self._slow
-        matcher.end, matcher.work = end, executor.submit(matcher.run, self._compiler, params, answer)
+        room = self._room(row, end, params)
+        matcher.end, matcher.work = end, executor.submit(matcher.run, self._compiler, params, answer, room)
         return matcher
+
+    def _room(self, row: int, end: int, params: SamplingParams) -> int:
+        """Tokens from position `end` on that may be known at once: log-probabilities are of sampled tokens only."""
+        if params.logprobs is not None:
+            return 1
+        longest = min(self._rows.tokens.shape[1] - 1, int(self._rows.num_prompt[row]) + params.max_tokens)
+        return min(longest - end, 1 + self._max_forced)
 
     def _is_quick(self, matcher: _RowMatcher, grammar: Grammar) -> bool:
         if matcher.is_new:
@@ -152,14 +182,13 @@ class RowMasks:
         if work and not done and alone:
             wait(work, timeout=self._lone_patience, return_when=FIRST_COMPLETED)
         states = np.array([_State.LATE if matcher is None else matcher.take() for matcher in matchers], dtype=np.int64)
-        bits = [
-            matcher.bits
-            for matcher, state in zip(matchers, states, strict=True)
-            if matcher is not None and state == _State.READY
-        ]
+        ready = [matcher for matcher, state in zip(matchers, states, strict=True) if matcher and state == _State.READY]
+        bits = [matcher.bits for matcher in ready]
+        forced = zip(places[states == _State.READY].tolist(), (matcher.forced for matcher in ready), strict=True)
         return StepMasks(
             places[states == _State.READY],
             np.stack(bits) if bits else np.zeros((0, self._compiler.mask_words), dtype=np.int32),
             places[states == _State.LATE],
             places[states == _State.FAILED],
+            {place: run for place, run in forced if run},
         )

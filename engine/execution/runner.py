@@ -10,7 +10,8 @@ nothing of scheduling, prefix sharing or text.
 
 import time
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
@@ -21,7 +22,7 @@ from torch import Tensor
 from engine.api import TokenLogprobs
 from engine.execution.arrays import Int32Array, IntArray
 from engine.execution.lane import Lane, Mark, pinned
-from engine.execution.masks import FinishMasks, RowMasks, StepMasks
+from engine.execution.masks import MAX_FORCED, FinishMasks, RowMasks, StepMasks
 from engine.execution.operations import CacheMover, run_operations
 from engine.execution.pool import UnitPool
 from engine.execution.rows import UNKNOWN, RowTable
@@ -66,6 +67,7 @@ class _Samples:
     tokens: Int32Array
     arrived: Mark
     logprobs: list[TokenLogprobs | None] | None = None
+    forced: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
 
 
 class Runner(Generic[DeviceT]):
@@ -81,9 +83,11 @@ class Runner(Generic[DeviceT]):
         self._last_end = 0.0
         self.masks: RowMasks | None = None
 
-    def enforce(self, grammars: "GrammarCompiler") -> None:
-        """Take requests with grammars from now on."""
-        self.masks = RowMasks(self._rows, grammars)
+    def enforce(self, grammars: "GrammarCompiler", max_forced: int = MAX_FORCED) -> None:
+        """Take requests with grammars from now on. `max_forced`: see `RowMasks`."""
+        # Where a step is launched before the last one's tokens are known it is too late for what must follow them.
+        forced = 0 if self.device.pipeline_depth else max_forced
+        self.masks = RowMasks(self._rows, grammars, max_forced=forced)
 
     def launch(self, output: SchedulerOutput) -> Collect:
         """Start one step; where nothing is taken ahead it has ended when this returns."""
@@ -136,10 +140,15 @@ class Runner(Generic[DeviceT]):
         rows = self._rows
         known = [rows.tokens[row, :end] for row, end in zip(where.tolist(), ends.tolist(), strict=True)]
         batch = SampleInput(where, rows.num_prompt[where], known)
-        tokens, logprobs = sample(logits, rows.sampling, batch, None if masks is None else masks())
+        allowed = None if masks is None else masks()
+        tokens, logprobs = sample(logits, rows.sampling, batch, allowed)
         generations = rows.generation[where]
         rows.settle(where, ends, generations, tokens)
-        return _Samples(where, ends, generations, tokens.astype(np.int32), self.device.lane.mark(), logprobs)
+        forced = {} if allowed is None else {at: run for at, run in allowed.forced.items() if tokens[at] >= 0}
+        for at, run in forced.items():
+            rows.tokens[where[at], ends[at] + 1 : ends[at] + 1 + len(run)] = run
+        mark = self.device.lane.mark()
+        return _Samples(where, ends, generations, tokens.astype(np.int32), mark, logprobs, forced)
 
     def _fetch(self, tokens: Tensor, where: IntArray, ends: IntArray) -> _Samples:
         """Send tokens [n] on their way to the host."""
@@ -165,4 +174,4 @@ class Runner(Generic[DeviceT]):
         latency, self._last_end = ended - max(began, self._last_end), ended
         if samples is None:
             return ModelRunnerOutput(step_id, [], None, latency)
-        return ModelRunnerOutput(step_id, samples.tokens.tolist(), samples.logprobs, latency)
+        return ModelRunnerOutput(step_id, samples.tokens.tolist(), samples.logprobs, latency, samples.forced)

@@ -17,8 +17,8 @@ needs no row (a parked request is swapped out of its units), and a row may name 
 step. When a step fails, the targets of its operations are in doubt, whatever became of its rows.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from engine.api import SamplingParams, TokenLogprobs
@@ -107,12 +107,15 @@ class ModelRunnerOutput:
     LATE_TOKEN and UNMASKED_TOKEN say that a grammar gave no mask.
 
     `logprobs[i]` is None where the request did not ask for them. `latency` is the measured step time in seconds.
+    `forced[i]`: the tokens that must follow the i-th, by its grammar; they stand in the row's tokens already. Only of
+    rows that no later step in flight holds.
     """
 
     step_id: int
     token_ids: list[int]
     logprobs: list[TokenLogprobs | None] | None
     latency: float
+    forced: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
 
 
 Collect = Callable[[], ModelRunnerOutput]

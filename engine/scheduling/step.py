@@ -88,10 +88,14 @@ class StepBuilder:
         )
         timed = ledger.model is not None and not math.isinf(objective.tbt)
         slacks: list[float] = []
+        runs: list[Request] = []
         context_sum = 0
         for request in self._state.online_order(draft.now):
-            if request.row < 0 or not request.decode_is_due:
+            if request.row < 0 or not (request.decode_is_due or request.run_is_due):
                 continue  # (a row below zero: preempted by an earlier decode of this loop)
+            if request.run_is_due:
+                runs.append(request)
+                continue
             if not allocation.grow_decode(request):
                 continue
             if timed:
@@ -99,6 +103,12 @@ class StepBuilder:
             context_sum += request.num_computed_tokens + 1
             draft.add_chunk(request, 1)
         ledger.charge_decodes(len(draft.chunks), context_sum)
+        for request in runs:
+            pending = len(request.token_ids) - request.num_computed_tokens
+            if request.row < 0 or not ledger.open or not draft.advance(request, min(pending, ledger.tokens_left)):
+                continue
+            if timed:
+                slacks.append(objective.next_token_deadline(request) - draft.now)
         if slacks:
             # A decode that would be late even in a decode-only step cannot be saved by starving the prompts.
             reachable = [min(slack, objective.tbt) for slack in slacks if slack >= ledger.seconds]

@@ -14,6 +14,7 @@ BENCHES = {
     "accuracy": "loadgen.bench.accuracy",
     "control-plane": "loadgen.bench.control_plane",
     "quantization": "loadgen.bench.quantization",
+    "structured": "loadgen.bench.structured",
     "planning": "loadgen.bench.planning",
     "sim-vs-live": "loadgen.bench.sim_vs_live",
 }
