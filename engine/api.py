@@ -103,12 +103,17 @@ class RequestTimes(NamedTuple):
 
 
 class Resumption(NamedTuple):
-    """What a request had been given by an engine that is gone: its tokens, and what its last output said."""
+    """What a request had been given by an engine that is gone: its tokens, and what its last output said.
+
+    `apart_until`: it may have been what ended that engine, so nothing runs beside it before so many of its tokens have
+    been computed.
+    """
 
     token_ids: tuple[int, ...]
     times: RequestTimes
     num_cached_tokens: int = 0
     num_preemptions: int = 0
+    apart_until: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -137,6 +137,8 @@ class EngineCore:
         self._num_arrived += 1
         self._requests[spec.request_id] = request
         self._state.add(request)
+        if resumed is not None and resumed.apart_until:
+            self._recovery.suspect(Reached(request, resumed.apart_until))
 
     def check_room(self, request_class: RequestClass, now: float) -> None:
         """Raises QueueFullError if a request of this class would not be queued now, whatever it asks for."""
@@ -184,12 +186,17 @@ class EngineCore:
         return output
 
     def _build(self, plan: OfflinePlan | None, last_completed: int, now: float) -> Step | None:
-        """The next step: the first turn in which anything can run."""
+        """The next step: the first turn in which anything can run. A trial has the device for itself, so that whatever
+        it breaks, no other step is in question."""
+        if any(request.aside for flight in self._in_flight for request in flight.requests):
+            return None
         draft = partial(StepDraft, self._state, self._next_step_id, last_completed, now)
         turns = self._recovery.turns(now)
         for turn in turns:
             if turn.requests is None:
                 step = StepBuilder(draft(), self._requests.get).build(plan)
+            elif self._in_flight:
+                return None
             else:
                 trial = TrialBuilder(draft(reserved=False))
                 step = trial.build(turn.requests, turn.force)

@@ -33,6 +33,7 @@ from engine.colocation.tuner import BudgetTuner
 from engine.core import EngineCore
 from engine.errors import EngineStepError, EngineUnavailableError, ErrorInfo, RetryableError, TidemillError
 from engine.fault_log import FaultLog
+from engine.flight import FlightRecorder
 from engine.grammars import Grammars
 from engine.planner_task import Planner, PlanOffline
 from engine.scheduling.output import ModelRunner, ModelRunnerOutput, SchedulerOutput
@@ -93,6 +94,7 @@ class Engine:
         self._supervisor: Callable[[str, str], None] | None = None
         self._death: str | None = None
         self._dead = asyncio.Event()
+        self._recorder: FlightRecorder | None = None
         self.colocation = colocation
         self._tuner = tuner
         self._grammars = Grammars(grammars)
@@ -300,6 +302,10 @@ class Engine:
         and why, and they go on in the next one. So it does when every step has failed for `sick_seconds`."""
         self._supervisor, self._sick_seconds = die, sick_seconds
 
+    def be_recorded(self, recorder: FlightRecorder) -> None:
+        """From now on every step is written there before it runs."""
+        self._recorder = recorder
+
     def _give_up(self, cause: str, why: str) -> None:
         """Nothing that could be done here helps any more."""
         if self._death is not None:
@@ -325,6 +331,8 @@ class Engine:
 
     async def _sleep(self) -> None:
         """Until something happens, or until the time for which something waits in the core."""
+        if self._recorder is not None:
+            self._recorder.idle(self._clock())
         retry_at = self._core.retry_at
         rest = None if retry_at is None else max(MIN_REST, retry_at - self._clock())
         with suppress(TimeoutError):
@@ -350,6 +358,8 @@ class Engine:
                     self._planner.want()
                 return
             self._plan_tried = False
+            if self._recorder is not None:
+                self._recorder.launched(output, self._clock())
             if self._step_started is None:
                 self._step_started = self._clock()
                 self._step_watch.begin(output.predicted_latency)
@@ -368,8 +378,12 @@ class Engine:
         try:
             result = await future
             check_result(output, result, self.info.vocab_size)
+            if self._recorder is not None:
+                self._recorder.completed(result, self._clock())
         except Exception as error:  # whatever a model step raises must end at its requests, not at the server
             result = None
+            if self._recorder is not None:
+                self._recorder.failed(output, error, self._clock())
             if not self._core.is_undone(output):
                 self._faults.report("a model step failed", error)
             if not self._warm:

@@ -7,7 +7,8 @@ FAULTS: `POINT:NUMBER` or `POINT:NUMBER:FIRST-LAST`, comma-separated; the fault 
 NUMBER-th time, warm-up not counted, in each of the processes FIRST to LAST (1-1 if not given). FOLDER counts them. The
 points: `ready` (dies before its first step), `frame` (dies in the middle of a message with outputs), `before`, `after`
 (dies before or after a step was computed), `hang` (a step never ends), `short`, `token` (a step's result is wrong),
-`oom` (a step raises MemoryError), `loop` (the engine's loop breaks), `block` (the event loop stands still).
+`oom` (a step raises MemoryError), `loop` (the engine's loop breaks), `block` (the event loop stands still). Of `poison`
+NUMBER is a token: the process dies in each step that computes the fourth token of an answer to a prompt with it.
 """
 
 import os
@@ -69,6 +70,9 @@ class Faults:
         """Whether this process meets the fault at all."""
         return point in self._at
 
+    def is_poison(self, tokens: Sequence[int]) -> bool:
+        return self._at.get("poison") in tokens
+
     def dies(self, point: str) -> None:
         if self.passes(point):
             os.kill(os.getpid(), signal.SIGKILL)
@@ -100,6 +104,7 @@ class ScriptedRunner(FakeRunner):
     def _step(self, output: SchedulerOutput) -> ModelRunnerOutput:
         faults = self._faults
         faults.dies("before")
+        self._die_of_poison(output)
         if faults.passes("oom"):
             raise MemoryError
         if faults.passes("hang"):
@@ -116,6 +121,13 @@ class ScriptedRunner(FakeRunner):
         if result.token_ids and faults.passes("token"):
             return replace(result, token_ids=[VOCAB, *result.token_ids[1:]])
         return replace(result, logprobs=logprobs if any(logprobs) else None)
+
+    def _die_of_poison(self, output: SchedulerOutput) -> None:
+        known = {new.row: (new.token_ids, new.num_prompt_tokens) for new in output.new_requests}
+        for row, start, length, _ in output.chunks:
+            tokens, num_prompt = known.get(row) or (self._rows[row].token_ids, self._rows[row].num_prompt_tokens)
+            if start + length >= num_prompt + 3 and self._faults.is_poison(tokens[:num_prompt]):
+                os.kill(os.getpid(), signal.SIGKILL)
 
 
 class FaultyConnection(Connection[Any]):

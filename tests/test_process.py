@@ -14,7 +14,7 @@ from driver import is_error, submit_one
 
 from engine.api import EngineRequest, EngineState, FinishReason, Lane, RequestClass, RequestOutput, SamplingParams
 from engine.config import EngineConfig
-from engine.errors import ConfigError, EngineUnavailableError, InvalidRequestError
+from engine.errors import ConfigError, EngineStepError, EngineUnavailableError, InvalidRequestError
 from engine.process import frames
 from engine.process.client import EngineProcess
 from engine.process.policy import RestartPolicy
@@ -22,6 +22,7 @@ from engine.step_watch import StepLimits
 
 CHILD = Path(__file__).parent / "scripted_child.py"
 CONFIG = EngineConfig(slo="ttft_p99=20s", max_queue_time="none")
+POISON = 399
 POINTS = ("before", "after", "frame", "hang", "loop")
 
 
@@ -206,6 +207,38 @@ async def test_a_process_that_dies_again_and_again_is_given_up(tmp_path: Path) -
         with pytest.raises(EngineUnavailableError):
             await submit_one(engine, request("b"))
         assert sum((await engine.stats()).restarts.values()) == 6
+
+
+@pytest.mark.parametrize("beside", [True, False], ids=["beside-others", "alone"])
+async def test_requests_that_kill_every_process_end_and_nobody_else_does(
+    beside: bool, tmp_path: Path, undisturbed: dict[str, tuple[Any, ...]]
+) -> None:
+    """More deaths than a server may have: those that are proven to be a request's fault do not count."""
+    poisons = [EngineRequest(f"poison{i}", (POISON, i, 3), SamplingParams(max_tokens=9)) for i in range(3)]
+    async with engine_process(tmp_path / "children", f"poison:{POISON}:1-99") as engine:
+        ends = [asyncio.create_task(collect(engine, each)) for each in poisons]
+        if beside:
+            assert await answers(engine) == undisturbed
+        for end in ends:
+            outputs = await end
+            assert is_error(outputs[-1], EngineStepError) and outputs[-1].num_output_tokens <= 3
+        assert sum((await engine.stats()).restarts.values()) in range(10, 16)
+        assert len(engine._policy._deaths) <= 1, "they are forgiven"
+        assert summed(await collect(engine, request("seeded", seed=3)))[0] == undisturbed["seeded"][0]
+        await until_idle(engine)
+
+
+async def test_what_is_killed_from_outside_again_and_again_is_not_to_blame(
+    tmp_path: Path, undisturbed: dict[str, tuple[Any, ...]]
+) -> None:
+    async with engine_process(tmp_path / "children") as engine:
+        stream = await submit_one(engine, request("seeded", seed=3))
+        outputs = []
+        for _ in range(4):
+            outputs += [await anext(stream) for _ in range(4)]
+            engine.kill()
+        outputs += [output async for output in stream]
+        assert summed(outputs) == undisturbed["seeded"]
 
 
 async def test_what_the_process_refuses_is_raised_here(tmp_path: Path) -> None:

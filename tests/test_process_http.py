@@ -25,6 +25,7 @@ from engine.text import Tokenizer
 CHILD = Path(__file__).parent / "scripted_child.py"
 CONFIG = EngineConfig(slo="ttft_p99=60s", max_queue_time="none")
 LINES = 30
+POISON = 399
 NO_DEATHS, DEATHS = "", "before:2:1-1,frame:3:2-2,after:4:3-3,hang:5:4-4"
 
 
@@ -34,7 +35,7 @@ async def server(
 ) -> AsyncIterator[tuple[Served, openai.AsyncOpenAI]]:
     await asyncio.to_thread((root / "children").mkdir, parents=True)
     command = [sys.executable, "-P", str(CHILD), str(root / "children"), faults]
-    policy = RestartPolicy(max_deaths=99, max_delay=0.05)
+    policy = RestartPolicy(max_delay=0.05)
     engine: Any = EngineProcess(config, command=command, pid_file=root / "engine.pid", policy=policy)
     folder = await open_folder(root / "state")
     with refuse_blocking():
@@ -92,6 +93,28 @@ async def test_streams_and_a_batch_while_the_engine_dies_four_times(tokenizer: T
             assert 'tidemill_engine_restarts_total{cause="hung"} 1.0' in page
             assert "tidemill_loop_lag_seconds_count" in page
             assert (await http.get("/ready")).status_code == 200
+
+
+async def test_a_poisoned_chat_and_a_poisoned_line_end_alone(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """They kill the engine whenever they run: more often than it may die."""
+    async with server(tokenizer, tmp_path / "calm", NO_DEATHS) as (_, client):
+        expected = await everything(client, "fake-model")
+    async with server(tokenizer, tmp_path / "poison", f"poison:{POISON}:1-99") as (served, client):
+        lines = jsonl([line(0, prompt=[POISON, 5], max_tokens=9), line(1, prompt=[200, 1, 7], max_tokens=5, seed=1)])
+        batch = await submit(client, lines)
+        chunks = await client.completions.create(
+            model="fake-model", prompt=[POISON, 3], max_tokens=20, stream=True, extra_body={"ignore_eos": True}
+        )
+        everybody = asyncio.create_task(everything(client, "fake-model"))
+        with pytest.raises(openai.APIError) as refused:
+            async for _ in chunks:
+                pass
+        assert refused.value.code == "engine_error"
+        assert await everybody == expected
+        rows, errors = await results_of(client, await until(client, batch.id))
+        assert list(rows) == ["id-1"] and list(errors) == ["id-0"]
+        assert errors["id-0"]["response"]["body"]["error"]["code"] == "engine_error"
+        await eventually(lambda: served.engine.state is EngineState.READY)
 
 
 async def test_without_an_engine_the_server_lives_and_is_not_ready(tokenizer: Tokenizer, tmp_path: Path) -> None:

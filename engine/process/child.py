@@ -12,6 +12,7 @@ import faulthandler
 import gc
 import importlib
 import logging
+import mmap
 import os
 import select
 import signal
@@ -20,12 +21,15 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+from engine import flight
 from engine.api import EngineRequest, FinishReason, RequestOutput, RequestTimes
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import EngineStepError, ErrorInfo, TidemillError
+from engine.flight import FlightRecorder
 from engine.process import frames
 from engine.process.connection import Connection
 
@@ -34,6 +38,8 @@ log = logging.getLogger("tidemill.engine")
 PULSE_SECONDS = 0.5
 SICK_SECONDS = 10.0
 """How long every step may fail: an error of a device often ends with the process that met it."""
+OOM_SCORE = "500"
+"""Where memory runs out, this process goes rather than the gateway: it is started again."""
 LAST_WORDS_SECONDS = 0.1
 """For the message that says why to leave the process."""
 
@@ -68,6 +74,8 @@ def run(sock: socket.socket, make: Build) -> None:
     sock.set_inheritable(False)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # only the gateway says when it ends
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text(OOM_SCORE)
     faulthandler.enable()  # SIGABRT, too: the gateway asks for the stacks of a process that says nothing more
     sock.setblocking(True)
     reader = frames.engine_reader()
@@ -82,6 +90,9 @@ def run(sock: socket.socket, make: Build) -> None:
         sock.sendall(frames.encode(frames.NotStarted(ErrorInfo.of(error))))
         return
     gc.collect()
+    if launch.recorder is not None:
+        engine.be_recorded(FlightRecorder(mmap.mmap(launch.recorder, flight.SIZE)))
+        os.close(launch.recorder)
     gc.freeze()  # modules and model are objects that stay: a full collection over them takes 150 ms
     asyncio.run(EngineServer(engine).serve(sock, reader, early))
 

@@ -15,16 +15,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from engine import flight
 from engine.api import EngineInfo, EngineRequest, EngineState, EngineStats, FinishReason, Lane, RequestClass
 from engine.child import python_module
 from engine.config import EngineConfig
-from engine.errors import EngineUnavailableError, InvalidRequestError
+from engine.errors import EngineStepError, EngineUnavailableError, InvalidRequestError
 from engine.process import frames
 from engine.process.connection import Connection
 from engine.process.figures import Figures
 from engine.process.policy import RestartPolicy
 from engine.process.requests import OpenRequest, OpenRequests
 from engine.process.supervisor import Child, remove, start_error
+from engine.process.suspects import SUSPECT_AFTER, Suspects
 from engine.step_watch import StepLimits, StepWatch
 from engine.stream import RequestStream
 from predictor.slo import SLO
@@ -78,6 +80,7 @@ class EngineProcess:
         self._pulse: frames.Pulse | None = None
         self._watch = StepWatch(silence, self._on_silence)
         self._open = OpenRequests()
+        self._suspects = Suspects()
         self._idle = asyncio.Event()
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._submitted: dict[int, Sequence[EngineRequest]] = {}
@@ -180,6 +183,7 @@ class EngineProcess:
 
     def _forget(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
         if self._open.pop(request_id) is not None:
+            self._suspects.forget(request_id)
             self._send(frames.Abort(request_id, reason))
             self._look_whether_idle()
 
@@ -300,7 +304,7 @@ class EngineProcess:
         child: Child | None = first
         while True:
             cause, ended = await self._outlive(child) if child is not None else ("start", "an error of the system")
-            delay = self._policy.died(self._clock())
+            delay = self._policy.died(self._clock()) if child is None else self._judge(cause, child)
             self._figures.restarts[cause] += 1
             if delay is None:
                 self._give_up(f"the engine process ended too often, at last by {ended} ({cause})")
@@ -311,6 +315,25 @@ class EngineProcess:
             )  # fmt: skip
             await asyncio.sleep(delay)
             child = await self._restart()
+
+    def _judge(self, cause: str, child: Child) -> float | None:
+        """Seconds until the next start; None: never. A death in a trial does not count; a request whose fault it is
+        proven to be ends, and what it took down before counts no more. Where nothing else got on since the last such
+        proof, the engine may be at fault, and the proof counts as one death."""
+        in_flight = {name: tokens for name, tokens in flight.in_flight(child.entries).items() if name in self._open}
+        verdict = self._suspects.died(cause, in_flight)
+        if verdict is None:
+            return self._policy.died(self._clock())
+        if not verdict.guilty:
+            return 0.0
+        log.error("request %s ended the engine process %d times; it ends now", verdict.request_id, verdict.deaths)
+        self._policy.forgive(SUSPECT_AFTER)
+        entry = self._open.pop(verdict.request_id)
+        assert entry is not None, "only open requests are suspected"
+        message = f"The engine process ended {verdict.deaths} times while it computed this request."
+        entry.end(FinishReason.ERROR, self._clock(), EngineStepError(message))
+        self._look_whether_idle()
+        return 0.0 if verdict.others_well else self._policy.died(self._clock())
 
     async def _restart(self) -> Child | None:
         """The next child, which may have died already: that is found out like any death. None: there is none."""
@@ -411,6 +434,7 @@ class EngineProcess:
             case frames.Outputs(outputs):
                 for output in outputs:
                     self._deliver(output)
+                self._try_suspect()
             case frames.Done(call):
                 for request in self._submitted.get(call, ()):
                     if (entry := self._open.get(request.request_id)) is not None:
@@ -425,6 +449,7 @@ class EngineProcess:
             case frames.Pulse():
                 self._pulse = message
                 self._watch.begin(None)
+                self._try_suspect()
             case frames.Built(info):
                 self._info = info
             case frames.Started():
@@ -442,14 +467,27 @@ class EngineProcess:
 
     def _up(self) -> None:
         """The child takes requests; first of all those that the last one left."""
-        resumed = self._open.to_resume()
+        resumed = [entry for entry in self._open.accepted() if entry.request.request_id not in self._suspects]
         if resumed:
-            self._send(frames.Resume(resumed))
-            self._figures.resumed += len(resumed)
+            self._resume(resumed)
             log.warning("%d requests go on in the new engine process", len(resumed))
+        streams = [entry.request.request_id for entry in resumed if entry.is_online and entry.last is not None]
+        self._suspects.after(streams, self._clock())
+        self._try_suspect()
         self._watch.begin(None)
         self._ready.set()
         self._changed.set()
+
+    def _resume(self, entries: Sequence[OpenRequest]) -> None:
+        apart = self._suspects.apart_until
+        self._send(frames.Resume(tuple(entry.resumed(apart(entry.request.request_id)) for entry in entries)))
+        self._figures.resumed += len(entries)
+
+    def _try_suspect(self) -> None:
+        """Let the next request go on that may have ended the process, if it is its turn."""
+        request_id = self._suspects.next_trial(self._clock())
+        if request_id is not None and (entry := self._open.get(request_id)) is not None:
+            self._resume([entry])
 
     def _settle(self, call: int, value: Any) -> None:
         answer = self._calls.get(call)
@@ -461,8 +499,10 @@ class EngineProcess:
         if entry is None:
             return  # ended here meanwhile
         keeps_up = entry.take(output)
+        self._suspects.got_on(output.request_id, entry.num_computed)
         if output.finish_reason is not None:
             self._open.pop(output.request_id)
+            self._suspects.forget(output.request_id)
             self._look_whether_idle()
         elif not keeps_up:
             self.abort(output.request_id)

@@ -35,10 +35,12 @@ class Message(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
 
 
 class Launch(Message, frozen=True):
-    """The first message: what to load."""
+    """The first message: what to load. `recorder`: the descriptor of the memory for the flight recorder, which the
+    process has inherited."""
 
     config: EngineConfig
     log_level: str = "info"
+    recorder: int | None = None
 
 
 class Submit(Message, frozen=True):

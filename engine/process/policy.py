@@ -25,6 +25,11 @@ class RestartPolicy:
         """The process takes requests."""
         self._ready_since = now
 
+    def forgive(self, deaths: int) -> None:
+        """The last deaths were due to one request, which has ended."""
+        for _ in range(min(deaths, len(self._deaths))):
+            self._deaths.pop()
+
     def died(self, now: float) -> float | None:
         """Seconds until it is to be started again; None: never."""
         if self._ready_since is not None and now - self._ready_since >= self.healthy:

@@ -26,12 +26,23 @@ class OpenRequest:
         self.last = output
         return self.stream.push(output)
 
-    def resumed(self) -> EngineRequest:
+    @property
+    def is_online(self) -> bool:
+        return self.request.request_class is RequestClass.ONLINE
+
+    @property
+    def num_computed(self) -> int:
+        """Its tokens that have surely been computed: all that are known but the last."""
+        return len(self.request.prompt_token_ids) + len(self.token_ids) - 1
+
+    def resumed(self, apart_until: int = 0) -> EngineRequest:
         """The request as the next engine must be given it."""
         last = self.last
         if last is None:
-            return replace(self.request, resumed=Resumption((), RequestTimes(self.arrival)))
-        resumption = Resumption(tuple(self.token_ids), last.times, last.num_cached_tokens, last.num_preemptions)
+            resumption = Resumption((), RequestTimes(self.arrival), apart_until=apart_until)
+        else:
+            cached, preemptions = last.num_cached_tokens, last.num_preemptions
+            resumption = Resumption(tuple(self.token_ids), last.times, cached, preemptions, apart_until)
         return replace(self.request, resumed=resumption)
 
     def end(self, reason: FinishReason, now: float, error: TidemillError | None = None) -> None:
@@ -86,9 +97,9 @@ class OpenRequests:
             if entry.request.job == job and entry.request.request_class is RequestClass.OFFLINE:
                 entry.request = replace(entry.request, lane=lane)
 
-    def to_resume(self) -> tuple[EngineRequest, ...]:
-        """What the next engine is given."""
-        return tuple(entry.resumed() for entry in self._by_id.values() if entry.accepted)
+    def accepted(self) -> list[OpenRequest]:
+        """What the next engine must be given."""
+        return [entry for entry in self._by_id.values() if entry.accepted]
 
     def end_all(self, now: float, why: str) -> None:
         """Nobody goes on with them."""

@@ -4,23 +4,32 @@ Knows nothing of requests.
 """
 
 import contextlib
+import mmap
 import os
 import signal
 import socket
 import subprocess
+import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import IO
 
+import msgspec
+
+from engine import flight
 from engine.errors import EngineUnavailableError, TidemillError
 from engine.process import frames
 
 
 class Child:
-    """A running child and our end of its socket."""
+    """A running child, our end of its socket, and what its flight recorder has written."""
 
-    def __init__(self, process: "subprocess.Popen[bytes]", sock: socket.socket) -> None:
+    def __init__(self, process: "subprocess.Popen[bytes]", sock: socket.socket, recording: mmap.mmap) -> None:
         self.process = process
         self.sock = sock
+        self._recording = recording
+        self._entries: list[flight.AnyEntry] | None = None
         self.reader = frames.gateway_reader()
         self._read: list[frames.ToGateway] = []
 
@@ -32,14 +41,17 @@ class Child:
         it.
         """
         ours, theirs = socket.socketpair()
-        with theirs:
+        with theirs, _shared_file() as shared:
+            shared.truncate(flight.SIZE)
+            recording = mmap.mmap(shared.fileno(), flight.SIZE)
             process = subprocess.Popen(
                 [*command, str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
+                pass_fds=[theirs.fileno(), shared.fileno()],
                 start_new_session=True,
             )
-        child = cls(process, ours)
+            launch = msgspec.structs.replace(launch, recorder=shared.fileno())
+        child = cls(process, ours, recording)
         try:
             if pid_file is not None:
                 _write(pid_file, f"{process.pid}\n")
@@ -68,6 +80,12 @@ class Child:
         messages, self._read = self._read, []
         return messages
 
+    @property
+    def entries(self) -> list[flight.AnyEntry]:
+        """What the flight recorder of a child that has been reaped has left."""
+        assert self._entries is not None, "the child may still write"
+        return self._entries
+
     def dump(self) -> None:
         """Have it write the stacks of its threads to its standard error, as its last act."""
         with contextlib.suppress(ProcessLookupError):
@@ -86,7 +104,17 @@ class Child:
         except subprocess.TimeoutExpired:
             raise TimeoutError from None
         self.sock.close()
+        if self._entries is None:
+            self._entries = flight.read(self._recording)
+            self._recording.close()
         return f"signal {-code}" if code < 0 else f"exit code {code}"
+
+
+def _shared_file() -> IO[bytes]:
+    """A file without a name, where the system can in memory."""
+    if sys.platform == "linux":
+        return os.fdopen(os.memfd_create("tidemill-flight"), "w+b")
+    return tempfile.TemporaryFile()
 
 
 def _write(path: Path, text: str) -> None:

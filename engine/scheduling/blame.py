@@ -57,6 +57,11 @@ class Blame:
                 self._groups.append([request_id])
         return tuple(self._groups[-1]) if self._groups else ()
 
+    def suspect(self, request_id: str, passes_at: int) -> None:
+        """It runs alone until so many of its tokens have been computed, for a reason from outside."""
+        self._suspects[request_id] = _Suspect(passes_at)
+        self._groups.append([request_id])
+
     def failed(self, reached: Mapping[str, int]) -> None:
         """A step failed. `reached`: for each of its requests, how many tokens would have been computed after it.
 

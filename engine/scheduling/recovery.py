@@ -102,6 +102,11 @@ class Recovery:
         self._canary.ask(now)
         return []
 
+    def suspect(self, place: Reached) -> None:
+        """A request that an engine before this one may have died of, and the tokens at which it is acquitted."""
+        self._state.set_aside(place.request)
+        self._blame.suspect(place.request.request_id, place.num_tokens)
+
     def passed(self, step: Iterable[Reached]) -> None:
         """A step passed: those of its requests that got past the place where they failed are like others again."""
         reached = {request.request_id: num_tokens for request, num_tokens in step if request.aside}

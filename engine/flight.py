@@ -1,0 +1,147 @@
+"""The flight recorder: the last steps of an engine in memory that outlives it.
+
+The recorder writes each step before it runs, and what became of it, into slots of a buffer: one slot an entry, the
+oldest first to be written over. The engine process shares that memory with the gateway, which reads what ran when the
+process is gone, whatever ended it. An entry counts once its number stands in its slot, which is written last: one that
+was cut off is not read.
+
+Requests are named by their ids; no token of a prompt or an answer is in it.
+"""
+
+import mmap
+import struct
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from engine.scheduling.output import Chunk, ModelRunnerOutput, SchedulerOutput
+
+SLOTS, SLOT_BYTES = 256, 1 << 16
+SIZE = SLOTS * SLOT_BYTES
+"""Of the buffer, in bytes; pages that no entry reaches are never taken from the system."""
+_HEADER = struct.Struct("<QI")
+
+
+class Entry(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
+    """`at`: seconds on the monotonic clock."""
+
+    at: float
+
+
+class Launched(Entry, frozen=True):
+    """A step is about to run. `request_ids`: of its chunks; `started`: requests that got a row in it, with the tokens
+    known of each; `operations`: of the cache. `predicted`: seconds."""
+
+    step_id: int
+    request_ids: list[str]
+    chunks: tuple[Chunk, ...]
+    started: tuple[tuple[str, int], ...] = ()
+    operations: int = 0
+    predicted: float | None = None
+
+
+class Completed(Entry, frozen=True):
+    """What a step gave: so many tokens, in so many seconds."""
+
+    step_id: int
+    tokens: int
+    latency: float
+
+
+class Failed(Entry, frozen=True):
+    """A step raised, or gave what cannot be."""
+
+    step_id: int
+    error: str
+
+
+class Idle(Entry, frozen=True):
+    """No step runs, and none can."""
+
+
+AnyEntry = Launched | Completed | Failed | Idle
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(AnyEntry)
+
+
+class FlightRecorder:
+    """Writes the entries of one engine; `buffer` has SIZE bytes, all zero."""
+
+    def __init__(self, buffer: mmap.mmap | bytearray) -> None:
+        self._buffer = buffer
+        self._next = 1
+        self._request_ids: dict[int, str] = {}
+        self._idle = True
+
+    def launched(self, output: SchedulerOutput, now: float) -> None:
+        """Before the step runs."""
+        ids = self._request_ids
+        for new in output.new_requests:
+            ids[new.row] = new.request_id
+        request_ids = [ids[chunk[0]] for chunk in output.chunks]
+        started = tuple([(new.request_id, len(new.token_ids)) for new in output.new_requests])
+        operations, predicted = len(output.operations), output.predicted_latency
+        self._write(Launched(now, output.step_id, request_ids, output.chunks, started, operations, predicted))
+        self._idle = False
+
+    def completed(self, result: ModelRunnerOutput, now: float) -> None:
+        self._write(Completed(now, result.step_id, len(result.token_ids), result.latency))
+
+    def failed(self, output: SchedulerOutput, error: BaseException, now: float) -> None:
+        self._write(Failed(now, output.step_id, type(error).__name__))
+
+    def idle(self, now: float) -> None:
+        """Nothing runs until something happens; said once is enough."""
+        if not self._idle:
+            self._write(Idle(now))
+            self._idle = True
+
+    def _write(self, entry: AnyEntry) -> None:
+        payload = _encoder.encode(entry)
+        if len(payload) > SLOT_BYTES - _HEADER.size:
+            return  # thousands of requests in one step: nobody is suspected for what is not known
+        base = (self._next % SLOTS) * SLOT_BYTES
+        _HEADER.pack_into(self._buffer, base, 0, len(payload))
+        start = base + _HEADER.size
+        self._buffer[start : start + len(payload)] = payload
+        _HEADER.pack_into(self._buffer, base, self._next, len(payload))
+        self._next += 1
+
+
+def read(buffer: mmap.mmap | bytearray) -> list[AnyEntry]:
+    """What was recorded, the oldest entry first."""
+    found: list[tuple[int, AnyEntry]] = []
+    for base in range(0, SIZE, SLOT_BYTES):
+        number, length = _HEADER.unpack_from(buffer, base)
+        if number == 0 or length > SLOT_BYTES - _HEADER.size:
+            continue
+        start = base + _HEADER.size
+        try:
+            found.append((number, _decoder.decode(buffer[start : start + length])))
+        except msgspec.MsgspecError:
+            continue  # whoever wrote it was out of its mind already
+    return [entry for _, entry in sorted(found, key=lambda pair: pair[0])]
+
+
+def in_flight(entries: Sequence[AnyEntry]) -> dict[str, int]:
+    """The requests that ran at the end of a recording, and how many tokens of each would have been computed then.
+
+    These are of the steps without a result, or else of the last one: its engine was still busy with what it gave.
+    """
+    open_steps: dict[int, Launched] = {}
+    last: Launched | None = None
+    for entry in entries:
+        match entry:
+            case Launched():
+                open_steps[entry.step_id] = last = entry
+            case Completed() | Failed():
+                open_steps.pop(entry.step_id, None)
+            case Idle():
+                open_steps, last = {}, None
+    steps: Iterable[Launched] = open_steps.values() or ([last] if last is not None else [])
+    reached: dict[str, int] = {}
+    for step in steps:
+        for request_id, chunk in zip(step.request_ids, step.chunks, strict=False):
+            reached[request_id] = max(reached.get(request_id, 0), chunk.start + chunk.length)
+    return reached
