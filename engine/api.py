@@ -125,6 +125,7 @@ class EngineRequest:
     `tenant` is who asked, `job` what the request is a part of (names of the caller's choice, "" if there is but one):
     service is shared fairly among tenants, and among the jobs of one. `lane` orders offline work. `resumed`: it goes on
     where another engine left it, as if it had been preempted; it has been accepted and is not refused for room.
+    `arrived`: when it came, on the engine's clock, if it waited for an engine since.
     """
 
     request_id: str
@@ -138,6 +139,7 @@ class EngineRequest:
     job: str = ""
     lane: Lane = Lane.BATCH
     resumed: Resumption | None = None
+    arrived: float | None = None
 
 
 class TokenLogprobs(NamedTuple):

@@ -129,7 +129,8 @@ class EngineCore:
         if spec.request_id in self._requests:
             raise InvalidRequestError(f"A request '{spec.request_id}' is already running.", param="request_id")
         resumed = spec.resumed
-        request = Request(spec, RequestTimes(now) if resumed is None else resumed.times, self._num_arrived)
+        arrival = now if spec.arrived is None else spec.arrived
+        request = Request(spec, RequestTimes(arrival) if resumed is None else resumed.times, self._num_arrived)
         if resumed is None:
             self._admission.check(request, now)
         else:

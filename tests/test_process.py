@@ -4,8 +4,10 @@ import asyncio
 import os
 import signal
 import sys
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -56,8 +58,8 @@ async def engine_process(folder: Path, faults: str = "", **options: Any) -> Asyn
     await asyncio.to_thread(folder.mkdir)
     before = children()
     command = [sys.executable, "-P", str(CHILD), str(folder), faults]
-    options = {"policy": RestartPolicy(max_delay=0.05), **options}
-    engine = EngineProcess(CONFIG, command=command, pid_file=folder.parent / "engine.pid", **options)
+    options = {"policy": RestartPolicy(max_delay=0.05), "config": CONFIG, **options}
+    engine = EngineProcess(options.pop("config"), command=command, pid_file=folder.parent / "engine.pid", **options)
     await engine.start()
     tasks = asyncio.all_tasks()
     try:
@@ -155,6 +157,21 @@ async def test_a_process_killed_from_outside(tmp_path: Path, undisturbed: dict[s
         assert int((tmp_path / "engine.pid").read_text()) == engine._child.process.pid  # type: ignore[union-attr]
 
 
+async def test_a_request_that_came_during_a_restart_is_served_and_its_wait_counts(
+    tmp_path: Path, undisturbed: dict[str, tuple[Any, ...]]
+) -> None:
+    async with engine_process(tmp_path / "children") as engine:
+        engine.kill()
+        await until(lambda: engine.state is EngineState.DEGRADED)
+        before = time.monotonic()
+        waiting = asyncio.create_task(collect(engine, request("seeded", seed=3)))
+        await until(lambda: len(engine._open) == 1)
+        after = time.monotonic()
+        outputs = await waiting
+        assert summed(outputs) == undisturbed["seeded"]
+        assert before <= outputs[-1].times.arrival <= after
+
+
 async def test_usage_goes_on_although_the_next_process_has_an_empty_cache(tmp_path: Path) -> None:
     async with engine_process(tmp_path / "children") as engine:
         await collect(engine, request("a", prompt=21))
@@ -177,9 +194,16 @@ async def test_a_process_that_says_nothing_is_killed(
         assert (await engine.stats()).restarts == {"silent": 1}
 
 
-async def test_a_new_request_waits_for_the_next_process_as_long_as_for_its_first_token(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("slo", "queue", "seconds"),
+    [("ttft_p99=1s", "10x", 10.0), ("ttft_p99=20s", "5s", 20.0), ("tbt_p99=1s", "2x", 20.0)],
+)
+async def test_a_new_request_waits_for_the_next_process_as_long_as_it_may(
+    slo: str, queue: str, seconds: float, tmp_path: Path
+) -> None:
     now = 0.0
-    async with engine_process(tmp_path / "children", "ready:1:2-9", clock=lambda: now) as engine:
+    config = replace(CONFIG, slo=slo, max_queue_time=queue)
+    async with engine_process(tmp_path / "children", "ready:1:2-9", clock=lambda: now, config=config) as engine:
         assert engine._child is not None
         engine._child.kill()
         await until(lambda: engine.state is EngineState.DEGRADED)
@@ -188,10 +212,16 @@ async def test_a_new_request_waits_for_the_next_process_as_long_as_for_its_first
         waiting = asyncio.create_task(collect(engine, request("waiting")))
         line = asyncio.create_task(collect(engine, mixture()[-1]))
         await until(lambda: len(engine._open) == 2)
-        now = 30.0
+        now = seconds - 0.1
         engine._changed.set()
-        with pytest.raises(EngineUnavailableError):
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert not waiting.done() and engine.state is EngineState.DEGRADED
+        now = seconds + 0.1
+        engine._changed.set()
+        with pytest.raises(EngineUnavailableError) as refused:
             await waiting
+        assert refused.value.retry_after >= 1.0
         assert not line.done(), "the line of a batch waits"
         line.cancel()
         await asyncio.wait([line])

@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from engine.process.policy import RestartPolicy
 from engine.process.requests import OpenRequest, OpenRequests
 from engine.process.supervisor import Child, remove, start_error
 from engine.process.suspects import SUSPECT_AFTER, Suspects
+from engine.queue_time import QueueTime
 from engine.step_watch import StepLimits, StepWatch
 from engine.stream import RequestStream
 from predictor.slo import SLO
@@ -35,7 +37,9 @@ log = logging.getLogger("tidemill.engine")
 
 CHILD = "engine.process.child"
 PATIENCE = 10.0
-"""Seconds that a new request waits for an engine where no TTFT is promised."""
+"""Seconds for the TTFT where none is promised."""
+RETRY_AFTER = 5.0
+"""Seconds; about what a start takes."""
 SILENCE = StepLimits(unknown=10.0)
 """How long a process may say nothing: its event loop does not turn, or it is stopped."""
 START_SECONDS = 900.0
@@ -64,8 +68,7 @@ class EngineProcess:
         silence: StepLimits = SILENCE,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        limit = SLO.parse(config.slo).limit_of("ttft")
-        self._patience = PATIENCE if limit is None else limit
+        self._patience = _patience_of(config)
         self._spawn = partial(Child.spawn, command or python_module(CHILD), frames.Launch(config, log_level), pid_file)
         self._pid_file = pid_file
         self._policy = policy or RestartPolicy()
@@ -127,8 +130,8 @@ class EngineProcess:
                 await self._call(lambda call: frames.CheckRoom(call, request_class, prompt_tokens))
 
     async def submit(self, requests: Sequence[EngineRequest]) -> list[RequestStream]:
-        """See EngineClient.submit. Without an engine a request waits for one as long as it may wait for its first
-        token, and the line of a batch as long as it takes."""
+        """See EngineClient.submit. Without an engine a request waits for one up to its TTFT limit or the longest queue
+        time, whichever is later, and the line of a batch as long as it takes."""
         self._check_accepting()
         now = self._clock()
         for request in requests:
@@ -148,10 +151,13 @@ class EngineProcess:
         return [entry.stream for entry in entries]
 
     async def _queue(self, requests: Sequence[EngineRequest], until: float) -> None:
+        arrived = self._clock()
         while True:
-            await self._wait_for_engine(until)
+            if not self._ready.is_set():
+                await self._wait_for_engine(until)
+                requests = [replace(request, arrived=arrived) for request in requests]
             try:
-                await self._call(lambda call: frames.Submit(call, tuple(requests)), requests)
+                await self._call(partial(frames.Submit, requests=tuple(requests)), requests)
             except _Gone:
                 continue
             return
@@ -162,7 +168,7 @@ class EngineProcess:
             self._check_accepting()
             left = until - self._clock()
             if left <= 0.0:
-                raise EngineUnavailableError("The engine is being started again.", retry_after=5.0)
+                raise EngineUnavailableError("The engine is being started again.", retry_after=RETRY_AFTER)
             self._changed.clear()
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), None if math.isinf(left) else left)
@@ -527,6 +533,12 @@ class EngineProcess:
         if child is not None:
             child.dump()
             asyncio.get_running_loop().call_later(1.0, child.kill)
+
+
+def _patience_of(config: EngineConfig) -> float:
+    """Seconds that an online request waits for an engine: a start takes longer than most TTFT limits."""
+    limit = SLO.parse(config.slo).limit_of("ttft") or PATIENCE
+    return max(limit, QueueTime.parse(config.max_queue_time).longest(limit))
 
 
 def _longest_wait(requests: Sequence[EngineRequest], patience: float) -> float:
