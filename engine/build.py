@@ -4,6 +4,7 @@
 `build_engine` loads and joins. The only module besides engine.engine that knows both control and data plane.
 """
 
+import math
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,12 +20,13 @@ from engine.api import EngineInfo
 from engine.cache_profiling import CacheTiers
 from engine.calibration import load_or_measure, load_profile
 from engine.colocation.controller import make_controller
-from engine.config import EngineConfig, SchedulerConfig
+from engine.config import EngineConfig, SchedulerConfig, parse_offload
 from engine.engine import Engine
 from engine.errors import ConfigError, ModelLoadError
 from engine.execution import memory
 from engine.execution.backend import find_backend
 from engine.execution.masks import MAX_FORCED
+from engine.execution.offload import WIDE_SEQS, WIDE_TOKENS, Offload, plan_offload
 from engine.execution.plan import LaunchPlan
 from engine.execution.runner import Runner
 from engine.machine import BUS_RATE
@@ -32,7 +34,8 @@ from engine.models.checkpoint import load_weights
 from engine.models.families import family_named
 from engine.models.hub import cached_folder, is_hub_id, resolve_model_folder
 from engine.models.spec import ModelSpec, hidden_offer, load_spec, resolve_max_model_len
-from engine.models.weights import torch_dtype
+from engine.models.streaming import StreamedLayers
+from engine.models.weights import Gather, ResidentLayers, torch_dtype
 from engine.passing_thread import in_passing_thread
 from engine.scheduling.policies import find_policy
 from engine.structured import GrammarCompiler
@@ -90,6 +93,7 @@ def plan_launch(config: EngineConfig) -> LaunchPlan:
         memory_utilization=config.gpu_memory_utilization,
         notes=tuple(each for each in (note, slow) if each),
     )
+    plan = _with_offload(plan, config)
     plan = replace(plan, limits=replace(plan.limits, padding=backend.padding(plan)))
     return _with_cache(plan, config, backend.cache_bytes(plan, None))
 
@@ -130,6 +134,10 @@ def build_runner(
     """Load the model; the plan comes back with the cache size that the device really has. Raises ConfigError."""
     backend = find_backend(plan.device)
     plan, make = backend.prepare(config, plan, say)
+    transport = None if plan.offload is None else backend.transport(config, plan)
+    gather: Gather = ResidentLayers
+    if plan.offload is not None and transport is not None:
+        gather = partial(StreamedLayers, streamed=plan.offload.streamed, transport=transport)
     weights = load_weights(
         plan.spec,
         plan.folder,
@@ -138,9 +146,47 @@ def build_runner(
         load_format=config.load_format,
         seed=config.seed,
         make=make,
+        gather=gather,
     )
+    if plan.offload is not None and transport is not None:
+        _tell_floor(config, plan.offload, transport.seconds(), say)
     plan = _with_cache(plan, config, backend.cache_bytes(plan, weights))
     return backend.make_runner(config, plan, weights, say)
+
+
+def _with_offload(plan: LaunchPlan, config: EngineConfig) -> LaunchPlan:
+    """The plan with the layers that stream. Then steps may be large, unless the configuration says how large: who takes
+    part in one shares the cost of the stream. Raises ConfigError."""
+    gib = parse_offload(config.offload_weights)
+    if gib is None:
+        return plan
+    budget = find_backend(plan.device).weight_room(plan) if math.isinf(gib) else int(gib * 2**30)
+    offload = plan_offload(plan.spec, torch_dtype(plan.dtype).itemsize, plan.quantization, budget)
+    if offload is None:
+        return plan
+    limits, usual = plan.limits, EngineConfig()
+    if config.max_num_seqs == usual.max_num_seqs:
+        limits = replace(limits, max_num_seqs=WIDE_SEQS)
+    if config.max_num_batched_tokens == usual.max_num_batched_tokens:
+        limits = replace(limits, max_num_batched_tokens=max(WIDE_TOKENS, limits.max_num_seqs))
+    note = (
+        f"{offload}: {_gib(offload.held_bytes)} of weights stay, {_gib(offload.streamed_bytes)} pass through in every "
+        f"step, which holds up to {limits.max_num_seqs} requests and {limits.max_num_batched_tokens} tokens"
+    )
+    return replace(plan, offload=offload, limits=limits, notes=(*plan.notes, note))
+
+
+def _tell_floor(config: EngineConfig, offload: Offload, seconds: float, say: Callable[[str], None]) -> None:
+    """Say what streaming costs, and which objectives are out of reach for it; `seconds` of a layer."""
+    floor, rate = len(offload.streamed) * seconds, offload.layer_bytes / seconds
+    say(f"{offload}, {rate / 1e9:.2g} GB/s: a step takes at least {floor * 1e3:.0f} ms")
+    lost = [str(each) for each in parse_slo(config).objectives if each.limit is not None and each.limit < floor]
+    if lost:
+        say(f"{', '.join(lost)} cannot be met: one step takes longer; batch work is not affected")
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB"
 
 
 def parse_slo(config: EngineConfig) -> SLO:
@@ -169,7 +215,7 @@ def profile_key(plan: LaunchPlan) -> ProfileKey:
     name = f"{plan.folder.name}, {plan.spec.num_parameters} parameters"
     return ProfileKey(
         name,
-        find_backend(plan.device).fingerprint(plan),
+        ", ".join((find_backend(plan.device).fingerprint(plan), *([str(plan.offload)] if plan.offload else ()))),
         plan.precision,
         metadata.version("tidemill"),
         str(plan.limits.padding),
@@ -245,6 +291,8 @@ def scheduler_config(config: EngineConfig, plan: LaunchPlan) -> SchedulerConfig:
         max_model_len=plan.limits.max_model_len,
         host_units=plan.host_units,
         unit_bytes=memory.unit_bytes(plan.spec, config.block_size, torch_dtype(plan.dtype)),
+        max_num_seqs=plan.limits.max_num_seqs,
+        max_num_batched_tokens=plan.limits.max_num_batched_tokens,
         scratch_blocks=plan.scratch_blocks,
         pipeline_depth=find_backend(plan.device).pipeline_depth,
     )

@@ -57,6 +57,12 @@ class EngineConfig:
     hidden_cache: bool = _flag(
         False, "with apt or goodput, run requests from hidden state when memory is short (where the model allows it)"
     )
+    offload_weights: str = _flag(
+        "off", "memory for weights, the rest streams in every step: a number of GiB, auto (what is free), or off"
+    )
+    offload_dir: str = _flag(
+        "", "folder on a disk from which weights stream on a CPU (default: tidemill/offload in the user's cache)"
+    )
     swap_space: float = _flag(0.0, "GiB of host memory that holds the cache of preempted requests")
     offline_policy: str = _flag("psm", "order of offline work; psm: shared prefixes first", ("psm", "deadline", "fcfs"))
     reserve: str = _flag(
@@ -76,6 +82,8 @@ class EngineConfig:
             raise ConfigError(f"--block-size must be a power of two, not {self.block_size}")
         if self.quantization != "none" and self.hidden_cache:
             raise ConfigError("--quantization does not go with --hidden-cache: K and V restored would be others")
+        if parse_offload(self.offload_weights) is not None and self.hidden_cache:
+            raise ConfigError("--offload-weights does not go with --hidden-cache yet: its projections need the weights")
         if not 0.0 <= self.swap_space <= 65536.0:
             raise ConfigError(f"--swap-space must be between 0 and 65536 GiB, not {self.swap_space}")
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
@@ -141,6 +149,21 @@ class SchedulerConfig:
         QueueTime.parse(self.max_queue_time)
         _check_reserve(self.reserve, self.chunked_prefill)
         _check_whole_prompts(self.chunked_prefill, self.max_num_batched_tokens, self.max_model_len)
+
+
+def parse_offload(text: str) -> float | None:
+    """GiB that weights may take by `--offload-weights`: None for "off", infinity for "auto". Raises ConfigError."""
+    if text == "off":
+        return None
+    if text == "auto":
+        return float("inf")
+    try:
+        budget = float(text)
+    except ValueError:
+        budget = -1.0
+    if not 0.0 < budget < 65536.0:
+        raise ConfigError(f"--offload-weights must be off, auto or a number of GiB, not {text!r}")
+    return budget
 
 
 def _check_reserve(reserve: str, chunked: bool) -> None:

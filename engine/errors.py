@@ -7,7 +7,8 @@ TidemillError
 │   └── ContextLengthError      400 `context_length_exceeded`
 ├── QueueFullError              429 + Retry-After: bounded queue, or the TTFT objective is out of reach
 ├── EngineUnavailableError      503 + Retry-After: starting, draining or down
-└── EngineStepError             500: a step failed under this request
+├── EngineStepError             500: a step failed under this request
+└── WeightReadError             a step failed since weights that stream could not be read
 
 `ErrorInfo` is one of them as a value, for what is kept or sent elsewhere.
 """
@@ -65,6 +66,10 @@ class EngineUnavailableError(RetryableError):
 
 class EngineStepError(TidemillError):
     """A model step failed (or gave NaN logits) under this request."""
+
+
+class WeightReadError(TidemillError):
+    """Weights that stream could not be read, or not as many as there are."""
 
 
 _KINDS = {kind.__name__: kind for kind in (ConfigError, ModelLoadError, EngineStepError)}

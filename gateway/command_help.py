@@ -40,6 +40,8 @@ FLAGS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "gpu_memory_utilization",
             "num_gpu_blocks_override",
             "block_size",
+            "offload_weights",
+            "offload_dir",
             "swap_space",
             "hidden_cache",
             "enable_prefix_caching",

@@ -134,7 +134,8 @@ def _decided(config: EngineConfig, plan: Any, found: dict[str, Given]) -> None:
 
 
 def _memory(build: Any, plan: Any) -> str:
-    need = f"weights {size(plan.weight_bytes)}, cache {size(plan.cache_bytes)}"
+    stay = "" if plan.offload is None else f" (of which {size(plan.held_bytes)} stay)"
+    need = f"weights {size(plan.weight_bytes)}{stay}, cache {size(plan.cache_bytes)}"
     if plan.device != "cpu":
         return f"{need}, of {plan.memory_utilization:.0%} of the device"
     return f"{need}, of {size(build.memory.available_memory())} free"

@@ -90,7 +90,7 @@ class Driver:
         self.in_flight: deque[SchedulerOutput] = deque()
         self.most_in_flight = 0
         self.poisoned: list[SchedulerOutput] = []
-        self._launched: dict[int, Collect | RuntimeError] = {}
+        self._launched: dict[int, Collect | Exception] = {}
         self.steps: list[SchedulerOutput] = []
         self.outputs: dict[str, list[int]] = {}
         self.finals: dict[str, RequestOutput] = {}
@@ -123,7 +123,7 @@ class Driver:
         self.in_flight.append(output)
         try:
             self._launched[output.step_id] = self.runner.launch(output)
-        except RuntimeError as error:
+        except (RuntimeError, TidemillError) as error:
             self._launched[output.step_id] = error
         self.most_in_flight = max(self.most_in_flight, len(self.in_flight))
         self.steps.append(output)
@@ -132,7 +132,7 @@ class Driver:
     def result(self, output: SchedulerOutput) -> ModelRunnerOutput:
         """What the runner gives for a step in flight, once."""
         launched = self._launched.pop(output.step_id)
-        if isinstance(launched, RuntimeError):
+        if isinstance(launched, Exception):
             raise launched
         return launched()
 
@@ -150,7 +150,7 @@ class Driver:
             if output in self.poisoned:
                 raise RuntimeError("built on a step that failed")
             result = self.result(output)
-        except RuntimeError:
+        except (RuntimeError, TidemillError):
             if output not in self.poisoned:
                 self.poisoned = list(self.in_flight)
         for request_output in self.core.update(output, result, self.now):

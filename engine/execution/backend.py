@@ -11,6 +11,7 @@ from engine.execution.plan import LaunchPlan
 from engine.execution.runner import Runner
 from engine.models.linear import MakeLinear
 from engine.models.spec import ModelSpec
+from engine.models.streaming import Transport
 from engine.models.weights import ModelWeights
 from predictor.limits import Padding
 
@@ -35,6 +36,12 @@ class Backend(Protocol):
 
     def cache_bytes(self, plan: LaunchPlan, weights: ModelWeights | None) -> int:
         """Device memory for the cache; None for the weights: an estimate for when they are loaded."""
+
+    def weight_room(self, plan: LaunchPlan) -> int:
+        """Device memory that weights may take where nobody says how much."""
+
+    def transport(self, config: EngineConfig, plan: LaunchPlan) -> Transport:
+        """What brings the layers that stream (`plan.offload`) to the device. Raises ConfigError."""
 
     def copy_rate(self) -> float:
         """Bytes/s that no copy between the device and the host exceeds."""

@@ -16,6 +16,8 @@ from predictor.limits import UNITS_PER_BLOCK
 
 CPU_SHARE = 0.25
 CPU_LIMIT = 4 * 1024**3
+WEIGHT_SHARE = 0.75
+"""Of the free memory, what weights may take before some of them stream (`--offload-weights auto`)."""
 
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")

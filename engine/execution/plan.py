@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from engine.execution.offload import Offload
 from engine.models.spec import ModelSpec
 from predictor.limits import UNITS_PER_BLOCK, Limits
 
@@ -14,7 +15,8 @@ class LaunchPlan:
 
     `quantization` of the linear layers. `memory_utilization`: share of a GPU's memory to use. `host_units` of the host
     tier; `scratch_blocks`: how many blocks a step may run from hidden state. `kernels`: what steps on a CPU run by,
-    and `threads` how many work on one, once known. `notes`: decisions that a user may not expect, one sentence each.
+    and `threads` how many work on one, once known. `offload`: which layers stream; None: all weights stay. `notes`:
+    decisions that a user may not expect, one sentence each.
     """
 
     folder: Path
@@ -32,11 +34,17 @@ class LaunchPlan:
     kernels: str = "torch"
     threads: int = 0
     quantization: str = "none"
+    offload: Offload | None = None
 
     @property
     def precision(self) -> str:
         """What weights, activations and cache are kept in, to tell."""
         return self.dtype if self.quantization == "none" else f"{self.dtype}, {self.quantization} layers"
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of weights that stay in memory, with buffers for those that do not."""
+        return self.weight_bytes if self.offload is None else self.offload.held_bytes
 
     @property
     def num_blocks(self) -> int:

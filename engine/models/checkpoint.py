@@ -5,6 +5,7 @@ of one; the reader itself knows nothing of model families beyond the names of bu
 """
 
 import json
+import os
 import re
 from pathlib import Path
 from types import TracebackType
@@ -18,7 +19,7 @@ from engine.errors import ModelLoadError
 from engine.models.families import family_named
 from engine.models.linear import MakeLinear, make_linear
 from engine.models.spec import ModelSpec
-from engine.models.weights import DummyTensors, ModelWeights, build_weights, torch_dtype
+from engine.models.weights import DummyTensors, Gather, ModelWeights, ResidentLayers, build_weights, torch_dtype
 
 _INERT = re.compile(r"(^|\.)(rotary_emb\.inv_freq|attention\.bias|attention\.masked_bias)$")
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
@@ -34,22 +35,25 @@ def load_weights(
     load_format: str = "auto",
     seed: int = 0,
     make: MakeLinear = make_linear,
+    gather: Gather = ResidentLayers,
 ) -> ModelWeights:
     """Load the checkpoint in `folder`, or with `load_format` "dummy" invent weights of its shape.
 
-    `dtype` "auto" is the checkpoint's own; `make` makes the linear layers. Errors: ModelLoadError, one line that names
-    what is missing or wrong.
+    `dtype` "auto" is the checkpoint's own; `make` makes the linear layers, `gather` keeps the layers. Errors:
+    ModelLoadError, one line that names what is missing or wrong.
     """
     kind = torch_dtype(spec.dtype if dtype == "auto" else dtype)
     target = torch.device(device)
     with torch.inference_mode():
         if load_format == "dummy":
-            return build_weights(spec, DummyTensors(seed, kind, target), make)
+            return build_weights(spec, DummyTensors(seed, kind, target), make, gather)
         with Checkpoint(folder, kind, target) as checkpoint:
-            weights = build_weights(spec, checkpoint, make)
+            weights = build_weights(spec, checkpoint, make, gather)
             copies = tuple(f"{name}.weight" for name in family_named(spec.family).names.head)
             checkpoint.check_all_used(tied_copies=copies if spec.tie_word_embeddings else ())
-            return weights
+        if weights.layers.streamed:
+            checkpoint.forget()  # what was read once must not stay beside a stated budget
+        return weights
 
 
 class Checkpoint:
@@ -107,6 +111,12 @@ class Checkpoint:
         if left:
             more = f" and {len(left) - 3} more" if len(left) > 3 else ""
             raise ModelLoadError(f"{self._folder} has tensors this model does not use: {', '.join(left[:3])}{more}")
+
+    def forget(self) -> None:
+        """Drop the files from the page cache, as far as nothing maps them any more; after the context has ended."""
+        for name in sorted(set(self._where.values())):
+            with (self._folder / name).open("rb") as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
     def _open(self, name: str) -> Any:
         path = self._folder / name

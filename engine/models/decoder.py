@@ -1,7 +1,8 @@
 """One decoder for every supported family: embedding, the layer loop, logits. The families' differences are data.
 
 The only loop over layers: a backend brings attention (`attend`) and operations (`ops`), the caller inference mode.
-Layers run in ranges, too, from and to a hidden state: they can be streamed, dropped, or live in another engine.
+Layers run in ranges, too, from and to a hidden state: they can be dropped, or live in another engine. Where the
+weights of a layer are, and whether they stream, is the business of its `LayerSource`.
 """
 
 from collections.abc import Callable
@@ -58,15 +59,15 @@ class Decoder:
         # The sum of a layer's two branches is added together with the next norm: one pass over the rows.
         delta: Tensor | None = None
         for index in range(len(self.weights.layers)) if layers is None else layers:
-            layer = self.weights.layers[index]
-            normed, hidden = self._add_norm(delta, hidden, layer.input_norm)
-            attention = layer.out(attend(index, layer, normed))
-            if self.spec.parallel_residual:
-                normed = self._norm(hidden, layer.post_norm)
-                delta = layer.down(self._activation(layer.up(normed))) + attention
-            else:
-                normed, hidden = self._add_norm(attention, hidden, layer.post_norm)
-                delta = layer.down(self._activation(layer.up(normed)))
+            with self.weights.layers.use(index) as layer:
+                normed, hidden = self._add_norm(delta, hidden, layer.input_norm)
+                attention = layer.out(attend(index, layer, normed))
+                if self.spec.parallel_residual:
+                    normed = self._norm(hidden, layer.post_norm)
+                    delta = layer.down(self._activation(layer.up(normed))) + attention
+                else:
+                    normed, hidden = self._add_norm(attention, hidden, layer.post_norm)
+                    delta = layer.down(self._activation(layer.up(normed)))
         return hidden if delta is None else hidden + delta
 
     def logits(self, hidden: Tensor) -> Tensor:

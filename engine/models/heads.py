@@ -29,6 +29,7 @@ class Heads:
         if spec.rope is not None:
             self._inv_freq = inverse_frequencies(spec.rope, max_model_len).to(weights.embedding.device)
             self._rope_scaling = attention_scaling(spec.rope)
+        assert not (hidden and weights.layers.streamed), "projections of hidden state would stay in memory"
         self._kv: list[Linear] = [layer.qkv.outputs_from(spec.q_size) for layer in weights.layers] if hidden else []
 
     def rotary(self, positions: Tensor) -> Rotary | None:

@@ -40,6 +40,13 @@ class Linear(Protocol):
     def dense_from(self, first: int) -> tuple[Tensor, Tensor | None]:
         """Weight [out - first, in] and bias of the outputs from `first` on: views, or a copy of a packed weight."""
 
+    def data(self) -> Tensor:
+        """The bytes [n] uint8 of the weight as each call reads them; what stays beside them is small. One that hides
+        them gives those of its dense weight."""
+
+    def on(self, data: Tensor) -> "Linear":
+        """This layer with its weight in other memory, `data [n]` uint8, which holds or will hold the same bytes."""
+
 
 class PlainLinear:
     """`F.linear` on the weight as it is."""
@@ -57,6 +64,12 @@ class PlainLinear:
 
     def dense_from(self, first: int) -> tuple[Tensor, Tensor | None]:
         return self._weight[first:], None if self._bias is None else self._bias[first:]
+
+    def data(self) -> Tensor:
+        return as_bytes(self._weight)
+
+    def on(self, data: Tensor) -> "PlainLinear":
+        return PlainLinear(data.view(self._weight.dtype).view(self._weight.shape), self._bias)
 
 
 class PackedLinear:
@@ -80,6 +93,18 @@ class PackedLinear:
         with torch.inference_mode():
             weight = self._weight.to_dense()[first:].clone()  # not a view of the whole
         return weight, None if self._bias is None else self._bias[first:]
+
+    def data(self) -> Tensor:
+        return as_bytes(self.dense_from(0)[0])
+
+    def on(self, data: Tensor) -> PlainLinear:
+        """oneDNN packs into memory of its own: in other memory the layer is a plain one."""
+        return PlainLinear(data.view(self._weight.dtype).view(self.out_features, self.in_features), self._bias)
+
+
+def as_bytes(weight: Tensor) -> Tensor:
+    """A weight as bytes [n] uint8: a view where it is contiguous."""
+    return weight.contiguous().view(torch.uint8).flatten()
 
 
 class MakeLinear(Protocol):

@@ -8,7 +8,7 @@ agree to the last bit in front of the bias. Knows nothing of models.
 import torch
 from torch import Tensor
 
-from engine.models.linear import Linear
+from engine.models.linear import Linear, as_bytes
 
 _HIGHEST = 127.0
 _SMALLEST = 1e-30  # rows that are smaller than this everywhere are zero
@@ -66,6 +66,13 @@ class QuantizedLinear:
     def dense_from(self, first: int) -> tuple[Tensor, Tensor | None]:
         weight = self._values[first:].float() * self._scales[first:, None]
         return weight.to(self._dtype), None if self._bias is None else self._bias[first:]
+
+    def data(self) -> Tensor:
+        return as_bytes(self._values)
+
+    def on(self, data: Tensor) -> "QuantizedLinear":
+        values = data.view(torch.int8).view(self._values.shape)
+        return QuantizedLinear(values, self._scales, self._bias, self._dtype)
 
 
 def make_quantized(weight: Tensor, bias: Tensor | None = None, *, gated: bool = False) -> Linear:  # noqa: ARG001

@@ -3,6 +3,8 @@
 q/k/v and gate/up are stacked here: a layer is four GEMMs whatever the family. Knows nothing of how a layer runs.
 """
 
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -39,13 +41,58 @@ class LayerWeights:
     down: Linear
 
 
+class LayerSource(Protocol):
+    """The layers of a model in their order. Some may stream: their matrices pass through memory in every step.
+
+    `streamed`: indices of those, ascending. `held_bytes`: memory that matrices of layers take, buffers included.
+    """
+
+    @property
+    def streamed(self) -> tuple[int, ...]: ...
+
+    @property
+    def held_bytes(self) -> int: ...
+
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[LayerWeights]: ...
+
+    def __getitem__(self, index: int, /) -> LayerWeights:
+        """What stays of a layer: norms, biases, sizes. The matrices of one that streams hold anything at all."""
+
+    def use(self, index: int, /) -> AbstractContextManager[LayerWeights]:
+        """The whole layer, for what is launched inside. Raises WeightReadError where it cannot be had."""
+
+
+class ResidentLayers(list[LayerWeights]):
+    """Layers that all stay in memory; see LayerSource."""
+
+    streamed: tuple[int, ...] = ()
+
+    @property
+    def held_bytes(self) -> int:
+        return sum(matrix.data().nbytes for layer in self for matrix in matrices(layer))
+
+    def use(self, index: int, /) -> AbstractContextManager[LayerWeights]:
+        return nullcontext(self[index])
+
+
+Gather = Callable[[Iterator[LayerWeights]], LayerSource]
+"""Takes layers one by one as they are made, so that no more than one need be in memory besides those that stay."""
+
+
+def matrices(layer: LayerWeights) -> tuple[Linear, Linear, Linear, Linear]:
+    """What a layer reads in every step, all but a thousandth of its bytes."""
+    return layer.qkv, layer.out, layer.up, layer.down
+
+
 @dataclass(frozen=True, slots=True)
 class ModelWeights:
     """A whole model. embedding [vocab, H]; positions [max_position + offset, H] or None."""
 
     embedding: Tensor
     positions: Tensor | None
-    layers: list[LayerWeights]
+    layers: LayerSource
     final_norm: Norm
     head: Linear
 
@@ -78,9 +125,11 @@ class DummyTensors:
         return empty.normal_(0.0, shape[-1] ** -0.5 if len(shape) > 1 else 0.02, generator=self._generator)
 
 
-def build_weights(spec: ModelSpec, source: TensorSource, make: MakeLinear = make_linear) -> ModelWeights:
-    """Fetch, stack and pack every tensor, one layer at a time. Errors: ModelLoadError."""
-    return _Builder(spec, source, make).model()
+def build_weights(
+    spec: ModelSpec, source: TensorSource, make: MakeLinear = make_linear, gather: Gather = ResidentLayers
+) -> ModelWeights:
+    """Fetch, stack and pack every tensor, one layer at a time; `gather` keeps the layers. Errors: ModelLoadError."""
+    return _Builder(spec, source, make).model(gather)
 
 
 class _Builder:
@@ -93,14 +142,14 @@ class _Builder:
         self._names: TensorNames = family_named(spec.family).names
         self._prefix = self._first_prefix()
 
-    def model(self) -> ModelWeights:
+    def model(self, gather: Gather) -> ModelWeights:
         spec, names, prefix = self._spec, self._names, self._prefix
         embedding = self._source.fetch(f"{prefix}{names.embedding}.weight", (spec.vocab_size, spec.hidden_size))
         positions = None
         if spec.position_offset is not None:
             shape = (spec.max_position_embeddings + spec.position_offset, spec.hidden_size)
             positions = self._source.fetch(f"{prefix}{names.positions}.weight", shape)
-        layers = [self._layer(f"{prefix}layers.{index}.") for index in range(spec.num_layers)]
+        layers = gather(self._layer(f"{prefix}layers.{index}.") for index in range(spec.num_layers))
         final_norm = self._norm(prefix + names.final_norm)
         return ModelWeights(embedding, positions, layers, final_norm, self._make(self._head(embedding)))
 

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from engine.execution.cpu.native.library import load
 from engine.execution.cpu.native.linear import NativeLinear
 from engine.execution.cpu.native.start import start
 from engine.execution.cpu.native.watched import NativeRunner, ThreadWatch, choose_threads
+from engine.execution.cpu.weight_file import WeightFile
 from engine.execution.plan import LaunchPlan
 from engine.execution.runner import Runner
 from engine.machine import memcpy_rate, read_processor
@@ -49,7 +51,14 @@ class CpuBackend:
     def cache_bytes(self, plan: LaunchPlan, weights: ModelWeights | None) -> int:
         if weights is not None:
             return plan.cache_bytes
-        return memory.cpu_cache_bytes(max(0, memory.available_memory() - plan.weight_bytes))
+        return memory.cpu_cache_bytes(max(0, memory.available_memory() - plan.held_bytes))
+
+    def weight_room(self, _plan: LaunchPlan) -> int:
+        return int(memory.available_memory() * memory.WEIGHT_SHARE)
+
+    def transport(self, config: EngineConfig, plan: LaunchPlan) -> WeightFile:
+        assert plan.offload is not None
+        return WeightFile(_offload_folder(config), plan.offload.layer_bytes, len(plan.offload.streamed))
 
     def copy_rate(self) -> float:
         return memcpy_rate()
@@ -101,6 +110,12 @@ def _runs_natively(config: EngineConfig) -> bool:
     """Whether every step will run by the native kernels: they read half the bytes and compute in float32, so that half
     precision is the faster type on any processor. Steps from hidden state go by torch, which is slow in it."""
     return config.cpu_kernels == "auto" and not config.hidden_cache and not isinstance(load(), str)
+
+
+def _offload_folder(config: EngineConfig) -> Path:
+    if config.offload_dir:
+        return Path(config.offload_dir).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tidemill" / "offload"
 
 
 def _use_cores(threads: int | None) -> None:

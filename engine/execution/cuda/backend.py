@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from engine.config import EngineConfig
+from engine.errors import ConfigError
 from engine.execution import memory
 from engine.execution.cpu.device import TorchDevice
 from engine.execution.cuda.device import CudaDevice
@@ -23,6 +24,7 @@ from engine.models.decoder import Decoder
 from engine.models.heads import Heads
 from engine.models.linear import MakeLinear, make_linear
 from engine.models.spec import ModelSpec
+from engine.models.streaming import Transport
 from engine.models.weights import LayerWeights, ModelWeights, torch_dtype
 from predictor.limits import NO_PADDING, UNITS_PER_BLOCK, Padding
 
@@ -52,11 +54,19 @@ class CudaBackend:
     def cache_bytes(self, plan: LaunchPlan, weights: ModelWeights | None) -> int:
         if weights is None:
             free, total = torch.cuda.mem_get_info()
-            return int(total * plan.memory_utilization) - (total - free) - plan.weight_bytes - _STEP_BYTES
+            return int(total * plan.memory_utilization) - (total - free) - plan.held_bytes - _STEP_BYTES
         if self.refusal(plan.spec, plan.dtype) is None:
             return _room_beside_graphs(plan, weights)
         device, decoder = weights.embedding.device, Decoder(plan.spec, weights)
         return memory.cuda_cache_bytes(device, plan.memory_utilization, lambda: _largest_step(decoder, plan))
+
+    def weight_room(self, plan: LaunchPlan) -> int:
+        free, total = torch.cuda.mem_get_info()
+        room = int(total * plan.memory_utilization) - (total - free) - _STEP_BYTES
+        return int(room * memory.WEIGHT_SHARE)
+
+    def transport(self, _config: EngineConfig, _plan: LaunchPlan) -> Transport:
+        raise ConfigError("--offload-weights runs on a CPU only yet")
 
     def copy_rate(self) -> float:
         return BUS_RATE

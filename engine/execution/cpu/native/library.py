@@ -22,7 +22,7 @@ from engine.execution.cpu.native import LIBRARY, is_built
 
 logger = logging.getLogger(__name__)
 
-_ABI = 2
+_ABI = 3
 _ERROR_BYTES = 256
 
 
@@ -146,6 +146,9 @@ class Library:
             "tm_tape_new": (c_void_p, (POINTER(Shape), POINTER(Op), c_int64, *error)),
             "tm_tape_delete": (None, (c_void_p,)),
             "tm_tape_run": (c_int32, (c_void_p, c_void_p, POINTER(Step))),
+            "tm_tape_begin": (c_int32, (c_void_p, c_void_p, POINTER(Step))),
+            "tm_tape_run_ops": (c_int32, (c_void_p, c_void_p, c_int64, c_int64)),
+            "tm_tape_set_weight": (c_int32, (c_void_p, c_int64, c_void_p)),
             "tm_tape_seconds": (None, (c_void_p, POINTER(c_double))),
             "tm_linear": (c_int32, (c_int32, c_int32, POINTER(Op), c_int64, c_void_p)),
             "tm_packed_bytes": (c_int64, (c_int32, c_int64, c_int64)),
@@ -247,6 +250,23 @@ class Tape:
         result = self._calls.tm_tape_run(self._handle, team.handle, ctypes.byref(step))
         if result:
             raise StepError(_PROBLEMS[result])
+
+    def begin(self, team: Team, step: Step) -> None:
+        """Check and plan a step, to be run in parts by `run_ops`; keep it until then. Raises StepError."""
+        result = self._calls.tm_tape_begin(self._handle, team.handle, ctypes.byref(step))
+        if result:
+            raise StepError(_PROBLEMS[result])
+
+    def run_ops(self, team: Team, first: int, last: int) -> None:
+        """Run the operations [first, last) of the step that was begun. Raises StepError."""
+        result = self._calls.tm_tape_run_ops(self._handle, team.handle, first, last)
+        if result:
+            raise StepError(_PROBLEMS[result])
+
+    def set_weight(self, op: int, weight: int) -> None:
+        """Let a linear operation read its weight at this address from now on."""
+        if self._calls.tm_tape_set_weight(self._handle, op, weight):
+            raise StepError("no linear operation, or no address")
 
     def seconds(self) -> dict[Kind, float]:
         """What operations of each kind took since the last call."""

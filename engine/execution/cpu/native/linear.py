@@ -3,6 +3,9 @@
 One copy of a weight serves both: what the tape does not do yet (hidden state), torch does with these layers.
 """
 
+import copy
+from typing import Self
+
 import torch
 from torch import Tensor
 
@@ -94,6 +97,15 @@ class NativeLinear:
         weight = self.native.library.unpack(self.panels, shape, self.dtype, self.gated)
         bias = None if self.bias is None else self.bias[first:].to(self.dtype)
         return (weight if first == 0 else weight[first:].clone()), bias
+
+    def data(self) -> Tensor:
+        return self.panels
+
+    def on(self, data: Tensor) -> Self:
+        """See Linear: the panels, which begin at a multiple of 64 bytes."""
+        moved = copy.copy(self)
+        moved.panels = data
+        return moved
 
 
 class NativeInt8(NativeLinear):

@@ -18,7 +18,7 @@ from engine.execution.pool import UnitPool
 from engine.execution.rows import RowTable
 from engine.models.rotary import attention_scaling, inverse_frequencies
 from engine.models.spec import ModelSpec
-from engine.models.weights import ModelWeights
+from engine.models.weights import ModelWeights, matrices
 
 _FIRST_TOKENS = 512  # rows of the buffers until a step needs more
 
@@ -51,6 +51,7 @@ class NativeModel:
         self._rows = rows
         self._dtype = weights.embedding.dtype
         self._level = native.level_for(self._dtype)
+        self._layers = weights.layers
         self._weights = NativeWeights(native, spec, weights)
         self._max_model_len = max_model_len
         self._max_samples = rows.num_rows
@@ -61,15 +62,36 @@ class NativeModel:
         self._make_room(_FIRST_TOKENS)
 
     def run(self, chunks: IntArray, *, logits: bool) -> Sampled:
-        """Run chunks [n, 4] (row, start, length, sample) of rows whose blocks all hold K and V. Raises StepError."""
+        """Run chunks [n, 4] (row, start, length, sample) of rows whose blocks all hold K and V.
+
+        Raises StepError, and WeightReadError where layers stream.
+        """
         chunks = np.ascontiguousarray(chunks, dtype=np.int64)
         total = int(chunks[:, 2].sum())
         if total > self._max_tokens:
             self._make_room(max(total, 2 * self._max_tokens))
         count = int(np.count_nonzero(chunks[:, 3]))
         kept = self._logits_for(count) if logits and count else None
-        self._tape.run(self.native.team, self._step(chunks, kept))
+        self._run(self._step(chunks, kept))
         return Sampled(self._best[:count], self._best_ids[:count], kept)
+
+    def _run(self, step: Step) -> None:
+        """The whole tape at once, or in parts around the layers that stream."""
+        tape, team, layers = self._tape, self.native.team, self._layers
+        if not layers.streamed:
+            tape.run(team, step)
+            return
+        tape.begin(team, step)
+        done = 0
+        for index in layers.streamed:
+            part = self._composed.layers[index]
+            tape.run_ops(team, done, part.start)
+            with layers.use(index) as layer:
+                for op, matrix in zip(self._composed.linear_ops(index), matrices(layer), strict=True):
+                    tape.set_weight(op, matrix.data().data_ptr())
+                tape.run_ops(team, part.start, part.stop)
+            done = part.stop
+        tape.run_ops(team, done, len(self._composed.ops))
 
     def seconds(self) -> dict[Kind, float]:
         """What operations of each kind took since the last call."""
@@ -103,8 +125,8 @@ class NativeModel:
         self._buffers = Buffers(
             self._spec, activation_dtype(self._level), max_tokens, self._max_samples, int8=self._weights.has_int8
         )
-        ops = compose(self._spec, self._weights, self._buffers)
-        self._tape = Tape(self.native.library, self._shape(), ops)
+        self._composed = compose(self._spec, self._weights, self._buffers)
+        self._tape = Tape(self.native.library, self._shape(), self._composed.ops)
 
     def _shape(self) -> Shape:
         spec, pool, rows = self._spec, self._pool, self._rows

@@ -4,6 +4,8 @@ It is the layer loop of `engine.models.decoder` with the additions fused into th
 into its first linear layer.
 """
 
+from dataclasses import dataclass
+
 import torch
 
 from engine.execution.cpu.native.library import Epilogue, Kind, Op
@@ -41,9 +43,21 @@ class Buffers:
         self.angles = torch.zeros(tokens, spec.rope.rotary_dim) if spec.rope else None
 
 
-def compose(spec: ModelSpec, weights: NativeWeights, buffers: Buffers) -> list[Op]:
+@dataclass(frozen=True, slots=True)
+class Composed:
+    """The operations of a step, and which of them are each layer's."""
+
+    ops: list[Op]
+    layers: list[range]
+
+    def linear_ops(self, layer: int) -> tuple[int, ...]:
+        """The operations that read the matrices of a layer, in the order of `engine.models.weights.matrices`."""
+        return tuple(place for place in self.layers[layer] if self.ops[place].kind == Kind.LINEAR)
+
+
+def compose(spec: ModelSpec, weights: NativeWeights, buffers: Buffers) -> Composed:
     """The operations of a step, from token ids to the largest logits."""
-    return _Composer(spec, weights, buffers).ops()
+    return _Composer(spec, weights, buffers).compose()
 
 
 class _Composer:
@@ -52,16 +66,19 @@ class _Composer:
         self._weights = weights
         self._at = buffers
 
-    def ops(self) -> list[Op]:
-        at, ops = self._at, [self._embed()]
+    def compose(self) -> Composed:
+        at, ops, layers = self._at, [self._embed()], []
         if at.angles is not None:
             ops.append(Op(kind=Kind.ANGLES, out=at.angles.data_ptr()))
         for index, layer in enumerate(self._weights.layers):
+            first = len(ops)
             ops += self._attention(index, layer)
             ops += self._mlp(layer)
+            layers.append(range(first, len(ops)))
         last = self._norm(self._weights.final_norm, at.last, added=True)
         last.kind = Kind.GATHER_NORM
-        return [*ops, last, *self._linear(self._weights.head, at.last, None, Epilogue.LOGITS), Op(kind=Kind.BEST)]
+        ops += [last, *self._linear(self._weights.head, at.last, None, Epilogue.LOGITS), Op(kind=Kind.BEST)]
+        return Composed(ops, layers)
 
     def _embed(self) -> Op:
         positions = self._weights.positions

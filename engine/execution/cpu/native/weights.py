@@ -32,9 +32,12 @@ class NativeLayer:
 
 
 class NativeWeights:
-    """A whole model. Layers that are not packed yet are packed here, beside what torch holds of them."""
+    """A whole model. Layers that are not packed yet are packed here, beside what torch holds of them; those that stream
+    come packed, and the addresses of their matrices hold only inside `LayerSource.use`."""
 
     def __init__(self, native: Native, spec: ModelSpec, weights: ModelWeights) -> None:
+        for index in weights.layers.streamed:
+            assert isinstance(weights.layers[index].qkv, NativeLinear), "a layer that streams was packed by another"
         self._native = native
         self._constants: list[Tensor] = []
         self.embedding = weights.embedding.contiguous()

@@ -108,13 +108,25 @@ void *tm_tape_new(const tm_shape *shape, const tm_op *ops, int64_t count, char *
     return nullptr;
 }
 void tm_tape_delete(void *tape) { delete (Tape *)tape; }
-int32_t tm_tape_run(void *tape, void *team, const tm_step *step) {
+int32_t tm_tape_begin(void *tape, void *team, const tm_step *step) {
     try {
-        return ((Tape *)tape)->run(*(Team *)team, *step);
+        return ((Tape *)tape)->begin_step(*(Team *)team, *step);
     } catch (const std::bad_alloc &) {
         return TM_NO_MEMORY;
     }
 }
+int32_t tm_tape_run_ops(void *tape, void *team, int64_t first, int64_t last) {
+    try {
+        return ((Tape *)tape)->run_ops(*(Team *)team, first, last);
+    } catch (const std::bad_alloc &) {
+        return TM_NO_MEMORY;
+    }
+}
+int32_t tm_tape_run(void *tape, void *team, const tm_step *step) {
+    if (const int32_t result = tm_tape_begin(tape, team, step)) return result;
+    return tm_tape_run_ops(tape, team, 0, ((Tape *)tape)->count());
+}
+int32_t tm_tape_set_weight(void *tape, int64_t op, const void *weight) { return ((Tape *)tape)->set_weight(op, weight); }
 void tm_tape_seconds(void *tape, double *seconds) { ((Tape *)tape)->take_seconds(seconds); }
 
 int32_t tm_linear(int32_t level, int32_t type, const tm_op *op, int64_t rows, void *team) {

@@ -5,7 +5,7 @@
 
 #include <stdint.h>
 
-#define TM_ABI 2
+#define TM_ABI 3
 
 enum tm_level : int32_t { TM_AVX2, TM_AVX512, TM_BF16, TM_AMX, TM_LEVELS };
 enum tm_type : int32_t { TM_FLOAT32, TM_FLOAT16, TM_BFLOAT16 };
@@ -84,6 +84,11 @@ void tm_team_stop(void *team);  // ends its threads until the next step; done by
 void *tm_tape_new(const struct tm_shape *shape, const struct tm_op *ops, int64_t count, char *error, int64_t size);
 void tm_tape_delete(void *tape);
 int32_t tm_tape_run(void *tape, void *team, const struct tm_step *step);  // tm_result
+// The same in parts, where weights come and go: a step is checked and planned, then its operations run in order, those in
+// [first, last) per call. In between a linear operation's weight may move. The step must outlive its last part.
+int32_t tm_tape_begin(void *tape, void *team, const struct tm_step *step);
+int32_t tm_tape_run_ops(void *tape, void *team, int64_t first, int64_t last);
+int32_t tm_tape_set_weight(void *tape, int64_t op, const void *weight);
 // Seconds that the operations of each kind took, summed over runs since the last call; [TM_KINDS].
 void tm_tape_seconds(void *tape, double *seconds);
 

@@ -64,14 +64,26 @@ Tape::Tape(const tm_shape &shape, const tm_op *ops, int64_t count, const Kernels
     shape_.inverse_frequencies = inverse_frequencies_.data();
 }
 
-tm_result Tape::run(Team &team, const tm_step &step) {
+tm_result Tape::begin_step(Team &team, const tm_step &step) {
     threads_ = team.size();
     if (const tm_result result = plan_.make(step, threads_)) return result;
-    while (int(scratch_.size()) < threads_) scratch_.emplace_back(size_t(scratch_bytes(shape_)));
     best_ = step.best, best_id_ = step.best_id;
+    return TM_DONE;
+}
+
+tm_result Tape::run_ops(Team &team, int64_t first, int64_t last) {
+    if (first < 0 || last > count() || first > last) return TM_BAD_CHUNK;
+    while (int(scratch_.size()) < team.size()) scratch_.emplace_back(size_t(scratch_bytes(shape_)));
+    first_ = first, last_ = last;
     stamp_ = now(), timed_op_ = -1;
-    team.run(*this);
+    if (first < last) team.run(*this);
     stamp(-1);
+    return TM_DONE;
+}
+
+tm_result Tape::set_weight(int64_t op, const void *weight) {
+    if (op < 0 || op >= count() || ops_[size_t(op)].kind != TM_LINEAR || !weight) return TM_BAD_CHUNK;
+    ops_[size_t(op)].weight = weight;
     return TM_DONE;
 }
 
@@ -91,7 +103,8 @@ void Tape::take_seconds(double *seconds) {
     for (int i = 0; i < TM_KINDS; i++) seconds[i] = seconds_[i], seconds_[i] = 0;
 }
 
-int64_t Tape::begin(int64_t op, int threads) {
+int64_t Tape::begin(int64_t part_op, int threads) {
+    const int64_t op = first_ + part_op;
     threads_ = threads;
     stamp(op);
     return chunks_of(ops_[size_t(op)], threads);
@@ -132,7 +145,7 @@ Span Tape::rows_of(int64_t chunk, int64_t count) const {
 }
 
 void Tape::run(int64_t index, int64_t chunk, int thread) {
-    const tm_op &op = ops_[size_t(index)];
+    const tm_op &op = ops_[size_t(first_ + index)];
     const View &view = plan_.view;
     switch (op.kind) {
         case TM_EMBED: return kernels_.embed(view, op, rows_of(chunk, view.tokens));

@@ -33,10 +33,13 @@ class Tape : public Job {
 public:
     Tape(const tm_shape &shape, const tm_op *ops, int64_t count, const Kernels &kernels);
 
-    tm_result run(Team &team, const tm_step &step);
+    tm_result begin_step(Team &team, const tm_step &step);
+    tm_result run_ops(Team &team, int64_t first, int64_t last);
+    tm_result set_weight(int64_t op, const void *weight);
     void take_seconds(double *seconds);
 
-    int64_t num_ops() const override { return int64_t(ops_.size()); }
+    int64_t count() const { return int64_t(ops_.size()); }
+    int64_t num_ops() const override { return last_ - first_; }
     int64_t begin(int64_t op, int threads) override;
     void run(int64_t op, int64_t chunk, int thread) override;
     Leave enter() override;
@@ -57,6 +60,7 @@ private:
     const Integers *integers_[3];  // by tm_int8
     Plan plan_;
     int threads_ = 1;
+    int64_t first_ = 0, last_ = 0;  // operations of the part that runs
     int64_t rows_per_chunk_ = 1, pieces_per_chunk_ = 1, best_chunks_ = 0;
     std::vector<LinearCut> cut_;  // of the operation that runs
     std::vector<std::vector<char>> scratch_;

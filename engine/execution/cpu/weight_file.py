@@ -1,0 +1,159 @@
+"""Layers in a file of this process alone, from which threads read them into two buffers.
+
+The file holds each layer as its kernels read it, one behind the other: packed once while the model is loaded, so that a
+pass over the model is a few long reads and nothing else. (Packing in every pass would cost more than the reads: it goes
+value by value.) It has no name: nobody else can open it, change it or find a stale one, and it is gone when the process
+is, however that ends.
+
+Reads go past the page cache (O_DIRECT), which would else grow to the size of the model beside a stated budget, and
+throw out the file's begin before the next pass wants it. Where a file system refuses that, what was read is dropped
+from the page cache at once (POSIX_FADV_DONTNEED). Knows nothing of models.
+"""
+
+import mmap
+import os
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from engine.errors import ConfigError, WeightReadError
+from engine.execution.offload import BUFFERS
+
+PAGE = 4096  # what O_DIRECT wants addresses, places and sizes to be multiples of
+_PIECE = 8 * 2**20  # bytes of one call
+_IN_MEMORY = ("tmpfs", "ramfs", "hugetlbfs")
+_MOUNTS = Path("/proc/self/mountinfo")
+
+
+class WeightFile:
+    """A Transport of `count` layers of up to `size` bytes each; the file is made in `folder`. Raises ConfigError."""
+
+    def __init__(self, folder: Path, size: int, count: int) -> None:
+        self._size = -(-size // PAGE) * PAGE
+        self._count = count
+        self._fd, self.direct = _open(folder, self._size * count)
+        self._maps = [mmap.mmap(-1, self._size) for _ in range(BUFFERS)]
+        self.buffers = [torch.frombuffer(each, dtype=torch.uint8) for each in self._maps]
+        self._threads = ThreadPoolExecutor(BUFFERS, thread_name_prefix="tidemill-weights")
+        self._reads: list[Future[None] | None] = [None] * BUFFERS
+
+    def keep(self, place: int, parts: Sequence[tuple[int, Tensor]]) -> None:
+        """See Transport."""
+        for at, part in parts:
+            self.buffers[0][at : at + part.nbytes].copy_(part)
+        view, at = memoryview(self._maps[0]), 0
+        try:
+            while at < self._size:
+                at += os.pwrite(self._fd, view[at : at + _PIECE], place * self._size + at)
+            if not self.direct:
+                os.fdatasync(self._fd)
+                _forget(self._fd, (place * self._size, self._size))
+        except OSError as error:
+            raise ConfigError(f"weights that are to stream could not be written: {error.strerror}") from None
+
+    def begin(self, place: int, buffer: int) -> None:
+        """See Transport."""
+        span = (place * self._size, self._size)
+        self._reads[buffer] = self._threads.submit(_read, self._fd, span, self.direct, self._maps[buffer])
+
+    def wait(self, buffer: int) -> None:
+        """See Transport."""
+        read = self._reads[buffer]
+        assert read is not None, "nothing was begun"
+        read.result()
+
+    def release(self, buffer: int) -> None:
+        """See Transport: computing is over when it returns."""
+
+    def close(self) -> None:
+        """See Transport."""
+        if self._fd >= 0:
+            self._threads.shutdown(wait=True)
+            os.close(self._fd)
+            self._fd = -1
+
+    def __del__(self) -> None:
+        if hasattr(self, "_reads"):
+            self.close()
+
+    def seconds(self) -> float:
+        """What bringing in one layer takes: the quickest pace over all layers, at least once, for half a second."""
+        began, done = time.perf_counter(), 0
+        for place in range(max(self._count, BUFFERS)):
+            if done and place % BUFFERS == 0 and time.perf_counter() - began > 0.5:
+                break
+            buffer = place % BUFFERS
+            if place >= BUFFERS:
+                self.wait(buffer)
+                done += 1
+            self.begin(place % self._count, buffer)
+        for buffer in range(BUFFERS):
+            self.wait(buffer)
+            done += 1
+        return (time.perf_counter() - began) / done
+
+
+def _read(fd: int, span: tuple[int, int], direct: bool, target: mmap.mmap) -> None:
+    """Bytes (first, size) of a file. Knows no WeightFile: one that nobody uses any more must not live on by it."""
+    first, size = span
+    view, at = memoryview(target), 0
+    try:
+        while at < size:
+            got = os.preadv(fd, [view[at : at + _PIECE]], first + at)
+            if got <= 0:
+                raise WeightReadError(f"the file of weights ends after {first + at} bytes, {first + size} are wanted")
+            at += got
+        if not direct:
+            _forget(fd, span)
+    except OSError as error:
+        raise WeightReadError(f"weights could not be read: {error.strerror}") from None
+
+
+def _forget(fd: int, span: tuple[int, int]) -> None:
+    """Drop a span from the page cache."""
+    os.posix_fadvise(fd, *span, os.POSIX_FADV_DONTNEED)
+
+
+def _open(folder: Path, size: int) -> tuple[int, bool]:
+    """A file of this size without a name, and whether it goes past the page cache."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if (kind := file_system(folder)) in _IN_MEMORY:
+            raise ConfigError(f"--offload-dir {folder} is {kind}, which is memory: weights would not leave it")
+        handle, name = tempfile.mkstemp(prefix="weights-", dir=folder)
+        try:
+            os.posix_fallocate(handle, 0, size)
+            past = _past_the_cache(name)
+            return (os.dup(handle), False) if past is None else (past, True)
+        finally:
+            os.unlink(name)
+            os.close(handle)
+    except OSError as error:
+        raise ConfigError(f"--offload-dir {folder} has no room for {size / 2**30:.1f} GiB: {error.strerror}") from None
+
+
+def _past_the_cache(name: str) -> int | None:
+    """The file opened to bypass the page cache; None where its file system cannot."""
+    try:
+        return os.open(name, os.O_RDWR | os.O_DIRECT)
+    except OSError:
+        return None
+
+
+def file_system(folder: Path) -> str:
+    """The kind of file system that a folder is on; empty where nobody tells."""
+    device = folder.stat().st_dev
+    try:
+        lines = _MOUNTS.read_text().splitlines()
+    except OSError:
+        return ""
+    for line in lines:
+        fields, _, rest = line.partition(" - ")
+        if fields.split()[2] == f"{os.major(device)}:{os.minor(device)}":
+            return rest.split()[0]
+    return ""

@@ -1,0 +1,154 @@
+"""Layers whose matrices pass through a few buffers in every step, in the order in which a model runs them (HybridServe
+§2.4; FlexGen's layer-wise streaming).
+
+While a layer computes, the next ones that stream come into the buffers that are free; behind the last layer comes the
+first again, so that reading goes on between steps. Layers that stay are spread among them evenly: reading has their
+time too. An order that nobody expected (a step that failed half-way, a range of layers) costs the reads under way, no
+more. Norms and biases stay. Where bytes come from is a `Transport`'s business: a file, or page-locked host memory.
+"""
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from torch import Tensor
+
+from engine.errors import WeightReadError
+from engine.models.weights import LayerWeights, matrices
+
+ALIGNMENT = 64
+"""Bytes: a matrix begins at a multiple of it within its layer, as cache lines and vectors want it."""
+
+
+class Transport(Protocol):
+    """Keeps layers outside of the memory that computes, and brings them into its buffers. `place`: a number from 0."""
+
+    @property
+    def buffers(self) -> Sequence[Tensor]:
+        """At least two, [bytes of a layer] uint8 each."""
+
+    def keep(self, place: int, parts: Sequence[tuple[int, Tensor]]) -> None:
+        """Store a layer: bytes and where each of them begins. Only while nothing is under way. Raises ConfigError."""
+
+    def begin(self, place: int, buffer: int) -> None:
+        """Start to bring a layer into a buffer that nothing uses any more but what was launched before `release`."""
+
+    def wait(self, buffer: int) -> None:
+        """What is launched from here on finds in the buffer what was begun last. Raises WeightReadError."""
+
+    def release(self, buffer: int) -> None:
+        """What was launched up to here is all that reads the buffer."""
+
+    def seconds(self) -> float:
+        """What bringing one layer takes, measured now over several."""
+
+    def close(self) -> None:
+        """Give everything back; nothing may be begun afterwards."""
+
+
+def aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    place: int
+    buffer: int
+
+
+class StreamedLayers:
+    """A LayerSource: `streamed` layers through `transport`, the others in memory. Layers are used one at a time, by one
+    thread."""
+
+    def __init__(self, layers: Iterator[LayerWeights], streamed: tuple[int, ...], transport: Transport) -> None:
+        self.streamed = streamed
+        self._transport = transport
+        self._places = {index: place for place, index in enumerate(streamed)}
+        self._layers: list[LayerWeights] = []
+        self._stayed_bytes = 0
+        for index, layer in enumerate(layers):
+            self._layers.append(self._keep(index, layer))
+        self._free = deque(range(len(transport.buffers)))
+        self._ahead: deque[_Flight] = deque()
+        self._next = 0
+
+    def _keep(self, index: int, layer: LayerWeights) -> LayerWeights:
+        if index not in self._places:
+            self._stayed_bytes += sum(matrix.data().nbytes for matrix in matrices(layer))
+            return layer
+        data = [matrix.data() for matrix in matrices(layer)]
+        at, parts = 0, []
+        for part in data:
+            parts.append((at, part))
+            at += aligned(part.nbytes)
+        self._transport.keep(self._places[index], parts)
+        return _moved(layer, self._transport.buffers[0], [part.nbytes for part in data])
+
+    @property
+    def held_bytes(self) -> int:
+        return self._stayed_bytes + sum(buffer.nbytes for buffer in self._transport.buffers)
+
+    def __len__(self) -> int:
+        return len(self._layers)
+
+    def __iter__(self) -> Iterator[LayerWeights]:
+        return iter(self._layers)
+
+    def __getitem__(self, index: int, /) -> LayerWeights:
+        return self._layers[index]
+
+    @contextmanager
+    def use(self, index: int, /) -> Iterator[LayerWeights]:
+        """See LayerSource."""
+        layer = self._layers[index]
+        if index not in self._places:
+            yield layer
+            return
+        flight = self._expect(self._places[index])
+        try:
+            self._transport.wait(flight.buffer)
+            sizes = [matrix.data().nbytes for matrix in matrices(layer)]
+            yield _moved(layer, self._transport.buffers[flight.buffer], sizes)
+        finally:
+            self._transport.release(flight.buffer)
+            self._free.append(flight.buffer)
+            self._read_ahead()
+
+    def close(self) -> None:
+        """Stop reading; no layer that streams can be used afterwards."""
+        self._drop_ahead()
+        self._transport.close()
+
+    def _expect(self, place: int) -> _Flight:
+        """The read of this layer, under way already unless nobody expected it."""
+        if not self._ahead or self._ahead[0].place != place:
+            self._drop_ahead()
+            self._next = place
+            self._read_ahead()
+        return self._ahead.popleft()
+
+    def _read_ahead(self) -> None:
+        while self._free:
+            flight = _Flight(self._next, self._free.popleft())
+            self._transport.begin(flight.place, flight.buffer)
+            self._ahead.append(flight)
+            self._next = (self._next + 1) % len(self.streamed)
+
+    def _drop_ahead(self) -> None:
+        while self._ahead:
+            flight = self._ahead.popleft()
+            with suppress(WeightReadError):  # nobody wanted it
+                self._transport.wait(flight.buffer)
+            self._free.append(flight.buffer)
+
+
+def _moved(layer: LayerWeights, buffer: Tensor, sizes: Sequence[int]) -> LayerWeights:
+    """The layer with its matrices one behind the other in a buffer."""
+    at, parts = 0, []
+    for size in sizes:
+        parts.append(buffer[at : at + size])
+        at += aligned(size)
+    qkv, out, up, down = (matrix.on(part) for matrix, part in zip(matrices(layer), parts, strict=True))
+    return replace(layer, qkv=qkv, out=out, up=up, down=down)

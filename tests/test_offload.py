@@ -1,0 +1,435 @@
+"""Weights that stream: the same tokens as with all of them in memory, in no more memory than was stated."""
+
+import functools
+import os
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from driver import Driver
+from hypothesis import given
+from hypothesis import strategies as st
+from native_build import native_library
+from test_build import DEMO, answer
+from test_runner import BLOCK, CPU, crowd, run_in_waves
+from tiny_models import FAMILY_CASES, llama_config, model_folder
+
+from engine.build import build_runner, plan_launch, profile_key, scheduler_config
+from engine.config import EngineConfig, SchedulerConfig
+from engine.errors import ConfigError, WeightReadError
+from engine.execution import offload as offloading
+from engine.execution.cpu import weight_file
+from engine.execution.cpu.device import TorchDevice
+from engine.execution.cpu.native.device import NativeDevice
+from engine.execution.cpu.native.library import Level, Team
+from engine.execution.cpu.native.linear import Native
+from engine.execution.cpu.weight_file import WeightFile
+from engine.execution.offload import FEWEST_STREAMED, Offload, plan_offload, spread
+from engine.execution.runner import Runner
+from engine.models.checkpoint import load_weights
+from engine.models.decoder import Decoder
+from engine.models.linear import MakeLinear, PlainLinear, make_linear
+from engine.models.quantized import make_quantized
+from engine.models.spec import ModelSpec, load_spec, spec_from_config
+from engine.models.streaming import StreamedLayers
+from engine.models.weights import DummyTensors, LayerWeights, ModelWeights, Norm, build_weights, matrices
+
+pytestmark = pytest.mark.timeout(900)  # the first test may have to build the library
+
+
+# ---- what streams
+
+
+@given(
+    layers=st.integers(1, 40),
+    budget=st.integers(0, 4_000_000),
+    tied=st.booleans(),
+    quantization=st.sampled_from(["none", "int8"]),
+)
+def test_as_many_layers_stay_as_the_budget_allows(layers: int, budget: int, tied: bool, quantization: str) -> None:
+    spec = spec_from_config(llama_config(num_hidden_layers=layers, tie_word_embeddings=tied))
+    try:
+        plan = plan_offload(spec, 4, quantization, budget)
+    except ConfigError as error:
+        assert "--offload-weights" in str(error)
+        assert budget < 2_000_000
+        return
+    everything = offloading.fixed_bytes(spec, 4, quantization)
+    everything += layers * sum(
+        offloading.matrix_bytes(n, k, 4, quantization) for n, k in ((128, 64), (64, 64), (176, 64), (64, 88))
+    )
+    if plan is None:
+        assert everything <= budget
+        return
+    assert everything > budget >= plan.held_bytes
+    assert len(plan.streamed) >= FEWEST_STREAMED
+    if len(plan.streamed) > FEWEST_STREAMED:  # one more would not fit
+        assert plan.held_bytes + plan.layer_bytes > budget
+
+
+@given(st.integers(1, 80), st.data())
+def test_layers_that_stream_are_spread_evenly(count: int, data: st.DataObject) -> None:
+    streamed = spread(count, data.draw(st.integers(1, count)))
+    assert len(set(streamed)) == len(streamed) and streamed[-1] == count - 1 and min(streamed) >= 0
+    gaps = np.diff((-1, *streamed))
+    assert gaps.max() - gaps.min() <= 1
+
+
+@pytest.mark.parametrize("text", ["", "0", "-1", "much", "nan", "inf", "1e9"])
+def test_a_budget_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="--offload-weights must be off, auto or a number of GiB"):
+        EngineConfig(offload_weights=text)
+
+
+def test_hidden_state_does_not_go_with_weights_that_stream() -> None:
+    with pytest.raises(ConfigError, match="--offload-weights does not go with --hidden-cache"):
+        EngineConfig(offload_weights="1", hidden_cache=True, online_policy="apt")
+
+
+# ---- the order of reads
+
+
+class FakeTransport:
+    """Moves bytes at once, and notes what it is asked; `broken` places cannot be read."""
+
+    def __init__(self, size: int, buffers: int = 2) -> None:
+        self.buffers = [torch.zeros(size, dtype=torch.uint8) for _ in range(buffers)]
+        self.kept: dict[int, torch.Tensor] = {}
+        self.asked: list[tuple[str, int]] = []
+        self.broken: set[int] = set()
+        self._begun: dict[int, int] = {}
+
+    def keep(self, place: int, parts: Sequence[tuple[int, torch.Tensor]]) -> None:
+        self.kept[place] = torch.zeros_like(self.buffers[0])
+        for at, part in parts:
+            self.kept[place][at : at + part.nbytes] = part
+
+    def begin(self, place: int, buffer: int) -> None:
+        assert buffer not in self._begun, "the buffer is in use"
+        self._begun[buffer] = place
+        self.asked.append(("begin", place))
+        self.buffers[buffer].fill_(255)
+
+    def wait(self, buffer: int) -> None:
+        place = self._begun.pop(buffer)
+        self.asked.append(("wait", place))
+        if place in self.broken:
+            raise WeightReadError(f"layer {place} is gone")
+        self.buffers[buffer].copy_(self.kept[place])
+
+    def release(self, buffer: int) -> None:
+        self.buffers[buffer].fill_(255)
+
+    def seconds(self) -> float:
+        return 1.0
+
+    def close(self) -> None:
+        self._begun.clear()
+
+
+def small_layers(count: int) -> list[LayerWeights]:
+    """Layers whose every value is their number."""
+
+    def layer(index: int) -> LayerWeights:
+        matrix = PlainLinear(torch.full((3, 5), float(index)), None)
+        norm = Norm(torch.ones(5), None)
+        return LayerWeights(norm, matrix, None, matrix, norm, matrix, matrix)
+
+    return [layer(index) for index in range(count)]
+
+
+def values_of(layer: LayerWeights) -> set[float]:
+    return {float(x) for matrix in matrices(layer) for x in matrix.dense_from(0)[0].unique()}
+
+
+def streamed_layers(count: int, streamed: tuple[int, ...]) -> tuple[StreamedLayers, FakeTransport]:
+    transport = FakeTransport(4 * 64)
+    return StreamedLayers(iter(small_layers(count)), streamed, transport), transport
+
+
+@pytest.mark.parametrize("streamed", [(0, 1, 2, 3, 4), (1, 2, 4), (0, 2, 3, 4)], ids=str)
+def test_each_layer_is_itself_in_every_pass(streamed: tuple[int, ...]) -> None:
+    layers, _ = streamed_layers(5, streamed)
+    for index in (0, 1, 2, 3, 4) * 3:
+        with layers.use(index) as layer:
+            assert values_of(layer) == {float(index)}
+
+
+def test_the_next_layer_comes_while_one_computes_and_the_first_behind_the_last() -> None:
+    layers, transport = streamed_layers(3, (0, 1, 2))
+    for index in (0, 1, 2, 0):
+        with layers.use(index):
+            transport.asked.append(("run", index))
+    runs = transport.asked
+    assert runs == [
+        ("begin", 0), ("begin", 1), ("wait", 0), ("run", 0), ("begin", 2), ("wait", 1), ("run", 1), ("begin", 0),
+        ("wait", 2), ("run", 2), ("begin", 1), ("wait", 0), ("run", 0), ("begin", 2),
+    ]  # fmt: skip
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=30), st.sets(st.integers(0, 3)))
+def test_any_order_and_any_failure_gives_a_layer_itself_or_an_error(order: list[int], broken: set[int]) -> None:
+    layers, transport = streamed_layers(6, (0, 2, 3, 5))
+    transport.broken = broken
+    for index in order:
+        place = layers.streamed.index(index) if index in layers.streamed else None
+        if place in broken:
+            with pytest.raises(WeightReadError, match=f"layer {place}"), layers.use(index):
+                pytest.fail("a layer that could not be read was used")
+        else:
+            with layers.use(index) as layer:
+                assert values_of(layer) == {float(index)}
+
+
+def test_held_bytes_are_those_of_layers_that_stay_and_of_buffers() -> None:
+    layers, _ = streamed_layers(5, (1, 2, 4))
+    assert layers.held_bytes == 2 * (4 * 3 * 5 * 4) + 2 * 256
+
+
+# ---- the file
+
+
+def filled_file(folder: Path, count: int = 4, size: int = 5000) -> tuple[WeightFile, list[torch.Tensor]]:
+    file = WeightFile(folder, size, count)
+    generator = torch.Generator().manual_seed(int.from_bytes(os.urandom(4), "little"))
+    data = [torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator) for _ in range(count)]
+    for place, each in enumerate(data):
+        file.keep(place, [(0, each[:64]), (64, each[64:])])
+    return file, data
+
+
+def read(file: WeightFile, place: int, buffer: int = 0) -> torch.Tensor:
+    file.begin(place, buffer)
+    file.wait(buffer)
+    return file.buffers[buffer].clone()
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_a_file_gives_what_was_kept_whatever_the_file_system_allows(
+    tmp_path: Path, direct: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dropped: list[int] = []
+    if not direct:
+        monkeypatch.setattr(weight_file, "_past_the_cache", lambda _name: None)
+        monkeypatch.setattr(os, "posix_fadvise", lambda _fd, first, _size, _advice: dropped.append(first))
+    file, data = filled_file(tmp_path)
+    assert not list(tmp_path.iterdir()), "the file has a name"
+    for place in (0, 3, 1, 2, 0):
+        assert torch.equal(read(file, place, place % 2)[:5000], data[place])
+    assert file.seconds() > 0
+    if not direct:
+        assert not file.direct and set(dropped) == {0, 8192, 16384, 24576}
+    file.close()
+
+
+def test_two_files_in_one_folder_share_nothing(tmp_path: Path) -> None:
+    (one, first), (two, second) = filled_file(tmp_path), filled_file(tmp_path)
+    for place in range(4):
+        assert torch.equal(read(one, place)[:5000], first[place])
+        assert torch.equal(read(two, place)[:5000], second[place])
+    one.close()
+    assert torch.equal(read(two, 0)[:5000], second[0])
+    two.close()
+
+
+def test_a_file_that_ends_early_is_an_error_and_never_old_weights(tmp_path: Path) -> None:
+    file, data = filled_file(tmp_path)
+    os.ftruncate(file._fd, 2 * 8192 + 4096)
+    assert torch.equal(read(file, 1)[:5000], data[1])
+    for place in (2, 3):
+        with pytest.raises(WeightReadError, match="the file of weights ends"):
+            read(file, place)
+    file.close()
+
+
+def test_folders_that_cannot_serve_are_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"--offload-dir .*file"):
+        WeightFile(tmp_path / "file", 4096, 3)
+    with pytest.raises(ConfigError, match="has no room for"):
+        WeightFile(tmp_path, 2**40, 2**15)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    monkeypatch.setattr(weight_file, "file_system", lambda _folder: "tmpfs")
+    with pytest.raises(ConfigError, match="is tmpfs, which is memory"):
+        WeightFile(tmp_path, 4096, 3)
+
+
+# ---- models
+
+
+@functools.cache
+def native() -> Native:
+    library = native_library()
+    return Native(library, min(max(library.levels()), Level.AVX512), Team(library, 2))
+
+
+MAKERS = ("torch", "torch int8", "native", "native int8")
+
+
+def maker(name: str) -> MakeLinear:
+    if name.startswith("native"):
+        return native().int8_linear if name.endswith("int8") else native().linear
+    return make_quantized if name.endswith("int8") else make_linear
+
+
+def plan_for(spec: ModelSpec, kind: str, num_streamed: int) -> Offload:
+    """Just enough for all layers but so many."""
+    quantization = "int8" if kind.endswith("int8") else "none"
+    least = next(
+        budget
+        for budget in range(1000, 10**8, 1000)
+        if _streams(spec, quantization, budget) in (num_streamed, *range(num_streamed))
+    )
+    plan = plan_offload(spec, 4, quantization, least)
+    assert plan is not None and len(plan.streamed) == num_streamed
+    return plan
+
+
+def _streams(spec: ModelSpec, quantization: str, budget: int) -> int:
+    try:
+        plan = plan_offload(spec, 4, quantization, budget)
+    except ConfigError:
+        return 10**9
+    return 0 if plan is None else len(plan.streamed)
+
+
+def held(weights: ModelWeights) -> int:
+    """All bytes of weights in memory, but for what norms take beside the tensors of torch."""
+    total = weights.embedding.nbytes + weights.head.data().nbytes + weights.layers.held_bytes
+    total += 0 if weights.positions is None else weights.positions.nbytes
+    for layer in weights.layers:
+        for norm in (layer.input_norm, layer.post_norm):
+            total += norm.weight.nbytes + (0 if norm.bias is None else norm.bias.nbytes)
+    return total
+
+
+def make_driver(spec: ModelSpec, weights: ModelWeights, kind: str, **limits: int) -> Driver:
+    config = SchedulerConfig(
+        num_units=2 * limits.get("num_blocks", 22), max_model_len=80, block_size=BLOCK, max_num_seqs=12,
+        max_num_batched_tokens=24, min_prefill_chunk=8,
+    )  # fmt: skip
+    decoder = Decoder(spec, weights)
+    if kind.startswith("native"):
+        return Driver(Runner(NativeDevice(decoder, native(), config.limits)), config)
+    return Driver(Runner(TorchDevice(decoder, config.limits)), config)
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+@pytest.mark.parametrize("case", FAMILY_CASES)
+def test_tokens_are_those_of_a_resident_model(case: str, kind: str, tmp_path: Path) -> None:
+    """In a pool that is always full: preemptions, prefix hits, mixed steps."""
+    folder = model_folder(case)
+    spec = load_spec(folder)
+    plan = plan_for(spec, kind, 3)
+    file = WeightFile(tmp_path, plan.layer_bytes, 3)
+    gather = functools.partial(StreamedLayers, streamed=plan.streamed, transport=file)
+    streaming = load_weights(spec, folder, dtype="float32", make=maker(kind), gather=gather)
+    assert held(streaming) <= plan.held_bytes <= plan.budget_bytes
+    found = []
+    for weights in (load_weights(spec, folder, dtype="float32", make=maker(kind)), streaming):
+        driver = make_driver(spec, weights, kind)
+        run_in_waves(driver, crowd(np.random.default_rng(11), 10))
+        stats = driver.core.stats()
+        assert sum(stats.preemptions.values()) > 0 and stats.prefix_hit_tokens > 0
+        found.append(driver.outputs)
+    assert found[0] == found[1]
+    file.close()
+
+
+@pytest.mark.parametrize("kind", ["torch", "native"])
+@pytest.mark.parametrize("num_streamed", [4, 5, 7])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_some_layers_stay_among_those_that_stream(
+    kind: str, num_streamed: int, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    spec = spec_from_config(llama_config(num_hidden_layers=7))
+    plan = plan_for(spec, kind, num_streamed)
+    file = WeightFile(tmp_path, plan.layer_bytes, num_streamed)
+    gather = functools.partial(StreamedLayers, streamed=plan.streamed, transport=file)
+    found = []
+    for gathered in (None, gather):
+        options = () if gathered is None else (gathered,)
+        weights = build_weights(spec, DummyTensors(0, dtype, CPU), maker(kind), *options)
+        driver = make_driver(spec, weights, kind, num_blocks=60)
+        run_in_waves(driver, crowd(np.random.default_rng(5), 5))
+        found.append(driver.outputs)
+    assert found[0] == found[1]
+    file.close()
+
+
+@pytest.mark.parametrize("kind", ["torch", "native"])
+def test_a_failed_read_is_one_failed_step(kind: str) -> None:
+    """Its requests go back to what was confirmed; every token is that of a model in memory."""
+    spec = spec_from_config(llama_config(num_hidden_layers=5))
+    transport = FakeTransport(plan_for(spec, kind, 4).layer_bytes)
+    failures = deque([3, 1, 2, 0])
+    wait = transport.wait
+
+    def fragile(buffer: int) -> None:
+        wait(buffer)
+        if failures and len(transport.asked) % 23 == 22:
+            failures.popleft()
+            raise WeightReadError("a bad sector")
+
+    transport.wait = fragile  # type: ignore[method-assign]
+    gather = functools.partial(StreamedLayers, streamed=(0, 1, 3, 4), transport=transport)
+    found = []
+    for options in ((), (gather,)):
+        weights = build_weights(spec, DummyTensors(0, torch.float32, CPU), maker(kind), *options)
+        driver = make_driver(spec, weights, kind, num_blocks=60)
+        run_in_waves(driver, crowd(np.random.default_rng(7), 6))
+        found.append(driver.outputs)
+    assert not failures, "no read failed"
+    assert found[0] == found[1]
+
+
+# ---- the whole launch
+
+
+def offloading_config(tmp_path: Path, **changes: object) -> EngineConfig:
+    """The demo model with two thirds of its weights in memory."""
+    spec = plan_launch(DEMO).spec
+    everything = offloading.fixed_bytes(spec, 4, "none") + spec.num_parameters * 4
+    gib = round(everything * 0.6 / 2**30, 6)
+    return replace(DEMO, offload_weights=str(gib), offload_dir=str(tmp_path), **changes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+async def test_a_launch_streams_what_does_not_fit_and_says_so(tmp_path: Path, kernels: str) -> None:
+    config = offloading_config(tmp_path, cpu_kernels=kernels)
+    plan = plan_launch(config)
+    assert plan.offload is not None and plan.offload.held_bytes <= plan.offload.budget_bytes
+    (note,) = [note for note in plan.notes if "pass through" in note]
+    assert "up to 256 requests and 2048 tokens" in note
+    assert (plan.limits.max_num_seqs, plan.limits.max_num_batched_tokens) == (256, 2048)
+    assert scheduler_config(config, plan).limits.max_num_seqs == 256
+    assert profile_key(plan) != profile_key(plan_launch(DEMO))
+    lines: list[str] = []
+    slow = replace(config, slo="tbt_p99=1us,ttft_p99=1000s")
+    build_runner(slow, plan_launch(slow), lines.append)
+    assert any(f"{plan.offload}, " in line and "a step takes at least" in line for line in lines)
+    assert any(line.startswith("tbt_p99=1us cannot be met") for line in lines)
+    prompt = (5, 6, 7)
+    resident = await answer(replace(DEMO, cpu_kernels=kernels), prompt, 30)
+    assert await answer(config, prompt, 30) == resident
+
+
+def test_explicit_limits_of_a_step_stay(tmp_path: Path) -> None:
+    plan = plan_launch(offloading_config(tmp_path, max_num_seqs=7, max_num_batched_tokens=100))
+    assert (plan.limits.max_num_seqs, plan.limits.max_num_batched_tokens) == (7, 100)
+
+
+def test_where_everything_fits_nothing_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    for text in ("off", "auto", "10"):
+        plan = plan_launch(replace(DEMO, offload_weights=text))
+        assert plan.offload is None and plan.limits.max_num_seqs == EngineConfig().max_num_seqs
+    weights = plan_launch(DEMO).weight_bytes
+    monkeypatch.setattr("engine.execution.memory.available_memory", lambda: weights)
+    plan = plan_launch(replace(DEMO, offload_weights="auto"))
+    assert plan.offload is not None and plan.held_bytes <= 0.75 * weights
+    with pytest.raises(ConfigError, match="is too little: embeddings"):
+        plan_launch(replace(DEMO, offload_weights="0.0001"))
