@@ -57,7 +57,7 @@ async def run(url: str, rows: int, concurrency: int, seed: int) -> Row:
         async def ask(number: int) -> tuple[int, bool]:
             body = {
                 "model": "model",
-                "messages": [{"role": "user", "content": f"Describe report number {number} as JSON."}],
+                "prompt": f"Report number {number} as JSON: ",
                 "max_tokens": MAX_TOKENS,
                 "temperature": 1.0,
                 "seed": seed + number,
@@ -65,14 +65,15 @@ async def run(url: str, rows: int, concurrency: int, seed: int) -> Row:
                 "response_format": {"type": "json_schema", "json_schema": {"name": "report", "schema": SCHEMA}},
             }
             async with turns:
-                response = await client.post("/v1/chat/completions", json=body)
-            response.raise_for_status()
+                response = await client.post("/v1/completions", json=body)
             answer = response.json()
+            if response.status_code != httpx.codes.OK:
+                raise RuntimeError(f"the server answered {response.status_code}: {answer}")
             choice = answer["choices"][0]
-            whole = choice["finish_reason"] == "stop" and bool(json.loads(choice["message"]["content"]))
+            whole = choice["finish_reason"] == "stop" and bool(json.loads(choice["text"]))
             return answer["usage"]["completion_tokens"], whole
 
-        await asyncio.gather(*(ask(-1 - number) for number in range(concurrency)))  # nothing is cold
+        await asyncio.gather(*(ask(rows + number) for number in range(concurrency)))  # nothing is cold
         before = await _forced(client)
         began = time.monotonic()
         answers = await asyncio.gather(*(ask(number) for number in range(rows)))
