@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol
 
 from engine.errors import ErrorInfo, InvalidRequestError
 from engine.grammar import Grammar
+from engine.thoughts import ThinkingBudget
 from predictor.judge import Standing
 
 MAX_LOGPROBS = 20
@@ -56,7 +57,8 @@ class SamplingParams:
     number of output position i is a pure function of (seed, i), so neighbours and preemptions cannot change it.
     `stop_token_ids` already holds the end-of-sequence ids unless the caller ignores them. `logprobs` is the number of
     alternatives to report beside the chosen token (0: the chosen one only), None: none at all. `grammar`: what the
-    answer must look like; it may end, whatever `min_tokens` says, when nothing else is left to it.
+    answer must look like; it may end, whatever `min_tokens` says, when nothing else is left to it. `thinking`: how long
+    it may think; with a grammar, which holds behind the thought, it may think at its beginning only.
     Raises InvalidRequestError, naming the parameter, when a value is out of range.
     """
 
@@ -74,6 +76,7 @@ class SamplingParams:
     logprobs: int | None = None
     stop_token_ids: frozenset[int] = frozenset()
     grammar: Grammar | None = None
+    thinking: ThinkingBudget | None = None
 
     def __post_init__(self) -> None:
         _require(self.max_tokens >= 1, "max_tokens", "at least 1")
@@ -227,9 +230,9 @@ class EngineStats:
 
     `host_units_*`: of the host tier; `hidden_blocks`: run from hidden state; `cache_units`: units that were swapped
     out, swapped in and restored, by the name of the operation. `prefill_tokens` and `decode_tokens` are of both
-    classes; `forced_tokens`: of answers, given by their grammars without sampling; `offline_computed_tokens` is the
-    part of the former two that was offline work. `token_costs`: None without a latency model. `restarts`: of an engine
-    in a process of its own, by cause; `resumed_requests`: that went on in the next one.
+    classes; `forced_tokens`: of answers, given without sampling by grammars and budgets; `offline_computed_tokens` is
+    the part of the former two that was offline work. `token_costs`: None without a latency model. `restarts`: of an
+    engine in a process of its own, by cause; `resumed_requests`: that went on in the next one.
     """
 
     running: dict[RequestClass, int] = field(default_factory=dict)

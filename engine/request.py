@@ -109,8 +109,8 @@ class Request:
 
     @property
     def run_is_due(self) -> bool:
-        """Whether, running, a few known tokens of its answer are to be computed before the next one: its grammar forced
-        them. They are as urgent as a decode."""
+        """Whether, running, a few known tokens of its answer are to be computed before the next one: its grammar or
+        its thinking budget forced them. They are as urgent as a decode."""
         return (
             self.times.first_token is not None
             and self.prefill_is_due

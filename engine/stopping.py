@@ -19,7 +19,7 @@ class StopMatcher:
 
     def __init__(self, stop: tuple[str, ...], include: bool = False) -> None:
         self._stops = [text for text in stop if text]
-        self._tables = [_failure_table(text) for text in self._stops]
+        self._tables = [failure_table(text) for text in self._stops]
         self._matched = [0] * len(self._stops)  # how much of each stop string the text ends with
         self._held = ""
         self._include = include
@@ -68,8 +68,8 @@ class StopMatcher:
         return complete
 
 
-def _failure_table(text: str) -> list[int]:
-    """For each prefix the length of its longest proper prefix that it also ends with."""
+def failure_table(text: Sequence[object]) -> list[int]:
+    """For each prefix of a text, or of tokens, the length of its longest proper prefix that it also ends with."""
     table = [0] * len(text)
     size = 0
     for index in range(1, len(text)):

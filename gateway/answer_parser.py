@@ -10,6 +10,7 @@ from typing import Any
 
 from transformers.utils.chat_parsing import ResponseParser
 
+from engine.thoughts import ThoughtMarks, ThoughtTracker
 from gateway.tool_formats import Call, Function, ToolFormat
 
 THINK, END_THINK = "<think>", "</think>"
@@ -32,16 +33,23 @@ class Piece:
 @dataclass(frozen=True, slots=True)
 class Parsing:
     """How the answers of one request are taken apart. `format` None: it offers no functions. `reasons`: the model may
-    think before it speaks, and `is_thinking`: the prompt has already begun to. `parallel`: it may call several."""
+    think before it speaks, between `marks`, and `is_thinking`: the prompt has already begun to. `parallel`: it may call
+    several. `once`: it thinks at its beginning or not at all."""
 
     format: ToolFormat | None = None
     functions: Sequence[Function] = ()
     reasons: bool = False
     is_thinking: bool = False
     parallel: bool = True
+    marks: ThoughtMarks | None = None
+    once: bool = False
 
     def parser(self) -> "AnswerParser":
         return AnswerParser(self)
+
+    def tracker(self) -> ThoughtTracker | None:
+        """What counts the tokens of thoughts; None: there are none."""
+        return None if self.marks is None else ThoughtTracker(self.marks, self.is_thinking, self.once)
 
     @property
     def shows_special_tokens(self) -> bool:
@@ -125,7 +133,7 @@ class AnswerParser:
 def _template(parsing: Parsing) -> dict[str, Any]:
     fields: dict[str, dict[str, Any]] = {"content": _PLAIN}
     if parsing.reasons:
-        fields["reasoning"] = {**_PLAIN, "open": THINK, "close": END_THINK}
+        fields["reasoning"] = {**_PLAIN, "open": THINK, "close": END_THINK, "repeats": not parsing.once}
     if parsing.format is not None:
         ends = {"close": parsing.format.closes} if parsing.format.closes else {}
         value = {"opening": "{opening}", "body": "{content}"}

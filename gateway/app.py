@@ -1,5 +1,6 @@
 """The application: routes, middleware and error handlers put together around one engine client."""
 
+import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, nullcontext
 from typing import Any
@@ -29,11 +30,14 @@ from gateway.quotas import Admissions
 from gateway.request_log import RequestLog
 from gateway.state import BatchLimits, BatchState
 from gateway.store.folder import StateFolder
+from gateway.thinking import find_marks
 from gateway.tools import choose_format
 from gateway.uploads import MAX_OVERHEAD
 from gateway.web import routes as web
 from gateway.web.recorder import Recorder
 from gateway.wire import ChatCompletionRequest, CompletionRequest
+
+log = logging.getLogger("tidemill.gateway")
 
 MAX_HELD_BODIES = 64  # bodies of the largest size that may be in memory at once
 
@@ -70,7 +74,10 @@ def create_app(
         Admissions(keys.quota),
         request_log,
         choose_format(config.tool_parser, tokenizer.chat_template_text),
+        find_marks(tokenizer),
     )
+    if config.offline_thinking_budget is not None and context.thought_marks is None:
+        log.warning("--offline-thinking-budget has no effect: the chat template of this model knows of no thoughts")
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:

@@ -34,7 +34,8 @@ class LineAnswer(NamedTuple):
         if used is None:
             return Usage()
         cached = used["prompt_tokens_details"]["cached_tokens"]
-        return Usage(used["prompt_tokens"], cached, used["completion_tokens"])
+        thoughts = used.get("completion_tokens_details", {}).get("reasoning_tokens", 0)
+        return Usage(used["prompt_tokens"], cached, used["completion_tokens"], thoughts)
 
 
 class LineOrigin(NamedTuple):

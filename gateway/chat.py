@@ -12,7 +12,10 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from engine.grammar import Grammar
 from engine.text import Tokenizer
+from engine.thoughts import ThinkingBudget
+from gateway.answer_parser import Parsing
 from gateway.answering import begin, check_model, check_room, read_body, respond, run_text_work
 from gateway.choices import Delta
 from gateway.context import GatewayContext, context_of, tenant_of
@@ -20,6 +23,7 @@ from gateway.logprobs import chat_logprobs
 from gateway.params import Caller, GenerationPlan, chat_plan, check_chat, check_texts
 from gateway.sse import END
 from gateway.structured import grammar_of
+from gateway.thinking import budget_of, check_budget, check_thought_before
 from gateway.tool_formats import Call
 from gateway.tools import (
     check_no_tools,
@@ -53,7 +57,9 @@ async def plan_chat(context: GatewayContext, body: ChatCompletionRequest, tenant
     check_model(context, body.model)
     check_chat(body)
     form, template = context.tool_format, context.tokenizer.chat_template_text
+    marks = context.thought_marks
     check_tools(body, form, template)
+    check_budget(body, marks)
     messages = [template_message(message, index) for index, message in enumerate(body.messages)]
     texts = list(_texts(body))
     await check_room(context, body, sum(map(len, texts)))
@@ -64,18 +70,32 @@ async def plan_chat(context: GatewayContext, body: ChatCompletionRequest, tenant
         tools = offered_tools(body)
         token_ids = context.tokenizer.encode_chat(messages, tools=tools, **template_options(body, template))
         prompt_end = context.tokenizer.decode(token_ids[-PROMPT_END:], skip_special_tokens=False)
-        parsing = parsing_of(body, form, template, prompt_end)
+        parsing = parsing_of(body, form, marks, prompt_end)
+        budget = budget_of(body, parsing, context.offline_thinking(body.service_tier))
+        thinks_first = body.thinking_token_budget is not None
         grammar = grammar_of(body)
         if grammar is not None:
             check_no_tools(tools, grammar)
-            parsing = None  # the form holds from the first token on: nothing is thought, nothing called
         elif parsing is not None:
-            grammar = tool_grammar(body, form, parsing.is_thinking)
-        plan = chat_plan(body, token_ids, context.client.info, caller, grammar)
+            grammar = tool_grammar(body, form, parsing.is_thinking and not thinks_first)
+        if grammar is not None and parsing is not None:
+            parsing, budget = _before_a_form(parsing, budget if thinks_first else None, grammar)
+        plan = chat_plan(body, token_ids, context.client.info, caller, grammar, budget)
         return dataclasses.replace(plan, parsing=parsing)
 
     # always in a thread: what a template costs cannot be seen from the messages' length
     return await run_text_work(context, plan)
+
+
+def _before_a_form(
+    parsing: Parsing, budget: ThinkingBudget | None, grammar: Grammar
+) -> tuple[Parsing | None, ThinkingBudget | None]:
+    """A form holds from the first token on, nothing is thought; or, where the request has a budget, behind a thought at
+    the beginning."""
+    if budget is None:
+        return (None if parsing.format is None else parsing), None
+    check_thought_before(budget, grammar.param)
+    return dataclasses.replace(parsing, once=True), budget
 
 
 def _texts(body: ChatCompletionRequest) -> Iterator[str]:

@@ -55,6 +55,7 @@ class Choice:
         self._metrics = metrics
         parsing = plan.parsing or Parsing()
         self._parser = None if plan.parsing is None else parsing.parser()
+        self._thoughts = parsing.tracker()
         self._several_calls = parsing.parallel
         self._called = False
         self._counted = 0  # tokens whose text nobody has seen yet
@@ -78,6 +79,8 @@ class Choice:
         if output.stop_token_id is not None:
             ids = ids[:-1]
         text, counted, stop_found, num_read = self._read(ids, final=reason is not None)
+        if self._thoughts is not None:
+            self._thoughts.advance(ids[:num_read])
         stop_token = output.stop_token_id is not None and not stop_found
         self.account.num_tokens += num_read + stop_token
         if stop_found:
@@ -100,6 +103,11 @@ class Choice:
             self._give(delta, self._counted, output.stop_token_id if stop_token else None)
         self._counted = 0
         return delta
+
+    @property
+    def num_thoughts(self) -> int | None:
+        """Tokens that were thoughts; None: the model has none."""
+        return None if self._thoughts is None else self._thoughts.num_thoughts
 
     def _take_apart(self, text: str, final: bool) -> Piece:
         piece = Piece(text) if self._parser is None else self._parser.push(text, final)
@@ -237,12 +245,16 @@ class Generation:
         firsts = self.choices[:: self.plan.n]
         prompt_tokens = sum(choice.account.num_prompt_tokens for choice in firsts)
         completion_tokens = sum(choice.account.num_tokens for choice in self.choices)
-        return {
+        usage = {
             "prompt_tokens": prompt_tokens,
             "completion_tokens": completion_tokens,
             "total_tokens": prompt_tokens + completion_tokens,
             "prompt_tokens_details": {"cached_tokens": sum(choice.account.num_cached_tokens for choice in firsts)},
         }
+        thoughts = [choice.num_thoughts for choice in self.choices if choice.num_thoughts is not None]
+        if thoughts:
+            usage["completion_tokens_details"] = {"reasoning_tokens": sum(thoughts)}
+        return usage
 
 
 def _ended_early(reason: FinishReason) -> TidemillError:

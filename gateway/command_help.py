@@ -29,6 +29,7 @@ FLAGS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "max_model_len",
             "chat_template",
             "tool_parser",
+            "offline_thinking_budget",
             "served_model_name",
             "load_format",
             "seed",

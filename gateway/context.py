@@ -14,6 +14,7 @@ from starlette.requests import Request
 from engine.api import EngineClient, EngineState
 from engine.errors import EngineUnavailableError
 from engine.text import Tokenizer
+from engine.thoughts import ThoughtMarks
 from gateway.config import ServerConfig
 from gateway.keys import KeyStore, Tier
 from gateway.metrics import GatewayMetrics
@@ -72,7 +73,7 @@ class GatewayContext:
     prompts are tokenized at once, so that a flood of long ones cannot take every core; `is_offline`: nobody waits for
     them, see `pace`. `parse_thread`: where large bodies are parsed, one at a time. `admissions`: requests of clients
     that are in the engine, by tenant, within the limits that `keys` names. `tool_format`: how the model writes calls of
-    functions, None where that is not known."""
+    functions, None where that is not known; `thought_marks`: between which it thinks, None: it does not."""
 
     client: EngineClient
     tokenizer: Tokenizer
@@ -84,6 +85,7 @@ class GatewayContext:
     admissions: Admissions
     request_log: RequestLog | None = None
     tool_format: ToolFormat | None = None
+    thought_marks: ThoughtMarks | None = None
     created: int = field(default_factory=lambda: int(time.time()))
     salt_secret: bytes = field(default_factory=lambda: secrets.token_bytes(32), repr=False)
     text_threads: anyio.CapacityLimiter = field(
@@ -96,6 +98,10 @@ class GatewayContext:
         """Follow the key file as it is now; what runs goes on. Raises ConfigError, and then nothing has changed."""
         await anyio.to_thread.run_sync(self.keys.reload)
         self.admissions.recheck()
+
+    def offline_thinking(self, tier: str | None) -> int | None:
+        """Tokens of thoughts that answers of offline work may have; None: as many as they like, or it is not."""
+        return self.config.offline_thinking_budget if self.is_offline or tier == "flex" else None
 
     def cache_salt(self, tenant: str) -> bytes:
         """What separates this tenant's prefix cache from the others'."""

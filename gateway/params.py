@@ -12,6 +12,7 @@ from engine.api import EngineInfo, EngineRequest, Lane, RequestClass, SamplingPa
 from engine.errors import ContextLengthError, InvalidRequestError
 from engine.grammar import Grammar
 from engine.text import Tokenizer
+from engine.thoughts import ThinkingBudget
 from gateway.answer_parser import Parsing
 from gateway.wire import MAX_PROMPTS, ChatCompletionRequest, CompletionRequest, GenerationBody, StreamOptions
 
@@ -147,13 +148,14 @@ def chat_plan(
     info: EngineInfo,
     caller: Caller,
     grammar: Grammar | None = None,
+    thinking: ThinkingBudget | None = None,
 ) -> GenerationPlan:
     """One prompt, its answer as long as the context allows unless the caller says otherwise."""
     prompt = Prompt(tuple(token_ids))
     room = info.max_model_len - len(prompt.token_ids)
     max_tokens = body.max_completion_tokens or body.max_tokens or max(1, room)
     num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    return _plan(body, (prompt,), (max_tokens,), num_logprobs, info, caller, "messages", grammar)
+    return _plan(body, (prompt,), (max_tokens,), num_logprobs, info, caller, "messages", grammar, thinking)
 
 
 def completion_plan(
@@ -178,12 +180,13 @@ def _plan(
     caller: Caller,
     param: str,
     grammar: Grammar | None,
+    thinking: ThinkingBudget | None = None,
 ) -> GenerationPlan:
     n, stop = body.n or 1, tuple(body.stop or ())
     request_class = RequestClass.OFFLINE if body.service_tier == "flex" else RequestClass.ONLINE
     # nobody looks at the tokens of a background answer before its end, unless a stop string may end it
     final_only = request_class is RequestClass.OFFLINE and not body.stream and not stop
-    fields = {**_sampling_fields(body, num_logprobs, info), "grammar": grammar}
+    fields = {**_sampling_fields(body, num_logprobs, info), "grammar": grammar, "thinking": thinking}
     requests: list[EngineRequest] = []
     for prompt, length in zip(prompts, max_tokens, strict=True):
         check_prompt(prompt.token_ids, length, info, param)

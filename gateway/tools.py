@@ -8,6 +8,7 @@ import orjson
 
 from engine.errors import InvalidRequestError
 from engine.grammar import Grammar
+from engine.thoughts import ThoughtMarks
 from gateway.answer_parser import END_THINK, THINK, Parsing
 from gateway.tool_formats import FORMATS, Function, ToolFormat, find_format
 from gateway.wire import ChatCompletionRequest, Message, NamedTool, TemplateOptions
@@ -47,10 +48,14 @@ def check_tools(body: ChatCompletionRequest, format: ToolFormat | None, template
 
 
 def template_options(body: ChatCompletionRequest, template: str) -> dict[str, Any]:
-    """What the template is told of thinking. Raises InvalidRequestError where it is to be turned off and cannot be."""
-    given = body.chat_template_kwargs
-    options = {} if given is None else given.model_dump(exclude_none=True)
-    if body.reasoning_effort == "none" and END_THINK in template:
+    """What the template is told of thinking. Raises InvalidRequestError where it does not listen."""
+    given, effort = body.chat_template_kwargs, body.reasoning_effort
+    options: dict[str, Any] = {} if given is None else given.model_dump(exclude_none=True)
+    if effort not in (None, "none"):
+        if "reasoning_effort" not in template:
+            raise _unsupported("This model's chat template knows of no efforts but none.", "reasoning_effort")
+        options["reasoning_effort"] = effort
+    if effort == "none" and END_THINK in template:
         switch = next((name for name in TemplateOptions.model_fields if name in template), None)
         if switch is None:
             raise _unsupported("Thinking cannot be turned off by this model's chat template.", "reasoning_effort")
@@ -59,10 +64,11 @@ def template_options(body: ChatCompletionRequest, template: str) -> dict[str, An
 
 
 def parsing_of(
-    body: ChatCompletionRequest, format: ToolFormat | None, template: str, prompt_end: str
+    body: ChatCompletionRequest, format: ToolFormat | None, marks: ThoughtMarks | None, prompt_end: str
 ) -> Parsing | None:
-    """How the answer is taken apart; None: it is plain text. `prompt_end`: the text that the prompt ends with."""
-    offers, reasons = offered_tools(body) is not None, END_THINK in template
+    """How the answer is taken apart; None: it is plain text. `marks`: between which the model thinks, if it does;
+    `prompt_end`: the text that the prompt ends with."""
+    offers, reasons = offered_tools(body) is not None, marks is not None
     if not offers and not reasons:
         return None
     return Parsing(
@@ -71,6 +77,7 @@ def parsing_of(
         reasons,
         reasons and prompt_end.rstrip().endswith(THINK),
         body.parallel_tool_calls is not False,
+        marks,
     )
 
 
@@ -80,7 +87,8 @@ def tool_grammar(body: ChatCompletionRequest, format: ToolFormat | None, is_thin
         return None
     assert format is not None and format.grammar is not None
     if is_thinking:
-        raise _unsupported("The prompt has begun to think: a call can be offered, but not required.", "tool_choice")
+        message = "The prompt has begun to think: a call can only be required with a thinking_token_budget."
+        raise _unsupported(message, "tool_choice")
     functions = _functions(body)
     if isinstance(body.tool_choice, NamedTool):
         functions = [each for each in functions if each.name == body.tool_choice.function.name]

@@ -233,7 +233,8 @@ class ChatCompletionRequest(GenerationBody):
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: TemplateOptions | None = None
-    reasoning_effort: Literal["none"] | None = None
+    reasoning_effort: Literal["none", "low", "medium", "high"] | None = None
+    thinking_token_budget: int | None = Field(None, ge=0, le=_INT32)
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     max_completion_tokens: int | None = Field(None, ge=1, le=_INT32)

@@ -349,7 +349,7 @@ class SlowGrammar:
         run = masks_module._RowMatcher.run
 
         def wait_and_run(matcher: Any, *work: Any) -> None:
-            if work[1].grammar == slow:
+            if matcher.params.grammar == slow:
                 self.begun += 1
                 assert self.go_on.wait(60)
             run(matcher, *work)

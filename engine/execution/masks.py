@@ -1,15 +1,17 @@
-"""Which tokens the grammars of a step's rows allow: computed in threads while the forward pass runs.
+"""Which tokens the grammars and thinking budgets of a step's rows allow: computed while the forward pass runs, what
+takes time in threads.
 
 A matcher belongs to a row's request and is made anew, from the tokens so far, whenever the row is written: preemption
 and a restart cost nothing else. Nobody waits for a slow grammar: a row whose mask is not there `PATIENCE` seconds after
 the forward pass sits the step out, and its mask is looked for again in its next step. Rows that were slow have a thread
 of their own, so that they cannot hold up the masks of the others. Where the grammar leaves no choice for a while, the
-mask allows the first token alone, and those behind it are known with it. Knows nothing of tensors.
+mask allows the first token alone, and those behind it are known with it; so it is with the end of a thought that has
+spent its budget. Where an answer has both, its grammar holds behind the thought. Knows nothing of tensors.
 """
 
 import enum
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,9 +22,10 @@ import numpy as np
 
 from engine.api import SamplingParams
 from engine.errors import InvalidRequestError
-from engine.execution.arrays import Int32Array, IntArray
+from engine.execution.arrays import BoolArray, Int32Array, IntArray
 from engine.execution.rows import RowTable
 from engine.grammar import Grammar
+from engine.thoughts import ThoughtTracker
 
 if TYPE_CHECKING:  # running a model needs none of what compiles grammars
     from engine.structured import GrammarCompiler, Matcher
@@ -51,24 +54,35 @@ FinishMasks = Callable[[], StepMasks]
 """Waits for the masks of a step that has begun."""
 
 
+def masked(rows: RowTable, where: IntArray, ends: IntArray) -> BoolArray:
+    """[S] of rows `where [S]`: whether a mask may limit what is sampled at position `ends [S]`."""
+    return ends - rows.num_prompt[where] >= rows.sampling.masked_from[where]
+
+
 class _State(enum.IntEnum):
     READY = 0
     LATE = 1
     FAILED = 2
+    FREE = 3
 
 
 class _RowMatcher:
-    """The matcher of the request that a row held when it was in its `generation`."""
+    """Follows the answer of the request that a row held when it was in its `generation`."""
 
-    def __init__(self, generation: int, words: int) -> None:
+    def __init__(self, generation: int, params: SamplingParams, words: int) -> None:
         self.generation = generation
+        self.params = params
         self.bits = np.zeros(words, dtype=np.int32)
         self.work: Future[None] | None = None
         self.end = -1  # the position that `work` is for
         self.seconds = 0.0  # what the last mask took
         self.forced: tuple[int, ...] = ()  # what must follow the token that the mask allows
+        self._state = _State.FAILED
         self._matcher: Matcher | None = None
         self._num_seen = 0
+        budget = params.thinking
+        once = params.grammar is not None
+        self._thoughts = None if budget is None else ThoughtTracker(budget.marks, budget.begun, once)
 
     @property
     def is_new(self) -> bool:
@@ -81,36 +95,80 @@ class _RowMatcher:
             return _State.LATE
         work, self.work = self.work, None
         work.result()
-        return _State.FAILED if self._matcher is None or self._matcher.failed is not None else _State.READY
+        return self._state
 
-    def run(self, compiler: "GrammarCompiler", params: SamplingParams, token_ids: IntArray, room: int) -> None:
+    def run(self, compiler: "GrammarCompiler", token_ids: IntArray, room: int) -> None:
         """The mask behind `token_ids`, the answer so far, and what must follow, `room` tokens at most altogether. The
         grammar is ready unless it was pushed out meanwhile."""
         began = time.perf_counter()
-        if self._matcher is None:
-            assert params.grammar is not None
-            try:
-                self._matcher = compiler.compile(params.grammar).matcher()
-            except InvalidRequestError:  # it could be compiled when the request was taken
-                return
-        self._matcher.advance(token_ids[self._num_seen :].tolist())
+        said = token_ids[self._num_seen :].tolist()
         self._num_seen = len(token_ids)
-        # Also where it is one token at a time: of the ways to spell what must come, an answer uses the tokenizer's.
-        run = self._run(params.stop_token_ids)
-        self.forced = tuple(run[1:room])
-        if run:
-            self.bits[:] = 0
-            self.bits.view(np.uint32)[run[0] // 32] = np.uint32(1) << np.uint32(run[0] % 32)
+        self.forced = ()
+        if self._thoughts is not None:
+            said = self._thoughts.advance(said)
+        if self.params.grammar is None:
+            self._state = self._limit_thought(room)
         else:
-            self._matcher.write_mask(self.bits)
-        if len(token_ids) < params.min_tokens:
-            self._forbid(params.stop_token_ids)
+            self._state = self._limit(compiler, self.params.grammar, said, room)
         self.seconds = time.perf_counter() - began
 
-    def _run(self, stop_token_ids: frozenset[int]) -> list[int]:
-        """The next tokens, as far as they are the only ones that can be."""
-        assert self._matcher is not None
-        return list(takewhile(lambda token_id: token_id not in stop_token_ids, self._matcher.forced()))
+    def _limit_thought(self, room: int) -> _State:
+        """Limit nothing but the thought of an answer that may take any form."""
+        budget = self.params.thinking
+        assert budget is not None and self._thoughts is not None
+        run = self._thoughts.closing_due(budget.tokens)
+        if not run or (self._is_short and run[0] in self.params.stop_token_ids):
+            return _State.FREE
+        self._allow_only(run, room)
+        return _State.READY
+
+    def _limit(self, compiler: "GrammarCompiler", grammar: Grammar, said: list[int], room: int) -> _State:
+        thoughts, budget = self._thoughts, self.params.thinking
+        if thoughts is not None and budget is not None and thoughts.thinking:
+            run = thoughts.closing_due(budget.tokens)
+            if run:
+                self._allow_only(run, room)
+            else:  # what the grammar is for is still to come
+                self.bits[:] = -1
+                self._forbid(self.params.stop_token_ids)
+            return _State.READY
+        if self._matcher is None:
+            try:
+                self._matcher = compiler.compile(grammar).matcher()
+            except InvalidRequestError:  # it could be compiled when the request was taken
+                return _State.FAILED
+        self._matcher.advance(said)
+        if thoughts is not None and budget is not None and thoughts.may_begin and budget.tokens:
+            self._matcher.write_mask(self.bits)
+            self._allow(budget.marks.opening[0])
+        else:
+            self._follow_grammar(self._matcher, room)
+        return _State.READY if self._matcher.failed is None else _State.FAILED
+
+    def _follow_grammar(self, matcher: "Matcher", room: int) -> None:
+        # Also where it is one token at a time: of the ways to spell what must come, an answer uses the tokenizer's.
+        stops = self.params.stop_token_ids
+        run = list(takewhile(lambda token_id: token_id not in stops, matcher.forced()))
+        if run:
+            self._allow_only(run, room)
+        else:
+            matcher.write_mask(self.bits)
+        if self._is_short:
+            self._forbid(stops)
+
+    @property
+    def _is_short(self) -> bool:
+        """Whether the answer has not reached its least length."""
+        return self._num_seen < self.params.min_tokens
+
+    def _allow_only(self, run: Sequence[int], room: int) -> None:
+        """The first of these tokens; the others are known with it."""
+        self.forced = tuple(run[1:room])
+        self.bits[:] = 0
+        self._allow(run[0])
+
+    def _allow(self, token_id: int) -> None:
+        self.bits.view(np.uint32)[token_id // 32] |= np.uint32(1) << np.uint32(token_id % 32)
 
     def _forbid(self, token_ids: frozenset[int]) -> None:
         """An answer that is complete ends, however short."""
@@ -145,7 +203,7 @@ class RowMasks:
     def start(self, where: IntArray, ends: IntArray, alone: bool) -> FinishMasks:
         """Begin the masks of a step that samples position `ends [S]` of rows `where [S]`; `alone`: nothing else is
         running. The tokens before must be known."""
-        places = np.flatnonzero(self._rows.sampling.has_grammar[where])
+        places = np.flatnonzero(masked(self._rows, where, ends))
         matchers = [self._begin(int(where[place]), int(ends[place])) for place in places.tolist()]
         return partial(self._finish, places, matchers, alone and len(places) == len(where))
 
@@ -153,16 +211,26 @@ class RowMasks:
         """None: the row sat out a step that this one was built on."""
         rows, matcher = self._rows, self._matchers.get(row)
         if matcher is None or matcher.generation != rows.generation[row]:
-            matcher = self._matchers[row] = _RowMatcher(int(rows.generation[row]), self._compiler.mask_words)
+            params = rows.sampling.params[row]
+            assert params is not None
+            matcher = _RowMatcher(int(rows.generation[row]), params, self._compiler.mask_words)
+            self._matchers[row] = matcher
         if matcher.work is not None:
             return matcher if matcher.end == end else None
-        params = rows.sampling.params[row]
-        assert params is not None and params.grammar is not None
         answer = rows.tokens[row, rows.num_prompt[row] : end].copy()
-        executor = self._quick if self._is_quick(matcher, params.grammar) else self._slow
-        room = self._room(row, end, params)
-        matcher.end, matcher.work = end, executor.submit(matcher.run, self._compiler, params, answer, room)
+        run = partial(matcher.run, self._compiler, answer, self._room(row, end, matcher.params))
+        matcher.end, matcher.work = end, self._start(matcher, run)
         return matcher
+
+    def _start(self, matcher: _RowMatcher, run: Callable[[], None]) -> "Future[None]":
+        """In a thread, unless it is but a look at a few tokens."""
+        grammar = matcher.params.grammar
+        if grammar is not None:
+            return (self._quick if self._is_quick(matcher, grammar) else self._slow).submit(run)
+        done: Future[None] = Future()
+        run()
+        done.set_result(None)
+        return done
 
     def _room(self, row: int, end: int, params: SamplingParams) -> int:
         """Tokens from position `end` on that may be known at once: log-probabilities are of sampled tokens only."""

@@ -22,7 +22,7 @@ from torch import Tensor
 from engine.api import TokenLogprobs
 from engine.execution.arrays import Int32Array, IntArray
 from engine.execution.lane import Lane, Mark, pinned
-from engine.execution.masks import MAX_FORCED, FinishMasks, RowMasks, StepMasks
+from engine.execution.masks import MAX_FORCED, FinishMasks, RowMasks, StepMasks, masked
 from engine.execution.operations import CacheMover, run_operations
 from engine.execution.pool import UnitPool
 from engine.execution.rows import UNKNOWN, RowTable
@@ -84,7 +84,7 @@ class Runner(Generic[DeviceT]):
         self.masks: RowMasks | None = None
 
     def enforce(self, grammars: "GrammarCompiler", max_forced: int = MAX_FORCED) -> None:
-        """Take requests with grammars from now on. `max_forced`: see `RowMasks`."""
+        """Take requests with grammars and budgets from now on. `max_forced`: see `RowMasks`."""
         # Where a step is launched before the last one's tokens are known it is too late for what must follow them.
         forced = 0 if self.device.pipeline_depth else max_forced
         self.masks = RowMasks(self._rows, grammars, max_forced=forced)
@@ -121,7 +121,7 @@ class Runner(Generic[DeviceT]):
 
     def _begin_masks(self, where: IntArray, ends: IntArray, alone: bool) -> FinishMasks | None:
         """Begin the masks of a step whose past is known; of others, when somebody asks for them."""
-        if not self._rows.sampling.has_grammar[where].any():
+        if not masked(self._rows, where, ends).any():
             return None
         assert self.masks is not None, "a request with a grammar was taken that nobody can enforce"
         if not self._unsettled:

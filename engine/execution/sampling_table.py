@@ -12,6 +12,8 @@ from engine.execution.arrays import FloatArray, IntArray
 GREEDY_BELOW = 1e-5
 """Lower temperatures are greedy: logits divided by them would overflow float32."""
 
+NEVER = 2**62
+"""The output position of no token."""
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -19,7 +21,7 @@ class SamplingTable:
     """One column per parameter, one place per row. `num_logprobs` is -1 where none are wanted.
 
     `edits[row]`: its logits have to be changed before a token is chosen (bias, penalties, or a minimum length);
-    `has_grammar[row]`: a mask says which tokens may be chosen.
+    `masked_from[row]`: the output position from which on a mask may say which tokens can be chosen.
     """
 
     def __init__(self, num_rows: int) -> None:
@@ -32,7 +34,7 @@ class SamplingTable:
         self.num_logprobs = np.full(num_rows, -1, dtype=np.int64)
         self.greedy = np.ones(num_rows, dtype=bool)
         self.edits = np.zeros(num_rows, dtype=bool)
-        self.has_grammar = np.zeros(num_rows, dtype=bool)
+        self.masked_from = np.full(num_rows, NEVER, dtype=np.int64)
 
     def write(self, row: int, params: SamplingParams) -> None:
         """Take over a request's parameters."""
@@ -44,12 +46,19 @@ class SamplingTable:
         self.seed[row] = params.seed
         self.num_logprobs[row] = -1 if params.logprobs is None else params.logprobs
         self.greedy[row] = params.temperature < GREEDY_BELOW
-        self.has_grammar[row] = params.grammar is not None
+        self.masked_from[row] = _masked_from(params)
         self.edits[row] = bool(params.logit_bias) or has_minimum(params) or has_penalties(params)
 
     def needs_host(self, rows: IntArray) -> bool:
         """Whether sampling any of these rows takes its earlier tokens, or gives log-probabilities."""
         return bool(self.edits[rows].any() or (self.num_logprobs[rows] >= 0).any())
+
+
+def _masked_from(params: SamplingParams) -> int:
+    """No answer has more thoughts than tokens."""
+    if params.grammar is not None:
+        return 0
+    return NEVER if params.thinking is None else params.thinking.tokens
 
 
 def has_minimum(params: SamplingParams) -> bool:

@@ -107,8 +107,8 @@ class ModelRunnerOutput:
     LATE_TOKEN and UNMASKED_TOKEN say that a grammar gave no mask.
 
     `logprobs[i]` is None where the request did not ask for them. `latency` is the measured step time in seconds.
-    `forced[i]`: the tokens that must follow the i-th, by its grammar; they stand in the row's tokens already. Only of
-    rows that no later step in flight holds.
+    `forced[i]`: the tokens that must follow the i-th, by its grammar or its thinking budget; they stand in the row's
+    tokens already. Only of rows that no later step in flight holds.
     """
 
     step_id: int

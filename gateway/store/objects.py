@@ -61,6 +61,7 @@ class Usage(NamedTuple):
     input_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
+    reasoning_tokens: int = 0
 
     def plus(self, other: "Usage") -> "Usage":
         return Usage(*(a + b for a, b in zip(self, other, strict=True)))
@@ -70,7 +71,7 @@ class Usage(NamedTuple):
             "input_tokens": self.input_tokens,
             "input_tokens_details": {"cached_tokens": self.cached_tokens},
             "output_tokens": self.output_tokens,
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
             "total_tokens": self.input_tokens + self.output_tokens,
         }
 

@@ -32,7 +32,7 @@ def read_batch_row(row: sqlite3.Row) -> BatchJob:
         metadata=None if row["metadata"] is None else json.loads(row["metadata"]),
         errors=tuple(InputError(*error) for error in json.loads(row["errors"])),
         times=json.loads(row["times"]),
-        usage=Usage(row["input_tokens"], row["cached_tokens"], row["output_tokens"]),
+        usage=Usage(row["input_tokens"], row["cached_tokens"], row["output_tokens"], row["reasoning_tokens"]),
     )
 
 

@@ -195,7 +195,8 @@ class SqliteBatches:
                 return _load(connection, batch_id)
             connection.execute(
                 "UPDATE batches SET completed = completed + ?, failed = failed + ?, input_tokens = input_tokens + ?, "
-                "cached_tokens = cached_tokens + ?, output_tokens = output_tokens + ?, journal_bytes = ? WHERE seq = ?",
+                "cached_tokens = cached_tokens + ?, output_tokens = output_tokens + ?, "
+                "reasoning_tokens = reasoning_tokens + ?, journal_bytes = ? WHERE seq = ?",
                 (counts[True], counts[False], *usage, journal_bytes, batch),
             )
             return _load(connection, batch_id)

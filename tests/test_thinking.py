@@ -1,0 +1,253 @@
+"""Thinking budgets: how thoughts are counted, where they are brought to an end, and what clients see of it."""
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_structured import EOS, ask, make_driver, tokenizer
+from test_tools import TEMPLATE, client_of, scripted
+from test_tools import ask as ask_http
+
+from engine.api import EngineRequest, FinishReason, RequestClass, RequestTimes, Resumption
+from engine.execution.masks import MAX_FORCED
+from engine.grammar import Grammar
+from engine.process import frames
+from engine.stopping import failure_table
+from engine.thoughts import ThinkingBudget, ThoughtMarks, ThoughtTracker
+
+MARKS = ThoughtMarks((9,), (7, 8, 7))
+THINKS = TEMPLATE + "{% if add_generation_prompt %}<think>{% endif %}{% if false %}</think>{% endif %}"
+MAY_THINK = TEMPLATE + "{% if false %}</think>{% endif %}"
+
+
+# What is counted
+
+
+def count_slowly(marks: ThoughtMarks, begun: bool, ids: list[int]) -> tuple[int, bool]:
+    """Tokens of thoughts and whether one is open, by looking for marks in what is left."""
+    total, thinking = 0, begun
+    inside: list[int] = []
+    for token_id in ids:
+        inside.append(token_id)
+        mark = list(marks.closing if thinking else marks.opening)
+        if inside[-len(mark) :] == mark and len(inside) >= len(mark):
+            total += len(inside) - len(mark) if thinking else 0
+            thinking, inside = not thinking, []
+    if thinking:
+        mark = list(marks.closing)
+        part = next(size for size in range(len(mark) - 1, -1, -1) if size == 0 or inside[-size:] == mark[:size])
+        total += len(inside) - part
+    return total, thinking
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    ids=st.lists(st.sampled_from([1, 7, 8, 9]), max_size=30),
+    begun=st.booleans(),
+    marks=st.sampled_from([MARKS, ThoughtMarks((9,), (8,)), ThoughtMarks((9, 9, 1), (7, 7, 8))]),
+    cuts=st.sets(st.integers(0, 30), max_size=5),
+)
+def test_thoughts_are_counted_alike_however_they_come(
+    ids: list[int], begun: bool, marks: ThoughtMarks, cuts: set[int]
+) -> None:
+    tracker = ThoughtTracker(marks, begun)
+    ends = [*sorted(cut for cut in cuts if cut < len(ids)), len(ids)]
+    for first, last in zip([0, *ends], ends, strict=False):
+        tracker.advance(ids[first:last])
+    assert (tracker.num_thoughts, tracker.thinking) == count_slowly(marks, begun, ids)
+    due = tracker.closing_due(tracker.num_thoughts)
+    assert bool(due) == tracker.thinking
+    tracker.advance(due)
+    assert not tracker.thinking and tracker.num_thoughts == count_slowly(marks, begun, ids)[0]
+
+
+def test_what_follows_the_only_thought_is_said() -> None:
+    tracker = ThoughtTracker(MARKS, once=True)
+    assert tracker.may_begin and tracker.advance([9, 1, 7, 8, 7, 9, 1]) == [9, 1]
+    plain = ThoughtTracker(MARKS, once=True)
+    assert plain.advance([1, 9, 2]) == [1, 9, 2] and not plain.thinking and not plain.may_begin
+    assert failure_table((7, 8, 7)) == [0, 0, 1]
+
+
+# What is drawn
+
+
+@functools.cache
+def marks() -> ThoughtMarks:
+    """Of the demo model, in whose vocabulary they are several tokens."""
+    return ThoughtMarks(*(tuple(tokenizer().encode(text, add_special_tokens=False)) for text in ("[[", "]] Now")))
+
+
+def find(ids: list[int], mark: tuple[int, ...]) -> int:
+    return next((at for at in range(len(ids)) if tuple(ids[at : at + len(mark)]) == mark), -1)
+
+
+@pytest.mark.parametrize("backend", ["torch", "native", "cuda"])
+def test_a_spent_budget_closes_the_thought_and_nothing_else_changes(backend: str) -> None:
+    """Among others, in a pool that is too small, with penalties, bias against the mark, a least length, and with its
+    first token as a stop: up to the mark an answer is what it would have been."""
+    free, held = make_driver(backend), make_driver(backend, num_blocks=60)
+    options: list[dict[str, Any]] = [
+        {},
+        {"temperature": 0.0},
+        {"frequency_penalty": 1.5, "logit_bias": tuple((token, -100.0) for token in marks().closing)},
+        {"min_tokens": 25, "logprobs": 2},
+        {"top_p": 0.9, "min_p": 0.01},
+    ]
+    budgets = (0, 1, 7, 20, 200)
+    for number in range(10):
+        fields = {"seed": number, "stop_token_ids": frozenset(), **options[number % 5]}
+        fields["request_class"] = [RequestClass.ONLINE, RequestClass.OFFLINE][number % 2]
+        budget = ThinkingBudget(budgets[number // 2], marks(), begun=True)
+        free.add(ask(f"r{number}", None, 50, **fields))
+        held.add(ask(f"r{number}", None, 50, **fields, thinking=budget))
+    free.run()
+    held.run()
+    for number in range(10):
+        ids, budget_tokens = held.outputs[f"r{number}"], budgets[number // 2]
+        assert len(ids) == 50 and held.finals[f"r{number}"].error is None
+        if budget_tokens < 50:
+            assert find(ids, marks().closing) == budget_tokens
+        assert ids[:budget_tokens] == free.outputs[f"r{number}"][:budget_tokens]
+    assert sum(held.core.stats().preemptions.values()) > 0
+    assert (held.core.stats().forced_tokens > 0) is (backend != "cuda" and len(marks().closing) > 1)
+
+
+def test_budgets_run_ahead_and_one_by_one_alike() -> None:
+    answers = []
+    for most in (0, MAX_FORCED):
+        driver = make_driver("torch", max_forced=most)
+        for number in range(6):
+            budget = ThinkingBudget(4 * number, marks(), begun=True)
+            driver.add(ask(f"r{number}", None, 40, seed=number, thinking=budget, frequency_penalty=number % 2))
+        driver.run()
+        answers.append((driver.outputs, {name: final.finish_reason for name, final in driver.finals.items()}))
+    assert answers[0] == answers[1]
+
+
+def test_the_next_engine_goes_on_with_the_same_budget() -> None:
+    """After its death in the middle of a thought, of the mark, and behind it; the request crosses as a frame."""
+    whole = make_driver("torch")
+    budget = ThinkingBudget(9, marks(), begun=True)
+    whole.add(ask("r", None, 30, seed=3, thinking=budget, stop_token_ids=frozenset()))
+    whole.run()
+    for known in (1, 8, 9, 10, 12, 20):
+        request = ask("r", None, 30, seed=3, thinking=budget, stop_token_ids=frozenset())
+        times = RequestTimes(0.0, 0.0, 0.0, 0.0)
+        given_already = tuple(whole.outputs["r"][:known])
+        sent = EngineRequest("r", request.prompt_token_ids, request.sampling, resumed=Resumption(given_already, times))
+        (message,) = frames.engine_reader().feed(frames.encode(frames.Resume((sent,))))
+        assert isinstance(message, frames.Resume)
+        driver = make_driver("torch")
+        driver.add(*message.requests)
+        driver.run()
+        assert [*given_already, *driver.outputs["r"]] == whole.outputs["r"]
+
+
+@pytest.mark.parametrize("backend", ["torch", "cuda"])
+def test_a_grammar_holds_behind_the_thought(backend: str) -> None:
+    """Where the prompt has begun to think, and where the model may; it may not end before it has said anything."""
+    driver = make_driver(backend, num_blocks=60)
+    opening = tokenizer().encode("[", add_special_tokens=False)[:1]
+    one = ThoughtMarks((opening[0],), marks().closing)
+    grammar = Grammar("regex", "[0-9]{3}")
+    wants = ((opening[0], 100.0),)
+    for number in range(4):
+        bias = {"logit_bias": ((EOS, 100.0),)}
+        driver.add(ask(f"begun {number}", grammar, 60, seed=number, thinking=ThinkingBudget(5, one, True), **bias))
+        driver.add(ask(f"may {number}", grammar, 60, seed=number, thinking=ThinkingBudget(5, one)))
+        driver.add(ask(f"will {number}", grammar, 60, seed=number, thinking=ThinkingBudget(5, one), logit_bias=wants))
+        driver.add(ask(f"none {number}", grammar, 60, seed=number, thinking=ThinkingBudget(0, one), logit_bias=wants))
+    driver.run()
+    for name, ids in driver.outputs.items():
+        assert driver.finals[name].finish_reason is FinishReason.STOP
+        closed = find(ids, one.closing)
+        said = ids[closed + len(one.closing) :] if closed >= 0 else ids
+        text = tokenizer().decode(said)
+        assert text.isdigit() and len(text) == 3, (name, tokenizer().decode(ids))
+        assert closed == {"begun": 5, "will": 6, "none": -1}.get(name.split()[0], closed)
+        assert closed < 0 or name.startswith("begun") or ids[0] == opening[0]
+
+
+# What clients see
+
+
+async def test_usage_counts_thoughts_and_the_budget_reaches_the_engine(tmp_path: Path) -> None:
+    text = "<think>so it is the dog</think>\n\nYes"
+    async with scripted(tmp_path, text, MAY_THINK) as served, client_of(served) as client:
+        fields = ask_http(tools=[], extra_body={"thinking_token_budget": 64})
+        answer = await client.chat.completions.create(**fields, n=2)
+        expected = len(served.app.state.context.tokenizer.encode("so it is the dog", add_special_tokens=False))
+        details = answer.usage and answer.usage.completion_tokens_details
+        assert details is not None and details.reasoning_tokens == 2 * expected
+        options = {"include_usage": True}
+        stream = await client.chat.completions.create(**fields, stream=True, stream_options=options)
+        usages = [chunk.usage async for chunk in stream if chunk.usage is not None]
+        assert [usage.completion_tokens_details.reasoning_tokens for usage in usages] == [expected]
+        budget = served.engine.requests[0].sampling.thinking
+        assert budget is not None and budget.tokens == 64 and not budget.begun
+        assert [len(mark) for mark in (budget.marks.opening, budget.marks.closing)] == [1, 1]
+        stopped = await client.chat.completions.create(**ask_http(tools=[], stop=["dog"]))
+        assert stopped.usage and stopped.usage.completion_tokens_details
+        assert stopped.usage.completion_tokens_details.reasoning_tokens == expected
+        assert served.engine.requests[-1].sampling.thinking is None
+
+
+async def test_offline_work_thinks_no_longer_than_the_operator_says(tmp_path: Path) -> None:
+    async with scripted(tmp_path, "Yes", THINKS, offline_thinking_budget=20) as served:
+        async with httpx.AsyncClient(base_url=served.url) as client:
+            for fields in ({}, {"thinking_token_budget": 5}, {"thinking_token_budget": 99}):
+                for tier in ("flex", "default"):
+                    asked = ask_http(tools=[], service_tier=tier, **fields)
+                    answer = await client.post("/v1/chat/completions", json=asked)
+                    assert answer.status_code == 200, answer.text
+        budgets = [request.sampling.thinking for request in served.engine.requests]
+        assert [each and each.tokens for each in budgets] == [20, None, 5, 5, 20, 99]
+        assert all(each.begun for each in budgets if each is not None)
+
+
+async def test_what_cannot_be_held_to_a_budget_says_so(tmp_path: Path) -> None:
+    budget = {"thinking_token_budget": 5}
+    async with scripted(tmp_path / "plain", "Yes") as served, client_of(served) as client:
+        with pytest.raises(openai.BadRequestError, match="knows of no thoughts") as caught:
+            await client.chat.completions.create(**ask_http(tools=[], extra_body=budget))
+        assert caught.value.param == "thinking_token_budget"
+        with pytest.raises(openai.BadRequestError, match="efforts"):
+            await client.chat.completions.create(**ask_http(tools=[], reasoning_effort="high"))
+        with pytest.raises(openai.BadRequestError) as caught:
+            await client.chat.completions.create(**ask_http(tools=[], extra_body={"thinking_token_budget": -1}))
+        assert caught.value.param == "thinking_token_budget" and not served.engine.requests
+
+
+async def test_forms_and_required_calls_behind_a_thought(tmp_path: Path) -> None:
+    """With a budget they hold behind it; without one nothing is thought."""
+    call = '<tool_call>\n{"name": "time.now", "arguments": {"zone": "UTC"}}\n</tool_call>'
+    form: dict[str, Any] = {"tools": [], "response_format": {"type": "json_object"}}
+    budget = {"extra_body": {"thinking_token_budget": 5}}
+    async with scripted(tmp_path, f"hm</think>{call}", THINKS) as served, client_of(served) as client:
+        with pytest.raises(openai.BadRequestError, match="thinking_token_budget"):
+            await client.chat.completions.create(**ask_http(tool_choice="required"))
+        answer = await client.chat.completions.create(**ask_http(tool_choice="required", **budget))
+        message = answer.choices[0].message
+        assert [each.function.name for each in message.tool_calls or []] == ["time.now"]
+        assert (message.model_extra or {})["reasoning"] == "hm"
+        await client.chat.completions.create(**ask_http(**form))
+        await client.chat.completions.create(**ask_http(**form, **budget))
+        without, behind = (request.sampling for request in served.engine.requests[1:])
+        assert without.grammar is not None and without.thinking is None
+        assert behind.grammar is not None and behind.thinking is not None and behind.thinking.begun
+        assert served.engine.requests[0].sampling.grammar is not None
+
+
+@pytest.mark.parametrize("effort", ["low", "high"])
+async def test_efforts_reach_templates_that_know_them(tmp_path: Path, effort: str) -> None:
+    template = TEMPLATE + "{% if reasoning_effort is defined %}effort {{ reasoning_effort }}{% endif %}"
+    async with scripted(tmp_path, "Yes", template) as served, client_of(served) as client:
+        await client.chat.completions.create(**ask_http(tools=[], reasoning_effort=effort))
+        prompt = served.app.state.context.tokenizer.decode(served.engine.requests[0].prompt_token_ids)
+        assert prompt.endswith(f"effort {effort}")
