@@ -247,7 +247,9 @@ def _join(config: EngineConfig, plan: LaunchPlan, runner: Runner[Any], say: Call
     core, colocation, tuner = make_controller(config, scheduler, profile, slo, profile_folder(config), say)
     grammars = GrammarCompiler(plan.folder, plan.spec.vocab_size, plan.spec.eos_token_ids)
     runner.enforce(grammars, MAX_FORCED if config.forced_tokens else 0)
-    return Engine(core, runner, _info(plan), colocation=colocation, tuner=tuner, grammars=grammars)
+    return Engine(
+        core, runner, _info(plan), device_lost=runner.lost, colocation=colocation, tuner=tuner, grammars=grammars
+    )
 
 
 def _with_cache(plan: LaunchPlan, config: EngineConfig, cache_bytes: int) -> LaunchPlan:

@@ -58,8 +58,14 @@ HANG_SECONDS = 30.0
 """How long a step that hangs may still end by itself, once its requests have ended."""
 SICK_SECONDS = 60.0
 """How long every step may fail before the engine gives up."""
+DEVICE_SECONDS = 5.0
+"""How long a device may take to say whether it still runs."""
 MIN_REST = 0.01
 """The shortest sleep in seconds before the core is asked again for work that it could not start."""
+
+
+class _DeviceLostError(Exception):
+    """No step of this process can run any more."""
 
 
 class Engine:
@@ -67,6 +73,7 @@ class Engine:
 
     `step_limits`: when a step counts as hung; then its requests end, and `alive` is False until it does. With work but
     without a step for longer than `stall_seconds` the engine is not ready and recovers (see `engine.watchdog`).
+    `device_lost`: asked after a step that failed, outside the loop's thread; why no further one can run, or None.
     """
 
     def __init__(
@@ -78,6 +85,7 @@ class Engine:
         step_limits: StepLimits | None = None,
         stall_seconds: float = STALL_SECONDS,
         clock: Callable[[], float] = time.monotonic,
+        device_lost: Callable[[], str | None] = lambda: None,
         plan_offline: PlanOffline | None = None,
         colocation: Colocation | None = None,
         tuner: BudgetTuner | None = None,
@@ -88,6 +96,7 @@ class Engine:
         self._runner = runner
         self._clock = clock
         self._step_watch = StepWatch(step_limits or StepLimits(), self._on_hung)
+        self._device_lost = device_lost
         self._hung = False
         self._hang_timer: asyncio.TimerHandle | None = None
         self._sick_seconds = SICK_SECONDS
@@ -388,6 +397,7 @@ class Engine:
                 self._faults.report("a model step failed", error)
             if not self._warm:
                 self._end_streams(EngineStepError("The first model step failed."))
+            await self._check_device()
         self._in_flight.popleft()
         now = self._clock()
         self._step_started = now if self._in_flight else None
@@ -410,6 +420,16 @@ class Engine:
             self._tell_keeper(Colocation.on_step, output, taken, outputs, now, result.latency)
         for request_output in outputs:
             self._deliver(request_output)
+
+    async def _check_device(self) -> None:
+        """Trials on a device that is lost would blame requests for it. Raises _DeviceLostError."""
+        asked = asyncio.get_running_loop().run_in_executor(self._waiter, self._device_lost)
+        try:
+            lost = await asyncio.wait_for(asked, DEVICE_SECONDS)
+        except TimeoutError:
+            lost = f"it says nothing for {DEVICE_SECONDS:.0f} s"
+        if lost is not None:
+            raise _DeviceLostError(f"the device is lost: {lost}")
 
     def _tell_keeper(self, tell: Callable[..., None], *facts: Any) -> None:
         """A fault in what learns from steps costs learning only."""
@@ -465,11 +485,12 @@ class Engine:
 
     def _fail_all(self, error: BaseException) -> None:
         """The loop itself broke: nothing can be stepped any more, so every open stream ends with an error."""
-        broken = not isinstance(error, asyncio.CancelledError)
-        if broken:
+        broken, lost = not isinstance(error, asyncio.CancelledError), isinstance(error, _DeviceLostError)
+        cause, why = ("device", str(error)) if lost else ("loop", "its loop ended")
+        if broken and not lost:
             log.critical("the engine loop ended: %r", error, exc_info=error)
         if broken and self._supervisor is not None:
-            self._give_up("loop", "its loop ended")
+            self._give_up(cause, why)
             return
         failure = ErrorInfo.of(
             EngineUnavailableError("The engine stopped while this request was running.", retry_after=5.0)
@@ -481,4 +502,4 @@ class Engine:
         self._streams.clear()
         self._idle.set()
         if broken:
-            self._give_up("loop", "its loop ended")
+            self._give_up(cause, why)

@@ -7,8 +7,9 @@ FAULTS: `POINT:NUMBER` or `POINT:NUMBER:FIRST-LAST`, comma-separated; the fault 
 NUMBER-th time, warm-up not counted, in each of the processes FIRST to LAST (1-1 if not given). FOLDER counts them. The
 points: `ready` (dies before its first step), `frame` (dies in the middle of a message with outputs), `before`, `after`
 (dies before or after a step was computed), `hang` (a step never ends), `short`, `token` (a step's result is wrong),
-`oom` (a step raises MemoryError), `loop` (the engine's loop breaks), `block` (the event loop stands still). Of `poison`
-NUMBER is a token: the process dies in each step that computes the fourth token of an answer to a prompt with it.
+`oom` (a step raises MemoryError), `device` (from this step on all fail, and the device says why), `loop` (the engine's
+loop breaks), `block` (the event loop stands still). Of `poison` NUMBER is a token: the process dies in each step that
+computes the fourth token of an answer to a prompt with it.
 """
 
 import os
@@ -84,6 +85,10 @@ class ScriptedRunner(FakeRunner):
     def __init__(self, faults: Faults) -> None:
         super().__init__(block_size=4, vocab_size=VOCAB)
         self._faults = faults
+        self._device_is_lost = False
+
+    def lost(self) -> str | None:
+        return "an illegal memory access was encountered" if self._device_is_lost else None
 
     def choose(self, digest: bytes, outputs: Sequence[int], sampling: SamplingParams) -> int:
         facts = (
@@ -107,6 +112,9 @@ class ScriptedRunner(FakeRunner):
         self._die_of_poison(output)
         if faults.passes("oom"):
             raise MemoryError
+        self._device_is_lost = self._device_is_lost or faults.passes("device")
+        if self._device_is_lost:
+            raise RuntimeError("an illegal memory access was encountered")
         if faults.passes("hang"):
             time.sleep(3600.0)
         result = super().launch(output)()
@@ -150,7 +158,8 @@ def build(faults: Faults, config: EngineConfig, planned: child.Plan) -> Engine:
     settings = SchedulerConfig.of(config, num_units=400, max_model_len=CONTEXT)
     core = EngineCore(replace(settings, block_size=4))
     info = EngineInfo(CONTEXT, VOCAB, frozenset({EOS}), "scripted", "none", "none", 0, 800)
-    engine = Engine(core, ScriptedRunner(faults), info, step_limits=StepLimits(floor=0.5, unknown=0.5))
+    runner = ScriptedRunner(faults)
+    engine = Engine(core, runner, info, step_limits=StepLimits(floor=0.5, unknown=0.5), device_lost=runner.lost)
     update = core.update
 
     def watched(*args: Any) -> Any:

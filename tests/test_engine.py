@@ -248,6 +248,27 @@ async def test_a_broken_loop_ends_streams_and_is_reported(monkeypatch: pytest.Mo
     await engine.stop()
 
 
+async def test_a_lost_device_is_asked_for_and_blames_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No trial runs on it: a request would be found guilty of what every other one would meet as well."""
+    runner, launched = FakeRunner(block_size=64, vocab_size=VOCAB), 0
+    engine = make_engine(0, runner)
+    why: list[str | None] = [None, "an illegal memory access was encountered"]
+    monkeypatch.setattr(engine, "_device_lost", lambda: why.pop(0))
+    await engine.start()
+
+    def failing(_output: SchedulerOutput) -> Collect:
+        nonlocal launched
+        launched += 1
+        raise RuntimeError(f"failure {launched}")
+
+    monkeypatch.setattr(runner, "launch", failing)
+    outputs = [o async for o in outputs_of(engine, make_request("a", range(5), 5))]
+    assert is_error(outputs[-1], EngineUnavailableError)
+    assert launched == 2 and not why, "one step that failed, and one that the device did not survive"
+    assert "device is lost: an illegal memory access" in await engine.wait_dead()
+    await engine.stop()
+
+
 def make_planned_engine(plan_offline: Any) -> Engine:
     core = EngineCore(SchedulerConfig(num_units=128, max_model_len=4096, block_size=64))
     info = EngineInfo(4096, VOCAB, frozenset(), "fake", "none", "none", 0)

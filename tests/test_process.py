@@ -25,7 +25,7 @@ from engine.step_watch import StepLimits
 CHILD = Path(__file__).parent / "scripted_child.py"
 CONFIG = EngineConfig(slo="ttft_p99=20s", max_queue_time="none")
 POISON = 399
-POINTS = ("before", "after", "frame", "hang", "loop")
+POINTS = ("before", "after", "frame", "hang", "loop", "device")
 
 
 def request(name: str, prompt: int = 7, **sampling: Any) -> EngineRequest:

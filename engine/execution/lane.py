@@ -32,6 +32,16 @@ class Lane:
     def use(self) -> AbstractContextManager[object]:
         return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
 
+    def lost(self) -> str | None:
+        """Why nothing runs in it any more; None: it runs. An error inside a CUDA kernel stays: every later call of the
+        process meets it, whoever asks. (To have no memory is no such error.)"""
+        try:
+            if self.stream is not None:
+                self.stream.synchronize()
+        except RuntimeError as error:
+            return str(error).partition("\n")[0]
+        return None
+
     def mark(self) -> Mark:
         if self.stream is None:
             return _Passed()

@@ -89,6 +89,10 @@ class Runner(Generic[DeviceT]):
         forced = 0 if self.device.pipeline_depth else max_forced
         self.masks = RowMasks(self._rows, grammars, max_forced=forced)
 
+    def lost(self) -> str | None:
+        """After a step that failed: why the device runs no further one; None if it does."""
+        return self.device.lane.lost()
+
     def launch(self, output: SchedulerOutput) -> Collect:
         """Start one step; where nothing is taken ahead it has ended when this returns."""
         began, device = time.perf_counter(), self.device
