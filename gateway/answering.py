@@ -22,26 +22,34 @@ from gateway.keys import TIERS, Tier
 from gateway.pace import at_half_speed
 from gateway.params import GenerationPlan, without_ignored
 from gateway.quotas import Admissions, Place
-from gateway.sse import DONE, EventStream, event, run_while_connected
-from gateway.wire import GenerationBody, parse_json, validate
+from gateway.sse import EventStream, run_while_connected
+from gateway.wire import GenerationBody, RequestBody, parse_json, validate
 
 INLINE_BYTES = 32 * 1024  # parsing more than this takes long enough for a thread to be worth it
 CHARS_PER_TOKEN = 4  # a guess, for prompts that are not read
 INLINE_CHARS = 2000
 
-GenerationT = TypeVar("GenerationT", bound=GenerationBody)
+BodyT = TypeVar("BodyT", bound=RequestBody)
 ResultT = TypeVar("ResultT")
 
 
 class AnswerFormat(Protocol):
-    """How one API spells its answers."""
+    """How one API spells its answers. Of a stream: `opening` once, then chunks, then one of `closing` and `failure`."""
 
-    def chunk(self, delta: Delta, usage: dict[str, Any] | None) -> bytes:
-        """A delta as an event; `usage` where the client wants it in every chunk."""
+    def opening(self) -> bytes:
+        """The events before the first token; b"": there are none."""
         ...
 
-    def usage_chunk(self, usage: dict[str, Any]) -> bytes:
-        """The event that says what a stream used."""
+    def chunk(self, delta: Delta, usage: dict[str, Any] | None) -> bytes:
+        """A delta as events; `usage` where the client wants it in every chunk."""
+        ...
+
+    def closing(self, usage: dict[str, Any]) -> bytes:
+        """The events that end a stream, and say what it used."""
+        ...
+
+    def failure(self, error: ApiError, usage: dict[str, Any]) -> bytes:
+        """The events of a stream that breaks off."""
         ...
 
     def whole(self, choices: list[list[Delta]], usage: dict[str, Any]) -> dict[str, Any]:
@@ -49,13 +57,15 @@ class AnswerFormat(Protocol):
         ...
 
 
-async def read_body(request: Request, model: type[GenerationT]) -> GenerationT:
-    """The request's body as a model; where it names no service tier it has the one that its model's name ends with
-    (`MODEL:flex`), or its key's.
+async def read_body(
+    request: Request, model: type[BodyT], strip: Callable[[dict[str, Any]], dict[str, Any]] = without_ignored
+) -> BodyT:
+    """The request's body as a model, without what `strip` takes away; where it names no service tier it has the one
+    that its model's name ends with (`MODEL:flex`), or its key's.
 
     Raises ApiError 415 or InvalidRequestError.
     """
-    body = await read_json(request, functools.partial(parse_body, model))
+    body = await read_json(request, lambda raw: validate(model, strip(parse_json(raw))))
     if body.service_tier in (None, "auto"):
         body.service_tier = split_model(context_of(request), body.model)[1] or tier_of(request)
     return body
@@ -77,10 +87,6 @@ async def _read_raw(request: Request) -> bytes:
     if content_type != "application/json":
         raise ApiError(415)
     return await request.body()
-
-
-def parse_body(model: type[GenerationT], raw: bytes) -> GenerationT:
-    return validate(model, without_ignored(parse_json(raw)))
 
 
 async def check_room(context: GatewayContext, body: GenerationBody, num_chars: int) -> None:
@@ -152,22 +158,23 @@ async def collect(generation: Generation, shape: AnswerFormat) -> dict[str, Any]
 
 
 async def stream_events(generation: Generation, shape: AnswerFormat) -> AsyncGenerator[bytes, None]:
-    """The events of a stream. An error in mid-stream is an event with `error`, after which nothing comes."""
+    """The events of a stream. After an error in mid-stream nothing comes but the event that tells of it."""
     options = generation.plan.stream_options
     usage: Callable[[], dict[str, Any] | None] = (
         generation.usage if options.continuous_usage_stats else functools.partial(_nothing)
     )
     try:
+        if opening := shape.opening():
+            yield opening
         async with aclosing(generation.deltas()) as deltas:
             async for delta in deltas:
-                yield shape.chunk(delta, usage())
-        if options.include_usage:
-            yield shape.usage_chunk(generation.usage())
-        yield DONE
+                if events := shape.chunk(delta, usage()):
+                    yield events
+        yield shape.closing(generation.usage())
     except Exception as error:  # whatever it is, the client must be able to tell it from the end
         if not isinstance(error, TidemillError):
             log_unexpected(error)
-        yield event(to_api_error(error).envelope)
+        yield shape.failure(to_api_error(error), generation.usage())
 
 
 def _nothing() -> None:

@@ -1,7 +1,7 @@
 """The application: routes, middleware and error handlers put together around one engine client."""
 
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection, Mapping
 from contextlib import asynccontextmanager, nullcontext
 from typing import Any
 
@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException
 from engine.api import EngineClient
 from engine.errors import TidemillError
 from engine.text import Tokenizer
-from gateway import batches, chat, completions, files, health, models
+from gateway import batches, chat, completions, files, health, models, params
 from gateway.batch_line import LineRunner
 from gateway.batch_metrics import BatchCollector
 from gateway.batch_worker import BatchWorker
@@ -25,9 +25,10 @@ from gateway.keys import KeyStore
 from gateway.loop_lag import LoopLag
 from gateway.metrics import GatewayMetrics
 from gateway.middleware import Authentication, BodyLimit, HostGuard, RequestIds
-from gateway.params import INERT, UNSUPPORTED
 from gateway.quotas import Admissions
 from gateway.request_log import RequestLog
+from gateway.responses import routes as responses
+from gateway.responses import wire as responses_wire
 from gateway.state import BatchLimits, BatchState
 from gateway.store.folder import StateFolder
 from gateway.thinking import find_marks
@@ -41,10 +42,12 @@ log = logging.getLogger("tidemill.gateway")
 
 MAX_HELD_BODIES = 64  # bodies of the largest size that may be in memory at once
 
-_BODIES: dict[str, type[BaseModel]] = {
-    "/v1/chat/completions": ChatCompletionRequest,
-    "/v1/completions": CompletionRequest,
+BODIES: dict[str, tuple[type[BaseModel], Collection[str], Mapping[str, tuple[Any, ...]]]] = {
+    "/v1/chat/completions": (ChatCompletionRequest, params.INERT, params.UNSUPPORTED),
+    "/v1/completions": (CompletionRequest, params.INERT, params.UNSUPPORTED),
+    "/v1/responses": (responses_wire.ResponsesRequest, responses_wire.INERT, responses_wire.UNSUPPORTED),
 }
+"""What is honoured, ignored and refused."""
 
 
 def create_app(
@@ -93,7 +96,7 @@ def create_app(
     app.state.context = context
     app.state.recorder = Recorder(metrics, lifecycle)
     lifecycle.background += [app.state.recorder, LoopLag(metrics.registry)]
-    for resource in (chat, completions, models, health, web):
+    for resource in (chat, completions, responses, models, health, web):
         app.include_router(resource.router)
     if folder is not None:
         _add_batches(app, context, folder, limits or BatchLimits())
@@ -149,12 +152,12 @@ def _describe_bodies(app: FastAPI) -> None:
         if app.openapi_schema is None:
             document = make()
             _, schemas = models_json_schema(
-                [(model, "validation") for model in _BODIES.values()], ref_template="#/components/schemas/{model}"
+                [(model, "validation") for model, _, _ in BODIES.values()], ref_template="#/components/schemas/{model}"
             )
             document.setdefault("components", {}).setdefault("schemas", {}).update(schemas["$defs"])
-            for path, model in _BODIES.items():
+            for path, (model, inert, unsupported) in BODIES.items():
                 reference = {"$ref": f"#/components/schemas/{model.__name__}"}
-                schemas["$defs"][model.__name__]["properties"] |= _unhonoured()
+                schemas["$defs"][model.__name__]["properties"] |= _unhonoured(inert, unsupported)
                 content = {"application/json": {"schema": reference}}
                 document["paths"][path]["post"]["requestBody"] = {"required": True, "content": content}
         assert app.openapi_schema is not None
@@ -163,6 +166,6 @@ def _describe_bodies(app: FastAPI) -> None:
     app.openapi = openapi  # type: ignore[method-assign]
 
 
-def _unhonoured() -> dict[str, Any]:
-    ignored = {name: {"description": "Accepted and without effect."} for name in sorted(INERT)}
-    return ignored | {name: {"enum": [None, *values]} for name, values in UNSUPPORTED.items()}
+def _unhonoured(inert: Collection[str], unsupported: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
+    ignored = {name: {"description": "Accepted and without effect."} for name in sorted(inert)}
+    return ignored | {name: {"enum": [None, *values]} for name, values in unsupported.items()}

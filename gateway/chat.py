@@ -18,6 +18,7 @@ from engine.thoughts import ThinkingBudget
 from gateway.answer_parser import Parsing
 from gateway.answering import begin, check_model, check_room, read_body, respond, run_text_work
 from gateway.choices import Delta
+from gateway.completion_stream import CompletionStream
 from gateway.context import GatewayContext, context_of, tenant_of
 from gateway.logprobs import chat_logprobs
 from gateway.params import Caller, GenerationPlan, chat_plan, check_chat, check_texts
@@ -52,8 +53,11 @@ async def create_chat_completion(request: Request) -> Response:
     return await respond(request, generation, ChatFormat(plan, context.tokenizer))
 
 
-async def plan_chat(context: GatewayContext, body: ChatCompletionRequest, tenant: str) -> GenerationPlan:
-    """Everything that can be wrong with the request is found here, before anything is queued."""
+async def plan_chat(
+    context: GatewayContext, body: ChatCompletionRequest, tenant: str, prefix: str = "chatcmpl-"
+) -> GenerationPlan:
+    """Everything that can be wrong with the request is found here, before anything is queued. Other APIs are translated
+    into this one: `prefix` is what the ids of their answers begin with."""
     check_model(context, body.model)
     check_chat(body)
     form, template = context.tool_format, context.tokenizer.chat_template_text
@@ -63,7 +67,7 @@ async def plan_chat(context: GatewayContext, body: ChatCompletionRequest, tenant
     messages = [template_message(message, index) for index, message in enumerate(body.messages)]
     texts = list(_texts(body))
     await check_room(context, body, sum(map(len, texts)))
-    caller = Caller(f"chatcmpl-{uuid.uuid4().hex}", context.cache_salt(tenant), tenant)
+    caller = Caller(f"{prefix}{uuid.uuid4().hex}", context.cache_salt(tenant), tenant)
 
     def plan() -> GenerationPlan:
         check_texts(texts, context.tokenizer, context.client.info, "messages")
@@ -106,16 +110,15 @@ def _texts(body: ChatCompletionRequest) -> Iterator[str]:
         else:
             yield from (part.text for part in message.content or ())
         yield from (call.function.arguments for call in message.tool_calls or ())
+        yield message.reasoning or message.reasoning_content or ""
     yield from (tool.function.description or "" for tool in body.tools or ())
 
 
-class ChatFormat:
+class ChatFormat(CompletionStream):
     """Chat completions. The parts of a chunk that never change are encoded once per answer."""
 
     def __init__(self, plan: GenerationPlan, tokenizer: Tokenizer) -> None:
-        self._plan = plan
-        self._tokenizer = tokenizer
-        self._head = {
+        head = {
             "id": plan.response_id,
             "object": "chat.completion.chunk",
             "created": int(time.time()),
@@ -123,6 +126,8 @@ class ChatFormat:
             "service_tier": plan.service_tier,
             "system_fingerprint": None,
         }
+        super().__init__(plan, head)
+        self._tokenizer = tokenizer
         start = b"data: " + orjson.dumps(self._head)[:-1]
         self._starts = [start + b',"choices":[{"index":%d,"delta":{' % i for i in range(plan.n)]
         # before the first token of each choice
@@ -170,10 +175,6 @@ class ChatFormat:
         if self._plan.return_token_ids:
             parts += [b',"token_ids":', orjson.dumps(list(delta.token_ids))]
         return b"".join([*parts, b"}]", self._usage_part(usage), b"}", END])
-
-    def usage_chunk(self, usage: dict[str, Any]) -> bytes:
-        """See AnswerFormat.usage_chunk."""
-        return b"data: " + orjson.dumps({**self._head, "choices": [], "usage": usage}) + END
 
     def whole(self, choices: list[list[Delta]], usage: dict[str, Any]) -> dict[str, Any]:
         """See AnswerFormat.whole."""

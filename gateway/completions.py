@@ -21,6 +21,7 @@ from gateway.answering import (
     run_text_work,
 )
 from gateway.choices import Delta
+from gateway.completion_stream import CompletionStream
 from gateway.context import GatewayContext, context_of, tenant_of
 from gateway.logprobs import CompletionLogprobs
 from gateway.params import Caller, GenerationPlan, Prompt, check_completion, check_texts, completion_plan
@@ -66,12 +67,11 @@ def _encode(tokenizer: Tokenizer, prompt: str | list[int]) -> Prompt:
     return Prompt(tuple(prompt))
 
 
-class CompletionFormat:
+class CompletionFormat(CompletionStream):
     """Text completions; choice i of prompt p has index p * n + i. With `echo` each choice begins with its prompt."""
 
     def __init__(self, plan: GenerationPlan, tokenizer: Tokenizer, echo: bool) -> None:
-        self._plan = plan
-        self._head = {
+        head = {
             "id": plan.response_id,
             "object": "text_completion",
             "created": int(time.time()),
@@ -79,6 +79,7 @@ class CompletionFormat:
             "service_tier": plan.service_tier,
             "system_fingerprint": None,
         }
+        super().__init__(plan, head)
         self._start = b"data: " + orjson.dumps(self._head)[:-1] + b',"choices":[{"index":'
         usage = b',"usage":null' if plan.stream_options.include_usage else b""
         self._plain_end = b',"logprobs":null,"finish_reason":null}]' + usage + b"}" + END
@@ -112,10 +113,6 @@ class CompletionFormat:
 
     def _prompt_ids(self, index: int) -> list[int]:
         return list(self._plan.requests[index].prompt_token_ids)
-
-    def usage_chunk(self, usage: dict[str, Any]) -> bytes:
-        """See AnswerFormat.usage_chunk."""
-        return b"data: " + orjson.dumps({**self._head, "choices": [], "usage": usage}) + END
 
     def whole(self, choices: list[list[Delta]], usage: dict[str, Any]) -> dict[str, Any]:
         """See AnswerFormat.whole."""

@@ -6,6 +6,7 @@ Nothing is accepted and ignored but the names in `INERT`. Knows nothing of HTTP 
 import secrets
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from engine.api import EngineInfo, EngineRequest, Lane, RequestClass, SamplingParams
@@ -46,14 +47,21 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
 }
 
 
-def without_ignored(body: dict[str, Any]) -> dict[str, Any]:
-    """The body without what may be ignored. Raises InvalidRequestError for what is known and not supported."""
+def without_ignored(
+    body: dict[str, Any],
+    inert: Collection[str] = INERT,
+    unsupported: Mapping[str, tuple[Any, ...]] = UNSUPPORTED,
+    hints: Mapping[str, str] = MappingProxyType({}),
+) -> dict[str, Any]:
+    """The body without what may be ignored. Raises InvalidRequestError for what is known and not supported, with its
+    hint if it has one."""
     kept = {}
     for name, value in body.items():
-        if name in UNSUPPORTED:
-            if value is not None and value not in UNSUPPORTED[name]:
-                raise InvalidRequestError(f"'{name}' is not supported.", param=name, code="unsupported_parameter")
-        elif name not in INERT:
+        if name in unsupported:
+            if value is not None and value not in unsupported[name]:
+                message = f"'{name}' is not supported. {hints.get(name, '')}".rstrip()
+                raise InvalidRequestError(message, param=name, code="unsupported_parameter")
+        elif name not in inert:
             kept[name] = value
     return kept
 

@@ -106,9 +106,11 @@ def check_no_tools(tools: list[dict[str, Any]] | None, grammar: Grammar) -> None
 
 
 def template_message(message: Message, index: int) -> dict[str, Any]:
-    """What templates read: OpenAI's newer name of the system role under its old one, and arguments of past calls as
-    objects. Raises InvalidRequestError for arguments that are none."""
-    fields = message.model_dump(exclude_none=True, exclude={"refusal"})
+    """What templates read: OpenAI's newer name of the system role under its old one, arguments of past calls as
+    objects, past thoughts under one name. Raises InvalidRequestError for arguments that are none."""
+    fields = message.model_dump(exclude_none=True, exclude={"refusal", "reasoning"})
+    if message.reasoning:
+        fields["reasoning_content"] = message.reasoning
     if message.role == "developer":
         fields["role"] = "system"
     for number, call in enumerate(fields.get("tool_calls", ())):

@@ -98,7 +98,8 @@ Content = Annotated[
 
 
 class Message(StrictBody):
-    """One message. `tool_calls`: what the assistant called; `tool_call_id`: which call the message answers."""
+    """One message. `tool_calls`: what the assistant called; `tool_call_id`: which call the message answers;
+    `reasoning`, or under its other name `reasoning_content`: what it thought before."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = None
@@ -106,6 +107,8 @@ class Message(StrictBody):
     tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOL_CALLS, fail_fast=True)] | None = None
     tool_call_id: str | None = None
     refusal: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
 
 
 class StreamOptions(StrictBody):
@@ -152,11 +155,17 @@ class StructuredOutputs(StrictBody):
     whitespace_pattern: str | None = None
 
 
-class GenerationBody(StrictBody):
-    """What chat and completions have in common. None means: not given."""
+class RequestBody(StrictBody):
+    """What all APIs that generate have in common. None means: not given."""
 
     model: str
     stream: bool | None = None
+    service_tier: Literal["auto", "default", "flex"] | None = None
+
+
+class GenerationBody(RequestBody):
+    """What chat and completions have in common."""
+
     stream_options: StreamOptions | None = None
     max_tokens: int | None = Field(None, ge=1, le=_INT32)
     min_tokens: int | None = Field(None, ge=0, le=_INT32)
@@ -176,7 +185,6 @@ class GenerationBody(StrictBody):
     logit_bias: Annotated[dict[str, Bias], Field(max_length=MAX_LOGIT_BIAS), at_most(MAX_LOGIT_BIAS)] | None = None
     ignore_eos: bool | None = None
     return_token_ids: bool | None = None
-    service_tier: Literal["auto", "default", "flex"] | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: str | dict[str, Any] | None = None
@@ -186,10 +194,13 @@ class GenerationBody(StrictBody):
     guided_whitespace_pattern: str | None = None
 
 
+ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+
+
 class FunctionDefinition(StrictBody):
     """A function that the model may call; `parameters` is the JSON schema of its arguments."""
 
-    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+    name: ToolName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 CHAT, COMPLETIONS, BATCHES = "/v1/chat/completions", "/v1/completions", "/v1/batches"
+RESPONSES = "/v1/responses"
 MAX_BYTES = 4 * 1024 * 1024
 SMALL_BYTES = 32 * 1024  # what is parsed on the event loop itself
 
@@ -172,6 +173,40 @@ def _prompts_of_ids(start: str, prompts: int, ids: int) -> bytes:
     return f"{start}[{','.join([one] * prompts)}]}}".encode()
 
 
+def _responses(model: str) -> Iterator[Bomb]:
+    head = f'{{"model":"{model}",'
+    items = head + '"input":['
+    for name, unit in {
+        "empty items": "{}",
+        "null items": "null",
+        "array items": "[]",
+        "items of an unknown type": '{"type":"computer_call"}',
+        "items with many wrong fields": '{"role":1,"content":2,"a":3,"b":4}',
+        "good items": '{"role":"user","content":"x"}',
+        "calls": '{"type":"function_call","call_id":"a","name":"f","arguments":"{}"}',
+        "empty thoughts": '{"type":"reasoning","summary":[]}',
+        "answers of functions": '{"type":"function_call_output","call_id":"a","output":[]}',
+    }.items():
+        yield Bomb(f"responses: {name}", RESPONSES, repeated(items, unit, "]}"))
+    part = '{"type":"input_text","text":""}'
+    yield Bomb("responses: parts", RESPONSES, repeated(items + '{"role":"user","content":[', part, "]}]}"))
+    yield Bomb("responses: bad parts", RESPONSES, repeated(items + '{"role":"user","content":[', "{}", "]}]}"))
+    yield Bomb("responses: an item of many names", RESPONSES, repeated(items + "{", '"%x":0', "}]}"))
+    yield Bomb("responses: unknown names", RESPONSES, repeated(head + '"input":"x",', '"%x":0', "}"))
+    for name in ("metadata", "tools", "include", "text", "reasoning"):
+        start = head + f'"input":"x","{name}":'
+        yield Bomb(f"responses: {name} of objects", RESPONSES, repeated(start + "[", '{"a":{}}', "]}"))
+        yield Bomb(f"responses: {name} of names", RESPONSES, repeated(start + "{", '"%x":0', "}}"))
+        yield Bomb(f"responses: {name} of texts", RESPONSES, repeated(start + "[", '"%x"', "]}"))
+    hosted = repeated(head + '"input":"x","tools":[', '{"type":"web_search"}', "]}")
+    yield Bomb("responses: hosted tools", RESPONSES, hosted)
+    yield Bomb("responses: items 1,000 deep", RESPONSES, nested(items, '[{"a":', "}]", "]}", 500))
+    yield Bomb("responses: a text of words", RESPONSES, filled(head + '"input":"', "the quick brown fox ", '"}'))
+    yield Bomb("responses: instructions", RESPONSES, filled(head + '"input":"x","instructions":"', "a b ", '"}'))
+    long_type = filled(items + '{"content":"x","type":"', "x", '"}]}')
+    yield Bomb("responses: a long type", RESPONSES, long_type)
+
+
 def _batches() -> Iterator[Bomb]:
     head = '{"input_file_id":"file-x","endpoint":"/v1/completions","completion_window":"24h"'
     yield Bomb("batch: metadata", BATCHES, repeated(head + ',"metadata":{', '"%x":"a"', "}}"))
@@ -185,7 +220,7 @@ def _batches() -> Iterator[Bomb]:
 
 def bombs(model: str) -> list[Bomb]:
     """All of them, for a server that calls its model so."""
-    return [*_chat(model), *_texts(model), *_completions(model), *_batches()]
+    return [*_chat(model), *_texts(model), *_completions(model), *_responses(model), *_batches()]
 
 
 async def _main() -> None:

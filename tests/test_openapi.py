@@ -44,11 +44,11 @@ def server(
     thread.join()
 
 
-GENERATION = ("/v1/chat/completions", "/v1/completions")
+GENERATION = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 OPERATIONS = [
     ("GET", "/health"), ("GET", "/ready"), ("GET", "/version"), ("GET", "/metrics"),
     ("GET", "/v1/models"), ("GET", "/v1/models/{model}"),
-    ("POST", "/v1/chat/completions"), ("POST", "/v1/completions"),
+    ("POST", "/v1/chat/completions"), ("POST", "/v1/completions"), ("POST", "/v1/responses"),
     ("POST", "/v1/files"), ("GET", "/v1/files"), ("GET", "/v1/files/{file_id}"), ("DELETE", "/v1/files/{file_id}"),
     ("GET", "/v1/files/{file_id}/content"),
     ("POST", "/v1/batches"), ("GET", "/v1/batches"), ("GET", "/v1/batches/{batch_id}"),

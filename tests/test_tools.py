@@ -314,6 +314,16 @@ async def test_thoughts_go_under_both_names(tmp_path: Path) -> None:
         assert "".join(delta.content or "" for delta in deltas) == "Yes"
 
 
+@pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
+async def test_past_thoughts_reach_the_template_under_one_name(tmp_path: Path, name: str) -> None:
+    template = TEMPLATE.replace("{{ message.content", "({{ message.reasoning_content }}){{ message.content")
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", name: "hm"}]
+    async with scripted(tmp_path, "x", template) as served, client_of(served) as client:
+        await client.chat.completions.create(**ask(messages=messages))
+        prompt = served.app.state.context.tokenizer.decode(served.engine.requests[0].prompt_token_ids)
+    assert "(hm)b" in prompt
+
+
 @pytest.mark.parametrize(("switch", "shown"), [("enable_thinking", True), ("thinking", True), ("other", False)])
 async def test_thinking_is_turned_off_or_the_request_refused(tmp_path: Path, switch: str, shown: bool) -> None:
     end = f"{{% if {switch} is defined and not {switch} %}}<think></think>{{% endif %}}"

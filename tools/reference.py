@@ -20,10 +20,10 @@ from grafana_dashboard import registry_families  # noqa: E402
 from engine import errors as engine_errors  # noqa: E402
 from engine.config import EngineConfig  # noqa: E402
 from engine.scheduling import policies  # noqa: E402
-from gateway import cli, errors, params  # noqa: E402
+from gateway import cli, errors  # noqa: E402
+from gateway.app import BODIES  # noqa: E402
 from gateway.config import ServerConfig  # noqa: E402
 from gateway.flags import Flag, flags_of  # noqa: E402
-from gateway.wire import ChatCompletionRequest, CompletionRequest  # noqa: E402
 
 NOTE = "<!-- written by tools/reference.py -->\n"
 
@@ -93,15 +93,15 @@ def _default(flag: Flag) -> str:
 
 def api_page() -> str:
     parts = ["Fields of the bodies. Any other name is a 400 `unknown_parameter`.\n"]
-    for path, body in (("chat/completions", ChatCompletionRequest), ("completions", CompletionRequest)):
+    for path, (body, inert, unsupported) in BODIES.items():
         rows = [(f"`{name}`", _kind(field.annotation), _limits(field)) for name, field in body.model_fields.items()]
-        parts.append(f"## POST /v1/{path}\n\n" + table(("field", "type", "limits"), rows))
-    parts.append("## Accepted and without effect\n\n" + ", ".join(f"`{name}`" for name in sorted(params.INERT)) + ".\n")
-    rows = [
-        (f"`{name}`", ", ".join(f"`{v!r}`" for v in values) or "nothing") for name, values in params.UNSUPPORTED.items()
-    ]
-    parts.append("## Refused\n\nA 400 `unsupported_parameter`, unless the value asks for what happens anyway.\n")
-    parts.append(table(("field", "accepted values"), rows))
+        parts.append(f"## POST {path}\n\n" + table(("field", "type", "limits"), rows))
+        parts.append("Without effect: " + ", ".join(f"`{name}`" for name in sorted(inert)) + ".\n")
+        refused = [
+            f"`{name}`" + (f" (except {', '.join(f'`{value!r}`' for value in values)})" if values else "")
+            for name, values in unsupported.items()
+        ]
+        parts.append("Refused with `unsupported_parameter`: " + ", ".join(refused) + ".\n")
     return page("Fields of the API", *parts)
 
 

@@ -1,0 +1,306 @@
+"""/v1/responses as the official client uses it, and Codex: streamed and whole, tools, forms, thoughts, refusals."""
+
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+import httpx
+import openai
+import pytest
+from conftest import StartServer
+from fake_engine import MODEL, Script, Served
+from openai.types.responses import Response, ResponseFunctionToolCall
+from pydantic import BaseModel
+from test_structured_api import MODEL as DEMO
+from test_structured_api import server as demo_server
+from test_tools import TEMPLATE, TWO, client_of, scripted
+
+from engine.errors import EngineStepError, QueueFullError
+from engine.text import Tokenizer
+
+THINKS = TEMPLATE + "{% if false %}</think>{% endif %}"
+TOOLS: list[Any] = [
+    {"type": "function", "name": name, "description": "A tool", "parameters": {"type": "object"}, "strict": False}
+    for name in ("weather", "time.now")
+]
+
+
+def ask(**fields: Any) -> dict[str, Any]:
+    return {"model": MODEL, "input": "Weather?", "max_output_tokens": 300, **fields}
+
+
+async def post(served: Served, **fields: Any) -> httpx.Response:
+    async with httpx.AsyncClient(base_url=served.url, timeout=120) as client:
+        return await client.post("/v1/responses", json=ask(**fields))
+
+
+async def events_of(served: Served, **fields: Any) -> list[dict[str, Any]]:
+    """As they are on the wire: each has its name and its number."""
+    answer = await post(served, stream=True, **fields)
+    assert answer.headers["content-type"].startswith("text/event-stream"), answer.text
+    events = []
+    for block in answer.text.split("\n\n")[:-1]:
+        name, data = block.split("\n")
+        events.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {events[-1]['type']}"
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    return events
+
+
+def prompt_of(served: Served, number: int = -1) -> str:
+    ids = served.engine.requests[number].prompt_token_ids
+    text: str = served.app.state.context.tokenizer.decode(ids, skip_special_tokens=False)
+    return text
+
+
+def without_ids(output: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{name: value for name, value in item.items() if name not in ("id", "call_id")} for item in output]
+
+
+async def test_the_official_client_gets_a_response(start_server: StartServer, tokenizer: Tokenizer) -> None:
+    served = await start_server("hello world")
+    async with client_of(served) as client:
+        answer = await client.responses.create(
+            **ask(instructions="Be brief", metadata={"a": "b"}, temperature=0.5, store=True, user="u")
+        )
+    assert answer.output_text == "hello world" and answer.status == "completed" and answer.id.startswith("resp_")
+    assert (answer.object, answer.error, answer.metadata, answer.temperature) == ("response", None, {"a": "b"}, 0.5)
+    assert answer.to_dict()["store"] is False and answer.service_tier == "default" and answer.model == MODEL
+    (request,) = served.engine.requests
+    assert request.request_id.startswith(answer.id) and request.sampling.temperature == 0.5
+    assert answer.usage is not None
+    assert answer.usage.input_tokens == len(request.prompt_token_ids)
+    assert answer.usage.input_tokens_details.cached_tokens == len(request.prompt_token_ids) // 2
+    assert answer.usage.output_tokens == len(tokenizer.encode("hello world")) + 1
+    assert answer.usage.output_tokens_details.reasoning_tokens == 0
+    assert prompt_of(served).startswith("<|im_start|>system\nBe brief<|im_end|>\n<|im_start|>user\nWeather?")
+
+
+async def test_the_stream_helper_and_the_whole_answer_agree(tmp_path: Path) -> None:
+    async with scripted(tmp_path, f"<think>\nhm hm\n</think>\n\n{TWO}", THINKS) as served, client_of(served) as client:
+        whole = await client.responses.create(**ask(tools=TOOLS))
+        async with client.responses.stream(**ask(tools=TOOLS)) as stream:
+            kinds = [event.type async for event in stream]
+            final = await stream.get_final_response()
+        at_once = await client.responses.create(**ask(tools=TOOLS, service_tier="flex"))
+    assert [item.type for item in whole.output] == ["reasoning", "message", "function_call", "function_call"]
+    streamed = final.to_dict(exclude_none=True)["output"]  # but for what its parsing adds
+    assert without_ids(whole.to_dict(exclude_none=True)["output"]) == without_ids(streamed)
+    assert final.output_text == whole.output_text == "Wait."
+    assert kinds[:2] == ["response.created", "response.in_progress"] and kinds[-1] == "response.completed"
+    assert kinds.count("response.function_call_arguments.done") == 2
+    assert whole.usage and final.usage and whole.usage.output_tokens == final.usage.output_tokens
+    thoughts = whole.usage.output_tokens_details.reasoning_tokens
+    assert 0 < thoughts < whole.usage.output_tokens
+    assert final.usage.output_tokens_details.reasoning_tokens == thoughts
+    assert at_once.usage and at_once.usage.output_tokens_details.reasoning_tokens == thoughts
+
+
+async def test_events_tell_of_what_the_response_holds(tmp_path: Path) -> None:
+    """Every item is added, filled, and done, with one id from its first event to the last response."""
+    async with scripted(tmp_path, f"<think>hm hm</think>\n\n{TWO}", THINKS) as served:
+        events = await events_of(served, tools=TOOLS)
+    final = events[-1]["response"]
+    assert {event["response"]["id"] for event in events if "response" in event} == {final["id"]}
+    added = [event for event in events if event["type"] == "response.output_item.added"]
+    done = [event for event in events if event["type"] == "response.output_item.done"]
+    assert [event["item"]["id"] for event in added] == [item["id"] for item in final["output"]]
+    assert [event["item"] for event in done] == final["output"]
+    assert [event["output_index"] for event in added] == [event["output_index"] for event in done] == [0, 1, 2, 3]
+    for index, item in enumerate(final["output"]):
+        mine = [event for event in events if event.get("output_index") == index and "item_id" in event]
+        assert {event["item_id"] for event in mine} == {item["id"]}
+        deltas = "".join(event["delta"] for event in mine if event["type"].endswith(".delta"))
+        if item["type"] == "function_call":
+            assert deltas == item["arguments"] == mine[-1]["arguments"]
+            assert mine[-1]["type"] == "response.function_call_arguments.done"
+        else:
+            (part,) = item["content"]
+            assert deltas == part["text"] and mine[-1] == {**mine[-1], "part": part}
+            assert mine[0]["type"] == "response.content_part.added" and mine[0]["part"]["text"] == ""
+            assert mine[-2]["type"] == f"response.{part['type']}.done" and mine[-2]["text"] == part["text"]
+    assert events[0]["response"]["status"] == "in_progress" and events[0]["response"]["output"] == []
+    assert final["output"][0]["content"] == [{"type": "reasoning_text", "text": "hm hm"}]
+
+
+async def test_a_tool_loop_sends_back_what_it_got(tmp_path: Path) -> None:
+    """What the model did in one go - thoughts, text, calls - reaches the template as one message."""
+    template = THINKS.replace("{{ message.content", "({{ message.reasoning_content }}){{ message.content")
+    async with scripted(tmp_path, f"<think>hm</think>\n\n{TWO}", template) as served, client_of(served) as client:
+        history: list[Any] = [{"role": "user", "content": "Weather?"}]
+        first = await client.responses.create(**ask(tools=TOOLS, input=history))
+        history += first.output
+        for call in first.output:
+            if isinstance(call, ResponseFunctionToolCall):
+                history.append({"type": "function_call_output", "call_id": call.call_id, "output": f"Sun {call.name}"})
+        await client.responses.create(**ask(tools=TOOLS, input=history))
+    prompt = prompt_of(served)
+    assert prompt.count("<|im_start|>assistant\n") == 2 and prompt.count("<|im_start|>tool\n") == 2
+    said = prompt.split("<|im_start|>assistant\n")[1]
+    assert said.startswith("(hm)Wait.<tool_call>") and '"arguments": {"city": "Rome", "days": 2}' in said
+    assert "Sun weather" in prompt and "Sun time.now" in prompt
+
+
+async def test_what_codex_sends(tmp_path: Path) -> None:
+    """Items of its own making, hosted tools beside functions, metadata of its own; its instructions and what it says as
+    developer are one system message, as templates want it."""
+    tools = [*TOOLS, {"type": "web_search", "external_web_access": False}, {"type": "custom", "name": "apply_patch"}]
+    items = [
+        {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "Ask first"}]},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "one"}]},
+        {"type": "reasoning", "summary": [], "encrypted_content": "x", "content": None, "id": "rs_1"},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "two"}], "phase": "x"},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "three"}]},
+    ]
+    async with scripted(tmp_path, "ok") as served:
+        events = await events_of(
+            served,
+            input=items,
+            instructions="You are Codex",
+            tools=tools,
+            tool_choice="auto",
+            parallel_tool_calls=True,
+            reasoning={"effort": "medium", "summary": "auto"},
+            store=False,
+            include=["reasoning.encrypted_content"],
+            prompt_cache_key="0199",
+            client_metadata={"x-codex-installation-id": "1"},
+        )
+    assert events[-1]["type"] == "response.completed"
+    assert [tool["name"] for tool in events[-1]["response"]["tools"]] == ["weather", "time.now"]
+    roles = [part.split("\n")[0] for part in prompt_of(served).split("<|im_start|>")[1:]]
+    assert roles == ["system", "user", "assistant", "user", "assistant"]
+    assert "system\nYou are Codex\n\nAsk first<|im_end|>" in prompt_of(served)
+
+
+class Point(BaseModel):
+    kind: Literal["star", "planet"]
+    near: bool
+
+
+async def test_the_official_client_parses_what_it_asked_for(tmp_path: Path) -> None:
+    async with demo_server(tmp_path) as served, client_of(served) as client:
+        asked: dict[str, Any] = {"model": DEMO, "input": "Say it", "temperature": 2.0, "max_output_tokens": 150}
+        parsed = await client.responses.parse(**asked, text_format=Point)
+        assert isinstance(parsed.output_parsed, Point)
+        async with client.responses.stream(**asked, text_format=Point) as stream:
+            final = await stream.get_final_response()
+        assert isinstance(final.output_parsed, Point)
+        refused = {"format": {"type": "json_schema", "name": "x", "schema": {"not": {}}}}
+        with pytest.raises(openai.BadRequestError, match="not") as caught:
+            await client.responses.create(**asked, text=refused)  # type: ignore[call-overload]
+        assert caught.value.param == "text.format.schema"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_cut_answer_is_incomplete(start_server: StartServer, stream: bool) -> None:
+    served = await start_server("one two three four")
+    if stream:
+        events = await events_of(served, max_output_tokens=2)
+        assert events[-1]["type"] == "response.incomplete"
+        response = events[-1]["response"]
+    else:
+        response = (await post(served, max_output_tokens=2)).json()
+    assert response["status"] == "incomplete" and response["incomplete_details"] == {"reason": "max_output_tokens"}
+    assert response["output"][-1]["status"] == "incomplete" and response["usage"]["output_tokens"] == 2
+    assert Response.model_validate(response).output_text
+
+
+async def test_an_answer_of_nothing_is_a_message(start_server: StartServer) -> None:
+    served = await start_server("")
+    events = await events_of(served)
+    assert [item["content"][0]["text"] for item in events[-1]["response"]["output"]] == [""]
+
+
+async def test_a_stream_that_breaks_off_says_so(start_server: StartServer, tokenizer: Tokenizer) -> None:
+    error = EngineStepError("The model step failed under this request.")
+    script = Script([*tokenizer.encode("one two three")], fail_after=2, error=error)
+    served = await start_server(lambda _: script)
+    events = await events_of(served)
+    assert events[-1]["type"] == "response.failed"
+    response = events[-1]["response"]
+    assert response["error"] == {"code": "server_error", "message": error.message} and response["status"] == "failed"
+    assert response["output"][0]["status"] == "incomplete" and response["usage"]["output_tokens"] == 2
+    answer = await post(served)
+    assert answer.status_code == 500 and answer.json()["error"]["code"] == "engine_error"
+
+
+async def test_the_tier_of_a_response(start_server: StartServer) -> None:
+    served = await start_server("hello")
+    for fields, tier in (({"service_tier": "flex"}, "flex"), ({"model": f"{MODEL}:flex"}, "flex"), ({}, "default")):
+        answer = await post(served, **fields)
+        assert answer.json()["service_tier"] == tier
+        assert served.engine.requests[-1].request_class.name == ("OFFLINE" if tier == "flex" else "ONLINE")
+
+
+async def test_a_client_that_leaves_ends_its_response(start_server: StartServer) -> None:
+    served = await start_server("one two three four", hold_after=1)
+    async with client_of(served) as client:
+        stream = await client.responses.create(**ask(stream=True))
+        async for event in stream:
+            if event.type == "response.output_text.delta":
+                break
+        await stream.close()
+    await served.engine.wait(lambda: bool(served.engine.aborts))
+    assert not served.engine.num_open
+
+
+async def test_a_full_queue_and_a_long_prompt(start_server: StartServer) -> None:
+    served = await start_server("hello")
+    served.engine.add_errors = [QueueFullError("The queue is full.", retry_after=3)]
+    answer = await post(served, stream=True)
+    assert answer.status_code == 429 and answer.headers["retry-after"] == "3"
+    answer = await post(served, input="word " * 3000)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], error["param"]) == (400, "context_length_exceeded", "input")
+
+
+CALL = {"type": "function_call", "call_id": "c", "name": "weather"}
+REFUSED: list[tuple[dict[str, Any], str, str]] = [
+    ({"previous_response_id": "resp_1"}, "previous_response_id", "not stored"),
+    ({"conversation": "c"}, "conversation", "not stored"),
+    ({"background": True}, "background", "not supported"),
+    ({"input": []}, "input", "at least 1"),
+    ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]", "function_call_output"),
+    ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input[0].content[0].type",
+     "Invalid"),
+    ({"input": [{"role": "king", "content": "x"}]}, "input[0].role", "Invalid"),
+    ({"input": [{"role": "user", "content": "x"}, {**CALL, "arguments": "[]"}]}, "input[1].arguments", "JSON object"),
+    ({"input": [CALL]}, "input[0].arguments", "Missing"),
+    ({"tools": [{"type": "file_search"}]}, "tools[0]", "Only functions"),
+    ({"tools": [{"type": "function", "name": "a b"}]}, "tools[0].name", "Invalid"),
+    ({"tools": TOOLS * 2}, "tools", "same name"),
+    ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice", "no function"),
+    ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "x"}}, "tool_choice.name", "not among"),
+    ({"tools": TOOLS, "text": {"format": {"type": "json_object"}}}, "text.format", "together with 'tools'"),
+    ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema", "Missing"),
+    ({"text": {"verbosity": "high"}}, "text.verbosity", "Invalid"),
+    ({"reasoning": {"effort": "huge"}}, "reasoning.effort", "Invalid"),
+    ({"include": ["message.output_text.logprobs"]}, "include[0]", "Invalid"),
+    ({"metadata": {str(i): "x" for i in range(17)}}, "metadata", "at most 16"),
+    ({"max_output_tokens": 0}, "max_output_tokens", "greater"),
+    ({"max_output_tokens": 100_000}, "input", "context"),
+    ({"messages": []}, "messages", "Unknown"),
+    ({"stream_options": {"include_usage": True}}, "stream_options.include_usage", "Unknown"),
+]  # fmt: skip
+
+
+async def test_what_is_refused_names_its_parameter(tmp_path: Path) -> None:
+    async with scripted(tmp_path, "x") as served:
+        for fields, param, word in REFUSED:
+            answer = await post(served, **fields)
+            error = answer.json()["error"]
+            assert (answer.status_code, error["param"]) == (400, param), (fields, error)
+            assert word in error["message"], error
+        assert not served.engine.requests
+
+
+async def test_thinking_is_turned_off(tmp_path: Path) -> None:
+    end = "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
+    knows = "{% if reasoning_effort %}{{ reasoning_effort }}{% endif %}"
+    for template, high in ((TEMPLATE + end, "assistant\n"), (TEMPLATE + end + knows, "assistant\nhigh")):
+        async with scripted(tmp_path / high.strip(), "Yes", template) as served:
+            for effort, tail in (("xhigh", high), ("none", "<think></think>")):
+                answer = await post(served, reasoning={"effort": effort})
+                assert answer.json()["reasoning"]["effort"] == effort
+                assert prompt_of(served).endswith(tail)
