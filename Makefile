@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: install serve test check docs native bench gpu-check clean
+.PHONY: install serve test check docs native bench chaos gpu-check clean
 
 install: $(STAMP)
 
@@ -43,6 +43,10 @@ native: install
 
 bench: install
 	$(BIN)/python -m loadgen.bench $(ARGS)
+
+# A server whose engine process is killed, hangs and fails for ten minutes; exits 1 on a broken promise.
+chaos: install
+	$(BIN)/python -m loadgen.bench chaos $(ARGS)
 
 # From a source tree, without an install: needs a Python with torch, triton and transformers (PYTHON=... picks one).
 gpu-check:

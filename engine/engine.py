@@ -311,6 +311,10 @@ class Engine:
         and why, and they go on in the next one. So it does when every step has failed for `sick_seconds`."""
         self._supervisor, self._sick_seconds = die, sick_seconds
 
+    def put_between(self, wrap: Callable[[ModelRunner], ModelRunner]) -> None:
+        """Steps go through what `wrap` makes of the runner; before `start`."""
+        self._runner = wrap(self._runner)
+
     def be_recorded(self, recorder: FlightRecorder) -> None:
         """From now on every step is written there before it runs."""
         self._recorder = recorder

@@ -265,6 +265,7 @@ def _load_here(engine_config: EngineConfig, server_config: ServerConfig, _folder
 def _load_process(engine_config: EngineConfig, server_config: ServerConfig, folder: Any) -> Loaded:
     """The engine in a process of its own: torch is never loaded in this one."""
     from engine.process.client import EngineProcess
+    from engine.process.policy import RestartPolicy
     from engine.text import Tokenizer
 
     tokenizers: list[Tokenizer] = []
@@ -275,7 +276,8 @@ def _load_process(engine_config: EngineConfig, server_config: ServerConfig, fold
             say(note)
 
     pid_file = folder.root / "engine.pid"
-    engine = EngineProcess(engine_config, log_level=server_config.log_level, pid_file=pid_file)
+    policy = RestartPolicy(server_config.max_engine_deaths, max_delay=server_config.max_restart_delay)
+    engine = EngineProcess(engine_config, log_level=server_config.log_level, pid_file=pid_file, policy=policy)
     engine.load(planned)
     return engine, tokenizers[0], engine.discard
 

@@ -54,6 +54,12 @@ class ServerConfig:
         True,
         "run the engine in a process of its own; if it dies, the next one goes on with its requests (off: in this one)",
     )
+    max_engine_deaths: int = _flag(
+        6, "deaths of the engine process, within ten minutes and without a healthy one, after which the server ends"
+    )
+    max_restart_delay: float = _flag(
+        30.0, "seconds that the next engine process waits at most: 0, 1, 2, 4 ... up to it"
+    )
     shutdown_timeout: float = _flag(30.0, "seconds that running requests may take to end after SIGTERM")
     request_log: str | None = _flag(
         None, "file that gets a JSON line per ended request, never its text; SIGHUP opens it again (logrotate)"
@@ -71,6 +77,10 @@ class ServerConfig:
             raise ConfigError(f"--shutdown-timeout must be between 0 and 86400, not {self.shutdown_timeout}")
         if self.offline_thinking_budget is not None and self.offline_thinking_budget < 0:
             raise ConfigError(f"--offline-thinking-budget must not be negative, not {self.offline_thinking_budget}")
+        if self.max_engine_deaths < 1:
+            raise ConfigError(f"--max-engine-deaths must be at least 1, not {self.max_engine_deaths}")
+        if not 0.0 <= self.max_restart_delay <= 3600.0:
+            raise ConfigError(f"--max-restart-delay must be between 0 and 3600, not {self.max_restart_delay}")
         if self.tool_parser not in TOOL_PARSERS:
             raise ConfigError(f"--tool-parser must be one of {', '.join(TOOL_PARSERS)}, not {self.tool_parser!r}")
         if self.log_level not in LOG_LEVELS:

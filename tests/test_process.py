@@ -318,6 +318,8 @@ def test_when_a_process_is_started_again() -> None:
     assert policy.died(5.0) is None
     late = RestartPolicy(max_deaths=9)
     assert [late.died(float(second)) for second in range(8)][-2:] == [30.0, 30.0] or late.max_delay == 30.0
+    many = RestartPolicy(max_deaths=5000, max_delay=0.0)
+    assert {many.died(0.1 * number) for number in range(4000)} == {0.0}
     well = RestartPolicy()
     for minute in range(20):
         well.ready(100.0 * minute)

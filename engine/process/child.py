@@ -30,7 +30,7 @@ from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import EngineStepError, ErrorInfo, TidemillError
 from engine.flight import FlightRecorder
-from engine.process import frames
+from engine.process import frames, sabotage
 from engine.process.connection import Connection
 
 log = logging.getLogger("tidemill.engine")
@@ -58,6 +58,9 @@ def build(config: EngineConfig, planned: Plan) -> Engine:
     plan = module.plan_launch(config)
     planned(frames.Planned(str(plan.folder), tuple(plan.notes)))
     engine: Engine = module.build_engine(config, plan, _say)
+    if folder := os.environ.get(sabotage.VARIABLE):
+        _say("TIDEMILL_CHAOS is set: steps may fail, hang and kill this process")
+        engine.put_between(lambda runner: sabotage.SabotagedRunner(runner, Path(folder)))
     return engine
 
 

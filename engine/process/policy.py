@@ -41,4 +41,4 @@ class RestartPolicy:
         count = len(self._deaths)
         if count >= self.max_deaths:
             return None
-        return 0.0 if count == 1 else min(self.max_delay, 2.0 ** (count - 2))
+        return 0.0 if count == 1 else min(self.max_delay, 2.0 ** min(count - 2, 30))

@@ -11,6 +11,7 @@ BENCHES = {
     "serving": "loadgen.bench.serving",
     "colocation": "loadgen.bench.colocation",
     "pressure": "loadgen.bench.pressure",
+    "chaos": "loadgen.bench.chaos",
     "accuracy": "loadgen.bench.accuracy",
     "control-plane": "loadgen.bench.control_plane",
     "quantization": "loadgen.bench.quantization",

@@ -1,0 +1,85 @@
+"""The benchmark that breaks the engine process: what it counts, what it breaks, and a short run of the whole. Slow."""
+
+import asyncio
+import math
+import sys
+from pathlib import Path
+
+import pytest
+from fakes.runner import FakeRunner
+
+from engine.api import SamplingParams
+from engine.process.sabotage import POISON, SabotagedRunner
+from engine.scheduling.output import Chunk, NewRequest, SchedulerOutput
+from loadgen.bench import chaos
+from loadgen.bench.chaos import Promise
+from loadgen.bench.chaos_faults import HOSTILE, Saboteur
+from loadgen.bench.chaos_load import Outcome
+
+
+def test_a_pause_is_what_a_gap_lasts_beyond_the_time_without_an_engine() -> None:
+    gaps = [(0.0, 0.1), (1.0, 6.0), (10.0, 12.0), (20.0, 30.0)]
+    down = [(1.5, 5.5), (21.0, 24.0), (25.0, 29.0)]
+    assert chaos.pauses(gaps, down) == pytest.approx([1.0, 3.0]), "no fault touched the third"
+
+
+def test_the_lag_is_the_bound_that_the_looks_between_two_pages_kept() -> None:
+    before, after = {0.01: 5.0, 0.1: 5.0, math.inf: 6.0}, {0.01: 104.0, 0.1: 105.0, math.inf: 106.0}
+    assert chaos.lag_within(before, after, 0.99) == 0.01 and chaos.lag_within(before, after, 1.0) == 0.1
+
+
+def test_one_broken_promise_is_enough(capsys: pytest.CaptureFixture[str]) -> None:
+    late = Promise("pause", "9 s", "1 s", kept=False, timing=True)
+    assert chaos.show([Promise("streams", "8"), Promise("lost", "0", "0", kept=True), late], loose=True)
+    assert "BROKEN" not in capsys.readouterr().out
+    assert not chaos.show([late], loose=False)
+    assert not chaos.show([Promise("lost", "1", "0", kept=False)], loose=True)
+    assert "BROKEN" in capsys.readouterr().out
+
+
+def test_everything_that_goes_wrong_breaks_a_promise() -> None:
+    saboteur = Saboteur(None, Path(), Path(), None)  # type: ignore[arg-type]
+    assert all(promise.kept is not False for promise in chaos._promises(Outcome(), saboteur))
+    saboteur.poison["None"] += 1
+    saboteur.wrong["x: 200"] += 1
+    outcome = Outcome(broken=1, differing=1, lost=1, doubled=1, failed=1, rows_differing=1)
+    assert [promise.kept for promise in chaos._promises(outcome, saboteur)].count(False) == 8
+
+
+def test_a_step_fails_while_it_is_told_to(tmp_path: Path) -> None:
+    runner = SabotagedRunner(FakeRunner(block_size=4, vocab_size=100), tmp_path)
+    empty = SchedulerOutput(0, ())
+    (tmp_path / "fail").touch()
+    with pytest.raises(RuntimeError):
+        runner.launch(empty)
+    (tmp_path / "fail").unlink()
+    assert runner.launch(empty)().token_ids == []
+
+
+def test_poison_is_known_by_its_row_until_that_is_released(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    killed: list[int] = []
+    monkeypatch.setattr("os.kill", lambda _pid, number: killed.append(number))
+    runner = SabotagedRunner(FakeRunner(block_size=4, vocab_size=100), tmp_path)
+    poison = NewRequest(3, "p", (*POISON, 1), 9, SamplingParams(max_tokens=1), ())
+    runner.launch(SchedulerOutput(0, (), (poison,)))
+    runner.launch(SchedulerOutput(1, (Chunk(2, 0, 1, False),)))
+    assert not killed
+    runner.launch(SchedulerOutput(2, (Chunk(2, 0, 1, False), Chunk(3, 0, 1, False))))
+    assert len(killed) == 1
+    runner.launch(SchedulerOutput(3, (Chunk(3, 0, 1, False),), released_rows=(3,)))
+    assert len(killed) == 1
+
+
+def test_hostile_bodies_are_as_large_as_a_server_reads() -> None:
+    assert max(map(len, HOSTILE.values())) > 4 * 2**20 and sum(len(body) > 3_900_000 for body in HOSTILE.values()) == 5
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+async def test_nothing_is_lost_while_everything_breaks() -> None:
+    command = [sys.executable, "-m", "loadgen.bench", "chaos", "--seconds", "20", "--seed", "5", "--loose"]
+    process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+    output, _ = await process.communicate()
+    print(output.decode())
+    assert process.returncode == 0, output.decode()
+    assert "1 poison" in output.decode() and "BROKEN" not in output.decode()
