@@ -31,11 +31,13 @@ from engine.execution.plan import LaunchPlan
 from engine.execution.runner import Runner
 from engine.machine import BUS_RATE
 from engine.models.checkpoint import load_weights
-from engine.models.families import family_named
 from engine.models.hub import cached_folder, is_hub_id, resolve_model_folder
-from engine.models.spec import ModelSpec, hidden_offer, load_spec, resolve_max_model_len
+from engine.models.implementation import TRANSFORMERS, choose
+from engine.models.linear import MakeLinear
+from engine.models.spec import ModelShape, ModelSpec, hidden_offer, resolve_max_model_len
 from engine.models.streaming import StreamedLayers
-from engine.models.weights import Gather, ResidentLayers, torch_dtype
+from engine.models.transformers_model import TransformersModel, TransformersShape, load_model
+from engine.models.weights import Gather, ModelWeights, ResidentLayers, torch_dtype
 from engine.passing_thread import in_passing_thread
 from engine.scheduling.policies import find_policy
 from engine.structured import GrammarCompiler
@@ -68,17 +70,23 @@ def local_config(config: EngineConfig) -> EngineConfig | None:
 def plan_launch(config: EngineConfig) -> LaunchPlan:
     """Decide how a configuration runs on this machine. Raises ConfigError for what cannot run."""
     folder = resolve_model(config)
-    spec = load_spec(folder)
+    choice = choose(folder, config.model_impl, config.max_model_len)
+    spec = choice.shape
     backend = find_backend(config.device)
     if config.quantization != "none" and backend.name != "cpu":
         raise ConfigError(f"--quantization {config.quantization} runs on a CPU only: say --device cpu, or none")
     dtype, note = (config.dtype, None) if config.dtype != "auto" else backend.choose_dtype(spec, config)
+    foreign = choice.implementation == TRANSFORMERS
+    if foreign and config.quantization != "none":
+        raise ConfigError(
+            f"--quantization {config.quantization} is of families of ours, and {spec.architecture} is none"
+        )
+    by = f"transformers' modules run {spec.architecture}: {choice.why}" if foreign else None
     refusal = backend.refusal(spec, dtype)
     slow = f"slow attention by torch's own operators: {refusal}" if refusal else None
     plan = LaunchPlan(
         folder=folder,
         spec=spec,
-        architecture=family_named(spec.family).architecture,
         device=backend.name,
         dtype=dtype,
         limits=Limits(
@@ -90,20 +98,23 @@ def plan_launch(config: EngineConfig) -> LaunchPlan:
         ),
         weight_bytes=memory.weight_bytes(spec, torch_dtype(dtype), config.quantization),
         quantization=config.quantization,
+        implementation=choice.implementation,
         memory_utilization=config.gpu_memory_utilization,
-        notes=tuple(each for each in (note, slow) if each),
+        notes=tuple(each for each in (by, note, slow) if each),
     )
     plan = _with_offload(plan, config)
     plan = replace(plan, limits=replace(plan.limits, padding=backend.padding(plan)))
     return _with_cache(plan, config, backend.cache_bytes(plan, None))
 
 
-def _hidden_refusal(config: EngineConfig, spec: ModelSpec) -> str | None:
+def _hidden_refusal(config: EngineConfig, spec: ModelShape) -> str | None:
     """Why no request will be run from hidden state; None if some may be, empty if nobody asked."""
     if not config.hidden_cache:
         return ""
     if find_policy(config.online_policy).select is None:
         return f"--hidden-cache needs the policy apt or goodput, not {config.online_policy}"
+    if not isinstance(spec, ModelSpec):
+        return "transformers' modules keep the hidden state of their layers to themselves"
     return hidden_offer(spec).refusal or None
 
 
@@ -138,20 +149,26 @@ def build_runner(
     gather: Gather = ResidentLayers
     if plan.offload is not None and transport is not None:
         gather = partial(StreamedLayers, streamed=plan.offload.streamed, transport=transport)
-    weights = load_weights(
-        plan.spec,
+    weights = _load(config, plan, make, gather)
+    if plan.offload is not None and transport is not None:
+        _tell_floor(config, plan.offload, transport.seconds(), say)
+    plan = _with_cache(plan, config, backend.cache_bytes(plan, weights))
+    return backend.make_runner(config, plan, weights, say)
+
+
+def _load(config: EngineConfig, plan: LaunchPlan, make: MakeLinear, gather: Gather) -> ModelWeights | TransformersModel:
+    if isinstance(plan.spec, TransformersShape):
+        load: Callable[..., ModelWeights | TransformersModel] = partial(load_model, plan.spec)
+    else:
+        load = partial(load_weights, plan.own, gather=gather)
+    return load(
         plan.folder,
         dtype=plan.dtype,
         device=plan.device,
         load_format=config.load_format,
         seed=config.seed,
         make=make,
-        gather=gather,
     )
-    if plan.offload is not None and transport is not None:
-        _tell_floor(config, plan.offload, transport.seconds(), say)
-    plan = _with_cache(plan, config, backend.cache_bytes(plan, weights))
-    return backend.make_runner(config, plan, weights, say)
 
 
 def _with_offload(plan: LaunchPlan, config: EngineConfig) -> LaunchPlan:
@@ -160,8 +177,10 @@ def _with_offload(plan: LaunchPlan, config: EngineConfig) -> LaunchPlan:
     gib = parse_offload(config.offload_weights)
     if gib is None:
         return plan
+    if plan.implementation == TRANSFORMERS:
+        raise ConfigError("--offload-weights streams layers of our own, and transformers' modules run this model")
     budget = find_backend(plan.device).weight_room(plan) if math.isinf(gib) else int(gib * 2**30)
-    offload = plan_offload(plan.spec, torch_dtype(plan.dtype).itemsize, plan.quantization, budget)
+    offload = plan_offload(plan.own, torch_dtype(plan.dtype).itemsize, plan.quantization, budget)
     if offload is None:
         return plan
     limits, usual = plan.limits, EngineConfig()
@@ -213,6 +232,8 @@ def stored_profile(
 def profile_key(plan: LaunchPlan) -> ProfileKey:
     """What a latency profile of this launch holds for."""
     name = f"{plan.folder.name}, {plan.spec.num_parameters} parameters"
+    if plan.implementation == TRANSFORMERS:
+        name += ", by transformers"
     return ProfileKey(
         name,
         ", ".join((find_backend(plan.device).fingerprint(plan), *([str(plan.offload)] if plan.offload else ()))),
@@ -266,7 +287,7 @@ def _with_cache(plan: LaunchPlan, config: EngineConfig, cache_bytes: int) -> Lau
         blocks = memory.num_units(cache_bytes, unit, limits.block_size, 1) // UNITS_PER_BLOCK
         if refusal is None:
             device, share = torch.device(plan.device), blocks // HIDDEN_SHARE
-            extra = memory.hidden_cache_bytes(spec, limits.block_size, dtype, share, device)
+            extra = memory.hidden_cache_bytes(plan.own, limits.block_size, dtype, share, device)
             blocks = memory.num_units(cache_bytes, unit, limits.block_size, 1, extra) // UNITS_PER_BLOCK
     plan = replace(
         plan,
@@ -305,7 +326,7 @@ def _info(plan: LaunchPlan) -> EngineInfo:
         max_model_len=plan.limits.max_model_len,
         vocab_size=plan.spec.vocab_size,
         eos_token_ids=plan.spec.eos_token_ids,
-        architecture=plan.architecture,
+        architecture=plan.spec.architecture,
         dtype=plan.precision,
         device=plan.device,
         num_parameters=plan.spec.num_parameters,

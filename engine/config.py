@@ -20,6 +20,12 @@ class EngineConfig:
 
     model: str = _flag("", "folder or Hugging Face id of a checkpoint; empty: the packaged demo model")
     revision: str | None = _flag(None, "branch, tag or commit of a model from the hub (default: the newest)")
+    model_impl: str = _flag(
+        "auto",
+        "whose layers run the model: ours, or transformers' with our attention and cache; auto: ours where the "
+        "family is one of ours",
+        ("auto", "own", "transformers"),
+    )
     device: str = _flag("auto", "where the model runs", ("auto", "cpu", "cuda"))
     dtype: str = _flag("auto", "type of weights and cache", ("auto", "bfloat16", "float16", "float32"))
     cpu_kernels: str = _flag(

@@ -11,6 +11,7 @@ from typing import Any
 
 from engine.machine import read_processor
 
+_WHOSE = {"own": "layers of our own", "transformers": "modules of transformers"}
 _LIBRARIES = ("torch", "triton", "transformers", "tokenizers", "safetensors", "fastapi", "uvicorn")
 
 
@@ -32,9 +33,13 @@ def report_machine(tidemill_version: str) -> list[str]:
 def report_launch(plan: Any, name: str) -> list[str]:
     """What would run. `plan` is an engine.execution.plan.LaunchPlan."""
     tokens = plan.num_blocks * plan.limits.block_size
+    whose = _WHOSE[plan.implementation]
     about = "about " if plan.device == "cuda" else ""
     return [
-        line("model", f"{name}: {plan.architecture}, {plan.spec.num_parameters:,} parameters"),
+        line(
+            "model",
+            f"{name}: {plan.spec.architecture}, {plan.spec.num_parameters:,} parameters, {whose}",
+        ),
         line("", f"{plan.precision} on {plan.device}, weights {size(plan.weight_bytes)}"),
         line("cache", f"{about}{tokens:,} tokens ({plan.num_blocks:,} blocks of {plan.limits.block_size})"),
         line("context", f"{plan.limits.max_model_len:,} tokens"),

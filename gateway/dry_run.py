@@ -122,6 +122,7 @@ def _look_ahead(config: EngineConfig, name: str, found: dict[str, Given]) -> lis
 
 def _decided(config: EngineConfig, plan: Any, found: dict[str, Given]) -> None:
     found["device"] = Given(plan.device, "this machine")
+    found["model_impl"] = Given(plan.implementation, "the model's family")
     found["dtype"] = Given(plan.dtype, "the model and this machine")
     found["max_model_len"] = Given(plan.limits.max_model_len, "the model and the cache")
     found["num_gpu_blocks_override"] = Given(plan.num_blocks, "measured: free memory")

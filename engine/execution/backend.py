@@ -10,8 +10,9 @@ from engine.execution.cuda.backend import CudaBackend
 from engine.execution.plan import LaunchPlan
 from engine.execution.runner import Runner
 from engine.models.linear import MakeLinear
-from engine.models.spec import ModelSpec
+from engine.models.spec import ModelShape
 from engine.models.streaming import Transport
+from engine.models.transformers_model import TransformersModel
 from engine.models.weights import ModelWeights
 from predictor.limits import Padding
 
@@ -28,13 +29,13 @@ class Backend(Protocol):
     def absence(self) -> str | None:
         """Why there is no such device here; None if there is one."""
 
-    def refusal(self, spec: ModelSpec, dtype: str) -> str | None:
+    def refusal(self, spec: ModelShape, dtype: str) -> str | None:
         """Why the backend's own kernels cannot run this model, which torch's operators do then, slower."""
 
-    def choose_dtype(self, spec: ModelSpec, config: EngineConfig) -> tuple[str, str | None]:
+    def choose_dtype(self, spec: ModelShape, config: EngineConfig) -> tuple[str, str | None]:
         """The type of weights and cache, and a note where it is not the checkpoint's own."""
 
-    def cache_bytes(self, plan: LaunchPlan, weights: ModelWeights | None) -> int:
+    def cache_bytes(self, plan: LaunchPlan, weights: ModelWeights | TransformersModel | None) -> int:
         """Device memory for the cache; None for the weights: an estimate for when they are loaded."""
 
     def weight_room(self, plan: LaunchPlan) -> int:
@@ -58,7 +59,11 @@ class Backend(Protocol):
         """Set this process up, before weights are loaded; gives what makes their linear layers."""
 
     def make_runner(
-        self, config: EngineConfig, plan: LaunchPlan, weights: ModelWeights, say: Callable[[str], None]
+        self,
+        config: EngineConfig,
+        plan: LaunchPlan,
+        weights: ModelWeights | TransformersModel,
+        say: Callable[[str], None],
     ) -> tuple[Runner[Any], LaunchPlan]:
         """The runner that the plan describes, and the plan with what was measured on it. Raises ConfigError."""
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from engine.errors import ConfigError
-from engine.models.spec import ModelSpec
+from engine.models.spec import ModelShape, ModelSpec
 from predictor.limits import UNITS_PER_BLOCK
 
 CPU_SHARE = 0.25
@@ -24,16 +24,17 @@ _CGROUP = Path("/sys/fs/cgroup")
 _FALLBACK = 2 * 1024**3  # available memory where nobody tells
 
 
-def unit_bytes(spec: ModelSpec, block_size: int, dtype: torch.dtype) -> int:
+def unit_bytes(spec: ModelShape, block_size: int, dtype: torch.dtype) -> int:
     """One block of K, or of V, for all layers."""
     return spec.num_layers * block_size * spec.num_kv_heads * spec.head_dim * dtype.itemsize
 
 
-def weight_bytes(spec: ModelSpec, dtype: torch.dtype, quantization: str) -> int:
+def weight_bytes(spec: ModelShape, dtype: torch.dtype, quantization: str) -> int:
     """All weights. Quantised, a linear layer's are bytes, with a scale and a sum of 4 bytes for each output; its bias,
     norms and embeddings stay in `dtype`, a tied head beside its embedding."""
     if quantization == "none":
         return spec.num_parameters * dtype.itemsize
+    assert isinstance(spec, ModelSpec), "only layers of ours are quantised"
     hidden, ffn = spec.hidden_size, spec.intermediate_size
     up = ffn * (2 if spec.gated_mlp else 1)
     layers = ((spec.q_size + 2 * spec.kv_size, hidden), (hidden, spec.q_size), (up, hidden), (hidden, ffn))
@@ -43,7 +44,7 @@ def weight_bytes(spec: ModelSpec, dtype: torch.dtype, quantization: str) -> int:
     return sum(n * (k + 8) for n, k in every) + (spec.num_parameters - dense) * dtype.itemsize
 
 
-def scratch_bytes(spec: ModelSpec, block_size: int, dtype: torch.dtype, scratch_blocks: int) -> int:
+def scratch_bytes(spec: ModelShape, block_size: int, dtype: torch.dtype, scratch_blocks: int) -> int:
     """K and V of so many blocks in one layer: every layer uses the same."""
     return scratch_blocks * UNITS_PER_BLOCK * unit_bytes(spec, block_size, dtype) // spec.num_layers
 

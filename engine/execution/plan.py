@@ -4,7 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine.execution.offload import Offload
-from engine.models.spec import ModelSpec
+from engine.models.implementation import OWN
+from engine.models.spec import ModelShape, ModelSpec
 from predictor.limits import UNITS_PER_BLOCK, Limits
 
 
@@ -15,13 +16,13 @@ class LaunchPlan:
 
     `quantization` of the linear layers. `memory_utilization`: share of a GPU's memory to use. `host_units` of the host
     tier; `scratch_blocks`: how many blocks a step may run from hidden state. `kernels`: what steps on a CPU run by,
-    and `threads` how many work on one, once known. `offload`: which layers stream; None: all weights stay. `notes`:
-    decisions that a user may not expect, one sentence each.
+    and `threads` how many work on one, once known. `offload`: which layers stream; None: all weights stay.
+    `implementation` of the layers: "own" or "transformers". `notes`: decisions that a user may not expect, one sentence
+    each.
     """
 
     folder: Path
-    spec: ModelSpec
-    architecture: str
+    spec: ModelShape
     device: str
     dtype: str
     limits: Limits
@@ -35,6 +36,13 @@ class LaunchPlan:
     threads: int = 0
     quantization: str = "none"
     offload: Offload | None = None
+    implementation: str = OWN
+
+    @property
+    def own(self) -> ModelSpec:
+        """The spec of a model of ours."""
+        assert isinstance(self.spec, ModelSpec), "transformers' modules run this model"
+        return self.spec
 
     @property
     def precision(self) -> str:

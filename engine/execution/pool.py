@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from engine.errors import ConfigError
-from engine.models.spec import ModelSpec, hidden_offer
+from engine.models.spec import ModelShape, hidden_offer
 from predictor.limits import Limits
 
 _PAGE = 4096
@@ -63,7 +63,7 @@ class UnitPool:
         self._layers = np.arange(num_layers, dtype=np.int64)[:, None]
 
     @classmethod
-    def of(cls, spec: ModelSpec, limits: Limits, like: Tensor, scratch_blocks: int, host_units: int) -> Self:
+    def of(cls, spec: ModelShape, limits: Limits, like: Tensor, scratch_blocks: int, host_units: int) -> Self:
         """The pool of a model, in the type and on the device of `like`. Raises ConfigError for scratch where the
         model's hidden state is no use as a cache."""
         if scratch_blocks and (refusal := hidden_offer(spec).refusal):

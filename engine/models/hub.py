@@ -11,7 +11,8 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from engine.errors import ModelLoadError
-from engine.models.spec import ModelSpec, load_spec
+from engine.models.implementation import choose
+from engine.models.spec import ModelShape
 
 _WANTED = ["*.safetensors", "*.json", "*.jinja", "merges.txt"]
 # Some repositories carry the same weights twice, once in their author's own layout.
@@ -136,7 +137,7 @@ def _local_offer(name: str, revision: str | None, folder: Path) -> Offer:
     return Offer(name, revision, folder.name, files, False, folder.parent.parent)
 
 
-def check_offer(offer: Offer) -> ModelSpec:
+def check_offer(offer: Offer) -> ModelShape:
     """The model's spec, for which only its smallest files are fetched.
 
     Errors: ModelLoadError for what cannot be served."""
@@ -148,7 +149,7 @@ def check_offer(offer: Offer) -> ModelSpec:
                 f"tidemill pull {offer.name} --revision refs/pr/N"
             )
         raise ModelLoadError(f"{offer.name} has no weights in safetensors: choose another repository")
-    return load_spec(_download(offer.name, offer.revision, ["config.json", "generation_config.json"]))
+    return choose(_download(offer.name, offer.revision, ["config.json", "generation_config.json"]), "auto").shape
 
 
 @contextmanager

@@ -27,21 +27,61 @@ _DTYPES = ("bfloat16", "float16", "float32")
 
 
 @dataclass(frozen=True, slots=True)
-class ModelSpec:
-    """Sizes in elements, `vocab_size` = width of the logits. `dtype` is the checkpoint's own.
+class ModelShape:
+    """What the cache, the scheduler and a report need of a model, whoever's code runs it. Sizes in elements.
 
-    `position_offset` is None without learned positions; `sliding_window` is None where every layer sees everything.
+    `num_layers`: layers that attend; `vocab_size`: width of the logits; `dtype` is the checkpoint's own, `architecture`
+    the class that its config names. `sliding_window` is the longest context that is computed exactly where that is
+    less than all positions.
     """
 
-    family: str
     hidden_size: int
     num_layers: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    intermediate_size: int
     vocab_size: int
     max_position_embeddings: int
+    sliding_window: int | None
+    eos_token_ids: frozenset[int]
+    dtype: str
+    architecture: str
+
+    @property
+    def num_parameters(self) -> int:
+        """Distinct parameters (a tied head counts once)."""
+        raise NotImplementedError
+
+    @property
+    def kv_size(self) -> int:
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def hidden_ratio(self) -> float:
+        """r: the size of a token's hidden state over the size of its keys and values."""
+        return self.hidden_size / (2 * self.kv_size)
+
+    @property
+    def limited_by(self) -> str:
+        """What ends exact contexts before the last position."""
+        return f"sliding window of {self.sliding_window} tokens"
+
+    @property
+    def max_context(self) -> int:
+        """Longest context that is computed exactly: beyond the sliding window attention would have to forget."""
+        return min(self.max_position_embeddings, self.sliding_window or self.max_position_embeddings)
+
+    def kv_bytes_per_token(self, element_size: int) -> int:
+        """Keys and values of one token over all layers, bytes."""
+        return 2 * self.num_layers * self.kv_size * element_size
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec(ModelShape):
+    """A model of a family of ours. `position_offset` is None without learned positions."""
+
+    family: str
+    intermediate_size: int
     norm: str  # "rms" or "layer"
     norm_eps: float
     activation: str  # "silu", "relu", "gelu" or "gelu_tanh"
@@ -54,37 +94,16 @@ class ModelSpec:
     position_offset: int | None
     parallel_residual: bool
     tie_word_embeddings: bool
-    sliding_window: int | None
-    eos_token_ids: frozenset[int]
-    dtype: str
 
     @property
     def q_size(self) -> int:
         return self.num_heads * self.head_dim
 
     @property
-    def kv_size(self) -> int:
-        return self.num_kv_heads * self.head_dim
-
-    @property
-    def hidden_ratio(self) -> float:
-        """r: the size of a token's hidden state over the size of its keys and values."""
-        return self.hidden_size / (2 * self.kv_size)
-
-    @property
     def absorbs_kv(self) -> bool:
         """Whether K and V are linear in the hidden state, so that attention can read it as it is (OPT; see
         `engine.models.absorption`): a rotary embedding or a norm on K stands between them elsewhere."""
         return self.rope is None and not self.qk_norm
-
-    @property
-    def max_context(self) -> int:
-        """Longest context that is computed exactly: beyond the sliding window attention would have to forget."""
-        return min(self.max_position_embeddings, self.sliding_window or self.max_position_embeddings)
-
-    def kv_bytes_per_token(self, element_size: int) -> int:
-        """Keys and values of one token over all layers, bytes."""
-        return 2 * self.num_layers * self.kv_size * element_size
 
     @property
     def num_parameters(self) -> int:
@@ -109,7 +128,7 @@ class HiddenOffer(NamedTuple):
     refusal: str
 
 
-def hidden_offer(spec: ModelSpec) -> HiddenOffer:
+def hidden_offer(spec: ModelShape) -> HiddenOffer:
     """Hidden state takes ceil(2r) units of a block where KV takes two, so it saves room iff 2r <= 1 (Apt-Serve §4)."""
     if 2 * spec.hidden_ratio <= 1:
         return HiddenOffer(1, "")
@@ -127,25 +146,25 @@ def load_spec(folder: Path) -> ModelSpec:
         raise ModelLoadError(f"{folder} has no config.json: not a Hugging Face checkpoint folder")
     generation = folder / "generation_config.json"
     try:
-        return spec_from_config(_read_json(path), _read_json(generation) if generation.is_file() else None)
+        return spec_from_config(read_json(path), read_json(generation) if generation.is_file() else None)
     except ModelLoadError as error:
         raise ModelLoadError(f"{folder}: {error.message}") from None
 
 
-def resolve_max_model_len(spec: ModelSpec, requested: int | None) -> int:
+def resolve_max_model_len(spec: ModelShape, requested: int | None) -> int:
     """The engine's longest context: the model's own limit, or less on request. Errors: ConfigError for more."""
     if requested is None or requested <= spec.max_context:
         return requested or spec.max_context
     limit = f"the model's {spec.max_position_embeddings} positions"
     if spec.max_context < spec.max_position_embeddings:
-        limit = f"the model's sliding window of {spec.max_context} tokens (longer contexts are not supported)"
+        limit = f"the model's {spec.limited_by} (longer contexts are not supported)"
     raise ConfigError(f"--max-model-len {requested} exceeds {limit}")
 
 
 def spec_from_config(config: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> ModelSpec:
     """Translate a config.json (and generation_config.json). Errors: ModelLoadError naming what is not supported."""
     if config.get("quantization_config"):
-        method = _describe_quantization(config["quantization_config"])
+        method = describe_quantization(config["quantization_config"])
         raise ModelLoadError(f"quantized checkpoints are not supported (quantization_config: {method})")
     family = family_of(config)
     family.check(config)
@@ -157,6 +176,7 @@ def spec_from_config(config: Mapping[str, Any], generation: Mapping[str, Any] | 
     max_position = _size(config, "max_position_embeddings")
     return ModelSpec(
         family=family.name,
+        architecture=family.architecture,
         hidden_size=hidden,
         num_layers=_size(config, "num_hidden_layers"),
         num_heads=heads,
@@ -178,12 +198,12 @@ def spec_from_config(config: Mapping[str, Any], generation: Mapping[str, Any] | 
         parallel_residual=family.parallel_residual(config),
         tie_word_embeddings=bool(config.get("tie_word_embeddings", family.tied_default)),
         sliding_window=_sliding_window(config, family),
-        eos_token_ids=_eos(config) | _eos(generation or {}),
-        dtype=_dtype(config),
+        eos_token_ids=eos_tokens(config) | eos_tokens(generation or {}),
+        dtype=dtype_name(config),
     )
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -241,7 +261,7 @@ def _sliding_window(config: Mapping[str, Any], family: Family) -> int | None:
     return None if window is None else _size({"sliding_window": window}, "sliding_window")
 
 
-def _eos(config: Mapping[str, Any]) -> frozenset[int]:
+def eos_tokens(config: Mapping[str, Any]) -> frozenset[int]:
     value = config.get("eos_token_id")
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if any(isinstance(token, bool) or not isinstance(token, int) for token in ids):
@@ -249,13 +269,13 @@ def _eos(config: Mapping[str, Any]) -> frozenset[int]:
     return frozenset(ids)
 
 
-def _dtype(config: Mapping[str, Any]) -> str:
+def dtype_name(config: Mapping[str, Any]) -> str:
     name = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
     if name not in _DTYPES:
         raise ModelLoadError(f"dtype {name!r} is not supported (supported: {', '.join(_DTYPES)})")
     return name
 
 
-def _describe_quantization(value: object) -> str:
+def describe_quantization(value: object) -> str:
     method = value.get("quant_method") if isinstance(value, Mapping) else None
     return str(method or "unknown method")

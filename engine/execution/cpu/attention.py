@@ -13,7 +13,7 @@ Knows nothing of requests, sampling or models.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from engine.execution.arrays import IntArray
 from engine.execution.layout import Layout
 from engine.execution.pool import UnitPool
 from engine.execution.rows import RowTable
+from engine.models.manner import PLAIN, Manner
 
 LONG_CHUNK = 64
 """Prefill chunks from this length on get calls of their own."""
@@ -47,17 +48,20 @@ class _Group:
     """Chunks that share their calls: `first:last` are their tokens, `queries` the padded length of a chunk.
 
     `slices [layers, n * 2 * blocks]`: for every chunk its K slices, then its V slices, so that threads which share out
-    the chunks find in their own caches what they gathered. `bias [n, 1, queries, keys]` is 0 or -inf.
+    the chunks find in their own caches what they gathered. `positions [n, queries]`; `biases`: by window (None: no
+    window), each [n, 1, queries, keys] of 0 or -inf, made when a layer first asks.
     `pad [n * queries]` and `unpad [tokens]` are set for several prefill chunks: token -> padded place and back.
     """
 
     first: int
     last: int
     queries: int
+    num_keys: int
     slices: Tensor
-    bias: Tensor
+    positions: Tensor
     pad: Tensor | None
     unpad: Tensor | None
+    biases: dict[int | None, Tensor] = field(default_factory=dict)
 
 
 def arrange(chunks: IntArray, rows: RowTable, cell_bytes: int, absorbed: IntArray | None = None) -> Batch:
@@ -135,51 +139,80 @@ class PagedAttention:
         self._v_cells = pool.cell_ids(rows.v_table[token_rows, block], offset)
         self._groups = [_plan_group(pool, rows, layout, first, last) for first, last in batch.groups]
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q [T, heads, d], k and v [T, kv_heads, d] of all tokens -> [T, heads * d]. Writes k and v to the pool."""
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, manner: Manner = PLAIN) -> Tensor:
+        """q [T, heads, d], k [T, kv_heads, d], v [T, kv_heads, e] of all tokens -> [T, heads * e]. Writes k and v to
+        the pool, whose cells may be wider than this layer's."""
         if self._written is not None:
             k, v = k.index_select(0, self._written), v.index_select(0, self._written)
-        self._pool.cells.index_copy_(0, self._k_cells[layer], k.flatten(1))
-        self._pool.cells.index_copy_(0, self._v_cells[layer], v.flatten(1))
-        outputs = [self._attend(group, layer, q) for group in self._groups]
+        cells = self._pool.cells
+        cells[:, : k.shape[1:].numel()].index_copy_(0, self._k_cells[layer], k.flatten(1))
+        cells[:, : v.shape[1:].numel()].index_copy_(0, self._v_cells[layer], v.flatten(1))
+        outputs = [self._attend(group, layer, q, k, v, manner) for group in self._groups]
         if self._absorbed is not None:
             outputs.append(self._absorbed(layer, q))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
-    def _attend(self, group: _Group, layer: int, q: Tensor) -> Tensor:
-        pool, num_chunks, num_keys = self._pool, group.bias.shape[0], group.bias.shape[-1]
-        gathered = pool.slices.index_select(0, group.slices[layer])
-        k, v = gathered.view(num_chunks, 2, num_keys, pool.num_kv_heads, pool.head_dim).transpose(2, 3).unbind(1)
-        q = q[group.first : group.last]
+    def _attend(self, group: _Group, layer: int, q: Tensor, k: Tensor, v: Tensor, manner: Manner) -> Tensor:
+        gathered = self._pool.slices.index_select(0, group.slices[layer])
+        cells = gathered.view(len(group.positions), 2, group.num_keys, -1)
+        keys, values = (_heads_of(cells[:, index], x.shape[1:]) for index, x in enumerate((k, v)))
+        bias, q = self._bias(group, manner.window), q[group.first : group.last]
         if group.queries == 1:
-            return _attend_decodes(q, k, v, group.bias)
+            return _attend_decodes(q, keys, values, bias, manner)
         if group.pad is None or group.unpad is None:
-            return _attend_chunk(q, k, v, group.bias)
-        padded = q.index_select(0, group.pad).view(num_chunks, group.queries, *q.shape[1:]).transpose(1, 2)
-        output = functional.scaled_dot_product_attention(padded, k, v, attn_mask=group.bias, enable_gqa=True)
+            return _attend_chunk(q, keys, values, bias, manner)
+        padded = q.index_select(0, group.pad).view(len(cells), group.queries, *q.shape[1:]).transpose(1, 2)
+        output = _mix(padded, keys, values, bias, manner)
         return output.transpose(1, 2).flatten(2).flatten(0, 1).index_select(0, group.unpad)
 
+    def _bias(self, group: _Group, window: int | None) -> Tensor:
+        if window not in group.biases:
+            group.biases[window] = _bias(self._pool, group, window)
+        return group.biases[window]
 
-def _attend_decodes(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+
+def _heads_of(cells: Tensor, shape: torch.Size) -> Tensor:
+    """cells [n, keys, width] -> [n, heads, keys, d] of their first heads · d elements; `shape`: heads, d."""
+    return torch.unflatten(cells[..., : shape.numel()], -1, shape).transpose(1, 2)
+
+
+def _mix(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, manner: Manner) -> Tensor:
+    """q [n, heads, c, d], k [n, kv_heads, keys, d], v [n, kv_heads, keys, e], bias [n, 1, c, keys] ->
+    [n, heads, c, e]."""
+    if manner.softcap is None and manner.sinks is None:
+        gqa = q.shape[1] != k.shape[1]
+        return functional.scaled_dot_product_attention(q, k, v, attn_mask=bias, enable_gqa=gqa, scale=manner.scale)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    grouped = torch.unflatten(q, 1, (k.shape[1], -1))  # [n, kv_heads, g, c, d]
+    scale = q.shape[-1] ** -0.5 if manner.scale is None else manner.scale
+    scores = (grouped @ k.unsqueeze(2).transpose(-1, -2)).to(wide) * scale
+    if manner.softcap is not None:
+        scores = torch.tanh(scores / manner.softcap) * manner.softcap
+    scores = scores + bias.unsqueeze(1)
+    if manner.sinks is not None:
+        sinks = manner.sinks.to(wide).view(1, k.shape[1], -1, 1, 1).expand(*scores.shape[:-1], 1)
+        weights = torch.cat((scores, sinks), -1).softmax(-1)[..., :-1]
+    else:
+        weights = scores.softmax(-1)
+    return (weights.to(v.dtype) @ v.unsqueeze(2)).flatten(1, 2)
+
+
+def _attend_decodes(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, manner: Manner) -> Tensor:
     """q [n, heads, d], k and v [n, kv_heads, keys, d] -> [n, heads * d]; the heads of a KV head are its query rows."""
+    if manner.softcap is not None or manner.sinks is not None:
+        return _mix(q.unsqueeze(2), k, v, bias, manner).flatten(1)
     packed = q.reshape(q.shape[0], k.shape[1], -1, q.shape[2])
-    return functional.scaled_dot_product_attention(packed, k, v, attn_mask=bias).flatten(1)
+    return functional.scaled_dot_product_attention(packed, k, v, attn_mask=bias, scale=manner.scale).flatten(1)
 
 
-def _attend_chunk(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+def _attend_chunk(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, manner: Manner) -> Tensor:
     """One chunk: q [c, heads, d], k and v [1, kv_heads, keys, d] -> [c, heads * d], in pieces of `_PIECE` queries."""
     num_queries, num_keys = bias.shape[2:]
     queries, outputs = q.unsqueeze(0).transpose(1, 2), []
     for first in range(0, num_queries, _PIECE):
         last = min(first + _PIECE, num_queries)
         end = num_keys - (num_queries - last)  # no query of this piece sees a later key
-        part = functional.scaled_dot_product_attention(
-            queries[:, :, first:last],
-            k[:, :, :end],
-            v[:, :, :end],
-            attn_mask=bias[:, :, first:last, :end],
-            enable_gqa=True,
-        )
+        part = _mix(queries[:, :, first:last], k[:, :, :end], v[:, :, :end], bias[:, :, first:last, :end], manner)
         outputs.append(part.transpose(1, 2).flatten(2)[0])
     return torch.cat(outputs)
 
@@ -199,18 +232,22 @@ def _plan_group(pool: UnitPool, rows: RowTable, layout: Layout, first: int, last
         first=int(group_first),
         last=int(group_first + lengths.sum()),
         queries=queries,
+        num_keys=num_blocks * pool.block_size,
         slices=pool.slice_ids(tables.reshape(-1)),
-        bias=_bias(pool, starts[:, None] + within, num_blocks * pool.block_size),
+        positions=torch.from_numpy(starts[:, None] + within).to(pool.device),
         pad=_ids(pool, (layout.firsts[first:last] - group_first)[:, None] + within) if ragged else None,
         unpad=_ids(pool, np.flatnonzero(places)) if ragged else None,
     )
 
 
-def _bias(pool: UnitPool, positions: IntArray, num_keys: int) -> Tensor:
-    """Query positions [n, c] -> [n, 1, c, keys]: -inf where the key comes after the query."""
-    query = torch.from_numpy(positions).to(pool.device)
-    future = torch.arange(num_keys, device=pool.device) > query[:, None, :, None]
-    return torch.zeros(future.shape, dtype=pool.dtype, device=pool.device).masked_fill_(future, float("-inf"))
+def _bias(pool: UnitPool, group: _Group, window: int | None) -> Tensor:
+    """[n, 1, queries, keys]: -inf where the key comes after the query, or lies before its window."""
+    query = group.positions[:, None, :, None]
+    keys = torch.arange(group.num_keys, device=pool.device)
+    unseen = keys > query
+    if window is not None:
+        unseen |= keys <= query - window
+    return torch.zeros(unseen.shape, dtype=pool.dtype, device=pool.device).masked_fill_(unseen, float("-inf"))
 
 
 def _ids(pool: UnitPool, ids: IntArray) -> Tensor:

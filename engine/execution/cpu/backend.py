@@ -18,6 +18,7 @@ from engine.execution.cpu.native.library import load
 from engine.execution.cpu.native.linear import NativeLinear
 from engine.execution.cpu.native.start import start
 from engine.execution.cpu.native.watched import NativeRunner, ThreadWatch, choose_threads
+from engine.execution.cpu.transformers_device import TransformersDevice
 from engine.execution.cpu.weight_file import WeightFile
 from engine.execution.plan import LaunchPlan
 from engine.execution.runner import Runner
@@ -25,7 +26,8 @@ from engine.machine import memcpy_rate, read_processor
 from engine.models.decoder import Decoder
 from engine.models.linear import MakeLinear, make_linear
 from engine.models.quantized import make_quantized
-from engine.models.spec import ModelSpec
+from engine.models.spec import ModelShape
+from engine.models.transformers_model import TransformersModel
 from engine.models.weights import ModelWeights, torch_dtype
 from predictor.limits import NO_PADDING, Padding
 
@@ -40,15 +42,15 @@ class CpuBackend:
     def absence(self) -> None:
         return None
 
-    def refusal(self, _spec: ModelSpec, _dtype: str) -> None:
+    def refusal(self, _spec: ModelShape, _dtype: str) -> None:
         return None
 
-    def choose_dtype(self, spec: ModelSpec, config: EngineConfig) -> tuple[str, str | None]:
+    def choose_dtype(self, spec: ModelShape, config: EngineConfig) -> tuple[str, str | None]:
         if read_processor().is_fast(spec.dtype) or _runs_natively(config):
             return spec.dtype, None
         return "float32", f"float32 instead of {spec.dtype}, which this processor has no fast instructions for"
 
-    def cache_bytes(self, plan: LaunchPlan, weights: ModelWeights | None) -> int:
+    def cache_bytes(self, plan: LaunchPlan, weights: ModelWeights | TransformersModel | None) -> int:
         if weights is not None:
             return plan.cache_bytes
         return memory.cpu_cache_bytes(max(0, memory.available_memory() - plan.held_bytes))
@@ -86,9 +88,16 @@ class CpuBackend:
         return replace(plan, kernels=f"native {native.level.name}"), make
 
     def make_runner(
-        self, config: EngineConfig, plan: LaunchPlan, weights: ModelWeights, say: Callable[[str], None]
+        self,
+        config: EngineConfig,
+        plan: LaunchPlan,
+        weights: ModelWeights | TransformersModel,
+        say: Callable[[str], None],
     ) -> tuple[Runner[Any], LaunchPlan]:
-        decoder, hidden, host = Decoder(plan.spec, weights), plan.scratch_blocks, plan.host_units
+        if isinstance(weights, TransformersModel):
+            device = TransformersDevice(weights, plan.limits, host_units=plan.host_units)
+            return Runner(device), replace(plan, threads=torch.get_num_threads())
+        decoder, hidden, host = Decoder(plan.own, weights), plan.scratch_blocks, plan.host_units
         if not isinstance(weights.head, NativeLinear):
             return Runner(TorchDevice(decoder, plan.limits, scratch_blocks=hidden, host_units=host)), plan
         native = weights.head.native

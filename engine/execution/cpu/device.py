@@ -24,26 +24,14 @@ from engine.models.weights import LayerWeights
 from predictor.limits import Limits
 
 
-class TorchDevice:
-    """`scratch_blocks`: blocks of hidden state that one step may read or write; 0 refuses them altogether.
-    `host_units`: units of the host tier. Raises ConfigError for scratch where the model's hidden state is no use."""
+class PoolDevice:
+    """What devices in torch's operators have in common: a pool, its rows, copies to the host tier and back."""
 
     pipeline_depth = 0
 
-    def __init__(self, decoder: Decoder, limits: Limits, *, scratch_blocks: int = 0, host_units: int = 0) -> None:
-        spec, weights = decoder.spec, decoder.weights
-        self.pool = UnitPool.of(spec, limits, weights.embedding, scratch_blocks, host_units)
-        self.rows = RowTable(limits, hidden=scratch_blocks > 0)
+    def __init__(self, pool: UnitPool, rows: RowTable) -> None:
+        self.pool, self.rows = pool, rows
         self.lane = Lane(torch.device("cpu"))  # on any device: the current stream
-        self._decoder = decoder
-        self._heads = Heads(spec, weights, limits.max_model_len, hidden=scratch_blocks > 0)
-        reads = scratch_blocks > 0 and spec.absorbs_kv
-        self._absorption = Absorption(spec, weights) if reads else None
-        self._cell_bytes = 2 * spec.kv_size * weights.embedding.dtype.itemsize
-
-    def restore(self, units: IntArray, starts: IntArray) -> None:
-        """See CacheMover."""
-        restore(self._heads, self.pool, units, starts)
 
     def swap_out(self, pairs: IntArray) -> None:
         """See CacheMover."""
@@ -54,6 +42,27 @@ class TorchDevice:
         """See CacheMover."""
         for source, target in pairs.tolist():
             self.pool.units[target].copy_(self.pool.host_units[source], non_blocking=True)
+
+
+class TorchDevice(PoolDevice):
+    """`scratch_blocks`: blocks of hidden state that one step may read or write; 0 refuses them altogether.
+    `host_units`: units of the host tier. Raises ConfigError for scratch where the model's hidden state is no use."""
+
+    def __init__(self, decoder: Decoder, limits: Limits, *, scratch_blocks: int = 0, host_units: int = 0) -> None:
+        spec, weights = decoder.spec, decoder.weights
+        super().__init__(
+            UnitPool.of(spec, limits, weights.embedding, scratch_blocks, host_units),
+            RowTable(limits, hidden=scratch_blocks > 0),
+        )
+        self._decoder = decoder
+        self._heads = Heads(spec, weights, limits.max_model_len, hidden=scratch_blocks > 0)
+        reads = scratch_blocks > 0 and spec.absorbs_kv
+        self._absorption = Absorption(spec, weights) if reads else None
+        self._cell_bytes = 2 * spec.kv_size * weights.embedding.dtype.itemsize
+
+    def restore(self, units: IntArray, starts: IntArray) -> None:
+        """See CacheMover."""
+        restore(self._heads, self.pool, units, starts)
 
     def forward(self, chunks: IntArray, draws: bool, masks: FinishMasks | None = None) -> tuple[Tensor, Tensor | None]:
         """See Device; the host samples."""

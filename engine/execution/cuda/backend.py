@@ -13,6 +13,7 @@ from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.execution import memory
 from engine.execution.cpu.device import TorchDevice
+from engine.execution.cpu.transformers_device import TransformersDevice
 from engine.execution.cuda.device import CudaDevice
 from engine.execution.cuda.kernels import triton_kernels
 from engine.execution.cuda.shapes import GRAPH_TOKENS, Buckets, decode_buckets, mixed_buckets
@@ -23,8 +24,9 @@ from engine.machine import BUS_RATE
 from engine.models.decoder import Decoder
 from engine.models.heads import Heads
 from engine.models.linear import MakeLinear, make_linear
-from engine.models.spec import ModelSpec
+from engine.models.spec import ModelShape, ModelSpec
 from engine.models.streaming import Transport
+from engine.models.transformers_model import TransformersModel
 from engine.models.weights import LayerWeights, ModelWeights, torch_dtype
 from predictor.limits import NO_PADDING, UNITS_PER_BLOCK, Padding
 
@@ -43,21 +45,30 @@ class CudaBackend:
     def absence(self) -> str | None:
         return None if torch.cuda.is_available() else "torch finds no CUDA device here"
 
-    def refusal(self, spec: ModelSpec, dtype: str) -> str | None:
+    def refusal(self, spec: ModelShape, dtype: str) -> str | None:
+        if not isinstance(spec, ModelSpec):
+            return "transformers' modules run without our kernels and without CUDA graphs"
         return kernel_refusal(spec, torch_dtype(dtype), torch.cuda.get_device_capability())
 
-    def choose_dtype(self, spec: ModelSpec, _config: EngineConfig) -> tuple[str, str | None]:
+    def choose_dtype(self, spec: ModelShape, _config: EngineConfig) -> tuple[str, str | None]:
         if spec.dtype == "bfloat16" and torch.cuda.get_device_capability() < _OLDEST_ARCH:
             return "float16", "float16 instead of bfloat16, which this GPU has no fast instructions for"
         return spec.dtype, None
 
-    def cache_bytes(self, plan: LaunchPlan, weights: ModelWeights | None) -> int:
+    def cache_bytes(self, plan: LaunchPlan, weights: ModelWeights | TransformersModel | None) -> int:
         if weights is None:
             free, total = torch.cuda.mem_get_info()
             return int(total * plan.memory_utilization) - (total - free) - plan.held_bytes - _STEP_BYTES
+        if isinstance(weights, TransformersModel):
+            model, limits = weights, plan.limits
+            return memory.cuda_cache_bytes(
+                model.like.device,
+                plan.memory_utilization,
+                lambda: model.rehearse(limits.max_num_batched_tokens, limits.max_num_seqs),
+            )
         if self.refusal(plan.spec, plan.dtype) is None:
             return _room_beside_graphs(plan, weights)
-        device, decoder = weights.embedding.device, Decoder(plan.spec, weights)
+        device, decoder = weights.embedding.device, Decoder(plan.own, weights)
         return memory.cuda_cache_bytes(device, plan.memory_utilization, lambda: _largest_step(decoder, plan))
 
     def weight_room(self, plan: LaunchPlan) -> int:
@@ -87,12 +98,18 @@ class CudaBackend:
         return plan, make_linear
 
     def make_runner(
-        self, _config: EngineConfig, plan: LaunchPlan, weights: ModelWeights, _say: Callable[[str], None]
+        self,
+        _config: EngineConfig,
+        plan: LaunchPlan,
+        weights: ModelWeights | TransformersModel,
+        _say: Callable[[str], None],
     ) -> tuple[Runner[Any], LaunchPlan]:
         hidden, host = plan.scratch_blocks, plan.host_units
+        if isinstance(weights, TransformersModel):
+            return Runner(TransformersDevice(weights, plan.limits, host_units=host)), plan
         if self.refusal(plan.spec, plan.dtype) is None:
             return Runner(_device(plan, weights, graphs=True, scratch_blocks=hidden, host_units=host)), plan
-        decoder = Decoder(plan.spec, weights)
+        decoder = Decoder(plan.own, weights)
         return Runner(TorchDevice(decoder, plan.limits, scratch_blocks=hidden, host_units=host)), plan
 
 
@@ -119,7 +136,7 @@ def _device(
     plan: LaunchPlan, weights: ModelWeights, *, graphs: bool, scratch_blocks: int = 0, host_units: int = 0
 ) -> CudaDevice:
     return CudaDevice(
-        plan.spec, weights, triton_kernels(), plan.limits, graphs=graphs, scratch_blocks=scratch_blocks,
+        plan.own, weights, triton_kernels(), plan.limits, graphs=graphs, scratch_blocks=scratch_blocks,
         host_units=host_units,
     )  # fmt: skip
 

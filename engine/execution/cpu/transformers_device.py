@@ -1,0 +1,39 @@
+"""A device that runs transformers' modules: attention over our pool, everything else theirs (see the model)."""
+
+import torch
+from torch import Tensor
+
+from engine.execution.arrays import IntArray
+from engine.execution.cpu.attention import PagedAttention, arrange, clear_begun_blocks
+from engine.execution.cpu.device import PoolDevice
+from engine.execution.masks import FinishMasks
+from engine.execution.pool import UnitPool
+from engine.execution.rows import RowTable
+from engine.models.transformers_model import TransformersModel
+from predictor.limits import Limits
+
+
+class TransformersDevice(PoolDevice):
+    """`host_units`: units of the host tier. There is no hidden state to run from."""
+
+    def __init__(self, model: TransformersModel, limits: Limits, *, host_units: int = 0) -> None:
+        super().__init__(UnitPool.of(model.shape, limits, model.like, 0, host_units), RowTable(limits))
+        self._model = model
+        self._cell_bytes = 2 * model.shape.kv_size * model.like.dtype.itemsize
+
+    def restore(self, _units: IntArray, _starts: IntArray) -> None:
+        """See CacheMover; nobody keeps hidden state here."""
+        raise NotImplementedError
+
+    def forward(self, chunks: IntArray, draws: bool, masks: FinishMasks | None = None) -> tuple[Tensor, Tensor | None]:
+        """See Device; the host samples."""
+        del draws, masks
+        pool, rows = self.pool, self.rows
+        clear_begun_blocks(pool, rows, chunks)
+        batch = arrange(chunks, rows, self._cell_bytes)
+        layout = batch.layout
+        ids, positions, keep = (
+            torch.from_numpy(each).to(pool.device)
+            for each in (rows.tokens[layout.token_rows, layout.positions], layout.positions, layout.sampled_tokens)
+        )
+        return self._model.forward(ids, positions, PagedAttention(pool, rows, batch), keep), None

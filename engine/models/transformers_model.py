@@ -1,0 +1,420 @@
+"""Causal language models by transformers' own modules, with our attention, our cache and our linear layers.
+
+The modules see the tokens of a step packed in one row, each with its position, and no cache of their own; attention
+comes back to us through transformers' `AttentionInterface`. What a model needs of the cache is read from the tensors of
+a forward pass without data, not from its config. What would run and be wrong is refused with a sentence
+(`ModelLoadError`); code from a checkpoint is never run. Knows nothing of steps, pools or devices.
+"""
+
+import importlib
+import inspect
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from engine.errors import ModelLoadError
+from engine.models.linear import Linear, MakeLinear, make_linear
+from engine.models.manner import Manner
+from engine.models.spec import ModelShape, describe_quantization, dtype_name, eos_tokens, read_json
+from engine.models.weights import torch_dtype
+
+ATTENTION = "tidemill"
+"""Our name among transformers' implementations of attention."""
+
+Attend = Callable[[int, Tensor, Tensor, Tensor, Manner], Tensor]
+"""(layer, q [T, heads, d], k [T, kv_heads, d], v [T, kv_heads, e], manner) -> [T, heads · e]."""
+
+_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
+_HARMLESS = {
+    "position_ids", "position_embeddings", "cache_position", "output_attentions", "output_hidden_states", "use_cache",
+    "layer_idx", "output_router_logits", "hidden_states",
+}  # fmt: skip
+_SWITCHING_ROPES = {"dynamic", "longrope"}  # frequencies that follow the longest context of a step
+_PROBED = 6  # tokens
+
+
+@dataclass(frozen=True, slots=True)
+class TransformersShape(ModelShape):
+    """A model that transformers' modules run. `layers`: names of the modules that attend, in their order."""
+
+    parameters: int
+    layers: tuple[str, ...]
+    limit: str = ""
+
+    @property
+    def num_parameters(self) -> int:
+        return self.parameters
+
+    @property
+    def limited_by(self) -> str:
+        return self.limit
+
+
+class Seen(NamedTuple):
+    """An attention call of a forward pass without data."""
+
+    module: nn.Module
+    heads: int
+    kv_heads: int
+    widths: tuple[int, int]
+    manner: Manner
+
+
+def load_shape(folder: Path) -> TransformersShape:
+    """What a checkpoint is, from its config alone. Errors: ModelLoadError, one line, for what is not run."""
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ModelLoadError(f"{folder} has no config.json: not a Hugging Face checkpoint folder")
+    raw, generation = read_json(path), folder / "generation_config.json"
+    try:
+        ends = eos_tokens(read_json(generation)) if generation.is_file() else frozenset[int]()
+        return _shape(_config(folder, raw), raw, ends)
+    except ModelLoadError as error:
+        raise ModelLoadError(f"{folder}: {error.message}") from None
+
+
+def _config(folder: Path, raw: Mapping[str, Any]) -> Any:
+    """transformers' config object of a causal language model that it has modules for."""
+    if raw.get("quantization_config"):
+        method = describe_quantization(raw["quantization_config"])
+        raise ModelLoadError(f"quantized checkpoints are not supported (quantization_config: {method})")
+    transformers = importlib.import_module("transformers")
+    named = raw.get("model_type")
+    if named not in transformers.CONFIG_MAPPING:
+        own = " needs its own code (auto_map), which is never run" if raw.get("auto_map") else " is not known"
+        raise ModelLoadError(f"model type {named!r}{own} (transformers {transformers.__version__})")
+    with _quiet():
+        try:
+            config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        except Exception as error:  # whatever a config's own checks raise
+            raise ModelLoadError(f"config.json: {_first_line(error)}") from None
+    _check_kind(config, raw, transformers)
+    return config
+
+
+def _check_kind(config: Any, raw: Mapping[str, Any], transformers: Any) -> None:
+    name = config.model_type
+    if getattr(config, "is_encoder_decoder", False):
+        raise ModelLoadError(f"{name} is an encoder with a decoder: only decoders are run")
+    if config.get_text_config() is not config:
+        raise ModelLoadError(f"{name} takes more than text: only language models are run")
+    causal = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if causal is None:
+        raise ModelLoadError(f"{name} is no causal language model of transformers {transformers.__version__}")
+    architecture = (raw.get("architectures") or [causal.__name__])[0]
+    if architecture != causal.__name__:
+        raise ModelLoadError(
+            f"architecture {architecture!r} is not {causal.__name__}, the only one of {name} that is run"
+        )
+    kinds = set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES
+    if kinds:
+        raise ModelLoadError(f"{name} has layers with a state of another kind than keys and values ({min(kinds)})")
+
+
+def _shape(config: Any, raw: Mapping[str, Any], ends: frozenset[int]) -> TransformersShape:
+    with torch.device("meta"), _quiet():
+        try:
+            model = _causal_lm().from_config(config, attn_implementation=ATTENTION, trust_remote_code=False)
+        except Exception as error:  # of somebody else's code
+            raise ModelLoadError(f"{config.model_type} by transformers: {_first_line(error)}") from None
+    _settle(model, "batched_mm")  # the only kind of experts that runs without data
+    seen, vocab_size = probe(model)
+    names = {id(module): name for name, module in model.named_modules()}
+    limit, reason = _context_limit(config, seen)
+    positions = getattr(config, "max_position_embeddings", None)
+    if not isinstance(positions, int) or positions < 1:
+        raise ModelLoadError(f"{config.model_type}: the config does not say how long a context may be")
+    # a cell of the cache is as wide as the widest layer's K or V
+    kv_heads, width = max((each.kv_heads, max(each.widths)) for each in seen)
+    widest = max(each.kv_heads * max(each.widths) for each in seen)
+    if kv_heads * width < widest:
+        kv_heads, width = 1, widest
+    return TransformersShape(
+        hidden_size=int(getattr(config, "hidden_size", width * seen[0].heads)),
+        num_layers=len(seen),
+        num_heads=max(each.heads for each in seen),
+        num_kv_heads=kv_heads,
+        head_dim=width,
+        vocab_size=vocab_size,
+        max_position_embeddings=positions,
+        sliding_window=limit,
+        eos_token_ids=eos_tokens({"eos_token_id": config.eos_token_id}) | ends,
+        dtype=dtype_name(raw),
+        architecture=type(model).__name__,
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        layers=tuple(names[id(each.module)] for each in seen),
+        limit=reason,
+    )
+
+
+def _context_limit(config: Any, seen: list[Seen]) -> tuple[int | None, str]:
+    """The longest context in which no window, chunk or change of rotation that we do not see takes effect."""
+    limits: list[tuple[int, str]] = []
+    ropes = getattr(config, "rope_parameters", None) or {}
+    for rope in (ropes, *(each for each in ropes.values() if isinstance(each, Mapping))):
+        kind = rope.get("rope_type")
+        if kind in _SWITCHING_ROPES:
+            original = rope.get("original_max_position_embeddings") or config.max_position_embeddings
+            limits.append((int(original), f"{kind} rotary embedding, whose angles change after {original} tokens"))
+    windows = {each.manner.window for each in seen}
+    types = getattr(config, "layer_types", None) or ()
+    hidden = any(
+        kind == "sliding_attention" and each.manner.window is None for kind, each in zip(types, seen, strict=False)
+    )
+    for key, value in config.to_dict().items():
+        if ("window" not in key and "chunk_size" not in key) or isinstance(value, bool) or not isinstance(value, int):
+            continue
+        switched_off = key == "sliding_window" and not getattr(config, "use_sliding_window", True)
+        if value < 1 or switched_off or "layers" in key or (value in windows and not hidden):
+            continue
+        limits.append((value, f"{key} of {value} tokens"))
+    return min(limits, default=(None, ""))
+
+
+class _Linear(nn.Module):
+    """A linear layer of ours in the place of transformers'."""
+
+    def __init__(self, layer: Linear) -> None:
+        super().__init__()
+        self.layer = layer
+        self.in_features, self.out_features = layer.in_features, layer.out_features
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not x.numel():
+            return x.new_empty(*x.shape[:-1], self.out_features)
+        rows = x.reshape(-1, self.in_features)
+        return self.layer(rows).view(*x.shape[:-1], self.out_features)
+
+    @property
+    def weight(self) -> Tensor:
+        """For modules that look at it: unpacked anew."""
+        return self.layer.dense_from(0)[0]
+
+    @property
+    def bias(self) -> Tensor | None:
+        return self.layer.dense_from(0)[1]
+
+
+class TransformersModel:
+    """A model that runs: T packed tokens of any requests. `shape.layers` name the modules that attend."""
+
+    def __init__(self, shape: TransformersShape, model: Any) -> None:
+        self.shape = shape
+        self.module = model
+        self._layers = {id(model.get_submodule(name)): index for index, name in enumerate(shape.layers)}
+
+    @property
+    def like(self) -> Tensor:
+        """A tensor of the model's type and device."""
+        weight: Tensor = self.module.get_input_embeddings().weight
+        return weight
+
+    def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend, keep: Tensor) -> Tensor:
+        """token_ids, positions [T], `keep` [S]: which of the T -> logits [S, vocab]."""
+
+        def attention(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, manner: Manner) -> Tensor:
+            return attend(self._layers[id(module)], q, k, v, manner)
+
+        return _run(self.module, token_ids, positions, attention, keep)
+
+    def rehearse(self, num_tokens: int, num_samples: int) -> None:
+        """The memory of the largest step but for what attention reads: all tokens, logits and what samples them."""
+
+        def attend(_layer: int, q: Tensor, _k: Tensor, v: Tensor, _manner: Manner) -> Tensor:
+            return q.new_zeros(len(q), q.shape[1] * v.shape[2])
+
+        with torch.inference_mode():
+            ids = torch.zeros(num_tokens, dtype=torch.int64, device=self.like.device)
+            logits = self.forward(ids, ids, attend, ids[:num_samples]).float()
+            torch.log_softmax(logits, dim=-1).sort(dim=-1)
+
+    def eager(self, token_ids: Tensor) -> Tensor:
+        """Logits [T, vocab] of one request's tokens [T] at once, by transformers alone."""
+        config = self.module.config
+        try:
+            self.module.set_attn_implementation("eager")
+            logits: Tensor = self.module(input_ids=token_ids[None], use_cache=False).logits[0]
+            return logits
+        finally:
+            self.module.set_attn_implementation(ATTENTION)
+            assert config._attn_implementation == ATTENTION
+
+
+def load_model(
+    shape: TransformersShape,
+    folder: Path,
+    *,
+    dtype: str,
+    device: str | torch.device = "cpu",
+    load_format: str = "auto",
+    seed: int = 0,
+    make: MakeLinear = make_linear,
+) -> TransformersModel:
+    """Load the checkpoint in `folder`, from safetensors only, or with `load_format` "dummy" invent its weights.
+
+    Errors: ModelLoadError, one line that names what is missing or wrong."""
+    kind = torch_dtype(shape.dtype if dtype == "auto" else dtype)
+    config = _config(folder, read_json(folder / "config.json"))
+    with _quiet():
+        if load_format == "dummy":
+            torch.manual_seed(seed)
+            model = _causal_lm().from_config(config, dtype=kind, attn_implementation=ATTENTION)
+        else:
+            model = _from_safetensors(folder, config, kind)
+    _settle(model, "grouped_mm")
+    model = model.eval().requires_grad_(False).to(device)
+    with torch.inference_mode():
+        _replace_linear(model, make)
+    return TransformersModel(shape, model)
+
+
+def _from_safetensors(folder: Path, config: Any, dtype: torch.dtype) -> Any:
+    try:
+        model, report = _causal_lm().from_pretrained(
+            folder, config=config, dtype=dtype, attn_implementation=ATTENTION, use_safetensors=True,
+            trust_remote_code=False, local_files_only=True, output_loading_info=True,
+        )  # fmt: skip
+    except Exception as error:  # of somebody else's code
+        raise ModelLoadError(f"{folder}: {_first_line(error)}") from None
+    for what in ("missing_keys", "mismatched_keys", "unexpected_keys", "error_msgs"):
+        if found := report.get(what):
+            raise ModelLoadError(f"{folder} has {what.replace('_', ' ')}: {min(map(str, found))}")
+    return model
+
+
+def _replace_linear(model: nn.Module, make: MakeLinear) -> None:
+    conv = importlib.import_module("transformers.pytorch_utils").Conv1D
+    for module in list(model.modules()):
+        for name, child in module.named_children():
+            if type(child) in (nn.Linear, conv):
+                found: Any = child
+                weight = found.weight.data if type(child) is nn.Linear else found.weight.data.t().contiguous()
+                setattr(module, name, _Linear(make(weight, None if found.bias is None else found.bias.data)))
+
+
+# --- what a forward pass meets ------------------------------------------------------------------------------------
+
+_Attention = Callable[[nn.Module, Tensor, Tensor, Tensor, Manner], Tensor]
+_CURRENT: ContextVar[_Attention] = ContextVar("attention of this forward pass")
+
+
+def _run(model: Any, token_ids: Tensor, positions: Tensor, attention: _Attention, keep: Tensor) -> Tensor:
+    takes = inspect.signature(model.forward).parameters
+    extra = {"logits_to_keep": keep} if "logits_to_keep" in takes else {}
+    token = _CURRENT.set(attention)
+    try:
+        answer = model(input_ids=token_ids[None], position_ids=positions[None], use_cache=False, **extra)
+    finally:
+        _CURRENT.reset(token)
+    logits: Tensor = answer.logits[0]
+    return logits if extra else logits.index_select(0, keep)
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    is_causal: bool | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """What transformers calls: query [1, heads, T, d] and so on -> [1, T, heads, e]."""
+    unknown = sorted(name for name, given in others.items() if given is not None and name not in _HARMLESS)
+    if unknown:
+        raise ModelLoadError(f"its attention takes {unknown[0]}, which ours does not know")
+    if attention_mask is not None:
+        raise ModelLoadError("its attention has a mask of its own")
+    if is_causal is False or getattr(module, "is_causal", True) is False:
+        raise ModelLoadError("its attention is not causal")
+    if dropout:
+        raise ModelLoadError("its attention drops values at random")
+    if query.shape[0] != 1 or query.shape[2] != key.shape[2]:
+        raise ModelLoadError("its attention looks at other tokens than the step's")
+    manner = Manner(scaling, sliding_window or None, softcap or None, s_aux)
+    q, k, v = (part[0].transpose(0, 1) for part in (query, key, value))
+    output = _CURRENT.get()(module, q, k, v, manner)
+    return output.view(1, query.shape[2], query.shape[1], -1), None
+
+
+def probe(model: Any) -> tuple[list[Seen], int]:
+    """The attention calls of a forward pass of a few tokens, and the width of the logits. No weight is looked at, so
+    they may be on the meta device. Errors: ModelLoadError."""
+    seen: list[Seen] = []
+
+    def attention(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, manner: Manner) -> Tensor:
+        seen.append(Seen(module, q.shape[1], k.shape[1], (k.shape[2], v.shape[2]), manner))
+        return q.new_zeros(len(q), q.shape[1] * v.shape[2])
+
+    _check_positions(model)
+    model.eval()
+    device = model.get_input_embeddings().weight.device
+    ids, keep = torch.zeros(_PROBED, dtype=torch.int64, device=device), torch.tensor([_PROBED - 1], device=device)
+    name = model.config.model_type
+    with torch.inference_mode(), _quiet():
+        try:
+            logits = _run(model, ids, torch.arange(_PROBED, device=device), attention, keep)
+        except ModelLoadError as error:
+            raise ModelLoadError(f"{name} is not run: {error.message}") from None
+        except Exception as error:  # of somebody else's code
+            raise ModelLoadError(f"{name} by transformers: {_first_line(error)}") from None
+    layers = getattr(model.config, "num_hidden_layers", None)
+    if len(seen) != layers or len({id(each.module) for each in seen}) != len(seen):
+        raise ModelLoadError(
+            f"{name} attends {len(seen)} times in {layers} layers: what else it keeps of the past is not known"
+        )
+    return seen, logits.shape[-1]
+
+
+def _check_positions(model: Any) -> None:
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        raise ModelLoadError(f"{model.config.model_type} does not take positions: tokens cannot be packed")
+
+
+def _settle(model: Any, experts: str) -> None:
+    """Mixtures of experts as matrix products of fixed shapes; no looks at the tokens for padding."""
+    for module in model.modules():
+        if hasattr(module, "warn_if_padding_and_no_attention_mask"):
+            module.warn_if_padding_and_no_attention_mask = lambda *_: None
+    if getattr(model, "_can_set_experts_implementation", lambda: False)():
+        model.set_experts_implementation(experts)
+
+
+def _causal_lm() -> Any:
+    transformers = importlib.import_module("transformers")
+    transformers.AttentionInterface.register(ATTENTION, _attention)
+    return transformers.AutoModelForCausalLM
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """transformers reports and shows progress as it likes; what matters is in our errors."""
+    log = importlib.import_module("transformers").utils.logging
+    level, bars = log.get_verbosity(), log.is_progress_bar_enabled()
+    log.set_verbosity(logging.CRITICAL)
+    log.disable_progress_bar()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            yield
+        finally:
+            log.set_verbosity(level)
+            if bars:
+                log.enable_progress_bar()
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0] or type(error).__name__

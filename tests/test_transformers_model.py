@@ -1,0 +1,209 @@
+"""transformers' modules over our cache: what transformers itself generates, or a sentence that says why not."""
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_models
+import tiny_transformers
+import torch
+from driver import Driver, make_request
+
+from engine.api import RequestClass
+from engine.build import build_runner, plan_launch
+from engine.config import EngineConfig, SchedulerConfig
+from engine.errors import ConfigError, ModelLoadError
+from engine.execution.cpu.transformers_device import TransformersDevice
+from engine.execution.runner import Runner
+from engine.models.implementation import choose
+from engine.models.transformers_model import TransformersModel, load_model, load_shape
+
+BLOCK = 4
+OUTPUT = 12
+EXACT = ("granite", "olmo2", "stablelm", "gemma", "phi", "glm", "gpt2", "gemma2", "gpt_oss", "mixtral", "deepseek_v3")
+"""Scaled residuals, norms behind branches, partial rotary, wide heads, parallel branches, learned positions, windows
+with soft caps, sinks, experts, K wider than V."""
+
+
+class Case:
+    """A tiny checkpoint: transformers' model, ours, and where it lies."""
+
+    def __init__(self, model_type: str, folder: Path) -> None:
+        self.folder = folder
+        self.reference = tiny_transformers.save(model_type, folder)
+        self.shape = load_shape(folder)
+        self.model = load_model(self.shape, folder, dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def case_of(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return functools.cache(lambda name: Case(name, tmp_path_factory.mktemp(name)))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def make_driver(model: TransformersModel, depth: int, **changes: Any) -> Driver:
+    config = SchedulerConfig(
+        num_units=2 * changes.pop("num_blocks", 30),
+        max_model_len=changes.pop("max_model_len", 90),
+        block_size=BLOCK,
+        max_num_seqs=8,
+        max_num_batched_tokens=24,
+        pipeline_depth=depth,
+        **changes,
+    )
+    return Driver(Runner(TransformersDevice(model, config.limits, host_units=config.host_units)), config)
+
+
+def prompts_of(vocab_size: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(7)
+    shared = torch.randint(3, vocab_size, (26,), generator=generator).tolist()
+    prompts = []
+    for index, length in enumerate((1, 5, 8, 9, 16, 17, 23, 33, 40, 47, 58, 64)):
+        own = torch.randint(3, vocab_size, (length,), generator=generator).tolist()
+        prompts.append((shared + own)[:length] if index % 3 == 0 else own)
+    return prompts
+
+
+def generated(model: Any, prompt: list[int], count: int = OUTPUT) -> list[int]:
+    with torch.inference_mode():
+        ids = torch.tensor([prompt])
+        found = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False, pad_token_id=0
+        )
+    return found[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("name", EXACT)
+def test_tokens_equal_generate(case_of: Any, name: str, depth: int) -> None:
+    """Chunks, prefix hits and preemptions: the pool is too small for all."""
+    case = case_of(name)
+    driver = make_driver(case.model, depth)
+    prompts = prompts_of(case.shape.vocab_size)
+    for index, prompt in enumerate(prompts):
+        request_class = RequestClass.OFFLINE if index % 5 == 4 else RequestClass.ONLINE
+        driver.add(make_request(str(index), prompt, OUTPUT, request_class=request_class))
+        driver.step()
+    driver.run()
+    stats = driver.core.stats()
+    assert sum(stats.preemptions.values()) > 0
+    assert stats.prefix_hit_tokens > 0
+    for index, prompt in enumerate(prompts):
+        assert driver.outputs[str(index)] == generated(case.reference, prompt), index
+
+
+def test_parked_pasts_come_back(case_of: Any) -> None:
+    case = case_of("gemma2")
+    driver = make_driver(case.model, 0, host_units=60, unit_bytes=1)
+    prompts = prompts_of(case.shape.vocab_size)
+    driver.add(*[make_request(str(index), prompt, OUTPUT) for index, prompt in enumerate(prompts)])
+    driver.run()
+    for index, prompt in enumerate(prompts):
+        assert driver.outputs[str(index)] == generated(case.reference, prompt)
+
+
+def test_shapes_are_read_from_tensors(case_of: Any) -> None:
+    """K of 12, V of 8 elements: cells as wide as K."""
+    shape = case_of("deepseek_v3").shape
+    assert (shape.num_kv_heads, shape.head_dim, shape.num_layers) == (4, 12, 4)
+    assert case_of("gpt2").shape.num_kv_heads == 4
+    model = case_of("gemma2").reference
+    assert case_of("gemma2").shape.num_parameters == sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize("name", ["llama-gqa2", "qwen3", "opt"])
+def test_our_families_by_transformers(name: str) -> None:
+    """The same checkpoint by either implementation, from the flag to the tokens."""
+    folder = tiny_models.model_folder(name)
+    outputs = []
+    for implementation in ("own", "transformers"):
+        config = EngineConfig(
+            model=str(folder), model_impl=implementation, device="cpu", max_model_len=64, num_gpu_blocks_override=40,
+            block_size=BLOCK, profile_seconds=0.0, threads=1,
+        )  # fmt: skip
+        plan = plan_launch(config)
+        assert plan.implementation == implementation
+        runner, plan = build_runner(config, plan)
+        scheduler = SchedulerConfig(num_units=plan.limits.num_units, max_model_len=64, block_size=BLOCK)
+        driver = Driver(runner, scheduler)
+        driver.add(*[make_request(str(i), p[:50], OUTPUT) for i, p in enumerate(prompts_of(plan.spec.vocab_size))])
+        driver.run()
+        outputs.append(driver.outputs)
+    assert outputs[0] == outputs[1]
+
+
+def test_auto_takes_ours_where_it_can(case_of: Any) -> None:
+    assert choose(tiny_models.model_folder("llama-gqa2"), "auto").implementation == "own"
+    choice = choose(case_of("granite").folder, "auto")
+    assert (choice.implementation, choice.shape.architecture) == ("transformers", "GraniteForCausalLM")
+    with pytest.raises(ModelLoadError, match="is not supported"):
+        choose(case_of("granite").folder, "own")
+
+
+def test_auto_goes_beyond_a_window_on_request(tmp_path: Path) -> None:
+    folder = tmp_path
+    tiny_transformers.save_config("mistral", folder)
+    own = choose(folder, "auto")
+    assert own.implementation == "own"
+    beyond = choose(folder, "auto", own.shape.max_context + 1)
+    assert beyond.implementation == "transformers"
+    assert beyond.shape.max_context == own.shape.max_position_embeddings == 256
+    assert beyond.why == "ours end at the sliding window of 8 tokens"
+
+
+REFUSED = {
+    "mamba": "layers with a state of another kind",
+    "jamba": "layers with a state of another kind",
+    "qwen3_next": "layers with a state of another kind",
+    "bart": "encoder with a decoder|does not take positions",
+    "bert": "not causal",
+    "bloom": "does not take positions",
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_would_be_wrong_is_refused(name: str, tmp_path: Path) -> None:
+    tiny_transformers.save_config(name, tmp_path)
+    with pytest.raises(ModelLoadError, match=REFUSED[name]):
+        load_shape(tmp_path)
+
+
+def test_code_from_a_checkpoint_is_never_run(tmp_path: Path) -> None:
+    config = {"model_type": "mine", "auto_map": {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "code.py").write_text("raise SystemExit('it was run')")
+    with pytest.raises(ModelLoadError, match="never run"):
+        load_shape(tmp_path)
+
+
+def test_weights_that_are_missing_are_refused(case_of: Any, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    case = case_of("granite")
+    (tmp_path / "config.json").write_bytes((case.folder / "config.json").read_bytes())
+    tensors = load_file(case.folder / "model.safetensors")
+    gone = next(name for name in tensors if "q_proj" in name)
+    save_file({k: v for k, v in tensors.items() if k != gone}, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelLoadError, match=r"missing keys: .*q_proj"):
+        load_model(load_shape(tmp_path), tmp_path, dtype="float32")
+
+
+def test_what_the_modules_cannot_do_is_said(case_of: Any) -> None:
+    folder = str(case_of("granite").folder)
+    with pytest.raises(ConfigError, match="families of ours"):
+        plan_launch(EngineConfig(model=folder, device="cpu", quantization="int8"))
+    with pytest.raises(ConfigError, match="layers of our own"):
+        plan_launch(EngineConfig(model=folder, device="cpu", offload_weights="1"))
+    plan = plan_launch(EngineConfig(model=folder, device="cpu", hidden_cache=True, num_gpu_blocks_override=40))
+    assert plan.scratch_blocks == 0
+    assert any("hidden state of their layers to themselves" in note for note in plan.notes)
+    assert any("transformers' modules run GraniteForCausalLM" in note for note in plan.notes)

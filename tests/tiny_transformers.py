@@ -1,0 +1,105 @@
+"""Tiny random checkpoints of every causal language model type that the installed transformers has."""
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    "sliding_window": 8,
+    # mixtures of experts, by all their names
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "moe_num_experts": 4,
+    "num_experts_per_tok": 2,
+    "num_experts_per_token": 2,
+    "moe_topk": 2,
+    "moe_k": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "expert_ffn_hidden_size": 32,
+    "ffn_hidden_size": 64,
+    "ffn_dim": 64,
+    "first_k_dense_replace": 1,
+    # latent attention
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+    "qk_head_dim": 12,
+    # learned embeddings of other widths, codecs, states
+    "word_embed_proj_dim": 64,
+    "mamba_d_state": 8,
+    "state_size": 8,
+    "n_inner": None,
+}
+
+
+def causal_types() -> list[str]:
+    """Every model type with a causal language model."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def tiny_config(model_type: str, **changes: Any) -> Any:
+    """A config of the type, with the sizes of SMALL where it has them."""
+    from transformers import CONFIG_MAPPING
+
+    kind = CONFIG_MAPPING[model_type]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        default = kind()
+        known = set(default.to_dict()) | set(kind.attribute_map)
+        wanted = {key: value for key, value in SMALL.items() if key in known}
+        if getattr(default, "sliding_window", None) is None:
+            wanted.pop("sliding_window", None)
+        if "qk_rope_head_dim" in known:  # latent attention: the width of a head is what is rotated
+            wanted.pop("head_dim", None)
+            wanted["num_key_value_heads"] = wanted["num_attention_heads"]
+        return kind(**(wanted | changes))
+
+
+def save_config(model_type: str, folder: Path) -> None:
+    """The config alone, with the architecture that it would be saved with."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    config = tiny_config(model_type)
+    config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__]
+    config.save_pretrained(folder)
+
+
+def save(model_type: str, folder: Path, seed: int = 0, **changes: Any) -> Any:
+    """Write a random checkpoint; gives the model, float32, eager, in evaluation mode."""
+    import transformers
+
+    config = tiny_config(model_type, **changes)
+    torch.manual_seed(seed)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
+        generator = torch.Generator().manual_seed(seed + 1)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.normal_(0.0, parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 0.1, generator=generator)
+                if parameter.dim() == 1 and name.endswith("norm.weight"):
+                    parameter.add_(1.0)
+        transformers.utils.logging.disable_progress_bar()
+        model.save_pretrained(folder)
+    return model.eval()
