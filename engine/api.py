@@ -222,6 +222,46 @@ class ColocationStats:
     model_refits_refused: int = 0
 
 
+class LoadReport(NamedTuple):
+    """How much of an engine is taken, by online work, as of `time` (its monotonic clock, seconds).
+
+    `queued_*`: prompts that wait or are not yet computed to their end: the tokens that are missing, the units that they
+    need beyond those they hold. `running`: requests past their prompt. `available_units`: what online work could get.
+    `step_seconds`: a full step by the latency model (0: none). `offline_tokens`: computed for offline requests so far,
+    by this process; `offline_waits`: some have not begun. `received`: how many requests this process had been given.
+    """
+
+    queued_tokens: int = 0
+    queued_units: int = 0
+    queued_requests: int = 0
+    running: int = 0
+    available_units: int = 0
+    num_units: int = 0
+    tokens_per_unit: float = 8.0
+    tokens_per_step: int = 512
+    step_seconds: float = 0.0
+    mean_input: float = 0.0
+    mean_output: float = 0.0
+    offline_tokens: int = 0
+    offline_waits: bool = False
+    time: float = 0.0
+    received: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineView:
+    """One engine of several. `routed`: requests that it was given, those of its processes before included; `moved`:
+    that were taken from it because it was gone; `harvest`: offline tokens that it computes a second."""
+
+    engine: int
+    state: "EngineState"
+    trouble: str | None
+    routed: int
+    moved: int
+    harvest: float
+    stats: "EngineStats"
+
+
 @dataclass(frozen=True, slots=True)
 class EngineStats:
     """A snapshot for /metrics, /ready and the log; counters grow for ever, gauges are of now.
@@ -232,7 +272,8 @@ class EngineStats:
     out, swapped in and restored, by the name of the operation. `prefill_tokens` and `decode_tokens` are of both
     classes; `forced_tokens`: of answers, given without sampling by grammars and budgets; `offline_computed_tokens` is
     the part of the former two that was offline work. `token_costs`: None without a latency model. `restarts`: of an
-    engine in a process of its own, by cause; `resumed_requests`: that went on in the next one.
+    engine in a process of its own, by cause; `resumed_requests`: that went on in the next one. `engines`: where there
+    are several, each of them; all else is of all together.
     """
 
     running: dict[RequestClass, int] = field(default_factory=dict)
@@ -264,6 +305,7 @@ class EngineStats:
     token_costs: TokenCosts | None = None
     restarts: dict[str, int] = field(default_factory=dict)
     resumed_requests: int = 0
+    engines: tuple[EngineView, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

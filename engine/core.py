@@ -19,6 +19,7 @@ from engine.api import (
     EngineStats,
     FinishReason,
     Lane,
+    LoadReport,
     RequestClass,
     RequestOutput,
     RequestTimes,
@@ -50,6 +51,7 @@ from engine.scheduling.output import (
 from engine.scheduling.planner import OfflinePlan, plan_offline
 from engine.scheduling.policies import find_policy
 from engine.scheduling.recovery import Ending, Reached, Recovery
+from engine.scheduling.report import report_load
 from engine.scheduling.state import SchedulerState
 from engine.scheduling.step import StepBuilder
 from engine.scheduling.trial import TrialBuilder
@@ -296,6 +298,11 @@ class EngineCore:
             refused_requests=self._admission.num_refused,
             **asdict(self._counters),
         )
+
+    def load(self, now: float) -> LoadReport:
+        """What whoever routes requests to several engines must know of this one."""
+        means = self._admission.mean_prompt_tokens, self._admission.mean_output_tokens
+        return report_load(self._state, now, *means, self._counters.offline_computed_tokens)
 
     def check_integrity(self) -> None:
         """Assert E1 (every unit in one place), E3 (ended requests hold nothing) and the queues' agreement."""

@@ -23,6 +23,7 @@ from engine.api import (
     EngineStats,
     FinishReason,
     Lane,
+    LoadReport,
     RequestClass,
     RequestOutput,
     RequestTimes,
@@ -296,6 +297,10 @@ class Engine:
         if self.colocation is None:
             return stats
         return replace(stats, colocation=self.colocation.stats(self._clock()))
+
+    def load(self) -> LoadReport:
+        """How much of it is taken now."""
+        return self._core.load(self._clock())
 
     async def wait_dead(self) -> str:
         """See EngineClient.wait_dead."""

@@ -6,13 +6,19 @@ Where the system says nothing (other than Linux), the answers are the cautious o
 import os
 import platform
 import time
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
+from itertools import chain, pairwise
 from pathlib import Path
+from typing import NamedTuple
+
+from engine.errors import ConfigError
 
 BUS_RATE = 64e9
 """Bytes/s that no copy between a device of its own memory and the host exceeds (PCIe 5.0 x16, one way)."""
 
 _CPUINFO = Path("/proc/cpuinfo")
+_DEVICES = Path("/dev")
 _CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 # Features that make half-precision matrix products faster than float32 ones, x86 and ARM names.
 _FAST = {
@@ -20,6 +26,20 @@ _FAST = {
     "float16": frozenset({"avx512_fp16", "amx_fp16", "asimdhp"}),
 }
 _SHOWN = ("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "asimdhp", "bf16", "sve")
+
+
+class Place(NamedTuple):
+    """Where a process runs: on which processors (none named: all), and which CUDA device it sees ("": all)."""
+
+    processors: tuple[int, ...] = ()
+    device: str = ""
+
+    def move_in(self, environment: MutableMapping[str, str]) -> None:
+        """Before threads are started and before anything asks for the device."""
+        if self.processors and hasattr(os, "sched_setaffinity"):
+            os.sched_setaffinity(0, self.processors)
+        if self.device:
+            environment["CUDA_VISIBLE_DEVICES"] = self.device
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +62,9 @@ class Processor:
 
 def read_processor(cpuinfo: str | None = None) -> Processor:
     """The processor as this process may use it (affinity and container limits counted)."""
-    if cpuinfo is None:
-        cpuinfo = _CPUINFO.read_text() if _CPUINFO.exists() else ""
-    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
-    entries = [_fields(block) for block in cpuinfo.split("\n\n") if block.strip()]
-    mine = [entry for entry in entries if entry.get("processor", "").isdigit() and int(entry["processor"]) in allowed]
-    places = {(entry.get("physical id"), entry.get("core id", entry["processor"])) for entry in mine}
+    allowed = _allowed()
+    mine = _usable(_read_cpuinfo() if cpuinfo is None else cpuinfo)
+    places = {_core_of(entry) for entry in mine}
     first = mine[0] if mine else {}
     features = frozenset((first.get("flags") or first.get("Features") or "").split())
     name = first.get("model name") or platform.processor() or platform.machine()
@@ -78,3 +95,61 @@ def _quota() -> int | None:
         return max(1, int(quota) // int(period))
     except (OSError, ValueError):
         return None
+
+
+def share_out(engines: int, device: str = "auto", cpuinfo: str | None = None) -> list[Place]:
+    """A place for each of several engines: a CUDA device, or an equal part of the cores. Raises ConfigError.
+
+    `device`: as in `EngineConfig`. Threads of one core stay together. Where there are more engines than cores, or a
+    container's quota is less than the processors it may use, they share them all.
+    """
+    devices = [] if device == "cpu" else cuda_devices()
+    if devices or device == "cuda":
+        if len(devices) < engines:
+            raise ConfigError(f"--engines {engines} needs as many CUDA devices; {len(devices)} can be seen")
+        return [Place(device=name) for name in devices[:engines]]
+    cores = _cores(_read_cpuinfo() if cpuinfo is None else cpuinfo)
+    if len(cores) < engines or (_quota() or len(cores)) < len(cores):
+        return [Place()] * engines
+    part, rest = divmod(len(cores), engines)
+    bounds = [index * part + min(index, rest) for index in range(engines + 1)]
+    return [
+        Place(tuple(sorted(chain.from_iterable(cores[begin:end]))))
+        for begin, end in pairwise(bounds)
+    ]  # fmt: skip
+
+
+def cuda_devices() -> list[str]:
+    """The CUDA devices that a process of ours would see, as CUDA_VISIBLE_DEVICES names them; asks no driver."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if named is not None:
+        return [name.strip() for name in named.split(",") if name.strip() not in ("", "-1")]
+    return [str(index) for index, _ in enumerate(_DEVICES.glob("nvidia[0-9]*"))]
+
+
+def _read_cpuinfo() -> str:
+    return _CPUINFO.read_text() if _CPUINFO.exists() else ""
+
+
+def _allowed() -> set[int]:
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+
+
+def _usable(cpuinfo: str) -> list[dict[str, str]]:
+    """What /proc/cpuinfo says of the processors that this process may use."""
+    allowed = _allowed()
+    entries = [_fields(block) for block in cpuinfo.split("\n\n") if block.strip()]
+    return [entry for entry in entries if entry.get("processor", "").isdigit() and int(entry["processor"]) in allowed]
+
+
+def _core_of(entry: Mapping[str, str]) -> tuple[str, str]:
+    return entry.get("physical id", ""), entry.get("core id", entry["processor"])
+
+
+def _cores(cpuinfo: str) -> list[list[int]]:
+    """The processors of each core, cores of one socket side by side."""
+    cores: dict[tuple[str, str], list[int]] = {}
+    for entry in _usable(cpuinfo):
+        cores.setdefault(_core_of(entry), []).append(int(entry["processor"]))
+    by_socket = sorted(cores.items(), key=lambda item: (item[0][0], item[1]))
+    return [processors for _, processors in by_socket] or [[number] for number in sorted(_allowed())]

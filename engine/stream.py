@@ -33,6 +33,10 @@ class RequestStream:
             await self._readable.wait()
         return self._outputs.popleft()
 
+    def rebind(self, abort: Callable[[], None]) -> None:
+        """Another engine goes on with the request."""
+        self._abort = abort
+
     async def aclose(self) -> None:
         """Abort the request if it has not ended; safe to call at any time."""
         self._abort()

@@ -10,6 +10,7 @@ import importlib.metadata
 import os
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -232,12 +233,11 @@ def _serve(arguments: argparse.Namespace) -> int:
 
 
 def _serve_with(folder: Any, engine_config: EngineConfig, server_config: ServerConfig, server: Any) -> int:
-    load = _load_process if server_config.engine_process else _load_here
+    load = _load_processes if server_config.engine_process else _load_here
     engine, tokenizer, discard = load(engine_config, server_config, folder)
     try:
-        app = importlib.import_module("gateway.app").create_app(
-            engine, tokenizer, server_config, folder, _batch_limits(engine_config)
-        )
+        limits = _batch_limits(engine_config, server_config.engines)
+        app = importlib.import_module("gateway.app").create_app(engine, tokenizer, server_config, folder, limits)
         print(summary(server_config, engine.info), flush=True)
         return int(server.run(app, server_config))
     finally:
@@ -262,10 +262,8 @@ def _load_here(engine_config: EngineConfig, server_config: ServerConfig, _folder
     return engine, tokenizer, engine.kill
 
 
-def _load_process(engine_config: EngineConfig, server_config: ServerConfig, folder: Any) -> Loaded:
-    """The engine in a process of its own: torch is never loaded in this one."""
-    from engine.process.client import EngineProcess
-    from engine.process.policy import RestartPolicy
+def _load_processes(engine_config: EngineConfig, server_config: ServerConfig, folder: Any) -> Loaded:
+    """Engines in processes of their own: torch is never loaded in this one."""
     from engine.text import Tokenizer
 
     tokenizers: list[Tokenizer] = []
@@ -275,11 +273,27 @@ def _load_process(engine_config: EngineConfig, server_config: ServerConfig, fold
         for note in plan.notes:
             say(note)
 
-    pid_file = folder.root / "engine.pid"
-    policy = RestartPolicy(server_config.max_engine_deaths, max_delay=server_config.max_restart_delay)
-    engine = EngineProcess(engine_config, log_level=server_config.log_level, pid_file=pid_file, policy=policy)
+    engine = _make_engine(engine_config, server_config, folder.root)
     engine.load(planned)
     return engine, tokenizers[0], engine.discard
+
+
+def _make_engine(engine_config: EngineConfig, server_config: ServerConfig, root: Path) -> Any:
+    """One, or the fleet of several."""
+    from engine.process.policy import RestartPolicy
+
+    policy = partial(RestartPolicy, server_config.max_engine_deaths, max_delay=server_config.max_restart_delay)
+    log_level, pid_file = server_config.log_level, root / "engine.pid"
+    if server_config.engines == 1:
+        client = importlib.import_module("engine.process.client")
+        return client.EngineProcess(engine_config, log_level=log_level, pid_file=pid_file, policy=policy())
+    launch = importlib.import_module("engine.fleet.launch")
+    fleet = launch.FleetPlan(
+        server_config.engines, server_config.router, _window_lines(engine_config), pid_file, log_level, policy
+    ).make(engine_config)
+    for note in fleet.notes:
+        say(note)
+    return fleet.client
 
 
 def _open_state(config: ServerConfig) -> Any:
@@ -288,8 +302,13 @@ def _open_state(config: ServerConfig) -> Any:
     return module.open_state(module.state_path(config.state_dir, os.environ))
 
 
-def _batch_limits(config: EngineConfig) -> Any:
-    return importlib.import_module("gateway.state").BatchLimits(window_lines=4 * config.max_num_seqs)
+def _window_lines(config: EngineConfig) -> int:
+    """Lines of batches that an engine holds, so that there is always one to go on with."""
+    return 4 * config.max_num_seqs
+
+
+def _batch_limits(config: EngineConfig, engines: int) -> Any:
+    return importlib.import_module("gateway.state").BatchLimits(window_lines=engines * _window_lines(config))
 
 
 def say(line: str) -> None:

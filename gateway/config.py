@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engine.errors import ConfigError
+from engine.fleet.routing import ROUTERS, find_router
 from gateway.tool_formats import FORMATS
 
 TOOL_PARSERS = ("auto", *FORMATS)
@@ -60,6 +61,8 @@ class ServerConfig:
     max_restart_delay: float = _flag(
         30.0, "seconds that the next engine process waits at most: 0, 1, 2, 4 ... up to it"
     )
+    engines: int = _flag(1, "engines on this machine: a CUDA device each, or an equal part of the cores each")
+    router: str = _flag("sal", "with several engines: which one a chat goes to", tuple(ROUTERS))
     shutdown_timeout: float = _flag(30.0, "seconds that running requests may take to end after SIGTERM")
     request_log: str | None = _flag(
         None, "file that gets a JSON line per ended request, never its text; SIGHUP opens it again (logrotate)"
@@ -81,6 +84,11 @@ class ServerConfig:
             raise ConfigError(f"--max-engine-deaths must be at least 1, not {self.max_engine_deaths}")
         if not 0.0 <= self.max_restart_delay <= 3600.0:
             raise ConfigError(f"--max-restart-delay must be between 0 and 3600, not {self.max_restart_delay}")
+        if self.engines < 1:
+            raise ConfigError(f"--engines must be at least 1, not {self.engines}")
+        if self.engines > 1 and not self.engine_process:
+            raise ConfigError("--engines needs engines in processes of their own: leave out --no-engine-process")
+        find_router(self.router)
         if self.tool_parser not in TOOL_PARSERS:
             raise ConfigError(f"--tool-parser must be one of {', '.join(TOOL_PARSERS)}, not {self.tool_parser!r}")
         if self.log_level not in LOG_LEVELS:

@@ -10,10 +10,11 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import Response
 
-from engine.api import EngineState
+from engine.api import ColocationStats, EngineState, EngineStats
 from engine.errors import EngineUnavailableError
 from gateway.context import context_of, sees_all
 from gateway.errors import ApiError
+from gateway.fleet_metrics import shown as engines_shown
 
 router = APIRouter()
 
@@ -38,9 +39,18 @@ async def ready(request: Request) -> Response:
         reason = f": {trouble}" if trouble is not None else ""
         raise EngineUnavailableError(f"The engine is not ready{reason}.", retry_after=5.0)
     stats = await context.client.stats()
-    colocation = stats.colocation
-    if colocation is None or not sees_all(request):
+    if not sees_all(request):
         return _ok()
+    answer: dict[str, Any] = {"status": "ok"}
+    if stats.engines:
+        answer["engines"] = engines_shown(stats.engines)
+    if stats.colocation is not None:
+        answer["colocation"] = _promise(stats, stats.colocation)
+    return Response(orjson.dumps(answer), media_type="application/json")
+
+
+def _promise(stats: EngineStats, colocation: ColocationStats) -> dict[str, Any]:
+    """How the SLO is kept."""
     shown: dict[str, Any] = {
         "slo": colocation.slo,
         "attainment": colocation.attainment,
@@ -64,7 +74,7 @@ async def ready(request: Request) -> Response:
         shown["held"] = colocation.held
     elif colocation.breaker_cause:
         shown["breaker_cause"] = colocation.breaker_cause
-    return Response(orjson.dumps({"status": "ok", "colocation": shown}), media_type="application/json")
+    return shown
 
 
 @router.get("/version")

@@ -14,6 +14,7 @@ from prometheus_client.registry import Collector
 
 from engine.api import ColocationStats, EngineClient, EngineStats, FinishReason, RequestClass
 from gateway.account import Account
+from gateway.fleet_metrics import engine_metrics
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 _GAP_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
@@ -154,6 +155,7 @@ class EngineCollector(Collector):
         yield _total("leftover_used_seconds", "How much of it offline work was given.", stats.leftover_used_seconds)
         if stats.colocation is not None:
             yield from _colocation_metrics(stats.colocation)
+        yield from engine_metrics(stats.engines)
 
 
 def _colocation_metrics(stats: ColocationStats) -> Iterator[Metric]:

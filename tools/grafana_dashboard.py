@@ -17,7 +17,14 @@ from typing import Any, cast
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from engine.api import ColocationStats, EngineClient, EngineStats  # noqa: E402
+from engine.api import (  # noqa: E402
+    ColocationStats,
+    EngineClient,
+    EngineState,
+    EngineStats,
+    EngineView,
+    RequestClass,
+)
 from gateway.batch_metrics import BatchCollector  # noqa: E402
 from gateway.batch_plan import Forecast  # noqa: E402
 from gateway.batch_worker import BatchWorker  # noqa: E402
@@ -128,7 +135,8 @@ def registry_families() -> list[tuple[str, str, tuple[str, ...], str]]:
     """(name, type, labels, help) of everything that /metrics can show, by name."""
     client = SimpleNamespace(info=SimpleNamespace(block_size=0, cache_tokens=0))
     metrics = GatewayMetrics(cast(EngineClient, client), "model")
-    metrics.stats = EngineStats(colocation=_filled(ColocationStats))
+    one = EngineView(0, EngineState.READY, None, 0, 0, 0.0, EngineStats(running={RequestClass.ONLINE: 0}))
+    metrics.stats = EngineStats(colocation=_filled(ColocationStats), engines=(one,))
     worker = SimpleNamespace(states={}, lines_ended=Counter(), paused=False, forecast=Forecast(lambda: None))
     metrics.registry.register(BatchCollector(cast(BatchWorker, worker)))
     found = []

@@ -12,6 +12,7 @@ import faulthandler
 import gc
 import importlib
 import logging
+import math
 import mmap
 import os
 import select
@@ -19,13 +20,14 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from engine import flight
-from engine.api import EngineRequest, FinishReason, RequestOutput, RequestTimes
+from engine.api import EngineRequest, FinishReason, LoadReport, RequestOutput, RequestTimes
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import EngineStepError, ErrorInfo, TidemillError
@@ -36,6 +38,8 @@ from engine.process.connection import Connection
 log = logging.getLogger("tidemill.engine")
 
 PULSE_SECONDS = 0.5
+REPORT_SECONDS = 0.1
+"""How often the load goes out with outputs: ten times a second, as LARRY's load balancer asks for it."""
 SICK_SECONDS = 10.0
 """How long every step may fail: an error of a device often ends with the process that met it."""
 OOM_SCORE = "500"
@@ -87,6 +91,7 @@ def run(sock: socket.socket, make: Build) -> None:
     threading.Thread(target=_watch, args=(sock,), name="tidemill-gateway", daemon=True).start()
     logging.basicConfig(level=launch.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
+        launch.place.move_in(os.environ)
         engine = make(launch.config, lambda planned: sock.sendall(frames.encode(planned)))
         sock.sendall(frames.encode(frames.Built(engine.info)))
     except TidemillError as error:
@@ -134,6 +139,8 @@ class EngineServer:
         self._shutdown = asyncio.Event()
         self._ending = False
         self._preparing: set[str] = set()
+        self._num_received = 0
+        self._reported = -math.inf
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def serve(
@@ -162,7 +169,7 @@ class EngineServer:
 
     async def _beat(self) -> None:
         while True:
-            self._send(frames.Pulse(self._engine.state, self._engine.trouble))
+            self._send(frames.Pulse(self._engine.state, self._engine.trouble, self._load()))
             await asyncio.sleep(PULSE_SECONDS)
 
     def receive(self, message: frames.ToEngine) -> None:
@@ -171,8 +178,10 @@ class EngineServer:
             return  # it is meant for the next engine, and will be said to it
         match message:
             case frames.Submit(call, requests):
+                self._num_received += len(requests)
                 self._prepare(requests, partial(self._submit, call, requests))
             case frames.Resume(requests):
+                self._num_received += len(requests)
                 for request in requests:
                     self._prepare((request,), partial(self._resume, request))
             case frames.CheckRoom(call, request_class, prompt_tokens):
@@ -245,7 +254,12 @@ class EngineServer:
 
     def _flush(self) -> None:
         outputs, self._outbox = tuple(self._outbox), []
-        self._send(frames.Outputs(outputs))
+        is_due = time.monotonic() - self._reported >= REPORT_SECONDS
+        self._send(frames.Outputs(outputs, self._load() if is_due else None))
+
+    def _load(self) -> LoadReport:
+        self._reported = time.monotonic()
+        return self._engine.load()._replace(received=self._num_received)
 
     def _send(self, message: frames.Message) -> None:
         assert self._connection is not None

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -17,13 +17,24 @@ from pathlib import Path
 from typing import Any
 
 from engine import flight
-from engine.api import EngineInfo, EngineRequest, EngineState, EngineStats, FinishReason, Lane, RequestClass
+from engine.api import (
+    EngineInfo,
+    EngineRequest,
+    EngineState,
+    EngineStats,
+    FinishReason,
+    Lane,
+    LoadReport,
+    RequestClass,
+)
 from engine.child import python_module
 from engine.config import EngineConfig
 from engine.errors import EngineStepError, EngineUnavailableError, InvalidRequestError
+from engine.machine import Place
 from engine.process import frames
 from engine.process.connection import Connection
 from engine.process.figures import Figures
+from engine.process.given import Given
 from engine.process.policy import RestartPolicy
 from engine.process.requests import OpenRequest, OpenRequests
 from engine.process.supervisor import Child, remove, start_error
@@ -49,13 +60,24 @@ ANSWER_SECONDS = 1.0
 """How long figures may take before those of the last time are given."""
 
 
+NOWHERE = Place()
+
+
+def _nobody_asks() -> None:
+    pass
+
+
 class _Gone(Exception):
     """The process died before it answered."""
 
 
 class EngineProcess:
     """Implements engine.api.EngineClient. `pid_file` holds the number of the process. `command` starts one, its
-    descriptor behind it."""
+    descriptor behind it, which runs at `place`.
+
+    One of a fleet: `changed` is called when the process comes or goes, and when a request has ended; with `waits` off
+    nothing waits here for the next process, as it can go elsewhere.
+    """
 
     def __init__(
         self,
@@ -67,9 +89,15 @@ class EngineProcess:
         policy: RestartPolicy | None = None,
         silence: StepLimits = SILENCE,
         clock: Callable[[], float] = time.monotonic,
+        place: Place = NOWHERE,
+        changed: Callable[[], None] = _nobody_asks,
+        waits: bool = True,
     ) -> None:
-        self._patience = _patience_of(config)
-        self._spawn = partial(Child.spawn, command or python_module(CHILD), frames.Launch(config, log_level), pid_file)
+        self._patience = patience(config) if waits else None
+        launch = frames.Launch(config, log_level, place=place)
+        self._spawn = partial(Child.spawn, command or python_module(CHILD), launch, pid_file)
+        self._tell_change = changed
+        self._given = Given()
         self._pid_file = pid_file
         self._policy = policy or RestartPolicy()
         self._clock = clock
@@ -90,7 +118,7 @@ class EngineProcess:
         self._num_calls = 0
         self._figures = Figures()
         self._task: asyncio.Task[None] | None = None
-        self._started = self._draining = self._stopping = False
+        self._started = self._draining = self._stopping = self._judged = False
         self._death: str | None = None
         self._dead = asyncio.Event()
 
@@ -122,6 +150,30 @@ class EngineProcess:
             return "the engine process ended and is started again"
         return None if self._pulse is None else self._pulse.trouble
 
+    @property
+    def is_up(self) -> bool:
+        """Whether there is a process that takes requests."""
+        return self._ready.is_set() and self._death is None
+
+    @property
+    def report(self) -> LoadReport | None:
+        """What the process said last of its load; None before its first word."""
+        return self._given.report
+
+    @property
+    def unreported(self) -> Iterable[EngineRequest]:
+        """What it was given since then."""
+        return self._given.unreported
+
+    def holds(self, request_id: str) -> bool:
+        """Whether the request is open here."""
+        return request_id in self._open
+
+    @property
+    def num_offline(self) -> int:
+        """Open offline requests."""
+        return self._open.num_offline
+
     async def check_room(self, request_class: RequestClass, prompt_tokens: int) -> None:
         """See EngineClient.check_room. While there is no engine nobody knows: `submit` will wait for one."""
         self._check_accepting()
@@ -143,12 +195,35 @@ class EngineProcess:
             entries.append(OpenRequest(request, stream, now))
             self._open.add(entries[-1])
         try:
-            await self._queue(requests, now + _longest_wait(requests, self._patience))
+            await self._queue(requests, now if self._patience is None else now + longest_wait(requests, self._patience))
         except BaseException:
             for request in requests:
                 self._forget(request.request_id)
             raise
         return [entry.stream for entry in entries]
+
+    def take_movable(self) -> list[OpenRequest]:
+        """What another engine is to go on with, as there is no process here: requests without a token that were in no
+        step that a process died in. Once there will be none any more, all of them, but not for a second time: what
+        several engines have died with is not carried further."""
+        if self._death is not None:
+            taken = self._open.take(lambda entry: not entry.moved)
+            for entry in taken:
+                entry.moved = True
+        elif self._judged and not self._ready.is_set():
+            taken = self._open.take(lambda e: e.last is None and not self._suspects.took_part(e.request.request_id))
+        else:
+            return []
+        for entry in taken:
+            self._suspects.forget(entry.request.request_id)
+        return taken
+
+    def adopt(self, entries: Sequence[OpenRequest]) -> None:
+        """Go on with what another engine had accepted."""
+        for entry in entries:
+            entry.stream.rebind(partial(self.abort, entry.request.request_id))
+            self._open.add(entry)
+        self._resume(entries)
 
     async def _queue(self, requests: Sequence[EngineRequest], until: float) -> None:
         arrived = self._clock()
@@ -156,6 +231,7 @@ class EngineProcess:
             if not self._ready.is_set():
                 await self._wait_for_engine(until)
                 requests = [replace(request, arrived=arrived) for request in requests]
+            self._given.add(requests)
             try:
                 await self._call(partial(frames.Submit, requests=tuple(requests)), requests)
             except _Gone:
@@ -312,6 +388,8 @@ class EngineProcess:
             cause, ended = await self._outlive(child) if child is not None else ("start", "an error of the system")
             delay = self._policy.died(self._clock()) if child is None else self._judge(cause, child)
             self._figures.restarts[cause] += 1
+            self._judged = True
+            self._tell_change()
             if delay is None:
                 self._give_up(f"the engine process ended too often, at last by {ended} ({cause})")
                 return
@@ -398,7 +476,9 @@ class EngineProcess:
     def _down(self) -> None:
         """There is no engine."""
         self._ready.clear()
+        self._judged = False
         self._watch.end()
+        self._given = Given()
         self._pulse = None
         self._figures.process_ended()
         calls, self._calls = self._calls, {}
@@ -406,10 +486,12 @@ class EngineProcess:
         for answer in calls.values():
             if not answer.done():
                 answer.set_exception(_Gone())
+        self._tell_change()
 
     def _give_up(self, why: str) -> None:
         self._death = why
         log.critical("%s", why)
+        self._tell_change()
         self._open.end_all(self._clock(), "The engine stopped while this request was running.")
         self._look_whether_idle()
         self._changed.set()
@@ -437,7 +519,8 @@ class EngineProcess:
     def _receive(self, message: frames.ToGateway) -> None:
         """One message of the child."""
         match message:
-            case frames.Outputs(outputs):
+            case frames.Outputs(outputs, load):
+                self._given.hear(load)
                 for output in outputs:
                     self._deliver(output)
                 self._try_suspect()
@@ -454,6 +537,7 @@ class EngineProcess:
                 self._settle(call, stats)
             case frames.Pulse():
                 self._pulse = message
+                self._given.hear(message.load)
                 self._watch.begin(None)
                 self._try_suspect()
             case frames.Built(info):
@@ -468,6 +552,7 @@ class EngineProcess:
                 self._cause = cause
                 log.critical("the engine process ends itself: %s", why)
                 self._ready.clear()
+                self._tell_change()
             case frames.Planned():
                 pass
 
@@ -483,10 +568,13 @@ class EngineProcess:
         self._watch.begin(None)
         self._ready.set()
         self._changed.set()
+        self._tell_change()
 
     def _resume(self, entries: Sequence[OpenRequest]) -> None:
         apart = self._suspects.apart_until
-        self._send(frames.Resume(tuple(entry.resumed(apart(entry.request.request_id)) for entry in entries)))
+        requests = tuple(entry.resumed(apart(entry.request.request_id)) for entry in entries)
+        self._given.add(requests)
+        self._send(frames.Resume(requests))
         self._figures.resumed += len(entries)
 
     def _try_suspect(self) -> None:
@@ -514,8 +602,10 @@ class EngineProcess:
             self.abort(output.request_id)
 
     def _look_whether_idle(self) -> None:
+        """A request has ended."""
         if not len(self._open):
             self._idle.set()
+        self._tell_change()
 
     def _on_lost(self, lost: "asyncio.Future[str]", fault: str | None) -> None:
         """Nothing more comes from a child."""
@@ -535,13 +625,13 @@ class EngineProcess:
             asyncio.get_running_loop().call_later(1.0, child.kill)
 
 
-def _patience_of(config: EngineConfig) -> float:
+def patience(config: EngineConfig) -> float:
     """Seconds that an online request waits for an engine: a start takes longer than most TTFT limits."""
     limit = SLO.parse(config.slo).limit_of("ttft") or PATIENCE
     return max(limit, QueueTime.parse(config.max_queue_time).longest(limit))
 
 
-def _longest_wait(requests: Sequence[EngineRequest], patience: float) -> float:
+def longest_wait(requests: Sequence[EngineRequest], patience: float) -> float:
     """Seconds for which requests wait for an engine."""
     lines = all(r.request_class is RequestClass.OFFLINE and r.lane is not Lane.FLEX for r in requests)
     return math.inf if lines else patience

@@ -16,11 +16,13 @@ from engine.api import (
     EngineStats,
     FinishReason,
     Lane,
+    LoadReport,
     RequestClass,
     RequestOutput,
 )
 from engine.config import EngineConfig
 from engine.errors import ErrorInfo
+from engine.machine import Place
 
 HEADER = struct.Struct(">I")
 MAX_FRAME = 1 << 28
@@ -35,12 +37,13 @@ class Message(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
 
 
 class Launch(Message, frozen=True):
-    """The first message: what to load. `recorder`: the descriptor of the memory for the flight recorder, which the
-    process has inherited."""
+    """The first message: what to load, and where to run. `recorder`: the descriptor of the memory for the flight
+    recorder, which the process has inherited."""
 
     config: EngineConfig
     log_level: str = "info"
     recorder: int | None = None
+    place: Place = Place()
 
 
 class Submit(Message, frozen=True):
@@ -118,9 +121,10 @@ class NotStarted(Message, frozen=True):
 
 
 class Outputs(Message, frozen=True):
-    """What one or more steps gave, in order."""
+    """What one or more steps gave, in order; now and then with the load after them."""
 
     outputs: tuple[RequestOutput, ...]
+    load: LoadReport | None = None
 
 
 class Done(Message, frozen=True):
@@ -142,6 +146,7 @@ class Pulse(Message, frozen=True):
 
     state: EngineState
     trouble: str | None
+    load: LoadReport | None = None
 
 
 class Dying(Message, frozen=True):

@@ -1,6 +1,6 @@
 """The requests that are open in an engine process: what it takes to go on with them in the next one."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 from engine.api import EngineRequest, FinishReason, Lane, RequestClass, RequestOutput, RequestTimes, Resumption
@@ -11,12 +11,13 @@ from engine.stream import RequestStream
 @dataclass(slots=True)
 class OpenRequest:
     """A request and what it has been given. `arrival`: seconds on the monotonic clock, which all processes share;
-    `accepted`: an engine has taken it, and whoever comes next must."""
+    `accepted`: an engine has taken it, and whoever comes next must; `moved`: its first engine has been given up."""
 
     request: EngineRequest
     stream: RequestStream
     arrival: float
     accepted: bool = False
+    moved: bool = False
     token_ids: list[int] = field(default_factory=list)
     last: RequestOutput | None = None
 
@@ -72,6 +73,7 @@ class OpenRequests:
 
     def __init__(self) -> None:
         self._by_id: dict[str, OpenRequest] = {}
+        self.num_offline = 0
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -84,12 +86,16 @@ class OpenRequests:
 
     def add(self, entry: OpenRequest) -> None:
         self._by_id[entry.request.request_id] = entry
+        self.num_offline += entry.request.request_class is RequestClass.OFFLINE
 
     def get(self, request_id: str) -> OpenRequest | None:
         return self._by_id.get(request_id)
 
     def pop(self, request_id: str) -> OpenRequest | None:
-        return self._by_id.pop(request_id, None)
+        entry = self._by_id.pop(request_id, None)
+        if entry is not None:
+            self.num_offline -= entry.request.request_class is RequestClass.OFFLINE
+        return entry
 
     def set_lane(self, job: str, lane: Lane) -> None:
         """The next engine is to know it, too."""
@@ -101,8 +107,15 @@ class OpenRequests:
         """What the next engine must be given."""
         return [entry for entry in self._by_id.values() if entry.accepted]
 
+    def take(self, may_go: Callable[[OpenRequest], bool]) -> list[OpenRequest]:
+        """Take accepted requests out, for another engine."""
+        taken = [entry for entry in self._by_id.values() if entry.accepted and may_go(entry)]
+        for entry in taken:
+            self.pop(entry.request.request_id)
+        return taken
+
     def end_all(self, now: float, why: str) -> None:
         """Nobody goes on with them."""
         for request_id, entry in list(self._by_id.items()):
-            del self._by_id[request_id]
+            self.pop(request_id)
             entry.end(FinishReason.ERROR, now, EngineUnavailableError(why, retry_after=5.0))

@@ -54,6 +54,10 @@ class Suspects:
         record = self._records.get(request_id)
         return record is not None and record.deaths >= SUSPECT_AFTER
 
+    def took_part(self, request_id: str) -> bool:
+        """Whether it was in a step that a process died in, and is not acquitted."""
+        return request_id in self._records
+
     def died(self, cause: str, in_flight: Mapping[str, int]) -> Verdict | None:
         """A process died; `in_flight`: the open requests in its steps, and how many tokens of each they would have
         computed. Returns a verdict if the one on trial was alone; of the guilty nothing more is kept."""

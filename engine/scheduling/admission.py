@@ -46,12 +46,13 @@ def check_length(spec: EngineRequest, max_model_len: int) -> None:
 
 
 class Admission:
-    """Who is queued. `num_refused` online requests were not."""
+    """Who is queued. `num_refused` online requests were not; `mean_prompt_tokens`, `mean_output_tokens`: of those that
+    ended of late."""
 
     def __init__(self, state: SchedulerState) -> None:
         self.num_refused = 0
         self._state = state
-        self._mean_output_tokens = 0.0
+        self.mean_prompt_tokens = self.mean_output_tokens = 0.0
 
     def check(self, request: Request, now: float) -> None:
         """Raises ContextLengthError or InvalidRequestError if it can never run, QueueFullError if there is no room."""
@@ -68,13 +69,14 @@ class Admission:
             self._check_online(Request(SMALLEST, RequestTimes(arrival=now), sys.maxsize), now)
 
     def note_end(self, request: Request) -> None:
-        """Learn how long online answers are."""
+        """Learn how long online prompts and answers are."""
         if request.request_class is RequestClass.ONLINE:
-            self._mean_output_tokens += FORGETTING * (request.num_output_tokens - self._mean_output_tokens)
+            self.mean_prompt_tokens += FORGETTING * (request.num_prompt_tokens - self.mean_prompt_tokens)
+            self.mean_output_tokens += FORGETTING * (request.num_output_tokens - self.mean_output_tokens)
 
     def _check_online(self, request: Request, now: float) -> None:
         try:
-            check_room(self._state, request, self._mean_output_tokens, now)
+            check_room(self._state, request, self.mean_output_tokens, now)
         except QueueFullError:
             self.num_refused += 1
             raise

@@ -193,7 +193,15 @@ def _engine(grid: Table, history: History, now: Snapshot, glyphs: Glyphs) -> Non
         for name in ("online", "offline")
     )
     grid.add_row("requests", Text("; ".join(queues)))
+    if engines := now.get("engines"):  # there are several, of a server that knows of them
+        grid.add_row("engines", Text("; ".join(map(_one_of, engines))))
     grid.add_row("cache", _pool(now["units"], glyphs))
+
+
+def _one_of(engine: Mapping[str, Any]) -> str:
+    """One engine of several: its requests, or why there are none."""
+    requests = f"{count(engine['running'])} running, {count(engine['waiting'])} waiting"
+    return f"{engine['engine']} {plain(engine['state']) if engine['state'] != 'ready' else requests}"
 
 
 def _pool(units: Mapping[str, Any], glyphs: Glyphs) -> Text:

@@ -16,6 +16,7 @@ import orjson
 
 from engine.api import ColocationStats, EngineState, EngineStats, RequestClass
 from gateway.context import Lifecycle
+from gateway.fleet_metrics import shown
 from gateway.metrics import EndedAnswer, GatewayMetrics
 from gateway.sse import event
 from predictor.slo import SLO
@@ -137,6 +138,7 @@ def take(stats: EngineStats, chats: list[dict[str, Any]], now: float) -> dict[st
             "host_used": stats.host_units_used,
         },
         "refused": stats.refused_requests,
+        "engines": shown(stats.engines),
         "chats": chats,
         **_promise(stats.colocation),
     }

@@ -115,8 +115,13 @@ function draw() {
   drawLatency("tbt", tbt, "gap", now);
   drawEngine(now);
   drawPool(now);
-  const [state, text] = now.ready ? ["good", "ready"] : ["bad", now.reason || "not ready"];
+  const [state, text] = now.ready ? ["good", readiness(now.engines || [])] : ["bad", now.reason || "not ready"];
   show("status", text, state);
+}
+
+function readiness(engines) {
+  const ready = engines.filter((engine) => engine.state === "ready").length;
+  return engines.length ? `ready: ${ready} of ${engines.length} engines` : "ready";
 }
 
 async function askForKey(note) {

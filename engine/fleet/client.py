@@ -1,0 +1,298 @@
+"""Several engines, each in a process of its own, as one: a request goes to the engine that a router names, and to
+another one when that dies before it has begun.
+
+Each engine has its own client and supervisor (`engine.process`), which start its process again and go on with what it
+had begun. Here is only who gets what. See docs/guides/fleet.md and docs/develop/process.md.
+"""
+
+import asyncio
+import contextlib
+import logging
+import math
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+from engine.api import (
+    EngineInfo,
+    EngineRequest,
+    EngineState,
+    EngineStats,
+    FinishReason,
+    Lane,
+    OutputStream,
+    RequestClass,
+)
+from engine.errors import EngineUnavailableError, InvalidRequestError, QueueFullError, TidemillError
+from engine.fleet.harvest import shares, windows
+from engine.fleet.member import FleetEngine, Member, hits_of, offline_load, online_load
+from engine.fleet.prefixes import prefix_chain
+from engine.fleet.routing import Chance, Load, Prompt, find_router, prefix, sal
+from engine.fleet.totals import info_of_all, total
+from engine.process import frames
+from engine.process.client import PATIENCE, longest_wait
+
+log = logging.getLogger("tidemill.fleet")
+
+MakeEngine = Callable[[int, Callable[[], None]], FleetEngine]
+"""Makes the engine of a number; it calls back when its process comes or goes, and when a request has ended."""
+
+
+class FleetClient:
+    """Implements engine.api.EngineClient.
+
+    `lines`: how many offline requests an engine may hold on average; more wait here until one of them has room.
+    `patience`: seconds that a chat waits while no engine is up.
+    """
+
+    def __init__(
+        self,
+        make: MakeEngine,
+        engines: int,
+        *,
+        router: str = "sal",
+        lines: int = 256,
+        patience: float = PATIENCE,
+        seed: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._members = [Member(number, make(number, self._on_change)) for number in range(engines)]
+        self._router = find_router(router)
+        self._chance = Chance(random.Random(seed))
+        self._lines = lines
+        self._patience = patience
+        self._clock = clock
+        self._change = asyncio.Event()
+        self._num_refused = 0
+        self._started = self._draining = False
+
+    # What the gateway asks
+
+    @property
+    def info(self) -> EngineInfo:
+        return info_of_all([member.engine.info for member in self._members])
+
+    @property
+    def state(self) -> EngineState:
+        """READY while one engine is, DEAD when all are."""
+        states = [member.engine.state for member in self._members]
+        if all(state is EngineState.DEAD for state in states):
+            return EngineState.DEAD
+        if self._draining:
+            return EngineState.DRAINING
+        if not self._started:
+            return EngineState.STARTING
+        return EngineState.READY if EngineState.READY in states else EngineState.DEGRADED
+
+    @property
+    def trouble(self) -> str | None:
+        """See EngineClient.trouble."""
+        troubles = [(member.number, member.engine.trouble) for member in self._members]
+        if self.state is EngineState.READY or not any(why for _, why in troubles):
+            return None
+        return "; ".join(f"engine {number}: {why or 'not ready'}" for number, why in troubles)
+
+    async def check_room(self, request_class: RequestClass, prompt_tokens: int) -> None:
+        """See EngineClient.check_room: of the engine with the least to do. While none is up nobody knows."""
+        self._check_accepting()
+        members = self._living()
+        if members:
+            number = sal(self._online_loads(members), Prompt(prompt_tokens), self._chance)
+            with self._noting_refusal(request_class):
+                await self._members[number].engine.check_room(request_class, prompt_tokens)
+
+    async def submit(self, requests: Sequence[EngineRequest]) -> Sequence[OutputStream]:
+        """See EngineClient.submit. All of them go to one engine: they have one prompt. Whom one engine refuses, the
+        others are asked for; without any, a request waits as it does for a single one."""
+        self._check_accepting()
+        for request in requests:
+            if any(member.engine.holds(request.request_id) for member in self._members):
+                raise InvalidRequestError(f"A request '{request.request_id}' is already running.", param="request_id")
+        arrived, waits = self._clock(), not self._living()
+        until = arrived + longest_wait(requests, self._patience)
+        refusals: dict[int, TidemillError] = {}
+        while True:
+            member = await self._find_engine(requests, refusals, until)
+            if waits:  # that counts in its TTFT
+                requests = [replace(request, arrived=arrived) for request in requests]
+            try:
+                return await member.engine.submit(requests)
+            except (EngineUnavailableError, QueueFullError) as error:
+                if member.engine.is_up:
+                    refusals[member.number] = error
+
+    def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
+        """See EngineClient.abort."""
+        for member in self._members:
+            member.engine.abort(request_id, reason)
+
+    def set_lane(self, job: str, lane: Lane) -> None:
+        """See EngineClient.set_lane."""
+        for member in self._members:
+            member.engine.set_lane(job, lane)
+
+    async def stats(self) -> EngineStats:
+        """See EngineClient.stats: of all together, with each of them in `engines`."""
+        found = await asyncio.gather(*[member.engine.stats() for member in self._members])
+        for member in self._members:
+            member.hears()
+        views = [member.view(stats) for member, stats in zip(self._members, found, strict=True)]
+        return replace(total(views), refused_requests=self._num_refused)
+
+    async def wait_dead(self) -> str:
+        """See EngineClient.wait_dead: until all are."""
+        reasons = await asyncio.gather(*[member.engine.wait_dead() for member in self._members])
+        return "; ".join(f"engine {member.number}: {why}" for member, why in zip(self._members, reasons, strict=True))
+
+    def kill(self) -> None:
+        """See EngineClient.kill."""
+        for member in self._members:
+            member.engine.kill()
+
+    # Life
+
+    def load(self, planned: Callable[[frames.Planned], None]) -> None:
+        """Start the processes and wait until all models are loaded: the first one alone, as it measures what the others
+        find measured. Raises what keeps one from starting; no process is left then."""
+        first, *others = [member.engine for member in self._members]
+        try:
+            first.load(planned)
+            with ThreadPoolExecutor(max(1, len(others))) as threads:
+                list(threads.map(lambda engine: engine.load(lambda _planned: None), others))
+        except BaseException:
+            self.discard()
+            raise
+
+    def discard(self) -> None:
+        """End processes that were loaded and will not be used."""
+        for member in self._members:
+            member.engine.discard()
+
+    async def start(self) -> None:
+        """See EngineClient.start. All must start; later each may come and go."""
+        ended = await asyncio.gather(*[member.engine.start() for member in self._members], return_exceptions=True)
+        faults = [error for error in ended if error is not None]
+        if faults:
+            await asyncio.gather(*[member.engine.stop() for member in self._members])
+            raise faults[0]
+        self._started = True
+
+    async def stop(self, drain_seconds: float = 0.0) -> None:
+        """See EngineClient.stop."""
+        self._draining = True
+        self._on_change()
+        await asyncio.gather(*[member.engine.stop(drain_seconds) for member in self._members])
+
+    # Who gets what
+
+    def _check_accepting(self) -> None:
+        if self._draining:
+            raise EngineUnavailableError("The server is shutting down.", retry_after=5.0)
+        if self.state is EngineState.DEAD:
+            raise EngineUnavailableError("No engine is running.", retry_after=5.0)
+
+    def _living(self) -> list[Member]:
+        """The engines that are well; where there is none, those that live."""
+        well = [member for member in self._members if member.is_well]
+        return well or [member for member in self._members if member.engine.is_up]
+
+    async def _find_engine(
+        self, requests: Sequence[EngineRequest], refusals: dict[int, TidemillError], until: float
+    ) -> Member:
+        """The engine that they go to, once there is one with room. Raises what all of them have refused with."""
+        while True:
+            self._check_accepting()
+            living = self._living()
+            asked = [member for member in living if member.number not in refusals]
+            if living and not asked:
+                with self._noting_refusal(requests[0].request_class):
+                    raise _mildest(refusals)
+            if asked and (member := self._route(requests, asked)) is not None:
+                return member
+            await self._wait_for_change(math.inf if asked else until)
+
+    def _route(
+        self, requests: Sequence[EngineRequest], members: Sequence[Member], *, bounded: bool = True
+    ) -> Member | None:
+        """Choose one of them, and count on it; None: the line of a batch, and all of them hold enough of those
+        (`bounded`)."""
+        request = requests[0]
+        chain = prefix_chain(request.prompt_token_ids, request.cache_salt, members[0].block_size)
+        hits = hits_of(members, chain)
+        if request.request_class is RequestClass.ONLINE:
+            prompt = Prompt(len(request.prompt_token_ids), hits)
+            number = self._router(self._online_loads(members), prompt, self._chance)
+        else:
+            loads = self._offline_loads(members, bounded=bounded and request.lane is not Lane.FLEX)
+            if not loads:
+                return None
+            number = prefix(loads, Prompt(1, hits), self._chance)
+        member = self._members[number]
+        member.give(requests, chain)
+        return member
+
+    def _online_loads(self, members: Sequence[Member]) -> list[Load]:
+        loads = [online_load(each.number, each.engine.report, each.engine.unreported) for each in members]
+        if all(load.step_seconds > 0.0 for load in loads):
+            return loads
+        return [replace(load, step_seconds=1.0) for load in loads]  # not to be compared
+
+    def _offline_loads(self, members: Sequence[Member], *, bounded: bool) -> list[Load]:
+        """By what each harvests; `bounded`: of those whose window is not full."""
+        for member in members:
+            member.hears()
+        part = shares({member.number: member.harvest.rate for member in members})
+        room = windows(part, self._lines * len(members))
+        held = {member.number: member.engine.num_offline for member in members}
+        return [
+            offline_load(number, held[number], share)
+            for number, share in part.items()
+            if not bounded or held[number] < room[number]
+        ]
+
+    async def _wait_for_change(self, until: float) -> None:
+        """Raises EngineUnavailableError at the time `until`."""
+        left = until - self._clock()
+        if left <= 0.0:
+            raise EngineUnavailableError("The engines are being started again.", retry_after=5.0)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._change.wait(), None if math.isinf(left) else left)
+
+    def _on_change(self) -> None:
+        """An engine came or went, or a request has ended."""
+        self._change.set()
+        self._change = asyncio.Event()
+        if self._started:
+            self._move()
+
+    def _move(self) -> None:
+        """What may leave an engine that is gone goes to the living ones; with the rest its next process goes on."""
+        for member in self._members:
+            if member.engine.is_up:
+                continue
+            member.lose_process()
+            living = self._living()
+            entries = member.engine.take_movable() if living else []
+            for entry in entries:
+                other = self._route([entry.request], living, bounded=False)
+                assert other is not None
+                other.engine.adopt([entry])
+                member.moved += 1
+            if entries:
+                log.warning("engine %d is gone: %d requests go to the others", member.number, len(entries))
+
+    @contextlib.contextmanager
+    def _noting_refusal(self, request_class: RequestClass) -> Iterator[None]:
+        try:
+            yield
+        except QueueFullError:
+            self._num_refused += request_class is RequestClass.ONLINE
+            raise
+
+
+def _mildest(refusals: dict[int, TidemillError]) -> TidemillError:
+    """The one after which it may be tried again soonest; a full queue is said before an engine that is not well."""
+    full = [error for error in refusals.values() if isinstance(error, QueueFullError)]
+    return min(full, key=lambda error: error.retry_after) if full else next(iter(refusals.values()))

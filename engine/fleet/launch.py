@@ -1,0 +1,76 @@
+"""The engines of one machine: where each of them runs, and what it may take there."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from engine.config import EngineConfig
+from engine.fleet.client import FleetClient
+from engine.machine import Place, read_processor, share_out
+from engine.process.client import EngineProcess, patience
+from engine.process.policy import RestartPolicy
+
+SAFE_ENGINES = 2
+"""On a CPU each takes a quarter of the free memory for its cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """A client and what the user should know of it."""
+
+    client: FleetClient
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FleetPlan:
+    """What a fleet is made of. `lines`: of batches, for each engine on average; the numbers of the processes go into
+    files beside `pid_file`; `policy` makes one engine's own."""
+
+    engines: int
+    router: str
+    lines: int
+    pid_file: Path
+    log_level: str
+    policy: Callable[[], RestartPolicy]
+
+    def make(self, config: EngineConfig) -> Fleet:
+        """Engines that are not started yet. Raises ConfigError where they have no place."""
+        places = share_out(self.engines, config.device)
+        own = _with_threads(config, self.engines) if places[0] == Place() else config
+
+        def make(number: int, changed: Callable[[], None]) -> EngineProcess:
+            return EngineProcess(
+                own,
+                log_level=self.log_level,
+                pid_file=self.pid_file.with_stem(f"{self.pid_file.stem}-{number}"),
+                policy=self.policy(),
+                place=places[number],
+                changed=changed,
+                waits=False,
+            )
+
+        client = FleetClient(
+            make, self.engines, router=self.router, lines=self.lines, patience=patience(config), seed=config.seed
+        )
+        return Fleet(client, tuple(_notes(places, config)))
+
+
+def _notes(places: Sequence[Place], config: EngineConfig) -> Iterator[str]:
+    for number, place in enumerate(places):
+        yield f"engine {number} runs on {_shown(place)}"
+    if not places[0].device and len(places) > SAFE_ENGINES and config.num_gpu_blocks_override is None:
+        yield "each engine takes a quarter of the free memory for its cache: --num-gpu-blocks-override says less"
+
+
+def _with_threads(config: EngineConfig, engines: int) -> EngineConfig:
+    """They share their processors, so each has its part of the threads."""
+    return config if config.threads is not None else replace(config, threads=max(1, read_processor().cores // engines))
+
+
+def _shown(place: Place) -> str:
+    if place.device:
+        return f"CUDA device {place.device}"
+    if place.processors:
+        return f"processors {', '.join(map(str, place.processors))}"
+    return "processors that it shares with the others"

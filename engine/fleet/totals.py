@@ -1,0 +1,106 @@
+"""The figures of several engines as if they were of one: what is counted is added, what is promised is what the worst
+of them keeps.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import fields, replace
+from operator import attrgetter
+from typing import Any
+
+from engine.api import ColocationStats, EngineInfo, EngineStats, EngineView, TokenCosts
+from predictor.judge import Standing
+
+_NOT_ADDED = frozenset({"colocation", "token_costs", "engines"})
+_COLOCATION_SUMS = (
+    "good_requests", "bad_requests", "online_rate", "breaker_openings", "offline_tokens", "model_refits",
+    "model_refits_refused",
+)  # fmt: skip
+_COLOCATION_MEANS = ("latency_budget", "interference_weight", "decode_value", "predictor_mape", "offline_share")
+_BREAKER = ("closed", "half_open", "open")
+
+
+def total(views: Sequence[EngineView]) -> EngineStats:
+    """All engines together, each of them in `engines`."""
+    stats = [view.stats for view in views]
+    added = {
+        field.name: _added([getattr(each, field.name) for each in stats])
+        for field in fields(EngineStats)
+        if field.name not in _NOT_ADDED
+    }
+    colocation = [each.colocation for each in stats if each.colocation is not None]
+    costs = [each.token_costs for each in stats if each.token_costs is not None]
+    return EngineStats(
+        **added,
+        colocation=_together(colocation) if colocation else None,
+        token_costs=_side_by_side(costs) if costs else None,
+        engines=tuple(views),
+    )
+
+
+def info_of_all(infos: Sequence[EngineInfo]) -> EngineInfo:
+    """What any of the engines can take, and the cache of all."""
+    return replace(
+        infos[0],
+        max_model_len=min(info.max_model_len for info in infos),
+        cache_tokens=sum(info.cache_tokens for info in infos),
+    )
+
+
+def _added(values: Sequence[Any]) -> Any:
+    if isinstance(values[0], dict):
+        counts: Counter[Any] = Counter()
+        for value in values:
+            counts.update(value)
+        return dict(counts)
+    return sum(values)
+
+
+def _side_by_side(costs: Sequence[TokenCosts]) -> TokenCosts:
+    """Seconds per token where all of them compute at the same time."""
+    return TokenCosts(*(1.0 / sum(1.0 / value for value in values) for values in zip(*costs, strict=True)))
+
+
+def _together(stats: Sequence[ColocationStats]) -> ColocationStats:
+    """Counts and rates are added, settings are means, shares of requests are weighted by the requests; an objective
+    stands as with the engine that is furthest from keeping it."""
+    weights = [each.good_requests + each.bad_requests for each in stats]
+    worst = max(stats, key=lambda each: _BREAKER.index(each.breaker) if each.breaker in _BREAKER else -1)
+    figures: dict[str, Any] = {name: sum(map(attrgetter(name), stats)) for name in _COLOCATION_SUMS}
+    figures |= {name: _mean(map(attrgetter(name), stats)) for name in _COLOCATION_MEANS}
+    return replace(
+        stats[0],
+        **figures,
+        attainment=_weighted([each.attainment for each in stats], weights),
+        objectives=tuple(_objectives(stats)),
+        breaker=worst.breaker,
+        breaker_cause=worst.breaker_cause,
+        held=next((each.held for each in stats if each.held), ""),
+        overrun=max(each.overrun for each in stats),
+    )
+
+
+def _objectives(stats: Sequence[ColocationStats]) -> Iterable[Standing]:
+    names = dict.fromkeys(standing.objective for each in stats for standing in each.objectives)
+    for name in names:
+        standings = [standing for each in stats for standing in each.objectives if standing.objective == name]
+        yield max(standings, key=_distance)
+
+
+def _distance(standing: Standing) -> float:
+    """How near to its bound, or beyond it, an objective is; unknown is less than anything."""
+    share = standing.value / standing.bound if standing.bound else 0.0
+    return share if math.isfinite(share) else -1.0
+
+
+def _weighted(values: Sequence[float], weights: Sequence[float]) -> float:
+    """NaN values do not count; NaN if none does."""
+    pairs = [(value, weight or 1) for value, weight in zip(values, weights, strict=True) if not math.isnan(value)]
+    heaviest = sum(weight for _, weight in pairs)
+    return sum(value * weight for value, weight in pairs) / heaviest if pairs else math.nan
+
+
+def _mean(values: Iterable[float]) -> float:
+    kept = [value for value in values if not math.isnan(value)]
+    return sum(kept) / len(kept) if kept else math.nan

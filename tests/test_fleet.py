@@ -1,0 +1,244 @@
+"""Several engines as one: who gets what, and that nothing is lost or doubled when one of them dies, hangs or drains."""
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from driver import is_error, submit_one
+from test_process import CHILD, CONFIG, children, collect, mixture, request, summed, until, until_idle
+
+from engine.api import EngineState, FinishReason, RequestClass
+from engine.errors import EngineUnavailableError, InvalidRequestError
+from engine.fleet.client import FleetClient
+from engine.process.client import SILENCE, EngineProcess
+from engine.process.policy import RestartPolicy
+from engine.step_watch import StepLimits
+
+
+@asynccontextmanager
+async def fleet_of(
+    folder: Path, *faults: str, policy: Any = None, silence: StepLimits = SILENCE, **options: Any
+) -> AsyncIterator[FleetClient]:
+    """One engine for each script of faults; at the end nothing of them is left."""
+    before = children()
+
+    def make(number: int, changed: Any) -> EngineProcess:
+        own = folder / str(number)
+        own.mkdir(parents=True)
+        return EngineProcess(
+            CONFIG,
+            command=[sys.executable, "-P", str(CHILD), str(own), faults[number]],
+            pid_file=folder / f"engine-{number}.pid",
+            policy=(policy or (lambda: RestartPolicy(max_delay=0.05)))(),
+            silence=silence,
+            changed=changed,
+            waits=False,
+        )
+
+    fleet = await asyncio.to_thread(FleetClient, make, len(faults), patience=20.0, **options)
+    await fleet.start()
+    tasks = asyncio.all_tasks()
+    try:
+        yield fleet
+    finally:
+        await fleet.stop()
+    assert children() <= before, "a process is left"
+    assert not [task for task in asyncio.all_tasks() - tasks if not task.done()], "a task is left"
+
+
+def held(fleet: FleetClient) -> list[int]:
+    return [member.routed for member in fleet._members]
+
+
+def kill(folder: Path, number: int) -> None:
+    os.kill(int((folder / f"engine-{number}.pid").read_text()), signal.SIGKILL)
+
+
+async def answers(fleet: FleetClient) -> dict[str, tuple[Any, ...]]:
+    requests = mixture()
+    found = await asyncio.gather(*[collect(fleet, each) for each in requests])  # type: ignore[arg-type]
+    return {each.request_id: summed(outputs) for each, outputs in zip(requests, found, strict=True)}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, ...]]:
+    async def run() -> dict[str, tuple[Any, ...]]:
+        async with fleet_of(tmp_path_factory.mktemp("calm"), "") as fleet:
+            return await answers(fleet)
+
+    return asyncio.run(run())
+
+
+async def test_requests_are_shared_out_and_answered_as_by_one_engine(
+    tmp_path: Path, undisturbed: dict[str, tuple[Any, ...]]
+) -> None:
+    async with fleet_of(tmp_path, "", "") as fleet:
+        assert await answers(fleet) == undisturbed
+        assert sum(held(fleet)) == len(undisturbed) and min(held(fleet)) > 0
+        stats = await fleet.stats()
+        assert stats.steps == sum(view.stats.steps for view in stats.engines) and len(stats.engines) == 2
+        assert stats.units_total == 800 and fleet.info.cache_tokens == 1600
+        assert [view.state for view in stats.engines] == [EngineState.READY] * 2
+        await until_idle(fleet)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("fault", ["before:2", "frame:2", "hang:3", "loop:2", "block:3"])
+async def test_streams_end_as_if_no_engine_had_died(
+    fault: str, tmp_path: Path, undisturbed: dict[str, tuple[Any, ...]]
+) -> None:
+    silence = StepLimits(unknown=3.0) if fault == "block:3" else SILENCE
+    async with fleet_of(tmp_path, fault, "", silence=silence) as fleet:
+        assert await answers(fleet) == undisturbed
+        stats = await fleet.stats()
+        assert sum(stats.restarts.values()) == 1
+        await until_idle(fleet)  # type: ignore[arg-type]
+
+
+async def test_what_was_not_begun_goes_to_a_living_engine(tmp_path: Path) -> None:
+    """The engine never comes back: what it had not begun is answered all the same, and the fleet is ready."""
+    async with fleet_of(tmp_path, "before:1,ready:1:2-99", "") as fleet:
+        assert await asyncio.gather(*[ended(fleet, f"a{index}") for index in range(8)]) == [FinishReason.LENGTH] * 8
+        assert fleet._members[0].moved > 0
+        assert fleet.state is EngineState.READY and fleet.trouble is None
+        before = held(fleet)
+        assert await ended(fleet, "late") is FinishReason.LENGTH
+        assert held(fleet)[0] == before[0], "nothing goes to an engine that is away"
+        await until(lambda: fleet._members[0].engine.state is EngineState.DEAD)
+        assert await ended(fleet, "later") is FinishReason.LENGTH
+        views = (await fleet.stats()).engines
+        assert [view.state for view in views] == [EngineState.DEAD, EngineState.READY]
+        assert views[0].trouble is not None and "too often" in views[0].trouble
+
+
+async def ended(fleet: FleetClient, name: str, **options: Any) -> FinishReason | None:
+    outputs = await collect(fleet, request(name, **options))  # type: ignore[arg-type]
+    assert [output.finish_reason for output in outputs].count(None) == len(outputs) - 1
+    return outputs[-1].finish_reason
+
+
+async def test_a_moved_request_can_be_aborted_and_moves_only_once(tmp_path: Path) -> None:
+    """It may be what the engines die of: it is not carried from one to the next."""
+    async with fleet_of(tmp_path, "before:1,ready:1:2-99", "before:1,ready:1:2-99") as fleet:
+        outputs = await collect(fleet, request("deadly"))  # type: ignore[arg-type]
+        assert is_error(outputs[-1], EngineUnavailableError)
+        assert [member.moved for member in fleet._members].count(1) == 1
+    async with fleet_of(tmp_path / "again", "before:1,ready:1:2-99", "hang:9") as fleet:
+        stream = await submit_one(fleet, request("moved", max_tokens=400))
+        await anext(stream)
+        assert fleet._members[0].moved == 1
+        await stream.aclose()
+        assert [output async for output in stream][-1].finish_reason is FinishReason.ABORT
+        await until(lambda: not fleet._members[1].engine.holds("moved"))
+
+
+async def test_engines_killed_in_turn_lose_nothing(tmp_path: Path, undisturbed: dict[str, tuple[Any, ...]]) -> None:
+    async with fleet_of(tmp_path, "", "", policy=lambda: RestartPolicy(max_deaths=99, max_delay=0.05)) as fleet:
+        asked = asyncio.create_task(answers(fleet))
+        for turn in range(4):
+            await asyncio.sleep(0)
+            number = turn % 2
+            await until(lambda number=number: fleet._members[number].engine.is_up)  # type: ignore[misc]
+            await asyncio.to_thread(kill, tmp_path, number)
+            await until(lambda number=number: not fleet._members[number].engine.is_up)  # type: ignore[misc]
+        assert await asked == undisturbed
+        assert sum((await fleet.stats()).restarts.values()) == 4
+
+
+async def test_without_any_engine_requests_wait_and_lines_longer(tmp_path: Path) -> None:
+    now = 0.0
+    async with fleet_of(
+        tmp_path, "ready:1:2-99", "ready:1:2-99", clock=lambda: now, policy=lambda: RestartPolicy(max_deaths=9999)
+    ) as fleet:
+        fleet.kill()
+        await until(lambda: fleet.state is EngineState.DEGRADED)
+        await until(lambda: not any(member.engine.is_up for member in fleet._members))
+        assert fleet.trouble is not None and "engine 1" in fleet.trouble
+        await fleet.check_room(RequestClass.ONLINE, 5)  # nobody knows
+        waiting = asyncio.create_task(collect(fleet, request("waiting")))  # type: ignore[arg-type]
+        line = asyncio.create_task(collect(fleet, mixture()[-1]))  # type: ignore[arg-type]
+        await asyncio.sleep(0)
+        now = 30.0
+        fleet._on_change()
+        with pytest.raises(EngineUnavailableError):
+            await waiting
+        assert not line.done(), "the line of a batch waits"
+        line.cancel()
+        await asyncio.wait([line])
+
+
+async def test_a_fleet_whose_engines_are_all_dead_says_so(tmp_path: Path) -> None:
+    async with fleet_of(tmp_path, "ready:1:2-99", "ready:1:2-99") as fleet:
+        fleet.kill()
+        assert "engine 0: the engine process ended too often" in await fleet.wait_dead()
+        assert fleet.state is EngineState.DEAD
+        with pytest.raises(EngineUnavailableError):
+            await submit_one(fleet, request("late"))
+
+
+async def test_an_engine_takes_as_many_lines_as_its_window_holds(tmp_path: Path) -> None:
+    async with fleet_of(tmp_path, "", "", lines=3) as fleet:
+        lines = [request(f"l{index}", max_tokens=8) for index in range(20)]
+        offline = [_as_line(each) for each in lines]
+        most = 0
+
+        def look() -> None:
+            nonlocal most
+            most = max(most, *[member.engine.num_offline for member in fleet._members])
+
+        for member in fleet._members:
+            submit = member.engine.submit
+
+            async def watched(requests: Any, submit: Any = submit) -> Any:
+                streams = await submit(requests)
+                look()
+                return streams
+
+            member.engine.submit = watched  # type: ignore[method-assign]
+        found = await asyncio.gather(*[collect(fleet, each) for each in offline])  # type: ignore[arg-type]
+        assert all(outputs[-1].finish_reason is FinishReason.LENGTH for outputs in found)
+        assert most <= 4, "half of six lines each, and a little more for the faster one"
+        assert sum(held(fleet)) == 20 and min(held(fleet)) >= 5
+
+
+def _as_line(asked: Any) -> Any:
+    from dataclasses import replace
+
+    return replace(asked, request_class=RequestClass.OFFLINE, final_only=True)
+
+
+async def test_what_no_engine_takes_is_raised_here(tmp_path: Path) -> None:
+    async with fleet_of(tmp_path, "", "") as fleet:
+        with pytest.raises(InvalidRequestError):
+            await fleet.submit([request("a"), request("too long", prompt=500)])
+        stream = await submit_one(fleet, request("a", max_tokens=400))
+        with pytest.raises(InvalidRequestError, match="already running"):
+            await submit_one(fleet, request("a"))
+        await anext(stream)
+        fleet.abort("a", FinishReason.STOP)
+        fleet.abort("nobody")
+        assert [output async for output in stream][-1].finish_reason is FinishReason.STOP
+
+
+async def test_stop_drains_all_engines(tmp_path: Path) -> None:
+    async with fleet_of(tmp_path, "", "") as fleet:
+        short = [await submit_one(fleet, request(f"short{index}", max_tokens=3)) for index in range(4)]
+        stopping = asyncio.create_task(fleet.stop(30.0))
+        for stream in short:
+            assert [output async for output in stream][-1].finish_reason is FinishReason.LENGTH
+        await stopping
+        with pytest.raises(EngineUnavailableError):
+            await submit_one(fleet, request("late"))
+
+
+async def test_a_fleet_starts_whole_or_not_at_all(tmp_path: Path) -> None:
+    before = children()
+    with pytest.raises(EngineUnavailableError):
+        async with fleet_of(tmp_path, "", "ready:1:1-9"):
+            pass
+    assert children() <= before
