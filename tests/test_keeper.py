@@ -7,7 +7,7 @@ from itertools import islice
 from typing import Any
 
 import pytest
-from driver import make_request
+from driver import Driver, make_request
 from windows import poisson_window
 
 from engine.api import FinishReason, RequestClass, RequestOutput, RequestTimes
@@ -203,6 +203,27 @@ def test_initial_budget_is_a_share_of_the_tbt_limit() -> None:
     relative = initial_budget(SLO.parse("5%"), MODEL, "tidemill").latency_budget
     assert relative == pytest.approx(1.05 * 0.0080404, rel=1e-3), "what the tolerance leaves above the smallest step"
     assert 0.03 < initial_budget(SLO.parse("ttft_p99=1s"), MODEL, "tidemill").latency_budget < 0.04, "nothing said"
+    out_of_reach = initial_budget(SLO.parse("tbt_p99=7ms"), MODEL, "tidemill").latency_budget
+    assert 0.03 < out_of_reach < 0.04, "no step keeps it"
+    tight = initial_budget(SLO.parse("tbt_p99=9ms"), MODEL, "tidemill").latency_budget
+    assert tight == pytest.approx(0.0080404, rel=1e-3), "an online step keeps it, and hardly more"
+
+
+@pytest.mark.parametrize("online", [0, 2])
+def test_offline_work_gathers_rows_where_no_step_keeps_the_promise(online: int) -> None:
+    """Weights that stream: every step takes 300 ms at least, what is promised is 100."""
+    model = replace(MODEL, intercept=0.3)
+    core = EngineCore(CONFIG, model=OnlineModel(model))
+    slo = SLO.parse("ttft_p99=1s,tbt_p99=100ms")
+    Colocation(core, OnlineModel(model), slo, initial_budget(slo, model, "tidemill"))
+    driver = Driver(PredictedRunner(model), CONFIG)
+    driver.core = core
+    chats = [make_request(f"chat-{i}", [5, 6, i], 200) for i in range(online)]
+    lines = [make_request(f"line-{i}", [7, 8, i], 20, request_class=RequestClass.OFFLINE) for i in range(40)]
+    driver.add(*chats, *lines)
+    for _ in range(6):
+        driver.step()
+    assert len(driver.steps[-1].chunks) == 40 + online
 
 
 @pytest.mark.parametrize("policy", ["hygen", "tidemill"])

@@ -3,15 +3,18 @@
 import functools
 import os
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from random import Random
+from typing import cast
 
+import cuda_engine
 import numpy as np
 import pytest
 import torch
 from driver import Driver
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from native_build import native_library
 from test_build import DEMO, answer
@@ -28,8 +31,13 @@ from engine.execution.cpu.native.device import NativeDevice
 from engine.execution.cpu.native.library import Level, Team
 from engine.execution.cpu.native.linear import Native
 from engine.execution.cpu.weight_file import WeightFile
+from engine.execution.cuda import backend as cuda_backend
+from engine.execution.cuda.device import CudaDevice
+from engine.execution.cuda.pinned_weights import PinnedWeights
+from engine.execution.lane import Lane
 from engine.execution.offload import FEWEST_STREAMED, Offload, plan_offload, spread
 from engine.execution.runner import Runner
+from engine.models import torch_ops
 from engine.models.checkpoint import load_weights
 from engine.models.decoder import Decoder
 from engine.models.linear import MakeLinear, PlainLinear, make_linear
@@ -37,6 +45,9 @@ from engine.models.quantized import make_quantized
 from engine.models.spec import ModelSpec, load_spec, spec_from_config
 from engine.models.streaming import StreamedLayers
 from engine.models.weights import DummyTensors, LayerWeights, ModelWeights, Norm, build_weights, matrices
+from predictor.fitting import fit
+from predictor.limits import Limits
+from predictor.sweep import StepShape, run_sweep
 
 pytestmark = pytest.mark.timeout(900)  # the first test may have to build the library
 
@@ -385,6 +396,149 @@ def test_a_failed_read_is_one_failed_step(kind: str) -> None:
         found.append(driver.outputs)
     assert not failures, "no read failed"
     assert found[0] == found[1]
+
+
+# ---- page-locked memory, beside the steps
+
+
+class LateLane:
+    """A lane whose work is done when `finish` says so, in any order that marks allow: what waits for nothing may read
+    and write at any moment."""
+
+    def __init__(self) -> None:
+        self.queue: deque[Callable[[], bool]] = deque()
+        self._passed: set[int] = set()
+        self._marks = 0
+
+    def push(self, work: Callable[[], object]) -> None:
+        self.queue.append(lambda: (work(), True)[1])
+
+    def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        self.push(lambda: target.copy_(source))
+
+    def mark(self) -> "LateMark":
+        self._marks += 1
+        number = self._marks
+        self.push(lambda: self._passed.add(number))
+        return LateMark(self, number)
+
+    def wait(self, mark: "LateMark") -> None:
+        self.queue.append(lambda: mark.passed)
+
+    def has_passed(self, number: int) -> bool:
+        return number in self._passed
+
+    def run_one(self) -> bool:
+        if not self.queue or not self.queue[0]():
+            return False
+        self.queue.popleft()
+        return True
+
+
+class LateMark:
+    def __init__(self, lane: LateLane, number: int) -> None:
+        self._lane, self._number = lane, number
+
+    @property
+    def passed(self) -> bool:
+        return self._lane.has_passed(self._number)
+
+    def synchronize(self) -> None:
+        raise AssertionError("the host waits for the device in a step")
+
+
+@settings(max_examples=20)
+@given(st.randoms(use_true_random=False), st.lists(st.integers(0, 4), max_size=6))
+def test_copies_and_kernels_in_any_order_that_events_allow(random: Random, odd: list[int]) -> None:
+    """Four passes, and some layers out of order, are launched at once; kernels find their own layer's bytes."""
+    steps, transfers = LateLane(), LateLane()
+    transport = PinnedWeights(4 * 64, 4, CPU, transfers=cast(Lane, transfers), steps=lambda: cast(Lane, steps))
+    layers = StreamedLayers(iter(small_layers(5)), (0, 1, 3, 4), transport)
+    found: list[tuple[int, set[float]]] = []
+    for index in (*range(5), *odd, *(list(range(5)) * 3)):
+        with layers.use(index) as layer:
+            steps.push(lambda index=index, layer=layer: found.append((index, values_of(layer))))
+    while steps.queue or transfers.queue:
+        first, second = random.sample((steps, transfers), 2)
+        assert first.run_one() or second.run_one(), "each lane waits for the other"
+    assert len(found) == 20 + len(odd)
+    assert all(values == {float(index)} for index, values in found)
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("case", ["llama-gqa2", "opt", "neox"])
+def test_the_runner_for_cuda_gives_the_same_tokens(case: str, depth: int) -> None:
+    folder = model_folder(case)
+    spec = load_spec(folder)
+    plan = plan_for(spec, "torch", 3)
+    transport = PinnedWeights(plan.layer_bytes, 3, CPU)
+    gather = functools.partial(StreamedLayers, streamed=plan.streamed, transport=transport)
+    found = []
+    for options in ({}, {"gather": gather}):
+        weights = load_weights(spec, folder, dtype="float32", **options)
+        driver = cuda_engine.make_driver(spec, weights, depth=depth, num_blocks=20, tokens=24)
+        run_in_waves(driver, crowd(np.random.default_rng(21), 10))
+        assert sum(driver.core.stats().preemptions.values()) > 0
+        found.append(driver.outputs)
+    assert found[0] == found[1]
+    assert transport.seconds() > 0
+
+
+def test_no_graphs_are_made_of_steps_that_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = model_folder("llama-gqa2")
+    spec = load_spec(folder)
+    plan = plan_for(spec, "torch", 3)
+    gather = functools.partial(
+        StreamedLayers, streamed=plan.streamed, transport=PinnedWeights(plan.layer_bytes, 3, CPU)
+    )
+    captured: list[CudaDevice] = []
+    monkeypatch.setattr(CudaDevice, "_capture", lambda self: captured.append(self))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(cuda_backend, "triton_kernels", lambda: torch_ops)
+    launch = plan_launch(EngineConfig(model=str(folder), device="cpu", num_gpu_blocks_override=40))
+    for options, graphs in (({}, 1), ({"gather": gather}, 0)):
+        weights = load_weights(spec, folder, dtype="float32", **options)
+        captured.clear()
+        cuda_backend.CudaBackend().make_runner(EngineConfig(), launch, weights, print)
+        assert len(captured) == graphs
+
+
+def test_a_host_without_room_for_what_streams_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = model_folder("llama-gqa2")
+    launch = plan_launch(EngineConfig(model=str(folder), device="cpu", num_gpu_blocks_override=40))
+    launch = replace(launch, offload=plan_for(load_spec(folder), "torch", 3))
+    monkeypatch.setattr("engine.execution.memory.available_memory", lambda: 1000)
+    with pytest.raises(ConfigError, match="GiB of host memory"):
+        cuda_backend.CudaBackend().transport(EngineConfig(), launch)
+
+
+# ---- the latency model
+
+
+def test_sweep_and_fit_see_the_floor_of_a_stream() -> None:
+    """A step takes the longer of stream and compute; compute alone is an intercept and a few microseconds a token."""
+    floor = 0.3
+
+    def measure(shape: StepShape) -> float:
+        context = shape.num_decodes * shape.decode_context
+        return max(floor, 0.004 + 6e-4 * shape.num_tokens + 2e-7 * context)
+
+    limits = Limits(256, 2048, 1024, 2 * 4000, 16)
+    now = 0.0
+
+    def timed(shape: StepShape) -> float:
+        nonlocal now
+        taken = measure(shape)
+        now += taken
+        return taken
+
+    samples = run_sweep(timed, limits, 30.0, lambda: now)
+    model = fit(samples, "full", token_limit=2048)
+    for rows in (1, 8, 64, 256):
+        shape = StepShape(rows, 100)
+        assert model.predict(shape.features()) == pytest.approx(measure(shape), rel=0.1), rows
+    assert model.intercept == pytest.approx(floor, rel=0.1)
+    assert now < 33.0 and len(samples) >= 20
 
 
 # ---- the whole launch

@@ -42,9 +42,11 @@ MAX_QUEUED = 1024
 
 def initial_budget(slo: SLO, model: LatencyModel, policy: str) -> BudgetParams:
     """The budget before any search: a flat L of 0.8 × the TBT limit, or of what a tolerance leaves above the smallest
-    step; a few smallest steps where nothing is said of TBT."""
+    step; a few smallest steps where nothing is said of TBT, or nothing that any step could keep: a promise that is lost
+    anyway (weights stream: no step is short) must not cut offline work into steps of one request."""
     smallest = _smallest_step(model)
-    limits = [BUDGET_SHARE * limit for metric in ("tbt", "tpot") if (limit := slo.limit_of(metric)) is not None]
+    stated = [limit for metric in ("tbt", "tpot") if (limit := slo.limit_of(metric)) is not None]
+    limits = [max(BUDGET_SHARE * limit, smallest) for limit in stated if limit >= smallest]
     limits += [smallest * (1.0 + o.tolerance) for o in slo.objectives if o.tolerance is not None and o.metric != "ttft"]
     return BudgetParams(policy, min(limits, default=FALLBACK_BUDGET_STEPS * smallest))
 

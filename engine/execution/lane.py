@@ -29,6 +29,13 @@ class Lane:
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
+    @classmethod
+    def current(cls, device: torch.device) -> "Lane":
+        """The lane that this thread launches in."""
+        lane = cls.__new__(cls)
+        lane.stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        return lane
+
     def use(self) -> AbstractContextManager[object]:
         return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
 

@@ -50,8 +50,8 @@ def offline_allowance(
     """What offline work may add to a step whose online work is in `ledger`.
 
     L bounds the step, without online work also what an arrival within it can lose; beside online work the controller
-    may grant a share of what L leaves above it. An absolute TBT limit also ends it before the tightest deadline that
-    can still be met. The budget's rule does the rest: beside a waiting prompt `ttft_mean` adds nothing and `ttft_p99`
+    may grant a share of what L leaves above it. An absolute TBT limit, and the tightest deadline, end it where they can
+    still be met. The budget's rule does the rest: beside a waiting prompt `ttft_mean` adds nothing and `ttft_p99`
     half of what the prompt can still lose; under `tbt_p99` a step that is over L anyway is in the tail already and may
     be doubled.
     """
@@ -67,7 +67,8 @@ def offline_allowance(
     else:
         limit = min(limit, objective.idle)
     if num_online_decodes and not math.isinf(objective.tbt):
-        limit = min(limit, objective.tbt, _tightest_slack(state, ledger.seconds, now))
+        within = objective.tbt if objective.tbt >= ledger.seconds else math.inf  # lost without offline work, too
+        limit = min(limit, within, _tightest_slack(state, ledger.seconds, now))
     if beside_prompt and rule == "ttft_mean":
         limit = 0.0
     elif beside_prompt:

@@ -14,6 +14,7 @@ BENCHES = {
     "chaos": "loadgen.bench.chaos",
     "accuracy": "loadgen.bench.accuracy",
     "control-plane": "loadgen.bench.control_plane",
+    "offload": "loadgen.bench.offload",
     "quantization": "loadgen.bench.quantization",
     "structured": "loadgen.bench.structured",
     "planning": "loadgen.bench.planning",

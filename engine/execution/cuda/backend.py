@@ -16,6 +16,7 @@ from engine.execution.cpu.device import TorchDevice
 from engine.execution.cpu.transformers_device import TransformersDevice
 from engine.execution.cuda.device import CudaDevice
 from engine.execution.cuda.kernels import triton_kernels
+from engine.execution.cuda.pinned_weights import PinnedWeights
 from engine.execution.cuda.shapes import GRAPH_TOKENS, Buckets, decode_buckets, mixed_buckets
 from engine.execution.cuda.swap import staging_units
 from engine.execution.plan import LaunchPlan
@@ -25,7 +26,6 @@ from engine.models.decoder import Decoder
 from engine.models.heads import Heads
 from engine.models.linear import MakeLinear, make_linear
 from engine.models.spec import ModelShape, ModelSpec
-from engine.models.streaming import Transport
 from engine.models.transformers_model import TransformersModel
 from engine.models.weights import LayerWeights, ModelWeights, torch_dtype
 from predictor.limits import NO_PADDING, UNITS_PER_BLOCK, Padding
@@ -76,8 +76,15 @@ class CudaBackend:
         room = int(total * plan.memory_utilization) - (total - free) - _STEP_BYTES
         return int(room * memory.WEIGHT_SHARE)
 
-    def transport(self, _config: EngineConfig, _plan: LaunchPlan) -> Transport:
-        raise ConfigError("--offload-weights runs on a CPU only yet")
+    def transport(self, _config: EngineConfig, plan: LaunchPlan) -> PinnedWeights:
+        assert plan.offload is not None
+        if plan.offload.streamed_bytes > (free := memory.available_memory()):
+            raise ConfigError(
+                f"weights that stream take {plan.offload.streamed_bytes / 2**30:.1f} GiB of host memory, "
+                f"{free / 2**30:.1f} GiB are free"
+            )
+        device = torch.device(plan.device)
+        return PinnedWeights(plan.offload.layer_bytes, len(plan.offload.streamed), device)
 
     def copy_rate(self) -> float:
         return BUS_RATE
@@ -108,7 +115,8 @@ class CudaBackend:
         if isinstance(weights, TransformersModel):
             return Runner(TransformersDevice(weights, plan.limits, host_units=host)), plan
         if self.refusal(plan.spec, plan.dtype) is None:
-            return Runner(_device(plan, weights, graphs=True, scratch_blocks=hidden, host_units=host)), plan
+            graphs = not weights.layers.streamed  # copies would have to be part of them, and kernels wait for those
+            return Runner(_device(plan, weights, graphs=graphs, scratch_blocks=hidden, host_units=host)), plan
         decoder = Decoder(plan.own, weights)
         return Runner(TorchDevice(decoder, plan.limits, scratch_blocks=hidden, host_units=host)), plan
 
@@ -159,6 +167,8 @@ def _room_beside_graphs(plan: LaunchPlan, weights: ModelWeights) -> int:
     num_shapes = len(Buckets(limits.max_num_seqs, limits.max_num_batched_tokens).all_shapes())
     unit = memory.unit_bytes(plan.spec, limits.block_size, weights.embedding.dtype)
     staging = staging_units(plan.host_units, unit) * unit
+    if weights.layers.streamed:
+        return room - staging  # such steps run without graphs
     return room - staging - graph_bytes(num_shapes, step_bytes, limits.max_num_batched_tokens)
 
 

@@ -1,0 +1,78 @@
+"""Layers in page-locked host memory, copied to two buffers on the device beside the steps that compute.
+
+Copies run in a lane of their own. A copy waits, on the device, for the kernels that read its buffer before; kernels
+that read it next wait for the copy; the host waits for neither, so that a step is launched whole while the one before
+it runs. Knows nothing of models.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from engine.errors import ConfigError
+from engine.execution.lane import Lane, Mark
+from engine.execution.offload import BUFFERS
+
+_MEASURED = 16  # layers
+
+
+class PinnedWeights:
+    """A Transport of `count` layers of up to `size` bytes each. `transfers`: where copies run; `steps` gives the lane
+    in which the caller launches now. Raises ConfigError where the host has no room."""
+
+    def __init__(
+        self,
+        size: int,
+        count: int,
+        device: torch.device,
+        *,
+        transfers: Lane | None = None,
+        steps: Callable[[], Lane] | None = None,
+    ) -> None:
+        self._transfers = transfers or Lane(device)
+        self._steps = steps or partial(Lane.current, device)
+        pinned = device.type == "cuda"
+        try:
+            self._host = [torch.empty(size, dtype=torch.uint8, pin_memory=pinned) for _ in range(count)]
+            self.buffers = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(BUFFERS)]
+        except RuntimeError as error:
+            reason = str(error).partition("\n")[0]
+            raise ConfigError(f"no room for {count * size / 2**30:.1f} GiB of weights that stream: {reason}") from None
+        self._free = [self._steps().mark() for _ in range(BUFFERS)]
+        self._arrived: list[Mark | None] = [None] * BUFFERS
+
+    def keep(self, place: int, parts: Sequence[tuple[int, Tensor]]) -> None:
+        """See Transport."""
+        for at, part in parts:
+            self._host[place][at : at + part.nbytes].copy_(part)
+
+    def begin(self, place: int, buffer: int) -> None:
+        """See Transport."""
+        self._transfers.wait(self._free[buffer])
+        self._transfers.copy(self._host[place], self.buffers[buffer])
+        self._arrived[buffer] = self._transfers.mark()
+
+    def wait(self, buffer: int) -> None:
+        """See Transport. Host memory cannot fail to be read."""
+        arrived = self._arrived[buffer]
+        assert arrived is not None, "nothing was begun"
+        self._steps().wait(arrived)
+
+    def release(self, buffer: int) -> None:
+        """See Transport."""
+        self._free[buffer] = self._steps().mark()
+
+    def seconds(self) -> float:
+        """See Transport; waits for the copies."""
+        began, copies = time.perf_counter(), min(len(self._host), _MEASURED)
+        for place in range(copies):
+            self.begin(place, place % BUFFERS)
+        self._transfers.mark().synchronize()
+        return (time.perf_counter() - began) / copies
+
+    def close(self) -> None:
+        """See Transport."""
+        self._transfers.mark().synchronize()
