@@ -13,6 +13,7 @@ from collections.abc import Generator, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import chain, islice, repeat
+from typing import NamedTuple
 
 from engine.api import (
     EngineRequest,
@@ -25,6 +26,7 @@ from engine.api import (
     RequestTimes,
     TokenLogprobs,
 )
+from engine.cache.blocks import count_units
 from engine.config import SchedulerConfig
 from engine.counters import StepCounters
 from engine.errors import (
@@ -39,6 +41,7 @@ from engine.scheduling.blame import LONE_WAITS, Blame
 from engine.scheduling.canary import CANARY_ID
 from engine.scheduling.draft import Step, StepDraft
 from engine.scheduling.last_resort import LastResort
+from engine.scheduling.moving import MovedRequest, Moves
 from engine.scheduling.objective import StepObjective
 from engine.scheduling.output import (
     INVALID_TOKEN,
@@ -50,6 +53,7 @@ from engine.scheduling.output import (
 )
 from engine.scheduling.planner import OfflinePlan, plan_offline
 from engine.scheduling.policies import find_policy
+from engine.scheduling.queued import QueuedWork, queued_work
 from engine.scheduling.recovery import Ending, Reached, Recovery
 from engine.scheduling.report import report_load
 from engine.scheduling.state import SchedulerState
@@ -72,6 +76,15 @@ class _InFlight:
     epochs: list[int]
 
 
+class OpenRequest(NamedTuple):
+    """A request that has not ended. `units`: of the device that it holds; `running`: whether it has a row."""
+
+    request_id: str
+    arrival: float
+    units: int
+    running: bool
+
+
 class EngineCore:
     """Requests in, steps out, outputs back. Drive it by hand on any clock (seconds, monotonic)."""
 
@@ -91,6 +104,7 @@ class EngineCore:
         self._requests: dict[str, Request] = {}
         self._admission = Admission(self._state)
         self._recovery = Recovery(self._state, self._requests, Blame(lone_waits))
+        self._moves = Moves(self._state, self._requests)
         self._in_flight: deque[_InFlight] = deque()
         self._next_step_id = 0
         self._undone_through = -1
@@ -303,6 +317,45 @@ class EngineCore:
         """What whoever routes requests to several engines must know of this one."""
         means = self._admission.mean_prompt_tokens, self._admission.mean_output_tokens
         return report_load(self._state, now, *means, self._counters.offline_computed_tokens)
+
+    def detach(self, request_id: str) -> MovedRequest:
+        """Take a request out, with nobody told, so that another engine goes on with it. No step may be in flight."""
+        assert not self._in_flight, "a step in flight may hold the request"
+        return self._moves.detach(request_id)
+
+    def attach(self, moved: MovedRequest) -> bool:
+        """Go on with a request of another engine, behind all that are here. True: it has room for its past, and stands
+        still until `arrived`; False: it waits like one that was preempted."""
+        self._num_arrived += 1
+        return self._moves.attach(moved, self._num_arrived - 1)
+
+    def arrived(self, request_id: str) -> None:
+        """The past of a request that was attached has come."""
+        if request_id in self._requests:
+            self._moves.arrived(request_id)
+
+    def open_requests(self) -> Iterator[OpenRequest]:
+        """Every request that has not ended, and the units that it holds."""
+        for request in self._requests.values():
+            held = count_units(block for block in request.cache_map.blocks if block.on_device)
+            yield OpenRequest(request.request_id, request.times.arrival, held, request.row >= 0)
+
+    def grow_cache(self, units: int) -> None:
+        """There are so many more units of cache from now on."""
+        self._state.pool.grow(units)
+
+    def shrink_cache(self, units: int) -> None:
+        """The last units of the cache are given out no more; see `num_retiring_units`."""
+        self._state.pool.shrink(units)
+
+    @property
+    def num_retiring_units(self) -> int:
+        """Units that the cache has lost and that blocks still hold: their memory is not free yet."""
+        return self._state.pool.num_retiring_units
+
+    def queued_work(self) -> QueuedWork:
+        """The online work that is still to be done, as a load balancer counts it."""
+        return queued_work(self._state)
 
     def check_integrity(self) -> None:
         """Assert E1 (every unit in one place), E3 (ended requests hold nothing) and the queues' agreement."""

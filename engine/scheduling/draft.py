@@ -112,11 +112,12 @@ class StepDraft:
         self._charge_swaps(operations)
         released, self.state.released_rows = self.state.released_rows, []
         features = self.ledger.features
+        new_rows = {new.row for new in self._new_requests}
         output = SchedulerOutput(
             step_id=self.step_id,
             chunks=tuple(self.chunks),
             new_requests=tuple(self._new_requests),
-            appended=tuple(self.allocation.appended),
+            appended=tuple(entry for entry in self.allocation.appended if entry.row not in new_rows),
             released_rows=tuple(released),
             replaced=tuple(self.allocation.replaced),
             operations=operations,
@@ -132,6 +133,9 @@ class StepDraft:
         sample = end == len(request.token_ids) + request.num_placeholders
         if num_compact := request.cache_map.num_compact:
             self.ledger.charge_cache_work(CacheWork(compact_tokens=num_compact * self.state.config.block_size))
+        if self.state.unwritten and request in self.state.unwritten:
+            del self.state.unwritten[request]
+            self._new_requests.append(_whole(request))
         self.chunks.append(Chunk(request.row, start, length, sample))
         self.requests.append(request)
         request.num_computed_tokens = end

@@ -45,6 +45,7 @@ class SchedulerState:
     `aside`: requests that ordinary steps do not see, waiting or running, by age; see `engine.scheduling.recovery`.
     `reserve_credit`: seconds that lines at risk were owed and could not use yet; see
     `engine.scheduling.reservation`.
+    `unwritten`: running requests whose rows the runner does not know yet (`engine.scheduling.moving`).
     `num_contested`: steps without room for both urgent prompts and those that they leave behind; they take turns.
     """
 
@@ -69,6 +70,7 @@ class SchedulerState:
         self._offline_policy = offline_policy
         self.waiting_offline = self._make_offline_queue()
         self.aside: list[Request] = []
+        self.unwritten: dict[Request, None] = {}
         self.free_rows = list(range(config.max_num_seqs - 1, -1, -1))
         self.released_rows: list[int] = []
         self.num_contested = 0
@@ -249,6 +251,7 @@ class SchedulerState:
             return
         remove_by_age(self.aside if request.aside else self.running[request.request_class], request)
         self.cache.vacate(request, keep=keep)
+        self.unwritten.pop(request, None)
         self.free_rows.append(request.row)
         self.released_rows.append(request.row)
         request.row = -1

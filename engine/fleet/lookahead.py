@@ -1,0 +1,122 @@
+"""One batch as micro-batches of a pipeline: by tokens, or balanced by predicted cost (KunServe §4.3, Figures 10-11).
+
+A pipeline stands still where one micro-batch takes longer than the next. Tokens do not tell how long: a chunk far into
+a prompt reads all that lies before it, a decode its whole context. So a batch is halved where both sides are predicted
+to cost the same, and the halves again, down to a least number of tokens. Each side is charged the constant of a step
+once, however many chunks it has (as printed, Equation 1 charges it to each chunk). Pure and torch-free.
+"""
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+from predictor.features import BatchFeatures, FeatureRow, chunk_attention_work
+from predictor.model import LatencyPredictor
+
+GRAIN = 16
+"""Chunks are cut at multiples of so many tokens."""
+
+
+class Piece(NamedTuple):
+    """Tokens [start, start + length) of `item`, a sequence of the batch. A decode has length 1 and is never cut."""
+
+    item: int
+    start: int
+    length: int
+
+
+MicroBatch = list[Piece]
+
+
+def by_tokens(pieces: Sequence[Piece], count: int) -> list[MicroBatch]:
+    """`count` micro-batches of about equally many tokens, in the order given: what engines do today."""
+    total, found, rest = sum(piece.length for piece in pieces), [], list(pieces)
+    for number in range(count, 1, -1):
+        tokens = -(-total // number)
+        first, rest = _cut(rest, tokens)
+        total -= sum(piece.length for piece in first)
+        found.append(first)
+    found.append(rest)
+    return [batch for batch in found if batch]
+
+
+def balanced(
+    pieces: Sequence[Piece], model: LatencyPredictor, *, stages: int, min_tokens: int, grain: int = GRAIN
+) -> list[MicroBatch]:
+    """Halves of equal predicted cost, in the order given, and halves of all of those: as often as there must be micro-
+    batches for every stage, and further while they have `min_tokens` tokens on average. All are halved equally often,
+    or they would cost different times."""
+    tokens = sum(piece.length for piece in pieces)
+    batches, count = ([list(pieces)] if pieces else []), 1
+    while batches and (count < stages or tokens >= 2 * count * min_tokens):
+        halves = [half for batch in batches for half in _halve(batch, model, grain) if half]
+        if len(halves) == len(batches):
+            break
+        batches, count = halves, 2 * count
+    return batches
+
+
+def cost(pieces: Sequence[Piece], model: LatencyPredictor) -> float:
+    """Predicted seconds of one micro-batch, by itself, through all layers."""
+    features = BatchFeatures()
+    for _, start, length in pieces:
+        features.add_chunk(start, length)
+    return model.predict(features)
+
+
+def _halve(batch: MicroBatch, model: LatencyPredictor, grain: int) -> tuple[MicroBatch, MicroBatch]:
+    """The cut at which both sides cost the same, as nearly as can be; costs grow with tokens, so it is found by
+    bisection. What cannot be cut is the first half alone."""
+    if sum(piece.length for piece in batch) == 1:
+        return batch, []
+    sums = [FeatureRow(*([0] * len(FeatureRow._fields))), *accumulate(map(_row, batch), _plus)]
+
+    def gap(index: int, tokens: int) -> float:
+        """Cost of what lies before `tokens` tokens of piece `index`, minus that of the rest."""
+        left, right = sums[index], _minus(sums[-1], sums[index])
+        if tokens:
+            _, start, length = batch[index]
+            left = _plus(left, _row(Piece(0, start, tokens)))
+            right = _plus(_minus(right, _row(batch[index])), _row(Piece(0, start + tokens, length - tokens)))
+        return model.predict(BatchFeatures.from_row(left)) - model.predict(BatchFeatures.from_row(right))
+
+    low, high = 0, len(batch)  # the last piece boundary whose left side costs no more
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if gap(middle, 0) <= 0.0 else (low, middle)
+    parts, best = (batch[low].length - 1) // grain, 0
+    while best < parts:
+        middle = (best + parts + 1) // 2
+        best, parts = (middle, parts) if gap(low, middle * grain) <= 0.0 else (best, middle - 1)
+    ends = [(low, best * grain), (low, min((best + 1) * grain, batch[low].length))]
+    index, tokens = min(ends, key=lambda end: abs(gap(*end)) if end[1] < batch[low].length else abs(gap(low + 1, 0)))
+    return _cut(batch, sum(piece.length for piece in batch[:index]) + tokens)
+
+
+def _cut(batch: Sequence[Piece], tokens: int) -> tuple[MicroBatch, MicroBatch]:
+    """The first `tokens` tokens, and the rest."""
+    first: MicroBatch = []
+    for index, piece in enumerate(batch):
+        if tokens < piece.length:
+            if tokens:
+                first.append(Piece(piece.item, piece.start, tokens))
+                piece = Piece(piece.item, piece.start + tokens, piece.length - tokens)
+            return first, [piece, *batch[index + 1 :]]
+        first.append(piece)
+        tokens -= piece.length
+    return first, []
+
+
+def _row(piece: Piece) -> FeatureRow:
+    _, start, length = piece
+    if length == 1:
+        return FeatureRow(1, 1, start + 1, 0, 0, 0, 0, 0, 0)
+    return FeatureRow(length, 0, 0, 1, length, chunk_attention_work(start, length), 0, 0, 0)
+
+
+def _plus(one: FeatureRow, other: FeatureRow) -> FeatureRow:
+    return FeatureRow(*(a + b for a, b in zip(one, other, strict=True)))
+
+
+def _minus(one: FeatureRow, other: FeatureRow) -> FeatureRow:
+    return FeatureRow(*(a - b for a, b in zip(one, other, strict=True)))

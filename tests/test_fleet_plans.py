@@ -1,0 +1,152 @@
+"""KunServe's plans by hand and against brute force: who drops which layers, and micro-batches of equal cost."""
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+
+from engine.fleet.drop import (
+    DropPlan,
+    Exchange,
+    Group,
+    exchanges,
+    pipeline_units,
+    plan_drop,
+    should_restore,
+    split_layers,
+)
+from engine.fleet.lookahead import Piece, balanced, by_tokens, cost
+from predictor.model import LatencyModel
+
+MODEL = LatencyModel(
+    intercept=2e-3,
+    knots=(0, 128),
+    hinges=(1e-5, 6e-5),
+    attention=4e-9,
+    decode_context=5e-8,
+    decodes=1e-5,
+    token_limit=4096,
+)
+
+
+def full(engines: int, first: int, queued: int) -> Group:
+    return Group(tuple(range(first, first + engines)), 100 * engines, 97 * engines, queued)
+
+
+def test_the_two_smallest_groups_merge_until_it_is_enough() -> None:
+    groups = [full(1, 0, 53), full(1, 1, 3), full(2, 2, 46), full(1, 4, 13)]
+    plan = plan_drop(groups, copy_units=60)
+    # missing: 50 + 0 + 46 - 6 + 10 = 100: of the small ones those that miss most, then the smallest two of what is left
+    assert plan == DropPlan(((1, 0, 3),), 120, enough=True)
+    assert plan_drop(groups[:2], copy_units=60) == DropPlan(((0, 1),), 60, enough=True)
+
+
+def test_a_plan_that_cannot_be_enough_says_so() -> None:
+    plan = plan_drop([full(1, 0, 500), full(1, 1, 500)], copy_units=60)
+    assert plan.merges == ((0, 1),) and not plan.enough
+    assert plan_drop([full(1, 0, 500)], copy_units=60) == DropPlan((), 0, enough=False)
+    bounded = plan_drop([full(1, i, 500) for i in range(4)], copy_units=60, most=2)
+    assert bounded.merges == ((0, 1), (2, 3)) and not bounded.enough
+
+
+def test_nothing_is_dropped_before_memory_is_full_and_the_queue_larger_than_what_is_free() -> None:
+    roomy, idle = Group((0,), 100, 90, 50), Group((1,), 100, 99, 1)
+    assert plan_drop([roomy, idle], 60).merges == ()
+    assert plan_drop([Group((0,), 100, 95, 6), idle], 60).merges == ((0, 1),)
+    assert should_restore(used=99, before=120, undropped=200, queued=0)
+    assert not should_restore(used=99, before=90, undropped=200, queued=0), "use is rising"
+    assert not should_restore(used=101, before=120, undropped=200, queued=0)
+    assert not should_restore(used=50, before=120, undropped=200, queued=4)
+
+
+@given(
+    sizes=st.lists(st.integers(1, 4), min_size=1, max_size=8),
+    queued=st.lists(st.integers(0, 300), min_size=8, max_size=8),
+    copy=st.integers(1, 100),
+)
+def test_a_plan_merges_whole_groups_once_and_no_more_than_it_must(
+    sizes: list[int], queued: list[int], copy: int
+) -> None:
+    groups = [full(size, 10 * i, q) for i, (size, q) in enumerate(zip(sizes, queued, strict=False))]
+    plan = plan_drop(groups, copy)
+    members = [member for merge in plan.merges for member in merge]
+    assert len(set(members)) == len(members) and all(len(merge) > 1 for merge in plan.merges)
+    needed = sum(group.missing for group in groups)
+    count = len(members) - len(plan.merges)
+    assert plan.freed == copy * count and plan.enough == (plan.freed >= needed)
+    if any(group.is_short for group in groups):
+        assert count == min(len(groups) - 1, -(-needed // copy))
+
+
+@given(layers=st.integers(1, 80), speeds=st.lists(st.floats(0.2, 4.0), min_size=1, max_size=8), extra=st.floats(0, 4))
+def test_layers_are_split_whole_and_in_order(layers: int, speeds: list[float], extra: float) -> None:
+    if len(speeds) > layers:
+        with pytest.raises(ValueError, match="cannot be split"):
+            split_layers(layers, speeds, extra)
+        return
+    kept = split_layers(layers, speeds, extra)
+    assert [layer for part in kept for layer in part] == list(range(layers)) and all(kept)
+
+
+def test_stages_cost_the_same_and_a_copy_becomes_cache() -> None:
+    assert split_layers(48, (1.0, 1.0)) == (range(24), range(24, 48))
+    assert split_layers(48, (1.0, 1.0), last_extra=2.0) == (range(25), range(25, 48)), "the head counts"
+    assert split_layers(48, (2.0, 1.0)) == (range(32), range(32, 48))
+    # two engines of 1,000 bytes each; a copy has 480; a unit takes 48 bytes
+    assert pipeline_units((range(24), range(24, 48)), (1000, 1000), 10, 1.0) == (1000 + 240) // 24
+    assert pipeline_units((range(48),), (1000,), 10, 1.0) == 1000 // 48
+
+
+def test_only_layers_that_change_hands_move() -> None:
+    alone = [(0, range(48))]
+    pair = [(0, range(24)), (1, range(24, 48))]
+    four = [(0, range(12)), (1, range(12, 24)), (2, range(24, 36)), (3, range(36, 48))]
+    assert exchanges(alone, pair) == [Exchange(0, 1, 24)]
+    assert exchanges([(1, range(48))], pair) == [Exchange(1, 0, 24)]
+    assert exchanges(pair, four) == [Exchange(0, 1, 12), Exchange(1, 2, 12), Exchange(1, 3, 12)]
+    assert exchanges(pair, alone) == [Exchange(1, 0, 24)]
+    assert exchanges(four, four) == []
+
+
+pieces = st.lists(
+    st.tuples(st.integers(0, 3000), st.one_of(st.just(1), st.integers(2, 900))), min_size=1, max_size=40
+).map(lambda rows: [Piece(i, start, length) for i, (start, length) in enumerate(rows)])
+
+
+def tokens_of(batches: list[list[Piece]]) -> list[tuple[int, int]]:
+    return [(item, start + i) for batch in batches for item, start, length in batch for i in range(length)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(batch=pieces, stages=st.integers(1, 5), least=st.integers(1, 600))
+def test_micro_batches_hold_every_token_once_and_in_order(batch: list[Piece], stages: int, least: int) -> None:
+    for found in (balanced(batch, MODEL, stages=stages, min_tokens=least), by_tokens(batch, stages)):
+        assert tokens_of(found) == tokens_of([batch]) and all(found)
+    tokens = sum(piece.length for piece in batch)
+    assert len(balanced(batch, MODEL, stages=1, min_tokens=tokens)) == 1
+
+
+@settings(max_examples=60, deadline=None)
+@given(batch=pieces)
+def test_both_halves_cost_the_same_up_to_one_grain(batch: list[Piece]) -> None:
+    found = balanced(batch, MODEL, stages=2, min_tokens=10**9)
+    if len(found) == 1:
+        assert sum(piece.length for piece in batch) == 1 or len(batch) == 1
+        return
+    first, second = found
+    gap = abs(cost(first, MODEL) - cost(second, MODEL))
+    last, nearest = first[-1], second[0]
+    grains = [
+        cost([Piece(0, p.start, min(16, p.length))], MODEL) - cost([], MODEL) + 17 * 7e-5 for p in (last, nearest)
+    ]
+    assert gap <= 2 * max(grains)
+
+
+def test_lookahead_balances_what_tokens_do_not() -> None:
+    """Figure 9: chunks far into long prompts beside decodes cost more than their tokens say."""
+    batch = [*(Piece(i, 800, 1) for i in range(100)), Piece(100, 0, 900), Piece(101, 6000, 1000)]
+    even = [cost(part, MODEL) for part in by_tokens(batch, 2)]
+    ours = [cost(part, MODEL) for part in balanced(batch, MODEL, stages=2, min_tokens=512)]
+    assert max(even) / min(even) > 1.2
+    assert max(ours) / min(ours) < 1.02
+    assert len(balanced(batch, MODEL, stages=2, min_tokens=256)) == 4
+    assert len(balanced(batch, MODEL, stages=4, min_tokens=10**6)) == 4

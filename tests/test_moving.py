@@ -1,0 +1,113 @@
+"""Requests that go on in another engine with what was computed of them, and a cache that shrinks under them."""
+
+from engine.api import EngineRequest, RequestClass, SamplingParams
+from engine.config import SchedulerConfig
+from engine.core import EngineCore
+from engine.scheduling.output import ModelRunnerOutput, SchedulerOutput
+
+CONFIG = SchedulerConfig(num_units=40, max_model_len=64, block_size=4, max_num_seqs=4, max_num_batched_tokens=16)
+
+
+def request(name: str, prompt: int = 10, output: int = 6, kind: RequestClass = RequestClass.ONLINE) -> EngineRequest:
+    return EngineRequest(name, tuple(range(1, prompt + 1)), SamplingParams(max_tokens=output), kind)
+
+
+def step(core: EngineCore, now: float = 0.0) -> SchedulerOutput:
+    output = core.schedule(now)
+    assert output is not None
+    core.update(output, ModelRunnerOutput(output.step_id, [7] * sum(c.sample for c in output.chunks), None, 0.1), now)
+    core.check_integrity()
+    return output
+
+
+def test_a_request_goes_on_in_another_engine_without_computing_anything_again() -> None:
+    first, second = EngineCore(CONFIG), EngineCore(CONFIG)
+    first.add_request(request("a"), 1.0)
+    for _ in range(3):
+        step(first, 2.0)
+    moved = first.detach("a")
+    first.check_integrity()
+    assert not first.has_requests and first.stats().units_owned == 0
+    assert moved.num_tokens == 12 and moved.arrival == 1.0
+    assert moved.spec.resumed is not None and moved.spec.resumed.token_ids == (7, 7, 7)
+
+    assert second.attach(moved)
+    second.check_integrity()
+    assert second.stats().units_owned == 6, "its units are its own before the past has come"
+    assert second.schedule(3.0) is None, "until then it stands still"
+    second.arrived("a")
+    output = step(second, 4.0)
+    assert [(c.start, c.length, c.sample) for c in output.chunks] == [(12, 1, True)]
+    (new,) = output.new_requests
+    assert new.token_ids == (*range(1, 11), 7, 7, 7) and len(new.entries) == 4
+    assert not output.appended, "the block of this step is written with the others"
+    assert not step(second, 5.0).new_requests
+    found = list(second.open_requests())
+    assert [(r.request_id, r.arrival, r.running) for r in found] == [("a", 1.0, True)]
+    step(second, 6.0)
+    assert not second.has_requests, "six tokens in all"
+    assert second.stats().units_owned == 0
+
+
+def test_others_run_while_a_past_is_on_its_way_and_cannot_take_its_units() -> None:
+    first, second = EngineCore(CONFIG), EngineCore(CONFIG)
+    first.add_request(request("a", prompt=16), 0.0)
+    step(first)
+    moved = first.detach("a")
+    assert second.attach(moved)
+    for name in "bcd":
+        second.add_request(request(name, prompt=16, output=40), 1.0)
+    for _ in range(30):
+        step(second, 1.0)
+    assert sum(second.stats().preemptions.values()) > 0, "memory is short"
+    held = {r.request_id: r.units for r in second.open_requests()}
+    assert held["a"] == 8
+    second.arrived("a")
+    assert any(new.request_id == "a" for new in step(second, 2.0).new_requests)
+
+
+def test_without_room_or_past_a_request_waits_to_be_computed() -> None:
+    first, second = EngineCore(CONFIG), EngineCore(CONFIG)
+    for name in ("a", "b"):
+        first.add_request(request(name, prompt=16), 0.0)
+    step(first)
+    waiting, running = first.detach("b"), first.detach("a")
+    assert waiting.num_tokens == 0 and running.num_tokens == 16
+    second.shrink_cache(34)
+    assert not second.attach(running) and not second.attach(waiting)
+    second.check_integrity()
+    second.grow_cache(34)
+    output = step(second)
+    assert [(c.start, c.length) for c in output.chunks] == [(0, 16)]
+    third = EngineCore(CONFIG)
+    third.add_request(request("o", kind=RequestClass.OFFLINE), 0.0)
+    assert not second.attach(third.detach("o")), "offline work is computed again"
+    second.check_integrity()
+
+
+def test_a_request_that_ends_on_its_way_is_forgotten() -> None:
+    first, second = EngineCore(CONFIG), EngineCore(CONFIG)
+    first.add_request(request("a"), 0.0)
+    step(first)
+    assert second.attach(first.detach("a"))
+    assert second.abort("a", 1.0) is not None
+    second.arrived("a")
+    second.check_integrity()
+    assert second.stats().units_owned == 0
+
+
+def test_a_cache_that_shrinks_under_running_requests_is_empty_behind_its_end_once_they_end() -> None:
+    core = EngineCore(CONFIG)
+    for name in "abc":
+        core.add_request(request(name), 0.0)
+    for _ in range(3):
+        step(core)
+    core.shrink_cache(30)
+    assert core.num_retiring_units > 0
+    core.check_integrity()
+    for _ in range(60):
+        if core.has_requests:
+            step(core)
+        core.check_integrity()
+    assert not core.has_requests and core.num_retiring_units == 0
+    assert core.stats().units_total == 10
