@@ -1,15 +1,18 @@
 """Replays side by side: a few worker processes that each hold the machine and the scenarios."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from types import TracebackType
+from typing import TypeVar
 
 from loadgen.experiments.replay import Scenario, Setting, replay
 from loadgen.simulation.machine import Machine
 from loadgen.simulation.measure import Metrics
 
 Task = tuple[str, Setting]
+Case = TypeVar("Case")
+Found = TypeVar("Found")
 _held: tuple[Machine, dict[str, Scenario], int] | None = None
 
 
@@ -53,3 +56,11 @@ class Replays:
             return list(self._pool.map(_replay, [(scenario, setting) for setting in settings]))
         machine, scenarios, seed = self._arguments
         return [replay(machine, scenarios[scenario], setting, seed) for setting in settings]
+
+
+def each(run: Callable[[Case], Found], cases: Sequence[Case], workers: int) -> list[Found]:
+    """`run` on each case, in order; what it takes and gives must be picklable. One worker: in this process."""
+    if workers <= 1:
+        return [run(case) for case in cases]
+    with ProcessPoolExecutor(workers, get_context("spawn")) as pool:
+        return list(pool.map(run, cases))

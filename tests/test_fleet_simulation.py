@@ -1,0 +1,95 @@
+"""Several engines on one virtual clock: what the router sees, and the experiments on it in small."""
+
+from dataclasses import replace
+
+import pytest
+
+from engine.api import RequestClass
+from engine.config import SchedulerConfig
+from engine.core import EngineCore
+from engine.fleet.routing import Chance, Load, Prompt, find_router
+from engine.virtual import Arrival, PredictedRunner
+from loadgen.experiments import sal
+from loadgen.experiments.table import Result
+from loadgen.simulation.fleet import FleetDriver, OneByOne, Server
+from loadgen.simulation.requests import request_of
+from predictor.model import LatencyModel
+
+STEP = LatencyModel(intercept=0.01, knots=(0,), hinges=(1e-4,), token_limit=64)
+CONFIG = SchedulerConfig(
+    num_units=400, max_model_len=512, max_num_seqs=8, max_num_batched_tokens=64, enable_prefix_caching=False
+)
+
+
+def server(number: int, config: SchedulerConfig = CONFIG) -> Server:
+    return Server(number, EngineCore(config), OneByOne(PredictedRunner(STEP)))
+
+
+def arrivals(*rows: tuple[float, int, int]) -> list[Arrival]:
+    return [Arrival(row[0], request_of(f"n{i}", row, RequestClass.ONLINE, 512)) for i, row in enumerate(rows)]
+
+
+def test_engines_run_side_by_side_on_one_clock() -> None:
+    rows = [(0.0, 64, 1)] * 4
+    alone = FleetDriver([server(0)], find_router("round-robin"), arrivals(*rows)).run()
+    beside = FleetDriver([server(i) for i in range(4)], find_router("round-robin"), arrivals(*rows)).run()
+    step = 0.01 + 64e-4
+    assert [r.token_times for r in alone.online] == [pytest.approx([step * n]) for n in (1, 2, 3, 4)]
+    assert [r.token_times for r in beside.online] == [pytest.approx([step])] * 4
+    assert beside.steps == 4
+
+
+def test_between_reports_a_router_sees_what_it_routed_and_nothing_else() -> None:
+    seen: list[list[Load]] = []
+
+    def watch(loads: list[Load], _prompt: Prompt, _chance: Chance) -> int:
+        seen.append(list(loads))
+        return 0
+
+    driver = FleetDriver([server(0), server(1)], watch, arrivals((0.0, 60, 40), (0.05, 30, 40), (0.12, 8, 1)))
+    run = driver.run()
+    first, second, third = ([load[0] for load in seen][i] for i in range(3))
+    assert (first.queued_tokens, first.queued_requests, first.running) == (0, 0, 0)
+    assert (second.queued_tokens, second.queued_units, second.queued_requests) == (60, 8, 1)
+    assert second.free_units == 400, "no prompt is assumed to be done"
+    assert (third.queued_tokens, third.queued_requests, third.running) == (0, 0, 2), "a report came at 0.1 s"
+    assert third.free_units < 400 and third.pool_units == 400
+    assert all(record.ended is not None for record in run.online)
+    assert driver.num_open == 0
+
+
+def test_a_fleet_run_is_the_same_each_time() -> None:
+    config = replace(sal.CONFIG, window=3.0, warm_up=0.0)
+    task = sal.Task(config, sal.Fleet("2", ("a100-40gb",) * 2), ((0.0, 900, 9), (0.1, 3000, 5)) * 3, "larry", "p2c", 1)
+    assert sal.run_task(task) == sal.run_task(task)
+
+
+def test_sal_gives_a_slower_engine_less() -> None:
+    config = replace(sal.CONFIG, warm_up=0.0)
+    rows = tuple((i * 0.02, 1500, 4) for i in range(60))
+    fleet = sal.Fleet("1+1", ("a100-40gb", "a40"))
+    found = {name: sal.run_task(sal.Task(config, fleet, rows, "larry", name, 0)) for name in ("sal", "round-robin")}
+    assert found["sal"]["ttft_p99"] < 0.8 * found["round-robin"]["ttft_p99"]
+
+
+def test_the_experiment_in_small_and_its_table() -> None:
+    fleets = (sal.Fleet("2", ("a100-40gb",) * 2, ("larry",), ("code",)), sal.Fleet("1", ("a100-40gb",), ("goodput",)))
+    config = replace(sal.CONFIG, fleets=fleets, window=4.0, warm_up=1.0, routers=("sal", "round-robin"))
+    results = sal.run_seed(config, None, 0, 1, lambda _text: None)
+    assert len(results) == 2 * (1 + 2) and {r.policy for r in results} == {"sal", "round-robin"}
+    header, rows = sal.summary(results)
+    assert len(rows) == len(results) and all(len(row) == len(header) for row in rows)
+    assert set(sal.figures(results)) == {"sal-larry-p99", "sal-goodput-p99"}
+
+
+def result(router: str, seed: int, ttft: float) -> Result:
+    setting = {"workload": "code", "fleet": "4", "online_policy": "larry"}
+    return Result("sal", router, setting, seed, dict.fromkeys(sal.COLUMNS, ttft))
+
+
+def test_gains_are_of_each_seed_against_its_best_rival() -> None:
+    results = [result("sal", 0, 1.0), result("p2c", 0, 2.0), result("round-robin", 0, 4.0)]
+    results += [result("sal", 1, 1.0), result("p2c", 1, 6.0), result("round-robin", 1, 4.0)]
+    assert sal.gain(results, "ttft_p99") == pytest.approx((2.0 + 4.0) / 2)
+    assert sal.ratio(results, "ttft_p99", "round-robin") == pytest.approx(0.25)
+    assert sal.gain(results[1:2], "ttft_p99") is None
