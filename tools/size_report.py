@@ -14,6 +14,10 @@ from pathlib import Path
 FILE_LIMIT, FUNCTION_LIMIT = 350, 40
 CEILINGS = {"gateway": 12_100, "engine": 24_400, "predictor": 3_300, "loadgen": 14_400}
 
+# A fleet: requests that move between engines, its plans, and the fleet that is simulated.
+CEILINGS["engine"] += 450
+CEILINGS["loadgen"] += 1_250
+
 
 def main() -> int:
     lines = {path: path.read_text().count("\n") for path in tracked("*.py")}
