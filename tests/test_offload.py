@@ -13,7 +13,7 @@ import cuda_engine
 import numpy as np
 import pytest
 import torch
-from driver import Driver
+from driver import Driver, outputs_of
 from hypothesis import given
 from hypothesis import strategies as st
 from native_build import native_library
@@ -21,9 +21,11 @@ from test_build import DEMO, answer
 from test_runner import BLOCK, CPU, crowd, run_in_waves
 from tiny_models import FAMILY_CASES, llama_config, model_folder
 
-from engine.build import build_runner, plan_launch, profile_key, scheduler_config
+from engine.api import EngineRequest, SamplingParams
+from engine.build import build_engine, build_runner, plan_launch, profile_key, scheduler_config
 from engine.config import EngineConfig, SchedulerConfig
 from engine.errors import ConfigError, WeightReadError
+from engine.execution import memory
 from engine.execution import offload as offloading
 from engine.execution.cpu import weight_file
 from engine.execution.cpu.device import TorchDevice
@@ -588,3 +590,35 @@ def test_where_everything_fits_nothing_streams(monkeypatch: pytest.MonkeyPatch) 
     assert plan.offload is not None and plan.held_bytes <= 0.75 * weights
     with pytest.raises(ConfigError, match="is too little: embeddings"):
         plan_launch(replace(DEMO, offload_weights="0.0001"))
+
+
+async def test_a_file_that_ends_early_fails_steps_and_the_log_says_why(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Requests end with an error: no token is made of what a buffer held before."""
+    engine = build_engine(offloading_config(tmp_path))
+    await engine.start()
+    try:
+        layers = cast(TorchDevice, cast(Runner[TorchDevice], engine._runner).device)._decoder.weights.layers
+        assert isinstance(layers, StreamedLayers)
+        os.ftruncate(cast(WeightFile, layers._transport)._fd, 0)
+        sampling = SamplingParams(max_tokens=8, temperature=0.0)
+        request = EngineRequest("r", (5, 6, 7), sampling, final_only=True)
+        (output,) = [out async for out in outputs_of(engine, request)]
+        assert output.error is not None and not output.token_ids
+    finally:
+        await engine.stop()
+    assert "the file of weights ends after" in caplog.text
+
+
+def test_files_in_the_page_cache_do_not_count_as_memory_that_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "_CGROUP", tmp_path)
+    monkeypatch.setattr(memory, "_machine_memory", lambda: 10**12)
+    assert memory.available_memory() == 10**12
+    (tmp_path / "memory.max").write_text("8000\n")
+    (tmp_path / "memory.current").write_text("7000\n")
+    assert memory.available_memory() == 1000
+    (tmp_path / "memory.stat").write_text("anon 2000\ninactive_file 4500\nactive_file 500\n")
+    assert memory.available_memory() == 5500

@@ -137,11 +137,25 @@ def _machine_memory() -> int | None:
 
 
 def _cgroup_memory() -> int | None:
-    """What the container's limit leaves; None without a limit (cgroup v2 only)."""
+    """What the container's limit leaves; None without a limit (cgroup v2 only).
+
+    Files in the page cache that nobody uses count as used there, and make way: a checkpoint that was read before must
+    not look like memory that is taken.
+    """
     try:
-        return int((_CGROUP / "memory.max").read_text()) - int((_CGROUP / "memory.current").read_text())
+        limit, used = (int((_CGROUP / name).read_text()) for name in ("memory.max", "memory.current"))
     except (OSError, ValueError):
         return None
+    return limit - max(0, used - _idle_files())
+
+
+def _idle_files() -> int:
+    """Bytes of files in the page cache that were not used lately."""
+    try:
+        lines = (_CGROUP / "memory.stat").read_text().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith("inactive_file "))
+    except (OSError, StopIteration, ValueError, IndexError):
+        return 0
 
 
 def _mib(num_bytes: int) -> str:
