@@ -33,6 +33,7 @@ from gateway.state import BatchLimits, BatchState
 from gateway.store.folder import StateFolder
 from gateway.thinking import find_marks
 from gateway.tools import choose_format
+from gateway.tracing import TraceHeaders, Traces
 from gateway.uploads import MAX_OVERHEAD
 from gateway.web import routes as web
 from gateway.web.recorder import Recorder
@@ -66,6 +67,7 @@ def create_app(
     lifecycle = Lifecycle(client)
     keys = KeyStore(config.api_key, config.api_key_file)
     request_log = _open_request_log(config, metrics)
+    traces = _open_traces(config, metrics, model_names[0])
     context = GatewayContext(
         client,
         tokenizer,
@@ -84,7 +86,8 @@ def create_app(
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        async with request_log or nullcontext():  # outlives the engine, whose last answers end as it stops
+        # these outlive the engine, whose last answers end as it stops
+        async with request_log or nullcontext(), traces or nullcontext():
             await lifecycle.start()
             yield
             await lifecycle.stop()
@@ -115,6 +118,14 @@ def _open_request_log(config: ServerConfig, metrics: GatewayMetrics) -> RequestL
     return request_log
 
 
+def _open_traces(config: ServerConfig, metrics: GatewayMetrics, model: str) -> Traces | None:
+    if config.otlp_traces_endpoint is None:
+        return None
+    traces = Traces(config.otlp_traces_endpoint, model, health.package_version(), lambda: metrics.stats)
+    metrics.on_end.append(traces.add)
+    return traces
+
+
 def _add_middleware(app: FastAPI, context: GatewayContext, max_file_bytes: int) -> None:
     config = context.config
     # the last one added is the first that a request meets
@@ -125,6 +136,8 @@ def _add_middleware(app: FastAPI, context: GatewayContext, max_file_bytes: int) 
     app.add_middleware(HostGuard, hosts=HostNames(config.host, config.allowed_host))
     app.add_middleware(ErrorBoundary)
     app.add_middleware(RequestIds, metrics=context.metrics)
+    if config.otlp_traces_endpoint is not None:
+        app.add_middleware(TraceHeaders)
 
 
 def _add_batches(app: FastAPI, context: GatewayContext, folder: StateFolder, limits: BatchLimits) -> None:

@@ -67,6 +67,9 @@ class ServerConfig:
     request_log: str | None = _flag(
         None, "file that gets a JSON line per ended request, never its text; SIGHUP opens it again (logrotate)"
     )
+    otlp_traces_endpoint: str | None = _flag(
+        None, "collector that gets an OpenTelemetry span per ended request, such as http://localhost:4318/v1/traces"
+    )
     log_level: str = _flag("info", "how much the server logs", LOG_LEVELS)
 
     def __post_init__(self) -> None:

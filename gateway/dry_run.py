@@ -81,6 +81,8 @@ def _check_server(config: ServerConfig) -> None:
     importlib.import_module("gateway.keys").load_keys(config.api_key, config.api_key_file)
     if config.request_log is not None:
         importlib.import_module("gateway.request_log").check_path(config.request_log)
+    if config.otlp_traces_endpoint is not None:
+        importlib.import_module("gateway.tracing").check_endpoint(config.otlp_traces_endpoint)
 
 
 def _server_findings(config: ServerConfig, name: str) -> dict[str, Given]:

@@ -1,0 +1,136 @@
+"""OpenTelemetry spans: one for each choice, on the trace of its request, and nothing that costs a request."""
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import openai
+import pytest
+from conftest import StartServer
+from fake_engine import MODEL, Served
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
+
+from engine.errors import ConfigError
+from gateway.batch_line import LineOrigin, LineRunner
+from gateway.config import ServerConfig
+from gateway.tracing import Traces, check_endpoint
+
+SECRET = "a-prompt-that-nobody-may-read"
+TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+
+
+class Collector(BaseHTTPRequestHandler):
+    received: list[bytes]
+
+    def do_POST(self) -> None:
+        self.received.append(self.rfile.read(int(self.headers["content-length"])))
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@contextmanager
+def collector() -> Iterator[tuple[str, list[bytes]]]:
+    """Address and bodies of a collector of traces."""
+    received: list[bytes] = []
+    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Collecting", (Collector,), {"received": received}))
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}/v1/traces", received
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+async def spans_of(served: Served, received: list[bytes]) -> list[Span]:
+    """What has been sent, once all of it has."""
+    (add,) = served.app.state.context.metrics.on_end
+    traces = add.__self__
+    assert isinstance(traces, Traces)
+    assert await asyncio.to_thread(traces._provider.force_flush)
+    assert not any(SECRET.encode() in body for body in received)
+    found = [ExportTraceServiceRequest.FromString(body) for body in received]
+    return [span for each in found for r in each.resource_spans for s in r.scope_spans for span in s.spans]
+
+
+def attributes(span: Span) -> dict[str, Any]:
+    values = {}
+    for pair in span.attributes:
+        kind = pair.value.WhichOneof("value")
+        value = getattr(pair.value, kind)
+        values[pair.key] = [item.string_value for item in value.values] if kind == "array_value" else value
+    return values
+
+
+def client(served: Served, **headers: str) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0, default_headers=headers)
+
+
+async def test_a_span_for_each_choice_on_the_trace_of_its_request(start_server: StartServer) -> None:
+    with collector() as (url, received):
+        served = await start_server("hello world", otlp_traces_endpoint=url)
+        async with client(served, traceparent=f"00-{TRACE}-{PARENT}-01") as api:
+            whole = await api.completions.create(model=MODEL, prompt=SECRET, n=2, max_tokens=5)
+        async with client(served) as api:
+            chat = await api.chat.completions.create(
+                model=MODEL, messages=[{"role": "user", "content": SECRET}], service_tier="flex", stream=True
+            )
+            chunks = [chunk async for chunk in chat]
+        first, second, third = await spans_of(served, received)
+    assert {(span.trace_id.hex(), span.parent_span_id.hex()) for span in (first, second)} == {(TRACE, PARENT)}
+    assert third.trace_id.hex() != TRACE and not third.parent_span_id
+    assert [span.name for span in (first, third)] == [f"text_completion {MODEL}", f"chat {MODEL}"]
+    said = attributes(first)
+    assert said["gen_ai.response.id"] == whole.id and said["gen_ai.request.max_tokens"] == 5
+    assert said["gen_ai.response.finish_reasons"] == ["stop"] and said["tidemill.tier"] == "default"
+    assert whole.usage is not None and said["gen_ai.usage.input_tokens"] == whole.usage.prompt_tokens
+    total = said["gen_ai.usage.output_tokens"] + attributes(second)["gen_ai.usage.output_tokens"]
+    assert total == whole.usage.completion_tokens
+    assert attributes(third)["tidemill.tier"] == "flex" and attributes(third)["gen_ai.response.id"] == chunks[0].id
+    for span in (first, second, third):
+        (event,) = span.events
+        assert span.start_time_unix_nano < event.time_unix_nano and event.name == "first token"
+        assert span.start_time_unix_nano < span.end_time_unix_nano
+
+
+async def test_lines_of_a_batch_and_failures(start_server: StartServer) -> None:
+    with collector() as (url, received):
+        served = await start_server("hello world again", fail_after=2, otlp_traces_endpoint=url)
+        async with client(served) as api:
+            with pytest.raises(openai.APIError):
+                await api.completions.create(model=MODEL, prompt=SECRET)
+        runner = LineRunner(served.app.state.context)
+        body = {"model": MODEL, "prompt": SECRET}
+        await runner.run("/v1/completions", body, LineOrigin("acme", "batch_1", 1e12))
+        failed, *lines = await spans_of(served, received)
+    assert failed.status.code == Status.STATUS_CODE_ERROR
+    assert attributes(failed)["http.response.status_code"] == 500
+    assert lines and {attributes(line)["tidemill.tier"] for line in lines} == {"batch"}
+
+
+async def test_a_collector_that_is_gone_costs_no_request(start_server: StartServer) -> None:
+    served = await start_server("hello world", otlp_traces_endpoint="http://127.0.0.1:9/v1/traces")
+    async with client(served) as api:
+        answers = [await api.completions.create(model=MODEL, prompt="x") for _ in range(3)]
+    assert {answer.choices[0].finish_reason for answer in answers} == {"stop"}
+
+
+@pytest.mark.parametrize("endpoint", ["localhost:4318", "grpc://localhost:4317", "http://", ""])
+def test_an_endpoint_is_an_http_address(endpoint: str) -> None:
+    with pytest.raises(ConfigError, match="--otlp-traces-endpoint must be an http address"):
+        check_endpoint(endpoint)
+
+
+def test_without_the_extra_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "opentelemetry.sdk.trace", None)
+    with pytest.raises(ConfigError, match=r"pip install 'tidemill\[otel\]'"):
+        Traces("http://localhost:4318/v1/traces", MODEL, "1", lambda: None)  # type: ignore[arg-type,return-value]
+    assert ServerConfig().otlp_traces_endpoint is None
