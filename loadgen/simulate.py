@@ -28,7 +28,7 @@ from gateway.config import ServerConfig
 from gateway.flags import add_flags, flags_of, given
 from loadgen import assemble, flags, workloads
 from loadgen.errors import InputError
-from loadgen.experiments import apt, apt_table, hybridserve, hybridserve_table, hygen, larry, llmd, parts, sal
+from loadgen.experiments import apt, apt_table, hybridserve, hybridserve_table, hygen, kunserve, larry, llmd, parts, sal
 from loadgen.experiments.table import Result, render, write_table
 from loadgen.plan import Windows
 from loadgen.simulation import report
@@ -72,6 +72,7 @@ EXPERIMENTS = {
     ),
     "hygen": Experiment(hygen.CONFIG, hygen.SHORT, hygen.run_seed, hygen.summary, hygen.figures),
     "hygen-parts": Experiment(parts.CONFIG, parts.SHORT, parts.run_seed, parts.summary, parts.figures),
+    "kunserve": Experiment(kunserve.CONFIG, kunserve.SHORT, kunserve.run_seed, kunserve.summary, kunserve.figures),
     "larry": Experiment(larry.CONFIG, larry.SHORT, larry.run_seed, larry.summary, larry.figures),
     "llmd-491": Experiment(llmd.CONFIG, llmd.SHORT, llmd.run_seed, llmd.summary, llmd.figures),
     "sal": Experiment(sal.CONFIG, sal.SHORT, sal.run_seed, sal.summary, sal.figures),

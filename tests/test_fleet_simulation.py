@@ -7,11 +7,16 @@ import pytest
 from engine.api import RequestClass
 from engine.config import SchedulerConfig
 from engine.core import EngineCore
+from engine.fleet.lookahead import by_tokens
 from engine.fleet.routing import Chance, Load, Prompt, find_router
-from engine.virtual import Arrival, PredictedRunner
-from loadgen.experiments import sal
+from engine.scheduling.output import Chunk, SchedulerOutput
+from engine.virtual import Arrival, PredictedRunner, VirtualRun
+from loadgen.experiments import kunserve, sal
 from loadgen.experiments.table import Result
 from loadgen.simulation.fleet import FleetDriver, OneByOne, Server
+from loadgen.simulation.machine import MachineSpec, build_machine
+from loadgen.simulation.overload import Means, OverloadedFleet
+from loadgen.simulation.pipeline import CHUNK_SECONDS, Bubbles, Link, PipelineRunner
 from loadgen.simulation.requests import request_of
 from predictor.model import LatencyModel
 
@@ -93,3 +98,84 @@ def test_gains_are_of_each_seed_against_its_best_rival() -> None:
     assert sal.gain(results, "ttft_p99") == pytest.approx((2.0 + 4.0) / 2)
     assert sal.ratio(results, "ttft_p99", "round-robin") == pytest.approx(0.25)
     assert sal.gain(results[1:2], "ttft_p99") is None
+
+
+MEMORY_BOUND = MachineSpec("qwen2.5-14b", "a100-80gb", max_num_seqs=64, max_num_batched_tokens=512, max_model_len=4096)
+BURST = tuple((0.05 * i, 900, 60) for i in range(24)) + tuple((30.0 + i, 200, 20) for i in range(12))
+
+
+def overloaded(means: Means) -> tuple[OverloadedFleet, VirtualRun]:
+    """Two engines with room for ten of the burst's requests each."""
+    machine = build_machine(MEMORY_BOUND)
+    machine = replace(machine, config=replace(machine.config, num_units=1200))
+    fleet = OverloadedFleet(machine, 2, means, link=25e9, min_tokens=256, seed=0)
+    made = [Arrival(row[0], request_of(f"n{i}", row, RequestClass.ONLINE, 4096)) for i, row in enumerate(BURST)]
+    driver = FleetDriver(fleet.servers, find_router("sal"), made, on_report=fleet.watch)
+    fleet.bind(driver)
+    return fleet, driver.run()
+
+
+def test_a_drop_serves_the_burst_and_the_layers_come_back() -> None:
+    fleet, ran = overloaded(Means("kunserve", drop=True))
+    assert fleet.tally.drops == 1 and fleet.tally.restores == 1 and fleet.tally.too_little == 0
+    assert len(fleet.parties) == 2 and all(len(party.placement) == 1 for party in fleet.parties.values())
+    assert fleet.tally.moved > 0 and fleet.preemptions == 0
+    for party in fleet.parties.values():
+        party.server.core.check_integrity()
+        assert party.server.core.stats().units_total == 1200 and not party.server.core.has_requests
+    assert [len(record.token_times) for record in ran.online] == [row[2] for row in BURST], "no token twice, none lost"
+    assert all(record.token_times == sorted(record.token_times) for record in ran.online)
+    _, plain = overloaded(Means("recompute"))
+    last = [max(record.ttft or 0.0 for record in one.online) for one in (ran, plain)]
+    assert last[0] < last[1]
+
+
+def test_other_means_serve_everything_too() -> None:
+    for means in (Means("migrate", migrate=True), Means("pipeline", pipeline=2, lookahead=False)):
+        fleet, ran = overloaded(means)
+        assert [len(record.token_times) for record in ran.online] == [row[2] for row in BURST]
+        assert fleet.tally.drops == 0 and (fleet.tally.bubbles.span > 0) == (means.pipeline == 2)
+    fleet, _ = overloaded(Means("no restore", drop=True, restore=False))
+    assert fleet.tally.restores == 0 and [len(party.placement) for party in fleet.parties.values()] == [2]
+
+
+def test_activations_go_between_the_chunks_of_a_transfer_or_behind_all_of_them() -> None:
+    for coordinated in (True, False):
+        link = Link(1e9, coordinated=coordinated)
+        transfer = link.transfer(0.0, 1e9)
+        there = link.activations(0.005, 1e6)
+        if coordinated:
+            assert there == pytest.approx(CHUNK_SECONDS + 1e-3, abs=1e-4)
+            assert transfer.ends_at == pytest.approx(1.001, abs=1e-4), "it gives way"
+        else:
+            assert there == pytest.approx(1.001, abs=1e-4) and transfer.ends_at == pytest.approx(1.0, abs=1e-4)
+        assert link.activations(2.0, 1e6) == pytest.approx(2.001, abs=1e-4)
+
+
+def test_micro_batches_fill_a_pipeline_of_two() -> None:
+    """Two equal micro-batches on two stages, step after step: after the first, no stage stands still."""
+    device = build_machine(MEMORY_BOUND).device
+    kept, bubbles = (range(24), range(24, 48)), Bubbles()
+    runner = PipelineRunner(device, kept, [Link(25e9)] * 2, lambda pieces: by_tokens(pieces, 2), bubbles, 0)
+    now = 0.0
+    for step in range(12):
+        output = SchedulerOutput(step, tuple(Chunk(row, 500 + step, 1, True) for row in range(64)))
+        flight = runner.launch(output, now)
+        assert now < flight.free_at < flight.ends_at and len(flight.token_times) == 64
+        now = flight.free_at
+    assert bubbles.share < 0.12
+    whole = PipelineRunner(device, kept, [Link(25e9)] * 2, lambda pieces: [list(pieces)], Bubbles(), 0)
+    alone = whole.launch(SchedulerOutput(0, (Chunk(0, 0, 512, True),)), 0.0)
+    assert alone.ends_at == pytest.approx(device.step_seconds(512, 1, 1, 512, 512 * 513 // 2), rel=0.1)
+
+
+def test_the_experiment_kunserve_in_small() -> None:
+    arms = (kunserve.ARMS[0], kunserve.ARMS[4])
+    loads = (kunserve.Load("chat", 1.0, 6.0),)
+    config = replace(kunserve.SHORT, cache=0.1, phases=(1.0, 5.0, 2.0), loads=loads, arms=arms)
+    results = kunserve.run_seed(config, None, 0, 1, lambda _text: None)
+    assert [r.policy for r in results] == ["recompute", "kunserve"]
+    header, rows = kunserve.summary(results)
+    assert len(rows) == 2 and all(len(row) == len(header) for row in rows)
+    assert rows[1][-1] == pytest.approx(1.0)
+    assert set(kunserve.figures(results)) == {"kunserve-chat"}

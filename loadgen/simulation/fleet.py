@@ -83,7 +83,9 @@ def no_hits(_request: EngineRequest) -> Mapping[int, int]:
 
 
 class FleetDriver:
-    """Replays arrivals (ascending) on `servers`. `on_report`: called with the time after every round of reports."""
+    """Replays arrivals (ascending) on `servers`. `on_report`: called with the time after every round of reports;
+    `on_idle`: with a server whose last step has ended, before the next one starts. While no server is open, requests
+    wait outside."""
 
     def __init__(
         self,
@@ -104,6 +106,8 @@ class FleetDriver:
         self._chance = Chance(random.Random(seed))
         self._hits = hits
         self._on_report = on_report
+        self.on_idle: Callable[[Server], None] | None = None
+        self._held: list[Arrival] = []
         self._arrivals = deque(arrivals)
         self._loads: dict[int, Load] = {}
         self._events: list[tuple[float, int, Callable[[], None]]] = []
@@ -126,7 +130,7 @@ class FleetDriver:
         self.at(REPORT_SECONDS, self._tick)
         if self._arrivals:
             self.at(self._arrivals[0].at, self._arrive)
-        while self._events and (self._arrivals or self.records):
+        while self._events and (self._arrivals or self._held or self.records):
             time, _, what = heapq.heappop(self._events)
             if time > until:
                 break
@@ -142,15 +146,22 @@ class FleetDriver:
     def add(self, server: Server) -> None:
         """Another server from now on."""
         self.servers[server.number] = server
-        server.free_at = max(server.free_at, self.now)
         self._loads[server.number] = self._load(server)
+        held, self._held = self._held, []
+        for arrival in held:
+            self._route(arrival)
+        self.at(server.free_at, lambda: self.pump(server))
+
+    def close(self, server: Server) -> None:
+        """No more steps and no more requests for this server."""
+        server.closed = True
+        self._loads.pop(server.number, None)
 
     def remove(self, server: Server) -> None:
         """A server that is gone; it must have no step in flight."""
         assert not server.flights, "a step is in flight"
-        server.closed = True
+        self.close(server)
         del self.servers[server.number]
-        self._loads.pop(server.number, None)
 
     def pump(self, server: Server) -> None:
         """Start what steps the server can start now."""
@@ -175,6 +186,8 @@ class FleetDriver:
         times = {server.rows[row]: at for row, at in flight.token_times.items() if row in server.rows}
         for found in server.core.update(output, flight.result, self.now):
             self._take(server, found, times.get(found.request_id, self.now))
+        if not server.flights and self.on_idle is not None:
+            self.on_idle(server)
         self.pump(server)
 
     def _take(self, server: Server, output: RequestOutput, at: float) -> None:
@@ -206,6 +219,9 @@ class FleetDriver:
 
     def _route(self, arrival: Arrival) -> None:
         request = arrival.request
+        if not self._loads:
+            self._held.append(arrival)
+            return
         prompt = Prompt(len(request.prompt_token_ids), self._hits(request))
         number = self._router(list(self._loads.values()), prompt, self._chance)
         record = VirtualRecord(arrival)

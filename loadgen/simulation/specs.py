@@ -93,6 +93,7 @@ MODELS = {
         ModelShape("opt-30b", 48, 7168, 56, 56, 128, 28672, False, 50272, tied=True, max_model_len=2048, rope=False),
         ModelShape("opt-66b", 64, 9216, 72, 72, 128, 36864, False, 50272, tied=True, max_model_len=2048, rope=False),
         ModelShape("qwen2.5-0.5b", 24, 896, 14, 2, 64, 4864, True, 151936, tied=True, max_model_len=8192),
+        ModelShape("qwen2.5-14b", 48, 5120, 40, 8, 128, 13824, True, 152064, max_model_len=8192),
         ModelShape("qwen2.5-7b", 28, 3584, 28, 4, 128, 18944, True, 152064, max_model_len=8192),
     )
 }
