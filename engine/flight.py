@@ -10,7 +10,7 @@ Requests are named by their ids; no token of a prompt or an answer is in it.
 
 import mmap
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -66,10 +66,11 @@ _decoder = msgspec.msgpack.Decoder(AnyEntry)
 
 
 class FlightRecorder:
-    """Writes the entries of one engine; `buffer` has SIZE bytes, all zero."""
+    """Writes the entries of one engine; `buffer` has SIZE bytes, all zero. `on_failure` is told of a failed step."""
 
-    def __init__(self, buffer: mmap.mmap | bytearray) -> None:
+    def __init__(self, buffer: mmap.mmap | bytearray, on_failure: Callable[[], None] = lambda: None) -> None:
         self._buffer = buffer
+        self._on_failure = on_failure
         self._next = 1
         self._request_ids: dict[int, str] = {}
         self._idle = True
@@ -90,6 +91,7 @@ class FlightRecorder:
 
     def failed(self, output: SchedulerOutput, error: BaseException, now: float) -> None:
         self._write(Failed(now, output.step_id, type(error).__name__))
+        self._on_failure()
 
     def idle(self, now: float) -> None:
         """Nothing runs until something happens; said once is enough."""
@@ -127,7 +129,8 @@ def read(buffer: mmap.mmap | bytearray) -> list[AnyEntry]:
 def in_flight(entries: Sequence[AnyEntry]) -> dict[str, int]:
     """The requests that ran at the end of a recording, and how many tokens of each would have been computed then.
 
-    These are of the steps without a result, or else of the last one: its engine was still busy with what it gave.
+    These are of the steps without a result, and of the last one: its engine was still busy with what it gave. A step
+    that failed is in question until another one is launched.
     """
     open_steps: dict[int, Launched] = {}
     last: Launched | None = None
@@ -135,11 +138,13 @@ def in_flight(entries: Sequence[AnyEntry]) -> dict[str, int]:
         match entry:
             case Launched():
                 open_steps[entry.step_id] = last = entry
-            case Completed() | Failed():
+            case Completed():
                 open_steps.pop(entry.step_id, None)
+            case Failed():
+                last = open_steps.pop(entry.step_id, last)
             case Idle():
                 open_steps, last = {}, None
-    steps: Iterable[Launched] = open_steps.values() or ([last] if last is not None else [])
+    steps = [*open_steps.values(), *([last] if last is not None else [])]
     reached: dict[str, int] = {}
     for step in steps:
         for request_id, chunk in zip(step.request_ids, step.chunks, strict=False):

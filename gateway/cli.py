@@ -70,6 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_pull(commands)
     _add_doctor(commands)
     _add_profile(commands)
+    _add_replay(commands)
     commands.add_parser("bench", help="measure a server: run, sweep, compare, trace", add_help=False)
     commands.add_parser("simulate", help="replay workloads and experiments on a virtual clock", add_help=False)
     command = commands.add_parser(
@@ -156,6 +157,16 @@ def _add_doctor(commands: Any) -> None:
     command = commands.add_parser("doctor", help="show this machine and what would run on it", allow_abbrev=False)
     _config_flags(command, EngineConfig)
     command.set_defaults(run=_doctor)
+
+
+def _add_replay(commands: Any) -> None:
+    command = commands.add_parser("replay", help="show the last steps before an engine died", allow_abbrev=False)
+    command.add_argument("file", metavar="FILE", type=Path, help="a recording in the folder flights of --state-dir")
+    command.set_defaults(run=_replay)
+
+
+def _replay(arguments: argparse.Namespace) -> int:
+    return int(importlib.import_module("gateway.replay").run(arguments.file))
 
 
 def _add_profile(commands: Any) -> None:
@@ -280,16 +291,18 @@ def _load_processes(engine_config: EngineConfig, server_config: ServerConfig, fo
 
 def _make_engine(engine_config: EngineConfig, server_config: ServerConfig, root: Path) -> Any:
     """One, or the fleet of several."""
+    from engine.process.flights import Flights
     from engine.process.policy import RestartPolicy
 
     policy = partial(RestartPolicy, server_config.max_engine_deaths, max_delay=server_config.max_restart_delay)
     log_level, pid_file = server_config.log_level, root / "engine.pid"
+    flights = Flights(root / "flights", model_name(engine_config), tokens=server_config.flight_tokens)
     if server_config.engines == 1:
-        client = importlib.import_module("engine.process.client")
-        return client.EngineProcess(engine_config, log_level=log_level, pid_file=pid_file, policy=policy())
+        make = importlib.import_module("engine.process.client").EngineProcess
+        return make(engine_config, log_level=log_level, pid_file=pid_file, policy=policy(), flights=flights)
     launch = importlib.import_module("engine.fleet.launch")
     fleet = launch.FleetPlan(
-        server_config.engines, server_config.router, _window_lines(engine_config), pid_file, log_level, policy
+        server_config.engines, server_config.router, _window_lines(engine_config), pid_file, log_level, policy, flights
     ).make(engine_config)
     for note in fleet.notes:
         say(note)

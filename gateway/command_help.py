@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 from gateway.flags import Flag, add_flags
 
 COMMANDS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("serve", ("serve", "pull", "doctor", "profile")),
+    ("serve", ("serve", "pull", "doctor", "profile", "replay")),
     ("use a server", ("chat", "batch", "top")),
     ("measure", ("bench", "simulate")),
     ("more", ("completions", "version")),
@@ -64,7 +64,10 @@ FLAGS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("network and access", ("host", "port", "api_key", "api_key_file", "allowed_host", "max_body_bytes")),
     ("files, batches and logs", ("state_dir", "request_log", "otlp_traces_endpoint", "log_level")),
     ("several engines", ("engines", "router")),
-    ("life and death", ("engine_process", "max_engine_deaths", "max_restart_delay", "shutdown_timeout")),
+    (
+        "life and death",
+        ("engine_process", "flight_tokens", "max_engine_deaths", "max_restart_delay", "shutdown_timeout"),
+    ),
 )
 EXAMPLES = {
     "tidemill": """\

@@ -55,6 +55,10 @@ class ServerConfig:
         True,
         "run the engine in a process of its own; if it dies, the next one goes on with its requests (off: in this one)",
     )
+    flight_tokens: bool = _flag(
+        False,
+        "the recordings of last steps (STATE/flights) hold the tokens of open requests, for tidemill replay --model",
+    )
     max_engine_deaths: int = _flag(
         6, "deaths of the engine process, within ten minutes and without a healthy one, after which the server ends"
     )

@@ -37,12 +37,15 @@ def test_the_recorder_says_what_ran_at_the_end() -> None:
     assert flight.in_flight(flight.read(memory)) == {"a": 9, "b": 4}, "the engine is busy with what it gave"
     recorder.launched(step(3, Chunk(1, 4, 4, True)), 4.0)
     assert flight.in_flight(flight.read(memory)) == {"b": 8}
+    recorder.launched(step(4, Chunk(0, 9, 1, True)), 4.0)
     recorder.failed(step(3), ValueError("secret"), 5.0)
+    assert flight.in_flight(flight.read(memory)) == {"a": 10, "b": 8}, "the one that failed is still in question"
+    recorder.completed(result(4), 5.0)
     recorder.idle(5.0)
     recorder.idle(6.0)
     entries = flight.read(memory)
     assert flight.in_flight(entries) == {}
-    assert [type(entry).__name__ for entry in entries[-3:]] == ["Launched", "Failed", "Idle"]
+    assert [type(entry).__name__ for entry in entries[-3:]] == ["Failed", "Completed", "Idle"]
     assert b"secret" not in memory
 
 

@@ -18,6 +18,9 @@ CEILINGS = {"gateway": 12_400, "engine": 24_400, "predictor": 3_300, "loadgen": 
 CEILINGS["engine"] += 450
 CEILINGS["loadgen"] += 1_250
 
+# The flight recorder: what the last steps were, on disk.
+CEILINGS["engine"] += 200
+
 
 def main() -> int:
     lines = {path: path.read_text().count("\n") for path in tracked("*.py")}

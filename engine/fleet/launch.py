@@ -8,6 +8,7 @@ from engine.config import EngineConfig
 from engine.fleet.client import FleetClient
 from engine.machine import Place, read_processor, share_out
 from engine.process.client import EngineProcess, patience
+from engine.process.flights import Flights
 from engine.process.policy import RestartPolicy
 
 SAFE_ENGINES = 2
@@ -25,7 +26,7 @@ class Fleet:
 @dataclass(frozen=True, slots=True)
 class FleetPlan:
     """What a fleet is made of. `lines`: of batches, for each engine on average; the numbers of the processes go into
-    files beside `pid_file`; `policy` makes one engine's own."""
+    files beside `pid_file`; `policy` makes one engine's own; `flights` keeps what any of them did at last."""
 
     engines: int
     router: str
@@ -33,6 +34,7 @@ class FleetPlan:
     pid_file: Path
     log_level: str
     policy: Callable[[], RestartPolicy]
+    flights: Flights | None = None
 
     def make(self, config: EngineConfig) -> Fleet:
         """Engines that are not started yet. Raises ConfigError where they have no place."""
@@ -45,6 +47,7 @@ class FleetPlan:
                 log_level=self.log_level,
                 pid_file=self.pid_file.with_stem(f"{self.pid_file.stem}-{number}"),
                 policy=self.policy(),
+                flights=self.flights,
                 place=places[number],
                 changed=changed,
                 waits=False,

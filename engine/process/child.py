@@ -98,11 +98,12 @@ def run(sock: socket.socket, make: Build) -> None:
         sock.sendall(frames.encode(frames.NotStarted(ErrorInfo.of(error))))
         return
     gc.collect()
-    if launch.recorder is not None:
-        engine.be_recorded(FlightRecorder(mmap.mmap(launch.recorder, flight.SIZE)))
-        os.close(launch.recorder)
     gc.freeze()  # modules and model are objects that stay: a full collection over them takes 150 ms
-    asyncio.run(EngineServer(engine).serve(sock, reader, early))
+    server = EngineServer(engine)
+    if launch.recorder is not None:
+        engine.be_recorded(FlightRecorder(mmap.mmap(launch.recorder, flight.SIZE), server.say_that_a_step_failed))
+        os.close(launch.recorder)
+    asyncio.run(server.serve(sock, reader, early))
 
 
 def _first_messages(sock: socket.socket, reader: frames.FrameReader[frames.ToEngine]) -> list[frames.ToEngine]:
@@ -197,6 +198,10 @@ class EngineServer:
                 self._shutdown.set()
             case _:
                 raise AssertionError(f"{message} comes once, and first")
+
+    def say_that_a_step_failed(self) -> None:
+        """The gateway keeps what the recorder holds."""
+        self._send(frames.StepFailed())
 
     def _prepare(self, requests: Sequence[EngineRequest], work: Work) -> None:
         """Do it when their grammars are ready: at once where there are none."""

@@ -34,6 +34,7 @@ from engine.machine import Place
 from engine.process import frames
 from engine.process.connection import Connection
 from engine.process.figures import Figures
+from engine.process.flights import FAILED_STEP, Flights
 from engine.process.given import Given
 from engine.process.policy import RestartPolicy
 from engine.process.requests import OpenRequest, OpenRequests
@@ -73,7 +74,7 @@ class _Gone(Exception):
 
 class EngineProcess:
     """Implements engine.api.EngineClient. `pid_file` holds the number of the process. `command` starts one, its
-    descriptor behind it, which runs at `place`.
+    descriptor behind it, which runs at `place`. `flights` keeps what processes did at last.
 
     One of a fleet: `changed` is called when the process comes or goes, and when a request has ended; with `waits` off
     nothing waits here for the next process, as it can go elsewhere.
@@ -87,6 +88,7 @@ class EngineProcess:
         pid_file: Path | None = None,
         command: Sequence[str] | None = None,
         policy: RestartPolicy | None = None,
+        flights: Flights | None = None,
         silence: StepLimits = SILENCE,
         clock: Callable[[], float] = time.monotonic,
         place: Place = NOWHERE,
@@ -110,6 +112,7 @@ class EngineProcess:
         self._changed = asyncio.Event()
         self._pulse: frames.Pulse | None = None
         self._watch = StepWatch(silence, self._on_silence)
+        self._flights = flights
         self._open = OpenRequests()
         self._suspects = Suspects()
         self._idle = asyncio.Event()
@@ -400,6 +403,10 @@ class EngineProcess:
             await asyncio.sleep(delay)
             child = await self._restart()
 
+    def _keep_flight(self, cause: str, child: Child | None) -> None:
+        if self._flights is not None and child is not None and self._info is not None:
+            self._flights.keep(cause, self._info, child.entries, self._open)
+
     def _judge(self, cause: str, child: Child) -> float | None:
         """Seconds until the next start; None: never. A death in a trial does not count; a request whose fault it is
         proven to be ends, and what it took down before counts no more. Where nothing else got on since the last such
@@ -454,7 +461,9 @@ class EngineProcess:
         if not self._lost.cancelled():
             self._lost.exception()
         ended = await self._end(child, grace=0.0)
-        return self._cause or ("killed" if ended == "signal 9" else "crash"), ended
+        cause = self._cause or ("killed" if ended == "signal 9" else "crash")
+        self._keep_flight(cause, child)
+        return cause, ended
 
     async def _end(self, child: Child, grace: float) -> str:
         """See that it is gone, and all that was asked of it with it."""
@@ -553,6 +562,8 @@ class EngineProcess:
                 log.critical("the engine process ends itself: %s", why)
                 self._ready.clear()
                 self._tell_change()
+            case frames.StepFailed():
+                self._keep_flight(FAILED_STEP, self._child)
             case frames.Planned():
                 pass
 

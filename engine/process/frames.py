@@ -149,6 +149,10 @@ class Pulse(Message, frozen=True):
     load: LoadReport | None = None
 
 
+class StepFailed(Message, frozen=True):
+    """A step failed, and the process goes on: what the flight recorder holds is worth keeping."""
+
+
 class Dying(Message, frozen=True):
     """The process is about to kill itself, and why."""
 
@@ -156,7 +160,7 @@ class Dying(Message, frozen=True):
     message: str
 
 
-ToGateway = Planned | Built | Started | NotStarted | Outputs | Done | Refused | Stats | Pulse | Dying
+ToGateway = Planned | Built | Started | NotStarted | Outputs | Done | Refused | Stats | Pulse | StepFailed | Dying
 
 MessageT = TypeVar("MessageT")
 

@@ -82,9 +82,8 @@ class Child:
 
     @property
     def entries(self) -> list[flight.AnyEntry]:
-        """What the flight recorder of a child that has been reaped has left."""
-        assert self._entries is not None, "the child may still write"
-        return self._entries
+        """What the flight recorder has written, or has left."""
+        return flight.read(self._recording) if self._entries is None else self._entries
 
     def dump(self) -> None:
         """Have it write the stacks of its threads to its standard error, as its last act."""

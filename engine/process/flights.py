@@ -1,0 +1,55 @@
+"""Where the recordings of engine processes that ended, or in which a step failed, are kept."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from engine import flight_file
+from engine.api import EngineInfo
+from engine.flight import AnyEntry
+from engine.process.requests import OpenRequest
+
+log = logging.getLogger("tidemill.engine")
+
+FAILED_STEP = "failed_step"
+REST = 10.0
+"""Seconds after a recording of a failed step in which further ones are not kept: they are in the next one."""
+
+
+class Flights:
+    """Recordings of one model in a folder. `tokens`: with those of the requests that are open."""
+
+    def __init__(self, folder: Path, model: str, *, tokens: bool = False) -> None:
+        self._folder = folder
+        self._model = model
+        self._tokens = tokens
+        self._not_before = 0.0
+
+    def keep(self, cause: str, info: EngineInfo, entries: Sequence[AnyEntry], requests: Iterable[OpenRequest]) -> None:
+        """Write what happened, without waiting for the disk. Errors cost the recording only."""
+        clock = time.monotonic()
+        if not entries or (cause == FAILED_STEP and clock < self._not_before):
+            return
+        self._not_before = clock + REST
+        facts = flight_file.Facts(cause, time.time(), clock, self._model, info.dtype, info.device)
+        kept = [_with_tokens(each) for each in requests] if self._tokens else []
+        asyncio.get_running_loop().run_in_executor(None, self._save, facts, entries, kept)
+
+    def _save(
+        self, facts: flight_file.Facts, entries: Sequence[AnyEntry], requests: Sequence[flight_file.OpenTokens]
+    ) -> None:
+        try:
+            path = flight_file.save(self._folder, facts, entries, requests)
+        except OSError as error:
+            log.error("the last steps could not be written: %s", error)
+        else:
+            log.warning("the last %d entries of the engine are in %s", len(entries), path)
+
+
+def _with_tokens(entry: OpenRequest) -> flight_file.OpenTokens:
+    request = entry.request
+    return flight_file.OpenTokens(
+        request.request_id, request.prompt_token_ids, tuple(entry.token_ids), request.sampling
+    )

@@ -1,0 +1,42 @@
+"""`tidemill replay FILE`: the last steps before an engine process ended, or before a step failed, as a table."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from engine import flight, flight_file
+
+
+def run(path: Path, say: Callable[[str], None] = print) -> int:
+    """Print a recording. Raises ConfigError for a file that is none."""
+    for line in table(flight_file.load(path)):
+        say(line)
+    return 0
+
+
+def table(recording: flight_file.Recording) -> Iterator[str]:
+    """A line for each step, its time before the end, and who was in the last ones."""
+    facts, entries = recording.facts, recording.entries
+    yield f"{facts.cause}: {facts.model}, {facts.dtype} on {facts.device}; {len(entries)} entries"
+    yield f"{'step':>8} {'before the end':>14} {'requests':>8} {'new':>4} {'tokens':>6} {'predicted':>10} {'took':>10}"
+    ends = {entry.step_id: entry for entry in entries if isinstance(entry, flight.Completed | flight.Failed)}
+    for entry in entries:
+        if isinstance(entry, flight.Launched):
+            yield _row(entry, ends.get(entry.step_id), facts.clock)
+        elif isinstance(entry, flight.Idle):
+            yield f"{'idle':>8} {entry.at - facts.clock:12.3f} s"
+    for request_id, tokens in flight.in_flight(entries).items():
+        yield f"in the steps at the end: {request_id}, up to its token {tokens}"
+
+
+def _row(entry: flight.Launched, end: flight.Completed | flight.Failed | None, clock: float) -> str:
+    tokens = sum(chunk.length for chunk in entry.chunks)
+    predicted = "" if entry.predicted is None else f"{1e3 * entry.predicted:.1f} ms"
+    match end:
+        case flight.Completed():
+            took = f"{1e3 * end.latency:.1f} ms"
+        case flight.Failed():
+            took = end.error
+        case _:
+            took = "no end"
+    counts = f"{len(entry.chunks):8} {len(entry.started):4} {tokens:6}"
+    return f"{entry.step_id:8} {entry.at - clock:12.3f} s {counts} {predicted:>10} {took:>10}"

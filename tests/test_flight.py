@@ -1,0 +1,138 @@
+"""Recordings of the last steps: how they are kept, read and shown, and when."""
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from driver import submit_one
+
+from engine import flight_file
+from engine.api import EngineInfo, EngineRequest, SamplingParams
+from engine.config import EngineConfig
+from engine.errors import ConfigError
+from engine.flight import Completed, Failed, Idle, Launched
+from engine.flight_file import Facts, OpenTokens
+from engine.process.client import EngineProcess
+from engine.process.flights import Flights
+from engine.process.policy import RestartPolicy
+from engine.scheduling.output import Chunk
+from gateway.cli import main
+from gateway.replay import table
+
+CHILD = Path(__file__).parent / "scripted_child.py"
+ENTRIES = [
+    Launched(96.0, 7, ["a", "b"], (Chunk(0, 9, 1, True), Chunk(1, 0, 64, False)), (("b", 100),), 0, 0.02),
+    Completed(97.0, 7, 1, 0.025),
+    Idle(97.5),
+    Launched(98.0, 8, ["a"], (Chunk(0, 10, 1, True),)),
+    Failed(98.5, 8, "RuntimeError"),
+    Launched(99.0, 9, ["b"], (Chunk(1, 64, 36, True),), (), 2),
+]
+
+
+def facts(at: float = 1e9, cause: str = "killed") -> Facts:
+    return Facts(cause, at, 100.0, "demo", "float32", "cpu")
+
+
+def test_a_recording_is_read_as_it_was_kept_and_only_its_owner_may(tmp_path: Path) -> None:
+    tokens = [OpenTokens("b", (1, 2), (3,), SamplingParams(max_tokens=4, stop_token_ids=frozenset({5})))]
+    path = flight_file.save(tmp_path / "flights", facts(), ENTRIES, tokens)
+    assert flight_file.load(path) == flight_file.Recording(facts(), list(ENTRIES), tokens)
+    assert path.stat().st_mode & 0o777 == 0o600 and path.parent.stat().st_mode & 0o777 == 0o700
+
+
+def test_the_last_recordings_are_kept(tmp_path: Path) -> None:
+    paths = [flight_file.save(tmp_path, facts(1e9 + 0.5 * n), ENTRIES) for n in range(flight_file.KEEP + 3)]
+    assert sorted(tmp_path.iterdir()) == paths[3:]
+
+
+def test_what_is_no_recording_is_one_clear_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bad = tmp_path / "bad"
+    for content in (b"", b"{}", b"[1]", b'{"type":"Facts"}\n[', b"\xff"):
+        bad.write_bytes(content)
+        with pytest.raises(ConfigError, match="no recording"):
+            flight_file.load(bad)
+    assert main(["replay", str(tmp_path / "none")]) == 2
+    assert "cannot be read" in capsys.readouterr().err
+
+
+def test_the_table_says_what_each_step_held_and_who_was_in_the_last(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = flight_file.save(tmp_path, facts(), ENTRIES)
+    assert main(["replay", str(path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == list(table(flight_file.load(path)))
+    assert lines[0] == "killed: demo, float32 on cpu; 6 entries"
+    rows = [line.split() for line in lines[2:6]]
+    assert rows[0] == ["7", "-4.000", "s", "2", "1", "65", "20.0", "ms", "25.0", "ms"]
+    assert rows[1] == ["idle", "-2.500", "s"]
+    assert rows[2][-1] == "RuntimeError" and rows[3][-2:] == ["no", "end"]
+    assert lines[6:] == ["in the steps at the end: b, up to its token 100"]
+
+
+@asynccontextmanager
+async def engine_process(folder: Path, faults: str, *, tokens: bool) -> AsyncIterator[EngineProcess]:
+    await asyncio.to_thread((folder / "children").mkdir)
+    engine = EngineProcess(
+        EngineConfig(slo="ttft_p99=20s"),
+        command=[sys.executable, "-P", str(CHILD), str(folder / "children"), faults],
+        pid_file=folder / "engine.pid",
+        policy=RestartPolicy(max_delay=0.05),
+        flights=Flights(folder / "flights", "scripted", tokens=tokens),
+    )
+    await engine.start()
+    try:
+        yield engine
+    finally:
+        await engine.stop()
+
+
+async def kept(folder: Path, number: int) -> list[flight_file.Recording]:
+    """So many recordings, once they are there."""
+    while True:
+        names = await asyncio.to_thread(lambda: sorted(folder.glob(f"flights/*{flight_file.SUFFIX}")))
+        if len(names) >= number:
+            return [flight_file.load(name) for name in names]
+        await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("tokens", [False, True])
+async def test_what_ran_when_the_process_was_killed_is_kept(tokens: bool, tmp_path: Path) -> None:
+    prompt = (201, 202, 203)
+    async with engine_process(tmp_path, "", tokens=tokens) as engine:
+        stream = await submit_one(engine, EngineRequest("asked", prompt, SamplingParams(max_tokens=300)))
+        given = [token for _ in range(3) for token in (await anext(stream)).token_ids]
+        os.kill(int((tmp_path / "engine.pid").read_text()), signal.SIGKILL)
+        (recording,) = await kept(tmp_path, 1)
+        assert recording.facts.cause == "killed" and recording.facts.model == "scripted"
+        steps = [entry for entry in recording.entries if isinstance(entry, Launched)]
+        assert steps[-1].request_ids == ["asked"] and steps[-1].chunks[0].start >= len(prompt)
+        if tokens:
+            (request,) = recording.requests
+            assert request.prompt_token_ids == prompt and list(request.token_ids[:3]) == given
+        else:
+            assert not recording.requests
+
+
+async def test_a_failed_step_is_kept_although_the_process_lives(tmp_path: Path) -> None:
+    async with engine_process(tmp_path, "oom:3", tokens=False) as engine:
+        stream = await submit_one(engine, EngineRequest("asked", (1, 2, 3), SamplingParams(max_tokens=9)))
+        assert len([output async for output in stream]) == 9
+        (recording,) = await kept(tmp_path, 1)
+        assert recording.facts.cause == "failed_step"
+        assert any(isinstance(entry, Failed) and entry.error == "MemoryError" for entry in recording.entries)
+
+
+async def test_a_disk_that_is_full_costs_the_recording_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "flights").write_text("no folder")
+    flights = Flights(tmp_path / "flights", "demo")
+    info = EngineInfo(512, 405, frozenset(), "scripted", "none", "none", 0)
+    flights.keep("killed", info, ENTRIES, [])
+    while "could not be written" not in caplog.text:  # noqa: ASYNC110 - a thread says it
+        await asyncio.sleep(0.01)
