@@ -28,11 +28,13 @@ from engine.execution.backend import find_backend
 from engine.execution.masks import MAX_FORCED
 from engine.execution.offload import WIDE_SEQS, WIDE_TOKENS, Offload, plan_offload
 from engine.execution.plan import LaunchPlan
-from engine.execution.runner import Runner
+from engine.execution.runner import Device, Runner
+from engine.execution.self_test import LIMITS as TEST_LIMITS
+from engine.execution.self_test import test_family, test_modules
 from engine.machine import BUS_RATE
 from engine.models.checkpoint import load_weights
 from engine.models.hub import cached_folder, is_hub_id, resolve_model_folder
-from engine.models.implementation import TRANSFORMERS, choose
+from engine.models.implementation import OWN, TRANSFORMERS, choose
 from engine.models.linear import MakeLinear
 from engine.models.spec import ModelShape, ModelSpec, hidden_offer, resolve_max_model_len
 from engine.models.streaming import StreamedLayers
@@ -145,6 +147,7 @@ def build_runner(
     """Load the model; the plan comes back with the cache size that the device really has. Raises ConfigError."""
     backend = find_backend(plan.device)
     plan, make = backend.prepare(config, plan, say)
+    _test_family(config, plan, make)
     transport = None if plan.offload is None else backend.transport(config, plan)
     gather: Gather = ResidentLayers
     if plan.offload is not None and transport is not None:
@@ -157,18 +160,38 @@ def build_runner(
 
 
 def _load(config: EngineConfig, plan: LaunchPlan, make: MakeLinear, gather: Gather) -> ModelWeights | TransformersModel:
-    if isinstance(plan.spec, TransformersShape):
-        load: Callable[..., ModelWeights | TransformersModel] = partial(load_model, plan.spec)
-    else:
-        load = partial(load_weights, plan.own, gather=gather)
-    return load(
-        plan.folder,
-        dtype=plan.dtype,
-        device=plan.device,
-        load_format=config.load_format,
-        seed=config.seed,
-        make=make,
-    )
+    common: dict[str, Any] = {
+        "dtype": plan.dtype, "device": plan.device, "load_format": config.load_format, "seed": config.seed, "make": make
+    }  # fmt: skip
+    if not isinstance(plan.spec, TransformersShape):
+        return load_weights(plan.own, plan.folder, **common, gather=gather)
+    model = load_model(plan.spec, plan.folder, **common)
+    if config.self_test:
+        _refuse(plan, test_modules(model))
+    return model
+
+
+def _test_family(config: EngineConfig, plan: LaunchPlan, make: MakeLinear) -> None:
+    """Refuse a model of ours that does not answer as transformers does. The packaged model, random weights and layers
+    that round their inputs are not tested, nor is a GPU. Raises ModelLoadError."""
+    rounded, invented = config.quantization != "none", config.load_format == "dummy"
+    if not (config.self_test and config.model and plan.device == "cpu" and plan.implementation == OWN):
+        return
+    if rounded or invented:
+        return
+    quick = replace(config, profile_seconds=0.0)
+
+    def device_of(spec: ModelSpec, weights: ModelWeights) -> Device:
+        small = replace(plan, spec=spec, limits=TEST_LIMITS, scratch_blocks=0, host_units=0, offload=None)
+        device: Device = find_backend(plan.device).make_runner(quick, small, weights, lambda _line: None)[0].device
+        return device
+
+    _refuse(plan, test_family(plan.own, plan.folder, plan.dtype, device_of, make))
+
+
+def _refuse(plan: LaunchPlan, wrong: str) -> None:
+    if wrong:
+        raise ModelLoadError(f"{plan.folder}: self-test: {wrong}; --no-self-test serves it all the same")
 
 
 def _with_offload(plan: LaunchPlan, config: EngineConfig) -> LaunchPlan:

@@ -38,6 +38,9 @@ class EngineConfig:
     )
     threads: int | None = _flag(None, "processor threads of a step on a CPU (default: measured, at most one per core)")
     load_format: str = _flag("auto", "dummy: random weights for benchmarks", ("auto", "safetensors", "dummy"))
+    self_test: bool = _flag(
+        True, "before serving, compare a few tokens with transformers' own eager attention and refuse what differs"
+    )
     max_model_len: int | None = _flag(None, "longest prompt plus output, tokens (default: the model's)")
     block_size: int = _flag(16, "tokens in a cache block")
     num_gpu_blocks_override: int | None = _flag(None, "device cache size in blocks of KV; also on CPU")

@@ -57,12 +57,14 @@ def load_weights(
 
 
 class Checkpoint:
-    """The tensors of a folder. A context manager: the files are mapped while it is open.
+    """The tensors of a folder. A context manager: the files are mapped while it is open. `vocabulary`: how many tokens
+    the model has; of tensors with a row for each, fewer rows can be had then, those in the middle.
 
     Errors: ModelLoadError when the folder has no safetensors, or a file is missing, damaged or inconsistent.
     """
 
-    def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device, vocabulary: int | None = None) -> None:
+        self._vocabulary = vocabulary
         self._folder = folder
         self._dtype = dtype
         self._device = device
@@ -91,9 +93,12 @@ class Checkpoint:
             raise ModelLoadError(f"{self._folder} lacks tensor {name} {list(shape)}")
         file = self._files[self._where[name]]
         found = tuple(file.get_slice(name).get_shape())
-        if found != shape:
+        rows = slice(None)
+        if found != shape and found[0] == self._vocabulary and found[1:] == shape[1:]:
+            rows = slice((found[0] - shape[0]) // 2, (found[0] + shape[0]) // 2)
+        elif found != shape:
             raise ModelLoadError(f"{self._folder}: tensor {name} is {list(found)}, config.json implies {list(shape)}")
-        tensor: Tensor = file.get_tensor(name)
+        tensor: Tensor = file.get_tensor(name) if rows == slice(None) else file.get_slice(name)[rows]
         if tensor.dtype not in _FLOATS:
             kind = str(tensor.dtype).removeprefix("torch.")
             raise ModelLoadError(

@@ -9,6 +9,7 @@ a forward pass without data, not from its config. What would run and be wrong is
 import importlib
 import inspect
 import logging
+import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -21,10 +22,11 @@ import torch
 from torch import Tensor, nn
 
 from engine.errors import ModelLoadError
+from engine.models.families import family_named
 from engine.models.linear import Linear, MakeLinear, make_linear
 from engine.models.manner import Manner
-from engine.models.spec import ModelShape, describe_quantization, dtype_name, eos_tokens, read_json
-from engine.models.weights import torch_dtype
+from engine.models.spec import ModelShape, ModelSpec, describe_quantization, dtype_name, eos_tokens, read_json
+from engine.models.weights import TensorSource, torch_dtype
 
 ATTENTION = "tidemill"
 """Our name among transformers' implementations of attention."""
@@ -38,6 +40,7 @@ _HARMLESS = {
     "layer_idx", "output_router_logits", "hidden_states",
 }  # fmt: skip
 _SWITCHING_ROPES = {"dynamic", "longrope"}  # frequencies that follow the longest context of a step
+_COUNTS = re.compile("layers|pattern")  # of layers, not of tokens
 _PROBED = 6  # tokens
 
 
@@ -173,7 +176,7 @@ def _context_limit(config: Any, seen: list[Seen]) -> tuple[int | None, str]:
         if ("window" not in key and "chunk_size" not in key) or isinstance(value, bool) or not isinstance(value, int):
             continue
         switched_off = key == "sliding_window" and not getattr(config, "use_sliding_window", True)
-        if value < 1 or switched_off or "layers" in key or (value in windows and not hidden):
+        if value < 1 or switched_off or _COUNTS.search(key) or (value in windows and not hidden):
             continue
         limits.append((value, f"{key} of {value} tokens"))
     return min(limits, default=(None, ""))
@@ -236,6 +239,21 @@ class TransformersModel:
             logits = self.forward(ids, ids, attend, ids[:num_samples]).float()
             torch.log_softmax(logits, dim=-1).sort(dim=-1)
 
+    @contextmanager
+    def short_windows(self, tokens: int) -> Iterator[None]:
+        """Sliding windows are at most so long meanwhile, for transformers' own attention as for ours."""
+        modules = list(self.module.modules())
+        holders = [*modules, *{id(m.config): m.config for m in modules if hasattr(m, "config")}.values()]
+        windows = [(each, getattr(each, "sliding_window", None)) for each in holders]
+        cut = [(each, window) for each, window in windows if isinstance(window, int) and window > tokens]
+        for each, _ in cut:
+            each.sliding_window = tokens
+        try:
+            yield
+        finally:
+            for each, window in cut:
+                each.sliding_window = window
+
     def eager(self, token_ids: Tensor) -> Tensor:
         """Logits [T, vocab] of one request's tokens [T] at once, by transformers alone."""
         config = self.module.config
@@ -274,6 +292,28 @@ def load_model(
     with torch.inference_mode():
         _replace_linear(model, make)
     return TransformersModel(shape, model)
+
+
+def own_reference(folder: Path, spec: ModelSpec, tensors: TensorSource, dtype: torch.dtype) -> Any:
+    """transformers' model of a family of ours, eager, with as many layers and tokens as `spec` has.
+
+    Errors: ModelLoadError."""
+    config = _config(folder, read_json(folder / "config.json"))
+    config.num_hidden_layers, config.vocab_size, config.pad_token_id = spec.num_layers, spec.vocab_size, None
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[: spec.num_layers]
+    with _quiet():
+        model = _causal_lm().from_config(config, dtype=dtype, attn_implementation="eager").eval().requires_grad_(False)
+    heads = [f"{head}.weight" for head in family_named(spec.family).names.head]
+    for name, parameter in model.state_dict().items():
+        # some checkpoints were saved from the model without its head
+        spellings = (name, name.partition(".")[2], *(heads if name == "lm_head.weight" else ()))
+        stored = next((each for each in spellings if tensors.has(each)), None)
+        if stored is not None:
+            parameter.copy_(tensors.fetch(stored, tuple(parameter.shape)))
+        elif not (spec.tie_word_embeddings and parameter.shape[0] == spec.vocab_size):
+            raise ModelLoadError(f"{folder} lacks tensor {name}, which transformers' model has")
+    return model
 
 
 def _from_safetensors(folder: Path, config: Any, dtype: torch.dtype) -> Any:

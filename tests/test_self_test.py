@@ -1,0 +1,111 @@
+"""The look at a model before it serves: exact ones pass, and every feature that is dropped on the way is noticed."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_models
+import tiny_transformers
+import torch
+
+from engine import build
+from engine.build import build_runner, plan_launch
+from engine.config import EngineConfig
+from engine.errors import ModelLoadError
+from engine.execution.cpu.device import TorchDevice
+from engine.execution.self_test import LIMITS, test_family, test_modules
+from engine.models.decoder import Decoder
+from engine.models.manner import Manner
+from engine.models.spec import ModelSpec, load_spec
+from engine.models.transformers_model import Attend, TransformersModel, load_model, load_shape
+from engine.models.weights import ModelWeights
+
+test_family.__test__ = test_modules.__test__ = False  # type: ignore[attr-defined]
+
+
+def config_of(folder: Path, **changes: Any) -> EngineConfig:
+    return EngineConfig(
+        model=str(folder), device="cpu", num_gpu_blocks_override=40, profile_seconds=0.0, threads=1, **changes
+    )
+
+
+def torch_device(spec: ModelSpec, weights: ModelWeights) -> TorchDevice:
+    return TorchDevice(Decoder(spec, weights), LIMITS)
+
+
+@pytest.mark.parametrize("name", tiny_models.FAMILY_CASES)
+def test_our_families_pass(name: str) -> None:
+    folder = tiny_models.model_folder(name)
+    assert test_family(load_spec(folder), folder, "float32", torch_device) == ""
+
+
+def test_our_families_pass_in_half_precision_by_the_kernels_that_serve() -> None:
+    build_runner(config := config_of(tiny_models.model_folder("qwen3", dtype=torch.bfloat16)), plan_launch(config))
+
+
+OWN_MUTANTS: dict[str, Callable[[ModelSpec], ModelSpec]] = {
+    "another theta": lambda spec: replace(spec, rope=replace(spec.rope, theta=2e4)),
+    "another activation": lambda spec: replace(spec, activation="gelu_tanh"),
+    "branches one after the other": lambda spec: replace(spec, parallel_residual=not spec.parallel_residual),
+    "no epsilon": lambda spec: replace(spec, norm_eps=1e-2),
+}
+
+
+@pytest.mark.parametrize("mutant", OWN_MUTANTS)
+def test_a_config_that_is_read_wrong_is_refused(mutant: str) -> None:
+    folder = tiny_models.model_folder("neox")
+    wrong = test_family(OWN_MUTANTS[mutant](load_spec(folder)), folder, "float32", torch_device)
+    assert "of their spread beside those of transformers" in wrong
+
+
+class Mutant(TransformersModel):
+    """Drops what `change` takes from the manner of every layer's attention."""
+
+    change: Callable[[Manner], Manner]
+
+    def forward(self, token_ids: Any, positions: Any, attend: Attend, keep: Any) -> Any:
+        def changed(layer: int, q: Any, k: Any, v: Any, manner: Manner) -> Any:
+            return attend(layer, q, k, v, self.change(manner))
+
+        return super().forward(token_ids, positions, changed, keep)
+
+
+DROPPED: dict[str, tuple[str, Callable[[Manner], Manner]]] = {
+    "window": ("gemma2", lambda manner: manner._replace(window=None)),
+    "softcap": ("gemma2", lambda manner: manner._replace(softcap=None)),
+    "scale": ("granite", lambda manner: manner._replace(scale=None)),
+    "sinks": ("gpt_oss", lambda manner: manner._replace(sinks=None)),
+}
+
+
+@pytest.mark.parametrize("feature", DROPPED)
+def test_a_dropped_feature_is_noticed(feature: str, tmp_path: Path) -> None:
+    """Windows of 200 tokens, too: they are cut short for the test."""
+    name, change = DROPPED[feature]
+    tiny_transformers.save(name, tmp_path, **({} if name == "granite" else {"sliding_window": 200}))
+    shape = load_shape(tmp_path)
+    model = load_model(shape, tmp_path, dtype="float32")
+    assert test_modules(model) == ""
+    mutant = Mutant(shape, model.module)
+    mutant.change = change
+    assert "of their spread" in test_modules(mutant)
+
+
+def test_the_start_refuses_and_a_flag_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny_transformers.save("granite", tmp_path)
+    monkeypatch.setattr(build, "test_modules", lambda _model: "logits are 3 of their spread")
+    config = config_of(tmp_path)
+    with pytest.raises(ModelLoadError, match=r"self-test: logits are 3 .*--no-self-test serves it"):
+        build_runner(config, plan_launch(config))
+    config = replace(config, self_test=False)
+    build_runner(config, plan_launch(config))
+
+
+def test_differences_of_heads_are_refused(tmp_path: Path) -> None:
+    """What diffllama does with the values of its heads comes after our attention, and is not seen by it."""
+    tiny_transformers.save("diffllama", tmp_path)
+    config = config_of(tmp_path)
+    with pytest.raises(ModelLoadError):
+        build_runner(config, plan_launch(config))
