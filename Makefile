@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: install serve test check docs native bench chaos gpu-check clean
+.PHONY: install serve test check docs models native bench chaos gpu-check clean
 
 install: $(STAMP)
 
@@ -36,6 +36,10 @@ check: install
 docs: install
 	$(BIN)/python tools/reference.py
 	$(BIN)/python tools/grafana_dashboard.py
+
+# The table of models that transformers' modules run; TYPES="granite phi" renews some rows. Takes minutes.
+models: install
+	$(BIN)/python tests/model_sweep.py $(TYPES)
 
 # The native CPU kernels anew, after a change of their sources; install builds them for the first time.
 native: install

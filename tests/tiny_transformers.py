@@ -36,6 +36,7 @@ SMALL: dict[str, Any] = {
     "ffn_hidden_size": 64,
     "ffn_dim": 64,
     "first_k_dense_replace": 1,
+    "n_shared_experts": 1,
     # latent attention
     "q_lora_rank": 24,
     "kv_lora_rank": 16,

@@ -40,6 +40,9 @@ def main() -> int:
     return int(bool(past))
 
 
+CEILINGS["engine"] += 250  # transformers' modules and the self-test
+
+
 def past_ceiling(sizes: Mapping[str, int]) -> list[str]:
     """The folders that have more lines than they may."""
     return [folder for folder, ceiling in CEILINGS.items() if sizes[folder] > ceiling]

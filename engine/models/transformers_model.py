@@ -127,6 +127,8 @@ def _shape(config: Any, raw: Mapping[str, Any], ends: frozenset[int]) -> Transfo
         try:
             model = _causal_lm().from_config(config, attn_implementation=ATTENTION, trust_remote_code=False)
         except Exception as error:  # of somebody else's code
+            if isinstance(error, KeyError) and error.args == (ATTENTION,):
+                raise ModelLoadError(f"{config.model_type} does not let its attention be replaced") from None
             raise ModelLoadError(f"{config.model_type} by transformers: {_first_line(error)}") from None
     _settle(model, "batched_mm")  # the only kind of experts that runs without data
     seen, vocab_size = probe(model)

@@ -1,0 +1,29 @@
+"""The table of docs/reference/models.md says what is so: each type again (slow), and that no row of it is wrong."""
+
+from pathlib import Path
+
+import model_sweep
+import pytest
+import tiny_transformers
+import transformers
+
+TEXT = model_sweep.PAGE.read_text()
+ROWS = {each.model_type: each.outcome for each in model_sweep.read_page()}
+SAME_VERSION = f"transformers {transformers.__version__}:" in TEXT
+
+
+def test_the_table_has_no_wrong_row_and_eighty_that_are_exact() -> None:
+    assert set(ROWS.values()) <= {model_sweep.EXACT, model_sweep.REFUSED, model_sweep.UNTRIED}
+    assert list(ROWS.values()).count(model_sweep.EXACT) >= 80
+    if SAME_VERSION:
+        assert sorted(ROWS) == tiny_transformers.causal_types()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", tiny_transformers.causal_types())
+def test_a_type_is_exact_or_refused(model_type: str, tmp_path: Path) -> None:
+    """With another version of transformers a type may have become another; it must not be wrong."""
+    found = model_sweep.examine(model_type, tmp_path)
+    assert found.outcome != model_sweep.WRONG, found.detail
+    if SAME_VERSION:
+        assert found.outcome == ROWS[model_type], found.detail
