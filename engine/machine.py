@@ -34,6 +34,15 @@ class Place(NamedTuple):
     processors: tuple[int, ...] = ()
     device: str = ""
 
+    @property
+    def shown(self) -> str:
+        """For people."""
+        if self.device:
+            return f"CUDA device {self.device}"
+        if self.processors:
+            return f"processors {', '.join(map(str, self.processors))}"
+        return "processors that it shares with the others"
+
     def move_in(self, environment: MutableMapping[str, str]) -> None:
         """Before threads are started and before anything asks for the device."""
         if self.processors and hasattr(os, "sched_setaffinity"):

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from engine import openmp
 from engine.config import EngineConfig
+from engine.machine import share_out
 from gateway.config import ServerConfig
 from gateway.doctor import line, report_launch, size
 from gateway.flags import Flag, Given, flags_of
@@ -34,7 +35,8 @@ def run(given: Mapping[str, Given], engine_config: EngineConfig, server_config: 
     found: dict[str, Given] = {}
     try:
         _check_server(server_config)
-        lines = _look_ahead(engine_config, name, found)
+        places = _places(engine_config, server_config)
+        lines = _look_ahead(engine_config, name, found) + places
     finally:  # also beside an error: what was said where is the first thing to look at
         shown = found | _server_findings(server_config, name)
         print("\n".join(table(settings(given, engine_config, server_config, shown))), flush=True)
@@ -83,6 +85,14 @@ def _check_server(config: ServerConfig) -> None:
         importlib.import_module("gateway.request_log").check_path(config.request_log)
     if config.otlp_traces_endpoint is not None:
         importlib.import_module("gateway.tracing").check_endpoint(config.otlp_traces_endpoint)
+
+
+def _places(engine_config: EngineConfig, server_config: ServerConfig) -> list[str]:
+    """Where each of several engines would run. Raises ConfigError where there is no place for one."""
+    if server_config.engines == 1:
+        return []
+    places = share_out(server_config.engines, engine_config.device)
+    return [line(f"engine {number}", place.shown) for number, place in enumerate(places)]
 
 
 def _server_findings(config: ServerConfig, name: str) -> dict[str, Given]:

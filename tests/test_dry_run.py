@@ -96,3 +96,15 @@ def test_what_others_hold_is_an_error(capsys: pytest.CaptureFixture[str], tmp_pa
     assert "--request-log" in capsys.readouterr().err
     assert dry_run("--request-log", str(tmp_path / "log")) == 0
     assert not (tmp_path / "log").exists()
+
+
+def test_where_several_engines_would_run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert dry_run("--engines", "2", "--dtype", "float32") == 0
+    out = capsys.readouterr().out
+    assert "engine 0" in out and "engine 1" in out and "processors" in out
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert dry_run("--engines", "2", "--device", "cuda") == 2
+    assert "--engines 2 needs as many CUDA devices; 0 can be seen" in capsys.readouterr().err
+    assert dry_run("--engines", "2", "--no-engine-process") == 2
+    assert "--engines needs engines in processes of their own" in capsys.readouterr().err
+    assert dry_run("--engines", "0") == 2

@@ -61,7 +61,7 @@ class FleetPlan:
 
 def _notes(places: Sequence[Place], config: EngineConfig) -> Iterator[str]:
     for number, place in enumerate(places):
-        yield f"engine {number} runs on {_shown(place)}"
+        yield f"engine {number} runs on {place.shown}"
     if not places[0].device and len(places) > SAFE_ENGINES and config.num_gpu_blocks_override is None:
         yield "each engine takes a quarter of the free memory for its cache: --num-gpu-blocks-override says less"
 
@@ -69,11 +69,3 @@ def _notes(places: Sequence[Place], config: EngineConfig) -> Iterator[str]:
 def _with_threads(config: EngineConfig, engines: int) -> EngineConfig:
     """They share their processors, so each has its part of the threads."""
     return config if config.threads is not None else replace(config, threads=max(1, read_processor().cores // engines))
-
-
-def _shown(place: Place) -> str:
-    if place.device:
-        return f"CUDA device {place.device}"
-    if place.processors:
-        return f"processors {', '.join(map(str, place.processors))}"
-    return "processors that it shares with the others"
