@@ -23,6 +23,8 @@ from gateway.errors import ApiError, ErrorBoundary, handle_error
 from gateway.hosts import HostNames
 from gateway.keys import KeyStore
 from gateway.loop_lag import LoopLag
+from gateway.messages import routes as messages
+from gateway.messages import wire as messages_wire
 from gateway.metrics import GatewayMetrics
 from gateway.middleware import Authentication, BodyLimit, HostGuard, RequestIds
 from gateway.quotas import Admissions
@@ -47,6 +49,8 @@ BODIES: dict[str, tuple[type[BaseModel], Collection[str], Mapping[str, tuple[Any
     "/v1/chat/completions": (ChatCompletionRequest, params.INERT, params.UNSUPPORTED),
     "/v1/completions": (CompletionRequest, params.INERT, params.UNSUPPORTED),
     "/v1/responses": (responses_wire.ResponsesRequest, responses_wire.INERT, responses_wire.UNSUPPORTED),
+    "/v1/messages": (messages_wire.MessagesRequest, messages_wire.INERT, messages_wire.UNSUPPORTED),
+    "/v1/messages/count_tokens": (messages_wire.CountRequest, messages_wire.INERT, messages_wire.UNSUPPORTED),
 }
 """What is honoured, ignored and refused."""
 
@@ -99,7 +103,7 @@ def create_app(
     app.state.context = context
     app.state.recorder = Recorder(metrics, lifecycle)
     lifecycle.background += [app.state.recorder, LoopLag(metrics.registry)]
-    for resource in (chat, completions, responses, models, health, web):
+    for resource in (chat, completions, responses, messages, models, health, web):
         app.include_router(resource.router)
     if folder is not None:
         _add_batches(app, context, folder, limits or BatchLimits())

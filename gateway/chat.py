@@ -4,7 +4,7 @@ import dataclasses
 import secrets
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import orjson
@@ -54,10 +54,10 @@ async def create_chat_completion(request: Request) -> Response:
 
 
 async def plan_chat(
-    context: GatewayContext, body: ChatCompletionRequest, tenant: str, prefix: str = "chatcmpl-"
+    context: GatewayContext, body: ChatCompletionRequest, tenant: str, prefix: str = "chatcmpl-", clip: bool = False
 ) -> GenerationPlan:
     """Everything that can be wrong with the request is found here, before anything is queued. Other APIs are translated
-    into this one: `prefix` is what the ids of their answers begin with."""
+    into this one: `prefix` is what the ids of their answers begin with; `clip`: see `chat_plan`."""
     check_model(context, body.model)
     check_chat(body)
     form, template = context.tool_format, context.tokenizer.chat_template_text
@@ -70,25 +70,42 @@ async def plan_chat(
     caller = Caller(f"{prefix}{uuid.uuid4().hex}", context.cache_salt(tenant), tenant)
 
     def plan() -> GenerationPlan:
-        check_texts(texts, context.tokenizer, context.client.info, "messages")
-        tools = offered_tools(body)
-        token_ids = context.tokenizer.encode_chat(messages, tools=tools, **template_options(body, template))
+        token_ids = _encode(context, body, messages, texts)
         prompt_end = context.tokenizer.decode(token_ids[-PROMPT_END:], skip_special_tokens=False)
         parsing = parsing_of(body, form, marks, prompt_end)
         budget = budget_of(body, parsing, context.offline_thinking(body.service_tier))
         thinks_first = body.thinking_token_budget is not None
         grammar = grammar_of(body)
         if grammar is not None:
-            check_no_tools(tools, grammar)
+            check_no_tools(offered_tools(body), grammar)
         elif parsing is not None:
             grammar = tool_grammar(body, form, parsing.is_thinking and not thinks_first)
         if grammar is not None and parsing is not None:
             parsing, budget = _before_a_form(parsing, budget if thinks_first else None, grammar)
-        plan = chat_plan(body, token_ids, context.client.info, caller, grammar, budget)
+        plan = chat_plan(body, token_ids, context.client.info, caller, grammar, budget, clip)
         return dataclasses.replace(plan, parsing=parsing)
 
     # always in a thread: what a template costs cannot be seen from the messages' length
     return await run_text_work(context, plan)
+
+
+async def count_prompt(context: GatewayContext, body: ChatCompletionRequest) -> int:
+    """The tokens of a chat request's prompt. Raises what `plan_chat` raises for it."""
+    check_model(context, body.model)
+    check_chat(body)
+    check_tools(body, context.tool_format, context.tokenizer.chat_template_text)
+    messages = [template_message(message, index) for index, message in enumerate(body.messages)]
+    texts = list(_texts(body))
+    return await run_text_work(context, lambda: len(_encode(context, body, messages, texts)))
+
+
+def _encode(
+    context: GatewayContext, body: ChatCompletionRequest, messages: Sequence[dict[str, Any]], texts: Sequence[str]
+) -> list[int]:
+    """The prompt that the template makes of `messages`, which say `texts`. Slow."""
+    check_texts(texts, context.tokenizer, context.client.info, "messages")
+    options = template_options(body, context.tokenizer.chat_template_text)
+    return context.tokenizer.encode_chat(messages, tools=offered_tools(body), **options)
 
 
 def _before_a_form(

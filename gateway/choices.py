@@ -26,7 +26,8 @@ FINISH_REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 @dataclass(slots=True)
 class Delta:
     """What one engine output adds to choice `index`: text, thoughts, whole calls of functions. `logprobs` pairs each
-    visible token with its logprobs; `finish_reason` is set on the last delta of the choice."""
+    visible token with its logprobs; `finish_reason` is set on the last delta of the choice, and `stop` if it was a stop
+    string that ended it."""
 
     index: int
     text: str
@@ -35,6 +36,7 @@ class Delta:
     finish_reason: str | None = None
     reasoning: str = ""
     calls: Sequence[Call] = ()
+    stop: str | None = None
 
 
 class Choice:
@@ -78,12 +80,12 @@ class Choice:
         ids = output.token_ids
         if output.stop_token_id is not None:
             ids = ids[:-1]
-        text, counted, stop_found, num_read = self._read(ids, final=reason is not None)
+        text, counted, stop, num_read = self._read(ids, final=reason is not None)
         if self._thoughts is not None:
             self._thoughts.advance(ids[:num_read])
-        stop_token = output.stop_token_id is not None and not stop_found
+        stop_token = output.stop_token_id is not None and stop is None
         self.account.num_tokens += num_read + stop_token
-        if stop_found:
+        if stop is not None:
             reason = FinishReason.STOP
         if reason is not None:
             self.end(reason)
@@ -96,7 +98,7 @@ class Choice:
             self._hold(output, num_read)
             # Who counts tokens as they come sees those too whose text is held back: part of a character or a stop.
             return Delta(self._index, "") if self._shows_each_token and num_read else None
-        delta = Delta(self._index, piece.text, reasoning=piece.reasoning, calls=piece.calls)
+        delta = Delta(self._index, piece.text, reasoning=piece.reasoning, calls=piece.calls, stop=stop)
         delta.finish_reason = None if reason is None else self._finish_reason(reason)
         if self._keeps_tokens:
             self._hold(output, num_read)
@@ -117,19 +119,19 @@ class Choice:
     def _finish_reason(self, reason: FinishReason) -> str:
         return "tool_calls" if self._called and reason is FinishReason.STOP else FINISH_REASONS[reason]
 
-    def _read(self, ids: Sequence[int], final: bool) -> tuple[str, int, bool, int]:
-        """Text, tokens it is made of, whether a stop string ended it, tokens read. Token by token where a stop string
+    def _read(self, ids: Sequence[int], final: bool) -> tuple[str, int, str | None, int]:
+        """Text, tokens it is made of, the stop string that ended it, tokens read. Token by token where a stop string
         may end the answer within an output: only so is it known which token completed it."""
         if not self._has_stops or len(ids) < 2:
             delta = self._text.push(ids, final)
-            return delta.text, delta.num_tokens, delta.stop is not None, len(ids)
+            return delta.text, delta.num_tokens, delta.stop, len(ids)
         text, counted = "", 0
         for number, token_id in enumerate(ids, 1):
             delta = self._text.push((token_id,), final and number == len(ids))
             text, counted = text + delta.text, counted + delta.num_tokens
             if delta.stop is not None:
-                return text, counted, True, number
-        return text, counted, False, len(ids)
+                return text, counted, delta.stop, number
+        return text, counted, None, len(ids)
 
     def _hold(self, output: RequestOutput, num_read: int) -> None:
         if self._keeps_tokens:

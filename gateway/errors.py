@@ -1,4 +1,5 @@
-"""Every error as OpenAI's envelope `{"error": {message, type, param, code}}`, whatever its status and origin.
+"""Every error as OpenAI's envelope `{"error": {message, type, param, code}}`, whatever its status and origin; under
+/v1/messages in the form of that API.
 
 Messages hold no traceback, path, key or prompt; what went wrong inside is logged by place, not by value. Knows nothing
 of routes.
@@ -9,6 +10,7 @@ import math
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import orjson
 from starlette.exceptions import HTTPException
@@ -38,6 +40,13 @@ _DEFAULTS: dict[int, tuple[str, str]] = {
     431: ("The request's headers are too large.", "headers_too_large"),
     503: ("The server cannot take this request now.", "service_unavailable"),
 }
+
+
+MESSAGES_PATH = "/v1/messages"
+_MESSAGES_KINDS = {
+    401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
+    429: "rate_limit_error", 503: "overloaded_error",
+}  # fmt: skip
 
 
 class ApiError(Exception):
@@ -71,10 +80,6 @@ class ApiError(Exception):
     def envelope(self) -> dict[str, dict[str, str | None]]:
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
 
-    @property
-    def body(self) -> bytes:
-        return orjson.dumps(self.envelope)
-
 
 def to_api_error(error: BaseException) -> ApiError:
     """The answer to any exception; what is not ours becomes a 500 that says nothing of it."""
@@ -102,14 +107,24 @@ def _retry_after(error: RetryableError) -> dict[str, str]:
     return {"retry-after": str(max(1, math.ceil(error.retry_after)))}
 
 
-def error_response(error: BaseException) -> Response:
+def messages_envelope(error: ApiError, request_id: str | None) -> dict[str, Any]:
+    """The error as Anthropic's API has it."""
+    kind = _MESSAGES_KINDS.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
+    return {"type": "error", "error": {"type": kind, "message": error.message}, "request_id": request_id}
+
+
+def error_response(error: BaseException, scope: Scope) -> Response:
+    """The answer to the request of `scope`."""
     answer = to_api_error(error)
-    return Response(answer.body, answer.status, answer.headers, media_type="application/json")
+    envelope: dict[str, Any] = answer.envelope
+    if scope["path"].startswith(MESSAGES_PATH):
+        envelope = messages_envelope(answer, scope.get("state", {}).get("request_id"))
+    return Response(orjson.dumps(envelope), answer.status, answer.headers, media_type="application/json")
 
 
-def handle_error(_: Request, error: Exception) -> Response:
+def handle_error(request: Request, error: Exception) -> Response:
     """The exception handler for everything that a route raises on purpose."""
-    return error_response(error)
+    return error_response(error, request.scope)
 
 
 def log_unexpected(error: BaseException) -> None:
@@ -144,4 +159,4 @@ class ErrorBoundary:
                 log_unexpected(error)
             if started:
                 raise ConnectionAbortedError("the answer broke off") from None  # the server closes the connection
-            await error_response(error)(scope, receive, send)
+            await error_response(error, scope)(scope, receive, send)

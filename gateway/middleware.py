@@ -16,6 +16,7 @@ from gateway.metrics import GatewayMetrics
 from gateway.web import routes as web
 
 OPEN_PATHS = frozenset({"/health", "/ready"}) | web.OPEN_PATHS
+_KEY_HEADERS = (b"authorization", b"x-api-key")
 _SLASHES = re.compile("/{2,}")
 
 
@@ -59,7 +60,7 @@ class HostGuard:
         if error is None:
             await self._app(scope, receive, send)
         else:
-            await error_response(error)(scope, receive, send)
+            await error_response(error, scope)(scope, receive, send)
 
     def _check(self, scope: Scope) -> ApiError | None:
         sent = {name: _values(scope, name) for name in ("host", "origin", "sec-fetch-site")}
@@ -103,13 +104,15 @@ class Authentication:
             elif scope["path"] not in OPEN_PATHS:
                 headers = {"www-authenticate": "Bearer"}
                 error = ApiError(401, "A valid API key is needed.", code="invalid_api_key", headers=headers)
-                await error_response(error)(scope, receive, send)
+                await error_response(error, scope)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
     def _find(self, scope: Scope) -> Key | None:
-        sent = [value for name, value in scope["headers"] if name == b"authorization"]
-        scheme, _, key = sent[0].partition(b" ") if len(sent) == 1 else (b"", b"", b"")
+        """OpenAI's clients send `authorization`, Anthropic's may send `x-api-key`; the first counts where both come."""
+        sent = {name: [value for key, value in scope["headers"] if key == name] for name in _KEY_HEADERS}
+        values = sent[b"authorization"] or [b"Bearer " + value for value in sent[b"x-api-key"]]
+        scheme, _, key = values[0].partition(b" ") if len(values) == 1 else (b"", b"", b"")
         return self._keys.ring.find(key.strip()) if scheme.lower() == b"bearer" else None
 
 
@@ -134,7 +137,7 @@ class BodyLimit:
             return
         most = self._streamed.get(scope["path"], self._max_body_bytes)
         if _announced_length(scope) > most:
-            await error_response(_too_large(most))(scope, receive, send)
+            await error_response(_too_large(most), scope)(scope, receive, send)
             return
         if scope["path"] in self._streamed:  # its resource counts what comes
             await self._app(scope, receive, send)

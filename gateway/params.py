@@ -157,11 +157,15 @@ def chat_plan(
     caller: Caller,
     grammar: Grammar | None = None,
     thinking: ThinkingBudget | None = None,
+    clip: bool = False,
 ) -> GenerationPlan:
-    """One prompt, its answer as long as the context allows unless the caller says otherwise."""
+    """One prompt, its answer as long as the context allows unless the caller says otherwise. `clip`: what is too long
+    for the context may be shorter."""
     prompt = Prompt(tuple(token_ids))
     room = info.max_model_len - len(prompt.token_ids)
     max_tokens = body.max_completion_tokens or body.max_tokens or max(1, room)
+    if clip:
+        max_tokens = min(max_tokens, max(1, room))
     num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
     return _plan(body, (prompt,), (max_tokens,), num_logprobs, info, caller, "messages", grammar, thinking)
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from typing import ClassVar
 
+import orjson
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from gateway.errors import ApiError
@@ -165,7 +166,7 @@ class GuardedProtocol(HttpToolsProtocol):
         for cycle in unfinished:
             cycle.disconnected = True
             cycle.message_event.set()
-        body = error.body
+        body = orjson.dumps(error.envelope)
         self.transport.write(
             b"HTTP/1.1 %d %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n%b"
             % (error.status, HTTPStatus(error.status).phrase.encode(), len(body), body)

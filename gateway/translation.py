@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict
 from engine.errors import InvalidRequestError
 from gateway.wire import ChatCompletionRequest, FunctionCall, Message, ToolCall
 
+_EFFORTS = {"minimal": "low", "xhigh": "high", "max": "high"}
 _QUOTED = re.compile("'([^']+)'")
 
 
@@ -102,4 +103,12 @@ class Conversation:
 
 def text_of(content: str | Sequence[HasText]) -> str:
     """A text, or the texts of parts as one."""
-    return content if isinstance(content, str) else "".join([part.text for part in content])
+    return content if isinstance(content, str) else "\n".join([part.text for part in content])
+
+
+def effort_of(effort: str | None, template: str) -> str | None:
+    """How much the model is to think, in the words of a chat request. Agents always say something: where the template
+    knows of no efforts, the model thinks as it does."""
+    if effort is None or effort == "none":
+        return effort
+    return _EFFORTS.get(effort, effort) if "reasoning_effort" in template else None

@@ -194,7 +194,8 @@ class GenerationBody(RequestBody):
     guided_whitespace_pattern: str | None = None
 
 
-ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
+"""Twice as long as OpenAI has it: names of agents' tools begin with the names of their servers."""
 
 
 class FunctionDefinition(StrictBody):

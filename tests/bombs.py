@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 CHAT, COMPLETIONS, BATCHES = "/v1/chat/completions", "/v1/completions", "/v1/batches"
-RESPONSES = "/v1/responses"
+RESPONSES, MESSAGES, COUNT = "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"
 MAX_BYTES = 4 * 1024 * 1024
 SMALL_BYTES = 32 * 1024  # what is parsed on the event loop itself
 
@@ -207,6 +207,57 @@ def _responses(model: str) -> Iterator[Bomb]:
     yield Bomb("responses: a long type", RESPONSES, long_type)
 
 
+def _messages(model: str) -> Iterator[Bomb]:
+    head = f'{{"model":"{model}","max_tokens":9,'
+    messages = head + '"messages":['
+    blocks = messages + '{"role":"user","content":['
+    for name, unit in {
+        "empty blocks": "{}",
+        "null blocks": "null",
+        "images": '{"type":"image"}',
+        "texts": '{"type":"text","text":""}',
+        "wrong texts": '{"type":"text","text":1}',
+        "calls": '{"type":"tool_use","id":"a","name":"f","input":{}}',
+        "results": '{"type":"tool_result","tool_use_id":"a"}',
+        "thoughts": '{"type":"thinking","thinking":""}',
+    }.items():
+        yield Bomb(f"messages: {name}", MESSAGES, repeated(blocks, unit, "]}]}"))
+    yield Bomb(
+        "messages: more answers than messages", MESSAGES, lambda size: _answers(messages, min(4096, size // 100))
+    )
+    for name, unit in {
+        "empty ones": "{}",
+        "null ones": "null",
+        "good ones": '{"role":"user","content":"x"}',
+        "empty turns": '{"role":"assistant","content":[]}',
+    }.items():
+        yield Bomb(f"messages: {name}", MESSAGES, repeated(messages, unit, "]}"))
+    hi = '"messages":[{"role":"user","content":"hi"}]'
+    yield Bomb("messages: unknown names", MESSAGES, repeated(head + hi + ",", '"%x":0', "}"))
+    for name in ("system", "tools", "tool_choice", "thinking", "output_config", "stop_sequences"):
+        start = head + hi + f',"{name}":'
+        yield Bomb(f"messages: {name} of objects", MESSAGES, repeated(start + "[", '{"a":{}}', "]}"))
+        yield Bomb(f"messages: {name} of texts", MESSAGES, repeated(start + "[", '"%x"', "]}"))
+        ignored = (200, 400) if name == "output_config" else (400,)  # it may hold other names
+        yield Bomb(f"messages: {name} of names", MESSAGES, repeated(start + "{", '"%x":0', "}}"), ignored)
+    search = '{"type":"web_search_20250305"}'
+    yield Bomb("messages: server tools", MESSAGES, repeated(head + hi + ',"tools":[', search, "]}"))
+    deep = messages + '{"role":"assistant","content":[{"type":"tool_use","id":"a","name":"f","input":'
+    end = "}]},{" + '"role":"user","content":"x"}]}'
+    yield Bomb("messages: a call 500 deep", MESSAGES, nested(deep, '{"a":', "}", end, 500))
+    yield Bomb("messages: a system of words", MESSAGES, filled(head + hi + ',"system":"', "the quick brown fox ", '"}'))
+    billing = filled(head + hi + ',"system":"', "x-anthropic-billing-header: ", '"}')
+    yield Bomb("messages: a long billing line", MESSAGES, billing, (200,))
+    count = f'{{"model":"{model}","messages":[{{"role":"user","content":"'
+    yield Bomb("messages: words to count", COUNT, filled(count, "the quick brown fox ", '"}]}'))
+
+
+def _answers(start: str, number: int) -> bytes:
+    """As many as a message may have, twice."""
+    turn = '{"role":"user","content":[' + ",".join(['{"type":"tool_result","tool_use_id":"a"}'] * number) + "]}"
+    return f"{start}{turn},{turn}]}}".encode()
+
+
 def _batches() -> Iterator[Bomb]:
     head = '{"input_file_id":"file-x","endpoint":"/v1/completions","completion_window":"24h"'
     yield Bomb("batch: metadata", BATCHES, repeated(head + ',"metadata":{', '"%x":"a"', "}}"))
@@ -220,7 +271,7 @@ def _batches() -> Iterator[Bomb]:
 
 def bombs(model: str) -> list[Bomb]:
     """All of them, for a server that calls its model so."""
-    return [*_chat(model), *_texts(model), *_completions(model), *_responses(model), *_batches()]
+    return [*_chat(model), *_texts(model), *_completions(model), *_responses(model), *_messages(model), *_batches()]
 
 
 async def _main() -> None:

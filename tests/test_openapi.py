@@ -44,11 +44,12 @@ def server(
     thread.join()
 
 
-GENERATION = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+GENERATION = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens")
 OPERATIONS = [
     ("GET", "/health"), ("GET", "/ready"), ("GET", "/version"), ("GET", "/metrics"),
     ("GET", "/v1/models"), ("GET", "/v1/models/{model}"),
     ("POST", "/v1/chat/completions"), ("POST", "/v1/completions"), ("POST", "/v1/responses"),
+    ("POST", "/v1/messages"), ("POST", "/v1/messages/count_tokens"),
     ("POST", "/v1/files"), ("GET", "/v1/files"), ("GET", "/v1/files/{file_id}"), ("DELETE", "/v1/files/{file_id}"),
     ("GET", "/v1/files/{file_id}/content"),
     ("POST", "/v1/batches"), ("GET", "/v1/batches"), ("GET", "/v1/batches/{batch_id}"),
@@ -76,7 +77,8 @@ def test_every_answer_is_of_the_contract(
         response = case.call(base_url=url)
         assert response.status_code < 500 and response.status_code != 422, response.content[:500]
         if response.status_code >= 400:
-            assert set(json.loads(response.content)["error"]) == ENVELOPE
+            names = {"message", "type"} if path.startswith("/v1/messages") else ENVELOPE
+            assert set(json.loads(response.content)["error"]) == names
         assert not leftovers(root)["tmp"]
 
     send()

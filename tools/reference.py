@@ -148,7 +148,8 @@ def errors_page() -> str:
     tree = inspect.getdoc(engine_errors) or ""
     return page(
         "Errors",
-        'Every error is `{"error": {"message", "type", "param", "code"}}`. 429 and 503 carry `Retry-After`.\n',
+        'Every error is `{"error": {"message", "type", "param", "code"}}`, but under `/v1/messages`: there it is as '
+        "Anthropic's API has it. 429 and 503 carry `Retry-After`.\n",
         table(("status", "default code", "default message"), rows),
         f"\n## Where they come from\n\n```\n{tree}\n```\n",
     )

@@ -16,7 +16,7 @@ from gateway.responses.wire import (
     TextFormat,
     ToolChoice,
 )
-from gateway.translation import Conversation, Translation, text_of, told_in
+from gateway.translation import Conversation, Translation, effort_of, text_of, told_in
 from gateway.wire import ChatCompletionRequest, validate
 
 NAMES: Mapping[str, str] = {
@@ -28,9 +28,6 @@ NAMES: Mapping[str, str] = {
     "response_format.json_schema.schema": "text.format.schema",
     "tool_choice.function.name": "tool_choice.name",
 }
-
-
-_EFFORTS = {"minimal": "low", "xhigh": "high", "max": "high"}
 
 
 def translate(body: ResponsesRequest, template: str) -> Translation:
@@ -46,7 +43,7 @@ def translate(body: ResponsesRequest, template: str) -> Translation:
         "temperature": body.temperature,
         "top_p": body.top_p,
         "response_format": _form(body.text.format if body.text else None),
-        "reasoning_effort": _effort(body, template),
+        "reasoning_effort": effort_of(body.reasoning.effort if body.reasoning else None, template),
         "thinking_token_budget": body.thinking_token_budget,
         "parallel_tool_calls": body.parallel_tool_calls,
         **_functions(body),
@@ -96,14 +93,6 @@ def _functions(body: ResponsesRequest) -> dict[str, Any]:
         message = "'tool_choice' asks for a call, and there is no function among the tools."
         raise InvalidRequestError(message, param="tool_choice", code="invalid_value")
     return {}
-
-
-def _effort(body: ResponsesRequest, template: str) -> str | None:
-    """Agents always name one: where the template knows of none, the model thinks as it does."""
-    effort = body.reasoning.effort if body.reasoning else None
-    if effort is None or effort == "none":
-        return effort
-    return _EFFORTS.get(effort, effort) if "reasoning_effort" in template else None
 
 
 def _choice(choice: ToolChoice | None) -> Any:

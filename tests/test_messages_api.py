@@ -1,0 +1,327 @@
+"""/v1/messages and count_tokens as Anthropic's API has them, and as Claude Code uses them: streamed and whole."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+import jsonschema_rs
+import pytest
+from conftest import StartServer
+from fake_engine import MODEL, Script, Served
+from test_responses_api import THINKS, prompt_of
+from test_structured_api import MODEL as DEMO
+from test_structured_api import server as demo_server
+from test_tools import TEMPLATE, TIME, TWO, WEATHER, scripted
+
+from engine.errors import EngineStepError, QueueFullError
+from engine.text import Tokenizer
+
+TOOLS: list[dict[str, Any]] = [
+    {"name": "weather", "description": "A tool", "input_schema": WEATHER},
+    {"name": "time.now", "description": "A tool", "input_schema": TIME, "cache_control": {"type": "ephemeral"}},
+]
+
+
+def ask(**fields: Any) -> dict[str, Any]:
+    messages = [{"role": "user", "content": "Weather?"}]
+    return {"model": MODEL, "max_tokens": 300, "messages": messages, **fields}
+
+
+async def post(
+    served: Served, path: str = "/v1/messages?beta=true", headers: dict[str, str] | None = None, **fields: Any
+) -> httpx.Response:
+    sent = {"anthropic-version": "2023-06-01", "anthropic-beta": "some-beta-2026-01-01", **(headers or {})}
+    async with httpx.AsyncClient(base_url=served.url, timeout=120) as client:
+        return await client.post(path, json=ask(**fields), headers=sent)
+
+
+async def events_of(served: Served, **fields: Any) -> list[dict[str, Any]]:
+    answer = await post(served, stream=True, **fields)
+    assert answer.headers["content-type"].startswith("text/event-stream"), answer.text
+    events = []
+    for block in answer.text.split("\n\n")[:-1]:
+        name, data = block.split("\n")
+        events.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {events[-1]['type']}"
+    return events
+
+
+def added_up(events: list[dict[str, Any]]) -> dict[str, Any]:
+    """The message that a client makes of a stream."""
+    message: dict[str, Any] = {}
+    texts: dict[int, str] = {}
+    for event in events:
+        match event["type"]:
+            case "message_start":
+                message = event["message"]
+                assert message["content"] == [] and message["stop_reason"] is None
+            case "content_block_start":
+                assert event["index"] == len(message["content"])
+                message["content"].append(event["content_block"])
+                texts[event["index"]] = ""
+            case "content_block_delta":
+                block, delta = message["content"][event["index"]], event["delta"]
+                name = {"text": "text", "thinking": "thinking", "tool_use": "partial_json"}[block["type"]]
+                kind = {"tool_use": "input_json"}.get(block["type"], block["type"])
+                assert delta["type"] == f"{kind}_delta"
+                texts[event["index"]] += delta[name]
+            case "content_block_stop":
+                block, text = message["content"][event["index"]], texts.pop(event["index"])
+                block |= {"input": json.loads(text)} if block["type"] == "tool_use" else {block["type"]: text}
+            case "message_delta":
+                message |= event["delta"]
+                message["usage"] = event["usage"]
+    assert not texts and events[-1]["type"] == "message_stop"
+    return message
+
+
+def without_ids(message: dict[str, Any]) -> dict[str, Any]:
+    blocks = [{name: value for name, value in block.items() if name != "id"} for block in message["content"]]
+    return {**message, "id": "", "content": blocks}
+
+
+async def test_a_message(start_server: StartServer, tokenizer: Tokenizer) -> None:
+    served = await start_server("hello world")
+    answer = await post(served, system="Be brief", temperature=0.5, top_k=3, metadata={"user_id": "u"})
+    message = answer.json()
+    (request,) = served.engine.requests
+    size = len(request.prompt_token_ids)
+    assert message == {
+        "id": message["id"],
+        "type": "message",
+        "role": "assistant",
+        "model": MODEL,
+        "content": [{"type": "text", "text": "hello world"}],
+        "stop_reason": "end_turn",
+        "stop_sequence": None,
+        "usage": {
+            "input_tokens": size - size // 2,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": size // 2,
+            "output_tokens": len(tokenizer.encode("hello world")) + 1,
+            "service_tier": "standard",
+        },
+    }
+    assert message["id"].startswith("msg_") and request.request_id.startswith(message["id"])
+    assert (request.sampling.temperature, request.sampling.top_k) == (0.5, 3)
+    assert prompt_of(served).startswith("<|im_start|>system\nBe brief<|im_end|>\n<|im_start|>user\nWeather?")
+
+
+async def test_the_stream_adds_up_to_the_whole_message(tmp_path: Path) -> None:
+    async with scripted(tmp_path, f"<think>\nhm hm\n</think>\n\n{TWO}", THINKS) as served:
+        whole = (await post(served, tools=TOOLS)).json()
+        events = await events_of(served, tools=TOOLS)
+    assert [event["type"] for event in events[:3]] == ["message_start", "ping", "content_block_start"]
+    assert [event["type"] for event in events[-2:]] == ["message_delta", "message_stop"]
+    assert without_ids(added_up(events)) == without_ids(whole)
+    assert whole["stop_reason"] == "tool_use"
+    assert [block["type"] for block in whole["content"]] == ["thinking", "text", "tool_use", "tool_use"]
+    assert whole["content"][0] == {"type": "thinking", "thinking": "hm hm", "signature": ""}
+    assert whole["content"][2]["input"] == {"city": "Rome", "days": 2}
+    assert whole["content"][2]["id"].startswith("toolu_")
+
+
+async def test_a_tool_loop_sends_back_what_it_got(tmp_path: Path) -> None:
+    template = THINKS.replace("{{ message.content", "({{ message.reasoning_content }}){{ message.content")
+    async with scripted(tmp_path, f"<think>hm</think>\n\n{TWO}", template) as served:
+        first = (await post(served, tools=TOOLS)).json()
+        results = [
+            {"type": "tool_result", "tool_use_id": block["id"], "content": [{"type": "text", "text": "Sun"}]}
+            for block in first["content"]
+            if block["type"] == "tool_use"
+        ]
+        history = [
+            {"role": "user", "content": "Weather?"},
+            {"role": "assistant", "content": first["content"]},
+            {"role": "user", "content": [*results, {"type": "text", "text": "Go on", "cache_control": {}}]},
+        ]
+        assert (await post(served, tools=TOOLS, messages=history)).status_code == 200
+    roles = [part.split("\n")[0] for part in prompt_of(served).split("<|im_start|>")[1:]]
+    assert roles[-6:] == ["user", "assistant", "tool", "tool", "user", "assistant"]
+    said = prompt_of(served).split("<|im_start|>assistant\n")[1]
+    assert said.startswith("(hm)Wait.<tool_call>") and '"arguments": {"city": "Rome", "days": 2}' in said
+    assert said.count("<tool_call>") == 2 and "Go on" in said
+
+
+async def test_what_claude_code_sends(tmp_path: Path) -> None:
+    """The line that it puts before its instructions changes with every request: the prompt must not."""
+    prompts = []
+    async with scripted(tmp_path, "ok") as served:
+        for number in ("71fea", "eb6c6"):
+            line = f"x-anthropic-billing-header: cc_version=2.1.0; cc_entrypoint=cli; cch={number};"
+            system = [
+                {"type": "text", "text": line},
+                {"type": "text", "text": "You are Claude Code", "cache_control": {"type": "ephemeral"}},
+                {"type": "text", "text": "Be brief"},
+            ]
+            answer = await post(
+                served,
+                system=system,
+                tools=[*TOOLS, {"type": "web_search_20250305", "name": "web_search", "max_uses": 8}],
+                thinking={"type": "adaptive"},
+                context_management={"edits": []},
+                output_config={"effort": "high"},
+                metadata={"user_id": "u"},
+            )
+            assert answer.status_code == 200, answer.text
+            prompts.append(prompt_of(served))
+            await post(served, system=f"{line}\nYou are Claude Code\n\nBe brief", tools=TOOLS)
+            prompts.append(prompt_of(served))
+    assert len(set(prompts)) == 1 and "system\nYou are Claude Code\n\nBe brief<|im_end|>" in prompts[0]
+    assert "web_search" not in prompts[0]
+
+
+async def test_why_a_message_ended(start_server: StartServer) -> None:
+    served = await start_server("one two three four", max_model_len=40)
+    for fields, reason, sequence in (
+        ({"stop_sequences": ["three"]}, "stop_sequence", "three"),
+        ({"max_tokens": 2}, "max_tokens", None),
+        ({}, "end_turn", None),
+    ):
+        whole = (await post(served, **fields)).json()
+        streamed = added_up(await events_of(served, **fields))
+        assert (whole["stop_reason"], whole["stop_sequence"]) == (reason, sequence)
+        assert without_ids(whole) == without_ids(streamed)
+
+
+async def test_an_answer_may_be_as_long_as_the_context(start_server: StartServer, tokenizer: Tokenizer) -> None:
+    script = Script(tokenizer.encode("one two three"))  # without end
+    served = await start_server(lambda _: script, max_model_len=100)
+    answer = (await post(served, max_tokens=32_000)).json()
+    assert answer["stop_reason"] == "model_context_window_exceeded"
+    (request,) = served.engine.requests
+    assert len(request.prompt_token_ids) + answer["usage"]["output_tokens"] == 100
+    refused = await post(served, messages=[{"role": "user", "content": "word " * 1000}])
+    assert refused.status_code == 400 and "context" in refused.json()["error"]["message"]
+
+
+async def test_required_calls_and_forms_are_enforced(tmp_path: Path) -> None:
+    schema = {"type": "object", "properties": {"n": {"type": "integer", "maximum": 9}}, "required": ["n"]}
+    schema["additionalProperties"] = False
+    async with demo_server(tmp_path) as served:
+        answer = await post(
+            served,
+            model=DEMO,
+            temperature=2.0,
+            output_config={"format": {"type": "json_schema", "schema": schema}},
+        )
+        (block,) = answer.json()["content"]
+        jsonschema_rs.validator_for(schema).validate(json.loads(block["text"]))
+
+
+@pytest.mark.parametrize(("switch", "kept"), [("enable_thinking", None), ("other", 0)])
+async def test_thinking_is_turned_off(tmp_path: Path, switch: str, kept: int | None) -> None:
+    """By the template where it can, by a budget of nothing elsewhere."""
+    end = f"{{% if {switch} is defined and not {switch} %}}<think></think>{{% endif %}}"
+    async with scripted(tmp_path, "Yes", TEMPLATE + end) as served:
+        await post(served, thinking={"type": "disabled"})
+        budget = served.engine.requests[-1].sampling.thinking
+        assert prompt_of(served).endswith("<think></think>") is (kept is None)
+        assert (budget.tokens if budget else None) == kept
+        await post(served, thinking={"type": "enabled", "budget_tokens": 1024})
+        budget = served.engine.requests[-1].sampling.thinking
+        assert budget and budget.tokens == 1024
+
+
+async def test_the_tier_of_a_message(start_server: StartServer) -> None:
+    served = await start_server("hello")
+    for tier, name in (("flex", "batch"), ("standard_only", "standard"), ("auto", "standard")):
+        answer = await post(served, service_tier=tier)
+        assert answer.json()["usage"]["service_tier"] == name
+        assert served.engine.requests[-1].request_class.name == ("OFFLINE" if tier == "flex" else "ONLINE")
+
+
+async def test_tokens_are_counted_without_a_request(tmp_path: Path) -> None:
+    async with scripted(tmp_path, "ok") as served:
+        for fields in ({}, {"tools": TOOLS, "system": "Be brief"}):
+            body = {name: value for name, value in ask(**fields).items() if name != "max_tokens"}
+            async with httpx.AsyncClient(base_url=served.url) as client:
+                counted = await client.post("/v1/messages/count_tokens?beta=true", json=body)
+            await post(served, **fields)
+            assert counted.json() == {"input_tokens": len(served.engine.requests[-1].prompt_token_ids)}
+        assert len(served.engine.requests) == 2
+
+
+async def test_keys_come_in_either_header(start_server: StartServer) -> None:
+    served = await start_server("hello", api_key=("secret",))
+    for headers, status in (
+        ({"x-api-key": "secret"}, 200),
+        ({"authorization": "Bearer secret"}, 200),
+        ({"authorization": "Bearer secret", "x-api-key": "other"}, 200),
+        ({"x-api-key": "other"}, 401),
+        ({}, 401),
+    ):
+        answer = await post(served, headers=headers)
+        assert answer.status_code == status
+    error = answer.json()
+    assert error["type"] == "error" and error["error"]["type"] == "authentication_error"
+    assert error["request_id"] == answer.headers["x-request-id"]
+    async with httpx.AsyncClient(base_url=served.url, headers={"x-api-key": "secret"}) as client:
+        assert (await client.get("/v1/models")).status_code == 200
+
+
+async def test_errors_have_the_form_of_the_api(start_server: StartServer, tokenizer: Tokenizer) -> None:
+    served = await start_server("hello")
+    served.engine.add_errors = [QueueFullError("The queue is full.", retry_after=3)]
+    answer = await post(served, stream=True)
+    assert answer.status_code == 429 and answer.headers["retry-after"] == "3"
+    assert answer.json()["error"] == {"type": "rate_limit_error", "message": "The queue is full."}
+    assert (await post(served, model="other")).json()["error"]["type"] == "not_found_error"
+    assert (await post(served, "/v1/messages/batches")).json()["error"]["type"] == "not_found_error"
+    error = EngineStepError("The model step failed under this request.")
+    broken = Script([*tokenizer.encode("one two three")], fail_after=2, error=error)
+    served = await start_server(lambda _: broken)
+    last = (await events_of(served))[-1]
+    assert last["type"] == "error" and last["error"] == {"type": "api_error", "message": error.message}
+
+
+async def test_a_client_that_leaves_ends_its_message(start_server: StartServer) -> None:
+    served = await start_server("one two three four", hold_after=1)
+    async with (
+        httpx.AsyncClient(base_url=served.url) as client,
+        client.stream("POST", "/v1/messages", json=ask(stream=True)) as answer,
+    ):
+        async for line in answer.aiter_lines():
+            if "content_block_delta" in line:
+                break
+    await served.engine.wait(lambda: bool(served.engine.aborts))
+    assert not served.engine.num_open
+
+
+DEEP: dict[str, Any] = {}
+for _ in range(300):
+    DEEP = {"a": DEEP}
+USER = {"role": "user", "content": "x"}
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"max_tokens": None}, "max_tokens"),
+    ({"messages": []}, "messages"),
+    ({"messages": [USER, {"role": "assistant", "content": "So"}]}, "last of the 'messages'"),
+    ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+    ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages[0].content[0]"),
+    ({"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "f", "input": DEEP}]},
+                   USER]}, "messages[0].content[0].input"),
+    ({"system": [{"type": "image"}]}, "system[0].type"),
+    ({"stop_sequences": ["a"] * 5}, "stop_sequences"),
+    ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0]"),
+    ({"tools": [{"name": "f"}]}, "tools[0].input_schema"),
+    ({"tools": TOOLS * 2}, "same name"),
+    ({"tools": TOOLS, "tool_choice": {"type": "tool", "name": "x"}}, "tool_choice"),
+    ({"tools": TOOLS, "tool_choice": {"type": "tool"}}, "tool_choice.name"),
+    ({"tool_choice": {"type": "any"}}, "tool_choice"),
+    ({"tools": TOOLS, "output_config": {"format": {"type": "json_schema", "schema": {}}}}, "output_config.format"),
+    ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
+    ({"top_k": -1}, "top_k"),
+    ({"n": 2}, "n"),
+]  # fmt: skip
+
+
+async def test_what_is_refused_is_named(tmp_path: Path) -> None:
+    async with scripted(tmp_path, "x") as served:
+        for fields, word in REFUSED:
+            answer = await post(served, **fields)
+            assert answer.status_code == 400, (fields, answer.text)
+            body = answer.json()
+            assert set(body) == {"type", "error", "request_id"} and body["error"]["type"] == "invalid_request_error"
+            assert word in body["error"]["message"], body
+        assert not served.engine.requests
