@@ -139,6 +139,22 @@ def test_other_means_serve_everything_too() -> None:
     assert fleet.tally.restores == 0 and [len(party.placement) for party in fleet.parties.values()] == [2]
 
 
+def test_running_requests_migrate_from_a_full_server_to_one_with_room() -> None:
+    machine = build_machine(MEMORY_BOUND)
+    machine = replace(machine, config=replace(machine.config, num_units=1200))
+    waits = []
+    for migrate in (False, True):
+        fleet = OverloadedFleet(machine, 2, Means("", migrate=migrate), link=25e9, min_tokens=256, seed=0)
+        made = [Arrival(row[0], request_of(f"n{i}", row, RequestClass.ONLINE, 4096)) for i, row in enumerate(BURST)]
+        driver = FleetDriver(fleet.servers, lambda _loads, _prompt, _chance: 0, made, on_report=fleet.watch)
+        fleet.bind(driver)
+        ran = driver.run()
+        assert (fleet.tally.moved > 0) == migrate
+        assert [len(record.token_times) for record in ran.online] == [row[2] for row in BURST]
+        waits.append(max(record.ttft or 0.0 for record in ran.online))
+    assert waits[1] < waits[0]
+
+
 def test_activations_go_between_the_chunks_of_a_transfer_or_behind_all_of_them() -> None:
     for coordinated in (True, False):
         link = Link(1e9, coordinated=coordinated)

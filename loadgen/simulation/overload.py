@@ -94,6 +94,7 @@ class OverloadedFleet:
         self._links = [Link(link, coordinated=means.coordinated) for _ in range(engines)]
         self._numbers = count()
         self._closing: list[tuple[Party, ...]] = []
+        self._leaving: dict[Server, tuple[Party, Party, int]] = {}
         self._preempted = 0
         self._driver: FleetDriver | None = None
         model = machine.device.model
@@ -160,8 +161,10 @@ class OverloadedFleet:
         self._closing.append(tuple(parties))
         self._idle(parties[0].server)
 
-    def _idle(self, _server: Server) -> None:
-        """Servers whose last step has ended become what was planned."""
+    def _idle(self, server: Server) -> None:
+        """A step has ended: requests leave, and servers become what was planned."""
+        if (leaving := self._leaving.pop(server, None)) is not None:
+            self._leave(*leaving)
         for parties in list(self._closing):
             if not any(party.server.flights for party in parties):
                 self._closing.remove(parties)
@@ -253,24 +256,16 @@ class OverloadedFleet:
             if group.missing <= 0 or not spare:
                 continue
             room, target = max(spare, key=lambda item: item[0])
-            self._leave(party, target, min(group.missing, room // 2))
+            self._leaving[party.server] = (party, target, min(group.missing, room // 2))
 
     def _leave(self, party: Party, target: Party, units: int) -> None:
-        """Some of its requests go when the step in flight has ended."""
-
-        def go() -> None:
-            if party.server.flights:
-                self.driver.at(party.server.free_at, go)
-                return
-            left, core = units, party.server.core
-            running = sorted((r for r in core.open_requests() if r.running), key=lambda r: -r.units)
-            for found in [r for r in running if r.units <= units][:MOVES]:
-                if found.units <= left:
-                    left -= found.units
-                    self._hand_over(core.detach(found.request_id), party.placement, target)
-            self.driver.pump(party.server)
-
-        go()
+        """Some of its requests go, the largest first: no step of theirs is in flight."""
+        core = party.server.core
+        running = sorted((r for r in core.open_requests() if r.running), key=lambda r: -r.units)
+        for found in [r for r in running if r.units <= units][:MOVES]:
+            if found.units <= units:
+                units -= found.units
+                self._hand_over(core.detach(found.request_id), party.placement, target)
 
     def _make(self, engines: tuple[int, ...], at: float) -> Party:
         """A server of these engines: one, or a pipeline with a copy of the model between them."""
