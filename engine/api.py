@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol
 
 from engine.errors import ErrorInfo, InvalidRequestError
 from engine.grammar import Grammar
+from engine.pooling import EmbeddingSpec, Pooling
 from engine.thoughts import ThinkingBudget
 from predictor.judge import Standing
 
@@ -129,6 +130,7 @@ class EngineRequest:
     service is shared fairly among tenants, and among the jobs of one. `lane` orders offline work. `resumed`: it goes on
     where another engine left it, as if it had been preempted; it has been accepted and is not refused for room.
     `arrived`: when it came, on the engine's clock, if it waited for an engine since.
+    `pooling`: it is one vector, of its prompt; nothing is sampled, and of `sampling` nothing counts.
     """
 
     request_id: str
@@ -143,6 +145,7 @@ class EngineRequest:
     lane: Lane = Lane.BATCH
     resumed: Resumption | None = None
     arrived: float | None = None
+    pooling: Pooling | None = None
 
 
 class TokenLogprobs(NamedTuple):
@@ -157,7 +160,8 @@ class RequestOutput(NamedTuple):
 
     `token_ids` are the new tokens since the last output (all of them for `final_only`), a stop token included;
     `stop_token_id` names it when one ended the request. `error` is set iff `finish_reason` is ERROR.
-    `beside_offline`: offline work ran in one of its steps, or while it waited.
+    `beside_offline`: offline work ran in one of its steps, or while it waited. `embedding`: the vector of a request
+    with `pooling`, as float32 numbers, little end first.
     """
 
     request_id: str
@@ -173,6 +177,7 @@ class RequestOutput(NamedTuple):
     num_preemptions: int = 0
     request_class: RequestClass = RequestClass.ONLINE
     beside_offline: bool = False
+    embedding: bytes | None = None
 
 
 class TokenCosts(NamedTuple):
@@ -311,7 +316,8 @@ class EngineStats:
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
     """Facts of the loaded model. `vocab_size` is the logits' width: any token id below it may be sent.
-    `cache_tokens`: what the device cache holds of KV, in blocks of `block_size` tokens (0: not known)."""
+    `cache_tokens`: what the device cache holds of KV, in blocks of `block_size` tokens (0: not known).
+    `embedding`: how a text becomes a vector; None: it does not."""
 
     max_model_len: int
     vocab_size: int
@@ -322,6 +328,7 @@ class EngineInfo:
     num_parameters: int
     cache_tokens: int = 0
     block_size: int = 0
+    embedding: EmbeddingSpec | None = None
 
 
 class EngineState(enum.Enum):

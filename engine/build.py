@@ -41,6 +41,7 @@ from engine.models.streaming import StreamedLayers
 from engine.models.transformers_model import TransformersModel, TransformersShape, load_model
 from engine.models.weights import Gather, ModelWeights, ResidentLayers, torch_dtype
 from engine.passing_thread import in_passing_thread
+from engine.pooling import EmbeddingSpec, read_embedding_spec
 from engine.scheduling.policies import find_policy
 from engine.structured import GrammarCompiler
 from predictor.limits import UNITS_PER_BLOCK, Limits
@@ -291,9 +292,9 @@ def _join(config: EngineConfig, plan: LaunchPlan, runner: Runner[Any], say: Call
     core, colocation, tuner = make_controller(config, scheduler, profile, slo, profile_folder(config), say)
     grammars = GrammarCompiler(plan.folder, plan.spec.vocab_size, plan.spec.eos_token_ids)
     runner.enforce(grammars, MAX_FORCED if config.forced_tokens else 0)
-    return Engine(
-        core, runner, _info(plan), device_lost=runner.lost, colocation=colocation, tuner=tuner, grammars=grammars
-    )
+    info = _info(plan)
+    say(str(info.embedding))
+    return Engine(core, runner, info, device_lost=runner.lost, colocation=colocation, tuner=tuner, grammars=grammars)
 
 
 def _with_cache(plan: LaunchPlan, config: EngineConfig, cache_bytes: int) -> LaunchPlan:
@@ -344,6 +345,12 @@ def scheduler_config(config: EngineConfig, plan: LaunchPlan) -> SchedulerConfig:
     )
 
 
+def _embedding(plan: LaunchPlan) -> EmbeddingSpec:
+    if plan.implementation == OWN:
+        return read_embedding_spec(plan.folder, plan.spec.hidden_size)
+    return EmbeddingSpec(None, plan.spec.hidden_size, False, "transformers' modules run this model")
+
+
 def _info(plan: LaunchPlan) -> EngineInfo:
     return EngineInfo(
         max_model_len=plan.limits.max_model_len,
@@ -355,4 +362,5 @@ def _info(plan: LaunchPlan) -> EngineInfo:
         num_parameters=plan.spec.num_parameters,
         cache_tokens=plan.limits.num_units // UNITS_PER_BLOCK * plan.limits.block_size,
         block_size=plan.limits.block_size,
+        embedding=_embedding(plan),
     )

@@ -367,7 +367,8 @@ class EngineCore:
         self._counters.predicted_seconds += flight.output.predicted_latency or 0.0
         tokens = enumerate(result.token_ids)
         logprobs: Iterator[TokenLogprobs | None] = iter(result.logprobs) if result.logprobs else repeat(None)
-        for chunk, request, epoch in zip(flight.output.chunks, flight.requests, flight.epochs, strict=True):
+        chunks = zip(flight.output.chunks, flight.requests, flight.epochs, strict=True)
+        for number, (chunk, request, epoch) in enumerate(chunks):
             (index, token), token_logprobs = (next(tokens), next(logprobs)) if chunk.sample else ((-1, None), None)
             if request.status is RequestStatus.FINISHED or request.epoch != epoch:
                 continue
@@ -379,6 +380,13 @@ class EngineCore:
                 request.num_placeholders -= 1
                 output = self._append_token(request, token, token_logprobs, now)
                 yield self._append_forced(request, output, result.forced.get(index, ()), now)
+            elif number in result.pooled:
+                yield self._finish_pooled(request, result.pooled[number], now)
+
+    def _finish_pooled(self, request: Request, embedding: bytes, now: float) -> RequestOutput:
+        """All of its prompt is computed: the vector is what a first token is to others."""
+        request.times = request.times._replace(first_token=now, last_token=now)
+        return self._finish(request, FinishReason.STOP, now)._replace(embedding=embedding)
 
     def _sit_out(self, request: Request, chunk: Chunk) -> None:
         """Its mask was late: the last position of the chunk runs again, and gives its token then. What a step in flight
@@ -438,11 +446,13 @@ class EngineCore:
 
     def _distrust(self, flight: _InFlight, result: ModelRunnerOutput) -> bool:
         """Whether logits of the step were not finite; what their requests computed leaves the prefix cache (E7)."""
-        if INVALID_TOKEN not in result.token_ids:
+        if INVALID_TOKEN not in result.token_ids and all(result.pooled.values()):
             return False
         live = _live(flight)
+        pooled = (flight.requests[number] for number, vector in result.pooled.items() if not vector)
         sampled = (r for c, r in zip(flight.output.chunks, flight.requests, strict=True) if c.sample)
         bad = [r for r, token in zip(sampled, result.token_ids, strict=True) if token == INVALID_TOKEN and r in live]
+        bad += [request for request in pooled if request in live]
         for request in bad:
             self._state.cache.withdraw(request)
         return bool(bad)

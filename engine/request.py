@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from engine.api import EngineRequest, RequestClass, RequestTimes
 from engine.cache.blocks import CacheMap
+from engine.pooling import Pooling
 
 MAX_RUN = 33
 """Known tokens of an answer that are computed at once like a decode."""
@@ -78,6 +79,11 @@ class Request:
     @property
     def request_class(self) -> RequestClass:
         return self.spec.request_class
+
+    @property
+    def starts_over(self) -> bool:
+        """Whether it is computed from its first token on, whatever is stored: a mean is of all hidden states."""
+        return self.spec.pooling is Pooling.MEAN
 
     @property
     def num_output_tokens(self) -> int:

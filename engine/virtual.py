@@ -48,6 +48,7 @@ class PredictedRunner:
             latency *= self._generator.choice(self._noise)
         if self._observe is not None:
             self._observe(features, latency)
+        assert all(new.pooling is None for new in output.new_requests), "there is nothing to make vectors of"
         result = ModelRunnerOutput(output.step_id, [PLACEHOLDER_TOKEN] * num_sampled, None, latency)
         return lambda: result
 

@@ -23,17 +23,25 @@ from gateway.pace import at_half_speed
 from gateway.params import GenerationPlan, without_ignored
 from gateway.quotas import Admissions, Place
 from gateway.sse import EventStream, run_while_connected
-from gateway.wire import GenerationBody, RequestBody, parse_json, validate
+from gateway.wire import ModelBody, parse_json, validate
 
 INLINE_BYTES = 32 * 1024  # parsing more than this takes long enough for a thread to be worth it
 CHARS_PER_TOKEN = 4  # a guess, for prompts that are not read
 INLINE_CHARS = 2000
 
-BodyT = TypeVar("BodyT", bound=RequestBody)
+BodyT = TypeVar("BodyT", bound=ModelBody)
 ResultT = TypeVar("ResultT")
 
 
-class AnswerFormat(Protocol):
+class WholeFormat(Protocol):
+    """How one API spells an answer in one piece."""
+
+    def whole(self, choices: list[list[Delta]], usage: dict[str, Any]) -> dict[str, Any]:
+        """`choices[i]` are the deltas of choice i."""
+        ...
+
+
+class AnswerFormat(WholeFormat, Protocol):
     """How one API spells its answers. Of a stream: `opening` once, then chunks, then one of `closing` and `failure`."""
 
     def opening(self) -> bytes:
@@ -50,10 +58,6 @@ class AnswerFormat(Protocol):
 
     def failure(self, error: ApiError, usage: dict[str, Any]) -> bytes:
         """The events of a stream that breaks off."""
-        ...
-
-    def whole(self, choices: list[list[Delta]], usage: dict[str, Any]) -> dict[str, Any]:
-        """The answer that is not streamed; `choices[i]` are the deltas of choice i."""
         ...
 
 
@@ -89,7 +93,7 @@ async def _read_raw(request: Request) -> bytes:
     return await request.body()
 
 
-async def check_room(context: GatewayContext, body: GenerationBody, num_chars: int) -> None:
+async def check_room(context: GatewayContext, body: ModelBody, num_chars: int) -> None:
     """Before a prompt of about so many characters is read: would it be queued? Raises QueueFullError or
     EngineUnavailableError."""
     offline = context.is_offline or body.service_tier == "flex"
@@ -135,6 +139,11 @@ async def respond(request: Request, generation: Generation, shape: AnswerFormat)
     """The response that carries a generation to its client, and ends it when the client leaves."""
     if generation.plan.stream:
         return EventStream(stream_events(generation, shape), generation.abort)
+    return await respond_whole(request, generation, shape)
+
+
+async def respond_whole(request: Request, generation: Generation, shape: WholeFormat) -> Response:
+    """The response in one piece."""
     answer: list[dict[str, Any]] = []
 
     async def work() -> None:
@@ -148,7 +157,7 @@ async def respond(request: Request, generation: Generation, shape: AnswerFormat)
     return Response(orjson.dumps(answer[0]), media_type="application/json")
 
 
-async def collect(generation: Generation, shape: AnswerFormat) -> dict[str, Any]:
+async def collect(generation: Generation, shape: WholeFormat) -> dict[str, Any]:
     """The whole answer. Raises the error of the first choice that fails."""
     choices: list[list[Delta]] = [[] for _ in generation.choices]
     async with aclosing(generation.deltas()) as deltas:

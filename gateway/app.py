@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException
 from engine.api import EngineClient
 from engine.errors import TidemillError
 from engine.text import Tokenizer
-from gateway import batches, chat, completions, files, health, models, params
+from gateway import batches, chat, completions, embeddings, files, health, models, params
 from gateway.batch_line import LineRunner
 from gateway.batch_metrics import BatchCollector
 from gateway.batch_worker import BatchWorker
@@ -39,7 +39,7 @@ from gateway.tracing import TraceHeaders, Traces
 from gateway.uploads import MAX_OVERHEAD
 from gateway.web import routes as web
 from gateway.web.recorder import Recorder
-from gateway.wire import ChatCompletionRequest, CompletionRequest
+from gateway.wire import ChatCompletionRequest, CompletionRequest, EmbeddingRequest
 
 log = logging.getLogger("tidemill.gateway")
 
@@ -48,6 +48,7 @@ MAX_HELD_BODIES = 64  # bodies of the largest size that may be in memory at once
 BODIES: dict[str, tuple[type[BaseModel], Collection[str], Mapping[str, tuple[Any, ...]]]] = {
     "/v1/chat/completions": (ChatCompletionRequest, params.INERT, params.UNSUPPORTED),
     "/v1/completions": (CompletionRequest, params.INERT, params.UNSUPPORTED),
+    "/v1/embeddings": (EmbeddingRequest, params.INERT, params.UNSUPPORTED),
     "/v1/responses": (responses_wire.ResponsesRequest, responses_wire.INERT, responses_wire.UNSUPPORTED),
     "/v1/messages": (messages_wire.MessagesRequest, messages_wire.INERT, messages_wire.UNSUPPORTED),
     "/v1/messages/count_tokens": (messages_wire.CountRequest, messages_wire.INERT, messages_wire.UNSUPPORTED),
@@ -103,7 +104,7 @@ def create_app(
     app.state.context = context
     app.state.recorder = Recorder(metrics, lifecycle)
     lifecycle.background += [app.state.recorder, LoopLag(metrics.registry)]
-    for resource in (chat, completions, responses, messages, models, health, web):
+    for resource in (chat, completions, embeddings, responses, messages, models, health, web):
         app.include_router(resource.router)
     if folder is not None:
         _add_batches(app, context, folder, limits or BatchLimits())

@@ -7,19 +7,20 @@ import anyio
 
 from engine.api import Lane, RequestClass
 from engine.errors import EngineUnavailableError, QueueFullError, TidemillError
-from gateway.answering import AnswerFormat, collect, run_text_work
+from gateway.answering import WholeFormat, collect, run_text_work
 from gateway.chat import ChatFormat, plan_chat
 from gateway.choices import Generation
 from gateway.completions import CompletionFormat, plan_completion
 from gateway.context import GatewayContext
+from gateway.embeddings import EmbeddingFormat, embedding_spec, plan_embeddings
 from gateway.errors import ApiError, log_unexpected, to_api_error
 from gateway.params import GenerationPlan, without_ignored
 from gateway.store.objects import Usage
-from gateway.wire import ChatCompletionRequest, CompletionRequest, validate
+from gateway.wire import BodyT, ChatCompletionRequest, CompletionRequest, EmbeddingRequest, validate
 
 MEMORY_PAUSE = 5.0
 """Seconds before lines run again where memory was short."""
-ENDPOINTS = ("/v1/chat/completions", "/v1/completions")
+ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
 
 
 class LineAnswer(NamedTuple):
@@ -35,7 +36,7 @@ class LineAnswer(NamedTuple):
             return Usage()
         cached = used["prompt_tokens_details"]["cached_tokens"]
         thoughts = used.get("completion_tokens_details", {}).get("reasoning_tokens", 0)
-        return Usage(used["prompt_tokens"], cached, used["completion_tokens"], thoughts)
+        return Usage(used["prompt_tokens"], cached, used.get("completion_tokens", 0), thoughts)
 
 
 class LineOrigin(NamedTuple):
@@ -77,15 +78,19 @@ class LineRunner:
             return LineAnswer(answer.status, answer.envelope)
 
     async def _answer(self, endpoint: str, body: dict[str, Any], origin: LineOrigin) -> dict[str, Any]:
-        context, chat = self._context, endpoint == "/v1/chat/completions"
+        context, chat = self._context, endpoint != "/v1/completions"
         plan: GenerationPlan
-        shape: AnswerFormat
-        if chat:
-            chat_body = await run_text_work(context, lambda: _validate_chat(body))
+        shape: WholeFormat
+        if endpoint == "/v1/embeddings":
+            asked = await run_text_work(context, lambda: _validate(EmbeddingRequest, body))
+            plan = _offline(await plan_embeddings(context, asked, origin.tenant), origin)
+            shape = EmbeddingFormat(asked, plan, embedding_spec(context.client.info, asked))
+        elif chat:
+            chat_body = await run_text_work(context, lambda: _validate(ChatCompletionRequest, body))
             plan = _offline(await plan_chat(context, chat_body, origin.tenant), origin)
             shape = ChatFormat(plan, context.tokenizer)
         else:
-            completion = await run_text_work(context, lambda: _validate_completion(body))
+            completion = await run_text_work(context, lambda: _validate(CompletionRequest, body))
             plan = _offline(await plan_completion(context, completion, origin.tenant), origin)
             shape = CompletionFormat(plan, context.tokenizer, bool(completion.echo))
         generation = await Generation.begin(plan, context.client, context.tokenizer, context.metrics, chat=chat)
@@ -95,12 +100,8 @@ class LineRunner:
             generation.abort()
 
 
-def _validate_chat(body: dict[str, Any]) -> ChatCompletionRequest:
-    return validate(ChatCompletionRequest, without_ignored(body))
-
-
-def _validate_completion(body: dict[str, Any]) -> CompletionRequest:
-    return validate(CompletionRequest, without_ignored(body))
+def _validate(kind: type[BodyT], body: dict[str, Any]) -> BodyT:
+    return validate(kind, without_ignored(body))
 
 
 def _offline(plan: GenerationPlan, origin: LineOrigin) -> GenerationPlan:

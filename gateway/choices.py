@@ -20,14 +20,16 @@ from gateway.metrics import ClassMetrics, GatewayMetrics
 from gateway.params import GenerationPlan
 from gateway.tool_formats import Call
 
+MAX_QUEUED = 128
+"""Choices of one request that are queued at once: one with thousands of texts must not fill the queue."""
 FINISH_REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 
 
 @dataclass(slots=True)
 class Delta:
-    """What one engine output adds to choice `index`: text, thoughts, whole calls of functions. `logprobs` pairs each
-    visible token with its logprobs; `finish_reason` is set on the last delta of the choice, and `stop` if it was a stop
-    string that ended it."""
+    """What one engine output adds to choice `index`: text, thoughts, whole calls of functions, or all of it is one
+    vector. `logprobs` pairs each visible token with its logprobs; `finish_reason` is set on the last delta of the
+    choice, and `stop` if it was a stop string that ended it."""
 
     index: int
     text: str
@@ -37,6 +39,7 @@ class Delta:
     reasoning: str = ""
     calls: Sequence[Call] = ()
     stop: str | None = None
+    embedding: bytes = b""
 
 
 class Choice:
@@ -99,6 +102,7 @@ class Choice:
             # Who counts tokens as they come sees those too whose text is held back: part of a character or a stop.
             return Delta(self._index, "") if self._shows_each_token and num_read else None
         delta = Delta(self._index, piece.text, reasoning=piece.reasoning, calls=piece.calls, stop=stop)
+        delta.embedding = output.embedding or b""
         delta.finish_reason = None if reason is None else self._finish_reason(reason)
         if self._keeps_tokens:
             self._hold(output, num_read)
@@ -178,26 +182,29 @@ class Generation:
         self.choices = choices
         self.on_end: Callable[[], None] = _do_nothing
         self._client = client
-        self._streams = streams
+        self._streams = list(streams)
 
     @classmethod
     async def begin(
         cls, plan: GenerationPlan, client: EngineClient, tokenizer: Tokenizer, metrics: GatewayMetrics, *, chat: bool
     ) -> "Generation":
-        """Queue all choices, or none. Raises what `EngineClient.submit` raises."""
+        """Queue all choices, or none; of very many the first ones. Raises what `EngineClient.submit` raises."""
         bound = metrics.by_class[plan.request_class]
         choices = [Choice(i, plan, tokenizer, bound, chat) for i in range(len(plan.requests))]
-        return cls(plan, client, choices, await client.submit(plan.requests))
+        return cls(plan, client, choices, await client.submit(plan.requests[:MAX_QUEUED]))
 
     async def deltas(self) -> AsyncGenerator[Delta, None]:
         """Deltas of all choices as they come, ending when all have finished. Raises a choice's error."""
-        if len(self._streams) == 1:
-            async for output in self._streams[0]:
-                delta = self._advance(0, output)
-                if delta is not None:
-                    yield delta
-                if self.choices[0].finished:
-                    break
+        if len(self._streams) == 1 or all(request.final_only for request in self.plan.requests):
+            for index in range(len(self.choices)):
+                if index == len(self._streams):
+                    self._streams += await self._client.submit(self.plan.requests[index : index + MAX_QUEUED])
+                async for output in self._streams[index]:
+                    delta = self._advance(index, output)
+                    if delta is not None:
+                        yield delta
+                    if self.choices[index].finished:
+                        break
         else:
             merged = self._merged()
             try:

@@ -55,13 +55,13 @@ async def plan_completion(context: GatewayContext, body: CompletionRequest, tena
         for prompt in body.prompt:
             if isinstance(prompt, str):
                 check_texts((prompt,), context.tokenizer, context.client.info, "prompt")
-        prompts = [_encode(context.tokenizer, prompt) for prompt in body.prompt]
+        prompts = [encode_prompt(context.tokenizer, prompt) for prompt in body.prompt]
         return completion_plan(body, prompts, context.client.info, caller, grammar_of(body))
 
     return plan() if sum(lengths) <= INLINE_CHARS and not is_structured(body) else await run_text_work(context, plan)
 
 
-def _encode(tokenizer: Tokenizer, prompt: str | list[int]) -> Prompt:
+def encode_prompt(tokenizer: Tokenizer, prompt: str | list[int]) -> Prompt:
     if isinstance(prompt, str):
         return Prompt(tuple(tokenizer.encode(prompt)), prompt)
     return Prompt(tuple(prompt))

@@ -29,6 +29,7 @@ MAX_CHOICES = 8
 MAX_STOPS = 4
 MAX_STOP_CHARS = 1024
 MAX_PROMPTS = 128
+MAX_INPUTS = 2048
 MAX_MESSAGES = 4096
 MAX_PARTS = 4096
 MAX_TOOL_CALLS = 128
@@ -155,12 +156,17 @@ class StructuredOutputs(StrictBody):
     whitespace_pattern: str | None = None
 
 
-class RequestBody(StrictBody):
-    """What all APIs that generate have in common. None means: not given."""
+class ModelBody(StrictBody):
+    """What asks a model for anything. None means: not given."""
 
     model: str
-    stream: bool | None = None
     service_tier: Literal["auto", "default", "flex"] | None = None
+
+
+class RequestBody(ModelBody):
+    """What all APIs that generate have in common."""
+
+    stream: bool | None = None
 
 
 class GenerationBody(RequestBody):
@@ -254,7 +260,7 @@ class ChatCompletionRequest(GenerationBody):
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
 
 
-def _as_prompts(value: Any) -> Any:
+def _as_prompts(value: Any, most: int = MAX_PROMPTS) -> Any:
     """Any of the four forms of a prompt as a list of prompts, each text or token ids."""
     if isinstance(value, str):
         return [value]
@@ -262,8 +268,8 @@ def _as_prompts(value: Any) -> Any:
         raise PydanticCustomError("prompt_type", "Input should be a text, a list of texts, token ids, or lists of them")
     if type(value[0]) is int:
         value = [value]
-    if len(value) > MAX_PROMPTS:
-        raise PydanticCustomError("too_long", "Input should have at most {limit} prompts", {"limit": MAX_PROMPTS})
+    if len(value) > most:
+        raise PydanticCustomError("too_long", "Input should have at most {limit} prompts", {"limit": most})
     for prompt in value:
         is_ids = isinstance(prompt, list) and all(type(i) is int and 0 <= i <= _INT32 for i in prompt)
         if not is_ids and not isinstance(prompt, str):
@@ -272,23 +278,38 @@ def _as_prompts(value: Any) -> Any:
 
 
 _IDS_SCHEMA = {"type": "array", "items": {"type": "integer", "minimum": 0}}
-_PROMPT_SCHEMA = {
-    "anyOf": [
-        {"type": "string"},
-        {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": MAX_PROMPTS},
-        {**_IDS_SCHEMA, "minItems": 1},
-        {"type": "array", "items": _IDS_SCHEMA, "minItems": 1, "maxItems": MAX_PROMPTS},
-    ]
-}
+
+
+def _prompt_schema(most: int) -> dict[str, Any]:
+    return {
+        "anyOf": [
+            {"type": "string"},
+            {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": most},
+            {**_IDS_SCHEMA, "minItems": 1},
+            {"type": "array", "items": _IDS_SCHEMA, "minItems": 1, "maxItems": most},
+        ]
+    }
 
 
 class CompletionRequest(GenerationBody):
     """POST /v1/completions. `prompt` is a list of texts and of lists of token ids, whatever form was sent."""
 
-    prompt: Annotated[Any, BeforeValidator(_as_prompts), WithJsonSchema(_PROMPT_SCHEMA)]
+    prompt: Annotated[Any, BeforeValidator(_as_prompts), WithJsonSchema(_prompt_schema(MAX_PROMPTS))]
     echo: bool | None = None
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     best_of: int | None = Field(None, ge=1, le=MAX_CHOICES)
+
+
+def _as_inputs(value: Any) -> Any:
+    return _as_prompts(value, MAX_INPUTS)
+
+
+class EmbeddingRequest(ModelBody):
+    """POST /v1/embeddings. `input` is a list of texts and of lists of token ids, whatever form was sent."""
+
+    input: Annotated[Any, BeforeValidator(_as_inputs), WithJsonSchema(_prompt_schema(MAX_INPUTS))]
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = Field(None, ge=1, le=_INT32)
 
 
 BodyT = TypeVar("BodyT", bound=BaseModel)

@@ -19,6 +19,9 @@ CEILINGS["engine"] += 450
 CEILINGS["loadgen"] += 1_250
 
 # The flight recorder: what the last steps were, on disk.
+
+# Embeddings: the endpoint and its batch lines, pooling across chunks.
+CEILINGS["gateway"] += 200
 CEILINGS["engine"] += 200
 
 

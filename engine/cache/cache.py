@@ -75,7 +75,7 @@ class Cache:
     def find_prefix(self, request: Request) -> list[CacheBlock]:
         """Published blocks that hold this request's prefix; at least one token is always left to compute."""
         config, cache_map = self._config, request.cache_map
-        if not config.enable_prefix_caching:
+        if not config.enable_prefix_caching or request.starts_over:
             return []
         extend_hashes(cache_map.hashes, request.token_ids, config.block_size, request.spec.cache_salt)
         usable = (len(request.token_ids) - 1) // config.block_size
@@ -164,7 +164,7 @@ class Cache:
         if there is a host tier; else its full blocks stay in the prefix index for as long."""
         cache_map = request.cache_map
         self._count(request, -cache_map.num_compact)
-        if keep:
+        if keep and not request.starts_over:
             given_up = self.parked.park(request)
         else:
             cache_map.blocks, given_up = [], cache_map.blocks
@@ -184,7 +184,7 @@ class Cache:
         """Offer the full blocks of a running request up to its last confirmed token to later ones."""
         cache_map, config = request.cache_map, self._config
         num_full = request.num_confirmed_tokens // config.block_size
-        if num_full <= cache_map.num_published or not config.enable_prefix_caching:
+        if num_full <= cache_map.num_published or not config.enable_prefix_caching or request.starts_over:
             return
         extend_hashes(cache_map.hashes, request.token_ids, config.block_size, request.spec.cache_salt)
         for index in range(cache_map.num_published, num_full):

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from engine.cache.blocks import CacheEntry, CacheKind, Tier
 from engine.execution.arrays import IntArray
 from engine.execution.sampling_table import SamplingTable
+from engine.pooling import Pooling
 from engine.scheduling.output import NewRequest, SchedulerOutput
 from predictor.limits import Limits
 
@@ -23,6 +24,7 @@ UNKNOWN = -1
 class RowTable:
     """`tokens [rows, max_model_len + 1]`; `num_blocks`, `num_prompt [rows]`; `tables [3, rows, max_blocks]`: units of
     K, V and hidden state, also as `k_table`, `v_table`, `hidden_table`. `generation [rows]`: requests a row has held.
+    `pooling`, `pools [rows]`: how, and whether, a row's request is made one vector.
 
     `is_hidden [rows, max_blocks]`: blocks of hidden state (the entries of other blocks in `hidden_table` mean nothing),
     `num_hidden [rows]`: how many a row has; refused unless `hidden`. K and V of those pass through scratch, to which
@@ -36,6 +38,8 @@ class RowTable:
         self.sampling = SamplingTable(self.num_rows)
         self.tokens = np.zeros((self.num_rows, limits.max_model_len + 1), dtype=np.int64)
         self.num_prompt = np.zeros(self.num_rows, dtype=np.int64)
+        self.pooling: list[Pooling | None] = [None] * self.num_rows
+        self.pools = np.zeros(self.num_rows, dtype=np.bool_)
         self.num_blocks = np.zeros(self.num_rows, dtype=np.int64)
         self.generation = np.zeros(self.num_rows, dtype=np.int64)
         self.tables = np.zeros((3, self.num_rows, max_blocks), dtype=np.int64)
@@ -96,6 +100,8 @@ class RowTable:
         self._empty(new.row)
         self.generation[new.row] += 1
         self.sampling.write(new.row, new.sampling)
+        self.pooling[new.row] = new.pooling
+        self.pools[new.row] = new.pooling is not None
         self._extend(new.row, new.entries)
 
     def _extend(self, row: int, entries: Sequence[CacheEntry]) -> None:

@@ -25,6 +25,7 @@ from engine.execution.lane import Lane, Mark, pinned
 from engine.execution.masks import MAX_FORCED, FinishMasks, RowMasks, StepMasks, masked
 from engine.execution.operations import CacheMover, run_operations
 from engine.execution.pool import UnitPool
+from engine.execution.pooling import RowPools, StepPools, TakeHidden
 from engine.execution.rows import UNKNOWN, RowTable
 from engine.execution.sampler import SampleInput, sample
 from engine.scheduling.output import Collect, ModelRunnerOutput, SchedulerOutput
@@ -44,13 +45,16 @@ class Device(CacheMover, Protocol):
     lane: Lane
     pipeline_depth: int
 
-    def forward(self, chunks: IntArray, draws: bool, masks: FinishMasks | None = None) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        self, chunks: IntArray, draws: bool, masks: FinishMasks | None = None, take: TakeHidden | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         """Run chunks [n, 4] (row, start, length, sample) over the rows' tokens and tables, and write their cache.
 
         Gives, in the order of the chunks that sample, logits [S, vocab] and tokens [S] int32, INVALID_TOKEN where
         logits are not finite: drawn as their rows wish if `draws`, else greedy, and where `masks` allow it, which are
         asked for when the forward pass is under way. None for the tokens: the host is to sample, and to mask. The next
-        call may overwrite both. Where a row's token is UNKNOWN the device reads the one it sampled.
+        call may overwrite both. `take` is called with the step's hidden states. Where a row's token is UNKNOWN the
+        device reads the one it sampled.
         """
 
 
@@ -82,6 +86,7 @@ class Runner(Generic[DeviceT]):
         self._unsettled: deque[_Samples] = deque()
         self._last_end = 0.0
         self.masks: RowMasks | None = None
+        self._pools = RowPools(device.rows)
 
     def enforce(self, grammars: "GrammarCompiler", max_forced: int = MAX_FORCED) -> None:
         """Take requests with grammars and budgets from now on. `max_forced`: see `RowMasks`."""
@@ -100,15 +105,15 @@ class Runner(Generic[DeviceT]):
             self._settle(all_but=device.pipeline_depth)
             self._rows.apply(output)
             run_operations(device, output.operations)
-            samples = self._run(output)
-            arrived = device.lane.mark() if samples is None else samples.arrived
-        return partial(self._collect, output.step_id, samples, arrived, began)
+            chunks = np.array(output.chunks, dtype=np.int64).reshape(-1, 4)
+            pools = self._pools.begin(chunks)
+            samples = self._run(chunks, pools) if len(chunks) else None
+            arrived = device.lane.mark() if samples is None or pools is not None else samples.arrived
+        return partial(self._collect, output.step_id, samples, pools, arrived, began)
 
-    def _run(self, output: SchedulerOutput) -> _Samples | None:
+    def _run(self, chunks: IntArray, pools: StepPools | None) -> _Samples | None:
         """Forward pass and sampling; None without a sample."""
-        if not output.chunks:
-            return None
-        chunks, rows = np.array(output.chunks, dtype=np.int64), self._rows
+        rows = self._rows
         ends = chunks[:, 1] + chunks[:, 2]
         assert (ends <= rows.num_blocks[chunks[:, 0]] * rows.block_size).all(), "a block table is too short"
         sampled = np.flatnonzero(chunks[:, 3])
@@ -116,7 +121,7 @@ class Runner(Generic[DeviceT]):
         by_host = rows.sampling.needs_host(where)
         masks = self._begin_masks(where, ends, alone=len(sampled) == len(chunks) and not self.device.pipeline_depth)
         draws = not by_host and not rows.sampling.greedy[where].all()
-        logits, tokens = self.device.forward(chunks, draws, None if by_host else masks)
+        logits, tokens = self.device.forward(chunks, draws, None if by_host else masks, pools)
         if not sampled.size:
             return None
         if by_host or tokens is None:
@@ -171,11 +176,16 @@ class Runner(Generic[DeviceT]):
             step.arrived.synchronize()
             self._rows.settle(step.rows, step.ends, step.generations, step.tokens)
 
-    def _collect(self, step_id: int, samples: _Samples | None, arrived: Mark, began: float) -> ModelRunnerOutput:
+    def _collect(
+        self, step_id: int, samples: _Samples | None, pools: StepPools | None, arrived: Mark, began: float
+    ) -> ModelRunnerOutput:
         arrived.synchronize()
+        with torch.inference_mode():
+            pooled = {} if pools is None else pools.fetch()
         ended = time.perf_counter()
         # a step launched behind another begins when that one ends
         latency, self._last_end = ended - max(began, self._last_end), ended
         if samples is None:
-            return ModelRunnerOutput(step_id, [], None, latency)
-        return ModelRunnerOutput(step_id, samples.tokens.tolist(), samples.logprobs, latency, samples.forced)
+            return ModelRunnerOutput(step_id, [], None, latency, pooled=pooled)
+        tokens = samples.tokens.tolist()
+        return ModelRunnerOutput(step_id, tokens, samples.logprobs, latency, samples.forced, pooled)

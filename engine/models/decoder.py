@@ -72,7 +72,11 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Final norm and head of the rows that sample: hidden [R, H] -> [R, vocab]."""
-        return self.weights.head(self._norm(hidden, self.weights.final_norm))
+        return self.weights.head(self.normed(hidden))
+
+    def normed(self, hidden: Tensor) -> Tensor:
+        """The final norm: hidden [T, H] -> [T, H]."""
+        return self._norm(hidden, self.weights.final_norm)
 
     def _norm(self, x: Tensor, norm: Norm) -> Tensor:
         if norm.bias is None:

@@ -36,7 +36,8 @@ SMALLEST = EngineRequest("", (0,), SamplingParams(max_tokens=1))
 
 def check_length(spec: EngineRequest, max_model_len: int) -> None:
     """Refuse what can never run. Raises InvalidRequestError, ContextLengthError."""
-    prompt, output = len(spec.prompt_token_ids), spec.sampling.max_tokens
+    prompt = len(spec.prompt_token_ids)
+    output = spec.sampling.max_tokens if spec.pooling is None else 0
     if not prompt:
         raise InvalidRequestError("The prompt is empty.", param="prompt", code="invalid_value")
     if prompt + output > max_model_len:
@@ -70,8 +71,10 @@ class Admission:
 
     def note_end(self, request: Request) -> None:
         """Learn how long online prompts and answers are."""
-        if request.request_class is RequestClass.ONLINE:
-            self.mean_prompt_tokens += FORGETTING * (request.num_prompt_tokens - self.mean_prompt_tokens)
+        if request.request_class is not RequestClass.ONLINE:
+            return
+        self.mean_prompt_tokens += FORGETTING * (request.num_prompt_tokens - self.mean_prompt_tokens)
+        if request.spec.pooling is None:
             self.mean_output_tokens += FORGETTING * (request.num_output_tokens - self.mean_output_tokens)
 
     def _check_online(self, request: Request, now: float) -> None:

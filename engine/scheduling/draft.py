@@ -130,7 +130,7 @@ class StepDraft:
         """Add `length` tokens that will be charged in bulk."""
         start = request.num_computed_tokens
         end = start + length
-        sample = end == len(request.token_ids) + request.num_placeholders
+        sample = request.spec.pooling is None and end == len(request.token_ids) + request.num_placeholders
         if num_compact := request.cache_map.num_compact:
             self.ledger.charge_cache_work(CacheWork(compact_tokens=num_compact * self.state.config.block_size))
         if self.state.unwritten and request in self.state.unwritten:
@@ -203,4 +203,5 @@ def _whole(request: Request) -> NewRequest:
         num_prompt_tokens=request.num_prompt_tokens,
         sampling=request.spec.sampling,
         entries=tuple(block.entry for block in request.cache_map.blocks),
+        pooling=request.spec.pooling,
     )

@@ -23,6 +23,7 @@ from typing import NamedTuple, Protocol
 
 from engine.api import SamplingParams, TokenLogprobs
 from engine.cache.blocks import CacheEntry, CacheOperation
+from engine.pooling import Pooling
 
 INVALID_TOKEN = -1
 """Stands for a token that could not be sampled (NaN logits)."""
@@ -42,7 +43,8 @@ class Chunk(NamedTuple):
 
 
 class NewRequest(NamedTuple):
-    """A request whole: `token_ids` = prompt + outputs known so far, `entries` = its cache map with prefix hits."""
+    """A request whole: `token_ids` = prompt + outputs known so far, `entries` = its cache map with prefix hits.
+    With `pooling` no token is sampled: its vector comes with its last chunk."""
 
     row: int
     request_id: str
@@ -50,6 +52,7 @@ class NewRequest(NamedTuple):
     num_prompt_tokens: int
     sampling: SamplingParams
     entries: tuple[CacheEntry, ...]
+    pooling: Pooling | None = None
 
 
 class AppendedEntries(NamedTuple):
@@ -108,7 +111,8 @@ class ModelRunnerOutput:
 
     `logprobs[i]` is None where the request did not ask for them. `latency` is the measured step time in seconds.
     `forced[i]`: the tokens that must follow the i-th, by its grammar or its thinking budget; they stand in the row's
-    tokens already. Only of rows that no later step in flight holds.
+    tokens already. Only of rows that no later step in flight holds. `pooled`: by the index of the chunk that ends its
+    prompt, the vector of a request with `pooling`, as float32 numbers; empty where one is not finite.
     """
 
     step_id: int
@@ -116,6 +120,7 @@ class ModelRunnerOutput:
     logprobs: list[TokenLogprobs | None] | None
     latency: float
     forced: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    pooled: Mapping[int, bytes] = field(default_factory=dict)
 
 
 Collect = Callable[[], ModelRunnerOutput]

@@ -16,6 +16,7 @@ from engine.execution.hidden import ScratchPlan, has_hidden
 from engine.execution.lane import Lane
 from engine.execution.masks import FinishMasks
 from engine.execution.pool import UnitPool
+from engine.execution.pooling import TakeHidden
 from engine.execution.rows import RowTable
 from engine.models.absorption import Absorption
 from engine.models.decoder import Attend, Decoder
@@ -64,7 +65,9 @@ class TorchDevice(PoolDevice):
         """See CacheMover."""
         restore(self._heads, self.pool, units, starts)
 
-    def forward(self, chunks: IntArray, draws: bool, masks: FinishMasks | None = None) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        self, chunks: IntArray, draws: bool, masks: FinishMasks | None = None, take: TakeHidden | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         """See Device; the host samples."""
         del draws, masks
         batch, hidden = self._plan(chunks)
@@ -73,6 +76,8 @@ class TorchDevice(PoolDevice):
         token_ids = torch.from_numpy(self.rows.tokens[layout.token_rows, layout.positions]).to(device)
         x = self._decoder.embed(token_ids, torch.from_numpy(layout.positions).to(device))
         x = self._decoder.run(x, attend)
+        if take is not None:
+            take(layout, self._decoder.normed(x))
         if not layout.sampled.size:
             return x[:0], None
         return self._decoder.logits(x.index_select(0, torch.from_numpy(layout.sampled_tokens).to(device))), None

@@ -8,6 +8,7 @@ from engine.execution.cpu.attention import PagedAttention, arrange, clear_begun_
 from engine.execution.cpu.device import PoolDevice
 from engine.execution.masks import FinishMasks
 from engine.execution.pool import UnitPool
+from engine.execution.pooling import TakeHidden
 from engine.execution.rows import RowTable
 from engine.models.transformers_model import TransformersModel
 from predictor.limits import Limits
@@ -25,8 +26,11 @@ class TransformersDevice(PoolDevice):
         """See CacheMover; nobody keeps hidden state here."""
         raise NotImplementedError
 
-    def forward(self, chunks: IntArray, draws: bool, masks: FinishMasks | None = None) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        self, chunks: IntArray, draws: bool, masks: FinishMasks | None = None, take: TakeHidden | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         """See Device; the host samples."""
+        assert take is None, "a vector is asked of a model that makes none"
         del draws, masks
         pool, rows = self.pool, self.rows
         clear_begun_blocks(pool, rows, chunks)

@@ -1,13 +1,14 @@
 """CudaDevice: persistent device state, our kernels, CUDA graphs by bucket, and tokens that stay on the device.
 
 `forward` turns a step into one upload and one graph replay and comes back at once; operations of the cache go down the
-same lane, transfers of the host tier down another (`engine.execution.cuda.swap`). Steps that run from hidden state do
-without a graph. With `kernels` from torch, or Triton's interpreter, the same class runs on the CPU. Knows nothing of
-scheduling, requests or the order of a step's parts (`Runner`).
+same lane, transfers of the host tier down another (`engine.execution.cuda.swap`). Steps that run from hidden state, or
+make vectors of it, do without a graph. With `kernels` from torch, or Triton's interpreter, the same class runs on the
+CPU. Knows nothing of scheduling, requests or the order of a step's parts (`Runner`).
 """
 
 import logging
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -29,6 +30,7 @@ from engine.execution.lane import Lane
 from engine.execution.layout import decodes_first
 from engine.execution.masks import FinishMasks
 from engine.execution.pool import UnitPool
+from engine.execution.pooling import TakeHidden
 from engine.execution.rows import RowTable
 from engine.models.spec import ModelSpec
 from engine.models.weights import ModelWeights
@@ -89,7 +91,9 @@ class CudaDevice:
     def num_shapes(self) -> int:
         return len(self._buckets.all_shapes())
 
-    def forward(self, chunks: IntArray, draws: bool, masks: FinishMasks | None = None) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, chunks: IntArray, draws: bool, masks: FinishMasks | None = None, take: TakeHidden | None = None
+    ) -> tuple[Tensor, Tensor]:
         """See Device. Nothing is waited for but what `masks` wait for, while the device runs."""
         rows, buffers, layout = self.rows, self._buffers, decodes_first(chunks)
         inputs = buffers.fill(self._buckets.fit(len(layout.positions), layout.num_decodes), layout, rows)
@@ -101,10 +105,10 @@ class CudaDevice:
         buffers.fill_changes(*changes)
         buffers.upload()
         buffers.write_tables(self._tables.tables, *changes)
-        if hidden is None:
+        if hidden is None and take is None:
             self._graphs.run(inputs)
         else:
-            self._forward(inputs, hidden)
+            self._forward(inputs, hidden, None if take is None else partial(take, layout))
         self._last_inputs = inputs
         count = len(layout.sampled)
         logits, tokens = self._forward.logits[:count], self._forward.sampled[:count]

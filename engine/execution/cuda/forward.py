@@ -57,7 +57,9 @@ class Forward:
         self.logits = torch.zeros((limits.max_num_seqs, spec.vocab_size), dtype=dtype, device=device)
         self.sampled = torch.zeros(limits.max_num_seqs, dtype=torch.int32, device=device)
 
-    def __call__(self, inputs: StepInputs, observe: Observe | None = None) -> None:
+    def __call__(
+        self, inputs: StepInputs, observe: Observe | None = None, take: Callable[[Tensor], None] | None = None
+    ) -> None:
         def attend(index: int, layer: LayerWeights, x: Tensor) -> Tensor:
             if observe is not None:
                 observe(index, x)
@@ -66,6 +68,8 @@ class Forward:
         last = self._last_tokens.index_select(0, inputs.source)
         hidden = self._decoder.embed(torch.where(inputs.ids < 0, last, inputs.ids), inputs.positions)
         hidden = self._decoder.run(hidden, attend)
+        if take is not None:
+            take(self._decoder.normed(hidden))
         logits = self._decoder.logits(hidden.index_select(0, inputs.sample_tokens))
         # A copy, so that graphs can share the memory of everything else they allocate.
         self.logits[: inputs.shape.samples].copy_(logits)

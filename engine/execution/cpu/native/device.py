@@ -14,7 +14,9 @@ from engine.execution.cpu.device import TorchDevice
 from engine.execution.cpu.native.linear import Native
 from engine.execution.cpu.native.model import NativeModel
 from engine.execution.hidden import has_hidden
+from engine.execution.layout import Layout
 from engine.execution.masks import FinishMasks
+from engine.execution.pooling import TakeHidden
 from engine.models.decoder import Decoder
 from engine.scheduling.output import INVALID_TOKEN
 from predictor.limits import Limits
@@ -30,15 +32,20 @@ class NativeDevice(TorchDevice):
         length = limits.max_model_len
         self._native = NativeModel(native, decoder.spec, decoder.weights, self.pool, self.rows, length)
 
-    def forward(self, chunks: IntArray, draws: bool, masks: FinishMasks | None = None) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        self, chunks: IntArray, draws: bool, masks: FinishMasks | None = None, take: TakeHidden | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         """See Device. Greedy tokens that may be any are chosen here, all others by the host."""
         if has_hidden(self.rows, chunks):
-            return super().forward(chunks, draws, masks)
+            return super().forward(chunks, draws, masks, take)
         if self.pool.scratch_blocks:  # a later step by torch reads blocks whole
             clear_begun_blocks(self.pool, self.rows, chunks)
         where, table = chunks[chunks[:, 3] > 0, 0], self.rows.sampling
         plain = masks is None and bool(table.greedy[where].all()) and not table.needs_host(where)
         result = self._native.run(chunks, logits=not plain)
+        if take is not None:
+            hidden = self._native.hidden(int(chunks[:, 2].sum()))
+            take(Layout.of(chunks, np.arange(len(chunks))), self._decoder.normed(hidden))
         if result.logits is not None:
             return result.logits, None
         tokens = np.where(np.isfinite(result.best), result.best_ids, INVALID_TOKEN)

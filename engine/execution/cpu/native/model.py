@@ -93,6 +93,13 @@ class NativeModel:
             done = part.stop
         tape.run_ops(team, done, len(self._composed.ops))
 
+    def hidden(self, num_tokens: int) -> Tensor:
+        """The hidden states [T, H] that the last step left, chunk by chunk, before the final norm; of tokens that were
+        not sampled."""
+        at, size = self._buffers, self._spec.hidden_size
+        parts = [at.x, at.delta] if at.other is None else [at.x, at.delta, at.other]
+        return torch.stack([part[:num_tokens, :size].float() for part in parts]).sum(dim=0).to(self._dtype)
+
     def seconds(self) -> dict[Kind, float]:
         """What operations of each kind took since the last call."""
         return self._tape.seconds()
