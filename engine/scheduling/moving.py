@@ -38,14 +38,15 @@ class Moves:
         """Take a request out of this engine, with nobody told. What it holds is free; who takes the past with him must
         have read it, or be the only one to write here until he has."""
         request = self._requests.pop(request_id)
-        running = request.status is RequestStatus.RUNNING
+        has_past = request.status is RequestStatus.RUNNING and not request.starts_over
+        past = request.num_confirmed_tokens if has_past else 0
         resumption = Resumption(
             tuple(request.token_ids[request.num_prompt_tokens :]),
             request.times,
             request.num_cached_tokens,
             request.num_preemptions,
         )
-        moved = MovedRequest(replace(request.spec, resumed=resumption), request.num_confirmed_tokens if running else 0)
+        moved = MovedRequest(replace(request.spec, resumed=resumption), past)
         self._state.end(request)
         request.move_to(RequestStatus.FINISHED)
         return moved
