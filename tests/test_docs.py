@@ -29,3 +29,9 @@ def test_the_reference_is_what_the_code_says() -> None:
     command = [sys.executable, str(ROOT / "tools" / "reference.py"), "--check"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_no_page_holds_the_traces_of_a_merge() -> None:
+    for page in [*PAGES, ROOT / "CHANGELOG.md"]:
+        lines = page.read_text().splitlines()
+        assert not [line for line in lines if line.startswith(("<<<<<<< ", ">>>>>>> "))], page

@@ -131,6 +131,13 @@ async def test_a_step_that_goes_wrong_needs_no_other_process(
         assert not stats.restarts and stats.failed_steps == 1
 
 
+async def test_only_the_first_start_tests_the_model(tmp_path: Path) -> None:
+    """Streams wait for the others."""
+    async with engine_process(tmp_path / "children") as engine:
+        assert CONFIG.self_test and not engine._launch.config.self_test
+        assert replace(engine._launch.config, self_test=True) == CONFIG
+
+
 async def test_deaths_in_every_process_and_before_the_first_step(
     tmp_path: Path, undisturbed: dict[str, tuple[Any, ...]]
 ) -> None:

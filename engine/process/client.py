@@ -16,6 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from engine import flight
 from engine.api import (
     EngineInfo,
@@ -96,8 +98,8 @@ class EngineProcess:
         waits: bool = True,
     ) -> None:
         self._patience = patience(config) if waits else None
-        launch = frames.Launch(config, log_level, place=place)
-        self._spawn = partial(Child.spawn, command or python_module(CHILD), launch, pid_file)
+        self._launch = frames.Launch(config, log_level, place=place)
+        self._command = command or python_module(CHILD)
         self._tell_change = changed
         self._given = Given()
         self._pid_file = pid_file
@@ -314,6 +316,9 @@ class EngineProcess:
             self.discard()
             raise (start_error(error) if isinstance(error, OSError) else error) from None
 
+    def _spawn(self) -> Child:
+        return Child.spawn(self._command, self._launch, self._pid_file)
+
     def discard(self) -> None:
         """End a process that was loaded and will not be used."""
         if self._child is not None:
@@ -376,6 +381,8 @@ class EngineProcess:
             error = lost.exception()
             raise error if error is not None else EngineUnavailableError("the engine process ended while it started")
         self._policy.ready(self._clock())
+        # What has served once is the same model on the same machine: the next start need not be longer for a test.
+        self._launch = msgspec.structs.replace(self._launch, config=replace(self._launch.config, self_test=False))
 
     async def _supervise(self, child: Child) -> None:
         try:
