@@ -34,7 +34,6 @@ from engine.colocation.tuner import BudgetTuner
 from engine.core import EngineCore
 from engine.errors import EngineStepError, EngineUnavailableError, ErrorInfo, RetryableError, TidemillError
 from engine.fault_log import FaultLog
-from engine.flight import FlightRecorder
 from engine.grammars import Grammars
 from engine.planner_task import Planner, PlanOffline
 from engine.scheduling.output import ModelRunner, ModelRunnerOutput, SchedulerOutput
@@ -44,7 +43,8 @@ from engine.step_watch import StepLimits, StepWatch
 from engine.stream import RequestStream
 from engine.watchdog import STALL_SECONDS, ProgressWatchdog
 
-if TYPE_CHECKING:  # an engine without grammars needs none of what compiles them
+if TYPE_CHECKING:  # an engine needs neither what compiles grammars nor what writes records
+    from engine.flight import FlightRecorder
     from engine.structured import GrammarCompiler
 
 log = logging.getLogger("tidemill.engine")
@@ -320,7 +320,7 @@ class Engine:
         """Steps go through what `wrap` makes of the runner; before `start`."""
         self._runner = wrap(self._runner)
 
-    def be_recorded(self, recorder: FlightRecorder) -> None:
+    def be_recorded(self, recorder: "FlightRecorder") -> None:
         """From now on every step is written there before it runs."""
         self._recorder = recorder
 

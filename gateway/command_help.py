@@ -24,6 +24,8 @@ FLAGS: tuple[tuple[str, tuple[str, ...]], ...] = (
         "model",
         (
             "revision",
+            "model_impl",
+            "self_test",
             "device",
             "dtype",
             "max_model_len",

@@ -142,7 +142,7 @@ async def test_stop_strings_choices_and_logprobs_as_over_http(tokenizer: Tokeniz
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"endpoint": "/v1/embeddings"}, "endpoint"),
+        ({"endpoint": "/v1/responses"}, "endpoint"),
         ({"endpoint": 1}, "endpoint"),
         ({"completion_window": "24"}, "completion_window"),
         ({"completion_window": "31d"}, "completion_window"),

@@ -100,7 +100,12 @@ async def test_a_poisoned_chat_and_a_poisoned_line_end_alone(tokenizer: Tokenize
     async with server(tokenizer, tmp_path / "calm", NO_DEATHS) as (_, client):
         expected = await everything(client, "fake-model")
     async with server(tokenizer, tmp_path / "poison", f"poison:{POISON}:1-99") as (served, client):
-        lines = jsonl([line(0, prompt=[POISON, 5], max_tokens=9), line(1, prompt=[200, 1, 7], max_tokens=5, seed=1)])
+        lines = jsonl(
+            [
+                line(0, prompt=[POISON, 5], max_tokens=9, ignore_eos=True),
+                line(1, prompt=[200, 1, 7], max_tokens=5, seed=1),
+            ]
+        )
         batch = await submit(client, lines)
         chunks = await client.completions.create(
             model="fake-model", prompt=[POISON, 3], max_tokens=20, stream=True, extra_body={"ignore_eos": True}

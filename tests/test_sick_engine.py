@@ -83,13 +83,13 @@ async def test_a_line_for_which_memory_is_short_runs_again(
     origin = LineOrigin("acme", "batch_1", 1e12)
     short = True
 
-    def validate(body: dict[str, Any]) -> Any:
+    def validate(*line: Any) -> Any:
         if short:
             raise MemoryError
-        return kept(body)
+        return kept(*line)
 
-    kept = batch_line._validate_completion
-    monkeypatch.setattr("gateway.batch_line._validate_completion", validate)
+    kept = batch_line._validate
+    monkeypatch.setattr("gateway.batch_line._validate", validate)
     with pytest.raises(LineRetry) as waits:
         await runner.run("/v1/completions", {"model": MODEL, "prompt": "hi"}, origin)
     assert waits.value.retry_after > 0

@@ -30,6 +30,7 @@ PUBLISHED_PARAMETERS = {
     "opt-66b": 65.72e9,
     "qwen2.5-0.5b": 0.494e9,
     "qwen2.5-7b": 7.62e9,
+    "qwen2.5-14b": 14.77e9,
 }
 
 
