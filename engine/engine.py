@@ -431,12 +431,13 @@ class Engine:
             self._deliver(request_output)
 
     async def _check_device(self) -> None:
-        """Trials on a device that is lost would blame requests for it. Raises _DeviceLostError."""
+        """Trials on a device that is lost would blame requests for it; whether one that says nothing hangs is for the
+        next step to show. Raises _DeviceLostError."""
         asked = asyncio.get_running_loop().run_in_executor(self._waiter, self._device_lost)
         try:
             lost = await asyncio.wait_for(asked, DEVICE_SECONDS)
         except TimeoutError:
-            lost = f"it says nothing for {DEVICE_SECONDS:.0f} s"
+            return  # a long step in flight may be in the way
         if lost is not None:
             raise _DeviceLostError(f"the device is lost: {lost}")
 

@@ -102,7 +102,7 @@ def attributes_of(account: Account, model: str, stats: "EngineStats") -> dict[st
     """What a span says, times in seconds; of the names outside `gen_ai` see the request log."""
     line, sampling = line_of(account, stats), account.request.sampling
     named: dict[str, Any] = {
-        "gen_ai.operation.name": "text_completion" if account.response_id.startswith("cmpl-") else "chat",
+        "gen_ai.operation.name": _operation(account),
         "gen_ai.provider.name": "tidemill",
         "gen_ai.request.model": model,
         "gen_ai.response.id": account.response_id,
@@ -117,3 +117,9 @@ def attributes_of(account: Account, model: str, stats: "EngineStats") -> dict[st
     ours = ("tier", "choice", "tenant", "cached_tokens", "queue", "ttft", "tbt_mean", "tbt_max", "preemptions")
     named |= {f"tidemill.{name}": line[name] for name in (*ours, "beside_offline", "slo_met", "why")}
     return {name: value for name, value in named.items() if value is not None}
+
+
+def _operation(account: Account) -> str:
+    if account.request.pooling is not None:
+        return "embeddings"
+    return "text_completion" if account.response_id.startswith("cmpl-") else "chat"

@@ -196,7 +196,7 @@ async def test_an_answer_may_be_as_long_as_the_context(start_server: StartServer
     assert refused.status_code == 400 and "context" in refused.json()["error"]["message"]
 
 
-async def test_required_calls_and_forms_are_enforced(tmp_path: Path) -> None:
+async def test_forms_are_enforced(tmp_path: Path) -> None:
     schema = {"type": "object", "properties": {"n": {"type": "integer", "maximum": 9}}, "required": ["n"]}
     schema["additionalProperties"] = False
     async with demo_server(tmp_path) as served:

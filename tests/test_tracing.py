@@ -1,6 +1,7 @@
 """OpenTelemetry spans: one for each choice, on the trace of its request, and nothing that costs a request."""
 
 import asyncio
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,10 +15,13 @@ from fake_engine import MODEL, Served
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
+from engine.api import EngineRequest, EngineStats, FinishReason, SamplingParams
 from engine.errors import ConfigError
+from engine.pooling import Pooling
+from gateway.account import Account
 from gateway.batch_line import LineOrigin, LineRunner
 from gateway.config import ServerConfig
-from gateway.tracing import Traces, check_endpoint
+from gateway.tracing import Traces, attributes_of, check_endpoint
 
 SECRET = "a-prompt-that-nobody-may-read"
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
@@ -123,6 +127,16 @@ async def test_a_collector_that_is_gone_costs_no_request(start_server: StartServ
     assert {answer.choices[0].finish_reason for answer in answers} == {"stop"}
 
 
+@pytest.mark.parametrize(
+    ("response_id", "pooling", "name"),
+    [("chatcmpl-1", None, "chat"), ("cmpl-1", None, "text_completion"), ("embd-1", Pooling.LAST, "embeddings")],
+)
+def test_a_span_says_what_was_asked_for(response_id: str, pooling: Pooling | None, name: str) -> None:
+    account = Account(EngineRequest("r", (1, 2), SamplingParams(max_tokens=1), pooling=pooling), response_id, 0)
+    account.end(FinishReason.STOP, 200)
+    assert attributes_of(account, MODEL, EngineStats())["gen_ai.operation.name"] == name
+
+
 @pytest.mark.parametrize("endpoint", ["localhost:4318", "grpc://localhost:4317", "http://", ""])
 def test_an_endpoint_is_an_http_address(endpoint: str) -> None:
     with pytest.raises(ConfigError, match="--otlp-traces-endpoint must be an http address"):
@@ -130,7 +144,7 @@ def test_an_endpoint_is_an_http_address(endpoint: str) -> None:
 
 
 def test_without_the_extra_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "opentelemetry.sdk.trace", None)
+    monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
     with pytest.raises(ConfigError, match=r"pip install 'tidemill\[otel\]'"):
         Traces("http://localhost:4318/v1/traces", MODEL, "1", lambda: None)  # type: ignore[arg-type,return-value]
     assert ServerConfig().otlp_traces_endpoint is None
