@@ -13,33 +13,36 @@ from starlette.exceptions import HTTPException
 from engine.api import EngineClient
 from engine.errors import TidemillError
 from engine.text import Tokenizer
-from gateway import batches, chat, completions, embeddings, files, health, models, params
-from gateway.batch_line import LineRunner
-from gateway.batch_metrics import BatchCollector
-from gateway.batch_worker import BatchWorker
+from gateway import health, models
+from gateway.batch import files
+from gateway.batch import routes as batches
+from gateway.batch.limits import BatchLimits, BatchState
+from gateway.batch.line import LineRunner
+from gateway.batch.metrics import BatchCollector
+from gateway.batch.uploads import MAX_OVERHEAD
+from gateway.batch.worker import BatchWorker
 from gateway.config import ServerConfig
 from gateway.context import GatewayContext, Lifecycle
-from gateway.errors import ApiError, ErrorBoundary, handle_error
-from gateway.hosts import HostNames
-from gateway.keys import KeyStore
-from gateway.loop_lag import LoopLag
-from gateway.messages import routes as messages
-from gateway.messages import wire as messages_wire
-from gateway.metrics import GatewayMetrics
-from gateway.middleware import Authentication, BodyLimit, HostGuard, RequestIds
-from gateway.quotas import Admissions
-from gateway.request_log import RequestLog
-from gateway.responses import routes as responses
-from gateway.responses import wire as responses_wire
-from gateway.state import BatchLimits, BatchState
+from gateway.generate import chat, completions, embeddings, params
+from gateway.generate.messages import routes as messages
+from gateway.generate.messages import wire as messages_wire
+from gateway.generate.responses import routes as responses
+from gateway.generate.responses import wire as responses_wire
+from gateway.generate.thinking import find_marks
+from gateway.generate.tools import choose_format
+from gateway.generate.wire import ChatCompletionRequest, CompletionRequest, EmbeddingRequest
+from gateway.http.errors import ApiError, ErrorBoundary, handle_error
+from gateway.http.hosts import HostNames
+from gateway.http.keys import KeyStore
+from gateway.http.middleware import Authentication, BodyLimit, HostGuard, RequestIds
+from gateway.http.quotas import Admissions
 from gateway.store.folder import StateFolder
-from gateway.thinking import find_marks
-from gateway.tools import choose_format
-from gateway.tracing import TraceHeaders, Traces
-from gateway.uploads import MAX_OVERHEAD
+from gateway.telemetry.loop_lag import LoopLag
+from gateway.telemetry.metrics import GatewayMetrics
+from gateway.telemetry.request_log import RequestLog
+from gateway.telemetry.tracing import TraceHeaders, Traces
 from gateway.web import routes as web
 from gateway.web.recorder import Recorder
-from gateway.wire import ChatCompletionRequest, CompletionRequest, EmbeddingRequest
 
 log = logging.getLogger("tidemill.gateway")
 

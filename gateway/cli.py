@@ -18,11 +18,11 @@ from engine import openmp
 from engine.api import EngineClient, EngineInfo
 from engine.config import EngineConfig
 from engine.errors import ConfigError, TidemillError
-from gateway.batch_cli import add_batch
-from gateway.command_help import Parser, RootParser, add_by_task
+from gateway.commands.batch import add_batch
+from gateway.commands.flags import flags_of, given_where, resolve_configs
+from gateway.commands.help import Parser, RootParser, add_by_task
+from gateway.commands.shell_completion import SHELLS, script
 from gateway.config import ServerConfig
-from gateway.flags import flags_of, given_where, resolve_configs
-from gateway.shell_completion import SHELLS, script
 
 DEMO_NAME = "tidemill-demo"
 _LOADGEN = {"bench": "loadgen.cli", "simulate": "loadgen.simulate"}
@@ -166,7 +166,7 @@ def _add_replay(commands: Any) -> None:
 
 
 def _replay(arguments: argparse.Namespace) -> int:
-    return int(importlib.import_module("gateway.replay").run(arguments.file))
+    return int(importlib.import_module("gateway.commands.replay").run(arguments.file))
 
 
 def _add_profile(commands: Any) -> None:
@@ -187,7 +187,7 @@ def _completions(arguments: argparse.Namespace) -> int:
 
 
 def _chat(arguments: argparse.Namespace) -> int:
-    from gateway.terminal_chat import run_chat
+    from gateway.commands.chat import run_chat
 
     options = dataclasses.replace(
         _server_of(arguments),
@@ -200,12 +200,12 @@ def _chat(arguments: argparse.Namespace) -> int:
 
 
 def _top(arguments: argparse.Namespace) -> int:
-    return int(importlib.import_module("gateway.top.follow").run_top(_server_of(arguments)))
+    return int(importlib.import_module("gateway.commands.top.follow").run_top(_server_of(arguments)))
 
 
 def _server_of(arguments: argparse.Namespace) -> Any:
     """What `_add_server` asked for."""
-    from gateway.terminal_chat import ChatOptions
+    from gateway.commands.chat import ChatOptions
 
     keys = os.environ.get("TIDEMILL_API_KEY", "").split(",")
     url = arguments.url or os.environ.get("TIDEMILL_URL") or "http://127.0.0.1:8000"
@@ -213,12 +213,12 @@ def _server_of(arguments: argparse.Namespace) -> Any:
 
 
 def _pull(arguments: argparse.Namespace) -> int:
-    return int(importlib.import_module("gateway.pull").run(arguments.model, arguments.revision, say))
+    return int(importlib.import_module("gateway.commands.pull").run(arguments.model, arguments.revision, say))
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
     engine_config, _server = resolve_configs(arguments, [EngineConfig, ServerConfig])
-    from gateway.doctor import report_launch, report_machine
+    from gateway.commands.doctor import report_launch, report_machine
 
     print("\n".join(report_machine(version())))
     build = importlib.import_module("engine.build")
@@ -230,9 +230,9 @@ def _serve(arguments: argparse.Namespace) -> int:
     engine_config, server_config = resolve_configs(arguments, [EngineConfig, ServerConfig])
     if arguments.dry_run:
         given = given_where(arguments, [EngineConfig, ServerConfig])
-        dry_run = importlib.import_module("gateway.dry_run")
+        dry_run = importlib.import_module("gateway.commands.dry_run")
         return int(dry_run.run(given, engine_config, server_config, model_name(engine_config)))
-    server = importlib.import_module("gateway.server")
+    server = importlib.import_module("gateway.http.server")
     server.bind(server_config.host, server_config.port).close()  # before minutes of loading: can the address be had?
     if not server_config.served_model_name:
         server_config = dataclasses.replace(server_config, served_model_name=(model_name(engine_config),))
@@ -321,7 +321,7 @@ def _window_lines(config: EngineConfig) -> int:
 
 
 def _batch_limits(config: EngineConfig, engines: int) -> Any:
-    return importlib.import_module("gateway.state").BatchLimits(window_lines=engines * _window_lines(config))
+    return importlib.import_module("gateway.batch.limits").BatchLimits(window_lines=engines * _window_lines(config))
 
 
 def say(line: str) -> None:
@@ -332,7 +332,7 @@ def say(line: str) -> None:
 def _profile(arguments: argparse.Namespace) -> int:
     (engine_config,) = resolve_configs(arguments, [EngineConfig])
     openmp.announce(engine_config, say)
-    return int(importlib.import_module("gateway.profile").run(engine_config, arguments.plot, say))
+    return int(importlib.import_module("gateway.commands.profile").run(engine_config, arguments.plot, say))
 
 
 def _loadgen(command: str, *words: str) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 
 from engine.errors import ConfigError
 from engine.fleet.routing import ROUTERS, find_router
-from gateway.tool_formats import FORMATS
+from gateway.generate.tool_formats import FORMATS
 
 TOOL_PARSERS = ("auto", *FORMATS)
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug")

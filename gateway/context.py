@@ -16,11 +16,11 @@ from engine.errors import EngineUnavailableError
 from engine.text import Tokenizer
 from engine.thoughts import ThoughtMarks
 from gateway.config import ServerConfig
-from gateway.keys import KeyStore, Tier
-from gateway.metrics import GatewayMetrics
-from gateway.quotas import Admissions
-from gateway.request_log import RequestLog
-from gateway.tool_formats import ToolFormat
+from gateway.generate.tool_formats import ToolFormat
+from gateway.http.keys import KeyStore, Tier
+from gateway.http.quotas import Admissions
+from gateway.telemetry.metrics import GatewayMetrics
+from gateway.telemetry.request_log import RequestLog
 
 
 class BackgroundWork(Protocol):

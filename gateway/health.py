@@ -13,8 +13,8 @@ from starlette.responses import Response
 from engine.api import ColocationStats, EngineState, EngineStats
 from engine.errors import EngineUnavailableError
 from gateway.context import context_of, sees_all
-from gateway.errors import ApiError
-from gateway.fleet_metrics import shown as engines_shown
+from gateway.http.errors import ApiError
+from gateway.telemetry.fleet_metrics import shown as engines_shown
 
 router = APIRouter()
 

@@ -7,8 +7,8 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway.answering import check_model
 from gateway.context import GatewayContext, context_of
+from gateway.generate.answering import check_model
 
 router = APIRouter()
 

@@ -24,8 +24,8 @@ from engine.errors import ConfigError, TidemillError
 from engine.scheduling.objective import UNLIMITED, StepObjective
 from engine.scheduling.policies import find_policy
 from engine.virtual import Arrival, VirtualDriver
+from gateway.commands.flags import add_flags, flags_of, given
 from gateway.config import ServerConfig
-from gateway.flags import add_flags, flags_of, given
 from loadgen import assemble, flags, workloads
 from loadgen.errors import InputError
 from loadgen.experiments import apt, apt_table, hybridserve, hybridserve_table, hygen, kunserve, larry, llmd, parts, sal

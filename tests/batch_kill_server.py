@@ -18,10 +18,10 @@ from fake_engine import FakeEngine, Script
 from engine.api import EngineRequest
 from engine.text import Tokenizer
 from gateway.app import create_app
+from gateway.batch.limits import BatchLimits
 from gateway.config import ServerConfig
-from gateway.disk import Disk
-from gateway.server import run
-from gateway.state import BatchLimits
+from gateway.http.server import run
+from gateway.store.disk import Disk
 from gateway.store.folder import open_state
 
 

@@ -11,8 +11,8 @@ import openai
 from fake_engine import MODEL, FakeEngine, Served, say, serve
 
 from engine.text import Tokenizer
-from gateway.disk import Disk
-from gateway.state import BatchLimits
+from gateway.batch.limits import BatchLimits
+from gateway.store.disk import Disk
 from gateway.store.folder import StateFolder, open_state
 
 TERMINAL = {"completed", "failed", "expired", "cancelled"}

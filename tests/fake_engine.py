@@ -28,8 +28,8 @@ from engine.errors import EngineStepError, EngineUnavailableError, ErrorInfo, Ti
 from engine.text import Tokenizer
 from gateway.app import create_app
 from gateway.config import ServerConfig
-from gateway.protocol import ProtocolLimits
-from gateway.server import bind, make_server
+from gateway.http.connection import ProtocolLimits
+from gateway.http.server import bind, make_server
 from predictor.judge import Standing
 
 MODEL = "fake-model"

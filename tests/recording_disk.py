@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gateway.disk import Disk, DiskFile
+from gateway.store.disk import Disk, DiskFile
 
 READINGS = ("cautious", "eager", "torn")
 

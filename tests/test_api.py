@@ -36,10 +36,10 @@ from engine.errors import (
     TidemillError,
 )
 from engine.text import Tokenizer
-from gateway.account import Account
-from gateway.choices import Choice
-from gateway.params import GenerationPlan, Prompt
-from gateway.wire import StreamOptions
+from gateway.generate.choices import Choice
+from gateway.generate.params import GenerationPlan, Prompt
+from gateway.generate.wire import StreamOptions
+from gateway.telemetry.account import Account
 from predictor.judge import Standing
 
 ERRORS = [

@@ -14,7 +14,7 @@ from fake_engine import Served
 
 from engine.text import Tokenizer
 from gateway import cli
-from gateway.batch_client import Progress, duration_text, progress_text
+from gateway.commands.batch_client import Progress, duration_text, progress_text
 
 
 @pytest.fixture(autouse=True)

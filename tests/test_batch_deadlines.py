@@ -9,12 +9,12 @@ from batch_tools import FAST, batch_server, check_ended, eventually, jsonl, line
 from test_batch_worker import add_batch, answer
 
 from engine.text import Tokenizer
-from gateway import batch_finish
-from gateway.batch_input import InputReport
-from gateway.batch_output import ResultBuilder
-from gateway.batch_states import BatchStatus
-from gateway.batch_worker import BatchWorker
-from gateway.state import BatchLimits
+from gateway.batch import finish as batch_finish
+from gateway.batch.input import InputReport
+from gateway.batch.limits import BatchLimits
+from gateway.batch.output import ResultBuilder
+from gateway.batch.states import BatchStatus
+from gateway.batch.worker import BatchWorker
 
 LINES = [line(i) for i in range(3)]
 QUICK = {"retry_seconds": 0.001, "tick_seconds": 0.01}

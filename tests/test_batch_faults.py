@@ -15,9 +15,10 @@ import pytest
 from batch_tools import FAST, batch_server, check_ended, eventually, jsonl, leftovers, line, submit, until, upload
 
 from engine.text import Tokenizer
-from gateway import batch_input, batch_output
-from gateway.disk import StorageError
-from gateway.state import BatchLimits
+from gateway.batch import input as batch_input
+from gateway.batch import output as batch_output
+from gateway.batch.limits import BatchLimits
+from gateway.store.disk import StorageError
 
 ONE_BY_ONE = BatchLimits(window_lines=2, retry_seconds=0.01, tick_seconds=0.05, read_attempts=3)
 
@@ -205,7 +206,7 @@ async def test_validation_of_an_input_that_cannot_be_read(
             raise OSError(errno.EIO, "Input/output error")
         return await real(*arguments)
 
-    monkeypatch.setattr("gateway.batch_finish.check_apart", check)
+    monkeypatch.setattr("gateway.batch.finish.check_apart", check)
     async with batch_server(tokenizer, tmp_path, limits=ONE_BY_ONE) as (_, client):
         ended = await until(client, (await submit(client, jsonl([line(1)]))).id)
         if times == 2:

@@ -14,8 +14,8 @@ from hypothesis import given
 
 from engine.api import EngineStats, Lane, TokenCosts
 from engine.text import Tokenizer
-from gateway.batch_plan import LEAST_LINES, URGENT_SHARE, Forecast, Lengths, Load, Pace, finish_times
-from gateway.batch_states import BatchStatus
+from gateway.batch.forecast import LEAST_LINES, URGENT_SHARE, Forecast, Lengths, Load, Pace, finish_times
+from gateway.batch.states import BatchStatus
 from gateway.store.objects import BatchJob, Usage
 
 loads_strategy = st.lists(

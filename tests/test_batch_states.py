@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, multiple, rule
 from openai.types import Batch
 
-from gateway.batch_states import TERMINAL, TRANSITIONS, UNFINISHED, BatchStatus, IllegalTransition, check_transition
-from gateway.batch_states import timestamp_field as field_of
+from gateway.batch.states import TERMINAL, TRANSITIONS, UNFINISHED, BatchStatus, IllegalTransition, check_transition
+from gateway.batch.states import timestamp_field as field_of
 from gateway.store.objects import (
     BatchJob,
     FileInUse,

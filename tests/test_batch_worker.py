@@ -40,13 +40,13 @@ from recording_disk import IO_ERROR, NO_SPACE, READINGS, FaultyDisk, Log, Record
 
 from engine.api import RequestClass
 from engine.text import Tokenizer
-from gateway.batch_feed import FeedOrder, Job, Window
-from gateway.batch_input import LinePlaces, check_input, prefix_key, read_lines
-from gateway.batch_line import LineAnswer, LineOrigin
-from gateway.batch_states import BatchStatus
-from gateway.batch_worker import BatchWorker
-from gateway.pace import at_half_speed
-from gateway.state import BatchLimits
+from gateway.batch.feed import FeedOrder, Job, Window
+from gateway.batch.input import LinePlaces, check_input, prefix_key, read_lines
+from gateway.batch.limits import BatchLimits
+from gateway.batch.line import LineAnswer, LineOrigin
+from gateway.batch.states import BatchStatus
+from gateway.batch.worker import BatchWorker
+from gateway.generate.pace import at_half_speed
 from gateway.store.folder import StateFolder
 from gateway.store.objects import BatchJob, FileObject, LineRef, new_batch_id, new_file_id
 
@@ -454,7 +454,7 @@ def test_the_window_counts_lines_and_bytes() -> None:
 def test_lines_are_found_whatever_the_pieces(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     import io
 
-    monkeypatch.setattr("gateway.batch_input.READ_BYTES", chunk)
+    monkeypatch.setattr("gateway.batch.input.READ_BYTES", chunk)
     content = b'first\r\n\n  \nse"co\rnd\n' + b"x" * 50 + b"\nlast"
     found = [(r.number, r.content) for r in read_lines(io.BytesIO(content), 20)]
     assert found == [(1, b"first"), (4, b'se"co\rnd'), (5, None), (6, b"last")]
@@ -642,7 +642,7 @@ async def test_only_a_batch_line_rests(tokenizer: Tokenizer, tmp_path: Path, mon
         rests.append(1)
         return work()
 
-    monkeypatch.setattr("gateway.answering.at_half_speed", count)
+    monkeypatch.setattr("gateway.generate.answering.at_half_speed", count)
     async with batch_server(tokenizer, tmp_path) as (_, client):
         await client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "hi"}])
         assert not rests

@@ -30,9 +30,9 @@ from fake_engine import MODEL, Script, Served
 from engine.api import EngineRequest, Lane, RequestClass
 from engine.errors import EngineStepError, EngineUnavailableError, QueueFullError
 from engine.text import Tokenizer
-from gateway.batches import window_seconds
-from gateway.errors import ApiError
-from gateway.state import BatchLimits
+from gateway.batch.limits import BatchLimits
+from gateway.batch.routes import window_seconds
+from gateway.http.errors import ApiError
 
 Ready = tuple[Served, openai.AsyncOpenAI]
 
@@ -506,7 +506,7 @@ async def test_the_state_folder_is_free_after_the_server(tokenizer: Tokenizer, t
 
 
 def test_rows_are_single_lines() -> None:
-    from gateway.batch_output import response_row, unfinished_row
+    from gateway.batch.output import response_row, unfinished_row
 
     for row in (response_row("a\nb", 200, {"x": "\u2028\n"}), unfinished_row(None, "c", "m")):
         assert row.count(b"\n") == 1 and row.endswith(b"\n") and json.loads(row)

@@ -21,10 +21,12 @@ from pydantic import BaseModel, ValidationError
 
 from engine import chat_template, text
 from engine.text import Tokenizer
-from gateway import batch_input, json_size, wire
-from gateway.answering import INLINE_BYTES
-from gateway.batch_input import check_input
-from gateway.json_size import LIMITS, JsonSize, count_json, too_much_json
+from gateway.batch import input as batch_input
+from gateway.batch.input import check_input
+from gateway.generate import wire
+from gateway.generate.answering import INLINE_BYTES
+from gateway.http import json_size
+from gateway.http.json_size import LIMITS, JsonSize, count_json, too_much_json
 
 one_loop = pytest.mark.asyncio(loop_scope="module")
 

@@ -414,7 +414,7 @@ async def test_a_bug_is_a_500_that_says_nothing(
     def broken(*_: Any) -> None:
         raise RuntimeError("secret prompt")
 
-    monkeypatch.setattr("gateway.chat.check_chat", broken)
+    monkeypatch.setattr("gateway.generate.chat.check_chat", broken)
     answer = await post(served, {})
     assert answer.status_code == 500 and "x-request-id" in answer.headers
     assert answer.json()["error"]["code"] == "internal_error"

@@ -27,7 +27,7 @@ NAMES = [
 SCRIPT = """
 import asyncio, json, sys
 from engine.colocation.search_child import ChildError, run_child
-from gateway.batch_input import check_apart
+from gateway.batch.input import check_apart
 
 async def main():
     report = await check_apart(sys.argv[1], "/v1/completions", 10, 1000)

@@ -14,9 +14,10 @@ import pytest
 
 from engine.api import EngineInfo
 from engine.config import EngineConfig
-from gateway import cli, command_help
+from gateway import cli
+from gateway.commands import help as command_help
+from gateway.commands.flags import add_flags, find_given, flags_of, resolve_configs
 from gateway.config import ServerConfig, is_loopback
-from gateway.flags import add_flags, find_given, flags_of, resolve_configs
 
 
 @pytest.fixture(autouse=True)
@@ -55,7 +56,8 @@ def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
 def test_light_commands_load_no_heavy_library(argv: list[str]) -> None:
     script = f"""
 import sys
-from gateway import cli, command_help
+from gateway import cli
+from gateway.commands import help as command_help
 try:
     cli.main({argv!r})
 except SystemExit:
@@ -352,7 +354,7 @@ def test_serve_joins_the_parts_and_says_what_runs(
             return 0
 
     monkeypatch.setitem(sys.modules, "gateway.app", App)  # type: ignore[arg-type]
-    monkeypatch.setitem(sys.modules, "gateway.server", Server)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "gateway.http.server", Server)  # type: ignore[arg-type]
     argv = ["serve", "--port", "0", "--device", "cpu", "--dtype", "float32", "--num-gpu-blocks-override", "20"]
     assert cli.main([*argv, place]) == 0
     out = capfd.readouterr().out

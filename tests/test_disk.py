@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from recording_disk import IO_ERROR, NO_SPACE, FaultyDisk, Log, RecordingDisk, write_image
 
-from gateway.disk import Disk, DiskFile, StorageError, storage_errors
+from gateway.store.disk import Disk, DiskFile, StorageError, storage_errors
 
 
 def publish(disk: Disk, folder: Path, data: bytes = b"content") -> Path:
@@ -75,7 +75,7 @@ def test_a_device_that_is_always_full() -> None:
 LIMITED = """
 import sys
 from pathlib import Path
-from gateway.disk import Disk, StorageError, storage_errors
+from gateway.store.disk import Disk, StorageError, storage_errors
 file = Disk().create(Path(sys.argv[1]))
 with storage_errors():
     file.write(b"x" * 1000)

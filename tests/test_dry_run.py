@@ -9,8 +9,8 @@ import pytest
 
 from engine.config import EngineConfig
 from gateway import cli
+from gateway.commands.flags import flags_of
 from gateway.config import ServerConfig
-from gateway.flags import flags_of
 
 
 @pytest.fixture(autouse=True)

@@ -18,9 +18,9 @@ from recording_disk import IO_ERROR, NO_SPACE, FaultyDisk
 from test_batches_api import check_types
 
 from engine.text import Tokenizer
-from gateway.disk import StorageError
-from gateway.state import BatchLimits
-from gateway.uploads import MAX_OVERHEAD, MAX_PARTS
+from gateway.batch.limits import BatchLimits
+from gateway.batch.uploads import MAX_OVERHEAD, MAX_PARTS
+from gateway.store.disk import StorageError
 
 Ready = tuple[Served, openai.AsyncOpenAI]
 SMALL = BatchLimits(file_bytes=100_000, retry_seconds=0.01, tick_seconds=0.02)

@@ -14,7 +14,7 @@ from engine.api import ColocationStats, EngineStats, RequestClass
 from engine.errors import ConfigError
 from engine.text import Tokenizer
 from gateway.config import ServerConfig
-from gateway.keys import KeyRing, key_of, load_keys
+from gateway.http.keys import KeyRing, key_of, load_keys
 
 
 def digest(key: str) -> str:

@@ -12,8 +12,8 @@ from engine.api import EngineRequest, RequestClass, SamplingParams
 from engine.config import EngineConfig
 from engine.virtual import Arrival, VirtualRecord, VirtualRun
 from gateway import cli
+from gateway.commands.flags import flags_of, resolve_configs
 from gateway.config import ServerConfig
-from gateway.flags import flags_of, resolve_configs
 from loadgen import simulate, traces, workloads
 from loadgen.errors import InputError
 from loadgen.plan import Job

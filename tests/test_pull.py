@@ -21,7 +21,7 @@ from engine.errors import ModelLoadError
 from engine.models import hub as models_hub
 from engine.models.hub import resolve_model_folder
 from gateway import cli
-from gateway.pull import progress_line
+from gateway.commands.pull import progress_line
 
 NAME = "acme/small"
 WEIGHTS = bytes(range(256)) * 8192  # 2 MiB: several pieces of the library's

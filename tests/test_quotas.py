@@ -21,9 +21,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from engine.errors import ConfigError
 from engine.text import Tokenizer
-from gateway.errors import ApiError
-from gateway.keys import load_keys
-from gateway.quotas import TENANT_LIMIT, UNLIMITED, Admissions, Place, Quota, UploadPlaces, parse_quota
+from gateway.http.errors import ApiError
+from gateway.http.keys import load_keys
+from gateway.http.quotas import TENANT_LIMIT, UNLIMITED, Admissions, Place, Quota, UploadPlaces, parse_quota
 
 
 def digest(key: str) -> str:
@@ -423,6 +423,6 @@ async def test_sighup_without_a_key_file_does_nothing(
 async def test_a_closed_terminal_ends_the_server(start_server: StartServer, monkeypatch: pytest.MonkeyPatch) -> None:
     served = await start_server("hello", owns_process=True)
     served.server._has_terminal = True
-    monkeypatch.setattr("gateway.server.has_terminal", lambda: False)
+    monkeypatch.setattr("gateway.http.server.has_terminal", lambda: False)
     await hang_up()
     await eventually(lambda: served.server.should_exit)

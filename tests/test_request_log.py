@@ -29,10 +29,10 @@ from engine.api import (
     TokenCosts,
 )
 from engine.errors import ConfigError
-from gateway.account import CLIENT_LEFT, Account
-from gateway.batch_line import LineOrigin, LineRunner
-from gateway.request_log import RequestLog, line_of
-from gateway.slo_verdict import judge
+from gateway.batch.line import LineOrigin, LineRunner
+from gateway.telemetry.account import CLIENT_LEFT, Account
+from gateway.telemetry.request_log import RequestLog, line_of
+from gateway.telemetry.slo_verdict import judge
 
 SECRET = "a-prompt-that-nobody-may-read"
 SLO = "ttft_p99=1s,tbt_p99=100ms"

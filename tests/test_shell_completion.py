@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from gateway import cli
-from gateway.shell_completion import SHELLS, script
+from gateway.commands.shell_completion import SHELLS, script
 
 CASES: list[tuple[list[str], set[str] | None]] = [
     (["tidemill", "ser"], {"serve"}),

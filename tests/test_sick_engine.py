@@ -18,8 +18,8 @@ from engine.core import EngineCore
 from engine.engine import Engine
 from engine.errors import EngineUnavailableError
 from engine.text import Tokenizer
-from gateway import batch_line
-from gateway.batch_line import LineOrigin, LineRetry, LineRunner
+from gateway.batch import line as batch_line
+from gateway.batch.line import LineOrigin, LineRetry, LineRunner
 
 LINES = 2000
 VOCAB = 405
@@ -89,7 +89,7 @@ async def test_a_line_for_which_memory_is_short_runs_again(
         return kept(*line)
 
     kept = batch_line._validate
-    monkeypatch.setattr("gateway.batch_line._validate", validate)
+    monkeypatch.setattr("gateway.batch.line._validate", validate)
     with pytest.raises(LineRetry) as waits:
         await runner.run("/v1/completions", {"model": MODEL, "prompt": "hi"}, origin)
     assert waits.value.retry_after > 0

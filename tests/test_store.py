@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from engine.errors import ConfigError
-from gateway.batch_states import BatchStatus, IllegalTransition
-from gateway.disk import StorageError
+from gateway.batch.states import BatchStatus, IllegalTransition
+from gateway.store.disk import StorageError
 from gateway.store.folder import StateFolder, default_state_dir, open_state
 from gateway.store.objects import (
     BatchJob,

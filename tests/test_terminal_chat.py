@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from engine.errors import ConfigError
-from gateway.terminal_chat import ChatClient, ChatError, ChatOptions, run_chat
+from gateway.commands.chat import ChatClient, ChatError, ChatOptions, run_chat
 
 
 class Server(ThreadingHTTPServer):

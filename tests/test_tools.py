@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 from engine.build import build_engine, plan_launch
 from engine.config import EngineConfig
 from engine.text import Tokenizer
-from gateway.answer_parser import Parsing, Piece
-from gateway.tool_formats import FORMATS, Call, Function, find_format
-from gateway.tools import choose_format
+from gateway.generate.answer_parser import Parsing, Piece
+from gateway.generate.tool_formats import FORMATS, Call, Function, find_format
+from gateway.generate.tools import choose_format
 
 WEATHER = {
     "type": "object",

@@ -29,11 +29,11 @@ from rich.console import Console
 from engine.errors import ConfigError
 from engine.text import Tokenizer
 from gateway import cli
-from gateway.terminal_chat import ChatError, ChatOptions, RefusedError
-from gateway.top import figures
-from gateway.top.follow import Follower, TopClient, printed, run_top
-from gateway.top.history import History
-from gateway.top.view import Picture, limit_of, standing, time_left
+from gateway.commands.chat import ChatError, ChatOptions, RefusedError
+from gateway.commands.top import figures
+from gateway.commands.top.follow import Follower, TopClient, printed, run_top
+from gateway.commands.top.history import History
+from gateway.commands.top.view import Picture, limit_of, standing, time_left
 
 RECORDED = json.loads((Path(__file__).parent / "top_stream.json").read_text())
 SNAPSHOTS: list[dict[str, Any]] = RECORDED["snapshots"]

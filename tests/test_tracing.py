@@ -18,10 +18,10 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 from engine.api import EngineRequest, EngineStats, FinishReason, SamplingParams
 from engine.errors import ConfigError
 from engine.pooling import Pooling
-from gateway.account import Account
-from gateway.batch_line import LineOrigin, LineRunner
+from gateway.batch.line import LineOrigin, LineRunner
 from gateway.config import ServerConfig
-from gateway.tracing import Traces, attributes_of, check_endpoint
+from gateway.telemetry.account import Account
+from gateway.telemetry.tracing import Traces, attributes_of, check_endpoint
 
 SECRET = "a-prompt-that-nobody-may-read"
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"

@@ -25,10 +25,10 @@ from engine.api import (  # noqa: E402
     EngineView,
     RequestClass,
 )
-from gateway.batch_metrics import BatchCollector  # noqa: E402
-from gateway.batch_plan import Forecast  # noqa: E402
-from gateway.batch_worker import BatchWorker  # noqa: E402
-from gateway.metrics import GatewayMetrics  # noqa: E402
+from gateway.batch.forecast import Forecast  # noqa: E402
+from gateway.batch.metrics import BatchCollector  # noqa: E402
+from gateway.batch.worker import BatchWorker  # noqa: E402
+from gateway.telemetry.metrics import GatewayMetrics  # noqa: E402
 
 TARGET = ROOT / "docker" / "grafana" / "dashboards" / "tidemill.json"
 WIDTH, HEIGHT = 8, 8

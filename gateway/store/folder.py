@@ -19,7 +19,7 @@ from pathlib import Path
 from secrets import token_hex
 
 from engine.errors import ConfigError
-from gateway.disk import Disk, DiskFile, StorageError, storage_errors
+from gateway.store.disk import Disk, DiskFile, StorageError, storage_errors
 from gateway.store.objects import BATCH_ID, FILE_ID
 from gateway.store.sqlite import SqliteStore
 

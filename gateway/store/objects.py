@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from gateway.batch_states import BatchStatus
+from gateway.batch.states import BatchStatus
 
 FILE_ID = re.compile("file-[0-9a-f]{32}")
 BATCH_ID = re.compile("batch_[0-9a-f]{32}")

@@ -3,7 +3,7 @@
 import json
 import sqlite3
 
-from gateway.batch_states import BatchStatus
+from gateway.batch.states import BatchStatus
 from gateway.store.objects import BatchJob, FileObject, InputError, LineRecord, LineRef, Usage
 
 

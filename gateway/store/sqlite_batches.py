@@ -6,8 +6,8 @@ import sqlite3
 from collections.abc import Sequence
 from contextlib import suppress
 
-from gateway.batch_plan import Lengths
-from gateway.batch_states import BatchStatus, IllegalTransition, check_transition, timestamp_field
+from gateway.batch.forecast import Lengths
+from gateway.batch.states import BatchStatus, IllegalTransition, check_transition, timestamp_field
 from gateway.store.objects import (
     BatchJob,
     FileObject,

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from engine.errors import ConfigError
-from gateway.disk import StorageError
+from gateway.store.disk import StorageError
 from gateway.store.schema import MIGRATIONS, VERSION
 
 ResultT = TypeVar("ResultT")

@@ -16,9 +16,9 @@ import orjson
 
 from engine.api import ColocationStats, EngineState, EngineStats, RequestClass
 from gateway.context import Lifecycle
-from gateway.fleet_metrics import shown
-from gateway.metrics import EndedAnswer, GatewayMetrics
-from gateway.sse import event
+from gateway.http.sse import event
+from gateway.telemetry.fleet_metrics import shown
+from gateway.telemetry.metrics import EndedAnswer, GatewayMetrics
 from predictor.slo import SLO
 
 FOLLOWED_SECONDS = 1.0

@@ -13,9 +13,9 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway.errors import ApiError
 from gateway.health import check_sees_all
-from gateway.sse import EventStream
+from gateway.http.errors import ApiError
+from gateway.http.sse import EventStream
 from gateway.web.recorder import Recorder
 
 router = APIRouter(include_in_schema=False)

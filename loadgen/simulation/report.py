@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from engine.config import EngineConfig
-from gateway.flags import command_line
+from gateway.commands.flags import command_line
 from loadgen.jobs import window_seconds
 from loadgen.simulation.planner import Answer, Arm, Verdict
 from loadgen.stats import wilson

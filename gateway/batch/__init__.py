@@ -1,0 +1,1 @@
+"""Files and batches: uploads, jobs, their lines and their results."""

@@ -1,0 +1,231 @@
+"""/v1/files: uploads that stream to the disk, lists, deletion, content. 200 means: on the disk, whole, with its row."""
+
+import os
+from typing import Any
+
+import anyio
+from anyio import to_thread
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from gateway.batch.limits import BatchState, state_of
+from gateway.batch.uploads import MAX_OVERHEAD, Upload, UploadParser
+from gateway.context import context_of, tenant_of
+from gateway.http.errors import ApiError
+from gateway.http.listing import describe_page, json_response, list_response, read_page, unknown_cursor
+from gateway.http.quotas import limit_reached
+from gateway.http.sse import run_while_connected
+from gateway.store.disk import DiskFile, StorageError, storage_errors
+from gateway.store.objects import FILE_ID, FileInUse, FileObject, StorageQuota, UnknownCursor, new_file_id
+
+router = APIRouter()
+
+PIECE_BYTES = 1024 * 1024
+READ_BYTES = 256 * 1024
+MAX_LISTED = 10_000
+MIN_EXPIRY, MAX_EXPIRY = 3600, 2_592_000
+DEFAULT_EXPIRY = 30 * 86_400
+
+_UPLOAD_SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "required": ["file", "purpose"],
+    "additionalProperties": False,
+    "properties": {
+        "file": {"type": "string", "format": "binary"},
+        "purpose": {"enum": ["batch"]},
+        "expires_after[anchor]": {"enum": ["created_at"]},
+        "expires_after[seconds]": {"type": "integer", "minimum": MIN_EXPIRY, "maximum": MAX_EXPIRY},
+    },
+}
+_UPLOAD = {"requestBody": {"required": True, "content": {"multipart/form-data": {"schema": _UPLOAD_SCHEMA}}}}
+
+
+@router.post("/v1/files", openapi_extra=_UPLOAD)
+async def create_file(request: Request) -> Response:
+    context_of(request).lifecycle.check_accepting()
+    state, tenant = state_of(request), tenant_of(request)
+    quota = context_of(request).keys.quota(tenant).bytes
+    async with state.uploads.place(tenant):
+        max_bytes = await _room(request, quota)
+        temp = await to_thread.run_sync(state.folder.create_temp)
+        try:
+            upload = await _receive(request, temp, max_bytes)
+            file = _file_object(upload, temp.size, tenant, state.now())
+            await _store(state, temp, file, quota)
+        except ApiError as error:
+            if error.status == 413 and quota is not None and max_bytes < state.limits.file_bytes:
+                raise _quota_reached(quota, quota - max_bytes) from None
+            raise
+        except StorageQuota as error:
+            assert quota is not None
+            raise _quota_reached(quota, error.used) from None
+        finally:
+            with anyio.CancelScope(shield=True):
+                await to_thread.run_sync(temp.discard)
+    return json_response(file.as_json())
+
+
+async def _room(request: Request, quota: int | None) -> int:
+    """How large the upload may be. Raises ApiError 413 where it is known to be too large for what its tenant has left.
+
+    Not 507: that is a fault of the server, which clients try again.
+    """
+    state = state_of(request)
+    if quota is None:
+        return state.limits.file_bytes
+    used = await state.folder.store.stored_bytes(tenant_of(request), state.now())
+    announced = request.headers.get("content-length", "0")
+    least = int(announced[:20]) - MAX_OVERHEAD if announced.isdigit() else 0
+    if max(1, least) > quota - used:
+        raise _quota_reached(quota, used)
+    return min(state.limits.file_bytes, quota - used)
+
+
+def _quota_reached(quota: int, used: int) -> ApiError:
+    return limit_reached("bytes", quota, f"{used} bytes are stored; delete files that are not needed", status=413)
+
+
+async def _receive(request: Request, temp: DiskFile, max_bytes: int) -> Upload:
+    """Parse the body into the file, in pieces that are worth a thread. Raises ApiError, StorageError."""
+    parser = UploadParser(request.headers.get("content-type", ""), temp, max_bytes)
+    pieces = bytearray()
+    async for chunk in request.stream():
+        pieces += chunk
+        if len(pieces) >= PIECE_BYTES:
+            await to_thread.run_sync(parser.feed, bytes(pieces))
+            pieces.clear()
+    await to_thread.run_sync(parser.feed, bytes(pieces))
+    return parser.finish()
+
+
+def _file_object(upload: Upload, size: int, tenant: str, now: int) -> FileObject:
+    purpose = upload.fields.get("purpose")
+    if purpose is None:
+        raise ApiError(
+            400, "Missing required parameter: 'purpose'.", param="purpose", code="missing_required_parameter"
+        )
+    if purpose != "batch":
+        raise ApiError(400, "'purpose' must be 'batch'.", param="purpose", code="invalid_value")
+    expires_at = now + _expiry(upload.fields)
+    assert upload.filename is not None
+    return FileObject(new_file_id(), tenant, size, now, upload.filename, purpose, expires_at)
+
+
+def _expiry(fields: dict[str, str]) -> int:
+    anchor, seconds = fields.get("expires_after[anchor]"), fields.get("expires_after[seconds]")
+    if anchor is None and seconds is None:
+        return DEFAULT_EXPIRY
+    if anchor != "created_at":
+        param = "expires_after[anchor]"
+        raise ApiError(400, f"'{param}' must be 'created_at'.", param=param, code="invalid_value")
+    if seconds is None or not (seconds.isascii() and seconds.isdigit() and len(seconds) <= 10):
+        seconds = "0"
+    if not MIN_EXPIRY <= int(seconds) <= MAX_EXPIRY:
+        param = "expires_after[seconds]"
+        message = f"'{param}' must be between {MIN_EXPIRY} and {MAX_EXPIRY}."
+        raise ApiError(400, message, param=param, code="invalid_value")
+    return int(seconds)
+
+
+async def _store(state: BatchState, temp: DiskFile, file: FileObject, quota: int | None) -> None:
+    """The body first, then the row: a crash in between leaves a file that nobody was promised. Raises StorageQuota."""
+    await to_thread.run_sync(state.folder.publish_files, (temp, file.id))
+    try:
+        await state.folder.store.add_file(file, quota)
+    except (StorageError, StorageQuota) as error:
+        await state.folder.withdraw(error, file.id)
+        raise
+
+
+@router.get("/v1/files", openapi_extra=describe_page(MAX_LISTED, "order", "purpose"))
+async def list_files(request: Request) -> Response:
+    state = state_of(request)
+    page = read_page(request, default=MAX_LISTED, most=MAX_LISTED, orders=True)
+    purpose = request.query_params.get("purpose") or None
+    try:
+        files, more = await state.folder.store.list_files(tenant_of(request), page, purpose, state.now())
+    except UnknownCursor:
+        unknown_cursor()
+    return list_response([file.as_json() for file in files], more)
+
+
+@router.get("/v1/files/{file_id}")
+async def retrieve_file(request: Request, file_id: str) -> Response:
+    return json_response((await _find(request, file_id)).as_json())
+
+
+async def _find(request: Request, file_id: str) -> FileObject:
+    """Raises ApiError 404, the same for a missing file and for another tenant's."""
+    state = state_of(request)
+    if FILE_ID.fullmatch(file_id):
+        file = await state.folder.store.get_file(tenant_of(request), file_id, state.now())
+        if file is not None:
+            return file
+    raise no_such_file()
+
+
+def no_such_file(param: str = "file_id") -> ApiError:
+    return ApiError(404, "There is no such file.", param=param, code="file_not_found")
+
+
+@router.delete("/v1/files/{file_id}")
+async def delete_file(request: Request, file_id: str) -> Response:
+    state = state_of(request)
+    file = await _find(request, file_id)
+    try:
+        deleted = await state.folder.store.delete_file(tenant_of(request), file.id, state.now())
+    except FileInUse:
+        message = "The file is the input of a batch that has not ended; cancel the batch first."
+        raise ApiError(400, message, param="file_id", code="file_in_use") from None
+    if not deleted:
+        raise no_such_file()
+    await to_thread.run_sync(state.folder.remove_body, file.id)
+    return json_response({"id": file.id, "object": "file", "deleted": True})
+
+
+@router.get("/v1/files/{file_id}/content")
+async def read_content(request: Request, file_id: str) -> Response:
+    file = await _find(request, file_id)
+    path = state_of(request).folder.file_path(file.id)
+
+    def open_file() -> int:
+        with storage_errors():
+            return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    try:  # once open it can be read to its end, whoever deletes it meanwhile
+        descriptor = await to_thread.run_sync(open_file)
+    except FileNotFoundError:
+        raise no_such_file() from None
+    return FileContent(descriptor, file.bytes)
+
+
+def _nothing() -> None:
+    """What is read is read in threads: a cancellation is enough."""
+
+
+class FileContent(Response):
+    """Sends an open file and closes it, however the sending ends; stops reading when the client is gone."""
+
+    media_type = "application/octet-stream"
+
+    def __init__(self, descriptor: int, size: int) -> None:
+        self.status_code = 200
+        self.background = None
+        self._descriptor = descriptor
+        self._size = size
+        self.init_headers({"content-length": str(size), "x-content-type-options": "nosniff"})
+
+    async def __call__(self, _: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await run_while_connected(receive, lambda: self._send(send), _nothing)
+        finally:
+            os.close(self._descriptor)
+
+    async def _send(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        for start in range(0, self._size, READ_BYTES):
+            data = await to_thread.run_sync(os.pread, self._descriptor, READ_BYTES, start)
+            await send({"type": "http.response.body", "body": data, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})

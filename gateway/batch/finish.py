@@ -1,0 +1,176 @@
+"""The two ends of a batch that are work on files: reading the input, and building the results. One batch at a time, so
+that memory stays bounded however many wait. Knows nothing of engines."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+
+from gateway.batch.input import InputReport, check_apart
+from gateway.batch.limits import BatchLimits
+from gateway.batch.output import ResultBuilder
+from gateway.batch.results import StorageRetry, in_thread, to_end
+from gateway.batch.states import GIVEN_UP, UNFINISHED_LINE, BatchStatus, IllegalTransition
+from gateway.generate.pace import at_half_speed
+from gateway.http.quotas import TENANT_LIMIT
+from gateway.store.disk import StorageError, UnreadableError, read_errors
+from gateway.store.folder import StateFolder
+from gateway.store.objects import BatchJob, FileObject, InputError, LineQuota, new_file_id
+
+log = logging.getLogger("tidemill.gateway")
+
+INDEX_ROWS = 2000
+RECORD_ROWS = 100
+INPUT_LOST = ("input_unavailable", "The input file can no longer be read.")
+GIVEN_UP_ERROR = InputError("internal_error", "The server failed again and again while it worked on this batch.")
+_NO_CODE = ("internal_error", "The request was not executed.")
+
+
+class _CheckTimeout(Exception):
+    """Reading an input takes too long."""
+
+
+class Finisher:
+    """`max_lines`: what a tenant's unfinished batches may have together (None: no limit)."""
+
+    def __init__(
+        self,
+        folder: StateFolder,
+        limits: BatchLimits,
+        retry: StorageRetry,
+        now: Callable[[], int],
+        max_lines: Callable[[str], int | None],
+    ) -> None:
+        self._folder = folder
+        self._store = folder.store
+        self._limits = limits
+        self._retry = retry
+        self._now = now
+        self._max_lines = max_lines
+        self._turn = asyncio.Semaphore(1)
+        self._checks: dict[str, asyncio.Timeout] = {}
+        self._hurried: set[str] = set()
+
+    async def validate(self, batch: BatchJob) -> None:
+        """Read the input: from `validating` to `in_progress` or `failed`. A batch that is being cancelled is read all
+        the same, because each of its lines gets a row. Raises IllegalTransition."""
+        await self._while_readable(lambda lenient: self._validate(batch, lenient))
+
+    def hurry(self, batch_id: str) -> None:
+        """The batch is being cancelled: what is left of reading its input must end soon."""
+        self._hurried.add(batch_id)
+        check = self._checks.get(batch_id)
+        if check is not None:
+            soon = asyncio.get_running_loop().time() + self._limits.cancel_seconds
+            check.reschedule(min(soon, check.when() or soon))
+
+    async def give_up(self, batch: BatchJob) -> None:
+        """End a batch without files, as its state allows, and say why. Raises IllegalTransition."""
+        log.error("batch %s is given up while %s", batch.id, batch.status)
+        end = GIVEN_UP[batch.status]
+        if end is BatchStatus.FAILED:
+            await self._retry.run(lambda: self._store.move_batch(batch.id, end, self._now(), [GIVEN_UP_ERROR]))
+            return
+        await self._retry.run(lambda: self._store.note_error(batch.id, GIVEN_UP_ERROR))
+        lost = batch.completed
+        await self._retry.run(lambda: self._store.finish_batch(batch.id, end, self._now(), None, None, lost))
+
+    async def finish(self, batch: BatchJob, status: BatchStatus) -> None:
+        """Build the result files and end the batch with them. Raises IllegalTransition, with no files left."""
+        await self._while_readable(lambda lenient: self._retry.run(lambda: self._build(batch, status, lenient)))
+
+    async def _while_readable(self, work: Callable[[bool], Awaitable[None]]) -> None:
+        """Do it in its turn; what cannot be read is tried again a few times, others before it, and then done without
+        (`work` is told to be lenient)."""
+        faults = 0
+        while True:
+            try:
+                async with self._turn:
+                    await work(faults >= self._limits.read_attempts)
+                return
+            except UnreadableError as error:
+                faults += 1
+                log.warning("a batch's file cannot be read (%s)", type(error.__cause__).__name__)
+                await asyncio.sleep(self._limits.read_pause(faults))
+
+    async def _validate(self, batch: BatchJob, lenient: bool) -> None:
+        report = await self._retry.run(lambda: self._read_input(batch, lenient))
+        if report.errors:
+            end = BatchStatus.CANCELLED if batch.status is BatchStatus.CANCELLING else BatchStatus.FAILED
+            await self._retry.run(lambda: self._store.move_batch(batch.id, end, self._now(), report.errors))
+            return
+        for start in range(0, len(report.lines), INDEX_ROWS):
+            rows = report.lines.rows(start, start + INDEX_ROWS)
+            await self._retry.run(lambda: self._store.add_lines(batch.id, rows, first=start == 0))  # noqa: B023
+        await self._retry.run(lambda: self._start(batch, len(report.lines), report.model))
+
+    async def _start(self, batch: BatchJob, total: int, model: str | None) -> None:
+        limit = self._max_lines(batch.tenant)
+        try:
+            await self._store.start_batch(batch.id, total, model, self._now(), limit)
+        except LineQuota as error:
+            message = (
+                f"The batch has {total} lines and unfinished batches have {error.used}: the limit is 'lines={limit}'."
+            )
+            refusal = InputError(TENANT_LIMIT, message)
+            await self._store.move_batch(batch.id, BatchStatus.FAILED, self._now(), [refusal])
+
+    async def _read_input(self, batch: BatchJob, lenient: bool) -> InputReport:
+        try:
+            with read_errors():
+                return await self._check(batch)
+        except UnreadableError as error:
+            if error.gone or lenient:
+                return InputReport(errors=[InputError(*INPUT_LOST)])
+            raise
+
+    async def _check(self, batch: BatchJob) -> InputReport:
+        """Raises _CheckTimeout when it takes too long, which is no fault of the file."""
+        path, limits = self._folder.file_path(batch.input_file_id), self._limits
+        cancelling = batch.status is BatchStatus.CANCELLING or batch.id in self._hurried
+        try:
+            async with asyncio.timeout(limits.cancel_seconds if cancelling else limits.check_seconds) as check:
+                self._checks[batch.id] = check
+                return await check_apart(str(path), batch.endpoint, limits.lines, limits.line_bytes)
+        except TimeoutError as error:
+            if check.expired():
+                raise _CheckTimeout from error
+            raise
+        finally:
+            self._checks.pop(batch.id, None)
+
+    async def _build(self, batch: BatchJob, status: BatchStatus, lenient: bool) -> None:
+        await self._folder.settle()
+        if (await self._store.load_batch(batch.id)).status is status:
+            return  # an end that was in doubt did happen
+        input_path = self._folder.file_path(batch.input_file_id)
+        builder = ResultBuilder(self._folder, batch.id, input_path, UNFINISHED_LINE.get(status, _NO_CODE), lenient)
+        try:
+            rank = -1
+            while records := await self._store.line_records(batch.id, rank, RECORD_ROWS):
+                await in_thread(lambda: at_half_speed(lambda: builder.add(records)))
+                rank = records[-1].ref.rank
+            ids = (new_file_id(), new_file_id())
+            await in_thread(lambda: builder.publish(*ids))
+            now = self._now()
+            output = self._result_file(batch, ids[0], "output", builder.output.size, now)
+            errors = self._result_file(batch, ids[1], "error", builder.errors.size, now)
+            try:
+                await to_end(self._store.finish_batch(batch.id, status, now, output, errors, builder.lost))
+            except (StorageError, IllegalTransition) as error:
+                await to_end(self._folder.withdraw(error, *ids))
+                raise
+        finally:
+            await in_thread(builder.close)
+
+    def _result_file(self, batch: BatchJob, file_id: str, kind: str, size: int, now: int) -> FileObject | None:
+        if not size:
+            return None
+        expires_at = None if batch.output_expires_after is None else now + batch.output_expires_after
+        return FileObject(file_id, batch.tenant, size, now, f"{batch.id}_{kind}.jsonl", "batch_output", expires_at)
+
+    def forget(self, batch_id: str) -> None:
+        """The batch has ended. Blocking: removes its journal; what stays goes at the next start."""
+        self._hurried.discard(batch_id)
+        with suppress(OSError):
+            self._folder.disk.remove(self._folder.journal_path(batch_id))

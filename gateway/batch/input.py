@@ -1,0 +1,254 @@
+"""Is an input file a batch? One pass with bounded memory: the places of its lines in the order in which to feed them,
+or what is wrong with it. Only envelopes are looked at: a bad `body` is an error row later, not a failed batch.
+
+Blocking, slow, and Python all the way: beside model steps it must run in a process of its own (`check_apart`), or each
+of a step's many small operations would wait for the interpreter's lock. Knows nothing of stores, tokens or engines.
+"""
+
+import os
+import signal
+from array import array
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from itertools import chain
+from typing import Any, BinaryIO, NamedTuple
+
+import orjson
+from anyio import to_process
+
+from gateway.http.json_size import too_much_json
+from gateway.store.objects import InputError, LineRef
+
+PREFIX_BYTES = 512
+MAX_ERRORS = 100
+MAX_CUSTOM_ID_CHARS = 512
+READ_BYTES = 1024 * 1024
+LOW_PRIORITY = 10
+"""Niceness of validation: model steps and users' requests come first where cores are few."""
+_ENVELOPE = frozenset({"custom_id", "method", "url", "body"})
+
+
+class RawLine(NamedTuple):
+    """A line without its end; `content` None: longer than allowed, and not kept."""
+
+    number: int
+    start: int
+    length: int
+    content: bytes | None
+
+
+class LinePlaces:
+    """Where the lines are, in the order of feeding: 24 bytes each, so that many are soon sent to another process."""
+
+    def __init__(self, places: Iterable[tuple[int, int, int]] = ()) -> None:
+        self._numbers = array("q", chain.from_iterable(places))
+
+    def __len__(self) -> int:
+        return len(self._numbers) // 3
+
+    def rows(self, start: int, stop: int) -> list[LineRef]:
+        """The lines of these ranks, as far as there are any."""
+        cut = self._numbers[3 * start : 3 * stop]
+        return [LineRef(start + i, *cut[3 * i : 3 * i + 3]) for i in range(len(cut) // 3)]
+
+
+@dataclass(slots=True)
+class InputReport:
+    """`lines` by prefix key, if there are no `errors`. `model`: the one that all lines name, if they do."""
+
+    lines: LinePlaces = field(default_factory=LinePlaces)
+    errors: list[InputError] = field(default_factory=list)
+    model: str | None = None
+
+
+def read_lines(file: BinaryIO, max_bytes: int) -> Iterator[RawLine]:
+    """The lines of a file, numbered from 1, one in memory at a time. Blank ones are left out, but counted."""
+    number, start, position = 1, 0, 0
+    pending = bytearray()
+    while data := file.read(READ_BYTES):
+        for piece in _split(data):
+            position += len(piece)
+            if start + max_bytes >= position - 2:
+                pending += piece
+            if piece.endswith(b"\n"):
+                yield from _line(number, start, position, pending, max_bytes)
+                number, start, pending = number + 1, position, bytearray()
+    yield from _line(number, start, position, pending, max_bytes)
+
+
+def _split(data: bytes) -> Iterator[bytes]:
+    """Pieces that end with LF, but the last; `splitlines` would end a line at a lone CR, too."""
+    *whole, rest = data.split(b"\n")
+    for piece in whole:
+        yield piece + b"\n"
+    if rest:
+        yield rest
+
+
+def _line(number: int, start: int, end: int, pending: bytearray, max_bytes: int) -> Iterator[RawLine]:
+    if len(pending) < end - start:
+        yield RawLine(number, start, end - start, None)
+        return
+    content = bytes(pending).rstrip(b"\r\n")
+    if len(content) > max_bytes:
+        yield RawLine(number, start, len(content), None)
+    elif content.strip():
+        yield RawLine(number, start, len(content), content)
+
+
+class InputChecker:
+    """The rules, line by line. `max_lines` and `max_line_bytes` are the limits of a batch."""
+
+    def __init__(self, endpoint: str, max_lines: int, max_line_bytes: int) -> None:
+        self._endpoint = endpoint
+        self._max_lines = max_lines
+        self._max_line_bytes = max_line_bytes
+        self._seen: set[bytes] = set()  # digests: ids may be long, and memory is bounded
+        self._models: set[str] = set()
+        self._keys: list[tuple[bytes, int, int, int]] = []
+        self._num_lines = 0
+        self.errors: list[InputError] = []
+
+    def check(self, line: RawLine) -> bool:
+        """Take in a line; False when no more need to be looked at."""
+        self._num_lines += 1
+        if self._num_lines > self._max_lines:
+            self.errors = [InputError("too_many_tasks", f"A batch has at most {self._max_lines} lines.", line.number)]
+            return False
+        found = self._check(line)
+        if found is not None:
+            self.errors.append(found)
+        return len(self.errors) < MAX_ERRORS
+
+    def _check(self, line: RawLine) -> InputError | None:
+        if line.content is None:
+            message = f"The line is longer than {self._max_line_bytes} bytes."
+            return InputError("invalid_request", message, line.number)
+        if (excess := too_much_json(line.content)) is not None:
+            return InputError("invalid_request", f"The line holds more than {excess}.", line.number)
+        try:
+            envelope = orjson.loads(line.content)
+        except orjson.JSONDecodeError:
+            return InputError("invalid_json_line", _why_not_json(line.content), line.number)
+        if not isinstance(envelope, dict):
+            return InputError("invalid_json_line", "The line is not a JSON object.", line.number)
+        found = self._check_envelope(envelope, line.number)
+        if found is None:
+            key = prefix_key(envelope["body"])
+            self._keys.append((key, line.number, line.start, line.length))
+        return found
+
+    def _check_envelope(self, envelope: dict[str, Any], number: int) -> InputError | None:
+        def invalid(param: str, rule: str) -> InputError:
+            return InputError("invalid_request", f"'{param}' must be {rule}.", number, param)
+
+        unknown = next((name for name in envelope if name not in _ENVELOPE), None)
+        if unknown is not None:
+            return InputError("invalid_request", "The line has an unknown field.", number, unknown[:64])
+        custom_id, body = envelope.get("custom_id"), envelope.get("body")
+        if not isinstance(custom_id, str) or not 1 <= len(custom_id) <= MAX_CUSTOM_ID_CHARS:
+            return invalid("custom_id", f"a text of 1 to {MAX_CUSTOM_ID_CHARS} characters")
+        if envelope.get("method") != "POST":
+            return invalid("method", "'POST'")
+        if envelope.get("url") != self._endpoint:
+            message = f"'url' must be '{self._endpoint}', the endpoint of the batch."
+            return InputError("url_mismatch", message, number, "url")
+        if not isinstance(body, dict):
+            return invalid("body", "a JSON object")
+        if body.get("stream"):
+            return invalid("body.stream", "left out or false")
+        return self._check_model(body.get("model"), number) or self._check_unique(custom_id, number)
+
+    def _check_model(self, model: Any, number: int) -> InputError | None:
+        """A missing model or one that is not a text is the body's affair."""
+        if not isinstance(model, str):
+            return None
+        self._models = self._models or {model}
+        if model in self._models:
+            return None
+        return InputError("model_mismatch", "All lines of a batch must name the same model.", number, "body.model")
+
+    def _check_unique(self, custom_id: str, number: int) -> InputError | None:
+        digest = blake2b(custom_id.encode(), digest_size=16).digest()
+        if digest in self._seen:
+            return InputError("duplicate_custom_id", "Another line has the same 'custom_id'.", number, "custom_id")
+        self._seen.add(digest)
+        return None
+
+    def report(self) -> InputReport:
+        if not self._num_lines:
+            self.errors = [InputError("empty_file", "The input file has no lines.")]
+        if self.errors:
+            return InputReport(errors=self.errors)
+        self._keys.sort()
+        lines = LinePlaces((number, start, length) for _, number, start, length in self._keys)
+        return InputReport(lines, model=next(iter(self._models), None))
+
+
+def _why_not_json(content: bytes) -> str:
+    if content.startswith((b"\xef\xbb\xbf", b"\xff\xfe", b"\xfe\xff")):
+        return "The file begins with a byte order mark; it must be UTF-8 without one."
+    try:
+        content.decode()
+    except UnicodeDecodeError:
+        return "The line is not valid UTF-8."
+    return "The line is not valid JSON."
+
+
+def check_input(file: BinaryIO, endpoint: str, max_lines: int, max_line_bytes: int) -> InputReport:
+    """Read a whole input file."""
+    checker = InputChecker(endpoint, max_lines, max_line_bytes)
+    for line in read_lines(file, max_line_bytes):
+        if not checker.check(line):
+            break
+    return checker.report()
+
+
+async def check_apart(path: str, endpoint: str, max_lines: int, max_line_bytes: int) -> InputReport:
+    """`check_input` in another process, which a cancellation kills. Raises OSError when the file cannot be read, or
+    what anyio raises when there can be no such process."""
+    os.environ.setdefault("PYTHONSAFEPATH", "1")  # it starts without our path, and would look in the working directory
+    return await to_process.run_sync(_check_file, path, endpoint, max_lines, max_line_bytes, cancellable=True)
+
+
+def _check_file(path: str, endpoint: str, max_lines: int, max_line_bytes: int) -> InputReport:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the server's to answer
+    os.setpriority(os.PRIO_PROCESS, 0, LOW_PRIORITY)
+    with open(path, "rb") as file:
+        return check_input(file, endpoint, max_lines, max_line_bytes)
+
+
+def prefix_key(body: Mapping[str, Any]) -> bytes:
+    """The first bytes of the prompt in one canonical form. Lines with equal keys can share computed prefixes, so the
+    engine's queue should see them together; it need not be exact, and a body that is wrong has a key, too."""
+    messages, prompt = body.get("messages"), body.get("prompt")
+    text = _text(prompt) if messages is None else _conversation(messages)
+    return text[:PREFIX_BYTES].encode()[:PREFIX_BYTES]
+
+
+def _text(prompt: Any) -> str:
+    """A text, the first of several, or token ids as text."""
+    first = prompt[0] if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list) else prompt
+    if isinstance(first, list):
+        return " ".join(str(token) for token in first[:PREFIX_BYTES] if isinstance(token, int))
+    return first if isinstance(first, str) else ""
+
+
+def _conversation(messages: Any) -> str:
+    """Roles and texts in their order, as a template would put them."""
+    if not isinstance(messages, list):
+        return ""
+    parts: list[str] = []
+    length = 0
+    for message in messages[:PREFIX_BYTES]:
+        if isinstance(message, dict):
+            content = message.get("content")
+            pieces = content[:PREFIX_BYTES] if isinstance(content, list) else [{"text": content}]
+            texts = [message.get("role"), *(piece.get("text") for piece in pieces if isinstance(piece, dict))]
+            found = [text[:PREFIX_BYTES] for text in texts if isinstance(text, str)]
+            parts += found
+            length += sum(map(len, found))
+        if length >= PREFIX_BYTES:
+            break
+    return "\n".join(parts)

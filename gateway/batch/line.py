@@ -1,0 +1,122 @@
+"""One line of a batch, executed as its HTTP endpoint would be, without HTTP: offline class, one output at the end."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import anyio
+
+from engine.api import Lane, RequestClass
+from engine.errors import EngineUnavailableError, QueueFullError, TidemillError
+from gateway.context import GatewayContext
+from gateway.generate.answering import WholeFormat, collect, run_text_work
+from gateway.generate.chat import ChatFormat, plan_chat
+from gateway.generate.choices import Generation
+from gateway.generate.completions import CompletionFormat, plan_completion
+from gateway.generate.embeddings import EmbeddingFormat, embedding_spec, plan_embeddings
+from gateway.generate.params import GenerationPlan, without_ignored
+from gateway.generate.wire import BodyT, ChatCompletionRequest, CompletionRequest, EmbeddingRequest, validate
+from gateway.http.errors import ApiError, log_unexpected, to_api_error
+from gateway.store.objects import Usage
+
+MEMORY_PAUSE = 5.0
+"""Seconds before lines run again where memory was short."""
+ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
+
+
+class LineAnswer(NamedTuple):
+    """What HTTP would have answered."""
+
+    status: int
+    body: dict[str, Any]
+
+    @property
+    def usage(self) -> Usage:
+        used = self.body.get("usage")
+        if used is None:
+            return Usage()
+        cached = used["prompt_tokens_details"]["cached_tokens"]
+        thoughts = used.get("completion_tokens_details", {}).get("reasoning_tokens", 0)
+        return Usage(used["prompt_tokens"], cached, used.get("completion_tokens", 0), thoughts)
+
+
+class LineOrigin(NamedTuple):
+    """Where a line comes from. `deadline`: Unix seconds; `lane`: which offline work it goes with."""
+
+    tenant: str
+    job: str
+    deadline: float
+    lane: Lane = Lane.BATCH
+
+
+class LineRetry(Exception):
+    """The line cannot run now, and that is not its fault."""
+
+    def __init__(self, retry_after: float) -> None:
+        super().__init__(retry_after)
+        self.retry_after = retry_after
+
+
+class LineRunner:
+    """Runs lines on one application's engine. Their prompts are tokenized in a thread of their own and at half speed:
+    neither the users' prompts nor the model's steps wait for a batch."""
+
+    def __init__(self, context: GatewayContext) -> None:
+        self._context = dataclasses.replace(context, text_threads=anyio.CapacityLimiter(1), is_offline=True)
+
+    async def run(self, endpoint: str, body: dict[str, Any], origin: LineOrigin) -> LineAnswer:
+        """Raises LineRetry; every other failure is an answer. Cancelling ends the line in the engine."""
+        try:
+            return LineAnswer(200, await self._answer(endpoint, body, origin))
+        except (EngineUnavailableError, QueueFullError) as error:
+            raise LineRetry(error.retry_after) from error
+        except MemoryError as error:  # what the machine is short of now is not the line's fault
+            raise LineRetry(MEMORY_PAUSE) from error
+        except Exception as error:
+            if not isinstance(error, ApiError | TidemillError):
+                log_unexpected(error)
+            answer = to_api_error(error)
+            return LineAnswer(answer.status, answer.envelope)
+
+    async def _answer(self, endpoint: str, body: dict[str, Any], origin: LineOrigin) -> dict[str, Any]:
+        context, chat = self._context, endpoint != "/v1/completions"
+        plan: GenerationPlan
+        shape: WholeFormat
+        if endpoint == "/v1/embeddings":
+            asked = await run_text_work(context, lambda: _validate(EmbeddingRequest, body))
+            plan = _offline(await plan_embeddings(context, asked, origin.tenant), origin)
+            shape = EmbeddingFormat(asked, plan, embedding_spec(context.client.info, asked))
+        elif chat:
+            chat_body = await run_text_work(context, lambda: _validate(ChatCompletionRequest, body))
+            plan = _offline(await plan_chat(context, chat_body, origin.tenant), origin)
+            shape = ChatFormat(plan, context.tokenizer)
+        else:
+            completion = await run_text_work(context, lambda: _validate(CompletionRequest, body))
+            plan = _offline(await plan_completion(context, completion, origin.tenant), origin)
+            shape = CompletionFormat(plan, context.tokenizer, bool(completion.echo))
+        generation = await Generation.begin(plan, context.client, context.tokenizer, context.metrics, chat=chat)
+        try:
+            return await collect(generation, shape)
+        finally:
+            generation.abort()
+
+
+def _validate(kind: type[BodyT], body: dict[str, Any]) -> BodyT:
+    return validate(kind, without_ignored(body))
+
+
+def _offline(plan: GenerationPlan, origin: LineOrigin) -> GenerationPlan:
+    """The plan in the offline class, whatever tier the line asks for. Nobody looks at its tokens before its end, unless
+    a stop string may end it."""
+    offline, final_only = RequestClass.OFFLINE, not plan.stop
+    requests = tuple(
+        dataclasses.replace(
+            request,
+            request_class=offline,
+            deadline=origin.deadline,
+            final_only=final_only,
+            job=origin.job,
+            lane=origin.lane,
+        )
+        for request in plan.requests
+    )
+    return dataclasses.replace(plan, requests=requests, request_class=offline)

@@ -1,0 +1,42 @@
+"""Batch jobs in /metrics: how many are in which state, how many lines have ended, whether the disk takes data."""
+
+from collections import Counter
+from collections.abc import Iterator
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from gateway.batch.states import UNFINISHED
+from gateway.batch.worker import BatchWorker
+
+
+class BatchCollector(Collector):
+    """Figures of one worker, read at each scrape. States that batches end in are not held in memory, so not shown."""
+
+    def __init__(self, worker: BatchWorker) -> None:
+        self._worker = worker
+
+    def collect(self) -> Iterator[Metric]:
+        states = Counter(self._worker.states.values())
+        jobs = GaugeMetricFamily("tidemill_batch_jobs", "Batches that have not ended, by state.", labels=["state"])
+        for state in sorted(UNFINISHED):
+            jobs.add_metric([state.value], states[state])
+        yield jobs
+        forecast = self._worker.forecast
+        outlooks = list(forecast.outlooks.values())
+        at_risk = sum(outlook.at_risk for outlook in outlooks)
+        text = "Batches that may miss their completion window."
+        yield GaugeMetricFamily("tidemill_batch_jobs_at_risk", text, value=at_risk)
+        text = "Estimate of the prompt and output tokens that batches in progress have left."
+        yield GaugeMetricFamily("tidemill_batch_remaining_tokens", text, value=sum(o.tokens for o in outlooks))
+        text = "Prompt and output tokens of batch lines that ended, per second of batch work, lately."
+        yield GaugeMetricFamily("tidemill_batch_tokens_per_second", text, value=forecast.pace.tokens_per_second)
+        text = "When the last batch in progress is expected to end, Unix time (0: none is, or nobody can tell)."
+        end = max((outlook.eta or 0.0 for outlook in outlooks), default=0.0)
+        yield GaugeMetricFamily("tidemill_batch_eta_timestamp_seconds", text, value=end)
+        lines = CounterMetricFamily("tidemill_batch_lines", "Batch lines that ended, by outcome.", labels=["outcome"])
+        for succeeded, outcome in ((True, "completed"), (False, "failed")):
+            lines.add_metric([outcome], self._worker.lines_ended[succeeded])
+        yield lines
+        text = "1 while the disk takes no data and batch jobs pause."
+        yield GaugeMetricFamily("tidemill_storage_fault", text, value=int(self._worker.paused))

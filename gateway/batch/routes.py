@@ -1,0 +1,197 @@
+"""/v1/batches: creation, lists, cancelling. What happens to a batch after its creation is the worker's affair."""
+
+import hashlib
+import re
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter
+from pydantic import Field, StringConstraints
+from starlette.requests import Request
+from starlette.responses import Response
+
+from gateway.batch.files import MAX_EXPIRY, MIN_EXPIRY, no_such_file
+from gateway.batch.limits import state_of
+from gateway.batch.line import ENDPOINTS
+from gateway.context import context_of, tenant_of
+from gateway.generate.answering import read_json
+from gateway.generate.wire import StrictBody, at_most, parse_json, validate
+from gateway.http.errors import ApiError
+from gateway.http.listing import describe_page, json_response, list_response, read_page, unknown_cursor
+from gateway.http.quotas import limit_reached
+from gateway.store.objects import (
+    BATCH_ID,
+    FILE_ID,
+    BatchJob,
+    IdempotencyConflict,
+    LineQuota,
+    NoSuchFile,
+    UnknownCursor,
+    WrongPurpose,
+    new_batch_id,
+)
+
+router = APIRouter()
+
+DEFAULT_LISTED, MAX_LISTED = 20, 100
+MAX_WINDOW_SECONDS = 30 * 86_400
+MAX_KEY_CHARS = 255
+LINES_RETRY_SECONDS = 60
+OUR_METADATA = "tidemill."
+MAX_METADATA = 16
+_WINDOW = re.compile("([1-9][0-9]{0,6})([smhd])")
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
+
+MetadataKey = Annotated[str, StringConstraints(min_length=1, max_length=64)]
+MetadataValue = Annotated[str, StringConstraints(max_length=512)]
+
+
+class OutputExpiry(StrictBody):
+    anchor: Literal["created_at"]
+    seconds: int = Field(ge=MIN_EXPIRY, le=MAX_EXPIRY)
+
+
+class BatchRequest(StrictBody):
+    """POST /v1/batches."""
+
+    input_file_id: str
+    endpoint: str
+    completion_window: str
+    metadata: Annotated[dict[MetadataKey, MetadataValue], at_most(MAX_METADATA)] | None = None
+    output_expires_after: OutputExpiry | None = None
+
+
+_CREATE: dict[str, Any] = {
+    "requestBody": {
+        "required": True,
+        "content": {
+            "application/json": {
+                "schema": {
+                    "type": "object",
+                    "required": ["input_file_id", "endpoint", "completion_window"],
+                    "additionalProperties": False,
+                    "properties": {
+                        "input_file_id": {"type": "string"},
+                        "endpoint": {"enum": list(ENDPOINTS)},
+                        "completion_window": {"type": "string", "pattern": f"^{_WINDOW.pattern}$"},
+                        "metadata": {
+                            "type": ["object", "null"],
+                            "maxProperties": MAX_METADATA,
+                            "propertyNames": {"minLength": 1, "maxLength": 64},
+                            "additionalProperties": {"type": "string", "maxLength": 512},
+                        },
+                        "output_expires_after": {
+                            "type": ["object", "null"],
+                            "required": ["anchor", "seconds"],
+                            "additionalProperties": False,
+                            "properties": {
+                                "anchor": {"enum": ["created_at"]},
+                                "seconds": {"type": "integer", "minimum": MIN_EXPIRY, "maximum": MAX_EXPIRY},
+                            },
+                        },
+                    },
+                }
+            }
+        },
+    }
+}
+
+
+def window_seconds(text: str) -> int:
+    """The length of a completion window such as 24h, 90m or 7d. Raises ApiError 400."""
+    match = _WINDOW.fullmatch(text)
+    seconds = int(match[1]) * _SECONDS[match[2]] if match else 0
+    if not 1 <= seconds <= MAX_WINDOW_SECONDS:
+        message = "'completion_window' must be a duration like 24h, 90m or 7d, of at most 30 days."
+        raise ApiError(400, message, param="completion_window", code="invalid_value")
+    return seconds
+
+
+@router.post("/v1/batches", openapi_extra=_CREATE)
+async def create_batch(request: Request) -> Response:
+    context_of(request).lifecycle.check_accepting()
+    state = state_of(request)
+    body = await read_json(request, lambda raw: validate(BatchRequest, parse_json(raw)))
+    if any(key.startswith(OUR_METADATA) for key in body.metadata or {}):
+        message = f"Metadata whose name begins with '{OUR_METADATA}' is the server's own."
+        raise ApiError(400, message, param="metadata", code="invalid_value")
+    if body.endpoint not in ENDPOINTS:
+        message = f"'endpoint' must be one of {', '.join(ENDPOINTS)}."
+        raise ApiError(400, message, param="endpoint", code="invalid_value")
+    now = state.now()
+    batch = BatchJob(
+        id=new_batch_id(),
+        tenant=tenant_of(request),
+        endpoint=body.endpoint,
+        input_file_id=body.input_file_id,
+        completion_window=body.completion_window,
+        created_at=now,
+        expires_at=now + window_seconds(body.completion_window),
+        metadata=body.metadata,
+        output_expires_after=None if body.output_expires_after is None else body.output_expires_after.seconds,
+    )
+    if not FILE_ID.fullmatch(body.input_file_id):
+        raise no_such_file("input_file_id")
+    max_lines = context_of(request).keys.quota(batch.tenant).lines
+    try:
+        created = await state.folder.store.create_batch(batch, _idempotency(request, body), max_lines)
+    except LineQuota as error:
+        assert max_lines is not None
+        what = f"unfinished batches have {error.used} lines"
+        raise limit_reached("lines", max_lines, what, retry_after=LINES_RETRY_SECONDS) from None
+    except NoSuchFile:
+        raise no_such_file("input_file_id") from None
+    except WrongPurpose:
+        message = "The input file must have been uploaded with the purpose 'batch'."
+        raise ApiError(400, message, param="input_file_id", code="invalid_value") from None
+    except IdempotencyConflict:
+        message = "This idempotency key was used before with another body."
+        raise ApiError(400, message, code="idempotency_key_reused") from None
+    state.jobs.added(created)
+    file = await state.folder.store.get_file(created.tenant, created.input_file_id, now)
+    return json_response(created.as_json(state.jobs.first_notes(created, 0 if file is None else file.bytes)))
+
+
+def _idempotency(request: Request, body: BatchRequest) -> tuple[str, str] | None:
+    key = request.headers.get("idempotency-key")
+    if key is None:
+        return None
+    if not 1 <= len(key) <= MAX_KEY_CHARS:
+        raise ApiError(400, f"The idempotency key must have 1 to {MAX_KEY_CHARS} characters.", code="invalid_value")
+    return key, hashlib.sha256(body.model_dump_json().encode()).hexdigest()
+
+
+@router.get("/v1/batches", openapi_extra=describe_page(MAX_LISTED))
+async def list_batches(request: Request) -> Response:
+    page, state = read_page(request, default=DEFAULT_LISTED, most=MAX_LISTED), state_of(request)
+    try:
+        batches, more = await state.folder.store.list_batches(tenant_of(request), page)
+    except UnknownCursor:
+        unknown_cursor()
+    return list_response([batch.as_json(state.jobs.notes(batch)) for batch in batches], more)
+
+
+@router.get("/v1/batches/{batch_id}")
+async def retrieve_batch(request: Request, batch_id: str) -> Response:
+    batch, state = None, state_of(request)
+    if BATCH_ID.fullmatch(batch_id):
+        batch = await state.folder.store.get_batch(tenant_of(request), batch_id)
+    if batch is None:
+        raise _no_such_batch()
+    return json_response(batch.as_json(state.jobs.notes(batch)))
+
+
+@router.post("/v1/batches/{batch_id}/cancel")
+async def cancel_batch(request: Request, batch_id: str) -> Response:
+    """Always 200 for a batch that exists: too late is not an error, and the client would retry a 409."""
+    state = state_of(request)
+    batch = None
+    if BATCH_ID.fullmatch(batch_id):
+        batch = await state.folder.store.cancel_batch(tenant_of(request), batch_id, state.now())
+    if batch is None:
+        raise _no_such_batch()
+    state.jobs.cancelled(batch)
+    return json_response(batch.as_json())
+
+
+def _no_such_batch() -> ApiError:
+    return ApiError(404, "There is no such batch.", param="batch_id", code="batch_not_found")

@@ -1,0 +1,165 @@
+"""A multipart body from the wire to a temporary file: parsed as it comes, nothing held but the current piece.
+
+Knows nothing of HTTP frameworks, tenants or stores. `feed` blocks on the disk: call it in a worker thread.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NoReturn
+
+from python_multipart.exceptions import FormParserError
+from python_multipart.multipart import MultipartParser, parse_options_header
+
+from gateway.http.errors import ApiError
+from gateway.store.disk import DiskFile, storage_errors
+
+if TYPE_CHECKING:
+    from python_multipart.multipart import MultipartCallbacks
+
+MAX_FIELD_BYTES = 1024
+MAX_PARTS = 16
+MAX_OVERHEAD = 64 * 1024  # of everything around the file's content
+MAX_FILENAME_CHARS = 255
+FIELDS = frozenset({"purpose", "expires_after[anchor]", "expires_after[seconds]"})
+
+
+def _refuse(message: str, param: str | None = None, code: str = "invalid_value") -> NoReturn:
+    raise ApiError(400, message, param=param, code=code)
+
+
+@dataclass(slots=True)
+class Upload:
+    """What a body held: text fields, and the file's own name. Its content is in the file given to the parser."""
+
+    fields: dict[str, str]
+    filename: str | None = None
+
+
+class UploadParser:
+    """Feed it the body; then `finish`. Raises ApiError 400 or 413, or StorageError, as soon as it is certain."""
+
+    def __init__(self, content_type: str, file: DiskFile, max_file_bytes: int) -> None:
+        kind, options = parse_options_header(content_type)
+        boundary = options.get(b"boundary", b"")
+        if kind != b"multipart/form-data":
+            raise ApiError(415, "The upload must be sent as multipart/form-data.")
+        if not boundary:
+            _refuse("The upload has no multipart boundary.", code="invalid_multipart")
+        self.upload = Upload({})
+        self._file = file
+        self._max_file_bytes = max_file_bytes
+        self._num_bytes = 0
+        self._num_parts = 0
+        self._ended = False
+        self._headers: dict[bytes, bytearray] = {}
+        self._header_name = bytearray()
+        self._field: str | None = None
+        self._value = bytearray()
+        self._sink: Callable[[bytes], None] = self._refuse_data
+        try:
+            self._parser = MultipartParser(boundary, self._callbacks(), max_header_count=8, max_header_size=4096)
+        except FormParserError:
+            _refuse("The multipart boundary is not valid.", code="invalid_multipart")
+
+    def feed(self, data: bytes) -> None:
+        """Take in the next piece of the body."""
+        self._num_bytes += len(data)
+        if self._num_bytes > self._max_file_bytes + MAX_OVERHEAD:
+            raise self._too_large()
+        try:
+            with storage_errors():
+                self._parser.write(data)
+        except FormParserError:
+            _refuse("The multipart body is not valid.", code="invalid_multipart")
+
+    def finish(self) -> Upload:
+        """The body has ended. Raises ApiError 400 unless it was whole and had a file."""
+        if not self._ended:
+            _refuse("The multipart body ended early.", code="invalid_multipart")
+        if self.upload.filename is None:
+            _refuse("Missing required parameter: 'file'.", "file", "missing_required_parameter")
+        return self.upload
+
+    def _callbacks(self) -> "MultipartCallbacks":
+        return {
+            "on_part_begin": self._begin_part,
+            "on_header_field": self._add_header_name,
+            "on_header_value": self._add_header_value,
+            "on_header_end": self._end_header,
+            "on_headers_finished": self._begin_data,
+            "on_part_data": self._add_data,
+            "on_part_end": self._end_part,
+            "on_end": self._end,
+        }
+
+    def _begin_part(self) -> None:
+        self._num_parts += 1
+        if self._num_parts > MAX_PARTS:
+            _refuse("The multipart body has too many parts.", code="invalid_multipart")
+        self._headers = {}
+        self._header_name = bytearray()
+
+    def _add_header_name(self, data: bytes, start: int, end: int) -> None:
+        self._header_name += data[start:end]
+
+    def _add_header_value(self, data: bytes, start: int, end: int) -> None:
+        self._headers.setdefault(bytes(self._header_name).lower(), bytearray()).extend(data[start:end])
+
+    def _end_header(self) -> None:
+        self._header_name = bytearray()
+
+    def _begin_data(self) -> None:
+        header = self._headers.get(b"content-disposition", bytearray()).decode("latin-1")
+        kind, options = parse_options_header(header)
+        name = options.get(b"name", b"").decode("utf-8", "replace")
+        if kind != b"form-data" or not name:
+            _refuse("A part of the multipart body has no name.", code="invalid_multipart")
+        if name == "file":
+            self._begin_file(options.get(b"filename"))
+            return
+        if name not in FIELDS:
+            _refuse(f"Unknown parameter: '{name[:64]}'.", name[:64], "unknown_parameter")
+        if name in self.upload.fields:
+            _refuse(f"'{name}' was sent twice.", name)
+        self._field, self._value, self._sink = name, bytearray(), self._add_value
+
+    def _begin_file(self, raw_name: bytes | None) -> None:
+        if raw_name is None:
+            _refuse("'file' must be a file, with a file name.", "file")
+        if self.upload.filename is not None:
+            _refuse("Exactly one file can be uploaded at a time.", "file")
+        name = raw_name.decode("utf-8", "replace")
+        if len(name) > MAX_FILENAME_CHARS:
+            _refuse(f"The file name is longer than {MAX_FILENAME_CHARS} characters.", "file")
+        self.upload.filename = name or "upload"
+        self._sink = self._add_content
+
+    def _add_data(self, data: bytes, start: int, end: int) -> None:
+        self._sink(data[start:end])
+
+    def _refuse_data(self, data: bytes) -> None:  # noqa: ARG002
+        _refuse("The multipart body is not valid.", code="invalid_multipart")
+
+    def _add_value(self, data: bytes) -> None:
+        self._value += data
+        if len(self._value) > MAX_FIELD_BYTES:
+            _refuse(f"'{self._field}' is too long.", self._field)
+
+    def _add_content(self, data: bytes) -> None:
+        if self._file.size + len(data) > self._max_file_bytes:
+            raise self._too_large()
+        self._file.write(data)
+
+    def _too_large(self) -> ApiError:
+        return ApiError(413, f"The file is larger than {self._max_file_bytes} bytes.", param="file")
+
+    def _end_part(self) -> None:
+        if self._field is not None:
+            try:
+                self.upload.fields[self._field] = self._value.decode()
+            except UnicodeDecodeError:
+                _refuse(f"'{self._field}' is not valid UTF-8.", self._field)
+        self._field, self._sink = None, self._refuse_data
+
+    def _end(self) -> None:
+        self._ended = True

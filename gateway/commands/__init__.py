@@ -1,0 +1,1 @@
+"""What the commands of `gateway.cli` do; each is imported when it runs."""

@@ -1,0 +1,176 @@
+"""`tidemill batch submit|list|watch|cancel|results`: batch jobs of a running server from a terminal.
+
+Exit codes as everywhere: 0 well, 1 the server refused or the batch did not complete, 2 the command line is wrong.
+"""
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+from engine.errors import ConfigError
+
+if TYPE_CHECKING:
+    from gateway.commands.batch_client import BatchClient
+
+MAX_FIRST_LINE = 8 * 1024 * 1024
+
+
+def add_batch(commands: Any, parser_class: type[argparse.ArgumentParser]) -> None:
+    """Add the command and its five to `tidemill`."""
+    parser = commands.add_parser("batch", help="batch jobs of a running server", allow_abbrev=False)
+    actions = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=parser_class)
+
+    def add(name: str, run: "Callable[[BatchClient, argparse.Namespace], int]", text: str) -> argparse.ArgumentParser:
+        command: argparse.ArgumentParser = actions.add_parser(name, help=text, allow_abbrev=False)
+        command.add_argument("--url", help="the server (default: $TIDEMILL_URL or http://127.0.0.1:8000)")
+        command.add_argument("--api-key", metavar="KEY", help="key to send (default: $TIDEMILL_API_KEY)")
+        command.set_defaults(run=lambda arguments: run(_client(arguments), arguments))
+        return command
+
+    submit = add("submit", _submit, "upload a JSONL file and start a batch; prints the batch's id")
+    submit.add_argument("file", type=Path, metavar="FILE")
+    submit.add_argument("--endpoint", help="what the lines ask for (default: the first line's url)")
+    submit.add_argument("--window", default="24h", help="time to complete it in, as 24h, 90m or 7d (default: 24h)")
+    submit.add_argument("--metadata", action="append", default=[], metavar="KEY=VALUE", help="repeat for several")
+    submit.add_argument("--watch", action="store_true", help="stay and show its progress")
+    listing = add("list", _list, "list batches, the newest first")
+    listing.add_argument("--limit", type=_positive, default=20, metavar="N", help="how many (default: 20)")
+    for name, run, text in (
+        ("watch", _watch, "show the progress of a batch until it ends"),
+        ("cancel", _cancel, "cancel a batch; finished lines are kept"),
+        ("results", _results, "write the result lines of a batch that has ended"),
+    ):
+        command = add(name, run, text)
+        command.add_argument("batch_id", metavar="BATCH")
+    command.add_argument("--output", type=Path, metavar="FILE", help="file for the output (default: standard output)")
+    command.add_argument("--errors", type=Path, metavar="FILE", help="file for the lines that failed")
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, not {value}")
+    return value
+
+
+def _client(arguments: argparse.Namespace) -> "BatchClient":
+    from gateway.commands.batch_client import BatchClient
+    from gateway.commands.chat import ChatOptions
+
+    keys = os.environ.get("TIDEMILL_API_KEY", "").split(",")
+    url = arguments.url or os.environ.get("TIDEMILL_URL") or "http://127.0.0.1:8000"
+    return BatchClient(ChatOptions(url=url, api_key=arguments.api_key or keys[0].strip() or None))
+
+
+def _submit(client: "BatchClient", arguments: argparse.Namespace) -> int:
+    metadata = {}
+    for pair in arguments.metadata:
+        key, separator, value = pair.partition("=")
+        if not separator or not key:
+            raise ConfigError(f"--metadata must look like KEY=VALUE, not {pair!r}")
+        metadata[key] = value
+    endpoint = arguments.endpoint or _first_url(arguments.file)
+    body: dict[str, Any] = {"endpoint": endpoint, "completion_window": arguments.window}
+    if metadata:
+        body["metadata"] = metadata
+    body["input_file_id"] = client.upload(arguments.file)
+    batch = client.call("POST", "/v1/batches", body)
+    print(batch["id"], flush=True)
+    if warning := (batch.get("metadata") or {}).get("tidemill.warning"):
+        print(f"tidemill: {warning}", file=sys.stderr)
+    return _follow(client, batch["id"]) if arguments.watch else 0
+
+
+def _first_url(path: Path) -> str:
+    """What the first line asks for. Raises ConfigError."""
+    try:
+        with path.open("rb") as file:
+            line = file.readline(MAX_FIRST_LINE)
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from None
+    try:
+        return str(json.loads(line)["url"])
+    except (ValueError, LookupError, TypeError):
+        raise ConfigError(f"{path}: the first line is not a batch request; see also --endpoint") from None
+
+
+def _list(client: "BatchClient", arguments: argparse.Namespace) -> int:
+    from gateway.commands.batch_client import progress_text
+
+    for batch in client.batches(arguments.limit):
+        created = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(batch["created_at"]))
+        print(f"{batch['id']}  {created}  {batch['status']:<11}  {progress_text(batch)}")
+    return 0
+
+
+def _watch(client: "BatchClient", arguments: argparse.Namespace) -> int:
+    return _follow(client, arguments.batch_id)
+
+
+def _follow(client: "BatchClient", batch_id: str, seconds: float = 1.0) -> int:
+    """Show the progress until the end; leaving with Ctrl-C does not touch the batch."""
+    from gateway.commands.batch_client import TERMINAL, Progress
+
+    progress = Progress()
+    try:
+        while True:
+            batch = client.batch(batch_id)
+            progress.show(batch)
+            if batch["status"] in TERMINAL:
+                break
+            time.sleep(seconds)
+    finally:
+        progress.end()
+    for error in (batch.get("errors") or {}).get("data", [])[:10]:
+        place = "" if error["line"] is None else f"line {error['line']}: "
+        print(f"{place}{error['message']} ({error['code']})", file=sys.stderr)
+    return 0 if batch["status"] == "completed" else 1
+
+
+def _cancel(client: "BatchClient", arguments: argparse.Namespace) -> int:
+    from urllib.parse import quote
+
+    batch = client.call("POST", f"/v1/batches/{quote(arguments.batch_id, safe='')}/cancel")
+    print(batch["status"])
+    return 0
+
+
+def _results(client: "BatchClient", arguments: argparse.Namespace) -> int:
+    from gateway.commands.batch_client import TERMINAL, progress_text
+
+    batch = client.batch(arguments.batch_id)
+    if batch["status"] not in TERMINAL:
+        print(f"tidemill: the batch is {batch['status']}: {progress_text(batch)}", file=sys.stderr)
+        return 1
+    if batch["output_file_id"]:
+        _write(client, batch["output_file_id"], arguments.output)
+    failed = batch["request_counts"]["failed"]
+    if batch["error_file_id"] and arguments.errors:
+        _write(client, batch["error_file_id"], arguments.errors)
+    elif failed:
+        print(f"tidemill: {failed:,} lines failed; --errors FILE writes them", file=sys.stderr)
+    return 0 if batch["status"] == "completed" else 1
+
+
+def _write(client: "BatchClient", file_id: str, path: Path | None) -> None:
+    """A file appears whole or not at all."""
+    if path is None:
+        client.download(file_id, sys.stdout.buffer)
+        sys.stdout.flush()
+        return
+    part = path.with_name(path.name + ".part")
+    try:
+        with ExitStack() as stack:
+            target: BinaryIO = stack.enter_context(part.open("wb"))
+            stack.callback(lambda: part.unlink(missing_ok=True))
+            client.download(file_id, target)
+            target.flush()
+            os.replace(part, path)
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from None

@@ -1,0 +1,163 @@
+"""The HTTP side of `tidemill batch`: files and batches of a running server, and a progress bar.
+
+A plain client of the HTTP API on the standard library; knows nothing of the server's insides.
+"""
+
+import http.client
+import json
+import shutil
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from secrets import token_hex
+from typing import Any, BinaryIO, TextIO
+from urllib.parse import quote
+
+from engine.errors import ConfigError
+from gateway.commands.chat import ChatClient, ChatError
+
+PIECE_BYTES = 256 * 1024
+TERMINAL = frozenset({"completed", "failed", "expired", "cancelled"})
+RATE_SECONDS = 30.0
+
+
+class BatchClient(ChatClient):
+    """Raises ChatError for what the server refuses or when it cannot be reached."""
+
+    def call(self, method: str, path: str, body: Any = None) -> dict[str, Any]:
+        """One JSON request."""
+        data = json.dumps(body).encode() if body is not None else (b"" if method == "POST" else None)
+        with closing(self._connect()) as connection:
+            response = self._request(connection, method, path, data)
+            try:
+                answer = json.loads(response.read())
+            except (ValueError, OSError, http.client.HTTPException):
+                raise ChatError("the server does not answer like an OpenAI server") from None
+            if not isinstance(answer, dict):
+                raise ChatError("the server does not answer like an OpenAI server")
+            return answer
+
+    def batch(self, batch_id: str) -> dict[str, Any]:
+        return self.call("GET", f"/v1/batches/{quote(batch_id, safe='')}")
+
+    def upload(self, path: Path) -> str:
+        """The id of an uploaded input file; it is streamed. Raises ConfigError for a file that cannot be read."""
+        try:
+            with path.open("rb") as file, closing(self._connect()) as connection:
+                return self._upload(connection, file, path)
+        except (ConnectionError, http.client.HTTPException) as error:
+            raise ChatError(f"the upload broke off: {error or type(error).__name__}") from None
+        except OSError as error:
+            raise ConfigError(f"{path}: {error.strerror}") from None
+
+    def _upload(self, connection: http.client.HTTPConnection, file: BinaryIO, path: Path) -> str:
+        boundary = token_hex(16)
+        name = path.name.encode("utf-8", "replace").replace(b"\\", b"_").replace(b'"', b"_").decode()
+        head = (
+            f'--{boundary}\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
+            f'--{boundary}\r\nContent-Disposition: form-data; name="file"; filename="{name}"\r\n'
+            "Content-Type: application/jsonl\r\n\r\n"
+        ).encode()
+        tail = f"\r\n--{boundary}--\r\n".encode()
+        size = path.stat().st_size
+
+        def pieces() -> Iterator[bytes]:
+            yield head
+            while data := file.read(PIECE_BYTES):
+                yield data
+            yield tail
+
+        headers = {
+            "Content-Type": f"multipart/form-data; boundary={boundary}",
+            "Content-Length": str(len(head) + size + len(tail)),
+        }
+        response = self._request(connection, "POST", "/v1/files", pieces(), headers)
+        return str(json.loads(response.read())["id"])
+
+    def download(self, file_id: str, target: BinaryIO) -> None:
+        """A file's content, piece by piece."""
+        with closing(self._connect()) as connection:
+            response = self._request(connection, "GET", f"/v1/files/{quote(file_id, safe='')}/content", None)
+            try:
+                shutil.copyfileobj(response, target, PIECE_BYTES)
+            except (ConnectionError, http.client.HTTPException):
+                raise ChatError("the connection broke in the middle of the file") from None
+
+    def batches(self, limit: int) -> Iterator[dict[str, Any]]:
+        """The newest batches first, page by page."""
+        after = ""
+        while limit > 0:
+            page = self.call("GET", f"/v1/batches?limit={min(limit, 100)}{after}")
+            yield from page["data"]
+            limit -= len(page["data"])
+            if not page["has_more"]:
+                return
+            after = f"&after={page['last_id']}"
+
+
+def progress_text(batch: dict[str, Any]) -> str:
+    """How far a batch is, in a few words."""
+    counts = batch.get("request_counts") or {"total": 0, "completed": 0, "failed": 0}
+    done, total = counts["completed"] + counts["failed"], counts["total"]
+    failed = f", {counts['failed']:,} failed" if counts["failed"] else ""
+    return f"{done:,}/{total:,} lines{failed}" if total else "no lines yet"
+
+
+def duration_text(seconds: float) -> str:
+    """h:mm:ss, or m:ss below an hour."""
+    minutes, rest = divmod(max(0, round(seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+@dataclass(slots=True)
+class Progress:
+    """A bar that is drawn anew in its line on a terminal, and a line now and then elsewhere. `clock`: seconds."""
+
+    out: TextIO = field(default_factory=lambda: sys.stderr)
+    clock: Callable[[], float] = time.monotonic
+    width: int = 24
+    _samples: deque[tuple[float, int, int]] = field(default_factory=deque)
+    _last: str = ""
+
+    def show(self, batch: dict[str, Any]) -> None:
+        text = self.text(batch)
+        if self.out.isatty():
+            columns = shutil.get_terminal_size().columns
+            self.out.write(f"\r\x1b[K{text[: columns - 1]}")
+        elif (line := f"{batch['status']}: {progress_text(batch)}") != self._last:
+            self._last = line
+            self.out.write(line + "\n")
+        self.out.flush()
+
+    def end(self) -> None:
+        if self.out.isatty():
+            self.out.write("\n")
+
+    def text(self, batch: dict[str, Any]) -> str:
+        """The bar, with lines, tokens per second and the time left as the last half minute lets expect."""
+        counts = batch.get("request_counts") or {"total": 0, "completed": 0, "failed": 0}
+        done, total = counts["completed"] + counts["failed"], counts["total"]
+        tokens = (batch.get("usage") or {}).get("output_tokens", 0)
+        line_rate, token_rate = self._rates(done, tokens)
+        filled = self.width * done // total if total else 0
+        bar = "#" * filled + "-" * (self.width - filled)
+        text = f"{batch['status']} [{bar}] {progress_text(batch)}"
+        if token_rate:
+            text += f"  {token_rate:,.0f} tokens/s"
+        if line_rate and done < total and batch["status"] not in TERMINAL:
+            text += f"  {duration_text((total - done) / line_rate)} left"
+        return text
+
+    def _rates(self, done: int, tokens: int) -> tuple[float, float]:
+        now = self.clock()
+        self._samples.append((now, done, tokens))
+        while len(self._samples) > 2 and self._samples[0][0] < now - RATE_SECONDS:
+            self._samples.popleft()
+        first, first_done, first_tokens = self._samples[0]
+        seconds = now - first
+        return ((done - first_done) / seconds, (tokens - first_tokens) / seconds) if seconds > 0 else (0.0, 0.0)

@@ -1,0 +1,154 @@
+"""`tidemill serve --dry-run`: every setting with the place it comes from, and what a start would load. It loads no
+weights, fetches nothing, and makes and changes no file.
+
+What a start would refuse is refused here, too: by the same checks, in the same words.
+"""
+
+import importlib
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from engine import openmp
+from engine.config import EngineConfig
+from engine.machine import share_out
+from gateway.commands.doctor import line, report_launch, size
+from gateway.commands.flags import Flag, Given, flags_of
+from gateway.config import ServerConfig
+
+DEFAULT = "default"
+
+
+class Setting(NamedTuple):
+    """A flag with the value that would hold, and where that comes from; `given`: by the user."""
+
+    flag: Flag
+    value: str
+    origin: str
+    given: bool
+
+
+def run(given: Mapping[str, Given], engine_config: EngineConfig, server_config: ServerConfig, name: str) -> int:
+    """Print it all; returns the exit code. `name`: what the API would call the model.
+
+    Raises what a start would raise."""
+    found: dict[str, Given] = {}
+    try:
+        _check_server(server_config)
+        places = _places(engine_config, server_config)
+        lines = _look_ahead(engine_config, name, found) + places
+    finally:  # also beside an error: what was said where is the first thing to look at
+        shown = found | _server_findings(server_config, name)
+        print("\n".join(table(settings(given, engine_config, server_config, shown))), flush=True)
+    print("\n".join(["", *lines]))
+    return 0
+
+
+def settings(
+    given: Mapping[str, Given], engine_config: EngineConfig, server_config: ServerConfig, found: Mapping[str, Given]
+) -> Iterator[Setting]:
+    """Every flag. `found`: what was decided where the default leaves it open."""
+    for config in (engine_config, server_config):
+        for flag in flags_of(type(config)):
+            value = getattr(config, flag.field)
+            origin = given[flag.field].origin if flag.field in given else DEFAULT
+            if value in (None, "", "auto", ()) and flag.field in found:
+                value, why = found[flag.field]
+                origin = f"{why} ({origin})" if flag.field in given else why
+            yield Setting(flag, _shown(flag, value), origin, flag.field in given)
+
+
+def table(rows: Iterator[Setting]) -> list[str]:
+    """Columns of flag, value and origin; what the user gave is marked."""
+    lines = [("MODEL" if r.flag.field == "model" else f"--{r.flag.key}", r.value, r.origin, r.given) for r in rows]
+    flag, value = max(len(line[0]) for line in lines), min(40, max(len(line[1]) for line in lines))
+    return [f"{'*' if given else ' '} {name:{flag}}  {text:{value}}  {origin}" for name, text, origin, given in lines]
+
+
+def _shown(flag: Flag, value: Any) -> str:
+    if flag.secret and value:
+        return f"({len(value)} of them)" if flag.many else "(set)"
+    if value is None or value in ((), ""):
+        return "-"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return ", ".join(map(str, value)) if flag.many else str(value)
+
+
+def _check_server(config: ServerConfig) -> None:
+    """Raises ConfigError for an address, a state folder or a key file that cannot be had."""
+    importlib.import_module("gateway.http.server").bind(config.host, config.port).close()
+    folder = importlib.import_module("gateway.store.folder")
+    folder.check_free(folder.state_path(config.state_dir, os.environ))
+    importlib.import_module("gateway.http.keys").load_keys(config.api_key, config.api_key_file)
+    if config.request_log is not None:
+        importlib.import_module("gateway.telemetry.request_log").check_path(config.request_log)
+    if config.otlp_traces_endpoint is not None:
+        importlib.import_module("gateway.telemetry.tracing").check_endpoint(config.otlp_traces_endpoint)
+
+
+def _places(engine_config: EngineConfig, server_config: ServerConfig) -> list[str]:
+    """Where each of several engines would run. Raises ConfigError where there is no place for one."""
+    if server_config.engines == 1:
+        return []
+    places = share_out(server_config.engines, engine_config.device)
+    return [line(f"engine {number}", place.shown) for number, place in enumerate(places)]
+
+
+def _server_findings(config: ServerConfig, name: str) -> dict[str, Given]:
+    folder = importlib.import_module("gateway.store.folder")
+    return {
+        "served_model_name": Given((name,), "the model"),
+        "state_dir": Given(folder.state_path(config.state_dir, os.environ), DEFAULT),
+    }
+
+
+def _look_ahead(config: EngineConfig, name: str, found: dict[str, Given]) -> list[str]:
+    """What would be loaded, a line each; decisions go into `found`."""
+    build = importlib.import_module("engine.build")
+    build.parse_slo(config)
+    build.find_policy(config.online_policy)
+    found["model"] = Given("(the packaged demo model)", DEFAULT)
+    found["profile_dir"] = Given(build.profile_folder(config), DEFAULT)
+    local = build.local_config(config)
+    if local is None:
+        pull = f"tidemill pull {name}" + (f" --revision {config.revision}" if config.revision else "")
+        return [line("model", f"{name} is not on this machine: `{pull}` says how large it is, and fetches")]
+    plan = build.plan_launch(local)
+    notes: list[str] = []
+    plan, profile = build.stored_profile(local, plan, notes.append)
+    importlib.import_module("engine.text").Tokenizer.load(plan.folder, None)
+    _decided(config, plan, found)
+    if profile is None:
+        measured = f"none fits: step times would be measured, {config.profile_seconds:g} s at most"
+    else:
+        error = f"{profile.num_samples} steps, held-out error {profile.held_out_mape:.1%}"
+        measured = f"of {profile.created_at}, {error}"
+    return [
+        *report_launch(plan, name),
+        line("memory", _memory(build, plan)),
+        line("profile", measured),
+        *(line("note", note) for note in notes),
+    ]
+
+
+def _decided(config: EngineConfig, plan: Any, found: dict[str, Given]) -> None:
+    found["device"] = Given(plan.device, "this machine")
+    found["model_impl"] = Given(plan.implementation, "the model's family")
+    found["dtype"] = Given(plan.dtype, "the model and this machine")
+    found["max_model_len"] = Given(plan.limits.max_model_len, "the model and the cache")
+    found["num_gpu_blocks_override"] = Given(plan.num_blocks, "measured: free memory")
+    if plan.device == "cpu":
+        origin = "OMP_NUM_THREADS" if "OMP_NUM_THREADS" in os.environ else "at most one per core: a start measures"
+        found["threads"] = Given(openmp.num_threads(config, os.environ), origin)
+        found["cpu_kernels"] = Given(
+            plan.kernels, "measured: they pass their test" if "native" in plan.kernels else "torch"
+        )
+
+
+def _memory(build: Any, plan: Any) -> str:
+    stay = "" if plan.offload is None else f" (of which {size(plan.held_bytes)} stay)"
+    need = f"weights {size(plan.weight_bytes)}{stay}, cache {size(plan.cache_bytes)}"
+    if plan.device != "cpu":
+        return f"{need}, of {plan.memory_utilization:.0%} of the device"
+    return f"{need}, of {size(build.memory.available_memory())} free"

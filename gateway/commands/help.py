@@ -1,0 +1,146 @@
+"""How the command line is laid out for people: commands and flags by task, and examples.
+
+Knows names only. A flag of no group is shown in the last one, so that none is ever missing.
+"""
+
+import argparse
+from collections.abc import Iterable, Iterator
+from typing import Any, NoReturn
+
+from gateway.commands.flags import Flag, add_flags
+
+COMMANDS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("serve", ("serve", "pull", "doctor", "profile", "replay")),
+    ("use a server", ("chat", "batch", "top")),
+    ("measure", ("bench", "simulate")),
+    ("more", ("completions", "version")),
+)
+FLAGS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    (
+        "promises",
+        ("slo", "max_queue_time", "max_num_waiting", "online_policy", "offline_policy", "fill_policy", "reserve"),
+    ),
+    (
+        "model",
+        (
+            "revision",
+            "model_impl",
+            "self_test",
+            "device",
+            "dtype",
+            "max_model_len",
+            "chat_template",
+            "tool_parser",
+            "offline_thinking_budget",
+            "served_model_name",
+            "load_format",
+            "seed",
+        ),
+    ),
+    (
+        "memory",
+        (
+            "gpu_memory_utilization",
+            "num_gpu_blocks_override",
+            "block_size",
+            "offload_weights",
+            "offload_dir",
+            "swap_space",
+            "hidden_cache",
+            "enable_prefix_caching",
+        ),
+    ),
+    (
+        "steps",
+        (
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "chunked_prefill",
+            "forced_tokens",
+            "threads",
+            "cpu_kernels",
+            "quantization",
+        ),
+    ),
+    ("latency profile", ("profile_dir", "profile_seconds")),
+    ("network and access", ("host", "port", "api_key", "api_key_file", "allowed_host", "max_body_bytes")),
+    ("files, batches and logs", ("state_dir", "request_log", "otlp_traces_endpoint", "log_level")),
+    ("several engines", ("engines", "router")),
+    (
+        "life and death",
+        ("engine_process", "flight_tokens", "max_engine_deaths", "max_restart_delay", "shutdown_timeout"),
+    ),
+)
+EXAMPLES = {
+    "tidemill": """\
+tidemill serve                                        the packaged demo model, at http://127.0.0.1:8000
+tidemill pull Qwen/Qwen3-0.6B && tidemill serve Qwen/Qwen3-0.6B
+tidemill chat                                         talk with it
+tidemill batch submit lines.jsonl --watch             the rest of the machine for a batch""",
+    "serve": """\
+tidemill serve --slo "ttft_p99=1s,tbt_p99=100ms"      promise chats this; batches get what is left
+tidemill serve ./checkpoint --dry-run                 every setting, where it comes from, what would be loaded
+tidemill serve --host 0.0.0.0 --api-key-file keys     for other machines, with keys
+tidemill serve --config tidemill.yaml --request-log requests.jsonl""",
+    "pull": """\
+tidemill pull Qwen/Qwen3-0.6B
+HF_ENDPOINT=https://mirror.example tidemill pull Qwen/Qwen3-0.6B --revision main""",
+    "chat": """\
+tidemill chat
+tidemill chat --url http://gpu:8000 --api-key KEY --system "Answer in one line." """,
+    "batch": """\
+tidemill batch submit lines.jsonl --window 8h --watch
+tidemill batch list
+tidemill batch results BATCH --output answers.jsonl --errors failed.jsonl""",
+    "top": "tidemill top --url http://gpu:8000 --api-key KEY      until Ctrl-C; once where the output is no terminal",
+    "doctor": "tidemill doctor ./checkpoint                          would it run here, and with how much cache",
+    "profile": "tidemill profile --plot steps.svg                     predicted against measured step times",
+    "completions": """\
+source <(tidemill completions bash)                   this shell; in ~/.bashrc for all
+tidemill completions zsh > ~/.zfunc/_tidemill         a folder of $fpath
+tidemill completions fish > ~/.config/fish/completions/tidemill.fish""",
+}
+
+
+class Parser(argparse.ArgumentParser):
+    """One line for a wrong command line, not the usage in front of it; examples keep their lines."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options, formatter_class=argparse.RawDescriptionHelpFormatter)
+        examples = EXAMPLES.get(str(self.prog).rpartition(" ")[2])
+        if examples is not None:
+            self.epilog = "examples:\n" + "\n".join(f"  {line}" for line in examples.splitlines())
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}\n")
+
+
+class RootParser(Parser):
+    """Lists its commands by task."""
+
+    def format_help(self) -> str:
+        (commands,) = (action for action in self._actions if isinstance(action, argparse._SubParsersAction))
+        texts = {choice.dest: choice.help or "" for choice in commands._choices_actions}
+        lines = ["usage: tidemill COMMAND ...", "", self.description or "", ""]
+        for title, names in COMMANDS:
+            shown = [name for name in names if name in texts]
+            lines += [f"{title}:", *(f"    {name:<12} {texts[name]}" for name in shown), ""]
+        lines += ["tidemill COMMAND --help says more; tidemill --version prints the version.", "", self.epilog or ""]
+        return "\n".join(lines).rstrip() + "\n"
+
+
+def add_by_task(command: argparse.ArgumentParser, flags: Iterable[Flag]) -> None:
+    """Offer the flags in groups."""
+    for title, members in by_task(flags):
+        add_flags(command.add_argument_group(title), members)  # type: ignore[arg-type]  # a group takes them as well
+
+
+def by_task(flags: Iterable[Flag]) -> Iterator[tuple[str, list[Flag]]]:
+    """The flags by group, those of none in the last."""
+    left = {flag.field: flag for flag in flags}
+    for title, fields in FLAGS:
+        members = [left.pop(field) for field in fields if field in left]
+        if members:
+            yield title, members
+    if left:
+        yield "more", list(left.values())

@@ -1,0 +1,1 @@
+"""Endpoints that ask the model: from a body to a plan, from tokens to an answer."""

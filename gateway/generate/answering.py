@@ -1,0 +1,206 @@
+"""From a plan to an HTTP answer, streamed or whole: what chat and completions have in common.
+
+Knows nothing of the shapes of their chunks; those are an `AnswerFormat`.
+"""
+
+import functools
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from typing import Any, Protocol, TypeVar
+
+import anyio.to_thread
+import orjson
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+from engine.api import RequestClass
+from engine.errors import TidemillError
+from gateway.context import GatewayContext, context_of, tenant_of, tier_of
+from gateway.generate.choices import Delta, Generation
+from gateway.generate.pace import at_half_speed
+from gateway.generate.params import GenerationPlan, without_ignored
+from gateway.generate.wire import ModelBody, parse_json, validate
+from gateway.http.errors import ApiError, log_unexpected, to_api_error
+from gateway.http.keys import TIERS, Tier
+from gateway.http.quotas import Admissions, Place
+from gateway.http.sse import EventStream, run_while_connected
+
+INLINE_BYTES = 32 * 1024  # parsing more than this takes long enough for a thread to be worth it
+CHARS_PER_TOKEN = 4  # a guess, for prompts that are not read
+INLINE_CHARS = 2000
+
+BodyT = TypeVar("BodyT", bound=ModelBody)
+ResultT = TypeVar("ResultT")
+
+
+class WholeFormat(Protocol):
+    """How one API spells an answer in one piece."""
+
+    def whole(self, choices: list[list[Delta]], usage: dict[str, Any]) -> dict[str, Any]:
+        """`choices[i]` are the deltas of choice i."""
+        ...
+
+
+class AnswerFormat(WholeFormat, Protocol):
+    """How one API spells its answers. Of a stream: `opening` once, then chunks, then one of `closing` and `failure`."""
+
+    def opening(self) -> bytes:
+        """The events before the first token; b"": there are none."""
+        ...
+
+    def chunk(self, delta: Delta, usage: dict[str, Any] | None) -> bytes:
+        """A delta as events; `usage` where the client wants it in every chunk."""
+        ...
+
+    def closing(self, usage: dict[str, Any]) -> bytes:
+        """The events that end a stream, and say what it used."""
+        ...
+
+    def failure(self, error: ApiError, usage: dict[str, Any]) -> bytes:
+        """The events of a stream that breaks off."""
+        ...
+
+
+async def read_body(
+    request: Request, model: type[BodyT], strip: Callable[[dict[str, Any]], dict[str, Any]] = without_ignored
+) -> BodyT:
+    """The request's body as a model, without what `strip` takes away; where it names no service tier it has the one
+    that its model's name ends with (`MODEL:flex`), or its key's.
+
+    Raises ApiError 415 or InvalidRequestError.
+    """
+    body = await read_json(request, lambda raw: validate(model, strip(parse_json(raw))))
+    if body.service_tier in (None, "auto"):
+        body.service_tier = split_model(context_of(request), body.model)[1] or tier_of(request)
+    return body
+
+
+async def read_json(request: Request, parse: Callable[[bytes], ResultT]) -> ResultT:
+    """The request's body, parsed. Large ones are parsed in a thread and one at a time: each takes the interpreter's
+    lock for up to some 20 ms, and ten in a row would be felt. Raises ApiError 415 and what `parse` raises."""
+    raw = await _read_raw(request)
+    if len(raw) <= INLINE_BYTES:
+        return parse(raw)
+    return await anyio.to_thread.run_sync(parse, raw, limiter=context_of(request).parse_thread)
+
+
+async def _read_raw(request: Request) -> bytes:
+    """The request's body, insisting on its content type: a web page of another origin cannot send that without asking
+    first. Raises ApiError 415."""
+    content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if content_type != "application/json":
+        raise ApiError(415)
+    return await request.body()
+
+
+async def check_room(context: GatewayContext, body: ModelBody, num_chars: int) -> None:
+    """Before a prompt of about so many characters is read: would it be queued? Raises QueueFullError or
+    EngineUnavailableError."""
+    offline = context.is_offline or body.service_tier == "flex"
+    tokens = num_chars // CHARS_PER_TOKEN
+    await context.client.check_room(RequestClass.OFFLINE if offline else RequestClass.ONLINE, tokens)
+
+
+async def run_text_work(context: GatewayContext, work: Callable[[], ResultT]) -> ResultT:
+    """Tokenize in a worker thread."""
+    paced = functools.partial(at_half_speed, work) if context.is_offline else work
+    return await anyio.to_thread.run_sync(paced, limiter=context.text_threads)
+
+
+async def begin(request: Request, plan: GenerationPlan, *, chat: bool) -> Generation:
+    """Queue what was planned, once the quota of its tenant has a place for it.
+
+    Raises ApiError for what the quota refuses, ClientDisconnect if the client left while it waited, and what
+    Generation.begin raises."""
+    context = context_of(request)
+    admissions = context.admissions
+    place = admissions.enter(tenant_of(request), len(plan.requests), plan.max_tokens)
+    try:
+        if not place.granted.is_set():
+            await _wait_for(request, place, admissions)
+        context.lifecycle.check_accepting()
+        generation = await Generation.begin(plan, context.client, context.tokenizer, context.metrics, chat=chat)
+    except BaseException:
+        admissions.leave(place)
+        raise
+    generation.on_end = functools.partial(admissions.leave, place)
+    return generation
+
+
+async def _wait_for(request: Request, place: Place, admissions: Admissions) -> None:
+    async def granted() -> None:
+        await place.granted.wait()
+
+    if not await run_while_connected(request.receive, granted, functools.partial(admissions.leave, place)):
+        raise ClientDisconnect
+
+
+async def respond(request: Request, generation: Generation, shape: AnswerFormat) -> Response:
+    """The response that carries a generation to its client, and ends it when the client leaves."""
+    if generation.plan.stream:
+        return EventStream(stream_events(generation, shape), generation.abort)
+    return await respond_whole(request, generation, shape)
+
+
+async def respond_whole(request: Request, generation: Generation, shape: WholeFormat) -> Response:
+    """The response in one piece."""
+    answer: list[dict[str, Any]] = []
+
+    async def work() -> None:
+        answer.append(await collect(generation, shape))
+
+    try:
+        if not await run_while_connected(request.receive, work, generation.abort):
+            return Response(status_code=499)  # for nobody: the connection is closed
+    finally:
+        generation.abort()
+    return Response(orjson.dumps(answer[0]), media_type="application/json")
+
+
+async def collect(generation: Generation, shape: WholeFormat) -> dict[str, Any]:
+    """The whole answer. Raises the error of the first choice that fails."""
+    choices: list[list[Delta]] = [[] for _ in generation.choices]
+    async with aclosing(generation.deltas()) as deltas:
+        async for delta in deltas:
+            choices[delta.index].append(delta)
+    return shape.whole(choices, generation.usage())
+
+
+async def stream_events(generation: Generation, shape: AnswerFormat) -> AsyncGenerator[bytes, None]:
+    """The events of a stream. After an error in mid-stream nothing comes but the event that tells of it."""
+    options = generation.plan.stream_options
+    usage: Callable[[], dict[str, Any] | None] = (
+        generation.usage if options.continuous_usage_stats else functools.partial(_nothing)
+    )
+    try:
+        if opening := shape.opening():
+            yield opening
+        async with aclosing(generation.deltas()) as deltas:
+            async for delta in deltas:
+                if events := shape.chunk(delta, usage()):
+                    yield events
+        yield shape.closing(generation.usage())
+    except Exception as error:  # whatever it is, the client must be able to tell it from the end
+        if not isinstance(error, TidemillError):
+            log_unexpected(error)
+        yield shape.failure(to_api_error(error), generation.usage())
+
+
+def _nothing() -> None:
+    return None
+
+
+def split_model(context: GatewayContext, name: str) -> tuple[str, Tier | None]:
+    """A name of the API as the name of a model and the service tier behind it, if it has one: `MODEL:flex`."""
+    base, _, suffix = name.rpartition(":")
+    if name not in context.model_names and base in context.model_names:
+        for tier in TIERS:
+            if tier == suffix:
+                return base, tier
+    return name, None
+
+
+def check_model(context: GatewayContext, name: str) -> None:
+    """Raises ApiError 404 for a model that is not served here."""
+    if split_model(context, name)[0] not in context.model_names:
+        raise ApiError(404, "This server has no such model.", param="model", code="model_not_found")

@@ -1,0 +1,239 @@
+"""POST /v1/chat/completions."""
+
+import dataclasses
+import secrets
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import orjson
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from engine.grammar import Grammar
+from engine.text import Tokenizer
+from engine.thoughts import ThinkingBudget
+from gateway.context import GatewayContext, context_of, tenant_of
+from gateway.generate.answer_parser import Parsing
+from gateway.generate.answering import begin, check_model, check_room, read_body, respond, run_text_work
+from gateway.generate.choices import Delta
+from gateway.generate.completion_stream import CompletionStream
+from gateway.generate.logprobs import chat_logprobs
+from gateway.generate.params import Caller, GenerationPlan, chat_plan, check_chat, check_texts
+from gateway.generate.structured import grammar_of
+from gateway.generate.thinking import budget_of, check_budget, check_thought_before
+from gateway.generate.tool_formats import Call
+from gateway.generate.tools import (
+    check_no_tools,
+    check_tools,
+    offered_tools,
+    parsing_of,
+    template_message,
+    template_options,
+    tool_grammar,
+)
+from gateway.generate.wire import ChatCompletionRequest
+from gateway.http.sse import END
+
+PROMPT_END = 8  # tokens of a prompt in which the mark that begins a thought is looked for
+
+router = APIRouter()
+
+
+@router.post("/v1/chat/completions")
+async def create_chat_completion(request: Request) -> Response:
+    context = context_of(request)
+    context.lifecycle.check_accepting()
+    context.admissions.check(tenant_of(request))
+    body = await read_body(request, ChatCompletionRequest)
+    plan = await plan_chat(context, body, tenant_of(request))
+    generation = await begin(request, plan, chat=True)
+    return await respond(request, generation, ChatFormat(plan, context.tokenizer))
+
+
+async def plan_chat(
+    context: GatewayContext, body: ChatCompletionRequest, tenant: str, prefix: str = "chatcmpl-", clip: bool = False
+) -> GenerationPlan:
+    """Everything that can be wrong with the request is found here, before anything is queued. Other APIs are translated
+    into this one: `prefix` is what the ids of their answers begin with; `clip`: see `chat_plan`."""
+    check_model(context, body.model)
+    check_chat(body)
+    form, template = context.tool_format, context.tokenizer.chat_template_text
+    marks = context.thought_marks
+    check_tools(body, form, template)
+    check_budget(body, marks)
+    messages = [template_message(message, index) for index, message in enumerate(body.messages)]
+    texts = list(_texts(body))
+    await check_room(context, body, sum(map(len, texts)))
+    caller = Caller(f"{prefix}{uuid.uuid4().hex}", context.cache_salt(tenant), tenant)
+
+    def plan() -> GenerationPlan:
+        token_ids = _encode(context, body, messages, texts)
+        prompt_end = context.tokenizer.decode(token_ids[-PROMPT_END:], skip_special_tokens=False)
+        parsing = parsing_of(body, form, marks, prompt_end)
+        budget = budget_of(body, parsing, context.offline_thinking(body.service_tier))
+        thinks_first = body.thinking_token_budget is not None
+        grammar = grammar_of(body)
+        if grammar is not None:
+            check_no_tools(offered_tools(body), grammar)
+        elif parsing is not None:
+            grammar = tool_grammar(body, form, parsing.is_thinking and not thinks_first)
+        if grammar is not None and parsing is not None:
+            parsing, budget = _before_a_form(parsing, budget if thinks_first else None, grammar)
+        plan = chat_plan(body, token_ids, context.client.info, caller, grammar, budget, clip)
+        return dataclasses.replace(plan, parsing=parsing)
+
+    # always in a thread: what a template costs cannot be seen from the messages' length
+    return await run_text_work(context, plan)
+
+
+async def count_prompt(context: GatewayContext, body: ChatCompletionRequest) -> int:
+    """The tokens of a chat request's prompt. Raises what `plan_chat` raises for it."""
+    check_model(context, body.model)
+    check_chat(body)
+    check_tools(body, context.tool_format, context.tokenizer.chat_template_text)
+    messages = [template_message(message, index) for index, message in enumerate(body.messages)]
+    texts = list(_texts(body))
+    return await run_text_work(context, lambda: len(_encode(context, body, messages, texts)))
+
+
+def _encode(
+    context: GatewayContext, body: ChatCompletionRequest, messages: Sequence[dict[str, Any]], texts: Sequence[str]
+) -> list[int]:
+    """The prompt that the template makes of `messages`, which say `texts`. Slow."""
+    check_texts(texts, context.tokenizer, context.client.info, "messages")
+    options = template_options(body, context.tokenizer.chat_template_text)
+    return context.tokenizer.encode_chat(messages, tools=offered_tools(body), **options)
+
+
+def _before_a_form(
+    parsing: Parsing, budget: ThinkingBudget | None, grammar: Grammar
+) -> tuple[Parsing | None, ThinkingBudget | None]:
+    """A form holds from the first token on, nothing is thought; or, where the request has a budget, behind a thought at
+    the beginning."""
+    if budget is None:
+        return (None if parsing.format is None else parsing), None
+    check_thought_before(budget, grammar.param)
+    return dataclasses.replace(parsing, once=True), budget
+
+
+def _texts(body: ChatCompletionRequest) -> Iterator[str]:
+    """What the messages say."""
+    for message in body.messages:
+        if isinstance(message.content, str):
+            yield message.content
+        else:
+            yield from (part.text for part in message.content or ())
+        yield from (call.function.arguments for call in message.tool_calls or ())
+        yield message.reasoning or message.reasoning_content or ""
+    yield from (tool.function.description or "" for tool in body.tools or ())
+
+
+class ChatFormat(CompletionStream):
+    """Chat completions. The parts of a chunk that never change are encoded once per answer."""
+
+    def __init__(self, plan: GenerationPlan, tokenizer: Tokenizer) -> None:
+        head = {
+            "id": plan.response_id,
+            "object": "chat.completion.chunk",
+            "created": int(time.time()),
+            "model": plan.model,
+            "service_tier": plan.service_tier,
+            "system_fingerprint": None,
+        }
+        super().__init__(plan, head)
+        self._tokenizer = tokenizer
+        start = b"data: " + orjson.dumps(self._head)[:-1]
+        self._starts = [start + b',"choices":[{"index":%d,"delta":{' % i for i in range(plan.n)]
+        # before the first token of each choice
+        prompt_ids = orjson.dumps(list(plan.prompts[0].token_ids)) if plan.return_token_ids else b""
+        extra = b',"prompt_token_ids":' + prompt_ids if prompt_ids else b""
+        self._opening = [start + extra + b',"choices":[{"index":%d,"delta":{' % i for i in range(plan.n)]
+        self._is_open = [False] * plan.n
+        self._num_calls = [0] * plan.n
+        self._plain_end = b'},"logprobs":null,"finish_reason":null}]' + self._usage_part(None) + b"}" + END
+
+    def _usage_part(self, usage: dict[str, Any] | None) -> bytes:
+        if usage is not None:
+            return b',"usage":' + orjson.dumps(usage)
+        return b',"usage":null' if self._plan.stream_options.include_usage else b""
+
+    def chunk(self, delta: Delta, usage: dict[str, Any] | None) -> bytes:
+        """See AnswerFormat.chunk."""
+        index = delta.index
+        shows_text = delta.text or not (delta.reasoning or delta.calls)
+        if self._is_open[index]:
+            shows_text = delta.text or (shows_text and delta.finish_reason is None)
+            start = self._starts[index] + (b'"content":' + orjson.dumps(delta.text) if shows_text else b"")
+        else:
+            self._is_open[index] = True
+            content = orjson.dumps(delta.text) if shows_text else b"null"
+            start = self._opening[index] + b'"role":"assistant","content":' + content
+        if delta.reasoning or delta.calls:
+            start = self._with_parts(start, delta)
+        if delta.finish_reason is None and usage is None and not delta.token_ids and not delta.logprobs:
+            return start + self._plain_end
+        return start + self._end(delta, usage)
+
+    def _with_parts(self, start: bytes, delta: Delta) -> bytes:
+        """The beginning of a chunk, with thoughts and calls in its delta."""
+        parts: dict[str, Any] = _reasoning(delta.reasoning)
+        if delta.calls:
+            first = self._num_calls[delta.index]
+            self._num_calls[delta.index] += len(delta.calls)
+            parts["tool_calls"] = [{"index": first + i, **_tool_call(call)} for i, call in enumerate(delta.calls)]
+        return start + (b"" if start.endswith(b"{") else b",") + orjson.dumps(parts)[1:-1]
+
+    def _end(self, delta: Delta, usage: dict[str, Any] | None) -> bytes:
+        parts = [b'},"logprobs":', orjson.dumps(self._logprobs([delta])), b',"finish_reason":']
+        parts.append(orjson.dumps(delta.finish_reason))
+        if self._plan.return_token_ids:
+            parts += [b',"token_ids":', orjson.dumps(list(delta.token_ids))]
+        return b"".join([*parts, b"}]", self._usage_part(usage), b"}", END])
+
+    def whole(self, choices: list[list[Delta]], usage: dict[str, Any]) -> dict[str, Any]:
+        """See AnswerFormat.whole."""
+        answer = {
+            **self._head,
+            "object": "chat.completion",
+            "choices": [self._choice(index, deltas) for index, deltas in enumerate(choices)],
+            "usage": usage,
+        }
+        if self._plan.return_token_ids:
+            answer["prompt_token_ids"] = list(self._plan.prompts[0].token_ids)
+        return answer
+
+    def _choice(self, index: int, deltas: list[Delta]) -> dict[str, Any]:
+        text = "".join([delta.text for delta in deltas])
+        calls = [_tool_call(call) for delta in deltas for call in delta.calls]
+        message: dict[str, Any] = {"role": "assistant", "content": text if text or not calls else None}
+        message |= {"refusal": None, **_reasoning("".join([delta.reasoning for delta in deltas]))}
+        if calls:
+            message["tool_calls"] = calls
+        choice: dict[str, Any] = {
+            "index": index,
+            "message": message,
+            "logprobs": self._logprobs(deltas),
+            "finish_reason": deltas[-1].finish_reason,
+        }
+        if self._plan.return_token_ids:
+            choice["token_ids"] = [token_id for delta in deltas for token_id in delta.token_ids]
+        return choice
+
+    def _logprobs(self, deltas: list[Delta]) -> dict[str, Any] | None:
+        if self._plan.num_logprobs is None:
+            return None
+        pairs = [pair for delta in deltas for pair in delta.logprobs]
+        return {"content": chat_logprobs(self._tokenizer, pairs), "refusal": None}
+
+
+def _reasoning(text: str) -> dict[str, Any]:
+    """Under both of the names that clients look for."""
+    return {"reasoning": text, "reasoning_content": text} if text else {}
+
+
+def _tool_call(call: Call) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}

@@ -1,0 +1,283 @@
+"""The answers of one HTTP request as they grow: engine outputs in, text deltas out, until every choice has ended.
+
+Chat and completions both read a `Generation`; neither knows here what its chunks will look like. Stop strings are
+found here and end their request in the engine.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from engine.api import EngineClient, FinishReason, OutputStream, RequestOutput, TokenLogprobs
+from engine.errors import EngineStepError, EngineUnavailableError, TidemillError
+from engine.stopping import OutputTextStream
+from engine.text import Tokenizer
+from gateway.generate.answer_parser import Parsing, Piece
+from gateway.generate.params import GenerationPlan
+from gateway.generate.tool_formats import Call
+from gateway.http.errors import to_api_error
+from gateway.telemetry.account import CLIENT_LEFT, Account
+from gateway.telemetry.metrics import ClassMetrics, GatewayMetrics
+
+MAX_QUEUED = 128
+"""Choices of one request that are queued at once: one with thousands of texts must not fill the queue."""
+FINISH_REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
+
+
+@dataclass(slots=True)
+class Delta:
+    """What one engine output adds to choice `index`: text, thoughts, whole calls of functions, or all of it is one
+    vector. `logprobs` pairs each visible token with its logprobs; `finish_reason` is set on the last delta of the
+    choice, and `stop` if it was a stop string that ended it."""
+
+    index: int
+    text: str
+    token_ids: Sequence[int] = ()
+    logprobs: Sequence[tuple[int, TokenLogprobs]] = ()
+    finish_reason: str | None = None
+    reasoning: str = ""
+    calls: Sequence[Call] = ()
+    stop: str | None = None
+    embedding: bytes = b""
+
+
+class Choice:
+    """One choice: its text so far, what is held back, and its counts."""
+
+    def __init__(
+        self, index: int, plan: GenerationPlan, tokenizer: Tokenizer, metrics: ClassMetrics, chat: bool
+    ) -> None:
+        request = plan.requests[index]
+        self.request_id = request.request_id
+        self.account = Account(request, plan.response_id, index)
+        self.finished = False
+        self._index = index
+        self._has_stops = bool(plan.stop)
+        self._keeps_tokens = plan.return_token_ids or plan.num_logprobs is not None
+        self._shows_each_token = bool(plan.stream_options.continuous_usage_stats)
+        self._held: list[tuple[int, TokenLogprobs | None]] = []
+        self._metrics = metrics
+        parsing = plan.parsing or Parsing()
+        self._parser = None if plan.parsing is None else parsing.parser()
+        self._thoughts = parsing.tracker()
+        self._several_calls = parsing.parallel
+        self._called = False
+        self._counted = 0  # tokens whose text nobody has seen yet
+        self._text = OutputTextStream(
+            tokenizer,
+            () if chat else request.prompt_token_ids,
+            stop=plan.stop,
+            min_tokens=plan.min_tokens,
+            skip_special_tokens=not parsing.shows_special_tokens,
+        )
+
+    def advance(self, output: RequestOutput) -> Delta | None:
+        """Take in an output; None when it adds nothing that can be shown yet. Raises the error that it carries."""
+        self._observe(output)
+        reason = output.finish_reason
+        if reason is not None and reason not in FINISH_REASONS:
+            error = output.error.to_error() if output.error is not None else _ended_early(reason)
+            self.end(reason, to_api_error(error).status)
+            raise error
+        ids = output.token_ids
+        if output.stop_token_id is not None:
+            ids = ids[:-1]
+        text, counted, stop, num_read = self._read(ids, final=reason is not None)
+        if self._thoughts is not None:
+            self._thoughts.advance(ids[:num_read])
+        stop_token = output.stop_token_id is not None and stop is None
+        self.account.num_tokens += num_read + stop_token
+        if stop is not None:
+            reason = FinishReason.STOP
+        if reason is not None:
+            self.end(reason)
+        self._counted += counted
+        piece = self._take_apart(text, final=reason is not None)
+        if piece.calls and reason is None and not self._several_calls:
+            reason = FinishReason.STOP
+            self.end(reason)
+        if reason is None and (piece.is_empty if text else not counted):
+            self._hold(output, num_read)
+            # Who counts tokens as they come sees those too whose text is held back: part of a character or a stop.
+            return Delta(self._index, "") if self._shows_each_token and num_read else None
+        delta = Delta(self._index, piece.text, reasoning=piece.reasoning, calls=piece.calls, stop=stop)
+        delta.embedding = output.embedding or b""
+        delta.finish_reason = None if reason is None else self._finish_reason(reason)
+        if self._keeps_tokens:
+            self._hold(output, num_read)
+            self._give(delta, self._counted, output.stop_token_id if stop_token else None)
+        self._counted = 0
+        return delta
+
+    @property
+    def num_thoughts(self) -> int | None:
+        """Tokens that were thoughts; None: the model has none."""
+        return None if self._thoughts is None else self._thoughts.num_thoughts
+
+    def _take_apart(self, text: str, final: bool) -> Piece:
+        piece = Piece(text) if self._parser is None else self._parser.push(text, final)
+        self._called = self._called or bool(piece.calls)
+        return piece
+
+    def _finish_reason(self, reason: FinishReason) -> str:
+        return "tool_calls" if self._called and reason is FinishReason.STOP else FINISH_REASONS[reason]
+
+    def _read(self, ids: Sequence[int], final: bool) -> tuple[str, int, str | None, int]:
+        """Text, tokens it is made of, the stop string that ended it, tokens read. Token by token where a stop string
+        may end the answer within an output: only so is it known which token completed it."""
+        if not self._has_stops or len(ids) < 2:
+            delta = self._text.push(ids, final)
+            return delta.text, delta.num_tokens, delta.stop, len(ids)
+        text, counted = "", 0
+        for number, token_id in enumerate(ids, 1):
+            delta = self._text.push((token_id,), final and number == len(ids))
+            text, counted = text + delta.text, counted + delta.num_tokens
+            if delta.stop is not None:
+                return text, counted, delta.stop, number
+        return text, counted, None, len(ids)
+
+    def _hold(self, output: RequestOutput, num_read: int) -> None:
+        if self._keeps_tokens:
+            ids = output.token_ids[:num_read]
+            logprobs: Sequence[TokenLogprobs | None] = output.logprobs or [None] * len(ids)
+            self._held.extend(zip(ids, logprobs, strict=False))
+
+    def _give(self, delta: Delta, counted: int, stop_token_id: int | None) -> None:
+        """Move what belongs to the delta's text into it; the last one takes the ids of all tokens that count."""
+        shown = self._held[:counted]
+        delta.logprobs = [(token_id, logprobs) for token_id, logprobs in shown if logprobs is not None]
+        if delta.finish_reason is None:
+            delta.token_ids = [token_id for token_id, _ in shown]
+            del self._held[:counted]
+            return
+        ids = [token_id for token_id, _ in self._held]
+        delta.token_ids = ids if stop_token_id is None else [*ids, stop_token_id]
+        self._held.clear()
+
+    def _observe(self, output: RequestOutput) -> None:
+        account = self.account
+        gap = account.observe(output)
+        if gap is not None:
+            self._metrics.tbt.observe(gap)
+        elif account.ttft is not None and output.token_ids:
+            self._metrics.ttft.observe(account.ttft)
+
+    def end(self, reason: FinishReason, status: int = 200) -> None:
+        """Count the choice as ended; what comes after the first call is ignored."""
+        if not self.finished:
+            self.finished = True
+            self.account.end(reason, status)
+            self._metrics.observe_end(self.account)
+
+
+class Generation:
+    """All choices of one HTTP request. Iterate `deltas` once; always `abort` in the end, which calls `on_end`, perhaps
+    more than once."""
+
+    def __init__(
+        self, plan: GenerationPlan, client: EngineClient, choices: list[Choice], streams: Sequence[OutputStream]
+    ) -> None:
+        self.plan = plan
+        self.choices = choices
+        self.on_end: Callable[[], None] = _do_nothing
+        self._client = client
+        self._streams = list(streams)
+
+    @classmethod
+    async def begin(
+        cls, plan: GenerationPlan, client: EngineClient, tokenizer: Tokenizer, metrics: GatewayMetrics, *, chat: bool
+    ) -> "Generation":
+        """Queue all choices, or none; of very many the first ones. Raises what `EngineClient.submit` raises."""
+        bound = metrics.by_class[plan.request_class]
+        choices = [Choice(i, plan, tokenizer, bound, chat) for i in range(len(plan.requests))]
+        return cls(plan, client, choices, await client.submit(plan.requests[:MAX_QUEUED]))
+
+    async def deltas(self) -> AsyncGenerator[Delta, None]:
+        """Deltas of all choices as they come, ending when all have finished. Raises a choice's error."""
+        if len(self._streams) == 1 or all(request.final_only for request in self.plan.requests):
+            for index in range(len(self.choices)):
+                if index == len(self._streams):
+                    self._streams += await self._client.submit(self.plan.requests[index : index + MAX_QUEUED])
+                async for output in self._streams[index]:
+                    delta = self._advance(index, output)
+                    if delta is not None:
+                        yield delta
+                    if self.choices[index].finished:
+                        break
+        else:
+            merged = self._merged()
+            try:
+                async for delta in merged:
+                    yield delta
+            finally:
+                await merged.aclose()
+        if not all(choice.finished for choice in self.choices):
+            raise EngineUnavailableError("The engine stopped while this request was running.", retry_after=5.0)
+
+    async def _merged(self) -> AsyncGenerator[Delta, None]:
+        waiting = {asyncio.ensure_future(_next(stream)): i for i, stream in enumerate(self._streams)}
+        try:
+            while waiting:
+                done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                for task, index in sorted(((task, waiting.pop(task)) for task in done), key=lambda pair: pair[1]):
+                    output = task.result()
+                    if output is None:
+                        continue
+                    delta = self._advance(index, output)
+                    if not self.choices[index].finished:
+                        waiting[asyncio.ensure_future(_next(self._streams[index]))] = index
+                    if delta is not None:
+                        yield delta
+        finally:
+            for task in waiting:
+                task.cancel()
+            await asyncio.gather(*waiting, return_exceptions=True)
+
+    def _advance(self, index: int, output: RequestOutput) -> Delta | None:
+        choice = self.choices[index]
+        delta = choice.advance(output)
+        if choice.finished and output.finish_reason is None:  # a stop string: the engine does not know yet
+            self._client.abort(choice.request_id, FinishReason.STOP)
+        return delta
+
+    def abort(self) -> None:
+        """End what has not ended, now. Idempotent."""
+        for choice in self.choices:
+            if not choice.finished:
+                choice.end(FinishReason.ABORT, CLIENT_LEFT)
+                self._client.abort(choice.request_id)
+        self.on_end()
+
+    def usage(self) -> dict[str, Any]:
+        """OpenAI's `usage`: each prompt once, however many choices it has."""
+        firsts = self.choices[:: self.plan.n]
+        prompt_tokens = sum(choice.account.num_prompt_tokens for choice in firsts)
+        completion_tokens = sum(choice.account.num_tokens for choice in self.choices)
+        usage = {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": completion_tokens,
+            "total_tokens": prompt_tokens + completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": sum(choice.account.num_cached_tokens for choice in firsts)},
+        }
+        thoughts = [choice.num_thoughts for choice in self.choices if choice.num_thoughts is not None]
+        if thoughts:
+            usage["completion_tokens_details"] = {"reasoning_tokens": sum(thoughts)}
+        return usage
+
+
+def _ended_early(reason: FinishReason) -> TidemillError:
+    if reason is FinishReason.ERROR:
+        return EngineStepError("The model step failed under this request.")
+    return EngineUnavailableError("The server ended this request before it was complete.", retry_after=5.0)
+
+
+async def _next(stream: OutputStream) -> RequestOutput | None:
+    try:
+        return await anext(stream)
+    except StopAsyncIteration:
+        return None
+
+
+def _do_nothing() -> None:
+    return None

@@ -1,0 +1,142 @@
+"""POST /v1/completions: raw prompts, as text or as token ids."""
+
+import time
+import uuid
+from typing import Any
+
+import orjson
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from engine.text import Tokenizer
+from gateway.context import GatewayContext, context_of, tenant_of
+from gateway.generate.answering import (
+    CHARS_PER_TOKEN,
+    INLINE_CHARS,
+    begin,
+    check_model,
+    check_room,
+    read_body,
+    respond,
+    run_text_work,
+)
+from gateway.generate.choices import Delta
+from gateway.generate.completion_stream import CompletionStream
+from gateway.generate.logprobs import CompletionLogprobs
+from gateway.generate.params import Caller, GenerationPlan, Prompt, check_completion, check_texts, completion_plan
+from gateway.generate.structured import grammar_of, is_structured
+from gateway.generate.wire import CompletionRequest
+from gateway.http.sse import END
+
+router = APIRouter()
+
+
+@router.post("/v1/completions")
+async def create_completion(request: Request) -> Response:
+    context = context_of(request)
+    context.lifecycle.check_accepting()
+    context.admissions.check(tenant_of(request))
+    body = await read_body(request, CompletionRequest)
+    plan = await plan_completion(context, body, tenant_of(request))
+    generation = await begin(request, plan, chat=False)
+    return await respond(request, generation, CompletionFormat(plan, context.tokenizer, bool(body.echo)))
+
+
+async def plan_completion(context: GatewayContext, body: CompletionRequest, tenant: str) -> GenerationPlan:
+    """Everything that can be wrong with the request is found here, before anything is queued."""
+    check_model(context, body.model)
+    check_completion(body)
+    lengths = [len(prompt) if isinstance(prompt, str) else CHARS_PER_TOKEN * len(prompt) for prompt in body.prompt]
+    await check_room(context, body, sum(lengths))
+    caller = Caller(f"cmpl-{uuid.uuid4().hex}", context.cache_salt(tenant), tenant)
+
+    def plan() -> GenerationPlan:
+        for prompt in body.prompt:
+            if isinstance(prompt, str):
+                check_texts((prompt,), context.tokenizer, context.client.info, "prompt")
+        prompts = [encode_prompt(context.tokenizer, prompt) for prompt in body.prompt]
+        return completion_plan(body, prompts, context.client.info, caller, grammar_of(body))
+
+    return plan() if sum(lengths) <= INLINE_CHARS and not is_structured(body) else await run_text_work(context, plan)
+
+
+def encode_prompt(tokenizer: Tokenizer, prompt: str | list[int]) -> Prompt:
+    if isinstance(prompt, str):
+        return Prompt(tuple(tokenizer.encode(prompt)), prompt)
+    return Prompt(tuple(prompt))
+
+
+class CompletionFormat(CompletionStream):
+    """Text completions; choice i of prompt p has index p * n + i. With `echo` each choice begins with its prompt."""
+
+    def __init__(self, plan: GenerationPlan, tokenizer: Tokenizer, echo: bool) -> None:
+        head = {
+            "id": plan.response_id,
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": plan.model,
+            "service_tier": plan.service_tier,
+            "system_fingerprint": None,
+        }
+        super().__init__(plan, head)
+        self._start = b"data: " + orjson.dumps(self._head)[:-1] + b',"choices":[{"index":'
+        usage = b',"usage":null' if plan.stream_options.include_usage else b""
+        self._plain_end = b',"logprobs":null,"finish_reason":null}]' + usage + b"}" + END
+        self._is_open = [False] * len(plan.requests)
+        self._echoed = [_echo_text(tokenizer, prompt) if echo else "" for prompt in plan.prompts]
+        self._logprobs: list[CompletionLogprobs] = []
+        if plan.num_logprobs is not None:
+            self._logprobs = [CompletionLogprobs(tokenizer, r.prompt_token_ids) for r in plan.requests]
+
+    def chunk(self, delta: Delta, usage: dict[str, Any] | None) -> bytes:
+        """See AnswerFormat.chunk."""
+        index = delta.index
+        is_first, self._is_open[index] = not self._is_open[index], True
+        text = self._echoed[index // self._plan.n] + delta.text if is_first else delta.text
+        if delta.finish_reason is None and usage is None and not delta.token_ids and not delta.logprobs:
+            return b"%b%d%b%b%b" % (self._start, index, b',"text":', orjson.dumps(text), self._plain_end)
+        choice = {"index": index, "text": text, **self._details(delta)}
+        if self._plan.return_token_ids:
+            choice["prompt_token_ids"] = self._prompt_ids(index) if is_first else None
+        data: dict[str, Any] = {**self._head, "choices": [choice]}
+        if usage is not None or self._plan.stream_options.include_usage:
+            data["usage"] = usage
+        return b"data: " + orjson.dumps(data) + END
+
+    def _details(self, delta: Delta) -> dict[str, Any]:
+        details: dict[str, Any] = {
+            "logprobs": self._logprobs[delta.index].add(delta.logprobs) if self._logprobs else None,
+            "finish_reason": delta.finish_reason,
+        }
+        return {**details, "token_ids": list(delta.token_ids)} if self._plan.return_token_ids else details
+
+    def _prompt_ids(self, index: int) -> list[int]:
+        return list(self._plan.requests[index].prompt_token_ids)
+
+    def whole(self, choices: list[list[Delta]], usage: dict[str, Any]) -> dict[str, Any]:
+        """See AnswerFormat.whole."""
+        return {
+            **self._head,
+            "choices": [self._choice(index, deltas) for index, deltas in enumerate(choices)],
+            "usage": usage,
+        }
+
+    def _choice(self, index: int, deltas: list[Delta]) -> dict[str, Any]:
+        joined = Delta(
+            index,
+            self._echoed[index // self._plan.n] + "".join([delta.text for delta in deltas]),
+            [token_id for delta in deltas for token_id in delta.token_ids],
+            [pair for delta in deltas for pair in delta.logprobs],
+            deltas[-1].finish_reason,
+        )
+        choice = {"index": index, "text": joined.text, **self._details(joined)}
+        if self._plan.return_token_ids:
+            choice["prompt_token_ids"] = self._prompt_ids(index)
+        return choice
+
+
+def _echo_text(tokenizer: Tokenizer, prompt: Prompt) -> str:
+    if prompt.text is not None:
+        return prompt.text
+    return tokenizer.decode(prompt.token_ids, skip_special_tokens=False)

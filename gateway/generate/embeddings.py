@@ -1,0 +1,145 @@
+"""POST /v1/embeddings: one vector for each text, of the model's last hidden states."""
+
+import base64
+import uuid
+from typing import Any
+
+import numpy as np
+import orjson
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from engine.api import EngineInfo, EngineRequest, Lane, RequestClass, SamplingParams
+from engine.errors import InvalidRequestError
+from engine.pooling import EmbeddingSpec
+from gateway.context import GatewayContext, context_of, tenant_of
+from gateway.generate.answering import (
+    CHARS_PER_TOKEN,
+    INLINE_CHARS,
+    begin,
+    check_model,
+    check_room,
+    read_body,
+    respond_whole,
+    run_text_work,
+)
+from gateway.generate.choices import Delta
+from gateway.generate.completions import encode_prompt
+from gateway.generate.params import Caller, GenerationPlan, Prompt, check_prompt, check_texts
+from gateway.generate.wire import EmbeddingRequest, StreamOptions
+
+router = APIRouter()
+NOTHING_SAMPLED = SamplingParams(max_tokens=1, temperature=0.0)
+
+
+@router.post("/v1/embeddings")
+async def create_embeddings(request: Request) -> Response:
+    context = context_of(request)
+    context.lifecycle.check_accepting()
+    context.admissions.check(tenant_of(request))
+    body = await read_body(request, EmbeddingRequest)
+    plan = await plan_embeddings(context, body, tenant_of(request))
+    generation = await begin(request, plan, chat=True)
+    return await respond_whole(
+        request, generation, EmbeddingFormat(body, plan, embedding_spec(context.client.info, body))
+    )
+
+
+async def plan_embeddings(context: GatewayContext, body: EmbeddingRequest, tenant: str) -> GenerationPlan:
+    """Everything that can be wrong with the request is found here, before anything is queued."""
+    check_model(context, body.model)
+    spec = embedding_spec(context.client.info, body)
+    lengths = [len(text) if isinstance(text, str) else CHARS_PER_TOKEN * len(text) for text in body.input]
+    await check_room(context, body, sum(lengths))
+    caller = Caller(f"embd-{uuid.uuid4().hex}", context.cache_salt(tenant), tenant)
+
+    def plan() -> GenerationPlan:
+        info = context.client.info
+        for text in body.input:
+            if isinstance(text, str):
+                check_texts((text,), context.tokenizer, info, "input")
+        prompts = tuple(encode_prompt(context.tokenizer, text) for text in body.input)
+        for prompt in prompts:
+            check_prompt(prompt.token_ids, 0, info, "input")
+        return _plan(body, prompts, caller, spec)
+
+    return plan() if sum(lengths) <= INLINE_CHARS else await run_text_work(context, plan)
+
+
+def embedding_spec(info: EngineInfo, body: EmbeddingRequest) -> EmbeddingSpec:
+    """How the model makes vectors. Raises InvalidRequestError where it makes none, or none so long."""
+    spec = info.embedding
+    if spec is None or spec.pooling is None:
+        why = "" if spec is None else f" ({spec.origin})"
+        raise InvalidRequestError(f"This model makes no embeddings{why}.", param="model", code="unsupported_parameter")
+    if body.dimensions is not None and body.dimensions > spec.size:
+        message = f"'dimensions' must be at most {spec.size}, the size of this model's vectors."
+        raise InvalidRequestError(message, param="dimensions", code="invalid_value")
+    return spec
+
+
+def _plan(body: EmbeddingRequest, prompts: tuple[Prompt, ...], caller: Caller, spec: EmbeddingSpec) -> GenerationPlan:
+    request_class = RequestClass.OFFLINE if body.service_tier == "flex" else RequestClass.ONLINE
+    requests = tuple(
+        EngineRequest(
+            f"{caller.response_id}-{index}",
+            prompt.token_ids,
+            NOTHING_SAMPLED,
+            request_class,
+            caller.cache_salt,
+            final_only=True,
+            tenant=caller.tenant,
+            lane=Lane.FLEX,
+            pooling=spec.pooling,
+        )
+        for index, prompt in enumerate(prompts)
+    )
+    return GenerationPlan(
+        response_id=caller.response_id,
+        model=body.model,
+        prompts=prompts,
+        n=1,
+        requests=requests,
+        request_class=request_class,
+        stop=(),
+        min_tokens=0,
+        num_logprobs=None,
+        return_token_ids=False,
+        stream=False,
+        stream_options=StreamOptions(),
+    )
+
+
+class EmbeddingFormat:
+    """A list of vectors, in the order of the texts."""
+
+    def __init__(self, body: EmbeddingRequest, plan: GenerationPlan, spec: EmbeddingSpec) -> None:
+        self._plan = plan
+        self._spec = spec
+        self._size = body.dimensions or spec.size
+        self._as_base64 = body.encoding_format == "base64"
+
+    def whole(self, choices: list[list[Delta]], usage: dict[str, Any]) -> dict[str, Any]:
+        """See WholeFormat.whole."""
+        vectors = [self._vector(deltas[-1].embedding) for deltas in choices]
+        used = {name: usage[name] for name in ("prompt_tokens", "total_tokens", "prompt_tokens_details")}
+        return {
+            "object": "list",
+            "data": [
+                {"object": "embedding", "index": index, "embedding": vector} for index, vector in enumerate(vectors)
+            ],
+            "model": self._plan.model,
+            "service_tier": self._plan.service_tier,
+            "usage": used,
+        }
+
+    def _vector(self, raw: bytes) -> Any:
+        """A vector as JSON has it: cut to the dimensions asked for, and then of length 1 where the whole one is."""
+        vector = np.frombuffer(raw, dtype="<f4")[: self._size]
+        if self._spec.normalizes:
+            vector = vector / max(float(np.linalg.norm(vector)), 1e-12)
+        vector = np.ascontiguousarray(vector, dtype="<f4")
+        if self._as_base64:
+            return base64.b64encode(vector.tobytes()).decode()
+        return orjson.Fragment(orjson.dumps(vector, option=orjson.OPT_SERIALIZE_NUMPY))

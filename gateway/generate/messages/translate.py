@@ -1,0 +1,159 @@
+"""From the body of POST /v1/messages to the chat request that asks the same. Knows nothing of HTTP or of engines."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import orjson
+
+from engine.errors import InvalidRequestError
+from gateway.generate.answer_parser import END_THINK
+from gateway.generate.messages.wire import (
+    CallBlock,
+    FunctionTool,
+    InputMessage,
+    MessagesRequest,
+    PromptBody,
+    ResultBlock,
+    TextBlock,
+    ThinkingBlock,
+    ToolChoice,
+)
+from gateway.generate.translation import Conversation, Translation, effort_of, text_of, told_in
+from gateway.generate.wire import ChatCompletionRequest, TemplateOptions, validate
+
+NAMES: Mapping[str, str] = {
+    "max_completion_tokens": "max_tokens",
+    "stop": "stop_sequences",
+    "reasoning_effort": "thinking",
+    "thinking_token_budget": "thinking.budget_tokens",
+    "response_format": "output_config.format",
+    "response_format.json_schema.schema": "output_config.format.schema",
+    "tool_choice.function.name": "tool_choice.name",
+}
+_BILLING = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n?")
+_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+
+
+def translate(body: PromptBody, template: str) -> Translation:
+    """The same for a model with this chat template. Raises InvalidRequestError for what the chat request would not
+    have."""
+    names = dict(NAMES)
+    fields: dict[str, Any] = {
+        "model": body.model,
+        "service_tier": body.service_tier,
+        "stream": body.stream,
+        "messages": _conversation(body, names).messages,
+        **_functions(body),
+        **_thinking(body, template),
+    }
+    if body.output_config and body.output_config.format:
+        form = {"name": "answer", "schema": body.output_config.format.schema_}
+        fields["response_format"] = {"type": "json_schema", "json_schema": form}
+    if isinstance(body, MessagesRequest):
+        fields |= {
+            "max_completion_tokens": body.max_tokens,
+            "stop": body.stop_sequences,
+            "temperature": body.temperature,
+            "top_p": body.top_p,
+            "top_k": body.top_k,
+        }
+    with told_in(names):
+        return Translation(validate(ChatCompletionRequest, fields), names)
+
+
+def _conversation(body: PromptBody, names: dict[str, str]) -> Conversation:
+    conversation = Conversation(names)
+    for text in [body.system] if isinstance(body.system, str) else [block.text for block in body.system or ()]:
+        # Claude Code's line changes with every request, and with it every prefix would
+        if instruction := _BILLING.sub("", text):
+            conversation.instruct(instruction)
+    if body.messages[-1].role == "assistant":
+        message = "The last of the 'messages' must not be the assistant's: an answer cannot be begun for the model."
+        raise InvalidRequestError(message, param="messages", code="invalid_value")
+    for number, message_ in enumerate(body.messages):
+        if message_.role == "system":
+            conversation.instruct(_said(message_))
+        elif message_.role == "user":
+            _ask(conversation, message_)
+        else:
+            _go_on(conversation, message_, f"messages[{number}]")
+    return conversation
+
+
+def _said(message: InputMessage) -> str:
+    if isinstance(message.content, str):
+        return message.content
+    return "\n".join([block.text for block in message.content if isinstance(block, TextBlock)])
+
+
+def _ask(conversation: Conversation, message: InputMessage) -> None:
+    """Answers of functions come before what else is said."""
+    results = [] if isinstance(message.content, str) else [b for b in message.content if isinstance(b, ResultBlock)]
+    for block in results:
+        conversation.answer(block.tool_use_id, text_of(block.content or ""))
+    text = _said(message)
+    if text or not results:
+        conversation.ask(text)
+
+
+def _go_on(conversation: Conversation, message: InputMessage, place: str) -> None:
+    """What the model did in a turn."""
+    blocks = [] if isinstance(message.content, str) else message.content
+    for block in blocks:
+        if isinstance(block, ThinkingBlock):
+            conversation.think(block.thinking)
+    conversation.say(_said(message))
+    for number, block in enumerate(blocks):
+        if isinstance(block, CallBlock):
+            input_place = f"{place}.content[{number}].input"
+            try:
+                arguments = orjson.dumps(block.input).decode()
+            except orjson.JSONEncodeError as error:
+                text = f"'{input_place}' is nested too deeply."
+                raise InvalidRequestError(text, param=input_place, code="invalid_value") from error
+            conversation.call(block.id, block.name, arguments, input_place)
+
+
+def _functions(body: PromptBody) -> dict[str, Any]:
+    choice = body.tool_choice
+    tools = [
+        {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
+        for tool in body.tools or ()
+        if isinstance(tool, FunctionTool)
+    ]
+    if not tools:
+        if choice is not None and choice.type in ("any", "tool"):
+            message = "'tool_choice' asks for a call, and there is no function among the tools."
+            raise InvalidRequestError(message, param="tool_choice", code="invalid_value")
+        return {}
+    return {
+        "tools": [{"type": "function", "function": tool} for tool in tools],
+        "tool_choice": None if choice is None else _choice(choice),
+        "parallel_tool_calls": False if choice is not None and choice.disable_parallel_tool_use else None,
+    }
+
+
+def _choice(choice: ToolChoice) -> Any:
+    if choice.type != "tool":
+        return _CHOICES[choice.type]
+    if choice.name is None:
+        message = "Missing required parameter: 'tool_choice.name'."
+        raise InvalidRequestError(message, param="tool_choice.name", code="missing_required_parameter")
+    return {"type": "function", "function": {"name": choice.name}}
+
+
+def _thinking(body: PromptBody, template: str) -> dict[str, Any]:
+    """Nothing said: as the model does. A model that does not think is not asked to, and not kept from it."""
+    thinking = body.thinking
+    effort = effort_of(body.output_config.effort if body.output_config else None, template)
+    switches = {name: True for name in TemplateOptions.model_fields if name in template}
+    if thinking is None or thinking.type == "adaptive" or END_THINK not in template:
+        return {"reasoning_effort": effort}
+    if thinking.type == "enabled":
+        return {
+            "reasoning_effort": effort,
+            "chat_template_kwargs": switches,
+            "thinking_token_budget": thinking.budget_tokens,
+        }
+    return {"reasoning_effort": "none"} if switches else {"thinking_token_budget": 0}

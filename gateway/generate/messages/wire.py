@@ -1,0 +1,190 @@
+"""The bodies of POST /v1/messages and its count_tokens; see `gateway.generate.wire` for the rules."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Discriminator, Field, Tag
+
+from gateway.generate import params
+from gateway.generate.translation import ClientObject
+from gateway.generate.wire import MAX_MESSAGES, MAX_PARTS, MAX_STOPS, MAX_TOOLS, RequestBody, StopString, ToolName
+
+_INT32 = 2**31 - 1
+
+INERT = frozenset(
+    {
+        "anthropic_beta", "anthropic_version", "betas", "cache_control", "context_management", "diagnostics",
+        "inference_geo", "metadata", "speed", "user_profile_id",
+    }
+)  # fmt: skip
+"""Sent by clients, and without any bearing on the answer: cache marks, for every prefix is in the cache; betas."""
+
+UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {"container": (), "fallbacks": ([],), "mcp_servers": ([],)}
+
+SERVER_TOOLS = ("code_execution_", "tool_search_tool_", "web_fetch_", "web_search_")
+"""How the types of tools begin that Anthropic runs. The model is not told of them."""
+
+
+def without_ignored(body: dict[str, Any]) -> dict[str, Any]:
+    """See `params.without_ignored`."""
+    return params.without_ignored(body, INERT, UNSUPPORTED)
+
+
+class TextBlock(ClientObject):
+    type: Literal["text"]
+    text: str
+
+
+class ThinkingBlock(ClientObject):
+    type: Literal["thinking"]
+    thinking: str
+
+
+class HiddenThinkingBlock(ClientObject):
+    """Another server's secret."""
+
+    type: Literal["redacted_thinking"]
+
+
+class CallBlock(ClientObject):
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+def _content_kind(value: Any) -> str:
+    return "<blocks>" if isinstance(value, list) else "<text>"
+
+
+Texts = Annotated[
+    Annotated[str, Tag("<text>")]
+    | Annotated[list[TextBlock], Field(max_length=MAX_PARTS, fail_fast=True), Tag("<blocks>")],
+    Discriminator(_content_kind),
+]
+
+
+class ResultBlock(ClientObject):
+    """What a function answered."""
+
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: Texts | None = None
+
+
+_BLOCKS = ("text", "thinking", "redacted_thinking", "tool_use", "tool_result")
+
+
+def _block_kind(value: Any) -> str | None:
+    kind = value.get("type") if isinstance(value, dict) else "text"
+    return f"<{kind}>" if kind in _BLOCKS else None
+
+
+Block = Annotated[
+    Annotated[TextBlock, Tag("<text>")]
+    | Annotated[ThinkingBlock, Tag("<thinking>")]
+    | Annotated[HiddenThinkingBlock, Tag("<redacted_thinking>")]
+    | Annotated[CallBlock, Tag("<tool_use>")]
+    | Annotated[ResultBlock, Tag("<tool_result>")],
+    Discriminator(
+        _block_kind,
+        custom_error_type="block_type",
+        custom_error_message=f"Blocks should be of type {', '.join(_BLOCKS)}",
+    ),
+]
+
+
+class InputMessage(ClientObject):
+    role: Literal["user", "assistant", "system"]
+    content: Annotated[
+        Annotated[str, Tag("<text>")]
+        | Annotated[list[Block], Field(max_length=MAX_PARTS, fail_fast=True), Tag("<blocks>")],
+        Discriminator(_content_kind),
+    ]
+
+
+class FunctionTool(ClientObject):
+    """A function that the model may call; `input_schema` is the JSON schema of its arguments."""
+
+    type: Literal["custom"] | None = None
+    name: ToolName
+    description: str | None = None
+    input_schema: dict[str, Any]
+
+
+class ServerTool(ClientObject):
+    """A tool that is left out."""
+
+    type: str
+
+
+def _tool_kind(value: Any) -> str | None:
+    kind = value.get("type") if isinstance(value, dict) else None
+    if kind is None or kind == "custom":
+        return "<function>"
+    return "<server>" if isinstance(kind, str) and kind.startswith(SERVER_TOOLS) else None
+
+
+Tool = Annotated[
+    Annotated[FunctionTool, Tag("<function>")] | Annotated[ServerTool, Tag("<server>")],
+    Discriminator(
+        _tool_kind, custom_error_type="tool_type", custom_error_message="Only tools with an input_schema are supported"
+    ),
+]
+
+
+class ToolChoice(ClientObject):
+    """`name` goes with the type tool."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(ClientObject):
+    """`budget_tokens`: the most that an answer may think."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: int | None = Field(None, ge=1, le=_INT32)
+
+
+class OutputFormat(ClientObject):
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(ClientObject):
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: OutputFormat | None = None
+
+
+def _as_tier(value: Any) -> Any:
+    return "default" if value == "standard_only" else value
+
+
+class PromptBody(RequestBody):
+    """What makes the prompt: all of POST /v1/messages/count_tokens."""
+
+    messages: Annotated[list[InputMessage], Field(min_length=1, max_length=MAX_MESSAGES - 1, fail_fast=True)]
+    system: Texts | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+
+
+class CountRequest(PromptBody):
+    """POST /v1/messages/count_tokens."""
+
+
+class MessagesRequest(PromptBody):
+    """POST /v1/messages."""
+
+    service_tier: Annotated[Literal["auto", "default", "flex", "standard_only"] | None, BeforeValidator(_as_tier)] = (
+        None  # type: ignore[assignment]
+    )
+    max_tokens: int = Field(ge=1, le=_INT32)
+    stop_sequences: Annotated[list[StopString], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
+    temperature: float | None = Field(None, ge=0, le=2, allow_inf_nan=False)
+    top_p: float | None = Field(None, gt=0, le=1, allow_inf_nan=False)
+    top_k: int | None = Field(None, ge=0, le=_INT32)

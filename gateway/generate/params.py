@@ -1,0 +1,304 @@
+"""From a validated body to engine requests: which fields may be ignored, which are refused, and what the rest become.
+
+Nothing is accepted and ignored but the names in `INERT`. Knows nothing of HTTP or of text.
+"""
+
+import secrets
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from engine.api import EngineInfo, EngineRequest, Lane, RequestClass, SamplingParams
+from engine.errors import ContextLengthError, InvalidRequestError
+from engine.grammar import Grammar
+from engine.text import Tokenizer
+from engine.thoughts import ThinkingBudget
+from gateway.generate.answer_parser import Parsing
+from gateway.generate.wire import MAX_PROMPTS, ChatCompletionRequest, CompletionRequest, GenerationBody, StreamOptions
+
+COMPLETION_MAX_TOKENS = 16
+_INT64 = 2**63
+
+# Sent by clients, and without any bearing on the answer.
+INERT = frozenset(
+    {
+        "user",
+        "metadata",
+        "store",
+        "safety_identifier",
+        "prompt_cache_key",
+        "prompt_cache_options",
+        "prompt_cache_retention",
+    }
+)
+
+# Not supported: a 400 naming the field, unless its value asks for what happens anyway.
+UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
+    "functions": ([],),
+    "function_call": ("none",),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "web_search_options": (),
+    "verbosity": ("medium",),
+    "moderation": (),
+    "suffix": ("",),
+}
+
+
+def without_ignored(
+    body: dict[str, Any],
+    inert: Collection[str] = INERT,
+    unsupported: Mapping[str, tuple[Any, ...]] = UNSUPPORTED,
+    hints: Mapping[str, str] = MappingProxyType({}),
+) -> dict[str, Any]:
+    """The body without what may be ignored. Raises InvalidRequestError for what is known and not supported, with its
+    hint if it has one."""
+    kept = {}
+    for name, value in body.items():
+        if name in unsupported:
+            if value is not None and value not in unsupported[name]:
+                message = f"'{name}' is not supported. {hints.get(name, '')}".rstrip()
+                raise InvalidRequestError(message, param=name, code="unsupported_parameter")
+        elif name not in inert:
+            kept[name] = value
+    return kept
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """Token ids, and the text they came from where there was one."""
+
+    token_ids: tuple[int, ...]
+    text: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationPlan:
+    """Everything about one HTTP request that the API of its route no longer matters for.
+
+    `requests[p * n + i]` is choice i of prompt p. `num_logprobs`: see SamplingParams.logprobs. `parsing`: how answers
+    are taken apart; None: they are plain text.
+    """
+
+    response_id: str
+    model: str
+    prompts: tuple[Prompt, ...]
+    n: int
+    requests: tuple[EngineRequest, ...]
+    request_class: RequestClass
+    stop: tuple[str, ...]
+    min_tokens: int
+    num_logprobs: int | None
+    return_token_ids: bool
+    stream: bool
+    stream_options: StreamOptions
+    parsing: Parsing | None = None
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens of all its prompts and of their longest answers."""
+        return sum(len(request.prompt_token_ids) + request.sampling.max_tokens for request in self.requests)
+
+    @property
+    def service_tier(self) -> str:
+        """The tier used, as the answer states it."""
+        return "flex" if self.request_class is RequestClass.OFFLINE else "default"
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who asks: the name of its answer, the salt of its prefix cache, and whose share of the machine it takes."""
+
+    response_id: str
+    cache_salt: bytes
+    tenant: str = ""
+
+
+def check_stream_options(body: GenerationBody) -> None:
+    if body.stream_options is not None and not body.stream:
+        message = "'stream_options' is only allowed when 'stream' is true."
+        raise InvalidRequestError(message, param="stream_options", code="invalid_value")
+
+
+def check_chat(body: ChatCompletionRequest) -> None:
+    """What the fields of a chat request require of each other."""
+    check_stream_options(body)
+    if body.top_logprobs is not None and not body.logprobs:
+        message = "'top_logprobs' is only allowed when 'logprobs' is true."
+        raise InvalidRequestError(message, param="top_logprobs", code="invalid_value")
+    if body.max_tokens and body.max_completion_tokens and body.max_tokens != body.max_completion_tokens:
+        message = "'max_tokens' and 'max_completion_tokens' differ; send one of them."
+        raise InvalidRequestError(message, param="max_tokens", code="invalid_value")
+    for index, message_ in enumerate(body.messages):
+        if message_.content is None and not (message_.role == "assistant" and message_.tool_calls):
+            param = f"messages[{index}].content"
+            raise InvalidRequestError(f"'{param}' must not be empty.", param=param, code="invalid_value")
+
+
+def check_completion(body: CompletionRequest) -> None:
+    """What the fields of a completion request require of each other."""
+    check_stream_options(body)
+    if body.best_of is not None and body.best_of != (body.n or 1):
+        raise InvalidRequestError("'best_of' is not supported.", param="best_of", code="unsupported_parameter")
+    if body.echo and body.logprobs is not None:
+        message = "'echo' together with 'logprobs' is not supported."
+        raise InvalidRequestError(message, param="echo", code="unsupported_parameter")
+    if len(body.prompt) * (body.n or 1) > MAX_PROMPTS:
+        message = f"At most {MAX_PROMPTS} choices in all can be asked for."
+        raise InvalidRequestError(message, param="n", code="invalid_value")
+
+
+def chat_plan(
+    body: ChatCompletionRequest,
+    token_ids: Sequence[int],
+    info: EngineInfo,
+    caller: Caller,
+    grammar: Grammar | None = None,
+    thinking: ThinkingBudget | None = None,
+    clip: bool = False,
+) -> GenerationPlan:
+    """One prompt, its answer as long as the context allows unless the caller says otherwise. `clip`: what is too long
+    for the context may be shorter."""
+    prompt = Prompt(tuple(token_ids))
+    room = info.max_model_len - len(prompt.token_ids)
+    max_tokens = body.max_completion_tokens or body.max_tokens or max(1, room)
+    if clip:
+        max_tokens = min(max_tokens, max(1, room))
+    num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    return _plan(body, (prompt,), (max_tokens,), num_logprobs, info, caller, "messages", grammar, thinking)
+
+
+def completion_plan(
+    body: CompletionRequest,
+    prompts: Sequence[Prompt],
+    info: EngineInfo,
+    caller: Caller,
+    grammar: Grammar | None = None,
+) -> GenerationPlan:
+    """Several prompts. The default length is OpenAI's, or what is left of the context."""
+    rooms = [max(1, info.max_model_len - len(prompt.token_ids)) for prompt in prompts]
+    lengths = tuple(body.max_tokens or min(COMPLETION_MAX_TOKENS, room) for room in rooms)
+    return _plan(body, tuple(prompts), lengths, body.logprobs, info, caller, "prompt", grammar)
+
+
+def _plan(
+    body: GenerationBody,
+    prompts: tuple[Prompt, ...],
+    max_tokens: tuple[int, ...],
+    num_logprobs: int | None,
+    info: EngineInfo,
+    caller: Caller,
+    param: str,
+    grammar: Grammar | None,
+    thinking: ThinkingBudget | None = None,
+) -> GenerationPlan:
+    n, stop = body.n or 1, tuple(body.stop or ())
+    request_class = RequestClass.OFFLINE if body.service_tier == "flex" else RequestClass.ONLINE
+    # nobody looks at the tokens of a background answer before its end, unless a stop string may end it
+    final_only = request_class is RequestClass.OFFLINE and not body.stream and not stop
+    fields = {**_sampling_fields(body, num_logprobs, info), "grammar": grammar, "thinking": thinking}
+    requests: list[EngineRequest] = []
+    for prompt, length in zip(prompts, max_tokens, strict=True):
+        check_prompt(prompt.token_ids, length, info, param)
+        for i in range(n):
+            sampling = SamplingParams(max_tokens=length, seed=_seed(body.seed, i), **fields)
+            request_id = f"{caller.response_id}-{len(requests)}"
+            requests.append(
+                EngineRequest(
+                    request_id,
+                    prompt.token_ids,
+                    sampling,
+                    request_class,
+                    caller.cache_salt,
+                    final_only=final_only,
+                    tenant=caller.tenant,
+                    lane=Lane.FLEX,  # whoever asks here waits for the answer; a batch line is given its lane later
+                )
+            )
+    return GenerationPlan(
+        response_id=caller.response_id,
+        model=body.model,
+        prompts=prompts,
+        n=n,
+        requests=tuple(requests),
+        request_class=request_class,
+        stop=stop,
+        min_tokens=body.min_tokens or 0,
+        num_logprobs=num_logprobs,
+        return_token_ids=bool(body.return_token_ids),
+        stream=bool(body.stream),
+        stream_options=body.stream_options or StreamOptions(),
+    )
+
+
+def _seed(seed: int | None, choice: int) -> int:
+    """Choice i of a seeded request has seed + i, so that choices differ and each can be repeated alone."""
+    if seed is None:
+        return secrets.randbits(63)
+    return (seed + choice + _INT64) % (2 * _INT64) - _INT64
+
+
+def _sampling_fields(body: GenerationBody, num_logprobs: int | None, info: EngineInfo) -> dict[str, Any]:
+    stop_ids = frozenset(body.stop_token_ids or ())
+    _check_ids(stop_ids, info, "stop_token_ids")
+    given = {
+        name: value
+        for name in (
+            "min_tokens",
+            "temperature",
+            "top_p",
+            "min_p",
+            "presence_penalty",
+            "frequency_penalty",
+            "repetition_penalty",
+        )
+        if (value := getattr(body, name)) is not None
+    }
+    return {
+        **given,
+        "top_k": max(0, body.top_k or 0),  # -1 is vLLM's way to say off
+        "logit_bias": _logit_bias(body.logit_bias or {}, info),
+        "logprobs": num_logprobs,
+        "stop_token_ids": stop_ids if body.ignore_eos else stop_ids | info.eos_token_ids,
+    }
+
+
+def _logit_bias(bias: Mapping[str, float], info: EngineInfo) -> tuple[tuple[int, float], ...]:
+    pairs: dict[int, float] = {}
+    for key, value in bias.items():
+        if not (key.isascii() and key.isdigit() and len(key) <= 10):
+            message = "The keys of 'logit_bias' must be token ids."
+            raise InvalidRequestError(message, param="logit_bias", code="invalid_value")
+        pairs[int(key)] = value
+    _check_ids(pairs, info, "logit_bias")
+    return tuple(pairs.items())
+
+
+def _check_ids(ids: Collection[int], info: EngineInfo, param: str) -> None:
+    if ids and not 0 <= min(ids) <= max(ids) < info.vocab_size:
+        message = f"'{param}' holds a token id that this model does not have (0 to {info.vocab_size - 1})."
+        raise InvalidRequestError(message, param=param, code="invalid_value")
+
+
+def check_texts(texts: Iterable[str], tokenizer: Tokenizer, info: EngineInfo, param: str) -> None:
+    """Raises ContextLengthError for texts that cannot fit into the context together, which is told from their lengths:
+    a text of megabytes takes seconds to read."""
+    least = tokenizer.least_tokens(texts)
+    if least >= info.max_model_len:
+        message = f"This model's context is {info.max_model_len} tokens; the prompt has at least {least}."
+        raise ContextLengthError(message, param=param)
+
+
+def check_prompt(token_ids: Sequence[int], max_tokens: int, info: EngineInfo, param: str) -> None:
+    """Raises InvalidRequestError for an empty prompt or unknown ids, ContextLengthError for too long a one."""
+    if not token_ids:
+        raise InvalidRequestError("The prompt is empty.", param=param, code="invalid_value")
+    if len(token_ids) + max_tokens > info.max_model_len:
+        raise ContextLengthError(
+            f"This model's context is {info.max_model_len} tokens; the prompt has {len(token_ids)} and "
+            f"{max_tokens} more were asked for.",
+            param=param,
+        )
+    _check_ids(token_ids, info, param)

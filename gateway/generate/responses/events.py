@@ -1,0 +1,208 @@
+"""The events of POST /v1/responses, and the response that they add up to. One way for both: an answer that is not
+streamed is the response of the last event."""
+
+import secrets
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import orjson
+
+from gateway.generate.choices import Delta
+from gateway.generate.params import GenerationPlan
+from gateway.generate.responses.translate import functions_of
+from gateway.generate.responses.wire import NamedTool, ResponsesRequest
+from gateway.generate.tool_formats import Call
+from gateway.http.errors import ApiError
+from gateway.http.sse import END
+
+Event = dict[str, Any]
+
+_ERROR_CODES = {429: "rate_limit_exceeded", 400: "invalid_prompt"}
+
+
+class OpenItem:
+    """The item that is being written: a message, or a thought. Both have one part with text."""
+
+    def __init__(self, kind: str, index: int) -> None:
+        self.kind = kind
+        self.index = index
+        self.name = "output_text" if kind == "message" else "reasoning_text"
+        self.texts: list[str] = []
+        start: dict[str, Any] = {"role": "assistant"} if kind == "message" else {"summary": []}
+        prefix = "msg" if kind == "message" else "rs"
+        self.item: dict[str, Any] = {"id": _new_id(prefix), "type": kind, "status": "in_progress", **start}
+
+    @property
+    def place(self) -> dict[str, Any]:
+        """Where its events happen."""
+        return {"item_id": self.item["id"], "output_index": self.index, "content_index": 0}
+
+    def part(self, text: str) -> dict[str, Any]:
+        extra: dict[str, Any] = {"annotations": [], "logprobs": []} if self.kind == "message" else {}
+        return {"type": self.name, "text": text, **extra}
+
+
+class ResponseFormat:
+    """See AnswerFormat."""
+
+    def __init__(self, plan: GenerationPlan, body: ResponsesRequest) -> None:
+        self._body = body
+        self._output: list[dict[str, Any]] = []
+        self._open: OpenItem | None = None
+        self._number = 0
+        self._finish_reason: str | None = None
+        self._response = _described(plan, body)
+
+    def opening(self) -> bytes:
+        kinds = ("response.created", "response.in_progress")
+        return _written([self._event(kind, response=self._response) for kind in kinds])
+
+    def chunk(self, delta: Delta, usage: dict[str, Any] | None) -> bytes:  # noqa: ARG002
+        return _written(self._take(delta))
+
+    def closing(self, usage: dict[str, Any]) -> bytes:
+        return _written(self._finish(usage))
+
+    def failure(self, error: ApiError, usage: dict[str, Any]) -> bytes:
+        events = self._close("incomplete")
+        cause = {"code": _ERROR_CODES.get(error.status, "server_error"), "message": error.message}
+        return _written([*events, self._end("failed", usage, error=cause)])
+
+    def whole(self, choices: list[list[Delta]], usage: dict[str, Any]) -> dict[str, Any]:
+        for delta in choices[0]:
+            self._take(delta)
+        response: dict[str, Any] = self._finish(usage)[-1]["response"]
+        return response
+
+    def _take(self, delta: Delta) -> list[Event]:
+        events: list[Event] = []
+        if delta.reasoning:
+            events += self._write("reasoning", delta.reasoning)
+        if delta.text:
+            events += self._write("message", delta.text)
+        for call in delta.calls:
+            events += [*self._close(), *self._call(call)]
+        self._finish_reason = delta.finish_reason or self._finish_reason
+        return events
+
+    def _write(self, kind: str, text: str) -> list[Event]:
+        events: list[Event] = []
+        if self._open is None or self._open.kind != kind:
+            events += self._close()
+            self._open = OpenItem(kind, len(self._output))
+            item = {**self._open.item, "content": []}
+            events += [
+                self._event("response.output_item.added", output_index=self._open.index, item=item),
+                self._event("response.content_part.added", **self._open.place, part=self._open.part("")),
+            ]
+        self._open.texts.append(text)
+        if text:
+            events.append(self._text_event("delta", delta=text))
+        return events
+
+    def _text_event(self, kind: str, **fields: Any) -> Event:
+        assert self._open is not None
+        extra: dict[str, Any] = {"logprobs": []} if self._open.kind == "message" else {}
+        return self._event(f"response.{self._open.name}.{kind}", **self._open.place, **fields, **extra)
+
+    def _close(self, status: str = "completed") -> list[Event]:
+        """End the item that is being written, if there is one."""
+        opened = self._open
+        if opened is None:
+            return []
+        text = "".join(opened.texts)
+        part = opened.part(text)
+        item = {**opened.item, "status": status, "content": [part]}
+        self._output.append(item)
+        events = [
+            self._text_event("done", text=text),
+            self._event("response.content_part.done", **opened.place, part=part),
+            self._event("response.output_item.done", output_index=opened.index, item=item),
+        ]
+        self._open = None
+        return events
+
+    def _call(self, call: Call) -> list[Event]:
+        index, item_id = len(self._output), _new_id("fc")
+        item = {
+            "id": item_id, "type": "function_call", "status": "completed", "call_id": _new_id("call"),
+            "name": call.name, "arguments": call.arguments,
+        }  # fmt: skip
+        self._output.append(item)
+        begun = {**item, "status": "in_progress", "arguments": ""}
+        place = {"item_id": item_id, "output_index": index}
+        step = "response.function_call_arguments"
+        return [
+            self._event("response.output_item.added", output_index=index, item=begun),
+            self._event(f"{step}.delta", **place, delta=call.arguments),
+            self._event(f"{step}.done", **place, name=call.name, arguments=call.arguments),
+            self._event("response.output_item.done", output_index=index, item=item),
+        ]
+
+    def _finish(self, usage: dict[str, Any]) -> list[Event]:
+        events = [] if self._output or self._open else self._write("message", "")
+        if self._finish_reason == "length":
+            cause = {"reason": "max_output_tokens"}
+            return [*events, *self._close("incomplete"), self._end("incomplete", usage, incomplete_details=cause)]
+        return [*events, *self._close(), self._end("completed", usage, completed_at=int(time.time()))]
+
+    def _end(self, status: str, usage: dict[str, Any], **fields: Any) -> Event:
+        self._response |= {"status": status, "output": self._output, "usage": _usage(usage), **fields}
+        return self._event(f"response.{status}", response=self._response)
+
+    def _event(self, kind: str, **fields: Any) -> Event:
+        number, self._number = self._number, self._number + 1
+        return {"type": kind, "sequence_number": number, **fields}
+
+
+def _described(plan: GenerationPlan, body: ResponsesRequest) -> dict[str, Any]:
+    """The response before it has anything in it: what was asked for, as it is understood here."""
+    form, choice = body.text.format if body.text else None, body.tool_choice
+    return {
+        "id": plan.response_id,
+        "object": "response",
+        "created_at": int(time.time()),
+        "completed_at": None,
+        "status": "in_progress",
+        "background": False,
+        "error": None,
+        "incomplete_details": None,
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "metadata": body.metadata or {},
+        "model": plan.model,
+        "output": [],
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "previous_response_id": None,
+        "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
+        "service_tier": plan.service_tier,
+        "store": False,
+        "temperature": 1.0 if body.temperature is None else body.temperature,
+        "text": {"format": form.model_dump(by_alias=True, exclude_none=True) if form else {"type": "text"}},
+        "tool_choice": choice.model_dump() if isinstance(choice, NamedTool) else choice or "auto",
+        "tools": [tool.model_dump() for tool in functions_of(body)],
+        "top_p": 1.0 if body.top_p is None else body.top_p,
+        "truncation": "disabled",
+        "usage": None,
+        "user": None,
+    }
+
+
+def _usage(usage: dict[str, Any]) -> dict[str, Any]:
+    thoughts = usage.get("completion_tokens_details", {}).get("reasoning_tokens", 0)
+    return {
+        "input_tokens": usage["prompt_tokens"],
+        "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},
+        "output_tokens": usage["completion_tokens"],
+        "output_tokens_details": {"reasoning_tokens": thoughts},
+        "total_tokens": usage["total_tokens"],
+    }
+
+
+def _written(events: Iterable[Event]) -> bytes:
+    return b"".join([b"event: %b\ndata: %b%b" % (e["type"].encode(), orjson.dumps(e), END) for e in events])
+
+
+def _new_id(prefix: str) -> str:
+    return f"{prefix}_{secrets.token_hex(12)}"

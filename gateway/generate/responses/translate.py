@@ -1,0 +1,108 @@
+"""From the body of POST /v1/responses to the chat request that asks the same. Knows nothing of HTTP or of engines."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from engine.errors import InvalidRequestError
+from gateway.generate.responses.wire import (
+    CallItem,
+    CallOutput,
+    FunctionTool,
+    InputMessage,
+    Item,
+    NamedTool,
+    ReasoningItem,
+    ResponsesRequest,
+    TextFormat,
+    ToolChoice,
+)
+from gateway.generate.translation import Conversation, Translation, effort_of, text_of, told_in
+from gateway.generate.wire import ChatCompletionRequest, validate
+
+NAMES: Mapping[str, str] = {
+    "messages": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "reasoning_effort": "reasoning.effort",
+    "response_format": "text.format",
+    "response_format.json_schema.name": "text.format.name",
+    "response_format.json_schema.schema": "text.format.schema",
+    "tool_choice.function.name": "tool_choice.name",
+}
+
+
+def translate(body: ResponsesRequest, template: str) -> Translation:
+    """The same for a model with this chat template. Raises InvalidRequestError for what the chat request would not
+    have."""
+    names = dict(NAMES)
+    fields: dict[str, Any] = {
+        "model": body.model,
+        "service_tier": body.service_tier,
+        "stream": body.stream,
+        "messages": _conversation(body, names).messages,
+        "max_completion_tokens": body.max_output_tokens,
+        "temperature": body.temperature,
+        "top_p": body.top_p,
+        "response_format": _form(body.text.format if body.text else None),
+        "reasoning_effort": effort_of(body.reasoning.effort if body.reasoning else None, template),
+        "thinking_token_budget": body.thinking_token_budget,
+        "parallel_tool_calls": body.parallel_tool_calls,
+        **_functions(body),
+    }
+    with told_in(names):
+        return Translation(validate(ChatCompletionRequest, fields), names)
+
+
+def functions_of(body: ResponsesRequest) -> list[FunctionTool]:
+    """The tools that the model is told of."""
+    return [tool for tool in body.tools or () if isinstance(tool, FunctionTool)]
+
+
+def _conversation(body: ResponsesRequest, names: dict[str, str]) -> Conversation:
+    conversation = Conversation(names)
+    if body.instructions:
+        conversation.instruct(body.instructions)
+    if isinstance(body.input, str):
+        conversation.ask(body.input)
+    else:
+        _add(conversation, body.input)
+    return conversation
+
+
+def _add(conversation: Conversation, items: Sequence[Item]) -> None:
+    for number, item in enumerate(items):
+        match item:
+            case InputMessage(role="user"):
+                conversation.ask(text_of(item.content))
+            case InputMessage(role="assistant"):
+                conversation.say(text_of(item.content))
+            case InputMessage():
+                conversation.instruct(text_of(item.content))
+            case ReasoningItem():
+                conversation.think("\n".join([thought.text for thought in item.content or ()]))
+            case CallItem():
+                conversation.call(item.call_id, item.name, item.arguments, f"input[{number}].arguments")
+            case CallOutput():
+                conversation.answer(item.call_id, text_of(item.output))
+
+
+def _functions(body: ResponsesRequest) -> dict[str, Any]:
+    tools = [{"type": "function", "function": tool.model_dump(exclude={"type"})} for tool in functions_of(body)]
+    if tools:
+        return {"tools": tools, "tool_choice": _choice(body.tool_choice)}
+    if body.tool_choice not in (None, "none", "auto"):
+        message = "'tool_choice' asks for a call, and there is no function among the tools."
+        raise InvalidRequestError(message, param="tool_choice", code="invalid_value")
+    return {}
+
+
+def _choice(choice: ToolChoice | None) -> Any:
+    if isinstance(choice, NamedTool):
+        return {"type": "function", "function": {"name": choice.name}}
+    return choice
+
+
+def _form(form: TextFormat | None) -> dict[str, Any] | None:
+    if form is None or form.type != "json_schema":
+        return None if form is None else {"type": form.type}
+    given = {"name": form.name, "schema": form.schema_, "description": form.description, "strict": form.strict}
+    return {"type": form.type, "json_schema": {name: value for name, value in given.items() if value is not None}}

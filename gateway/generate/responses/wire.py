@@ -1,0 +1,224 @@
+"""The body of POST /v1/responses; see `gateway.generate.wire` for the rules. Nothing is stored: what refers to an
+earlier response is refused."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Field, Tag
+
+from gateway.generate import params
+from gateway.generate.translation import ClientObject
+from gateway.generate.wire import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, RequestBody, StrictBody, ToolName, at_most
+
+MAX_ITEMS = MAX_MESSAGES - 1  # the instructions are a message, too
+MAX_METADATA = 16
+_INT32 = 2**31 - 1
+
+INERT = params.INERT - {"metadata"} | {"client_metadata", "max_tool_calls"}
+"""Sent by clients, and without any bearing on the answer."""
+
+UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
+    "background": (False,),
+    "context_management": ([],),
+    "conversation": (),
+    "moderation": (),
+    "previous_response_id": (),
+    "prompt": (),
+    "top_logprobs": (0,),
+    "truncation": ("disabled",),
+}
+_STATELESS = "Responses are not stored here: send the whole conversation as 'input'."
+_HINTS = {"previous_response_id": _STATELESS, "conversation": _STATELESS}
+
+HOSTED = (
+    "custom", "image_generation", "local_shell", "namespace", "tool_search", "web_search", "web_search_preview",
+)  # fmt: skip
+"""Tools that agents offer beside their functions. The model is not told of them."""
+
+
+def without_ignored(body: dict[str, Any]) -> dict[str, Any]:
+    """See `params.without_ignored`."""
+    return params.without_ignored(body, INERT, UNSUPPORTED, _HINTS)
+
+
+class InputPart(ClientObject):
+    """A piece of text, of a message or of what a function answered."""
+
+    type: Literal["input_text", "output_text", "text"]
+    text: str
+
+
+class Thought(ClientObject):
+    type: Literal["reasoning_text", "text"]
+    text: str
+
+
+def _content_kind(value: Any) -> str:
+    return "<parts>" if isinstance(value, list) else "<text>"
+
+
+Content = Annotated[
+    Annotated[str, Tag("<text>")]
+    | Annotated[list[InputPart], Field(max_length=MAX_PARTS, fail_fast=True), Tag("<parts>")],
+    Discriminator(_content_kind),
+]
+
+
+class InputMessage(ClientObject):
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Content
+
+
+class CallItem(ClientObject):
+    """A call that the model made; `arguments`: a JSON object as text."""
+
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+
+
+class CallOutput(ClientObject):
+    """What a function answered."""
+
+    type: Literal["function_call_output"]
+    call_id: str
+    output: Content
+
+
+class ReasoningItem(ClientObject):
+    """What the model thought; without `content` there is nothing in it for this server."""
+
+    type: Literal["reasoning"]
+    content: Annotated[list[Thought], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None
+
+
+_ITEMS = {
+    "message": "<message>", "function_call": "<call>", "function_call_output": "<output>", "reasoning": "<reasoning>",
+}  # fmt: skip
+
+
+def _item_kind(value: Any) -> str | None:
+    kind = value.get("type", "message") if isinstance(value, dict) else "message"
+    return _ITEMS.get(kind) if isinstance(kind, str) else None
+
+
+Item = Annotated[
+    Annotated[InputMessage, Tag("<message>")]
+    | Annotated[CallItem, Tag("<call>")]
+    | Annotated[CallOutput, Tag("<output>")]
+    | Annotated[ReasoningItem, Tag("<reasoning>")],
+    Discriminator(
+        _item_kind, custom_error_type="item_type", custom_error_message=f"Items should be of type {', '.join(_ITEMS)}"
+    ),
+]
+
+
+def _input_kind(value: Any) -> str:
+    return "<items>" if isinstance(value, list) else "<text>"
+
+
+Input = Annotated[
+    Annotated[str, Tag("<text>")]
+    | Annotated[list[Item], Field(min_length=1, max_length=MAX_ITEMS, fail_fast=True), Tag("<items>")],
+    Discriminator(_input_kind),
+]
+
+
+class FunctionTool(ClientObject):
+    """A function that the model may call; `parameters` is the JSON schema of its arguments."""
+
+    type: Literal["function"]
+    name: ToolName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class HostedTool(ClientObject):
+    """A tool that is left out."""
+
+    type: Literal[HOSTED]  # type: ignore[valid-type]
+
+
+def _tool_kind(value: Any) -> str | None:
+    kind = value.get("type", "function") if isinstance(value, dict) else "function"
+    return "<hosted>" if kind in HOSTED else "<function>" if kind == "function" else None
+
+
+Tool = Annotated[
+    Annotated[FunctionTool, Tag("<function>")] | Annotated[HostedTool, Tag("<hosted>")],
+    Discriminator(_tool_kind, custom_error_type="tool_type", custom_error_message="Only functions are supported"),
+]
+
+
+class NamedTool(StrictBody):
+    type: Literal["function"]
+    name: str
+
+
+def _choice_kind(value: Any) -> str:
+    return "<mode>" if isinstance(value, str) else "<named>"
+
+
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("<mode>")] | Annotated[NamedTool, Tag("<named>")],
+    Discriminator(_choice_kind),
+]
+
+
+class TextFormat(StrictBody):
+    """The form of the answer. All but `type` go with json_schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: Annotated[str, Field(min_length=1, max_length=64)] | None = None
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class TextOptions(StrictBody):
+    format: TextFormat | None = None
+    verbosity: Literal["medium"] | None = None
+
+
+class ReasoningOptions(StrictBody):
+    """`effort` none: no thoughts; any other is for chat templates that know it. No summaries are made."""
+
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    summary: Literal["auto", "concise", "detailed", "none"] | None = None
+    generate_summary: Literal["auto", "concise", "detailed"] | None = None
+    context: Literal["auto"] | None = None
+
+
+class ResponseStreamOptions(StrictBody):
+    include_obfuscation: bool | None = None
+
+
+Included = Literal[
+    "code_interpreter_call.outputs", "computer_call_output.output.image_url", "file_search_call.results",
+    "message.input_image.image_url", "reasoning.encrypted_content", "web_search_call.action.sources",
+    "web_search_call.results",
+]  # fmt: skip
+_Name = Annotated[str, Field(min_length=1, max_length=64)]
+_Note = Annotated[str, Field(max_length=512)]
+
+
+class ResponsesRequest(RequestBody):
+    """POST /v1/responses."""
+
+    input: Input
+    instructions: str | None = None
+    max_output_tokens: int | None = Field(None, ge=1, le=_INT32)
+    metadata: Annotated[dict[_Name, _Note], at_most(MAX_METADATA)] | None = None
+    temperature: float | None = Field(None, ge=0, le=2, allow_inf_nan=False)
+    top_p: float | None = Field(None, gt=0, le=1, allow_inf_nan=False)
+    text: TextOptions | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning: ReasoningOptions | None = None
+    thinking_token_budget: int | None = Field(None, ge=0, le=_INT32)
+    include: Annotated[list[Included], Field(max_length=16, fail_fast=True)] | None = None
+    stream_options: ResponseStreamOptions | None = None

@@ -1,0 +1,98 @@
+"""What a request says about the form of its answer, in any of the spellings that clients use, as one grammar.
+
+OpenAI's `response_format`, vLLM's `structured_outputs` and its older `guided_*` fields. Whether the grammar can be
+enforced is the engine's to say.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import orjson
+
+from engine.errors import InvalidRequestError
+from engine.grammar import Grammar, GrammarKind
+from gateway.generate.wire import GenerationBody, ResponseFormat, StructuredOutputs
+
+ANY_OBJECT = '{"type":"object"}'
+
+
+def grammar_of(body: GenerationBody) -> Grammar | None:
+    """The grammar of the answer; None: it may be any text. Slow where a schema is large. Raises InvalidRequestError."""
+    found = [*_from_format(body.response_format), *_from_outputs(body.structured_outputs), *_from_guided(body)]
+    if not found:
+        return None
+    if len(found) > 1:
+        message = f"'{found[0].param}' and '{found[1].param}' cannot be used together."
+        raise InvalidRequestError(message, param=found[1].param, code="invalid_value")
+    if body.ignore_eos:
+        message = f"'ignore_eos' cannot be used with '{found[0].param}'."
+        raise InvalidRequestError(message, param="ignore_eos", code="invalid_value")
+    return found[0]
+
+
+def is_structured(body: GenerationBody) -> bool:
+    """Whether anything is said about the form; quick."""
+    fields = ("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
+    return any(getattr(body, name) is not None for name in fields)
+
+
+def _from_format(given: ResponseFormat | None) -> Iterator[Grammar]:
+    if given is None or given.type == "text":
+        return
+    if given.type == "json_object":
+        yield Grammar("json", ANY_OBJECT, param="response_format")
+        return
+    param = "response_format.json_schema"
+    if given.json_schema is None:
+        raise InvalidRequestError(
+            f"Missing required parameter: '{param}'.", param=param, code="missing_required_parameter"
+        )
+    yield _json(given.json_schema.schema_, None, f"{param}.schema")
+
+
+def _from_outputs(given: StructuredOutputs | None) -> Iterator[Grammar]:
+    if given is None:
+        return
+    values = {
+        "json": given.json_, "regex": given.regex, "choice": given.choice, "grammar": given.grammar,
+        "json_object": given.json_object or None,
+    }  # fmt: skip
+    found = list(_named(values, "structured_outputs.", given.whitespace_pattern))
+    if not found:
+        message = "'structured_outputs' must have one of json, regex, choice, grammar and json_object."
+        raise InvalidRequestError(message, param="structured_outputs", code="invalid_value")
+    yield from found
+
+
+def _from_guided(body: GenerationBody) -> Iterator[Grammar]:
+    values = {
+        "json": body.guided_json, "regex": body.guided_regex, "choice": body.guided_choice,
+        "grammar": body.guided_grammar,
+    }  # fmt: skip
+    yield from _named(values, "guided_", body.guided_whitespace_pattern)
+
+
+def _named(values: Mapping[str, Any], prefix: str, whitespace: str | None) -> Iterator[Grammar]:
+    for name, value in values.items():
+        param = prefix + name
+        if value is None:
+            continue
+        if name == "json":
+            yield _json(value, whitespace, param)
+        elif name == "json_object":
+            yield Grammar("json", ANY_OBJECT, whitespace, param)
+        elif name == "choice":
+            yield Grammar("choice", orjson.dumps(value).decode(), param=param)
+        else:
+            kind: GrammarKind = "regex" if name == "regex" else "grammar"
+            yield Grammar(kind, value, param=param)
+
+
+def _json(schema: str | dict[str, Any], whitespace: str | None, param: str) -> Grammar:
+    """A schema that came as a text stays as it is."""
+    try:
+        text = schema if isinstance(schema, str) else orjson.dumps(schema).decode()
+    except orjson.JSONEncodeError as error:  # deeper than the library goes
+        message = f"'{param}' cannot be enforced: it is nested too deeply."
+        raise InvalidRequestError(message, param=param, code="invalid_value") from error
+    return Grammar("json", text, whitespace, param)

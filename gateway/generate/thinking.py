@@ -1,0 +1,40 @@
+"""How long the answers of a chat may think: what a request asks for, and what the operator allows offline work."""
+
+from engine.errors import InvalidRequestError
+from engine.text import Tokenizer
+from engine.thoughts import ThinkingBudget, ThoughtMarks
+from gateway.generate.answer_parser import END_THINK, THINK, Parsing
+from gateway.generate.wire import ChatCompletionRequest
+
+PARAM = "thinking_token_budget"
+
+
+def find_marks(tokenizer: Tokenizer) -> ThoughtMarks | None:
+    """The tokens between which the model thinks; None: its chat template knows of no thoughts."""
+    if END_THINK not in tokenizer.chat_template_text:
+        return None
+    return ThoughtMarks(*(tuple(tokenizer.encode(mark, add_special_tokens=False)) for mark in (THINK, END_THINK)))
+
+
+def check_budget(body: ChatCompletionRequest, marks: ThoughtMarks | None) -> None:
+    """Whether the model can be held to a budget. Raises InvalidRequestError."""
+    if body.thinking_token_budget is not None and marks is None:
+        message = "This model's chat template knows of no thoughts: a budget for them has no effect."
+        raise InvalidRequestError(message, param=PARAM, code="unsupported_parameter")
+
+
+def budget_of(
+    body: ChatCompletionRequest, parsing: Parsing | None, offline_budget: int | None
+) -> ThinkingBudget | None:
+    """What the answers may spend on thoughts; `offline_budget`: what the operator allows this request at most."""
+    limits = [limit for limit in (body.thinking_token_budget, offline_budget) if limit is not None]
+    if not limits or parsing is None or parsing.marks is None:
+        return None
+    return ThinkingBudget(min(limits), parsing.marks, parsing.is_thinking)
+
+
+def check_thought_before(budget: ThinkingBudget, param: str) -> None:
+    """Whether an answer can be told to think before what a grammar holds for. Raises InvalidRequestError."""
+    if not budget.begun and len(budget.marks.opening) > 1:
+        message = f"'{PARAM}' cannot be used with '{param}': this model's mark of a thought is several tokens."
+        raise InvalidRequestError(message, param=PARAM, code="unsupported_parameter")

@@ -1,0 +1,145 @@
+"""Functions that a request offers to the model: what the chat template is told, how the answer is taken apart, and the
+grammar of an answer that must call one. How a model writes its calls is its `ToolFormat`."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import orjson
+
+from engine.errors import InvalidRequestError
+from engine.grammar import Grammar
+from engine.thoughts import ThoughtMarks
+from gateway.generate.answer_parser import END_THINK, THINK, Parsing
+from gateway.generate.tool_formats import FORMATS, Function, ToolFormat, find_format
+from gateway.generate.wire import ChatCompletionRequest, Message, NamedTool, TemplateOptions
+
+FLAG = "--tool-parser"
+
+
+def choose_format(name: str, template: str) -> ToolFormat | None:
+    """The format of a model's calls: the one that is named, or for "auto" what its chat template shows."""
+    return find_format(template) if name == "auto" else FORMATS[name]
+
+
+def offered_tools(body: ChatCompletionRequest) -> list[dict[str, Any]] | None:
+    """What the template is told; None: the model knows of no functions."""
+    if not body.tools or body.tool_choice == "none":
+        return None
+    return [tool.model_dump(exclude_none=True) for tool in body.tools]
+
+
+def check_tools(body: ChatCompletionRequest, format: ToolFormat | None, template: str) -> None:
+    """Whether the request and the model agree on functions. Raises InvalidRequestError."""
+    if not body.tools and body.tool_choice not in (None, "none"):
+        raise _invalid("'tool_choice' is only allowed with 'tools'.", "tool_choice")
+    if offered_tools(body) is None:
+        return
+    if "tools" not in template:
+        raise _unsupported("This model's chat template does not take tools.", "tools")
+    if format is None:
+        raise _unsupported(f"How this model writes its calls is not known: start the server with {FLAG}.", "tools")
+    names = [function.name for function in _functions(body)]
+    if len(set(names)) < len(names):
+        raise _invalid("Two tools have the same name.", "tools")
+    if isinstance(body.tool_choice, NamedTool) and body.tool_choice.function.name not in names:
+        raise _invalid("'tool_choice' names a function that is not among the tools.", "tool_choice.function.name")
+    if _must_call(body) and format.grammar is None:
+        raise _unsupported(f"Calls in the format {format.name} can be offered, but not required.", "tool_choice")
+
+
+def template_options(body: ChatCompletionRequest, template: str) -> dict[str, Any]:
+    """What the template is told of thinking. Raises InvalidRequestError where it does not listen."""
+    given, effort = body.chat_template_kwargs, body.reasoning_effort
+    options: dict[str, Any] = {} if given is None else given.model_dump(exclude_none=True)
+    if effort not in (None, "none"):
+        if "reasoning_effort" not in template:
+            raise _unsupported("This model's chat template knows of no efforts but none.", "reasoning_effort")
+        options["reasoning_effort"] = effort
+    if effort == "none" and END_THINK in template:
+        switch = next((name for name in TemplateOptions.model_fields if name in template), None)
+        if switch is None:
+            raise _unsupported("Thinking cannot be turned off by this model's chat template.", "reasoning_effort")
+        options[switch] = False
+    return options
+
+
+def parsing_of(
+    body: ChatCompletionRequest, format: ToolFormat | None, marks: ThoughtMarks | None, prompt_end: str
+) -> Parsing | None:
+    """How the answer is taken apart; None: it is plain text. `marks`: between which the model thinks, if it does;
+    `prompt_end`: the text that the prompt ends with."""
+    offers, reasons = offered_tools(body) is not None, marks is not None
+    if not offers and not reasons:
+        return None
+    return Parsing(
+        format if offers else None,
+        _functions(body) if offers else (),
+        reasons,
+        reasons and prompt_end.rstrip().endswith(THINK),
+        body.parallel_tool_calls is not False,
+        marks,
+    )
+
+
+def tool_grammar(body: ChatCompletionRequest, format: ToolFormat | None, is_thinking: bool) -> Grammar | None:
+    """The grammar of an answer that must call a function; None: it need not."""
+    if not _must_call(body) or offered_tools(body) is None:
+        return None
+    assert format is not None and format.grammar is not None
+    if is_thinking:
+        message = "The prompt has begun to think: a call can only be required with a thinking_token_budget."
+        raise _unsupported(message, "tool_choice")
+    functions = _functions(body)
+    if isinstance(body.tool_choice, NamedTool):
+        functions = [each for each in functions if each.name == body.tool_choice.function.name]
+    try:
+        text = format.grammar(functions, body.parallel_tool_calls is not False)
+    except orjson.JSONEncodeError as error:
+        raise _invalid("The parameters of a tool are nested too deeply.", "tools") from error
+    return Grammar("lark", text, param="tools")
+
+
+def check_no_tools(tools: list[dict[str, Any]] | None, grammar: Grammar) -> None:
+    """A form of the answer leaves no room for calls. Raises InvalidRequestError."""
+    if tools is not None:
+        raise _invalid(f"'{grammar.param}' cannot be used together with 'tools'.", grammar.param)
+
+
+def template_message(message: Message, index: int) -> dict[str, Any]:
+    """What templates read: OpenAI's newer name of the system role under its old one, arguments of past calls as
+    objects, past thoughts under one name. Raises InvalidRequestError for arguments that are none."""
+    fields = message.model_dump(exclude_none=True, exclude={"refusal", "reasoning"})
+    if message.reasoning:
+        fields["reasoning_content"] = message.reasoning
+    if message.role == "developer":
+        fields["role"] = "system"
+    for number, call in enumerate(fields.get("tool_calls", ())):
+        param = f"messages[{index}].tool_calls[{number}].function.arguments"
+        call["function"]["arguments"] = _arguments(call["function"]["arguments"], param)
+    return fields
+
+
+def _arguments(text: str, param: str) -> Mapping[str, Any]:
+    try:
+        value = orjson.loads(text or "{}")
+    except orjson.JSONDecodeError:
+        value = None
+    if not isinstance(value, dict):
+        raise _invalid(f"'{param}' must be a JSON object as text.", param)
+    return value
+
+
+def _functions(body: ChatCompletionRequest) -> list[Function]:
+    return [Function(tool.function.name, tool.function.parameters or {}) for tool in body.tools or ()]
+
+
+def _must_call(body: ChatCompletionRequest) -> bool:
+    return body.tool_choice == "required" or isinstance(body.tool_choice, NamedTool)
+
+
+def _invalid(message: str, param: str) -> InvalidRequestError:
+    return InvalidRequestError(message, param=param, code="invalid_value")
+
+
+def _unsupported(message: str, param: str) -> InvalidRequestError:
+    return InvalidRequestError(message, param=param, code="unsupported_parameter")

@@ -1,0 +1,362 @@
+"""The request bodies of OpenAI's API as pydantic models: strict types, every unknown name refused.
+
+A body can be wrong in a million places, and pydantic would tell of each: every list ends at its first error and has a
+length, and names are counted before they are looked at. Only what is honoured is a field here; what clients send and
+may be ignored is a table in `gateway.generate.params`. Knows nothing of tokens or engines.
+"""
+
+from typing import Annotated, Any, Literal, TypeVar
+
+import orjson
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+    WithJsonSchema,
+    model_validator,
+)
+from pydantic_core import ErrorDetails, PydanticCustomError
+
+from engine.api import MAX_LOGIT_BIAS, MAX_LOGPROBS
+from engine.errors import InvalidRequestError
+from gateway.http.json_size import too_much_json
+
+MAX_CHOICES = 8
+MAX_STOPS = 4
+MAX_STOP_CHARS = 1024
+MAX_PROMPTS = 128
+MAX_INPUTS = 2048
+MAX_MESSAGES = 4096
+MAX_PARTS = 4096
+MAX_TOOL_CALLS = 128
+MAX_TOOLS = 128
+MAX_STOP_IDS = 64
+MAX_ANSWERS = 20_000
+_INT32 = 2**31 - 1
+_INT64 = 2**63
+
+
+def _as_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+def _content_kind(value: Any) -> str:
+    return "<parts>" if isinstance(value, list) else "<text>"
+
+
+def at_most(entries: int) -> BeforeValidator:
+    """For objects of any names: pydantic looks at all of them before it looks at how many there are."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > entries:
+            raise PydanticCustomError("too_long", "Input should have at most {limit} entries", {"limit": entries})
+        return value
+
+    return BeforeValidator(check)
+
+
+class StrictBody(BaseModel):
+    """An object of known names and exact types."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, hide_input_in_errors=True, protected_namespaces=())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _count_names(cls, value: Any) -> Any:
+        """An error for each unknown name is as many as there are fields at most."""
+        if isinstance(value, dict) and len(value) > len(cls.model_fields):
+            known = {field.alias or name for name, field in cls.model_fields.items()}
+            name = next(name for name in value if name not in known)
+            raise PydanticCustomError("unknown_name", "Unknown parameter", {"name": name})
+        return value
+
+
+class TextPart(StrictBody):
+    type: Literal["text"]
+    text: str
+
+
+class FunctionCall(StrictBody):
+    name: str
+    arguments: str
+
+
+class ToolCall(StrictBody):
+    id: str
+    type: Literal["function"]
+    function: FunctionCall
+
+
+Content = Annotated[
+    Annotated[str, Tag("<text>")]
+    | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_PARTS, fail_fast=True), Tag("<parts>")],
+    Discriminator(_content_kind),
+]
+
+
+class Message(StrictBody):
+    """One message. `tool_calls`: what the assistant called; `tool_call_id`: which call the message answers;
+    `reasoning`, or under its other name `reasoning_content`: what it thought before."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Content | None = None
+    name: str | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOL_CALLS, fail_fast=True)] | None = None
+    tool_call_id: str | None = None
+    refusal: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+
+
+class StreamOptions(StrictBody):
+    """`include_obfuscation` asks for padding against traffic analysis; this server adds none."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+TokenId = Annotated[int, Field(ge=0, le=_INT32)]
+Bias = Annotated[float, Field(ge=-100, le=100)]
+
+
+class JsonSchema(StrictBody):
+    """A named schema. It is enforced whether `strict` or not."""
+
+    name: Annotated[str, Field(min_length=1, max_length=64)]
+    description: str | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(StrictBody):
+    """The form of the answer. `json_schema` goes with that type."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+Choices = Annotated[list[str], Field(min_length=1, max_length=MAX_ANSWERS, fail_fast=True)]
+
+
+class StructuredOutputs(StrictBody):
+    """The form of the answer, as vLLM has it: one of the fields but the last, which says what may stand between the
+    parts of JSON."""
+
+    json_: str | dict[str, Any] | None = Field(None, alias="json")
+    regex: str | None = None
+    choice: Choices | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    whitespace_pattern: str | None = None
+
+
+class ModelBody(StrictBody):
+    """What asks a model for anything. None means: not given."""
+
+    model: str
+    service_tier: Literal["auto", "default", "flex"] | None = None
+
+
+class RequestBody(ModelBody):
+    """What all APIs that generate have in common."""
+
+    stream: bool | None = None
+
+
+class GenerationBody(RequestBody):
+    """What chat and completions have in common."""
+
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = Field(None, ge=1, le=_INT32)
+    min_tokens: int | None = Field(None, ge=0, le=_INT32)
+    n: int | None = Field(None, ge=1, le=MAX_CHOICES)
+    stop: Annotated[list[StopString], Field(max_length=MAX_STOPS, fail_fast=True), BeforeValidator(_as_list)] | None = (
+        None
+    )
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_IDS, fail_fast=True)] | None = None
+    temperature: float | None = Field(None, ge=0, le=2, allow_inf_nan=False)
+    top_p: float | None = Field(None, gt=0, le=1, allow_inf_nan=False)
+    top_k: int | None = Field(None, ge=-1, le=_INT32)
+    min_p: float | None = Field(None, ge=0, le=1, allow_inf_nan=False)
+    seed: int | None = Field(None, ge=-_INT64, lt=_INT64)
+    presence_penalty: float | None = Field(None, ge=-2, le=2, allow_inf_nan=False)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2, allow_inf_nan=False)
+    repetition_penalty: float | None = Field(None, ge=0.01, le=10, allow_inf_nan=False)
+    logit_bias: Annotated[dict[str, Bias], Field(max_length=MAX_LOGIT_BIAS), at_most(MAX_LOGIT_BIAS)] | None = None
+    ignore_eos: bool | None = None
+    return_token_ids: bool | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
+
+
+ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
+"""Twice as long as OpenAI has it: names of agents' tools begin with the names of their servers."""
+
+
+class FunctionDefinition(StrictBody):
+    """A function that the model may call; `parameters` is the JSON schema of its arguments."""
+
+    name: ToolName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(StrictBody):
+    type: Literal["function"]
+    function: FunctionDefinition
+
+
+class FunctionName(StrictBody):
+    name: str
+
+
+class NamedTool(StrictBody):
+    type: Literal["function"]
+    function: FunctionName
+
+
+def _choice_kind(value: Any) -> str:
+    return "<mode>" if isinstance(value, str) else "<named>"
+
+
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("<mode>")] | Annotated[NamedTool, Tag("<named>")],
+    Discriminator(_choice_kind),
+]
+
+
+class TemplateOptions(StrictBody):
+    """What clients may say to a chat template: whether the model thinks first, under the names that templates have."""
+
+    enable_thinking: bool | None = None
+    thinking: bool | None = None
+
+
+class ChatCompletionRequest(GenerationBody):
+    """POST /v1/chat/completions."""
+
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: TemplateOptions | None = None
+    reasoning_effort: Literal["none", "low", "medium", "high"] | None = None
+    thinking_token_budget: int | None = Field(None, ge=0, le=_INT32)
+
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    max_completion_tokens: int | None = Field(None, ge=1, le=_INT32)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+
+
+def _as_prompts(value: Any, most: int = MAX_PROMPTS) -> Any:
+    """Any of the four forms of a prompt as a list of prompts, each text or token ids."""
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list) or not value:
+        raise PydanticCustomError("prompt_type", "Input should be a text, a list of texts, token ids, or lists of them")
+    if type(value[0]) is int:
+        value = [value]
+    if len(value) > most:
+        raise PydanticCustomError("too_long", "Input should have at most {limit} prompts", {"limit": most})
+    for prompt in value:
+        is_ids = isinstance(prompt, list) and all(type(i) is int and 0 <= i <= _INT32 for i in prompt)
+        if not is_ids and not isinstance(prompt, str):
+            raise PydanticCustomError("prompt_type", "Every prompt should be a text, or a list of token ids")
+    return value
+
+
+_IDS_SCHEMA = {"type": "array", "items": {"type": "integer", "minimum": 0}}
+
+
+def _prompt_schema(most: int) -> dict[str, Any]:
+    return {
+        "anyOf": [
+            {"type": "string"},
+            {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": most},
+            {**_IDS_SCHEMA, "minItems": 1},
+            {"type": "array", "items": _IDS_SCHEMA, "minItems": 1, "maxItems": most},
+        ]
+    }
+
+
+class CompletionRequest(GenerationBody):
+    """POST /v1/completions. `prompt` is a list of texts and of lists of token ids, whatever form was sent."""
+
+    prompt: Annotated[Any, BeforeValidator(_as_prompts), WithJsonSchema(_prompt_schema(MAX_PROMPTS))]
+    echo: bool | None = None
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    best_of: int | None = Field(None, ge=1, le=MAX_CHOICES)
+
+
+def _as_inputs(value: Any) -> Any:
+    return _as_prompts(value, MAX_INPUTS)
+
+
+class EmbeddingRequest(ModelBody):
+    """POST /v1/embeddings. `input` is a list of texts and of lists of token ids, whatever form was sent."""
+
+    input: Annotated[Any, BeforeValidator(_as_inputs), WithJsonSchema(_prompt_schema(MAX_INPUTS))]
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = Field(None, ge=1, le=_INT32)
+
+
+BodyT = TypeVar("BodyT", bound=BaseModel)
+
+
+def parse_json(raw: bytes | bytearray) -> dict[str, Any]:
+    """The JSON object in a body. Raises InvalidRequestError `invalid_json`, or `too_many_values` before parsing it."""
+    if (excess := too_much_json(raw)) is not None:
+        raise InvalidRequestError(f"The request body holds more than {excess}.", code="too_many_values")
+    try:
+        body = orjson.loads(raw)
+    except orjson.JSONDecodeError:
+        raise InvalidRequestError("The request body is not valid JSON.", code="invalid_json") from None
+    if not isinstance(body, dict):
+        raise InvalidRequestError("The request body must be a JSON object.", code="invalid_json")
+    return body
+
+
+def validate(model: type[BodyT], body: dict[str, Any]) -> BodyT:
+    """The body as a model. Raises InvalidRequestError that names the first offending parameter, never its value."""
+    try:
+        return model.model_validate(body)
+    except ValidationError as error:
+        details = error.errors(include_url=False, include_input=False)
+        raise _refusal(min(details, key=lambda detail: detail["type"] == "missing")) from None
+
+
+def _refusal(detail: ErrorDetails) -> InvalidRequestError:
+    kind, param = detail["type"], _param_name(detail["loc"])
+    if kind == "unknown_name":
+        kind, param = "extra_forbidden", _param_name((*detail["loc"], detail["ctx"]["name"]))
+    if kind == "extra_forbidden":
+        return InvalidRequestError(f"Unknown parameter: '{param}'.", param=param, code="unknown_parameter")
+    if kind == "missing":
+        message = f"Missing required parameter: '{param}'."
+        return InvalidRequestError(message, param=param, code="missing_required_parameter")
+    is_type = kind.endswith("_type") or kind in {"int_from_float", "union_tag_invalid"}
+    message = f"Invalid value for '{param}': {detail['msg']}."
+    return InvalidRequestError(message, param=param, code="invalid_type" if is_type else "invalid_value")
+
+
+def _param_name(loc: tuple[int | str, ...]) -> str:
+    """`messages[0].content`; the marks of unions are left out, and a client's own long names are cut."""
+    name = ""
+    for part in loc:
+        if isinstance(part, int):
+            name += f"[{part}]"
+        elif not part.startswith("<"):
+            name += f".{part[:64]}" if name else part[:64]
+    return name

@@ -1,0 +1,232 @@
+"""uvicorn's HTTP protocol with the limits that it lacks, acting on the transport, where slow clients can be seen:
+a deadline and a size for headers, a least speed for bodies, an end for readers that stall, pipelines that end.
+
+Knows nothing of the application but the form of its errors.
+"""
+
+import asyncio
+import contextlib
+import socket
+from asyncio import TimerHandle
+from collections.abc import Callable
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import ClassVar
+
+import orjson
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+from gateway.http.errors import ApiError
+
+_WRITE_BUFFER = 32 * 1024
+_MAX_PIPELINED = 8
+
+
+@dataclass(frozen=True, slots=True)
+class ProtocolLimits:
+    """Seconds and bytes. A body may take `body_seconds` and a second more for every `min_body_rate` bytes that came.
+    The headers' size lets a key of a megabyte through to its 401. `linger_seconds`: how long what a refused client
+    still sends is read and dropped, so that it gets to read its answer."""
+
+    header_seconds: float = 10.0
+    max_header_bytes: int = 3 * 512 * 1024
+    max_headers: int = 256
+    body_seconds: float = 30.0
+    min_body_rate: int = 16 * 1024
+    write_stall_seconds: float = 10.0
+    linger_seconds: float = 5.0
+
+
+class HeadersTooLarge(Exception):
+    """Stops the parser inside a callback."""
+
+
+class GuardedProtocol(HttpToolsProtocol):
+    """One connection. Subclass with `limits` set: uvicorn makes the instances."""
+
+    limits: ClassVar[ProtocolLimits] = ProtocolLimits()
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._read_timer: TimerHandle | None = None
+        self._write_timer: TimerHandle | None = None
+        self._cycles: list[RequestResponseCycle] = []
+        self._refused = False
+        self._stalled_size = 0
+        transport.set_write_buffer_limits(high=_WRITE_BUFFER)
+        _limit_unsent(transport)
+        self._begin_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._cancel_timers()
+        for cycle in self._cycles:  # uvicorn tells only the newest of several pipelined requests
+            if not cycle.response_complete:
+                cycle.disconnected = True
+                cycle.message_event.set()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._refused:
+            return
+        super().data_received(data)
+        if self._in_head and not self._refused:
+            self._head_bytes += len(data)
+            if self._head_bytes > self.limits.max_header_bytes:
+                self._refuse(ApiError(431))
+
+    # Parser callbacks
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._begin_head()
+
+    def on_url(self, url: bytes) -> None:
+        super().on_url(url)
+        self._count_header(len(url))
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """What comes after a body is a trailer and never a header (RFC 9110 §6.5.1): a proxy in front of this server
+        has looked at the headers only."""
+        if self._in_head:
+            super().on_header(name, value)
+        self._count_header(len(name) + len(value))
+
+    def on_headers_complete(self) -> None:
+        self._in_head = False
+        self._in_body = True
+        self._body_started = self.loop.time()
+        self._body_bytes = 0
+        self._arm_read(self.limits.body_seconds, self._check_body)
+        super().on_headers_complete()
+        self._cycles = [cycle for cycle in self._cycles if not cycle.response_complete]
+        self._cycles.append(self.cycle)
+        if len(self.pipeline) > _MAX_PIPELINED:
+            self.transport.abort()
+        elif self.pipeline:
+            self.flow.resume_reading()  # else nobody sees the client leave
+
+    def on_body(self, body: bytes) -> None:
+        self._body_bytes += len(body)
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._in_body = False
+        self._cancel_read()
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._in_body and not self.pipeline:  # answered before the body was read
+            self._arm_read(self.limits.linger_seconds, self.transport.close)
+        if self.transport.get_write_buffer_size() > 0:
+            self._watch_writing()
+
+    # Reading
+    def _begin_head(self) -> None:
+        self._in_head = True
+        self._in_body = False
+        self._head_bytes = 0
+        self._num_headers = 0
+        self._header_size = 0
+        self._arm_read(self.limits.header_seconds, self._end_head)
+
+    def _count_header(self, size: int) -> None:
+        self._num_headers += 1
+        self._header_size += size
+        if self._header_size > self.limits.max_header_bytes or self._num_headers > self.limits.max_headers:
+            raise HeadersTooLarge
+
+    def _end_head(self) -> None:
+        if self._head_bytes:
+            self._refuse(ApiError(408))
+        else:
+            self.transport.close()
+
+    def _check_body(self) -> None:
+        """A body's deadline moves with what has come; while the server itself does not read, it does not count."""
+        allowed = self.limits.body_seconds + self._body_bytes / self.limits.min_body_rate
+        remaining = self._body_started + allowed - self.loop.time()
+        if self.flow.read_paused or remaining > 0:
+            self._arm_read(max(remaining, 1.0), self._check_body)
+        else:
+            self._refuse(ApiError(408))
+
+    def send_400_response(self, msg: str) -> None:
+        """What uvicorn calls when the parser stops."""
+        too_large = self._header_size > self.limits.max_header_bytes or self._num_headers > self.limits.max_headers
+        self._refuse(ApiError(431) if too_large else ApiError(400, msg))
+
+    def _refuse(self, error: ApiError) -> None:
+        """Answer in the application's place, and read no more on this connection."""
+        self._refused = True
+        self._cancel_read()
+        unfinished = [cycle for cycle in self._cycles if not cycle.response_complete]
+        if any(cycle.response_started for cycle in unfinished) or len(unfinished) > 1:
+            self.transport.abort()  # an answer is being written: nothing can be said in between
+            return
+        for cycle in unfinished:
+            cycle.disconnected = True
+            cycle.message_event.set()
+        body = orjson.dumps(error.envelope)
+        self.transport.write(
+            b"HTTP/1.1 %d %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n%b"
+            % (error.status, HTTPStatus(error.status).phrase.encode(), len(body), body)
+        )
+        self.flow.resume_reading()
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self._arm_read(self.limits.linger_seconds, self.transport.abort)
+
+    # Writing
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch_writing()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None
+
+    def _watch_writing(self) -> None:
+        if self._write_timer is None:
+            self._stalled_size = self.transport.get_write_buffer_size()
+            self._write_timer = self.loop.call_later(self.limits.write_stall_seconds, self._check_writing)
+
+    def _check_writing(self) -> None:
+        """Abort a connection whose reader has taken nothing since the last look."""
+        self._write_timer = None
+        size = self.transport.get_write_buffer_size()
+        if size >= self._stalled_size > 0:
+            self.transport.abort()
+        elif size > 0:
+            self._watch_writing()
+
+    # Timers
+    def _arm_read(self, seconds: float, action: Callable[[], None]) -> None:
+        self._cancel_read()
+        self._read_timer = self.loop.call_later(seconds, action)
+
+    def _cancel_read(self) -> None:
+        if self._read_timer is not None:
+            self._read_timer.cancel()
+            self._read_timer = None
+
+    def _cancel_timers(self) -> None:
+        self._cancel_read()
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None
+
+
+def _limit_unsent(transport: asyncio.Transport) -> None:
+    """Keep what is not sent in our buffer, where it is seen, and not in the kernel's, which may hold megabytes."""
+    option = getattr(socket, "TCP_NOTSENT_LOWAT", None)
+    connection = transport.get_extra_info("socket")
+    if option is not None and connection is not None:
+        with contextlib.suppress(OSError, AttributeError):  # a Unix socket, or not supported here
+            connection.setsockopt(socket.IPPROTO_TCP, option, _WRITE_BUFFER)
+
+
+def with_limits(limits: ProtocolLimits) -> type[GuardedProtocol]:
+    """The protocol class to give to uvicorn as `http=`."""
+    return type("LimitedProtocol", (GuardedProtocol,), {"limits": limits})

@@ -1,0 +1,65 @@
+"""OpenAI's lists: which part is asked for, and how it is answered. Knows nothing of what is listed."""
+
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+
+from gateway.http.errors import ApiError
+from gateway.store.objects import Page
+
+MAX_CURSOR_CHARS = 128
+
+
+def _refuse(param: str, rule: str) -> NoReturn:
+    raise ApiError(400, f"'{param}' must be {rule}.", param=param, code="invalid_value")
+
+
+def read_page(request: Request, *, default: int, most: int, orders: bool = False) -> Page:
+    """The query's `limit`, `after` and, where there are `orders`, `order`. Raises ApiError 400."""
+    query = request.query_params
+    limit = query.get("limit", str(default))
+    if not (limit.isascii() and limit.isdigit() and len(limit) <= 6 and 1 <= int(limit) <= most):
+        _refuse("limit", f"a whole number between 1 and {most}")
+    after = query.get("after") or None
+    if after is not None and len(after) > MAX_CURSOR_CHARS:
+        unknown_cursor()
+    order = query.get("order", "desc") if orders else "desc"
+    if order not in ("asc", "desc"):
+        _refuse("order", "'asc' or 'desc'")
+    return Page(int(limit), after, order == "asc")
+
+
+def unknown_cursor() -> NoReturn:
+    """The object that a list should go on after does not exist, or is another tenant's."""
+    _refuse("after", "the id of an object of this list")
+
+
+def list_response(objects: Sequence[dict[str, Any]], has_more: bool) -> Response:
+    return json_response(
+        {
+            "object": "list",
+            "data": list(objects),
+            "first_id": objects[0]["id"] if objects else None,
+            "last_id": objects[-1]["id"] if objects else None,
+            "has_more": has_more,
+        }
+    )
+
+
+def json_response(content: dict[str, Any]) -> Response:
+    return Response(orjson.dumps(content), media_type="application/json")
+
+
+def describe_page(most: int, *names: str) -> dict[str, Any]:
+    """The OpenAPI description of a list's query; `names` are those beside `limit` and `after`."""
+    schemas: dict[str, dict[str, Any]] = {
+        "limit": {"type": "integer", "minimum": 1, "maximum": most},
+        "after": {"type": "string"},
+        "order": {"enum": ["asc", "desc"]},
+        "purpose": {"type": "string"},
+    }
+    chosen = ("limit", "after", *names)
+    return {"parameters": [{"name": name, "in": "query", "schema": schemas[name]} for name in chosen]}

@@ -1,0 +1,227 @@
+"""Runs the application: one process, one event loop, one socket; the first SIGTERM drains, the second one exits, SIGHUP
+reads the keys and opens the request log again.
+
+Knows nothing of routes.
+"""
+
+import asyncio
+import gc
+import logging
+import os
+import signal
+import socket
+import threading
+from types import FrameType
+
+import uvicorn
+from fastapi import FastAPI
+
+from engine.errors import ConfigError, TidemillError
+from gateway.config import ServerConfig
+from gateway.context import GatewayContext
+from gateway.http.connection import ProtocolLimits, with_limits
+
+log = logging.getLogger("tidemill.gateway")
+
+KEEP_ALIVE_SECONDS = 30
+CLOSE_SECONDS = 2  # for connections to take their last bytes once the engine has ended everything
+LAST_SECONDS = 5.0  # after its drain a server ends, whatever hangs
+DEAD_ENGINE = 70
+"""The exit code of a server whose engine is dead: whoever started it may start it again."""
+
+
+class GatewayServer(uvicorn.Server):
+    """uvicorn's server with a drain before its shutdown: it goes on listening, so that /ready can say 503.
+
+    `owns_process`: nothing else lives in this process, so its garbage collector may be set for serving.
+    """
+
+    def __init__(
+        self, config: uvicorn.Config, context: GatewayContext, drain_seconds: float, owns_process: bool
+    ) -> None:
+        super().__init__(config)
+        self._context = context
+        self._lifecycle = context.lifecycle
+        self._drain_seconds = drain_seconds
+        self._owns_process = owns_process
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._drain_task: asyncio.Task[None] | None = None
+        self._reload_task: asyncio.Task[None] | None = None
+        self._engine_watch: asyncio.Task[None] | None = None
+        self._has_terminal = has_terminal()
+        self._num_signals = 0
+        self._timers: list[threading.Timer] = []
+        self.exit_code = 0
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self._owns_process:
+            # Modules and model are some 300,000 objects that stay: a full collection over them takes 150 ms, in which
+            # no step goes on. Frozen, they are not looked at again.
+            gc.collect()
+            gc.freeze()
+        self._loop = asyncio.get_running_loop()
+        self._engine_watch = asyncio.create_task(self._watch_engine(), name="tidemill-engine-watch")
+        if self._owns_process and threading.current_thread() is threading.main_thread():
+            self._loop.add_signal_handler(signal.SIGHUP, self._hang_up)
+        for listener in sockets or []:
+            log.info("listening on http://%s:%d", *_host_and_port(listener))
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002
+        """uvicorn would raise the signal again at the end; a drained server has ended well."""
+        self._num_signals += 1
+        if self._num_signals > 1:
+            os._exit(128 + sig)  # whatever is still running, a model step included
+        self._lifecycle.draining = True
+        self._end_within(self._drain_seconds + LAST_SECONDS, 1)
+        if self._loop is None:
+            self.should_exit = True
+        else:
+            self._loop.call_soon_threadsafe(self._begin_drain)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        if self._engine_watch is not None:
+            self._engine_watch.cancel()
+            await asyncio.wait([self._engine_watch])
+        await super().shutdown(sockets)
+
+    async def _watch_engine(self) -> None:
+        """A server whose engine is dead for good ends: 503 for ever helps nobody."""
+        why = await self._lifecycle.client.wait_dead()
+        log.critical("the server ends: %s", why)
+        self.exit_code = DEAD_ENGINE
+        self._lifecycle.draining = True
+        self._end_within(LAST_SECONDS, DEAD_ENGINE)
+        self.should_exit = True
+
+    def _end_within(self, seconds: float, exit_code: int) -> None:
+        """From a thread of its own, as the event loop, or a thread that Python waits for at its end, may hang."""
+        if self._owns_process:
+            timer = threading.Timer(seconds, self._end_now, (exit_code,))
+            timer.daemon = True
+            timer.start()
+            self._timers.append(timer)
+
+    def spare_process(self) -> None:
+        """The process goes on after its server: nothing is to end it any more."""
+        for timer in self._timers:
+            timer.cancel()
+
+    def _end_now(self, exit_code: int) -> None:
+        self._lifecycle.client.kill()
+        os._exit(exit_code)
+
+    def _hang_up(self) -> None:
+        """SIGHUP: read keys and open the request log again; but whose terminal was closed wants the server to end."""
+        if self._has_terminal and not has_terminal():
+            self.handle_exit(signal.SIGHUP, None)
+        else:
+            self._reload_task = asyncio.ensure_future(self._reload())
+
+    async def _reload(self) -> None:
+        if self._context.request_log is not None:
+            self._context.request_log.reopen()
+        keys = self._context.keys
+        if keys.file is None:
+            log.info("SIGHUP: there is no --api-key-file to read again")
+            return
+        try:
+            await self._context.reload_keys()
+        except ConfigError as error:
+            log.error("SIGHUP: the keys stay as they were: %s", error.message)
+        else:
+            log.info("SIGHUP: %s", keys.ring)
+
+    def _begin_drain(self) -> None:
+        log.info("draining for at most %.0f s; a second signal exits at once", self._drain_seconds)
+        self._drain_task = asyncio.ensure_future(self._drain())
+
+    async def _drain(self) -> None:
+        try:
+            await self._lifecycle.stop(self._drain_seconds)
+        finally:
+            self.should_exit = True
+
+
+def make_server(
+    app: FastAPI,
+    config: ServerConfig,
+    limits: ProtocolLimits | None = None,
+    *,
+    close_seconds: int = CLOSE_SECONDS,
+    owns_process: bool = False,
+) -> GatewayServer:
+    """The server of an application, not yet listening."""
+    context: GatewayContext = app.state.context
+    settings = uvicorn.Config(
+        app,
+        http=with_limits(limits or ProtocolLimits()),
+        ws="none",
+        lifespan="on",
+        log_config=None,
+        access_log=config.log_level == "debug",
+        proxy_headers=False,
+        server_header=False,
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        timeout_graceful_shutdown=close_seconds,
+    )
+    return GatewayServer(settings, context, config.shutdown_timeout, owns_process)
+
+
+def run(app: FastAPI, config: ServerConfig) -> int:
+    """Serve until a signal, or until the engine is dead; returns the exit code when everything has ended.
+
+    Raises ConfigError when the address cannot be had, and what the engine raised when it does not start.
+    """
+    _set_up_logging(config.log_level)
+    listener = bind(config.host, config.port)
+    server = make_server(app, config, owns_process=True)
+    try:
+        server.run(sockets=[listener])
+    except SystemExit:  # uvicorn's way to say that the lifespan did not start; it has logged why
+        error = app.state.context.lifecycle.startup_error
+        if isinstance(error, TidemillError):
+            raise error from None
+        raise ConfigError(f"the engine did not start: {type(error).__name__}") from error
+    finally:
+        listener.close()
+    return server.exit_code
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket bound to the address. Raises ConfigError, in one line, when that cannot be."""
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, protocol, _, address = found[0]
+        listener = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise ConfigError(f"--host {host} --port {port}: {error.strerror}") from None
+    try:
+        if os.name == "posix":
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(2048)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"--host {host} --port {port}: {(error.strerror or 'cannot be bound').lower()}") from None
+    return listener
+
+
+def has_terminal() -> bool:
+    """Whether this process has a controlling terminal."""
+    try:
+        os.close(os.open("/dev/tty", os.O_RDWR | os.O_CLOEXEC | os.O_NOCTTY))
+    except OSError:
+        return False
+    return True
+
+
+def _host_and_port(listener: socket.socket) -> tuple[str, int]:
+    name = listener.getsockname()
+    return (f"[{name[0]}]" if ":" in name[0] else name[0]), name[1]
+
+
+def _set_up_logging(level: str) -> None:
+    logging.basicConfig(level=level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    if level != "debug":
+        logging.getLogger("uvicorn").setLevel(logging.ERROR)  # its warnings are about what clients send

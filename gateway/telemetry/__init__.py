@@ -1,0 +1,1 @@
+"""What is told of requests and of the server: accounts, metrics, the request log, traces."""

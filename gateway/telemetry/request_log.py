@@ -1,0 +1,178 @@
+"""The request log: a JSON line for each choice that ended, with what it cost, what it waited for, and why the SLO was
+missed if it was. Never a prompt, an answer or a key.
+
+Lines are handed over on the event loop and written in a thread, as many at once as have come meanwhile. What is not
+written yet is bounded: beside a disk that is full or hangs, lines are dropped and counted, and requests go on.
+"""
+
+import asyncio
+import errno
+import logging
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from engine.api import EngineStats, RequestClass
+from engine.errors import ConfigError
+from gateway.telemetry.account import Account
+from gateway.telemetry.slo_verdict import judge
+
+log = logging.getLogger("tidemill.gateway")
+
+MAX_LINES = 10_000
+STOP_SECONDS = 5.0
+"""How long a stop waits for a disk."""
+
+
+class RequestLog:
+    """See the module. `stats` says by which SLO and costs requests are judged; `on_drop` is told how many lines were
+    lost. An async context: it writes while entered.
+
+    Raises ConfigError when the file cannot be opened.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        stats: Callable[[], EngineStats],
+        on_drop: Callable[[int], None],
+        *,
+        max_lines: int = MAX_LINES,
+        write: Callable[[int, bytes], int] = os.write,
+    ) -> None:
+        self._path = Path(path).expanduser()
+        self._stats = stats
+        self._on_drop = on_drop
+        self._max_lines = max_lines
+        self._os_write = write
+        self._pending: list[dict[str, Any]] = []
+        self._wanted = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._stopping = False
+        self._reopen = False
+        self._torn = False
+        self._failing = False
+        try:
+            self._file: int | None = self._open()
+        except OSError as error:
+            raise ConfigError(f"--request-log {path}: {error.strerror}") from None
+
+    def add(self, account: Account) -> None:
+        """A choice ended. On the event loop; never blocks."""
+        if len(self._pending) >= self._max_lines:
+            self._on_drop(1)
+            return
+        self._pending.append(line_of(account, self._stats()))
+        self._wanted.set()
+
+    def reopen(self) -> None:
+        """Go on in a new file of the same name before the next line: the old one was moved away."""
+        self._reopen = True
+        self._wanted.set()
+
+    async def __aenter__(self) -> None:
+        self._task = asyncio.create_task(self._run(), name="tidemill-request-log")
+
+    async def __aexit__(self, *_: object) -> None:
+        """Write what is there and close the file."""
+        self._stopping = True
+        self._wanted.set()
+        if self._task is not None:
+            await asyncio.wait([self._task], timeout=STOP_SECONDS)
+
+    async def _run(self) -> None:
+        while not self._stopping or self._pending:
+            await self._wanted.wait()
+            lines, self._pending = self._pending, []
+            reopen, self._reopen = self._reopen, False
+            self._wanted.clear()
+            self._on_drop(await asyncio.to_thread(self._write, lines, reopen))
+            if self._stopping:
+                self._wanted.set()
+        await asyncio.to_thread(self._close)
+
+    def _write(self, lines: list[dict[str, Any]], reopen: bool) -> int:
+        """In a thread. Returns how many lines were lost."""
+        left = len(lines)
+        try:
+            if reopen or self._file is None:
+                self._close()
+                self._file = self._open()
+            for line in lines:
+                self._write_line(self._file, orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE))
+                left -= 1
+        except OSError as error:
+            if not self._failing:
+                log.error("--request-log: %s; lines are dropped until it can be written again", error.strerror)
+            self._failing = True
+            return left
+        if lines and self._failing:
+            self._failing = False
+            log.info("--request-log: can be written again")
+        return 0
+
+    def _write_line(self, file: int, data: bytes) -> None:
+        """A line of which only a part fits on the disk is ended before the next, so that it spoils no other."""
+        rest = b"\n" + data if self._torn else data
+        while rest:
+            done = self._os_write(file, rest)
+            rest = rest[done:]
+            self._torn = bool(rest)
+
+    def _open(self) -> int:
+        return os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o640)
+
+    def _close(self) -> None:
+        file, self._file, self._torn = self._file, None, False
+        if file is not None:
+            with suppress(OSError):
+                os.close(file)
+
+
+def check_path(path: str) -> None:
+    """Raises ConfigError where a log could not be opened; makes no file."""
+    file = Path(path).expanduser()
+    there = file if file.exists() else file.parent
+    if not there.exists() or not os.access(there, os.W_OK):
+        reason = os.strerror(errno.EACCES if there.exists() else errno.ENOENT)
+        raise ConfigError(f"--request-log {path}: {reason}")
+
+
+def line_of(account: Account, stats: EngineStats) -> dict[str, Any]:
+    """The line, times in seconds."""
+    request, colocation = account.request, stats.colocation
+    verdict = judge(account, colocation.slo if colocation is not None else "", stats.token_costs)
+    assert account.finish is not None
+    tier = "batch" if request.job else "flex" if request.request_class is RequestClass.OFFLINE else "default"
+    return {
+        "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
+        "id": account.response_id,
+        "choice": account.index,
+        "tier": tier,
+        "tenant": request.tenant,
+        **({"batch": request.job} if request.job else {}),
+        "prompt_tokens": account.num_prompt_tokens,
+        "cached_tokens": account.num_cached_tokens,
+        "output_tokens": account.num_tokens,
+        "queue": _shown(account.queued),
+        "ttft": _shown(account.ttft),
+        "tbt_mean": _shown(account.mean_gap),
+        "tbt_max": _shown(account.longest_gap),
+        "seconds": _shown(account.seconds),
+        "preemptions": account.num_preemptions,
+        "beside_offline": account.beside_offline,
+        "status": account.status,
+        "finish": account.finish.value,
+        "slo_met": verdict.met,
+        "why": verdict.why,
+        "missed": verdict.missed,
+    }
+
+
+def _shown(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, 5)

@@ -1,0 +1,125 @@
+"""OpenTelemetry: a span for each choice that ended, sent to a collector over OTLP. Needs the extra `otel`.
+
+A span is made when its choice ends, with the times that it had, so that nothing is kept for it meanwhile; it hangs on
+the trace that the request came with (`traceparent`). Attributes follow the conventions for generative AI where there is
+one. Never a prompt, an answer or a key. A collector that is slow or gone costs spans, never a request: they wait in a
+bounded queue that a thread sends.
+"""
+
+import asyncio
+import logging
+import time
+from contextlib import suppress
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from engine.errors import ConfigError
+from gateway.telemetry.account import Account
+from gateway.telemetry.request_log import line_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from engine.api import EngineStats
+
+STOP_SECONDS = 5.0
+"""How long a stop waits for a collector."""
+_CARRIED = ("traceparent", "tracestate")
+_carrier: ContextVar[dict[str, str]] = ContextVar("carrier")
+
+
+class TraceHeaders:
+    """Notes the trace that a request belongs to, for what is done in its task."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            headers = Headers(scope=scope)
+            _carrier.set({name: headers[name] for name in _CARRIED if name in headers})
+        await self._app(scope, receive, send)
+
+
+class Traces:
+    """`endpoint`: the collector's address for spans, such as http://localhost:4318/v1/traces; `model`: its name in the
+    API. An async context: what is left is sent at its end. Raises ConfigError."""
+
+    def __init__(self, endpoint: str, model: str, version: str, stats: "Callable[[], EngineStats]") -> None:
+        check_endpoint(endpoint)
+        try:
+            from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+            from opentelemetry.sdk.resources import Resource
+            from opentelemetry.sdk.trace import TracerProvider
+            from opentelemetry.sdk.trace.export import BatchSpanProcessor
+            from opentelemetry.trace import SpanKind, Status, StatusCode
+            from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+        except ImportError:
+            raise ConfigError("--otlp-traces-endpoint needs: pip install 'tidemill[otel]'") from None
+        logging.getLogger("opentelemetry").setLevel(logging.ERROR)
+        resource = Resource.create({"service.name": "tidemill", "service.version": version})
+        self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+        self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))
+        self._tracer = self._provider.get_tracer("tidemill", version)
+        self._propagator = TraceContextTextMapPropagator()
+        self._kind, self._failed = SpanKind.SERVER, Status(StatusCode.ERROR)
+        self._model, self._stats = model, stats
+
+    def add(self, account: Account) -> None:
+        """A choice ended, in the task of its request. On the event loop; never blocks."""
+        ended = time.time_ns()
+        began = ended - int(account.seconds * 1e9)
+        attributes = attributes_of(account, self._model, self._stats())
+        name = f"{attributes['gen_ai.operation.name']} {self._model}"
+        parent = self._propagator.extract(_carrier.get({}))
+        span = self._tracer.start_span(name, parent, self._kind, attributes, start_time=began)
+        if account.ttft is not None:
+            span.add_event("first token", timestamp=began + int(account.ttft * 1e9))
+        if account.status >= 500:
+            span.set_status(self._failed)
+        span.end(ended)
+
+    async def __aenter__(self) -> None:
+        pass
+
+    async def __aexit__(self, *_: object) -> None:
+        with suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.to_thread(self._provider.shutdown), STOP_SECONDS)
+
+
+def check_endpoint(endpoint: str) -> None:
+    """Raises ConfigError for what is no address of a collector."""
+    parts = urlsplit(endpoint)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ConfigError(f"--otlp-traces-endpoint must be an http address, not {endpoint!r}")
+
+
+def attributes_of(account: Account, model: str, stats: "EngineStats") -> dict[str, Any]:
+    """What a span says, times in seconds; of the names outside `gen_ai` see the request log."""
+    line, sampling = line_of(account, stats), account.request.sampling
+    named: dict[str, Any] = {
+        "gen_ai.operation.name": _operation(account),
+        "gen_ai.provider.name": "tidemill",
+        "gen_ai.request.model": model,
+        "gen_ai.response.id": account.response_id,
+        "gen_ai.request.max_tokens": sampling.max_tokens,
+        "gen_ai.request.temperature": sampling.temperature,
+        "gen_ai.request.top_p": sampling.top_p,
+        "gen_ai.response.finish_reasons": (line["finish"],),
+        "gen_ai.usage.input_tokens": line["prompt_tokens"],
+        "gen_ai.usage.output_tokens": line["output_tokens"],
+        "http.response.status_code": line["status"],
+    }
+    ours = ("tier", "choice", "tenant", "cached_tokens", "queue", "ttft", "tbt_mean", "tbt_max", "preemptions")
+    named |= {f"tidemill.{name}": line[name] for name in (*ours, "beside_offline", "slo_met", "why")}
+    return {name: value for name, value in named.items() if value is not None}
+
+
+def _operation(account: Account) -> str:
+    if account.request.pooling is not None:
+        return "embeddings"
+    return "text_completion" if account.response_id.startswith("cmpl-") else "chat"
