@@ -17,6 +17,9 @@ from engine.errors import ConfigError
 BUS_RATE = 64e9
 """Bytes/s that no copy between a device of its own memory and the host exceeds (PCIe 5.0 x16, one way)."""
 
+HOST_ENGINES = "TIDEMILL_HOST_ENGINES"
+"""Variable of an engine's process: how many engines the memory of the host is for."""
+
 _CPUINFO = Path("/proc/cpuinfo")
 _DEVICES = Path("/dev")
 _CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
@@ -29,10 +32,12 @@ _SHOWN = ("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "asimdhp"
 
 
 class Place(NamedTuple):
-    """Where a process runs: on which processors (none named: all), and which CUDA device it sees ("": all)."""
+    """Where a process runs: on which processors (none named: all), and which CUDA device it sees ("": all); `engines`:
+    that share the memory of the host."""
 
     processors: tuple[int, ...] = ()
     device: str = ""
+    engines: int = 1
 
     @property
     def shown(self) -> str:
@@ -49,6 +54,7 @@ class Place(NamedTuple):
             os.sched_setaffinity(0, self.processors)
         if self.device:
             environment["CUDA_VISIBLE_DEVICES"] = self.device
+        environment[HOST_ENGINES] = str(self.engines)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,16 +122,21 @@ def share_out(engines: int, device: str = "auto", cpuinfo: str | None = None) ->
     if devices or device == "cuda":
         if len(devices) < engines:
             raise ConfigError(f"--engines {engines} needs as many CUDA devices; {len(devices)} can be seen")
-        return [Place(device=name) for name in devices[:engines]]
+        return [Place(device=name, engines=engines) for name in devices[:engines]]
     cores = _cores(_read_cpuinfo() if cpuinfo is None else cpuinfo)
     if len(cores) < engines or (_quota() or len(cores)) < len(cores):
-        return [Place()] * engines
+        return [Place(engines=engines)] * engines
     part, rest = divmod(len(cores), engines)
     bounds = [index * part + min(index, rest) for index in range(engines + 1)]
     return [
-        Place(tuple(sorted(chain.from_iterable(cores[begin:end]))))
+        Place(tuple(sorted(chain.from_iterable(cores[begin:end]))), engines=engines)
         for begin, end in pairwise(bounds)
     ]  # fmt: skip
+
+
+def host_engines() -> int:
+    """How many engines the memory of this host is for, this process's own included."""
+    return int(os.environ.get(HOST_ENGINES, "1"))
 
 
 def cuda_devices() -> list[str]:

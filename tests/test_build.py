@@ -19,7 +19,7 @@ from engine.execution import memory
 from engine.execution.cpu.native import is_built
 from engine.execution.cpu.native.watched import NativeRunner
 from engine.execution.cuda.backend import CudaBackend
-from engine.machine import Processor, read_processor
+from engine.machine import HOST_ENGINES, Processor, read_processor
 from engine.models.quantized import make_quantized
 from engine.models.weights import DummyTensors, build_weights
 
@@ -113,6 +113,9 @@ def test_the_cache_takes_its_share_of_what_the_weights_leave(tmp_path: Path, mon
     monkeypatch.setattr(memory, "available_memory", lambda: weights + 4 * 1001 * unit)
     plan = plan_launch(config)
     assert (plan.num_blocks, plan.limits.max_model_len) == (500, 4096)
+    monkeypatch.setenv(HOST_ENGINES, "2")
+    monkeypatch.setattr(memory, "available_memory", lambda: 2 * (weights + 4 * 1001 * unit))
+    assert plan_launch(config).num_blocks == 500, "what is free is for two engines"
     monkeypatch.setattr(memory, "available_memory", lambda: weights // 2)
     with pytest.raises(ConfigError, match="no memory is left for the cache"):
         plan_launch(config)

@@ -11,13 +11,14 @@ from typing import Any
 
 import pytest
 from driver import is_error, submit_one
-from test_process import CHILD, CONFIG, children, collect, mixture, request, summed, until, until_idle
+from test_process import CHILD, CONFIG, POISON, children, collect, mixture, request, summed, until, until_idle
 
-from engine.api import EngineState, FinishReason, RequestClass
-from engine.errors import EngineUnavailableError, InvalidRequestError
+from engine.api import EngineRequest, EngineState, FinishReason, RequestClass, SamplingParams
+from engine.errors import EngineStepError, EngineUnavailableError, InvalidRequestError
 from engine.fleet.client import FleetClient
 from engine.process.client import SILENCE, EngineProcess
 from engine.process.policy import RestartPolicy
+from engine.process.suspects import LONE_DEATHS, SUSPECT_AFTER
 from engine.step_watch import StepLimits
 
 
@@ -114,6 +115,43 @@ async def test_what_was_not_begun_goes_to_a_living_engine(tmp_path: Path) -> Non
         views = (await fleet.stats()).engines
         assert [view.state for view in views] == [EngineState.DEAD, EngineState.READY]
         assert views[0].trouble is not None and "too often" in views[0].trouble
+
+
+async def test_begun_answers_go_on_at_a_living_engine(tmp_path: Path, undisturbed: dict[str, tuple[Any, ...]]) -> None:
+    """Greedy, seeded and those with more of a state, and the line of a batch: at the same token. The engine never comes
+    back, and is never given up."""
+    async with fleet_of(tmp_path, "before:6,ready:1:2-9999", "", policy=undying) as fleet:
+        other, begun = fleet._members[1].engine, 0
+        adopt = other.adopt
+
+        def watched(entries: Any) -> None:
+            nonlocal begun
+            begun += sum(bool(entry.token_ids) for entry in entries)
+            adopt(entries)
+
+        other.adopt = watched  # type: ignore[method-assign]
+        assert await answers(fleet) == undisturbed
+        assert begun > 1, "some had been given tokens"
+        await until_idle(fleet)  # type: ignore[arg-type]
+
+
+async def test_what_kills_two_engines_is_tried_alone_and_the_others_go_on(
+    tmp_path: Path, undisturbed: dict[str, tuple[Any, ...]]
+) -> None:
+    """It moves once; then it is suspected, and stays where it is until it has ended the process alone."""
+    poison = f"poison:{POISON}:1-99"
+    async with fleet_of(tmp_path, poison, poison) as fleet:
+        deadly = EngineRequest("deadly", (7, POISON, 9), SamplingParams(max_tokens=24))
+        found = asyncio.create_task(collect(fleet, deadly))  # type: ignore[arg-type]
+        assert await answers(fleet) == undisturbed
+        assert is_error((await found)[-1], EngineStepError)
+        assert sum((await fleet.stats()).restarts.values()) == SUSPECT_AFTER + LONE_DEATHS
+        assert await ended(fleet, "later") is FinishReason.LENGTH
+        await until_idle(fleet)  # type: ignore[arg-type]
+
+
+def undying() -> RestartPolicy:
+    return RestartPolicy(max_deaths=9999, max_delay=0.05)
 
 
 async def ended(fleet: FleetClient, name: str, **options: Any) -> FinishReason | None:

@@ -25,7 +25,9 @@ from engine.api import (
 from engine.errors import EngineUnavailableError, QueueFullError, TidemillError
 from engine.fleet.client import FleetClient
 from engine.fleet.routing import ROUTERS
+from engine.process.handover import hand_over, take_over
 from engine.process.requests import OpenRequest, OpenRequests
+from engine.process.suspects import Suspects
 from engine.stream import RequestStream
 
 ROOM = 4
@@ -33,15 +35,15 @@ LINES = 1
 
 
 class FakeFleetEngine:
-    """Gives request r the tokens 0, 1, 2 ..., one a step. Dead processes leave what was in their last step as suspects;
-    `lost` counts what was ended with an error."""
+    """Gives request r the tokens 0, 1, 2 ..., one a step. Who was in the steps of several deaths and has not got
+    past its place does not leave it; `lost` counts what was ended with an error."""
 
     def __init__(self, changed: Callable[[], None]) -> None:
         self.info = EngineInfo(512, 405, frozenset(), "fake", "none", "none", 0, cache_tokens=64, block_size=4)
         self.changed = changed
         self.open = OpenRequests()
         self.is_up = self.dead = self.hangs = False
-        self.suspects: set[str] = set()
+        self.suspects = Suspects()
         self.report: LoadReport | None = None
         self.unreported: tuple[EngineRequest, ...] = ()
         self.lost = 0
@@ -92,6 +94,7 @@ class FakeFleetEngine:
 
     def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
         if (entry := self.open.pop(request_id)) is not None:
+            self.suspects.forget(request_id)
             entry.end(reason, 0.0)
             self.changed()
 
@@ -102,20 +105,13 @@ class FakeFleetEngine:
         self.is_up = False
 
     def take_movable(self) -> list[OpenRequest]:
-        if self.dead:
-            taken = self.open.take(lambda entry: not entry.moved)
-            for entry in taken:
-                entry.moved = True
-            return taken
-        if self.is_up:
-            return []
-        return self.open.take(lambda entry: entry.last is None and entry.request.request_id not in self.suspects)
+        return [] if self.is_up else hand_over(self.open, self.suspects, given_up=self.dead)
 
     def adopt(self, entries: Sequence[OpenRequest]) -> None:
         assert self.is_up
         for entry in entries:
             entry.stream.rebind(lambda name=entry.request.request_id: self.abort(name))  # type: ignore[misc]
-            self.open.add(entry)
+        take_over(entries, self.open, self.suspects)
 
     # What happens to it
 
@@ -133,15 +129,17 @@ class FakeFleetEngine:
         prompt = len(request.prompt_token_ids)
         output = RequestOutput(request.request_id, (number,), None, RequestTimes(0.0), prompt, 0, number + 1, finish)
         entry.take(output)
-        self.suspects.discard(request.request_id)
+        self.suspects.got_on(request.request_id, entry.num_computed)
         if finish is not None:
             self.open.pop(request.request_id)
+            self.suspects.forget(request.request_id)
             self.changed()
 
     def die(self, in_step: int) -> None:
         self.is_up = self.hangs = False
         self.report = None
-        self.suspects |= {entry.request.request_id for entry in list(self.open)[:in_step]}
+        in_flight = {entry.request.request_id: entry.num_computed + 1 for entry in list(self.open)[:in_step]}
+        self.suspects.died("killed", in_flight)
         self.changed()
 
     def come_back(self) -> None:

@@ -29,7 +29,7 @@ from engine.fleet.member import online_load
 from engine.fleet.prefixes import MAX_BLOCKS, PrefixMemory, prefix_chain
 from engine.fleet.routing import Prompt, sal_load
 from engine.fleet.totals import info_of_all, total
-from engine.machine import Place, share_out
+from engine.machine import HOST_ENGINES, Place, share_out
 from engine.process.given import Given
 from predictor.judge import Standing
 
@@ -222,26 +222,31 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 def test_cores_are_split_and_their_threads_stay_together(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert share_out(2, cpuinfo=CPUINFO) == [Place((0, 1, 2, 3, 8, 9, 10, 11)), Place((4, 5, 6, 7, 12, 13, 14, 15))]
+    assert share_out(2, cpuinfo=CPUINFO) == [
+        Place((0, 1, 2, 3, 8, 9, 10, 11), engines=2),
+        Place((4, 5, 6, 7, 12, 13, 14, 15), engines=2),
+    ]
     thirds = [place.processors for place in share_out(3, cpuinfo=CPUINFO)]
     assert [len(part) for part in thirds] == [6, 6, 4] and sorted(sum(thirds, ())) == list(range(16))
-    assert share_out(9, cpuinfo=CPUINFO) == [Place()] * 9, "more engines than cores"
+    assert share_out(9, cpuinfo=CPUINFO) == [Place(engines=9)] * 9, "more engines than cores"
     monkeypatch.setattr("engine.machine._allowed", lambda: {1, 9, 2})
-    assert share_out(2, cpuinfo=CPUINFO) == [Place((1, 9)), Place((2,))]
-    assert share_out(2, cpuinfo="") == [Place((1, 2)), Place((9,))], "nothing is known of the cores"
+    assert share_out(2, cpuinfo=CPUINFO) == [Place((1, 9), engines=2), Place((2,), engines=2)]
+    assert share_out(2, cpuinfo="") == [Place((1, 2), engines=2), Place((9,), engines=2)], (
+        "nothing is known of the cores"
+    )
     monkeypatch.setattr("engine.machine._quota", lambda: 1)
-    assert share_out(2, cpuinfo=CPUINFO) == [Place()] * 2, "a quota is not of certain cores"
+    assert share_out(2, cpuinfo=CPUINFO) == [Place(engines=2)] * 2, "a quota is not of certain cores"
 
 
 def test_each_engine_gets_a_device(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
         (machine / name).touch()
-    assert share_out(2, cpuinfo=CPUINFO) == [Place(device="0"), Place(device="1")]
+    assert share_out(2, cpuinfo=CPUINFO) == [Place(device=name, engines=2) for name in "01"]
     assert share_out(2, "cpu", CPUINFO)[0].processors
     with pytest.raises(ConfigError, match="--engines 3 needs as many CUDA devices; 2 can be seen"):
         share_out(3, cpuinfo=CPUINFO)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3, GPU-5f,-1")
-    assert share_out(2, "cuda", CPUINFO) == [Place(device="3"), Place(device="GPU-5f")]
+    assert share_out(2, "cuda", CPUINFO) == [Place(device=name, engines=2) for name in ("3", "GPU-5f")]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     with pytest.raises(ConfigError, match="0 can be seen"):
         share_out(2, "cuda", CPUINFO)
@@ -253,6 +258,6 @@ def test_a_process_moves_into_its_place(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(os, "sched_setaffinity", lambda pid, processors: moved.append((pid, processors)), raising=False)
     environment: dict[str, str] = {}
     Place().move_in(environment)
-    assert not moved and not environment
-    Place((1, 2), "7").move_in(environment)
-    assert moved == [(0, (1, 2))] and environment == {"CUDA_VISIBLE_DEVICES": "7"}
+    assert not moved and environment == {HOST_ENGINES: "1"}
+    Place((1, 2), "7", engines=3).move_in(environment)
+    assert moved == [(0, (1, 2))] and environment == {"CUDA_VISIBLE_DEVICES": "7", HOST_ENGINES: "3"}

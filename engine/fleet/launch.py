@@ -11,9 +11,6 @@ from engine.process.client import EngineProcess, patience
 from engine.process.flights import Flights
 from engine.process.policy import RestartPolicy
 
-SAFE_ENGINES = 2
-"""On a CPU each takes a quarter of the free memory for its cache."""
-
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
@@ -39,7 +36,7 @@ class FleetPlan:
     def make(self, config: EngineConfig) -> Fleet:
         """Engines that are not started yet. Raises ConfigError where they have no place."""
         places = share_out(self.engines, config.device)
-        own = _with_threads(config, self.engines) if places[0] == Place() else config
+        own = _with_threads(config, self.engines) if not (places[0].processors or places[0].device) else config
 
         def make(number: int, changed: Callable[[], None]) -> EngineProcess:
             return EngineProcess(
@@ -56,14 +53,12 @@ class FleetPlan:
         client = FleetClient(
             make, self.engines, router=self.router, lines=self.lines, patience=patience(config), seed=config.seed
         )
-        return Fleet(client, tuple(_notes(places, config)))
+        return Fleet(client, tuple(_notes(places)))
 
 
-def _notes(places: Sequence[Place], config: EngineConfig) -> Iterator[str]:
+def _notes(places: Sequence[Place]) -> Iterator[str]:
     for number, place in enumerate(places):
         yield f"engine {number} runs on {place.shown}"
-    if not places[0].device and len(places) > SAFE_ENGINES and config.num_gpu_blocks_override is None:
-        yield "each engine takes a quarter of the free memory for its cache: --num-gpu-blocks-override says less"
 
 
 def _with_threads(config: EngineConfig, engines: int) -> EngineConfig:

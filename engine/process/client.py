@@ -38,6 +38,7 @@ from engine.process.connection import Connection
 from engine.process.figures import Figures
 from engine.process.flights import FAILED_STEP, Flights
 from engine.process.given import Given
+from engine.process.handover import hand_over, take_over
 from engine.process.policy import RestartPolicy
 from engine.process.requests import OpenRequest, OpenRequests
 from engine.process.supervisor import Child, remove, start_error
@@ -208,27 +209,19 @@ class EngineProcess:
         return [entry.stream for entry in entries]
 
     def take_movable(self) -> list[OpenRequest]:
-        """What another engine is to go on with, as there is no process here: requests without a token that were in no
-        step that a process died in. Once there will be none any more, all of them, but not for a second time: what
-        several engines have died with is not carried further."""
-        if self._death is not None:
-            taken = self._open.take(lambda entry: not entry.moved)
-            for entry in taken:
-                entry.moved = True
-        elif self._judged and not self._ready.is_set():
-            taken = self._open.take(lambda e: e.last is None and not self._suspects.took_part(e.request.request_id))
-        else:
+        """What another engine is to go on with, as there is no process here. See `hand_over`."""
+        is_gone = self._judged and not self._ready.is_set()
+        if not is_gone and self._death is None:
             return []
-        for entry in taken:
-            self._suspects.forget(entry.request.request_id)
-        return taken
+        return hand_over(self._open, self._suspects, given_up=self._death is not None)
 
     def adopt(self, entries: Sequence[OpenRequest]) -> None:
-        """Go on with what another engine had accepted."""
+        """Go on with what another engine had accepted: at the same token."""
         for entry in entries:
             entry.stream.rebind(partial(self.abort, entry.request.request_id))
-            self._open.add(entry)
-        self._resume(entries)
+        if beside_others := take_over(entries, self._open, self._suspects):
+            self._resume(beside_others)
+        self._try_suspect()
 
     async def _queue(self, requests: Sequence[EngineRequest], until: float) -> None:
         arrived = self._clock()

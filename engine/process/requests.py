@@ -5,19 +5,22 @@ from dataclasses import dataclass, field, replace
 
 from engine.api import EngineRequest, FinishReason, Lane, RequestClass, RequestOutput, RequestTimes, Resumption
 from engine.errors import EngineUnavailableError, ErrorInfo, TidemillError
+from engine.process.suspects import Suspicion
 from engine.stream import RequestStream
 
 
 @dataclass(slots=True)
 class OpenRequest:
     """A request and what it has been given. `arrival`: seconds on the monotonic clock, which all processes share;
-    `accepted`: an engine has taken it, and whoever comes next must; `moved`: its first engine has been given up."""
+    `accepted`: an engine has taken it, and whoever comes next must; `moved`: its first engine has been given up;
+    `suspicion`: what goes with it from one engine to another."""
 
     request: EngineRequest
     stream: RequestStream
     arrival: float
     accepted: bool = False
     moved: bool = False
+    suspicion: Suspicion | None = None
     token_ids: list[int] = field(default_factory=list)
     last: RequestOutput | None = None
 

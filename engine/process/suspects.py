@@ -21,8 +21,9 @@ PROOFLESS = frozenset({"start", "sick"})
 
 
 @dataclass(slots=True)
-class _Record:
-    """`passes_at`: tokens that it must have computed to be acquitted, one more than where it was."""
+class Suspicion:
+    """What is held against a request. `passes_at`: tokens that it must have computed to be acquitted, one more than
+    where it was."""
 
     passes_at: int = 0
     deaths: int = 0
@@ -43,7 +44,7 @@ class Suspects:
     """`trial`: the suspect that runs now."""
 
     def __init__(self) -> None:
-        self._records: dict[str, _Record] = {}
+        self._records: dict[str, Suspicion] = {}
         self._others_got_on = False
         self._awaited: set[str] = set()
         self._not_before = 0.0
@@ -54,10 +55,6 @@ class Suspects:
         record = self._records.get(request_id)
         return record is not None and record.deaths >= SUSPECT_AFTER
 
-    def took_part(self, request_id: str) -> bool:
-        """Whether it was in a step that a process died in, and is not acquitted."""
-        return request_id in self._records
-
     def died(self, cause: str, in_flight: Mapping[str, int]) -> Verdict | None:
         """A process died; `in_flight`: the open requests in its steps, and how many tokens of each they would have
         computed. Returns a verdict if the one on trial was alone; of the guilty nothing more is kept."""
@@ -65,7 +62,7 @@ class Suspects:
         if cause in PROOFLESS:
             return None
         for request_id, tokens in in_flight.items():
-            record = self._records.setdefault(request_id, _Record())
+            record = self._records.setdefault(request_id, Suspicion())
             record.passes_at = max(record.passes_at, tokens + 1)
             record.deaths += 1
         if trial is None or list(in_flight) != [trial]:
@@ -98,6 +95,16 @@ class Suspects:
         self._records.pop(request_id, None)
         if self.trial == request_id:
             self.trial = None
+
+    def release(self, request_id: str) -> Suspicion | None:
+        """It goes to another engine, and what is held against it with it."""
+        suspicion = self._records.get(request_id)
+        self.forget(request_id)
+        return suspicion
+
+    def admit(self, request_id: str, suspicion: Suspicion) -> None:
+        """It comes from another engine."""
+        self._records[request_id] = suspicion
 
     def apart_until(self, request_id: str) -> int:
         """For `Resumption`: 0 for those that run beside others."""

@@ -22,7 +22,7 @@ from engine.execution.cpu.transformers_device import TransformersDevice
 from engine.execution.cpu.weight_file import WeightFile
 from engine.execution.plan import LaunchPlan
 from engine.execution.runner import Runner
-from engine.machine import memcpy_rate, read_processor
+from engine.machine import host_engines, memcpy_rate, read_processor
 from engine.models.decoder import Decoder
 from engine.models.linear import MakeLinear, make_linear
 from engine.models.quantized import make_quantized
@@ -53,10 +53,10 @@ class CpuBackend:
     def cache_bytes(self, plan: LaunchPlan, weights: ModelWeights | TransformersModel | None) -> int:
         if weights is not None:
             return plan.cache_bytes
-        return memory.cpu_cache_bytes(max(0, memory.available_memory() - plan.held_bytes))
+        return memory.cpu_cache_bytes(max(0, _own_memory() - plan.held_bytes))
 
     def weight_room(self, _plan: LaunchPlan) -> int:
-        return int(memory.available_memory() * memory.WEIGHT_SHARE)
+        return int(_own_memory() * memory.WEIGHT_SHARE)
 
     def transport(self, config: EngineConfig, plan: LaunchPlan) -> WeightFile:
         assert plan.offload is not None
@@ -109,6 +109,11 @@ class CpuBackend:
         say(line)
         runner.watch = ThreadWatch(candidates(most), threads, native.team.resize)
         return runner, replace(plan, threads=threads)
+
+
+def _own_memory() -> int:
+    """Bytes that are free for this engine: the others on this host take as much."""
+    return memory.available_memory() // host_engines()
 
 
 def _by_torch(plan: LaunchPlan) -> MakeLinear:
