@@ -56,7 +56,8 @@ class Plan:
     """A whole run. `online` has absolute times, unless `closed_loop`: then each request starts when a slot is free.
 
     `max_concurrency` bounds open online requests (None: no bound). `offline_concurrency` is the number of flex requests
-    kept open. `wait_offline`: the run lasts until the offline work is done instead of stopping it after the drain.
+    kept open; they say `offline_tier` and `offline_body` in theirs. `wait_offline`: the run lasts until the offline
+    work is done instead of stopping it after the drain.
     """
 
     target: Target
@@ -76,6 +77,7 @@ class Plan:
     ignore_eos: bool = True
     continuous_usage: bool = True
     extra_body: dict[str, Any] = field(default_factory=dict)
+    offline_body: dict[str, Any] = field(default_factory=dict)
     worker: int = 0
     workers: int = 1
 

@@ -183,8 +183,8 @@ class Run:
             output_asked=int(trace.output_tokens[row]),
         )
 
-    def _encode(self, trace: Trace, row: int, index: int, tier: str | None) -> bytes:
-        body = self.plan.body(self._maker, trace, row, index) | self.plan.stream_fields()
+    def _encode(self, trace: Trace, row: int, index: int, tier: str | None, **more: Any) -> bytes:
+        body = self.plan.body(self._maker, trace, row, index) | self.plan.stream_fields() | more
         if tier:
             body["service_tier"] = tier
         return orjson.dumps(body)
@@ -218,7 +218,7 @@ class Run:
             trace, row = lines[number]
             index = FIRST_OFFLINE + number
             record = self._record(trace, row, index, "offline")
-            body = self._encode(trace, row, index, self.plan.offline_tier)
+            body = self._encode(trace, row, index, self.plan.offline_tier, **self.plan.offline_body)
             record.scheduled_at = self.clock.now()
             self.records.requests.append(record)
             await self._deliver(record, body)

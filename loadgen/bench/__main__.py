@@ -10,6 +10,7 @@ import sys
 BENCHES = {
     "serving": "loadgen.bench.serving",
     "colocation": "loadgen.bench.colocation",
+    "colocation-peers": "loadgen.bench.colocation_peers",
     "pressure": "loadgen.bench.pressure",
     "chaos": "loadgen.bench.chaos",
     "accuracy": "loadgen.bench.accuracy",

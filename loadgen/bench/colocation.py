@@ -18,6 +18,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, stdev
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,6 +55,11 @@ BIN = 2.0
 TIERS = {"online only": None, "offline only": "flex", "naive mix": "default", "tidemill": "flex", "batch job": JOB}
 """The arms: how their offline work comes, None for without."""
 
+HEADING = (
+    f"{'arm':14} {'online':>7}  {'TTFT P50':>9} {'P99 ms':>9} {'TBT P50':>9} {'P99 ms':>9} {'attainment':>11} "
+    f"{'offline tok/s':>12}"
+)
+
 
 @dataclass(slots=True)
 class Run:
@@ -79,8 +85,9 @@ def poisson(curve: RateCurve, seconds: float, seed: int) -> list[float]:
     return list(map(float, processes.schedule(curve, "poisson", stream(seed, "arrivals"), duration=seconds)))
 
 
-def plan_arm(url: str, arrivals: Sequence[float], seconds: float, tier: str | None, seed: int) -> Plan:
-    """Online arrivals (perhaps none) beside `OUTSTANDING` offline clients of a tier, one batch job (`JOB`) or none."""
+def plan_arm(url: str, arrivals: Sequence[float], seconds: float, tier: str | None, seed: int, **settings: Any) -> Plan:
+    """Online arrivals (perhaps none) beside `OUTSTANDING` offline clients of a tier, one batch job (`JOB`) or none.
+    `settings` are further ones of the plan."""
     online = fixed(1, ONLINE_PROMPT, ONLINE_OUTPUT).at(np.array(arrivals)) if arrivals else None
     lines = math.ceil(seconds * JOB_TOKENS_PER_SECOND / (OFFLINE_PROMPT + OFFLINE_OUTPUT))
     job = Job(fixed(lines if tier == JOB else 10 * lines, OFFLINE_PROMPT, OFFLINE_OUTPUT))
@@ -93,14 +100,24 @@ def plan_arm(url: str, arrivals: Sequence[float], seconds: float, tier: str | No
         offline_concurrency=OUTSTANDING,
         offline_tier=tier,
         windows=Windows(horizon=seconds, drain=DRAIN),
+        **settings,
     )
 
 
-async def run_arm(url: str, arrivals: Sequence[float], seconds: float, tier: str | None, seed: int) -> Run:
-    """One arm on a server that is quiet before; a job is uploaded inside it: that is part of it."""
-    await wait_quiet(url)
+async def run_arm(
+    url: str,
+    arrivals: Sequence[float],
+    seconds: float,
+    tier: str | None,
+    seed: int,
+    quiet: Sequence[str] = live.OPEN,
+    **settings: Any,
+) -> Run:
+    """One arm on a server that is quiet before, by the metrics named so; a job is uploaded inside it: that is part of
+    it."""
+    await wait_quiet(url, quiet)
     watch = Watch((TOKENS,), 0.5) if tier == JOB else None
-    records = await live.run(plan_arm(url, arrivals, seconds, tier, seed), watch)
+    records = await live.run(plan_arm(url, arrivals, seconds, tier, seed, **settings), watch)
     for job in records.jobs:
         check_job(job)
     online = [record for record in records.requests if record.service_class == "online"]
@@ -133,8 +150,13 @@ def events_of(record: RequestRecord) -> list[tuple[float, float]]:
     return list(zip(times.tolist(), (prompt + answer).tolist(), strict=True))
 
 
+def judged(runs: Sequence[Run]) -> list[RequestRecord]:
+    """The online requests that count."""
+    return [answer for run in runs for answer in run.online if answer.scheduled_at >= WARM_UP]
+
+
 def summarise(name: str, runs: list[Run], ttft: float, tbt: float) -> None:
-    answers = [answer for run in runs for answer in run.online if answer.scheduled_at >= WARM_UP]
+    answers = judged(runs)
     ttfts = [answer.ttft for answer in answers if answer.ttft is not None]
     gaps = [gap for answer in answers for gap in answer.gaps()]
     good = mean(map(slo_of(ttft, tbt).good, answers)) if answers else math.nan
@@ -184,10 +206,7 @@ def compare(serve: Callable[[], AbstractContextManager[str]], args: argparse.Nam
             online = [] if name == "offline only" else arrivals
             arms[name].append(run_alone(serve, rate, online, args.seconds, TIERS[name], seed))
             summarise(f"  {name} {seed}", arms[name][-1:], args.ttft, args.tbt)
-    print(
-        f"{'arm':14} {'online':>7}  {'TTFT P50':>9} {'P99 ms':>9} {'TBT P50':>9} {'P99 ms':>9} {'attainment':>11} "
-        f"{'offline tok/s':>12}"
-    )
+    print(HEADING)
     for name, runs in arms.items():
         summarise(name, runs, args.ttft, args.tbt)
     for name, beside in (("tidemill", "offline work"), ("batch job", "a batch job")):

@@ -1,9 +1,10 @@
 """The four figures of the serving benchmark and the work behind them."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import median
 
 PROMPT, OUTPUT, PREFILL = 128, 64, 512
-REPEATS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,11 +16,16 @@ class Figures:
     eight: float
     sixteen: float
 
+    def columns(self) -> tuple[float, float, float, float]:
+        """In the order of the table."""
+        return self.one_stream, self.prefill, self.eight, self.sixteen
+
 
 def ratio(left: Figures, right: Figures) -> Figures:
-    return Figures(
-        left.one_stream / right.one_stream,
-        left.prefill / right.prefill,
-        left.eight / right.eight,
-        left.sixteen / right.sixteen,
-    )
+    """Column by column."""
+    return Figures(*(a / b for a, b in zip(left.columns(), right.columns(), strict=True)))
+
+
+def medians(rounds: Sequence[Figures]) -> Figures:
+    """Column by column."""
+    return Figures(*map(median, zip(*(found.columns() for found in rounds), strict=True)))

@@ -5,17 +5,18 @@ import asyncio
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from numpy.typing import ArrayLike
 
@@ -50,8 +51,10 @@ CONFIG: dict[str, Any] = {
 """A Llama of 134.5 M parameters."""
 PACKAGED = Path(__file__).resolve().parents[2] / "engine" / "models" / "demo" / "weights"
 """Where the tokenizer comes from."""
-READY_SECONDS = 180.0
+READY_SECONDS = 600.0
 QUIET_SECONDS, QUIET_POLLS = 0.5, 3
+OPEN = ("tidemill_requests_running", "tidemill_requests_waiting")
+"""The server's metrics of open requests."""
 
 
 def make_model_folder(folder: Path) -> None:
@@ -61,41 +64,81 @@ def make_model_folder(folder: Path) -> None:
         shutil.copy(PACKAGED / name, folder / name)
 
 
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A server that runs: its address, and the id of its process and of the group of all its processes."""
+
+    url: str
+    group: int
+
+    def cpu_seconds(self) -> float:
+        """Processor time of all its processes so far."""
+        total = 0
+        for path in Path("/proc").glob("[0-9]*/stat"):
+            with suppress(OSError):
+                fields = path.read_text().rpartition(") ")[2].split()
+                total += int(fields[11]) + int(fields[12]) if int(fields[2]) == self.group else 0
+        return total / os.sysconf("SC_CLK_TCK")
+
+
 @contextmanager
-def server(folder: Path, threads: int, *flags: str) -> Iterator[str]:
-    """`tidemill serve` on a free port with further flags; yields its base URL. `threads` 0: its own choice."""
+def serving(
+    command: Callable[[int], list[str]],
+    environment: Mapping[str, str],
+    ready: str = "/ready",
+    *,
+    folder: Path | None = None,
+    out: IO[bytes] | None = None,
+) -> Iterator[Served]:
+    """A server on a free port until the end of the block, started in `folder`; `ready` answers 200 when it is. Raises
+    SystemExit when it does not come up."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "gateway", "serve", str(folder), "--load-format", "dummy", "--port", str(port)]
-    environment = {**os.environ, **({"OMP_NUM_THREADS": str(threads)} if threads else {})}
     process = subprocess.Popen(
-        [*command, "--served-model-name", "model", "--no-enable-prefix-caching", *flags], env=environment
+        command(port), env=environment, cwd=folder, stdout=out, stderr=out and subprocess.STDOUT, start_new_session=True
     )
     try:
         url = f"http://127.0.0.1:{port}"
-        _wait_ready(url, process)
-        yield url
+        _wait_ready(url + ready, process)
+        yield Served(url, process.pid)
     finally:
         process.terminate()
-        process.wait(30)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(30)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # what it left behind
+        process.wait()
 
 
-def _wait_ready(url: str, process: subprocess.Popen[bytes]) -> None:
+@contextmanager
+def server(folder: Path, threads: int, *flags: str) -> Iterator[str]:
+    """`tidemill serve` on a free port with further flags; yields its base URL. `threads` 0: its own choice."""
+
+    def command(port: int) -> list[str]:
+        own = [sys.executable, "-m", "gateway", "serve", str(folder), "--load-format", "dummy", "--port", str(port)]
+        return [*own, "--served-model-name", "model", "--no-enable-prefix-caching", *flags]
+
+    with serving(command, {**os.environ, **({"OMP_NUM_THREADS": str(threads)} if threads else {})}) as served:
+        yield served.url
+
+
+def _wait_ready(address: str, process: subprocess.Popen[bytes]) -> None:
     deadline = time.monotonic() + READY_SECONDS
     while time.monotonic() < deadline:
         if process.poll() is not None:
             raise SystemExit("the server did not start")
-        with suppress(OSError), urllib.request.urlopen(f"{url}/ready"):  # an answer other than 200 is an OSError
+        with suppress(OSError), urllib.request.urlopen(address):  # an answer other than 200 is an OSError
             return
         time.sleep(0.1)
     raise SystemExit(f"the server was not ready within {READY_SECONDS:g} s")
 
 
 def plan_for(url: str, seed: int, **settings: Any) -> Plan:
-    """A plan against such a server: completions of made-up token ids, forced lengths, every token counted when it came,
-    also one without text of its own (random weights give pieces of characters)."""
-    return Plan(Target(url, model="model", silent_tokens=True), source=TokenIds(), seed=seed, salt=seed, **settings)
+    """A plan against such a server: completions of made-up token ids (or from another `source`), forced lengths, every
+    token counted when it came, also one without text of its own (random weights give pieces of characters)."""
+    target = Target(url, model="model", silent_tokens=True)
+    return Plan(target, seed=seed, salt=seed, **{"source": TokenIds(), **settings})
 
 
 @dataclass(slots=True)
@@ -155,17 +198,17 @@ async def metrics_page(url: str) -> str:
         return await read_page(client)
 
 
-async def wait_quiet(url: str) -> None:
-    """Until the server has had nothing running or waiting for a while."""
+async def wait_quiet(url: str, names: Sequence[str] = OPEN) -> None:
+    """Until the server has had nothing running or waiting for a while, by these metrics."""
     quiet = 0
     while quiet < QUIET_POLLS:
         await asyncio.sleep(QUIET_SECONDS)
-        quiet = 0 if num_open(await metrics_page(url)) else quiet + 1
+        quiet = 0 if num_open(await metrics_page(url), names) else quiet + 1
 
 
-def num_open(page: str) -> float:
+def num_open(page: str, names: Sequence[str] = OPEN) -> float:
     """Requests of both classes in a page of metrics, running and waiting."""
-    return sum(read_metric(page, f"tidemill_requests_{state}") for state in ("running", "waiting"))
+    return sum(read_metric(page, name) for name in names)
 
 
 def read_metric(page: str, name: str, missing: float | None = None) -> float:

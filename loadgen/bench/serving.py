@@ -1,61 +1,122 @@
-"""Serving speed over HTTP on the CPU: a random 134.5 M Llama, beside the machine's limits and beside transformers.
+"""Serving speed over HTTP on the CPU: a random 134.5 M Llama in this server and in every peer that is found.
 
-The model folder is made here (random weights, the packaged tokenizer), the server is started as a user would start it,
-and the client runs on the same cores. Limits are measured in the same run: one stream against reading the weights once
-per token, prefill against the matmul rate, batches against the bare linear layers of a step at that batch size.
+All servers run beside each other and are measured in turn, round by round, by one client on the same cores: one stream,
+a prompt of 512 tokens, 8 and 16 streams of 128 in and 64 out; the same words, greedy, no end before its length. Figures
+are medians of the rounds. What the servers that wait for their turn take of the cores meanwhile is said. The machine's
+limits are measured in the same run: one stream against reading the weights once per token, prefill against the matmul
+rate, batches against the bare linear layers of a step at that batch size.
 """
 
+import argparse
 import asyncio
 import json
-import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from loadgen.bench import peers
-from loadgen.bench.figures import OUTPUT, PREFILL, PROMPT, REPEATS, Figures, ratio
-from loadgen.bench.live import CONFIG, make_model_folder, plan_for, run, server
+from loadgen.bench.figures import OUTPUT, PREFILL, PROMPT, Figures, medians, ratio
+from loadgen.bench.live import Served, percentile, plan_for, run
 from loadgen.bench.machine import describe
+from loadgen.bench.peers import Engine
+from loadgen.bench.weights import make_checkpoint
 from loadgen.records import RequestRecord
 from loadgen.workloads import fixed
 
+SLO = ("--slo", "ttft_p99=60s,tbt_p99=1s")
+"""Nothing is refused or held back."""
+TICK = 1e-6
+"""Seconds; a server that is a script may answer in less than the clock tells."""
 
-async def at_once(url: str, count: int, prompt: int, output: int, seed: int) -> list[RequestRecord]:
-    """`count` requests sent together, each answered with exactly `output` tokens."""
+
+class Failed(Exception):
+    """A round in which an answer was not what was asked for."""
+
+
+@dataclass(slots=True)
+class Arm:
+    """One engine's rounds. `gaps`: seconds between tokens at 16 streams; `waiting`: seconds of processor time while
+    others were measured."""
+
+    engine: Engine
+    served: Served
+    rounds: list[Figures] = field(default_factory=list)
+    gaps: list[float] = field(default_factory=list)
+    waiting: float = 0.0
+
+    def summary(self) -> dict[str, Any]:
+        """For the file: every round, the medians and the gaps between tokens."""
+        return {
+            "version": self.engine.version,
+            "command": self.engine.command(Path("model"), 0),
+            "environment": self.engine.environment,
+            "rounds": [asdict(found) for found in self.rounds],
+            "median": asdict(medians(self.rounds)),
+            "tbt_p50": percentile(self.gaps, 50),
+            "tbt_p99": percentile(self.gaps, 99),
+            "waiting_cpu_seconds": self.waiting,
+        }
+
+
+async def at_once(url: str, count: int, prompt: int, output: int, seed: int, **settings: Any) -> list[RequestRecord]:
+    """`count` requests sent together, each answered with exactly `output` tokens; raises Failed."""
     lines = fixed(count, prompt, output)
-    found = (await run(plan_for(url, seed, online=lines, closed_loop=True))).requests
+    found = (await run(plan_for(url, seed, online=lines, closed_loop=True, **settings))).requests
     for record in found:
         if not record.ok or record.output_tokens != output:
-            raise SystemExit(f"asked for {output} tokens, got {record.output_tokens} ({record.outcome} {record.error})")
+            raise Failed(f"asked for {output} tokens, got {record.output_tokens} ({record.outcome} {record.error})")
     return found
 
 
-async def batch_rate(url: str, streams: int, seed: int) -> float:
-    """Output tokens per second of `streams` simultaneous requests, from the first sent to the last token."""
-    found = await at_once(url, streams, PROMPT, OUTPUT, seed)
+async def streams(url: str, count: int, seed: int, **settings: Any) -> tuple[float, list[float]]:
+    """`count` simultaneous requests: output tokens per second from the first sent to the last token, and all gaps."""
+    found = await at_once(url, count, PROMPT, OUTPUT, seed, **settings)
     begin = min(record.sent_at or 0.0 for record in found)
-    return streams * OUTPUT / (max(record.chunk_at[-1] for record in found) - begin)
+    rate = count * OUTPUT / (max(record.chunk_at[-1] for record in found) - begin)
+    return rate, [float(gap) for record in found for gap in record.gaps()]
 
 
-async def measure_server(url: str) -> Figures:
-    await batch_rate(url, 4, 9000)
-    one, prefill, eight, sixteen = [], [], [], []
-    for repeat in range(REPEATS):
-        (record,) = await at_once(url, 1, PROMPT, OUTPUT, 1 + repeat)
-        one.append(1.0 / (record.tpot or 0.0))
-        (record,) = await at_once(url, 1, PREFILL, 1, 50 + repeat)
-        prefill.append(PREFILL / (record.ttft_sent or 0.0))
-        eight.append(await batch_rate(url, 8, 100 + repeat))
-        sixteen.append(await batch_rate(url, 16, 500 + repeat))
-    return Figures(median(one), median(prefill), median(eight), median(sixteen))
+async def measure_round(url: str, seed: int, **settings: Any) -> tuple[Figures, list[float]]:
+    """The four figures once, and the gaps at 16 streams. No two prompts of a run begin alike."""
+    (one,) = await at_once(url, 1, PROMPT, OUTPUT, 10 * seed, **settings)
+    (prompt,) = await at_once(url, 1, PREFILL, 1, 10 * seed + 1, **settings)
+    eight, _ = await streams(url, 8, 10 * seed + 2, **settings)
+    sixteen, gaps = await streams(url, 16, 10 * seed + 3, **settings)
+    gap, first = one.tpot or TICK, prompt.ttft_sent or TICK
+    return Figures(1.0 / gap, PREFILL / first, eight, sixteen), gaps
 
 
-def measure_limits(folder: Path, threads: int) -> tuple[Figures, dict[str, Any]]:
+def alternate(arms: Sequence[Arm], rounds: int, **settings: Any) -> None:
+    """Every arm once a round, each beginning in its turn; the first round of each is for warming up and not kept. A
+    round that fails is said and left out."""
+    for number in range(rounds + 1):
+        first = number % len(arms)
+        for arm in [*arms[first:], *arms[:first]]:
+            others = [other for other in arms if other is not arm]
+            before = [other.served.cpu_seconds() for other in others]
+            try:
+                chosen = {**settings, **arm.engine.settings()}
+                found, gaps = asyncio.run(measure_round(arm.served.url, 1 + number, **chosen))
+            except Failed as error:
+                print(f"round {number} of {arm.engine.name} failed: {error}", flush=True)
+                continue
+            if number:
+                arm.rounds.append(found)
+                arm.gaps += gaps
+                for other, seconds in zip(others, before, strict=True):
+                    other.waiting += other.served.cpu_seconds() - seconds
+            cells = " / ".join(f"{value:.0f}" for value in found.columns())
+            print(f"{f'round {number}' if number else 'warm-up'}: {arm.engine.name} {cells}", flush=True)
+
+
+def measure_limits(folder: Path, threads: int, dtype: str) -> tuple[Figures, dict[str, Any]]:
     """The best this machine could do, by the roofline of the linear layers alone."""
-    command = [sys.executable, "-m", "loadgen.bench.limits", "--config", str(folder / "config.json")]
+    command = [sys.executable, "-m", "loadgen.bench.limits", "--config", str(folder / "config.json"), "--dtype", dtype]
     found = json.loads(subprocess.run([*command, "--threads", str(threads)], capture_output=True, check=True).stdout)
     # A prompt's head is computed for its last token only.
     prefill_flops = PREFILL * (found["linear_flops_per_token"] - found["head_flops_per_token"])
@@ -69,30 +130,70 @@ def measure_limits(folder: Path, threads: int) -> tuple[Figures, dict[str, Any]]
     return limits, found
 
 
-def show(rows: dict[str, Figures]) -> None:
-    print(f"{'':38} {'1 stream':>9} {'prefill 512':>12} {'8 x 128/64':>11} {'16 x 128/64':>12}   tok/s")
-    for name, row in rows.items():
-        digits = 2 if name.startswith("ratio") else 0
-        cells = f"{row.one_stream:9.{digits}f} {row.prefill:12.{digits}f} {row.eight:11.{digits}f}"
-        print(f"{name:38} {cells} {row.sixteen:12.{digits}f}")
+def show(arms: Sequence[Arm], limits: Figures | None) -> None:
+    """The table: this server first, then each other row with ours as a ratio to it."""
+    columns = f"{'1 stream':>9} {'prefill 512':>12} {'8 x 128/64':>11} {'16 x 128/64':>12}"
+    print(f"{'tok/s (medians)':30} {columns}  TBT P50 / P99, ms")
+    ours = medians(arms[0].rounds)
+    for arm in arms:
+        tail = f"{percentile(arm.gaps, 50) * 1e3:9.1f} / {percentile(arm.gaps, 99) * 1e3:.1f}"
+        print(line(f"{arm.engine.name} ({arm.engine.version})", medians(arm.rounds), 0) + tail)
+    others = [(arm.engine.name, medians(arm.rounds)) for arm in arms[1:]]
+    for name, figures in [*others, *([("the limit", limits)] if limits else [])]:
+        print(line(f"tidemill / {name}", ratio(ours, figures), 2))
 
 
-def main(_argv: list[str] | None = None) -> None:
-    threads = os.cpu_count() or 1
-    print(f"serving: random 134.5 M Llama, bf16, {threads} threads, client on the same cores; {describe()}", flush=True)
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        make_model_folder(folder)
-        limits, found = measure_limits(folder, threads)
-        with server(folder, threads, "--profile-dir", name, "--slo", "ttft_p99=60s,tbt_p99=1s") as url:
-            ours = asyncio.run(measure_server(url))
-        rows = {"tidemill, over HTTP": ours, "limit": limits, "ratio to the limit": ratio(ours, limits)}
-        for peer, figures in peers.measure(CONFIG, threads).items():
-            rows[peer] = figures
-            rows[f"ratio to {peer}"[:38]] = ratio(ours, figures)
-    print(f"read {found['read_bandwidth'] / 1e9:.1f} GB/s, matmul {found['matmul_rate'] / 1e9:.0f} GFLOP/s", end=", ")
-    print(", ".join(f"linear layers at {n} rows {s * 1e3:.1f} ms" for n, s in found["linear_stack_seconds"].items()))
-    show(rows)
+def line(name: str, row: Figures, digits: int) -> str:
+    """One row of the table."""
+    one, prefill, eight, sixteen = (f"{value:.{digits}f}" for value in row.columns())
+    return f"{name[:30]:30} {one:>9} {prefill:>12} {eight:>11} {sixteen:>12}"
+
+
+def report(arms: Sequence[Arm], limits: tuple[Figures, dict[str, Any]] | None, output: Path | None, about: str) -> None:
+    """Prints what was found and writes it all to `output`."""
+    for arm in [arm for arm in arms if not arm.rounds]:
+        print(f"{arm.engine.name} answered no round in full and is left out")
+    kept = [arm for arm in arms if arm.rounds]
+    if not kept or kept[0] is not arms[0]:
+        raise SystemExit("no round of this server is whole")
+    show(kept, limits[0] if limits else None)
+    for arm in kept if len(kept) > 1 else ():
+        print(f"{arm.engine.name} took {arm.waiting:.1f} s of processor time while others were measured")
+    if limits:
+        found, stack = limits[1], limits[1]["linear_stack_seconds"]
+        print(
+            f"read {found['read_bandwidth'] / 1e9:.1f} GB/s, matmul {found['matmul_rate'] / 1e9:.0f} GFLOP/s", end=", "
+        )
+        print(", ".join(f"linear layers at {n} rows {s * 1e3:.1f} ms" for n, s in stack.items()))
+    if output is not None:
+        whole = {"about": about, "engines": {arm.engine.name: arm.summary() for arm in kept}}
+        if limits:
+            whole |= {"limits": limits[1], "limit": asdict(limits[0])}
+        output.write_text(json.dumps(whole, indent=1) + "\n")
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m loadgen.bench serving", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5, help="of each engine, besides one to warm up (default: 5)")
+    parser.add_argument("--output", type=Path, metavar="FILE.json", help="where all figures are written")
+    parser.add_argument("--no-limits", action="store_true", help="leave the machine's limits out")
+    peers.add_flags(parser)
+    args = parser.parse_args(argv)
+    if args.rounds < 1:
+        parser.error("--rounds is at least 1")
+    about = (
+        f"serving: random 134.5 M Llama, {args.dtype}, {args.threads} threads, client on the same cores; {describe()}"
+    )
+    print(about, flush=True)
+    engines = [peers.tidemill(args.threads, args.dtype, *SLO), *peers.found(args)]
+    with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
+        folder = Path(name) / "model"
+        folder.mkdir()
+        words = make_checkpoint(folder, args.dtype)
+        limits = None if args.no_limits else measure_limits(folder, args.threads, args.dtype)
+        arms = [Arm(engine, served) for engine, served in peers.start_all(engines, folder, stack)]
+        alternate(arms, args.rounds, source=words)
+        report(arms, limits, args.output, about)
 
 
 if __name__ == "__main__":

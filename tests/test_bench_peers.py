@@ -1,0 +1,123 @@
+"""The benchmarks that measure several servers in turn, with scripted servers of OpenAI's API for the engines."""
+
+import argparse
+import json
+import sys
+import urllib.request
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from loadgen.bench import colocation, colocation_peers, live, peers, serving
+from loadgen.bench.figures import Figures
+from loadgen.bench.peers import Engine
+from loadgen.bench.weights import make_tokenizer
+from loadgen.prompts import WordCosts
+
+PEER = Path(__file__).with_name("scripted_peer.py")
+WORDS = WordCosts(("time",), (1,), 1)
+VLLM = ("vllm:num_requests_running", "vllm:num_requests_waiting")
+
+
+def engine(name: str, **settings: Any) -> Engine:
+    return Engine(name, "1.0", lambda _folder, port: [sys.executable, str(PEER), str(port)], **settings)
+
+
+def start(stack: ExitStack, folder: Path, *engines: Engine) -> list[tuple[Engine, live.Served]]:
+    return list(peers.start_all(engines, folder / "model", stack))
+
+
+def bodies(served: live.Served) -> list[dict[str, Any]]:
+    with urllib.request.urlopen(f"{served.url}/seen") as answer:
+        return list(json.loads(answer.read()))
+
+
+def test_engines_take_turns_and_get_the_same_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with ExitStack() as stack:
+        pairs = start(stack, tmp_path, engine("ours"), engine("other", strict=True))
+        arms = [serving.Arm(*pair) for pair in pairs]
+        serving.alternate(arms, 2, source=WORDS)
+        ours, other = (bodies(served) for _, served in pairs)
+    turns = [said.split(": ")[1].split()[0] for said in capsys.readouterr().out.splitlines()]
+    assert turns == ["ours", "other", "other", "ours", "ours", "other"]
+    assert [len(arm.rounds) for arm in arms] == [2, 2], "the first is not kept"
+    assert all(min(found.columns()) > 0 for arm in arms for found in arm.rounds)
+    assert len(arms[0].gaps) == 2 * 16 * 63
+    assert sorted(str(body["prompt"]) for body in ours) == sorted(str(body["prompt"]) for body in other)
+    assert all(body["ignore_eos"] and body["temperature"] == 0 for body in ours)
+    assert not any("ignore_eos" in body or "min_tokens" in body for body in other)
+
+    path = tmp_path / "found.json"
+    limits = Figures(1.0, 2.0, 3.0, 4.0), {"linear_stack_seconds": {}, "read_bandwidth": 1, "matmul_rate": 1}
+    serving.report(arms, limits, path, "x")
+    shown, written = capsys.readouterr().out, json.loads(path.read_text())
+    assert "tidemill / other" in shown and "tidemill / the limit" in shown
+    assert written["engines"]["other"]["version"] == "1.0" and len(written["engines"]["ours"]["rounds"]) == 2
+    assert written["limit"]["sixteen"] == 4.0
+
+
+def test_a_round_with_an_answer_too_short_is_said_and_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("loadgen.prompts.ANCHOR", "short")
+    with ExitStack() as stack:
+        arms = [serving.Arm(*pair) for pair in start(stack, tmp_path, engine("ours"))]
+        serving.alternate(arms, 1, source=WORDS)
+    assert not arms[0].rounds and "asked for 64 tokens, got 63" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="no round"):
+        serving.report(arms, None, None, "x")
+
+
+def test_a_missing_peer_is_one_line_and_one_that_does_not_start_is_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TIDEMILL_BENCH_VLLM", str(tmp_path / "nowhere"))
+    parser = argparse.ArgumentParser()
+    peers.add_flags(parser)
+    assert peers.found(parser.parse_args(["--transformers", ""])) == []
+    said = capsys.readouterr().out.splitlines()
+    assert len(said) == 2 and "there is none in" in said[0] and "not measured" in said[1]
+    broken = Engine("broken", "1", lambda _folder, _port: [sys.executable, "-c", "print('no such thing'); exit(3)"])
+    with ExitStack() as stack:
+        assert [found.name for found, _ in start(stack, tmp_path, engine("ours"), broken)] == ["ours"]
+    assert "no such thing" in capsys.readouterr().out
+    with ExitStack() as stack, pytest.raises(SystemExit, match="did not start"):
+        start(stack, tmp_path, broken)
+
+
+def test_the_peer_with_priorities_gets_its_lower_class(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live, "QUIET_SECONDS", 0.01)
+    monkeypatch.setattr(colocation, "WARM_UP", 0.0)
+    monkeypatch.setattr(colocation_peers, "LEARNING", 0.5)
+    monkeypatch.setattr(colocation, "OUTSTANDING", 2)
+    args = argparse.Namespace(rate=8.0, seconds=1.0, seeds=2, ttft=100.0, tbt=100.0)
+    with ExitStack() as stack:
+        (pair,) = start(stack, tmp_path, engine("vLLM", offline={"priority": 10}, open=VLLM))
+        (arm,) = colocation_peers.arms_of(*pair)
+        colocation_peers.compare([arm], args, source=WORDS)
+        sent = bodies(pair[1])
+    low, high = ([body for body in sent if ("priority" in body) == low] for low in (True, False))
+    assert low and high and {body["max_tokens"] for body in high} == {colocation.ONLINE_OUTPUT}
+    assert {(body["priority"], body["max_tokens"]) for body in low} == {(10, colocation.OFFLINE_OUTPUT)}
+    found = arm.summary(args.ttft, args.tbt)
+    assert found["kept"] == found["online"] and min(found["offline_throughput"]) > 0 and len(arm.runs) == 2
+    assert "vLLM, priority" in capsys.readouterr().out
+
+
+def test_this_server_runs_with_flex_requests_and_with_a_job() -> None:
+    arms = colocation_peers.arms_of(engine("tidemill"), live.Served("http://x", 0))
+    assert [arm.tier for arm in arms] == ["flex", colocation.JOB]
+
+
+def test_every_word_of_the_vocabulary_is_one_token_and_every_id_is_text(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer
+
+    words = make_tokenizer(tmp_path / "tokenizer.json", 2_000)
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    assert tokenizer.get_vocab_size() == 2_000 and set(words.costs) == {1} and words.overhead == 1
+    assert len(tokenizer.encode("Text" + "".join(f" {word}" for word in words.words)).ids) == 1 + len(words.words)
+    assert all(tokenizer.decode([number]).isascii() for number in range(300, 2_000))
