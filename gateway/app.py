@@ -1,19 +1,17 @@
 """The application: routes, middleware and error handlers put together around one engine client."""
 
 import logging
-from collections.abc import AsyncIterator, Collection, Mapping
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, nullcontext
 from typing import Any
 
 from fastapi import FastAPI
-from pydantic import BaseModel
-from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 
 from engine.api import EngineClient
 from engine.errors import TidemillError
 from engine.text import Tokenizer
-from gateway import health, models
+from gateway import endpoints, health
 from gateway.batch import files
 from gateway.batch import routes as batches
 from gateway.batch.limits import BatchLimits, BatchState
@@ -23,14 +21,8 @@ from gateway.batch.uploads import MAX_OVERHEAD
 from gateway.batch.worker import BatchWorker
 from gateway.config import ServerConfig
 from gateway.context import GatewayContext, Lifecycle
-from gateway.generate import chat, completions, embeddings, params
-from gateway.generate.messages import routes as messages
-from gateway.generate.messages import wire as messages_wire
-from gateway.generate.responses import routes as responses
-from gateway.generate.responses import wire as responses_wire
 from gateway.generate.thinking import find_marks
 from gateway.generate.tools import choose_format
-from gateway.generate.wire import ChatCompletionRequest, CompletionRequest, EmbeddingRequest
 from gateway.http.errors import ApiError, ErrorBoundary, handle_error
 from gateway.http.hosts import HostNames
 from gateway.http.keys import KeyStore
@@ -47,16 +39,6 @@ from gateway.web.recorder import Recorder
 log = logging.getLogger("tidemill.gateway")
 
 MAX_HELD_BODIES = 64  # bodies of the largest size that may be in memory at once
-
-BODIES: dict[str, tuple[type[BaseModel], Collection[str], Mapping[str, tuple[Any, ...]]]] = {
-    "/v1/chat/completions": (ChatCompletionRequest, params.INERT, params.UNSUPPORTED),
-    "/v1/completions": (CompletionRequest, params.INERT, params.UNSUPPORTED),
-    "/v1/embeddings": (EmbeddingRequest, params.INERT, params.UNSUPPORTED),
-    "/v1/responses": (responses_wire.ResponsesRequest, responses_wire.INERT, responses_wire.UNSUPPORTED),
-    "/v1/messages": (messages_wire.MessagesRequest, messages_wire.INERT, messages_wire.UNSUPPORTED),
-    "/v1/messages/count_tokens": (messages_wire.CountRequest, messages_wire.INERT, messages_wire.UNSUPPORTED),
-}
-"""What is honoured, ignored and refused."""
 
 
 def create_app(
@@ -107,8 +89,8 @@ def create_app(
     app.state.context = context
     app.state.recorder = Recorder(metrics, lifecycle)
     lifecycle.background += [app.state.recorder, LoopLag(metrics.registry)]
-    for resource in (chat, completions, embeddings, responses, messages, models, health, web):
-        app.include_router(resource.router)
+    for router in (endpoints.routes(), health.router, web.router):
+        app.include_router(router)
     if folder is not None:
         _add_batches(app, context, folder, limits or BatchLimits())
     for error in (ApiError, TidemillError, HTTPException):
@@ -166,27 +148,12 @@ def _add_batches(app: FastAPI, context: GatewayContext, folder: StateFolder, lim
 
 
 def _describe_bodies(app: FastAPI) -> None:
-    """Bodies are parsed by hand (orjson, our own errors), so the OpenAPI document is told of them by hand, too."""
     make = app.openapi
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
-            document = make()
-            _, schemas = models_json_schema(
-                [(model, "validation") for model, _, _ in BODIES.values()], ref_template="#/components/schemas/{model}"
-            )
-            document.setdefault("components", {}).setdefault("schemas", {}).update(schemas["$defs"])
-            for path, (model, inert, unsupported) in BODIES.items():
-                reference = {"$ref": f"#/components/schemas/{model.__name__}"}
-                schemas["$defs"][model.__name__]["properties"] |= _unhonoured(inert, unsupported)
-                content = {"application/json": {"schema": reference}}
-                document["paths"][path]["post"]["requestBody"] = {"required": True, "content": content}
+            endpoints.describe(make())
         assert app.openapi_schema is not None
         return app.openapi_schema
 
     app.openapi = openapi  # type: ignore[method-assign]
-
-
-def _unhonoured(inert: Collection[str], unsupported: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
-    ignored = {name: {"description": "Accepted and without effect."} for name in sorted(inert)}
-    return ignored | {name: {"enum": [None, *values]} for name, values in unsupported.items()}

@@ -1,4 +1,4 @@
-"""GET /health (the process and its engine live), /ready (send work here), /version and /metrics."""
+"""GET /health (the process and its engine live), /ready (send work here), /version, /metrics and /v1/models."""
 
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -12,7 +12,8 @@ from starlette.responses import Response
 
 from engine.api import ColocationStats, EngineState, EngineStats
 from engine.errors import EngineUnavailableError
-from gateway.context import context_of, sees_all
+from gateway.context import GatewayContext, context_of, sees_all
+from gateway.generate.answering import check_model
 from gateway.http.errors import ApiError
 from gateway.telemetry.fleet_metrics import shown as engines_shown
 
@@ -95,6 +96,31 @@ def check_sees_all(request: Request) -> None:
     if not sees_all(request):
         message = "The figures are of all tenants: only a key with the role 'metrics' may see them."
         raise ApiError(403, message, code="metrics_forbidden")
+
+
+def _model_object(context: GatewayContext, name: str) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": context.created,
+        "owned_by": "tidemill",
+        "root": context.model_names[0],
+        "max_model_len": context.client.info.max_model_len,
+    }
+
+
+@router.get("/v1/models")
+async def list_models(request: Request) -> Response:
+    context = context_of(request)
+    data = [_model_object(context, name) for name in context.model_names]
+    return Response(orjson.dumps({"object": "list", "data": data}), media_type="application/json")
+
+
+@router.get("/v1/models/{model:path}")
+async def retrieve_model(request: Request, model: str) -> Response:
+    context = context_of(request)
+    check_model(context, model)
+    return Response(orjson.dumps(_model_object(context, model)), media_type="application/json")
 
 
 def package_version() -> str:

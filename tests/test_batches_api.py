@@ -136,13 +136,37 @@ async def test_stop_strings_choices_and_logprobs_as_over_http(tokenizer: Tokeniz
         assert [c["text"] for c in bodies[1]["choices"]] == ["one two three"] * 2
 
 
+TRANSLATED: dict[str, dict[str, Any]] = {
+    "/v1/responses": {"input": "hi", "max_output_tokens": 4},
+    "/v1/messages": {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4},
+}
+
+
+@pytest.mark.parametrize("endpoint", TRANSLATED)
+async def test_lines_of_other_apis_are_answered_in_their_shapes(ready: Ready, endpoint: str) -> None:
+    """What is wrong with one is told by the names of its API; a batch counts what its lines took."""
+    _, client = ready
+    body = TRANSLATED[endpoint]
+    bodies = [body, body, {**body, "tool_choice": {"type": "any"} if "messages" in body else "required"}]
+    lines = [{**line(i, endpoint), "body": {"model": MODEL, **body}} for i, body in enumerate(bodies)]
+    batch = await until(client, (await submit(client, jsonl(lines), endpoint)).id, "completed")
+    done, failed = await results_of(client, batch)
+    answers = [done[f"id-{i}"]["response"]["body"] for i in (0, 1)]
+    texts = [answer["content"] if "messages" in body else answer["output"][0]["content"] for answer in answers]
+    assert [text[0]["text"] for text in texts] == ["done", "done"]
+    usages = [answer["usage"] for answer in answers]
+    assert batch.usage.output_tokens == sum(usage["output_tokens"] for usage in usages) > 0
+    error = failed["id-2"]["response"]
+    assert error["status_code"] == 400 and error["body"]["error"]["param"] == "tool_choice"
+
+
 # ---- creation
 
 
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"endpoint": "/v1/responses"}, "endpoint"),
+        ({"endpoint": "/v1/messages/count_tokens"}, "endpoint"),
         ({"endpoint": 1}, "endpoint"),
         ({"completion_window": "24"}, "completion_window"),
         ({"completion_window": "31d"}, "completion_window"),

@@ -18,8 +18,8 @@ from engine.core import EngineCore
 from engine.engine import Engine
 from engine.errors import EngineUnavailableError
 from engine.text import Tokenizer
-from gateway.batch import line as batch_line
 from gateway.batch.line import LineOrigin, LineRetry, LineRunner
+from gateway.generate.endpoint import JsonPost
 
 LINES = 2000
 VOCAB = 405
@@ -88,8 +88,8 @@ async def test_a_line_for_which_memory_is_short_runs_again(
             raise MemoryError
         return kept(*line)
 
-    kept = batch_line._validate
-    monkeypatch.setattr("gateway.batch.line._validate", validate)
+    kept = JsonPost.check
+    monkeypatch.setattr(JsonPost, "check", validate)
     with pytest.raises(LineRetry) as waits:
         await runner.run("/v1/completions", {"model": MODEL, "prompt": "hi"}, origin)
     assert waits.value.retry_after > 0

@@ -21,9 +21,9 @@ from engine import errors as engine_errors  # noqa: E402
 from engine.config import EngineConfig  # noqa: E402
 from engine.scheduling import policies  # noqa: E402
 from gateway import cli  # noqa: E402
-from gateway.app import BODIES  # noqa: E402
 from gateway.commands.flags import Flag, flags_of  # noqa: E402
 from gateway.config import ServerConfig  # noqa: E402
+from gateway.endpoints import POSTS  # noqa: E402
 from gateway.http import errors  # noqa: E402
 
 NOTE = "<!-- written by tools/reference.py -->\n"
@@ -94,9 +94,11 @@ def _default(flag: Flag) -> str:
 
 def api_page() -> str:
     parts = ["Fields of the bodies. Any other name is a 400 `unknown_parameter`.\n"]
-    for path, (body, inert, unsupported) in BODIES.items():
-        rows = [(f"`{name}`", _kind(field.annotation), _limits(field)) for name, field in body.model_fields.items()]
-        parts.append(f"## POST {path}\n\n" + table(("field", "type", "limits"), rows))
+    for post in POSTS:
+        inert, unsupported = post.unhonoured.inert, post.unhonoured.unsupported
+        fields = post.body.model_fields.items()
+        rows = [(f"`{name}`", _kind(field.annotation), _limits(field)) for name, field in fields]
+        parts.append(f"## POST {post.path}\n\n" + table(("field", "type", "limits"), rows))
         parts.append("Without effect: " + ", ".join(f"`{name}`" for name in sorted(inert)) + ".\n")
         refused = [
             f"`{name}`" + (f" (except {', '.join(f'`{value!r}`' for value in values)})" if values else "")

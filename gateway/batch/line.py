@@ -8,35 +8,24 @@ import anyio
 from engine.api import Lane, RequestClass
 from engine.errors import EngineUnavailableError, QueueFullError, TidemillError
 from gateway.context import GatewayContext
-from gateway.generate.answering import WholeFormat, collect, run_text_work
-from gateway.generate.chat import ChatFormat, plan_chat
+from gateway.endpoints import ENDPOINTS
+from gateway.generate.answering import collect, run_text_work
 from gateway.generate.choices import Generation
-from gateway.generate.completions import CompletionFormat, plan_completion
-from gateway.generate.embeddings import EmbeddingFormat, embedding_spec, plan_embeddings
-from gateway.generate.params import GenerationPlan, without_ignored
-from gateway.generate.wire import BodyT, ChatCompletionRequest, CompletionRequest, EmbeddingRequest, validate
+from gateway.generate.endpoint import Endpoint
+from gateway.generate.params import GenerationPlan
 from gateway.http.errors import ApiError, log_unexpected, to_api_error
 from gateway.store.objects import Usage
 
 MEMORY_PAUSE = 5.0
 """Seconds before lines run again where memory was short."""
-ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
 
 
 class LineAnswer(NamedTuple):
-    """What HTTP would have answered."""
+    """What HTTP would have answered, and what it took."""
 
     status: int
     body: dict[str, Any]
-
-    @property
-    def usage(self) -> Usage:
-        used = self.body.get("usage")
-        if used is None:
-            return Usage()
-        cached = used["prompt_tokens_details"]["cached_tokens"]
-        thoughts = used.get("completion_tokens_details", {}).get("reasoning_tokens", 0)
-        return Usage(used["prompt_tokens"], cached, used.get("completion_tokens", 0), thoughts)
+    usage: Usage = Usage()
 
 
 class LineOrigin(NamedTuple):
@@ -66,7 +55,7 @@ class LineRunner:
     async def run(self, endpoint: str, body: dict[str, Any], origin: LineOrigin) -> LineAnswer:
         """Raises LineRetry; every other failure is an answer. Cancelling ends the line in the engine."""
         try:
-            return LineAnswer(200, await self._answer(endpoint, body, origin))
+            return await self._answer(ENDPOINTS[endpoint], body, origin)
         except (EngineUnavailableError, QueueFullError) as error:
             raise LineRetry(error.retry_after) from error
         except MemoryError as error:  # what the machine is short of now is not the line's fault
@@ -77,31 +66,22 @@ class LineRunner:
             answer = to_api_error(error)
             return LineAnswer(answer.status, answer.envelope)
 
-    async def _answer(self, endpoint: str, body: dict[str, Any], origin: LineOrigin) -> dict[str, Any]:
-        context, chat = self._context, endpoint != "/v1/completions"
-        plan: GenerationPlan
-        shape: WholeFormat
-        if endpoint == "/v1/embeddings":
-            asked = await run_text_work(context, lambda: _validate(EmbeddingRequest, body))
-            plan = _offline(await plan_embeddings(context, asked, origin.tenant), origin)
-            shape = EmbeddingFormat(asked, plan, embedding_spec(context.client.info, asked))
-        elif chat:
-            chat_body = await run_text_work(context, lambda: _validate(ChatCompletionRequest, body))
-            plan = _offline(await plan_chat(context, chat_body, origin.tenant), origin)
-            shape = ChatFormat(plan, context.tokenizer)
-        else:
-            completion = await run_text_work(context, lambda: _validate(CompletionRequest, body))
-            plan = _offline(await plan_completion(context, completion, origin.tenant), origin)
-            shape = CompletionFormat(plan, context.tokenizer, bool(completion.echo))
-        generation = await Generation.begin(plan, context.client, context.tokenizer, context.metrics, chat=chat)
+    async def _answer(self, endpoint: Endpoint[Any], body: dict[str, Any], origin: LineOrigin) -> LineAnswer:
+        context = self._context
+        asked = await run_text_work(context, lambda: endpoint.check(body))
+        plan = _offline(await endpoint.plan(context, asked, origin.tenant), origin)
+        generation = await Generation.begin(plan, context.client, context.tokenizer, context.metrics)
         try:
-            return await collect(generation, shape)
+            answer = await collect(generation, endpoint.format(context, asked, plan, None))
         finally:
             generation.abort()
+        return LineAnswer(200, answer, _usage(generation.usage()))
 
 
-def _validate(kind: type[BodyT], body: dict[str, Any]) -> BodyT:
-    return validate(kind, without_ignored(body))
+def _usage(used: dict[str, Any]) -> Usage:
+    cached = used["prompt_tokens_details"]["cached_tokens"]
+    thoughts = used.get("completion_tokens_details", {}).get("reasoning_tokens", 0)
+    return Usage(used["prompt_tokens"], cached, used["completion_tokens"], thoughts)
 
 
 def _offline(plan: GenerationPlan, origin: LineOrigin) -> GenerationPlan:

@@ -11,8 +11,8 @@ from starlette.responses import Response
 
 from gateway.batch.files import MAX_EXPIRY, MIN_EXPIRY, no_such_file
 from gateway.batch.limits import state_of
-from gateway.batch.line import ENDPOINTS
 from gateway.context import context_of, tenant_of
+from gateway.endpoints import ENDPOINTS
 from gateway.generate.answering import read_json
 from gateway.generate.wire import StrictBody, at_most, parse_json, validate
 from gateway.http.errors import ApiError

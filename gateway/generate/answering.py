@@ -6,7 +6,7 @@ Knows nothing of the shapes of their chunks; those are an `AnswerFormat`.
 import functools
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 import anyio.to_thread
 import orjson
@@ -18,8 +18,8 @@ from engine.errors import TidemillError
 from gateway.context import GatewayContext, context_of, tenant_of, tier_of
 from gateway.generate.choices import Delta, Generation
 from gateway.generate.pace import at_half_speed
-from gateway.generate.params import GenerationPlan, without_ignored
-from gateway.generate.wire import ModelBody, parse_json, validate
+from gateway.generate.params import GenerationPlan
+from gateway.generate.wire import ModelBody
 from gateway.http.errors import ApiError, log_unexpected, to_api_error
 from gateway.http.keys import TIERS, Tier
 from gateway.http.quotas import Admissions, Place
@@ -61,15 +61,10 @@ class AnswerFormat(WholeFormat, Protocol):
         ...
 
 
-async def read_body(
-    request: Request, model: type[BodyT], strip: Callable[[dict[str, Any]], dict[str, Any]] = without_ignored
-) -> BodyT:
-    """The request's body as a model, without what `strip` takes away; where it names no service tier it has the one
-    that its model's name ends with (`MODEL:flex`), or its key's.
-
-    Raises ApiError 415 or InvalidRequestError.
-    """
-    body = await read_json(request, lambda raw: validate(model, strip(parse_json(raw))))
+async def read_body(request: Request, parse: Callable[[bytes], BodyT]) -> BodyT:
+    """The request's body; where it names no service tier it has the one that its model's name ends with
+    (`MODEL:flex`), or its key's. Raises ApiError 415 or InvalidRequestError."""
+    body = await read_json(request, parse)
     if body.service_tier in (None, "auto"):
         body.service_tier = split_model(context_of(request), body.model)[1] or tier_of(request)
     return body
@@ -107,7 +102,7 @@ async def run_text_work(context: GatewayContext, work: Callable[[], ResultT]) ->
     return await anyio.to_thread.run_sync(paced, limiter=context.text_threads)
 
 
-async def begin(request: Request, plan: GenerationPlan, *, chat: bool) -> Generation:
+async def begin(request: Request, plan: GenerationPlan) -> Generation:
     """Queue what was planned, once the quota of its tenant has a place for it.
 
     Raises ApiError for what the quota refuses, ClientDisconnect if the client left while it waited, and what
@@ -119,7 +114,7 @@ async def begin(request: Request, plan: GenerationPlan, *, chat: bool) -> Genera
         if not place.granted.is_set():
             await _wait_for(request, place, admissions)
         context.lifecycle.check_accepting()
-        generation = await Generation.begin(plan, context.client, context.tokenizer, context.metrics, chat=chat)
+        generation = await Generation.begin(plan, context.client, context.tokenizer, context.metrics)
     except BaseException:
         admissions.leave(place)
         raise
@@ -135,15 +130,11 @@ async def _wait_for(request: Request, place: Place, admissions: Admissions) -> N
         raise ClientDisconnect
 
 
-async def respond(request: Request, generation: Generation, shape: AnswerFormat) -> Response:
-    """The response that carries a generation to its client, and ends it when the client leaves."""
+async def respond(request: Request, generation: Generation, shape: WholeFormat) -> Response:
+    """The response that carries a generation to its client, and ends it when the client leaves. `shape`: an
+    AnswerFormat where the plan is of a stream."""
     if generation.plan.stream:
-        return EventStream(stream_events(generation, shape), generation.abort)
-    return await respond_whole(request, generation, shape)
-
-
-async def respond_whole(request: Request, generation: Generation, shape: WholeFormat) -> Response:
-    """The response in one piece."""
+        return EventStream(stream_events(generation, cast(AnswerFormat, shape)), generation.abort)
     answer: list[dict[str, Any]] = []
 
     async def work() -> None:

@@ -8,20 +8,18 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import orjson
-from fastapi import APIRouter
-from starlette.requests import Request
-from starlette.responses import Response
 
 from engine.grammar import Grammar
 from engine.text import Tokenizer
 from engine.thoughts import ThinkingBudget
-from gateway.context import GatewayContext, context_of, tenant_of
+from gateway.context import GatewayContext
 from gateway.generate.answer_parser import Parsing
-from gateway.generate.answering import begin, check_model, check_room, read_body, respond, run_text_work
+from gateway.generate.answering import check_model, check_room, run_text_work
 from gateway.generate.choices import Delta
 from gateway.generate.completion_stream import CompletionStream
+from gateway.generate.endpoint import Endpoint
 from gateway.generate.logprobs import chat_logprobs
-from gateway.generate.params import Caller, GenerationPlan, chat_plan, check_chat, check_texts
+from gateway.generate.params import UNHONOURED, Caller, GenerationPlan, chat_plan, check_chat, check_texts
 from gateway.generate.structured import grammar_of
 from gateway.generate.thinking import budget_of, check_budget, check_thought_before
 from gateway.generate.tool_formats import Call
@@ -34,30 +32,27 @@ from gateway.generate.tools import (
     template_options,
     tool_grammar,
 )
+from gateway.generate.translation import Translation, told_in
 from gateway.generate.wire import ChatCompletionRequest
 from gateway.http.sse import END
 
 PROMPT_END = 8  # tokens of a prompt in which the mark that begins a thought is looked for
 
-router = APIRouter()
 
-
-@router.post("/v1/chat/completions")
-async def create_chat_completion(request: Request) -> Response:
-    context = context_of(request)
-    context.lifecycle.check_accepting()
-    context.admissions.check(tenant_of(request))
-    body = await read_body(request, ChatCompletionRequest)
-    plan = await plan_chat(context, body, tenant_of(request))
-    generation = await begin(request, plan, chat=True)
-    return await respond(request, generation, ChatFormat(plan, context.tokenizer))
+async def plan_translated(
+    context: GatewayContext, translation: Translation, tenant: str, prefix: str, clip: bool = False
+) -> GenerationPlan:
+    """The plan of a request that another API's was translated into; see `plan_chat`."""
+    with told_in(translation.names):
+        plan = await plan_chat(context, translation.chat, tenant, prefix, clip)
+    return dataclasses.replace(plan, names=translation.names)
 
 
 async def plan_chat(
     context: GatewayContext, body: ChatCompletionRequest, tenant: str, prefix: str = "chatcmpl-", clip: bool = False
 ) -> GenerationPlan:
-    """Everything that can be wrong with the request is found here, before anything is queued. Other APIs are translated
-    into this one: `prefix` is what the ids of their answers begin with; `clip`: see `chat_plan`."""
+    """See `Endpoint.plan`. Other APIs are translated into this one: `prefix` is what the ids of their answers begin
+    with; `clip`: see `chat_plan`."""
     check_model(context, body.model)
     check_chat(body)
     form, template = context.tool_format, context.tokenizer.chat_template_text
@@ -237,3 +232,9 @@ def _reasoning(text: str) -> dict[str, Any]:
 def _tool_call(call: Call) -> dict[str, Any]:
     function = {"name": call.name, "arguments": call.arguments}
     return {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
+
+
+CHAT = Endpoint(
+    "/v1/chat/completions", ChatCompletionRequest, UNHONOURED, "create_chat_completion", plan_chat,
+    lambda context, _, plan, __: ChatFormat(plan, context.tokenizer),
+)  # fmt: skip

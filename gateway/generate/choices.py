@@ -16,6 +16,7 @@ from engine.text import Tokenizer
 from gateway.generate.answer_parser import Parsing, Piece
 from gateway.generate.params import GenerationPlan
 from gateway.generate.tool_formats import Call
+from gateway.generate.translation import told_in
 from gateway.http.errors import to_api_error
 from gateway.telemetry.account import CLIENT_LEFT, Account
 from gateway.telemetry.metrics import ClassMetrics, GatewayMetrics
@@ -45,9 +46,7 @@ class Delta:
 class Choice:
     """One choice: its text so far, what is held back, and its counts."""
 
-    def __init__(
-        self, index: int, plan: GenerationPlan, tokenizer: Tokenizer, metrics: ClassMetrics, chat: bool
-    ) -> None:
+    def __init__(self, index: int, plan: GenerationPlan, tokenizer: Tokenizer, metrics: ClassMetrics) -> None:
         request = plan.requests[index]
         self.request_id = request.request_id
         self.account = Account(request, plan.response_id, index)
@@ -66,7 +65,7 @@ class Choice:
         self._counted = 0  # tokens whose text nobody has seen yet
         self._text = OutputTextStream(
             tokenizer,
-            () if chat else request.prompt_token_ids,
+            request.prompt_token_ids if plan.continues else (),
             stop=plan.stop,
             min_tokens=plan.min_tokens,
             skip_special_tokens=not parsing.shows_special_tokens,
@@ -186,12 +185,13 @@ class Generation:
 
     @classmethod
     async def begin(
-        cls, plan: GenerationPlan, client: EngineClient, tokenizer: Tokenizer, metrics: GatewayMetrics, *, chat: bool
+        cls, plan: GenerationPlan, client: EngineClient, tokenizer: Tokenizer, metrics: GatewayMetrics
     ) -> "Generation":
         """Queue all choices, or none; of very many the first ones. Raises what `EngineClient.submit` raises."""
         bound = metrics.by_class[plan.request_class]
-        choices = [Choice(i, plan, tokenizer, bound, chat) for i in range(len(plan.requests))]
-        return cls(plan, client, choices, await client.submit(plan.requests[:MAX_QUEUED]))
+        choices = [Choice(i, plan, tokenizer, bound) for i in range(len(plan.requests))]
+        with told_in(plan.names):
+            return cls(plan, client, choices, await client.submit(plan.requests[:MAX_QUEUED]))
 
     async def deltas(self) -> AsyncGenerator[Delta, None]:
         """Deltas of all choices as they come, ending when all have finished. Raises a choice's error."""

@@ -5,46 +5,30 @@ import uuid
 from typing import Any
 
 import orjson
-from fastapi import APIRouter
-from starlette.requests import Request
-from starlette.responses import Response
 
 from engine.text import Tokenizer
-from gateway.context import GatewayContext, context_of, tenant_of
-from gateway.generate.answering import (
-    CHARS_PER_TOKEN,
-    INLINE_CHARS,
-    begin,
-    check_model,
-    check_room,
-    read_body,
-    respond,
-    run_text_work,
-)
+from gateway.context import GatewayContext
+from gateway.generate.answering import CHARS_PER_TOKEN, INLINE_CHARS, check_model, check_room, run_text_work
 from gateway.generate.choices import Delta
 from gateway.generate.completion_stream import CompletionStream
+from gateway.generate.endpoint import Endpoint
 from gateway.generate.logprobs import CompletionLogprobs
-from gateway.generate.params import Caller, GenerationPlan, Prompt, check_completion, check_texts, completion_plan
+from gateway.generate.params import (
+    UNHONOURED,
+    Caller,
+    GenerationPlan,
+    Prompt,
+    check_completion,
+    check_texts,
+    completion_plan,
+)
 from gateway.generate.structured import grammar_of, is_structured
 from gateway.generate.wire import CompletionRequest
 from gateway.http.sse import END
 
-router = APIRouter()
-
-
-@router.post("/v1/completions")
-async def create_completion(request: Request) -> Response:
-    context = context_of(request)
-    context.lifecycle.check_accepting()
-    context.admissions.check(tenant_of(request))
-    body = await read_body(request, CompletionRequest)
-    plan = await plan_completion(context, body, tenant_of(request))
-    generation = await begin(request, plan, chat=False)
-    return await respond(request, generation, CompletionFormat(plan, context.tokenizer, bool(body.echo)))
-
 
 async def plan_completion(context: GatewayContext, body: CompletionRequest, tenant: str) -> GenerationPlan:
-    """Everything that can be wrong with the request is found here, before anything is queued."""
+    """See `Endpoint.plan`."""
     check_model(context, body.model)
     check_completion(body)
     lengths = [len(prompt) if isinstance(prompt, str) else CHARS_PER_TOKEN * len(prompt) for prompt in body.prompt]
@@ -140,3 +124,9 @@ def _echo_text(tokenizer: Tokenizer, prompt: Prompt) -> str:
     if prompt.text is not None:
         return prompt.text
     return tokenizer.decode(prompt.token_ids, skip_special_tokens=False)
+
+
+COMPLETIONS = Endpoint(
+    "/v1/completions", CompletionRequest, UNHONOURED, "create_completion", plan_completion,
+    lambda context, body, plan, _: CompletionFormat(plan, context.tokenizer, bool(body.echo)),
+)  # fmt: skip

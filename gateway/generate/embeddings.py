@@ -6,48 +6,23 @@ from typing import Any
 
 import numpy as np
 import orjson
-from fastapi import APIRouter
-from starlette.requests import Request
-from starlette.responses import Response
 
 from engine.api import EngineInfo, EngineRequest, Lane, RequestClass, SamplingParams
 from engine.errors import InvalidRequestError
 from engine.pooling import EmbeddingSpec
-from gateway.context import GatewayContext, context_of, tenant_of
-from gateway.generate.answering import (
-    CHARS_PER_TOKEN,
-    INLINE_CHARS,
-    begin,
-    check_model,
-    check_room,
-    read_body,
-    respond_whole,
-    run_text_work,
-)
+from gateway.context import GatewayContext
+from gateway.generate.answering import CHARS_PER_TOKEN, INLINE_CHARS, check_model, check_room, run_text_work
 from gateway.generate.choices import Delta
 from gateway.generate.completions import encode_prompt
-from gateway.generate.params import Caller, GenerationPlan, Prompt, check_prompt, check_texts
+from gateway.generate.endpoint import Endpoint
+from gateway.generate.params import UNHONOURED, Caller, GenerationPlan, Prompt, check_prompt, check_texts
 from gateway.generate.wire import EmbeddingRequest, StreamOptions
 
-router = APIRouter()
 NOTHING_SAMPLED = SamplingParams(max_tokens=1, temperature=0.0)
 
 
-@router.post("/v1/embeddings")
-async def create_embeddings(request: Request) -> Response:
-    context = context_of(request)
-    context.lifecycle.check_accepting()
-    context.admissions.check(tenant_of(request))
-    body = await read_body(request, EmbeddingRequest)
-    plan = await plan_embeddings(context, body, tenant_of(request))
-    generation = await begin(request, plan, chat=True)
-    return await respond_whole(
-        request, generation, EmbeddingFormat(body, plan, embedding_spec(context.client.info, body))
-    )
-
-
 async def plan_embeddings(context: GatewayContext, body: EmbeddingRequest, tenant: str) -> GenerationPlan:
-    """Everything that can be wrong with the request is found here, before anything is queued."""
+    """See `Endpoint.plan`."""
     check_model(context, body.model)
     spec = embedding_spec(context.client.info, body)
     lengths = [len(text) if isinstance(text, str) else CHARS_PER_TOKEN * len(text) for text in body.input]
@@ -143,3 +118,9 @@ class EmbeddingFormat:
         if self._as_base64:
             return base64.b64encode(vector.tobytes()).decode()
         return orjson.Fragment(orjson.dumps(vector, option=orjson.OPT_SERIALIZE_NUMPY))
+
+
+EMBEDDINGS = Endpoint(
+    "/v1/embeddings", EmbeddingRequest, UNHONOURED, "create_embeddings", plan_embeddings,
+    lambda context, body, plan, _: EmbeddingFormat(body, plan, embedding_spec(context.client.info, body)),
+)  # fmt: skip

@@ -1,12 +1,12 @@
 """From a validated body to engine requests: which fields may be ignored, which are refused, and what the rest become.
 
-Nothing is accepted and ignored but the names in `INERT`. Knows nothing of HTTP or of text.
+Nothing is accepted and ignored but the names that are `Unhonoured.inert`. Knows nothing of HTTP or of text.
 """
 
+import dataclasses
 import secrets
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from types import MappingProxyType
+from dataclasses import dataclass, field
 from typing import Any
 
 from engine.api import EngineInfo, EngineRequest, Lane, RequestClass, SamplingParams
@@ -20,50 +20,55 @@ from gateway.generate.wire import MAX_PROMPTS, ChatCompletionRequest, Completion
 COMPLETION_MAX_TOKENS = 16
 _INT64 = 2**63
 
-# Sent by clients, and without any bearing on the answer.
-INERT = frozenset(
+
+@dataclass(frozen=True, slots=True)
+class Unhonoured:
+    """Fields that clients send and the models of bodies do not have. `inert`: without any bearing on the answer.
+    `unsupported`: a 400 naming the field, with its hint if it has one, but not for values that ask for what happens
+    anyway."""
+
+    inert: Collection[str]
+    unsupported: Mapping[str, tuple[Any, ...]]
+    hints: Mapping[str, str] = field(default_factory=dict)
+
+    def strip(self, body: dict[str, Any]) -> dict[str, Any]:
+        """The body without what may be ignored. Raises InvalidRequestError for what is known and not supported."""
+        kept = {}
+        for name, value in body.items():
+            if name in self.unsupported:
+                if value is not None and value not in self.unsupported[name]:
+                    message = f"'{name}' is not supported. {self.hints.get(name, '')}".rstrip()
+                    raise InvalidRequestError(message, param=name, code="unsupported_parameter")
+            elif name not in self.inert:
+                kept[name] = value
+        return kept
+
+
+UNHONOURED = Unhonoured(
+    frozenset(
+        {
+            "user",
+            "metadata",
+            "store",
+            "safety_identifier",
+            "prompt_cache_key",
+            "prompt_cache_options",
+            "prompt_cache_retention",
+        }
+    ),
     {
-        "user",
-        "metadata",
-        "store",
-        "safety_identifier",
-        "prompt_cache_key",
-        "prompt_cache_options",
-        "prompt_cache_retention",
-    }
+        "functions": ([],),
+        "function_call": ("none",),
+        "modalities": (["text"],),
+        "audio": (),
+        "prediction": (),
+        "web_search_options": (),
+        "verbosity": ("medium",),
+        "moderation": (),
+        "suffix": ("",),
+    },
 )
-
-# Not supported: a 400 naming the field, unless its value asks for what happens anyway.
-UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
-    "functions": ([],),
-    "function_call": ("none",),
-    "modalities": (["text"],),
-    "audio": (),
-    "prediction": (),
-    "web_search_options": (),
-    "verbosity": ("medium",),
-    "moderation": (),
-    "suffix": ("",),
-}
-
-
-def without_ignored(
-    body: dict[str, Any],
-    inert: Collection[str] = INERT,
-    unsupported: Mapping[str, tuple[Any, ...]] = UNSUPPORTED,
-    hints: Mapping[str, str] = MappingProxyType({}),
-) -> dict[str, Any]:
-    """The body without what may be ignored. Raises InvalidRequestError for what is known and not supported, with its
-    hint if it has one."""
-    kept = {}
-    for name, value in body.items():
-        if name in unsupported:
-            if value is not None and value not in unsupported[name]:
-                message = f"'{name}' is not supported. {hints.get(name, '')}".rstrip()
-                raise InvalidRequestError(message, param=name, code="unsupported_parameter")
-        elif name not in inert:
-            kept[name] = value
-    return kept
+"""Of chat completions, completions and embeddings."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +84,8 @@ class GenerationPlan:
     """Everything about one HTTP request that the API of its route no longer matters for.
 
     `requests[p * n + i]` is choice i of prompt p. `num_logprobs`: see SamplingParams.logprobs. `parsing`: how answers
-    are taken apart; None: they are plain text.
+    are taken apart; None: they are plain text. `continues`: an answer goes on with its prompt's text. `names`: what the
+    API calls the fields of a chat request that it was translated into, see `translation`.
     """
 
     response_id: str
@@ -95,6 +101,8 @@ class GenerationPlan:
     stream: bool
     stream_options: StreamOptions
     parsing: Parsing | None = None
+    continues: bool = False
+    names: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def max_tokens(self) -> int:
@@ -180,7 +188,8 @@ def completion_plan(
     """Several prompts. The default length is OpenAI's, or what is left of the context."""
     rooms = [max(1, info.max_model_len - len(prompt.token_ids)) for prompt in prompts]
     lengths = tuple(body.max_tokens or min(COMPLETION_MAX_TOKENS, room) for room in rooms)
-    return _plan(body, tuple(prompts), lengths, body.logprobs, info, caller, "prompt", grammar)
+    plan = _plan(body, tuple(prompts), lengths, body.logprobs, info, caller, "prompt", grammar)
+    return dataclasses.replace(plan, continues=True)
 
 
 def _plan(

@@ -1,6 +1,5 @@
 """The bodies of POST /v1/messages and its count_tokens; see `gateway.generate.wire` for the rules."""
 
-from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
@@ -11,23 +10,17 @@ from gateway.generate.wire import MAX_MESSAGES, MAX_PARTS, MAX_STOPS, MAX_TOOLS,
 
 _INT32 = 2**31 - 1
 
-INERT = frozenset(
+UNHONOURED = params.Unhonoured(
     {
         "anthropic_beta", "anthropic_version", "betas", "cache_control", "context_management", "diagnostics",
         "inference_geo", "metadata", "speed", "user_profile_id",
-    }
+    },
+    {"container": (), "fallbacks": ([],), "mcp_servers": ([],)},
 )  # fmt: skip
-"""Sent by clients, and without any bearing on the answer: cache marks, for every prefix is in the cache; betas."""
-
-UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {"container": (), "fallbacks": ([],), "mcp_servers": ([],)}
+"""Marks for the cache are without effect, for every prefix is in it; betas, too."""
 
 SERVER_TOOLS = ("code_execution_", "tool_search_tool_", "web_fetch_", "web_search_")
 """How the types of tools begin that Anthropic runs. The model is not told of them."""
-
-
-def without_ignored(body: dict[str, Any]) -> dict[str, Any]:
-    """See `params.without_ignored`."""
-    return params.without_ignored(body, INERT, UNSUPPORTED)
 
 
 class TextBlock(ClientObject):
@@ -178,7 +171,8 @@ class CountRequest(PromptBody):
 
 
 class MessagesRequest(PromptBody):
-    """POST /v1/messages."""
+    """POST /v1/messages. What is asked for and does not fit into the context may be shorter: the API has a stop reason
+    for it."""
 
     service_tier: Annotated[Literal["auto", "default", "flex", "standard_only"] | None, BeforeValidator(_as_tier)] = (
         None  # type: ignore[assignment]

@@ -1,7 +1,6 @@
 """The body of POST /v1/responses; see `gateway.generate.wire` for the rules. Nothing is stored: what refers to an
 earlier response is refused."""
 
-from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
@@ -14,31 +13,26 @@ MAX_ITEMS = MAX_MESSAGES - 1  # the instructions are a message, too
 MAX_METADATA = 16
 _INT32 = 2**31 - 1
 
-INERT = params.INERT - {"metadata"} | {"client_metadata", "max_tool_calls"}
-"""Sent by clients, and without any bearing on the answer."""
-
-UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
-    "background": (False,),
-    "context_management": ([],),
-    "conversation": (),
-    "moderation": (),
-    "previous_response_id": (),
-    "prompt": (),
-    "top_logprobs": (0,),
-    "truncation": ("disabled",),
-}
 _STATELESS = "Responses are not stored here: send the whole conversation as 'input'."
-_HINTS = {"previous_response_id": _STATELESS, "conversation": _STATELESS}
+UNHONOURED = params.Unhonoured(
+    frozenset(params.UNHONOURED.inert) - {"metadata"} | {"client_metadata", "max_tool_calls"},
+    {
+        "background": (False,),
+        "context_management": ([],),
+        "conversation": (),
+        "moderation": (),
+        "previous_response_id": (),
+        "prompt": (),
+        "top_logprobs": (0,),
+        "truncation": ("disabled",),
+    },
+    {"previous_response_id": _STATELESS, "conversation": _STATELESS},
+)
 
 HOSTED = (
     "custom", "image_generation", "local_shell", "namespace", "tool_search", "web_search", "web_search_preview",
 )  # fmt: skip
 """Tools that agents offer beside their functions. The model is not told of them."""
-
-
-def without_ignored(body: dict[str, Any]) -> dict[str, Any]:
-    """See `params.without_ignored`."""
-    return params.without_ignored(body, INERT, UNSUPPORTED, _HINTS)
 
 
 class InputPart(ClientObject):

@@ -1,0 +1,37 @@
+"""POST /v1/messages and /v1/messages/count_tokens."""
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+
+from gateway.context import GatewayContext, context_of
+from gateway.generate.answering import read_body
+from gateway.generate.chat import count_prompt, plan_translated
+from gateway.generate.endpoint import Endpoint, JsonPost
+from gateway.generate.messages.events import MessageFormat
+from gateway.generate.messages.translate import translate
+from gateway.generate.messages.wire import UNHONOURED, CountRequest, MessagesRequest
+from gateway.generate.params import GenerationPlan
+from gateway.generate.translation import told_in
+
+
+async def _plan(context: GatewayContext, body: MessagesRequest, tenant: str) -> GenerationPlan:
+    translation = translate(body, context.tokenizer.chat_template_text)
+    return await plan_translated(context, translation, tenant, "msg_", clip=True)
+
+
+MESSAGES = Endpoint(
+    "/v1/messages", MessagesRequest, UNHONOURED, "create_message", _plan,
+    lambda _, body, plan, request_id: MessageFormat(plan, body, request_id),
+)  # fmt: skip
+COUNT_TOKENS = JsonPost("/v1/messages/count_tokens", CountRequest, UNHONOURED)
+
+
+async def count_tokens(request: Request) -> Response:
+    """How long the prompt of a message would be. Nothing is queued."""
+    context = context_of(request)
+    context.lifecycle.check_accepting()
+    translation = translate(await read_body(request, COUNT_TOKENS.parse), context.tokenizer.chat_template_text)
+    with told_in(translation.names):
+        number = await count_prompt(context, translation.chat)
+    return Response(orjson.dumps({"input_tokens": number}), media_type="application/json")
