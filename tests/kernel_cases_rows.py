@@ -9,7 +9,9 @@ from kernel_pool import DEVICE, DTYPES, NAN, assert_same, random
 from torch import Tensor
 
 from engine.models import torch_ops as twin
+from engine.triton_kernels.draw import draw
 from engine.triton_kernels.layer_norm import add_layer_norm, layer_norm
+from engine.triton_kernels.penalties import count_tokens, penalise
 from engine.triton_kernels.rms_norm import add_rms_norm, rms_norm
 from engine.triton_kernels.silu_and_mul import silu_and_mul
 from engine.triton_kernels.token_mask import token_mask
@@ -99,6 +101,48 @@ def test_token_mask(rows: int, vocab: int, dtype: torch.dtype) -> None:
     token_mask(logits, places, bits)
     assert torch.equal(logits, expected)
     assert logits[:2].isfinite().all() and logits[places[0], :31].isinf().all() and logits[places[0], 31].isfinite()
+
+
+@pytest.mark.parametrize(("vocab", "spread"), [(50, 0.0), (50, 3.0), (5000, 0.5)])
+def test_draws_by_pivots_equal_those_by_sorting(vocab: int, spread: float) -> None:
+    """Every filter and all of them; many equal logits, and -inf; the ends of the unit interval; rows that are left."""
+    generator = torch.Generator().manual_seed(vocab)
+    filters = [(0, 1.0, 0.0), (1, 1.0, 0.0), (5, 1.0, 0.0), (vocab, 1.0, 0.0), (0, 0.5, 0.0), (0, 1e-6, 0.0)]
+    filters += [(0, 0.999, 0.0), (0, 1.0, 0.3), (0, 1.0, 1.0), (30, 0.9, 0.02), (2, 0.99, 0.5)]
+    ends = [0.0, 1 - 2.0**-52, 0.4]
+    wishes = [(uniform, *each) for each in filters for uniform in ends]
+    uniform = torch.tensor([each[0] for each in wishes], dtype=torch.float64, device=DEVICE)
+    top_k, top_p, min_p = (torch.tensor(each, device=DEVICE) for each in list(zip(*wishes, strict=True))[1:])
+    logits = (random(generator, len(wishes), vocab) * spread).mul(4).round().div(4)  # ties
+    logits[:, ::7] = -torch.inf
+    greedy = logits.argmax(dim=-1).to(torch.int32)
+    temperature = torch.full((len(wishes),), 0.8, device=DEVICE)
+    greedy[3], temperature[5], logits[3, 1] = -1, 0.0, NAN
+    inputs = (uniform, temperature, top_k.to(torch.int32), top_p, min_p)
+    drawn = draw(logits, greedy, *inputs)
+    assert torch.equal(drawn, twin.draw(logits, greedy, *inputs))
+    assert (drawn[3], drawn[5]) == (-1, greedy[5])
+    assert logits.gather(1, drawn.clamp(min=0).long()[:, None])[temperature > 0].isfinite().all()
+    for row in range(0, len(wishes), 9):  # alone as in company
+        alone = draw(logits[row : row + 1], greedy[row : row + 1], *(each[row : row + 1] for each in inputs))
+        assert torch.equal(alone, drawn[row : row + 1])
+
+
+@pytest.mark.parametrize("vocab", [64, 2085])
+def test_penalties_and_histories(vocab: int) -> None:
+    generator, logits = inputs(5, vocab, torch.float32)
+    history = torch.randint(-6, 6, (7, vocab), generator=generator, dtype=torch.int32).clamp(min=0).to(DEVICE)
+    places, rows = (torch.tensor(each, dtype=torch.int32, device=DEVICE) for each in ([4, 0, 1], [2, 6, 0]))
+    penalties = torch.tensor([[1.3, 0.4, -0.2], [0.5, 0.0, 0.0], [1.0, 0.7, 1.5]], device=DEVICE)
+    expected, said = logits.clone(), history.clone()
+    twin.penalise(expected, places, rows, history, penalties)
+    penalise(logits, places, rows, history, penalties)
+    torch.testing.assert_close(logits, expected, rtol=1e-6, atol=1e-6)
+    tokens = torch.tensor([5, -1, 0, 0, 63], dtype=torch.int32, device=DEVICE)
+    count_tokens(history, rows, places, tokens)
+    assert (history - said).nonzero().tolist() == [[2, 63], [6, 5]] and (history - said).max() == 2
+    twin.count_tokens(said, rows, places, tokens)
+    assert torch.equal(history, said)
 
 
 def test_no_rows_are_no_work() -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import threading
+from typing import NoReturn
 
 import numpy as np
 import pytest
@@ -16,11 +17,18 @@ from torch.utils._pytree import tree_leaves
 from engine.api import EngineInfo, FinishReason, RequestClass
 from engine.core import EngineCore
 from engine.engine import Engine
-from engine.execution.cuda.buffers import DrawInputs, StepBuffers, StepInputs
-from engine.execution.cuda.draw import draw
+from engine.execution.cuda.buffers import (
+    DrawInputs,
+    LogprobInputs,
+    PenaltyInputs,
+    StepBuffers,
+    StepInputs,
+    StepWishes,
+)
 from engine.execution.cuda.forward import Forward
 from engine.execution.cuda.graphs import Graphs
 from engine.execution.cuda.kernels import Kernels
+from engine.execution.cuda.sampling import Sampling
 from engine.execution.cuda.shapes import GRAPH_TOKENS, Buckets
 from engine.execution.cuda.tables import DeviceTables
 from engine.execution.pool import UnitPool
@@ -35,7 +43,14 @@ from predictor.limits import Limits
 
 
 def driver_of(decoder: Decoder, depth: int = 1, **options: int) -> CudaDriver:
-    return make_driver(decoder.spec, decoder.weights, depth=depth, **options)
+    """Whatever a request wishes, the host samples no step: it would wait for the device, and copy from it."""
+    driver = make_driver(decoder.spec, decoder.weights, depth=depth, **options)
+    driver.runner._sample = sampled_by_the_host  # type: ignore[method-assign]
+    return driver
+
+
+def sampled_by_the_host(*_: object) -> NoReturn:
+    raise AssertionError("a step of the CUDA runner was sampled by the host")
 
 
 @pytest.mark.parametrize("depth", [0, 1])
@@ -68,7 +83,7 @@ def test_every_family_equals_the_cpu_path(name: str) -> None:
 
 @pytest.mark.parametrize("sampling", SAMPLED.values(), ids=SAMPLED.keys())
 def test_streams_equal_those_of_the_cpu_runner(sampling: dict[str, object]) -> None:
-    """Drawn on the device or, with penalties, after a look at the tokens in flight; preempted or not."""
+    """Drawn and penalised on the device; preempted or not."""
     decoder = make_decoder()
     requests = crowd(np.random.default_rng(14), 12, **sampling)
     driver = driver_of(decoder, num_blocks=20, tokens=24)
@@ -252,16 +267,25 @@ def test_nothing_in_a_captured_step_or_a_draw_waits_for_the_device(name: str) ->
         limits = Limits(4, 32, 100, num_units=8)
         pool = UnitPool.of(spec, limits, weights.embedding, 0, 0)
         kernels: Kernels = MetaKernels()  # type: ignore[assignment]
-        forward = Forward(spec, weights, kernels, DeviceTables(RowTable(limits), pool), pool, limits)
+        rows = RowTable(limits)
+        forward = Forward(spec, weights, kernels, DeviceTables(rows, pool), pool, limits)
         buffers = StepBuffers(spec, limits, torch.float32, meta)
         vector = torch.zeros(4, device=meta)
         places = torch.zeros(4, dtype=torch.int32, device=meta)
-        wishes = DrawInputs(vector.double(), vector, places, vector, vector, 3, True, True)
+        draws = DrawInputs(vector.double(), vector, places, vector, vector)
+        counts = np.array([2, 0])
+        wishes = StepWishes(
+            draws, ((places, vector),), PenaltyInputs(places[:2], places[:2], vector[:3].expand(2, 3), counts, counts),
+            LogprobInputs(places[:2], counts, counts),
+        )  # fmt: skip
+        sampling = Sampling(rows, kernels, buffers, spec.vocab_size, meta)
+        sampling._loaded[:] = 0
         for shape in Buckets(4, 32).all_shapes():
             inputs = buffers.inputs(shape)
             with OneDevice():
                 forward(inputs)
-                forward.accept(inputs, draw(forward.logits, forward.sampled, wishes)[: shape.samples])
+                samples = sampling.choose(forward.logits, forward.sampled, wishes, None)
+                forward.accept(inputs, samples.tokens[: shape.samples])
 
 
 class MetaTensors:
@@ -321,9 +345,6 @@ def test_draw_keeps_greedy_and_invalid_rows_and_ties() -> None:
         top_k=torch.tensor([0, 1, 1, 1, 0], dtype=torch.int32),
         top_p=torch.tensor([1.0, 1.0, 1.0, 1.0, 0.5]),
         min_p=torch.zeros(5),
-        most_top_k=1,
-        any_top_p=True,
-        any_min_p=False,
     )
     # greedy; both of two equal logits pass a top-k of one; not finite; and both pass a top-p that one would fill
-    assert draw(logits, greedy, inputs).tolist() == [1, 1, 2, -1, 2]
+    assert torch_ops.draw(logits, greedy, *inputs).tolist() == [1, 1, 2, -1, 2]

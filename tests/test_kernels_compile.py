@@ -23,8 +23,10 @@ from triton.compiler import ASTSource  # noqa: E402
 from engine.triton_kernels import (  # noqa: E402
     configs,
     decode_attention,
+    draw,
     hidden_state,
     layer_norm,
+    penalties,
     prefill_attention,
     rms_norm,
     rope_cache_write,
@@ -36,7 +38,8 @@ from engine.triton_kernels.work import DecodeWork, PrefillWork  # noqa: E402
 
 META = torch.device("meta")
 TYPES = {
-    torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int32: "*i32", torch.int64: "*i64"
+    torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.float64: "*fp64",
+    torch.int32: "*i32", torch.int64: "*i64",
 }  # fmt: skip
 OPTIONS = {"num_warps", "num_stages", "enable_fp_fusion"}
 SHARED_MEMORY = {90: 227 * 1024, 80: 99 * 1024}
@@ -267,6 +270,21 @@ def test_copies_and_activation(compiler: Compiler, arch: int) -> None:
     bits = meta(8, 4000, dtype=torch.int32)
     for binary in compiler.launch(token_mask, "token_mask", arch, meta(64, 128000), meta(8, dtype=torch.int32), bits):
         check(binary, arch)
+
+
+@pytest.mark.parametrize("arch", [90, 80])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_sampling(compiler: Compiler, arch: int, dtype: torch.dtype) -> None:
+    index, floats = meta(64, dtype=torch.int32), meta(64, dtype=torch.float32)
+    wishes = meta(64, dtype=torch.float64), floats, index, floats, floats
+    binaries = compiler.launch(draw, "draw", arch, meta(64, 128256, dtype=dtype), index, *wishes)
+    history, penalty = meta(64, 128256, dtype=torch.int32), meta(64, 3, dtype=torch.float32)
+    logits = meta(64, 128256, dtype=torch.float32)
+    binaries += compiler.launch(penalties, "penalise", arch, logits, index, index, history, penalty)
+    for binary in binaries:
+        check(binary, arch)
+    (counted,) = compiler.launch(penalties, "count_tokens", arch, history, index, index, index)
+    assert counted.stack == 0 and counted.registers <= 16
 
 
 def test_unknown_devices_are_refused() -> None:

@@ -5,5 +5,6 @@ import numpy.typing as npt
 
 IntArray = npt.NDArray[np.int64]
 Int32Array = npt.NDArray[np.int32]
+Float32Array = npt.NDArray[np.float32]
 FloatArray = npt.NDArray[np.float64]
 BoolArray = npt.NDArray[np.bool_]

@@ -3,14 +3,14 @@
 It owns the rows and applies the deltas in the order that `engine.scheduling.output` documents; memory, copies and the
 forward pass are the device's (`Device`). Where a device takes steps ahead, `launch` comes back while the step runs, and
 sampled tokens stay on the device, where the next step reads them before the host has seen them (a request that has
-ended by then costs one token too many, which the core drops). Penalties and log-probabilities need the host's eyes: a
-step with such rows waits for the steps before it; the masks of grammars do so too, while its forward pass runs. Knows
-nothing of scheduling, prefix sharing or text.
+ended by then costs one token too many, which the core drops). Where the device leaves sampling to the host, a step
+waits for the steps before it; the masks of grammars do so everywhere, while its forward pass runs. Knows nothing of
+scheduling, prefix sharing or text.
 """
 
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
@@ -28,6 +28,7 @@ from engine.execution.pool import UnitPool
 from engine.execution.pooling import RowPools, StepPools, TakeHidden
 from engine.execution.rows import UNKNOWN, RowTable
 from engine.execution.sampler import SampleInput, sample
+from engine.execution.samples import LOGPROB_COLUMNS, DeviceSamples
 from engine.scheduling.output import Collect, ModelRunnerOutput, SchedulerOutput
 
 if TYPE_CHECKING:  # running a model needs none of what compiles grammars
@@ -46,15 +47,14 @@ class Device(CacheMover, Protocol):
     pipeline_depth: int
 
     def forward(
-        self, chunks: IntArray, draws: bool, masks: FinishMasks | None = None, take: TakeHidden | None = None
-    ) -> tuple[Tensor, Tensor | None]:
+        self, chunks: IntArray, masks: FinishMasks | None = None, take: TakeHidden | None = None
+    ) -> tuple[Tensor, DeviceSamples | None]:
         """Run chunks [n, 4] (row, start, length, sample) over the rows' tokens and tables, and write their cache.
 
         Gives, in the order of the chunks that sample, logits [S, vocab] and tokens [S] int32, INVALID_TOKEN where
-        logits are not finite: drawn as their rows wish if `draws`, else greedy, and where `masks` allow it, which are
-        asked for when the forward pass is under way. None for the tokens: the host is to sample, and to mask. The next
-        call may overwrite both. `take` is called with the step's hidden states. Where a row's token is UNKNOWN the
-        device reads the one it sampled.
+        logits are not finite: as their rows wish, and where `masks` allow it, which are asked for when the forward pass
+        is under way. None for the samples: the host is to sample, and to mask. The next call may overwrite both. `take`
+        is called with the step's hidden states. Where a row's token is UNKNOWN the device reads the one it sampled.
         """
 
 
@@ -63,14 +63,14 @@ DeviceT = TypeVar("DeviceT", bound=Device)
 
 @dataclass(slots=True)
 class _Samples:
-    """Of a launched step: where its tokens belong, and when `tokens [n]` will hold them."""
+    """Of a launched step: where its tokens belong, and when `tokens [n]` will hold them; `logprobs` reads theirs."""
 
     rows: IntArray
     ends: IntArray
     generations: IntArray
     tokens: Int32Array
     arrived: Mark
-    logprobs: list[TokenLogprobs | None] | None = None
+    logprobs: Callable[[], list[TokenLogprobs | None]] | None = None
     forced: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
 
 
@@ -80,8 +80,8 @@ class Runner(Generic[DeviceT]):
     def __init__(self, device: DeviceT) -> None:
         self.device = device
         self._rows = device.rows
-        depth, size = device.pipeline_depth, device.rows.num_rows
-        # host buffers for tokens: of the steps in flight, and one to spare
+        # host buffers for tokens and their log-probabilities: of the steps in flight, and one to spare
+        depth, size = device.pipeline_depth, device.rows.num_rows * (1 + LOGPROB_COLUMNS)
         self._results = deque(pinned(size, torch.int32, device.pool.device) for _ in range(depth + 2))
         self._unsettled: deque[_Samples] = deque()
         self._last_end = 0.0
@@ -118,15 +118,13 @@ class Runner(Generic[DeviceT]):
         assert (ends <= rows.num_blocks[chunks[:, 0]] * rows.block_size).all(), "a block table is too short"
         sampled = np.flatnonzero(chunks[:, 3])
         where, ends = chunks[sampled, 0], ends[sampled]
-        by_host = rows.sampling.needs_host(where)
         masks = self._begin_masks(where, ends, alone=len(sampled) == len(chunks) and not self.device.pipeline_depth)
-        draws = not by_host and not rows.sampling.greedy[where].all()
-        logits, tokens = self.device.forward(chunks, draws, None if by_host else masks, pools)
+        logits, samples = self.device.forward(chunks, masks, pools)
         if not sampled.size:
             return None
-        if by_host or tokens is None:
+        if samples is None:
             return self._sample(logits, where, ends, masks)
-        return self._fetch(tokens, where, ends)
+        return self._fetch(samples, where, ends)
 
     def _begin_masks(self, where: IntArray, ends: IntArray, alone: bool) -> FinishMasks | None:
         """Begin the masks of a step whose past is known; of others, when somebody asks for them."""
@@ -144,7 +142,7 @@ class Runner(Generic[DeviceT]):
         return finish
 
     def _sample(self, logits: Tensor, where: IntArray, ends: IntArray, masks: FinishMasks | None) -> _Samples:
-        """Sampling that looks at earlier tokens or at whole distributions; waits for the device."""
+        """Sampling by the host; waits for the device."""
         self._settle(all_but=0)
         rows = self._rows
         known = [rows.tokens[row, :end] for row, end in zip(where.tolist(), ends.tolist(), strict=True)]
@@ -156,16 +154,21 @@ class Runner(Generic[DeviceT]):
         forced = {} if allowed is None else {at: run for at, run in allowed.forced.items() if tokens[at] >= 0}
         for at, run in forced.items():
             rows.tokens[where[at], ends[at] + 1 : ends[at] + 1 + len(run)] = run
-        mark = self.device.lane.mark()
-        return _Samples(where, ends, generations, tokens.astype(np.int32), mark, logprobs, forced)
+        mark, read = self.device.lane.mark(), None if logprobs is None else partial(list, logprobs)
+        return _Samples(where, ends, generations, tokens.astype(np.int32), mark, read, forced)
 
-    def _fetch(self, tokens: Tensor, where: IntArray, ends: IntArray) -> _Samples:
-        """Send tokens [n] on their way to the host."""
-        target = self._results[0][: len(tokens)]
+    def _fetch(self, sampled: DeviceSamples, where: IntArray, ends: IntArray) -> _Samples:
+        """Send tokens [n], and what belongs to them, on their way to the host."""
+        count, results, logprobs = len(where), self._results[0], None
         self._results.rotate(-1)
-        arrived = self.device.lane.fetch(tokens, target)
+        if (wanted := sampled.logprobs) is not None:
+            packed = results[self._rows.num_rows :][: wanted.packed.numel()].view(wanted.packed.shape)
+            self.device.lane.copy(wanted.packed, packed)
+            logprobs = partial(wanted.read, packed.numpy(), results[:count].numpy())
+        arrived = self.device.lane.fetch(sampled.tokens, results[:count])
         self._rows.tokens[where, ends] = UNKNOWN
-        samples = _Samples(where, ends, self._rows.generation[where], target.numpy(), arrived)
+        generations = self._rows.generation[where]
+        samples = _Samples(where, ends, generations, results[:count].numpy(), arrived, logprobs)
         self._unsettled.append(samples)
         return samples
 
@@ -187,5 +190,5 @@ class Runner(Generic[DeviceT]):
         latency, self._last_end = ended - max(began, self._last_end), ended
         if samples is None:
             return ModelRunnerOutput(step_id, [], None, latency, pooled=pooled)
-        tokens = samples.tokens.tolist()
-        return ModelRunnerOutput(step_id, tokens, samples.logprobs, latency, samples.forced, pooled)
+        logprobs = None if samples.logprobs is None else samples.logprobs()
+        return ModelRunnerOutput(step_id, samples.tokens.tolist(), logprobs, latency, samples.forced, pooled)

@@ -142,9 +142,12 @@ def _draw(logits: Tensor, table: SamplingTable, rows: IntArray, output_positions
     top_k = table.top_k[rows]
     _filter(weights, np.flatnonzero((top_k > 0) & (top_k < logits.shape[1])), top_k, _lowest_top_k)
     _filter(weights, np.flatnonzero(table.top_p[rows] < 1), table.top_p[rows], _lowest_top_p)
-    cdf = weights.cumsum(dim=-1).double()
+    cdf = weights.cumsum(dim=-1, dtype=torch.float64)
     uniform = torch.from_numpy(uniforms(table.seed[rows], output_positions)).to(device)[:, None]
-    return torch.searchsorted(cdf, uniform * cdf[:, -1:], right=True)[:, 0].cpu().numpy()
+    drawn = torch.searchsorted(cdf, uniform * cdf[:, -1:], right=True)
+    if device.type != "cpu":  # prefix sums by many threads may fall by a rounding, and pass a token of no weight
+        drawn = torch.where(weights.gather(1, drawn) > 0, drawn, weights.argmax(dim=-1, keepdim=True))
+    return drawn[:, 0].cpu().numpy()
 
 
 def _weights(logits: Tensor, temperature: Tensor) -> Tensor:

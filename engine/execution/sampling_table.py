@@ -20,7 +20,8 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 class SamplingTable:
     """One column per parameter, one place per row. `num_logprobs` is -1 where none are wanted.
 
-    `edits[row]`: its logits have to be changed before a token is chosen (bias, penalties, or a minimum length);
+    `edits[row]`: its logits have to be changed before a token is chosen (bias, penalties, or a minimum length); those
+    of `penalised` rows by `penalties[row]` (repetition, frequency, presence);
     `masked_from[row]`: the output position from which on a mask may say which tokens can be chosen.
     """
 
@@ -34,6 +35,8 @@ class SamplingTable:
         self.num_logprobs = np.full(num_rows, -1, dtype=np.int64)
         self.greedy = np.ones(num_rows, dtype=bool)
         self.edits = np.zeros(num_rows, dtype=bool)
+        self.penalised = np.zeros(num_rows, dtype=bool)
+        self.penalties = np.zeros((num_rows, 3))
         self.masked_from = np.full(num_rows, NEVER, dtype=np.int64)
 
     def write(self, row: int, params: SamplingParams) -> None:
@@ -47,11 +50,24 @@ class SamplingTable:
         self.num_logprobs[row] = -1 if params.logprobs is None else params.logprobs
         self.greedy[row] = params.temperature < GREEDY_BELOW
         self.masked_from[row] = _masked_from(params)
+        self.penalised[row] = has_penalties(params)
+        self.penalties[row] = params.repetition_penalty, params.frequency_penalty, params.presence_penalty
         self.edits[row] = bool(params.logit_bias) or has_minimum(params) or has_penalties(params)
 
-    def needs_host(self, rows: IntArray) -> bool:
-        """Whether sampling any of these rows takes its earlier tokens, or gives log-probabilities."""
-        return bool(self.edits[rows].any() or (self.num_logprobs[rows] >= 0).any())
+    def plain(self, rows: IntArray) -> bool:
+        """Whether each of these rows wants its best token, and nothing else."""
+        special = ~self.greedy[rows] | self.edits[rows] | (self.num_logprobs[rows] >= 0)
+        return not special.any()
+
+    def additions(self, row: int, output_position: int) -> tuple[IntArray, FloatArray]:
+        """What is added to the row's logits whatever was said: token ids [n], which may repeat, and values [n]."""
+        params = self.params[row]
+        assert params is not None, "a row is sampled that no request was written to"
+        pairs = list(params.logit_bias)
+        if has_minimum(params) and output_position < params.min_tokens:
+            pairs += [(token_id, -np.inf) for token_id in sorted(params.stop_token_ids)]
+        ids, values = zip(*pairs, strict=True) if pairs else ((), ())
+        return np.array(ids, dtype=np.int64), np.array(values, dtype=np.float64)
 
 
 def _masked_from(params: SamplingParams) -> int:

@@ -78,7 +78,7 @@ def _by_chunks(device: Device, requests: list[IntArray]) -> list[Tensor]:
     starts, logits = [0] * len(requests), []
     for lengths in zip(*_CHUNKS, strict=True):
         step = np.array([(row, start, n, 1) for row, (start, n) in enumerate(zip(starts, lengths, strict=True))])
-        logits.append(device.forward(step, draws=True)[0].float().clone())
+        logits.append(device.forward(step)[0].float().clone())
         starts = [start + length for start, length in zip(starts, lengths, strict=True)]
     return list(torch.stack(logits, dim=1))
 

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from engine.triton_kernels import configs
+
 if TYPE_CHECKING:
     from engine.triton_kernels.work import DecodeWork, PrefillWork
 
@@ -246,6 +248,46 @@ def token_mask(logits: Tensor, places: Tensor, bits: Tensor) -> None:
     tokens = torch.arange(logits.shape[1], device=logits.device)
     forbidden = (bits[:, tokens // 32] >> (tokens % 32)) & 1 == 0
     logits[places.long()] = logits[places.long()].masked_fill(forbidden, -torch.inf)
+
+
+def penalise(logits: Tensor, places: Tensor, rows: Tensor, history: Tensor, penalties: Tensor) -> None:
+    """Penalise logits [samples, vocab] at `places` by what was said. Shapes as in the kernel's wrapper."""
+    said, values = history[rows.long()], logits[places.long()]
+    repetition, frequency, presence = penalties.unsqueeze(2).unbind(1)
+    repeated = torch.where(values > 0, values / repetition, values * repetition)
+    times = said >> 1
+    repeated -= torch.where(times > 0, frequency * times + presence, 0.0)
+    logits[places.long()] = torch.where(said > 0, repeated, values)
+
+
+def count_tokens(history: Tensor, rows: Tensor, places: Tensor, tokens: Tensor) -> None:
+    """Note tokens[places] in the history of `rows`; negative ones are none. Shapes as in the kernel's wrapper."""
+    token_ids = tokens[places.long()].long()
+    history[rows.long(), token_ids.clamp(min=0)] += 2 * (token_ids >= 0).to(torch.int32)
+
+
+def draw(
+    logits: Tensor, greedy: Tensor, uniform: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
+) -> Tensor:
+    """Tokens [n] drawn where `temperature` > 0, by sorting. Shapes as in the kernel's wrapper."""
+    values, vocab = logits.float(), logits.shape[1]
+    best = values.gather(1, greedy.clamp(min=0).long()[:, None])
+    weights = ((values - best) / temperature[:, None].clamp(min=1e-30)).exp().nan_to_num(0.0).clamp(max=1.0)
+    shares = (weights * configs.SHARE_ONE).long()
+    least = (min_p.double() * configs.SHARE_ONE).long().clamp(min=1)[:, None]
+    shares = shares * (shares >= least)
+    count = (shares > 0).sum(dim=-1, keepdim=True)
+    ordered, order = values.masked_fill(shares == 0, -torch.inf).sort(dim=-1, descending=True)
+    last = torch.where((top_k[:, None] > 0) & (top_k[:, None] < count), top_k[:, None].long(), count) - 1
+    lowest = ordered.gather(1, last.clamp(min=0))
+    shares = shares * (values >= lowest)
+    goal = (top_p.double()[:, None] * shares.sum(dim=-1, keepdim=True)).ceil().long().clamp(min=1)
+    missing = (shares.gather(1, order).cumsum(dim=-1) < goal).sum(dim=-1, keepdim=True).clamp(max=vocab - 1)
+    lowest = torch.where(top_p[:, None] < 1, ordered.gather(1, missing), -torch.inf)
+    cdf = (shares * (values >= lowest)).cumsum(dim=-1)
+    goal = torch.minimum((uniform[:, None] * cdf[:, -1:]).long(), cdf[:, -1:] - 1)
+    drawn = torch.searchsorted(cdf, goal, right=True)[:, 0].to(torch.int32)
+    return torch.where((greedy < 0) | (temperature <= 0), greedy, drawn)
 
 
 def _token_slots(table: Tensor, rows: Tensor, positions: Tensor, pool: Tensor, layer: int, scratch_base: int) -> Tensor:

@@ -15,6 +15,9 @@ _HOPPER, _AMPERE = 90, 80
 MIN_SPLIT = 256
 """Length (tokens) from which on a context is split in decode; evened out, a split is at least half as long."""
 
+SHARE_ONE = float(2**40)
+"""The share of a row's best token in draws; the shares of a vocabulary fit into 63 bits."""
+
 
 @dataclass(frozen=True, slots=True)
 class LaunchConfig:
@@ -98,6 +101,11 @@ def flat_config() -> LaunchConfig:
 def copy_config() -> LaunchConfig:
     """Copies: 4,096 elements a program, 32 a thread, so that four 16-byte loads are in flight before a store."""
     return LaunchConfig(1, 4096, 4, 1)
+
+
+def draw_config() -> LaunchConfig:
+    """Draws: one program a row, which passes over all of it many times: as many threads as fit with their sums."""
+    return LaunchConfig(1, 4096, 16, 1)
 
 
 def heads_config() -> LaunchConfig:

@@ -18,6 +18,7 @@ from engine.execution.masks import FinishMasks
 from engine.execution.pool import UnitPool
 from engine.execution.pooling import TakeHidden
 from engine.execution.rows import RowTable
+from engine.execution.samples import DeviceSamples
 from engine.models.absorption import Absorption
 from engine.models.decoder import Attend, Decoder
 from engine.models.heads import Heads
@@ -66,10 +67,10 @@ class TorchDevice(PoolDevice):
         restore(self._heads, self.pool, units, starts)
 
     def forward(
-        self, chunks: IntArray, draws: bool, masks: FinishMasks | None = None, take: TakeHidden | None = None
-    ) -> tuple[Tensor, Tensor | None]:
+        self, chunks: IntArray, masks: FinishMasks | None = None, take: TakeHidden | None = None
+    ) -> tuple[Tensor, DeviceSamples | None]:
         """See Device; the host samples."""
-        del draws, masks
+        del masks
         batch, hidden = self._plan(chunks)
         layout, device = batch.layout, self.pool.device
         attend = self._attend(batch, hidden)

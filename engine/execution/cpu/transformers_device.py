@@ -10,6 +10,7 @@ from engine.execution.masks import FinishMasks
 from engine.execution.pool import UnitPool
 from engine.execution.pooling import TakeHidden
 from engine.execution.rows import RowTable
+from engine.execution.samples import DeviceSamples
 from engine.models.transformers_model import TransformersModel
 from predictor.limits import Limits
 
@@ -27,11 +28,11 @@ class TransformersDevice(PoolDevice):
         raise NotImplementedError
 
     def forward(
-        self, chunks: IntArray, draws: bool, masks: FinishMasks | None = None, take: TakeHidden | None = None
-    ) -> tuple[Tensor, Tensor | None]:
+        self, chunks: IntArray, masks: FinishMasks | None = None, take: TakeHidden | None = None
+    ) -> tuple[Tensor, DeviceSamples | None]:
         """See Device; the host samples."""
         assert take is None, "a vector is asked of a model that makes none"
-        del draws, masks
+        del masks
         pool, rows = self.pool, self.rows
         clear_begun_blocks(pool, rows, chunks)
         batch = arrange(chunks, rows, self._cell_bytes)

@@ -6,22 +6,24 @@ next step's data where it found the last one's. Knows nothing of models or of wh
 
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from engine.execution.arrays import Int32Array, IntArray
+from engine.execution.arrays import Float32Array, Int32Array, IntArray
 from engine.execution.cuda.shapes import StepShape
 from engine.execution.layout import Layout
 from engine.execution.rows import RowTable
-from engine.execution.sampling_table import uniforms
+from engine.execution.sampling_table import SamplingTable, uniforms
 from engine.models.spec import ModelSpec
 from engine.triton_kernels import configs
 from engine.triton_kernels.work import DecodeWork, PrefillWork, WorkBuffer, aligned
 from predictor.limits import Limits
 
 _CHANGES = 4096  # table entries in the buffer; a step with more sends the rest by itself
+_EDITS = 4096  # biases and forbidden ends in the buffer; the same
 _SLACK = 256  # what aligning the parts may take
 
 
@@ -47,19 +49,47 @@ class StepInputs:
     partial_lse: Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class DrawInputs:
-    """Sampling parameters of S rows on the device, neutral where a row has no such wish. `uniform` float64; `top_k`
-    int32; the others float32. `most_top_k`: the largest, 0 if none; `any_*`: whether any row is not neutral."""
+class DrawInputs(NamedTuple):
+    """Sampling parameters of S rows on the device, neutral where a row has no such wish, as `Kernels.draw` takes them:
+    `temperature` is 0 where the best token is wanted."""
 
     uniform: Tensor
     temperature: Tensor
     top_k: Tensor
     top_p: Tensor
     min_p: Tensor
-    most_top_k: int
-    any_top_p: bool
-    any_min_p: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PenaltyInputs:
+    """Samples at `places [n]`, of `rows [n]`, with penalties `values [n, 3]`: on the device, as `Kernels.penalise`
+    takes them. `host_rows`, `host_ends [n]`: the rows, and the positions that are sampled."""
+
+    places: Tensor
+    rows: Tensor
+    values: Tensor
+    host_rows: IntArray
+    host_ends: IntArray
+
+
+@dataclass(frozen=True, slots=True)
+class LogprobInputs:
+    """Samples at `places [w]` (on the device; also `host_places`) that want log-probabilities, of `counts [w]` best."""
+
+    places: Tensor
+    host_places: IntArray
+    counts: IntArray
+
+
+@dataclass(frozen=True, slots=True)
+class StepWishes:
+    """What a step's samples want beside their best tokens; None or empty: nothing. `edits`: pairs of flat places in
+    logits [S, vocab] and values to add there."""
+
+    draws: DrawInputs | None = None
+    edits: tuple[tuple[Tensor, Tensor], ...] = ()
+    penalties: PenaltyInputs | None = None
+    logprobs: LogprobInputs | None = None
 
 
 class StepBuffers:
@@ -77,7 +107,9 @@ class StepBuffers:
         tiles = configs.prefill_items(max_tokens, max_samples, self._tile_tokens)
         shapes = (*DecodeWork.shapes(max_samples, items), *PrefillWork.shapes(max_samples, tiles))
         lists = sum(aligned(rows * columns) for rows, columns in shapes)
-        self._buffer = WorkBuffer(4 * max_tokens + 8 * max_samples + lists + 2 * _CHANGES + _SLACK, device)
+        self._buffer = WorkBuffer(
+            4 * max_tokens + 14 * max_samples + lists + 2 * _CHANGES + 2 * _EDITS + _SLACK, device
+        )
         take = self._buffer.take
         (self._ids, self._ids_), (self._source, self._source_) = take(max_tokens), take(max_tokens)
         (self._positions, self._positions_), (self._rows, self._rows_) = take(max_tokens), take(max_tokens)
@@ -85,6 +117,8 @@ class StepBuffers:
         (self._sample_rows, self._sample_rows_) = take(max_samples)
         self._draw_host, self._draw = zip(*(take(max_samples) for _ in range(4)), strict=True)
         self._uniform, self._uniform_ = take(max_samples * 2)
+        self._penalised, self._penalised_rows, self._wanted = take(max_samples), take(max_samples), take(max_samples)
+        self._penalties, self._edits, self._added = take(max_samples * 3), take(_EDITS), take(_EDITS)
         (self._places, self._places_), (self._entries, self._entries_) = take(_CHANGES), take(_CHANGES)
         self._decode = DecodeWork(max_samples, items, decode_tile, device, buffer=self._buffer)
         self._prefill = PrefillWork(max_samples, tiles, self._tile_tokens, device, buffer=self._buffer)
@@ -125,21 +159,60 @@ class StepBuffers:
             views.prefill.fill(chunks.astype(np.int32))
         return views
 
-    def fill_draw(self, layout: Layout, rows: RowTable) -> DrawInputs:
-        """Write the sampling parameters of a step's samples."""
-        table, where, count = rows.sampling, layout.sampled_rows, len(layout.sampled)
+    def fill_wishes(self, where: IntArray, ends: IntArray, rows: RowTable, vocab: int) -> StepWishes:
+        """Write what samples of rows `where [S]` at positions `ends [S]` want."""
+        table = rows.sampling
+        if table.plain(where):
+            return StepWishes()
+        positions = ends - rows.num_prompt[where]
+        drawn, penalised = ~table.greedy[where], np.flatnonzero(table.penalised[where])
+        wanted = np.flatnonzero(table.num_logprobs[where] >= 0)
+        return StepWishes(
+            self._fill_draws(where, positions, table) if drawn.any() else None,
+            self._fill_edits(where, positions, table, vocab),
+            self._fill_penalties(penalised, where, ends, table) if penalised.size else None,
+            LogprobInputs(_part(self._wanted, wanted), wanted, table.num_logprobs[where[wanted]])
+            if wanted.size
+            else None,
+        )
+
+    def _fill_draws(self, where: IntArray, positions: IntArray, table: SamplingTable) -> DrawInputs:
+        count = len(where)
         temperature, top_k, top_p, min_p = self._draw_host
         top_k[:count] = table.top_k[where]
-        columns = ((temperature, table.temperature), (top_p, table.top_p), (min_p, table.min_p))
-        for target, values in columns:
-            target.view(np.float32)[:count] = values[where]
-        positions = layout.positions[layout.sampled_tokens] + 1 - rows.num_prompt[where]
+        heat = np.where(table.greedy[where], 0.0, table.temperature[where])
+        for target, values in ((temperature, heat), (top_p, table.top_p[where]), (min_p, table.min_p[where])):
+            target.view(np.float32)[:count] = values
         self._uniform.view(np.float64)[:count] = uniforms(table.seed[where], positions)
         device = [part[:count] for part in self._draw]
-        floats = [device[place].view(torch.float32) for place in (0, 2, 3)]
-        return DrawInputs(
-            self._uniform_.view(torch.float64)[:count], floats[0], device[1], floats[1], floats[2],
-            int(table.top_k[where].max()), bool((table.top_p[where] < 1).any()), bool((table.min_p[where] > 0).any()),
+        heats, top_ps, min_ps = (device[place].view(torch.float32) for place in (0, 2, 3))
+        return DrawInputs(self._uniform_.view(torch.float64)[:count], heats, device[1], top_ps, min_ps)
+
+    def _fill_edits(
+        self, where: IntArray, positions: IntArray, table: SamplingTable, vocab: int
+    ) -> tuple[tuple[Tensor, Tensor], ...]:
+        places, values = [], []
+        for place in np.flatnonzero(table.edits[where]).tolist():
+            ids, added = table.additions(int(where[place]), int(positions[place]))
+            places.append(place * vocab + ids)
+            values.append(added)
+        if not sum(map(len, places)):
+            return ()
+        index, added_ = np.concatenate(places).astype(np.int32), np.concatenate(values).astype(np.float32)
+        first = min(len(index), _EDITS)
+        edits = [
+            (_part(self._edits, index[:first]), _part(self._added, added_[:first].view(np.int32)).view(torch.float32))
+        ]
+        if first < len(index):
+            edits.append((send(index[first:], self._ids_.device), send(added_[first:], self._ids_.device)))
+        return tuple(edits)
+
+    def _fill_penalties(self, places: IntArray, where: IntArray, ends: IntArray, table: SamplingTable) -> PenaltyInputs:
+        rows = where[places]
+        values = table.penalties[rows].astype(np.float32).view(np.int32).ravel()
+        return PenaltyInputs(
+            _part(self._penalised, places), _part(self._penalised_rows, rows),
+            _part(self._penalties, values).view(torch.float32).view(-1, 3), rows, ends[places],
         )  # fmt: skip
 
     def fill_changes(self, places: Int32Array, entries: Int32Array) -> None:
@@ -162,12 +235,19 @@ class StepBuffers:
             flat.index_copy_(0, ids.long(), values)
 
 
+def _part(place: tuple[Int32Array, Tensor], values: IntArray | Int32Array) -> Tensor:
+    """Write `values [n]` to the host's side of a part; gives the device's."""
+    host, device = place
+    host[: len(values)] = values
+    return device[: len(values)]
+
+
 def _pad(target: Int32Array, values: IntArray | Int32Array, size: int, padding: int) -> None:
     target[: len(values)] = values
     target[len(values) : size] = padding
 
 
-def send(values: Int32Array, device: torch.device) -> Tensor:
+def send(values: Int32Array | IntArray | Float32Array, device: torch.device) -> Tensor:
     """A copy on the device. The allocator of pinned memory keeps the host's side until it has been read."""
     host = torch.from_numpy(values.copy())
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host

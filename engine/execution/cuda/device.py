@@ -14,14 +14,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.api import MAX_LOGPROBS, SamplingParams
 from engine.execution.arrays import IntArray
-from engine.execution.cuda.buffers import DrawInputs, StepBuffers, StepInputs
-from engine.execution.cuda.draw import draw
+from engine.execution.cuda.buffers import StepBuffers, StepInputs
 from engine.execution.cuda.forward import Forward
 from engine.execution.cuda.graphs import Graphs
 from engine.execution.cuda.hidden import Projection, StepHidden
 from engine.execution.cuda.kernels import Kernels
-from engine.execution.cuda.limit import limit, without_masks
+from engine.execution.cuda.sampling import Sampling
 from engine.execution.cuda.shapes import Buckets
 from engine.execution.cuda.swap import Swapper
 from engine.execution.cuda.tables import DeviceTables
@@ -32,6 +32,7 @@ from engine.execution.masks import FinishMasks
 from engine.execution.pool import UnitPool
 from engine.execution.pooling import TakeHidden
 from engine.execution.rows import RowTable
+from engine.execution.samples import DeviceSamples
 from engine.models.spec import ModelSpec
 from engine.models.weights import ModelWeights
 from predictor.limits import Limits
@@ -64,7 +65,6 @@ class CudaDevice:
         assert limits.num_units * spec.num_layers < 2**31, "table entries are 32 bits wide"
         device = weights.embedding.device
         self.lane = Lane(device)
-        self._kernels = kernels
         self.rows = RowTable(limits, hidden=scratch_blocks > 0)
         self.pool = UnitPool.of(spec, limits, weights.embedding, scratch_blocks, host_units)
         self._tables = DeviceTables(self.rows, self.pool)
@@ -72,6 +72,7 @@ class CudaDevice:
         self._projection = Projection(self._forward, self.pool, limits)
         self._swapper = Swapper(self.pool, kernels, self.lane, Lane(device))
         self._buffers = StepBuffers(spec, limits, weights.embedding.dtype, device)
+        self._sampling = Sampling(self.rows, kernels, self._buffers, spec.vocab_size, device)
         self._buckets = Buckets(limits.max_num_seqs, limits.max_num_batched_tokens)
         self._graphs = Graphs(self._forward, self.lane)
         self._last_inputs: StepInputs | None = None
@@ -92,13 +93,12 @@ class CudaDevice:
         return len(self._buckets.all_shapes())
 
     def forward(
-        self, chunks: IntArray, draws: bool, masks: FinishMasks | None = None, take: TakeHidden | None = None
-    ) -> tuple[Tensor, Tensor]:
+        self, chunks: IntArray, masks: FinishMasks | None = None, take: TakeHidden | None = None
+    ) -> tuple[Tensor, DeviceSamples]:
         """See Device. Nothing is waited for but what `masks` wait for, while the device runs."""
         rows, buffers, layout = self.rows, self._buffers, decodes_first(chunks)
         inputs = buffers.fill(self._buckets.fit(len(layout.positions), layout.num_decodes), layout, rows)
-        wishes = buffers.fill_draw(layout, rows) if draws else None
-        hidden = None
+        wishes, hidden = self._sampling.begin(layout), None
         if has_hidden(rows, chunks):
             hidden = StepHidden(self._projection, self._forward, rows, layout, inputs, self.pool.scratch_blocks)
         changes = self._tables.take_changes()
@@ -111,17 +111,11 @@ class CudaDevice:
             self._forward(inputs, hidden, None if take is None else partial(take, layout))
         self._last_inputs = inputs
         count = len(layout.sampled)
-        logits, tokens = self._forward.logits[:count], self._forward.sampled[:count]
-        limits = None if masks is None else masks()
-        if limits is not None:
-            tokens = limit(self._kernels, logits, tokens, limits)
-        if wishes is not None:
-            tokens = draw(logits, tokens, wishes)
-        if limits is not None:
-            tokens = without_masks(tokens, limits)
-        if limits is not None or wishes is not None:
-            self._forward.accept(inputs, tokens)
-        return logits, self._forward.sampled[:count]
+        logits, greedy = self._forward.logits[:count], self._forward.sampled[:count]
+        samples = self._sampling.choose(logits, greedy, wishes, None if masks is None else masks())
+        if samples.tokens is not greedy:
+            self._forward.accept(inputs, samples.tokens)
+        return logits, replace(samples, tokens=greedy)
 
     def repeat_last(self) -> None:
         """Run the last step's forward pass again, as it is: for measuring what the device takes without the host."""
@@ -130,17 +124,19 @@ class CudaDevice:
             self._graphs.run(self._last_inputs)
 
     def run_padding(self, num_tokens: int, num_samples: int) -> None:
-        """A step of `num_tokens` of padding with `num_samples` drawn at random: what the largest step allocates."""
+        """A step of `num_tokens` of padding with `num_samples` that want everything: what the largest step allocates.
+        Only while no row holds a request."""
+        every = SamplingParams(1, presence_penalty=1.0, logprobs=MAX_LOGPROBS, top_p=0.5, logit_bias=((0, 0.0),))
         with torch.inference_mode(), self.lane.use():
             inputs = self._buffers.fill(self._buckets.exact(num_tokens, 0), decodes_first(_NO_CHUNKS), self.rows)
+            rows = np.arange(num_samples)
+            for row in rows.tolist():
+                self.rows.sampling.write(row, every)
+            wishes = self._sampling.begin(decodes_first(np.stack((rows, rows * 0, rows * 0 + 1, rows * 0 + 1), axis=1)))
             self._buffers.upload()
             self._forward(inputs)
-            rows = np.zeros(num_samples, dtype=np.int64)
-            chunks = np.stack((rows, rows, rows + 1, rows + 1), axis=1)
-            wishes = self._buffers.fill_draw(decodes_first(chunks), self.rows)
-            wishes.top_p.fill_(0.5)
-            every = (wishes.uniform, wishes.temperature, wishes.top_k, wishes.top_p, wishes.min_p, 1, True, True)
-            draw(self._forward.logits[:num_samples], self._forward.sampled[:num_samples], DrawInputs(*every))
+            logits, greedy = self._forward.logits[:num_samples], self._forward.sampled[:num_samples]
+            self._sampling.choose(logits, greedy, wishes, None)
             self.lane.mark().synchronize()
 
     def _capture(self) -> None:

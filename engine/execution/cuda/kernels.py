@@ -81,6 +81,21 @@ class Kernels(Ops, Protocol):
 
     def token_mask(self, logits: Tensor, places: Tensor, bits: Tensor) -> None: ...
 
+    def penalise(self, logits: Tensor, places: Tensor, rows: Tensor, history: Tensor, penalties: Tensor) -> None: ...
+
+    def count_tokens(self, history: Tensor, rows: Tensor, places: Tensor, tokens: Tensor) -> None: ...
+
+    def draw(
+        self,
+        logits: Tensor,
+        greedy: Tensor,
+        uniform: Tensor,
+        temperature: Tensor,
+        top_k: Tensor,
+        top_p: Tensor,
+        min_p: Tensor,
+    ) -> Tensor: ...
+
     def unit_copy(self, source: Tensor, target: Tensor, pairs: Tensor) -> None: ...
 
 

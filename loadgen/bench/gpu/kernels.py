@@ -238,4 +238,19 @@ def _row_errors(setup: Setup, kernels: Kernels) -> Iterator[tuple[str, float]]:
     torch_ops.token_mask(expected, places, bits)
     kernels.token_mask(logits, places, bits)
     yield "token mask", _error(*(torch.nan_to_num(each, neginf=-100.0) for each in (logits, expected)))
+    yield "draws: tokens that differ from those of sorting", _draw_errors(setup, kernels)
     yield "SwiGLU", _error(kernels.silu_and_mul(x), torch_ops.silu_and_mul(x.double()))
+
+
+def _draw_errors(setup: Setup, kernels: Kernels) -> float:
+    """Share of tokens. Weights may differ by a rounding, so a draw in many may fall beside the border of two tokens."""
+    rows, vocab = 64, setup.size(128_256, 200)
+    logits = (3 * torch.randn((rows, vocab), device=setup.device)).to(setup.dtype)
+    each = torch.arange(rows, device=setup.device)
+    inputs = (
+        torch.rand(rows, dtype=torch.float64, device=setup.device), 0.5 + each / rows,
+        torch.where(each % 2 == 0, 0, 40).to(torch.int32), torch.where(each % 4 < 2, 1.0, 0.9), each / rows * 0.02,
+    )  # fmt: skip
+    greedy = logits.float().argmax(dim=-1).to(torch.int32)
+    different = kernels.draw(logits, greedy, *inputs) != torch_ops.draw(logits, greedy, *inputs)
+    return float((different.sum() > 1).float())

@@ -17,6 +17,7 @@ from engine.execution.hidden import has_hidden
 from engine.execution.layout import Layout
 from engine.execution.masks import FinishMasks
 from engine.execution.pooling import TakeHidden
+from engine.execution.samples import DeviceSamples
 from engine.models.decoder import Decoder
 from engine.scheduling.output import INVALID_TOKEN
 from predictor.limits import Limits
@@ -33,15 +34,15 @@ class NativeDevice(TorchDevice):
         self._native = NativeModel(native, decoder.spec, decoder.weights, self.pool, self.rows, length)
 
     def forward(
-        self, chunks: IntArray, draws: bool, masks: FinishMasks | None = None, take: TakeHidden | None = None
-    ) -> tuple[Tensor, Tensor | None]:
+        self, chunks: IntArray, masks: FinishMasks | None = None, take: TakeHidden | None = None
+    ) -> tuple[Tensor, DeviceSamples | None]:
         """See Device. Greedy tokens that may be any are chosen here, all others by the host."""
         if has_hidden(self.rows, chunks):
-            return super().forward(chunks, draws, masks, take)
+            return super().forward(chunks, masks, take)
         if self.pool.scratch_blocks:  # a later step by torch reads blocks whole
             clear_begun_blocks(self.pool, self.rows, chunks)
         where, table = chunks[chunks[:, 3] > 0, 0], self.rows.sampling
-        plain = masks is None and bool(table.greedy[where].all()) and not table.needs_host(where)
+        plain = masks is None and table.plain(where)
         result = self._native.run(chunks, logits=not plain)
         if take is not None:
             hidden = self._native.hidden(int(chunks[:, 2].sum()))
@@ -49,4 +50,4 @@ class NativeDevice(TorchDevice):
         if result.logits is not None:
             return result.logits, None
         tokens = np.where(np.isfinite(result.best), result.best_ids, INVALID_TOKEN)
-        return torch.empty((len(tokens), 0)), torch.from_numpy(tokens.astype(np.int32))
+        return torch.empty((len(tokens), 0)), DeviceSamples(torch.from_numpy(tokens.astype(np.int32)))

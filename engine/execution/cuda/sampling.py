@@ -1,0 +1,130 @@
+"""From a step's logits to its tokens without a look at the device: what `engine.execution.sampler` does, there.
+
+Logit bias and minimum length (a list of edits), penalties (a history of every row that stays on the device), the masks
+of grammars, draws, log-probabilities: in this order, each only where a row of the step wants it. Nothing here depends
+on values that only the device knows, so the next step can be launched before this one has ended.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.execution.arrays import Int32Array, IntArray
+from engine.execution.cuda.buffers import StepBuffers, StepWishes, send
+from engine.execution.cuda.kernels import Kernels
+from engine.execution.layout import Layout
+from engine.execution.masks import StepMasks
+from engine.execution.rows import RowTable
+from engine.execution.samples import DeviceSamples, RowLogprobs
+from engine.scheduling.output import LATE_TOKEN, UNMASKED_TOKEN
+
+
+@dataclass(frozen=True, slots=True)
+class _Loads:
+    """Histories that begin with this step: `rows [n]` int64 to clear, and values at `places` (flat) of the history."""
+
+    rows: IntArray
+    places: IntArray
+    values: Int32Array
+
+
+class Sampling:
+    """Of one device. `history [rows, vocab]` int32 as in `engine.triton_kernels.penalties`: 4 bytes for every row and
+    token of the vocabulary."""
+
+    def __init__(
+        self, rows: RowTable, kernels: Kernels, buffers: StepBuffers, vocab: int, device: torch.device
+    ) -> None:
+        self._rows, self._kernels, self._buffers = rows, kernels, buffers
+        self._history = torch.zeros((rows.num_rows, vocab), dtype=torch.int32, device=device)
+        self._loaded = np.full(rows.num_rows, -1, dtype=np.int64)  # the generation whose history a row has
+
+    def begin(self, layout: Layout) -> StepWishes:
+        """Write what a step's samples want on the host's side of the buffers; before their upload."""
+        where = layout.sampled_rows
+        if not len(where):
+            return StepWishes()
+        ends = layout.positions[layout.sampled_tokens] + 1
+        return self._buffers.fill_wishes(where, ends, self._rows, self._history.shape[1])
+
+    def choose(self, raw: Tensor, greedy: Tensor, wishes: StepWishes, masks: StepMasks | None) -> DeviceSamples:
+        """Tokens [S] int32 of logits [S, vocab] whose best ones are `greedy` (negative: not finite); behind the upload.
+        Masks are applied in place where nobody wants the logits."""
+        logits, tokens, kernels = raw, greedy, self._kernels
+        if wishes.edits or wishes.penalties:
+            logits = raw.to(torch.float32, copy=True)
+        elif masks is not None and wishes.logprobs:
+            logits = raw.clone()
+        self._edit(logits, wishes)
+        masked = masks is not None and len(masks.places) > 0
+        if masks is not None and masked:
+            places = send(masks.places.astype(np.int32), logits.device)
+            kernels.token_mask(logits, places, send(masks.bits, logits.device))
+        if logits is not raw or masked:
+            tokens = _best(logits, greedy)
+        if wishes.draws is not None:
+            tokens = kernels.draw(logits, tokens, *wishes.draws)
+        if masks is not None:
+            tokens = _without_masks(tokens, masks)
+        if wishes.penalties is not None:
+            kernels.count_tokens(self._history, wishes.penalties.rows, wishes.penalties.places, tokens)
+        return DeviceSamples(tokens, _logprobs(raw, tokens, wishes))
+
+    def _edit(self, logits: Tensor, wishes: StepWishes) -> None:
+        for index, values in wishes.edits:
+            logits.view(-1).index_add_(0, index, values)
+        penalties = wishes.penalties
+        if penalties is None:
+            return
+        loads = self._loads(penalties.host_rows, penalties.host_ends)
+        if loads is not None:
+            device, flat = logits.device, self._history.view(-1)
+            self._history.index_fill_(0, send(loads.rows, device), 0)
+            flat.index_copy_(0, send(loads.places, device), send(loads.values, device))
+        self._kernels.penalise(logits, penalties.places, penalties.rows, self._history, penalties.values)
+
+    def _loads(self, where: IntArray, ends: IntArray) -> _Loads | None:
+        """The histories of rows whose request is sampled for the first time: all its tokens are known then."""
+        rows = self._rows
+        new = self._loaded[where] != rows.generation[where]
+        if not new.any():
+            return None
+        places, values = [], []
+        for row, end in zip(where[new].tolist(), ends[new].tolist(), strict=True):
+            tokens, first = rows.tokens[row, :end], int(rows.num_prompt[row])
+            assert (tokens >= 0).all(), "a history begins before its tokens are known"
+            ids, inverse = np.unique(tokens, return_inverse=True)
+            said = 2 * np.bincount(inverse[first:], minlength=len(ids))
+            said[np.unique(inverse[:first])] += 1
+            places.append(row * self._history.shape[1] + ids)
+            values.append(said.astype(np.int32))
+        self._loaded[where[new]] = rows.generation[where[new]]
+        return _Loads(where[new], np.concatenate(places), np.concatenate(values))
+
+
+def _best(logits: Tensor, greedy: Tensor) -> Tensor:
+    """The best tokens [S] int32 of changed logits. Where the raw ones were not finite they stay negative: a mask may
+    hide a NaN."""
+    best, tokens = logits.max(dim=-1)
+    return torch.where((greedy < 0) | ~best.isfinite(), greedy.clamp(max=-1), tokens.to(torch.int32))
+
+
+def _without_masks(tokens: Tensor, masks: StepMasks) -> Tensor:
+    """Tokens [S] with, at places that have no mask, the reason in a token's place."""
+    for places, reason in ((masks.late, LATE_TOKEN), (masks.failed, UNMASKED_TOKEN)):
+        if len(places):
+            tokens = tokens.index_fill(0, send(places.astype(np.int32), tokens.device).long(), reason)
+    return tokens
+
+
+def _logprobs(raw: Tensor, tokens: Tensor, wishes: StepWishes) -> RowLogprobs | None:
+    wanted = wishes.logprobs
+    if wanted is None:
+        return None
+    values = raw.index_select(0, wanted.places).float().log_softmax(dim=-1)
+    chosen = values.gather(1, tokens.index_select(0, wanted.places).clamp(min=0).long()[:, None])
+    top = values.topk(min(max(int(wanted.counts.max()), 1), values.shape[1]), dim=-1)
+    packed = torch.cat((chosen.view(torch.int32), top.values.view(torch.int32), top.indices.to(torch.int32)), dim=1)
+    return RowLogprobs(packed, wanted.host_places, wanted.counts)

@@ -1,0 +1,41 @@
+"""What a device sampled in a step, on its way to the host."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from engine.api import MAX_LOGPROBS, TokenLogprobs
+from engine.execution.arrays import Int32Array, IntArray
+
+LOGPROB_COLUMNS = 1 + 2 * MAX_LOGPROBS
+"""Most columns of `RowLogprobs.packed`."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowLogprobs:
+    """Log-probabilities of the samples at `places [w]`, `counts [w]` of the best each: `packed [w, 1 + 2n]` int32 on
+    the device holds the bits of the chosen token's and of the n best ones', and their ids."""
+
+    packed: Tensor
+    places: IntArray
+    counts: IntArray
+
+    def read(self, packed: Int32Array, tokens: Int32Array) -> list[TokenLogprobs | None]:
+        """From a copy on the host, when it has arrived; None for samples without a token, or without the wish."""
+        results: list[TokenLogprobs | None] = [None] * len(tokens)
+        most = packed.shape[1] // 2
+        values, ids = packed[:, : 1 + most].view(np.float32), packed[:, 1 + most :]
+        for index, (place, count) in enumerate(zip(self.places.tolist(), self.counts.tolist(), strict=True)):
+            if tokens[place] >= 0:
+                best = zip(ids[index, :count].tolist(), values[index, 1 : 1 + count].tolist(), strict=True)
+                results[place] = TokenLogprobs(float(values[index, 0]), tuple(best))
+        return results
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceSamples:
+    """`tokens [S]` int32 on the device, negative where there is none (`engine.scheduling.output`)."""
+
+    tokens: Tensor
+    logprobs: RowLogprobs | None = None
