@@ -154,8 +154,8 @@ class Runner(Generic[DeviceT]):
         forced = {} if allowed is None else {at: run for at, run in allowed.forced.items() if tokens[at] >= 0}
         for at, run in forced.items():
             rows.tokens[where[at], ends[at] + 1 : ends[at] + 1 + len(run)] = run
-        mark, read = self.device.lane.mark(), None if logprobs is None else partial(list, logprobs)
-        return _Samples(where, ends, generations, tokens.astype(np.int32), mark, read, forced)
+        read = None if logprobs is None else lambda: logprobs
+        return _Samples(where, ends, generations, tokens.astype(np.int32), self.device.lane.mark(), read, forced)
 
     def _fetch(self, sampled: DeviceSamples, where: IntArray, ends: IntArray) -> _Samples:
         """Send tokens [n], and what belongs to them, on their way to the host."""
