@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import bombs
 import httpx
 import orjson
 import pytest
@@ -27,6 +26,7 @@ from gateway.generate import wire
 from gateway.generate.answering import INLINE_BYTES
 from gateway.http import json_size
 from gateway.http.json_size import LIMITS, JsonSize, count_json, too_much_json
+from loadgen.bench import bombs
 
 one_loop = pytest.mark.asyncio(loop_scope="module")
 

@@ -11,21 +11,22 @@ from fakes.runner import FakeRunner
 from engine.api import SamplingParams
 from engine.process.sabotage import POISON, SabotagedRunner
 from engine.scheduling.output import Chunk, NewRequest, SchedulerOutput
-from loadgen.bench import chaos
-from loadgen.bench.chaos import Promise
-from loadgen.bench.chaos_faults import HOSTILE, Saboteur
+from gateway.http.keys import KeyStore
+from loadgen.bench import chaos, chaos_parts, chaos_server
+from loadgen.bench.chaos_faults import Saboteur
 from loadgen.bench.chaos_load import Outcome
+from loadgen.bench.chaos_parts import Promise, Run, Scale
 
 
 def test_a_pause_is_what_a_gap_lasts_beyond_the_time_without_an_engine() -> None:
     gaps = [(0.0, 0.1), (1.0, 6.0), (10.0, 12.0), (20.0, 30.0)]
     down = [(1.5, 5.5), (21.0, 24.0), (25.0, 29.0)]
-    assert chaos.pauses(gaps, down) == pytest.approx([1.0, 3.0]), "no fault touched the third"
+    assert chaos_parts.pauses(gaps, down) == pytest.approx([1.0, 3.0]), "no fault touched the third"
 
 
 def test_the_lag_is_the_bound_that_the_looks_between_two_pages_kept() -> None:
     before, after = {0.01: 5.0, 0.1: 5.0, math.inf: 6.0}, {0.01: 104.0, 0.1: 105.0, math.inf: 106.0}
-    assert chaos.lag_within(before, after, 0.99) == 0.01 and chaos.lag_within(before, after, 1.0) == 0.1
+    assert chaos_server.lag_within(before, after, 0.99) == 0.01 and chaos_server.lag_within(before, after, 1.0) == 0.1
 
 
 def test_one_broken_promise_is_enough(capsys: pytest.CaptureFixture[str]) -> None:
@@ -38,12 +39,28 @@ def test_one_broken_promise_is_enough(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_everything_that_goes_wrong_breaks_a_promise() -> None:
-    saboteur = Saboteur(None, Path(), Path(), None)  # type: ignore[arg-type]
-    assert all(promise.kept is not False for promise in chaos._promises(Outcome(), saboteur))
-    saboteur.poison["None"] += 1
-    saboteur.wrong["x: 200"] += 1
-    outcome = Outcome(broken=1, differing=1, lost=1, doubled=1, failed=1, rows_differing=1)
-    assert [promise.kept for promise in chaos._promises(outcome, saboteur)].count(False) == 8
+    server = chaos_server.Server("", 0, Path())
+    run = Run(Saboteur(None, server, None), batch="completed")  # type: ignore[arg-type]
+    assert all(promise.kept is not False for promise in chaos_parts.of_work(run))
+    run.outcome = Outcome(broken=1, differing=1, lost=1, doubled=1, failed=1, rows_differing=1)
+    assert [promise.kept for promise in chaos_parts.of_work(run)].count(False) == 6
+    run.lag = {0.01: 0.0, 0.1: 0.0, math.inf: 0.0}, {0.01: 9.0, 0.1: 99.0, math.inf: 100.0}
+    run.memory = [10, *[2**20] * 9, 300 * 2**20]
+    assert [promise.kept for promise in chaos_parts.of_loop(run)] == [False, False, False]
+    run.saboteur.down, run.outcome.gaps = [(1.0, 2.0)], [(1.0, 6.0)]
+    assert [promise.kept for promise in chaos_parts.of_pauses(run)] == [None, None, False, False]
+
+
+def test_parts_are_known_by_name_and_scaled_by_seconds(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        chaos.main(["--parts", "kill,nonsense"])
+    assert "known: kill, hang, fail, poison, bombs, tenant, cost, storm" in capsys.readouterr().err
+    assert Scale(1, 600.0, 8).of(200) == 200 and Scale(1, 60.0, 8).of(200) == 20 and Scale(1, 6.0, 8).of(20, 2) == 2
+
+
+def test_the_key_file_is_one_that_the_server_reads(tmp_path: Path) -> None:
+    keys = KeyStore((), str(chaos_server._key_file(tmp_path, chaos_parts.TENANTS)))
+    assert keys.quota("heavy").requests == 8 and keys.quota("light").requests is None
 
 
 def test_a_step_fails_while_it_is_told_to(tmp_path: Path) -> None:
@@ -70,14 +87,22 @@ def test_poison_is_known_by_its_row_until_that_is_released(tmp_path: Path, monke
     assert len(killed) == 1
 
 
-def test_hostile_bodies_are_as_large_as_a_server_reads() -> None:
-    assert max(map(len, HOSTILE.values())) > 4 * 2**20 and sum(len(body) > 3_900_000 for body in HOSTILE.values()) == 5
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 async def test_nothing_is_lost_while_everything_breaks() -> None:
-    command = [sys.executable, "-m", "loadgen.bench", "chaos", "--seconds", "20", "--seed", "5", "--loose"]
+    command = [
+        sys.executable,
+        "-m",
+        "loadgen.bench",
+        "chaos",
+        "--parts",
+        "storm",
+        "--seconds",
+        "20",
+        "--seed",
+        "5",
+        "--loose",
+    ]
     process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
     output, _ = await process.communicate()
     print(output.decode())

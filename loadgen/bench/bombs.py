@@ -1,6 +1,6 @@
 """Request bodies that are small on the wire and large in what they may make a server do: every one within the limit of
-bytes, made anew on each call. `python tests/bombs.py URL` sends them to a server and prints how long one beside them
-waited.
+bytes, made anew on each call. `python -m loadgen.bench.bombs URL` sends them to a server and prints how long one beside
+them waited.
 
 What each must be answered is a set of statuses; how much work it may cost is the affair of who sends it.
 """
@@ -48,7 +48,7 @@ def filled(start: str, unit: str, end: str = "") -> Callable[[int], bytes]:
 
 
 def nested(start: str, opening: str, closing: str, end: str, depth: int) -> Callable[[int], bytes]:
-    return lambda size: (start + opening * depth + closing * depth + end).encode()
+    return lambda _: (start + opening * depth + closing * depth + end).encode()
 
 
 def _chat(model: str) -> Iterator[Bomb]:
