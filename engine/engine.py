@@ -9,9 +9,9 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -61,6 +61,8 @@ SICK_SECONDS = 60.0
 """How long every step may fail before the engine gives up."""
 DEVICE_SECONDS = 5.0
 """How long a device may take to say whether it still runs."""
+REST_SECONDS = 3.0
+"""The longest that no step is launched because somebody asks for rest: below what the watchdog takes for a stall."""
 MIN_REST = 0.01
 """The shortest sleep in seconds before the core is asked again for work that it could not start."""
 
@@ -113,6 +115,8 @@ class Engine:
         self._step_started: float | None = None
         self._busy_since = clock()
         self._wake = asyncio.Event()
+        self._rest_until = 0.0
+        self._at_rest = asyncio.Event()
         self._planner = Planner(plan_offline or core.plan_offline, clock, self._wake.set)
         self._plan_tried = False
         self._watchdog = ProgressWatchdog(core, clock, self._recover, stall_seconds)
@@ -236,6 +240,19 @@ class Engine:
         self._check_accepting()
         await self._grammars.prepare(requests)
 
+    @asynccontextmanager
+    async def at_rest(self) -> AsyncIterator[None]:
+        """No step runs during the block, or during its first seconds: those in flight have ended, none is launched."""
+        self._at_rest.clear()
+        self._rest_until = self._clock() + REST_SECONDS
+        try:
+            if self._in_flight:
+                await self._at_rest.wait()
+            yield
+        finally:
+            self._rest_until = 0.0
+            self._wake_up()
+
     def open(self, pairs: Iterable[tuple[EngineRequest, OutputSink]]) -> None:
         """Queue requests, all or none; their outputs go to the sinks. Raises what `submit` raises."""
         opened: list[str] = []
@@ -308,6 +325,10 @@ class Engine:
         assert self._death is not None
         return self._death
 
+    async def renew(self) -> str:
+        """See EngineClient.renew."""
+        return "the engine runs inside the server, and changes when that is started again"
+
     def kill(self) -> None:
         """See EngineClient.kill: all of it runs in this process."""
 
@@ -351,7 +372,8 @@ class Engine:
         """Until something happens, or until the time for which something waits in the core."""
         if self._recorder is not None:
             self._recorder.idle(self._clock())
-        retry_at = self._core.retry_at
+        self._at_rest.set()
+        retry_at = self._rest_until or self._core.retry_at
         rest = None if retry_at is None else max(MIN_REST, retry_at - self._clock())
         with suppress(TimeoutError):
             await asyncio.wait_for(self._wake.wait(), rest)
@@ -368,6 +390,8 @@ class Engine:
         """
         self._wake.clear()
         core = self._core
+        if self._clock() < self._rest_until:
+            return
         while not self._stopping and len(self._in_flight) <= core.config.pipeline_depth:
             output = core.schedule(self._clock(), self._planner.take())
             if output is None:

@@ -10,7 +10,7 @@ Requests are named by their ids; no token of a prompt or an answer is in it.
 
 import mmap
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
@@ -59,7 +59,13 @@ class Idle(Entry, frozen=True):
     """No step runs, and none can."""
 
 
-AnyEntry = Launched | Completed | Failed | Idle
+class Preparing(Entry, frozen=True):
+    """Requests whose grammars are being made ready, beside the steps: all of them as of now."""
+
+    request_ids: list[str]
+
+
+AnyEntry = Launched | Completed | Failed | Idle | Preparing
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(AnyEntry)
@@ -74,6 +80,8 @@ class FlightRecorder:
         self._next = 1
         self._request_ids: dict[int, str] = {}
         self._idle = True
+        self._preparing: list[str] = []
+        self._renew_at = 0
 
     def launched(self, output: SchedulerOutput, now: float) -> None:
         """Before the step runs."""
@@ -99,7 +107,15 @@ class FlightRecorder:
             self._write(Idle(now))
             self._idle = True
 
+    def preparing(self, request_ids: Iterable[str], now: float) -> None:
+        """Before the first of them is begun, and whenever there are others."""
+        self._preparing = sorted(request_ids)
+        self._renew_at = self._next + SLOTS // 2
+        self._write(Preparing(now, self._preparing))
+
     def _write(self, entry: AnyEntry) -> None:
+        if self._preparing and self._next >= self._renew_at:
+            self.preparing(self._preparing, entry.at)  # before steps have written over it
         payload = _encoder.encode(entry)
         if len(payload) > SLOT_BYTES - _HEADER.size:
             return  # thousands of requests in one step: nobody is suspected for what is not known
@@ -130,9 +146,11 @@ def in_flight(entries: Sequence[AnyEntry]) -> dict[str, int]:
     """The requests that ran at the end of a recording, and how many tokens of each would have been computed then.
 
     These are of the steps without a result, and of the last one: its engine was still busy with what it gave. A step
-    that failed is in question until another one is launched.
+    that failed is in question until another one is launched. Of those that were being prepared nothing would have been
+    computed.
     """
     open_steps: dict[int, Launched] = {}
+    preparing: list[str] = []
     last: Launched | None = None
     for entry in entries:
         match entry:
@@ -144,8 +162,10 @@ def in_flight(entries: Sequence[AnyEntry]) -> dict[str, int]:
                 last = open_steps.pop(entry.step_id, last)
             case Idle():
                 open_steps, last = {}, None
+            case Preparing(_, request_ids):
+                preparing = request_ids
     steps = [*open_steps.values(), *([last] if last is not None else [])]
-    reached: dict[str, int] = {}
+    reached = dict.fromkeys(preparing, 0)
     for step in steps:
         for request_id, chunk in zip(step.request_ids, step.chunks, strict=False):
             reached[request_id] = max(reached.get(request_id, 0), chunk.start + chunk.length)

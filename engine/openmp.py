@@ -38,7 +38,7 @@ def choose_waiting(
     `measure(threads)`: the share of their time that so many busy threads get; `processor_share` if not given.
     """
     threads = num_threads(config, environment)
-    if config.device == "cuda" or threads < 2 or environment.get(POLICY) or "torch" in sys.modules:
+    if _is_decided(config, environment, threads):
         return None
     if expects_native(config):
         environment[POLICY] = "passive"
@@ -53,6 +53,15 @@ def choose_waiting(
         f"{threads} threads wait for each other passively: other work takes {1 - share:.0%} of their time "
         f"({POLICY}=active makes them spin)"
     )
+
+
+def must_measure(config: EngineConfig, environment: MutableMapping[str, str]) -> bool:
+    """Whether `choose_waiting` will look how busy the machine is."""
+    return not _is_decided(config, environment, num_threads(config, environment)) and not expects_native(config)
+
+
+def _is_decided(config: EngineConfig, environment: MutableMapping[str, str], threads: int) -> bool:
+    return config.device == "cuda" or threads < 2 or bool(environment.get(POLICY)) or "torch" in sys.modules
 
 
 def expects_native(config: EngineConfig) -> bool:

@@ -173,6 +173,9 @@ class FakeEngine:
             running[request.request_class] += 1
         return self.snapshot or EngineStats(running=running)
 
+    async def renew(self) -> str:
+        return "nothing"
+
     async def wait_dead(self) -> str:
         await self._death.wait()
         return "the engine is dead"

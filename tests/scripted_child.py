@@ -8,8 +8,9 @@ NUMBER-th time, warm-up not counted, in each of the processes FIRST to LAST (1-1
 points: `ready` (dies before its first step), `frame` (dies in the middle of a message with outputs), `before`, `after`
 (dies before or after a step was computed), `hang` (a step never ends), `short`, `token` (a step's result is wrong),
 `oom` (a step raises MemoryError), `device` (from this step on all fail, and the device says why), `loop` (the engine's
-loop breaks), `block` (the event loop stands still). Of `poison` NUMBER is a token: the process dies in each step that
-computes the fourth token of an answer to a prompt with it.
+loop breaks), `block` (the event loop stands still), `learner`, `planner` (what learns from steps, or plans offline
+work, raises). Of `poison` NUMBER is a token: the process dies in each step that computes the fourth token of an answer
+to a prompt with it; and it dies whenever it prepares the grammar `POISON`.
 """
 
 import os
@@ -17,7 +18,7 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import replace
 from functools import partial
 from hashlib import blake2b
@@ -32,14 +33,19 @@ import socket  # noqa: E402
 from fakes.runner import FakeRunner  # noqa: E402
 
 from engine.api import EngineInfo, SamplingParams, TokenLogprobs  # noqa: E402
+from engine.colocation.keeper import Colocation  # noqa: E402
 from engine.config import EngineConfig, SchedulerConfig  # noqa: E402
 from engine.core import EngineCore  # noqa: E402
 from engine.engine import Engine  # noqa: E402
+from engine.errors import ConfigError  # noqa: E402
+from engine.grammar import Grammar  # noqa: E402
 from engine.process import child, frames  # noqa: E402
 from engine.process.connection import Connection  # noqa: E402
 from engine.scheduling.output import Collect, ModelRunnerOutput, SchedulerOutput  # noqa: E402
+from engine.scheduling.planner import OfflinePlan  # noqa: E402
 from engine.step_watch import StepLimits  # noqa: E402
 
+POISON = "poison"
 VOCAB = 405
 CONTEXT = 512
 EOS = 402
@@ -138,6 +144,43 @@ class ScriptedRunner(FakeRunner):
                 os.kill(os.getpid(), signal.SIGKILL)
 
 
+class ScriptedGrammars:
+    """In the place of a compiler of grammars: whatever is asked for is allowed."""
+
+    def find(self, grammar: Grammar) -> Any:
+        return None
+
+    def compile(self, grammar: Grammar) -> Any:
+        if grammar.text == POISON:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return grammar
+
+
+class ScriptedKeeper:
+    """In the place of what learns from steps."""
+
+    def __init__(self, faults: Faults) -> None:
+        self._faults = faults
+
+    def on_step(self, *_: Any) -> None:
+        if self._faults.passes("learner"):
+            raise ZeroDivisionError
+
+    def on_other(self, *_: Any) -> None:
+        pass
+
+    on_arrival = on_end = on_refused = on_other
+
+    def stats(self, _now: float) -> None:
+        return None
+
+
+def _plan(core: EngineCore, faults: Faults, now: float) -> Generator[None, None, OfflinePlan]:
+    if faults.passes("planner"):
+        raise ZeroDivisionError
+    return (yield from core.plan_offline(now))
+
+
 class FaultyConnection(Connection[Any]):
     """Dies with half a message sent."""
 
@@ -153,13 +196,27 @@ class FaultyConnection(Connection[Any]):
         self.faults.armed = self.faults.armed or isinstance(message, frames.Started)
 
 
+def prepare(config: EngineConfig) -> frames.Planned:
+    if config.model and (Path(config.model) / "broken").exists():
+        raise ConfigError("the model is broken")
+    return frames.Planned(config.model, ())
+
+
 def build(faults: Faults, config: EngineConfig, planned: child.Plan) -> Engine:
-    planned(frames.Planned("", ()))
+    planned(prepare(config))
     settings = SchedulerConfig.of(config, num_units=400, max_model_len=CONTEXT)
     core = EngineCore(replace(settings, block_size=4))
     info = EngineInfo(CONTEXT, VOCAB, frozenset({EOS}), "scripted", "none", "none", 0, 800)
     runner = ScriptedRunner(faults)
-    engine = Engine(core, runner, info, step_limits=StepLimits(floor=0.5, unknown=0.5), device_lost=runner.lost)
+    grammars: Any = ScriptedGrammars()
+    limits = StepLimits(floor=0.5, unknown=0.5)
+    keeper: Any = ScriptedKeeper(faults)
+    for name in ("on_step", "on_arrival", "on_end", "on_refused"):
+        setattr(Colocation, name, getattr(ScriptedKeeper, name))
+    engine = Engine(
+        core, runner, info, step_limits=limits, device_lost=runner.lost, grammars=grammars, colocation=keeper,
+        plan_offline=partial(_plan, core, faults),
+    )  # fmt: skip
     update = core.update
 
     def watched(*args: Any) -> Any:
@@ -178,7 +235,7 @@ def build(faults: Faults, config: EngineConfig, planned: child.Plan) -> Engine:
 def main(folder: str, script: str, descriptor: str) -> None:
     faults = FaultyConnection.faults = Faults(Path(folder), script)
     child.Connection = FaultyConnection  # type: ignore[misc]
-    child.run(socket.socket(fileno=int(descriptor)), partial(build, faults))
+    child.run(socket.socket(fileno=int(descriptor)), partial(build, faults), prepare)
 
 
 if __name__ == "__main__":

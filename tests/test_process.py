@@ -14,12 +14,23 @@ from typing import Any
 import pytest
 from driver import is_error, submit_one
 
-from engine.api import EngineRequest, EngineState, FinishReason, Lane, RequestClass, RequestOutput, SamplingParams
+from engine.api import (
+    EngineRequest,
+    EngineState,
+    FinishReason,
+    Lane,
+    OutputStream,
+    RequestClass,
+    RequestOutput,
+    SamplingParams,
+)
 from engine.config import EngineConfig
 from engine.errors import ConfigError, EngineStepError, EngineUnavailableError, InvalidRequestError
+from engine.grammar import Grammar
 from engine.process import frames
 from engine.process.client import EngineProcess
 from engine.process.policy import RestartPolicy
+from engine.process.supervisor import Child
 from engine.step_watch import StepLimits
 
 CHILD = Path(__file__).parent / "scripted_child.py"
@@ -53,13 +64,17 @@ def mixture() -> list[EngineRequest]:
 
 
 @asynccontextmanager
-async def engine_process(folder: Path, faults: str = "", **options: Any) -> AsyncIterator[EngineProcess]:
+async def engine_process(
+    folder: Path, faults: str = "", *, loaded: bool = False, **options: Any
+) -> AsyncIterator[EngineProcess]:
     """Started; at the end nothing of it is left."""
     await asyncio.to_thread(folder.mkdir)
     before = children()
     command = [sys.executable, "-P", str(CHILD), str(folder), faults]
     options = {"policy": RestartPolicy(max_delay=0.05), "config": CONFIG, **options}
     engine = EngineProcess(options.pop("config"), command=command, pid_file=folder.parent / "engine.pid", **options)
+    if loaded:
+        await asyncio.to_thread(engine.load, lambda _planned: None)
     await engine.start()
     tasks = asyncio.all_tasks()
     try:
@@ -121,14 +136,16 @@ async def test_every_request_ends_as_if_the_process_had_not_died(
     assert num_descriptors() == descriptors
 
 
-@pytest.mark.parametrize("point", ["short", "token", "oom"])
-async def test_a_step_that_goes_wrong_needs_no_other_process(
-    point: str, tmp_path: Path, undisturbed: dict[str, tuple[Any, ...]]
+@pytest.mark.parametrize("number", [1, 2, 7])
+@pytest.mark.parametrize("point", ["short", "token", "oom", "learner", "planner"])
+async def test_what_goes_wrong_in_the_engine_needs_no_other_process(
+    point: str, number: int, tmp_path: Path, undisturbed: dict[str, tuple[Any, ...]]
 ) -> None:
-    async with engine_process(tmp_path / "children", f"{point}:3") as engine:
+    async with engine_process(tmp_path / "children", f"{point}:{number}") as engine:
         assert await answers(engine) == undisturbed
         stats = await engine.stats()
-        assert not stats.restarts and stats.failed_steps == 1
+        assert not stats.restarts and stats.failed_steps == (point in ("short", "token", "oom"))
+        await until_idle(engine)
 
 
 async def test_only_the_first_start_tests_the_model(tmp_path: Path) -> None:
@@ -265,6 +282,32 @@ async def test_requests_that_kill_every_process_end_and_nobody_else_does(
         await until_idle(engine)
 
 
+@pytest.mark.parametrize("alone", [True, False], ids=["alone", "beside-others"])
+async def test_a_grammar_that_kills_every_process_ends_its_request_and_nobody_else(
+    alone: bool, tmp_path: Path, undisturbed: dict[str, tuple[Any, ...]]
+) -> None:
+    """It never gets as far as a step; several answers of one request share it."""
+    grammar = Grammar("regex", "poison")
+    bad = [request("bad1", grammar=grammar), request("bad2", grammar=grammar)]
+    line = EngineRequest("line2", (1, 2), bad[0].sampling, RequestClass.OFFLINE, final_only=True, lane=Lane.BATCH)
+    async with engine_process(tmp_path / "children") as engine:
+        streams = await engine.submit(bad)
+        ends = [asyncio.create_task(_read(stream)) for stream in [*streams, *await engine.submit([line])]]
+        if not alone:
+            assert await answers(engine) == undisturbed
+        for end in ends:
+            outputs = await end
+            assert is_error(outputs[-1], EngineStepError) and outputs[-1].num_output_tokens == 0
+        assert len(engine._policy._deaths) <= 1, "they are forgiven"
+        good = await collect(engine, request("seeded", seed=3, grammar=Grammar("regex", "good")))
+        assert summed(good)[0] == undisturbed["seeded"][0]
+        await until_idle(engine)
+
+
+async def _read(stream: OutputStream) -> list[RequestOutput]:
+    return [output async for output in stream]
+
+
 async def test_what_is_killed_from_outside_again_and_again_is_not_to_blame(
     tmp_path: Path, undisturbed: dict[str, tuple[Any, ...]]
 ) -> None:
@@ -276,6 +319,59 @@ async def test_what_is_killed_from_outside_again_and_again_is_not_to_blame(
             engine.kill()
         outputs += [output async for output in stream]
         assert summed(outputs) == undisturbed["seeded"]
+
+
+async def test_other_weights_are_taken_up_while_streams_wait(
+    tmp_path: Path, undisturbed: dict[str, tuple[Any, ...]]
+) -> None:
+    model = tmp_path / "model"
+    await asyncio.to_thread(model.mkdir)
+    weights, tokenizer = model / "model.safetensors", model / "tokenizer.json"
+    for path in (weights, tokenizer):
+        path.write_text("1")
+    config = replace(CONFIG, model=str(model))
+    async with engine_process(tmp_path / "children", config=config, loaded=True) as engine:
+        first = (tmp_path / "engine.pid").read_text()
+        streams = await engine.submit(mixture())
+        ends = [asyncio.create_task(_read(stream)) for stream in streams]
+        assert "those that run" in await engine.renew()
+        weights.write_text("22")
+        (model / "broken").touch()
+        with pytest.raises(ConfigError, match="broken"):
+            await engine.renew()
+        (model / "broken").unlink()
+        tokenizer.write_text("2")
+        with pytest.raises(ConfigError, match=r"tokenizer\.json differ"):
+            await engine.renew()
+        tokenizer.write_text("1")
+        assert (tmp_path / "engine.pid").read_text() == first and engine.state is EngineState.READY
+        assert "another engine process" in await engine.renew()
+        found = {each.request_id: summed(await end) for each, end in zip(mixture(), ends, strict=True)}
+        assert found == undisturbed
+        assert "those that run" in await engine.renew()
+        assert (await engine.stats()).restarts == {"renewed": 1} and not engine._policy._deaths
+        assert (tmp_path / "engine.pid").read_text() != first
+
+
+@pytest.mark.parametrize("times", [1, 2, 7])
+async def test_a_process_that_the_system_does_not_start_is_tried_again(
+    times: int, tmp_path: Path, undisturbed: dict[str, tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refusals = iter(range(times))
+
+    def spawn(*arguments: Any) -> Child:
+        if next(refusals, None) is not None:
+            raise OSError(11, "Resource temporarily unavailable")
+        return real(*arguments)
+
+    async with engine_process(tmp_path / "children", policy=RestartPolicy(99, max_delay=0.05)) as engine:
+        real = Child.spawn
+        monkeypatch.setattr(Child, "spawn", spawn)
+        stream = await submit_one(engine, request("seeded", seed=3))
+        outputs = [await anext(stream)]
+        engine.kill()
+        assert summed([*outputs, *await _read(stream)]) == undisturbed["seeded"]
+        assert (await engine.stats()).restarts == {"killed": 1, "start": times}
 
 
 async def test_what_the_process_refuses_is_raised_here(tmp_path: Path) -> None:

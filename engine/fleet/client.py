@@ -146,6 +146,11 @@ class FleetClient:
         reasons = await asyncio.gather(*[member.engine.wait_dead() for member in self._members])
         return "; ".join(f"engine {member.number}: {why}" for member, why in zip(self._members, reasons, strict=True))
 
+    async def renew(self) -> str:
+        """See EngineClient.renew: one engine after another, so that the others go on."""
+        said = [f"engine {member.number}: {await member.engine.renew()}" for member in self._members]
+        return "; ".join(said)
+
     def kill(self) -> None:
         """See EngineClient.kill."""
         for member in self._members:

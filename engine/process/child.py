@@ -48,9 +48,31 @@ LAST_WORDS_SECONDS = 0.1
 """For the message that says why to leave the process."""
 
 Plan = Callable[[frames.Planned], None]
+Prepare = Callable[[EngineConfig], frames.Planned]
 Build = Callable[[EngineConfig, Plan], Engine]
 Work = Callable[[TidemillError | None], None]
 """Goes on once requests are prepared, or with what kept them from it."""
+
+
+def prepare(config: EngineConfig) -> frames.Planned:
+    """What a start needs besides weights and a device, beside a process that still runs. Raises ConfigError."""
+    from engine import openmp
+
+    if openmp.must_measure(config, os.environ):  # before torch is there, and when the machine has nothing else to do
+        return frames.Planned("", ())
+    openmp.announce(config, _say)
+    importing = threading.Thread(target=_import_quietly)
+    importing.start()
+    importing.join()
+    plan = importlib.import_module("engine.build").plan_launch(config)
+    return frames.Planned(str(plan.folder), tuple(plan.notes))
+
+
+def _import_quietly() -> None:
+    """In a thread, since only that can be as nice as this and leave the process as it is."""
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+    importlib.import_module("engine.build")
 
 
 def build(config: EngineConfig, planned: Plan) -> Engine:
@@ -73,10 +95,10 @@ def _say(line: str) -> None:
 
 
 def main(arguments: list[str]) -> None:
-    run(socket.socket(fileno=int(arguments[0])), build)
+    run(socket.socket(fileno=int(arguments[0])), build, prepare)
 
 
-def run(sock: socket.socket, make: Build) -> None:
+def run(sock: socket.socket, make: Build, prepare: Prepare) -> None:
     """Serve the engine that `make` builds until the other side is gone or says so. Does not return before."""
     sock.set_inheritable(False)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -92,6 +114,9 @@ def run(sock: socket.socket, make: Build) -> None:
     logging.basicConfig(level=launch.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
         launch.place.move_in(os.environ)
+        if launch.held:
+            sock.sendall(frames.encode(prepare(launch.config)))
+            _, *early = _first_messages(sock, reader)
         engine = make(launch.config, lambda planned: sock.sendall(frames.encode(planned)))
         sock.sendall(frames.encode(frames.Built(engine.info)))
     except TidemillError as error:
@@ -101,7 +126,7 @@ def run(sock: socket.socket, make: Build) -> None:
     gc.freeze()  # modules and model are objects that stay: a full collection over them takes 150 ms
     server = EngineServer(engine)
     if launch.recorder is not None:
-        engine.be_recorded(FlightRecorder(mmap.mmap(launch.recorder, flight.SIZE), server.say_that_a_step_failed))
+        server.be_recorded(mmap.mmap(launch.recorder, flight.SIZE))
         os.close(launch.recorder)
     asyncio.run(server.serve(sock, reader, early))
 
@@ -140,6 +165,7 @@ class EngineServer:
         self._shutdown = asyncio.Event()
         self._ending = False
         self._preparing: set[str] = set()
+        self._recorder: FlightRecorder | None = None
         self._num_received = 0
         self._reported = -math.inf
         self._tasks: set[asyncio.Task[None]] = set()
@@ -199,9 +225,10 @@ class EngineServer:
             case _:
                 raise AssertionError(f"{message} comes once, and first")
 
-    def say_that_a_step_failed(self) -> None:
-        """The gateway keeps what the recorder holds."""
-        self._send(frames.StepFailed())
+    def be_recorded(self, memory: mmap.mmap) -> None:
+        """Write what runs there; the gateway keeps it when it is told that a step failed."""
+        self._recorder = FlightRecorder(memory, lambda: self._send(frames.StepFailed()))
+        self._engine.be_recorded(self._recorder)
 
     def _prepare(self, requests: Sequence[EngineRequest], work: Work) -> None:
         """Do it when their grammars are ready: at once where there are none."""
@@ -209,20 +236,30 @@ class EngineServer:
             work(None)
             return
         self._preparing.update(request.request_id for request in requests)
+        self._note_preparing()
         task = asyncio.create_task(self._when_prepared(requests, work), name="tidemill-prepare")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
+    def _note_preparing(self) -> None:
+        if self._recorder is not None:
+            self._recorder.preparing(self._preparing, time.monotonic())
+
     async def _when_prepared(self, requests: Sequence[EngineRequest], work: Work) -> None:
+        """What may have ended the last process is prepared while no step runs, so that it is known whose fault it is if
+        this one ends as well."""
         fault: TidemillError | None = None
+        on_trial = any(request.resumed is not None and request.resumed.apart_until for request in requests)
         try:
-            await self._engine.prepare(requests)
+            async with self._engine.at_rest() if on_trial else contextlib.nullcontext():
+                await self._engine.prepare(requests)
         except TidemillError as error:
             fault = error
         ids = {request.request_id for request in requests}
         if ids <= self._preparing:  # nobody has given one of them up meanwhile
             work(fault)
         self._preparing -= ids
+        self._note_preparing()
 
     def _submit(self, call: int, requests: Sequence[EngineRequest], fault: TidemillError | None) -> None:
         def queue() -> None:

@@ -31,15 +31,17 @@ from engine.api import (
 )
 from engine.child import python_module
 from engine.config import EngineConfig
-from engine.errors import EngineStepError, EngineUnavailableError, InvalidRequestError
+from engine.errors import ConfigError, EngineStepError, EngineUnavailableError, InvalidRequestError
 from engine.machine import Place
 from engine.process import frames
+from engine.process.calls import Calls, GoneError
 from engine.process.connection import Connection
 from engine.process.figures import Figures
 from engine.process.flights import FAILED_STEP, Flights
 from engine.process.given import Given
 from engine.process.handover import hand_over, take_over
 from engine.process.policy import RestartPolicy
+from engine.process.renewal import RENEWED, Source
 from engine.process.requests import OpenRequest, OpenRequests
 from engine.process.supervisor import Child, remove, start_error
 from engine.process.suspects import SUSPECT_AFTER, Suspects
@@ -57,6 +59,8 @@ RETRY_AFTER = 5.0
 """Seconds; about what a start takes."""
 SILENCE = StepLimits(unknown=10.0)
 """How long a process may say nothing: its event loop does not turn, or it is stopped."""
+HOLD_SECONDS = 120.0
+"""The longest that a process may take to be ready to load."""
 START_SECONDS = 900.0
 """The longest start: model, profile and first step."""
 STOP_SECONDS = 2.0
@@ -69,10 +73,6 @@ NOWHERE = Place()
 
 def _nobody_asks() -> None:
     pass
-
-
-class _Gone(Exception):
-    """The process died before it answered."""
 
 
 class EngineProcess:
@@ -99,7 +99,11 @@ class EngineProcess:
         waits: bool = True,
     ) -> None:
         self._patience = patience(config) if waits else None
+        self._config = config
         self._launch = frames.Launch(config, log_level, place=place)
+        self._source: Source | None = None
+        self._folder: Path | None = None
+        self._spare: Child | None = None
         self._command = command or python_module(CHILD)
         self._tell_change = changed
         self._given = Given()
@@ -119,9 +123,7 @@ class EngineProcess:
         self._open = OpenRequests()
         self._suspects = Suspects()
         self._idle = asyncio.Event()
-        self._calls: dict[int, asyncio.Future[Any]] = {}
-        self._submitted: dict[int, Sequence[EngineRequest]] = {}
-        self._num_calls = 0
+        self._calls = Calls(self._send)
         self._figures = Figures()
         self._task: asyncio.Task[None] | None = None
         self._started = self._draining = self._stopping = self._judged = False
@@ -184,8 +186,8 @@ class EngineProcess:
         """See EngineClient.check_room. While there is no engine nobody knows: `submit` will wait for one."""
         self._check_accepting()
         if self._ready.is_set():
-            with suppress(_Gone):
-                await self._call(lambda call: frames.CheckRoom(call, request_class, prompt_tokens))
+            with suppress(GoneError):
+                await self._calls.ask(lambda call: frames.CheckRoom(call, request_class, prompt_tokens))
 
     async def submit(self, requests: Sequence[EngineRequest]) -> list[RequestStream]:
         """See EngineClient.submit. Without an engine a request waits for one up to its TTFT limit or the longest queue
@@ -201,7 +203,8 @@ class EngineProcess:
             entries.append(OpenRequest(request, stream, now))
             self._open.add(entries[-1])
         try:
-            await self._queue(requests, now if self._patience is None else now + longest_wait(requests, self._patience))
+            until = now if self._patience is None else now + longest_wait(requests, self._patience)
+            await self._queue(requests, entries, until)
         except BaseException:
             for request in requests:
                 self._forget(request.request_id)
@@ -223,16 +226,19 @@ class EngineProcess:
             self._resume(beside_others)
         self._try_suspect()
 
-    async def _queue(self, requests: Sequence[EngineRequest], until: float) -> None:
+    async def _queue(self, requests: Sequence[EngineRequest], entries: Sequence[OpenRequest], until: float) -> None:
+        """Until an engine has accepted them, or has died of it, perhaps: then they are resumed like others."""
         arrived = self._clock()
         while True:
             if not self._ready.is_set():
                 await self._wait_for_engine(until)
+                if all(entry.accepted for entry in entries):
+                    return
                 requests = [replace(request, arrived=arrived) for request in requests]
             self._given.add(requests)
             try:
-                await self._call(partial(frames.Submit, requests=tuple(requests)), requests)
-            except _Gone:
+                await self._calls.ask(partial(frames.Submit, requests=tuple(requests)), requests)
+            except GoneError:
                 continue
             return
 
@@ -276,8 +282,8 @@ class EngineProcess:
         """See EngineClient.stats. Of a process that does not answer, what it said last."""
         figures = self._figures
         if self._ready.is_set():
-            with suppress(_Gone, TimeoutError):
-                figures.last = await asyncio.wait_for(self._call(frames.AskStats), ANSWER_SECONDS)
+            with suppress(GoneError, TimeoutError):
+                figures.last = await asyncio.wait_for(self._calls.ask(frames.AskStats), ANSWER_SECONDS)
         return figures.total()
 
     async def wait_dead(self) -> str:
@@ -288,8 +294,9 @@ class EngineProcess:
 
     def kill(self) -> None:
         """See EngineClient.kill."""
-        if self._child is not None:
-            self._child.kill()
+        for child in (self._child, self._spare):
+            if child is not None:
+                child.kill()
         remove(self._pid_file)
 
     # Life
@@ -301,6 +308,8 @@ class EngineProcess:
         try:
             message = child.receive()
             assert isinstance(message, frames.Planned)
+            if message.folder:
+                self._source, self._folder = Source.of(Path(message.folder)), Path(message.folder)
             planned(message)
             message = child.receive()
             assert isinstance(message, frames.Built)
@@ -310,15 +319,58 @@ class EngineProcess:
             raise (start_error(error) if isinstance(error, OSError) else error) from None
 
     def _spawn(self) -> Child:
-        return Child.spawn(self._command, self._launch, self._pid_file)
+        """The next process: the one that is held, if there is one."""
+        spare, self._spare = self._spare, None
+        if spare is None:
+            return Child.spawn(self._command, self._launch, self._pid_file)
+        spare.begin(self._pid_file)
+        return spare
 
     def discard(self) -> None:
-        """End a process that was loaded and will not be used."""
-        if self._child is not None:
-            self._child.kill()
-            self._child.reap()
-            self._child = None
+        """End processes that were loaded and will not be used."""
+        for child in (self._child, self._spare):
+            if child is not None:
+                child.kill()
+                child.reap()
+        self._child = self._spare = None
         remove(self._pid_file)
+
+    async def renew(self) -> str:
+        """See EngineClient.renew. The next process is ready to load before this one ends."""
+        child = self._child
+        if child is None or self._folder is None or not self.is_up or self._spare is not None:
+            return "the engine is being started anyway"
+        source = await asyncio.to_thread(Source.of, self._folder)
+        if source == self._source:
+            return "weights and engine are those that run"
+        refusal = self._source.refusal(source) if self._source is not None else None
+        if refusal is not None:
+            raise ConfigError(refusal)
+        launch = msgspec.structs.replace(self._launch, config=self._config, held=True)
+        spare = await asyncio.to_thread(self._hold, launch)
+        if self._child is not child or self._stopping:
+            await asyncio.to_thread(_end_now, spare)
+            return "the engine is being started anyway"
+        self._spare, self._source = spare, source
+        self._cause = RENEWED
+        self._ready.clear()
+        child.kill()
+        while not self._ready.is_set() and self._death is None and not self._draining:
+            self._changed.clear()
+            await self._changed.wait()
+        return "another engine process runs"
+
+    def _hold(self, launch: frames.Launch) -> Child:
+        """A process that can begin at once. Raises what keeps it from that."""
+        spare = Child.spawn(self._command, launch)
+        spare.sock.settimeout(HOLD_SECONDS)
+        try:
+            spare.receive()
+        except BaseException as error:
+            _end_now(spare)
+            raise (start_error(error) if isinstance(error, OSError) else error) from None
+        spare.sock.settimeout(None)
+        return spare
 
     async def start(self) -> None:
         """Start stepping; a process that cannot is an error now, and later one that died."""
@@ -354,7 +406,7 @@ class EngineProcess:
             self._send(frames.Shutdown())
             await self._end(self._child, grace=STOP_SECONDS)
         self._watch.end()
-        await asyncio.to_thread(remove, self._pid_file)
+        await asyncio.to_thread(self.discard)
 
     async def _begin(self, child: Child) -> None:
         """Until the child takes requests; it is given those that are open. Raises what keeps it from starting."""
@@ -396,7 +448,8 @@ class EngineProcess:
             if delay is None:
                 self._give_up(f"the engine process ended too often, at last by {ended} ({cause})")
                 return
-            log.error(
+            log.log(
+                logging.INFO if cause == RENEWED else logging.ERROR,
                 "the engine process ended by %s (%s); it is started again %s, %d requests wait for it",
                 ended, cause, f"in {delay:.0f} s" if delay else "at once", len(self._open),
             )  # fmt: skip
@@ -404,14 +457,19 @@ class EngineProcess:
             child = await self._restart()
 
     def _keep_flight(self, cause: str, child: Child | None) -> None:
-        if self._flights is not None and child is not None and self._info is not None:
+        if self._flights is not None and child is not None and self._info is not None and cause != RENEWED:
             self._flights.keep(cause, self._info, child.entries, self._open)
 
     def _judge(self, cause: str, child: Child) -> float | None:
         """Seconds until the next start; None: never. A death in a trial does not count; a request whose fault it is
         proven to be ends, and what it took down before counts no more. Where nothing else got on since the last such
         proof, the engine may be at fault, and the proof counts as one death."""
+        if cause == RENEWED:
+            self._suspects.died(cause, {})
+            return 0.0
         in_flight = {name: tokens for name, tokens in flight.in_flight(child.entries).items() if name in self._open}
+        if self._patience is not None:  # otherwise whoever submitted them has gone to another engine
+            self._open.accept(in_flight)
         verdict = self._suspects.died(cause, in_flight)
         if verdict is None:
             return self._policy.died(self._clock())
@@ -490,11 +548,7 @@ class EngineProcess:
         self._given = Given()
         self._pulse = None
         self._figures.process_ended()
-        calls, self._calls = self._calls, {}
-        self._submitted.clear()
-        for answer in calls.values():
-            if not answer.done():
-                answer.set_exception(_Gone())
+        self._calls.end()
         self._tell_change()
 
     def _give_up(self, why: str) -> None:
@@ -507,19 +561,6 @@ class EngineProcess:
         self._dead.set()
 
     # Messages
-
-    async def _call(self, make: Callable[[int], frames.Message], submitted: Sequence[EngineRequest] = ()) -> Any:
-        """Ask, and wait for the answer. Raises what it is refused with, or _Gone."""
-        self._num_calls += 1
-        number = self._num_calls
-        answer = self._calls[number] = asyncio.get_running_loop().create_future()
-        self._submitted[number] = submitted
-        try:
-            self._send(make(number))
-            return await answer
-        finally:
-            self._calls.pop(number, None)
-            self._submitted.pop(number, None)
 
     def _send(self, message: frames.Message) -> None:
         if self._connection is not None:
@@ -534,16 +575,12 @@ class EngineProcess:
                     self._deliver(output)
                 self._try_suspect()
             case frames.Done(call):
-                for request in self._submitted.get(call, ()):
-                    if (entry := self._open.get(request.request_id)) is not None:
-                        entry.accepted = True
-                self._settle(call, None)
+                self._open.accept(request.request_id for request in self._calls.submitted(call))
+                self._calls.settle(call)
             case frames.Refused(call, error):
-                answer = self._calls.get(call)
-                if answer is not None and not answer.done():
-                    answer.set_exception(error.to_error())
+                self._calls.refuse(call, error.to_error())
             case frames.Stats(call, stats):
-                self._settle(call, stats)
+                self._calls.settle(call, stats)
             case frames.Pulse():
                 self._pulse = message
                 self._given.hear(message.load)
@@ -594,11 +631,6 @@ class EngineProcess:
         if request_id is not None and (entry := self._open.get(request_id)) is not None:
             self._resume([entry])
 
-    def _settle(self, call: int, value: Any) -> None:
-        answer = self._calls.get(call)
-        if answer is not None and not answer.done():
-            answer.set_result(value)
-
     def _deliver(self, output: Any) -> None:
         entry = self._open.get(output.request_id)
         if entry is None:
@@ -634,6 +666,11 @@ class EngineProcess:
         if child is not None:
             child.dump()
             asyncio.get_running_loop().call_later(1.0, child.kill)
+
+
+def _end_now(child: Child) -> None:
+    child.kill()
+    child.reap()
 
 
 def patience(config: EngineConfig) -> float:

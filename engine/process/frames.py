@@ -38,12 +38,17 @@ class Message(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
 
 class Launch(Message, frozen=True):
     """The first message: what to load, and where to run. `recorder`: the descriptor of the memory for the flight
-    recorder, which the process has inherited."""
+    recorder, which the process has inherited. `held`: load nothing before `Begin`."""
 
     config: EngineConfig
     log_level: str = "info"
     recorder: int | None = None
     place: Place = Place()
+    held: bool = False
+
+
+class Begin(Message, frozen=True):
+    """To a process that was held: the one before it is gone."""
 
 
 class Submit(Message, frozen=True):
@@ -91,7 +96,7 @@ class Shutdown(Message, frozen=True):
     """End every request and the process."""
 
 
-ToEngine = Launch | Submit | Resume | CheckRoom | Abort | SetLane | AskStats | Shutdown
+ToEngine = Launch | Begin | Submit | Resume | CheckRoom | Abort | SetLane | AskStats | Shutdown
 
 
 # engine to gateway

@@ -1,6 +1,6 @@
 """The requests that are open in an engine process: what it takes to go on with them in the next one."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 from engine.api import EngineRequest, FinishReason, Lane, RequestClass, RequestOutput, RequestTimes, Resumption
@@ -109,6 +109,12 @@ class OpenRequests:
     def accepted(self) -> list[OpenRequest]:
         """What the next engine must be given."""
         return [entry for entry in self._by_id.values() if entry.accepted]
+
+    def accept(self, request_ids: Iterable[str]) -> None:
+        """An engine has taken these, or had begun to. Unknown ids are ignored."""
+        for request_id in request_ids:
+            if (entry := self._by_id.get(request_id)) is not None:
+                entry.accepted = True
 
     def take(self, may_go: Callable[[OpenRequest], bool]) -> list[OpenRequest]:
         """Take accepted requests out, for another engine."""

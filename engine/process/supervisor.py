@@ -53,14 +53,28 @@ class Child:
             launch = msgspec.structs.replace(launch, recorder=shared.fileno())
         child = cls(process, ours, recording)
         try:
-            if pid_file is not None:
-                _write(pid_file, f"{process.pid}\n")
             ours.sendall(frames.encode(launch))
+            if not launch.held:
+                child._take_over(pid_file)
         except OSError:
             child.kill()
             child.reap()
             raise
         return child
+
+    def begin(self, pid_file: Path | None) -> None:
+        """Have a process that was held load and run. Raises OSError when it is gone already, and reaps it."""
+        try:
+            self._take_over(pid_file)
+            self.sock.sendall(frames.encode(frames.Begin()))
+        except OSError:
+            self.kill()
+            self.reap()
+            raise
+
+    def _take_over(self, pid_file: Path | None) -> None:
+        if pid_file is not None:
+            _write(pid_file, f"{self.process.pid}\n")
 
     def receive(self) -> frames.ToGateway:
         """The next message, waited for: only before an event loop reads the socket. Raises what kept the child from

@@ -1,5 +1,5 @@
 """Runs the application: one process, one event loop, one socket; the first SIGTERM drains, the second one exits, SIGHUP
-reads the keys and opens the request log again.
+reads the keys, opens the request log again, and has the engine renewed.
 
 Knows nothing of routes.
 """
@@ -112,7 +112,7 @@ class GatewayServer(uvicorn.Server):
         os._exit(exit_code)
 
     def _hang_up(self) -> None:
-        """SIGHUP: read keys and open the request log again; but whose terminal was closed wants the server to end."""
+        """SIGHUP: see `_reload`; but whose terminal was closed wants the server to end."""
         if self._has_terminal and not has_terminal():
             self.handle_exit(signal.SIGHUP, None)
         else:
@@ -121,6 +121,13 @@ class GatewayServer(uvicorn.Server):
     async def _reload(self) -> None:
         if self._context.request_log is not None:
             self._context.request_log.reopen()
+        await self._reload_keys()
+        try:
+            log.info("SIGHUP: %s", await self._lifecycle.client.renew())
+        except TidemillError as error:
+            log.error("SIGHUP: the engine stays as it was: %s", error.message)
+
+    async def _reload_keys(self) -> None:
         keys = self._context.keys
         if keys.file is None:
             log.info("SIGHUP: there is no --api-key-file to read again")

@@ -1,5 +1,6 @@
 """Server-sent events as raw bytes, and the watch for clients that leave. Knows nothing of what is streamed."""
 
+import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any
 
@@ -10,6 +11,10 @@ from starlette.types import Receive, Scope, Send
 
 DONE = b"data: [DONE]\n\n"
 END = b"\n\n"
+QUIET = b": the answer goes on\n\n"
+"""A comment, which every reader of events skips: whoever stands between knows that the connection is in use."""
+QUIET_SECONDS = 10.0
+"""Without an event; below what proxies bear."""
 
 
 def event(data: Any) -> bytes:
@@ -57,6 +62,7 @@ class EventStream(Response):
         self.background = None
         self._events = events
         self._abort = abort
+        self._num_sent = 0
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
 
     async def __call__(self, _: Scope, receive: Receive, send: Send) -> None:
@@ -69,6 +75,20 @@ class EventStream(Response):
 
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        async for chunk in self._events:
-            await send({"type": "http.response.body", "body": chunk, "more_body": True})
+        quiet = asyncio.create_task(self._fill_silence(send), name="tidemill-quiet")
+        try:
+            async for chunk in self._events:
+                self._num_sent += 1
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+        finally:
+            quiet.cancel()
+            await asyncio.wait([quiet])
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _fill_silence(self, send: Send) -> None:
+        """A request may wait long, for an engine that is started again or for its turn."""
+        while True:
+            before = self._num_sent
+            await asyncio.sleep(QUIET_SECONDS)
+            if self._num_sent == before:
+                await send({"type": "http.response.body", "body": QUIET, "more_body": True})

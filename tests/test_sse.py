@@ -1,0 +1,52 @@
+"""Events as they are sent: silence is filled with comments, which no reader of events takes for one."""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import pytest
+
+from gateway.http import sse
+
+
+async def test_a_silent_stream_says_that_it_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sse, "QUIET_SECONDS", 0.0)
+    bodies: list[bytes] = []
+    heard = asyncio.Event()
+
+    async def send(message: Any) -> None:
+        bodies.append(message.get("body", b""))
+        if bodies[-1] == sse.QUIET:
+            heard.set()
+
+    async def events() -> AsyncGenerator[bytes, None]:
+        yield sse.event(1)
+        await heard.wait()
+        yield sse.event(2)
+
+    async def receive() -> Any:
+        await asyncio.get_running_loop().create_future()
+
+    tasks = asyncio.all_tasks()
+    await sse.EventStream(events(), lambda: None)({}, receive, send)
+    assert [body for body in bodies if body not in (b"", sse.QUIET)] == [sse.event(1), sse.event(2)]
+    assert sse.QUIET in bodies and sse.QUIET.startswith(b":") and sse.QUIET.endswith(sse.END)
+    assert asyncio.all_tasks() == tasks, "nothing is sent once it has ended"
+
+
+async def test_a_stream_that_is_not_silent_says_nothing_else() -> None:
+    bodies: list[bytes] = []
+
+    async def send(message: Any) -> None:
+        bodies.append(message.get("body", b""))
+
+    async def events() -> AsyncGenerator[bytes, None]:
+        for number in range(100):
+            yield sse.event(number)
+            await asyncio.sleep(0)
+
+    async def receive() -> Any:
+        await asyncio.get_running_loop().create_future()
+
+    await sse.EventStream(events(), lambda: None)({}, receive, send)
+    assert sse.QUIET not in bodies and len(bodies) == 102
