@@ -273,8 +273,9 @@ class EngineStats:
 
     Counts per class are keyed by RequestClass; units are pool units (a KV block takes two).
 
-    `host_units_*`: of the host tier; `hidden_blocks`: run from hidden state; `cache_units`: units that were swapped
-    out, swapped in and restored, by the name of the operation. `prefill_tokens` and `decode_tokens` are of both
+    `host_units_*`: of the host tier; `cached` are those of prefixes that nobody uses now; `prefix_host_hit_tokens`: the
+    part of the hits that came from there; `hidden_blocks`: run from hidden state; `cache_units`: units that were
+    swapped out, swapped in and restored, by the name of the operation. `prefill_tokens` and `decode_tokens` are of both
     classes; `forced_tokens`: of answers, given without sampling by grammars and budgets; `offline_computed_tokens` is
     the part of the former two that was offline work. `token_costs`: None without a latency model. `restarts`: of an
     engine in a process of its own, by cause; `resumed_requests`: that went on in the next one. `engines`: where there
@@ -289,10 +290,12 @@ class EngineStats:
     units_owned: int = 0
     host_units_total: int = 0
     host_units_used: int = 0
+    host_units_cached: int = 0
     hidden_blocks: int = 0
     cache_units: dict[str, int] = field(default_factory=dict)
     prefix_queried_tokens: int = 0
     prefix_hit_tokens: int = 0
+    prefix_host_hit_tokens: int = 0
     preemptions: dict[str, int] = field(default_factory=dict)
     steps: int = 0
     failed_steps: int = 0

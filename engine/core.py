@@ -246,7 +246,7 @@ class EngineCore:
             outputs = list(self._confirm(flight, result, now))
             if self._recovery.active:
                 outputs = list(self._pass(flight, outputs, now))
-        self._state.cache.complete_step(output.step_id)
+        self._state.cache.tiers.complete_step(output.step_id)
         return outputs
 
     def is_undone(self, output: SchedulerOutput) -> bool:
@@ -301,10 +301,12 @@ class EngineCore:
             units_owned=pool.num_owned_units + pool.num_deferred_units,
             host_units_total=host.num_units,
             host_units_used=host.num_units - host.num_free_units,
+            host_units_cached=host.num_cached_units,
             hidden_blocks=cache.num_compact,
-            cache_units=dict(cache.moved_units),
+            cache_units=dict(cache.tiers.moved_units),
             prefix_queried_tokens=counters.prefix_queried_tokens,
             prefix_hit_tokens=counters.prefix_hit_tokens,
+            prefix_host_hit_tokens=counters.prefix_host_hit_tokens,
             preemptions=dict(counters.preemptions),
             leftover_seconds=counters.leftover_seconds,
             leftover_used_seconds=counters.leftover_used_seconds,

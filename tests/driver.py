@@ -178,7 +178,7 @@ class Driver:
         stats = self.core.stats()
         assert stats.units_owned == 0
         assert stats.units_free + stats.units_cached == stats.units_total
-        assert stats.host_units_used == 0 and stats.hidden_blocks == 0
+        assert stats.host_units_used == stats.host_units_cached and stats.hidden_blocks == 0
 
     def _take(self, output: RequestOutput) -> None:
         assert output.request_id not in self.finals, "an output after the terminal one"

@@ -187,7 +187,9 @@ class HandDriver:
         """Give the request a row, with prefix hits if it is new, its blocks back from the host if it was parked."""
         if not request.blocks:
             extend_hashes(request.hashes, request.token_ids, BLOCK, b"")
-            for block in self.pool.lookup(request.hashes[: (len(request.token_ids) - 1) // BLOCK]):
+            for block_hash in request.hashes[: (len(request.token_ids) - 1) // BLOCK]:
+                if (block := self.pool.find(block_hash)) is None:
+                    break
                 self.pool.acquire(block, online=True)
                 request.blocks.append(block)
                 self.seen.add(f"hit {block.entry.kind.value}")

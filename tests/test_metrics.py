@@ -85,6 +85,7 @@ async def test_figures_of_the_engine(start_server: StartServer) -> None:
         units_owned=60,
         prefix_queried_tokens=1000,
         prefix_hit_tokens=250,
+        prefix_host_hit_tokens=100,
         preemptions={"memory": 3, "latency": 4},
         steps=50,
         failed_steps=1,
@@ -99,6 +100,8 @@ async def test_figures_of_the_engine(start_server: StartServer) -> None:
     states = {s: value(samples, "tidemill_device_units_by_state", state=s) for s in ("free", "cached", "owned")}
     assert states == {"free": 10, "cached": 30, "owned": 60}
     assert value(samples, "tidemill_prefix_hit_tokens_total") == 250
+    tiers = {t: value(samples, "tidemill_prefix_hit_tokens_by_tier_total", tier=t) for t in ("device", "host")}
+    assert tiers == {"device": 150, "host": 100}
     assert value(samples, "tidemill_preemptions_total", cause="memory") == 3
     assert value(samples, "tidemill_steps_total") == 50 and value(samples, "tidemill_failed_steps_total") == 1
     assert value(samples, "tidemill_step_seconds_total") == 2.5

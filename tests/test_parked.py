@@ -87,7 +87,7 @@ def test_dear_copies_drop_the_tail() -> None:
     shelf = Shelf(40, DEAR_COPIES)
     request = shelf.park([KV] * 5, 18)
     shelf.parked.reclaim(3, 0, online=True)
-    assert where(request) == "ddd" and request.cache_map.num_parked_tokens == 12 and not shelf.parked.operations
+    assert where(request) == "ddd" and request.cache_map.num_parked_tokens == 12 and not shelf.cache.tiers.operations
     shelf.check()
 
 
@@ -102,9 +102,9 @@ def test_one_past_mixes_tiers_and_kinds() -> None:
     shelf.cache.take(request, shelf.cache.claim(request), 2)
     request.move_to(RequestStatus.RUNNING)
     assert [block.entry.kind for block in request.cache_map.blocks] == [HIDDEN, HIDDEN, KV, KV, KV]
-    moved = [operation.action for operation in shelf.parked.take_operations()]
+    moved = [operation.action for operation in shelf.cache.tiers.take_operations()]
     assert moved == [CacheAction.SWAP_OUT] * 3 + [CacheAction.SWAP_IN] * 3
-    shelf.cache.complete_step(2)
+    shelf.cache.tiers.complete_step(2)
     shelf.check()
     assert shelf.host.num_free_units == 5
 
@@ -116,7 +116,7 @@ def test_a_full_host_cuts_pasts_that_it_ties_down() -> None:
     shelf.parked.reclaim(2, 0, online=True)
     assert where(request) == "ddddh"
     shelf.parked.reclaim(8, 1, online=True)
-    assert where(request) == "" and request.cache_map.num_parked_tokens == 0 and not shelf.parked.operations
+    assert where(request) == "" and request.cache_map.num_parked_tokens == 0 and not shelf.cache.tiers.operations
     assert shelf.pool.num_free_units == 40 and shelf.host.num_free_units == 2
     shelf.check()
 
@@ -169,7 +169,7 @@ def test_units_of_a_step_in_flight_come_free_when_it_has_ended() -> None:
     shelf.park([KV] * 5, 20, last_step=3)
     shelf.parked.reclaim(10, 4, online=True)
     assert shelf.pool.num_free_units == 30 and shelf.pool.num_deferred_units == 10
-    shelf.cache.complete_step(3)
+    shelf.cache.tiers.complete_step(3)
     assert shelf.pool.num_free_units == 40
     shelf.check()
 
@@ -181,11 +181,11 @@ def test_copies_of_a_forgotten_past_are_called_off() -> None:
         request = shelf.park([KV] * 5, 20)
         shelf.parked.reclaim(4, 0, online=True)
         if launched:
-            assert len(shelf.parked.take_operations()) == 2
+            assert len(shelf.cache.tiers.take_operations()) == 2
         shelf.parked.forget(request)
-        assert not shelf.parked.operations
+        assert not shelf.cache.tiers.operations
         assert shelf.host.num_free_units == (36 if launched else 40)
-        shelf.cache.complete_step(0)
+        shelf.cache.tiers.complete_step(0)
         assert shelf.host.num_free_units == 40 and shelf.pool.num_free_units == 40
         shelf.check()
 

@@ -74,7 +74,7 @@ def test_a_copy_that_fails_half_way_costs_its_step_alone(
         assert driver.finals[request.request_id].finish_reason is FinishReason.LENGTH
         assert driver.outputs[request.request_id] == solo(index)
     stats = driver.core.stats()
-    assert (stats.host_units_used, stats.units_owned) == (0, 0)
+    assert (stats.host_units_used - stats.host_units_cached, stats.units_owned) == (0, 0)
 
 
 def test_nan_that_comes_back_from_the_host_is_computed_again() -> None:
@@ -95,4 +95,4 @@ def test_nan_that_comes_back_from_the_host_is_computed_again() -> None:
         assert driver.finals[request.request_id].finish_reason is not FinishReason.ERROR
         assert driver.outputs[request.request_id] == solo(index), "the failed step runs again, from the prompt"
     stats = driver.core.stats()
-    assert (stats.host_units_used, stats.units_owned) == (0, 0)
+    assert (stats.host_units_used - stats.host_units_cached, stats.units_owned) == (0, 0)

@@ -1,12 +1,14 @@
 """The cache of one engine: it alone decides where the past of a request lies. Scheduling asks, and gets a verdict.
 
-Joins the pools of both tiers, the prefix index and the parked pasts. A running request *extends* its map, a waiting one
+Joins the tiers with their prefix indexes and the parked pasts. A running request *extends* its map, a waiting one
 *claims* what it would start from and *takes* it; a request that leaves its row *vacates* it, keeping its past where it
 lies if there is a host tier. What that does to units becomes the step's cache operations. Knows nothing of queues, of
 victims, of time and of steps' limits.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from itertools import takewhile
 from typing import NamedTuple
 
 from engine.api import RequestClass
@@ -18,13 +20,12 @@ from engine.cache.blocks import (
     CacheEntry,
     CacheKind,
     CacheOperation,
-    Tier,
     count_compact,
     count_units,
 )
 from engine.cache.parked import ParkedPasts
-from engine.cache.pool import BlockPool
 from engine.cache.prefix import extend_hashes
+from engine.cache.tiers import Tiers
 from engine.config import SchedulerConfig
 from engine.request import Request, RequestStatus
 from predictor.limits import UNITS_PER_BLOCK
@@ -32,26 +33,26 @@ from predictor.model import LatencyPredictor
 
 
 class Claim(NamedTuple):
-    """What a waiting request would start from: `hits` in the prefix index, then parked blocks of its own on either
-    tier, which together hold its first `num_tokens` tokens, `num_compact` blocks of them compact; `units`: device units
-    that it needs besides both."""
+    """What a waiting request would start from: `hits` in the prefix indexes, then parked blocks of its own, both on
+    either tier, which together hold its first `num_tokens` tokens, `num_compact` blocks of them compact. `units`: those
+    of the device that it needs besides what lies there, `copied_units` of them for what comes from the host."""
 
     hits: list[CacheBlock]
     num_tokens: int
     num_compact: int
     units: int
+    copied_units: int = 0
 
 
 class Cache:
     """`num_compact` blocks of running requests are compact; every one of them may be in the next step, and a step has
-    `scratch_blocks`. `moved_units`: units of all operations so far, by action."""
+    `scratch_blocks`."""
 
     def __init__(self, config: SchedulerConfig, model: LatencyPredictor | None) -> None:
-        self.device = BlockPool(config.num_units)
-        self.host = BlockPool(config.host_units, Tier.HOST)
-        self.parked = ParkedPasts(config, self.device, self.host, model)
+        self.tiers = Tiers(config, model)
+        self.device, self.host = self.tiers.device, self.tiers.host
+        self.parked = ParkedPasts(config, self.tiers, model)
         self.num_compact = 0
-        self.moved_units: dict[str, int] = {}
         self._config = config
 
     @property
@@ -73,18 +74,22 @@ class Cache:
         return device.num_available_units - min(device.num_cached_online_units, device.num_units // 4)
 
     def find_prefix(self, request: Request) -> list[CacheBlock]:
-        """Published blocks that hold this request's prefix; at least one token is always left to compute."""
+        """Published blocks that hold this request's prefix, each on the device or on the host; at least one token is
+        always left to compute."""
         config, cache_map = self._config, request.cache_map
         if not config.enable_prefix_caching or request.starts_over:
             return []
         extend_hashes(cache_map.hashes, request.token_ids, config.block_size, request.spec.cache_salt)
         usable = (len(request.token_ids) - 1) // config.block_size
-        return self.device.lookup(cache_map.hashes[:usable])
+        return self.tiers.find(cache_map.hashes[:usable])
 
     def claim(self, request: Request) -> Claim:
-        """What `request` could start from now. A prefix on the device is better than the same tokens on the host."""
+        """What `request` could start from now. A prefix on the device is better than the same tokens of its own on the
+        host, and these are better than others on the host."""
         block_size, parked = self._config.block_size, request.cache_map.blocks
         hits = self._usable(self.find_prefix(request))
+        if parked:
+            hits = _on_device(hits)
         if parked and count_compact(hits) + count_compact(parked[len(hits) :]) > self._config.scratch_blocks:
             hits = []  # never both: its own past alone has run before
         parked = parked[len(hits) :]
@@ -94,17 +99,31 @@ class Cache:
         units = of_kind * REPRESENTATIONS[COMPACT].units + (num_blocks - of_kind) * UNITS_PER_BLOCK
         if parked:
             num_tokens = request.cache_map.num_parked_tokens
-            units += count_units(block for block in parked if not block.on_device)
-        return Claim(hits, num_tokens, num_compact, units)
+        copied = count_units(block for block in (*hits, *parked) if not block.on_device)
+        return Claim(hits, num_tokens, num_compact, units + copied, copied)
+
+    @contextmanager
+    def holding(self, claim: Claim) -> Iterator[None]:
+        """While room is made for a claim: the host may not evict what it names."""
+        held = [block for block in claim.hits if not block.on_device]
+        for block in held:
+            self.host.acquire(block, online=True)
+        try:
+            yield
+        finally:
+            for block in reversed(held):
+                self.host.release(block, block.last_step)
 
     def take(self, request: Request, claim: Claim, step_id: int) -> None:
-        """Give a request that starts what it claimed; what it has on the host comes back in this step. There must be
+        """Give a request that starts what it claimed; what lies on the host comes back in this step. There must be
         room."""
+        online = request.request_class is RequestClass.ONLINE
         for block in claim.hits:
-            self.device.acquire(block, online=request.request_class is RequestClass.ONLINE)
-        self.parked.resume(request, claim.hits, step_id)
+            (self.device if block.on_device else self.host).acquire(block, online=online)
+        hits = [b if b.on_device else self.tiers.fetch(b, step_id, online=online) for b in claim.hits]
+        self.parked.resume(request, hits, step_id)
         self._count(request, count_compact(request.cache_map.blocks))
-        request.cache_map.num_published = len(claim.hits)
+        request.cache_map.num_published = len(_on_device(claim.hits))
         request.num_computed_tokens = request.num_confirmed_tokens = claim.num_tokens
 
     def extend(
@@ -126,7 +145,7 @@ class Cache:
                 self.parked.reclaim(wanted - room, step_id, online=from_online)
                 room = self.units_for(request_class, num_offline)
             online = request_class is RequestClass.ONLINE
-            block = self.device.allocate(kind, online=online) if room >= size else None
+            block = self.tiers.allocate(kind, step_id, online=online) if room >= size else None
             if block is None:
                 break
             self._count(request, REPRESENTATIONS[kind].compact)
@@ -148,10 +167,11 @@ class Cache:
                 continue
             if self.device.num_available_units < UNITS_PER_BLOCK + reserve:
                 break
-            target = self.device.allocate(CacheKind.KV, online=request.request_class is RequestClass.ONLINE)
+            online = request.request_class is RequestClass.ONLINE
+            target = self.tiers.allocate(CacheKind.KV, step_id, online=online)
             assert target is not None, "available units could not be had"
             operation = CacheOperation(CacheAction.RESTORE, source.entry, target.entry, index * block_size)
-            self.parked.operations.append(operation)
+            self.tiers.operations.append(operation)
             replaced.append((index, target.entry))
             blocks[index] = target
             self.device.release(source, step_id)
@@ -175,7 +195,8 @@ class Cache:
         request.num_computed_tokens = request.num_confirmed_tokens = 0
 
     def rewind(self, requests: Iterable[Request], failed: set[int]) -> None:
-        """The steps `failed` have failed: pasts that they copied to the host are in doubt."""
+        """The steps `failed` have failed: what they copied to the host is in doubt."""
+        self.tiers.rewind(failed)
         for request in requests:
             if request.cache_map.num_parked_tokens and request.cache_map.parked_in_step in failed:
                 self.parked.forget(request)
@@ -193,25 +214,12 @@ class Cache:
 
     def withdraw(self, request: Request) -> None:
         """What this request computed is in doubt: no other shall start from it."""
-        for block in request.cache_map.blocks:
-            self.device.withdraw(block)
+        cache_map = request.cache_map
+        self.tiers.withdraw(cache_map.blocks, cache_map.hashes[: len(cache_map.blocks)])
 
     def balance(self) -> None:
         """Divide the host anew for the step that is being built."""
         self.parked.balance(self.num_compact)
-
-    def take_operations(self) -> tuple[CacheOperation, ...]:
-        """The cache operations of the step that is being launched, counted."""
-        operations = self.parked.take_operations()
-        for operation in operations:
-            name = operation.action.value
-            self.moved_units[name] = self.moved_units.get(name, 0) + len(operation.target.units)
-        return operations
-
-    def complete_step(self, step_id: int) -> None:
-        """All steps up to `step_id` have ended: what was given up for them is free."""
-        self.device.complete_step(step_id)
-        self.host.complete_step(step_id)
 
     def check_integrity(self, requests: Iterable[Request]) -> None:
         """Assert unit conservation on both tiers, given every request that has not ended."""
@@ -228,8 +236,7 @@ class Cache:
             else:
                 self.parked.check_integrity(request)
         assert num_compact == self.num_compact <= self._config.scratch_blocks, "scratch is overdrawn"
-        self.device.check_integrity(block for block in held if block.on_device)
-        self.host.check_integrity(block for block in held if not block.on_device)
+        self.tiers.check_integrity(held)
 
     def _usable(self, hits: list[CacheBlock]) -> list[CacheBlock]:
         """The hits in front of the first compact one for which the scratch area has no room."""
@@ -253,3 +260,8 @@ class Cache:
         """`change` more blocks of a running request are compact."""
         request.cache_map.num_compact += change
         self.num_compact += change
+
+
+def _on_device(hits: list[CacheBlock]) -> list[CacheBlock]:
+    """The hits in front of the first one on the host."""
+    return list(takewhile(lambda block: block.on_device, hits))

@@ -20,7 +20,7 @@ from typing import NamedTuple
 from engine.api import RequestClass
 from engine.cache.blocks import COMPACT, CacheAction, CacheBlock, CacheKind, CacheOperation, count_compact, count_units
 from engine.cache.placement import HostSplit, Move, Past, Place, host_split, next_is_act, release_units, restore_costs
-from engine.cache.pool import BlockPool
+from engine.cache.tiers import Tiers
 from engine.config import SchedulerConfig
 from engine.request import Request
 from predictor.model import LatencyPredictor
@@ -35,15 +35,13 @@ class _Run(NamedTuple):
 
 
 class ParkedPasts:
-    """Waiting requests' blocks on both tiers, and the cache operations of the step that is being built."""
+    """Waiting requests' blocks on both tiers."""
 
-    def __init__(
-        self, config: SchedulerConfig, device: BlockPool, host: BlockPool, model: LatencyPredictor | None
-    ) -> None:
-        self.operations: list[CacheOperation] = []
+    def __init__(self, config: SchedulerConfig, tiers: Tiers, model: LatencyPredictor | None) -> None:
         self._config = config
-        self._device = device
-        self._host = host
+        self._tiers = tiers
+        self._device = tiers.device
+        self._host = tiers.host
         self._model = model
         self._holders: dict[Request, None] = {}
         self._split: HostSplit | None = None
@@ -108,11 +106,8 @@ class ParkedPasts:
             if source.on_device:
                 cache_map.blocks.append(source)
                 continue
-            target = self._device.allocate(source.entry.kind, online=request.request_class is RequestClass.ONLINE)
-            assert target is not None, "admitted without room"
-            self.operations.append(CacheOperation(CacheAction.SWAP_IN, source.entry, target.entry))
-            cache_map.blocks.append(target)
-            self._host.release(source, step_id)
+            online = request.request_class is RequestClass.ONLINE
+            cache_map.blocks.append(self._tiers.fetch(source, step_id, online=online))
         for source in reversed(parked[:num_hits]):
             self._give_up(source, request.last_step if source.on_device else step_id)
         cache_map.num_parked_tokens = 0
@@ -126,11 +121,6 @@ class ParkedPasts:
         """Give up what waiting requests still hold on the device."""
         for request in list(self._holders):
             self.forget(request)
-
-    def take_operations(self) -> tuple[CacheOperation, ...]:
-        """What the step that is being launched must do to the cache: swaps out first, for others may get the units."""
-        operations, self.operations = self.operations, []
-        return tuple(sorted(operations, key=_action_order))
 
     def check_integrity(self, waiting: Request) -> None:
         """Assert that every request that waits and holds device blocks is known."""
@@ -180,7 +170,7 @@ class ParkedPasts:
     def _release(self, runs: Sequence[_Run], units: int, step_id: int) -> int:
         """Free up to `units` units at the least cost; returns how many came free."""
         costs = restore_costs(self._model, self._config)
-        moves = release_units([run.past for run in runs], units, self._host.num_free_units, costs)
+        moves = release_units([run.past for run in runs], units, self._host.num_available_units, costs)
         for index, group in groupby(moves, lambda move: move.past):
             self._move(runs[index], list(group), step_id)
         return sum(move.blocks * runs[move.past].past.block_units for move in moves)
@@ -204,7 +194,7 @@ class ParkedPasts:
         target = self._host.allocate(source.entry.kind, online=False)
         assert target is not None, "planned without room on the host"
         target.last_step = cache_map.parked_in_step = step_id
-        self.operations.append(CacheOperation(CacheAction.SWAP_OUT, source.entry, target.entry))
+        self._tiers.operations.append(CacheOperation(CacheAction.SWAP_OUT, source.entry, target.entry))
         cache_map.blocks[index] = target
         self._device.release(source, request.last_step)
 
@@ -229,9 +219,7 @@ class ParkedPasts:
         cache_map = request.cache_map
         cache_map.blocks, lost = cache_map.blocks[:num_blocks], cache_map.blocks[num_blocks:]
         cache_map.num_parked_tokens = min(cache_map.num_parked_tokens, num_blocks * self._config.block_size)
-        targets = {block.entry for block in lost if not block.on_device}
-        unsent = {operation.target for operation in self.operations if operation.target in targets}
-        self.operations = [operation for operation in self.operations if operation.target not in unsent]
+        unsent = self._tiers.cancel({block.entry for block in lost if not block.on_device})
         for block in reversed(lost):
             if block.entry in unsent:
                 block.last_step = -1
@@ -259,7 +247,3 @@ def _count_kinds(blocks: Iterable[CacheBlock]) -> tuple[int, int]:
 
 def _references(holders: Iterable[Request]) -> Counter[CacheBlock]:
     return Counter(block for request in holders for block in request.cache_map.blocks if block.on_device)
-
-
-def _action_order(operation: CacheOperation) -> int:
-    return list(CacheAction).index(operation.action)

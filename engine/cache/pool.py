@@ -3,8 +3,7 @@
 Every unit is in exactly one place (reliability E1): *free*; *owned* by a block some request refers to; *cached*, in a
 published block that nobody refers to (a prefix hit revives it, an allocation evicts it); or *deferred*, in a block
 given up while a step that may touch it is still in flight (E2). The pool counts units and knows nothing of requests,
-tensors or time; steps are known by their increasing ids. There are two of them, and only what lies on the device is
-published (`engine.cache.cache`).
+tensors or time; steps are known by their increasing ids. There is one for each tier (`engine.cache.tiers`).
 
 A block never changes its kind or tier. To convert or swap one, allocate the target, schedule the `CacheOperation` in a
 step, put the target in the request's map in place of the source, and release the source with that step as `last_step`:
@@ -15,7 +14,7 @@ takes numbers from the end. Units behind the new end that a block still holds *r
 they are gone when that block is given up. Memory may serve something else only once `num_retiring_units` is 0.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from engine.cache.blocks import REPRESENTATIONS, CacheBlock, CacheEntry, CacheKind, Tier, count_units
 
@@ -82,25 +81,26 @@ class BlockPool:
         """A block with reference count 1, or None when not enough units are available."""
         size = REPRESENTATIONS[kind].units
         while len(self._free) < size:
-            if not self._evict_one():
+            if (block := self.next_evicted) is None:
                 return None
+            self.withdraw(block)
         units = tuple(self._free.pop() for _ in range(size))
         self.num_owned_units += size
         return CacheBlock(CacheEntry(kind, self._tier, units), online=online)
 
-    def lookup(self, hashes: Sequence[bytes]) -> list[CacheBlock]:
-        """The longest run of published blocks along a hash chain, from its root."""
-        found: list[CacheBlock] = []
-        for block_hash in hashes:
-            block = self._index.get(block_hash)
-            if block is None:
-                break
-            found.append(block)
-        return found
+    def find(self, block_hash: bytes) -> CacheBlock | None:
+        """The block that is published under this hash."""
+        return self._index.get(block_hash)
+
+    @property
+    def next_evicted(self) -> CacheBlock | None:
+        """The least recently used cached block; those that only offline work touched come first."""
+        return next(iter(self._cached_offline or self._cached_online), None)
 
     def num_idle_units(self, blocks: Iterable[CacheBlock]) -> int:
-        """How many of these blocks' units count as available now and would no longer once acquired."""
-        return count_units(b for b in blocks if b.ref_count == 0 and b not in self._deferred)
+        """How many of these blocks' units count as available here now and would no longer once acquired."""
+        tier, deferred = self._tier, self._deferred
+        return count_units(b for b in blocks if b.ref_count == 0 and b.entry.tier is tier and b not in deferred)
 
     def acquire(self, block: CacheBlock, *, online: bool) -> None:
         """One more reference to a block that is published or held; an online touch raises the block's class."""
@@ -142,7 +142,6 @@ class BlockPool:
     def publish(self, block: CacheBlock, block_hash: bytes) -> None:
         """Offer a full, confirmed block to later requests; the first block published under a hash stays. One that
         retires is not offered."""
-        assert block.on_device, "only blocks on the device are published"
         if self._retiring and not self._retiring.isdisjoint(block.entry.units):
             return
         if block.block_hash is None and block_hash not in self._index:
@@ -209,12 +208,3 @@ class BlockPool:
 
     def _cached_of(self, block: CacheBlock) -> dict[CacheBlock, None]:
         return self._cached_online if block.online else self._cached_offline
-
-    def _evict_one(self) -> bool:
-        """Evict the least recently used cached block, those that only offline work touched first."""
-        cached = self._cached_offline or self._cached_online
-        if not cached:
-            return False
-        block = next(iter(cached))
-        self.withdraw(block)
-        return True

@@ -8,7 +8,8 @@ from engine.api import EngineStats
 
 GAUGES = frozenset(
     {"running", "waiting", "units_total", "units_free", "units_cached", "units_owned", "host_units_total"}
-    | {"host_units_used", "hidden_blocks", "colocation", "token_costs", "restarts", "resumed_requests", "engines"}
+    | {"host_units_used", "host_units_cached", "hidden_blocks", "colocation", "token_costs", "restarts"}
+    | {"resumed_requests", "engines"}
 )
 COUNTERS = tuple(field.name for field in fields(EngineStats) if field.name not in GAUGES)
 

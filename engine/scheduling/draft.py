@@ -89,6 +89,7 @@ class StepDraft:
         self.chunks: list[Chunk] = []
         self.requests: list[Request] = []
         self._new_requests: list[NewRequest] = []
+        self._charged_units = 0
         self._last_completed_step = last_completed_step
 
     @cached_property
@@ -108,8 +109,8 @@ class StepDraft:
         """The step as decided, or None when it holds nothing."""
         if not self.chunks:
             return None
-        operations = self.state.cache.take_operations()
-        self._charge_swaps(operations)
+        operations = self.state.cache.tiers.take_operations()
+        self._charge_rest(operations)
         released, self.state.released_rows = self.state.released_rows, []
         features = self.ledger.features
         new_rows = {new.row for new in self._new_requests}
@@ -169,10 +170,13 @@ class StepDraft:
         if kind is not None and not request.cache_map.blocks:
             request.cache_map.kind = kind
         claim = cache.claim(request)
+        self._charge_copies(claim.copied_units)
         length = choose_length(claim.num_tokens, len(request.token_ids) - claim.num_tokens)
-        if length == 0 or not self.allocation.make_room(request, claim):
-            return False
-        self._start(request, claim)
+        with cache.holding(claim):
+            if length == 0 or not self.allocation.make_room(request, claim):
+                self._charge_copies(-claim.copied_units)
+                return False
+            self._start(request, claim)
         granted = self.allocation.extend(request, length)
         assert granted == length, "admitted without room"
         self._new_requests.append(_whole(request))
@@ -188,11 +192,19 @@ class StepDraft:
             request.num_cached_tokens = claim.num_tokens
             counters.prefix_queried_tokens += request.num_prompt_tokens
             counters.prefix_hit_tokens += claim.num_tokens
+            on_host = sum(not block.on_device for block in claim.hits)
+            counters.prefix_host_hit_tokens += on_host * self.state.config.block_size
 
-    def _charge_swaps(self, operations: tuple[CacheOperation, ...]) -> None:
+    def _charge_copies(self, units: int) -> None:
+        """Units that move between device and host; a negative number takes them back."""
+        if units:
+            self._charged_units += units
+            self.ledger.charge_cache_work(CacheWork(transferred_bytes=units * self.state.config.unit_bytes))
+
+    def _charge_rest(self, operations: tuple[CacheOperation, ...]) -> None:
+        """What moves besides the pasts of those that start."""
         moved = sum(len(op.source.units) for op in operations if op.action is not CacheAction.RESTORE)
-        if moved:
-            self.ledger.charge_cache_work(CacheWork(transferred_bytes=moved * self.state.config.unit_bytes))
+        self._charge_copies(moved - self._charged_units)
 
 
 def _whole(request: Request) -> NewRequest:

@@ -13,10 +13,12 @@ from itertools import islice
 from typing import NamedTuple
 
 from engine.api import Lane, RequestClass
+from engine.cache.blocks import count_units
 from engine.request import Request
 from engine.scheduling.draft import StepLedger
 from engine.scheduling.laxity import PrefillPace, prefill_pace, prompt_slack
 from engine.scheduling.objective import UNLIMITED, OfflineAllowance
+from engine.scheduling.output import CacheWork
 from engine.scheduling.reservation import Reservation, reservation_of
 from engine.scheduling.state import SchedulerState
 from predictor.features import BatchFeatures
@@ -170,9 +172,12 @@ def _plan_waiting(
         hits = state.cache.find_prefix(request)
         start = len(hits) * block_size
         blocks = len(request.token_ids) // block_size + 1 - len(hits)
-        units -= blocks * UNITS_PER_BLOCK + pool.num_idle_units(hits)
+        copied = count_units(block for block in hits if not block.on_device)
+        units -= blocks * UNITS_PER_BLOCK + copied + pool.num_idle_units(hits)
         if units < 0:
             return
+        if copied:
+            ledger.charge_cache_work(CacheWork(transferred_bytes=copied * state.config.unit_bytes))
         wanted = min(len(request.token_ids) - start, ledger.tokens_left)
         length = _largest(allowance, ledger, start, wanted)
         chunks.append(PlannedChunk(request.request_id, length, running=False))

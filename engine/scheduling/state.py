@@ -35,6 +35,7 @@ class SchedulerCounters:
     preemptions: dict[str, int] = field(default_factory=dict)
     prefix_queried_tokens: int = 0
     prefix_hit_tokens: int = 0
+    prefix_host_hit_tokens: int = 0
     leftover_seconds: float = 0.0
     leftover_used_seconds: float = 0.0
 

@@ -128,6 +128,10 @@ class EngineCollector(Collector):
             "prefix_queried_tokens", "Prompt tokens looked up in the prefix cache.", stats.prefix_queried_tokens
         )
         yield _total("prefix_hit_tokens", "Prompt tokens found in the prefix cache.", stats.prefix_hit_tokens)
+        tiers = CounterMetricFamily("tidemill_prefix_hit_tokens_by_tier", "Those by where they lay.", labels=["tier"])
+        tiers.add_metric(["device"], stats.prefix_hit_tokens - stats.prefix_host_hit_tokens)
+        tiers.add_metric(["host"], stats.prefix_host_hit_tokens)
+        yield tiers
         yield _total("steps", "Model steps that succeeded.", stats.steps)
         yield _total("failed_steps", "Model steps that failed.", stats.failed_steps)
         yield _total(
@@ -215,6 +219,8 @@ def _pool_metrics(stats: EngineStats) -> Iterator[Metric]:
     yield kinds
     yield GaugeMetricFamily("tidemill_host_units", "Cache units in the host tier.", value=stats.host_units_total)
     yield GaugeMetricFamily("tidemill_host_units_used", "Those that hold something.", value=stats.host_units_used)
+    name, text = "tidemill_host_units_cached", "Those of them that hold prefixes which nobody uses now."
+    yield GaugeMetricFamily(name, text, value=stats.host_units_cached)
     yield GaugeMetricFamily("tidemill_hidden_blocks", "Blocks run from hidden state.", value=stats.hidden_blocks)
     moved = CounterMetricFamily("tidemill_cache_units", "Cache units moved or restored.", labels=["operation"])
     for operation in ("swap_out", "swap_in", "restore"):
