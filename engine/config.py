@@ -72,7 +72,9 @@ class EngineConfig:
     offload_dir: str = _flag(
         "", "folder on a disk from which weights stream on a CPU (default: tidemill/offload in the user's cache)"
     )
-    swap_space: float = _flag(0.0, "GiB of host memory that holds the cache of preempted requests")
+    swap_space: float = _flag(
+        0.0, "GiB of host memory for the cache of preempted requests, and of chats until their next turn"
+    )
     offline_policy: str = _flag("psm", "order of offline work; psm: shared prefixes first", ("psm", "deadline", "fcfs"))
     reserve: str = _flag(
         NO_RESERVE,
