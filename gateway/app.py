@@ -39,6 +39,8 @@ from gateway.web.recorder import Recorder
 log = logging.getLogger("tidemill.gateway")
 
 MAX_HELD_BODIES = 64  # bodies of the largest size that may be in memory at once
+OPEN_PATHS = frozenset({"/health", "/ready"}) | web.OPEN_PATHS
+"""They need no key."""
 
 
 def create_app(
@@ -122,7 +124,7 @@ def _add_middleware(app: FastAPI, context: GatewayContext, max_file_bytes: int) 
     held_bytes = MAX_HELD_BODIES * config.max_body_bytes
     streamed = {"/v1/files": max_file_bytes + MAX_OVERHEAD}
     app.add_middleware(BodyLimit, max_body_bytes=config.max_body_bytes, max_held_bytes=held_bytes, streamed=streamed)
-    app.add_middleware(Authentication, keys=context.keys)
+    app.add_middleware(Authentication, keys=context.keys, open_paths=OPEN_PATHS)
     app.add_middleware(HostGuard, hosts=HostNames(config.host, config.allowed_host))
     app.add_middleware(ErrorBoundary)
     app.add_middleware(RequestIds, metrics=context.metrics)

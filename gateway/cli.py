@@ -232,7 +232,7 @@ def _serve(arguments: argparse.Namespace) -> int:
         given = given_where(arguments, [EngineConfig, ServerConfig])
         dry_run = importlib.import_module("gateway.commands.dry_run")
         return int(dry_run.run(given, engine_config, server_config, model_name(engine_config)))
-    server = importlib.import_module("gateway.http.server")
+    server = importlib.import_module("gateway.server")
     server.bind(server_config.host, server_config.port).close()  # before minutes of loading: can the address be had?
     if not server_config.served_model_name:
         server_config = dataclasses.replace(server_config, served_model_name=(model_name(engine_config),))

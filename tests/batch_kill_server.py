@@ -20,7 +20,7 @@ from engine.text import Tokenizer
 from gateway.app import create_app
 from gateway.batch.limits import BatchLimits
 from gateway.config import ServerConfig
-from gateway.http.server import run
+from gateway.server import run
 from gateway.store.disk import Disk
 from gateway.store.folder import open_state
 

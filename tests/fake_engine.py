@@ -29,7 +29,7 @@ from engine.text import Tokenizer
 from gateway.app import create_app
 from gateway.config import ServerConfig
 from gateway.http.connection import ProtocolLimits
-from gateway.http.server import bind, make_server
+from gateway.server import bind, make_server
 from predictor.judge import Standing
 
 MODEL = "fake-model"

@@ -14,9 +14,9 @@ from hypothesis import given
 
 from engine.api import EngineStats, Lane, TokenCosts
 from engine.text import Tokenizer
-from gateway.batch.forecast import LEAST_LINES, URGENT_SHARE, Forecast, Lengths, Load, Pace, finish_times
-from gateway.batch.states import BatchStatus
-from gateway.store.objects import BatchJob, Usage
+from gateway.batch.forecast import LEAST_LINES, URGENT_SHARE, Forecast, Load, Pace, finish_times
+from gateway.store.objects import BatchJob, Lengths, Usage
+from gateway.store.states import BatchStatus
 
 loads_strategy = st.lists(
     st.tuples(st.sampled_from("abc"), st.floats(0.0, 1000.0), st.booleans()), min_size=1, max_size=12

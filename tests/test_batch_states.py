@@ -11,8 +11,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, multiple, rule
 from openai.types import Batch
 
-from gateway.batch.states import TERMINAL, TRANSITIONS, UNFINISHED, BatchStatus, IllegalTransition, check_transition
-from gateway.batch.states import timestamp_field as field_of
 from gateway.store.objects import (
     BatchJob,
     FileInUse,
@@ -27,6 +25,8 @@ from gateway.store.objects import (
     new_file_id,
 )
 from gateway.store.sqlite import SqliteStore
+from gateway.store.states import TERMINAL, TRANSITIONS, UNFINISHED, BatchStatus, IllegalTransition, check_transition
+from gateway.store.states import timestamp_field as field_of
 
 S = BatchStatus
 NOW = 1_000_000

@@ -44,11 +44,11 @@ from gateway.batch.feed import FeedOrder, Job, Window
 from gateway.batch.input import LinePlaces, check_input, prefix_key, read_lines
 from gateway.batch.limits import BatchLimits
 from gateway.batch.line import LineAnswer, LineOrigin
-from gateway.batch.states import BatchStatus
 from gateway.batch.worker import BatchWorker
 from gateway.generate.pace import at_half_speed
 from gateway.store.folder import StateFolder
 from gateway.store.objects import BatchJob, FileObject, LineRef, new_batch_id, new_file_id
+from gateway.store.states import BatchStatus
 
 ONE_BY_ONE = BatchLimits(window_lines=2, retry_seconds=0.01, tick_seconds=0.05)
 

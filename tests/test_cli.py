@@ -354,7 +354,7 @@ def test_serve_joins_the_parts_and_says_what_runs(
             return 0
 
     monkeypatch.setitem(sys.modules, "gateway.app", App)  # type: ignore[arg-type]
-    monkeypatch.setitem(sys.modules, "gateway.http.server", Server)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "gateway.server", Server)  # type: ignore[arg-type]
     argv = ["serve", "--port", "0", "--device", "cpu", "--dtype", "float32", "--num-gpu-blocks-override", "20"]
     assert cli.main([*argv, place]) == 0
     out = capfd.readouterr().out

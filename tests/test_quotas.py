@@ -423,6 +423,6 @@ async def test_sighup_without_a_key_file_does_nothing(
 async def test_a_closed_terminal_ends_the_server(start_server: StartServer, monkeypatch: pytest.MonkeyPatch) -> None:
     served = await start_server("hello", owns_process=True)
     served.server._has_terminal = True
-    monkeypatch.setattr("gateway.http.server.has_terminal", lambda: False)
+    monkeypatch.setattr("gateway.server.has_terminal", lambda: False)
     await hang_up()
     await eventually(lambda: served.server.should_exit)

@@ -20,7 +20,7 @@ from fake_engine import MODEL, Served
 from engine.api import FinishReason
 from engine.errors import ConfigError
 from gateway.http.connection import ProtocolLimits
-from gateway.http.server import bind
+from gateway.server import bind
 
 KEY = "sk-örtlich"
 CHAT = json.dumps({"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}).encode()
@@ -458,7 +458,7 @@ from fake_engine import FakeEngine, say
 from engine.text import Tokenizer
 from gateway.app import create_app
 from gateway.config import ServerConfig
-from gateway.http.server import run
+from gateway.server import run
 tokenizer = Tokenizer.load({folder!r}, probe=False)
 engine = FakeEngine(say(tokenizer, "hello", hold_after=1))
 config = ServerConfig(port=0, served_model_name=("fake-model",), shutdown_timeout=60.0)

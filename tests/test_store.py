@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from engine.errors import ConfigError
-from gateway.batch.states import BatchStatus, IllegalTransition
 from gateway.store.disk import StorageError
 from gateway.store.folder import StateFolder, default_state_dir, open_state
 from gateway.store.objects import (
@@ -32,6 +31,7 @@ from gateway.store.objects import (
 from gateway.store.schema import VERSION
 from gateway.store.sqlite import SqliteStore
 from gateway.store.sqlite_files import TOMBSTONE_SECONDS
+from gateway.store.states import BatchStatus, IllegalTransition
 from gateway.store.writer import SqliteWriter, open_database
 
 NOW = 1_800_000_000

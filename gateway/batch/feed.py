@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from engine.api import Lane
-from gateway.batch.forecast import Lengths
-from gateway.store.objects import BatchJob, LineRef, Usage
+from gateway.store.objects import BatchJob, Lengths, LineRef, Usage
 
 
 class FinishedLine(NamedTuple):

@@ -11,10 +11,10 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from gateway.batch.limits import BatchState, state_of
+from gateway.batch.listing import describe_page, json_response, list_response, read_page, unknown_cursor
 from gateway.batch.uploads import MAX_OVERHEAD, Upload, UploadParser
 from gateway.context import context_of, tenant_of
 from gateway.http.errors import ApiError
-from gateway.http.listing import describe_page, json_response, list_response, read_page, unknown_cursor
 from gateway.http.quotas import limit_reached
 from gateway.http.sse import run_while_connected
 from gateway.store.disk import DiskFile, StorageError, storage_errors

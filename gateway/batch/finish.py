@@ -10,12 +10,12 @@ from gateway.batch.input import InputReport, check_apart
 from gateway.batch.limits import BatchLimits
 from gateway.batch.output import ResultBuilder
 from gateway.batch.results import StorageRetry, in_thread, to_end
-from gateway.batch.states import GIVEN_UP, UNFINISHED_LINE, BatchStatus, IllegalTransition
 from gateway.generate.pace import at_half_speed
 from gateway.http.quotas import TENANT_LIMIT
 from gateway.store.disk import StorageError, UnreadableError, read_errors
 from gateway.store.folder import StateFolder
 from gateway.store.objects import BatchJob, FileObject, InputError, LineQuota, new_file_id
+from gateway.store.states import GIVEN_UP, UNFINISHED_LINE, BatchStatus, IllegalTransition
 
 log = logging.getLogger("tidemill.gateway")
 

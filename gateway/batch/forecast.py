@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from engine.api import TokenCosts
-from gateway.store.objects import BatchJob, Usage
+from gateway.store.objects import BatchJob, Lengths, Usage
 
 HALF_LIFE = 600.0
 """Seconds after which what was seen counts half."""
@@ -145,14 +145,6 @@ class Outlook:
                 f"what has no result then ends as expired (window: {batch.completion_window})."
             )
         return notes
-
-
-@dataclass(frozen=True, slots=True)
-class Lengths:
-    """Bytes of a batch's lines: all of them, and one that has no result yet, on average."""
-
-    total_bytes: int
-    pending_line: float
 
 
 class Forecast:

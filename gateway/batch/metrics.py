@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from gateway.batch.states import UNFINISHED
 from gateway.batch.worker import BatchWorker
+from gateway.store.states import UNFINISHED
 
 
 class BatchCollector(Collector):

@@ -11,12 +11,12 @@ from starlette.responses import Response
 
 from gateway.batch.files import MAX_EXPIRY, MIN_EXPIRY, no_such_file
 from gateway.batch.limits import state_of
+from gateway.batch.listing import describe_page, json_response, list_response, read_page, unknown_cursor
 from gateway.context import context_of, tenant_of
 from gateway.endpoints import ENDPOINTS
 from gateway.generate.answering import read_json
 from gateway.generate.wire import StrictBody, at_most, parse_json, validate
 from gateway.http.errors import ApiError
-from gateway.http.listing import describe_page, json_response, list_response, read_page, unknown_cursor
 from gateway.http.quotas import limit_reached
 from gateway.store.objects import (
     BATCH_ID,

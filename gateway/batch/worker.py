@@ -20,11 +20,11 @@ from gateway.batch.limits import BatchLimits
 from gateway.batch.line import LineAnswer, LineOrigin, LineRetry
 from gateway.batch.output import read_envelopes, response_row, unfinished_row
 from gateway.batch.results import ResultWriter, StorageRetry, in_thread
-from gateway.batch.states import TERMINAL, BatchStatus, IllegalTransition
 from gateway.http.errors import log_unexpected
 from gateway.store.disk import StorageError, UnreadableError
 from gateway.store.folder import StateFolder
 from gateway.store.objects import BatchJob, InputError, LineRef, Usage
+from gateway.store.states import TERMINAL, BatchStatus, IllegalTransition
 
 RunLine = Callable[[str, dict[str, Any], LineOrigin], Awaitable[LineAnswer]]
 EXPIRED_FILES = 1000

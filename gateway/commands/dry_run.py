@@ -77,7 +77,7 @@ def _shown(flag: Flag, value: Any) -> str:
 
 def _check_server(config: ServerConfig) -> None:
     """Raises ConfigError for an address, a state folder or a key file that cannot be had."""
-    importlib.import_module("gateway.http.server").bind(config.host, config.port).close()
+    importlib.import_module("gateway.server").bind(config.host, config.port).close()
     folder = importlib.import_module("gateway.store.folder")
     folder.check_free(folder.state_path(config.state_dir, os.environ))
     importlib.import_module("gateway.http.keys").load_keys(config.api_key, config.api_key_file)

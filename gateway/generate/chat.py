@@ -2,7 +2,6 @@
 
 import dataclasses
 import secrets
-import time
 import uuid
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -130,15 +129,7 @@ class ChatFormat(CompletionStream):
     """Chat completions. The parts of a chunk that never change are encoded once per answer."""
 
     def __init__(self, plan: GenerationPlan, tokenizer: Tokenizer) -> None:
-        head = {
-            "id": plan.response_id,
-            "object": "chat.completion.chunk",
-            "created": int(time.time()),
-            "model": plan.model,
-            "service_tier": plan.service_tier,
-            "system_fingerprint": None,
-        }
-        super().__init__(plan, head)
+        super().__init__(plan, "chat.completion.chunk")
         self._tokenizer = tokenizer
         start = b"data: " + orjson.dumps(self._head)[:-1]
         self._starts = [start + b',"choices":[{"index":%d,"delta":{' % i for i in range(plan.n)]

@@ -1,5 +1,6 @@
-"""What streams of chat and of text completions have in common: how they end."""
+"""What streams of chat and of text completions have in common: what every chunk holds, and how they end."""
 
+import time
 from typing import Any
 
 import orjson
@@ -10,11 +11,18 @@ from gateway.http.sse import DONE, END, event
 
 
 class CompletionStream:
-    """The base of their formats; see AnswerFormat. `head`: what all chunks have."""
+    """The base of their formats; see AnswerFormat. `kind`: the object that a chunk is."""
 
-    def __init__(self, plan: GenerationPlan, head: dict[str, Any]) -> None:
+    def __init__(self, plan: GenerationPlan, kind: str) -> None:
         self._plan = plan
-        self._head = head
+        self._head = {
+            "id": plan.response_id,
+            "object": kind,
+            "created": int(time.time()),
+            "model": plan.model,
+            "service_tier": plan.service_tier,
+            "system_fingerprint": None,
+        }
 
     def opening(self) -> bytes:
         return b""

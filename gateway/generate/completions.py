@@ -1,6 +1,5 @@
 """POST /v1/completions: raw prompts, as text or as token ids."""
 
-import time
 import uuid
 from typing import Any
 
@@ -55,15 +54,7 @@ class CompletionFormat(CompletionStream):
     """Text completions; choice i of prompt p has index p * n + i. With `echo` each choice begins with its prompt."""
 
     def __init__(self, plan: GenerationPlan, tokenizer: Tokenizer, echo: bool) -> None:
-        head = {
-            "id": plan.response_id,
-            "object": "text_completion",
-            "created": int(time.time()),
-            "model": plan.model,
-            "service_tier": plan.service_tier,
-            "system_fingerprint": None,
-        }
-        super().__init__(plan, head)
+        super().__init__(plan, "text_completion")
         self._start = b"data: " + orjson.dumps(self._head)[:-1] + b',"choices":[{"index":'
         usage = b',"usage":null' if plan.stream_options.include_usage else b""
         self._plain_end = b',"logprobs":null,"finish_reason":null}]' + usage + b"}" + END

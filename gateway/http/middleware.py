@@ -1,11 +1,11 @@
 """Pure ASGI middleware that acts on the headers, before a body is read: request id, host and origin, key, limits.
 
-Knows nothing of routes but those that need no key.
+Knows nothing of routes.
 """
 
 import re
 import uuid
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -13,9 +13,7 @@ from gateway.http.errors import ApiError, error_response
 from gateway.http.hosts import HostNames, host_name
 from gateway.http.keys import Key, KeyStore
 from gateway.telemetry.metrics import GatewayMetrics
-from gateway.web import routes as web
 
-OPEN_PATHS = frozenset({"/health", "/ready"}) | web.OPEN_PATHS
 _KEY_HEADERS = (b"authorization", b"x-api-key")
 _SLASHES = re.compile("/{2,}")
 
@@ -87,12 +85,13 @@ def _values(scope: Scope, name: str) -> list[str]:
 
 
 class Authentication:
-    """Lets a request through if its key is one of `keys`, or if there are none; notes whose it is. What runs already is
-    not looked at again when the keys change."""
+    """Lets a request through if its key is one of `keys`, or if there are none, or to `open_paths`; notes whose it is.
+    What runs already is not looked at again when the keys change."""
 
-    def __init__(self, app: ASGIApp, keys: KeyStore) -> None:
+    def __init__(self, app: ASGIApp, keys: KeyStore, open_paths: Collection[str]) -> None:
         self._app = app
         self._keys = keys
+        self._open_paths = open_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         ring = self._keys.ring
@@ -101,7 +100,7 @@ class Authentication:
             if key is not None:
                 seen = {"tenant": key.tenant, "service_tier": key.service_tier, "sees_all": ring.sees_all(key)}
                 scope.setdefault("state", {}).update(seen)
-            elif scope["path"] not in OPEN_PATHS:
+            elif scope["path"] not in self._open_paths:
                 headers = {"www-authenticate": "Bearer"}
                 error = ApiError(401, "A valid API key is needed.", code="invalid_api_key", headers=headers)
                 await error_response(error, scope)(scope, receive, send)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from gateway.batch.states import BatchStatus
+from gateway.store.states import BatchStatus
 
 FILE_ID = re.compile("file-[0-9a-f]{32}")
 BATCH_ID = re.compile("batch_[0-9a-f]{32}")
@@ -201,3 +201,11 @@ class WrongPurpose(Exception):
 
 class IdempotencyConflict(Exception):
     """The same idempotency key came with another body."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Bytes of a batch's lines: all of them, and one that has no result yet, on average."""
+
+    total_bytes: int
+    pending_line: float

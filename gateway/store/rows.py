@@ -3,8 +3,8 @@
 import json
 import sqlite3
 
-from gateway.batch.states import BatchStatus
 from gateway.store.objects import BatchJob, FileObject, InputError, LineRecord, LineRef, Usage
+from gateway.store.states import BatchStatus
 
 
 def read_file_row(row: sqlite3.Row) -> FileObject:

@@ -6,13 +6,12 @@ import sqlite3
 from collections.abc import Sequence
 from contextlib import suppress
 
-from gateway.batch.forecast import Lengths
-from gateway.batch.states import BatchStatus, IllegalTransition, check_transition, timestamp_field
 from gateway.store.objects import (
     BatchJob,
     FileObject,
     IdempotencyConflict,
     InputError,
+    Lengths,
     LineQuota,
     LineRecord,
     LineRef,
@@ -24,6 +23,7 @@ from gateway.store.objects import (
 )
 from gateway.store.rows import insert_batch, insert_file, read_batch_row, read_line_row, read_record_row
 from gateway.store.sqlite_files import find_file, read_page
+from gateway.store.states import BatchStatus, IllegalTransition, check_transition, timestamp_field
 from gateway.store.writer import SqliteWriter
 
 
