@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: install serve test check docs models native bench chaos gpu-check clean
+.PHONY: install serve test check docs models native bench chaos ray-check gpu-check clean
 
 install: $(STAMP)
 
@@ -51,6 +51,10 @@ bench: install
 # A server whose engine process is killed, hangs and fails for ten minutes; exits 1 on a broken promise.
 chaos: install
 	$(BIN)/python -m loadgen.bench chaos $(ARGS)
+
+# Two engines as actors of a Ray cluster on this machine, one of them killed; needs the extra `ray`.
+ray-check: install
+	$(BIN)/python -m pytest -m slow tests/test_fleet_ray.py
 
 # From a source tree, without an install: needs a Python with torch, triton and transformers (PYTHON=... picks one).
 gpu-check:

@@ -406,8 +406,9 @@ class EngineClient(Protocol):
         """Until no step will ever run again, so that only another start of the server helps; returns why."""
         ...
 
-    async def renew(self) -> str:
-        """Where weights or engine have been replaced on disk, go on with those; returns what was done, once it is.
+    async def renew(self, *, anyway: bool = False) -> str:
+        """Where weights or engine have been replaced on disk, or `anyway`, go on with what is there; returns what was
+        done, once it is.
 
         Raises ConfigError or EngineUnavailableError where what is there cannot take over: nothing has changed then.
         """

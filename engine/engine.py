@@ -325,7 +325,7 @@ class Engine:
         assert self._death is not None
         return self._death
 
-    async def renew(self) -> str:
+    async def renew(self, *, anyway: bool = False) -> str:  # noqa: ARG002
         """See EngineClient.renew."""
         return "the engine runs inside the server, and changes when that is started again"
 

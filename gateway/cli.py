@@ -8,6 +8,7 @@ import dataclasses
 import importlib
 import importlib.metadata
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -71,6 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_doctor(commands)
     _add_profile(commands)
     _add_replay(commands)
+    _add_fleet(commands)
     commands.add_parser("bench", help="measure a server: run, sweep, compare, trace", add_help=False)
     commands.add_parser("simulate", help="replay workloads and experiments on a virtual clock", add_help=False)
     command = commands.add_parser(
@@ -165,6 +167,18 @@ def _add_replay(commands: Any) -> None:
     command.set_defaults(run=_replay)
 
 
+def _add_fleet(commands: Any) -> None:
+    command = commands.add_parser("fleet", help="start the engines of a server again, one by one", allow_abbrev=False)
+    command.add_argument("action", choices=("restart",), help="restart: no request is refused, answers go on")
+    command.add_argument("--state-dir", metavar="DIR", help="folder of the server (default: as for serve)")
+    command.set_defaults(run=_fleet)
+
+
+def _fleet(arguments: argparse.Namespace) -> int:
+    say(importlib.import_module("gateway.commands.fleet").restart(arguments.state_dir))
+    return 0
+
+
 def _replay(arguments: argparse.Namespace) -> int:
     return int(importlib.import_module("gateway.commands.replay").run(arguments.file))
 
@@ -236,6 +250,7 @@ def _serve(arguments: argparse.Namespace) -> int:
     server.bind(server_config.host, server_config.port).close()  # before minutes of loading: can the address be had?
     if not server_config.served_model_name:
         server_config = dataclasses.replace(server_config, served_model_name=(model_name(engine_config),))
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # `tidemill fleet restart`: until the server listens it would end us
     folder = _open_state(server_config)
     try:
         return _serve_with(folder, engine_config, server_config, server)
@@ -297,12 +312,19 @@ def _make_engine(engine_config: EngineConfig, server_config: ServerConfig, root:
     policy = partial(RestartPolicy, server_config.max_engine_deaths, max_delay=server_config.max_restart_delay)
     log_level, pid_file = server_config.log_level, root / "engine.pid"
     flights = Flights(root / "flights", model_name(engine_config), tokens=server_config.flight_tokens)
-    if server_config.engines == 1:
+    if server_config.engines == 1 and not server_config.ray:
         make = importlib.import_module("engine.process.client").EngineProcess
         return make(engine_config, log_level=log_level, pid_file=pid_file, policy=policy(), flights=flights)
     launch = importlib.import_module("engine.fleet.launch")
     fleet = launch.FleetPlan(
-        server_config.engines, server_config.router, _window_lines(engine_config), pid_file, log_level, policy, flights
+        server_config.engines,
+        server_config.router,
+        _window_lines(engine_config),
+        pid_file,
+        log_level,
+        policy,
+        flights,
+        server_config.ray,
     ).make(engine_config)
     for note in fleet.notes:
         say(note)

@@ -65,7 +65,12 @@ class ServerConfig:
     max_restart_delay: float = _flag(
         30.0, "seconds that the next engine process waits at most: 0, 1, 2, 4 ... up to it"
     )
-    engines: int = _flag(1, "engines on this machine: a CUDA device each, or an equal part of the cores each")
+    engines: int = _flag(1, "engines: a CUDA device of this machine each, or an equal part of its cores each")
+    ray: str = _flag(
+        "",
+        "engines run as actors of a Ray cluster, with a GPU or an equal part of the processors each: HOST:PORT of its "
+        "head, auto (this machine is a node), or local (one for this server alone)",
+    )
     router: str = _flag("sal", "with several engines: which one a chat goes to", tuple(ROUTERS))
     shutdown_timeout: float = _flag(30.0, "seconds that running requests may take to end after SIGTERM")
     request_log: str | None = _flag(
@@ -95,6 +100,8 @@ class ServerConfig:
             raise ConfigError(f"--engines must be at least 1, not {self.engines}")
         if self.engines > 1 and not self.engine_process:
             raise ConfigError("--engines needs engines in processes of their own: leave out --no-engine-process")
+        if self.ray and not self.engine_process:
+            raise ConfigError("--ray needs engines in processes of their own: leave out --no-engine-process")
         find_router(self.router)
         if self.tool_parser not in TOOL_PARSERS:
             raise ConfigError(f"--tool-parser must be one of {', '.join(TOOL_PARSERS)}, not {self.tool_parser!r}")

@@ -1,5 +1,5 @@
 """Runs the application: one process, one event loop, one socket; the first SIGTERM drains, the second one exits, SIGHUP
-reads the keys, opens the request log again, and has the engine renewed.
+reads the keys, opens the request log again, and has the engine renewed; SIGUSR1 starts all engines again, one by one.
 
 Knows nothing of routes.
 """
@@ -64,6 +64,7 @@ class GatewayServer(uvicorn.Server):
         self._engine_watch = asyncio.create_task(self._watch_engine(), name="tidemill-engine-watch")
         if self._owns_process and threading.current_thread() is threading.main_thread():
             self._loop.add_signal_handler(signal.SIGHUP, self._hang_up)
+            self._loop.add_signal_handler(signal.SIGUSR1, self._restart_engines)
         for listener in sockets or []:
             log.info("listening on http://%s:%d", *_host_and_port(listener))
 
@@ -118,14 +119,21 @@ class GatewayServer(uvicorn.Server):
         else:
             self._reload_task = asyncio.ensure_future(self._reload())
 
+    def _restart_engines(self) -> None:
+        """SIGUSR1, from `tidemill fleet restart`."""
+        self._reload_task = asyncio.ensure_future(self._renew("SIGUSR1", anyway=True))
+
     async def _reload(self) -> None:
         if self._context.request_log is not None:
             self._context.request_log.reopen()
         await self._reload_keys()
+        await self._renew("SIGHUP")
+
+    async def _renew(self, asked_by: str, *, anyway: bool = False) -> None:
         try:
-            log.info("SIGHUP: %s", await self._lifecycle.client.renew())
+            log.info("%s: %s", asked_by, await self._lifecycle.client.renew(anyway=anyway))
         except TidemillError as error:
-            log.error("SIGHUP: the engine stays as it was: %s", error.message)
+            log.error("%s: the engine stays as it was: %s", asked_by, error.message)
 
     async def _reload_keys(self) -> None:
         keys = self._context.keys

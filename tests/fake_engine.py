@@ -173,7 +173,7 @@ class FakeEngine:
             running[request.request_class] += 1
         return self.snapshot or EngineStats(running=running)
 
-    async def renew(self) -> str:
+    async def renew(self, *, anyway: bool = False) -> str:
         return "nothing"
 
     async def wait_dead(self) -> str:

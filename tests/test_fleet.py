@@ -6,6 +6,7 @@ import signal
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +15,26 @@ from driver import is_error, submit_one
 from test_process import CHILD, CONFIG, POISON, children, collect, mixture, request, summed, until, until_idle
 
 from engine.api import EngineRequest, EngineState, FinishReason, RequestClass, SamplingParams
-from engine.errors import EngineStepError, EngineUnavailableError, InvalidRequestError
+from engine.config import EngineConfig
+from engine.errors import ConfigError, EngineStepError, EngineUnavailableError, InvalidRequestError
 from engine.fleet.client import FleetClient
 from engine.process.client import SILENCE, EngineProcess
 from engine.process.policy import RestartPolicy
 from engine.process.suspects import LONE_DEATHS, SUSPECT_AFTER
 from engine.step_watch import StepLimits
+from gateway.commands.fleet import RESTART, restart
+from gateway.store.folder import open_state
 
 
 @asynccontextmanager
 async def fleet_of(
-    folder: Path, *faults: str, policy: Any = None, silence: StepLimits = SILENCE, **options: Any
+    folder: Path,
+    *faults: str,
+    policy: Any = None,
+    silence: StepLimits = SILENCE,
+    config: EngineConfig = CONFIG,
+    loaded: bool = False,
+    **options: Any,
 ) -> AsyncIterator[FleetClient]:
     """One engine for each script of faults; at the end nothing of them is left."""
     before = children()
@@ -33,7 +43,7 @@ async def fleet_of(
         own = folder / str(number)
         own.mkdir(parents=True)
         return EngineProcess(
-            CONFIG,
+            config,
             command=[sys.executable, "-P", str(CHILD), str(own), faults[number]],
             pid_file=folder / f"engine-{number}.pid",
             policy=(policy or (lambda: RestartPolicy(max_delay=0.05)))(),
@@ -43,6 +53,8 @@ async def fleet_of(
         )
 
     fleet = await asyncio.to_thread(FleetClient, make, len(faults), patience=20.0, **options)
+    if loaded:
+        await asyncio.to_thread(fleet.load, lambda _planned: None)
     await fleet.start()
     tasks = asyncio.all_tasks()
     try:
@@ -245,8 +257,6 @@ async def test_an_engine_takes_as_many_lines_as_its_window_holds(tmp_path: Path)
 
 
 def _as_line(asked: Any) -> Any:
-    from dataclasses import replace
-
     return replace(asked, request_class=RequestClass.OFFLINE, final_only=True)
 
 
@@ -261,6 +271,47 @@ async def test_what_no_engine_takes_is_raised_here(tmp_path: Path) -> None:
         fleet.abort("a", FinishReason.STOP)
         fleet.abort("nobody")
         assert [output async for output in stream][-1].finish_reason is FinishReason.STOP
+
+
+@pytest.mark.parametrize("seconds", [0.0, 10.0])
+async def test_engines_are_renewed_in_turn_and_nothing_is_refused(
+    seconds: float, tmp_path: Path, undisturbed: dict[str, tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether chats end before or go on elsewhere; there is always an engine that takes more."""
+    monkeypatch.setattr("engine.fleet.client.LEAVE_SECONDS", seconds)
+    model = tmp_path / "model"
+    await asyncio.to_thread(model.mkdir)
+    async with fleet_of(tmp_path, "", "", config=replace(CONFIG, model=str(model)), loaded=True) as fleet:
+        numbers = [(tmp_path / f"engine-{number}.pid").read_text() for number in range(2)]
+        asked = asyncio.create_task(answers(fleet))
+        await asyncio.sleep(0)
+        renewed = asyncio.create_task(fleet.renew(anyway=True))
+        more = 0
+        while not renewed.done():
+            assert fleet.state is EngineState.READY
+            assert await ended(fleet, f"m{more:03}", max_tokens=3) is FinishReason.LENGTH
+            more += 1
+        assert (await renewed).count("another engine process runs") == 2
+        assert await asked == undisturbed
+        assert (await fleet.stats()).restarts == {"renewed": 2}
+        assert not {(tmp_path / f"engine-{number}.pid").read_text() for number in range(2)} & set(numbers)
+        assert "those that run" in await fleet.renew(), "nothing has changed on disk"
+
+
+async def test_the_command_tells_the_server_that_holds_the_folder(tmp_path: Path) -> None:
+    told = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(RESTART, told.set)
+    with pytest.raises(ConfigError, match="no server"):
+        restart(str(tmp_path))
+    folder = await asyncio.to_thread(open_state, tmp_path)
+    try:
+        assert str(os.getpid()) in restart(str(tmp_path))
+        await told.wait()
+    finally:
+        folder.close_now()
+        asyncio.get_running_loop().remove_signal_handler(RESTART)
+    with pytest.raises(ConfigError, match="no server"):
+        restart(str(tmp_path))
 
 
 async def test_stop_drains_all_engines(tmp_path: Path) -> None:

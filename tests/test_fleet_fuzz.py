@@ -60,6 +60,10 @@ class FakeFleetEngine:
     def num_offline(self) -> int:
         return self.open.num_offline
 
+    @property
+    def num_online(self) -> int:
+        return len(self.open) - self.open.num_offline
+
     def holds(self, request_id: str) -> bool:
         return request_id in self.open
 

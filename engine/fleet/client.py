@@ -36,6 +36,9 @@ from engine.process.client import PATIENCE, longest_wait
 
 log = logging.getLogger("tidemill.fleet")
 
+LEAVE_SECONDS = 10.0
+"""How long an engine that is to be renewed may go on with chats; then they go on elsewhere."""
+
 MakeEngine = Callable[[int, Callable[[], None]], FleetEngine]
 """Makes the engine of a number; it calls back when its process comes or goes, and when a request has ended."""
 
@@ -65,6 +68,7 @@ class FleetClient:
         self._patience = patience
         self._clock = clock
         self._change = asyncio.Event()
+        self._renewing = asyncio.Lock()
         self._num_refused = 0
         self._started = self._draining = False
 
@@ -146,10 +150,35 @@ class FleetClient:
         reasons = await asyncio.gather(*[member.engine.wait_dead() for member in self._members])
         return "; ".join(f"engine {member.number}: {why}" for member, why in zip(self._members, reasons, strict=True))
 
-    async def renew(self) -> str:
-        """See EngineClient.renew: one engine after another, so that the others go on."""
-        said = [f"engine {member.number}: {await member.engine.renew()}" for member in self._members]
+    async def renew(self, *, anyway: bool = False) -> str:
+        """See EngineClient.renew: one engine after another. Each is given nothing new until it has been renewed; chats
+        may end before, and with what it still has the others go on. Stops at the first that does not come back."""
+        if self._renewing.locked():
+            return "the engines are being renewed already"
+        async with self._renewing:
+            said = [f"engine {member.number}: {await self._renew(member, anyway)}" for member in self._members]
         return "; ".join(said)
+
+    async def _renew(self, member: Member, anyway: bool) -> str:
+        engine = member.engine
+        member.leaves = anyway
+        try:
+            if anyway and engine.is_up:
+                with contextlib.suppress(EngineUnavailableError):
+                    until = self._clock() + LEAVE_SECONDS
+                    while engine.is_up and engine.num_online and self._other_than(member):
+                        await self._wait_for_change(until)
+            done = await engine.renew(anyway=anyway)
+        finally:
+            member.leaves = False
+            self._on_change()
+        if engine.state is EngineState.DEAD:
+            raise EngineUnavailableError(f"engine {member.number} did not come back: {engine.trouble}")
+        return done
+
+    def _other_than(self, member: Member) -> bool:
+        """Whether requests have somewhere else to go."""
+        return any(other.is_well for other in self._members if other is not member)
 
     def kill(self) -> None:
         """See EngineClient.kill."""
@@ -199,8 +228,8 @@ class FleetClient:
             raise EngineUnavailableError("No engine is running.", retry_after=5.0)
 
     def _living(self) -> list[Member]:
-        """The engines that are well; where there is none, those that live."""
-        well = [member for member in self._members if member.is_well]
+        """The engines that are well and stay; where there is none, those that live."""
+        well = [member for member in self._members if member.is_well and not member.leaves]
         return well or [member for member in self._members if member.engine.is_up]
 
     async def _find_engine(

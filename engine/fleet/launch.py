@@ -2,10 +2,12 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from engine.config import EngineConfig
-from engine.fleet.client import FleetClient
+from engine.fleet.client import FleetClient, MakeEngine
+from engine.fleet.ray_engines import Cluster
 from engine.machine import Place, read_processor, share_out
 from engine.process.client import EngineProcess, patience
 from engine.process.flights import Flights
@@ -23,7 +25,8 @@ class Fleet:
 @dataclass(frozen=True, slots=True)
 class FleetPlan:
     """What a fleet is made of. `lines`: of batches, for each engine on average; the numbers of the processes go into
-    files beside `pid_file`; `policy` makes one engine's own; `flights` keeps what any of them did at last."""
+    files beside `pid_file`; `policy` makes one engine's own; `flights` keeps what any of them did at last.
+    `ray`: the address of a cluster on whose nodes they run, instead of on this machine."""
 
     engines: int
     router: str
@@ -32,9 +35,12 @@ class FleetPlan:
     log_level: str
     policy: Callable[[], RestartPolicy]
     flights: Flights | None = None
+    ray: str = ""
 
     def make(self, config: EngineConfig) -> Fleet:
         """Engines that are not started yet. Raises ConfigError where they have no place."""
+        if self.ray:
+            return self._make_on(Cluster.connect(self.ray, self.engines, config), config)
         places = share_out(self.engines, config.device)
         own = _with_threads(config, self.engines) if not (places[0].processors or places[0].device) else config
 
@@ -50,10 +56,30 @@ class FleetPlan:
                 waits=False,
             )
 
-        client = FleetClient(
+        return Fleet(self._client(make, config), tuple(_notes(places)))
+
+    def _make_on(self, cluster: Cluster, config: EngineConfig) -> Fleet:
+        own = config if config.threads is not None else replace(config, threads=cluster.cpus)
+
+        def make(number: int, changed: Callable[[], None]) -> EngineProcess:
+            return EngineProcess(
+                own,
+                log_level=self.log_level,
+                policy=self.policy(),
+                flights=self.flights,
+                spawn=partial(cluster.spawn, number),
+                changed=changed,
+                waits=False,
+            )
+
+        return Fleet(
+            self._client(make, config), (f"{self.engines} engines run in the cluster, each on {cluster.shown}",)
+        )
+
+    def _client(self, make: MakeEngine, config: EngineConfig) -> FleetClient:
+        return FleetClient(
             make, self.engines, router=self.router, lines=self.lines, patience=patience(config), seed=config.seed
         )
-        return Fleet(client, tuple(_notes(places)))
 
 
 def _notes(places: Sequence[Place]) -> Iterator[str]:

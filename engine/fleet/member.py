@@ -26,6 +26,9 @@ class FleetEngine(EngineClient, Protocol):
     @property
     def num_offline(self) -> int: ...
 
+    @property
+    def num_online(self) -> int: ...
+
     def holds(self, request_id: str) -> bool: ...
 
     def take_movable(self) -> list[OpenRequest]: ...
@@ -38,13 +41,15 @@ class FleetEngine(EngineClient, Protocol):
 
 
 class Member:
-    """`routed`: requests that it was given; `moved`: that were taken from it because its process was gone."""
+    """`routed`: requests that it was given; `moved`: that were taken from it because its process was gone; `leaves`: it
+    is about to end, and is given nothing new."""
 
     def __init__(self, number: int, engine: FleetEngine) -> None:
         self.number = number
         self.engine = engine
         self.prefixes = PrefixMemory()
         self.harvest = Harvest()
+        self.leaves = False
         self.routed = 0
         self.moved = 0
 

@@ -43,7 +43,7 @@ from engine.process.handover import hand_over, take_over
 from engine.process.policy import RestartPolicy
 from engine.process.renewal import RENEWED, Source
 from engine.process.requests import OpenRequest, OpenRequests
-from engine.process.supervisor import Child, remove, start_error
+from engine.process.supervisor import Child, Endpoint, remove, start_error
 from engine.process.suspects import SUSPECT_AFTER, Suspects
 from engine.queue_time import QueueTime
 from engine.step_watch import StepLimits, StepWatch
@@ -80,7 +80,7 @@ class EngineProcess:
     descriptor behind it, which runs at `place`. `flights` keeps what processes did at last.
 
     One of a fleet: `changed` is called when the process comes or goes, and when a request has ended; with `waits` off
-    nothing waits here for the next process, as it can go elsewhere.
+    nothing waits here for the next process, as it can go elsewhere. `spawn` starts processes that are no children.
     """
 
     def __init__(
@@ -97,6 +97,7 @@ class EngineProcess:
         place: Place = NOWHERE,
         changed: Callable[[], None] = _nobody_asks,
         waits: bool = True,
+        spawn: Callable[[frames.Launch], Endpoint] | None = None,
     ) -> None:
         self._patience = patience(config) if waits else None
         self._config = config
@@ -105,13 +106,14 @@ class EngineProcess:
         self._folder: Path | None = None
         self._spare: Child | None = None
         self._command = command or python_module(CHILD)
+        self._spawn_elsewhere = spawn
         self._tell_change = changed
         self._given = Given()
         self._pid_file = pid_file
         self._policy = policy or RestartPolicy()
         self._clock = clock
         self._info: EngineInfo | None = None
-        self._child: Child | None = None
+        self._child: Endpoint | None = None
         self._connection: Connection[frames.ToGateway] | None = None
         self._lost: asyncio.Future[str] | None = None
         self._cause: str | None = None
@@ -181,6 +183,11 @@ class EngineProcess:
     def num_offline(self) -> int:
         """Open offline requests."""
         return self._open.num_offline
+
+    @property
+    def num_online(self) -> int:
+        """Open online requests."""
+        return len(self._open) - self._open.num_offline
 
     async def check_room(self, request_class: RequestClass, prompt_tokens: int) -> None:
         """See EngineClient.check_room. While there is no engine nobody knows: `submit` will wait for one."""
@@ -318,8 +325,10 @@ class EngineProcess:
             self.discard()
             raise (start_error(error) if isinstance(error, OSError) else error) from None
 
-    def _spawn(self) -> Child:
+    def _spawn(self) -> Endpoint:
         """The next process: the one that is held, if there is one."""
+        if self._spawn_elsewhere is not None:
+            return self._spawn_elsewhere(self._launch)
         spare, self._spare = self._spare, None
         if spare is None:
             return Child.spawn(self._command, self._launch, self._pid_file)
@@ -335,23 +344,25 @@ class EngineProcess:
         self._child = self._spare = None
         remove(self._pid_file)
 
-    async def renew(self) -> str:
+    async def renew(self, *, anyway: bool = False) -> str:
         """See EngineClient.renew. The next process is ready to load before this one ends."""
         child = self._child
         if child is None or self._folder is None or not self.is_up or self._spare is not None:
             return "the engine is being started anyway"
         source = await asyncio.to_thread(Source.of, self._folder)
-        if source == self._source:
+        if source == self._source and not anyway:
             return "weights and engine are those that run"
         refusal = self._source.refusal(source) if self._source is not None else None
         if refusal is not None:
             raise ConfigError(refusal)
-        launch = msgspec.structs.replace(self._launch, config=self._config, held=True)
-        spare = await asyncio.to_thread(self._hold, launch)
-        if self._child is not child or self._stopping:
-            await asyncio.to_thread(_end_now, spare)
-            return "the engine is being started anyway"
-        self._spare, self._source = spare, source
+        if self._spawn_elsewhere is None:  # elsewhere there is room for one process only
+            launch = msgspec.structs.replace(self._launch, config=self._config, held=True)
+            spare = await asyncio.to_thread(self._hold, launch)
+            if self._child is not child or self._stopping:
+                await asyncio.to_thread(_end_now, spare)
+                return "the engine is being started anyway"
+            self._spare = spare
+        self._source = source
         self._cause = RENEWED
         self._ready.clear()
         child.kill()
@@ -408,7 +419,7 @@ class EngineProcess:
         self._watch.end()
         await asyncio.to_thread(self.discard)
 
-    async def _begin(self, child: Child) -> None:
+    async def _begin(self, child: Endpoint) -> None:
         """Until the child takes requests; it is given those that are open. Raises what keeps it from starting."""
         self._child = child
         self._cause = None
@@ -429,16 +440,16 @@ class EngineProcess:
         # What has served once is the same model on the same machine: the next start need not be longer for a test.
         self._launch = msgspec.structs.replace(self._launch, config=replace(self._launch.config, self_test=False))
 
-    async def _supervise(self, child: Child) -> None:
+    async def _supervise(self, child: Endpoint) -> None:
         try:
             await self._start_again_and_again(child)
         except Exception as error:
             log.critical("the supervisor of the engine process failed", exc_info=error)
             self._give_up("the supervisor of the engine process failed")
 
-    async def _start_again_and_again(self, first: Child) -> None:
+    async def _start_again_and_again(self, first: Endpoint) -> None:
         """Start one child after another until they die too often."""
-        child: Child | None = first
+        child: Endpoint | None = first
         while True:
             cause, ended = await self._outlive(child) if child is not None else ("start", "an error of the system")
             delay = self._policy.died(self._clock()) if child is None else self._judge(cause, child)
@@ -456,11 +467,11 @@ class EngineProcess:
             await asyncio.sleep(delay)
             child = await self._restart()
 
-    def _keep_flight(self, cause: str, child: Child | None) -> None:
+    def _keep_flight(self, cause: str, child: Endpoint | None) -> None:
         if self._flights is not None and child is not None and self._info is not None and cause != RENEWED:
             self._flights.keep(cause, self._info, child.entries, self._open)
 
-    def _judge(self, cause: str, child: Child) -> float | None:
+    def _judge(self, cause: str, child: Endpoint) -> float | None:
         """Seconds until the next start; None: never. A death in a trial does not count; a request whose fault it is
         proven to be ends, and what it took down before counts no more. Where nothing else got on since the last such
         proof, the engine may be at fault, and the proof counts as one death."""
@@ -484,7 +495,7 @@ class EngineProcess:
         self._look_whether_idle()
         return 0.0 if verdict.others_well else self._policy.died(self._clock())
 
-    async def _restart(self) -> Child | None:
+    async def _restart(self) -> Endpoint | None:
         """The next child, which may have died already: that is found out like any death. None: there is none."""
         try:
             child = await self._spawn_child()
@@ -502,7 +513,7 @@ class EngineProcess:
                 self._lost.set_result("")
         return child
 
-    async def _spawn_child(self) -> Child:
+    async def _spawn_child(self) -> Endpoint:
         spawning = asyncio.ensure_future(asyncio.to_thread(self._spawn))
         try:
             return await asyncio.shield(spawning)
@@ -512,7 +523,7 @@ class EngineProcess:
             await asyncio.to_thread(child.reap)
             raise
 
-    async def _outlive(self, child: Child) -> tuple[str, str]:
+    async def _outlive(self, child: Endpoint) -> tuple[str, str]:
         """Wait for its death; returns the cause, and how it ended."""
         assert self._lost is not None
         await asyncio.wait([self._lost])
@@ -523,7 +534,7 @@ class EngineProcess:
         self._keep_flight(cause, child)
         return cause, ended
 
-    async def _end(self, child: Child, grace: float) -> str:
+    async def _end(self, child: Endpoint, grace: float) -> str:
         """See that it is gone, and all that was asked of it with it."""
         self._down()
         ended = ""
@@ -614,6 +625,7 @@ class EngineProcess:
         self._suspects.after(streams, self._clock())
         self._try_suspect()
         self._watch.begin(None)
+        self._judged = False
         self._ready.set()
         self._changed.set()
         self._tell_change()
@@ -668,7 +680,7 @@ class EngineProcess:
             asyncio.get_running_loop().call_later(1.0, child.kill)
 
 
-def _end_now(child: Child) -> None:
+def _end_now(child: Endpoint) -> None:
     child.kill()
     child.reap()
 

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
@@ -22,16 +23,58 @@ from engine.errors import EngineUnavailableError, TidemillError
 from engine.process import frames
 
 
-class Child:
-    """A running child, our end of its socket, and what its flight recorder has written."""
+class Endpoint(ABC):
+    """Our end of the socket of an engine's process, wherever that runs."""
 
-    def __init__(self, process: "subprocess.Popen[bytes]", sock: socket.socket, recording: mmap.mmap) -> None:
-        self.process = process
+    def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
-        self._recording = recording
-        self._entries: list[flight.AnyEntry] | None = None
         self.reader = frames.gateway_reader()
         self._read: list[frames.ToGateway] = []
+
+    def receive(self) -> frames.ToGateway:
+        """The next message, waited for: only before an event loop reads the socket. Raises what kept the child from
+        starting, or EngineUnavailableError if it ended without a word."""
+        while not self._read:
+            data = self.sock.recv(1 << 16)
+            if not data:
+                raise EngineUnavailableError(f"the engine process ended while it started ({self.reap()})")
+            self._read += self.reader.feed(data)
+        message = self._read.pop(0)
+        if isinstance(message, frames.NotStarted):
+            raise message.error.to_error()
+        return message
+
+    def read_ahead(self) -> list[frames.ToGateway]:
+        """What has been read from the socket and by nobody else."""
+        messages, self._read = self._read, []
+        return messages
+
+    @property
+    @abstractmethod
+    def entries(self) -> list[flight.AnyEntry]:
+        """What the flight recorder has written, or has left."""
+
+    @abstractmethod
+    def dump(self) -> None:
+        """Have it write the stacks of its threads to its standard error, as its last act."""
+
+    @abstractmethod
+    def kill(self) -> None:
+        """End it and what it has started, at once."""
+
+    @abstractmethod
+    def reap(self, timeout: float | None = None) -> str:
+        """Wait for its end, which is known to be near, and close the socket; how it ended. Raises TimeoutError."""
+
+
+class Child(Endpoint):
+    """A running child of this process; its flight recorder writes into memory of both."""
+
+    def __init__(self, process: "subprocess.Popen[bytes]", sock: socket.socket, recording: mmap.mmap) -> None:
+        super().__init__(sock)
+        self.process = process
+        self._recording = recording
+        self._entries: list[flight.AnyEntry] | None = None
 
     @classmethod
     def spawn(cls, command: Sequence[str], launch: frames.Launch, pid_file: Path | None = None) -> "Child":
@@ -76,42 +119,20 @@ class Child:
         if pid_file is not None:
             _write(pid_file, f"{self.process.pid}\n")
 
-    def receive(self) -> frames.ToGateway:
-        """The next message, waited for: only before an event loop reads the socket. Raises what kept the child from
-        starting, or EngineUnavailableError if it ended without a word."""
-        while not self._read:
-            data = self.sock.recv(1 << 16)
-            if not data:
-                raise EngineUnavailableError(f"the engine process ended while it started ({self.reap()})")
-            self._read += self.reader.feed(data)
-        message = self._read.pop(0)
-        if isinstance(message, frames.NotStarted):
-            raise message.error.to_error()
-        return message
-
-    def read_ahead(self) -> list[frames.ToGateway]:
-        """What has been read from the socket and by nobody else."""
-        messages, self._read = self._read, []
-        return messages
-
     @property
     def entries(self) -> list[flight.AnyEntry]:
-        """What the flight recorder has written, or has left."""
         return flight.read(self._recording) if self._entries is None else self._entries
 
     def dump(self) -> None:
-        """Have it write the stacks of its threads to its standard error, as its last act."""
         with contextlib.suppress(ProcessLookupError):
             self.process.send_signal(signal.SIGABRT)
 
     def kill(self) -> None:
-        """End it and what it has started, at once."""
         if self.process.returncode is None:  # until it is reaped its number belongs to nobody else
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.process.pid, signal.SIGKILL)
 
     def reap(self, timeout: float | None = None) -> str:
-        """Wait for its end, which is known to be near, and close the socket; how it ended. Raises TimeoutError."""
         try:
             code = self.process.wait(timeout)
         except subprocess.TimeoutExpired:

@@ -89,6 +89,8 @@ def _check_server(config: ServerConfig) -> None:
 
 def _places(engine_config: EngineConfig, server_config: ServerConfig) -> list[str]:
     """Where each of several engines would run. Raises ConfigError where there is no place for one."""
+    if server_config.ray:
+        return [line("engines", f"{server_config.engines} in the Ray cluster at {server_config.ray}")]
     if server_config.engines == 1:
         return []
     places = share_out(server_config.engines, engine_config.device)

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 from gateway.commands.flags import Flag, add_flags
 
 COMMANDS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("serve", ("serve", "pull", "doctor", "profile", "replay")),
+    ("serve", ("serve", "pull", "doctor", "profile", "replay", "fleet")),
     ("use a server", ("chat", "batch", "top")),
     ("measure", ("bench", "simulate")),
     ("more", ("completions", "version")),
@@ -65,7 +65,7 @@ FLAGS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("latency profile", ("profile_dir", "profile_seconds")),
     ("network and access", ("host", "port", "api_key", "api_key_file", "allowed_host", "max_body_bytes")),
     ("files, batches and logs", ("state_dir", "request_log", "otlp_traces_endpoint", "log_level")),
-    ("several engines", ("engines", "router")),
+    ("several engines", ("engines", "ray", "router")),
     (
         "life and death",
         ("engine_process", "flight_tokens", "max_engine_deaths", "max_restart_delay", "shutdown_timeout"),

@@ -1,6 +1,6 @@
 """The state folder: what lies where in it, who holds it, and what a crash may have left behind.
 
-    lock                    held by the one server that uses the folder
+    lock                    held by the one server that uses the folder; its process's number
     tidemill.db             rows
     files/<file id>         bodies of uploads and results; each has a row, or it goes at the next start
     journals/<batch id>     results of a running batch in the order of their ends
@@ -176,4 +176,21 @@ def _take_lock(path: Path) -> int:
     except BlockingIOError:
         os.close(descriptor)
         raise ConfigError(f"--state-dir {path.parent} is in use by another server") from None
+    os.ftruncate(descriptor, 0)
+    os.write(descriptor, f"{os.getpid()}\n".encode())
     return descriptor
+
+
+def holder(root: Path) -> int | None:
+    """The process that holds a folder; None: nobody does, or it has not said who it is."""
+    try:
+        descriptor = os.open(root / "lock", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return int(os.read(descriptor, 32) or b"0") or None
+    finally:
+        os.close(descriptor)
+    return None
