@@ -116,7 +116,8 @@ class SchedulerConfig:
     from it adds to a step.
     `chunked_prefill`: prompts run in chunks beside decodes; else a step is whole prompts or decodes.
     `pipeline_depth`: steps that may be in flight when `schedule` is called (0 on CPU, 1 on a GPU).
-    `min_prefill_chunk`: what the oldest prompt gets in every step, however late the decodes beside it are.
+    `min_prefill_chunk`: what the oldest prompt gets in every step, unless it makes decodes beside it late: then as much
+    as they can bear, and a block at least.
     `max_queue_time`: an online request that could not start within it is refused (429); see `engine.queue_time`.
     `max_offline_preemptions`: from that many evictions on an offline request loses its place last, and waits for 1, 2,
     4 ... seconds before it starts again beside online work.

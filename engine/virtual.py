@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Protocol
 
 from engine.api import EngineRequest, RequestClass, RequestOutput
 from engine.core import EngineCore
@@ -112,8 +113,22 @@ class VirtualRun:
     end: float = 0.0
 
 
+class Keeper(Protocol):
+    """Who keeps the promise beside the core, as in the live engine; see `engine.colocation.keeper`."""
+
+    def on_arrival(self, request_class: RequestClass, now: float) -> None:
+        """A request was queued."""
+
+    def on_refused(self, request_class: RequestClass, prompt_tokens: int, now: float) -> None:
+        """A request was refused."""
+
+    def on_step(self, output: SchedulerOutput, measured: float, outputs: list[RequestOutput], now: float) -> None:
+        """A step ended."""
+
+
 class VirtualDriver:
     """Replays arrivals (ascending) for `seconds`; offline requests come from `offline`, `backlog` of them queued.
+    `keeper` is told what happens, as by the live engine.
 
     Arrivals of the offline class (offline work at a rate) leave no record. Offline tokens count inside `window`
     (seconds, the whole run by default).
@@ -128,6 +143,7 @@ class VirtualDriver:
         *,
         backlog: int = 64,
         window: tuple[float, float] = (0.0, math.inf),
+        keeper: Keeper | None = None,
     ) -> None:
         self._core = core
         self._runner = runner
@@ -135,11 +151,17 @@ class VirtualDriver:
         self._offline = offline
         self._backlog = backlog
         self._window = window
+        self._keeper = keeper
         self._num_offline = 0
         self._records: dict[str, VirtualRecord] = {}
         self._prompts: dict[str, int] = {}
         self._now = 0.0
         self.run_data = VirtualRun()
+
+    @property
+    def now(self) -> float:
+        """Seconds on the virtual clock."""
+        return self._now
 
     def run(self, seconds: float, drain: float = 0.0) -> VirtualRun:
         """Until the virtual clock passes `seconds` or nothing is left to do.
@@ -172,7 +194,10 @@ class VirtualDriver:
         result = self._runner.launch(output)()
         self._now += result.latency
         self._arrive()
-        for request_output in self._core.update(output, result, self._now):
+        outputs = list(self._core.update(output, result, self._now))
+        if self._keeper is not None:
+            self._keeper.on_step(output, result.latency, outputs, self._now)
+        for request_output in outputs:
             self._take(request_output)
 
     def _arrive(self) -> None:
@@ -187,8 +212,12 @@ class VirtualDriver:
                 self._core.add_request(arrival.request, arrival.at)
             except RetryableError as error:
                 record.rejected, record.retry_after = True, error.retry_after
+                if self._keeper is not None:
+                    self._keeper.on_refused(RequestClass.ONLINE, len(arrival.request.prompt_token_ids), self._now)
             else:
                 self._records[arrival.request.request_id] = record
+                if self._keeper is not None:
+                    self._keeper.on_arrival(RequestClass.ONLINE, self._now)
 
     def _refill(self) -> None:
         while self._offline is not None and self._num_offline < self._backlog:

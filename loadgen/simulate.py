@@ -28,7 +28,19 @@ from gateway.commands.flags import add_flags, flags_of, given
 from gateway.config import ServerConfig
 from loadgen import assemble, flags, workloads
 from loadgen.errors import InputError
-from loadgen.experiments import apt, apt_table, hybridserve, hybridserve_table, hygen, kunserve, larry, llmd, parts, sal
+from loadgen.experiments import (
+    apt,
+    apt_table,
+    hybridserve,
+    hybridserve_table,
+    hygen,
+    kunserve,
+    larry,
+    llmd,
+    parts,
+    sal,
+    unsteady,
+)
 from loadgen.experiments.table import Result, render, write_table
 from loadgen.plan import Windows
 from loadgen.simulation import report
@@ -76,6 +88,7 @@ EXPERIMENTS = {
     "larry": Experiment(larry.CONFIG, larry.SHORT, larry.run_seed, larry.summary, larry.figures),
     "llmd-491": Experiment(llmd.CONFIG, llmd.SHORT, llmd.run_seed, llmd.summary, llmd.figures),
     "sal": Experiment(sal.CONFIG, sal.SHORT, sal.run_seed, sal.summary, sal.figures),
+    "unsteady": Experiment(unsteady.CONFIG, unsteady.SHORT, unsteady.run_seed, unsteady.summary, unsteady.figures),
 }
 
 

@@ -69,6 +69,11 @@ class LatencyPredictor(Protocol):
         """The largest chunk length ≤ `max_tokens` behind `start` that adds at most `seconds`; 0 if none does."""
         ...
 
+    def expected_prefill(self, features: BatchFeatures, limit: float, max_tokens: int, start: int) -> int:
+        """The largest chunk with which the step is expected to end within `limit` seconds, no margin kept free; 0 if it
+        is not without any."""
+        ...
+
     def cache_work(self, compact_tokens: int = 0, restored_tokens: int = 0, transferred_bytes: int = 0) -> float:
         """What running from hidden state, restoring K and V and swapping add to any step."""
         ...
@@ -194,6 +199,10 @@ class LatencyModel:
         Under padding this is an upper edge of a bucket whenever the edge fits: inside one, only attention grows.
         """
         return largest_chunk(lambda length: self.marginal(features, start, length), seconds, max_tokens)
+
+    def expected_prefill(self, features: BatchFeatures, limit: float, max_tokens: int, start: int) -> int:
+        """The same by the time of the whole step: a model that does not learn keeps no margin."""
+        return self.max_prefill(features, limit - self.predict(features), max_tokens, start)
 
     def mape(self, samples: Iterable[Sample]) -> float:
         """Mean of |predicted − measured| ÷ measured over `samples`; raises ValueError when there are none."""

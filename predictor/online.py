@@ -284,6 +284,11 @@ class OnlineModel:
         """The largest chunk length ≤ `max_tokens` behind `start` that adds at most `seconds`; 0 if none does."""
         return largest_chunk(lambda length: self.marginal(features, start, length), seconds, max_tokens)
 
+    def expected_prefill(self, features: BatchFeatures, limit: float, max_tokens: int, start: int) -> int:
+        """The largest chunk with which the step is expected to end within `limit` seconds, no margin kept free; 0 if it
+        is not without any."""
+        return self.model.expected_prefill(features, (limit - self._host.mean) / self.scale, max_tokens, start)
+
     def cache_work(self, compact_tokens: int = 0, restored_tokens: int = 0, transferred_bytes: int = 0) -> float:
         """What cache work adds; the margin does not depend on it."""
         return self.scale * self.model.cache_work(compact_tokens, restored_tokens, transferred_bytes)

@@ -13,12 +13,15 @@ from engine.api import EngineRequest, RequestClass
 from engine.config import SchedulerConfig
 from engine.errors import QueueFullError
 from engine.request import RequestStatus
+from engine.scheduling.laxity import FLOOR_SHARE, floor_chunk
 from engine.scheduling.objective import StepObjective
 from engine.scheduling.output import SchedulerOutput
 from engine.scheduling.planner import whole
 from engine.virtual import step_features
 from predictor.budget import BudgetParams
+from predictor.features import BatchFeatures
 from predictor.model import LatencyModel
+from predictor.online import OnlineModel, OnlineSettings
 
 VOCAB = 40
 BLOCK = 4
@@ -99,14 +102,30 @@ def test_banked_slack_may_delay_the_mean_but_not_one_gap() -> None:
     assert mean > gap, "it has been faster than it had to be"
 
 
+@pytest.mark.parametrize(("limit", "tokens"), [(math.inf, 64), (0.130, 64), (0.100, 44), (0.060, 12), (0.001, BLOCK)])
+def test_the_floor_chunk_follows_the_time_that_steps_are_expected_to_take(limit: float, tokens: int) -> None:
+    """34 decodes take 36 ms, and every token of a prompt 1 ms. What the model keeps free for steps that vary
+    is not kept free of it, or prompts would stand still on a machine whose speed changes: only a fifth of the limit."""
+    model = OnlineModel(MODEL, OnlineSettings(initial_margin=0.75))
+    beside = BatchFeatures()
+    beside.add_decodes(34, 0)
+    config = SchedulerConfig(num_units=8, max_model_len=8, block_size=BLOCK)
+    assert floor_chunk(model, beside, limit, config) == tokens
+    assert model.expected_prefill(beside, 0.0, 64, 0) == 0
+    if BLOCK < tokens < config.min_prefill_chunk:
+        assert model.max_prefill(beside, limit - model.predict(beside), 64, 0) < tokens, "with the margin"
+        beside.add_chunk(0, tokens)
+        assert model.expected(beside) <= FLOOR_SHARE * limit < model.expected(beside) + 0.001
+
+
 def test_decodes_slow_down_prompts_but_never_stop_the_oldest() -> None:
-    """The decode beside it leaves room for seven tokens: the oldest prompt still gets its floor of eight."""
+    """The decode beside it leaves hardly any time: the oldest prompt still gets a block in every step."""
     driver = decoding_driver(flat(0.001, tbt=0.0105))
     prompt = make_request("prompt", range(80), 2)
     driver.add(prompt)
     assert driver.launch()
     lengths = chunks_of(driver, driver.steps[-1], "prompt")
-    assert lengths == [8], "the floor chunk"
+    assert lengths == [BLOCK]
     driver.complete()
     driver.run()
     assert driver.outputs["prompt"] == solo_tokens(list(range(80)), prompt.sampling, VOCAB)

@@ -22,6 +22,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from engine.api import RequestClass
+from engine.config import SchedulerConfig
 from engine.request import Request
 from engine.scheduling.fair_share import FairWalk
 from engine.scheduling.objective import StepObjective
@@ -34,6 +35,10 @@ from predictor.model import LatencyPredictor
 EASY_SHARE = 0.8
 """What prompts use of the TBT limit while all of them are on time: steps vary, and a gap that is missed is worth more
 than a first token that comes long before its limit."""
+
+FLOOR_SHARE = 0.8
+"""What of the TBT limit a step with a floor chunk is expected to take: no margin is kept free for it, and half of all
+steps take longer than expected."""
 
 by_age = attrgetter("arrival_order")
 _by_arrival = attrgetter("times.arrival")
@@ -88,10 +93,19 @@ def prefill_pace(state: SchedulerState, tbt_share: float = 1.0) -> PrefillPace |
     if decodes and math.isfinite(state.objective.tbt):
         limit = tbt_share * state.objective.tbt * (1.0 - reservation.share)
         chunk = model.max_prefill(beside, max(0.0, limit - step), tokens, 0)
-        chunk = max(chunk, min(tokens, config.min_prefill_chunk))
+        chunk = max(chunk, min(tokens, floor_chunk(model, beside, limit, config)))
     stretch = 1.0 / (1.0 - reservation.share)
     per_token = stretch * (step + model.marginal(beside, 0, chunk)) / chunk
     return PrefillPace(model, beside, step, chunk, per_token, stretch)
+
+
+def floor_chunk(
+    model: LatencyPredictor, beside: BatchFeatures, limit: float, config: SchedulerConfig, start: int = 0
+) -> int:
+    """Tokens that a prompt gets of every step: the least chunk, or what of it fits before `limit` by the time that a
+    step with `beside` is expected to take, without the margin; a block at least, however late decodes are."""
+    fits = model.expected_prefill(beside, FLOOR_SHARE * limit, config.min_prefill_chunk, start)
+    return max(fits, min(config.block_size, config.min_prefill_chunk))
 
 
 def prompt_slack(state: SchedulerState, find_pace: Callable[[], PrefillPace | None], now: float) -> float:

@@ -20,6 +20,7 @@ from engine.scheduling.laxity import (
     PrefillPace,
     PromptOrder,
     by_age,
+    floor_chunk,
     order_prompts,
     order_tenants,
     prefill_pace,
@@ -190,5 +191,12 @@ class PromptFill:
             room = self.time_limit - ledger.seconds - self._reserve.seconds
             length = ledger.model.max_prefill(ledger.features, room, wanted, start) if room > 0.0 else 0
         if not self.has_added:
-            length = max(length, min(wanted, config.min_prefill_chunk))
+            length = max(length, min(wanted, self._floor(start)))
         return length
+
+    def _floor(self, start: int) -> int:
+        """What one prompt of the step gets although no time may be left for it."""
+        ledger, config = self._ledger, self._state.config
+        if ledger.model is None or math.isinf(self.time_limit):
+            return config.min_prefill_chunk
+        return floor_chunk(ledger.model, ledger.features, self.time_limit, config, start)

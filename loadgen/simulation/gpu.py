@@ -253,6 +253,10 @@ class TrueLatency:
         """The largest chunk ≤ `max_tokens` behind `start` that adds at most `seconds`; 0 if none does."""
         return largest_chunk(lambda length: self.marginal(features, start, length), seconds, max_tokens)
 
+    def expected_prefill(self, features: BatchFeatures, limit: float, max_tokens: int, start: int) -> int:
+        """The largest chunk with which the step ends within `limit` seconds; 0 if it does not without any."""
+        return self.max_prefill(features, limit - self.predict(features), max_tokens, start)
+
 
 def _num_hidden(entries: Sequence[CacheEntry]) -> int:
     return sum(REPRESENTATIONS[entry.kind].compact for entry in entries)
