@@ -10,6 +10,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from engine.triton_kernels import configs
+
 
 class Mark(Protocol):
     """A point in a lane."""
@@ -27,13 +29,13 @@ class Lane:
     """`use()` makes it current in this thread; `mark()` sets a point behind all that was launched so far."""
 
     def __init__(self, device: torch.device) -> None:
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self.stream = torch.cuda.Stream(device) if configs.is_cuda(device) else None  # type: ignore[no-untyped-call]
 
     @classmethod
     def current(cls, device: torch.device) -> "Lane":
         """The lane that this thread launches in."""
         lane = cls.__new__(cls)
-        lane.stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        lane.stream = torch.cuda.current_stream(device) if configs.is_cuda(device) else None
         return lane
 
     def use(self) -> AbstractContextManager[object]:
@@ -75,4 +77,4 @@ class Lane:
 
 def pinned(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Zeros [size] on the host, page-locked where a CUDA device will copy them."""
-    return torch.zeros(size, dtype=dtype, pin_memory=device.type == "cuda")
+    return torch.zeros(size, dtype=dtype, pin_memory=configs.is_cuda(device))

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from engine.errors import ConfigError
 from engine.models.spec import ModelShape, hidden_offer
+from engine.triton_kernels import configs
 from predictor.limits import Limits
 
 _PAGE = 4096
@@ -116,6 +117,6 @@ def _zeros(num_elements: int, dtype: torch.dtype, device: torch.device) -> Tenso
 
 
 def _host_zeros(num_elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    if device.type == "cuda" and num_elements:
+    if configs.is_cuda(device) and num_elements:
         return torch.zeros(num_elements, dtype=dtype, pin_memory=True)
     return _zeros(num_elements, dtype, torch.device("cpu"))

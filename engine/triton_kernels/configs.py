@@ -63,10 +63,21 @@ def next_power_of_two(value: int) -> int:
     return 1 << (value - 1).bit_length()
 
 
+def is_cuda(device: torch.device) -> bool:
+    """Whether it has streams, and copies from pinned memory."""
+    return device.type == "cuda"
+
+
+@cache
+def num_multiprocessors(device: torch.device) -> int:
+    """Of a device; 4 of one that only interprets kernels."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if is_cuda(device) else 4
+
+
 @cache
 def device_arch(device: torch.device) -> int:
     """Compute capability as an integer (90 for 9.0). Devices that only interpret kernels count as Hopper."""
-    if device.type != "cuda":
+    if not is_cuda(device):
         return _HOPPER
     major, minor = torch.cuda.get_device_capability(device)
     return major * 10 + minor

@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from engine.triton_kernels import configs
 from engine.triton_kernels.configs import MIN_SPLIT
 
 Int32Array = npt.NDArray[np.int32]
@@ -37,7 +38,7 @@ class WorkBuffer:
         self._host = torch.zeros(size, dtype=torch.int32)
         self._device = self._host if device.type == "cpu" else torch.zeros_like(self._host, device=device)
         self._pinned: list[tuple[Tensor, torch.cuda.Event]] = []
-        if device.type == "cuda":
+        if configs.is_cuda(device):
             for _ in range(_PINNED_COPIES):
                 event = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 self._pinned.append((torch.zeros(size, dtype=torch.int32, pin_memory=True), event))

@@ -101,7 +101,9 @@ class StepBuffers:
         self._tile_tokens = configs.prefill_config(arch, spec.head_dim, dtype).block_m // group
         decode_tile = configs.decode_config(arch, spec.head_dim, group, dtype).block_n
         self._decode_items = partial(
-            configs.decode_items, num_kv_heads=spec.num_kv_heads, num_multiprocessors=_multiprocessors(device)
+            configs.decode_items,
+            num_kv_heads=spec.num_kv_heads,
+            num_multiprocessors=configs.num_multiprocessors(device),
         )
         items = self._decode_items(max_samples)
         tiles = configs.prefill_items(max_tokens, max_samples, self._tile_tokens)
@@ -250,8 +252,4 @@ def _pad(target: Int32Array, values: IntArray | Int32Array, size: int, padding: 
 def send(values: Int32Array | IntArray | Float32Array, device: torch.device) -> Tensor:
     """A copy on the device. The allocator of pinned memory keeps the host's side until it has been read."""
     host = torch.from_numpy(values.copy())
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
-
-
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+    return host.pin_memory().to(device, non_blocking=True) if configs.is_cuda(device) else host

@@ -35,6 +35,7 @@ from engine.execution.rows import RowTable
 from engine.execution.samples import DeviceSamples
 from engine.models.spec import ModelSpec
 from engine.models.weights import ModelWeights
+from engine.triton_kernels import configs
 from predictor.limits import Limits
 
 log = logging.getLogger("tidemill.engine")
@@ -78,7 +79,7 @@ class CudaDevice:
         self._last_inputs: StepInputs | None = None
         self.restore = self._projection.restore
         self.swap_out, self.swap_in = self._swapper.swap_out, self._swapper.swap_in
-        if device.type == "cuda":
+        if configs.is_cuda(device):
             torch.cuda.synchronize(device)  # weights and tables were written on another stream
         if graphs:
             self._capture()

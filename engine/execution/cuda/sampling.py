@@ -5,8 +5,6 @@ of grammars, draws, log-probabilities: in this order, each only where a row of t
 on values that only the device knows, so the next step can be launched before this one has ended.
 """
 
-from dataclasses import dataclass
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -19,15 +17,6 @@ from engine.execution.masks import StepMasks
 from engine.execution.rows import RowTable
 from engine.execution.samples import DeviceSamples, RowLogprobs
 from engine.scheduling.output import LATE_TOKEN, UNMASKED_TOKEN
-
-
-@dataclass(frozen=True, slots=True)
-class _Loads:
-    """Histories that begin with this step: `rows [n]` int64 to clear, and values at `places` (flat) of the history."""
-
-    rows: IntArray
-    places: IntArray
-    values: Int32Array
 
 
 class Sampling:
@@ -80,13 +69,14 @@ class Sampling:
             return
         loads = self._loads(penalties.host_rows, penalties.host_ends)
         if loads is not None:
-            device, flat = logits.device, self._history.view(-1)
-            self._history.index_fill_(0, send(loads.rows, device), 0)
-            flat.index_copy_(0, send(loads.places, device), send(loads.values, device))
+            rows, places, values = (send(part, logits.device) for part in loads)
+            self._history.index_fill_(0, rows, 0)
+            self._history.view(-1).index_copy_(0, places, values)
         self._kernels.penalise(logits, penalties.places, penalties.rows, self._history, penalties.values)
 
-    def _loads(self, where: IntArray, ends: IntArray) -> _Loads | None:
-        """The histories of rows whose request is sampled for the first time: all its tokens are known then."""
+    def _loads(self, where: IntArray, ends: IntArray) -> tuple[IntArray, IntArray, Int32Array] | None:
+        """The histories of rows whose request is sampled for the first time: all its tokens are known then. Rows [n] to
+        clear, and flat places [m] in the history with their values [m]."""
         rows = self._rows
         new = self._loaded[where] != rows.generation[where]
         if not new.any():
@@ -101,7 +91,7 @@ class Sampling:
             places.append(row * self._history.shape[1] + ids)
             values.append(said.astype(np.int32))
         self._loaded[where[new]] = rows.generation[where[new]]
-        return _Loads(where[new], np.concatenate(places), np.concatenate(values))
+        return where[new], np.concatenate(places), np.concatenate(values)
 
 
 def _best(logits: Tensor, greedy: Tensor) -> Tensor:

@@ -1,0 +1,192 @@
+"""A CUDA device that runs nothing: what a step would ask of one is counted, and what would wait for it is refused.
+
+Tensors of the device are meta tensors, so that a look at a value fails by itself; copies to and from them, and whatever
+else waits, are seen by a dispatch mode. Streams, events and graphs are stubs, Triton kernels recorders behind their own
+wrappers. Counts are no times.
+"""
+
+import importlib
+import pkgutil
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import engine.triton_kernels
+from engine.triton_kernels import configs
+
+META = torch.device("meta")
+_WAITS = {"nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "equal", "_local_scalar_dense"}
+_MAKES = {"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "detach", "alias", "lift_fresh"}
+
+
+class WouldWaitError(AssertionError):
+    """The host would wait for the device."""
+
+
+class DryDevice(TorchDispatchMode):
+    """`counts` of the phase: `uploads` and `fetches` begun, `waits` for what ended long ago, `pins` of host memory,
+    `kernels` of Triton, `operators` of torch, `graphs` replayed, `blocking` (where `strict`, an error instead).
+    `step`: of the launch; a mark may be waited for when the step after its own has been launched too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+        self.strict, self.step = False, 0
+        self.capturing = False
+        self._pinned: list[Tensor] = []  # kept, so that nothing else gets their addresses
+
+    def block(self, what: str) -> None:
+        self.counts["blocking"] += 1
+        if self.strict or self.capturing:
+            raise WouldWaitError(what)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = dict(kwargs or {}), func.overloadpacket.__name__
+        if kwargs.pop("pin_memory", False):
+            return self._pin(func(*args, **kwargs))
+        if name in ("pin_memory", "_pin_memory"):
+            return self._pin(args[0].clone())
+        if name == "copy_" and args[0].device != args[1].device:
+            return self._copy(*args, **kwargs)
+        if name in ("to", "_to_copy") and (target := _target(args, kwargs)) not in (None, args[0].device):
+            return self._move(func, args, kwargs, target)
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        here = [tensor for tensor in tensors if tensor.is_meta]
+        if here and (name in _WAITS or any(not each.is_meta and each.dim() for each in tensors)):
+            self.block(
+                f"{func} of {[tuple(each.shape) for each in tensors]} on {[str(each.device) for each in tensors]}"
+            )
+        if here and name in ("index", "index_put_") and any(each.dtype == torch.bool for each in tensors[1:]):
+            self.block(f"{func} by a mask")
+        result = func(*args, **kwargs)
+        if (
+            not func.is_view
+            and name not in _MAKES
+            and any(each.is_meta for each in tree_leaves((here, result)) if isinstance(each, Tensor))
+        ):
+            self.counts["operators"] += 1
+        return result
+
+    def wait(self, step: int) -> None:
+        """For a mark of that step."""
+        if self.strict and step > self.step - 2:
+            self.block(f"a mark of step {step} is waited for in the launch of step {self.step}")
+        self.counts["waits"] += 1
+
+    def _pin(self, tensor: Tensor) -> Tensor:
+        self.counts["pins"] += 1
+        self._pinned.append(tensor)
+        return tensor
+
+    def _is_pinned(self, tensor: Tensor) -> bool:
+        address = tensor.untyped_storage().data_ptr()
+        return any(each.untyped_storage().data_ptr() == address for each in self._pinned)
+
+    def _transfer(self, host: Tensor, name: str, non_blocking: bool) -> None:
+        if self.capturing or not (non_blocking and self._is_pinned(host)):
+            self.block(f"{name} of {tuple(host.shape)} {host.dtype}")
+        self.counts[name] += 1
+
+    def _copy(self, target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+        if target.is_meta:
+            self._transfer(source, "uploads", non_blocking)
+        else:
+            self._transfer(target, "fetches", non_blocking)
+        return target
+
+    def _move(self, func: Any, args: Any, kwargs: Any, target: torch.device) -> Tensor:
+        (source, *_), flag = args, bool(kwargs.get("non_blocking", any(each is True for each in args[1:])))
+        if target.type == "meta":
+            self._transfer(source, "uploads", flag)
+            return source.new_empty(source.shape, device=META, dtype=kwargs.get("dtype") or source.dtype)
+        self._transfer(source.new_empty(source.shape, device="cpu"), "fetches", flag)
+        return torch.zeros(source.shape, dtype=kwargs.get("dtype") or source.dtype)
+
+
+def _target(args: Any, kwargs: Any) -> torch.device | None:
+    found = kwargs.get("device") or next((each for each in args[1:] if isinstance(each, torch.device)), None)
+    return None if found is None else torch.device(found)
+
+
+class _Recorder:
+    """Stands for a Triton kernel."""
+
+    def __init__(self, kernel: Any, dry: DryDevice) -> None:
+        self._kernel, self._dry = kernel, dry
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        assert all(0 < size < 2**16 for size in grid[1:]) and grid[0] > 0, "beyond what a grid may be"
+
+        def launch(*args: Any, **kwargs: Any) -> None:
+            if not all(each.is_meta for each in (*args, *kwargs.values()) if isinstance(each, Tensor)):
+                raise WouldWaitError(f"{self._kernel.__name__} would read a tensor of the host")
+            self._dry.counts["kernels"] += 1
+
+        return launch
+
+
+def _stubs(dry: DryDevice) -> dict[str, Any]:
+    """What replaces names of torch.cuda."""
+
+    class Event:
+        def __init__(self, **_: Any) -> None:
+            self.step = -2  # passed
+
+        def record(self, _stream: Any = None) -> None:
+            self.step = dry.step
+
+        def synchronize(self) -> None:
+            dry.wait(self.step)
+
+    class Stream:
+        def __init__(self, _device: Any = None) -> None: ...
+
+        def wait_event(self, _event: Event) -> None:
+            assert not dry.capturing
+
+        def synchronize(self) -> None:
+            dry.block("the stream is waited for")
+
+    class CUDAGraph:
+        def replay(self) -> None:
+            dry.counts["graphs"] += 1
+
+    @contextmanager
+    def graph(_graph: CUDAGraph, **_: Any) -> Iterator[None]:
+        dry.capturing = True
+        try:
+            yield
+        finally:
+            dry.capturing = False
+
+    return {
+        "Event": Event, "Stream": Stream, "CUDAGraph": CUDAGraph, "graph": graph,
+        "graph_pool_handle": lambda: None, "stream": lambda _stream: nullcontext(),
+        "current_stream": Stream, "synchronize": lambda _device=None: None,
+    }  # fmt: skip
+
+
+@contextmanager
+def dry_device() -> Iterator[DryDevice]:
+    """Within it `meta` is a CUDA device of compute capability 9.0."""
+    dry = DryDevice()
+    with pytest.MonkeyPatch.context() as patch:
+        for name, stub in _stubs(dry).items():
+            patch.setattr(torch.cuda, name, stub)
+        patch.setattr(configs, "is_cuda", lambda device: device.type == "meta")
+        patch.setattr(configs, "num_multiprocessors", lambda _device: 132)
+        patch.setattr(configs, "device_arch", lambda _device: 90)
+        for found in pkgutil.iter_modules(engine.triton_kernels.__path__, "engine.triton_kernels."):
+            module = importlib.import_module(found.name)
+            for name, value in vars(module).copy().items():
+                if name.endswith("_kernel"):
+                    patch.setattr(module, name, _Recorder(value, dry))
+        with dry:
+            yield dry

@@ -1,0 +1,155 @@
+"""Every family and every kind of step on a device that runs nothing: no step waits for it."""
+
+from collections import Counter
+
+import pytest
+import torch
+from dry_device import DryDevice, WouldWaitError, dry_device
+from test_cuda_runner import MetaTensors
+from tiny_models import FAMILY_CASES, model_folder
+
+from engine.api import SamplingParams
+from engine.cache.blocks import CacheAction, CacheEntry, CacheKind, CacheOperation, Tier
+from engine.execution.cuda.device import CudaDevice
+from engine.execution.cuda.forward import Forward
+from engine.execution.cuda.kernels import triton_kernels
+from engine.execution.cuda.sampling import Sampling
+from engine.execution.runner import Runner
+from engine.models.spec import ModelSpec, hidden_offer, load_spec
+from engine.models.weights import build_weights
+from engine.scheduling.output import Chunk, NewRequest, SchedulerOutput
+from predictor.limits import Limits
+
+pytest.importorskip("triton")
+BLOCK, ROWS = 4, 3
+KINDS: dict[str, dict[str, object]] = {
+    "greedy": {"temperature": 0.0},
+    "drawn": {},
+    "drawn, top-p, top-k, min-p": {"top_p": 0.9, "top_k": 20, "min_p": 0.01},
+    "penalties": {"presence_penalty": 1.0, "repetition_penalty": 1.2},
+    "bias and least length": {"logit_bias": ((3, 1.0),), "min_tokens": 30, "stop_token_ids": frozenset({2})},
+    "log-probabilities": {"logprobs": 5},
+    "all of them": {"top_p": 0.9, "frequency_penalty": 1.0, "logit_bias": ((3, 1.0),), "logprobs": 5},
+    "swapped out and in": {"temperature": 0.0},
+    "from hidden state": {"temperature": 0.0},
+    "restored": {"temperature": 0.0},
+}
+"""Kinds of steps, and what their requests wish."""
+
+
+def kv(first: int, tier: Tier = Tier.DEVICE) -> CacheEntry:
+    return CacheEntry(CacheKind.KV, tier, (first, first + 1))
+
+
+def hidden(unit: int) -> CacheEntry:
+    return CacheEntry(CacheKind.HIDDEN, Tier.DEVICE, (unit,))
+
+
+def make_runner(spec: ModelSpec) -> Runner[CudaDevice]:
+    limits = Limits(4, 32, 64, num_units=60, block_size=BLOCK)
+    scratch = 0 if hidden_offer(spec).refusal else 12
+    with torch.inference_mode():
+        weights = build_weights(spec, MetaTensors())
+    return Runner(
+        CudaDevice(spec, weights, triton_kernels(), limits, graphs=True, scratch_blocks=scratch, host_units=8)
+    )  # fmt: skip
+
+
+def operations(kind: str) -> tuple[CacheOperation, ...]:
+    if kind == "swapped out and in":
+        out, back = kv(50), kv(0, Tier.HOST)
+        return (CacheOperation(CacheAction.SWAP_OUT, out, back), CacheOperation(CacheAction.SWAP_IN, back, kv(52)))
+    if kind == "restored":
+        return (CacheOperation(CacheAction.RESTORE, hidden(40), kv(42), 0),)
+    return ()
+
+
+def steps_of(kind: str) -> list[SchedulerOutput]:
+    """Prompts, decodes, decodes beside another prompt, decodes: the last but one is mixed."""
+    params = SamplingParams(**{"max_tokens": 40, **KINDS[kind]})  # type: ignore[arg-type]
+
+    def new(row: int) -> NewRequest:
+        first = 16 * row
+        entries = (
+            [hidden(first + block) for block in range(4)]
+            if "hidden" in kind
+            else [kv(first + 2 * block) for block in range(4)]
+        )
+        return NewRequest(row, f"r{row}", (5, 6, 7, 8, 9), 5, params, tuple(entries))
+
+    before = tuple(range(ROWS - 1))
+    prompts = SchedulerOutput(0, tuple(Chunk(row, 0, 5, True) for row in before), tuple(map(new, before)))
+    decodes = [SchedulerOutput(n, tuple(Chunk(row, 4 + n, 1, True) for row in before)) for n in (1, 2)]
+    late = (*(Chunk(row, 7, 1, True) for row in before), Chunk(ROWS - 1, 0, 5, True))
+    mixed = SchedulerOutput(3, late, (new(ROWS - 1),), operations=operations(kind))
+    last = (*(Chunk(row, 8, 1, True) for row in before), Chunk(ROWS - 1, 5, 1, True))
+    return [prompts, *decodes, mixed, SchedulerOutput(4, last, operations=operations(kind))]
+
+
+def counts_of(dry: DryDevice, runner: Runner[CudaDevice], kind: str) -> list[Counter[str]]:
+    """Of each launch; every step is launched while the one before it runs, and nothing but their ends is waited for."""
+    counts, collects = [], []
+    dry.step += 3  # what was launched before has ended
+    for step in steps_of(kind):
+        dry.step, dry.strict, dry.counts = dry.step + 1, True, Counter()
+        collects.append(runner.launch(step))
+        counts.append(dry.counts)
+        dry.strict = False
+        if len(collects) > 1:
+            assert len(collects[-2]().token_ids) == len(steps_of(kind)[step.step_id - 1].chunks)
+            assert not dry.counts["blocking"], "results are copied while their step runs"
+    return counts
+
+
+@pytest.mark.parametrize("name", FAMILY_CASES)
+def test_no_step_waits_for_the_device(name: str) -> None:
+    spec = load_spec(model_folder(name))
+    with dry_device() as dry:
+        runner = make_runner(spec)
+        assert runner.device.num_graphs == runner.device.num_shapes
+        for kind in KINDS:
+            if hidden_offer(spec).refusal and kind in ("from hidden state", "restored"):
+                continue
+            counts = counts_of(dry, runner, kind)
+            assert [each["graphs"] for each in counts] == [int("hidden" not in kind)] * len(counts)
+            if kind in ("swapped out and in", "restored", "from hidden state"):
+                continue
+            copies = counts[-1]["uploads"], counts[-1]["fetches"], counts[-1]["pins"]
+            assert copies == (1, 1 + ("logprobs" in KINDS[kind]), 0), "one copy each way, and one for log-probabilities"
+
+
+MUTANTS = {
+    "a value is looked at": (Forward, "accept", lambda tensor: int(tensor.sum())),
+    "a copy to the host": (Forward, "accept", lambda tensor: tensor.cpu()),
+    "a tensor of the host": (Forward, "accept", lambda tensor: tensor + torch.ones(len(tensor), dtype=torch.int32)),
+    "a value is looked at, in a draw": (Sampling, "choose", lambda tensor: bool((tensor > 3).any())),
+    "a copy from pageable memory": (Sampling, "choose", lambda tensor: torch.ones(len(tensor)).to(tensor.device)),
+}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_what_would_wait_is_seen(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner, method, spoil = MUTANTS[mutant]
+    original = getattr(owner, method)
+    with dry_device() as dry:
+        runner = make_runner(load_spec(model_folder("llama-gqa2")))
+
+        def mutated(self: object, first: object, second: torch.Tensor, *others: object) -> object:
+            spoil(second)
+            return original(self, first, second, *others)
+
+        monkeypatch.setattr(owner, method, mutated)
+        with pytest.raises((WouldWaitError, RuntimeError, NotImplementedError)):
+            counts_of(dry, runner, "penalties")
+
+
+def test_a_capture_that_would_wait_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = Forward.accept
+
+    def mutated(self: Forward, inputs: object, tokens: torch.Tensor) -> None:
+        tokens.cpu()
+        original(self, inputs, tokens)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Forward, "accept", mutated)
+    with dry_device(), pytest.raises(WouldWaitError):
+        make_runner(load_spec(model_folder("llama-gqa2")))
