@@ -345,7 +345,8 @@ class EngineProcess:
         remove(self._pid_file)
 
     async def renew(self, *, anyway: bool = False) -> str:
-        """See EngineClient.renew. The next process is ready to load before this one ends."""
+        """See EngineClient.renew. The next process is ready to load before this one ends, unless others of a fleet go
+        on: it is made ready with time that nobody wants, and a busy machine has none."""
         child = self._child
         if child is None or self._folder is None or not self.is_up or self._spare is not None:
             return "the engine is being started anyway"
@@ -355,7 +356,8 @@ class EngineProcess:
         refusal = self._source.refusal(source) if self._source is not None else None
         if refusal is not None:
             raise ConfigError(refusal)
-        if self._spawn_elsewhere is None:  # elsewhere there is room for one process only
+        others_go_on = anyway and self._patience is None
+        if self._spawn_elsewhere is None and not others_go_on:  # elsewhere there is room for one process only
             launch = msgspec.structs.replace(self._launch, config=self._config, held=True)
             spare = await asyncio.to_thread(self._hold, launch)
             if self._child is not child or self._stopping:
