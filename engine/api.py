@@ -320,7 +320,7 @@ class EngineStats:
 class EngineInfo:
     """Facts of the loaded model. `vocab_size` is the logits' width: any token id below it may be sent.
     `cache_tokens`: what the device cache holds of KV, in blocks of `block_size` tokens (0: not known).
-    `embedding`: how a text becomes a vector; None: it does not."""
+    `embedding`: how a text becomes a vector; None: it does not. `max_num_seqs`: the most requests in a step."""
 
     max_model_len: int
     vocab_size: int
@@ -332,6 +332,12 @@ class EngineInfo:
     cache_tokens: int = 0
     block_size: int = 0
     embedding: EmbeddingSpec | None = None
+    max_num_seqs: int = 64
+
+    @property
+    def batch_lines(self) -> int:
+        """Lines of batches that an engine should hold, so that there is always one to go on with."""
+        return 4 * self.max_num_seqs
 
 
 class EngineState(enum.Enum):

@@ -20,13 +20,13 @@ from engine.api import EngineInfo
 from engine.cache_profiling import CacheTiers
 from engine.calibration import load_or_measure, load_profile
 from engine.colocation.controller import make_controller
-from engine.config import EngineConfig, SchedulerConfig, parse_offload
+from engine.config import EngineConfig, SchedulerConfig, parse_offload, step_limits
 from engine.engine import Engine
 from engine.errors import ConfigError, ModelLoadError
 from engine.execution import memory
 from engine.execution.backend import find_backend
 from engine.execution.masks import MAX_FORCED
-from engine.execution.offload import WIDE_SEQS, WIDE_TOKENS, Offload, plan_offload
+from engine.execution.offload import Offload, plan_offload
 from engine.execution.plan import LaunchPlan
 from engine.execution.runner import Device, Runner
 from engine.execution.self_test import LIMITS as TEST_LIMITS
@@ -93,8 +93,7 @@ def plan_launch(config: EngineConfig) -> LaunchPlan:
         device=backend.name,
         dtype=dtype,
         limits=Limits(
-            config.max_num_seqs,
-            config.max_num_batched_tokens,
+            *step_limits(config, wide=backend.is_wide()),
             resolve_max_model_len(spec, config.max_model_len),
             num_units=0,
             block_size=config.block_size,
@@ -157,6 +156,8 @@ def build_runner(
     if plan.offload is not None and transport is not None:
         _tell_floor(config, plan.offload, transport.seconds(), say)
     plan = _with_cache(plan, config, backend.cache_bytes(plan, weights))
+    if plan.host_units and config.swap_space is None:
+        say(f"{_gib(host_bytes(plan))} of host memory keep what the cache has no room for; --swap-space says how much")
     return backend.make_runner(config, plan, weights, say)
 
 
@@ -207,11 +208,8 @@ def _with_offload(plan: LaunchPlan, config: EngineConfig) -> LaunchPlan:
     offload = plan_offload(plan.own, torch_dtype(plan.dtype).itemsize, plan.quantization, budget)
     if offload is None:
         return plan
-    limits, usual = plan.limits, EngineConfig()
-    if config.max_num_seqs == usual.max_num_seqs:
-        limits = replace(limits, max_num_seqs=WIDE_SEQS)
-    if config.max_num_batched_tokens == usual.max_num_batched_tokens:
-        limits = replace(limits, max_num_batched_tokens=max(WIDE_TOKENS, limits.max_num_seqs))
+    seqs, tokens = step_limits(config, wide=True)
+    limits = replace(plan.limits, max_num_seqs=seqs, max_num_batched_tokens=tokens)
     note = (
         f"{offload}: {_gib(offload.held_bytes)} of weights stay, {_gib(offload.streamed_bytes)} pass through in every "
         f"step, which holds up to {limits.max_num_seqs} requests and {limits.max_num_batched_tokens} tokens"
@@ -317,7 +315,7 @@ def _with_cache(plan: LaunchPlan, config: EngineConfig, cache_bytes: int) -> Lau
         plan,
         cache_bytes=cache_bytes,
         scratch_blocks=blocks // HIDDEN_SHARE if refusal is None else 0,
-        host_units=memory.host_units(int(config.swap_space * 2**30), unit),
+        host_units=memory.host_units(_swap_bytes(config, plan), unit),
         limits=replace(limits, num_units=blocks * UNITS_PER_BLOCK),
     )
     room = blocks * limits.block_size
@@ -329,6 +327,15 @@ def _with_cache(plan: LaunchPlan, config: EngineConfig, cache_bytes: int) -> Lau
         raise ConfigError(f"the cache holds {room} tokens, too few for any request: raise --num-gpu-blocks-override")
     note = f"context limited to the {room} tokens that the cache holds; the model allows {limits.max_model_len}"
     return replace(plan, limits=replace(plan.limits, max_model_len=room), notes=(*plan.notes, note))
+
+
+def host_bytes(plan: LaunchPlan) -> int:
+    """Host memory that the host tier takes."""
+    return plan.host_units * memory.unit_bytes(plan.spec, plan.limits.block_size, torch_dtype(plan.dtype))
+
+
+def _swap_bytes(config: EngineConfig, plan: LaunchPlan) -> int:
+    return find_backend(plan.device).swap_bytes() if config.swap_space is None else int(config.swap_space * 2**30)
 
 
 def scheduler_config(config: EngineConfig, plan: LaunchPlan) -> SchedulerConfig:
@@ -362,5 +369,6 @@ def _info(plan: LaunchPlan) -> EngineInfo:
         num_parameters=plan.spec.num_parameters,
         cache_tokens=plan.limits.num_units // UNITS_PER_BLOCK * plan.limits.block_size,
         block_size=plan.limits.block_size,
+        max_num_seqs=plan.limits.max_num_seqs,
         embedding=_embedding(plan),
     )

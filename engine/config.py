@@ -9,6 +9,9 @@ from engine.queue_time import DEFAULT_QUEUE, QueueTime
 from engine.reserve import NO_RESERVE, parse_reserve
 from predictor.limits import Limits
 
+USUAL_STEP, WIDE_STEP = (64, 512), (256, 2048)
+"""Requests and tokens that a step may hold where nobody says."""
+
 
 def _flag(default: Any, help_text: str, choices: tuple[str, ...] = ()) -> Any:
     return field(default=default, metadata={"help": help_text, "choices": choices})
@@ -45,8 +48,12 @@ class EngineConfig:
     block_size: int = _flag(16, "tokens in a cache block")
     num_gpu_blocks_override: int | None = _flag(None, "device cache size in blocks of KV; also on CPU")
     gpu_memory_utilization: float = _flag(0.9, "share of the device's memory for weights and cache")
-    max_num_seqs: int = _flag(64, "most requests in one step")
-    max_num_batched_tokens: int = _flag(512, "most tokens in one step (the prefill chunk's upper bound)")
+    max_num_seqs: int | None = _flag(
+        None, "most requests in one step (default: 64; 256 on a GPU of 40 GB, and where weights stream)"
+    )
+    max_num_batched_tokens: int | None = _flag(
+        None, "most tokens in one step, the prefill chunk's upper bound (default: 512; 2048 on a GPU of 40 GB, ...)"
+    )
     chunked_prefill: bool = _flag(True, "run prompts in chunks beside decodes; off: whole, in steps of their own")
     forced_tokens: bool = _flag(
         True, "compute tokens for which a grammar leaves no choice at once, not one by one (on a CPU)"
@@ -72,8 +79,10 @@ class EngineConfig:
     offload_dir: str = _flag(
         "", "folder on a disk from which weights stream on a CPU (default: tidemill/offload in the user's cache)"
     )
-    swap_space: float = _flag(
-        0.0, "GiB of host memory for the cache of preempted requests, and of chats until their next turn"
+    swap_space: float | None = _flag(
+        None,
+        "GiB of host memory for the cache of preempted requests, and of chats until their next turn "
+        "(default: on a GPU a quarter of what is free, at most 16; on a CPU 0)",
     )
     offline_policy: str = _flag("psm", "order of offline work; psm: shared prefixes first", ("psm", "deadline", "fcfs"))
     reserve: str = _flag(
@@ -95,16 +104,17 @@ class EngineConfig:
             raise ConfigError("--quantization does not go with --hidden-cache: K and V restored would be others")
         if parse_offload(self.offload_weights) is not None and self.hidden_cache:
             raise ConfigError("--offload-weights does not go with --hidden-cache yet: its projections need the weights")
-        if not 0.0 <= self.swap_space <= 65536.0:
+        if not 0.0 <= (self.swap_space or 0.0) <= 65536.0:
             raise ConfigError(f"--swap-space must be between 0 and 65536 GiB, not {self.swap_space}")
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ConfigError(f"--gpu-memory-utilization must be in (0, 1], not {self.gpu_memory_utilization}")
         if not 0.0 <= self.profile_seconds <= 600.0:
             raise ConfigError(f"--profile-seconds must be between 0 and 600, not {self.profile_seconds}")
-        if self.max_num_batched_tokens < self.max_num_seqs:
+        seqs, tokens = step_limits(self)
+        if tokens < seqs:
             raise ConfigError("--max-num-batched-tokens must be at least --max-num-seqs: every decode is one token")
         if self.max_model_len is not None:
-            _check_whole_prompts(self.chunked_prefill, self.max_num_batched_tokens, self.max_model_len)
+            _check_whole_prompts(self.chunked_prefill, tokens, self.max_model_len)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +157,9 @@ class SchedulerConfig:
     def of(cls, config: EngineConfig, **resolved: Any) -> "SchedulerConfig":
         """What `config` says under the same names, and what was decided from the model and the machine."""
         named = {f.name for f in fields(EngineConfig)} & {f.name for f in fields(cls)}
-        return cls(**{name: getattr(config, name) for name in named} | resolved)
+        seqs, tokens = step_limits(config)
+        said = {name: getattr(config, name) for name in named}
+        return cls(**said | {"max_num_seqs": seqs, "max_num_batched_tokens": tokens} | resolved)
 
     @property
     def limits(self) -> Limits:
@@ -161,6 +173,17 @@ class SchedulerConfig:
         QueueTime.parse(self.max_queue_time)
         _check_reserve(self.reserve, self.chunked_prefill)
         _check_whole_prompts(self.chunked_prefill, self.max_num_batched_tokens, self.max_model_len)
+
+
+def step_limits(config: EngineConfig, *, wide: bool = False) -> tuple[int, int]:
+    """(requests, tokens) that a step may hold: what is said; else the usual, or what is usual where many rows share the
+    cost of a step (`wide`), as far as that goes with the other."""
+    seqs, tokens = WIDE_STEP if wide else USUAL_STEP
+    if config.max_num_seqs is not None:
+        return config.max_num_seqs, config.max_num_batched_tokens or max(tokens, config.max_num_seqs)
+    if config.max_num_batched_tokens is not None:
+        return min(seqs, config.max_num_batched_tokens), config.max_num_batched_tokens
+    return seqs, tokens
 
 
 def parse_offload(text: str) -> float | None:

@@ -262,7 +262,8 @@ def _serve_with(folder: Any, engine_config: EngineConfig, server_config: ServerC
     load = _load_processes if server_config.engine_process else _load_here
     engine, tokenizer, discard = load(engine_config, server_config, folder)
     try:
-        limits = _batch_limits(engine_config, server_config.engines)
+        window = server_config.engines * engine.info.batch_lines
+        limits = importlib.import_module("gateway.batch.limits").BatchLimits(window_lines=window)
         app = importlib.import_module("gateway.app").create_app(engine, tokenizer, server_config, folder, limits)
         print(summary(server_config, engine.info), flush=True)
         return int(server.run(app, server_config))
@@ -317,14 +318,7 @@ def _make_engine(engine_config: EngineConfig, server_config: ServerConfig, root:
         return make(engine_config, log_level=log_level, pid_file=pid_file, policy=policy(), flights=flights)
     launch = importlib.import_module("engine.fleet.launch")
     fleet = launch.FleetPlan(
-        server_config.engines,
-        server_config.router,
-        _window_lines(engine_config),
-        pid_file,
-        log_level,
-        policy,
-        flights,
-        server_config.ray,
+        server_config.engines, server_config.router, pid_file, log_level, policy, flights, server_config.ray
     ).make(engine_config)
     for note in fleet.notes:
         say(note)
@@ -335,15 +329,6 @@ def _open_state(config: ServerConfig) -> Any:
     """The state folder, held from before the model is loaded: a second server on it should fail at once."""
     module = importlib.import_module("gateway.store.folder")
     return module.open_state(module.state_path(config.state_dir, os.environ))
-
-
-def _window_lines(config: EngineConfig) -> int:
-    """Lines of batches that an engine holds, so that there is always one to go on with."""
-    return 4 * config.max_num_seqs
-
-
-def _batch_limits(config: EngineConfig, engines: int) -> Any:
-    return importlib.import_module("gateway.batch.limits").BatchLimits(window_lines=engines * _window_lines(config))
 
 
 def say(line: str) -> None:

@@ -13,7 +13,7 @@ from driver import outputs_of
 
 from engine.api import EngineRequest, FinishReason, SamplingParams
 from engine.build import build_engine, build_runner, plan_launch, profile_key, resolve_model
-from engine.config import EngineConfig
+from engine.config import EngineConfig, SchedulerConfig, step_limits
 from engine.errors import ConfigError, ModelLoadError
 from engine.execution import memory
 from engine.execution.cpu.native import is_built
@@ -313,3 +313,41 @@ def test_one_thread_per_core_unless_the_user_says_otherwise(monkeypatch: pytest.
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     build_engine(DEMO)
     assert taken == [7]
+
+
+# ---- what a step holds, and the host tier
+
+
+@pytest.mark.parametrize(
+    ("said", "usual", "wide"),
+    [
+        ({}, (64, 512), (256, 2048)),
+        ({"max_num_seqs": 64}, (64, 512), (64, 2048)),
+        ({"max_num_batched_tokens": 512}, (64, 512), (256, 512)),
+        ({"max_num_batched_tokens": 48}, (48, 48), (48, 48)),
+        ({"max_num_seqs": 1000}, (1000, 1000), (1000, 2048)),
+        ({"max_num_seqs": 7, "max_num_batched_tokens": 100}, (7, 100), (7, 100)),
+    ],
+)
+def test_what_is_said_of_a_step_is_kept(said: dict[str, int], usual: tuple[int, int], wide: tuple[int, int]) -> None:
+    config = EngineConfig(**said)
+    assert (step_limits(config), step_limits(config, wide=True)) == (usual, wide)
+    limits = SchedulerConfig.of(config, num_units=10, max_model_len=64)
+    assert (limits.max_num_seqs, limits.max_num_batched_tokens) == usual
+
+
+def test_a_large_gpu_takes_wide_steps_and_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = CudaBackend()
+    for gigabytes, is_wide in ((24e9, False), (42.3e9, True), (85e9, True)):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda total=gigabytes: (int(total) // 2, int(total)))
+        assert backend.is_wide() is is_wide
+    for free, host in ((8 * 2**30, 2 * 2**30), (512 * 2**30, 16 * 2**30), (0, 0)):
+        monkeypatch.setattr(memory, "available_memory", lambda free=free: free)
+        assert backend.swap_bytes() == host
+
+
+def test_on_a_cpu_the_host_tier_is_asked_for() -> None:
+    assert plan_launch(DEMO).host_units == 0
+    plan = plan_launch(replace(DEMO, swap_space=0.01))
+    unit = memory.unit_bytes(plan.spec, plan.limits.block_size, torch.float32)
+    assert plan.dtype == "float32" and plan.host_units == int(0.01 * 2**30) // unit > 0

@@ -216,7 +216,10 @@ def test_booleans_in_the_environment(word: str) -> None:
         (["--port", "-1"], "--port must be between"),
         (["--port", "65536"], "--port must be between"),
         (["--max-num-seqs", "0"], "--max-num-seqs must be at least 1"),
-        (["--max-num-batched-tokens", "63"], "--max-num-batched-tokens must be at least --max-num-seqs"),
+        (
+            ["--max-num-seqs", "64", "--max-num-batched-tokens", "63"],
+            "--max-num-batched-tokens must be at least --max-num-seqs",
+        ),
         (["--block-size", "12"], "--block-size must be a power of two"),
         (["--max-model-len", "0"], "--max-model-len must be at least 1"),
         (["--num-gpu-blocks-override", "0"], "--num-gpu-blocks-override must be at least 1"),
@@ -365,7 +368,7 @@ def test_serve_joins_the_parts_and_says_what_runs(
     assert "cache 320 tokens, context 320 tokens, http://127.0.0.1 (port chosen by the system)" in out
     assert seen["address"] == ("127.0.0.1", 0)
     assert seen["app"] == "app" and seen["config"] is seen["run_config"]
-    assert seen["folder"].root.name == "tidemill" and seen["limits"].window_lines == 4 * EngineConfig().max_num_seqs
+    assert seen["folder"].root.name == "tidemill" and seen["limits"].window_lines == 4 * 64
     assert seen["config"].served_model_name == ("tidemill-demo",)
     assert seen["client"].info.max_model_len == 320
     ids = seen["tokenizer"].encode_chat([{"role": "user", "content": "hi"}])

@@ -578,12 +578,14 @@ async def test_a_launch_streams_what_does_not_fit_and_says_so(tmp_path: Path, ke
 def test_explicit_limits_of_a_step_stay(tmp_path: Path) -> None:
     plan = plan_launch(offloading_config(tmp_path, max_num_seqs=7, max_num_batched_tokens=100))
     assert (plan.limits.max_num_seqs, plan.limits.max_num_batched_tokens) == (7, 100)
+    said = plan_launch(offloading_config(tmp_path, max_num_seqs=64))
+    assert (said.limits.max_num_seqs, said.limits.max_num_batched_tokens) == (64, 2048), "64 is said, and kept"
 
 
 def test_where_everything_fits_nothing_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     for text in ("off", "auto", "10"):
         plan = plan_launch(replace(DEMO, offload_weights=text))
-        assert plan.offload is None and plan.limits.max_num_seqs == EngineConfig().max_num_seqs
+        assert plan.offload is None and plan.limits.max_num_seqs == 64
     weights = plan_launch(DEMO).weight_bytes
     monkeypatch.setattr("engine.execution.memory.available_memory", lambda: weights)
     plan = plan_launch(replace(DEMO, offload_weights="auto"))

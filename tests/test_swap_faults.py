@@ -11,6 +11,8 @@ from tiny_models import llama_config
 from engine.api import EngineRequest, FinishReason
 from engine.cache.blocks import CacheAction
 from engine.config import SchedulerConfig
+from engine.errors import ConfigError
+from engine.execution import pool
 from engine.execution.cpu.device import TorchDevice
 from engine.execution.runner import Runner
 from engine.models.decoder import Decoder
@@ -75,6 +77,33 @@ def test_a_copy_that_fails_half_way_costs_its_step_alone(
         assert driver.outputs[request.request_id] == solo(index)
     stats = driver.core.stats()
     assert (stats.host_units_used - stats.host_units_cached, stats.units_owned) == (0, 0)
+
+
+def test_host_memory_that_cannot_be_had_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def zeros(*_: object, **__: object) -> torch.Tensor:
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(torch, "zeros", zeros)
+    with pytest.raises(ConfigError, match=r"no 0\.50 GiB of page-locked host memory: give --swap-space less"):
+        pool._host_zeros(2**27, torch.float32, torch.device("cuda"))
+
+
+def test_nan_in_a_history_that_comes_back_is_computed_again() -> None:
+    """What a chat left on the host is poisoned there: its next turn fails once, and forgets the copy."""
+    driver = make()
+    history = [5 + at for at in range(17)]
+    want = [make_request("first", history, 3), *(make_request(f"o{i}", [50 + i] * 30, 3) for i in range(3))]
+    for request in want:
+        driver.add(request)
+        driver.run()
+    runner = driver.runner
+    assert isinstance(runner, Runner) and driver.core.stats().host_units_cached
+    runner.device.pool.host_units.fill_(float("nan"))
+    driver.add(make_request("second", history, 3))
+    driver.run()
+    stats = driver.core.stats()
+    assert stats.prefix_host_hit_tokens == 16 and stats.failed_steps == 1
+    assert driver.outputs["second"] == driver.outputs["first"]
 
 
 def test_nan_that_comes_back_from_the_host_is_computed_again() -> None:

@@ -44,6 +44,12 @@ class Backend(Protocol):
     def transport(self, config: EngineConfig, plan: LaunchPlan) -> Transport:
         """What brings the layers that stream (`plan.offload`) to the device. Raises ConfigError."""
 
+    def swap_bytes(self) -> int:
+        """Host memory for the host tier where nobody says how much."""
+
+    def is_wide(self) -> bool:
+        """Whether the device is so large that steps hold many requests and tokens where nobody says how many."""
+
     def copy_rate(self) -> float:
         """Bytes/s that no copy between the device and the host exceeds."""
 

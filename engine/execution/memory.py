@@ -16,6 +16,7 @@ from predictor.limits import UNITS_PER_BLOCK
 
 CPU_SHARE = 0.25
 CPU_LIMIT = 4 * 1024**3
+SWAP_SHARE, SWAP_LIMIT = 0.25, 16 * 1024**3
 WEIGHT_SHARE = 0.75
 """Of the free memory, what weights may take before some of them stream (`--offload-weights auto`)."""
 
@@ -72,6 +73,11 @@ def hidden_cache_bytes(
 def host_units(host_bytes: int, bytes_per_unit: int) -> int:
     """Units of the host tier that fit into so many bytes of host memory."""
     return max(host_bytes, 0) // bytes_per_unit
+
+
+def swap_bytes(available: int) -> int:
+    """Bytes for the host tier beside a GPU, of `available` bytes of host memory: page-locked, so not much of it."""
+    return min(int(available * SWAP_SHARE), SWAP_LIMIT)
 
 
 def cpu_cache_bytes(available: int | None = None) -> int:

@@ -14,8 +14,6 @@ BUFFERS = 2
 """One computes while the other is filled."""
 FEWEST_STREAMED = BUFFERS + 1
 """As many layers as there are buffers could stay in their place."""
-WIDE_SEQS, WIDE_TOKENS = 256, 2048
-"""What a step may hold where weights stream and nobody said otherwise: every row shares the cost of the stream."""
 _PANEL, _PAGE = 32, 4096
 _INT8_SCALES = 8  # bytes of an output beside its integers
 

@@ -118,5 +118,9 @@ def _zeros(num_elements: int, dtype: torch.dtype, device: torch.device) -> Tenso
 
 def _host_zeros(num_elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     if configs.is_cuda(device) and num_elements:
-        return torch.zeros(num_elements, dtype=dtype, pin_memory=True)
+        try:
+            return torch.zeros(num_elements, dtype=dtype, pin_memory=True)
+        except RuntimeError as error:
+            wanted = num_elements * dtype.itemsize / 2**30
+            raise ConfigError(f"no {wanted:.2f} GiB of page-locked host memory: give --swap-space less") from error
     return _zeros(num_elements, dtype, torch.device("cpu"))

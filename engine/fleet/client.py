@@ -46,7 +46,8 @@ MakeEngine = Callable[[int, Callable[[], None]], FleetEngine]
 class FleetClient:
     """Implements engine.api.EngineClient.
 
-    `lines`: how many offline requests an engine may hold on average; more wait here until one of them has room.
+    `lines`: how many offline requests an engine may hold on average (None: its `batch_lines`); more wait here until one
+    of them has room.
     `patience`: seconds that a chat waits while no engine is up.
     """
 
@@ -56,7 +57,7 @@ class FleetClient:
         engines: int,
         *,
         router: str = "sal",
-        lines: int = 256,
+        lines: int | None = None,
         patience: float = PATIENCE,
         seed: int = 0,
         clock: Callable[[], float] = time.monotonic,
@@ -278,7 +279,8 @@ class FleetClient:
         for member in members:
             member.hears()
         part = shares({member.number: member.harvest.rate for member in members})
-        room = windows(part, self._lines * len(members))
+        lines = self.info.batch_lines if self._lines is None else self._lines
+        room = windows(part, lines * len(members))
         held = {member.number: member.engine.num_offline for member in members}
         return [
             offline_load(number, held[number], share)

@@ -24,13 +24,12 @@ class Fleet:
 
 @dataclass(frozen=True, slots=True)
 class FleetPlan:
-    """What a fleet is made of. `lines`: of batches, for each engine on average; the numbers of the processes go into
-    files beside `pid_file`; `policy` makes one engine's own; `flights` keeps what any of them did at last.
-    `ray`: the address of a cluster on whose nodes they run, instead of on this machine."""
+    """What a fleet is made of. The numbers of the processes go into files beside `pid_file`; `policy` makes one
+    engine's own; `flights` keeps what any of them did at last. `ray`: the address of a cluster on whose nodes they run,
+    instead of on this machine."""
 
     engines: int
     router: str
-    lines: int
     pid_file: Path
     log_level: str
     policy: Callable[[], RestartPolicy]
@@ -77,9 +76,7 @@ class FleetPlan:
         )
 
     def _client(self, make: MakeEngine, config: EngineConfig) -> FleetClient:
-        return FleetClient(
-            make, self.engines, router=self.router, lines=self.lines, patience=patience(config), seed=config.seed
-        )
+        return FleetClient(make, self.engines, router=self.router, patience=patience(config), seed=config.seed)
 
 
 def _notes(places: Sequence[Place]) -> Iterator[str]:

@@ -120,7 +120,7 @@ def _look_ahead(config: EngineConfig, name: str, found: dict[str, Given]) -> lis
     notes: list[str] = []
     plan, profile = build.stored_profile(local, plan, notes.append)
     importlib.import_module("engine.text").Tokenizer.load(plan.folder, None)
-    _decided(config, plan, found)
+    _decided(build, config, plan, found)
     if profile is None:
         measured = f"none fits: step times would be measured, {config.profile_seconds:g} s at most"
     else:
@@ -134,12 +134,17 @@ def _look_ahead(config: EngineConfig, name: str, found: dict[str, Given]) -> lis
     ]
 
 
-def _decided(config: EngineConfig, plan: Any, found: dict[str, Given]) -> None:
+def _decided(build: Any, config: EngineConfig, plan: Any, found: dict[str, Given]) -> None:
     found["device"] = Given(plan.device, "this machine")
     found["model_impl"] = Given(plan.implementation, "the model's family")
     found["dtype"] = Given(plan.dtype, "the model and this machine")
     found["max_model_len"] = Given(plan.limits.max_model_len, "the model and the cache")
     found["num_gpu_blocks_override"] = Given(plan.num_blocks, "measured: free memory")
+    why = "the device" if plan.offload is None else "weights that stream"
+    found["max_num_seqs"] = Given(plan.limits.max_num_seqs, why)
+    found["max_num_batched_tokens"] = Given(plan.limits.max_num_batched_tokens, why)
+    host = round(build.host_bytes(plan) / 2**30, 1)
+    found["swap_space"] = Given(host, "measured: free host memory" if host else "the cache lies there itself")
     if plan.device == "cpu":
         origin = "OMP_NUM_THREADS" if "OMP_NUM_THREADS" in os.environ else "at most one per core: a start measures"
         found["threads"] = Given(openmp.num_threads(config, os.environ), origin)

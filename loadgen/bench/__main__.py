@@ -12,6 +12,7 @@ BENCHES = {
     "colocation": "loadgen.bench.colocation",
     "colocation-peers": "loadgen.bench.colocation_peers",
     "pressure": "loadgen.bench.pressure",
+    "turns": "loadgen.bench.turns",
     "chaos": "loadgen.bench.chaos",
     "accuracy": "loadgen.bench.accuracy",
     "control-plane": "loadgen.bench.control_plane",

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from engine.config import EngineConfig, SchedulerConfig
+from engine.config import EngineConfig, SchedulerConfig, step_limits
 from engine.errors import ConfigError
 from engine.models.spec import load_spec
 from engine.scheduling.output import Collect, ModelRunner, SchedulerOutput
@@ -92,7 +92,7 @@ def named_device(model: str, device: str, config: EngineConfig, host_seconds: fl
     shape = shape_of(model)
     if device not in DEVICES:
         raise InputError(f"unknown device {device!r}: use {', '.join(sorted(DEVICES))}")
-    tokens = config.max_num_batched_tokens
+    _, tokens = step_limits(config)
     simulated = SimulatedDevice(shape, DEVICES[device], config.gpu_memory_utilization, max_num_batched_tokens=tokens)
     try:
         units = simulated.num_units(config.block_size)
@@ -200,7 +200,7 @@ def _room(config: EngineConfig, units: int, longest: int, unit_bytes: int) -> Sc
         num_units=units,
         max_model_len=min(wanted, room),
         unit_bytes=unit_bytes,
-        host_units=int(config.swap_space * 2**30) // unit_bytes if unit_bytes else 0,
+        host_units=int((config.swap_space or 0.0) * 2**30) // unit_bytes if unit_bytes else 0,
     )
 
 

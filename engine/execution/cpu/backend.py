@@ -62,6 +62,12 @@ class CpuBackend:
         assert plan.offload is not None
         return WeightFile(_offload_folder(config), plan.offload.layer_bytes, len(plan.offload.streamed))
 
+    def swap_bytes(self) -> int:
+        return 0  # the cache itself lies in host memory
+
+    def is_wide(self) -> bool:
+        return False
+
     def copy_rate(self) -> float:
         return memcpy_rate()
 

@@ -21,7 +21,7 @@ from engine.execution.cuda.shapes import GRAPH_TOKENS, Buckets, decode_buckets, 
 from engine.execution.cuda.swap import staging_units
 from engine.execution.plan import LaunchPlan
 from engine.execution.runner import Runner
-from engine.machine import BUS_RATE
+from engine.machine import BUS_RATE, host_engines
 from engine.models.decoder import Decoder
 from engine.models.heads import Heads
 from engine.models.linear import MakeLinear, make_linear
@@ -31,6 +31,8 @@ from engine.models.weights import LayerWeights, ModelWeights, torch_dtype
 from predictor.limits import NO_PADDING, UNITS_PER_BLOCK, Padding
 
 _GRAPH_BYTES = 16 * 1024**2  # a guess at what the driver keeps of one graph of a few hundred kernels
+WIDE_BYTES = 39 * 2**30
+"""Memory from which on a GPU is large: one that is sold with 40 GB has a little less."""
 _STEP_BYTES = 2**30  # a guess, for the estimate only: what a step needs beside weights and cache
 _OLDEST_ARCH = (8, 0)
 
@@ -85,6 +87,13 @@ class CudaBackend:
             )
         device = torch.device(plan.device)
         return PinnedWeights(plan.offload.layer_bytes, len(plan.offload.streamed), device)
+
+    def swap_bytes(self) -> int:
+        return memory.swap_bytes(memory.available_memory() // host_engines())
+
+    def is_wide(self) -> bool:
+        _, total = torch.cuda.mem_get_info()
+        return total >= WIDE_BYTES
 
     def copy_rate(self) -> float:
         return BUS_RATE

@@ -1,0 +1,163 @@
+"""The next turn of a chat beside a batch that fills the pool, live: with the host tier and without it.
+
+Chats as of the workload `chat-multiturn`, with lengths that are stated: each opens with a long history, and every later
+turn repeats all that was said before it and adds a question. While a chat thinks, a batch job takes the pool and other
+chats their turns. Arms alternate, each run on a server of its own. What counts is the TTFT of later turns; the made-up
+answer that is repeated and the new question have to be computed in any arm.
+"""
+
+import argparse
+import asyncio
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
+
+import numpy as np
+
+from loadgen import traces
+from loadgen.bench import live
+from loadgen.bench.colocation import check_job
+from loadgen.bench.live import make_model_folder, metrics_page, percentile, plan_for, read_metric, server, wait_quiet
+from loadgen.bench.machine import describe
+from loadgen.bench.pressure import model_folder
+from loadgen.plan import Job, Windows
+from loadgen.randomness import stream
+from loadgen.records import RequestRecord
+from loadgen.traces import Content, Trace
+from loadgen.workloads import fixed
+
+ARMS = {"device alone": "--swap-space=0", "with the host": "--swap-space=0.5"}
+QUESTION, ANSWER = 24, 16
+LINE_PROMPT, LINE_OUTPUT = 256, 128
+SPACING = 1.0
+DRAIN = 30.0
+HIT = 'tidemill_prefix_hit_tokens_by_tier_total{{tier="{}"}}'
+
+
+@dataclass(frozen=True, slots=True)
+class TurnsRun:
+    """One run of an arm: later turns, and prompt tokens found on each tier."""
+
+    later: list[RequestRecord]
+    on_device: float
+    on_host: float
+
+    @property
+    def ttfts(self) -> list[float]:
+        return [record.ttft for record in self.later if record.ttft is not None]
+
+
+def conversations(chats: int, turns: int, history: int, think: float, seed: int) -> Trace:
+    """`chats` conversations of `turns` turns; between two of one chat passes `think` seconds, half of it at random."""
+    random = stream(seed, "arrivals")
+    times, inputs, content = [], [], []
+    for chat in range(chats):
+        first, when = chat * (2 * turns + 1), chat * SPACING
+        segments: list[traces.Segment] = [(first, history)]
+        for turn in range(turns):
+            segments.append((first + 2 * turn + 1, QUESTION))
+            times.append(when)
+            inputs.append(sum(size for _, size in segments))
+            content.append(Content(segments=tuple(segments)))
+            segments.append((first + 2 * turn + 2, ANSWER))
+            when += think * (0.75 + 0.5 * float(random.random()))
+    outputs = np.full(len(times), ANSWER, dtype=np.int64)
+    return traces.build(np.array(times), np.array(inputs, dtype=np.int64), outputs, tuple(content))
+
+
+async def run_arm(url: str, chats: Trace, lines: int, history: int, seed: int) -> TurnsRun:
+    """Send the turns beside a batch job of `lines` lines, which must outlast them."""
+    await wait_quiet(url)
+    plan = plan_for(
+        url,
+        seed,
+        online=chats,
+        jobs=(Job(fixed(lines, LINE_PROMPT, LINE_OUTPUT)),),
+        offline_mode="batch",
+        windows=Windows(horizon=chats.span, drain=DRAIN),
+    )
+    records = await live.run(plan)
+    for job in records.jobs:
+        check_job(job)
+    page = await metrics_page(url)
+    found = [read_metric(page, HIT.format(tier)) for tier in ("device", "host")]
+    online = [record for record in records.requests if record.service_class == "online"]
+    return TurnsRun([record for record in online if record.input_asked > history + QUESTION], *found)
+
+
+def show(arm: str, runs: Sequence[TurnsRun]) -> str:
+    """A line of the table, pooled over the runs."""
+    ttfts = [ttft for run in runs for ttft in run.ttfts]
+    missed = sum(len(run.later) for run in runs) - len(ttfts)
+    cells = [percentile(ttfts, rank) * 1e3 for rank in (50, 90)]
+    hits = sum(run.on_device for run in runs), sum(run.on_host for run in runs)
+    return f"{arm:14} {len(ttfts):6d} {missed:8d} {cells[0]:9.0f} {cells[1]:8.0f} {hits[0]:11.0f} {hits[1]:9.0f}"
+
+
+HEADER = f"{'arm':14} {'turns':>6} {'no answer':>8} {'TTFT P50':>8} {'P90 ms':>8} {'from device':>11} {'from host':>9}"
+
+
+def shorter(found: dict[str, list[TurnsRun]]) -> str:
+    """By what factor the host makes later turns start sooner."""
+    alone, host = ([ttft for run in runs for ttft in run.ttfts] for runs in found.values())
+    if not alone or not host:
+        return "no later turn was answered in one of the arms"
+    factors = percentile(alone, 50) / percentile(host, 50), mean(alone) / mean(host)
+    return f"TTFT of later turns with the host: {factors[0]:.2f} x shorter at the median, {factors[1]:.2f} x on average"
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m loadgen.bench turns", description=__doc__)
+    parser.add_argument(
+        "--model", choices=("llama", "demo"), default="llama", help="134.5 M random weights, or the packaged model"
+    )
+    parser.add_argument("--chats", type=int, default=6)
+    parser.add_argument("--turns", type=int, default=4)
+    parser.add_argument("--history", type=int, default=1000, help="tokens that a chat opens with")
+    parser.add_argument("--think", type=float, default=15.0, help="seconds between two turns of a chat")
+    parser.add_argument("--blocks", type=int, default=256, help="blocks of KV in the pool, 16 tokens each")
+    parser.add_argument("--lines", type=int, default=2000, help="of the batch job: more than it can end")
+    parser.add_argument("--pairs", type=int, default=2, help="runs of each arm, in turns")
+    parser.add_argument("--profile-seconds", type=float, default=8.0)
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Serve, send, print."""
+    args = parse(argv)
+    longest = args.history + args.turns * (QUESTION + ANSWER)
+    print(
+        f"turns: {args.model}, {args.chats} chats of {args.history} tokens, {args.turns} turns, "
+        f"{args.blocks * 16} tokens of cache; {describe()}",
+        flush=True,
+    )
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        if args.model == "llama":
+            make_model_folder(folder)
+        flags = (
+            *(model_folder(folder, args.model) if args.model == "demo" else ()),
+            "--enable-prefix-caching",
+            f"--profile-dir={folder}",
+            f"--profile-seconds={args.profile_seconds}",
+            f"--num-gpu-blocks-override={args.blocks}",
+            f"--max-model-len={max(longest, LINE_PROMPT + LINE_OUTPUT)}",
+        )
+        found: dict[str, list[TurnsRun]] = {arm: [] for arm in ARMS}
+        for pair in range(args.pairs):
+            chats = conversations(args.chats, args.turns, args.history, args.think, pair)
+            for arm, flag in ARMS.items():
+                state = f"--state-dir={folder / f'state-{pair}-{flag}'}"
+                with server(folder, 0, *flags, flag, state) as url:
+                    found[arm].append(asyncio.run(run_arm(url, chats, args.lines, args.history, pair)))
+                print("  " + show(arm, found[arm][-1:]), flush=True)
+    print(HEADER)
+    for arm, runs in found.items():
+        print(show(arm, runs))
+    print(shorter(found))
+
+
+if __name__ == "__main__":
+    main()
