@@ -32,9 +32,9 @@ from engine.execution.runner import Device, Runner
 from engine.execution.self_test import LIMITS as TEST_LIMITS
 from engine.execution.self_test import test_family, test_modules
 from engine.machine import BUS_RATE
-from engine.models.checkpoint import load_weights
+from engine.models.checkpoint import load_weights, stored_bytes
 from engine.models.hub import cached_folder, is_hub_id, resolve_model_folder
-from engine.models.implementation import OWN, TRANSFORMERS, choose
+from engine.models.implementation import OWN, TRANSFORMERS, Choice, choose
 from engine.models.linear import MakeLinear
 from engine.models.spec import ModelShape, ModelSpec, hidden_offer, resolve_max_model_len
 from engine.models.streaming import StreamedLayers
@@ -87,6 +87,7 @@ def plan_launch(config: EngineConfig) -> LaunchPlan:
     by = f"transformers' modules run {spec.architecture}: {choice.why}" if foreign else None
     refusal = backend.refusal(spec, dtype)
     slow = f"slow attention by torch's own operators: {refusal}" if refusal else None
+    quantization = _quantization(config, choice, backend.name)
     plan = LaunchPlan(
         folder=folder,
         spec=spec,
@@ -98,15 +99,40 @@ def plan_launch(config: EngineConfig) -> LaunchPlan:
             num_units=0,
             block_size=config.block_size,
         ),
-        weight_bytes=memory.weight_bytes(spec, torch_dtype(dtype), config.quantization),
-        quantization=config.quantization,
+        weight_bytes=memory.weight_bytes(spec, torch_dtype(dtype), quantization),
+        quantization=quantization,
         implementation=choice.implementation,
         memory_utilization=config.gpu_memory_utilization,
         notes=tuple(each for each in (by, note, slow) if each),
     )
-    plan = _with_offload(plan, config)
+    plan = _with_offload(_with_storage(plan, config), config)
     plan = replace(plan, limits=replace(plan.limits, padding=backend.padding(plan)))
     return _with_cache(plan, config, backend.cache_bytes(plan, None))
+
+
+def _quantization(config: EngineConfig, choice: Choice, device: str) -> str:
+    """Of the linear layers: what is asked for, or else the integers that the checkpoint stores, where they can be run
+    as they are. Layers that stream, and K and V restored from hidden state, are of unpacked weights."""
+    packing = choice.shape.packing
+    if config.quantization != "none" or packing is None or not packing.integers or config.load_format == "dummy":
+        return config.quantization
+    unpacked = config.hidden_cache or parse_offload(config.offload_weights) is not None
+    natively = device == "cpu" and choice.implementation == OWN and not unpacked
+    return memory.STORED_INTEGERS if natively else "none"
+
+
+def _with_storage(plan: LaunchPlan, config: EngineConfig) -> LaunchPlan:
+    """The plan with a line on what a checkpoint of few bits takes. Raises ModelLoadError if its files are missing."""
+    packing = plan.spec.packing
+    if packing is None or config.load_format == "dummy":
+        return plan
+    note = f"{packing.name}: {_gib(stored_bytes(plan.folder))} on disk, {_gib(plan.weight_bytes)} in memory"
+    if plan.quantization == "none":
+        note += f", unpacked to {plan.dtype} at load"
+        if plan.device == "cpu" and plan.implementation == OWN and not config.hidden_cache:
+            smaller = memory.weight_bytes(plan.spec, torch_dtype(plan.dtype), "int8")
+            note += f" ({_gib(smaller)} with --quantization int8)"
+    return replace(plan, notes=(*plan.notes, note))
 
 
 def _hidden_refusal(config: EngineConfig, spec: ModelShape) -> str | None:
@@ -166,7 +192,7 @@ def _load(config: EngineConfig, plan: LaunchPlan, make: MakeLinear, gather: Gath
         "dtype": plan.dtype, "device": plan.device, "load_format": config.load_format, "seed": config.seed, "make": make
     }  # fmt: skip
     if not isinstance(plan.spec, TransformersShape):
-        return load_weights(plan.own, plan.folder, **common, gather=gather)
+        return load_weights(plan.own, plan.folder, **common, gather=gather, integers=plan.quantization != "none")
     model = load_model(plan.spec, plan.folder, **common)
     if config.self_test:
         _refuse(plan, test_modules(model))

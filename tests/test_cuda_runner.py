@@ -295,6 +295,9 @@ class MetaTensors:
     def fetch(self, _name: str, shape: tuple[int, ...]) -> torch.Tensor:
         return torch.zeros(shape, device="meta")
 
+    def fetch_integers(self, _name: str, _shape: tuple[int, int]) -> None:
+        return None
+
 
 def test_without_graphs_the_runner_still_runs(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -216,7 +216,7 @@ def test_qwen_windows_count_only_when_switched_on(switched: bool, window: int | 
         ({"architectures": None, "model_type": None}, "names neither 'architectures' nor 'model_type'"),
         ({"architectures": ["XModel"], "auto_map": {"AutoModelForCausalLM": "x.XModel"}}, "needs its own code"),
         ({"auto_map": {"AutoModelForCausalLM": "x.MyLlama"}}, "needs its own code"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantized checkpoints are not supported .*gptq"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "quantized by hqq are not read .*awq, .*gptq"),
         ({"hidden_size": None}, "lacks 'hidden_size'"),
         ({"hidden_size": 63}, "hidden_size 63 is not a multiple of num_attention_heads 4"),
         ({"num_hidden_layers": "3"}, "'num_hidden_layers' must be a positive integer, not '3'"),

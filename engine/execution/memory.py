@@ -20,6 +20,9 @@ SWAP_SHARE, SWAP_LIMIT = 0.25, 16 * 1024**3
 WEIGHT_SHARE = 0.75
 """Of the free memory, what weights may take before some of them stream (`--offload-weights auto`)."""
 
+STORED_INTEGERS = "w8a8"
+"""`LaunchPlan.quantization` of layers that compute with the integers that the checkpoint stores."""
+
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
 _FALLBACK = 2 * 1024**3  # available memory where nobody tells
@@ -32,7 +35,8 @@ def unit_bytes(spec: ModelShape, block_size: int, dtype: torch.dtype) -> int:
 
 def weight_bytes(spec: ModelShape, dtype: torch.dtype, quantization: str) -> int:
     """All weights. Quantised, a linear layer's are bytes, with a scale and a sum of 4 bytes for each output; its bias,
-    norms and embeddings stay in `dtype`, a tied head beside its embedding."""
+    norms and embeddings stay in `dtype`, a tied head beside its embedding. Beside stored integers the head is in
+    `dtype`, as such checkpoints have it."""
     if quantization == "none":
         return spec.num_parameters * dtype.itemsize
     assert isinstance(spec, ModelSpec), "only layers of ours are quantised"
@@ -40,8 +44,9 @@ def weight_bytes(spec: ModelShape, dtype: torch.dtype, quantization: str) -> int
     up = ffn * (2 if spec.gated_mlp else 1)
     layers = ((spec.q_size + 2 * spec.kv_size, hidden), (hidden, spec.q_size), (up, hidden), (hidden, ffn))
     head = (spec.vocab_size, hidden)
-    every = [*layers * spec.num_layers, head]
-    dense = sum(n * k for n, k in every) - (spec.vocab_size * hidden if spec.tie_word_embeddings else 0)
+    every = [*layers * spec.num_layers, *([head] if quantization != STORED_INTEGERS else [])]
+    tied = spec.tie_word_embeddings and quantization != STORED_INTEGERS
+    dense = sum(n * k for n, k in every) - (spec.vocab_size * hidden if tied else 0)
     return sum(n * (k + 8) for n, k in every) + (spec.num_parameters - dense) * dtype.itemsize
 
 

@@ -14,11 +14,11 @@ class LaunchPlan:
     """`device`: the name of the backend; `dtype`: type of weights and cache. `cache_bytes` of device memory for the
     cache and the units in `limits` are estimates where only the loaded weights show what is left.
 
-    `quantization` of the linear layers. `memory_utilization`: share of a GPU's memory to use. `host_units` of the host
-    tier; `scratch_blocks`: how many blocks a step may run from hidden state. `kernels`: what steps on a CPU run by,
-    and `threads` how many work on one, once known. `offload`: which layers stream; None: all weights stay.
-    `implementation` of the layers: "own" or "transformers". `notes`: decisions that a user may not expect, one sentence
-    each.
+    `quantization` of the linear layers: "none", "int8", or "w8a8" for the integers of the checkpoint.
+    `memory_utilization`: share of a GPU's memory to use. `host_units` of the host tier; `scratch_blocks`: how many
+    blocks a step may run from hidden state. `kernels`: what steps on a CPU run by, and `threads` how many work on one,
+    once known. `offload`: which layers stream; None: all weights stay. `implementation` of the layers: "own" or
+    "transformers". `notes`: decisions that a user may not expect, one sentence each.
     """
 
     folder: Path

@@ -55,7 +55,8 @@ def test_family(
     small = replace(spec, num_layers=min(_LAYERS, spec.num_layers), vocab_size=min(_VOCABULARY, spec.vocab_size))
     kind = torch_dtype(dtype)
     requests = _tokens(small.vocab_size)
-    with torch.inference_mode(), Checkpoint(folder, kind, torch.device("cpu"), vocabulary=spec.vocab_size) as tensors:
+    source = Checkpoint(folder, kind, torch.device("cpu"), spec.packing, vocabulary=spec.vocab_size)
+    with torch.inference_mode(), source as tensors:
         reference = own_reference(folder, small, tensors, kind)
         expected = [reference(input_ids=torch.from_numpy(ids)[None], use_cache=False).logits[0] for ids in requests]
         device = device_of(small, build_weights(small, tensors, make))

@@ -1,4 +1,5 @@
 """A folder of safetensors as a tensor source: one tensor in memory at a time, and an account of what was used.
+Weights in fewer bits are unpacked on the way.
 
 Pickled weights (.bin, .pt) are refused, never opened: reading them can run code. `load_weights` makes a model's weights
 of one; the reader itself knows nothing of model families beyond the names of buffers that some exporters leave in.
@@ -7,9 +8,10 @@ of one; the reader itself knows nothing of model families beyond the names of bu
 import json
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -18,11 +20,15 @@ from torch import Tensor
 from engine.errors import ModelLoadError
 from engine.models.families import family_named
 from engine.models.linear import MakeLinear, make_linear
+from engine.models.packing import Packing
+from engine.models.quantized import Rounded
 from engine.models.spec import ModelSpec
+from engine.models.unpacking import CACHE_SCALES, body_of, dense, integers_of, is_packed, parts_of
 from engine.models.weights import DummyTensors, Gather, ModelWeights, ResidentLayers, build_weights, torch_dtype
 
 _INERT = re.compile(r"(^|\.)(rotary_emb\.inv_freq|attention\.bias|attention\.masked_bias)$")
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+_T = TypeVar("_T")
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -36,18 +42,20 @@ def load_weights(
     seed: int = 0,
     make: MakeLinear = make_linear,
     gather: Gather = ResidentLayers,
+    integers: bool = False,
 ) -> ModelWeights:
     """Load the checkpoint in `folder`, or with `load_format` "dummy" invent weights of its shape.
 
-    `dtype` "auto" is the checkpoint's own; `make` makes the linear layers, `gather` keeps the layers. Errors:
-    ModelLoadError, one line that names what is missing or wrong.
+    `dtype` "auto" is the checkpoint's own; `make` makes the linear layers, `gather` keeps the layers;
+    `integers`: those that the checkpoint stores as integers compute with them. Errors: ModelLoadError, one line that
+    names what is missing or wrong.
     """
     kind = torch_dtype(spec.dtype if dtype == "auto" else dtype)
     target = torch.device(device)
     with torch.inference_mode():
         if load_format == "dummy":
             return build_weights(spec, DummyTensors(seed, kind, target), make, gather)
-        with Checkpoint(folder, kind, target) as checkpoint:
+        with Checkpoint(folder, kind, target, spec.packing, integers=integers) as checkpoint:
             weights = build_weights(spec, checkpoint, make, gather)
             copies = tuple(f"{name}.weight" for name in family_named(spec.family).names.head)
             checkpoint.check_all_used(tied_copies=copies if spec.tie_word_embeddings else ())
@@ -57,13 +65,25 @@ def load_weights(
 
 
 class Checkpoint:
-    """The tensors of a folder. A context manager: the files are mapped while it is open. `vocabulary`: how many tokens
-    the model has; of tensors with a row for each, fewer rows can be had then, those in the middle.
+    """The tensors of a folder. A context manager: the files are mapped while it is open. `packing`: of linear layers.
+    `vocabulary`: how many tokens the model has; of tensors with a row for each, fewer rows can be had then, those in
+    the middle. `integers`: weights that are stored so are to be had as they are.
 
     Errors: ModelLoadError when the folder has no safetensors, or a file is missing, damaged or inconsistent.
     """
 
-    def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device, vocabulary: int | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        dtype: torch.dtype,
+        device: torch.device,
+        packing: Packing | None = None,
+        *,
+        vocabulary: int | None = None,
+        integers: bool = False,
+    ) -> None:
+        self._packing = packing
+        self._integers = integers and packing is not None and packing.integers
         self._vocabulary = vocabulary
         self._folder = folder
         self._dtype = dtype
@@ -85,37 +105,93 @@ class Checkpoint:
         self._files.clear()
 
     def has(self, name: str) -> bool:
-        return name in self._where
+        """Whether there is a tensor of this name, or a weight in fewer bits."""
+        return name in self._where or bool(self._stored(name))
 
     def fetch(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """One tensor, converted. Errors: ModelLoadError if it is missing, has another shape or is not of floats."""
+        if self._stored(name):
+            weight = self._unpack(name, dense)
+            return weight[self._rows(name, tuple(weight.shape), shape)].to(self._device, self._dtype)
         if name not in self._where:
             raise ModelLoadError(f"{self._folder} lacks tensor {name} {list(shape)}")
         file = self._files[self._where[name]]
-        found = tuple(file.get_slice(name).get_shape())
-        rows = slice(None)
-        if found != shape and found[0] == self._vocabulary and found[1:] == shape[1:]:
-            rows = slice((found[0] - shape[0]) // 2, (found[0] + shape[0]) // 2)
-        elif found != shape:
-            raise ModelLoadError(f"{self._folder}: tensor {name} is {list(found)}, config.json implies {list(shape)}")
-        tensor: Tensor = file.get_tensor(name) if rows == slice(None) else file.get_slice(name)[rows]
-        if tensor.dtype not in _FLOATS:
-            kind = str(tensor.dtype).removeprefix("torch.")
-            raise ModelLoadError(
-                f"{self._folder}: tensor {name} is of type {kind}: quantized weights are not supported"
-            )
-        self._unused.discard(name)
-        return tensor.to(self._device, self._dtype)
+        rows = self._rows(name, tuple(file.get_slice(name).get_shape()), shape)
+        return self._floats(name, rows).to(self._device, self._dtype)
+
+    def fetch_integers(self, name: str, shape: tuple[int, int]) -> Rounded | None:
+        """See TensorSource."""
+        if not self._integers or not self._stored(name):
+            return None
+        values, scales = self._unpack(name, integers_of)
+        self._rows(name, tuple(values.shape), shape)
+        return Rounded(values.to(self._device), scales.to(self._device), self._dtype)
+
+    def dense_tensors(self) -> dict[str, Tensor]:
+        """All of them by name: layers in fewer bits as one weight of the type asked for, others as they are."""
+        assert self._packing is not None
+        body, found = body_of(self._packing), dict[str, Tensor]()
+        for module in sorted(name.removesuffix(f".{body}") for name in self._where if name.endswith(f".{body}")):
+            if self._stored(f"{module}.weight"):
+                found[f"{module}.weight"] = self._unpack(f"{module}.weight", dense).to(self._device, self._dtype)
+        for name in sorted(self._unused):
+            if not _INERT.search(name) and name.rpartition(".")[2] not in CACHE_SCALES:
+                found[name] = self._floats(name).to(self._device)
+        return found
 
     def check_all_used(self, *, tied_copies: tuple[str, ...] = ()) -> None:
         """Errors: ModelLoadError if a tensor was never fetched: the model would silently not be what was trained.
 
-        Left aside: rotary and mask buffers, and `tied_copies` (a tied head stored a second time).
+        Left aside: rotary and mask buffers, `tied_copies` (a tied head stored a second time), and beside layers in
+        fewer bits the scales of such a cache, and biases of zeros.
         """
-        left = sorted(name for name in self._unused if not _INERT.search(name) and name not in tied_copies)
+        left = [name for name in sorted(self._unused) if name not in tied_copies and not self._is_inert(name)]
         if left:
             more = f" and {len(left) - 3} more" if len(left) > 3 else ""
             raise ModelLoadError(f"{self._folder} has tensors this model does not use: {', '.join(left[:3])}{more}")
+
+    def _is_inert(self, name: str) -> bool:
+        module, _, last = name.rpartition(".")
+        if _INERT.search(name) or (self._packing is not None and last in CACHE_SCALES):
+            return True
+        return last == "bias" and bool(self._stored(f"{module}.weight")) and not bool(self._floats(name).any())
+
+    def _stored(self, name: str) -> dict[str, str]:
+        """The tensors of a weight in fewer bits, by the last word of their names; empty for any other."""
+        module, _, last = name.rpartition(".")
+        if self._packing is None or last != "weight":
+            return {}
+        found = {part: f"{module}.{part}" for part in parts_of(self._packing) if f"{module}.{part}" in self._where}
+        return found if is_packed(self._packing, tuple(found)) else {}
+
+    def _unpack(self, name: str, how: Callable[[Packing, dict[str, Tensor]], _T]) -> _T:
+        assert self._packing is not None
+        stored = self._stored(name)
+        try:
+            parts = {part: self._files[self._where[each]].get_tensor(each) for part, each in stored.items()}
+            found = how(self._packing, parts)
+        except ModelLoadError as error:
+            raise ModelLoadError(f"{self._folder}: weight {name} by {self._packing.name}: {error.message}") from None
+        self._unused.difference_update(stored.values())
+        return found
+
+    def _floats(self, name: str, rows: slice = slice(None)) -> Tensor:
+        """A tensor as it is, or some rows."""
+        file = self._files[self._where[name]]
+        tensor: Tensor = file.get_tensor(name) if rows == slice(None) else file.get_slice(name)[rows]
+        if tensor.dtype not in _FLOATS:
+            kind = str(tensor.dtype).removeprefix("torch.")
+            raise ModelLoadError(f"{self._folder}: tensor {name} is of type {kind}, and config.json does not say how")
+        self._unused.discard(name)
+        return tensor
+
+    def _rows(self, name: str, found: tuple[int, ...], shape: tuple[int, ...]) -> slice:
+        """Which rows of a tensor make one of this shape."""
+        if found == shape:
+            return slice(None)
+        if found[0] == self._vocabulary and found[1:] == shape[1:]:
+            return slice((found[0] - shape[0]) // 2, (found[0] + shape[0]) // 2)
+        raise ModelLoadError(f"{self._folder}: tensor {name} is {list(found)}, config.json implies {list(shape)}")
 
     def forget(self) -> None:
         """Drop the files from the page cache, as far as nothing maps them any more; after the context has ended."""
@@ -132,6 +208,11 @@ class Checkpoint:
         except (SafetensorError, OSError) as error:
             raise ModelLoadError(f"{path} is not a readable safetensors file: {error}") from None
         return self._files[name]
+
+
+def stored_bytes(folder: Path) -> int:
+    """What the checkpoint's files take. Errors: ModelLoadError where there are none."""
+    return sum((folder / name).stat().st_size for name in _weight_files(folder) if (folder / name).is_file())
 
 
 def _weight_files(folder: Path) -> list[str]:

@@ -21,6 +21,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from engine.models.quantized import QuantizedLinear, Rounded, as_bytes
+
 logger = logging.getLogger(__name__)
 
 _PACK_ROWS = 64
@@ -102,22 +104,25 @@ class PackedLinear:
         return PlainLinear(data.view(self._weight.dtype).view(self.out_features, self.in_features), self._bias)
 
 
-def as_bytes(weight: Tensor) -> Tensor:
-    """A weight as bytes [n] uint8: a view where it is contiguous."""
-    return weight.contiguous().view(torch.uint8).flatten()
-
-
 class MakeLinear(Protocol):
-    """Makes a layer of `weight [out, in]` and `bias [out]`. `gated`: half of the outputs gate the other half."""
+    """Makes a layer of `weight [out, in]` and `bias [out]`. `gated`: half of the outputs gate the other half. A weight
+    that comes as integers stays so."""
 
-    def __call__(self, weight: Tensor, bias: Tensor | None = None, *, gated: bool = False) -> Linear: ...
+    def __call__(self, weight: Tensor | Rounded, bias: Tensor | None = None, *, gated: bool = False) -> Linear: ...
 
 
-def make_linear(weight: Tensor, bias: Tensor | None = None, *, gated: bool = False) -> Linear:  # noqa: ARG001
+def make_linear(
+    weight: Tensor | Rounded,
+    bias: Tensor | None = None,
+    *,
+    gated: bool = False,  # noqa: ARG001
+) -> Linear:
     """The fastest linear layer by torch for `weight [out, in]` and `bias [out]` that gives the result of `F.linear`.
 
     Drop the weight afterwards: a packed layer holds its own copy, a plain one refers to it.
     """
+    if isinstance(weight, Rounded):
+        return QuantizedLinear.of(weight, bias)
     if weight.device.type == "cpu" and _packing_works(weight.dtype):
         with torch.inference_mode():
             return PackedLinear(weight, bias)

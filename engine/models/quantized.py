@@ -5,13 +5,31 @@ The twin of the native kernels in torch's operators: the same integers, the same
 agree to the last bit in front of the bias. Knows nothing of models.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from engine.models.linear import Linear, as_bytes
-
 _HIGHEST = 127.0
 _SMALLEST = 1e-30  # rows that are smaller than this everywhere are zero
+
+
+class Rounded(NamedTuple):
+    """A weight as integers: values [n, k] int8 and scales [n] float32. `dtype`: of what a layer takes and gives."""
+
+    values: Tensor
+    scales: Tensor
+    dtype: torch.dtype
+
+
+def as_bytes(weight: Tensor) -> Tensor:
+    """A weight as bytes [n] uint8: a view where it is contiguous."""
+    return weight.contiguous().view(torch.uint8).flatten()
+
+
+def round_weight(weight: Tensor | Rounded) -> Rounded:
+    """A weight as integers, unless it is of them already."""
+    return weight if isinstance(weight, Rounded) else Rounded(*quantize_weight(weight), weight.dtype)
 
 
 def quantize_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -41,9 +59,10 @@ class QuantizedLinear:
         self._values, self._scales, self._bias, self._dtype = values, scales, bias, dtype
 
     @classmethod
-    def of(cls, weight: Tensor, bias: Tensor | None) -> "QuantizedLinear":
+    def of(cls, weight: Tensor | Rounded, bias: Tensor | None) -> "QuantizedLinear":
         """A layer of a weight [n, k], which is not kept."""
-        return cls(*quantize_weight(weight), bias, weight.dtype)
+        values, scales, dtype = round_weight(weight)
+        return cls(values, scales, bias, dtype)
 
     def __call__(self, x: Tensor) -> Tensor:
         result = self.product(x)
@@ -75,6 +94,11 @@ class QuantizedLinear:
         return QuantizedLinear(values, self._scales, self._bias, self._dtype)
 
 
-def make_quantized(weight: Tensor, bias: Tensor | None = None, *, gated: bool = False) -> Linear:  # noqa: ARG001
+def make_quantized(
+    weight: Tensor | Rounded,
+    bias: Tensor | None = None,
+    *,
+    gated: bool = False,  # noqa: ARG001
+) -> QuantizedLinear:
     """The twin, as a MakeLinear."""
     return QuantizedLinear.of(weight, bias)

@@ -6,12 +6,13 @@ Knows nothing of tensors, devices or files other than config.json and generation
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from engine.errors import ConfigError, ModelLoadError
 from engine.models.families import Family, family_of
+from engine.models.packing import Packing, packing_from_config
 from engine.models.rope import RopeSpec, rope_from_config
 
 _ACTIVATIONS = {
@@ -32,7 +33,7 @@ class ModelShape:
 
     `num_layers`: layers that attend; `vocab_size`: width of the logits; `dtype` is the checkpoint's own, `architecture`
     the class that its config names. `sliding_window` is the longest context that is computed exactly where that is
-    less than all positions.
+    less than all positions. `packing`: how the checkpoint stores linear layers in fewer bits than `dtype` has.
     """
 
     hidden_size: int
@@ -46,6 +47,7 @@ class ModelShape:
     eos_token_ids: frozenset[int]
     dtype: str
     architecture: str
+    packing: Packing | None = field(default=None, kw_only=True)
 
     @property
     def num_parameters(self) -> int:
@@ -163,9 +165,7 @@ def resolve_max_model_len(spec: ModelShape, requested: int | None) -> int:
 
 def spec_from_config(config: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> ModelSpec:
     """Translate a config.json (and generation_config.json). Errors: ModelLoadError naming what is not supported."""
-    if config.get("quantization_config"):
-        method = describe_quantization(config["quantization_config"])
-        raise ModelLoadError(f"quantized checkpoints are not supported (quantization_config: {method})")
+    packing = packing_from_config(config)
     family = family_of(config)
     family.check(config)
     hidden, heads = _size(config, "hidden_size"), _size(config, "num_attention_heads")
@@ -174,6 +174,9 @@ def spec_from_config(config: Mapping[str, Any], generation: Mapping[str, Any] | 
         raise ModelLoadError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
     head_dim = _head_dim(config, family, hidden, heads)
     max_position = _size(config, "max_position_embeddings")
+    ffn = _size(config, family.intermediate_key)
+    if packing is not None:
+        packing.check((hidden, heads * head_dim, ffn), (kv_heads * head_dim,))
     return ModelSpec(
         family=family.name,
         architecture=family.architecture,
@@ -182,7 +185,7 @@ def spec_from_config(config: Mapping[str, Any], generation: Mapping[str, Any] | 
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        intermediate_size=_size(config, family.intermediate_key),
+        intermediate_size=ffn,
         vocab_size=_size(config, "vocab_size"),
         max_position_embeddings=max_position,
         norm=family.norm,
@@ -200,6 +203,7 @@ def spec_from_config(config: Mapping[str, Any], generation: Mapping[str, Any] | 
         sliding_window=_sliding_window(config, family),
         eos_token_ids=eos_tokens(config) | eos_tokens(generation or {}),
         dtype=dtype_name(config),
+        packing=packing,
     )
 
 
@@ -274,8 +278,3 @@ def dtype_name(config: Mapping[str, Any]) -> str:
     if name not in _DTYPES:
         raise ModelLoadError(f"dtype {name!r} is not supported (supported: {', '.join(_DTYPES)})")
     return name
-
-
-def describe_quantization(value: object) -> str:
-    method = value.get("quant_method") if isinstance(value, Mapping) else None
-    return str(method or "unknown method")

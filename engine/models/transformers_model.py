@@ -22,10 +22,12 @@ import torch
 from torch import Tensor, nn
 
 from engine.errors import ModelLoadError
+from engine.models.checkpoint import Checkpoint
 from engine.models.families import family_named
 from engine.models.linear import Linear, MakeLinear, make_linear
 from engine.models.manner import Manner
-from engine.models.spec import ModelShape, ModelSpec, describe_quantization, dtype_name, eos_tokens, read_json
+from engine.models.packing import Packing, packing_from_config
+from engine.models.spec import ModelShape, ModelSpec, dtype_name, eos_tokens, read_json
 from engine.models.weights import TensorSource, torch_dtype
 
 ATTENTION = "tidemill"
@@ -86,9 +88,7 @@ def load_shape(folder: Path) -> TransformersShape:
 
 def _config(folder: Path, raw: Mapping[str, Any]) -> Any:
     """transformers' config object of a causal language model that it has modules for."""
-    if raw.get("quantization_config"):
-        method = describe_quantization(raw["quantization_config"])
-        raise ModelLoadError(f"quantized checkpoints are not supported (quantization_config: {method})")
+    packing_from_config(raw)
     transformers = importlib.import_module("transformers")
     named = raw.get("model_type")
     if named not in transformers.CONFIG_MAPPING:
@@ -100,6 +100,8 @@ def _config(folder: Path, raw: Mapping[str, Any]) -> Any:
         except Exception as error:  # whatever a config's own checks raise
             raise ModelLoadError(f"config.json: {_first_line(error)}") from None
     _check_kind(config, raw, transformers)
+    if hasattr(config, "quantization_config"):  # weights are unpacked by us, and then as any others
+        del config.quantization_config
     return config
 
 
@@ -157,6 +159,7 @@ def _shape(config: Any, raw: Mapping[str, Any], ends: frozenset[int]) -> Transfo
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         layers=tuple(names[id(each.module)] for each in seen),
         limit=reason,
+        packing=packing_from_config(raw),
     )
 
 
@@ -288,7 +291,7 @@ def load_model(
             torch.manual_seed(seed)
             model = _causal_lm().from_config(config, dtype=kind, attn_implementation=ATTENTION)
         else:
-            model = _from_safetensors(folder, config, kind)
+            model = _from_safetensors(folder, config, kind, shape.packing)
     _settle(model, "grouped_mm")
     model = model.eval().requires_grad_(False).to(device)
     with torch.inference_mode():
@@ -318,10 +321,16 @@ def own_reference(folder: Path, spec: ModelSpec, tensors: TensorSource, dtype: t
     return model
 
 
-def _from_safetensors(folder: Path, config: Any, dtype: torch.dtype) -> Any:
+def _from_safetensors(folder: Path, config: Any, dtype: torch.dtype, packing: Packing | None) -> Any:
+    kind, tensors = _causal_lm(), None
+    place: Path | None = folder
+    if packing is not None:
+        with Checkpoint(folder, dtype, torch.device("cpu"), packing) as checkpoint, torch.no_grad():
+            tensors = checkpoint.dense_tensors()
+        kind, place = importlib.import_module("transformers").MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], None
     try:
-        model, report = _causal_lm().from_pretrained(
-            folder, config=config, dtype=dtype, attn_implementation=ATTENTION, use_safetensors=True,
+        model, report = kind.from_pretrained(
+            place, state_dict=tensors, config=config, dtype=dtype, attn_implementation=ATTENTION, use_safetensors=True,
             trust_remote_code=False, local_files_only=True, output_loading_info=True,
         )  # fmt: skip
     except Exception as error:  # of somebody else's code

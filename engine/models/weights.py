@@ -14,6 +14,7 @@ from torch import Tensor
 from engine.errors import ModelLoadError
 from engine.models.families import TensorNames, family_named
 from engine.models.linear import Linear, MakeLinear, make_linear
+from engine.models.quantized import Rounded
 from engine.models.spec import ModelSpec
 
 
@@ -106,6 +107,9 @@ class TensorSource(Protocol):
     def fetch(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """The tensor, of exactly this shape. Errors: ModelLoadError if it is missing or has another shape."""
 
+    def fetch_integers(self, name: str, shape: tuple[int, int]) -> Rounded | None:
+        """The weight as the integers that it is stored as, where layers are to compute with them; None elsewhere."""
+
 
 class DummyTensors:
     """Random weights that keep activations near 1: norms of one, small biases, matrices scaled by their width."""
@@ -123,6 +127,9 @@ class DummyTensors:
             return torch.ones(shape, dtype=self._dtype, device=self._device)
         empty = torch.empty(shape, dtype=self._dtype, device=self._device)
         return empty.normal_(0.0, shape[-1] ** -0.5 if len(shape) > 1 else 0.02, generator=self._generator)
+
+    def fetch_integers(self, _name: str, _shape: tuple[int, int]) -> None:
+        return None
 
 
 def build_weights(
@@ -179,13 +186,25 @@ class _Builder:
         gated: bool = False,
     ) -> Linear:
         pairs = list(zip(modules, sizes, strict=True))
-        weight = _stack([self._source.fetch(f"{prefix}{name}.weight", (size, width)) for name, size in pairs])
+        weight = self._weight([(f"{prefix}{name}.weight", (size, width)) for name, size in pairs])
         bias = None
         if has_bias:
             bias = _stack([self._source.fetch(f"{prefix}{name}.bias", (size,)) for name, size in pairs])
         if interleaved:
-            weight, bias = self._straighten(weight), None if bias is None else self._straighten(bias)
+            bias = None if bias is None else self._straighten(bias)
+            if isinstance(weight, Rounded):
+                weight = Rounded(self._straighten(weight.values), self._straighten(weight.scales), weight.dtype)
+            else:
+                weight = self._straighten(weight)
         return self._make(weight, bias, gated=gated)
+
+    def _weight(self, modules: list[tuple[str, tuple[int, int]]]) -> Tensor | Rounded:
+        """As integers only if every module is."""
+        integers = [found for each in modules if (found := self._source.fetch_integers(*each)) is not None]
+        if len(integers) < len(modules):
+            return _stack([self._source.fetch(*each) for each in modules])
+        values, scales = _stack([each.values for each in integers]), _stack([each.scales for each in integers])
+        return Rounded(values, scales, integers[0].dtype)
 
     def _straighten(self, fused: Tensor) -> Tensor:
         """[heads · 3 · D, ...] to [3 · heads · D, ...]."""

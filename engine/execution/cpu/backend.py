@@ -90,7 +90,7 @@ class CpuBackend:
             say(f"steps run by torch's own operators: {native}{openmp.after_all(config, os.environ)}")
             return plan, _by_torch(plan)
         say(f"steps run by native kernels ({native.level.name})")
-        make = native.int8_linear if int8 else native.linear
+        make = native.int8_linear if plan.quantization == "int8" else native.linear
         return replace(plan, kernels=f"native {native.level.name}"), make
 
     def make_runner(
@@ -123,7 +123,7 @@ def _own_memory() -> int:
 
 
 def _by_torch(plan: LaunchPlan) -> MakeLinear:
-    return make_linear if plan.quantization == "none" else make_quantized
+    return make_quantized if plan.quantization == "int8" else make_linear
 
 
 def _runs_natively(config: EngineConfig) -> bool:

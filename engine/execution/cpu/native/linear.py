@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.execution.cpu.native.library import Epilogue, Int8, Kind, Level, Library, Op, Team, activation_dtype
-from engine.models.quantized import quantize_weight
+from engine.models.quantized import Rounded, round_weight
 
 PAD = 32
 """Inputs are padded to a multiple of this many, and so are the rows of a buffer."""
@@ -40,13 +40,16 @@ class Native:
         """Instructions for bfloat16 serve models of that type only."""
         return self.level if dtype == torch.bfloat16 else min(self.level, Level.AVX512)
 
-    def linear(self, weight: Tensor, bias: Tensor | None = None, *, gated: bool = False) -> "NativeLinear":
+    def linear(self, weight: Tensor | Rounded, bias: Tensor | None = None, *, gated: bool = False) -> "NativeLinear":
         """A layer of these threads; drop the weight afterwards."""
+        if isinstance(weight, Rounded):
+            return self.int8_linear(weight, bias, gated=gated)
         return NativeLinear(self, weight, bias, gated)
 
-    def int8_linear(self, weight: Tensor, bias: Tensor | None = None, *, gated: bool = False) -> "NativeInt8":
+    def int8_linear(self, weight: Tensor | Rounded, bias: Tensor | None = None, *, gated: bool = False) -> "NativeInt8":
         """A layer that computes with integers of 8 bits."""
-        return NativeInt8(self, quantize_weight(weight), bias, weight.dtype, gated)
+        values, scales, dtype = round_weight(weight)
+        return NativeInt8(self, (values, scales), bias, dtype, gated)
 
 
 class NativeLinear:

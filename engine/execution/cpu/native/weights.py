@@ -45,7 +45,8 @@ class NativeWeights:
         self.layers = [self._layer(layer, spec.gated_mlp) for layer in weights.layers]
         self.final_norm = self._norm(weights.final_norm)
         self.head = self._linear(weights.head)
-        self.has_int8 = any(isinstance(each, NativeInt8) for each in (self.head, *(layer.qkv for layer in self.layers)))
+        every = (self.head, *(each for layer in self.layers for each in (layer.qkv, layer.out, layer.up, layer.down)))
+        self.has_int8 = any(isinstance(each, NativeInt8) for each in every)
 
     def _layer(self, layer: LayerWeights, gated: bool) -> NativeLayer:
         return NativeLayer(

@@ -1,0 +1,177 @@
+"""How a checkpoint stores the weights of its linear layers in fewer bits, read from its config.json; torch-free.
+
+Which layers are stored so is seen by their tensors. What cannot be read is refused here, before any tensor is. The
+reader itself is `engine.models.unpacking`.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from engine.errors import ModelLoadError
+
+WORDS, AWQ, GPTQ, SCALED = "words", "awq", "gptq", "scaled"
+_WORD = 32  # bits
+_INACTIVE = ("none", "dense", "", None)
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """`name`: what a report calls it. `layout`: WORDS (compressed-tensors: integers in words along the inputs), AWQ or
+    GPTQ (words beside scales [groups, outputs]), or SCALED (a byte for each value).
+
+    `block`: how many outputs and inputs share a scale; 0: all of them. `shift` is added to stored zero points.
+    `integers`: made for products of 8-bit integers, with one scale for an output. `in_float`: products of values and
+    scales are float32 whatever type the scales are of.
+    """
+
+    name: str
+    layout: str
+    bits: int
+    block: tuple[int, int]
+    zero_points: bool = False
+    shift: int = 0
+    integers: bool = False
+    in_float: bool = False
+
+    def check(self, inputs: Iterable[int], outputs: Iterable[int]) -> None:
+        """Errors: ModelLoadError if layers of these widths cannot be in groups or words."""
+        group = self.block[1] if self.block[0] == 1 else 0
+        for width in inputs:
+            if group and width % group:
+                raise ModelLoadError(f"{self.name}: {width} inputs are no whole groups of {group}")
+        per_word = _WORD // self.bits
+        for width in (*inputs, *outputs) if self.layout in (AWQ, GPTQ) else ():
+            if width % per_word:
+                raise ModelLoadError(f"{self.name}: {width} values are no whole words of {per_word}")
+
+
+def packing_from_config(config: Mapping[str, Any]) -> Packing | None:
+    """What `quantization_config` says; None without one. Errors: ModelLoadError naming what is not read."""
+    given = config.get("quantization_config") or config.get("compression_config")
+    if not given:
+        return None
+    method = given.get("quant_method") if isinstance(given, Mapping) else None
+    reader = _METHODS.get(str(method))
+    if reader is None:
+        named = method or "an unknown method"
+        raise ModelLoadError(f"weights quantized by {named} are not read (read: {', '.join(sorted(_METHODS))})")
+    return reader(given)
+
+
+def _awq(given: Mapping[str, Any]) -> Packing:
+    bits, group = _integer("awq", given, "bits", given.get("w_bit")), _integer("awq", given, "group_size", -1)
+    version = str(given.get("version") or "gemm").lower()
+    if version != "gemm":
+        raise ModelLoadError(f"awq of version {version!r} is not read (read: gemm)")
+    _require("awq", bits == 4, f"{bits} bits", "4")
+    _require("awq", given.get("zero_point", True) is not False, "zero_point false", "true")
+    return Packing(f"AWQ int{bits}{_in_groups(group)}", AWQ, bits, _group("awq", group), zero_points=True)
+
+
+def _gptq(given: Mapping[str, Any]) -> Packing:
+    bits, group = _integer("gptq", given, "bits"), _integer("gptq", given, "group_size", -1)
+    stored = str(given.get("checkpoint_format") or "gptq")
+    _require("gptq", stored in ("gptq", "gptq_v2"), f"checkpoint_format {stored!r}", "gptq, gptq_v2")
+    _require("gptq", bits in (4, 8), f"{bits} bits", "4, 8")
+    rules = given.get("dynamic") or {}
+    others = [rule for rule, change in rules.items() if change and not rule.startswith("-:")]
+    if others:
+        raise ModelLoadError(f"gptq with layers of another kind ({others[0]!r} in 'dynamic') is not read")
+    shift = 1 if stored == "gptq" else 0
+    name = f"GPTQ int{bits}{_in_groups(group)}"
+    return Packing(name, GPTQ, bits, _group("gptq", group), zero_points=True, shift=shift)
+
+
+def _fp8(given: Mapping[str, Any]) -> Packing:
+    kind = str(given.get("fmt") or "e4m3")
+    _require("fp8", kind == "e4m3", f"values in {kind}", "e4m3")
+    block = given.get("weight_block_size")
+    if block is None:
+        return Packing("FP8", SCALED, 8, (0, 0), in_float=True)
+    pair = _pair("fp8", block)
+    return Packing(f"FP8 in blocks of {pair[0]}x{pair[1]}", SCALED, 8, pair, in_float=True)
+
+
+def _compressed(given: Mapping[str, Any]) -> Packing:
+    method, groups = "compressed-tensors", given.get("config_groups")
+    kinds = [each for each in groups.values() if isinstance(each, Mapping)] if isinstance(groups, Mapping) else []
+    if not kinds or not isinstance(kinds[0].get("weights"), Mapping):
+        raise ModelLoadError(f"{method} without a scheme of weights in 'config_groups' is not read")
+    first = kinds[0]
+    stored = str(first.get("format") or given.get("format"))
+    same = all(each.get("weights") == first["weights"] and each.get("format") == first.get("format") for each in kinds)
+    _require(method, same, "more than one scheme of weights", "one")
+    for extra, key in (("sparsity_config", "format"), ("transform_config", "config_groups")):
+        if (given.get(extra) or {}).get(key) not in (*_INACTIVE, {}):
+            raise ModelLoadError(f"{method} with a {extra} is not read")
+    scheme = first["weights"]
+    bits, kind = _integer(method, scheme, "num_bits"), str(scheme.get("type") or "int")
+    if stored == "pack-quantized":
+        _require(method, kind == "int" and bits in (4, 8), f"{kind}{bits} in pack-quantized", "int4, int8")
+        layout = WORDS
+    else:
+        known = stored in ("int-quantized", "float-quantized", "naive-quantized")
+        _require(method, known, f"format {stored!r}", "pack-quantized, int-quantized, float-quantized, naive-quantized")
+        _require(method, bits == 8, f"{kind} of {bits} bits in {stored}", "8")
+        layout = SCALED
+    block = _strategy(scheme)
+    symmetric = scheme.get("symmetric") is not False
+    _require(method, kind in ("int", "float") and (symmetric or kind == "int"), f"{kind} with zero points", "int")
+    inputs = first.get("input_activations")
+    whole = isinstance(inputs, Mapping) and inputs.get("num_bits") == 8 and inputs.get("type", "int") == "int"
+    integers = layout == SCALED and kind == "int" and symmetric and whole and block in ((0, 0), (1, 0))
+    values = f"{'FP' if kind == 'float' else 'int'}{bits}"
+    grouped = _in_groups(block[1]) if block[0] == 1 else ""
+    name = f"compressed-tensors {'W8A8 ' if integers else ''}{values}{grouped}"
+    return Packing(name, layout, bits, block, zero_points=not symmetric, integers=integers)
+
+
+def _strategy(scheme: Mapping[str, Any]) -> tuple[int, int]:
+    method, strategy, group = "compressed-tensors", scheme.get("strategy"), scheme.get("group_size")
+    if strategy is None:  # as compressed-tensors itself reads it
+        strategy = "tensor" if group is None else "channel" if group == -1 else "group"
+    if strategy == "group":
+        return _group(method, _integer(method, scheme, "group_size"))
+    if strategy == "block":
+        return _pair(method, scheme.get("block_structure"))
+    _require(method, strategy in ("tensor", "channel"), f"strategy {strategy!r}", "tensor, channel, group, block")
+    return (0, 0) if strategy == "tensor" else (1, 0)
+
+
+_METHODS: dict[str, Callable[[Mapping[str, Any]], Packing]] = {
+    "awq": _awq,
+    "gptq": _gptq,
+    "fp8": _fp8,
+    "compressed-tensors": _compressed,
+}
+
+
+def _group(method: str, size: int) -> tuple[int, int]:
+    if size == -1:
+        return 1, 0
+    _require(method, size > 0 and size % 8 == 0, f"group_size {size}", "-1, or a multiple of 8")
+    return 1, size
+
+
+def _in_groups(size: int) -> str:
+    return f" in groups of {size}" if size > 0 else ""
+
+
+def _pair(method: str, value: object) -> tuple[int, int]:
+    if isinstance(value, list | tuple) and len(value) == 2 and all(type(each) is int and each > 0 for each in value):
+        return int(value[0]), int(value[1])
+    raise ModelLoadError(f"{method} with blocks of {value!r} is not read (read: two positive integers)")
+
+
+def _integer(method: str, given: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    value = given.get(key)
+    value = default if value is None else value
+    if type(value) is not int:
+        raise ModelLoadError(f"{method} with {key} {value!r} is not read (read: an integer)")
+    return value
+
+
+def _require(method: str, condition: bool, found: str, read: str) -> None:
+    if not condition:
+        raise ModelLoadError(f"{method} with {found} is not read (read: {read})")

@@ -1,0 +1,258 @@
+"""Checkpoints in fewer bits: the weights that they stand for to the last bit, the same tokens as of plain ones, what a
+start says before it reads them, and one clear line for what cannot be read."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import packed_checkpoints
+import pytest
+import tiny_models
+import torch
+from driver import Driver, make_request
+from native_build import native_library
+from packed_checkpoints import FORMATS, GROUP
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from engine.build import build_runner, plan_launch
+from engine.config import EngineConfig, SchedulerConfig
+from engine.errors import ModelLoadError
+from engine.execution.cpu.native import library
+from engine.execution.plan import LaunchPlan
+from engine.models.checkpoint import Checkpoint, load_weights
+from engine.models.linear import make_linear
+from engine.models.quantized import QuantizedLinear, Rounded
+from engine.models.spec import load_spec, spec_from_config
+from gateway.commands.doctor import report_launch
+
+CPU = torch.device("cpu")
+INTEGERS = ("w8a8", "w8a8 by tensors")
+
+
+def config_of(folder: Path, **changes: Any) -> EngineConfig:
+    options: dict[str, Any] = {"dtype": "float32", "cpu_kernels": "torch"}
+    return EngineConfig(
+        model=str(folder), device="cpu", num_gpu_blocks_override=40, block_size=4, max_model_len=64,
+        profile_seconds=0.0, threads=1, **(options | changes),
+    )  # fmt: skip
+
+
+def generated(config: EngineConfig) -> tuple[dict[str, list[int]], LaunchPlan]:
+    runner, plan = build_runner(config, plan_launch(config))
+    driver = Driver(runner, SchedulerConfig(num_units=plan.limits.num_units, max_model_len=64, block_size=4))
+    generator = torch.Generator().manual_seed(3)
+    prompts = [torch.randint(3, 97, (length,), generator=generator).tolist() for length in (5, 17, 30)]
+    driver.add(*[make_request(str(index), prompt, 12) for index, prompt in enumerate(prompts)])
+    driver.run()
+    return driver.outputs, plan
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_weights_are_equal_to_the_last_bit(name: str, tmp_path: Path) -> None:
+    weights = packed_checkpoints.write(tmp_path, name)
+    packing = load_spec(tmp_path).packing
+    plain = [key for key in load_file(tmp_path / "model.safetensors") if ".layers." not in key or "norm" in key]
+    for dtype in (torch.float32, torch.bfloat16):
+        with Checkpoint(tmp_path, dtype, CPU, packing) as checkpoint:
+            for key, weight in weights.items():
+                assert checkpoint.has(key)
+                assert torch.equal(checkpoint.fetch(key, tuple(weight.shape)), weight.to(dtype)), key
+            for key in plain:
+                checkpoint.fetch(key, (97, 64) if "norm" not in key else (64,))
+            checkpoint.check_all_used()
+
+
+@pytest.mark.parametrize("name", ["int4 with zero points", "gptq", "fp8 in blocks"])
+def test_tokens_are_those_of_the_plain_model(name: str, tmp_path: Path) -> None:
+    """Through the self-test, as a start has it."""
+    packed_checkpoints.write_dense(tmp_path / "dense", packed_checkpoints.write(tmp_path / "packed", name))
+    found, plan = generated(config_of(tmp_path / "packed"))
+    assert plan.quantization == "none"
+    assert found == generated(config_of(tmp_path / "dense"))[0]
+
+
+@pytest.mark.parametrize("name", ["w8a8", "awq"])
+def test_tokens_by_transformers_modules(name: str, tmp_path: Path) -> None:
+    packed_checkpoints.write_dense(tmp_path / "dense", packed_checkpoints.write(tmp_path / "packed", name))
+    found, plan = generated(config_of(tmp_path / "packed", model_impl="transformers"))
+    assert plan.implementation == "transformers" and "unpacked to float32 at load" in plan.notes[-1]
+    assert found == generated(config_of(tmp_path / "dense"))[0]
+
+
+# Integers that are computed with -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", ["llama-gqa2", "neox"])
+@pytest.mark.parametrize("name", INTEGERS)
+def test_stored_integers_are_computed_with(name: str, case: str, tmp_path: Path) -> None:
+    weights = packed_checkpoints.write(tmp_path, name, case)
+    spec = load_spec(tmp_path)
+    model = load_weights(spec, tmp_path, dtype="float32", integers=True)
+    down = next(key for key in weights if "layers.1." in key and ("down_proj" in key or "4h_to_h" in key))
+    stored = load_file(tmp_path / "model.safetensors")
+    layer = model.layers[1].down
+    assert isinstance(layer, QuantizedLinear) and isinstance(model.layers[0].qkv, QuantizedLinear)
+    values, each = stored[down], stored[down.replace("weight", "weight_scale")].float()
+    assert torch.equal(layer.dense_from(0)[0], values.float() * each.reshape(-1, 1))
+    assert not isinstance(model.head, QuantizedLinear)  # stored as it was
+    x = torch.randn(3, layer.in_features)
+    exact = x.double() @ (values.double() * each.reshape(-1, 1).double()).t()
+    assert float((layer.product(x).double() - exact).square().mean().sqrt()) < 0.02 * float(exact.std())
+    fused = model.layers[0].qkv.dense_from(0)[0]
+    plain = load_weights(spec, tmp_path, dtype="float32").layers[0].qkv.dense_from(0)[0]
+    torch.testing.assert_close(fused, plain, rtol=0.01, atol=1e-6)  # the type of the scales rounds products
+
+
+def test_native_layers_of_stored_integers_equal_their_twin() -> None:
+    """Of -128, too, which rounding here never gives."""
+    from test_native_ops import native_of
+
+    generator = torch.Generator().manual_seed(5)
+    values = torch.randint(-128, 128, (70, 100), generator=generator).to(torch.int8)
+    values[0] = -128
+    weight = Rounded(values, torch.rand(70, generator=generator) / 100, torch.float32)
+    x = torch.randn(9, 100, generator=generator)
+    x[0] = 3.0
+    for level in native_library().levels():
+        native = native_of(level, torch.float32)
+        assert torch.equal(native.linear(weight)(x), make_linear(weight)(x)), level
+
+
+def test_a_start_computes_with_them_natively(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same tokens by the kernels and by torch; a layer that was left as it was beside those of integers."""
+    packed_checkpoints.write(tmp_path, "w8a8")
+    name = "model.layers.1.mlp.gate_proj"
+    rewrite(tmp_path, lambda tensors: unpacked_again(tensors, name))
+    monkeypatch.setattr(library, "load", native_library)
+    monkeypatch.setattr("engine.execution.cpu.native.start.load", native_library)
+    answers = {}
+    for kernels in ("auto", "torch"):
+        answers[kernels], plan = generated(config_of(tmp_path, cpu_kernels=kernels))
+        assert (plan.quantization, plan.precision) == ("w8a8", "float32, w8a8 layers")
+        assert plan.kernels.startswith("native" if kernels == "auto" else "torch")
+    assert answers["auto"] == answers["torch"]
+
+
+def test_they_are_unpacked_where_they_cannot_be_used(tmp_path: Path) -> None:
+    packed_checkpoints.write(tmp_path, "w8a8")
+    for changes in ({"offload_weights": "1"}, {"hidden_cache": True, "online_policy": "apt"}, {"load_format": "dummy"}):
+        assert plan_launch(config_of(tmp_path, **changes)).quantization == "none"
+
+
+# What a start says ---------------------------------------------------------------------------------------------------
+
+
+def test_a_start_says_what_it_takes_before_it_reads(tmp_path: Path) -> None:
+    packed_checkpoints.write(tmp_path, "awq")
+    plan = plan_launch(config_of(tmp_path))
+    (note,) = [line for line in report_launch(plan, "tiny") if line.startswith("note")]
+    assert "AWQ int4 in groups of 8: 0.00 GiB on disk, 0.00 GiB in memory, unpacked to float32 at load" in note
+    assert "with --quantization int8" in note
+    assert plan_launch(config_of(tmp_path, quantization="int8")).notes[-1].endswith("in memory")
+    packed_checkpoints.write(tmp_path, "w8a8")
+    assert "W8A8 int8: " in plan_launch(config_of(tmp_path)).notes[-1]
+    assert not plan_launch(config_of(tmp_path, load_format="dummy")).notes
+
+
+def test_few_bits_may_be_rounded_to_integers(tmp_path: Path) -> None:
+    packed_checkpoints.write(tmp_path, "awq")
+    _, plan = generated(config_of(tmp_path, quantization="int8"))
+    assert plan.precision == "float32, int8 layers"
+
+
+# What cannot be read -------------------------------------------------------------------------------------------------
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def unpacked_again(tensors: dict[str, Tensor], module: str) -> None:
+    """A layer that 'ignore' names."""
+    scales = tensors.pop(f"{module}.weight_scale")
+    tensors[f"{module}.weight"] = tensors[f"{module}.weight"].float() * scales.float()
+
+
+_INT4, _W8A8 = FORMATS["int4"].config, FORMATS["w8a8"].config
+_GROUPS = _INT4["config_groups"]["group_0"]
+
+
+def changed(**scheme: Any) -> dict[str, Any]:
+    group = {**_GROUPS, "weights": {**_GROUPS["weights"], **scheme}}
+    return {**_INT4, "config_groups": {"group_0": group}}
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "quantized by bitsandbytes are not read"),
+    ({"bits": 4}, "quantized by an unknown method are not read"),
+    ({**FORMATS["awq"].config, "version": "gemv"}, "awq of version 'gemv' is not read"),
+    ({**FORMATS["awq"].config, "group_size": 24}, "AWQ int4 in groups of 24: 64 inputs are no whole groups of 24"),
+    ({**FORMATS["awq"].config, "bits": 3}, "awq with 3 bits is not read"),
+    ({**FORMATS["gptq"].config, "bits": 3}, "gptq with 3 bits is not read"),
+    ({**FORMATS["gptq"].config, "bits": "4"}, "gptq with bits '4' is not read"),
+    ({**FORMATS["gptq"].config, "group_size": 7}, "gptq with group_size 7 is not read"),
+    ({**FORMATS["gptq"].config, "checkpoint_format": "marlin"}, "gptq with checkpoint_format 'marlin' is not read"),
+    ({**FORMATS["gptq"].config, "dynamic": {"+:.*down.*": {"bits": 8}}}, "gptq with layers of another kind"),
+    ({**FORMATS["fp8"].config, "fmt": "e5m2"}, "fp8 with values in e5m2 is not read"),
+    ({**FORMATS["fp8"].config, "weight_block_size": [128]}, r"fp8 with blocks of \[128\] is not read"),
+    ({**_INT4, "format": "nvfp4-pack-quantized"}, "format 'nvfp4-pack-quantized' is not read"),
+    ({**_INT4, "sparsity_config": {"format": "sparse-24-bitmask"}}, "with a sparsity_config is not read"),
+    ({**_INT4, "config_groups": {"a": _GROUPS, "b": _W8A8["config_groups"]["group_0"]}}, "more than one scheme"),
+    ({**_INT4, "config_groups": {}}, "without a scheme of weights"),
+    (changed(num_bits=3), "int3 in pack-quantized is not read"),
+    (changed(strategy="tensor_group"), "strategy 'tensor_group' is not read"),
+    (changed(group_size=128), "in groups of 128: 64 inputs are no whole groups of 128"),
+]
+
+
+@pytest.mark.parametrize(("given", "message"), REFUSED, ids=[message for _, message in REFUSED])
+def test_what_cannot_be_read_is_refused_by_its_config(given: dict[str, Any], message: str, tmp_path: Path) -> None:
+    """Without a file of weights."""
+    with pytest.raises(ModelLoadError, match=message) as caught:
+        spec_from_config(tiny_models.llama_config(quantization_config=given))
+    assert "\n" not in caught.value.message
+    tiny_models.write_config(tmp_path, tiny_models.llama_config(quantization_config=given))
+    with pytest.raises(ModelLoadError):
+        plan_launch(config_of(tmp_path))
+
+
+def refusal(folder: Path) -> str:
+    with pytest.raises(ModelLoadError) as caught:
+        load_weights(load_spec(folder), folder)
+    assert "\n" not in caught.value.message
+    return caught.value.message
+
+
+_Q = "model.layers.0.self_attn.q_proj"
+
+
+def test_parts_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    def broken(name: str, change: Callable[[dict[str, Tensor]], object]) -> str:
+        packed_checkpoints.write(tmp_path, name)
+        rewrite(tmp_path, change)
+        return refusal(tmp_path)
+
+    assert "there is no qzeros beside it" in broken("awq", lambda t: t.pop(f"{_Q}.qzeros"))
+    narrow = broken("int4", lambda t: t.update({f"{_Q}.weight_scale": t[f"{_Q}.weight_scale"][:, :3].contiguous()}))
+    assert f"weight {_Q}.weight by compressed-tensors int4 in groups of {GROUP}: scales [64, 3]" in narrow
+    assert f"lacks tensor {_Q}.weight" in broken("int4", lambda t: t.pop(f"{_Q}.weight_scale"))
+    assert "do not hold a weight of [64, 999]" in broken(
+        "int4", lambda t: t.update({f"{_Q}.weight_shape": torch.tensor([64, 999])})
+    )
+    order = broken("gptq", lambda t: t.update({f"{_Q}.g_idx": t[f"{_Q}.g_idx"] + 5}))
+    assert "an order of groups" in order
+    assert "values of type uint8 are not read" in broken(
+        "fp8", lambda t: t.update({f"{_Q}.weight": t[f"{_Q}.weight"].view(torch.uint8)})
+    )
+    assert "is of type float8_e4m3fn" in broken("fp8", lambda t: t.pop(f"{_Q}.weight_scale"))
+    assert "does not use" in broken("gptq", lambda t: t.update({f"{_Q}.bias": torch.ones(64)}))
+
+
+def test_scales_of_a_cache_are_left_aside(tmp_path: Path) -> None:
+    packed_checkpoints.write(tmp_path, "float8 by outputs")
+    more = {"model.layers.0.self_attn.k_scale": torch.ones(1), f"{_Q}.input_scale": torch.ones(1)}
+    rewrite(tmp_path, lambda tensors: tensors.update(more))
+    load_weights(load_spec(tmp_path), tmp_path)
