@@ -77,7 +77,7 @@ def compare(arms: list[Arm], args: argparse.Namespace, **settings: Any) -> None:
         summarise(arm.name, arm.runs, args.ttft, args.tbt)
     rates = {arm.name: mean(run.offline_rate for run in arm.runs) for arm in arms}
     for arm in arms:
-        if arm.engine.offline is not None:
+        if arm.engine.offline is not None and rates[arm.name]:
             ratios = ", ".join(
                 f"{name} {rate / rates[arm.name]:.2f}" for name, rate in rates.items() if name != arm.name
             )
