@@ -384,10 +384,10 @@ class EngineClient(Protocol):
         """Refuse new work, let running requests end for at most `drain_seconds`, abort the rest, stop."""
         ...
 
-    async def check_room(self, request_class: RequestClass, prompt_tokens: int) -> None:
-        """Look at the queue before any work is done for a request: raises what `submit` would raise now whatever is
-        asked for, QueueFullError or EngineUnavailableError. `prompt_tokens`: about how many, for the record of the
-        load."""
+    async def check_room(self, request_class: RequestClass, prompt_tokens: int, tenant: str) -> None:
+        """Look at the queue before any work is done for a request: raises what `submit` would raise now whatever a
+        tenant asks for, QueueFullError or EngineUnavailableError. `prompt_tokens`: about how many, for the load's
+        record."""
         ...
 
     async def submit(self, requests: Sequence[EngineRequest]) -> Sequence[OutputStream]:

@@ -157,9 +157,9 @@ class EngineCore:
         if resumed is not None and resumed.apart_until:
             self._recovery.suspect(Reached(request, resumed.apart_until))
 
-    def check_room(self, request_class: RequestClass, now: float) -> None:
-        """Raises QueueFullError if a request of this class would not be queued now, whatever it asks for."""
-        self._admission.check_any(request_class, now)
+    def check_room(self, request_class: RequestClass, tenant: str, now: float) -> None:
+        """Raises QueueFullError if a tenant's request of this class would not be queued now, whatever it asks for."""
+        self._admission.check_any(request_class, tenant, now)
 
     def abort(
         self,

@@ -198,15 +198,15 @@ class Engine:
         self._executor.shutdown(wait=False)
         self._waiter.shutdown(wait=False)
 
-    async def check_room(self, request_class: RequestClass, prompt_tokens: int) -> None:
+    async def check_room(self, request_class: RequestClass, prompt_tokens: int, tenant: str) -> None:
         """See EngineClient.check_room."""
-        self.look_for_room(request_class, prompt_tokens)
+        self.look_for_room(request_class, prompt_tokens, tenant)
 
-    def look_for_room(self, request_class: RequestClass, prompt_tokens: int) -> None:
+    def look_for_room(self, request_class: RequestClass, prompt_tokens: int, tenant: str) -> None:
         """What `check_room` does, now."""
         self._check_accepting()
         with self._noting_refusal(request_class, prompt_tokens):
-            self._core.check_room(request_class, self._clock())
+            self._core.check_room(request_class, tenant, self._clock())
 
     def _check_accepting(self) -> None:
         state = self.state

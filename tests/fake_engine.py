@@ -127,7 +127,7 @@ class FakeEngine:
         for request_id in list(self._streams):
             self.abort(request_id)
 
-    async def check_room(self, request_class: RequestClass, prompt_tokens: int) -> None:
+    async def check_room(self, request_class: RequestClass, prompt_tokens: int, tenant: str) -> None:
         self.looked_for_room.append((request_class, prompt_tokens))
         if self.room_error is not None:
             raise self.room_error

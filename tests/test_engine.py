@@ -329,12 +329,12 @@ async def test_a_refused_request_is_a_part_of_the_recorded_load() -> None:
     with pytest.raises(QueueFullError):
         await submit_one(engine, make_request("b", range(40), 9))
     with pytest.raises(QueueFullError):  # looked at before its prompt was even read
-        await engine.check_room(RequestClass.ONLINE, 50)
-    await engine.check_room(RequestClass.OFFLINE, 50)
+        await engine.check_room(RequestClass.ONLINE, 50, "")
+    await engine.check_room(RequestClass.OFFLINE, 50, "")
     async for _ in stream:
         pass
-    await engine.check_room(RequestClass.ONLINE, 50)
+    await engine.check_room(RequestClass.ONLINE, 50, "")
     await engine.stop()
     with pytest.raises(EngineUnavailableError):
-        await engine.check_room(RequestClass.ONLINE, 50)
+        await engine.check_room(RequestClass.ONLINE, 50, "")
     assert [arrival.lengths.prompt for arrival in keeper.load.arrivals] == [40, 50, 30]

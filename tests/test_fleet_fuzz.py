@@ -77,7 +77,7 @@ class FakeFleetEngine:
     async def stats(self) -> EngineStats:
         return EngineStats()
 
-    async def check_room(self, request_class: RequestClass, prompt_tokens: int) -> None:
+    async def check_room(self, request_class: RequestClass, prompt_tokens: int, tenant: str) -> None:
         pass
 
     async def submit(self, requests: Sequence[EngineRequest]) -> list[RequestStream]:

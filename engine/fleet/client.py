@@ -99,14 +99,14 @@ class FleetClient:
             return None
         return "; ".join(f"engine {number}: {why or 'not ready'}" for number, why in troubles)
 
-    async def check_room(self, request_class: RequestClass, prompt_tokens: int) -> None:
+    async def check_room(self, request_class: RequestClass, prompt_tokens: int, tenant: str) -> None:
         """See EngineClient.check_room: of the engine with the least to do. While none is up nobody knows."""
         self._check_accepting()
         members = self._living()
         if members:
             number = sal(self._online_loads(members), Prompt(prompt_tokens), self._chance)
             with self._noting_refusal(request_class):
-                await self._members[number].engine.check_room(request_class, prompt_tokens)
+                await self._members[number].engine.check_room(request_class, prompt_tokens, tenant)
 
     async def submit(self, requests: Sequence[EngineRequest]) -> Sequence[OutputStream]:
         """See EngineClient.submit. All of them go to one engine: they have one prompt. Whom one engine refuses, the

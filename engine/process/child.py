@@ -211,8 +211,8 @@ class EngineServer:
                 self._num_received += len(requests)
                 for request in requests:
                     self._prepare((request,), partial(self._resume, request))
-            case frames.CheckRoom(call, request_class, prompt_tokens):
-                self._answer(call, lambda: self._engine.look_for_room(request_class, prompt_tokens))
+            case frames.CheckRoom(call, request_class, prompt_tokens, tenant):
+                self._answer(call, lambda: self._engine.look_for_room(request_class, prompt_tokens, tenant))
             case frames.Abort(request_id, reason):
                 self._preparing.discard(request_id)
                 self._engine.drop(request_id, reason)

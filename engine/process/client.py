@@ -189,12 +189,12 @@ class EngineProcess:
         """Open online requests."""
         return len(self._open) - self._open.num_offline
 
-    async def check_room(self, request_class: RequestClass, prompt_tokens: int) -> None:
+    async def check_room(self, request_class: RequestClass, prompt_tokens: int, tenant: str) -> None:
         """See EngineClient.check_room. While there is no engine nobody knows: `submit` will wait for one."""
         self._check_accepting()
         if self._ready.is_set():
             with suppress(GoneError):
-                await self._calls.ask(lambda call: frames.CheckRoom(call, request_class, prompt_tokens))
+                await self._calls.ask(lambda call: frames.CheckRoom(call, request_class, prompt_tokens, tenant))
 
     async def submit(self, requests: Sequence[EngineRequest]) -> list[RequestStream]:
         """See EngineClient.submit. Without an engine a request waits for one up to its TTFT limit or the longest queue

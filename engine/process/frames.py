@@ -70,6 +70,7 @@ class CheckRoom(Message, frozen=True):
     call: int
     request_class: RequestClass
     prompt_tokens: int
+    tenant: str
 
 
 class Abort(Message, frozen=True):

@@ -10,6 +10,7 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from itertools import chain, takewhile
 
 from engine.api import EngineRequest, Lane, RequestClass, RequestTimes, SamplingParams
@@ -64,10 +65,10 @@ class Admission:
         elif request.spec.lane is Lane.FLEX:
             self._check_flex(request.spec)
 
-    def check_any(self, request_class: RequestClass, now: float) -> None:
-        """Raises QueueFullError if a request of this class would not be queued now, whatever it asks for."""
+    def check_any(self, request_class: RequestClass, tenant: str, now: float) -> None:
+        """Raises QueueFullError if a tenant's request of this class would not be queued now, whatever it asks for."""
         if request_class is RequestClass.ONLINE:
-            self._check_online(Request(SMALLEST, RequestTimes(arrival=now), sys.maxsize), now)
+            self._check_online(Request(replace(SMALLEST, tenant=tenant), RequestTimes(arrival=now), sys.maxsize), now)
 
     def note_end(self, request: Request) -> None:
         """Learn how long online prompts and answers are."""

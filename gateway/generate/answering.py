@@ -88,12 +88,12 @@ async def _read_raw(request: Request) -> bytes:
     return await request.body()
 
 
-async def check_room(context: GatewayContext, body: ModelBody, num_chars: int) -> None:
+async def check_room(context: GatewayContext, body: ModelBody, num_chars: int, tenant: str) -> None:
     """Before a prompt of about so many characters is read: would it be queued? Raises QueueFullError or
     EngineUnavailableError."""
     offline = context.is_offline or body.service_tier == "flex"
     tokens = num_chars // CHARS_PER_TOKEN
-    await context.client.check_room(RequestClass.OFFLINE if offline else RequestClass.ONLINE, tokens)
+    await context.client.check_room(RequestClass.OFFLINE if offline else RequestClass.ONLINE, tokens, tenant)
 
 
 async def run_text_work(context: GatewayContext, work: Callable[[], ResultT]) -> ResultT:

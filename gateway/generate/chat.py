@@ -60,7 +60,7 @@ async def plan_chat(
     check_budget(body, marks)
     messages = [template_message(message, index) for index, message in enumerate(body.messages)]
     texts = list(_texts(body))
-    await check_room(context, body, sum(map(len, texts)))
+    await check_room(context, body, sum(map(len, texts)), tenant)
     caller = Caller(f"{prefix}{uuid.uuid4().hex}", context.cache_salt(tenant), tenant)
 
     def plan() -> GenerationPlan:

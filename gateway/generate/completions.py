@@ -31,7 +31,7 @@ async def plan_completion(context: GatewayContext, body: CompletionRequest, tena
     check_model(context, body.model)
     check_completion(body)
     lengths = [len(prompt) if isinstance(prompt, str) else CHARS_PER_TOKEN * len(prompt) for prompt in body.prompt]
-    await check_room(context, body, sum(lengths))
+    await check_room(context, body, sum(lengths), tenant)
     caller = Caller(f"cmpl-{uuid.uuid4().hex}", context.cache_salt(tenant), tenant)
 
     def plan() -> GenerationPlan:

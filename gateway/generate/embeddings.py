@@ -26,7 +26,7 @@ async def plan_embeddings(context: GatewayContext, body: EmbeddingRequest, tenan
     check_model(context, body.model)
     spec = embedding_spec(context.client.info, body)
     lengths = [len(text) if isinstance(text, str) else CHARS_PER_TOKEN * len(text) for text in body.input]
-    await check_room(context, body, sum(lengths))
+    await check_room(context, body, sum(lengths), tenant)
     caller = Caller(f"embd-{uuid.uuid4().hex}", context.cache_salt(tenant), tenant)
 
     def plan() -> GenerationPlan:
