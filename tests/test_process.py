@@ -151,8 +151,8 @@ async def test_what_goes_wrong_in_the_engine_needs_no_other_process(
 async def test_only_the_first_start_tests_the_model(tmp_path: Path) -> None:
     """Streams wait for the others."""
     async with engine_process(tmp_path / "children") as engine:
-        assert CONFIG.self_test and not engine._launch.config.self_test
-        assert replace(engine._launch.config, self_test=True) == CONFIG
+        assert CONFIG.self_test and not engine._launcher.launch.config.self_test
+        assert replace(engine._launcher.launch.config, self_test=True) == CONFIG
 
 
 async def test_deaths_in_every_process_and_before_the_first_step(

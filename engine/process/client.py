@@ -16,8 +16,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from engine import flight
 from engine.api import (
     EngineInfo,
@@ -29,9 +27,8 @@ from engine.api import (
     LoadReport,
     RequestClass,
 )
-from engine.child import python_module
 from engine.config import EngineConfig
-from engine.errors import ConfigError, EngineStepError, EngineUnavailableError, InvalidRequestError
+from engine.errors import EngineStepError, EngineUnavailableError, InvalidRequestError
 from engine.machine import Place
 from engine.process import frames
 from engine.process.calls import Calls, GoneError
@@ -40,10 +37,11 @@ from engine.process.figures import Figures
 from engine.process.flights import FAILED_STEP, Flights
 from engine.process.given import Given
 from engine.process.handover import hand_over, take_over
+from engine.process.launcher import Launcher, end_now
 from engine.process.policy import RestartPolicy
-from engine.process.renewal import RENEWED, Source
+from engine.process.renewal import RENEWED
 from engine.process.requests import OpenRequest, OpenRequests
-from engine.process.supervisor import Child, Endpoint, remove, start_error
+from engine.process.supervisor import Endpoint, start_error
 from engine.process.suspects import SUSPECT_AFTER, Suspects
 from engine.queue_time import QueueTime
 from engine.step_watch import StepLimits, StepWatch
@@ -52,23 +50,19 @@ from predictor.slo import SLO
 
 log = logging.getLogger("tidemill.engine")
 
-CHILD = "engine.process.child"
 PATIENCE = 10.0
 """Seconds for the TTFT where none is promised."""
 RETRY_AFTER = 5.0
 """Seconds; about what a start takes."""
 SILENCE = StepLimits(unknown=10.0)
 """How long a process may say nothing: its event loop does not turn, or it is stopped."""
-HOLD_SECONDS = 120.0
-"""The longest that a process may take to be ready to load."""
 START_SECONDS = 900.0
 """The longest start: model, profile and first step."""
 STOP_SECONDS = 2.0
 ANSWER_SECONDS = 1.0
 """How long figures may take before those of the last time are given."""
-
-
 NOWHERE = Place()
+STARTED_ANYWAY = "the engine is being started anyway"
 
 
 def _nobody_asks() -> None:
@@ -100,16 +94,11 @@ class EngineProcess:
         spawn: Callable[[frames.Launch], Endpoint] | None = None,
     ) -> None:
         self._patience = patience(config) if waits else None
-        self._config = config
-        self._launch = frames.Launch(config, log_level, place=place)
-        self._source: Source | None = None
-        self._folder: Path | None = None
-        self._spare: Child | None = None
-        self._command = command or python_module(CHILD)
-        self._spawn_elsewhere = spawn
+        self._launcher = Launcher(
+            config, log_level=log_level, place=place, pid_file=pid_file, command=command, spawn=spawn
+        )
         self._tell_change = changed
         self._given = Given()
-        self._pid_file = pid_file
         self._policy = policy or RestartPolicy()
         self._clock = clock
         self._info: EngineInfo | None = None
@@ -301,22 +290,20 @@ class EngineProcess:
 
     def kill(self) -> None:
         """See EngineClient.kill."""
-        for child in (self._child, self._spare):
-            if child is not None:
-                child.kill()
-        remove(self._pid_file)
+        if self._child is not None:
+            self._child.kill()
+        self._launcher.kill()
 
     # Life
 
     def load(self, planned: Callable[[frames.Planned], None]) -> None:
         """Start the first process and wait until its model is loaded; before the event loop runs. `planned` is told
         what will be loaded before it is. Raises what keeps it from starting; the process is gone then."""
-        child = self._child = self._spawn()
+        child = self._child = self._launcher.spawn()
         try:
             message = child.receive()
             assert isinstance(message, frames.Planned)
-            if message.folder:
-                self._source, self._folder = Source.of(Path(message.folder)), Path(message.folder)
+            self._launcher.plan(message.folder)
             planned(message)
             message = child.receive()
             assert isinstance(message, frames.Built)
@@ -325,46 +312,29 @@ class EngineProcess:
             self.discard()
             raise (start_error(error) if isinstance(error, OSError) else error) from None
 
-    def _spawn(self) -> Endpoint:
-        """The next process: the one that is held, if there is one."""
-        if self._spawn_elsewhere is not None:
-            return self._spawn_elsewhere(self._launch)
-        spare, self._spare = self._spare, None
-        if spare is None:
-            return Child.spawn(self._command, self._launch, self._pid_file)
-        spare.begin(self._pid_file)
-        return spare
-
     def discard(self) -> None:
         """End processes that were loaded and will not be used."""
-        for child in (self._child, self._spare):
-            if child is not None:
-                child.kill()
-                child.reap()
-        self._child = self._spare = None
-        remove(self._pid_file)
+        child, self._child = self._child, None
+        if child is not None:
+            end_now(child)
+        self._launcher.discard()
 
     async def renew(self, *, anyway: bool = False) -> str:
         """See EngineClient.renew. The next process is ready to load before this one ends, unless others of a fleet go
         on: it is made ready with time that nobody wants, and a busy machine has none."""
-        child = self._child
-        if child is None or self._folder is None or not self.is_up or self._spare is not None:
-            return "the engine is being started anyway"
-        source = await asyncio.to_thread(Source.of, self._folder)
-        if source == self._source and not anyway:
+        child, launcher = self._child, self._launcher
+        if child is None or not self.is_up or not launcher.may_renew:
+            return STARTED_ANYWAY
+        source = await launcher.look()
+        if source == launcher.source and not anyway:
             return "weights and engine are those that run"
-        refusal = self._source.refusal(source) if self._source is not None else None
-        if refusal is not None:
-            raise ConfigError(refusal)
         others_go_on = anyway and self._patience is None
-        if self._spawn_elsewhere is None and not others_go_on:  # elsewhere there is room for one process only
-            launch = msgspec.structs.replace(self._launch, config=self._config, held=True)
-            spare = await asyncio.to_thread(self._hold, launch)
+        if launcher.holds_spares and not others_go_on:
+            await launcher.hold()
             if self._child is not child or self._stopping:
-                await asyncio.to_thread(_end_now, spare)
-                return "the engine is being started anyway"
-            self._spare = spare
-        self._source = source
+                await launcher.drop()
+                return STARTED_ANYWAY
+        launcher.source = source
         self._cause = RENEWED
         self._ready.clear()
         child.kill()
@@ -373,21 +343,9 @@ class EngineProcess:
             await self._changed.wait()
         return "another engine process runs"
 
-    def _hold(self, launch: frames.Launch) -> Child:
-        """A process that can begin at once. Raises what keeps it from that."""
-        spare = Child.spawn(self._command, launch)
-        spare.sock.settimeout(HOLD_SECONDS)
-        try:
-            spare.receive()
-        except BaseException as error:
-            _end_now(spare)
-            raise (start_error(error) if isinstance(error, OSError) else error) from None
-        spare.sock.settimeout(None)
-        return spare
-
     async def start(self) -> None:
         """Start stepping; a process that cannot is an error now, and later one that died."""
-        child = self._child or await self._spawn_child()
+        child = self._child or await self._launcher.start()
         try:
             async with asyncio.timeout(START_SECONDS):
                 await self._begin(child)
@@ -439,8 +397,7 @@ class EngineProcess:
             error = lost.exception()
             raise error if error is not None else EngineUnavailableError("the engine process ended while it started")
         self._policy.ready(self._clock())
-        # What has served once is the same model on the same machine: the next start need not be longer for a test.
-        self._launch = msgspec.structs.replace(self._launch, config=replace(self._launch.config, self_test=False))
+        self._launcher.has_served()
 
     async def _supervise(self, child: Endpoint) -> None:
         try:
@@ -500,7 +457,7 @@ class EngineProcess:
     async def _restart(self) -> Endpoint | None:
         """The next child, which may have died already: that is found out like any death. None: there is none."""
         try:
-            child = await self._spawn_child()
+            child = await self._launcher.start()
         except OSError as error:
             log.error("the engine process could not be started: %s", error)
             return None
@@ -514,16 +471,6 @@ class EngineProcess:
             if self._lost is not None and not self._lost.done():
                 self._lost.set_result("")
         return child
-
-    async def _spawn_child(self) -> Endpoint:
-        spawning = asyncio.ensure_future(asyncio.to_thread(self._spawn))
-        try:
-            return await asyncio.shield(spawning)
-        except asyncio.CancelledError:  # it is started all the same, and nobody else knows of it
-            child = await spawning
-            child.kill()
-            await asyncio.to_thread(child.reap)
-            raise
 
     async def _outlive(self, child: Endpoint) -> tuple[str, str]:
         """Wait for its death; returns the cause, and how it ended."""
@@ -680,11 +627,6 @@ class EngineProcess:
         if child is not None:
             child.dump()
             asyncio.get_running_loop().call_later(1.0, child.kill)
-
-
-def _end_now(child: Endpoint) -> None:
-    child.kill()
-    child.reap()
 
 
 def patience(config: EngineConfig) -> float:
