@@ -129,7 +129,7 @@ def test_a_slow_reader_does_not_falsify_the_time_between_tokens(tokenizer: Token
     plan = GenerationPlan(
         "r", "m", (Prompt((1, 2, 3)),), 1, (request,), RequestClass.ONLINE, (), 0, None, False, True, StreamOptions()
     )
-    choice = Choice(0, plan, tokenizer, metrics, chat=True)  # type: ignore[arg-type]
+    choice = Choice(0, plan, tokenizer, metrics)  # type: ignore[arg-type]
     for output in outputs:
         choice.advance(output)
     assert metrics.tbt.seen == [1.0, 1.0, 1.0, 1.0] and metrics.ttft.seen == [1.0]

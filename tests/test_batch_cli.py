@@ -116,7 +116,7 @@ async def test_a_batch_that_runs(tokenizer: Tokenizer, tmp_path: Path, capsys: p
         (("submit", "missing.jsonl"), 2, "missing.jsonl: No such file or directory"),
         (("submit", "."), 2, ".: Is a directory"),
         (("submit", "IN", "--metadata", "nothing"), 2, "--metadata must look like KEY=VALUE"),
-        (("submit", "IN", "--endpoint", "/v1/responses"), 1, "'endpoint' must be one of"),
+        (("submit", "IN", "--endpoint", "/v1/images"), 1, "'endpoint' must be one of"),
         (("submit", "IN", "--window", "1y"), 1, "'completion_window' must be a duration"),
         (("submit", "OTHER"), 2, "the first line is not a batch request"),
     ],
