@@ -30,9 +30,11 @@ class Tokenizer:
         """`backend` is a transformers fast tokenizer."""
         self._tokenizer: tokenizers.Tokenizer = backend.backend_tokenizer
         self._chat = chat
-        self._special_ids = frozenset(
-            i for i, token in self._tokenizer.get_added_tokens_decoder().items() if token.special
-        )
+        self.special_tokens: Mapping[str, int] = {
+            token.content: i for i, token in self._tokenizer.get_added_tokens_decoder().items() if token.special
+        }
+        """By their text, which no text of an answer shows."""
+        self._special_ids = frozenset(self.special_tokens.values())
         self._byte_rule = read_byte_rule(_decoder_layout(self._tokenizer))
         self._bytes: dict[int, bytes | None] = {}
         self._max_token_chars = _max_token_chars(self._tokenizer)

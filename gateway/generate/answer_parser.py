@@ -11,9 +11,9 @@ from typing import Any
 from transformers.utils.chat_parsing import ResponseParser
 
 from engine.thoughts import ThoughtMarks, ThoughtTracker
-from gateway.generate.tool_formats import Call, Function, ToolFormat
+from gateway.generate.tool_formats import END_THINK, THINK, Call, ToolFormat
+from gateway.generate.tool_grammars import Function
 
-THINK, END_THINK = "<think>", "</think>"
 _PLAIN = {"content": "text", "content_args": {"strip": False}, "repeats": True}
 
 

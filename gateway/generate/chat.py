@@ -25,9 +25,10 @@ from gateway.generate.tool_formats import Call
 from gateway.generate.tools import (
     check_no_tools,
     check_tools,
+    must_call,
     offered_tools,
     parsing_of,
-    template_message,
+    template_messages,
     template_options,
     tool_grammar,
 )
@@ -58,7 +59,7 @@ async def plan_chat(
     marks = context.thought_marks
     check_tools(body, form, template)
     check_budget(body, marks)
-    messages = [template_message(message, index) for index, message in enumerate(body.messages)]
+    messages = template_messages(body, form, template)
     texts = list(_texts(body))
     await check_room(context, body, sum(map(len, texts)), tenant)
     caller = Caller(f"{prefix}{uuid.uuid4().hex}", context.cache_salt(tenant), tenant)
@@ -70,12 +71,15 @@ async def plan_chat(
         budget = budget_of(body, parsing, context.offline_thinking(body.service_tier))
         thinks_first = body.thinking_token_budget is not None
         grammar = grammar_of(body)
+        says_anything = False
         if grammar is not None:
             check_no_tools(offered_tools(body), grammar)
         elif parsing is not None:
-            grammar = tool_grammar(body, form, parsing.is_thinking and not thinks_first)
-        if grammar is not None and parsing is not None:
-            parsing, budget = _before_a_form(parsing, budget if thinks_first else None, grammar)
+            special = context.tokenizer.special_tokens
+            grammar = tool_grammar(body, form, special, parsing.is_thinking and not thinks_first)
+            says_anything = not must_call(body)
+        if grammar is not None and parsing is not None and (budget is not None or not says_anything):
+            parsing, budget = _before_a_form(parsing, budget if thinks_first or says_anything else None, grammar)
         plan = chat_plan(body, token_ids, context.client.info, caller, grammar, budget, clip)
         return dataclasses.replace(plan, parsing=parsing)
 
@@ -88,7 +92,7 @@ async def count_prompt(context: GatewayContext, body: ChatCompletionRequest) -> 
     check_model(context, body.model)
     check_chat(body)
     check_tools(body, context.tool_format, context.tokenizer.chat_template_text)
-    messages = [template_message(message, index) for index, message in enumerate(body.messages)]
+    messages = template_messages(body, context.tool_format, context.tokenizer.chat_template_text)
     texts = list(_texts(body))
     return await run_text_work(context, lambda: len(_encode(context, body, messages, texts)))
 

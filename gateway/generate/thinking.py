@@ -3,7 +3,8 @@
 from engine.errors import InvalidRequestError
 from engine.text import Tokenizer
 from engine.thoughts import ThinkingBudget, ThoughtMarks
-from gateway.generate.answer_parser import END_THINK, THINK, Parsing
+from gateway.generate.answer_parser import Parsing
+from gateway.generate.tool_formats import END_THINK, THINK
 from gateway.generate.wire import ChatCompletionRequest
 
 PARAM = "thinking_token_budget"

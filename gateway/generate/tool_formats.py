@@ -1,5 +1,5 @@
 """How families of models write their calls of functions, as data: where a call begins and ends, what is in between, and
-a grammar for those who must call. A new family is an entry in FORMATS.
+how it is written by those who must call. A new family is an entry in FORMATS.
 
 Knows nothing of requests or of streams.
 """
@@ -12,8 +12,20 @@ from typing import Any, NamedTuple
 
 import orjson
 
-NEWLINE = "\n"
-_SPACED = {"x-guidance": {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}}
+from gateway.generate.tool_grammars import (
+    GEMMA,
+    PYTHON,
+    ArgumentsCall,
+    CallFormat,
+    Function,
+    JsonCall,
+    Lark,
+    LiteralCall,
+    XmlCall,
+    is_text,
+)
+
+THINK, END_THINK = "<think>", "</think>"
 
 
 class Call(NamedTuple):
@@ -23,19 +35,13 @@ class Call(NamedTuple):
     arguments: str
 
 
-class Function(NamedTuple):
-    """A function that is offered, and the JSON schema of its arguments."""
-
-    name: str
-    parameters: Mapping[str, Any]
-
-
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
     """`opens`: a regular expression, with a group `opening`, of what begins calls; `closes`: the text that ends them
     ("": the end of the answer). `marks`: texts by which a chat template is recognised. `decode`: calls in the text
-    between the two, ValueError where it has none. `grammar`: for answers of nothing but calls, in Lark's syntax, of
-    several calls or of one; None: there is none. `is_special`: what opens is a token that texts do not show.
+    between the two, ValueError where it has none. `calls`: how they are written, for those who must call.
+    `is_special`: what opens is a token that texts do not show. `id_chars`: how long a call's id has to be for the chat
+    template.
     """
 
     name: str
@@ -43,8 +49,21 @@ class ToolFormat:
     closes: str
     marks: tuple[str, ...]
     decode: Callable[[str, Mapping[str, Function]], list[Call]]
-    grammar: Callable[[Sequence[Function], bool], str] | None = None
+    calls: CallFormat
     is_special: bool = False
+    id_chars: int | None = None
+
+    def grammar(self, functions: Sequence[Function], special: Mapping[str, int], parallel: bool, required: bool) -> str:
+        """In Lark's syntax, of answers of nothing but calls, or of any with calls in it; of several or of one.
+        `special`: ids of the tokens that are no text. Raises ValueError for what it cannot be held to."""
+        lark = Lark(special)
+        if required:
+            return lark.whole(self.calls.required(lark, functions, parallel))
+        start = self.calls.offered(lark, functions, parallel)
+        if END_THINK in special:  # where it is text, it is part of what may be said
+            thought = f"{lark.text(THINK)}? {lark.terminal('/(?s:.)*/')} {lark.text(END_THINK)}"
+            start = f"({thought})? ({start})"
+        return lark.whole(start)
 
 
 def find_format(template: str) -> ToolFormat | None:
@@ -121,8 +140,7 @@ def _decode_xml(text: str, functions: Mapping[str, Function]) -> list[Call]:
 
 def _typed(value: str, schema: Any) -> Any:
     """A text stays a text where the schema says so, or where it is no JSON."""
-    kind = schema.get("type") if isinstance(schema, dict) else None
-    if kind == "string":
+    if is_text(schema):
         return value
     try:
         return orjson.loads(value)
@@ -130,63 +148,71 @@ def _typed(value: str, schema: Any) -> Any:
         return value
 
 
-# Grammars
+_GEMMA_QUOTES = ('<|"|>', "<escape>")
+_GEMMA_CALL = re.compile(r"call:(?P<name>[\w.-]+)(?P<arguments>\{.*\})", re.DOTALL)
+_GEMMA_KEY = re.compile(r"([{,]\s*)([A-Za-z_$][\w$.-]*)\s*:")
 
 
-def _json_grammar(opening: str, arguments: str, closing: str) -> Callable[[Sequence[Function], bool], str]:
-    """Calls as JSON objects, each between `opening` and `closing`, as json.dumps would space them."""
-
-    def grammar(functions: Sequence[Function], parallel: bool) -> str:
-        schemas = [_call_schema(function, arguments) for function in functions]
-        names = [f"call_{number}" for number in range(len(schemas))]
-        more = f" ({_lark(NEWLINE)} call)*" if parallel else ""
-        lines = [f"start: call{more}"]
-        lines.append(f"call: {_lark(opening)} ({' | '.join(names)}) {_lark(closing)}")
-        lines += [f"{name}: %json {orjson.dumps(schema).decode()}" for name, schema in zip(names, schemas, strict=True)]
-        return "\n".join(lines)
-
-    return grammar
+def _decode_gemma(text: str, _functions: Mapping[str, Function]) -> list[Call]:
+    """call:name{key:value, ...}: JSON but for names without quotes, and texts between marks of their own."""
+    found = _GEMMA_CALL.fullmatch(text.strip())
+    if found is None:
+        raise ValueError("not a call")
+    parts = re.split("|".join(map(re.escape, _GEMMA_QUOTES)), found["arguments"])
+    written = [
+        orjson.dumps(part).decode() if number % 2 else _GEMMA_KEY.sub(r'\1"\2":', part)
+        for number, part in enumerate(parts)
+    ]
+    return [_call(found["name"], orjson.loads("".join(written)))]
 
 
-def _call_schema(function: Function, arguments: str) -> dict[str, Any]:
-    parameters = dict(function.parameters) or {"type": "object"}
-    names = [name for name in ("$defs", "definitions") if name in parameters]
-    definitions: dict[str, Any] = {name: parameters.pop(name) for name in names}
-    return {
-        **_SPACED,
-        **definitions,  # where "#/$defs/..." looks for them
-        "type": "object",
-        "properties": {"name": {"const": function.name}, arguments: parameters},
-        "required": ["name", arguments],
-        "additionalProperties": False,
-    }
+def _decode_phi4(text: str, functions: Mapping[str, Function]) -> list[Call]:
+    return _decode_json(text.strip().removesuffix("<|/tool_call|>"), functions)
 
 
-def _lark(text: str) -> str:
-    return orjson.dumps(text).decode()
-
-
-def _one_json(functions: Sequence[Function], _parallel: bool) -> str:
-    names = [f"call_{number}" for number in range(len(functions))]
-    schemas = [orjson.dumps(_call_schema(function, "parameters")).decode() for function in functions]
-    lines = [f"{name}: %json {schema}" for name, schema in zip(names, schemas, strict=True)]
-    return "\n".join([f"start: {' | '.join(names)}", *lines])
-
-
-_TOOL_CALL = r"(?P<opening>\s*<tool_call>)"
+_JSON = JsonCall()
 _FORMATS = (
-    ToolFormat("qwen3_xml", _TOOL_CALL, "</tool_call>", ("<function=",), _decode_xml),
     ToolFormat(
-        "hermes", _TOOL_CALL, "</tool_call>", ("<tool_call>",), _decode_json,
-        _json_grammar("<tool_call>\n", "arguments", "\n</tool_call>"),
+        "qwen3_xml", r"(?P<opening>\s*<tool_call>)", "</tool_call>", ("<function=",), _decode_xml,
+        CallFormat(XmlCall(), "<tool_call>", "\n", "\n", "\n</tool_call>"),
     ),
     ToolFormat(
-        "mistral", r"(?P<opening>\s*\[TOOL_CALLS\])", "", ("[TOOL_CALLS]",), _decode_mistral, is_special=True
+        "hermes", r"(?P<opening>\s*<tool_call>)", "</tool_call>", ("<tool_call>",), _decode_json,
+        CallFormat(_JSON, "<tool_call>", "\n", "\n", "\n</tool_call>"),
     ),
-    ToolFormat("pythonic", r"(?P<opening>\A\s*)(?=\[)", "", ("[func_name1(",), _decode_pythonic),
+    ToolFormat(
+        "mistral_args", r"(?P<opening>\s*\[TOOL_CALLS\])", "", ("[ARGS]",), _decode_mistral,
+        CallFormat(ArgumentsCall("[ARGS]"), "[TOOL_CALLS]"), is_special=True, id_chars=9,
+    ),
+    ToolFormat(
+        "mistral", r"(?P<opening>\s*\[TOOL_CALLS\])", "", ("[TOOL_CALLS]",), _decode_mistral,
+        CallFormat(_JSON, "[TOOL_CALLS]", "[", ", ", "]", each=False), is_special=True, id_chars=9,
+    ),
+    ToolFormat(
+        "phi4", r"(?P<opening>\s*<\|tool_call\|>)", "", ("<|tool_call|>", "<|tool|>"), _decode_phi4,
+        CallFormat(_JSON, "<|tool_call|>", "[", ", ", "]<|/tool_call|>", each=False), is_special=True,
+    ),
+    ToolFormat(
+        "gemma", r"(?P<opening>\s*<\|tool_call>)", "<tool_call|>", ("<|tool_call>",), _decode_gemma,
+        CallFormat(LiteralCall(GEMMA, "call:", "{", "}", ":"), "<|tool_call>", behind="<tool_call|>"), is_special=True,
+    ),
+    ToolFormat(
+        "functiongemma", r"(?P<opening>\s*<start_function_call>)", "<end_function_call>", ("<start_function_call>",),
+        _decode_gemma,
+        CallFormat(
+            LiteralCall(GEMMA._replace(quote="<escape>"), "call:", "{", "}", ":"),
+            "<start_function_call>", behind="<end_function_call>",
+        ),
+        is_special=True,
+    ),
+    ToolFormat(
+        "pythonic", r"(?P<opening>\A\s*)(?=\[)", "", ("[func_name1(",), _decode_pythonic,
+        CallFormat(LiteralCall(PYTHON, "", "(", ")", "="), "", "[", ", ", "]", each=False, leads="["),
+    ),
     ToolFormat(
         "llama3_json", r"(?P<opening>\A\s*(?:<\|python_tag\|>)?\s*)(?=\{)", "",
-        ("<|python_tag|>", '"parameters": dictionary'), _decode_json, _one_json,
+        ("<|python_tag|>", '"parameters": dictionary'), _decode_json,
+        CallFormat(JsonCall("parameters"), only=True, leads="{"),
     ),
 )  # fmt: skip
 FORMATS: Mapping[str, ToolFormat] = {each.name: each for each in _FORMATS}

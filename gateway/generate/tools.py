@@ -1,7 +1,9 @@
 """Functions that a request offers to the model: what the chat template is told, how the answer is taken apart, and the
 grammar of an answer that must call one. How a model writes its calls is its `ToolFormat`."""
 
+import re
 from collections.abc import Mapping
+from hashlib import blake2b
 from typing import Any
 
 import orjson
@@ -9,11 +11,14 @@ import orjson
 from engine.errors import InvalidRequestError
 from engine.grammar import Grammar
 from engine.thoughts import ThoughtMarks
-from gateway.generate.answer_parser import END_THINK, THINK, Parsing
-from gateway.generate.tool_formats import FORMATS, Function, ToolFormat, find_format
+from gateway.generate.answer_parser import Parsing
+from gateway.generate.tool_formats import END_THINK, FORMATS, THINK, ToolFormat, find_format
+from gateway.generate.tool_grammars import Function
 from gateway.generate.wire import ChatCompletionRequest, Message, NamedTool, TemplateOptions
 
 FLAG = "--tool-parser"
+_IN_SYSTEM = re.compile(r"""message(\[['"]tools['"]\]|\.tools\b)""")
+"""In a chat template that is told of functions by a field of the system message."""
 
 
 def choose_format(name: str, template: str) -> ToolFormat | None:
@@ -43,8 +48,6 @@ def check_tools(body: ChatCompletionRequest, format: ToolFormat | None, template
         raise _invalid("Two tools have the same name.", "tools")
     if isinstance(body.tool_choice, NamedTool) and body.tool_choice.function.name not in names:
         raise _invalid("'tool_choice' names a function that is not among the tools.", "tool_choice.function.name")
-    if _must_call(body) and format.grammar is None:
-        raise _unsupported(f"Calls in the format {format.name} can be offered, but not required.", "tool_choice")
 
 
 def template_options(body: ChatCompletionRequest, template: str) -> dict[str, Any]:
@@ -81,21 +84,29 @@ def parsing_of(
     )
 
 
-def tool_grammar(body: ChatCompletionRequest, format: ToolFormat | None, is_thinking: bool) -> Grammar | None:
-    """The grammar of an answer that must call a function; None: it need not."""
-    if not _must_call(body) or offered_tools(body) is None:
+def tool_grammar(
+    body: ChatCompletionRequest, format: ToolFormat | None, special: Mapping[str, int], is_thinking: bool
+) -> Grammar | None:
+    """The grammar of an answer that must call a function, or whose calls must have the form of a `strict` one; None: it
+    may be any text. `special`: ids of the tokens that are no text; `is_thinking`: it begins within a thought."""
+    functions = _functions(body)
+    required = must_call(body)
+    if offered_tools(body) is None or not (required or any(each.strict for each in functions)):
         return None
-    assert format is not None and format.grammar is not None
-    if is_thinking:
+    assert format is not None
+    if required and is_thinking:
         message = "The prompt has begun to think: a call can only be required with a thinking_token_budget."
         raise _unsupported(message, "tool_choice")
-    functions = _functions(body)
     if isinstance(body.tool_choice, NamedTool):
         functions = [each for each in functions if each.name == body.tool_choice.function.name]
+    if not required:  # the others are only shown
+        functions = [each if each.strict else each._replace(parameters={}) for each in functions]
     try:
-        text = format.grammar(functions, body.parallel_tool_calls is not False)
-    except orjson.JSONEncodeError as error:
+        text = format.grammar(functions, special, body.parallel_tool_calls is not False, required)
+    except (orjson.JSONEncodeError, RecursionError) as error:
         raise _invalid("The parameters of a tool are nested too deeply.", "tools") from error
+    except ValueError as error:
+        raise _invalid(f"'tools' cannot be enforced in the format {format.name}: {error}", "tools") from error
     return Grammar("lark", text, param="tools")
 
 
@@ -105,9 +116,21 @@ def check_no_tools(tools: list[dict[str, Any]] | None, grammar: Grammar) -> None
         raise _invalid(f"'{grammar.param}' cannot be used together with 'tools'.", grammar.param)
 
 
-def template_message(message: Message, index: int) -> dict[str, Any]:
-    """What templates read: OpenAI's newer name of the system role under its old one, arguments of past calls as
-    objects, past thoughts under one name. Raises InvalidRequestError for arguments that are none."""
+def template_messages(body: ChatCompletionRequest, format: ToolFormat | None, template: str) -> list[dict[str, Any]]:
+    """What templates read. Raises InvalidRequestError for arguments of past calls that are none."""
+    id_chars = None if format is None else format.id_chars
+    messages = [_template_message(message, index, id_chars) for index, message in enumerate(body.messages)]
+    tools = offered_tools(body)
+    if tools is not None and _IN_SYSTEM.search(template):
+        if messages[0]["role"] != "system":
+            messages.insert(0, {"role": "system", "content": ""})
+        messages[0]["tools"] = orjson.dumps([tool["function"] for tool in tools]).decode()
+    return messages
+
+
+def _template_message(message: Message, index: int, id_chars: int | None) -> dict[str, Any]:
+    """OpenAI's newer name of the system role under its old one, arguments of past calls as objects, past thoughts under
+    one name, ids as short as some templates insist on."""
     fields = message.model_dump(exclude_none=True, exclude={"refusal", "reasoning"})
     if message.reasoning:
         fields["reasoning_content"] = message.reasoning
@@ -116,7 +139,15 @@ def template_message(message: Message, index: int) -> dict[str, Any]:
     for number, call in enumerate(fields.get("tool_calls", ())):
         param = f"messages[{index}].tool_calls[{number}].function.arguments"
         call["function"]["arguments"] = _arguments(call["function"]["arguments"], param)
+        call["id"] = _short(call["id"], id_chars)
+    if message.tool_call_id is not None:
+        fields["tool_call_id"] = _short(message.tool_call_id, id_chars)
     return fields
+
+
+def _short(call_id: str, size: int | None) -> str:
+    """Letters and digits, as many as the template takes; equal where the ids are."""
+    return call_id if size is None else blake2b(call_id.encode(), digest_size=size).hexdigest()[:size]
 
 
 def _arguments(text: str, param: str) -> Mapping[str, Any]:
@@ -130,10 +161,13 @@ def _arguments(text: str, param: str) -> Mapping[str, Any]:
 
 
 def _functions(body: ChatCompletionRequest) -> list[Function]:
-    return [Function(tool.function.name, tool.function.parameters or {}) for tool in body.tools or ()]
+    return [
+        Function(tool.function.name, tool.function.parameters or {}, bool(tool.function.strict))
+        for tool in body.tools or ()
+    ]
 
 
-def _must_call(body: ChatCompletionRequest) -> bool:
+def must_call(body: ChatCompletionRequest) -> bool:
     return body.tool_choice == "required" or isinstance(body.tool_choice, NamedTool)
 
 

@@ -7,7 +7,6 @@ from typing import Any
 import orjson
 
 from engine.errors import InvalidRequestError
-from gateway.generate.answer_parser import END_THINK
 from gateway.generate.messages.wire import (
     CallBlock,
     FunctionTool,
@@ -19,6 +18,7 @@ from gateway.generate.messages.wire import (
     ThinkingBlock,
     ToolChoice,
 )
+from gateway.generate.tool_formats import END_THINK
 from gateway.generate.translation import Conversation, Translation, effort_of, text_of, told_in
 from gateway.generate.wire import ChatCompletionRequest, TemplateOptions, validate
 
