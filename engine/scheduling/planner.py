@@ -166,7 +166,8 @@ def _plan_waiting(
     units += pool.num_deferred_units + state.cache.parked.num_units(online=False) - state.growth_reserve
     rows = len(state.free_rows)
     block_size = state.config.block_size
-    for request in _candidates(state, rows, now):
+    waiting = islice(_candidates(state, now), rows)
+    while (request := next(waiting, None)) is not None:
         if chunks and not ledger.open:
             return
         hits = state.cache.find_prefix(request)
@@ -187,26 +188,20 @@ def _plan_waiting(
         if length < wanted:
             return
         if len(chunks) % ITEMS_PER_SLICE == 0:
+            waiting = iter(list(waiting))  # the queue may change before the next slice
             yield
 
 
-def _candidates(state: SchedulerState, limit: int, now: float) -> list[Request]:
-    """Up to `limit` waiting requests that may be admitted now.
+def _candidates(state: SchedulerState, now: float) -> Iterator[Request]:
+    """Waiting requests that may be admitted now, looked up one by one: most plans take few.
 
     One that was evicted often keeps away from online work for a while: it would only be evicted again (E4). Without
     online work nothing else wants the machine, so no timer has to wake anybody when the while is over: either online
     work makes steps, and each looks again, or there is none.
     """
-    found: list[Request] = []
-    if limit == 0:
-        return found
     for request in state.waiting_offline.candidates():
-        if now < request.not_before and state.has_online:
-            continue
-        found.append(request)
-        if len(found) == limit:
-            break
-    return found
+        if now >= request.not_before or not state.has_online:
+            yield request
 
 
 def _expected_online(state: SchedulerState, reservation: Reservation) -> StepLedger:
