@@ -143,7 +143,7 @@ async def test_results_that_cannot_be_built_are_kept_until_the_window_closes(
 ) -> None:
     """A bug that is gone by then has cost nothing."""
     clock = [1000.0]
-    faults = fail_builds(monkeypatch, 3 * FAST.attempts if window == "open" else float("inf"))
+    faults = fail_builds(monkeypatch, FAST.attempts + 3 if window == "open" else float("inf"))
     folder = await open_folder(tmp_path)
     worker = BatchWorker(folder, BatchLimits(**QUICK), answer, lambda: clock[0])
     await worker.start()

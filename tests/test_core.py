@@ -151,6 +151,7 @@ def test_cached_blocks_are_evicted_least_recently_used_first_and_offline_before_
 def test_a_chat_hits_its_prefix_after_thousands_of_offline_blocks(depth: int, prompt: int, output: int) -> None:
     """Between the two turns more offline work wants to run than the pool holds, all the time."""
     driver = make_driver(depth, num_units=2 * 64, max_model_len=256, max_num_batched_tokens=64)
+    driver.check_every = 20
     chat = [3] * 5 + list(range(40))
     driver.add(make_request("turn-1", chat, 8))
     driver.run()

@@ -230,8 +230,8 @@ def test_offline_work_gathers_rows_where_no_step_keeps_the_promise(online: int) 
 @pytest.mark.parametrize("slo", ["ttft_p99=500ms,tbt_p99=40ms", "tbt_mean=20%"])
 def test_search_finds_offline_room_that_keeps_the_slo(policy: str, slo: str) -> None:
     server = replace(SERVER, slo=SLO.parse(slo), fill_policy=policy)
-    first, second = (poisson_window(2.0, 200, 40, 12.0, seed) for seed in (1, 2))
-    result = find_budget(first, second, server, max_evaluations=16)
+    first, second = (poisson_window(2.0, 200, 40, 8.0, seed) for seed in (1, 2))
+    result = find_budget(first, second, server, max_evaluations=12)
     assert result.params.latency_budget > 0 and result.confirmed
     again = replay(second, server, result.params)
     base = replay(second, server, BudgetParams(policy, 0.0))
@@ -262,13 +262,13 @@ def test_arrivals_the_core_refuses_are_recorded() -> None:
 
 
 def test_the_search_sees_how_much_real_steps_vary() -> None:
-    first, second = (poisson_window(4.0, 100, 40, 20.0, seed) for seed in (1, 2))
+    first, second = (poisson_window(4.0, 100, 40, 10.0, seed) for seed in (1, 2))
     noise = normal_noise(0.15)
     calm = replace(SERVER, slo=SLO.parse("tbt_p99=40ms"), fill_policy="hygen")
     noisy = replace(calm, noise=noise)
     edge = BudgetParams("hygen", 0.040)
     assert replay(first, calm, edge)["tbt_p99"] < replay(first, noisy, edge)["tbt_p99"]
-    found = find_budget(first, second, noisy)
+    found = find_budget(first, second, noisy, max_evaluations=10)
     assert found.best.metrics["tbt_p99"] <= 0.040 and found.best.throughput > 0
     assert normal_noise(0.15)[49] == pytest.approx(1.0)
     assert sum(abs(1 - ratio) for ratio in noise) / len(noise) == pytest.approx(0.15, rel=0.1)
@@ -283,10 +283,10 @@ def recorded(count: int, rate: float = 2.0, seed: int = 1) -> list[OnlineArrival
     return found
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("seed", [1, 2])
 def test_a_trivial_load_keeps_its_slo_in_the_replay(seed: int) -> None:
     """The last arrival of a window lies on its very end: it is followed to its own end, not counted as a miss."""
-    window = Workload.recorded(recorded(100, seed=seed), (), 2.0, 100, seed)
+    window = Workload.recorded(recorded(40, seed=seed), (), 2.0, 40, seed)
     assert window.arrivals[-1].at == window.seconds
     for budget in (0.0, 0.04):
         assert replay(window, SERVER, BudgetParams("tidemill", budget))["slo_attainment"] == 1.0

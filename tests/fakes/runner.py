@@ -36,6 +36,14 @@ class _Row:
     num_prompt_tokens: int
     sampling: SamplingParams
     entries: list[CacheEntry] = field(default_factory=list)
+    digests: list[Digest] = field(default_factory=list)
+    due: dict[str, list[_Cell]] = field(default_factory=lambda: {"k": [], "v": [], "x": []})
+    """By part, what its cells must hold at each position. Kept: a past is compared at every step."""
+
+    def extend_to(self, end: int) -> None:
+        _extend_digests(self.digests, self.token_ids[:end])
+        for part, cells in self.due.items():
+            cells.extend(_Cell(part, at, self.digests[at]) for at in range(len(cells), end))
 
 
 class FakeRunner:
@@ -71,7 +79,7 @@ class FakeRunner:
         self._latency = latency or (lambda _: 0.0)
         self._sleep = sleep
         self._rows: dict[int, _Row] = {}
-        self._cells: dict[tuple[Tier, int, int], _Cell] = {}
+        self._units: dict[tuple[Tier, int], list[_Cell | None]] = {}
 
     def launch(self, output: SchedulerOutput) -> Collect:
         return partial(self._execute, output)
@@ -123,24 +131,21 @@ class FakeRunner:
             tiers = (Tier.DEVICE, Tier.HOST) if action is CacheAction.SWAP_OUT else (Tier.HOST, Tier.DEVICE)
             assert (source.tier, target.tier) == tiers and source.kind is target.kind, "a swap moves to the other tier"
             for old, new in zip(source.units, target.units, strict=True):
-                for offset in range(self.block_size):
-                    self._put(target.tier, new, offset, self._cells.get((source.tier, old, offset)))
+                self._units[target.tier, new] = list(self._unit(source.tier, old))
 
     def _restore(self, source: CacheEntry, target: CacheEntry, start: int) -> None:
         assert (source.kind, target.kind) == (CacheKind.HIDDEN, CacheKind.KV), "hidden state is restored to KV"
         assert source.tier is target.tier is Tier.DEVICE, "a block is restored on the device"
-        for offset in range(self.block_size):
-            cell = self._cells.get((Tier.DEVICE, source.units[0], offset))
-            if cell is not None and (cell.part, cell.position) != ("x", start + offset):
-                cell = None  # an earlier owner's, behind the last token; or an error, which the next read finds
-            for part, unit in zip(_PARTS[CacheKind.KV], target.units, strict=True):
-                self._put(Tier.DEVICE, unit, offset, cell and cell._replace(part=part))
+        kept = [
+            # others are an earlier owner's, behind the last token; or an error, which the next read finds
+            cell if cell is not None and (cell.part, cell.position) == ("x", start + offset) else None
+            for offset, cell in enumerate(self._unit(Tier.DEVICE, source.units[0]))
+        ]
+        for part, unit in zip(_PARTS[CacheKind.KV], target.units, strict=True):
+            self._units[Tier.DEVICE, unit] = [cell and cell._replace(part=part) for cell in kept]
 
-    def _put(self, tier: Tier, unit: int, offset: int, cell: _Cell | None) -> None:
-        if cell is None:
-            self._cells.pop((tier, unit, offset), None)
-        else:
-            self._cells[tier, unit, offset] = cell
+    def _unit(self, tier: Tier, unit: int) -> list[_Cell | None]:
+        return self._units.setdefault((tier, unit), [None] * self.block_size)
 
     def _check_tables(self, chunks: Sequence[Chunk]) -> None:
         """Rows lie on the device, and the hidden blocks of the step fit the scratch."""
@@ -156,23 +161,20 @@ class FakeRunner:
         end = chunk.start + chunk.length
         assert chunk.length > 0 and end <= len(row.token_ids), "a chunk beyond the known tokens"
         assert end <= len(row.entries) * self.block_size, "the block table is too short"
-        digests = _prefix_digests(row.token_ids[:end])
-        for position in range(end):
-            entry, offset = row.entries[position // self.block_size], position % self.block_size
+        row.extend_to(end)
+        for first, entry in zip(range(0, end, self.block_size), row.entries, strict=False):
+            past, stop = max(chunk.start - first, 0), end - first
             for part, unit in zip(_PARTS[entry.kind], entry.units, strict=True):
-                mine = _Cell(part, position, digests[position])
-                if position >= chunk.start:
-                    self._cells[Tier.DEVICE, unit, offset] = mine
-                else:
-                    found = self._cells.get((Tier.DEVICE, unit, offset))
-                    assert found == mine, f"position {position} is not this request's"
+                due, cells = row.due[part][first : first + self.block_size], self._unit(Tier.DEVICE, unit)
+                assert cells[:past] == due[:past], f"a position of {first} to {first + past} is not this request's"
+                cells[past:stop] = due[past:stop]
         assert chunk.sample == (end == len(row.token_ids)), "a chunk samples iff it reaches the last known token"
         if not chunk.sample:
             return None
         if self._invalid(row.token_ids):
             row.token_ids.append(0)
             return INVALID_TOKEN
-        token = self.choose(digests[-1], row.token_ids[row.num_prompt_tokens :], row.sampling)
+        token = self.choose(row.digests[-1], row.token_ids[row.num_prompt_tokens :], row.sampling)
         row.token_ids.append(token)
         return token
 
@@ -185,8 +187,10 @@ def solo_tokens(prompt: list[int], sampling: SamplingParams, vocab_size: int) ->
     """What a request gives when it runs alone: the reference of every control-plane test."""
     token_ids = list(prompt)
     outputs: list[int] = []
+    digests: list[Digest] = []
     while len(outputs) < sampling.max_tokens:
-        token = _next_token(_prefix_digests(token_ids)[-1], len(outputs), sampling, vocab_size)
+        _extend_digests(digests, token_ids)
+        token = _next_token(digests[-1], len(outputs), sampling, vocab_size)
         token_ids.append(token)
         outputs.append(token)
         if token in sampling.stop_token_ids:
@@ -194,13 +198,12 @@ def solo_tokens(prompt: list[int], sampling: SamplingParams, vocab_size: int) ->
     return outputs
 
 
-def _prefix_digests(token_ids: Sequence[int]) -> list[Digest]:
-    digests = []
-    parent = b""
-    for token in token_ids:
+def _extend_digests(digests: list[Digest], token_ids: Sequence[int]) -> None:
+    """One more for every token that has none yet: the hash of all tokens up to it."""
+    parent = digests[-1] if digests else b""
+    for token in token_ids[len(digests) :]:
         parent = blake2b(parent + token.to_bytes(8, "little", signed=True), digest_size=8).digest()
         digests.append(parent)
-    return digests
 
 
 def _next_token(digest: Digest, num_outputs: int, sampling: SamplingParams, vocab_size: int) -> int:
