@@ -85,7 +85,9 @@ class Driver:
 
     `check_every`: steps from one look at the core's integrity to the next, for runs of thousands of steps."""
 
-    def __init__(self, runner: ModelRunner, config: SchedulerConfig, *, check_every: int = 1, **core_options: Any) -> None:
+    def __init__(
+        self, runner: ModelRunner, config: SchedulerConfig, *, check_every: int = 1, **core_options: Any
+    ) -> None:
         self.core = EngineCore(config, **core_options)
         self.check_every = check_every
         self.runner = runner
