@@ -166,7 +166,7 @@ def _plan_waiting(
     units += pool.num_deferred_units + state.cache.parked.num_units(online=False) - state.growth_reserve
     rows = len(state.free_rows)
     block_size = state.config.block_size
-    waiting = islice(_candidates(state, now), rows)
+    waiting: Iterator[Request] = islice(_candidates(state, now), rows)
     while (request := next(waiting, None)) is not None:
         if chunks and not ledger.open:
             return
