@@ -80,6 +80,8 @@ def plan_launch(config: EngineConfig) -> LaunchPlan:
         raise ConfigError(f"--quantization {config.quantization} runs on a CPU only: say --device cpu, or none")
     dtype, note = (config.dtype, None) if config.dtype != "auto" else backend.choose_dtype(spec, config)
     foreign = choice.implementation == TRANSFORMERS
+    if config.kv_cache_dtype == "int8" and (foreign or backend.name != "cpu"):
+        raise ConfigError("--kv-cache-dtype int8 runs on a CPU only, with models of our own families")
     if foreign and config.quantization != "none":
         raise ConfigError(
             f"--quantization {config.quantization} is of families of ours, and {spec.architecture} is none"
@@ -102,6 +104,7 @@ def plan_launch(config: EngineConfig) -> LaunchPlan:
         weight_bytes=memory.weight_bytes(spec, torch_dtype(dtype), quantization),
         quantization=quantization,
         implementation=choice.implementation,
+        int8_cache=config.kv_cache_dtype == "int8",
         memory_utilization=config.gpu_memory_utilization,
         notes=tuple(each for each in (by, note, slow) if each),
     )
@@ -210,7 +213,9 @@ def _test_family(config: EngineConfig, plan: LaunchPlan, make: MakeLinear) -> No
     quick = replace(config, profile_seconds=0.0)
 
     def device_of(spec: ModelSpec, weights: ModelWeights) -> Device:
-        small = replace(plan, spec=spec, limits=TEST_LIMITS, scratch_blocks=0, host_units=0, offload=None)
+        small = replace(
+            plan, spec=spec, limits=TEST_LIMITS, scratch_blocks=0, host_units=0, offload=None, int8_cache=False
+        )
         device: Device = find_backend(plan.device).make_runner(quick, small, weights, lambda _line: None)[0].device
         return device
 
@@ -324,7 +329,7 @@ def _join(config: EngineConfig, plan: LaunchPlan, runner: Runner[Any], say: Call
 def _with_cache(plan: LaunchPlan, config: EngineConfig, cache_bytes: int) -> LaunchPlan:
     """The plan with its blocks and the context that they hold. Raises ConfigError."""
     spec, limits, dtype = plan.spec, plan.limits, torch_dtype(plan.dtype)
-    unit = memory.unit_bytes(spec, limits.block_size, dtype)
+    unit = memory.unit_bytes(spec, limits.block_size, _cache_dtype(plan))
     refusal = _hidden_refusal(config, spec)
     note = f"requests run from KV alone: {refusal}"
     if refusal and note not in plan.notes:  # a plan of the device's real memory follows one of an estimate
@@ -357,7 +362,11 @@ def _with_cache(plan: LaunchPlan, config: EngineConfig, cache_bytes: int) -> Lau
 
 def host_bytes(plan: LaunchPlan) -> int:
     """Host memory that the host tier takes."""
-    return plan.host_units * memory.unit_bytes(plan.spec, plan.limits.block_size, torch_dtype(plan.dtype))
+    return plan.host_units * memory.unit_bytes(plan.spec, plan.limits.block_size, _cache_dtype(plan))
+
+
+def _cache_dtype(plan: LaunchPlan) -> torch.dtype:
+    return torch.int8 if plan.int8_cache else torch_dtype(plan.dtype)
 
 
 def _swap_bytes(config: EngineConfig, plan: LaunchPlan) -> int:
@@ -370,7 +379,7 @@ def scheduler_config(config: EngineConfig, plan: LaunchPlan) -> SchedulerConfig:
         num_units=plan.limits.num_units,
         max_model_len=plan.limits.max_model_len,
         host_units=plan.host_units,
-        unit_bytes=memory.unit_bytes(plan.spec, config.block_size, torch_dtype(plan.dtype)),
+        unit_bytes=memory.unit_bytes(plan.spec, config.block_size, _cache_dtype(plan)),
         max_num_seqs=plan.limits.max_num_seqs,
         max_num_batched_tokens=plan.limits.max_num_batched_tokens,
         scratch_blocks=plan.scratch_blocks,

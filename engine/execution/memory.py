@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from engine.errors import ConfigError
+from engine.models.int8_cells import slice_elements
 from engine.models.spec import ModelShape, ModelSpec
 from predictor.limits import UNITS_PER_BLOCK
 
@@ -29,8 +30,8 @@ _FALLBACK = 2 * 1024**3  # available memory where nobody tells
 
 
 def unit_bytes(spec: ModelShape, block_size: int, dtype: torch.dtype) -> int:
-    """One block of K, or of V, for all layers."""
-    return spec.num_layers * block_size * spec.num_kv_heads * spec.head_dim * dtype.itemsize
+    """One block of K, or of V, for all layers, in a cache of this type."""
+    return spec.num_layers * slice_elements(block_size, spec.num_kv_heads, spec.head_dim, dtype) * dtype.itemsize
 
 
 def weight_bytes(spec: ModelShape, dtype: torch.dtype, quantization: str) -> int:

@@ -16,9 +16,10 @@ class LaunchPlan:
 
     `quantization` of the linear layers: "none", "int8", or "w8a8" for the integers of the checkpoint.
     `memory_utilization`: share of a GPU's memory to use. `host_units` of the host tier; `scratch_blocks`: how many
-    blocks a step may run from hidden state. `kernels`: what steps on a CPU run by, and `threads` how many work on one,
-    once known. `offload`: which layers stream; None: all weights stay. `implementation` of the layers: "own" or
-    "transformers". `notes`: decisions that a user may not expect, one sentence each.
+    blocks a step may run from hidden state. `int8_cache`: K and V are kept in 8 bits. `kernels`: what steps on a CPU
+    run by, and `threads` how many work on one, once known. `offload`: which layers stream; None: all weights stay.
+    `implementation` of the layers: "own" or "transformers". `notes`: decisions that a user may not expect, one sentence
+    each.
     """
 
     folder: Path
@@ -37,6 +38,7 @@ class LaunchPlan:
     quantization: str = "none"
     offload: Offload | None = None
     implementation: str = OWN
+    int8_cache: bool = False
 
     @property
     def own(self) -> ModelSpec:
@@ -47,7 +49,8 @@ class LaunchPlan:
     @property
     def precision(self) -> str:
         """What weights, activations and cache are kept in, to tell."""
-        return self.dtype if self.quantization == "none" else f"{self.dtype}, {self.quantization} layers"
+        layers = [] if self.quantization == "none" else [f"{self.quantization} layers"]
+        return ", ".join((self.dtype, *layers, *(["int8 cache"] if self.int8_cache else [])))
 
     @property
     def held_bytes(self) -> int:

@@ -1,10 +1,11 @@
 """The device side of the unified block pool: one flat tensor of slices, and the addresses of units in it.
 
 A *unit* is one block of K, or of V, or of hidden state, for all layers. Unit u of layer l is slice `u * layers + l`; a
-slice is `[block_size, kv_heads, head_dim]`, a *cell* one token's part of it. One more unit behind the last is all
-zeros, never written, the target of every padded block table entry. Behind it lie the scratch slices, which K and V of
-hidden blocks pass through: table entry -1 - i is scratch slice i, the same in every layer. A host tier of units of the
-same layout takes what is swapped out. Who owns which unit is the control plane's affair.
+slice is `[block_size, kv_heads, head_dim]`, a *cell* one token's part of it; in 8 bits as `engine.models.int8_cells`
+has it. One more unit behind the last is all zeros, never written, the target of every padded block table entry. Behind
+it lie the scratch slices, which K and V of hidden blocks pass through: table entry -1 - i is scratch slice i, the same
+in every layer. A host tier of units of the same layout takes what is swapped out. Who owns which unit is the control
+plane's affair.
 """
 
 from typing import Self
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from engine.errors import ConfigError
+from engine.models.int8_cells import Int8Slices, slice_elements
 from engine.models.spec import ModelShape, hidden_offer
 from engine.triton_kernels import configs
 from predictor.limits import Limits
@@ -23,11 +25,13 @@ SLICES_PER_SCRATCH_BLOCK = 2  # K and V
 
 
 class UnitPool:
-    """`num_units` units of `layers * block_size * kv_heads * head_dim` elements, zero at first.
+    """`num_units` units of `layers` slices, zero at first. `dtype`: what K and V are computed in, and stored in but for
+    `int8`.
 
-    `slices [num_slices, block_size * kv_heads * head_dim]`, `cells [num_slices * block_size, kv_heads * head_dim]` and
-    `units [num_units + 1, elements of a unit]` are views of the same memory; `host_units [num_host_units, elements of a
-    unit]` is pinned where the device is not the CPU. On the CPU a page is committed when it is first touched.
+    `slices [num_slices, block_size * kv_heads * head_dim]`, `cells [num_slices * block_size, kv_heads * head_dim]`
+    (none of 8 bits) and `units [num_units + 1, elements of a unit]` are views of the same memory; `host_units
+    [num_host_units, elements of a unit]` is pinned where the device is not the CPU. On the CPU a page is committed when
+    it is first touched.
     """
 
     def __init__(
@@ -42,7 +46,9 @@ class UnitPool:
         device: torch.device,
         scratch_blocks: int = 0,
         num_host_units: int = 0,
+        int8: bool = False,
     ) -> None:
+        assert not (int8 and scratch_blocks), "hidden state does not fit in units of 8 bits"
         self.num_units = num_units
         self.num_layers = num_layers
         self.block_size = block_size
@@ -54,17 +60,29 @@ class UnitPool:
         self.scratch_blocks = scratch_blocks
         self.scratch_base = (num_units + 1) * num_layers
         num_slices = self.scratch_base + scratch_blocks * SLICES_PER_SCRATCH_BLOCK
-        cell_size = num_kv_heads * head_dim
-        unit_size = num_layers * block_size * cell_size
-        storage = _zeros(num_slices * block_size * cell_size, dtype, device)
-        self.slices: Tensor = storage.view(num_slices, block_size * cell_size)
-        self.cells: Tensor = storage.view(num_slices * block_size, cell_size)
+        stored = torch.int8 if int8 else dtype
+        slice_size = slice_elements(block_size, num_kv_heads, head_dim, stored)
+        unit_size = num_layers * slice_size
+        storage = _zeros(num_slices * slice_size, stored, device)
+        self.slices: Tensor = storage.view(num_slices, slice_size)
+        self.int8 = Int8Slices(self.slices, block_size, num_kv_heads, head_dim) if int8 else None
+        if not int8:
+            self.cells: Tensor = storage.view(num_slices * block_size, num_kv_heads * head_dim)
         self.units: Tensor = storage[: (num_units + 1) * unit_size].view(num_units + 1, unit_size)
-        self.host_units = _host_zeros(num_host_units * unit_size, dtype, device).view(num_host_units, unit_size)
+        self.host_units = _host_zeros(num_host_units * unit_size, stored, device).view(num_host_units, unit_size)
         self._layers = np.arange(num_layers, dtype=np.int64)[:, None]
 
     @classmethod
-    def of(cls, spec: ModelShape, limits: Limits, like: Tensor, scratch_blocks: int, host_units: int) -> Self:
+    def of(
+        cls,
+        spec: ModelShape,
+        limits: Limits,
+        like: Tensor,
+        scratch_blocks: int,
+        host_units: int,
+        *,
+        int8: bool = False,
+    ) -> Self:
         """The pool of a model, in the type and on the device of `like`. Raises ConfigError for scratch where the
         model's hidden state is no use as a cache."""
         if scratch_blocks and (refusal := hidden_offer(spec).refusal):
@@ -72,8 +90,19 @@ class UnitPool:
         return cls(
             limits.num_units, num_layers=spec.num_layers, block_size=limits.block_size, num_kv_heads=spec.num_kv_heads,
             head_dim=spec.head_dim, dtype=like.dtype, device=like.device, scratch_blocks=scratch_blocks,
-            num_host_units=host_units,
+            num_host_units=host_units, int8=int8,
         )  # fmt: skip
+
+    def write(self, cells: Tensor, values: Tensor) -> None:
+        """Keep values [n, heads, d] in cells [n], which may be wider if they are not of 8 bits."""
+        if self.int8 is not None:
+            self.int8.write(cells, values)
+        else:
+            self.cells[:, : values.shape[1:].numel()].index_copy_(0, cells, values.flatten(1))
+
+    def read(self, slices: Tensor) -> Tensor:
+        """What slices [n] hold, in `dtype`: [n, block_size * kv_heads * head_dim]."""
+        return self.slices.index_select(0, slices) if self.int8 is None else self.int8.read(slices, self.dtype)
 
     def slice_ids(self, entries: np.ndarray) -> Tensor:
         """Table entries [n] -> slice ids [layers, n] on the device."""

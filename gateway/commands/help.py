@@ -46,6 +46,7 @@ FLAGS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "offload_weights",
             "offload_dir",
             "swap_space",
+            "kv_cache_dtype",
             "hidden_cache",
             "enable_prefix_caching",
         ),

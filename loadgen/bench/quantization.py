@@ -1,4 +1,5 @@
-"""`--quantization int8` beside none: how far its distributions are from float32's, and what steps take, in alternation.
+"""Eight bits beside sixteen: `--quantization int8`, `--kv-cache-dtype int8`. How far their distributions are from
+float32's, and what steps take, in alternation.
 
 Divergence is KL(float32 || other) of the next token, teacher-forced, by torch's path: over texts that the demo model
 knows, and over random tokens with random weights. Steps are those of the runner that `tidemill serve` would use, one
@@ -6,8 +7,10 @@ model of random weights for each arm in this process, so that a busy machine is 
 """
 
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +22,7 @@ from engine.config import EngineConfig
 from engine.models.checkpoint import load_weights
 from engine.models.decoder import Decoder
 from engine.models.heads import Heads
+from engine.models.int8_cells import dequantize, quantize
 from engine.models.linear import MakeLinear, make_linear
 from engine.models.quantized import make_quantized
 from engine.models.spec import ModelSpec, load_spec
@@ -31,8 +35,15 @@ from predictor.sweep import StepShape
 CONTEXT, ROUNDS, DRAWN = 192, 15, 300
 SHAPES = {
     **{f"{rows} decodes": StepShape(rows, CONTEXT) for rows in (1, 4, 8, 16)},
+    "16 of 1024": StepShape(16, 1024),
     "prefill 512": StepShape(chunks=((0, 512),)),
 }
+STEPS: dict[str, dict[str, Any]] = {
+    "bfloat16": {},
+    "int8 layers": {"quantization": "int8"},
+    "int8 cache": {"kv_cache_dtype": "int8"},
+}
+BLOCKS = 1200  # of KV: room for the longest shape
 QUESTIONS = (
     "What is the capital of France?",
     "What is TTFT?",
@@ -42,14 +53,25 @@ QUESTIONS = (
 )
 
 
-def logits_of(spec: ModelSpec, weights: ModelWeights, ids: list[int]) -> Tensor:
-    """Logits [length, vocab] of one sequence, without a cache."""
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """Weights, and whether K and V are kept in 8 bits."""
+
+    weights: ModelWeights
+    int8_cache: bool = False
+
+
+def logits_of(spec: ModelSpec, weights: ModelWeights, ids: list[int], *, int8_cache: bool = False) -> Tensor:
+    """Logits [length, vocab] of one sequence, whose K and V are kept as a cache of 8 bits has them, or as they are."""
     heads, decoder = Heads(spec, weights, len(ids)), Decoder(spec, weights)
     positions = torch.arange(len(ids))
     rotary = heads.rotary(positions)
 
     def attend(_index: int, layer: LayerWeights, x: Tensor) -> Tensor:
-        q, k, v = (part.transpose(0, 1).unsqueeze(0) for part in heads.qkv(layer, x, rotary))
+        q, k, v = heads.qkv(layer, x, rotary)
+        if int8_cache:
+            k, v = (dequantize(*quantize(part), part.dtype) for part in (k, v))
+        q, k, v = (part.transpose(0, 1).unsqueeze(0) for part in (q, k, v))
         mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return mixed.squeeze(0).transpose(0, 1).reshape(len(x), -1)
 
@@ -71,10 +93,11 @@ def answers(folder: Path, spec: ModelSpec, weights: ModelWeights) -> list[list[i
     return texts
 
 
-def divergences(spec: ModelSpec, exact: ModelWeights, other: ModelWeights, texts: list[list[int]]) -> str:
+def divergences(spec: ModelSpec, exact: ModelWeights, other: Arm, texts: list[list[int]]) -> str:
     kl, same = [], []
     for ids in texts:
-        p, q = (logits_of(spec, weights, ids).double().log_softmax(-1) for weights in (exact, other))
+        arms = (Arm(exact), other)
+        p, q = (logits_of(spec, arm.weights, ids, int8_cache=arm.int8_cache).double().log_softmax(-1) for arm in arms)
         kl.append((p.exp() * (p - q)).sum(-1))
         same.append((p.argmax(-1) == q.argmax(-1)).double())
     every, equal = torch.cat(kl), torch.cat(same)
@@ -93,31 +116,39 @@ def show_divergence(name: str, folder: Path, load_format: str) -> None:
         texts = [[int(token) for token in ids]]
     else:
         texts = answers(folder, spec, exact)
-    arms = {"bfloat16": load("bfloat16", make_linear), "int8 in float32": load("float32", make_quantized)}
-    arms["int8 in bfloat16"] = load("bfloat16", make_quantized)
-    for arm, weights in arms.items():
-        print(f"{name:24} {arm:18} {divergences(spec, exact, weights, texts)}", flush=True)
+    plain = load("bfloat16", make_linear)
+    arms = {
+        "bfloat16": Arm(plain),
+        "int8 in float32": Arm(load("float32", make_quantized)),
+        "int8 in bfloat16": Arm(load("bfloat16", make_quantized)),
+        "float32, int8 cache": Arm(exact, int8_cache=True),
+        "bfloat16, int8 cache": Arm(plain, int8_cache=True),
+    }
+    for title, arm in arms.items():
+        print(f"{name:24} {title:20} {divergences(spec, exact, arm, texts)}", flush=True)
 
 
 def show_steps(folder: Path) -> None:
     arms = {}
-    for quantization in ("none", "int8"):
+    for name, flags in STEPS.items():
         config = EngineConfig(
-            model=str(folder), device="cpu", load_format="dummy", quantization=quantization, num_gpu_blocks_override=400
+            model=str(folder), device="cpu", load_format="dummy", num_gpu_blocks_override=BLOCKS, **flags
         )
         runner, plan = build_runner(config, plan_launch(config))
-        arms[quantization] = ShapeRunner(runner, plan.limits, plan.spec.vocab_size)
-        print(f"{quantization}: {plan.precision}, kernels {plan.kernels}, weights {plan.weight_bytes / 2**20:.0f} MiB")
-    print(f"{'step':16} {'none ms':>9} {'int8 ms':>9} {'times as fast':>14}   medians of {ROUNDS} pairs")
+        arms[name] = ShapeRunner(runner, plan.limits, plan.spec.vocab_size)
+        print(f"{name}: {plan.precision}, kernels {plan.kernels}, weights {plan.weight_bytes / 2**20:.0f} MiB")
+    others = list(arms)[1:]
+    print(f"{'step':16}" + "".join(f" {name + ' ms':>14}" for name in arms) + f"   times as fast: {', '.join(others)}")
     for name, shape in SHAPES.items():
-        pairs = [[arm.measure(shape) for arm in arms.values()] for _ in range(ROUNDS + 1)][1:]
-        before, after = (median(pair[index] for pair in pairs) * 1e3 for index in (0, 1))
-        print(f"{name:16} {before:9.1f} {after:9.1f} {median(a / b for a, b in pairs):14.2f}", flush=True)
+        rounds = [[arm.measure(shape) for arm in arms.values()] for _ in range(ROUNDS + 1)][1:]
+        times = [median(each[index] for each in rounds) * 1e3 for index in range(len(arms))]
+        faster = [median(each[0] / each[index] for each in rounds) for index in range(1, len(arms))]
+        print(f"{name:16}" + "".join(f" {ms:14.1f}" for ms in times) + "   " + ", ".join(f"{x:.2f}" for x in faster))
 
 
 def main(_argv: list[str] | None = None) -> None:
     print(f"quantization: {describe()}")
-    print(f"{'KL to float32, nats':24} {'':18} {'mean':>9} {'largest':>9} {'same top':>9} {'tokens':>8}", flush=True)
+    print(f"{'KL to float32, nats':24} {'':20} {'mean':>9} {'largest':>9} {'same top':>9} {'tokens':>8}", flush=True)
     show_divergence("demo model", resolve_model(EngineConfig()), "auto")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

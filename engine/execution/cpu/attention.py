@@ -144,16 +144,15 @@ class PagedAttention:
         the pool, whose cells may be wider than this layer's."""
         if self._written is not None:
             k, v = k.index_select(0, self._written), v.index_select(0, self._written)
-        cells = self._pool.cells
-        cells[:, : k.shape[1:].numel()].index_copy_(0, self._k_cells[layer], k.flatten(1))
-        cells[:, : v.shape[1:].numel()].index_copy_(0, self._v_cells[layer], v.flatten(1))
+        self._pool.write(self._k_cells[layer], k)
+        self._pool.write(self._v_cells[layer], v)
         outputs = [self._attend(group, layer, q, k, v, manner) for group in self._groups]
         if self._absorbed is not None:
             outputs.append(self._absorbed(layer, q))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def _attend(self, group: _Group, layer: int, q: Tensor, k: Tensor, v: Tensor, manner: Manner) -> Tensor:
-        gathered = self._pool.slices.index_select(0, group.slices[layer])
+        gathered = self._pool.read(group.slices[layer])
         cells = gathered.view(len(group.positions), 2, group.num_keys, -1)
         keys, values = (_heads_of(cells[:, index], x.shape[1:]) for index, x in enumerate((k, v)))
         bias, q = self._bias(group, manner.window), q[group.first : group.last]

@@ -85,7 +85,7 @@ class CpuBackend:
         if config.cpu_kernels == "torch":
             return plan, _by_torch(plan)
         int8 = plan.quantization != "none"
-        native = start(torch.get_num_threads(), torch_dtype(plan.dtype), int8=int8)
+        native = start(torch.get_num_threads(), torch_dtype(plan.dtype), int8=int8, int8_cache=plan.int8_cache)
         if isinstance(native, str):
             say(f"steps run by torch's own operators: {native}{openmp.after_all(config, os.environ)}")
             return plan, _by_torch(plan)
@@ -101,13 +101,17 @@ class CpuBackend:
         say: Callable[[str], None],
     ) -> tuple[Runner[Any], LaunchPlan]:
         if isinstance(weights, TransformersModel):
-            device = TransformersDevice(weights, plan.limits, host_units=plan.host_units)
-            return Runner(device), replace(plan, threads=torch.get_num_threads())
+            foreign = TransformersDevice(weights, plan.limits, host_units=plan.host_units)
+            return Runner(foreign), replace(plan, threads=torch.get_num_threads())
         decoder, hidden, host = Decoder(plan.own, weights), plan.scratch_blocks, plan.host_units
+        int8 = plan.int8_cache
         if not isinstance(weights.head, NativeLinear):
-            return Runner(TorchDevice(decoder, plan.limits, scratch_blocks=hidden, host_units=host)), plan
+            device = TorchDevice(decoder, plan.limits, scratch_blocks=hidden, host_units=host, int8_cache=int8)
+            return Runner(device), plan
         native = weights.head.native
-        runner = NativeRunner(NativeDevice(decoder, native, plan.limits, scratch_blocks=hidden, host_units=host))
+        runner = NativeRunner(
+            NativeDevice(decoder, native, plan.limits, scratch_blocks=hidden, host_units=host, int8_cache=int8)
+        )
         most = native.team.threads
         if config.threads is not None or most == 1 or config.profile_seconds <= 0:
             return runner, replace(plan, threads=most)

@@ -48,12 +48,21 @@ class PoolDevice:
 
 class TorchDevice(PoolDevice):
     """`scratch_blocks`: blocks of hidden state that one step may read or write; 0 refuses them altogether.
-    `host_units`: units of the host tier. Raises ConfigError for scratch where the model's hidden state is no use."""
+    `host_units`: units of the host tier. `int8_cache`: K and V are kept in 8 bits. Raises ConfigError for scratch where
+    the model's hidden state is no use."""
 
-    def __init__(self, decoder: Decoder, limits: Limits, *, scratch_blocks: int = 0, host_units: int = 0) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        limits: Limits,
+        *,
+        scratch_blocks: int = 0,
+        host_units: int = 0,
+        int8_cache: bool = False,
+    ) -> None:
         spec, weights = decoder.spec, decoder.weights
         super().__init__(
-            UnitPool.of(spec, limits, weights.embedding, scratch_blocks, host_units),
+            UnitPool.of(spec, limits, weights.embedding, scratch_blocks, host_units, int8=int8_cache),
             RowTable(limits, hidden=scratch_blocks > 0),
         )
         self._decoder = decoder

@@ -47,8 +47,8 @@ class Swapper:
     def __init__(self, pool: UnitPool, kernels: Kernels, lane: Lane, transfers: Lane) -> None:
         self._pool, self._kernels, self._lane, self._transfers = pool, kernels, lane, transfers
         size = pool.units.shape[1]
-        count = staging_units(len(pool.host_units), size * pool.dtype.itemsize)
-        staging = torch.zeros((count, size), dtype=pool.dtype, device=pool.device)
+        count = staging_units(len(pool.host_units), pool.units[:1].nbytes)
+        staging = torch.zeros((count, size), dtype=pool.units.dtype, device=pool.device)
         self._halves = deque(_Half(units, lane.mark()) for units in staging.chunk(_HALVES) if len(units))
 
     def swap_out(self, pairs: IntArray) -> None:

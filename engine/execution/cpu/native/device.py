@@ -27,9 +27,16 @@ class NativeDevice(TorchDevice):
     """As `TorchDevice`, on the CPU; `native` are the library and its threads."""
 
     def __init__(
-        self, decoder: Decoder, native: Native, limits: Limits, *, scratch_blocks: int = 0, host_units: int = 0
+        self,
+        decoder: Decoder,
+        native: Native,
+        limits: Limits,
+        *,
+        scratch_blocks: int = 0,
+        host_units: int = 0,
+        int8_cache: bool = False,
     ) -> None:
-        super().__init__(decoder, limits, scratch_blocks=scratch_blocks, host_units=host_units)
+        super().__init__(decoder, limits, scratch_blocks=scratch_blocks, host_units=host_units, int8_cache=int8_cache)
         length = limits.max_model_len
         self._native = NativeModel(native, decoder.spec, decoder.weights, self.pool, self.rows, length)
 

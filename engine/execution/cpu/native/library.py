@@ -22,7 +22,7 @@ from engine.execution.cpu.native import LIBRARY, is_built
 
 logger = logging.getLogger(__name__)
 
-_ABI = 3
+_ABI = 4
 _ERROR_BYTES = 256
 
 
@@ -86,6 +86,7 @@ class Shape(Structure):
         *((name, c_int64) for name in ("block_size", "pool_units", "num_rows", "max_blocks", "max_positions")),
         ("max_tokens", c_int64),
         ("max_samples", c_int64),
+        ("int8_cache", c_int64),
         ("level", c_int32),
         ("type", c_int32),
         ("scale", c_float),

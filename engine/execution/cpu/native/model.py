@@ -152,6 +152,7 @@ class NativeModel:
             max_positions=min(self._max_model_len, rows.tokens.shape[1]),
             max_tokens=self._max_tokens,
             max_samples=self._max_samples,
+            int8_cache=int(pool.int8 is not None),
             level=self._level,
             type=TYPES[self._dtype],
             scale=spec.head_dim**-0.5,

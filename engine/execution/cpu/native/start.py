@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 _LENGTH = 44  # tokens: a tile of queries, some short chunks, decodes
 _CUTS = (33, 4, 1, 1, 5)
+_INT8_ERROR = 0.03  # root mean square of logits near 1 that 8 bits of K and V may cost
 _CONFIG = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -42,9 +43,16 @@ _CONFIG = {
 }
 
 
-def start(threads: int, dtype: torch.dtype, found: Library | str | None = None, *, int8: bool = False) -> Native | str:
+def start(
+    threads: int,
+    dtype: torch.dtype,
+    found: Library | str | None = None,
+    *,
+    int8: bool = False,
+    int8_cache: bool = False,
+) -> Native | str:
     """The library at the best level for models of this type, or why steps run by torch. `found`: as `load` gives it;
-    `int8`: layers on integers are asked for, too."""
+    `int8`: layers on integers are asked for, too; `int8_cache`: a pool of 8 bits is."""
     library = load() if found is None else found
     if isinstance(library, str):
         return library
@@ -53,25 +61,27 @@ def start(threads: int, dtype: torch.dtype, found: Library | str | None = None, 
         native = Native(library, level, team)
         if native.level_for(dtype) != level:
             continue
-        wrong = self_test(native, dtype) or (int8_test(native, dtype) if int8 else "")
+        wrong = self_test(native, dtype)
+        wrong = wrong or (self_test(native, dtype, int8_cache=True) if int8_cache else "")
+        wrong = wrong or (int8_test(native, dtype) if int8 else "")
         if not wrong:
             return native
         logger.warning("native kernels of level %s are not used: %s", level.name, wrong)
     return "the native kernels fail their test on this processor"
 
 
-def self_test(native: Native, dtype: torch.dtype) -> str:
+def self_test(native: Native, dtype: torch.dtype, *, int8_cache: bool = False) -> str:
     """Run a small model in chunks and compare its logits with torch's. What is wrong, or an empty string."""
     spec = spec_from_config(_CONFIG)
     weights = build_weights(spec, DummyTensors(0, torch.float32, torch.device("cpu")))
     ids = np.random.default_rng(0).integers(0, spec.vocab_size, _LENGTH)
     try:
-        logits = _by_chunks(native, spec, _typed(native, spec, dtype), ids, dtype)
+        logits = _by_chunks(native, spec, _typed(native, spec, dtype), ids, dtype, int8_cache)
     except (StepError, ConfigError) as problem:
         return str(problem)
     expected = _by_torch(spec, weights, ids)[np.cumsum(_CUTS) - 1]
     error = float((logits - expected).square().mean().sqrt())
-    allowed = 2.0 * float(torch.finfo(dtype).eps) * 8 + 1e-5
+    allowed = 2.0 * float(torch.finfo(dtype).eps) * 8 + (_INT8_ERROR if int8_cache else 1e-5)
     return "" if error <= allowed else f"logits are {error:.1e} beside those of torch"
 
 
@@ -95,7 +105,9 @@ def _typed(native: Native, spec: ModelSpec, dtype: torch.dtype) -> ModelWeights:
     return build_weights(spec, Rounded(0, torch.float32, torch.device("cpu")), native.linear)
 
 
-def _by_chunks(native: Native, spec: ModelSpec, weights: ModelWeights, ids: np.ndarray, dtype: torch.dtype) -> Tensor:
+def _by_chunks(
+    native: Native, spec: ModelSpec, weights: ModelWeights, ids: np.ndarray, dtype: torch.dtype, int8_cache: bool
+) -> Tensor:
     block_size = 16
     blocks = -(-_LENGTH // block_size)
     pool = UnitPool(
@@ -106,6 +118,7 @@ def _by_chunks(native: Native, spec: ModelSpec, weights: ModelWeights, ids: np.n
         head_dim=spec.head_dim,
         dtype=dtype,
         device=torch.device("cpu"),
+        int8=int8_cache,
     )
     rows = RowTable(Limits(1, _LENGTH, _LENGTH, 2 * blocks, block_size))
     rows.tokens[0, :_LENGTH], rows.num_blocks[0] = ids, blocks

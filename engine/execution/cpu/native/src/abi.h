@@ -5,7 +5,7 @@
 
 #include <stdint.h>
 
-#define TM_ABI 3
+#define TM_ABI 4
 
 enum tm_level : int32_t { TM_AVX2, TM_AVX512, TM_BF16, TM_AMX, TM_LEVELS };
 enum tm_type : int32_t { TM_FLOAT32, TM_FLOAT16, TM_BFLOAT16 };
@@ -20,6 +20,7 @@ struct tm_shape {
     int64_t heads, kv_heads, head_dim, rotary_dim, hidden, layers, vocab;
     int64_t block_size, pool_units, num_rows, max_blocks, max_positions;
     int64_t max_tokens, max_samples;
+    int64_t int8_cache;  // whether the pool holds K and V in 8 bits with scales, 0 or 1; else in the model's type
     int32_t level, type;
     float scale, rotary_scaling;
     const float *inverse_frequencies;  // [rotary_dim / 2]

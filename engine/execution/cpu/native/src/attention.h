@@ -1,14 +1,8 @@
-// Attention to the blocks of the pool, in float; included behind linear.h. T is the type of the pool, S of activations.
+// Attention to the blocks of the pool, in float; included behind linear.h. T is the model's type, S of activations, C of the
+// pool: T, or int8_t with scales.
 
-template <class T, class S> struct Attention {
+template <class T, class S, class C = T> struct Attention {
     static constexpr int64_t W = Vec::W;
-
-    // The keys or values of one token of a request, all KV heads.
-    static const T *cell(const View &view, const int64_t *table, int64_t layer, int64_t token) {
-        const tm_shape &s = *view.shape;
-        const int64_t slice = table[token / s.block_size] * s.layers + layer;
-        return (const T *)view.pool + (slice * s.block_size + token % s.block_size) * s.kv_heads * s.head_dim;
-    }
 
     static void prefetch(const void *p, int64_t bytes) {
         for (int64_t i = 0; i < bytes; i += 64) _mm_prefetch((const char *)p + i, _MM_HINT_T0);
@@ -17,7 +11,7 @@ template <class T, class S> struct Attention {
     // ---- one query and all of its heads
 
     // Dot products of G heads' queries [G][padded] with the keys of W tokens; scores [G][SPLIT].
-    template <int G> static void score(const float *q, int64_t padded, const T *const *keys, int64_t dim, float *scores, Vec scale, int64_t live) {
+    template <int G> static void score(const float *q, int64_t padded, const C *const *keys, int64_t dim, float *scores, Vec scale, int64_t live) {
         Vec products[G][W];
         for (int64_t j = 0; j < W; j++) {
             Vec a[G];
@@ -32,7 +26,7 @@ template <class T, class S> struct Attention {
     }
 
     // Adds the values of `count` tokens, weighted: to [G][padded], N vectors from `d` on.
-    template <int G, int N> static void gather(const float *weights, const T *const *values, int64_t count, int64_t d, int64_t dim, float *to, int64_t padded) {
+    template <int G, int N> static void gather(const float *weights, const C *const *values, int64_t count, int64_t d, int64_t dim, float *to, int64_t padded) {
         Vec a[G][N];
         for (int g = 0; g < G; g++)
             for (int n = 0; n < N; n++) a[g][n] = load(to + g * padded + d + n * W);
@@ -44,7 +38,7 @@ template <class T, class S> struct Attention {
         for (int g = 0; g < G; g++)
             for (int n = 0; n < N; n++) store(to + g * padded + d + n * W, a[g][n]);
     }
-    template <int G> static void gather_all(const float *weights, const T *const *values, int64_t count, int64_t dim, float *to, int64_t padded) {
+    template <int G> static void gather_all(const float *weights, const C *const *values, int64_t count, int64_t dim, float *to, int64_t padded) {
         constexpr int N = Vec::W == 16 ? 4 : 2;
         int64_t d = 0;
         for (; d + (N - 1) * W < dim; d += N * W) gather<G, N>(weights, values, count, d, dim, to, padded);
@@ -67,24 +61,29 @@ template <class T, class S> struct Attention {
     static void decode(const View &view, const tm_op &op, const Piece &piece, char *scratch) {
         const tm_shape &s = *view.shape;
         const Chunk &chunk = view.chunks[piece.chunk];
-        const int64_t dim = s.head_dim, padded = round_up(dim, 16), group = s.heads / s.kv_heads, bytes = s.kv_heads * dim * int64_t(sizeof(T));
+        const int64_t dim = s.head_dim, padded = round_up(dim, 16), group = s.heads / s.kv_heads, bytes = s.kv_heads * dim * int64_t(sizeof(C));
         const int64_t token = chunk.first + piece.query, keys = piece.keys;
+        const Cells<C> pool(view);
         float *scores = (float *)scratch, *to = scores + s.heads * SPLIT, *q = to + s.heads * padded;
         const S *from = (const S *)op.in + token * op.in_stride;
         memset(to, 0, size_t(s.heads * padded) * 2 * sizeof(float));
         for (int64_t h = 0; h < s.heads; h++)
             for (int64_t d = 0; d < dim; d += W) store(q + h * padded + d, get(from + h * dim + d, dim - d));
-        const T *cells[W];
+        const C *cells[W];
+        float scales[W];
         for (int64_t i = 0; i < keys; i += W) {
             const int64_t live = least(W, keys - i);
-            for (int64_t j = 0; j < W; j++) cells[j] = cell(view, chunk.k_table, op.layer, piece.key + i + least(j, live - 1));
+            for (int64_t j = 0; j < W; j++) cells[j] = pool.values(chunk.k_table, op.layer, piece.key + i + least(j, live - 1));
             if (i + W < keys)
-                for (int64_t j = 0; j < least(W, keys - i - W); j++) prefetch(cell(view, chunk.k_table, op.layer, piece.key + i + W + j), bytes);
-            for (int64_t kv = 0; kv < s.kv_heads; kv++, advance(cells, dim))
+                for (int64_t j = 0; j < least(W, keys - i - W); j++) prefetch(pool.values(chunk.k_table, op.layer, piece.key + i + W + j), bytes);
+            for (int64_t kv = 0; kv < s.kv_heads; kv++, advance(cells, dim)) {
+                for (int64_t j = 0; Cells<C>::SCALED && j < W; j++) scales[j] = pool.scale(chunk.k_table, op.layer, piece.key + i + least(j, live - 1), kv);
+                const Vec scale = Cells<C>::SCALED ? mul(set(s.scale), load(scales)) : set(s.scale);
                 for (int64_t g = 0; g < group; g += 4) {
                     const int64_t h = kv * group + g;
-                    score_heads(least(4, group - g), q + h * padded, padded, cells, dim, scores + h * SPLIT + i, set(s.scale), live);
+                    score_heads(least(4, group - g), q + h * padded, padded, cells, dim, scores + h * SPLIT + i, scale, live);
                 }
+            }
         }
         float top[4], total[4];
         for (int64_t kv = 0; kv < s.kv_heads; kv++)
@@ -93,19 +92,23 @@ template <class T, class S> struct Attention {
                 for (int64_t i = 0; i < heads; i++) top[i] = softmax(scores + (h + i) * SPLIT, keys, total[i]);
                 for (int64_t i = 0; i < keys; i += W) {
                     const int64_t live = least(W, keys - i);
-                    for (int64_t j = 0; j < live; j++) cells[j] = cell(view, chunk.v_table, op.layer, piece.key + i + j) + kv * dim;
+                    for (int64_t j = 0; j < live; j++) cells[j] = pool.values(chunk.v_table, op.layer, piece.key + i + j) + kv * dim;
+                    for (int64_t j = 0; Cells<C>::SCALED && j < live; j++) {
+                        const float scale = pool.scale(chunk.v_table, op.layer, piece.key + i + j, kv);
+                        for (int64_t n = h; n < h + heads; n++) scores[n * SPLIT + i + j] *= scale;
+                    }
                     if (kv == 0 && g == 0 && i + W < keys)
-                        for (int64_t j = 0; j < least(W, keys - i - W); j++) prefetch(cell(view, chunk.v_table, op.layer, piece.key + i + W + j), bytes);
+                        for (int64_t j = 0; j < least(W, keys - i - W); j++) prefetch(pool.values(chunk.v_table, op.layer, piece.key + i + W + j), bytes);
                     gather_heads(heads, scores + h * SPLIT + i, cells, live, dim, to + h * padded, padded);
                 }
                 for (int64_t i = 0; i < heads; i++) finish(view, op, piece, token, h + i, top[i], total[i], to + (h + i) * padded);
             }
     }
 
-    static void advance(const T **cells, int64_t by) {
+    static void advance(const C **cells, int64_t by) {
         for (int64_t j = 0; j < W; j++) cells[j] += by;
     }
-    static void score_heads(int64_t heads, const float *q, int64_t padded, const T *const *keys, int64_t dim, float *scores, Vec scale, int64_t live) {
+    static void score_heads(int64_t heads, const float *q, int64_t padded, const C *const *keys, int64_t dim, float *scores, Vec scale, int64_t live) {
         switch (heads) {
             case 1: return score<1>(q, padded, keys, dim, scores, scale, live);
             case 2: return score<2>(q, padded, keys, dim, scores, scale, live);
@@ -113,7 +116,7 @@ template <class T, class S> struct Attention {
             default: return score<4>(q, padded, keys, dim, scores, scale, live);
         }
     }
-    static void gather_heads(int64_t heads, const float *weights, const T *const *values, int64_t count, int64_t dim, float *to, int64_t padded) {
+    static void gather_heads(int64_t heads, const float *weights, const C *const *values, int64_t count, int64_t dim, float *to, int64_t padded) {
         switch (heads) {
             case 1: return gather_all<1>(weights, values, count, dim, to, padded);
             case 2: return gather_all<2>(weights, values, count, dim, to, padded);
@@ -184,25 +187,33 @@ template <class T, class S> struct Attention {
     // Keys [key, key + TILE_KEYS) of one head, turned: to [padded][TILE_KEYS], zero behind the last one.
     static void turn_keys(const View &view, const tm_op &op, const Chunk &chunk, int64_t head, int64_t key, int64_t keys, int64_t padded, float *to) {
         const int64_t dim = view.shape->head_dim;
+        const Cells<C> pool(view);
         for (int64_t i = 0; i < TILE_KEYS; i += W) {
-            const T *from[W] = {};
-            for (int64_t j = 0; j < W && i + j < keys; j++) from[j] = cell(view, chunk.k_table, op.layer, key + i + j) + head * dim;
+            const C *from[W] = {};
+            Vec scale[W];
+            for (int64_t j = 0; j < W && i + j < keys; j++) {
+                from[j] = pool.values(chunk.k_table, op.layer, key + i + j) + head * dim;
+                scale[j] = set(pool.scale(chunk.k_table, op.layer, key + i + j, head));
+            }
             for (int64_t d = 0; d < padded; d += W) {
                 Vec v[W];
-                for (int64_t j = 0; j < W; j++) v[j] = i + j < keys && d < dim ? get(from[j] + d, dim - d) : zero();
+                for (int64_t j = 0; j < W; j++) v[j] = i + j < keys && d < dim ? scaled(get(from[j] + d, dim - d), scale[j]) : zero();
                 transpose(v);
                 for (int64_t j = 0; j < W; j++) store(to + (d + j) * TILE_KEYS + i, v[j]);
             }
         }
     }
+    static Vec scaled(Vec a, Vec scale) { return Cells<C>::SCALED ? mul(a, scale) : a; }
     // Whether all of them are finite.
     static bool copy_values(const View &view, const tm_op &op, const Chunk &chunk, int64_t head, int64_t key, int64_t keys, int64_t padded, float *to) {
         const int64_t dim = view.shape->head_dim;
+        const Cells<C> pool(view);
         Vec zeros = zero();
         for (int64_t j = 0; j < keys; j++) {
-            const T *from = cell(view, chunk.v_table, op.layer, key + j) + head * dim;
+            const C *from = pool.values(chunk.v_table, op.layer, key + j) + head * dim;
+            const Vec scale = set(pool.scale(chunk.v_table, op.layer, key + j, head));
             for (int64_t d = 0; d < padded; d += W) {
-                const Vec v = d < dim ? get(from + d, dim - d) : zero();
+                const Vec v = d < dim ? scaled(get(from + d, dim - d), scale) : zero();
                 zeros = fma(v, zero(), zeros);
                 store(to + j * padded + d, v);
             }

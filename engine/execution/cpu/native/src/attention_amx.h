@@ -3,8 +3,11 @@
 // S^T = K Q^T needs no packing of K, and its exponentials, in pairs of keys, are the right operand of O^T = V^T P^T. A
 // column is one query and head, 32 at a time; V is turned once for all of them.
 
-struct AmxAttention {
-    using Plain = Attention<bf16, bf16>;
+// Keys of 8 bits are made bfloat16 first, those of a round of keys at once.
+
+template <class C> struct AmxAttention {
+    using Plain = Attention<bf16, bf16, C>;
+    static constexpr bool SCALED = Cells<C>::SCALED;
     static constexpr int64_t COLUMNS = 32, KEYS = TILE_KEYS;
 
     // What is known of 32 columns so far. `out` [head_dim][32] lies behind it.
@@ -51,14 +54,29 @@ struct AmxAttention {
         memset(room.out, 0, size_t(dim * COLUMNS) * sizeof(float));
     }
 
-    static void score(const View &view, const tm_op &op, const Piece &piece, int64_t key, int64_t keys, int64_t end, const Room &room) {
+    // Keys [key, key + keys) of one head, to [KEYS][dim]; behind the end any, as they are masked.
+    static void widen_keys(const View &view, const tm_op &op, const Piece &piece, int64_t key, int64_t keys, int64_t end, bf16 *to) {
+        const Cells<C> pool(view);
+        const int64_t *table = view.chunks[piece.chunk].k_table, dim = pool.dim;
+        for (int64_t i = 0; i < keys; i++) {
+            const int64_t token = least(key + i, end - 1);
+            const C *from = pool.values(table, op.layer, token) + piece.kv_head * dim;
+            const Vec scale = set(pool.scale(table, op.layer, token, piece.kv_head));
+            for (int64_t d = 0; d < dim; d += Vec::W) store(to + i * dim + d, mul(load(from + d), scale));
+        }
+    }
+
+    // `widened`: the keys, if they are of 8 bits.
+    static void score(const View &view, const tm_op &op, const Piece &piece, int64_t key, int64_t keys, int64_t end, const Room &room, const bf16 *widened) {
         const tm_shape &s = *view.shape;
         const Chunk &chunk = view.chunks[piece.chunk];
-        const int64_t dim = s.head_dim, cell = s.kv_heads * dim * 2;
+        const Cells<C> pool(view);
+        const int64_t dim = s.head_dim, cell = (SCALED ? 1 : s.kv_heads) * dim * 2;
         for (int64_t i = 0; i < keys; i += 32) {
             const bf16 *k[2];
             for (int64_t j = 0; j < 2; j++)  // behind the end: any block, as it is masked
-                k[j] = Plain::cell(view, chunk.k_table, op.layer, least(key + i + 16 * j, (end - 1) / 16 * 16)) + piece.kv_head * dim;
+                if constexpr (SCALED) k[j] = widened + (i + 16 * j) * dim;
+                else k[j] = pool.values(chunk.k_table, op.layer, least(key + i + 16 * j, (end - 1) / 16 * 16)) + piece.kv_head * dim;
             _tile_zero(0);
             _tile_zero(1);
             _tile_zero(2);
@@ -107,6 +125,7 @@ struct AmxAttention {
     static bool turn_values(const View &view, const tm_op &op, const Piece &piece, int64_t key, int64_t keys, int64_t end, bf16 *turned) {
         const tm_shape &s = *view.shape;
         const Chunk &chunk = view.chunks[piece.chunk];
+        const Cells<C> pool(view);
         const __m512i exponent = _mm512_set1_epi32(0x7f80);
         __mmask16 wrong = 0;
         for (int64_t i = 0; i < keys; i += 16)
@@ -115,8 +134,10 @@ struct AmxAttention {
                 for (int64_t j = 0; j < 16; j++) {
                     r[j] = _mm512_setzero_si512();
                     if (key + i + j >= end) continue;
-                    const bf16 *from = Plain::cell(view, chunk.v_table, op.layer, key + i + j) + piece.kv_head * s.head_dim + d;
-                    r[j] = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)from));
+                    const C *from = pool.values(chunk.v_table, op.layer, key + i + j) + piece.kv_head * s.head_dim + d;
+                    if constexpr (SCALED)
+                        r[j] = _mm512_cvtepu16_epi32(narrow(mul(load(from), set(pool.scale(chunk.v_table, op.layer, key + i + j, piece.kv_head))).v));
+                    else r[j] = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)from));
                     wrong |= _mm512_cmpeq_epi32_mask(_mm512_and_si512(r[j], exponent), exponent);
                 }
                 transpose(r);
@@ -175,15 +196,16 @@ struct AmxAttention {
         const Chunk &chunk = view.chunks[piece.chunk];
         const int64_t dim = s.head_dim, groups = divide_up(piece.queries * (s.heads / s.kv_heads), COLUMNS);
         const int64_t first = chunk.start + piece.query, end = first + piece.queries;
-        bf16 *turned = (bf16 *)(scratch + groups * bytes_of_columns(dim));
+        bf16 *turned = (bf16 *)(scratch + groups * bytes_of_columns(dim)), *widened = turned + dim * KEYS;
         for (int64_t g = 0; g < groups; g++) begin(view, op, piece, g * COLUMNS, Room(scratch, g, dim));
         for (int64_t key = 0; key < end; key += KEYS) {
             const int64_t keys = least(KEYS, round_up(end - key, 32));
             // a share of zero does not hide a NaN from the queries that do not see it
             if (!turn_values(view, op, piece, key, keys, end, turned)) return Plain::tile(view, op, piece, scratch);
+            if constexpr (SCALED) widen_keys(view, op, piece, key, keys, end, widened);
             for (int64_t g = 0; g < groups; g++) {
                 const Room room(scratch, g, dim);
-                score(view, op, piece, key, keys, end, room);
+                score(view, op, piece, key, keys, end, room, widened);
                 for (int64_t half = 0; half < 2; half++) weigh(*room.columns, half, key, keys, first + 1, set(s.scale), room.out, dim);
                 gather(turned, keys, dim, room);
             }

@@ -1,4 +1,4 @@
-// Operations on rows of activations, for a model's type T and activations of type S (T or float); included behind functions.h.
+// Operations on rows of activations, for a model's type T and activations of type S (T or float); included behind cells.h.
 // They round where engine.execution.torch_ops rounds.
 
 template <class T, class S> struct Rows {
@@ -89,10 +89,11 @@ template <class T, class S> struct Rows {
         }
     }
 
-    static void rope_kv(const View &view, const tm_op &op, Span tokens) {
+    template <class C> static void rope_kv(const View &view, const tm_op &op, Span tokens) {
         const tm_shape &shape = *view.shape;
         const int64_t dim = shape.head_dim, half = shape.rotary_dim / 2, cell = shape.kv_heads * dim;
         const int64_t rotated = shape.heads + shape.kv_heads, layer = op.layer * shape.block_size;
+        const Cells<C> cells(view);
         for (int64_t t = tokens.first; t < tokens.last; t++) {
             S *heads = row(op.out, t, op.out_stride);
             const float *cos = (const float *)op.in + t * shape.rotary_dim;
@@ -102,12 +103,8 @@ template <class T, class S> struct Rows {
                 if (half) rotate(x, cos, cos + half, half);
             }
             const S *k = heads + shape.heads * dim, *v = k + cell;
-            T *k_cell = (T *)view.pool + (view.k_cells[t] + layer) * cell;
-            T *v_cell = (T *)view.pool + (view.v_cells[t] + layer) * cell;
-            for (int64_t i = 0; i < cell; i += Vec::W) {
-                put<T>(k_cell + i, get(k + i, cell - i), cell - i);
-                put<T>(v_cell + i, get(v + i, cell - i), cell - i);
-            }
+            cells.template write<T>(view.k_cells[t] + layer, k);
+            cells.template write<T>(view.v_cells[t] + layer, v);
         }
     }
 };

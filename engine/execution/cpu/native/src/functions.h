@@ -2,6 +2,7 @@
 
 inline Vec get(const float *p, int64_t left) { return left >= Vec::W ? load(p) : load_part(p, left); }
 inline Vec get(const bf16 *p, int64_t left) { return left >= Vec::W ? load(p) : load_part(p, left); }
+inline Vec get(const int8_t *p, int64_t left) { return left >= Vec::W ? load(p) : load_part(p, left); }
 inline Vec get(const f16 *p, int64_t left) { return left >= Vec::W ? load(p) : load_part(p, left); }
 
 // Rounds to the model's type T and stores as S: T itself, or float.

@@ -68,16 +68,21 @@ struct Best {
     int64_t *id;
 };
 
+// What writes and reads the pool, by its type.
+struct CacheKernels {
+    void (*rope_kv)(const View &, const tm_op &, Span tokens);
+    void (*attend_decode)(const View &, const tm_op &, const Piece &, char *scratch);
+    void (*attend_tile)(const View &, const tm_op &, const Piece &, char *scratch);
+};
+
 struct Kernels {
     const char *name;
     int64_t activation_bytes;
     void (*embed)(const View &, const tm_op &, Span tokens);
     void (*angles)(const View &, const tm_op &, Span tokens);
     void (*norm)(const View &, const tm_op &, Span rows);  // of samples for GATHER_NORM
-    void (*rope_kv)(const View &, const tm_op &, Span tokens);
+    CacheKernels cache[2];  // by tm_shape.int8_cache
     void (*linear)(const tm_op &, Span rows, Span panels, float *logits, int64_t logits_stride, Best best);
-    void (*attend_decode)(const View &, const tm_op &, const Piece &, char *scratch);
-    void (*attend_tile)(const View &, const tm_op &, const Piece &, char *scratch);
     void (*merge)(const View &, const tm_op &, Span tokens);
     void (*enter)();
     void (*leave)();

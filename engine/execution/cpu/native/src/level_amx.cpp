@@ -18,6 +18,7 @@ namespace tide {
 namespace {
 #include "vector_avx512.h"
 #include "functions.h"
+#include "cells.h"
 #include "elementwise.h"
 #include "epilogue.h"
 #include "linear_bf16.h"
@@ -28,7 +29,7 @@ namespace {
 }  // namespace
 
 const Kernels *amx_kernels(int32_t type) {
-    static const Kernels kernels = kernels_of_bf16("amx", linear_amx, AmxAttention::tile, enter_tiles, leave_tiles);
+    static const Kernels kernels = kernels_of_bf16<AmxAttention>("amx", linear_amx, enter_tiles, leave_tiles);
     return type == TM_BFLOAT16 ? &kernels : nullptr;
 }
 }  // namespace tide

@@ -11,6 +11,7 @@ namespace tide {
 namespace {
 #include "vector_avx2.h"
 #include "functions.h"
+#include "cells.h"
 #include "elementwise.h"
 #include "epilogue.h"
 #include "linear.h"

@@ -12,6 +12,7 @@ namespace tide {
 namespace {
 #include "vector_avx512.h"
 #include "functions.h"
+#include "cells.h"
 #include "elementwise.h"
 #include "epilogue.h"
 #include "linear.h"

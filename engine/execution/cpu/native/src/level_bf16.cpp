@@ -18,15 +18,17 @@ namespace tide {
 namespace {
 #include "vector_avx512.h"
 #include "functions.h"
+#include "cells.h"
 #include "elementwise.h"
 #include "epilogue.h"
 #include "linear_bf16.h"
 #include "attention.h"
 #include "level_of_bf16.h"
+template <class C> using PlainTiles = Attention<bf16, bf16, C>;
 }  // namespace
 
 const Kernels *bf16_kernels(int32_t type) {
-    static const Kernels kernels = kernels_of_bf16("bf16", linear_bf16, Attention<bf16, bf16>::tile, nullptr, nullptr);
+    static const Kernels kernels = kernels_of_bf16<PlainTiles>("bf16", linear_bf16, nullptr, nullptr);
     return type == TM_BFLOAT16 ? &kernels : nullptr;
 }
 }  // namespace tide

@@ -1,7 +1,19 @@
-// What levels that work on bfloat16 activations have in common.
+// What levels that work on bfloat16 activations have in common. Tile<C>: what takes tiles of queries.
 
-Kernels kernels_of_bf16(const char *name, decltype(Kernels::linear) linear, decltype(Kernels::attend_tile) tile, void (*enter)(), void (*leave)()) {
+template <template <class> class Tile> Kernels kernels_of_bf16(const char *name, decltype(Kernels::linear) linear, void (*enter)(), void (*leave)()) {
     using R = Rows<bf16, bf16>;
     using A = Attention<bf16, bf16>;
-    return {name, sizeof(bf16), R::embed, R::angles, R::norm, R::rope_kv, linear, A::decode, tile, A::merge, enter, leave};
+    using A8 = Attention<bf16, bf16, int8_t>;
+    return {
+        name,
+        sizeof(bf16),
+        R::embed,
+        R::angles,
+        R::norm,
+        {{R::rope_kv<bf16>, A::decode, Tile<bf16>::tile}, {R::rope_kv<int8_t>, A8::decode, Tile<int8_t>::tile}},
+        linear,
+        A::merge,
+        enter,
+        leave,
+    };
 }

@@ -61,6 +61,12 @@ inline __m128i narrow(__m256 f) {  // to the nearest, ties to even; NaN stays Na
 inline Vec load(const float *p) { return {_mm256_loadu_ps(p)}; }
 inline Vec load(const bf16 *p) { return {widen(_mm_loadu_si128((const __m128i *)p))}; }
 inline Vec load(const f16 *p) { return {_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p))}; }
+inline Vec load(const int8_t *p) { return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p)))}; }
+inline void store(int8_t *p, Vec a) {
+    const __m256i n = _mm256_cvtps_epi32(a.v);
+    const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(n), _mm256_extracti128_si256(n, 1));
+    _mm_storel_epi64((__m128i *)p, _mm_packs_epi16(words, words));
+}
 inline void store(float *p, Vec a) { _mm256_storeu_ps(p, a.v); }
 inline void store(bf16 *p, Vec a) { _mm_storeu_si128((__m128i *)p, narrow(a.v)); }
 inline void store(f16 *p, Vec a) { _mm_storeu_si128((__m128i *)p, _mm256_cvtps_ph(a.v, 8)); }

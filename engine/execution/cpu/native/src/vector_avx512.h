@@ -51,12 +51,16 @@ inline __m256i narrow(__m512 f) {  // to the nearest, ties to even; NaN stays Na
 inline Vec load(const float *p) { return {_mm512_loadu_ps(p)}; }
 inline Vec load(const bf16 *p) { return {widen(_mm256_loadu_si256((const __m256i *)p))}; }
 inline Vec load(const f16 *p) { return {_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p))}; }
+inline Vec load(const int8_t *p) { return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)))}; }
+inline Vec load_part(const int8_t *p, int64_t n) { return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_maskz_loadu_epi8(lanes(n), p)))}; }
 inline Vec load_part(const float *p, int64_t n) { return {_mm512_maskz_loadu_ps(lanes(n), p)}; }
 inline Vec load_part(const bf16 *p, int64_t n) { return {widen(_mm256_maskz_loadu_epi16(lanes(n), p))}; }
 inline Vec load_part(const f16 *p, int64_t n) { return {_mm512_cvtph_ps(_mm256_maskz_loadu_epi16(lanes(n), p))}; }
 inline void store(float *p, Vec a) { _mm512_storeu_ps(p, a.v); }
 inline void store(bf16 *p, Vec a) { _mm256_storeu_si256((__m256i *)p, narrow(a.v)); }
 inline void store(f16 *p, Vec a) { _mm256_storeu_si256((__m256i *)p, _mm512_cvtps_ph(a.v, 8)); }
+inline void store(int8_t *p, Vec a) { _mm_storeu_si128((__m128i *)p, _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(a.v))); }
+inline void store_part(int8_t *p, Vec a, int64_t n) { _mm_mask_storeu_epi8(p, lanes(n), _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(a.v))); }
 inline void store_part(float *p, Vec a, int64_t n) { _mm512_mask_storeu_ps(p, lanes(n), a.v); }
 inline void store_part(bf16 *p, Vec a, int64_t n) { _mm256_mask_storeu_epi16(p, lanes(n), narrow(a.v)); }
 inline void store_part(f16 *p, Vec a, int64_t n) { _mm256_mask_storeu_epi16(p, lanes(n), _mm512_cvtps_ph(a.v, 8)); }
