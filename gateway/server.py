@@ -10,6 +10,7 @@ import logging
 import os
 import signal
 import socket
+import sys
 import threading
 from types import FrameType
 
@@ -26,6 +27,7 @@ log = logging.getLogger("tidemill.gateway")
 KEEP_ALIVE_SECONDS = 30
 CLOSE_SECONDS = 2  # for connections to take their last bytes once the engine has ended everything
 LAST_SECONDS = 5.0  # after its drain a server ends, whatever hangs
+SWITCH_SECONDS = 0.001  # for which a thread that reads a large body may keep the event loop from the interpreter
 DEAD_ENGINE = 70
 """The exit code of a server whose engine is dead: whoever started it may start it again."""
 
@@ -60,6 +62,7 @@ class GatewayServer(uvicorn.Server):
             # no step goes on. Frozen, they are not looked at again.
             gc.collect()
             gc.freeze()
+            sys.setswitchinterval(SWITCH_SECONDS)
         self._loop = asyncio.get_running_loop()
         self._engine_watch = asyncio.create_task(self._watch_engine(), name="tidemill-engine-watch")
         if self._owns_process and threading.current_thread() is threading.main_thread():

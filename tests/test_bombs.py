@@ -14,18 +14,19 @@ import pytest_asyncio
 from batch_tools import FAST, check_ended, client_of, open_folder, submit, until
 from conftest import refuse_blocking
 from fake_engine import MODEL, FakeEngine, Served, say, serve
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
 from engine import chat_template, text
 from engine.text import Tokenizer
-from gateway.batch import input as batch_input
 from gateway.batch.input import check_input
-from gateway.generate import wire
-from gateway.generate.answering import INLINE_BYTES
-from gateway.http import json_size
-from gateway.http.json_size import LIMITS, JsonSize, count_json, too_much_json
+from gateway.generate import chat, wire
+from gateway.generate.answering import INLINE_BYTES, INLINE_PARTS
+from gateway.generate.messages import endpoint as messages
+from gateway.http import json_size, json_text
+from gateway.http.json_size import LIMITS, JsonSize, count_json
+from gateway.http.json_text import TooMuchJson, load_json
 from loadgen.bench import bombs
 
 one_loop = pytest.mark.asyncio(loop_scope="module")
@@ -60,25 +61,27 @@ class Work:
     inline_bytes: list[int] = field(default_factory=list)
     errors: list[int] = field(default_factory=list)
     read_chars: list[int] = field(default_factory=list)
+    inline_items: list[int] = field(default_factory=list)
 
     def check(self) -> None:
         for size in self.built:
             assert size.containers <= LIMITS.containers and size.strings <= LIMITS.strings
-            assert size.commas <= LIMITS.commas + LIMITS.containers + 1
+            assert size.commas <= LIMITS.commas + size.containers + 1
         assert all(number <= MOST_ERRORS for number in self.errors), self.errors
         assert all(size <= INLINE_BYTES for size in self.inline_bytes), self.inline_bytes
+        assert all(items <= INLINE_PARTS for items in self.inline_items), self.inline_items
         assert all(chars <= MOST_CHARS for chars in self.read_chars), self.read_chars
 
 
 class CountedJson:
     """In the place of a module's `orjson`."""
 
-    def __init__(self, work: Work, beside_the_loop: bool) -> None:
-        self._work, self._beside_the_loop = work, beside_the_loop
+    def __init__(self, work: Work) -> None:
+        self._work = work
         self.JSONDecodeError, self.dumps = orjson.JSONDecodeError, orjson.dumps
 
     def loads(self, raw: bytes) -> Any:
-        if self._beside_the_loop and threading.current_thread() is threading.main_thread():
+        if threading.current_thread() is threading.main_thread():
             self._work.inline_bytes.append(len(raw))
         value = orjson.loads(raw)
         self._work.built.append(size_of(value))
@@ -88,8 +91,24 @@ class CountedJson:
 @pytest.fixture
 def work(monkeypatch: pytest.MonkeyPatch) -> Work:
     work = Work()
-    for module, beside_the_loop in ((wire, True), (batch_input, False)):
-        monkeypatch.setattr(module, "orjson", CountedJson(work, beside_the_loop))
+    monkeypatch.setattr(json_text, "orjson", CountedJson(work))
+    read = chat._read
+
+    def read_beside(context: Any, body: Any) -> Any:
+        if threading.current_thread() is threading.main_thread():
+            work.inline_items.append(len(body.messages))
+        return read(context, body)
+
+    monkeypatch.setattr(chat, "_read", read_beside)
+    translate = messages.translate
+
+    def translate_beside(body: Any, template: str) -> Any:
+        translated = translate(body, template)
+        if threading.current_thread() is threading.main_thread():
+            work.inline_items.append(len(translated.chat.messages))
+        return translated
+
+    monkeypatch.setattr(messages, "translate", translate_beside)
     validate = BaseModel.model_validate.__func__  # type: ignore[attr-defined]
 
     def counted(cls: Any, body: Any) -> Any:
@@ -161,6 +180,7 @@ LINES = {name: bomb for name, bomb in ALL.items() if bomb.path in (bombs.CHAT, b
 def test_a_line_costs_its_reader_little(work: Work, name: str) -> None:
     bomb = LINES[name]
     report = check_input(io.BytesIO(as_line(bomb, bombs.MAX_BYTES)), bomb.path, 10, bombs.MAX_BYTES)
+    work.inline_bytes.clear()  # this reader is a process of its own
     work.check()
     assert {error.code for error in report.errors} <= {"invalid_request", "invalid_json_line"}
     assert {error.line for error in report.errors} <= {1}
@@ -174,6 +194,7 @@ async def test_lines_that_run_cost_little(served: Served, work: Work, path: str)
     valid = [raw for raw in lines if not check_input(io.BytesIO(raw), path, 10, bombs.MAX_BYTES).errors]
     valid = [raw for raw in valid if orjson.loads(raw)["body"]["model"] == MODEL]
     assert len(valid) >= 7
+    work.inline_bytes.clear()
     async with client_of(served) as client:
         batch = await until(client, (await submit(client, b"".join(valid), path)).id)
         assert batch.status == "completed", batch
@@ -196,29 +217,79 @@ json_values = st.recursive(
 )
 
 
+numbers = st.lists(st.integers(0, 99), max_size=12)
+values = st.recursive(
+    json_values | numbers | st.lists(numbers, max_size=6) | st.lists(numbers | st.integers(0, 9), max_size=6),
+    lambda children: st.lists(children, max_size=3) | st.dictionaries(st.text("a,", max_size=2), children, max_size=3),
+    max_leaves=6,
+)
+damage = st.none() | st.tuples(st.floats(0, 1), st.sampled_from([b"", *(bytes([c]) for c in b',[]{}" 1:\\')]))
+
+
+@pytest.fixture
+def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(json_size, "WINDOW_BYTES", 8)
+    monkeypatch.setattr(json_text, "PIECE_BYTES", 8)
+
+
 @given(json_values, st.integers(1, 40))
 def test_a_count_is_what_is_built(value: Any, window: int) -> None:
     raw = orjson.dumps(value)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(json_size, "WINDOW_BYTES", window)
-        found = count_json(raw, LIMITS)
+        found = json_size._Counter(raw, LIMITS).count().size
     built = size_of(orjson.loads(raw))
     assert (found.containers, found.strings) == (built.containers, built.strings)
-    assert found.commas <= built.commas <= found.commas + found.containers + 1
+    assert found.commas + found.numbers <= built.commas <= found.commas + found.numbers + found.containers + 1
+
+
+@given(values, st.booleans(), damage)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_what_is_read_in_pieces_is_what_one_reading_gives(
+    small_windows: None, value: Any, spaced: bool, damage: tuple[float, bytes] | None
+) -> None:
+    raw = bytearray(orjson.dumps(value, option=orjson.OPT_INDENT_2 if spaced else None))
+    if damage is not None:
+        place = int(damage[0] * len(raw))
+        raw[place : place + (not damage[1])] = damage[1]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(json_text, "count_json", lambda raw, limits: json_size._Counter(raw, limits).count())
+        try:
+            expected = orjson.loads(raw)
+        except orjson.JSONDecodeError:
+            with pytest.raises(orjson.JSONDecodeError):
+                load_json(raw)
+        else:
+            assert load_json(raw) == expected
+
+
+def test_token_ids_are_read_in_pieces(work: Work) -> None:
+    """However many there are, and beside text that looks like them."""
+    ids = list(range(100_000, 300_000))
+    body = {
+        "a": "[1,2,3," * 9000,
+        "b": ids,
+        "c": [ids[i : i + 300] for i in range(0, len(ids), 300)],
+        "d": [ids, [], [1]],
+    }
+    assert load_json(orjson.dumps(body)) == body
+    assert max(size.commas for size in work.built) < 2 * json_size.WINDOW_BYTES
 
 
 @pytest.mark.parametrize("unit", [b'\\"', b"\\\\", b"[{,", b'\\\\\\"[', b"\xc3\xa9,"])
 def test_text_may_hold_anything(unit: bytes) -> None:
     for tail in (b"", b"x", b"xy", b"xyz"):
         raw = b'{"a":"' + tail + unit * (bombs.MAX_BYTES // len(unit)) + b'"}'
-        assert too_much_json(raw) is None and count_json(raw, LIMITS) == (1, 2, 0)
+        assert json_size._Counter(raw, LIMITS).count() == ((1, 2, 0, 0), ())
+        assert count_json(raw).size.excess(LIMITS) is None
 
 
 def test_counting_ends_soon_after_a_limit() -> None:
-    limits = JsonSize(100, 100, 100)
-    for raw in (b"[]," * 10**6, b'"",' * 10**6, b"1," * 10**6):
-        assert max(count_json(raw, limits)) <= json_size.WINDOW_BYTES
-        assert (too_much_json(raw, limits) or "").startswith("100 ")
+    limits = JsonSize(100, 100, 100, 100)
+    for raw in (b"[]," * 10**6, b'"",' * 10**6, b"1," * 10**6, b"1.5," * 10**6):
+        assert max(count_json(raw, limits).size) <= json_size.WINDOW_BYTES
+        with pytest.raises(TooMuchJson, match="more than 100 "):
+            load_json(raw, limits)
 
 
 @pytest.mark.parametrize("body", [
@@ -226,7 +297,9 @@ def test_counting_ends_soon_after_a_limit() -> None:
     {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}] * 5}] * (wire.MAX_MESSAGES)},
     {"messages": [{"role": "user", "content": [{"type": "text", "text": "[{,\"" * 5000}]}] * 100},
     {"prompt": [list(range(70000, 74096))] * 128},
-], ids=["messages", "parts", "text", "token ids"])  # fmt: skip
+    {"input": [list(range(70000, 70300))] * 2048},
+    {"prompt": list(range(700_000))},
+], ids=["messages", "parts", "text", "token ids", "many short ids", "many token ids"])  # fmt: skip
 def test_what_people_send_is_not_too_much(body: Any) -> None:
     assert wire.parse_json(orjson.dumps(body)) == body
 

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, NamedTuple
 import orjson
 from anyio import to_process
 
-from gateway.http.json_size import too_much_json
+from gateway.http.json_text import TooMuchJson, load_json
 from gateway.store.objects import InputError, LineRef
 
 PREFIX_BYTES = 512
@@ -125,10 +125,10 @@ class InputChecker:
         if line.content is None:
             message = f"The line is longer than {self._max_line_bytes} bytes."
             return InputError("invalid_request", message, line.number)
-        if (excess := too_much_json(line.content)) is not None:
-            return InputError("invalid_request", f"The line holds more than {excess}.", line.number)
         try:
-            envelope = orjson.loads(line.content)
+            envelope = load_json(line.content)
+        except TooMuchJson as error:
+            return InputError("invalid_request", f"The line holds {error}.", line.number)
         except orjson.JSONDecodeError:
             return InputError("invalid_json_line", _why_not_json(line.content), line.number)
         if not isinstance(envelope, dict):

@@ -13,6 +13,7 @@ from typing import Any
 
 import orjson
 
+from gateway.http.json_text import load_json
 from gateway.store.disk import DiskFile, UnreadableError, read_errors, storage_errors
 from gateway.store.folder import StateFolder
 from gateway.store.objects import LineRecord, LineRef
@@ -64,8 +65,8 @@ def read_envelopes(path: Path, refs: Iterable[LineRef], *, lenient: bool) -> lis
         try:
             with read_errors():
                 (line,) = read_lines_at(path, [ref])
-            found.append(orjson.loads(line))
-        except (UnreadableError, orjson.JSONDecodeError) as error:
+            found.append(load_json(line))
+        except (UnreadableError, ValueError) as error:
             if isinstance(error, UnreadableError) and not (error.gone or lenient):
                 raise
             found.append(None)

@@ -28,6 +28,7 @@ from gateway.http.sse import EventStream, run_while_connected
 INLINE_BYTES = 32 * 1024  # parsing more than this takes long enough for a thread to be worth it
 CHARS_PER_TOKEN = 4  # a guess, for prompts that are not read
 INLINE_CHARS = 2000
+INLINE_PARTS = 256  # messages and their parts; each takes 10 us
 
 BodyT = TypeVar("BodyT", bound=ModelBody)
 ResultT = TypeVar("ResultT")
@@ -61,7 +62,7 @@ class AnswerFormat(WholeFormat, Protocol):
         ...
 
 
-async def read_body(request: Request, parse: Callable[[bytes], BodyT]) -> BodyT:
+async def read_body(request: Request, parse: Callable[[bytearray], BodyT]) -> BodyT:
     """The request's body; where it names no service tier it has the one that its model's name ends with
     (`MODEL:flex`), or its key's. Raises ApiError 415 or InvalidRequestError."""
     body = await read_json(request, parse)
@@ -70,22 +71,35 @@ async def read_body(request: Request, parse: Callable[[bytes], BodyT]) -> BodyT:
     return body
 
 
-async def read_json(request: Request, parse: Callable[[bytes], ResultT]) -> ResultT:
-    """The request's body, parsed. Large ones are parsed in a thread and one at a time: each takes the interpreter's
-    lock for up to some 20 ms, and ten in a row would be felt. Raises ApiError 415 and what `parse` raises."""
+async def read_json(request: Request, parse: Callable[[bytearray], ResultT]) -> ResultT:
+    """The request's body, parsed. Large ones are parsed in a thread and one at a time: each keeps the interpreter from
+    others for up to some 10 ms, and several at a time would be felt. Raises ApiError 415 and what `parse` raises."""
     raw = await _read_raw(request)
     if len(raw) <= INLINE_BYTES:
         return parse(raw)
     return await anyio.to_thread.run_sync(parse, raw, limiter=context_of(request).parse_thread)
 
 
-async def _read_raw(request: Request) -> bytes:
-    """The request's body, insisting on its content type: a web page of another origin cannot send that without asking
-    first. Raises ApiError 415."""
+async def _read_raw(request: Request) -> bytearray:
+    """The request's body, put together as it comes, insisting on its content type: a web page of another origin cannot
+    send that without asking first. Raises ApiError 415."""
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type != "application/json":
         raise ApiError(415)
-    return await request.body()
+    raw = bytearray()
+    async for chunk in request.stream():
+        raw += chunk
+    return raw
+
+
+async def run_by_size(context: GatewayContext, messages: object, work: Callable[[], ResultT]) -> ResultT:
+    """Do what takes time for every message and every part of one: at once, or where there are many beside the event
+    loop, and one request at a time."""
+    items = messages if isinstance(messages, list) else []
+    contents = [content for item in items if isinstance(content := getattr(item, "content", None), list)]
+    if len(items) + sum(map(len, contents)) <= INLINE_PARTS:
+        return work()
+    return await anyio.to_thread.run_sync(work, limiter=context.parse_thread)
 
 
 async def check_room(context: GatewayContext, body: ModelBody, num_chars: int, tenant: str) -> None:

@@ -13,7 +13,7 @@ from engine.text import Tokenizer
 from engine.thoughts import ThinkingBudget
 from gateway.context import GatewayContext
 from gateway.generate.answer_parser import Parsing
-from gateway.generate.answering import check_model, check_room, run_text_work
+from gateway.generate.answering import check_model, check_room, run_by_size, run_text_work
 from gateway.generate.choices import Delta
 from gateway.generate.completion_stream import CompletionStream
 from gateway.generate.endpoint import Endpoint
@@ -54,13 +54,9 @@ async def plan_chat(
     """See `Endpoint.plan`. Other APIs are translated into this one: `prefix` is what the ids of their answers begin
     with; `clip`: see `chat_plan`."""
     check_model(context, body.model)
-    check_chat(body)
-    form, template = context.tool_format, context.tokenizer.chat_template_text
-    marks = context.thought_marks
-    check_tools(body, form, template)
+    form, marks = context.tool_format, context.thought_marks
     check_budget(body, marks)
-    messages = template_messages(body, form, template)
-    texts = list(_texts(body))
+    messages, texts = await run_by_size(context, body.messages, lambda: _read(context, body))
     await check_room(context, body, sum(map(len, texts)), tenant)
     caller = Caller(f"{prefix}{uuid.uuid4().hex}", context.cache_salt(tenant), tenant)
 
@@ -90,11 +86,19 @@ async def plan_chat(
 async def count_prompt(context: GatewayContext, body: ChatCompletionRequest) -> int:
     """The tokens of a chat request's prompt. Raises what `plan_chat` raises for it."""
     check_model(context, body.model)
+
+    def count() -> int:
+        return len(_encode(context, body, *_read(context, body)))
+
+    return await run_text_work(context, count)
+
+
+def _read(context: GatewayContext, body: ChatCompletionRequest) -> tuple[list[dict[str, Any]], list[str]]:
+    """The messages as a template takes them, and all that they say."""
     check_chat(body)
-    check_tools(body, context.tool_format, context.tokenizer.chat_template_text)
-    messages = template_messages(body, context.tool_format, context.tokenizer.chat_template_text)
-    texts = list(_texts(body))
-    return await run_text_work(context, lambda: len(_encode(context, body, messages, texts)))
+    form, template = context.tool_format, context.tokenizer.chat_template_text
+    check_tools(body, form, template)
+    return template_messages(body, form, template), list(_texts(body))
 
 
 def _encode(

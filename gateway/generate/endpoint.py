@@ -21,7 +21,7 @@ class JsonPost(Generic[BodyT]):
     body: type[BodyT]
     unhonoured: Unhonoured
 
-    def parse(self, raw: bytes) -> BodyT:
+    def parse(self, raw: bytes | bytearray) -> BodyT:
         """Raises InvalidRequestError."""
         return self.check(parse_json(raw))
 

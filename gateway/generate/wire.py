@@ -23,7 +23,7 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 
 from engine.api import MAX_LOGIT_BIAS, MAX_LOGPROBS
 from engine.errors import InvalidRequestError
-from gateway.http.json_size import too_much_json
+from gateway.http.json_text import TooMuchJson, load_json
 
 MAX_CHOICES = 8
 MAX_STOPS = 4
@@ -317,10 +317,11 @@ BodyT = TypeVar("BodyT", bound=BaseModel)
 
 def parse_json(raw: bytes | bytearray) -> dict[str, Any]:
     """The JSON object in a body. Raises InvalidRequestError `invalid_json`, or `too_many_values` before parsing it."""
-    if (excess := too_much_json(raw)) is not None:
-        raise InvalidRequestError(f"The request body holds more than {excess}.", code="too_many_values")
     try:
-        body = orjson.loads(raw)
+        body = load_json(raw)
+    except TooMuchJson as error:
+        message = f"The request body holds {error}."
+        raise InvalidRequestError(message, code="too_many_values") from None
     except orjson.JSONDecodeError:
         raise InvalidRequestError("The request body is not valid JSON.", code="invalid_json") from None
     if not isinstance(body, dict):

@@ -97,8 +97,9 @@ def _chat(model: str) -> Iterator[Bomb]:
         yield Bomb(f"{name} of objects", CHAT, repeated(head + hi + f',"{name}":[', '{"a":{}}', "]}"), refused)
         yield Bomb(f"{name} of names", CHAT, repeated(head + hi + f',"{name}":{{', '"%x":0', "}}"), refused)
         yield Bomb(f"{name} of texts", CHAT, repeated(head + hi + f',"{name}":[', '"%x"', "]}"), refused)
+        yield Bomb(f"{name} of fractions", CHAT, repeated(head + hi + f',"{name}":[', "1e5", "]}"))
         allowed = (200,) if name == "metadata" else (400,)  # clients send it, and it changes nothing
-        yield Bomb(f"{name} of numbers", CHAT, repeated(head + hi + f',"{name}":[', "1e5", "]}"), allowed)
+        yield Bomb(f"{name} of numbers", CHAT, repeated(head + hi + f',"{name}":[', "12345", "]}"), allowed)
         yield Bomb(f"{name} 1,000 deep", CHAT, nested(head + hi + f',"{name}":', "[", "]", "}", 1000), allowed)
     yield Bomb("messages 1,000 deep", CHAT, nested(messages, '[{"a":', "}]", "]}", 500))
     yield Bomb("opening brackets", CHAT, filled(messages, "["))
@@ -160,6 +161,7 @@ def _completions(model: str) -> Iterator[Bomb]:
         "array prompts": "[]",
         "object prompts": "{}",
         "prompts of one token": "[1]",
+        "prompts of some tokens": f"[{','.join(['12345'] * 300)}]",
     }.items():
         yield Bomb(name, COMPLETIONS, repeated(prompt + "[", unit, "]}"))
     yield Bomb("a token id, then arrays", COMPLETIONS, repeated(prompt + "[1,", "[]", "]}"))

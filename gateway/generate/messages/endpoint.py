@@ -5,7 +5,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.context import GatewayContext, context_of
-from gateway.generate.answering import read_body
+from gateway.generate.answering import read_body, run_by_size
 from gateway.generate.chat import count_prompt, plan_translated
 from gateway.generate.endpoint import Endpoint, JsonPost
 from gateway.generate.messages.events import MessageFormat
@@ -16,7 +16,8 @@ from gateway.generate.translation import told_in
 
 
 async def _plan(context: GatewayContext, body: MessagesRequest, tenant: str) -> GenerationPlan:
-    translation = translate(body, context.tokenizer.chat_template_text)
+    template = context.tokenizer.chat_template_text
+    translation = await run_by_size(context, body.messages, lambda: translate(body, template))
     return await plan_translated(context, translation, tenant, "msg_", clip=True)
 
 
@@ -31,7 +32,8 @@ async def count_tokens(request: Request) -> Response:
     """How long the prompt of a message would be. Nothing is queued."""
     context = context_of(request)
     context.lifecycle.check_accepting()
-    translation = translate(await read_body(request, COUNT_TOKENS.parse), context.tokenizer.chat_template_text)
+    body, template = await read_body(request, COUNT_TOKENS.parse), context.tokenizer.chat_template_text
+    translation = await run_by_size(context, body.messages, lambda: translate(body, template))
     with told_in(translation.names):
         number = await count_prompt(context, translation.chat)
     return Response(orjson.dumps({"input_tokens": number}), media_type="application/json")

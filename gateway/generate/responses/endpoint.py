@@ -1,6 +1,7 @@
 """POST /v1/responses."""
 
 from gateway.context import GatewayContext
+from gateway.generate.answering import run_by_size
 from gateway.generate.chat import plan_translated
 from gateway.generate.endpoint import Endpoint
 from gateway.generate.params import GenerationPlan
@@ -10,7 +11,9 @@ from gateway.generate.responses.wire import UNHONOURED, ResponsesRequest
 
 
 async def _plan(context: GatewayContext, body: ResponsesRequest, tenant: str) -> GenerationPlan:
-    return await plan_translated(context, translate(body, context.tokenizer.chat_template_text), tenant, "resp_")
+    template = context.tokenizer.chat_template_text
+    translation = await run_by_size(context, body.input, lambda: translate(body, template))
+    return await plan_translated(context, translation, tenant, "resp_")
 
 
 RESPONSES = Endpoint(

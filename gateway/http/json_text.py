@@ -1,0 +1,98 @@
+"""Parses JSON so that nobody else waits long for the interpreter: what holds too much is refused unread, and long
+arrays of whole numbers are read in pieces, which `orjson` alone would build in one go."""
+
+import re
+import secrets
+from collections.abc import Mapping
+from typing import Any
+
+import orjson
+
+from gateway.http.json_size import LIMITS, JsonSize, count_json
+
+PIECE_BYTES = 16 * 1024
+_SPACE = re.compile(rb"[ \t\r\n]*")
+
+
+class TooMuchJson(ValueError):
+    """Its text says what there is too much of."""
+
+
+def load_json(raw: bytes | bytearray, limits: JsonSize = LIMITS) -> Any:
+    """What `orjson.loads` gives. Raises orjson.JSONDecodeError, or TooMuchJson before anything is parsed."""
+    size, arrays = count_json(raw, limits)
+    if (excess := size.excess(limits)) is not None:
+        raise TooMuchJson(f"more than {excess}")
+    if not arrays:
+        return orjson.loads(raw)
+    mark, rest, start = secrets.token_hex(16), bytearray(), 0
+    for number, (begin, end) in enumerate(arrays):
+        rest += raw[start:begin] + f'"{mark}{number}"'.encode()
+        start = end
+    body = orjson.loads(rest + raw[start:])
+    found = {f"{mark}{number}": _read_array(raw[begin:end]) for number, (begin, end) in enumerate(arrays)}
+    return _put_in(body, found)
+
+
+def _put_in(body: Any, found: Mapping[str, list[Any]]) -> Any:
+    """The arrays in the place of their marks."""
+    if isinstance(body, str):
+        return found.get(body, body)
+    waiting = [body]
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, dict):
+            if not item.keys().isdisjoint(found):
+                raise _wrong("an array is no name")
+            places: Any = list(item.items())
+        else:
+            places = enumerate(item)
+        for place, value in places:
+            if isinstance(value, str):
+                if value in found:
+                    item[place] = found[value]
+            elif isinstance(value, dict | list):
+                waiting.append(value)
+    return body
+
+
+def _read_array(text: bytes | bytearray) -> list[Any]:
+    """`[1,2]` or `[[1],[2]]`."""
+    inner = text[1:-1]
+    if b"[" not in inner:
+        return _read_numbers(inner)
+    values, start = list[Any](), 0
+    while (first := inner.find(b"]", start) + 1) > 0:
+        end = max(first, inner.rfind(b"]", start, start + PIECE_BYTES) + 1)
+        piece = inner[start:end].strip()
+        if end - start > PIECE_BYTES and piece[:1] == b"[":
+            values.append(_read_numbers(piece[1:-1]))
+        else:
+            values += orjson.loads(b"[" + piece + b"]")
+        space = _SPACE.match(inner, end)
+        assert space is not None
+        if space.end() == len(inner):
+            return values
+        if inner[space.end()] != ord(","):
+            raise _wrong("a comma is missing")
+        start = space.end() + 1
+    return values + _read_numbers(_not_empty(inner[start:]))
+
+
+def _read_numbers(inner: bytes | bytearray) -> list[Any]:
+    values, start = list[Any](), 0
+    while (comma := inner.find(b",", start + PIECE_BYTES)) >= 0:
+        values += orjson.loads(b"[" + _not_empty(inner[start:comma]) + b"]")
+        start = comma + 1
+    values += orjson.loads(b"[" + (_not_empty(inner[start:]) if start else inner) + b"]")
+    return values
+
+
+def _not_empty(piece: bytes | bytearray) -> bytes | bytearray:
+    if not piece.strip():
+        raise _wrong("a value is missing")
+    return piece
+
+
+def _wrong(message: str) -> orjson.JSONDecodeError:
+    return orjson.JSONDecodeError(message, "", 0)
