@@ -102,6 +102,10 @@ class Request:
         kept = self.num_computed_tokens or self.cache_map.num_parked_tokens or self.num_expected_hits
         return max(1, len(self.token_ids) - kept)
 
+    def num_blocks(self, block_size: int) -> int:
+        """Blocks of all its known tokens, and of the next one if any may follow."""
+        return (len(self.token_ids) - (self.spec.pooling is not None)) // block_size + 1
+
     @property
     def decode_is_due(self) -> bool:
         """Whether, running, its next token can be computed now; tokens in flight count as known."""

@@ -42,6 +42,8 @@ class CoreRules(RuleBasedStateMachine):
             return
         self.driver.run()
         for name, request in self.requests.items():
-            if self.driver.finals[name].finish_reason in {FinishReason.STOP, FinishReason.LENGTH}:
+            if request.pooling is not None:
+                assert self.driver.outputs[name] == []
+            elif self.driver.finals[name].finish_reason in {FinishReason.STOP, FinishReason.LENGTH}:
                 expected = solo_tokens(list(request.prompt_token_ids), request.sampling, self.vocab)
                 assert self.driver.outputs[name] == expected, name

@@ -31,6 +31,9 @@ from engine.request import Request, RequestStatus
 from predictor.limits import UNITS_PER_BLOCK
 from predictor.model import LatencyPredictor
 
+EMBEDDING_SHARE = 16
+"""One part in so many of the pool is the most that is kept for embeddings."""
+
 
 class Claim(NamedTuple):
     """What a waiting request would start from: `hits` in the prefix indexes, then parked blocks of its own, both on
@@ -65,13 +68,24 @@ class Cache:
         """Whether any waiting request has blocks on the device."""
         return self.parked.num_holders > 0
 
-    def units_for(self, request_class: RequestClass, num_offline: int) -> int:
+    def units_for(self, request: Request, num_offline: int) -> int:
         """Units that a request could get now. `num_offline` offline requests leave the online prefixes used last alone,
-        up to a quarter of the pool: the next turn of a chat comes minutes later. One alone must be able to end (E4)."""
+        up to a quarter of the pool: the next turn of a chat comes minutes later; embeddings use a little of it over and
+        over. One alone must be able to end (E4)."""
         device = self.device
-        if request_class is RequestClass.ONLINE or num_offline <= 1:
+        if request.request_class is RequestClass.ONLINE or num_offline <= 1:
             return device.num_available_units
-        return device.num_available_units - min(device.num_cached_online_units, device.num_units // 4)
+        spared = min(device.num_cached_online_units, device.num_units // 4)
+        if request.spec.pooling is not None:
+            spared = max(0, spared - self.embedding_room)
+        return device.num_available_units - spared
+
+    @property
+    def embedding_room(self) -> int:
+        """Units for texts of which nothing but a vector is wanted: enough for a step of them, or a small part of the
+        pool."""
+        blocks = self._config.max_num_batched_tokens // self._config.block_size + 1
+        return UNITS_PER_BLOCK * min(blocks, self.device.num_units // (UNITS_PER_BLOCK * EMBEDDING_SHARE))
 
     def find_prefix(self, request: Request) -> list[CacheBlock]:
         """Published blocks that hold this request's prefix, each on the device or on the host; at least one token is
@@ -94,7 +108,7 @@ class Cache:
             hits = []  # never both: its own past alone has run before
         parked = parked[len(hits) :]
         num_tokens, num_compact = len(hits) * block_size, count_compact(hits) + count_compact(parked)
-        num_blocks = len(request.token_ids) // block_size + 1 - len(hits) - len(parked)
+        num_blocks = request.num_blocks(block_size) - len(hits) - len(parked)
         of_kind = max(0, min(num_blocks, self.compact_room - num_compact)) if self._stores_compact(request) else 0
         units = of_kind * REPRESENTATIONS[COMPACT].units + (num_blocks - of_kind) * UNITS_PER_BLOCK
         if parked:
@@ -127,24 +141,31 @@ class Cache:
         request.num_computed_tokens = request.num_confirmed_tokens = claim.num_tokens
 
     def extend(
-        self, request: Request, length: int, step_id: int, *, num_offline: int, from_online: bool, growing: bool = False
+        self,
+        request: Request,
+        length: int,
+        step_id: int,
+        *,
+        num_offline: int,
+        kept: int,
+        from_online: bool,
+        growing: bool = False,
     ) -> int:
         """Allocate what `length` more tokens of a running request need; returns for how many (≤ length) there is room.
 
-        `from_online`: whether parked pasts of online requests may lose for it. `growing`: tokens of the answer, one by
-        one, which were no part of what the request claimed.
+        `kept`: units to leave alone. `from_online`: whether parked pasts of online requests may lose for it. `growing`:
+        tokens of the answer, one by one, which were no part of what the request claimed.
         """
         cache_map, block_size = request.cache_map, self._config.block_size
-        start, request_class = request.num_computed_tokens, request.request_class
+        start, online = request.num_computed_tokens, request.request_class is RequestClass.ONLINE
         while len(cache_map.blocks) * block_size < start + length:
             kind = self._next_kind(request, growing)
             size = REPRESENTATIONS[kind].units
             wanted = size * (-(-(start + length) // block_size) - len(cache_map.blocks))
-            room = self.units_for(request_class, num_offline)
+            room = self.units_for(request, num_offline) - kept
             if wanted > room:
                 self.parked.reclaim(wanted - room, step_id, online=from_online)
-                room = self.units_for(request_class, num_offline)
-            online = request_class is RequestClass.ONLINE
+                room = self.units_for(request, num_offline) - kept
             block = self.tiers.allocate(kind, step_id, online=online) if room >= size else None
             if block is None:
                 break

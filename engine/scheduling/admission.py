@@ -165,4 +165,4 @@ def _before(requests: Iterable[Request], request: Request) -> list[Request]:
 
 
 def _units(request: Request, block_size: int) -> int:
-    return (len(request.token_ids) // block_size + 1) * UNITS_PER_BLOCK
+    return request.num_blocks(block_size) * UNITS_PER_BLOCK

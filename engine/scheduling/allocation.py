@@ -38,6 +38,7 @@ class Allocation:
         self._block_size = state.config.block_size
         self._step_id = step_id
         self._now = now
+        self._embedding_room = state.embedding_room()
         # Units that requests of this step could not get because they are still deferred: no further victim for those.
         self._stalled_units = 0
 
@@ -84,12 +85,17 @@ class Allocation:
 
     def _needed(self, claim: Claim, reservation: Reservation) -> int:
         """Units that must be available for an online request to start: prompts in progress will want theirs."""
-        return (
-            reservation.units
-            + claim.units
-            + self._pool.num_idle_units(claim.hits)
-            + self._state.prompt_reserve(self.prompts)
-        )
+        needed = claim.units + self._pool.num_idle_units(claim.hits) + self._state.prompt_reserve(self.prompts)
+        kept = self._kept_for_embeddings() if needed + self._embedding_room <= self._pool.num_units else 0
+        return reservation.units + needed + kept
+
+    def _kept_for_embeddings(self) -> int:
+        """Units that online requests leave to embeddings, beyond what these hold."""
+        if not self._embedding_room:
+            return 0
+        offline = self._state.running[RequestClass.OFFLINE]
+        held = sum(_freed_units(request) for request in offline if request.spec.pooling is not None)
+        return max(0, self._embedding_room - held)
 
     def _make_offline_room(self, request: Request, claim: Claim) -> bool:
         """Beside what runs, and beside the next block of everything that runs; parked offline pasts may be moved."""
@@ -97,8 +103,8 @@ class Allocation:
         num_offline = len(state.running[RequestClass.OFFLINE]) + 1
 
         def missing() -> int:
-            units = claim.units + self._pool.num_idle_units(claim.hits) + state.growth_reserve
-            return units - self._cache.units_for(RequestClass.OFFLINE, num_offline)
+            units = claim.units + self._pool.num_idle_units(claim.hits)
+            return units - state.offline_units(request, num_offline)
 
         if 0 < (units := missing()) <= parked.num_units(online=False, but=request):
             parked.reclaim(units, self._step_id, online=False, but=request, spared=frozenset(claim.hits))
@@ -109,7 +115,7 @@ class Allocation:
         state, units, tokens = self._state, 0, 0
         for request, kind, savable in starts:
             if savable and tokens < state.config.max_num_batched_tokens:
-                units += (len(request.token_ids) // self._block_size + 1) * REPRESENTATIONS[kind].units
+                units += request.num_blocks(self._block_size) * REPRESENTATIONS[kind].units
                 tokens += len(request.token_ids)
         missing = units - self._pool.num_available_units - self._pool.num_deferred_units
         missing -= self._cache.parked.num_units(online=True)
@@ -126,7 +132,7 @@ class Allocation:
         state = self._state
         if not state.online_policy.late_last or not state.running[RequestClass.ONLINE]:
             return True
-        units = (len(request.token_ids) // self._block_size + 1) * UNITS_PER_BLOCK
+        units = request.num_blocks(self._block_size) * UNITS_PER_BLOCK
         room = self._pool.num_available_units + self._cache.parked.num_units(online=True)
         return room - units >= LATE_HEADROOM * self._pool.num_units
 
@@ -184,15 +190,21 @@ class Allocation:
 
         `growing`: tokens of the answer, one by one.
         """
-        from_online = request.request_class is RequestClass.ONLINE and self._cache.has_parked
+        is_online = request.request_class is RequestClass.ONLINE
         return self._cache.extend(
             request,
             length,
             self._step_id,
             num_offline=len(self._state.running[RequestClass.OFFLINE]),
-            from_online=from_online and self._offline_victim() is None,
+            kept=self._kept_for_embeddings() if is_online and self._spares_embeddings else 0,
+            from_online=is_online and self._cache.has_parked and self._offline_victim() is None,
             growing=growing,
         )
+
+    @property
+    def _spares_embeddings(self) -> bool:
+        """Whether what runs online leaves them their room: of several, one can give way; the last one may need all."""
+        return self._embedding_room > 0 and len(self._state.running[RequestClass.ONLINE]) > 1
 
     def _victims(
         self, request: Request, claim: Claim, missing: int, protected: Collection[Request], *, online: bool
@@ -234,6 +246,8 @@ class Allocation:
         offline = self._state.running[RequestClass.OFFLINE]
         protected = self.reservation.protected
         candidates = (r for r in offline if r.last_step != self._step_id and r not in protected)
+        if self._spares_embeddings:  # their room would only be kept for the next of them
+            candidates = (r for r in candidates if r.spec.pooling is None)
         key = lambda r: (-r.spec.lane, r.num_preemptions, len(r.cache_map.blocks), -r.arrival_order)  # noqa: E731
         return min(candidates, key=key, default=None)
 

@@ -162,8 +162,8 @@ def _plan_waiting(
 ) -> Generator[None, None, None]:
     """Waiting requests in the offline policy's order, while rows, units, tokens and time last."""
     pool = state.pool
-    units = state.cache.units_for(RequestClass.OFFLINE, len(state.running[RequestClass.OFFLINE]) + 1)
-    units += pool.num_deferred_units + state.cache.parked.num_units(online=False) - state.growth_reserve
+    num_offline = len(state.running[RequestClass.OFFLINE]) + 1
+    coming, taken = pool.num_deferred_units + state.cache.parked.num_units(online=False), 0
     rows = len(state.free_rows)
     block_size = state.config.block_size
     waiting: Iterator[Request] = islice(_candidates(state, now), rows)
@@ -172,10 +172,10 @@ def _plan_waiting(
             return
         hits = state.cache.find_prefix(request)
         start = len(hits) * block_size
-        blocks = len(request.token_ids) // block_size + 1 - len(hits)
+        blocks = request.num_blocks(block_size) - len(hits)
         copied = count_units(block for block in hits if not block.on_device)
-        units -= blocks * UNITS_PER_BLOCK + copied + pool.num_idle_units(hits)
-        if units < 0:
+        taken += blocks * UNITS_PER_BLOCK + copied + pool.num_idle_units(hits)
+        if taken > state.offline_units(request, num_offline) + coming:
             return
         if copied:
             ledger.charge_cache_work(CacheWork(transferred_bytes=copied * state.config.unit_bytes))
@@ -204,6 +204,15 @@ def _candidates(state: SchedulerState, now: float) -> Iterator[Request]:
             yield request
 
 
+def _may_start(state: SchedulerState, request: Request) -> bool:
+    """Whether a waiting online request could be in the next step: there is memory, with what offline work holds, beside
+    the room of embeddings."""
+    held = sum(len(r.cache_map.blocks) for r in state.running[RequestClass.OFFLINE])
+    parked = state.cache.parked.num_units(online=False)
+    units = state.pool.num_available_units + state.pool.num_deferred_units + parked + UNITS_PER_BLOCK * held
+    return request.num_blocks(state.config.block_size) * UNITS_PER_BLOCK + state.embedding_room() <= units
+
+
 def _expected_online(state: SchedulerState, reservation: Reservation) -> StepLedger:
     """The ledger of the next step after the online work that is known now; prompts leave alone what is reserved."""
     config = state.config
@@ -218,7 +227,8 @@ def _expected_online(state: SchedulerState, reservation: Reservation) -> StepLed
         elif pending > 1:
             prompts.append(request)
     ledger.charge_decodes(count, context_sum)
-    for request in (*prompts, *state.waiting_online[:1]):
+    next_prompt = [request for request in state.waiting_online[:1] if _may_start(state, request)]
+    for request in (*prompts, *next_prompt):
         tokens = ledger.tokens_left - reservation.tokens
         length = min(len(request.token_ids) - request.num_computed_tokens, tokens)
         if length > 0 and ledger.open:

@@ -63,7 +63,7 @@ def reservation_of(state: SchedulerState) -> Reservation:
 
 def _units_of(state: SchedulerState, request: Request) -> int:
     """Units of all known tokens of a request and the next one."""
-    return UNITS_PER_BLOCK * (len(request.token_ids) // state.config.block_size + 1)
+    return UNITS_PER_BLOCK * request.num_blocks(state.config.block_size)
 
 
 def has_room_beside(state: SchedulerState, request: Request, reservation: Reservation) -> bool:

@@ -106,6 +106,22 @@ class SchedulerState:
         to the brim and offline requests preempt one another for ever."""
         return UNITS_PER_BLOCK * (self.config.max_num_seqs - len(self.free_rows))
 
+    def embedding_room(self) -> int:
+        """Units that online requests leave to embeddings, as long as there are offline ones beside them. These hold
+        them for a step or two, so what a chat lends them comes back; without it they would get nothing of the time that
+        is left beside a pool full of chats."""
+        if not self.has_online:
+            return 0
+        running = any(r.spec.pooling is not None for r in self.running[RequestClass.OFFLINE])
+        waiting = None if running else next(self.waiting_offline.candidates(), None)
+        return self.cache.embedding_room if running or (waiting and waiting.spec.pooling) else 0
+
+    def offline_units(self, request: Request, num_offline: int) -> int:
+        """Units that `request` could start with, as one of `num_offline` offline ones. An embedding may take the next
+        blocks of those that run, and gives them back when they need them."""
+        units = self.cache.units_for(request, num_offline)
+        return units if request.spec.pooling is not None else units - self.growth_reserve
+
     def running_prompts(self) -> list[Request]:
         """Running online requests with a prompt in progress, by age."""
         return [request for request in self.running[RequestClass.ONLINE] if request.prefill_is_due]
@@ -113,7 +129,7 @@ class SchedulerState:
     def prompt_reserve(self, prompts: Iterable[Request]) -> int:
         """Units that these prompts in progress have still to get: whoever starts leaves them alone."""
         size = self.config.block_size
-        missing = (len(r.token_ids) // size + 1 - len(r.cache_map.blocks) for r in prompts if r.row >= 0)
+        missing = (r.num_blocks(size) - len(r.cache_map.blocks) for r in prompts if r.row >= 0)
         return UNITS_PER_BLOCK * sum(blocks for blocks in missing if blocks > 0)
 
     def is_late(self, request: Request, now: float) -> bool:

@@ -36,6 +36,7 @@ class _Row:
     num_prompt_tokens: int
     sampling: SamplingParams
     entries: list[CacheEntry] = field(default_factory=list)
+    pooled: bool = False
     digests: list[Digest] = field(default_factory=list)
     due: dict[str, list[_Cell]] = field(default_factory=lambda: {"k": [], "v": [], "x": []})
     """By part, what its cells must hold at each position. Kept: a past is compared at every step."""
@@ -95,7 +96,9 @@ class FakeRunner:
             self._rows.pop(row, None)
         for new in output.new_requests:
             assert new.row not in self._rows, f"row {new.row} is given to {new.request_id} but not released"
-            self._rows[new.row] = _Row(list(new.token_ids), new.num_prompt_tokens, new.sampling, list(new.entries))
+            self._rows[new.row] = _Row(
+                list(new.token_ids), new.num_prompt_tokens, new.sampling, list(new.entries), new.pooling is not None
+            )
         for appended in output.appended:
             self._rows[appended.row].entries.extend(appended.entries)
         for replaced in output.replaced:
@@ -107,7 +110,12 @@ class FakeRunner:
         assert len({chunk.row for chunk in output.chunks}) == len(output.chunks), "one chunk per request in a step"
         sampled = [self._run(chunk) for chunk in output.chunks]
         tokens = [token for token in sampled if token is not None]
-        return ModelRunnerOutput(output.step_id, tokens, None, latency)
+        ends = {number: self._rows[chunk.row] for number, chunk in enumerate(output.chunks) if self._is_end(chunk)}
+        pooled = {number: b"\0\0\0\0" for number, row in ends.items() if row.pooled}
+        return ModelRunnerOutput(output.step_id, tokens, None, latency, pooled=pooled)
+
+    def _is_end(self, chunk: Chunk) -> bool:
+        return chunk.start + chunk.length == self._rows[chunk.row].num_prompt_tokens
 
     def _operate(self, operations: Sequence[CacheOperation]) -> None:
         """Move and convert cells. No unit is a target twice, nor one that a neighbour of its action reads: those may
@@ -168,7 +176,8 @@ class FakeRunner:
                 due, cells = row.due[part][first : first + self.block_size], self._unit(Tier.DEVICE, unit)
                 assert cells[:past] == due[:past], f"a position of {first} to {first + past} is not this request's"
                 cells[past:stop] = due[past:stop]
-        assert chunk.sample == (end == len(row.token_ids)), "a chunk samples iff it reaches the last known token"
+        reaches = end == len(row.token_ids) and not row.pooled
+        assert chunk.sample == reaches, "a chunk samples iff it reaches the last known token"
         if not chunk.sample:
             return None
         if self._invalid(row.token_ids):
