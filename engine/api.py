@@ -27,6 +27,8 @@ class RequestClass(enum.Enum):
     ONLINE = "online"
     OFFLINE = "offline"
 
+    __hash__ = object.__hash__  # enum's own is written in Python; a step looks dozens up
+
 
 class Lane(enum.IntEnum):
     """Which offline work goes first: somebody waits for it, its batch may miss its completion window, or neither."""

@@ -95,8 +95,8 @@ def test_banked_slack_may_delay_the_mean_but_not_one_gap() -> None:
     driver = decoding_driver(StepObjective(tbt=0.1))
     request = driver.core._requests["on"]
     assert request.times.first_token is not None and request.times.last_token is not None
-    gap = StepObjective(tbt=0.1).next_token_deadline(request)
-    mean = StepObjective(tbt=0.1, gap_limited=False).next_token_deadline(request)
+    (gap,) = StepObjective(tbt=0.1).token_deadlines([request])
+    (mean,) = StepObjective(tbt=0.1, gap_limited=False).token_deadlines([request])
     assert gap == pytest.approx(request.times.last_token + 0.1)
     assert mean == pytest.approx(request.times.first_token + 0.1 * request.num_output_tokens)
     assert mean > gap, "it has been faster than it had to be"

@@ -31,7 +31,8 @@ class Option(NamedTuple):
 
 
 def choose(candidates: Sequence[Candidate], capacity: int, *, live: int = 0, rho: float = 0.0) -> Selection:
-    columns = Columns(*zip(*candidates, strict=True)) if candidates else Columns((), (), ())
+    values, kv, compact = zip(*candidates, strict=True) if candidates else ((), (), ())
+    columns = Columns.of(values, kv, [units or 0 for units in compact])
     return knapsack.choose(columns, capacity, live=live, rho=rho)
 
 

@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -73,13 +74,13 @@ def test_columns_say_what_requests_say(requests: list[Request], hidden: int) -> 
     for index, request in enumerate(requests):
         times = request.times
         missed = has_missed(NOW, times.arrival, times.first_token, times.last_token, ttft=1.0, tbt=0.5)
-        assert queue.hopeful[index] is not missed
+        assert queue.hopeful[index] == (not missed)
         assert queue.pending[index] == pending_time(NOW, times.arrival, times.last_token)
         assert missed == (queue.slack[index] < 0.0)
         blocks = len(request.token_ids) // SIZE + 1
         assert queue.kv[index] == 2 * blocks
         offered = hidden and not request.cache_map.blocks
-        assert queue.compact[index] == (blocks if offered else None)
+        assert queue.compact[index] == (blocks if offered else 0)
         assert queue.missing[index] == max(1, len(request.token_ids) - request.cache_map.num_parked_tokens)
 
 
@@ -91,25 +92,25 @@ def test_savable_is_the_latency_model_to_a_grain(requests: list[Request]) -> Non
     queue = _transposed(requests, state)
     base = MODEL.predict(BatchFeatures())
     for index, (request, savable) in enumerate(zip(requests, _savable(queue, state), strict=True)):
-        stored, missing = request.cache_map.num_parked_tokens, queue.missing[index]
+        stored, missing = request.cache_map.num_parked_tokens, int(queue.missing[index])
         exact = seconds_to_token(MODEL, base, BatchFeatures(), stored, missing, 16)
         longer = seconds_to_token(MODEL, base, BatchFeatures(), stored, missing + GRAIN, 16)
         if savable:
             assert exact <= queue.slack[index] + 1e-9
         elif queue.hopeful[index]:
             assert longer >= queue.slack[index] - 1e-9
-    assert _savable(queue, pressure(model=None)) == queue.hopeful
+    assert _savable(queue, pressure(model=None)) is queue.hopeful
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 30), st.booleans()), max_size=20), st.integers(0, 120))
 def test_late_requests_out_of_reach_change_nothing(rows: list[tuple[int, bool]], capacity: int) -> None:
-    kv, savable = [row[0] for row in rows], [row[1] for row in rows]
-    values = goodput_values([1.0] * len(rows), savable, 1.0, 0.0)
+    kv, savable = np.array([row[0] for row in rows], int), np.array([row[1] for row in rows], bool)
+    values = goodput_values(np.ones(len(rows)), savable, 1.0, 0.0)
     near = _in_reach(kv, savable, capacity)
-    assert near == sorted(near)
-    everybody = choose(Columns(values, kv, [None] * len(kv)), capacity)
-    some = choose(Columns([values[i] for i in near], [kv[i] for i in near], [None] * len(near)), capacity)
+    assert near.tolist() == sorted(near)
+    everybody = choose(Columns(values, kv, np.zeros_like(kv)), capacity)
+    some = choose(Columns(values[near], kv[near], np.zeros_like(near)), capacity)
     assert {near[i] for i in some.kv} == set(everybody.kv)
     assert some.value == pytest.approx(everybody.value) and some.units == everybody.units
 

@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -52,11 +53,11 @@ def test_predicted_seconds_are_those_of_the_steps(start: int, length: int, chunk
 
 
 def apt_value(pending: float, savable: bool, tail: float = DEFAULT_TAIL) -> float:
-    return apt_values([pending], [savable], tail)[0]
+    return float(apt_values(np.array([pending]), np.array([savable]), tail)[0])
 
 
 def goodput_value(pending: float, savable: bool, ttft: float, tail: float = 0.0) -> float:
-    return goodput_values([pending], [savable], ttft, tail)[0]
+    return float(goodput_values(np.array([pending]), np.array([savable]), ttft, tail)[0])
 
 
 def test_apt_value_decays_what_is_late() -> None:
@@ -87,7 +88,7 @@ def test_small_savable_requests_go_first_under_goodput_and_old_ones_under_apt() 
     units = [row[2] for row in queue]
 
     def chosen(values: list[float], capacity: int) -> tuple[int, ...]:
-        return choose(Columns(values, units, [None] * len(units)), capacity).kv
+        return choose(Columns.of(values, units, [0] * len(units)), capacity).kv
 
     assert chosen([goodput_value(p, savable, 1.0) for p, savable, _ in queue], 22) == (1, 2, 3)
     assert chosen([apt_value(p, savable, tail=0.0) for p, savable, _ in queue], 22) == (0,)

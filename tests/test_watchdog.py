@@ -19,6 +19,7 @@ from engine.core import EngineCore
 from engine.engine import Engine
 from engine.errors import EngineUnavailableError
 from engine.request import RequestStatus
+from engine.scheduling.waiting import WaitingQueue
 from engine.text import Tokenizer
 from engine.watchdog import ProgressWatchdog
 
@@ -47,7 +48,7 @@ async def answer(engine: Engine, request: EngineRequest) -> list[int]:
 
 
 def lose_the_queue(core: EngineCore) -> None:
-    core._state.waiting_online.clear()
+    core._state.waiting_online = WaitingQueue()
 
 
 def lose_the_rows(core: EngineCore) -> None:

@@ -24,6 +24,8 @@ class CacheKind(enum.Enum):
     KV = "kv"
     HIDDEN = "hidden"
 
+    __hash__ = object.__hash__  # enum's own is written in Python; a step looks hundreds up
+
 
 class Representation(NamedTuple):
     """`units`: what a block takes, on either tier. `compact`: K and V are made from it in every step that runs it, for

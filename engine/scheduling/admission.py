@@ -9,7 +9,7 @@ estimate from the latency model; without one nobody can tell and it is zero.
 import math
 import sys
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from itertools import chain, takewhile
 
@@ -19,7 +19,6 @@ from engine.request import Request
 from engine.scheduling.laxity import (
     PrefillPace,
     PromptOrder,
-    by_age,
     order_prompts,
     order_tenants,
     prefill_pace,
@@ -151,9 +150,9 @@ def _ahead(state: SchedulerState, request: Request, pace: PrefillPace, now: floa
     if not laxity:
         order = order_tenants([*waiting, request], share, None, lambda group, _: PromptOrder((), group))
         return [*running, *_before(order.urgent, request)]
-    both = [*sorted([*running, *waiting], key=by_age), request]
+    both = [*waiting.with_others(running), request]
 
-    def by_urgency(requests: Sequence[Request], pace: PrefillPace | None) -> PromptOrder:
+    def by_urgency(requests: list[Request], pace: PrefillPace | None) -> PromptOrder:
         return order_prompts(requests, state.objective, pace, now)
 
     order = order_tenants(both, share, pace, by_urgency) if share.is_contested else by_urgency(both, pace)

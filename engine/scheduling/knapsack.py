@@ -16,12 +16,16 @@ Pure and deterministic: equal densities keep the order of the input. Knows nothi
 """
 
 import math
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 ROUNDING = 1e-9
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,16 +40,20 @@ class Selection:
 
 
 class Columns(NamedTuple):
-    """The requests that want to run, transposed: several times faster to make and to index than rows.
+    """The requests that want to run, transposed.
 
     `values` ≥ 0 (see engine.scheduling.selection), in any unit that `rho` shares. `kv` ≥ 1: device units of the whole
-    past and the growth of this step, in KV. `compact`: the same in compact form, the same share of `kv` for all; None
+    past and the growth of this step, in KV. `compact`: the same in compact form, the same share of `kv` for all; 0
     where that is refused (so is a form that is not smaller).
     """
 
-    values: Sequence[float]
-    kv: Sequence[int]
-    compact: Sequence[int | None]
+    values: Floats
+    kv: Ints
+    compact: Ints
+
+    @classmethod
+    def of(cls, values: Sequence[float], kv: Sequence[int], compact: Sequence[int]) -> "Columns":
+        return cls(np.array(values, np.float64), np.array(kv, np.int64), np.array(compact, np.int64))
 
 
 def choose(columns: Columns, capacity: int, *, live: int = 0, rho: float = 0.0) -> Selection:
@@ -53,9 +61,9 @@ def choose(columns: Columns, capacity: int, *, live: int = 0, rho: float = 0.0) 
 
     `rho`: what one KV unit's worth of tokens, run from compact cache, adds to a step: seconds when values are seconds.
     """
-    total = sum(columns.kv)
+    total = int(columns.kv.sum())
     if total <= capacity:
-        return Selection(tuple(range(len(columns.kv))), (), math.fsum(columns.values), total)
+        return Selection(tuple(range(len(columns.kv))), (), math.fsum(columns.values.tolist()), total)
     penalty = live * rho
     ranked = _rank(columns, capacity, penalty)
     chosen = _fill(columns, ranked, capacity, penalty, None)
@@ -66,85 +74,91 @@ def choose(columns: Columns, capacity: int, *, live: int = 0, rho: float = 0.0) 
 
 
 class _Ranked(NamedTuple):
-    """`order`: candidates of which some form fits, by the density of their first increment. `num_before`: how many of
-    them go before the upgrades. `first`: units of each candidate's first increment."""
+    """`order`: candidates of which some form fits, by the density of their first increment; `first`: the units of it,
+    `whole`: of their KV. `num_before`: how many of them go before the upgrades. The best one alone: `best_index`."""
 
     order: list[int]
-    num_before: int
     first: list[int]
+    whole: list[int]
+    num_before: int
     best_value: float
     best_index: int
 
 
 def _rank(columns: Columns, capacity: int, penalty: float) -> _Ranked:
     """One pass and one sort."""
-    densities, first, order = [0.0] * len(columns.kv), [0] * len(columns.kv), []
-    best_value, best_index = -1.0, -1
-    whole, part = next(((m, c) for _, m, c in zip(*columns, strict=True) if c is not None and c < m), (1, 0))
+    values, kv, compact = columns
+    smaller = (compact > 0) & (compact < kv)
+    whole, part = 1, 0
+    if smaller.any():
+        sample = int(smaller.argmax())
+        whole, part = int(kv[sample]), int(compact[sample])
+        assert (compact[smaller] * whole == kv[smaller] * part).all(), "compact forms take different shares of their KV"
     bar = penalty * whole / (whole - part)  # density of an upgrade; of the KV from which on compact is admissible
     offset = penalty * whole / part if part else 0.0
-    for index, (value, kv, compact) in enumerate(zip(*columns, strict=True)):
-        units = kv
-        if compact is not None and compact < kv:
-            assert compact * whole == kv * part, "compact forms take different shares of their KV"
-            if kv > capacity or value >= bar * kv:
-                units = compact
-        if units > capacity:
-            continue
-        worth = value if kv <= capacity else value - penalty * kv
-        if worth < 0.0:
-            continue
-        if worth > best_value:
-            best_value, best_index = worth, index
-        densities[index] = value / units - offset if units < kv else value / kv
-        first[index] = units
-        order.append(index)
-    order.sort(key=densities.__getitem__, reverse=True)
+    is_compact = smaller & ((kv > capacity) | (values >= bar * kv))
+    units = np.where(is_compact, compact, kv)
+    worth = np.where(kv <= capacity, values, values - penalty * kv)
+    found = np.flatnonzero((units <= capacity) & (worth >= 0.0))
+    if not len(found):
+        return _Ranked([], [], [], 0, -1.0, -1)
+    density = values / units - np.where(is_compact, offset, 0.0)
+    order = found[np.argsort(-density[found], kind="stable")]
     # An admissible compact form may miss the bar by a rounding error.
-    num_before = bisect_right(order, -bar * (1.0 - ROUNDING), key=lambda index: -densities[index]) if part else 0
-    return _Ranked(order, num_before, first, best_value, best_index)
+    num_before = int(np.searchsorted(-density[order], -bar * (1.0 - ROUNDING), side="right")) if part else 0
+    best = int(found[worth[found].argmax()])
+    return _Ranked(order.tolist(), units[order].tolist(), kv[order].tolist(), num_before, float(worth[best]), best)
 
 
 def _fill(columns: Columns, ranked: _Ranked, capacity: int, penalty: float, single: int | None) -> Selection:
-    """Take the increments in order, past misfits; `single` is taken before all others, in its richest form."""
-    order, num_before, first, _, _ = ranked
-    kv = columns.kv
-    held = [0] * len(kv)
+    """Take the increments in order, past misfits; `single` is taken before all others, in its richest form.
+
+    `held`: units by place in the order.
+    """
+    order, first, whole, num_before = ranked.order, ranked.first, ranked.whole, ranked.num_before
+    held: dict[int, int] = {}
     left = capacity
     if single is not None:
-        held[single] = kv[single] if kv[single] <= capacity else first[single]
-        left -= held[single]
-    before = order[:num_before]
-    for index in before:
-        if (units := first[index]) <= left and not held[index]:
-            held[index] = units
-            left -= units
-    for index in before:
-        if held[index] and (step := kv[index] - held[index]) <= left:
-            held[index] = kv[index]
+        place = order.index(single)
+        held[place] = whole[place] if whole[place] <= capacity else first[place]
+        left -= held[place]
+    left = _take(held, first, range(num_before), left)
+    for place in sorted(place for place in held if place < num_before):
+        if 0 < (step := whole[place] - held[place]) <= left:
+            held[place] = whole[place]
             left -= step
-    for index in order[num_before:]:
-        if (units := first[index]) <= left and not held[index]:
-            held[index] = units
+    left = _take(held, first, range(num_before, len(order)), left)
+    if left and columns.compact.any():
+        left = _top_up(columns, ranked, held, left, penalty)
+    taken = sorted(held)
+    compact = [place for place in taken if held[place] < whole[place]]
+    worth = columns.values[[order[place] for place in taken]].tolist() if taken else []
+    value = math.fsum(worth) - penalty * sum([whole[place] for place in compact])
+    rich = tuple([order[place] for place in taken if held[place] == whole[place]])
+    return Selection(rich, tuple([order[place] for place in compact]), value, capacity - left)
+
+
+def _take(held: dict[int, int], first: list[int], places: range, left: int) -> int:
+    """First increments while there is room for any; returns what is left."""
+    least = min(first[places.start : places.stop], default=0)
+    for place in places:
+        if left < least:
+            break
+        if (units := first[place]) <= left and place not in held:
+            held[place] = units
             left -= units
-    if left:
-        left = _top_up(columns, order, held, left, penalty)
-    taken = [index for index in order if held[index]]
-    compact = [index for index in taken if held[index] < kv[index]]
-    value = math.fsum([columns.values[index] for index in taken]) - penalty * sum([kv[index] for index in compact])
-    whole = tuple([index for index in taken if held[index] == kv[index]])
-    return Selection(whole, tuple(compact), value, capacity - left)
+    return left
 
 
-def _top_up(columns: Columns, order: list[int], held: list[int], left: int, penalty: float) -> int:
+def _top_up(columns: Columns, ranked: _Ranked, held: dict[int, int], left: int, penalty: float) -> int:
     """Give what is left to candidates whose KV did not fit, as compact where that still has a value."""
-    values, kv, compact = columns
-    for index in order:
-        units = compact[index]
-        if units is None or units > left or held[index]:
+    values, kv, compact = (column[ranked.order].tolist() for column in columns)
+    for place in range(len(ranked.order)):
+        units = compact[place]
+        if not units or units > left or place in held:
             continue
         # (a compact form that saves nothing does not come this far: its KV would have fitted)
-        if values[index] > penalty * kv[index]:
-            held[index] = units
+        if values[place] > penalty * kv[place]:
+            held[place] = units
             left -= units
     return left

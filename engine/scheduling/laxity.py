@@ -16,19 +16,23 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from heapq import heappop, heappush, merge
+from heapq import heappop, heappush
 from itertools import chain
 from operator import attrgetter
 from typing import NamedTuple
+
+import numpy as np
 
 from engine.api import RequestClass
 from engine.config import SchedulerConfig
 from engine.request import Request
 from engine.scheduling.fair_share import FairWalk
+from engine.scheduling.knapsack import Floats
 from engine.scheduling.objective import StepObjective
 from engine.scheduling.online_share import OnlineShare, by_tenant
 from engine.scheduling.reservation import reservation_of
 from engine.scheduling.state import SchedulerState
+from engine.scheduling.waiting import by_age
 from predictor.features import BatchFeatures
 from predictor.model import LatencyPredictor
 
@@ -40,7 +44,6 @@ FLOOR_SHARE = 0.8
 """What of the TBT limit a step with a floor chunk is expected to take: no margin is kept free for it, and half of all
 steps take longer than expected."""
 
-by_age = attrgetter("arrival_order")
 _by_arrival = attrgetter("times.arrival")
 
 
@@ -111,18 +114,38 @@ def floor_chunk(
 def prompt_slack(state: SchedulerState, find_pace: Callable[[], PrefillPace | None], now: float) -> float:
     """Seconds that the online prompts can still lose before one of them is late, what they and those before them need
     taken off; ≥ 0. They are computed one after the other, in the order of their deadlines, which is that of age."""
-    ttft = state.objective.ttft
-    if math.isinf(ttft) or (pace := find_pace()) is None:
+    ttft, waiting = state.objective.ttft, state.waiting_online
+    if math.isinf(ttft) or state.model is None:
         return math.inf
-    slack, end = math.inf, now + pace.step
-    for request in merge(state.running_prompts(), state.waiting_online, key=by_age):
+    if waiting and waiting[0].times.first_token is None and waiting[0].times.arrival + ttft <= now:
+        return 0.0
+    pace = find_pace()
+    assert pace is not None, "there is a model"
+    running = [request for request in state.running_prompts() if request.times.first_token is None]
+    if not running and not waiting:
+        return math.inf
+    places = [waiting.place(request) for request in running]
+    due = np.insert(waiting.columns.arrivals, places, [request.times.arrival for request in running]) + ttft
+
+    def slack(work: Floats) -> float:
+        """With so many seconds for each that waits. Who was preempted in the middle of its answer does not count."""
+        spans = np.insert(work, places, [pace.seconds_for(request) for request in running])
+        ends = np.concatenate(((now + pace.step,), spans)).cumsum()[1:]
+        return float((due - ends).min())
+
+    work: Floats = waiting.columns.missing * np.float64(pace.per_token)
+    for index in np.flatnonzero(waiting.columns.began).tolist():
+        request = waiting[index]
         if request.times.first_token is not None:
-            continue  # it was preempted in the middle of its answer
-        end += pace.seconds_for(request)
-        slack = min(slack, request.times.arrival + ttft - end)
-        if slack <= 0.0:
-            return 0.0
-    return slack
+            work[index] = 0.0
+            due[index + sum([place <= index for place in places])] = math.inf
+        else:
+            work[index] = pace.seconds_for(request)
+    if slack(work) <= 0.0:
+        return 0.0  # (a prompt of several chunks takes longer than so: its past grows)
+    for index in np.flatnonzero((waiting.columns.missing > pace.chunk) & ~waiting.columns.began).tolist():
+        work[index] = pace.seconds_for(waiting[index])
+    return max(0.0, slack(work))
 
 
 def on_time(jobs: Sequence[tuple[float, float]], begin: float = 0.0) -> list[bool]:
@@ -149,31 +172,32 @@ class PromptOrder(NamedTuple):
 
 
 def order_prompts(
-    requests: Sequence[Request], objective: StepObjective, pace: PrefillPace | None, now: float
+    requests: list[Request], objective: StepObjective, pace: PrefillPace | None, now: float
 ) -> PromptOrder:
     """`requests`, ascending by age, by urgency. Whoever is in the middle of its answer and was not late with its first
     token goes first: it was preempted. Without a pace only who is late already comes behind."""
     ttft = objective.ttft
     cut = bisect_left(requests, now - ttft, key=_by_arrival)
+    late, live = requests[:cut], requests[cut:]
+    answering = [request for request in requests if request.times.first_token is not None]
     urgent: list[Request] = []
-    behind: list[Request] = []
-    live: list[Request] = []
-    for index, request in enumerate(requests):
-        times = request.times
-        if times.first_token is None:
-            (behind if index < cut else live).append(request)
-        else:
-            (behind if times.first_token - times.arrival > ttft else urgent).append(request)
+    if answering:
+        late, live = ([r for r in group if r.times.first_token is None] for group in (late, live))
+        for request in answering:
+            assert request.times.first_token is not None
+            (late if request.times.first_token - request.times.arrival > ttft else urgent).append(request)
+        late.sort(key=by_age)
     if pace is None:
-        return PromptOrder(urgent + live, behind)
+        return PromptOrder(urgent + live, late)
     begin = pace.step + sum(pace.seconds_for(request) for request in urgent)
     jobs = [(request.times.arrival + ttft - now, pace.seconds_for(request)) for request in live]
+    missed: list[Request] = []
     for request, taken in zip(live, on_time(jobs, begin), strict=True):
-        (urgent if taken else behind).append(request)
-    return PromptOrder(urgent, sorted(behind, key=by_age))
+        (urgent if taken else missed).append(request)
+    return PromptOrder(urgent, sorted([*late, *missed], key=by_age) if answering else late + missed)
 
 
-Order = Callable[[Sequence[Request], PrefillPace | None], PromptOrder]
+Order = Callable[[list[Request], PrefillPace | None], PromptOrder]
 """Orders requests of one tenant, given by age, at the pace of that tenant."""
 
 

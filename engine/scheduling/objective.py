@@ -5,6 +5,7 @@ bounded by tokens, sequences and units alone.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from engine.request import Request
@@ -38,15 +39,19 @@ class StepObjective:
         tbt = min((limit for metric in ("tbt", "tpot") if (limit := slo.limit_of(metric))), default=math.inf)
         return cls(slo.limit_of("ttft") or math.inf, tbt, slo.gap_limited, budget, idle)
 
-    def next_token_deadline(self, request: Request) -> float:
-        """When the request's next token is due; before its first token that is its TTFT limit."""
-        times = request.times
-        if times.first_token is None or times.last_token is None:
-            return times.arrival + self.ttft
+    def token_deadlines(self, requests: Sequence[Request]) -> list[float]:
+        """When the next token of each is due; before its first token that is its TTFT limit."""
         if self.gap_limited:
             # While no gap was missed this is also before the cumulative deadline; after a miss the cumulative one would
             # call every later token late and so end the protection of gaps that can still be kept.
-            return times.last_token + self.tbt
+            known = [request.times for request in requests]
+            return [t.arrival + self.ttft if t.last_token is None else t.last_token + self.tbt for t in known]
+        return [self._cumulative_deadline(request) for request in requests]
+
+    def _cumulative_deadline(self, request: Request) -> float:
+        times = request.times
+        if times.first_token is None:
+            return times.arrival + self.ttft
         # Tokens in flight count as given: the deadline is that of the token which the next step computes.
         given = len(request.token_ids) + request.num_placeholders - request.num_prompt_tokens
         return times.first_token + given * self.tbt

@@ -96,9 +96,8 @@ def reserve_bank(state: SchedulerState, ledger: StepLedger, seconds: float) -> f
 
 def _tightest_slack(state: SchedulerState, reachable_from: float, now: float) -> float:
     """Seconds to the earliest token deadline that a step of `reachable_from` seconds can still meet."""
-    deadline = state.objective.next_token_deadline
-    decoding = (r for r in state.running[RequestClass.ONLINE] if r.times.first_token is not None)
-    slacks = (deadline(request) - now for request in decoding)
+    decoding = [r for r in state.running[RequestClass.ONLINE] if r.times.first_token is not None]
+    slacks = (deadline - now for deadline in state.objective.token_deadlines(decoding))
     return min((slack for slack in slacks if slack >= reachable_from), default=math.inf)
 
 

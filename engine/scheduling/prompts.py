@@ -19,7 +19,6 @@ from engine.scheduling.laxity import (
     EASY_SHARE,
     PrefillPace,
     PromptOrder,
-    by_age,
     floor_chunk,
     order_prompts,
     order_tenants,
@@ -29,6 +28,7 @@ from engine.scheduling.laxity import (
 )
 from engine.scheduling.policies import QueueContext
 from engine.scheduling.selection import Start
+from engine.scheduling.waiting import WaitingQueue, by_age
 
 BEHIND_EVERY = 8
 """Where a step has no room for urgent prompts and for those that they leave behind, the latter go first so often: about
@@ -94,7 +94,7 @@ class PromptFill:
 
     def _order(self, prompts: list[Request], starts: list[Start] | None, context: QueueContext) -> PromptOrder:
         state, policy = self._state, self._state.online_policy
-        waiting = state.waiting_online if starts is None else [start.request for start in starts]
+        waiting: Sequence[Request] = state.waiting_online if starts is None else [start.request for start in starts]
         if starts is None and not self._num_rows():
             waiting = []
         shared = state.online_share.is_contested
@@ -106,13 +106,18 @@ class PromptFill:
             return PromptOrder(chain(prompts, merged), ())
         rank = {} if starts is None else {start.request: index for index, start in enumerate(starts)}
 
-        def by_urgency(requests: Sequence[Request], pace: PrefillPace | None) -> PromptOrder:
+        def by_urgency(requests: list[Request], pace: PrefillPace | None) -> PromptOrder:
             order = order_prompts(requests, state.objective, pace, self._draft.now)
             if starts is None:
                 return order
             return PromptOrder(order.urgent, sorted(order.behind, key=lambda request: rank.get(request, -1)))
 
-        both, pace = sorted([*prompts, *waiting], key=by_age), self._draft.pace
+        both = (
+            waiting.with_others(prompts)
+            if isinstance(waiting, WaitingQueue)
+            else sorted([*prompts, *waiting], key=by_age)
+        )
+        pace = self._draft.pace
         if shared:
             return order_tenants(both, state.online_share, pace, by_urgency)
         return by_urgency(both, pace)

@@ -20,9 +20,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import numpy as np
+
 from engine.cache.blocks import COMPACT, REPRESENTATIONS, CacheKind, count_units
 from engine.request import Request
-from engine.scheduling.knapsack import Columns, Selection, choose
+from engine.scheduling.knapsack import Columns, Floats, Ints, Selection, choose
+from engine.scheduling.waiting import Bools, columns_of
 from predictor.features import BatchFeatures
 from predictor.limits import UNITS_PER_BLOCK
 from predictor.model import LatencyPredictor
@@ -95,31 +98,28 @@ def select_goodput(waiting: Sequence[Request], pressure: Pressure, tail: float =
 class _Queue(NamedTuple):
     """The waiting requests, transposed. `pending`: seconds since the last token or arrival; `slack`: until the SLO is
     broken, below zero where it is, `hopeful`: where it is not; `kv`, `compact`: device units of the whole known length
-    and the next token in each form (what is parked comes back as it was stored: `compact` is None); `missing`: tokens
-    to compute up to the next new one."""
+    and the next token in each form (what is parked comes back as it was stored: `compact` is 0); `missing`: tokens
+    to compute up to the next new one; `began`: which of them have run before."""
 
     requests: Sequence[Request]
-    pending: list[float]
-    slack: list[float]
-    hopeful: list[bool]
-    kv: list[int]
-    compact: list[int | None]
-    missing: list[int]
+    pending: Floats
+    slack: Floats
+    hopeful: Bools
+    kv: Ints
+    compact: Ints
+    missing: Ints
+    began: list[int]
 
 
 def _transposed(waiting: Sequence[Request], pressure: Pressure) -> _Queue:
-    now, ttft, size = pressure.now, pressure.ttft, pressure.block_size
-    pending = [now - request.times.arrival for request in waiting]
-    lengths = [request.num_prompt_tokens for request in waiting]
-    missing = [request.num_prompt_tokens - request.num_expected_hits for request in waiting]
-    slack = [ttft - time for time in pending]
-    hopeful = [time <= ttft for time in pending]
-    kv = [(length // size + 1) * UNITS_PER_BLOCK for length in lengths]
-    compact: list[int | None] = [None] * len(kv)
-    if pressure.compact_blocks > 0:
-        compact = [units // KV_PER_COMPACT for units in kv]
-    queue = _Queue(waiting, pending, slack, hopeful, kv, compact, missing)
-    for index in [index for index, request in enumerate(waiting) if request.num_preemptions]:
+    columns = columns_of(waiting)
+    pending = pressure.now - columns.arrivals
+    kv = (columns.lengths // pressure.block_size + 1) * UNITS_PER_BLOCK
+    compact = kv // KV_PER_COMPACT if pressure.compact_blocks > 0 else np.zeros_like(kv)
+    began = np.flatnonzero(columns.began).tolist()
+    slack, hopeful = pressure.ttft - pending, pending <= pressure.ttft
+    queue = _Queue(waiting, pending, slack, hopeful, kv, compact, columns.missing.copy(), began)
+    for index in began:
         _correct(queue, index, waiting[index], pressure)
     return queue
 
@@ -138,8 +138,8 @@ def _correct(queue: _Queue, index: int, request: Request, pressure: Pressure) ->
         queue.kv[index] = (
             count_units(cache_map.blocks) + (blocks - len(cache_map.blocks)) * REPRESENTATIONS[cache_map.kind].units
         )
-        queue.compact[index] = None
-    elif queue.compact[index] is not None:
+        queue.compact[index] = 0
+    elif queue.compact[index]:
         queue.compact[index] = queue.kv[index] // KV_PER_COMPACT
 
 
@@ -151,70 +151,58 @@ def _has_hope(request: Request, pressure: Pressure) -> bool:
     return not missed
 
 
-def _savable(queue: _Queue, pressure: Pressure) -> list[bool]:
+def _savable(queue: _Queue, pressure: Pressure) -> Bools:
     """Who would have its next token in time, by the latency model, if it ran from now on."""
     model = pressure.model
-    if model is None:
+    if model is None or not len(queue.requests):
         return queue.hopeful
     beside = BatchFeatures()
-    beside.add_decodes(len(pressure.running), sum(request.num_computed_tokens for request in pressure.running))
+    beside.add_decodes(len(pressure.running), sum([request.num_computed_tokens for request in pressure.running]))
     base, chunk = model.predict(beside), pressure.max_chunk
-    grains = [length // GRAIN for length in queue.missing]
-    seconds = {
-        grain: seconds_to_token(model, base, beside, 0, (grain + 1) * GRAIN, chunk)
-        for grain in {grain for grain, hope in zip(grains, queue.hopeful, strict=True) if hope}
-    }
-    savable = [
-        hope and slack >= seconds[grain] for hope, slack, grain in zip(queue.hopeful, queue.slack, grains, strict=True)
-    ]
-    for index in [index for index, request in enumerate(queue.requests) if request.cache_map.num_parked_tokens]:
-        request, slack = queue.requests[index], queue.slack[index]
-        stored, length = request.cache_map.num_parked_tokens, queue.missing[index]
-        savable[index] = slack >= seconds_to_token(model, base, beside, stored, length, chunk)
+    grains = queue.missing // GRAIN
+    seconds = np.full(int(grains.max()) + 1, math.inf)
+    for grain in np.flatnonzero(np.bincount(grains[queue.hopeful])).tolist():
+        seconds[grain] = seconds_to_token(model, base, beside, 0, (grain + 1) * GRAIN, chunk)
+    savable = queue.hopeful & (queue.slack >= seconds[grains])
+    for index in queue.began:
+        if stored := queue.requests[index].cache_map.num_parked_tokens:
+            needed = seconds_to_token(model, base, beside, stored, int(queue.missing[index]), chunk)
+            savable[index] = queue.slack[index] >= needed
     return savable
 
 
-def _chosen(
-    queue: _Queue, values: list[float], savable: list[bool], pressure: Pressure, rho: float, tail: float
-) -> list[Start]:
+def _chosen(queue: _Queue, values: Floats, savable: Bools, pressure: Pressure, rho: float, tail: float) -> list[Start]:
     """The knapsack's answer, best first; compact forms only while the scratch area lasts.
 
     Hidden state is not for those that have missed their SLO: every step would be slower for those that have not.
     """
-    indices = _in_reach(queue.kv, savable, pressure.capacity) if tail == 0.0 else range(len(values))
-    worth, kv = [values[i] for i in indices], [queue.kv[i] for i in indices]
-    compact = [queue.compact[i] if savable[i] else None for i in indices]
+    indices = _in_reach(queue.kv, savable, pressure.capacity) if tail == 0.0 else np.arange(len(values))
+    columns = Columns(values[indices], queue.kv[indices], np.where(savable, queue.compact, 0)[indices])
     # With nobody left to save a step still costs time: else all that are late would run from hidden state for nothing.
-    live = max(1, sum(savable) + sum(_has_hope(request, pressure) for request in pressure.running))
-    selection: Selection = choose(Columns(worth, kv, compact), pressure.capacity, live=live, rho=rho)
-    if sum(compact[index] or 0 for index in selection.compact) > pressure.compact_blocks:
+    live = max(1, int(savable.sum()) + sum([_has_hope(request, pressure) for request in pressure.running]))
+    selection: Selection = choose(columns, pressure.capacity, live=live, rho=rho)
+    if sum(int(columns.compact[index]) for index in selection.compact) > pressure.compact_blocks:
         # The best of them may have the scratch area; the others compete again, for KV alone.
-        allowed, room = set(), pressure.compact_blocks
+        allowed, room = np.zeros_like(columns.compact), pressure.compact_blocks
         for index in selection.compact:
-            if (compact[index] or 0) <= room:
-                room -= compact[index] or 0
-                allowed.add(index)
-        compact = [units if index in allowed else None for index, units in enumerate(compact)]
-        selection = choose(Columns(worth, kv, compact), pressure.capacity, live=live, rho=rho)
+            if columns.compact[index] <= room:
+                room -= int(columns.compact[index])
+                allowed[index] = columns.compact[index]
+        selection = choose(columns._replace(compact=allowed), pressure.capacity, live=live, rho=rho)
     chosen = [(index, CacheKind.KV) for index in selection.kv]
     chosen += [(index, COMPACT) for index in selection.compact]
-    chosen.sort(key=lambda item: -worth[item[0]] / kv[item[0]])
-    return [Start(queue.requests[indices[index]], kind, savable[indices[index]]) for index, kind in chosen]
+    chosen.sort(key=lambda item: -columns.values[item[0]] / columns.kv[item[0]])
+    places = indices.tolist()
+    return [Start(queue.requests[places[index]], kind, bool(savable[places[index]])) for index, kind in chosen]
 
 
-def _in_reach(kv: Sequence[int], savable: Sequence[bool], capacity: int) -> list[int]:
+def _in_reach(kv: Ints, savable: Bools, capacity: int) -> Ints:
     """Where late requests are worth next to nothing, and all the same: the savable ones, and of the late ones the
     smallest that have room together. The knapsack would take no other."""
-    late = [index for index, hope in enumerate(savable) if not hope and kv[index] <= capacity]
-    late.sort(key=kv.__getitem__)
-    found = [index for index, hope in enumerate(savable) if hope]
-    for index in late:
-        capacity -= kv[index]
-        if capacity < 0:
-            break
-        found.append(index)
-    found.sort()
-    return found
+    late = np.flatnonzero(~savable)
+    late = late[np.argsort(kv[late], kind="stable")]
+    few = late[: int(np.searchsorted(kv[late].cumsum(), capacity, side="right"))]
+    return np.sort(np.concatenate((np.flatnonzero(savable), few)))
 
 
 def pending_time(now: float, arrival: float, last_token: float | None) -> float:
@@ -249,18 +237,15 @@ def seconds_to_token(
     return seconds
 
 
-def apt_values(pending: Sequence[float], savable: Sequence[bool], tail: float = DEFAULT_TAIL) -> list[float]:
+def apt_values(pending: Floats, savable: Bools, tail: float = DEFAULT_TAIL) -> Floats:
     """The paper's values, in seconds: the pending times that running ends. `savable`: who has not missed its SLO."""
-    return [time if hope else (max(EPSILON, tail * time)) for time, hope in zip(pending, savable, strict=True)]
+    return np.where(savable, pending, np.maximum(EPSILON, tail * pending))
 
 
-def goodput_values(
-    pending: Sequence[float], savable: Sequence[bool], ttft: float, tail: float = DEFAULT_TAIL
-) -> list[float]:
+def goodput_values(pending: Floats, savable: Bools, ttft: float, tail: float = DEFAULT_TAIL) -> Floats:
     """1 for who can still meet its SLO. `ttft` > 0: the objective; the values count in units of it, and so must ρ:
     divide seconds by `ttft`, or by 1 s when none is stated."""
-    share = tail / ttft
-    return [1.0 if hope else (max(EPSILON, share * time)) for time, hope in zip(pending, savable, strict=True)]
+    return np.where(savable, 1.0, np.maximum(EPSILON, tail / ttft * pending))
 
 
 class IterationType(enum.Enum):

@@ -8,7 +8,8 @@ import math
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from operator import attrgetter
+from itertools import compress
+from operator import not_
 
 from engine.api import RequestClass
 from engine.cache.cache import Cache
@@ -20,6 +21,7 @@ from engine.scheduling.objective import StepObjective
 from engine.scheduling.offline_queue import OfflineQueue
 from engine.scheduling.online_share import OnlineShare
 from engine.scheduling.policies import OnlinePolicy, QueueContext
+from engine.scheduling.waiting import WaitingQueue, by_age
 from engine.service_cost import token_costs
 from predictor.limits import UNITS_PER_BLOCK
 from predictor.model import LatencyPredictor
@@ -66,7 +68,7 @@ class SchedulerState:
         self.cache = Cache(config, model)
         self.pool = self.cache.device
         self.running: dict[RequestClass, list[Request]] = {RequestClass.ONLINE: [], RequestClass.OFFLINE: []}
-        self.waiting_online: list[Request] = []
+        self.waiting_online = WaitingQueue()
         self.online_share = OnlineShare(token_costs(model, config))
         self._offline_policy = offline_policy
         self.waiting_offline = self._make_offline_queue()
@@ -96,9 +98,9 @@ class SchedulerState:
 
     def num_waiting(self, request_class: RequestClass) -> int:
         """Requests that wait for a row, those aside included."""
-        queue = self.waiting_online if request_class is RequestClass.ONLINE else self.waiting_offline
+        online = request_class is RequestClass.ONLINE
         aside = sum(r.request_class is request_class and r.status is not RequestStatus.RUNNING for r in self.aside)
-        return len(queue) + aside
+        return len(self.waiting_online if online else self.waiting_offline) + aside
 
     @property
     def growth_reserve(self) -> int:
@@ -124,7 +126,8 @@ class SchedulerState:
 
     def running_prompts(self) -> list[Request]:
         """Running online requests with a prompt in progress, by age."""
-        return [request for request in self.running[RequestClass.ONLINE] if request.prefill_is_due]
+        running = self.running[RequestClass.ONLINE]  # (what `prefill_is_due` says, without a call for each)
+        return [r for r in running if len(r.token_ids) - r.num_computed_tokens > 1 and not r.num_placeholders]
 
     def prompt_reserve(self, prompts: Iterable[Request]) -> int:
         """Units that these prompts in progress have still to get: whoever starts leaves them alone."""
@@ -140,9 +143,12 @@ class SchedulerState:
     def online_order(self, now: float) -> list[Request]:
         """Running online requests by age; where a knapsack chooses, late ones behind the others, who are worth more.
         Memory is taken from the end."""
-        running = list(self.running[RequestClass.ONLINE])
-        if self.online_policy.select is not None and math.isfinite(self.objective.ttft):
-            running.sort(key=lambda request: self.is_late(request, now))
+        running, ttft = list(self.running[RequestClass.ONLINE]), self.objective.ttft
+        if self.online_policy.select is not None and math.isfinite(ttft):
+            known = [request.times for request in running]
+            late = [(now if t.first_token is None else t.first_token) - t.arrival > ttft for t in known]  # (`is_late`)
+            if any(late):
+                return [*compress(running, map(not_, late)), *compress(running, late)]
         return running
 
     def evictable(self, now: float) -> list[Request]:
@@ -177,7 +183,7 @@ class SchedulerState:
         if request.aside:
             insert_by_age(self.aside, request)
         elif request.request_class is RequestClass.ONLINE:
-            insert_by_age(self.waiting_online, request)
+            self.waiting_online.add(request)
         else:
             self.waiting_offline.add(request)
 
@@ -185,7 +191,7 @@ class SchedulerState:
         """Move a waiting request to the running ones (one aside stays there); returns its row."""
         if not request.aside:
             if request.request_class is RequestClass.ONLINE:
-                remove_by_age(self.waiting_online, request)
+                self.waiting_online.remove(request)
             else:
                 self.waiting_offline.remove(request, taken=True)
             insert_by_age(self.running[request.request_class], request)
@@ -219,7 +225,7 @@ class SchedulerState:
     def rebuild(self, requests: Iterable[Request]) -> None:
         """Derive queues and rows anew from the requests themselves, all that have not ended."""
         self.running = {request_class: [] for request_class in RequestClass}
-        self.waiting_online, self.waiting_offline, self.aside = [], self._make_offline_queue(), []
+        self.waiting_online, self.waiting_offline, self.aside = WaitingQueue(), self._make_offline_queue(), []
         self.cache.num_compact = 0
         for request in sorted(requests, key=lambda request: request.arrival_order):
             if request.request_class is RequestClass.OFFLINE and request.status is not RequestStatus.WAITING:
@@ -253,7 +259,7 @@ class SchedulerState:
         if request.aside:
             remove_by_age(self.aside, request)
         elif request.request_class is RequestClass.ONLINE:
-            remove_by_age(self.waiting_online, request)
+            self.waiting_online.remove(request)
         else:
             self.waiting_offline.remove(request)
 
@@ -311,15 +317,12 @@ class SchedulerState:
         self.cache.check_integrity(queued)
 
 
-_by_age = attrgetter("arrival_order")
-
-
 def insert_by_age(requests: list[Request], request: Request) -> None:
     """Into a list in arrival order: a preempted request returns to its place, ahead of later arrivals."""
-    insort(requests, request, key=_by_age)
+    insort(requests, request, key=by_age)
 
 
 def remove_by_age(requests: list[Request], request: Request) -> None:
-    index = bisect_left(requests, request.arrival_order, key=_by_age)
+    index = bisect_left(requests, request.arrival_order, key=by_age)
     assert requests[index] is request, "request is not in the queue that its status says"
     del requests[index]

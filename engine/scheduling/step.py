@@ -9,6 +9,8 @@ request that merely does not fit into this step is left out of it and keeps its 
 import math
 from collections.abc import Callable
 
+import numpy as np
+
 from engine.api import RequestClass
 from engine.request import Request
 from engine.scheduling.draft import Step, StepDraft
@@ -80,40 +82,46 @@ class StepBuilder:
     def _add_online_decodes(self) -> int:
         """Every running online request whose next token is due, and the time that the tightest of them leaves; returns
         how many there are."""
-        draft, ledger, allocation, objective = (
-            self._draft,
-            self._draft.ledger,
-            self._draft.allocation,
-            self._state.objective,
-        )
+        draft, ledger, objective = self._draft, self._draft.ledger, self._state.objective
+        decodes, runs = self._due()
         timed = ledger.model is not None and not math.isinf(objective.tbt)
-        slacks: list[float] = []
-        runs: list[Request] = []
-        context_sum = 0
-        for request in self._state.online_order(draft.now):
-            if request.row < 0 or not (request.decode_is_due or request.run_is_due):
-                continue  # (a row below zero: preempted by an earlier decode of this loop)
-            if request.run_is_due:
-                runs.append(request)
-                continue
-            if not allocation.grow_decode(request):
-                continue
-            if timed:
-                slacks.append(objective.next_token_deadline(request) - draft.now)
-            context_sum += request.num_computed_tokens + 1
-            draft.add_chunk(request, 1)
-        ledger.charge_decodes(len(draft.chunks), context_sum)
+        slacks = [deadline - draft.now for deadline in objective.token_deadlines(decodes)] if timed else []
+        context_sum = sum([request.num_computed_tokens for request in decodes]) + len(decodes)
+        draft.add_decodes(decodes)
+        ledger.charge_decodes(len(decodes), context_sum)
         for request in runs:
             pending = len(request.token_ids) - request.num_computed_tokens
             if request.row < 0 or not ledger.open or not draft.advance(request, min(pending, ledger.tokens_left)):
                 continue
             if timed:
-                slacks.append(objective.next_token_deadline(request) - draft.now)
+                slacks += [deadline - draft.now for deadline in objective.token_deadlines([request])]
         if slacks:
             # A decode that would be late even in a decode-only step cannot be saved by starving the prompts.
             reachable = [min(slack, objective.tbt) for slack in slacks if slack >= ledger.seconds]
-            self._prompts.time_limit = min(reachable, default=math.inf) * (1.0 - allocation.reservation.share)
+            self._prompts.time_limit = min(reachable, default=math.inf) * (1.0 - draft.allocation.reservation.share)
         return len(draft.chunks)
+
+    def _due(self) -> tuple[list[Request], list[Request]]:
+        """Running online requests: those with room for the next token, which is due, and those with a run of known
+        tokens. The one loop over all that run, in every step: what it reads it reads once."""
+        allocation, step_id, block_size = self._draft.allocation, self._draft.step_id, self._state.config.block_size
+        decodes: list[Request] = []
+        runs: list[Request] = []
+        for request in self._state.online_order(self._draft.now):
+            expected, computed = len(request.token_ids) + request.num_placeholders, request.num_computed_tokens
+            if request.row < 0:
+                continue  # preempted by an earlier decode of this loop
+            if expected - computed > 1:
+                if request.run_is_due:
+                    runs.append(request)
+            elif (
+                expected > computed
+                and expected < request.max_total_tokens
+                and (computed < len(request.cache_map.blocks) * block_size or allocation.grow_decode(request))
+            ):
+                request.last_step = step_id  # none of the others may take its place any more
+                decodes.append(request)
+        return decodes, runs
 
     def _choose_online(self) -> list[Start] | None:
         """What starts, where memory is short and a knapsack chooses; None: the order of the queue decides."""
@@ -204,9 +212,9 @@ def _pressure(state: SchedulerState, now: float) -> Pressure | None:
 
 def _demand_exceeds(state: SchedulerState, units: int) -> bool:
     """Whether the waiting online requests want more than so many units, all of them in KV."""
-    blocks, size = units // UNITS_PER_BLOCK, state.config.block_size
-    for request in state.waiting_online:
-        blocks -= len(request.token_ids) // size + 1
-        if blocks < 0:
-            return True
-    return False
+    waiting, size = state.waiting_online, state.config.block_size
+    columns = waiting.columns
+    blocks = int((columns.lengths // size + 1)[~columns.began].sum())
+    for index in np.flatnonzero(columns.began).tolist():
+        blocks += len(waiting[index].token_ids) // size + 1
+    return blocks > units // UNITS_PER_BLOCK

@@ -6,6 +6,8 @@ import random
 import time
 from statistics import median, quantiles
 
+import numpy as np
+
 from engine.api import EngineRequest, SamplingParams
 from engine.config import SchedulerConfig
 from engine.core import EngineCore
@@ -26,7 +28,14 @@ PENALTY = 2e-3
 """live · ρ in seconds per KV unit: about half of the candidates are then worth running from compact cache."""
 
 
-def make_core() -> EngineCore:
+LAW = LatencyModel(intercept=0.008, decode_context=4e-7, attention=2e-9, knots=(128,), hinges=(5e-5,))
+"""A step time with a knee."""
+LOADS = {"without an SLO": None, "every prompt late": 1.0, "every prompt in time": 1e6}
+"""TTFT objectives of the steps that have room: who is late is not looked at further."""
+
+
+def make_core(ttft: float | None) -> EngineCore:
+    """As it is served; without a TTFT objective as it is without a model."""
     config = SchedulerConfig(
         num_units=2 * 40_000,
         max_model_len=4096,
@@ -35,6 +44,8 @@ def make_core() -> EngineCore:
         max_num_waiting=RUNNING + WAITING,
     )
     core = EngineCore(config)
+    if ttft is not None:
+        core = EngineCore(config, online_policy="goodput", model=LAW, objective=StepObjective(ttft, 0.2))
     for index in range(RUNNING + WAITING):
         prompt = tuple((index * 31 + i) % 30_000 for i in range(256))
         core.add_request(EngineRequest(str(index), prompt, SamplingParams(max_tokens=3000)), 0.0)
@@ -57,13 +68,12 @@ def step(core: EngineCore, now: float) -> tuple[float, float, int]:
 def sample_log(count: int) -> SampleLog:
     """Made-up steps over a law with a knee, a few per cent of noise."""
     generator = random.Random(0)
-    law = LatencyModel(intercept=0.008, decode_context=4e-7, attention=2e-9, knots=(128,), hinges=(5e-5,))
     log = SampleLog()
     for _ in range(count):
         features = BatchFeatures()
         features.add_decodes(decodes := generator.randrange(1, 256), decodes * generator.randrange(1, 2000))
         features.add_chunk(generator.randrange(2000), generator.randrange(2, 1024))
-        log.append(features, law.predict(features) * generator.uniform(0.97, 1.03))
+        log.append(features, LAW.predict(features) * generator.uniform(0.97, 1.03))
     return log
 
 
@@ -147,15 +157,15 @@ def queue(count: int, generator: random.Random) -> list[tuple[float, bool, int]]
 
 
 def as_columns(waiting: list[tuple[float, bool, int]]) -> Columns:
-    pending, savable, units = [row[0] for row in waiting], [row[1] for row in waiting], [row[2] for row in waiting]
-    return Columns(apt_values(pending, savable), units, [each // 2 for each in units])
+    pending, savable, units = (np.array(column) for column in zip(*waiting, strict=True))
+    return Columns(apt_values(pending, savable), units, units // 2)
 
 
 def best_value(columns: Columns, capacity: int) -> float:
     """The exact optimum, by dynamic programming over whole units."""
     best = [0.0] * (capacity + 1)
-    for value, kv, compact in zip(*columns, strict=True):
-        forms = [(kv, value), *([] if compact is None else [(compact, value - PENALTY * kv)])]
+    for value, kv, compact in zip(*(column.tolist() for column in columns), strict=True):
+        forms = [(kv, value), *([(compact, value - PENALTY * kv)] if compact else [])]
         best = [
             max([held, *(best[left - units] + worth for units, worth in forms if units <= left)])
             for left, held in enumerate(best)
@@ -191,15 +201,16 @@ def knapsack_bench() -> None:
 
 
 def main(_argv: list[str] | None = None) -> None:
-    core = make_core()
-    for now in range(60):
-        step(core, float(now))
-    timed = [step(core, 100.0 + i) for i in range(STEPS)]
-    assert all(chunks == RUNNING for _, _, chunks in timed), "the benchmark's steps are not full"
     print(f"control plane: {RUNNING} running, {WAITING} waiting, {STEPS} steps; {describe()}")
-    for name, column in (("schedule()", 0), ("update()", 1)):
-        values = [row[column] * 1e3 for row in timed]
-        print(f"  {name:12} median {median(values):.3f} ms, P99 {quantiles(values, n=100)[98]:.3f} ms")
+    for load, ttft in LOADS.items():
+        core = make_core(ttft)
+        for now in range(60):
+            step(core, float(now))
+        timed = [step(core, 100.0 + i) for i in range(STEPS)]
+        assert all(chunks == RUNNING for _, _, chunks in timed), "the benchmark's steps are not full"
+        for name, column in (("schedule()", 0), ("update()", 1)):
+            values = [row[column] * 1e3 for row in timed]
+            print(f"  {name:12} {load:20} median {median(values):.3f} ms, P99 {quantiles(values, n=100)[98]:.3f} ms")
     predictor_bench()
     policies_bench()
     knapsack_bench()

@@ -1,0 +1,109 @@
+"""Online requests that wait, by age, and what stays the same of them from step to step, in columns.
+
+Thousands may wait, and a step takes milliseconds: what it asks of all of them it asks of the columns, which change with
+the queue and not with the step. Requests that have run before change while they wait (their last token may still come,
+their past may lose its place), so these are asked one by one.
+"""
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Iterator, Sequence
+from operator import attrgetter
+from typing import NamedTuple, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.request import Request, RequestStatus
+from engine.scheduling.knapsack import Floats, Ints
+
+Bools = NDArray[np.bool_]
+
+by_age = attrgetter("arrival_order")
+_WIDTH = 64
+
+
+class QueueColumns(NamedTuple):
+    """A row for each request. `arrivals` in seconds; `lengths` in tokens, `missing` of them are still to be computed;
+    `began`: it has run before, and the other columns say nothing of it but its arrival."""
+
+    arrivals: Floats
+    lengths: Ints
+    missing: Ints
+    began: Bools
+
+
+def columns_of(requests: Sequence[Request]) -> QueueColumns:
+    """The columns of a queue, or of requests in any order."""
+    if isinstance(requests, WaitingQueue):
+        return requests.columns
+    rows = [_row(request) for request in requests]
+    return _columns(np.array(rows, dtype=np.float64).reshape(len(rows), 4).T)
+
+
+class WaitingQueue(Sequence[Request]):
+    """A preempted request returns to its place, ahead of later arrivals."""
+
+    def __init__(self, requests: Iterable[Request] = ()) -> None:
+        self._requests: list[Request] = []
+        self._table = np.empty((4, _WIDTH))
+        self._columns: QueueColumns | None = None
+        for request in requests:
+            self.add(request)
+
+    @property
+    def columns(self) -> QueueColumns:
+        """As long as the queue does not change."""
+        if self._columns is None:
+            self._columns = _columns(self._table[:, : len(self._requests)])
+        return self._columns
+
+    def place(self, request: Request) -> int:
+        """How many that wait are older."""
+        return bisect_left(self._requests, request.arrival_order, key=by_age)
+
+    def with_others(self, requests: Iterable[Request]) -> list[Request]:
+        """All that wait and a few others, by age."""
+        merged = self._requests.copy()
+        for request in requests:
+            insort(merged, request, key=by_age)
+        return merged
+
+    def add(self, request: Request) -> None:
+        index, size = self.place(request), len(self._requests)
+        if size == self._table.shape[1]:
+            self._table = np.concatenate((self._table, np.empty_like(self._table)), axis=1)
+        self._requests.insert(index, request)
+        self._table[:, index + 1 : size + 1] = self._table[:, index:size]
+        self._table[:, index] = _row(request)
+        self._columns = None
+
+    def remove(self, request: Request) -> None:
+        index, size = self.place(request), len(self._requests)
+        assert index < size and self._requests[index] is request, "request is not in the queue that its status says"
+        del self._requests[index]
+        self._table[:, index : size - 1] = self._table[:, index + 1 : size]
+        self._columns = None
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._requests)
+
+    @overload
+    def __getitem__(self, index: int) -> Request: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Request]: ...
+    def __getitem__(self, index: int | slice) -> Request | list[Request]:
+        return self._requests[index]
+
+
+def _row(request: Request) -> tuple[float, int, int, bool]:
+    began = request.status is not RequestStatus.WAITING or request.num_preemptions > 0
+    length = request.num_prompt_tokens
+    return request.times.arrival, length, length - request.num_expected_hits, began
+
+
+def _columns(table: Floats) -> QueueColumns:
+    arrivals, lengths, missing, began = table
+    return QueueColumns(arrivals, lengths.astype(np.int64), missing.astype(np.int64), began > 0.0)
