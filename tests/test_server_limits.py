@@ -323,9 +323,20 @@ async def test_half_sent_headers_are_408(start_server: StartServer, sent: bytes)
 
 
 async def test_a_connection_that_says_nothing_is_closed(start_server: StartServer) -> None:
-    served = await start_server(limits=HASTY)
+    served = await start_server(limits=ProtocolLimits(silent_seconds=0.1))
     raw = await Raw.open(served)
     assert await raw.rest() == b""
+    await raw.close()
+
+
+async def test_who_connects_may_be_silent_for_longer_than_headers_may_take(start_server: StartServer) -> None:
+    """A client that waits for its processor has connected already, and its request would meet a closed connection."""
+    served = await start_server(limits=HASTY)
+    raw = await Raw.open(served)
+    await asyncio.sleep(3 * HASTY.header_seconds)
+    raw.send(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
+    status, _, _ = await raw.answer()
+    assert status == 200
     await raw.close()
 
 

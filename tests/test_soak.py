@@ -34,6 +34,7 @@ LONGEST = 1900
 MAX_OPEN = 24
 NUM_BLOCKS = 2000
 """A small cache: its memory counts from when it is first written, and that should be before the first third ends."""
+CONNECTS = 4
 TERMINAL = {"completed", "failed", "expired", "cancelled"}
 
 
@@ -105,8 +106,7 @@ async def chat(client: openai.AsyncOpenAI, dice: random.Random, ends: Counter[st
     patience, reason = dice.randint(0, 20), None
     prompt = [dice.randrange(10, 400) for _ in range(length)]
     try:
-        stream = await client.completions.create(model=MODEL, prompt=prompt, max_tokens=output, stream=True)
-        async with stream:
+        async with await opened(client, prompt, output, ends) as stream:
             async for event in stream:
                 reason = event.choices[0].finish_reason if event.choices else reason
                 patience -= 1
@@ -121,6 +121,19 @@ async def chat(client: openai.AsyncOpenAI, dice: random.Random, ends: Counter[st
         ends[reason] += 1
     else:
         assert leaves, "a stream ended without a reason"
+
+
+async def opened(
+    client: openai.AsyncOpenAI, prompt: list[int], output: int, ends: Counter[str]
+) -> openai.AsyncStream[Any]:
+    """A stream whose headers have come. As every client does, it connects again when a connection ended before them: a
+    starved client may be silent for longer than a server waits for its first byte. Refusals are not tried again."""
+    for _ in range(CONNECTS - 1):
+        try:
+            return await client.completions.create(model=MODEL, prompt=prompt, max_tokens=output, stream=True)
+        except openai.APIConnectionError:
+            ends["connected again"] += 1
+    return await client.completions.create(model=MODEL, prompt=prompt, max_tokens=output, stream=True)
 
 
 async def online(clients: list[openai.AsyncOpenAI], until: float, ends: Counter[str]) -> None:
@@ -142,7 +155,8 @@ async def watch(pid: int, clients: list[openai.AsyncOpenAI], batches: list[str],
     """Until cancelled."""
     while True:
         watched.memory.append(await asyncio.to_thread(resident, pid))
-        states = [await client.batches.retrieve(name) for client, name in zip(clients, batches, strict=True)]
+        patient = [client.with_options(max_retries=CONNECTS) for client in clients]
+        states = [await client.batches.retrieve(name) for client, name in zip(patient, batches, strict=True)]
         if all(state.status == "in_progress" for state in states):
             watched.done.append(tuple(state.request_counts.completed for state in states if state.request_counts))
         await asyncio.sleep(1.0)
@@ -150,7 +164,7 @@ async def watch(pid: int, clients: list[openai.AsyncOpenAI], batches: list[str],
 
 async def ended(client: openai.AsyncOpenAI, name: str) -> Any:
     while True:
-        batch = await client.batches.retrieve(name)
+        batch = await client.with_options(max_retries=CONNECTS).batches.retrieve(name)
         if batch.status in TERMINAL:
             return batch
         await asyncio.sleep(1.0)

@@ -24,10 +24,13 @@ _MAX_PIPELINED = 8
 
 @dataclass(frozen=True, slots=True)
 class ProtocolLimits:
-    """Seconds and bytes. A body may take `body_seconds` and a second more for every `min_body_rate` bytes that came.
+    """Seconds and bytes. Headers may take `header_seconds` from their first byte on; before it a connection may be
+    silent for `silent_seconds`: it holds as little as one that is kept alive, and a client on a busy machine connects
+    long before it writes. A body may take `body_seconds` and a second more for every `min_body_rate` bytes that came.
     The headers' size lets a key of a megabyte through to its 401. `linger_seconds`: how long what a refused client
     still sends is read and dropped, so that it gets to read its answer."""
 
+    silent_seconds: float = 30.0
     header_seconds: float = 10.0
     max_header_bytes: int = 3 * 512 * 1024
     max_headers: int = 256
@@ -55,7 +58,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._stalled_size = 0
         transport.set_write_buffer_limits(high=_WRITE_BUFFER)
         _limit_unsent(transport)
-        self._begin_head()
+        self._begin_head(self.limits.silent_seconds)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._cancel_timers()
@@ -77,7 +80,7 @@ class GuardedProtocol(HttpToolsProtocol):
     # Parser callbacks
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._begin_head()
+        self._begin_head(self.limits.header_seconds)
 
     def on_url(self, url: bytes) -> None:
         super().on_url(url)
@@ -121,13 +124,13 @@ class GuardedProtocol(HttpToolsProtocol):
             self._watch_writing()
 
     # Reading
-    def _begin_head(self) -> None:
+    def _begin_head(self, seconds: float) -> None:
         self._in_head = True
         self._in_body = False
         self._head_bytes = 0
         self._num_headers = 0
         self._header_size = 0
-        self._arm_read(self.limits.header_seconds, self._end_head)
+        self._arm_read(seconds, self._end_head)
 
     def _count_header(self, size: int) -> None:
         self._num_headers += 1
