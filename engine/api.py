@@ -298,6 +298,9 @@ class EngineStats:
     prefix_queried_tokens: int = 0
     prefix_hit_tokens: int = 0
     prefix_host_hit_tokens: int = 0
+    prefix_disk_hit_tokens: int = 0
+    disk_units_total: int = 0
+    disk_units_used: int = 0
     preemptions: dict[str, int] = field(default_factory=dict)
     steps: int = 0
     failed_steps: int = 0

@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from hashlib import blake2b
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from engine.engine import Engine
 from engine.errors import ConfigError, ModelLoadError
 from engine.execution import memory
 from engine.execution.backend import find_backend
+from engine.execution.disk import DiskTier, slot_bytes
 from engine.execution.masks import MAX_FORCED
 from engine.execution.offload import Offload, plan_offload
 from engine.execution.plan import LaunchPlan
@@ -48,6 +50,7 @@ from predictor.limits import UNITS_PER_BLOCK, Limits
 from predictor.profile import Profile, ProfileError, ProfileKey
 from predictor.slo import SLO, SLOError
 
+DEFAULT_DISK_DIR = "~/.cache/tidemill/disk"
 HIDDEN_SHARE = 2  # at most a block of hidden state for every so many blocks of KV that fit: a quarter of the units
 MIN_CONTEXT = 8  # tokens; the warm-up step alone takes most of it
 
@@ -78,6 +81,8 @@ def plan_launch(config: EngineConfig) -> LaunchPlan:
     backend = find_backend(config.device)
     if config.quantization != "none" and backend.name != "cpu":
         raise ConfigError(f"--quantization {config.quantization} runs on a CPU only: say --device cpu, or none")
+    if config.disk_space and backend.name != "cpu":
+        raise ConfigError("--disk-space runs on a CPU only: on a GPU --swap-space keeps the cache of chats")
     dtype, note = (config.dtype, None) if config.dtype != "auto" else backend.choose_dtype(spec, config)
     foreign = choice.implementation == TRANSFORMERS
     if config.kv_cache_dtype == "int8" and (foreign or backend.name != "cpu"):
@@ -318,12 +323,50 @@ def _join(config: EngineConfig, plan: LaunchPlan, runner: Runner[Any], say: Call
         say,
         tiers,
     )
+    disk = _open_disk(config, plan, runner, say)
+    if disk is not None:
+        seconds = disk.seconds()
+        scheduler = replace(scheduler, disk_units=disk.num_units, disk_seconds=seconds)
+        if profile.cache_costs.swap_in is None:  # what moves then is charged as the disk's
+            costs = replace(profile.cache_costs, swap_out=seconds / 2, swap_in=seconds / 2)
+            profile = profile.with_cache_costs(costs, scheduler.unit_bytes)
     core, colocation, tuner = make_controller(config, scheduler, profile, slo, profile_folder(config), say)
+    if disk is not None:
+        runner.disk = disk
+        core.adopt(disk.found)
     grammars = GrammarCompiler(plan.folder, plan.spec.vocab_size, plan.spec.eos_token_ids)
     runner.enforce(grammars, MAX_FORCED if config.forced_tokens else 0)
     info = _info(plan)
     say(str(info.embedding))
     return Engine(core, runner, info, device_lost=runner.lost, colocation=colocation, tuner=tuner, grammars=grammars)
+
+
+def _open_disk(
+    config: EngineConfig, plan: LaunchPlan, runner: Runner[Any], say: Callable[[str], None]
+) -> DiskTier | None:
+    """The disk tier, with what an earlier start has left there. Without room for it the server goes on without."""
+    if not config.disk_space:
+        return None
+    unit = memory.unit_bytes(plan.spec, plan.limits.block_size, _cache_dtype(plan))
+    units = int(config.disk_space * 2**30) // slot_bytes(unit)
+    folder = Path(config.disk_dir or DEFAULT_DISK_DIR).expanduser()
+    try:
+        disk = DiskTier(folder, runner.device.pool, units, _content_key(config, plan))
+    except OSError as error:
+        say(f"no cache on a disk: {folder}: {error.strerror or error}")
+        return None
+    tokens = len(disk.found) * plan.limits.block_size
+    say(f"{units // UNITS_PER_BLOCK * plan.limits.block_size} tokens of cache in {folder}, {tokens} of them kept")
+    return disk
+
+
+def _content_key(config: EngineConfig, plan: LaunchPlan) -> bytes:
+    """What K and V depend on besides tokens: the checkpoint's files, types, layers and the layout of a unit."""
+    files = sorted(path for path in plan.folder.iterdir() if path.suffix in (".json", ".safetensors"))
+    stamps = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+    about = (plan.precision, plan.kernels, plan.implementation, plan.limits.block_size, metadata.version("tidemill"))
+    invented = config.seed if config.load_format == "dummy" else None
+    return blake2b(repr((stamps, about, invented)).encode(), digest_size=16).digest()
 
 
 def _with_cache(plan: LaunchPlan, config: EngineConfig, cache_bytes: int) -> LaunchPlan:

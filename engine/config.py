@@ -90,6 +90,10 @@ class EngineConfig:
         "GiB of host memory for the cache of preempted requests, and of chats until their next turn "
         "(default: on a GPU a quarter of what is free, at most 16; on a CPU 0)",
     )
+    disk_space: float = _flag(
+        0.0, "GiB on a disk for the cache of chats until their next turn, kept across restarts (on a CPU; 0: none)"
+    )
+    disk_dir: str = _flag("", "folder of that cache (default: cache in --state-dir)")
     offline_policy: str = _flag("psm", "order of offline work; psm: shared prefixes first", ("psm", "deadline", "fcfs"))
     reserve: str = _flag(
         NO_RESERVE,
@@ -114,6 +118,8 @@ class EngineConfig:
             raise ConfigError("--offload-weights does not go with --hidden-cache yet: its projections need the weights")
         if not 0.0 <= (self.swap_space or 0.0) <= 65536.0:
             raise ConfigError(f"--swap-space must be between 0 and 65536 GiB, not {self.swap_space}")
+        if not 0.0 <= self.disk_space <= 1048576.0:
+            raise ConfigError(f"--disk-space must be between 0 and 1048576 GiB, not {self.disk_space}")
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ConfigError(f"--gpu-memory-utilization must be in (0, 1], not {self.gpu_memory_utilization}")
         if not 0.0 <= self.profile_seconds <= 600.0:
@@ -129,7 +135,8 @@ class EngineConfig:
 class SchedulerConfig:
     """What the core needs to know, resolved. `num_units`: device units of the pool (a KV block takes two).
 
-    `host_units`: units of the host tier (0: none), `unit_bytes`: the size of one on either tier. `scratch_blocks`: how
+    `host_units`: units of the host tier (0: none), `unit_bytes`: the size of one on any tier. `disk_units`: of the
+    disk, and `disk_seconds` that writing and reading one takes. `scratch_blocks`: how
     many blocks a step may run from hidden state (0: hidden state is not offered), `rho`: seconds that one token run
     from it adds to a step.
     `chunked_prefill`: prompts run in chunks beside decodes; else a step is whole prompts or decodes.
@@ -146,6 +153,8 @@ class SchedulerConfig:
     max_model_len: int
     host_units: int = 0
     unit_bytes: int = 0
+    disk_units: int = 0
+    disk_seconds: float = 0.0
     scratch_blocks: int = 0
     rho: float = 0.0
     block_size: int = 16

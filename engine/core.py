@@ -9,7 +9,7 @@ once their content is confirmed. HyGen §4.1; reliability E1-E8.
 """
 
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import chain, islice, repeat
@@ -26,7 +26,7 @@ from engine.api import (
     RequestTimes,
     TokenLogprobs,
 )
-from engine.cache.blocks import count_units
+from engine.cache.blocks import CacheEntry, count_units
 from engine.config import SchedulerConfig
 from engine.counters import StepCounters
 from engine.errors import (
@@ -247,6 +247,8 @@ class EngineCore:
             if self._recovery.active:
                 outputs = list(self._pass(flight, outputs, now))
         self._state.cache.tiers.complete_step(output.step_id)
+        if result is not None and result.disk_failed:
+            self._state.cache.tiers.lose_disk()
         return outputs
 
     def is_undone(self, output: SchedulerOutput) -> bool:
@@ -291,7 +293,7 @@ class EngineCore:
         """A snapshot; see EngineStats."""
         state = self._state
         cache, counters = state.cache, state.counters
-        pool, host = cache.device, cache.host
+        pool, host, disk = cache.device, cache.host, cache.tiers.disk
         return EngineStats(
             running={c: state.num_running(c) for c in RequestClass},
             waiting={c: state.num_waiting(c) for c in RequestClass},
@@ -307,6 +309,9 @@ class EngineCore:
             prefix_queried_tokens=counters.prefix_queried_tokens,
             prefix_hit_tokens=counters.prefix_hit_tokens,
             prefix_host_hit_tokens=counters.prefix_host_hit_tokens,
+            prefix_disk_hit_tokens=counters.prefix_disk_hit_tokens,
+            disk_units_total=disk.num_units,
+            disk_units_used=disk.num_units - disk.num_free_units,
             preemptions=dict(counters.preemptions),
             leftover_seconds=counters.leftover_seconds,
             leftover_used_seconds=counters.leftover_used_seconds,
@@ -314,6 +319,10 @@ class EngineCore:
             refused_requests=self._admission.num_refused,
             **asdict(self._counters),
         )
+
+    def adopt(self, found: Iterable[tuple[CacheEntry, bytes]]) -> None:
+        """What an earlier process has left on the disk: entries, and the hashes they are published under."""
+        self._state.cache.tiers.adopt(found)
 
     def load(self, now: float) -> LoadReport:
         """What whoever routes requests to several engines must know of this one."""

@@ -1,6 +1,7 @@
 """The application: routes, middleware and error handlers put together around one engine client."""
 
 import logging
+import secrets
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, nullcontext
 from typing import Any
@@ -28,7 +29,7 @@ from gateway.http.hosts import HostNames
 from gateway.http.keys import KeyStore
 from gateway.http.middleware import Authentication, BodyLimit, HostGuard, RequestIds
 from gateway.http.quotas import Admissions
-from gateway.store.folder import StateFolder
+from gateway.store.folder import SECRET_BYTES, StateFolder
 from gateway.telemetry.loop_lag import LoopLag
 from gateway.telemetry.metrics import GatewayMetrics
 from gateway.telemetry.request_log import RequestLog
@@ -72,6 +73,7 @@ def create_app(
         request_log,
         choose_format(config.tool_parser, tokenizer.chat_template_text),
         find_marks(tokenizer),
+        salt_secret=secrets.token_bytes(SECRET_BYTES) if folder is None else folder.secret(),
     )
     if config.offline_thinking_budget is not None and context.thought_marks is None:
         log.warning("--offline-thinking-budget has no effect: the chat template of this model knows of no thoughts")

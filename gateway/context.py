@@ -69,11 +69,12 @@ class Lifecycle:
 
 @dataclass(frozen=True, slots=True)
 class GatewayContext:
-    """`salt_secret` is drawn per process, as the prefix cache does not outlive one. `text_threads` bounds how many
-    prompts are tokenized at once, so that a flood of long ones cannot take every core; `is_offline`: nobody waits for
-    them, see `pace`. `parse_thread`: where large bodies are parsed, one at a time. `admissions`: requests of clients
-    that are in the engine, by tenant, within the limits that `keys` names. `tool_format`: how the model writes calls of
-    functions, None where that is not known; `thought_marks`: between which it thinks, None: it does not."""
+    """`salt_secret` is that of the state folder, whose cache on a disk outlives the process; without one it is drawn
+    anew. `text_threads` bounds how many prompts are tokenized at once, so that a flood of long ones cannot take every
+    core; `is_offline`: nobody waits for them, see `pace`. `parse_thread`: where large bodies are parsed, one at a time.
+    `admissions`: requests of clients that are in the engine, by tenant, within the limits that `keys` names.
+    `tool_format`: how the model writes calls of functions, None where that is not known; `thought_marks`: between which
+    it thinks, None: it does not."""
 
     client: EngineClient
     tokenizer: Tokenizer

@@ -36,20 +36,22 @@ def build(request_id: str, shape: tuple) -> EngineRequest:  # type: ignore[type-
     )
 
 
-# host units, blocks that may be run from hidden state, online policy, whether recomputing costs about as much as a copy
+# host units, blocks that may be run from hidden state, online policy, whether recomputing costs about as much as a
+# copy, disk units
 tiers = st.sampled_from(
     [
         (0, 0, "fcfs", False),
         (200, 0, "fcfs", False),
-        (60, 0, "fcfs", True),
+        (60, 0, "fcfs", True, 80),
         (24, 0, "apt", False),
         (0, 6, "apt", False),
         (30, 5, "apt", False),
         (40, 9, "goodput-strict", True),
         (200, 40, "goodput", False),
+        (0, 0, "fcfs", False, 40),
     ]
 )
-Tiers = tuple[int, int, str, bool]
+Tiers = tuple[int, int, str, bool] | tuple[int, int, str, bool, int]
 LIKE_COPIES = LatencyModel(
     intercept=0.01, decodes=1e-3, prefill_tokens=1e-3, attention=4e-5, transferred=1.3e-3, restored=1e-4, compact=1e-4
 )
@@ -59,7 +61,7 @@ LIKE_COPIES = LatencyModel(
 def make_fuzz_driver(
     depth: int, num_blocks: int, seqs: int, chunk: int, prefix_caching: bool, tiers: Tiers = (0, 0, "fcfs", False)
 ) -> Driver:
-    host_units, scratch_blocks, policy, costed = tiers
+    host_units, scratch_blocks, policy, costed, *disk_units = tiers
     config = SchedulerConfig(
         num_units=2 * num_blocks,
         max_model_len=num_blocks * BLOCK,
@@ -71,6 +73,7 @@ def make_fuzz_driver(
         max_queue_time=UNLIMITED_QUEUE,
         host_units=host_units,
         unit_bytes=1,
+        disk_units=sum(disk_units),
         scratch_blocks=scratch_blocks,
     )
     runner = FakeRunner(block_size=BLOCK, vocab_size=VOCAB, scratch_blocks=scratch_blocks, host_units=host_units)

@@ -48,12 +48,13 @@ class Tier(enum.Enum):
 
     DEVICE = "device"
     HOST = "host"
+    DISK = "disk"
 
 
 class CacheEntry(NamedTuple):
     """One block as the data plane sees it. `units`: (k_unit, v_unit) for KV, (unit,) for HIDDEN.
 
-    Device and host units are numbered apart, each from 0; a host unit holds exactly what a device unit holds.
+    Each tier's units are numbered from 0; a unit of another tier holds exactly what a device unit holds.
     """
 
     kind: CacheKind
@@ -105,10 +106,14 @@ class CacheMap:
 class CacheAction(enum.Enum):
     """What a cache operation does to the units of a block."""
 
+    WRITE = "disk_write"
+    """Device or host -> disk, any kind."""
     SWAP_OUT = "swap_out"
     """Device -> host, any kind."""
     SWAP_IN = "swap_in"
     """Host -> device, any kind."""
+    READ = "disk_read"
+    """Disk -> device, any kind. What cannot be read, or is not what was written, becomes NaN."""
     RESTORE = "restore"
     """HIDDEN on the device -> KV on the device: K and V are projected, once, from the hidden state."""
 
@@ -116,7 +121,8 @@ class CacheAction(enum.Enum):
 class CacheOperation(NamedTuple):
     """Writes `target` from `source`, which keeps what it holds; whole blocks, full or not.
 
-    `start`: position of the block's first token (RESTORE rotates K by it; the others ignore it). A target may be the
+    `start`: position of the block's first token (RESTORE rotates K by it; the others ignore it). `key`: the hash that
+    the block is published under, which the disk keeps beside it. A target may be the
     source of a later operation of the step (swap in, then restore), and a source the target of one of another action: a
     unit that was swapped out may be given away at once, to operations and chunks behind it. No unit is a target twice.
     Neighbours of one action run as one batch, so give them together, in the order of `CacheAction`.
@@ -126,6 +132,7 @@ class CacheOperation(NamedTuple):
     source: CacheEntry
     target: CacheEntry
     start: int = 0
+    key: bytes = b""
 
 
 def count_units(blocks: Iterable[CacheBlock]) -> int:

@@ -88,8 +88,8 @@ class Cache:
         return UNITS_PER_BLOCK * min(blocks, self.device.num_units // (UNITS_PER_BLOCK * EMBEDDING_SHARE))
 
     def find_prefix(self, request: Request) -> list[CacheBlock]:
-        """Published blocks that hold this request's prefix, each on the device or on the host; at least one token is
-        always left to compute."""
+        """Published blocks that hold this request's prefix, each on its nearest tier; at least one token is always left
+        to compute."""
         config, cache_map = self._config, request.cache_map
         if not config.enable_prefix_caching or request.starts_over:
             return []
@@ -118,22 +118,22 @@ class Cache:
 
     @contextmanager
     def holding(self, claim: Claim) -> Iterator[None]:
-        """While room is made for a claim: the host may not evict what it names."""
+        """While room is made for a claim: lower tiers may not evict what it names."""
         held = [block for block in claim.hits if not block.on_device]
         for block in held:
-            self.host.acquire(block, online=True)
+            self.tiers.pool(block).acquire(block, online=True)
         try:
             yield
         finally:
             for block in reversed(held):
-                self.host.release(block, block.last_step)
+                self.tiers.pool(block).release(block, block.last_step)
 
     def take(self, request: Request, claim: Claim, step_id: int) -> None:
-        """Give a request that starts what it claimed; what lies on the host comes back in this step. There must be
+        """Give a request that starts what it claimed; what lies on other tiers comes back in this step. There must be
         room."""
         online = request.request_class is RequestClass.ONLINE
         for block in claim.hits:
-            (self.device if block.on_device else self.host).acquire(block, online=online)
+            self.tiers.pool(block).acquire(block, online=online)
         hits = [b if b.on_device else self.tiers.fetch(b, step_id, online=online) for b in claim.hits]
         self.parked.resume(request, hits, step_id)
         self._count(request, count_compact(request.cache_map.blocks))

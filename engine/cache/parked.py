@@ -18,7 +18,16 @@ from itertools import groupby
 from typing import NamedTuple
 
 from engine.api import RequestClass
-from engine.cache.blocks import COMPACT, CacheAction, CacheBlock, CacheKind, CacheOperation, count_compact, count_units
+from engine.cache.blocks import (
+    COMPACT,
+    CacheAction,
+    CacheBlock,
+    CacheKind,
+    CacheOperation,
+    Tier,
+    count_compact,
+    count_units,
+)
 from engine.cache.placement import HostSplit, Move, Past, Place, host_split, next_is_act, release_units, restore_costs
 from engine.cache.tiers import Tiers
 from engine.config import SchedulerConfig
@@ -191,7 +200,7 @@ class ParkedPasts:
     def _swap_out(self, request: Request, index: int, step_id: int) -> None:
         cache_map = request.cache_map
         source = cache_map.blocks[index]
-        target = self._host.allocate(source.entry.kind, online=False)
+        target = self._tiers.allocate(source.entry.kind, step_id, online=False, tier=Tier.HOST)
         assert target is not None, "planned without room on the host"
         target.last_step = cache_map.parked_in_step = step_id
         self._tiers.operations.append(CacheOperation(CacheAction.SWAP_OUT, source.entry, target.entry))

@@ -88,6 +88,23 @@ class BlockPool:
         self.num_owned_units += size
         return CacheBlock(CacheEntry(kind, self._tier, units), online=online)
 
+    def adopt(self, found: Iterable[tuple[CacheEntry, bytes]]) -> None:
+        """Offer what lies in free units already, of an earlier life: entries and the hashes they are published by."""
+        taken: set[int] = set()
+        for entry, block_hash in found:
+            if block_hash in self._index or not taken.isdisjoint(entry.units):
+                continue
+            taken.update(entry.units)
+            block = CacheBlock(entry, ref_count=0, block_hash=block_hash, online=True)
+            self._index[block_hash] = block
+            self._settle(block)
+        self._free = [unit for unit in self._free if unit not in taken]
+
+    def forget(self) -> None:
+        """Offer nothing any more: what is here is lost. Holders keep their blocks."""
+        for block in list(self._index.values()):
+            self.withdraw(block)
+
     def find(self, block_hash: bytes) -> CacheBlock | None:
         """The block that is published under this hash."""
         return self._index.get(block_hash)

@@ -1,4 +1,4 @@
-"""The pools of both memories, and what moves between them in the step that is being built.
+"""The pools of all memories, and what moves between them in the step that is being built.
 
 The host pool is a second prefix cache behind the device's. When the device evicts a published block that an online
 request touched, and copying it out and back takes less than computing it again, the step that takes its units copies it
@@ -6,12 +6,16 @@ out first. `find` gives a prefix's run of blocks wherever each of them lies, the
 brings one back in the step in which its request starts. The host keeps what it gave back: when the device evicts the
 same block again there is nothing to copy.
 
+A disk is a third tier behind the host, or right behind the device where there is none: what the tier before it evicts
+is written, and read back to the device. It outlives the process (`adopt`).
+
 A copy is offered to others once its step has ended well, and never if that step failed. Pasts of requests that wait
-(`engine.cache.parked`) go before: they take the units of the prefixes that were used least recently. A further tier
-would lie behind the host as the host does behind the device. Knows nothing of requests, queues and time.
+(`engine.cache.parked`) go before: they take the units of the prefixes that were used least recently. Knows nothing of
+requests, queues and time.
 """
 
 from collections.abc import Collection, Iterable, Sequence
+from itertools import pairwise
 
 from engine.cache.blocks import (
     REPRESENTATIONS,
@@ -35,41 +39,58 @@ class Tiers:
     def __init__(self, config: SchedulerConfig, model: LatencyPredictor | None) -> None:
         self.device = BlockPool(config.num_units)
         self.host = BlockPool(config.host_units, Tier.HOST)
+        self.disk = BlockPool(config.disk_units, Tier.DISK)
+        self._pools = {Tier.DEVICE: self.device, Tier.HOST: self.host, Tier.DISK: self.disk}
+        self._below = dict(pairwise(tier for tier, pool in self._pools.items() if pool.num_units))
         self.operations: list[CacheOperation] = []
         self.moved_units: dict[str, int] = {}
         self._config = config
         self._model = model
-        # Blocks of the host that the step `last_step` writes; a reference to each is held until it has ended.
+        # Blocks of lower tiers that the step `last_step` writes; a reference to each is held until it has ended.
         self._saving: dict[CacheBlock, bytes] = {}
         self._priced_step = -1
-        self._pays: dict[CacheKind, bool] = {}
+        self._pays: dict[tuple[CacheKind, Tier], bool] = {}
+
+    def pool(self, block: CacheBlock) -> BlockPool:
+        """Where the block lies."""
+        return self._pools[block.entry.tier]
+
+    def adopt(self, found: Iterable[tuple[CacheEntry, bytes]]) -> None:
+        """What an earlier process has left on the disk: entries, and the hashes they are published under."""
+        self.disk.adopt(found)
+
+    def lose_disk(self) -> None:
+        """The disk can no longer be used: nothing is found on it, and nothing more is written."""
+        self.disk.forget()
+        self._below = {upper: lower for upper, lower in self._below.items() if lower is not Tier.DISK}
 
     def find(self, hashes: Sequence[bytes]) -> list[CacheBlock]:
         """The longest run of published blocks along a hash chain, from its root, each on the nearest tier."""
         found: list[CacheBlock] = []
         for block_hash in hashes:
-            block = self.device.find(block_hash) or self.host.find(block_hash)
+            block = next(filter(None, (pool.find(block_hash) for pool in self._pools.values())), None)
             if block is None:
                 break
             found.append(block)
         return found
 
-    def allocate(self, kind: CacheKind, step_id: int, *, online: bool) -> CacheBlock | None:
-        """A block on the device for the step `step_id`, with reference count 1, or None when not enough units are
-        available. What it takes the place of is saved if that pays."""
-        size = REPRESENTATIONS[kind].units
-        while self.device.num_free_units < size and (block := self.device.next_evicted) is not None:
+    def allocate(self, kind: CacheKind, step_id: int, *, online: bool, tier: Tier = Tier.DEVICE) -> CacheBlock | None:
+        """A block for the step `step_id`, with reference count 1, or None when not enough units are available. What it
+        takes the place of is saved on the tier below if that pays."""
+        pool, size = self._pools[tier], REPRESENTATIONS[kind].units
+        while pool.num_free_units < size and (block := pool.next_evicted) is not None:
             self._save(block, step_id)
-            self.device.withdraw(block)
-        return self.device.allocate(kind, online=online)
+            pool.withdraw(block)
+        return pool.allocate(kind, online=online)
 
     def fetch(self, source: CacheBlock, step_id: int, *, online: bool) -> CacheBlock:
-        """A block on the device that the step `step_id` fills from one on the host, whose reference is given up. There
-        must be room."""
+        """A block on the device that the step `step_id` fills from one of another tier, whose reference is given up.
+        There must be room."""
         target = self.allocate(source.entry.kind, step_id, online=online)
         assert target is not None, "admitted without room"
-        self.operations.append(CacheOperation(CacheAction.SWAP_IN, source.entry, target.entry))
-        self.host.release(source, step_id)
+        action = CacheAction.READ if source.entry.tier is Tier.DISK else CacheAction.SWAP_IN
+        self.operations.append(CacheOperation(action, source.entry, target.entry, key=source.block_hash or b""))
+        self.pool(source).release(source, step_id)
         return target
 
     def cancel(self, targets: Collection[CacheEntry]) -> set[CacheEntry]:
@@ -80,7 +101,7 @@ class Tiers:
         return unsent
 
     def take_operations(self) -> tuple[CacheOperation, ...]:
-        """What the step that is being launched must do, counted: swaps out first, for others may get the units."""
+        """What the step that is being launched must do, counted: what leaves units first, for others may get them."""
         operations, self.operations = self.operations, []
         for operation in operations:
             name = operation.action.value
@@ -92,56 +113,66 @@ class Tiers:
         for block in blocks:
             self.device.withdraw(block)
         for block_hash in hashes:
-            copy = self.host.find(block_hash)
-            if copy is not None:
-                self.host.withdraw(copy)
+            for pool in (self.host, self.disk):
+                if (copy := pool.find(block_hash)) is not None:
+                    pool.withdraw(copy)
 
     def rewind(self, failed: Collection[int]) -> None:
-        """The steps `failed` have failed: what they copied to the host is in doubt."""
+        """The steps `failed` have failed: what they copied to lower tiers is in doubt."""
         for block in [block for block in self._saving if block.last_step in failed]:
             del self._saving[block]
-            self.host.release(block, block.last_step)
+            self.pool(block).release(block, block.last_step)
 
     def complete_step(self, step_id: int) -> None:
         """All steps up to `step_id` have ended: what was given up for them is free, what they saved is offered."""
-        self.device.complete_step(step_id)
-        self.host.complete_step(step_id)
+        for pool in self._pools.values():
+            pool.complete_step(step_id)
         for block in [block for block in self._saving if block.last_step <= step_id]:
-            self.host.publish(block, self._saving.pop(block))
-            self.host.release(block, block.last_step)
+            pool, block_hash = self.pool(block), self._saving.pop(block)
+            if block.entry.tier in self._below.values():
+                pool.publish(block, block_hash)
+            pool.release(block, block.last_step)
 
     def check_integrity(self, held: Iterable[CacheBlock]) -> None:
         """Assert unit conservation on every tier, given every reference that requests hold."""
-        held = list(held)
-        self.device.check_integrity(block for block in held if block.on_device)
-        self.host.check_integrity([*self._saving, *(block for block in held if not block.on_device)])
+        held = [*held, *self._saving]
+        for tier, pool in self._pools.items():
+            pool.check_integrity(block for block in held if block.entry.tier is tier)
 
     def _save(self, block: CacheBlock, step_id: int) -> None:
-        """Copy a block that the device is about to evict to the host, if a chat may want it and that pays."""
-        block_hash, kind, host = block.block_hash, block.entry.kind, self.host
+        """Copy a block that its tier is about to evict to the one below, if a chat may want it and that pays."""
+        block_hash, kind, below = block.block_hash, block.entry.kind, self._below.get(block.entry.tier)
         assert block_hash is not None, "an unpublished block is cached"
-        if not block.online or not host.num_units:
+        if not block.online or below is None:
             return
-        if (copy := host.find(block_hash)) is not None:
-            host.acquire(copy, online=True)  # it was of use on the device meanwhile
-            host.release(copy, copy.last_step)
+        pool = self._pools[below]
+        if (copy := pool.find(block_hash)) is not None:
+            pool.acquire(copy, online=True)  # it was of use further up meanwhile
+            pool.release(copy, copy.last_step)
             return
-        target = host.allocate(kind, online=True) if self._copy_pays(kind, step_id) else None
+        pays = self._copy_pays(kind, below, step_id)
+        target = self.allocate(kind, step_id, online=True, tier=below) if pays else None
         if target is None:
             return
         target.last_step = step_id
         self._saving[target] = block_hash
-        self.operations.append(CacheOperation(CacheAction.SWAP_OUT, block.entry, target.entry))
+        action = CacheAction.WRITE if below is Tier.DISK else CacheAction.SWAP_OUT
+        self.operations.append(CacheOperation(action, block.entry, target.entry, key=block_hash))
 
-    def _copy_pays(self, kind: CacheKind, step_id: int) -> bool:
-        """Whether a block is copied out and back sooner than computed again, were it the first of its prompt: further
-        behind, computing takes longer still."""
+    def _copy_pays(self, kind: CacheKind, below: Tier, step_id: int) -> bool:
+        """Whether a block is copied to that tier and back sooner than computed again, were it the first of its prompt:
+        further behind, computing takes longer still."""
         if step_id != self._priced_step:
             costs, size = restore_costs(self._model, self._config), self._config.block_size
             computed = costs.recompute_seconds(0, size)
-            self._pays = {each: form.units * costs.copy < computed for each, form in REPRESENTATIONS.items()}
+            copies = {Tier.HOST: costs.copy, Tier.DISK: self._config.disk_seconds}
+            self._pays = {
+                (each, tier): form.units * copy < computed
+                for each, form in REPRESENTATIONS.items()
+                for tier, copy in copies.items()
+            }
             self._priced_step = step_id
-        return self._pays[kind]
+        return self._pays[kind, below]
 
 
 def _action_order(operation: CacheOperation) -> int:

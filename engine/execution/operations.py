@@ -1,4 +1,4 @@
-"""Cache operations of a step: restore K and V from hidden state, and copies between the device and the host tier.
+"""Cache operations of a step: restore K and V from hidden state, and copies between the tiers.
 
 Neighbouring operations of one action run as one batch, in their order.
 """
@@ -11,6 +11,7 @@ import numpy as np
 
 from engine.cache.blocks import CacheAction, CacheKind, CacheOperation, Tier
 from engine.execution.arrays import IntArray
+from engine.execution.disk import DiskTier
 
 
 class CacheMover(Protocol):
@@ -27,11 +28,14 @@ class CacheMover(Protocol):
         """Copy host units to device units [n, 2]; what follows finds them there."""
 
 
-def run_operations(mover: CacheMover, operations: Sequence[CacheOperation]) -> None:
+def run_operations(mover: CacheMover, operations: Sequence[CacheOperation], disk: DiskTier | None) -> None:
     """Run, or launch, the operations of one step in their order."""
     for action, group in groupby(operations, key=lambda operation: operation.action):
         batch = list(group)
-        if action is CacheAction.RESTORE:
+        if action in (CacheAction.WRITE, CacheAction.READ):
+            assert disk is not None, "this runner was made without a disk"
+            (disk.write if action is CacheAction.WRITE else disk.read)(batch)
+        elif action is CacheAction.RESTORE:
             mover.restore(_restored_units(batch), np.array([each.start for each in batch], dtype=np.int64))
         elif action is CacheAction.SWAP_IN:
             mover.swap_in(_swapped_units(batch, Tier.HOST, Tier.DEVICE))

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from engine.api import TokenLogprobs
 from engine.execution.arrays import Int32Array, IntArray
+from engine.execution.disk import DiskTier
 from engine.execution.lane import Lane, Mark, pinned
 from engine.execution.masks import MAX_FORCED, FinishMasks, RowMasks, StepMasks, masked
 from engine.execution.operations import CacheMover, run_operations
@@ -86,6 +87,7 @@ class Runner(Generic[DeviceT]):
         self._unsettled: deque[_Samples] = deque()
         self._last_end = 0.0
         self.masks: RowMasks | None = None
+        self.disk: DiskTier | None = None
         self._pools = RowPools(device.rows)
 
     def enforce(self, grammars: "GrammarCompiler", max_forced: int = MAX_FORCED) -> None:
@@ -104,7 +106,7 @@ class Runner(Generic[DeviceT]):
         with torch.inference_mode(), device.lane.use():
             self._settle(all_but=device.pipeline_depth)
             self._rows.apply(output)
-            run_operations(device, output.operations)
+            run_operations(device, output.operations, self.disk)
             chunks = np.array(output.chunks, dtype=np.int64).reshape(-1, 4)
             pools = self._pools.begin(chunks)
             samples = self._run(chunks, pools) if len(chunks) else None
@@ -188,7 +190,8 @@ class Runner(Generic[DeviceT]):
         ended = time.perf_counter()
         # a step launched behind another begins when that one ends
         latency, self._last_end = ended - max(began, self._last_end), ended
+        failed = self.disk is not None and self.disk.failed
         if samples is None:
-            return ModelRunnerOutput(step_id, [], None, latency, pooled=pooled)
+            return ModelRunnerOutput(step_id, [], None, latency, pooled=pooled, disk_failed=failed)
         logprobs = None if samples.logprobs is None else samples.logprobs()
-        return ModelRunnerOutput(step_id, samples.tokens.tolist(), logprobs, latency, samples.forced, pooled)
+        return ModelRunnerOutput(step_id, samples.tokens.tolist(), logprobs, latency, samples.forced, pooled, failed)

@@ -9,7 +9,7 @@ from functools import cached_property, partial
 from itertools import repeat
 from typing import NamedTuple
 
-from engine.cache.blocks import CacheAction, CacheKind, CacheOperation
+from engine.cache.blocks import CacheAction, CacheKind, CacheOperation, Tier
 from engine.cache.cache import Claim
 from engine.request import Request, RequestStatus
 from engine.scheduling.allocation import Allocation
@@ -210,11 +210,12 @@ class StepDraft:
             request.num_cached_tokens = claim.num_tokens
             counters.prefix_queried_tokens += request.num_prompt_tokens
             counters.prefix_hit_tokens += claim.num_tokens
-            on_host = sum(not block.on_device for block in claim.hits)
-            counters.prefix_host_hit_tokens += on_host * self.state.config.block_size
+            size, tiers = self.state.config.block_size, [block.entry.tier for block in claim.hits]
+            counters.prefix_host_hit_tokens += tiers.count(Tier.HOST) * size
+            counters.prefix_disk_hit_tokens += tiers.count(Tier.DISK) * size
 
     def _charge_copies(self, units: int) -> None:
-        """Units that move between device and host; a negative number takes them back."""
+        """Units that move between tiers; a negative number takes them back."""
         if units:
             self._charged_units += units
             self.ledger.charge_cache_work(CacheWork(transferred_bytes=units * self.state.config.unit_bytes))

@@ -46,6 +46,8 @@ FLAGS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "offload_weights",
             "offload_dir",
             "swap_space",
+            "disk_space",
+            "disk_dir",
             "kv_cache_dtype",
             "hidden_cache",
             "enable_prefix_caching",

@@ -16,7 +16,7 @@ import sqlite3
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from secrets import token_hex
+from secrets import token_bytes, token_hex
 
 from engine.errors import ConfigError
 from gateway.store.disk import Disk, DiskFile, StorageError, storage_errors
@@ -24,6 +24,7 @@ from gateway.store.objects import BATCH_ID, FILE_ID
 from gateway.store.sqlite import SqliteStore
 
 SWEEP = 1000
+SECRET_BYTES = 32
 
 
 class StateFolder:
@@ -35,6 +36,19 @@ class StateFolder:
         self.store = store
         self._lock = lock
         self._in_doubt: set[str] = set()
+
+    def secret(self) -> bytes:
+        """What tenants' prefix caches are separated by, drawn once: a cache on a disk outlives the server."""
+        path = self.root / "salt"
+        with suppress(FileNotFoundError):
+            if len(known := path.read_bytes()) == SECRET_BYTES:
+                return known
+        drawn, temporary = token_bytes(SECRET_BYTES), self.root / "tmp" / token_hex(16)
+        with suppress(OSError):  # a full disk: then it is this process's
+            temporary.touch(mode=0o600)
+            temporary.write_bytes(drawn)
+            temporary.replace(path)
+        return drawn
 
     def file_path(self, file_id: str) -> Path:
         assert FILE_ID.fullmatch(file_id)

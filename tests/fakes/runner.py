@@ -20,6 +20,12 @@ from engine.scheduling.output import INVALID_TOKEN, Chunk, Collect, ModelRunnerO
 
 Digest = bytes
 
+_WAYS = {
+    CacheAction.WRITE: ((Tier.DEVICE, Tier.DISK), (Tier.HOST, Tier.DISK)),
+    CacheAction.SWAP_OUT: ((Tier.DEVICE, Tier.HOST),),
+    CacheAction.SWAP_IN: ((Tier.HOST, Tier.DEVICE),),
+    CacheAction.READ: ((Tier.DISK, Tier.DEVICE),),
+}
 _PARTS = {CacheKind.KV: "kv", CacheKind.HIDDEN: "x"}
 """What the units of a block hold, in the order of the entry."""
 
@@ -123,7 +129,7 @@ class FakeRunner:
         written: set[tuple[Tier, int]] = set()
         read: set[tuple[Tier, int]] = set()
         running: CacheAction | None = None
-        for action, source, target, start in operations:
+        for action, source, target, start, key in operations:
             if action is not running:
                 running = action
                 read.clear()
@@ -136,8 +142,8 @@ class FakeRunner:
             if action is CacheAction.RESTORE:
                 self._restore(source, target, start)
                 continue
-            tiers = (Tier.DEVICE, Tier.HOST) if action is CacheAction.SWAP_OUT else (Tier.HOST, Tier.DEVICE)
-            assert (source.tier, target.tier) == tiers and source.kind is target.kind, "a swap moves to the other tier"
+            assert (source.tier, target.tier) in _WAYS[action] and source.kind is target.kind, "no such copy"
+            assert bool(key) >= (Tier.DISK in (source.tier, target.tier)), "a block on the disk has a key"
             for old, new in zip(source.units, target.units, strict=True):
                 self._units[target.tier, new] = list(self._unit(source.tier, old))
 

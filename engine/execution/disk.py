@@ -1,0 +1,204 @@
+"""The disk tier: units of the pool in one file of fixed slots, found again after a restart.
+
+A slot is a header (whose block, which part of it, a checksum) and a unit's bytes. A write goes by a thread of its own
+and is in no order with others: what a crash leaves half written, another hand has changed or the disk returns wrongly
+does not match its checksum, and counts as lost. What is lost is read as NaN, by which the step's results show that the
+block cannot be trusted. The file is made in its full size, so that a full disk is met at the start; one of another
+model, type or layout (`key`) begins anew. A lock keeps it to one engine. Knows nothing of requests; runs on the CPU.
+"""
+
+import contextlib
+import fcntl
+import logging
+import os
+import struct
+import threading
+import time
+import zlib
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple
+
+import torch
+
+from engine.cache.blocks import REPRESENTATIONS, CacheEntry, CacheKind, CacheOperation, Tier
+from engine.execution.pool import UnitPool
+
+log = logging.getLogger("tidemill.engine")
+
+PENDING_BYTES = 64 * 1024**2
+"""Of writes that wait for the disk; further ones wait for these."""
+MAGIC = b"tidemill cache 1"
+_PAGE = 4096
+_HEADER = struct.Struct("<16sBBxxI")  # key of the block, kind, part, checksum of these and of the bytes
+_PROBES = 5
+
+
+class Label(NamedTuple):
+    """What a slot holds: a part of a block."""
+
+    key: bytes
+    kind: int
+    part: int
+
+    def pack(self, data: memoryview) -> bytes:
+        return _HEADER.pack(*self, self.checksum(data))
+
+    def checksum(self, data: memoryview) -> int:
+        return zlib.crc32(data, zlib.crc32(_HEADER.pack(*self, 0)))
+
+
+def slot_bytes(unit_bytes: int) -> int:
+    """What a unit takes on the disk."""
+    return -(-(unit_bytes + _HEADER.size) // _PAGE) * _PAGE
+
+
+class DiskTier:
+    """`num_units` slots in `folder`, in the first of its files that no other engine holds. Raises OSError.
+
+    `failed`: the disk refused a write; nothing is written any more.
+    """
+
+    def __init__(self, folder: Path, pool: UnitPool, num_units: int, key: bytes) -> None:
+        self.num_units, self.failed = num_units, False
+        self._pool, self._unit_bytes = pool, pool.units[:1].nbytes
+        self._slot = slot_bytes(self._unit_bytes)
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._file = next(_unlocked(folder))
+        self._pending: dict[int, tuple[Label, bytes]] = {}
+        self._writes: deque[Future[None]] = deque()
+        self._lock = threading.Lock()
+        self._thread = ThreadPoolExecutor(1, "disk-cache")
+        try:
+            self.found = self._open(MAGIC + key + struct.pack("<Q", self._slot))
+        except OSError:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Finish what is being written and let another engine have the file."""
+        self._thread.shutdown()
+        os.close(self._file)
+
+    def write(self, batch: Sequence[CacheOperation]) -> None:
+        """Begin to write blocks; their units may be overwritten by what follows."""
+        for source, target, key in ((each.source, each.target, each.key) for each in batch):
+            for part, (unit, slot) in enumerate(zip(source.units, target.units, strict=True)):
+                label = Label(key, _KINDS.index(source.kind), part)
+                self._begin(slot, label, self._bytes(source.tier, unit).tobytes())
+
+    def read(self, batch: Sequence[CacheOperation]) -> None:
+        """Fill device units from the disk; with NaN what is not there as it was written."""
+        lost = 0
+        for source, target, key in ((each.source, each.target, each.key) for each in batch):
+            for part, (slot, unit) in enumerate(zip(source.units, target.units, strict=True)):
+                data = self._bytes(target.tier, unit)
+                if not self._fill(slot, Label(key, _KINDS.index(source.kind), part), data):
+                    data[:] = b"\xff" * len(data)  # NaN in every type of a cache
+                    lost += 1
+        if lost:
+            log.warning("%d units of the disk cache are damaged; their tokens are computed again", lost)
+
+    def seconds(self) -> float:
+        """What writing a unit and reading it back takes, in a slot of its own."""
+        data, times = bytearray(self._unit_bytes), []
+        for _ in range(_PROBES):
+            began = time.perf_counter()
+            label = Label(bytes(16), 0, 0)
+            self._put(self.num_units, label, bytes(data))
+            self._fill(self.num_units, label, memoryview(data))
+            times.append(time.perf_counter() - began)
+        return median(times)
+
+    def _open(self, head: bytes) -> list[tuple[CacheEntry, bytes]]:
+        """Make the file, or find what an earlier process has left in it."""
+        size = (self.num_units + 1) * self._slot + _PAGE
+        known = os.pread(self._file, len(head), 0) == head
+        if not known:
+            os.ftruncate(self._file, 0)
+        if os.fstat(self._file).st_size > size:
+            os.ftruncate(self._file, size)
+        os.posix_fallocate(self._file, 0, size)
+        if os.pwrite(self._file, head, 0) != len(head):
+            raise OSError("the disk cache cannot be written")
+        return list(self._blocks()) if known else []
+
+    def _blocks(self) -> Iterator[tuple[CacheEntry, bytes]]:
+        """Blocks all parts of which have a slot."""
+        parts: dict[tuple[bytes, int], dict[int, int]] = {}
+        for slot in range(self.num_units):
+            key, kind, part, checksum = _HEADER.unpack(os.pread(self._file, _HEADER.size, self._at(slot)))
+            if checksum and kind < len(_KINDS):
+                parts.setdefault((key, kind), {})[part] = slot
+        for (key, number), slots in parts.items():
+            kind = _KINDS[number]
+            units = tuple(slots[part] for part in range(REPRESENTATIONS[kind].units) if part in slots)
+            if len(units) == REPRESENTATIONS[kind].units:
+                yield CacheEntry(kind, Tier.DISK, units), key
+
+    def _begin(self, slot: int, label: Label, data: bytes) -> None:
+        if self.failed:
+            return
+        with self._lock:
+            self._pending[slot] = label, data
+        while self._writes and (self._writes[0].done() or len(self._writes) * self._unit_bytes > PENDING_BYTES):
+            self._writes.popleft().result()
+        self._writes.append(self._thread.submit(self._finish, slot))
+
+    def _finish(self, slot: int) -> None:
+        with self._lock:
+            waiting = self._pending.get(slot)
+        if waiting is None or self.failed:
+            return
+        try:
+            self._put(slot, *waiting)
+        except OSError as error:
+            log.warning("the disk cache is off: %s", error)
+            self.failed = True
+        with self._lock:
+            if self._pending.get(slot) is waiting:
+                del self._pending[slot]
+
+    def _put(self, slot: int, label: Label, data: bytes) -> None:
+        whole = label.pack(memoryview(data)) + data
+        if os.pwrite(self._file, whole, self._at(slot)) != len(whole):
+            raise OSError("a short write")
+
+    def _fill(self, slot: int, label: Label, data: memoryview) -> bool:
+        with self._lock:
+            waiting = self._pending.get(slot)
+        if waiting is not None:
+            data[:] = waiting[1]
+            return waiting[0] == label
+        header = bytearray(_HEADER.size)
+        with contextlib.suppress(OSError):
+            if os.preadv(self._file, [header, data], self._at(slot)) == len(header) + len(data):
+                return bytes(header) == label.pack(data)
+        return False
+
+    def _at(self, slot: int) -> int:
+        return _PAGE + slot * self._slot
+
+    def _bytes(self, tier: Tier, unit: int) -> memoryview:
+        units = self._pool.units if tier is Tier.DEVICE else self._pool.host_units
+        return units[unit].view(torch.uint8).numpy().data
+
+
+_KINDS = tuple(CacheKind)
+
+
+def _unlocked(folder: Path) -> Iterator[int]:
+    """Descriptors of the folder's files, each locked."""
+    for number in range(1024):
+        file = os.open(folder / f"units-{number}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(file)
+            continue
+        yield file
+        return
+    raise OSError(f"all files of {folder} are in use")

@@ -1,0 +1,248 @@
+"""The disk behind the other tiers: what is written and read back, kept across restarts, and what faults cost."""
+
+import errno
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from driver import Driver, make_request
+from fakes.runner import FakeRunner
+from test_hybrid_scheduling import actions, make
+from test_swap_faults import BLOCK, decoder
+from test_tiers import DEAR_COPIES, TURN, batch, chat, serve
+
+from engine.cache.blocks import CacheAction, CacheEntry, CacheKind, CacheOperation, Tier
+from engine.config import SchedulerConfig
+from engine.execution.cpu.device import TorchDevice
+from engine.execution.disk import DiskTier
+from engine.execution.runner import Runner
+from gateway.store.folder import open_state
+
+KEY = bytes(range(16))
+HOSTS = [0, 44]
+"""Units of the host between device and disk: none, or room for less than two histories."""
+
+
+@pytest.fixture(params=[0, 1])
+def depth(request: pytest.FixtureRequest) -> int:
+    return int(request.param)
+
+
+def crowd(driver: Driver, start: int = 0, count: int = 4) -> None:
+    """Chats that take the whole pool, one after another."""
+    for number in range(start, start + count):
+        serve(driver, make_request(f"other{number}", [number + 1] * 80, 4))
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_what_leaves_the_tier_above_comes_back_from_the_disk(depth: int, host: int) -> None:
+    driver = make(depth, blocks=24, host=host, disk_units=400)
+    serve(driver, chat("first"))
+    crowd(driver)
+    assert serve(driver, chat("second")) == 0, "its last token alone, which counts as a decode"
+    stats = driver.core.stats()
+    assert stats.prefix_disk_hit_tokens == TURN - 1 and stats.prefix_host_hit_tokens == 0
+    assert stats.disk_units_used > 0 and stats.disk_units_total == 400
+    assert stats.cache_units["disk_read"] == 2 * ((TURN - 1) // 4)
+
+
+def test_lines_and_dear_copies_do_not_reach_the_disk(depth: int) -> None:
+    driver = make(depth, blocks=24, disk_units=400)
+    for number in range(4):
+        serve(driver, *batch(f"b{number}-", number))
+    assert not actions(driver.steps)
+    driver = make(depth, blocks=24, disk_units=400, model=DEAR_COPIES, disk_seconds=1)
+    serve(driver, chat("first"))
+    crowd(driver)
+    assert serve(driver, chat("second")) == TURN and not actions(driver.steps)
+
+
+def test_a_full_disk_keeps_what_was_used_last(depth: int) -> None:
+    driver = make(depth, blocks=12, disk_units=44)
+    prompts = {name: [start + at for at in range(37)] for start, name in enumerate("abcd")}
+    for name, prompt in prompts.items():
+        serve(driver, make_request(name, prompt, 1))
+    assert serve(driver, make_request("c2", prompts["c"], 1)) == 0
+    assert serve(driver, make_request("a2", prompts["a"], 1)) > 0
+
+
+def test_a_later_process_finds_what_an_earlier_one_wrote(depth: int) -> None:
+    driver = make(depth, blocks=24, disk_units=400)
+    serve(driver, chat("first"))
+    crowd(driver)
+    disk = driver.core._state.cache.tiers.disk
+    found = [(block.entry, block_hash) for block_hash, block in disk._index.items()]
+    again = make(depth, blocks=24, disk_units=400)
+    assert isinstance(driver.runner, FakeRunner) and isinstance(again.runner, FakeRunner)
+    again.runner._units = {place: cells for place, cells in driver.runner._units.items() if place[0] is Tier.DISK}
+    again.core.adopt([*found, found[0]])  # twice the same is once
+    assert serve(again, chat("second")) == 0
+    assert again.core.stats().prefix_disk_hit_tokens == TURN - 1
+    crowd(again, 10)  # the units that were taken over are given away like others
+    again.core._state.cache.tiers.lose_disk()
+    crowd(again, 20)
+    assert serve(again, chat("third")) == TURN, "the disk is lost, and with it the history"
+    assert again.core.stats().disk_units_used == 0
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_a_step_that_fails_costs_itself_alone(depth: int, host: int) -> None:
+    """Every step that writes or reads fails once, behind its operations."""
+
+    def story(fail: frozenset[int]) -> Driver:
+        driver = make(depth, blocks=24, host=host, disk_units=400, fail=fail)
+        serve(driver, chat("first"))
+        crowd(driver)
+        serve(driver, chat("second"))
+        return driver
+
+    wanted = [step.step_id for step in story(frozenset()).steps if step.operations]
+    for step_id in wanted:
+        assert story(frozenset({step_id})).core.stats().failed_steps == 1
+
+
+# --- the file ----------------------------------------------------------------------------------------------------
+
+
+def real(folder: Path | None, blocks: int = 12, disk_units: int = 60, key: bytes = KEY) -> Driver:
+    sizes = {"num_units": 2 * blocks, "block_size": BLOCK, "max_num_seqs": 8, "max_model_len": 64}
+    units = {"disk_units": disk_units} if folder else {}
+    config = SchedulerConfig(**sizes, max_num_batched_tokens=64, unit_bytes=1, **units)
+    runner = Runner(TorchDevice(decoder(), config.limits))
+    driver = Driver(runner, config)
+    if folder is not None:
+        runner.disk = DiskTier(folder, runner.device.pool, disk_units, key)
+        driver.core.adopt(runner.disk.found)
+    return driver
+
+
+def close(driver: Driver) -> None:
+    assert isinstance(driver.runner, Runner) and driver.runner.disk is not None
+    driver.runner.disk.close()
+
+
+def turn(driver: Driver, name: str, start: int = 3) -> list[int]:
+    request = make_request(name, [(start + at) % 90 for at in range(33)], 4)
+    driver.add(request)
+    driver.run()
+    return driver.outputs[name]
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Iterator[tuple[Path, list[int]]]:
+    """A folder that holds a chat's history, and the chat's answer."""
+    driver = real(tmp_path)
+    expected = turn(driver, "first")
+    for number in range(3):
+        turn(driver, f"other{number}", 20 + number)
+    assert turn(driver, "second") == expected and driver.core.stats().prefix_disk_hit_tokens == 32
+    for number in range(3):
+        turn(driver, f"another{number}", 30 + number)
+    close(driver)
+    yield tmp_path, expected
+
+
+def test_a_history_outlives_its_process(written: tuple[Path, list[int]]) -> None:
+    folder, expected = written
+    driver = real(folder)
+    assert turn(driver, "third") == expected
+    assert driver.core.stats().prefix_disk_hit_tokens == 32 and driver.core.stats().failed_steps == 0
+    close(driver)
+    for other in (real(folder, key=bytes(16)), real(folder, disk_units=60)):  # another model; and its file begins anew
+        assert turn(other, "fourth") == expected and other.core.stats().prefix_disk_hit_tokens == 0
+        close(other)
+
+
+@pytest.mark.parametrize("damage", ["bytes", "short", "swapped"])
+def test_a_damaged_file_is_a_miss(written: tuple[Path, list[int]], damage: str) -> None:
+    folder, expected = written
+    path = folder / "units-0"
+    data = bytearray(path.read_bytes())
+    slot = (len(data) - 4096) // 61
+    driver = real(folder)  # what it found in the headers is what is damaged now
+    if damage == "bytes":
+        for at in range(4096, len(data), slot):
+            data[at + 100] ^= 1
+    elif damage == "swapped":
+        data[4096:] = data[4096 + slot :] + data[4096 : 4096 + slot]
+    path.write_bytes(data[: 4096 + slot // 2] if damage == "short" else data)
+    assert turn(driver, "third") == expected
+    assert driver.core.stats().failed_steps >= 1 and driver.core.stats().prefix_disk_hit_tokens > 0
+    assert turn(driver, "fourth") == expected
+    close(driver)
+
+
+def test_a_disk_that_refuses_a_write_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = real(tmp_path)
+    expected, whole = turn(driver, "first"), os.pwrite
+
+    def full(file: int, data: bytes, at: int) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    for number in range(3):
+        turn(driver, f"other{number}", 20 + number)
+    assert isinstance(driver.runner, Runner) and driver.runner.disk is not None
+    driver.runner.disk._thread.submit(lambda: None).result()  # all writes have been tried
+    monkeypatch.setattr(os, "pwrite", whole)
+    turn(driver, "another", 50)
+    assert driver.runner.disk.failed and driver.core.stats().disk_units_used == 0
+    assert turn(driver, "second") == expected
+    close(driver)
+
+
+def test_a_disk_without_room_is_met_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(file: int, start: int, size: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(OSError, match="No space"):
+        real(tmp_path)
+
+
+def test_two_engines_have_a_file_each(tmp_path: Path) -> None:
+    drivers = [real(tmp_path), real(tmp_path)]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["units-0", "units-1"]
+    for driver in drivers:
+        close(driver)
+
+
+@pytest.mark.parametrize("int8", [False, True])
+def test_units_of_every_kind_come_back_and_lost_ones_are_nan(tmp_path: Path, int8: bool) -> None:
+    device = TorchDevice(
+        decoder(), SchedulerConfig(num_units=8, max_model_len=16, block_size=BLOCK).limits, int8_cache=int8
+    )
+    pool = device.pool
+    pool.units[:2].view(torch.uint8).random_(0, 100, generator=torch.Generator().manual_seed(0))
+    disk = DiskTier(tmp_path, pool, 6, KEY)
+    here, there, back = (
+        CacheEntry(CacheKind.KV, tier, units)
+        for tier, units in ((Tier.DEVICE, (0, 1)), (Tier.DISK, (5, 2)), (Tier.DEVICE, (7, 4)))
+    )
+    disk.write([CacheOperation(CacheAction.WRITE, here, there, key=KEY)])
+    for _ in range(2):  # on its way, and when it has arrived
+        disk.read([CacheOperation(CacheAction.READ, there, back, key=KEY)])
+        assert torch.equal(pool.units[[7, 4]].view(torch.uint8), pool.units[[0, 1]].view(torch.uint8))
+        disk._thread.submit(lambda: None).result()
+    assert disk.seconds() > 0
+    disk.read([CacheOperation(CacheAction.READ, there, back, key=bytes(16))])  # another block's
+    assert pool.read(pool.slice_ids(torch.tensor([7, 4]).numpy()).flatten()).isnan().all()
+    disk.close()
+    again = DiskTier(tmp_path, pool, 6, KEY)
+    assert again.found == [(there, KEY)]
+    again.close()
+
+
+def test_tenants_meet_their_own_prefixes_after_a_restart(tmp_path: Path) -> None:
+    secrets = set()
+    for _ in range(2):
+        folder = open_state(tmp_path)
+        secrets |= {folder.secret(), folder.secret()}
+        folder.close_now()
+    assert len(secrets) == 1 and (tmp_path / "salt").stat().st_mode & 0o777 == 0o600
+    (tmp_path / "salt").write_bytes(b"short")
+    folder = open_state(tmp_path)
+    assert folder.secret() not in secrets
+    folder.close_now()
