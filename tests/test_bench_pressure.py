@@ -84,6 +84,18 @@ def test_the_models_have_one_size_and_differ_in_how_hidden_state_is_run(tmp_path
     assert math.isclose(*matrices, rel_tol=0.01)
 
 
+def test_pools_of_8_bits_have_the_same_bytes(tmp_path: Path) -> None:
+    assert pressure.model_folder(tmp_path, "gqa") == ("--load-format=dummy",)
+    spec = load_spec(tmp_path)
+    assert (spec.num_kv_heads, spec.hidden_ratio) == (2, 1.0)
+    assert pressure.blocks_of(tmp_path, 128, ()) == 128 and pressure.blocks_of(tmp_path, 128, (pressure.INT8,)) == 248
+
+
+def test_admitted_are_those_before_the_first_preemption() -> None:
+    assert pressure.most_before([0, 4, 9, 12, 6], [3, 3, 3, 4, 5]) == 9
+    assert pressure.most_before([2, 5], [0, 0]) == 5 and pressure.most_before([], []) == 0
+
+
 def test_every_arm_is_known_to_the_server() -> None:
     from gateway.cli import _parser
 
@@ -112,7 +124,7 @@ async def test_a_seed_against_a_server_whose_pool_is_too_small(tmp_path: Path) -
     assert len(run.answers) == 3
     assert all(answer.ok and sum(answer.chunk_tokens) == 40 and (answer.ttft or 0.0) > 0.0 for answer in run.answers)
     assert run.counts["preemptions"] > 0 and run.recomputed > 0
-    assert run.counts["swap_out"] == run.counts["restore"] == 0 and run.hidden_blocks
+    assert run.counts["swap_out"] == run.counts["restore"] == 0 and run.hidden_blocks and run.admitted >= 1
 
 
 def test_the_costs_of_a_profile(tmp_path: Path) -> None:

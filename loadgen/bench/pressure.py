@@ -1,8 +1,11 @@
-"""A pool too small for its load, live: K and V alone, the hybrid cache, and the host tier under the same arrivals.
+"""A pool too small for its load, live: K and V alone, in 8 bits, the hybrid cache, and the host tier under the same
+arrivals.
 
-The packaged demo model (as many KV heads as heads, rotary embeddings: its hidden state is projected in every step), or
-one of the same size without rotary embeddings (`--model opt`, random weights), whose decodes read hidden state as it
-is. Each arm has a server of its own; every seed's requests arrive at the same times in each. Attainment counts requests
+The packaged demo model (as many KV heads as heads, rotary embeddings: its hidden state is projected in every step); one
+of the same size without rotary embeddings (`--model opt`, random weights), whose decodes read hidden state as it is; or
+one with half the KV heads (`--model gqa`, random weights), which offers no hidden state. All pools take the same bytes,
+so that one of 8 bits has more blocks. Each arm has a server of its own; every seed's requests arrive at the same times
+in each. Admitted are requests of a burst that ran at once before the first was preempted. Attainment counts requests
 whose first token came within the TTFT limit and whose nearest-rank P99 gap is within the TBT limit; those refused with
 429 count as missed. Recomputed are the tokens that the server computed beyond one pass over every answered request.
 """
@@ -18,7 +21,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
+from engine.models.int8_cells import slice_elements
+from engine.models.spec import load_spec
 from loadgen.arrivals import constant_rate, schedule
 from loadgen.bench.live import PACKAGED, Watch, metrics_page, percentile, plan_for, read_metric, run, server, wait_quiet
 from loadgen.bench.machine import describe
@@ -28,6 +34,8 @@ from loadgen.records import RequestRecord
 from loadgen.workloads import fixed
 
 PROMPT, OUTPUT = 192, 192
+BLOCK_SIZE = 16
+INT8 = "--kv-cache-dtype=int8"
 ARMS = {
     "fcfs, KV": ("--online-policy=fcfs", "--no-hidden-cache"),
     "apt, KV": ("--online-policy=apt", "--no-hidden-cache"),
@@ -35,8 +43,13 @@ ARMS = {
     "goodput-strict, KV": ("--online-policy=goodput-strict", "--no-hidden-cache"),
     "goodput-strict, hybrid": ("--online-policy=goodput-strict", "--hidden-cache"),
     "goodput-strict, host": ("--online-policy=goodput-strict", "--no-hidden-cache", "--swap-space=0.25"),
+    "goodput, KV8": ("--online-policy=goodput", "--no-hidden-cache", INT8),
+    "goodput-strict, KV8": ("--online-policy=goodput-strict", "--no-hidden-cache", INT8),
+    "goodput-strict, KV8 host": ("--online-policy=goodput-strict", "--no-hidden-cache", "--swap-space=0.25", INT8),
 }
 """The arms: flags of their servers."""
+GQA_HEADS = 2
+"""KV heads of the model `gqa`, of four heads."""
 OPT_CONFIG: dict[str, Any] = {
     "architectures": ["OPTForCausalLM"],
     "model_type": "opt",
@@ -54,22 +67,24 @@ OPT_CONFIG: dict[str, Any] = {
     "pad_token_id": 0,
 }
 """The demo model's sizes without rotary embeddings; the two matrices of its MLP hold what the demo's three do."""
-SAMPLE_SECONDS = 0.1
-BURST = 16
+SAMPLE_SECONDS = 0.05
+BURST = 32
 COUNTED = ("preemptions", "prefill_tokens", "decode_tokens")
 MOVED = ("swap_out", "swap_in", "restore")
-HIDDEN = "tidemill_hidden_blocks"
+HIDDEN, RUNNING, PREEMPTED = "tidemill_hidden_blocks", "tidemill_requests_running", "tidemill_preemptions_total"
 
 
 @dataclass(slots=True)
 class PressureRun:
-    """One seed of one arm. `counts`: what the server's counters grew by; `hidden_blocks`: the gauge, as sampled."""
+    """One seed of one arm. `counts`: what the server's counters grew by; `hidden_blocks`: the gauge, as sampled;
+    `admitted`: the most requests seen to run before one was preempted."""
 
     prompt: int
     output: int
     answers: list[RequestRecord] = field(default_factory=list)
     counts: dict[str, float] = field(default_factory=dict)
     hidden_blocks: list[float] = field(default_factory=list)
+    admitted: float = 0.0
 
     @property
     def recomputed(self) -> float:
@@ -82,8 +97,9 @@ def model_folder(folder: Path, model: str) -> tuple[str, ...]:
     """Fill `folder` with the model's files; the server's flags for them."""
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(PACKAGED / name, folder / name)
-    if model == "opt":
-        (folder / "config.json").write_text(json.dumps(OPT_CONFIG))
+    if model != "demo":
+        fewer = json.loads((PACKAGED / "config.json").read_bytes()) | {"num_key_value_heads": GQA_HEADS}
+        (folder / "config.json").write_text(json.dumps(OPT_CONFIG if model == "opt" else fewer))
         return ("--load-format=dummy",)
     for name in ("config.json", "generation_config.json", "model.safetensors"):
         shutil.copy(PACKAGED / name, folder / name)
@@ -101,13 +117,29 @@ def counters(page: str) -> dict[str, float]:
 async def run_seed(url: str, arrivals: Sequence[float], seed: int, prompt: int, output: int) -> PressureRun:
     """Send what arrives, wait for every answer, read the counters before and after."""
     await wait_quiet(url)
-    watch = Watch((HIDDEN,), SAMPLE_SECONDS)
+    watch = Watch((HIDDEN, RUNNING, PREEMPTED), SAMPLE_SECONDS)
     before = counters(await metrics_page(url))
     online = fixed(1, prompt, output).at(np.asarray(arrivals, dtype=np.float64))
     records = await run(plan_for(url, seed, online=online), watch)
     after = counters(await metrics_page(url))
     counts = {name: after[name] - before[name] for name in after}
-    return PressureRun(prompt, output, records.requests, counts, [value for _, value in watch.seen.get(HIDDEN, [])])
+    hidden, running, preempted = ([value for _, value in watch.seen.get(name, [])] for name in watch.names)
+    return PressureRun(prompt, output, records.requests, counts, hidden, most_before(running, preempted))
+
+
+def most_before(running: Sequence[float], preempted: Sequence[float]) -> float:
+    """The most that ran at once, of samples before the second counter began to grow."""
+    return max((many for many, lost in zip(running, preempted, strict=True) if lost == preempted[0]), default=0.0)
+
+
+def blocks_of(folder: Path, blocks: int, flags: Sequence[str]) -> int:
+    """Blocks of an arm's pool, in the bytes of `blocks` blocks of 16 bits."""
+    spec = load_spec(folder)
+    plain, small = (
+        slice_elements(BLOCK_SIZE, spec.num_kv_heads, spec.head_dim, kind) * kind.itemsize
+        for kind in (torch.bfloat16, torch.int8)
+    )
+    return blocks * plain // small if INT8 in flags else blocks
 
 
 def answered_rate(burst: PressureRun) -> float:
@@ -157,7 +189,7 @@ def costs(profile: Path) -> str:
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m loadgen.bench.pressure", description=__doc__)
-    parser.add_argument("--model", choices=("demo", "opt"), default="demo")
+    parser.add_argument("--model", choices=("demo", "opt", "gqa"), default="demo")
     parser.add_argument("--rate", type=float, help="requests a second (default: by --load)")
     parser.add_argument(
         "--load", type=float, default=1.2, help="the rate as a multiple of what the first arm answers of a burst"
@@ -189,7 +221,7 @@ def main(argv: list[str] | None = None) -> None:
             f"--slo={slo}",
             f"--profile-dir={folder}",
             f"--profile-seconds={args.profile_seconds}",
-            f"--num-gpu-blocks-override={args.blocks}",
+            "--dtype=bfloat16",
             f"--max-model-len={args.prompt + args.output}",
             f"--state-dir={folder / 'state'}",
         )
@@ -204,10 +236,12 @@ def main(argv: list[str] | None = None) -> None:
 def run_arm(args: argparse.Namespace, folder: Path, arm: str, flags: Sequence[str]) -> list[PressureRun]:
     """All seeds of an arm, a line for each."""
     runs: list[PressureRun] = []
-    with server(folder, 0, *flags, *ARMS[arm]) as url:
+    pool = f"--num-gpu-blocks-override={blocks_of(folder, args.blocks, ARMS[arm])}"
+    with server(folder, 0, *flags, pool, *ARMS[arm]) as url:
         asyncio.run(run_seed(url, [0.2 * i for i in range(8)], 0, args.prompt, args.output))  # nothing is cold
+        burst = asyncio.run(run_seed(url, [0.0] * BURST, 100, args.prompt, args.output))
+        print(f"  {arm:22} {burst.admitted:.0f} of a burst of {BURST} admitted before the first preemption", flush=True)
         if args.rate is None:
-            burst = asyncio.run(run_seed(url, [0.0] * BURST, 100, args.prompt, args.output))
             args.rate = args.load * answered_rate(burst)
             print(f"{args.rate:.2f} requests/s for {args.seconds:g} s", flush=True)
         for seed in range(1, args.seeds + 1):

@@ -1,4 +1,4 @@
-"""The next turn of a chat beside a batch that fills the pool, live: with the host tier and without it.
+"""The next turn of a chat beside a batch that fills the pool, live: with the host tier, the disk tier and neither.
 
 Chats as of the workload `chat-multiturn`, with lengths that are stated: each opens with a long history, and every later
 turn repeats all that was said before it and adds a question. While a chat thinks, a batch job takes the pool and other
@@ -28,7 +28,13 @@ from loadgen.records import RequestRecord
 from loadgen.traces import Content, Trace
 from loadgen.workloads import fixed
 
-ARMS = {"device alone": "--swap-space=0", "with the host": "--swap-space=0.5"}
+ARMS = {
+    "device alone": ("--swap-space=0",),
+    "with the host": ("--swap-space=0.5",),
+    "with the disk": ("--swap-space=0", "--disk-space=1"),
+}
+"""The arms: flags of their servers."""
+TIERS = ("device", "host", "disk")
 QUESTION, ANSWER = 24, 16
 LINE_PROMPT, LINE_OUTPUT = 256, 128
 SPACING = 1.0
@@ -38,11 +44,10 @@ HIT = 'tidemill_prefix_hit_tokens_by_tier_total{{tier="{}"}}'
 
 @dataclass(frozen=True, slots=True)
 class TurnsRun:
-    """One run of an arm: later turns, and prompt tokens found on each tier."""
+    """One run of an arm: later turns, and prompt tokens found on each of `TIERS`."""
 
     later: list[RequestRecord]
-    on_device: float
-    on_host: float
+    found: tuple[float, ...]
 
     @property
     def ttfts(self) -> list[float]:
@@ -82,9 +87,9 @@ async def run_arm(url: str, chats: Trace, lines: int, history: int, seed: int) -
     for job in records.jobs:
         check_job(job)
     page = await metrics_page(url)
-    found = [read_metric(page, HIT.format(tier)) for tier in ("device", "host")]
+    found = tuple(read_metric(page, HIT.format(tier)) for tier in TIERS)
     online = [record for record in records.requests if record.service_class == "online"]
-    return TurnsRun([record for record in online if record.input_asked > history + QUESTION], *found)
+    return TurnsRun([record for record in online if record.input_asked > history + QUESTION], found)
 
 
 def show(arm: str, runs: Sequence[TurnsRun]) -> str:
@@ -92,20 +97,25 @@ def show(arm: str, runs: Sequence[TurnsRun]) -> str:
     ttfts = [ttft for run in runs for ttft in run.ttfts]
     missed = sum(len(run.later) for run in runs) - len(ttfts)
     cells = [percentile(ttfts, rank) * 1e3 for rank in (50, 90)]
-    hits = sum(run.on_device for run in runs), sum(run.on_host for run in runs)
-    return f"{arm:14} {len(ttfts):6d} {missed:8d} {cells[0]:9.0f} {cells[1]:8.0f} {hits[0]:11.0f} {hits[1]:9.0f}"
+    hits = "".join(f" {sum(tier):11.0f}" for tier in zip(*(run.found for run in runs), strict=True))
+    return f"{arm:14} {len(ttfts):6d} {missed:8d} {cells[0]:9.0f} {cells[1]:8.0f}{hits}"
 
 
-HEADER = f"{'arm':14} {'turns':>6} {'no answer':>8} {'TTFT P50':>8} {'P90 ms':>8} {'from device':>11} {'from host':>9}"
+HEADER = f"{'arm':14} {'turns':>6} {'no answer':>8} {'TTFT P50':>8} {'P90 ms':>8}" + "".join(
+    f" {'from ' + tier:>11}" for tier in TIERS
+)
 
 
 def shorter(found: dict[str, list[TurnsRun]]) -> str:
-    """By what factor the host makes later turns start sooner."""
-    alone, host = ([ttft for run in runs for ttft in run.ttfts] for runs in found.values())
-    if not alone or not host:
+    """By what factor each further tier makes later turns start sooner, a line for each."""
+    alone, *others = ([ttft for run in runs for ttft in run.ttfts] for runs in found.values())
+    if not alone or not all(others):
         return "no later turn was answered in one of the arms"
-    factors = percentile(alone, 50) / percentile(host, 50), mean(alone) / mean(host)
-    return f"TTFT of later turns with the host: {factors[0]:.2f} x shorter at the median, {factors[1]:.2f} x on average"
+    factors = [(percentile(alone, 50) / percentile(other, 50), mean(alone) / mean(other)) for other in others]
+    return "\n".join(
+        f"TTFT of later turns {arm}: {at_median:.2f} x shorter at the median, {on_average:.2f} x on average"
+        for arm, (at_median, on_average) in zip(list(found)[1:], factors, strict=True)
+    )
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -119,7 +129,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--think", type=float, default=15.0, help="seconds between two turns of a chat")
     parser.add_argument("--blocks", type=int, default=256, help="blocks of KV in the pool, 16 tokens each")
     parser.add_argument("--lines", type=int, default=2000, help="of the batch job: more than it can end")
-    parser.add_argument("--pairs", type=int, default=2, help="runs of each arm, in turns")
+    parser.add_argument("--pairs", type=int, default=2, help="rounds of all arms, in turns")
     parser.add_argument("--profile-seconds", type=float, default=8.0)
     return parser.parse_args(argv)
 
@@ -148,9 +158,9 @@ def main(argv: list[str] | None = None) -> None:
         found: dict[str, list[TurnsRun]] = {arm: [] for arm in ARMS}
         for pair in range(args.pairs):
             chats = conversations(args.chats, args.turns, args.history, args.think, pair)
-            for arm, flag in ARMS.items():
-                state = f"--state-dir={folder / f'state-{pair}-{flag}'}"
-                with server(folder, 0, *flags, flag, state) as url:
+            for number, (arm, flag) in enumerate(ARMS.items()):
+                state = f"--state-dir={folder / f'state-{pair}-{number}'}"
+                with server(folder, 0, *flags, *flag, state) as url:
                     found[arm].append(asyncio.run(run_arm(url, chats, args.lines, args.history, pair)))
                 print("  " + show(arm, found[arm][-1:]), flush=True)
     print(HEADER)
