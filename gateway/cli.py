@@ -317,7 +317,10 @@ def _make_engine(engine_config: EngineConfig, server_config: ServerConfig, root:
     flights = Flights(root / "flights", model_name(engine_config), tokens=server_config.flight_tokens)
     if server_config.engines == 1 and not server_config.ray:
         make = importlib.import_module("engine.process.client").EngineProcess
-        return make(engine_config, log_level=log_level, pid_file=pid_file, policy=policy(), flights=flights)
+        return make(
+            engine_config, log_level=log_level, pid_file=pid_file, policy=policy(), flights=flights,
+            spare=server_config.engine_spare,
+        )  # fmt: skip
     launch = importlib.import_module("engine.fleet.launch")
     fleet = launch.FleetPlan(
         server_config.engines, server_config.router, pid_file, log_level, policy, flights, server_config.ray

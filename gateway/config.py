@@ -55,6 +55,11 @@ class ServerConfig:
         True,
         "run the engine in a process of its own; if it dies, the next one goes on with its requests (off: in this one)",
     )
+    engine_spare: bool = _flag(
+        True,
+        "keep the next engine process ready, where 2 GiB of memory are free (it takes some 200 MB): a restart loads "
+        "weights only",
+    )
     flight_tokens: bool = _flag(
         False,
         "the recordings of last steps (STATE/flights) hold the tokens of open requests, for tidemill replay --model",

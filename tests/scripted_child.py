@@ -196,14 +196,18 @@ class FaultyConnection(Connection[Any]):
         self.faults.armed = self.faults.armed or isinstance(message, frames.Started)
 
 
-def prepare(config: EngineConfig) -> frames.Planned:
+def prepare(launch: frames.Launch) -> frames.Planned | None:
+    return None if launch.spare else _plan_model(launch.config)
+
+
+def _plan_model(config: EngineConfig) -> frames.Planned:
     if config.model and (Path(config.model) / "broken").exists():
         raise ConfigError("the model is broken")
     return frames.Planned(config.model, ())
 
 
 def build(faults: Faults, config: EngineConfig, planned: child.Plan) -> Engine:
-    planned(prepare(config))
+    planned(_plan_model(config))
     settings = SchedulerConfig.of(config, num_units=400, max_model_len=CONTEXT)
     core = EngineCore(replace(settings, block_size=4))
     info = EngineInfo(CONTEXT, VOCAB, frozenset({EOS}), "scripted", "none", "none", 0, 800)

@@ -21,6 +21,7 @@ from test_build import DEMO, answer
 from test_runner import BLOCK, CPU, crowd, run_in_waves
 from tiny_models import FAMILY_CASES, llama_config, model_folder
 
+from engine import free_memory
 from engine.api import EngineRequest, SamplingParams
 from engine.build import build_engine, build_runner, plan_launch, profile_key, scheduler_config
 from engine.config import EngineConfig, SchedulerConfig
@@ -616,8 +617,8 @@ async def test_a_file_that_ends_early_fails_steps_and_the_log_says_why(
 def test_files_in_the_page_cache_do_not_count_as_memory_that_is_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory, "_CGROUP", tmp_path)
-    monkeypatch.setattr(memory, "_machine_memory", lambda: 10**12)
+    monkeypatch.setattr(free_memory, "_CGROUP", tmp_path)
+    monkeypatch.setattr(free_memory, "_machine_memory", lambda: 10**12)
     assert memory.available_memory() == 10**12
     (tmp_path / "memory.max").write_text("8000\n")
     (tmp_path / "memory.current").write_text("7000\n")

@@ -27,7 +27,7 @@ from engine.api import (
 from engine.config import EngineConfig
 from engine.errors import ConfigError, EngineStepError, EngineUnavailableError, InvalidRequestError
 from engine.grammar import Grammar
-from engine.process import frames
+from engine.process import client, frames, launcher
 from engine.process.client import EngineProcess
 from engine.process.policy import RestartPolicy
 from engine.process.supervisor import Child
@@ -351,6 +351,54 @@ async def test_other_weights_are_taken_up_while_streams_wait(
         assert "those that run" in await engine.renew()
         assert (await engine.stats()).restarts == {"renewed": 1} and not engine._policy._deaths
         assert (tmp_path / "engine.pid").read_text() != first
+
+
+async def _spare(engine: EngineProcess) -> int:
+    """The number of the next process, once it is there."""
+    while engine._launcher._held is None:  # noqa: ASYNC110 - made by a task, and taken by another
+        await asyncio.sleep(0.01)
+    return engine._launcher._held.process.pid
+
+
+async def test_a_spare_process_takes_over(
+    tmp_path: Path, undisturbed: dict[str, tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each time; and where it is gone another one is started as ever."""
+    monkeypatch.setattr(client, "SPARE_SECONDS", 0.0)
+    number = tmp_path / "engine.pid"
+    async with engine_process(tmp_path / "children", spare=True) as engine:
+        for lost in (False, False, True):
+            spare = await _spare(engine)
+            assert int(number.read_text()) != spare
+            if lost:
+                os.kill(spare, signal.SIGKILL)
+            streams = [await submit_one(engine, each) for each in mixture()]
+            first = await anext(streams[0])
+            engine._child.kill()  # type: ignore[union-attr]
+            found = await asyncio.gather(*[_read(stream) for stream in streams])
+            found[0].insert(0, first)
+            assert (int(number.read_text()) == spare) is not lost
+            expected = [undisturbed[each.request_id][:4] for each in mixture()]  # prompts may be in the prefix cache
+            assert [summed(outputs)[:4] for outputs in found] == expected
+        await _spare(engine)
+
+
+async def test_a_spare_process_is_of_what_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "SPARE_SECONDS", 0.0)
+    model = tmp_path / "model"
+    await asyncio.to_thread(model.mkdir)
+    weights = model / "model.safetensors"
+    weights.write_text("1")
+    config = replace(CONFIG, model=str(model))
+    async with engine_process(tmp_path / "children", config=config, loaded=True, spare=True) as engine:
+        spare = await _spare(engine)
+        weights.write_text("22")
+        assert "another engine process" in await engine.renew()
+        assert int((tmp_path / "engine.pid").read_text()) not in (spare, await _spare(engine))
+        monkeypatch.setattr(launcher, "available_memory", lambda: 0)
+        await engine._launcher.drop()
+        await engine._launcher.keep_spare()
+        assert engine._launcher._held is None, "there is no room for it"
 
 
 @pytest.mark.parametrize("times", [1, 2, 7])

@@ -12,6 +12,7 @@ from dense_model import attend_with
 from driver import Driver, make_request
 from tiny_models import llama_config
 
+from engine import free_memory
 from engine.api import EngineRequest, FinishReason, RequestClass, SamplingParams
 from engine.cache.blocks import CacheEntry, CacheKind, Tier
 from engine.config import SchedulerConfig
@@ -417,12 +418,12 @@ def test_the_cpu_cache_is_a_capped_share(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert 0 < memory.cpu_cache_bytes() <= memory.CPU_LIMIT
     meminfo = tmp_path / "meminfo"
     meminfo.write_text("MemTotal: 9 kB\nMemAvailable:       2048 kB\n")
-    monkeypatch.setattr(memory, "_MEMINFO", meminfo)
-    monkeypatch.setattr(memory, "_CGROUP", tmp_path)
+    monkeypatch.setattr(free_memory, "_MEMINFO", meminfo)
+    monkeypatch.setattr(free_memory, "_CGROUP", tmp_path)
     assert memory.available_memory() == 2048 * 1024
     (tmp_path / "memory.max").write_text("1500000\n")
     (tmp_path / "memory.current").write_text("500000\n")
     assert memory.available_memory() == 1_000_000
     (tmp_path / "memory.max").write_text("max\n")
     meminfo.unlink()
-    assert memory.available_memory() == memory._FALLBACK
+    assert memory.available_memory() == free_memory._FALLBACK

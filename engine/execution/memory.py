@@ -6,11 +6,11 @@ hidden state needs beside the units comes out of the same memory; the host tier 
 """
 
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
 from engine.errors import ConfigError
+from engine.free_memory import available_memory as available_memory
 from engine.models.int8_cells import slice_elements
 from engine.models.spec import ModelShape, ModelSpec
 from predictor.limits import UNITS_PER_BLOCK
@@ -23,10 +23,6 @@ WEIGHT_SHARE = 0.75
 
 STORED_INTEGERS = "w8a8"
 """`LaunchPlan.quantization` of layers that compute with the integers that the checkpoint stores."""
-
-_MEMINFO = Path("/proc/meminfo")
-_CGROUP = Path("/sys/fs/cgroup")
-_FALLBACK = 2 * 1024**3  # available memory where nobody tells
 
 
 def unit_bytes(spec: ModelShape, block_size: int, dtype: torch.dtype) -> int:
@@ -132,42 +128,6 @@ def num_units(cache_bytes: int, bytes_per_unit: int, block_size: int, max_model_
 def longest_context(units: int, block_size: int) -> int:
     """Tokens of one request that fit into so many units."""
     return max(units, 0) // UNITS_PER_BLOCK * block_size
-
-
-def available_memory() -> int:
-    """Bytes this process may still take: the machine's, or its container's if that is less."""
-    candidates = [amount for amount in (_machine_memory(), _cgroup_memory()) if amount is not None]
-    return min(candidates, default=_FALLBACK)
-
-
-def _machine_memory() -> int | None:
-    try:
-        lines = _MEMINFO.read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration, ValueError, IndexError):
-        return None
-
-
-def _cgroup_memory() -> int | None:
-    """What the container's limit leaves; None without a limit (cgroup v2 only).
-
-    Files in the page cache that nobody uses count as used there, and make way: a checkpoint that was read before must
-    not look like memory that is taken.
-    """
-    try:
-        limit, used = (int((_CGROUP / name).read_text()) for name in ("memory.max", "memory.current"))
-    except (OSError, ValueError):
-        return None
-    return limit - max(0, used - _idle_files())
-
-
-def _idle_files() -> int:
-    """Bytes of files in the page cache that were not used lately."""
-    try:
-        lines = (_CGROUP / "memory.stat").read_text().splitlines()
-        return next(int(line.split()[1]) for line in lines if line.startswith("inactive_file "))
-    except (OSError, StopIteration, ValueError, IndexError):
-        return 0
 
 
 def _mib(num_bytes: int) -> str:

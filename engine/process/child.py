@@ -44,35 +44,47 @@ SICK_SECONDS = 10.0
 """How long every step may fail: an error of a device often ends with the process that met it."""
 OOM_SCORE = "500"
 """Where memory runs out, this process goes rather than the gateway: it is started again."""
+QUIETLY = 10
+"""How nice the next process is while it makes itself ready: a tenth of a core where others want all of it."""
 LAST_WORDS_SECONDS = 0.1
 """For the message that says why to leave the process."""
 
 Plan = Callable[[frames.Planned], None]
-Prepare = Callable[[EngineConfig], frames.Planned]
+Prepare = Callable[[frames.Launch], frames.Planned | None]
 Build = Callable[[EngineConfig, Plan], Engine]
 Work = Callable[[TidemillError | None], None]
 """Goes on once requests are prepared, or with what kept them from it."""
 
 
-def prepare(config: EngineConfig) -> frames.Planned:
+def prepare(launch: frames.Launch) -> frames.Planned | None:
     """What a start needs besides weights and a device, beside a process that still runs. Raises ConfigError."""
     from engine import openmp
 
-    if openmp.must_measure(config, os.environ):  # before torch is there, and when the machine has nothing else to do
+    config = launch.config
+    if launch.spare:
+        if launch.waiting:
+            os.environ[openmp.POLICY] = launch.waiting
+    elif openmp.must_measure(config, os.environ):  # before torch is there, when the machine has nothing else to do
         return frames.Planned("", ())
-    openmp.announce(config, _say)
+    else:
+        openmp.announce(config, _say)
     importing = threading.Thread(target=_import_quietly)
     importing.start()
     importing.join()
-    plan = importlib.import_module("engine.build").plan_launch(config)
-    return frames.Planned(str(plan.folder), tuple(plan.notes))
+    return None if launch.spare else _planned(importlib.import_module("engine.build").plan_launch(config))
 
 
 def _import_quietly() -> None:
     """In a thread, since only that can be as nice as this and leave the process as it is."""
     with contextlib.suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), QUIETLY)
     importlib.import_module("engine.build")
+
+
+def _planned(plan: Any) -> frames.Planned:
+    from engine import openmp
+
+    return frames.Planned(str(plan.folder), tuple(plan.notes), os.environ.get(openmp.POLICY, ""))
 
 
 def build(config: EngineConfig, planned: Plan) -> Engine:
@@ -82,7 +94,7 @@ def build(config: EngineConfig, planned: Plan) -> Engine:
     openmp.announce(config, _say)
     module: Any = importlib.import_module("engine.build")  # torch comes with it
     plan = module.plan_launch(config)
-    planned(frames.Planned(str(plan.folder), tuple(plan.notes)))
+    planned(_planned(plan))
     engine: Engine = module.build_engine(config, plan, _say)
     if folder := os.environ.get(sabotage.VARIABLE):
         _say("TIDEMILL_CHAOS is set: steps may fail, hang and kill this process")
@@ -115,8 +127,9 @@ def run(sock: socket.socket, make: Build, prepare: Prepare) -> None:
     try:
         launch.place.move_in(os.environ)
         if launch.held:
-            sock.sendall(frames.encode(prepare(launch.config)))
-            _, *early = _first_messages(sock, reader)
+            if (planned := prepare(launch)) is not None:
+                sock.sendall(frames.encode(planned))
+            _begin, *early = early or _first_messages(sock, reader)
         engine = make(launch.config, lambda planned: sock.sendall(frames.encode(planned)))
         sock.sendall(frames.encode(frames.Built(engine.info)))
     except TidemillError as error:

@@ -59,6 +59,8 @@ SILENCE = StepLimits(unknown=10.0)
 START_SECONDS = 900.0
 """The longest start: model, profile and first step."""
 STOP_SECONDS = 2.0
+SPARE_SECONDS = 1.0
+"""After the start of a process, until the next one is made ready."""
 ANSWER_SECONDS = 1.0
 """How long figures may take before those of the last time are given."""
 NOWHERE = Place()
@@ -74,7 +76,8 @@ class EngineProcess:
     descriptor behind it, which runs at `place`. `flights` keeps what processes did at last.
 
     One of a fleet: `changed` is called when the process comes or goes, and when a request has ended; with `waits` off
-    nothing waits here for the next process, as it can go elsewhere. `spawn` starts processes that are no children.
+    nothing waits here for the next process, as it can go elsewhere. `spare`: the next process is kept ready while one
+    runs. `spawn` starts processes that are no children.
     """
 
     def __init__(
@@ -91,12 +94,15 @@ class EngineProcess:
         place: Place = NOWHERE,
         changed: Callable[[], None] = _nobody_asks,
         waits: bool = True,
+        spare: bool = False,
         spawn: Callable[[frames.Launch], Endpoint] | None = None,
     ) -> None:
         self._patience = patience(config) if waits else None
         self._launcher = Launcher(
             config, log_level=log_level, place=place, pid_file=pid_file, command=command, spawn=spawn
         )
+        self._keeps_spare = spare
+        self._making_spare: asyncio.Task[None] | None = None
         self._tell_change = changed
         self._given = Given()
         self._policy = policy or RestartPolicy()
@@ -303,7 +309,7 @@ class EngineProcess:
         try:
             message = child.receive()
             assert isinstance(message, frames.Planned)
-            self._launcher.plan(message.folder)
+            self._launcher.plan(message)
             planned(message)
             message = child.receive()
             assert isinstance(message, frames.Built)
@@ -371,8 +377,10 @@ class EngineProcess:
             self.abort(entry.request.request_id)
         self._stopping = True
         task, self._task = self._task, None
-        task.cancel()
-        await asyncio.wait([task])
+        tasks = [task] if self._making_spare is None else [task, self._making_spare]
+        for each in tasks:
+            each.cancel()
+        await asyncio.wait(tasks)
         if self._child is not None:
             self._send(frames.Shutdown())
             await self._end(self._child, grace=STOP_SECONDS)
@@ -398,6 +406,13 @@ class EngineProcess:
             raise error if error is not None else EngineUnavailableError("the engine process ended while it started")
         self._policy.ready(self._clock())
         self._launcher.has_served()
+        if self._keeps_spare and (self._making_spare is None or self._making_spare.done()):
+            self._making_spare = asyncio.create_task(self._keep_spare(), name="tidemill-spare")
+
+    async def _keep_spare(self) -> None:
+        """Not at once: what waited for the process that has just come gets on first."""
+        await asyncio.sleep(SPARE_SECONDS)
+        await self._launcher.keep_spare()
 
     async def _supervise(self, child: Endpoint) -> None:
         try:

@@ -38,13 +38,16 @@ class Message(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
 
 class Launch(Message, frozen=True):
     """The first message: what to load, and where to run. `recorder`: the descriptor of the memory for the flight
-    recorder, which the process has inherited. `held`: load nothing before `Begin`."""
+    recorder, which the process has inherited. `held`: load nothing before `Begin`; `spare`: nor look what will be
+    loaded, as the device is in use. `waiting`: what the process before it had decided, see `Planned`."""
 
     config: EngineConfig
     log_level: str = "info"
     recorder: int | None = None
     place: Place = Place()
     held: bool = False
+    spare: bool = False
+    waiting: str = ""
 
 
 class Begin(Message, frozen=True):
@@ -104,10 +107,12 @@ ToEngine = Launch | Begin | Submit | Resume | CheckRoom | Abort | SetLane | AskS
 
 
 class Planned(Message, frozen=True):
-    """What will run is decided, nothing is loaded yet. `folder`: of the model; `notes`: for the user."""
+    """What will run is decided, nothing is loaded yet. `folder`: of the model; `notes`: for the user; `waiting`: how
+    OpenMP's threads wait for each other, empty: as they do by themselves."""
 
     folder: str
     notes: tuple[str, ...]
+    waiting: str = ""
 
 
 class Built(Message, frozen=True):

@@ -1,23 +1,32 @@
 """Where the processes of one engine come from, one after another, and the next of them held while one runs."""
 
 import asyncio
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
 from engine.child import python_module
 from engine.config import EngineConfig
 from engine.errors import ConfigError
+from engine.free_memory import available_memory
 from engine.machine import Place
 from engine.process import frames
 from engine.process.renewal import Source
 from engine.process.supervisor import Child, Endpoint, remove, start_error
 
+log = logging.getLogger("tidemill.engine")
+
 CHILD = "engine.process.child"
 HOLD_SECONDS = 120.0
 """The longest that a process may take to be ready to load."""
+SPARE_ROOM = 1 << 31
+"""Bytes that must be free on this machine for a spare process, which takes a tenth of that."""
+
+EndpointT = TypeVar("EndpointT", bound=Endpoint)
 
 
 class Launcher:
@@ -43,11 +52,14 @@ class Launcher:
         self._pid_file = pid_file
         self._folder: Path | None = None
         self._held: Child | None = None
+        self._is_spare = False
+        self._holding = asyncio.Lock()
 
-    def plan(self, folder: str) -> None:
-        """A model is loaded from this folder, or from none."""
-        if folder:
-            self._folder = Path(folder)
+    def plan(self, planned: frames.Planned) -> None:
+        """A model is loaded from its folder, or from none."""
+        self.launch = msgspec.structs.replace(self.launch, waiting=planned.waiting)
+        if planned.folder:
+            self._folder = Path(planned.folder)
             self.source = Source.of(self._folder)
 
     def has_served(self) -> None:
@@ -61,26 +73,25 @@ class Launcher:
         if self._spawn_elsewhere is not None:
             return self._spawn_elsewhere(self.launch)
         held, self._held = self._held, None
-        if held is None:
-            return Child.spawn(self._command, self.launch, self._pid_file)
-        held.begin(self._pid_file)
-        return held
+        if held is not None:
+            try:
+                held.begin(self._pid_file)
+            except OSError as error:
+                log.warning("the engine process that was held is gone (%s)", error)
+            else:
+                return held
+        return Child.spawn(self._command, self.launch, self._pid_file)
 
     async def start(self) -> Endpoint:
         """`spawn`, beside the event loop."""
-        spawning = asyncio.ensure_future(asyncio.to_thread(self.spawn))
-        try:
-            return await asyncio.shield(spawning)
-        except asyncio.CancelledError:  # it is started all the same, and nobody else knows of it
-            await asyncio.to_thread(end_now, await spawning)
-            raise
+        return await _beside(self.spawn)
 
     # Holding the next one
 
     @property
     def may_renew(self) -> bool:
-        """Whether it is known what runs, and no other process is held already."""
-        return self._folder is not None and self._held is None
+        """Whether it is known what runs, and nothing is being renewed already."""
+        return self._folder is not None and (self._held is None or self._is_spare)
 
     @property
     def holds_spares(self) -> bool:
@@ -97,8 +108,22 @@ class Launcher:
         return source
 
     async def hold(self) -> None:
-        """Make a process ready to begin at once. Raises what keeps it from that."""
-        self._held = await asyncio.to_thread(self._make_ready)
+        """Make a process ready to begin at once, of what is there now. Raises what keeps it from that."""
+        await self.drop()
+        async with self._holding:
+            self._held, self._is_spare = await asyncio.to_thread(self._make_ready), False
+
+    async def keep_spare(self) -> None:
+        """Have a process that imports what it needs and waits for the one that runs to die, if there is room for it."""
+        async with self._holding:
+            if self._held is not None or not self.holds_spares or available_memory() < SPARE_ROOM:
+                return
+            launch = msgspec.structs.replace(self.launch, held=True, spare=True)
+            try:
+                self._held = await _beside(lambda: Child.spawn(self._command, launch))
+            except OSError as error:
+                log.warning("no spare engine process: %s", error)
+            self._is_spare = True
 
     def kill(self) -> None:
         """End what is held, at once; nothing runs."""
@@ -130,6 +155,16 @@ class Launcher:
             raise (start_error(error) if isinstance(error, OSError) else error) from None
         child.sock.settimeout(None)
         return child
+
+
+async def _beside(spawn: Callable[[], EndpointT]) -> EndpointT:
+    """A process started beside the event loop; a cancellation ends it."""
+    spawning = asyncio.ensure_future(asyncio.to_thread(spawn))
+    try:
+        return await asyncio.shield(spawning)
+    except asyncio.CancelledError:  # it is started all the same, and nobody else knows of it
+        await asyncio.to_thread(end_now, await spawning)
+        raise
 
 
 def end_now(child: Endpoint) -> None:

@@ -71,7 +71,14 @@ FLAGS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("several engines", ("engines", "ray", "router")),
     (
         "life and death",
-        ("engine_process", "flight_tokens", "max_engine_deaths", "max_restart_delay", "shutdown_timeout"),
+        (
+            "engine_process",
+            "engine_spare",
+            "flight_tokens",
+            "max_engine_deaths",
+            "max_restart_delay",
+            "shutdown_timeout",
+        ),
     ),
 )
 EXAMPLES = {
