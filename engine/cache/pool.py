@@ -84,7 +84,8 @@ class BlockPool:
             if (block := self.next_evicted) is None:
                 return None
             self.withdraw(block)
-        units = tuple(self._free.pop() for _ in range(size))
+        units = tuple(self._free[: -size - 1 : -1])
+        del self._free[-size:]
         self.num_owned_units += size
         return CacheBlock(CacheEntry(kind, self._tier, units), online=online)
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import repeat
+from operator import attrgetter
 from typing import NamedTuple
 
 from engine.cache.blocks import CacheAction, CacheKind, CacheOperation, Tier
@@ -20,6 +21,7 @@ from engine.scheduling.state import SchedulerState
 from predictor.features import BatchFeatures
 from predictor.model import LatencyPredictor
 
+_pooling = attrgetter("spec.pooling")
 _make_chunk = partial(tuple.__new__, Chunk)
 """`Chunk._make` without a call in Python: there are hundreds in a step."""
 
@@ -149,18 +151,18 @@ class StepDraft:
             request.num_placeholders += 1
 
     def add_decodes(self, requests: Sequence[Request]) -> None:
-        """The next token of each, charged in bulk: what `add_chunk` does, for the hundreds that every step has."""
-        if self.state.cache.num_compact or self.state.unwritten or any(r.spec.pooling for r in requests):
+        """The next token of each, charged in bulk: what `add_chunk` does, for the hundreds that every step has. They
+        are marked as part of the step already."""
+        if self.state.cache.num_compact or self.state.unwritten or any(map(_pooling, requests)):
             for request in requests:
                 self.add_chunk(request, 1)
             return
-        fields = zip([r.row for r in requests], [r.num_computed_tokens for r in requests], repeat(1), repeat(True))
-        self.chunks.extend(map(_make_chunk, fields))
+        starts = [request.num_computed_tokens for request in requests]
+        self.chunks.extend(map(_make_chunk, zip([r.row for r in requests], starts, repeat(1), repeat(True))))
         self.requests.extend(requests)
-        for request in requests:
-            request.num_computed_tokens += 1
+        for request, start in zip(requests, starts, strict=True):
+            request.num_computed_tokens = start + 1
             request.num_placeholders += 1
-            request.last_step = self.step_id
 
     def charge_and_add(self, request: Request, length: int) -> None:
         """Charge `length` tokens of a request to the ledger and add them."""

@@ -117,7 +117,8 @@ def prompt_slack(state: SchedulerState, find_pace: Callable[[], PrefillPace | No
     ttft, waiting = state.objective.ttft, state.waiting_online
     if math.isinf(ttft) or state.model is None:
         return math.inf
-    if waiting and waiting[0].times.first_token is None and waiting[0].times.arrival + ttft <= now:
+    oldest = next((request.times for request in waiting if request.times.first_token is None), None)
+    if oldest is not None and oldest.arrival + ttft <= now:
         return 0.0
     pace = find_pace()
     assert pace is not None, "there is a model"

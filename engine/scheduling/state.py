@@ -128,7 +128,7 @@ class SchedulerState:
     def running_prompts(self) -> list[Request]:
         """Running online requests with a prompt in progress, by age."""
         running = self.running[RequestClass.ONLINE]  # (what `prefill_is_due` says, without a call for each)
-        return [r for r in running if len(r.token_ids) - r.num_computed_tokens > 1 and not r.num_placeholders]
+        return [r for r in running if not r.num_placeholders and len(r.token_ids) - r.num_computed_tokens > 1]
 
     def prompt_reserve(self, prompts: Iterable[Request]) -> int:
         """Units that these prompts in progress have still to get: whoever starts leaves them alone."""

@@ -108,19 +108,14 @@ class StepBuilder:
         decodes: list[Request] = []
         runs: list[Request] = []
         for request in self._state.online_order(self._draft.now):
-            expected, computed = len(request.token_ids) + request.num_placeholders, request.num_computed_tokens
-            if request.row < 0:
-                continue  # preempted by an earlier decode of this loop
-            if expected - computed > 1:
-                if request.run_is_due:
-                    runs.append(request)
-            elif (
-                expected > computed
-                and expected < request.max_total_tokens
-                and (computed < len(request.cache_map.blocks) * block_size or allocation.grow_decode(request))
-            ):
-                request.last_step = step_id  # none of the others may take its place any more
-                decodes.append(request)
+            computed = request.num_computed_tokens
+            expected = len(request.token_ids) + request.num_placeholders
+            if expected - computed == 1 and expected < request.max_total_tokens and request.row >= 0:
+                if computed < len(request.cache_map.blocks) * block_size or allocation.grow_decode(request):
+                    request.last_step = step_id  # none of the others may take its place any more
+                    decodes.append(request)
+            elif expected - computed > 1 and request.row >= 0 and request.run_is_due:
+                runs.append(request)  # (a row below zero: preempted by an earlier decode of this loop)
         return decodes, runs
 
     def _choose_online(self) -> list[Start] | None:
