@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+from collections.abc import Callable
 from functools import partial
 from itertools import combinations
 from typing import Any
@@ -57,6 +58,23 @@ def chat(name: str, length: int, first: int, output: int = 5) -> EngineRequest:
 def replay(core: EngineCore, arrivals: list[Arrival], model: LatencyModel = MODEL) -> dict[str, VirtualRecord]:
     run = VirtualDriver(core, PredictedRunner(model), arrivals).run(1000.0)
     return {record.arrival.request.request_id: record for record in run.online}
+
+
+class Clock:
+    """Runs a core step by step; `now` in seconds."""
+
+    def __init__(self, core: EngineCore) -> None:
+        self.now = 0.0
+        self._core = core
+        self._runner = PredictedRunner(MODEL)
+
+    def run_until(self, done: Callable[[], bool]) -> None:
+        while not done():
+            output = self._core.schedule(self.now)
+            assert output is not None
+            result = self._runner.launch(output)()
+            self.now += result.latency
+            self._core.update(output, result, self.now)
 
 
 def long_and_short() -> list[Arrival]:
@@ -229,20 +247,32 @@ def test_what_the_prefix_cache_holds_is_no_work() -> None:
 
 def test_after_the_time_to_retry_it_fits() -> None:
     core = make_core("goodput", max_queue_time="2s")
-    runner, now = PredictedRunner(MODEL), 0.0
+    clock = Clock(core)
     with pytest.raises(QueueFullError) as refused:
         for index in range(100):
-            core.add_request(chat(f"{index}", 4_000, index), now)
+            core.add_request(chat(f"{index}", 4_000, index), clock.now)
     retry = refused.value.retry_after
     assert 0.0 < retry < 2.0, "each takes 0.8 s"
     assert "the longest time to wait is 2 s" in refused.value.message
-    while now < retry:
-        output = core.schedule(now)
-        assert output is not None
-        result = runner.launch(output)()
-        now += result.latency
-        core.update(output, result, now)
-    core.add_request(chat("again", 4_000, 999), now)
+    clock.run_until(lambda: clock.now >= retry)
+    core.add_request(chat("again", 4_000, 999), clock.now)
+
+
+@pytest.mark.parametrize("rows", [2, 64])
+def test_a_full_queue_says_when_it_has_a_place(rows: int) -> None:
+    """The first that waits starts once the prompts before it are done, or a row comes free."""
+    core = make_core("goodput", max_num_waiting=6, max_num_seqs=rows)
+    clock = Clock(core)
+    for index in range(20):
+        core.add_request(chat(f"past{index}", 60, index, output=20), clock.now)
+        clock.run_until(lambda: not core.has_requests)
+    with pytest.raises(QueueFullError, match="are waiting already") as refused:
+        for index in range(100):
+            core.add_request(chat(f"{index}", 2_000, 100 + index, output=20), clock.now)
+    retry, at = refused.value.retry_after, clock.now
+    clock.run_until(lambda: sum(core.stats().waiting.values()) < 6)
+    assert clock.now - at == pytest.approx(retry, rel=0.5, abs=0.1)
+    assert retry != 1.0, "that is the default"
 
 
 def test_an_urgent_arrival_waits_only_for_those_before_it() -> None:

@@ -30,6 +30,7 @@ from predictor.limits import UNITS_PER_BLOCK
 
 FORGETTING = 0.05
 FLEX_RETRY_SECONDS = 5.0
+DEFAULT_RETRY_SECONDS = 1.0
 SMALLEST = EngineRequest("", (0,), SamplingParams(max_tokens=1))
 """What would be the last to be refused."""
 
@@ -100,7 +101,9 @@ def check_room(state: SchedulerState, request: Request, mean_output_tokens: floa
     """
     waiting = len(state.waiting_online)
     if waiting >= state.config.max_num_waiting and not _has_part(state, request.spec.tenant):
-        raise QueueFullError(f"{waiting} requests are waiting already.")
+        raise QueueFullError(
+            f"{waiting} requests are waiting already.", retry_after=next_start(state, mean_output_tokens)
+        )
     limit = state.queue_time.longest(state.objective.ttft)
     if math.isinf(limit):
         return
@@ -117,6 +120,21 @@ def _has_part(state: SchedulerState, tenant: str) -> bool:
     waiting = Counter(request.spec.tenant for request in state.waiting_online)
     others = len(waiting.keys() - {tenant})
     return others > 0 and waiting[tenant] < state.config.max_num_waiting // (others + 1)
+
+
+def next_start(state: SchedulerState, mean_output_tokens: float) -> float:
+    """Seconds until the first of those that wait has started: the prompts in progress are done, and an answer has ended
+    where it lacks a row or memory."""
+    pace, running = prefill_pace(state), state.running[RequestClass.ONLINE]
+    if pace is None or not state.waiting_online:
+        return DEFAULT_RETRY_SECONDS
+    prompts = sum(pace.seconds_for(request) for request in state.running_prompts())
+    has_room = (
+        state.free_rows and _units(state.waiting_online[0], state.config.block_size) <= state.pool.num_available_units
+    )
+    if has_room or not running:
+        return prompts + pace.step
+    return max(prompts, mean_output_tokens * pace.step / len(running)) + pace.step
 
 
 def expected_wait(state: SchedulerState, request: Request, mean_output_tokens: float, now: float) -> float:
