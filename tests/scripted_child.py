@@ -39,7 +39,7 @@ from engine.core import EngineCore  # noqa: E402
 from engine.engine import Engine  # noqa: E402
 from engine.errors import ConfigError  # noqa: E402
 from engine.grammar import Grammar  # noqa: E402
-from engine.process import child, frames  # noqa: E402
+from engine.process import child, frames, golden  # noqa: E402
 from engine.process.connection import Connection  # noqa: E402
 from engine.scheduling.output import Collect, ModelRunnerOutput, SchedulerOutput  # noqa: E402
 from engine.scheduling.planner import OfflinePlan  # noqa: E402
@@ -77,6 +77,11 @@ class Faults:
         """Whether this process meets the fault at all."""
         return point in self._at
 
+    @property
+    def is_wrong(self) -> bool:
+        """Whether canaries get other answers: `canary:1` from the start on, `canary:2` later."""
+        return self._at.get("canary", 3) <= 1 + self.armed
+
     def is_poison(self, tokens: Sequence[int]) -> bool:
         return self._at.get("poison") in tokens
 
@@ -103,6 +108,8 @@ class ScriptedRunner(FakeRunner):
             len(outputs),
             sorted(outputs),
         )
+        if sampling.max_tokens == golden.TOKENS and self._faults.is_wrong:
+            digest += b"!"
         token = int.from_bytes(blake2b(digest + repr(facts).encode(), digest_size=4).digest(), "little") % 256
         enders = sorted(sampling.stop_token_ids)
         if enders and token % 12 == 0 and len(outputs) + 1 >= sampling.min_tokens:
@@ -239,7 +246,8 @@ def build(faults: Faults, config: EngineConfig, planned: child.Plan) -> Engine:
 def main(folder: str, script: str, descriptor: str) -> None:
     faults = FaultyConnection.faults = Faults(Path(folder), script)
     child.Connection = FaultyConnection  # type: ignore[misc]
-    child.run(socket.socket(fileno=int(descriptor)), partial(build, faults), prepare)
+    noted = Path(folder).with_suffix(".golden") if "canary" in script else None
+    child.run(socket.socket(fileno=int(descriptor)), partial(build, faults), prepare, lambda *_: noted)
 
 
 if __name__ == "__main__":

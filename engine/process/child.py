@@ -34,6 +34,7 @@ from engine.errors import EngineStepError, ErrorInfo, TidemillError
 from engine.flight import FlightRecorder
 from engine.process import frames, sabotage
 from engine.process.connection import Connection
+from engine.process.golden import HOUR, Golden, golden_file
 
 log = logging.getLogger("tidemill.engine")
 
@@ -52,6 +53,8 @@ LAST_WORDS_SECONDS = 0.1
 Plan = Callable[[frames.Planned], None]
 Prepare = Callable[[frames.Launch], frames.Planned | None]
 Build = Callable[[EngineConfig, Plan], Engine]
+FindGolden = Callable[[EngineConfig, str], Path | None]
+"""Where answers of the model in a folder are noted; None: nowhere."""
 Work = Callable[[TidemillError | None], None]
 """Goes on once requests are prepared, or with what kept them from it."""
 
@@ -102,15 +105,24 @@ def build(config: EngineConfig, planned: Plan) -> Engine:
     return engine
 
 
+def find_golden(config: EngineConfig, folder: str) -> Path | None:
+    """Among the latency profiles."""
+    torch: Any = importlib.import_module("torch")
+    profiles: Path = importlib.import_module("engine.build").profile_folder(config)
+    with contextlib.suppress(OSError):
+        return golden_file(profiles, config, Path(folder), [torch.__version__])
+    return None
+
+
 def _say(line: str) -> None:
     print(f"tidemill: {line}", flush=True)
 
 
 def main(arguments: list[str]) -> None:
-    run(socket.socket(fileno=int(arguments[0])), build, prepare)
+    run(socket.socket(fileno=int(arguments[0])), build, prepare, find_golden)
 
 
-def run(sock: socket.socket, make: Build, prepare: Prepare) -> None:
+def run(sock: socket.socket, make: Build, prepare: Prepare, find_golden: FindGolden) -> None:
     """Serve the engine that `make` builds until the other side is gone or says so. Does not return before."""
     sock.set_inheritable(False)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -122,6 +134,13 @@ def run(sock: socket.socket, make: Build, prepare: Prepare) -> None:
     reader = frames.engine_reader()
     launch, *early = _first_messages(sock, reader)
     assert isinstance(launch, frames.Launch)
+    folder = ""
+
+    def tell(planned: frames.Planned) -> None:
+        nonlocal folder
+        folder = planned.folder
+        sock.sendall(frames.encode(planned))
+
     threading.Thread(target=_watch, args=(sock,), name="tidemill-gateway", daemon=True).start()
     logging.basicConfig(level=launch.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
@@ -130,14 +149,15 @@ def run(sock: socket.socket, make: Build, prepare: Prepare) -> None:
             if (planned := prepare(launch)) is not None:
                 sock.sendall(frames.encode(planned))
             _begin, *early = early or _first_messages(sock, reader)
-        engine = make(launch.config, lambda planned: sock.sendall(frames.encode(planned)))
+        engine = make(launch.config, tell)
         sock.sendall(frames.encode(frames.Built(engine.info)))
     except TidemillError as error:
         sock.sendall(frames.encode(frames.NotStarted(ErrorInfo.of(error))))
         return
     gc.collect()
     gc.freeze()  # modules and model are objects that stay: a full collection over them takes 150 ms
-    server = EngineServer(engine)
+    file = find_golden(launch.config, folder)
+    server = EngineServer(engine, None if file is None else Golden(engine, file))
     if launch.recorder is not None:
         server.be_recorded(mmap.mmap(launch.recorder, flight.SIZE))
         os.close(launch.recorder)
@@ -171,8 +191,10 @@ def _die() -> None:
 class EngineServer:
     """Does what the gateway says to an engine, and sends what comes of it: all outputs of a step in one message."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, golden: Golden | None = None) -> None:
         self._engine = engine
+        self._golden = golden
+        self._step_failed = asyncio.Event()
         self._connection: Connection[frames.ToEngine] | None = None
         self._outbox: list[RequestOutput] = []
         self._shutdown = asyncio.Event()
@@ -191,6 +213,8 @@ class EngineServer:
         connection = self._connection = await Connection.open(sock, reader, self.receive, lambda _fault: _die())
         try:
             await engine.start()
+            if self._golden is not None and (wrong := await self._golden.check()) is not None:
+                raise EngineStepError(f"The engine does not answer as it did: {wrong}.")
         except Exception as error:
             log.critical("the first step failed", exc_info=error)
             known = error if isinstance(error, TidemillError) else EngineStepError("The first model step failed.")
@@ -201,11 +225,24 @@ class EngineServer:
         connection.send(frames.Started())
         for message in early:
             self.receive(message)
-        pulse = asyncio.create_task(self._beat(), name="tidemill-pulse")
+        tasks = [asyncio.create_task(self._beat(), name="tidemill-pulse")]
+        if self._golden is not None:
+            tasks.append(asyncio.create_task(self._ask_again(self._golden), name="tidemill-canary"))
         await self._shutdown.wait()
-        pulse.cancel()
-        await asyncio.wait([pulse])
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
         await engine.stop()
+
+    async def _ask_again(self, golden: Golden) -> None:
+        """Every hour, and after failed steps."""
+        while True:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._step_failed.wait(), HOUR)
+            self._step_failed.clear()
+            if (wrong := await golden.check()) is not None:
+                self._end("canary", f"it does not answer as it did: {wrong}")
+                return
 
     async def _beat(self) -> None:
         while True:
@@ -240,8 +277,12 @@ class EngineServer:
 
     def be_recorded(self, memory: mmap.mmap) -> None:
         """Write what runs there; the gateway keeps it when it is told that a step failed."""
-        self._recorder = FlightRecorder(memory, lambda: self._send(frames.StepFailed()))
+        self._recorder = FlightRecorder(memory, self._on_failed_step)
         self._engine.be_recorded(self._recorder)
+
+    def _on_failed_step(self) -> None:
+        self._send(frames.StepFailed())
+        self._step_failed.set()
 
     def _prepare(self, requests: Sequence[EngineRequest], work: Work) -> None:
         """Do it when their grammars are ready: at once where there are none."""

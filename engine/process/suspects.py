@@ -16,8 +16,8 @@ SUSPECT_AFTER = 2
 LONE_DEATHS = 3
 HEAD_START = 5.0
 """Seconds after which suspects are tried although others have not got on yet."""
-PROOFLESS = frozenset({"start", "sick"})
-"""Causes for which no request is to blame: no step had passed, or every one failed."""
+PROOFLESS = frozenset({"start", "sick", "canary"})
+"""Causes for which no request is to blame: no step had passed, every one failed, or answers were wrong."""
 
 
 @dataclass(slots=True)

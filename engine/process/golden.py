@@ -1,0 +1,133 @@
+"""Whether the engine still answers as it did: three short greedy prompts of ours, whose answers are noted when an
+engine of these weights, this code and these settings starts for the first time.
+
+Weights that were damaged on their way, memory that lost a bit, a kernel that computes something else: none of it fails
+a step, and all of it changes answers. Tokens are compared as far as the choice was clear: beside other requests, sums
+are added up in another order. Runs as offline work.
+"""
+
+import asyncio
+import contextlib
+import hashlib
+import logging
+import math
+import secrets
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+
+from engine.api import EngineRequest, RequestClass, RequestOutput, SamplingParams, TokenLogprobs
+from engine.config import EngineConfig
+from engine.engine import Engine
+from engine.errors import TidemillError
+from engine.process.renewal import Source
+
+log = logging.getLogger("tidemill.engine")
+
+LENGTHS = (4, 11, 24)
+TOKENS = 8
+CLEAR = 0.5
+"""Between the logarithms of the best token and the next one: half-precision sums in another order stay below it."""
+TRIES = 3
+HOUR = 3600.0
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """`clear`: how many of the tokens stand before the first one that was a close call."""
+
+    token_ids: tuple[int, ...]
+    clear: int
+
+
+_file = msgspec.json.Decoder(tuple[Answer, ...])
+
+
+class Golden:
+    """`file`: where the answers are noted."""
+
+    def __init__(self, engine: Engine, file: Path) -> None:
+        self._engine = engine
+        self._path = file
+        self._noted: tuple[Answer, ...] | None = None
+
+    async def check(self) -> str | None:
+        """What is wrong with the engine, when it is so three times in a row. Notes the answers of the first time."""
+        wrong = None
+        for _ in range(TRIES):
+            wrong = await self._try()
+            if wrong is None:
+                return None
+            log.error("the canary: %s", wrong)
+        return wrong
+
+    async def _try(self) -> str | None:
+        asked = [self._ask(number) for number in range(len(LENGTHS))]
+        answers: list[Answer] = []
+        for found in await asyncio.gather(*asked, return_exceptions=True):
+            if isinstance(found, TidemillError):
+                return found.message
+            if isinstance(found, BaseException):
+                raise found
+            answers.append(found)
+        self._noted = self._noted or self._load()
+        if self._noted is None:
+            self._note(answers)
+        for number, (answer, noted) in enumerate(zip(answers, self._noted or (), strict=False)):
+            if answer.token_ids[: noted.clear] != noted.token_ids[: noted.clear]:
+                return f"prompt {number} is answered by {answer.token_ids}, which was {noted.token_ids}"
+        return None
+
+    async def _ask(self, number: int) -> Answer:
+        info = self._engine.info
+        length = max(1, min(LENGTHS[number], info.max_model_len - TOKENS - 1))
+        prompt = tuple((number + 5) * (3 + i % 3) % info.vocab_size for i in range(length))  # what repeats is clear
+        sampling = SamplingParams(max_tokens=min(TOKENS, info.max_model_len - length), temperature=0.0, logprobs=2)
+        salt = secrets.token_bytes(8)  # nothing is taken from the prefix cache
+        request = EngineRequest(f"canary-{number}", prompt, sampling, RequestClass.OFFLINE, salt)
+        outputs: list[RequestOutput] = []
+        ended = asyncio.Event()
+
+        def take(output: RequestOutput) -> bool:
+            outputs.append(output)
+            if output.finish_reason is not None:
+                ended.set()
+            return True
+
+        self._engine.open([(request, take)])
+        try:
+            await ended.wait()
+        except asyncio.CancelledError:
+            self._engine.drop(request.request_id)
+            raise
+        if (error := outputs[-1].error) is not None:
+            raise error.to_error()
+        logprobs = [each for output in outputs for each in output.logprobs or ()]
+        return Answer(tuple(token for output in outputs for token in output.token_ids), _clear(logprobs))
+
+    def _load(self) -> tuple[Answer, ...] | None:
+        try:
+            return _file.decode(self._path.read_bytes())
+        except (OSError, msgspec.MsgspecError):
+            return None
+
+    def _note(self, answers: Sequence[Answer]) -> None:
+        self._noted = tuple(answers)
+        with contextlib.suppress(OSError):  # where nothing can be kept, it is for this process
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            temporary = self._path.with_suffix(f".{secrets.token_hex(4)}")
+            temporary.write_bytes(msgspec.json.encode(self._noted))
+            temporary.replace(self._path)
+
+
+def _clear(logprobs: Sequence[TokenLogprobs]) -> int:
+    margins = (each.top[0][1] - each.top[1][1] if len(each.top) > 1 else math.inf for each in logprobs)
+    return next((number for number, margin in enumerate(margins) if margin < CLEAR), len(logprobs))
+
+
+def golden_file(profiles: Path, config: EngineConfig, model: Path, versions: Sequence[str]) -> Path:
+    """Of an engine of these settings, weights and code; `versions`: of what else computes. Raises OSError."""
+    source = Source.of(model)
+    facts = (replace(config, self_test=True), sorted(source.files.items()), sorted(source.texts.items()), *versions)
+    return profiles / "canaries" / f"{hashlib.sha256(repr(facts).encode()).hexdigest()[:32]}.json"
