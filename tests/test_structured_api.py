@@ -31,7 +31,7 @@ class Point(BaseModel):
 
 
 @asynccontextmanager
-async def server(profiles: Path, **options: Any) -> AsyncIterator[Served]:
+async def server(profiles: Path, template: str | None = None, **options: Any) -> AsyncIterator[Served]:
     config = EngineConfig(
         device="cpu",
         dtype="float32",
@@ -43,7 +43,7 @@ async def server(profiles: Path, **options: Any) -> AsyncIterator[Served]:
         slo="ttft_p99=100s,tbt_p99=10s",
     )
     plan = plan_launch(config)
-    tokenizer = Tokenizer.load(plan.folder, probe=False)
+    tokenizer = Tokenizer.load(plan.folder, template, probe=False)
     engine = build_engine(config, plan)
     with refuse_blocking():
         async with serve(engine, tokenizer, None, served_model_name=(MODEL,), **options) as served:

@@ -16,7 +16,7 @@ CEILINGS = {
     "gateway": 13_780,
     "engine": 28_230,
     "predictor": 3_300,
-    "loadgen": 16_780,
+    "loadgen": 16_930,
 }
 
 

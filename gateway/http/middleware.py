@@ -33,11 +33,13 @@ class RequestIds:
         scope.setdefault("state", {})["request_id"] = request_id
         if "//" in scope["path"]:
             scope["path"] = _SLASHES.sub("/", scope["path"])
-        name = (b"x-request-id", request_id.encode())
+        names = [(b"x-request-id", request_id.encode())]
+        if scope["path"].startswith("/v1/messages"):
+            names.append((b"request-id", request_id.encode()))  # what Anthropic's clients look for
 
         async def named(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message["headers"] = [*message.get("headers", ()), name]
+                message["headers"] = [*message.get("headers", ()), *names]
                 self._metrics.responses.labels(str(message["status"])).inc()
             await send(message)
 

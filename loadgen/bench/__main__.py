@@ -6,6 +6,7 @@ Options behind a single name are that benchmark's: `python -m loadgen.bench colo
 import argparse
 import importlib
 import sys
+from itertools import takewhile
 
 BENCHES = {
     "serving": "loadgen.bench.serving",
@@ -19,6 +20,7 @@ BENCHES = {
     "offload": "loadgen.bench.offload",
     "quantization": "loadgen.bench.quantization",
     "structured": "loadgen.bench.structured",
+    "schemas": "loadgen.bench.schemas",
     "planning": "loadgen.bench.planning",
     "sim-vs-live": "loadgen.bench.sim_vs_live",
 }
@@ -30,13 +32,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m loadgen.bench", description=__doc__)
     parser.add_argument("names", nargs="*", help=f"which of {', '.join(BENCHES)} (default: {', '.join(DEFAULT)})")
     words = sys.argv[1:]
-    first = next((index for index, word in enumerate(words) if word.startswith("-")), len(words))
-    names, options = words[:first], words[first:]
+    names = list(takewhile(BENCHES.__contains__, words))
+    options = words[len(names) :]
+    if not names and options and not options[0].startswith("-"):
+        parser.error(f"unknown benchmark '{options[0]}'; known: {', '.join(BENCHES)}")
     if not names or (options and len(names) > 1):
         parser.parse_args(words)  # its help, or an error: options belong to one benchmark
-    for name in names or DEFAULT:
-        if name not in BENCHES:
-            parser.error(f"unknown benchmark '{name}'; known: {', '.join(BENCHES)}")
+        if options:
+            parser.error(f"'{options[0]}': options belong to one benchmark")
     for name in names or DEFAULT:
         importlib.import_module(BENCHES[name]).main(options)
 

@@ -123,6 +123,17 @@ def server(folder: Path, threads: int, *flags: str) -> Iterator[str]:
         yield served.url
 
 
+@contextmanager
+def demo_server(*flags: str) -> Iterator[str]:
+    """`tidemill serve` with the packaged model on a free port; yields its base URL."""
+
+    def command(port: int) -> list[str]:
+        return [sys.executable, "-m", "gateway", "serve", "--port", str(port), *flags]
+
+    with serving(command, dict(os.environ)) as served:
+        yield served.url
+
+
 def _wait_ready(address: str, process: subprocess.Popen[bytes]) -> None:
     deadline = time.monotonic() + READY_SECONDS
     while time.monotonic() < deadline:
