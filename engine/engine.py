@@ -404,10 +404,14 @@ class Engine:
                 self._recorder.launched(output, self._clock())
             if self._step_started is None:
                 self._step_started = self._clock()
-                self._step_watch.begin(output.predicted_latency)
+                self._watch_step(output)
             self._in_flight.append((output, self._start(output)))
             if core.has_offline:
                 self._planner.want()
+
+    def _watch_step(self, output: SchedulerOutput) -> None:
+        """The first steps do what no later one does, on a machine that may be busy: nobody knows how long they take."""
+        self._step_watch.begin(output.predicted_latency if self._warm else None)
 
     def _start(self, output: SchedulerOutput) -> asyncio.Future[ModelRunnerOutput]:
         """Launches happen in one thread; with a pipeline, waits in another: a step starts while another runs."""
@@ -438,7 +442,7 @@ class Engine:
         taken, self._busy_since = now - self._busy_since, now
         self._hangs_no_more()
         if self._in_flight:
-            self._step_watch.begin(self._in_flight[0][0].predicted_latency)
+            self._watch_step(self._in_flight[0][0])
         else:
             self._step_watch.end()
         outputs = self._core.update(output, result, now)

@@ -226,6 +226,26 @@ async def test_stop_does_not_wait_for_a_step_that_hangs() -> None:
     runner.permits.release(5)
 
 
+async def test_the_first_steps_may_take_longer_than_their_prediction_says() -> None:
+    """On a starved machine one took two seconds, and the server did not start."""
+    runner = GatedRunner()
+    runner.open = False
+    core = EngineCore(
+        SchedulerConfig(num_units=128, max_model_len=4096, block_size=64), model=LatencyModel(intercept=1e-4)
+    )
+    info = EngineInfo(4096, VOCAB, frozenset(), "fake", "none", "none", 0)
+    limits = StepLimits(floor=0.02)
+    engine = Engine(core, runner, info, step_limits=limits)
+    starting = asyncio.create_task(engine.start())
+    assert await asyncio.to_thread(runner.entered.acquire, timeout=30)
+    await asyncio.sleep(10 * limits.floor)
+    runner.open = True
+    runner.permits.release(5)
+    await starting
+    assert engine.state is EngineState.READY
+    await engine.stop()
+
+
 def test_a_step_should_take_twenty_times_its_prediction_at_most() -> None:
     limits = StepLimits()
     assert (limits.limit(None), limits.limit(0.01), limits.limit(0.5)) == (60.0, 2.0, 10.0)
