@@ -27,6 +27,12 @@ def record(at: float, tokens: tuple[float, ...], service_class: str = "online", 
     return made
 
 
+def test_it_says_how_it_is_used(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        colocation.main(["--help"])
+    assert "some of tbt_p99, tbt_mean, 5% (default: all)" in " ".join(capsys.readouterr().out.split())
+
+
 def test_every_arm_is_a_plan_of_the_load_generator() -> None:
     arrivals = poisson(constant_rate(2.0), 20.0, 1)
     assert arrivals == poisson(constant_rate(2.0), 20.0, 1) != poisson(constant_rate(2.0), 20.0, 2)

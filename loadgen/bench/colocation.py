@@ -264,7 +264,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="draw a run with a sine-shaped online load")
     parser.add_argument("--steps", type=rates_of, metavar="RATES", help="online requests/s, step by step: 0.3,1,2,0.3")
     parser.add_argument("--step-seconds", type=float, default=120.0, help="length of each step")
-    parser.add_argument("--slos", type=forms_of, default=FORMS, help=f"some of {', '.join(FORMS)} (default: all)")
+    parser.add_argument(
+        "--slos", type=forms_of, default=FORMS, help=f"some of {', '.join(FORMS)} (default: all)".replace("%", "%%")
+    )
     parser.add_argument("--seed", type=int, default=1, help="of the arrivals of --steps")
     parser.add_argument("--output", type=Path, metavar="FOLDER", help="where --steps writes steps.json and steps.md")
     args = parser.parse_args(argv)
