@@ -1,6 +1,7 @@
 """K and V in 8 bits: what rounding loses, the pool in torch and in the native kernels, and what a start makes of it."""
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,16 +12,21 @@ from test_attention import Reference
 from test_native_model import LENGTH, load, team_of
 from tiny_models import model_folder
 
+from engine.api import SamplingParams
 from engine.build import plan_launch, scheduler_config
+from engine.cache.blocks import CacheEntry, CacheKind, Tier
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.execution.cpu.device import TorchDevice
 from engine.execution.cpu.native.device import NativeDevice
 from engine.execution.cpu.native.library import Level
 from engine.execution.cpu.native.linear import Native
+from engine.execution.cuda.device import CudaDevice
 from engine.execution.pool import UnitPool
+from engine.models import torch_ops
 from engine.models.decoder import Decoder
 from engine.models.int8_cells import STEPS, dequantize, quantize, slice_elements
+from engine.scheduling.output import NewRequest, SchedulerOutput
 from predictor.limits import Limits
 
 pytestmark = pytest.mark.timeout(900)  # the first test may have to build the library
@@ -117,6 +123,26 @@ def test_native_kernels_keep_and_read_the_same_bytes(level: Level, name: str) ->
     written = ~cells[1].scales.isnan()  # torch's path clears the rest of blocks that are begun
     assert written.sum() > 500
     torch.testing.assert_close(cells[0].scales[written], cells[1].scales[written], rtol=0.05, atol=1e-3)
+
+
+def test_a_cuda_device_keeps_and_reads_the_same() -> None:
+    """Its path over the kernels' twins, on the CPU: prefills, chunks and decodes."""
+    spec, weights = load("llama-gqa2", "float32")
+    limits = Limits(6, 200, LENGTH, num_units=2 * 6 * -(-LENGTH // BLOCK), block_size=BLOCK)
+    kernels: Any = torch_ops
+    ours = TorchDevice(Decoder(spec, weights), limits, int8_cache=True)
+    cuda = CudaDevice(spec, weights, kernels, limits, graphs=False, int8_cache=True)
+    tokens = tuple(np.random.default_rng(1).integers(3, spec.vocab_size, LENGTH).tolist())
+    units = np.arange(2 * 7).reshape(7, 2).tolist()
+    entries = tuple(CacheEntry(CacheKind.KV, Tier.DEVICE, (k, v)) for k, v in units)
+    new = NewRequest(0, "r", tokens, LENGTH, SamplingParams(max_tokens=1, temperature=0.0), entries)
+    for device in (ours, cuda):
+        device.rows.apply(SchedulerOutput(0, (), (new,), ()))
+    for start, length in ((0, 40), (40, 30), (70, 1), (71, 1)):
+        chunks = np.array([(0, start, length, 1)], dtype=np.int64)
+        with torch.inference_mode():
+            expected, got = (device.forward(chunks)[0][0].clone() for device in (ours, cuda))
+        assert (expected - got).abs().max() < 5e-3
 
 
 def plan(**flags: object):  # type: ignore[no-untyped-def]

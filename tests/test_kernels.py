@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from engine.triton_kernels.work import DecodeWork, PrefillWork
 
-CASES = [("attention", "decode"), ("attention", "prefill"), ("cache", ""), ("rows", ""), ("engine", "")]
+CASES = [("attention", "decode"), ("attention", "prefill"), ("cache", ""), ("int8", ""), ("rows", ""), ("engine", "")]
 """(file kernel_cases_<name>.py, which tests of it)"""
 CPU = torch.device("cpu")
 TESTS = Path(__file__).parent

@@ -2,7 +2,8 @@
 
 A slice of the pool is bytes then: the values of a block [block_size, kv_heads, head_dim], behind them the scales
 [block_size, kv_heads] of type SCALE. A head with a number that is not finite has NaN for a scale, so that nothing of it
-is read as if it were sound. The native kernels read and write the same (`engine/execution/cpu/native/src/cells.h`).
+is read as if it were sound. The native kernels (`engine/execution/cpu/native/src/cells.h`) and those of
+`engine.triton_kernels` read and write the same.
 """
 
 import torch
@@ -43,6 +44,12 @@ class Int8Slices:
         shape, values = (len(slices), block_size, num_kv_heads), block_size * num_kv_heads * head_dim
         self.values = torch.unflatten(slices[:, :values], 1, (*shape[1:], head_dim))
         self.scales = slices[:, values:].view(SCALE).view(shape)
+
+    @classmethod
+    def of(cls, values: Tensor) -> "Int8Slices":
+        """The slices whose values are seen in this view [slices, block_size, kv_heads, head_dim]."""
+        count, stride = len(values), values.stride(0)
+        return cls(values.as_strided((count, stride), (stride, 1)), *values.shape[1:])
 
     def write(self, cells: Tensor, x: Tensor) -> None:
         """Round x [n, kv_heads, head_dim] into cells [n]: slice * block_size + token."""

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from engine.models.int8_cells import Int8Slices, dequantize
 from engine.triton_kernels import configs
 
 if TYPE_CHECKING:
@@ -139,10 +140,9 @@ def rope_cache_write(
     real = rows >= 0
     positions, rows = positions[real].long(), rows[real].long()
     angles = None if cos_sin is None else cos_sin[positions]
-    tokens = pool.flatten(0, 1)
     k_slots, v_slots = (_token_slots(table, rows, positions, pool, layer, scratch_base) for table in (k_table, v_table))
-    tokens[k_slots] = _transform(k[real], angles, k_norm, eps)
-    tokens[v_slots] = v[real]
+    _keep(pool, k_slots, _transform(k[real], angles, k_norm, eps))
+    _keep(pool, v_slots, v[real])
     if q is not None:
         q[real] = _transform(q[real], angles, q_norm, eps)
 
@@ -204,9 +204,19 @@ def prefill_attention(
 def _gather(pool: Tensor, row: Tensor, length: int, layer: int, scratch_base: int) -> Tensor:
     """[length, kv_heads, head_dim]: the first tokens behind one row of a block table."""
     positions = torch.arange(length, device=pool.device)
-    return pool.flatten(0, 1)[
-        _token_slots(row[None], torch.zeros_like(positions), positions, pool, layer, scratch_base)
-    ]
+    slots = _token_slots(row[None], torch.zeros_like(positions), positions, pool, layer, scratch_base)
+    if pool.dtype != torch.int8:
+        return pool.flatten(0, 1)[slots]
+    slices, where = Int8Slices.of(pool), (slots // pool.shape[1], slots % pool.shape[1])
+    return dequantize(slices.values[where], slices.scales[where], torch.float32)
+
+
+def _keep(pool: Tensor, slots: Tensor, x: Tensor) -> None:
+    """Write tokens x [n, kv_heads, head_dim] to slots [n]."""
+    if pool.dtype == torch.int8:
+        Int8Slices.of(pool).write(slots, x)
+    else:
+        pool.flatten(0, 1)[slots] = x
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:

@@ -4,12 +4,17 @@
 The pool is `[num_units * layers + scratch_slices, block_size, kv_heads, head_dim]`. Entry t >= 0 is the first slice of
 a unit, so layer l of it is slice t + l; t < 0 is scratch slice -t - 1 (counted from `scratch_base` = num_units *
 layers), the same in every layer. Offsets are 64 bit: a pool is larger than 2^31 elements.
+
+A pool of int8 is the view of its values; their scales lie behind those of each slice (`engine.models.int8_cells`),
+which is SLICE bytes long. They are bfloat16, read and written as 16 bits.
 """
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from engine.models.int8_cells import slice_elements
 
 
 @triton.jit
@@ -20,22 +25,69 @@ def slice_start(entry, layer, scratch_base, SLICE: tl.constexpr):
 
 
 @triton.jit
-def token_start(table, row, table_stride, position, layer, scratch_base, BLOCK_SIZE: tl.constexpr, ROW: tl.constexpr):
+def token_start(
+    table, row, table_stride, position, layer, scratch_base,
+    BLOCK_SIZE: tl.constexpr, ROW: tl.constexpr, SLICE: tl.constexpr,
+):  # fmt: skip
     """Offset of one token (all heads, ROW elements) through row `row` of `table`; scalars in and out."""
     entry = tl.load(table + row.to(tl.int64) * table_stride + position // BLOCK_SIZE)
-    return slice_start(entry, layer, scratch_base, BLOCK_SIZE * ROW) + (position % BLOCK_SIZE) * ROW
+    return slice_start(entry, layer, scratch_base, SLICE) + (position % BLOCK_SIZE) * ROW
+
+
+@triton.jit
+def scale_pointers(pool, starts, tokens, heads, BLOCK_SIZE: tl.constexpr, ROW: tl.constexpr, KV_HEADS: tl.constexpr):
+    """Pointers to the scales (16 bits each) of `heads` of `tokens`, in slices of int8 that begin at `starts`."""
+    first = (pool + starts + BLOCK_SIZE * ROW).to(tl.pointer_type(tl.int16))
+    return first + (tokens % BLOCK_SIZE) * KV_HEADS + heads
+
+
+@triton.jit
+def load_scales(pointers, mask):
+    """Scales as float32; 0 where they are masked."""
+    bits = tl.load(pointers, mask=mask, other=0)
+    return (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def extent(x):
+    """Of the rows of x: the largest magnitude, and how many numbers are not finite."""
+    size = tl.abs(x)
+    sound = size < float("inf")
+    return tl.max(tl.where(sound, size, 0.0), 1), tl.sum(tl.where(sound, 0, 1), 1)
+
+
+@triton.jit
+def least_scales(highest, unsound):
+    """Scales of heads with these extents: (16 bits of each, as float32). What is not finite makes them NaN."""
+    upwards = ((highest / 127).to(tl.int32, bitcast=True) + 0xFFFF) >> 16
+    bits = tl.where(unsound == 0, upwards, 0x7FC0)
+    return bits.to(tl.int16), (bits << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def to_steps(x, scales):
+    """x in whole steps of `scales`, int8; 0 where a scale is 0 or NaN."""
+    steps = tl.where(scales > 0, x, 0.0) * (1 / tl.where(scales > 0, scales, 1.0))
+    steps = tl.minimum(tl.maximum(steps, -127.0), 127.0) + 12582912.0  # 1.5 * 2^23: whole numbers, to the nearest
+    return (steps - 12582912.0).to(tl.int8)
 
 
 def check_pool(pool: Tensor, *tables: Tensor) -> None:
     """Assert the contracts of the pool (contiguous, four dimensions, 16-byte rows) and of its block tables."""
-    assert pool.dim() == 4 and pool.is_contiguous(), "pool: contiguous [slices, block_size, kv_heads, head_dim]"
-    block_size = pool.shape[1]
+    assert pool.dim() == 4 and pool[0].is_contiguous(), "pool: contiguous [slices, block_size, kv_heads, head_dim]"
+    _, block_size, kv_heads, head_dim = pool.shape
+    assert pool.stride(0) == slice_elements(block_size, kv_heads, head_dim, pool.dtype), "slices follow each other"
     assert block_size & (block_size - 1) == 0, f"block_size {block_size} is not a power of two"
     assert pool.shape[3] * pool.element_size() % 16 == 0, "a head must be a multiple of 16 bytes"
     for table in tables:
         assert table.dim() == 2 and table.stride(1) == 1, "block table: [rows, max_blocks], rows contiguous"
         assert table.dtype in (torch.int32, torch.int64), "block table: int32 or int64"
         assert table.shape == tables[0].shape and table.stride() == tables[0].stride(), "tables of one shape"
+
+
+def computed_in(pool: Tensor, like: Tensor) -> torch.dtype:
+    """The type of K and V before they are stored: that of `like` where the pool is of 8 bits."""
+    return like.dtype if pool.dtype == torch.int8 else pool.dtype
 
 
 def check_heads(name: str, value: Tensor, head_dim: int, dtype: torch.dtype) -> None:

@@ -12,7 +12,14 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.triton_kernels import configs
-from engine.triton_kernels.addressing import check_heads, check_pool, slice_start
+from engine.triton_kernels.addressing import (
+    check_heads,
+    check_pool,
+    computed_in,
+    load_scales,
+    scale_pointers,
+    slice_start,
+)
 from engine.triton_kernels.work import DecodeWork
 
 _LOG2_E = 1.4426950408889634
@@ -36,7 +43,7 @@ def online_softmax(scores, peak, total):
 @triton.jit
 def attend_split(
     q, pool, k_row, v_row, head, begin, end, layer, scratch_base, scale,
-    BLOCK_SIZE: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, SLICE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Tokens [begin, end) of one KV head for the rows of `q` [BLOCK_M, BLOCK_D]: (weighted V, peak, sum)."""
@@ -52,19 +59,25 @@ def attend_split(
     for start in range(begin, end, BLOCK_N):
         tokens = start + tl.arange(0, BLOCK_N)
         in_block = (tokens % BLOCK_SIZE) * ROW + head * HEAD_DIM
-        k_at = slice_start(k_entries, layer, scratch_base, BLOCK_SIZE * ROW) + in_block
-        v_at = slice_start(v_entries, layer, scratch_base, BLOCK_SIZE * ROW) + in_block
+        k_at = slice_start(k_entries, layer, scratch_base, SLICE)
+        v_at = slice_start(v_entries, layer, scratch_base, SLICE)
         mask = (tokens < end)[:, None] & inside
         # The next tile's entries are loaded one iteration ahead: K and V addresses then depend on nothing that this
         # iteration loads, and the pipeliner can keep several tiles in flight.
         k_entries = load_entries(k_row, tokens + BLOCK_N, end, BLOCK_SIZE)
         v_entries = load_entries(v_row, tokens + BLOCK_N, end, BLOCK_SIZE)
-        k = tl.load(pool + k_at[:, None] + dims[None, :], mask=mask, other=0.0)
-        v = tl.load(pool + v_at[:, None] + dims[None, :], mask=mask, other=0.0)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        k = tl.load(pool + (k_at + in_block)[:, None] + dims[None, :], mask=mask, other=0)
+        v = tl.load(pool + (v_at + in_block)[:, None] + dims[None, :], mask=mask, other=0)
+        scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * scale
+        if pool.dtype.element_ty == tl.int8:
+            at = scale_pointers(pool, k_at, tokens, head, BLOCK_SIZE, ROW, KV_HEADS)
+            scores *= load_scales(at, tokens < end)[None, :]
         scores = tl.where((tokens < end)[None, :], scores, float("-inf"))
         weights, peak, total, rescale = online_softmax(scores, peak, total)
-        acc = tl.dot(weights.to(v.dtype), v, acc * rescale[:, None], input_precision="ieee")
+        if pool.dtype.element_ty == tl.int8:
+            at = scale_pointers(pool, v_at, tokens, head, BLOCK_SIZE, ROW, KV_HEADS)
+            weights *= load_scales(at, tokens < end)[None, :]
+        acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc * rescale[:, None], input_precision="ieee")
     return acc, peak, total
 
 
@@ -73,7 +86,7 @@ def split_kernel(
     q_ptr, pool, k_table, v_table, items, ranges, out_ptr, partial, partial_lse, q_stride, out_stride, table_stride,
     layer, scratch_base, scale,
     BLOCK_SIZE: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    SLICE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Program (KV head, item). A request with one split goes straight to `out`, others to partial results."""
     head = tl.program_id(0)
@@ -92,7 +105,7 @@ def split_kernel(
     q = tl.load(q_at, mask=mask, other=0.0)
     acc, peak, total = attend_split(
         q, pool, k_table + row, v_table + row, head, begin, end, layer, scratch_base, scale,
-        BLOCK_SIZE, KV_HEADS, HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D,
+        BLOCK_SIZE, KV_HEADS, HEAD_DIM, SLICE, BLOCK_M, BLOCK_N, BLOCK_D,
     )  # fmt: skip
     acc = acc / total[:, None]
     if tl.load(ranges + request * 2 + 1) == 1:
@@ -152,7 +165,7 @@ def decode_attention(
     """out[i] = softmax(scale * q[i] K^T) V over the context of request i; zeros where `work` has no such request.
 
     Shapes: q, out [n, heads, head_dim] with n <= the work list's requests; pool [slices, block_size, kv_heads,
-    head_dim]; k_table, v_table [rows, max_blocks]; partial [max_items, heads, head_dim] and partial_lse
+    head_dim], int8 too; k_table, v_table [rows, max_blocks]; partial [max_items, heads, head_dim] and partial_lse
     [max_items, heads] float32, scratch whose contents do not matter. The grid depends on shapes alone.
     """
     (num_requests, num_heads, head_dim), (_, block_size, kv_heads, _) = q.shape, pool.shape
@@ -167,6 +180,7 @@ def decode_attention(
         q, pool, k_table, v_table, work.items, work.ranges, out, partial, partial_lse, q.stride(0), out.stride(0),
         k_table.stride(0), layer, scratch_base, scale * _LOG2_E, BLOCK_SIZE=block_size, KV_HEADS=kv_heads, GROUP=group,
         HEAD_DIM=head_dim, BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_D=block_d, **config.options,
+        SLICE=pool.stride(0),
     )  # fmt: skip
     merge_kernel[(num_heads, num_requests)](
         work.ranges, partial, partial_lse, out, out.stride(0), NUM_HEADS=num_heads, HEAD_DIM=head_dim, BLOCK_S=16,
@@ -185,8 +199,8 @@ def _check(
     out: Tensor,
 ) -> None:
     check_pool(pool, k_table, v_table)
-    check_heads("q", q, pool.shape[3], pool.dtype)
-    check_heads("out", out, pool.shape[3], pool.dtype)
+    for name, value in (("q", q), ("out", out)):
+        check_heads(name, value, pool.shape[3], computed_in(pool, q))
     assert q.shape == out.shape, f"out {out.shape} differs from q {q.shape}"
     assert q.shape[1] % pool.shape[2] == 0, f"{q.shape[1]} query heads over {pool.shape[2]} KV heads"
     assert q.shape[0] <= work.requests.shape[0], "more queries than the work list has requests"

@@ -31,7 +31,9 @@ def hidden_kernel(
             tl.store(here, tl.zeros([BLOCK], x.dtype.element_ty), mask=mask)
     else:
         position = tl.load(positions + token)
-        there = pool + token_start(table, row, table_stride, position, layer, scratch_base, BLOCK_SIZE, ROW) + columns
+        SLICE: tl.constexpr = BLOCK_SIZE * ROW
+        start = token_start(table, row, table_stride, position, layer, scratch_base, BLOCK_SIZE, ROW, SLICE)
+        there = pool + start + columns
         if GATHER:
             tl.store(here, tl.load(there, mask=mask), mask=mask)
         else:

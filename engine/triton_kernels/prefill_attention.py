@@ -12,7 +12,14 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.triton_kernels import configs
-from engine.triton_kernels.addressing import check_heads, check_pool, slice_start
+from engine.triton_kernels.addressing import (
+    check_heads,
+    check_pool,
+    computed_in,
+    load_scales,
+    scale_pointers,
+    slice_start,
+)
 from engine.triton_kernels.decode_attention import load_entries, online_softmax
 from engine.triton_kernels.work import PrefillWork
 
@@ -22,7 +29,7 @@ _LOG2_E = 1.4426950408889634
 @triton.jit
 def attend_tiles(
     q, state, entries, pool, k_row, v_row, head, positions, begin, end, last, layer, scratch_base, scale,
-    BLOCK_SIZE: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, SLICE: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Continue `state` = (acc, peak, total) over tokens [begin, end); `entries` are those of the tile at `begin`."""
@@ -33,21 +40,27 @@ def attend_tiles(
     for start in range(begin, end, BLOCK_N):
         tokens = start + tl.arange(0, BLOCK_N)
         in_block = (tokens % BLOCK_SIZE) * ROW + head * HEAD_DIM
-        k_at = slice_start(k_entries, layer, scratch_base, BLOCK_SIZE * ROW) + in_block
-        v_at = slice_start(v_entries, layer, scratch_base, BLOCK_SIZE * ROW) + in_block
+        k_at = slice_start(k_entries, layer, scratch_base, SLICE)
+        v_at = slice_start(v_entries, layer, scratch_base, SLICE)
         mask = (dims < HEAD_DIM)[None, :]
         if MASKED:
             mask = mask & (tokens < last)[:, None]
         # One iteration ahead, as in decode: no K or V address waits for a load of its own iteration.
         k_entries = load_entries(k_row, tokens + BLOCK_N, last, BLOCK_SIZE)
         v_entries = load_entries(v_row, tokens + BLOCK_N, last, BLOCK_SIZE)
-        k = tl.load(pool + k_at[:, None] + dims[None, :], mask=mask, other=0.0)
-        v = tl.load(pool + v_at[:, None] + dims[None, :], mask=mask, other=0.0)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        k = tl.load(pool + (k_at + in_block)[:, None] + dims[None, :], mask=mask, other=0)
+        v = tl.load(pool + (v_at + in_block)[:, None] + dims[None, :], mask=mask, other=0)
+        scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * scale
+        if pool.dtype.element_ty == tl.int8:
+            at = scale_pointers(pool, k_at, tokens, head, BLOCK_SIZE, ROW, KV_HEADS)
+            scores *= load_scales(at, tokens < last)[None, :]
         if MASKED:
             scores = tl.where(tokens[None, :] <= positions[:, None], scores, float("-inf"))
         weights, peak, total, rescale = online_softmax(scores, peak, total)
-        acc = tl.dot(weights.to(v.dtype), v, acc * rescale[:, None], input_precision="ieee")
+        if pool.dtype.element_ty == tl.int8:
+            at = scale_pointers(pool, v_at, tokens, head, BLOCK_SIZE, ROW, KV_HEADS)
+            weights *= load_scales(at, tokens < last)[None, :]
+        acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc * rescale[:, None], input_precision="ieee")
     return (acc, peak, total), (k_entries, v_entries)
 
 
@@ -55,7 +68,7 @@ def attend_tiles(
 def prefill_kernel(
     q_ptr, pool, k_table, v_table, items, out_ptr, q_stride, out_stride, table_stride, layer, scratch_base, scale,
     BLOCK_SIZE: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    SLICE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Program (KV head, item)."""
     head = tl.program_id(0)
@@ -82,11 +95,11 @@ def prefill_kernel(
     state = (tl.zeros([BLOCK_M, BLOCK_D], tl.float32), peak, tl.zeros([BLOCK_M], tl.float32))
     state, entries = attend_tiles(
         q, state, entries, pool, k_row, v_row, head, position + token, 0, seen_by_all, last, layer, scratch_base, scale,
-        BLOCK_SIZE, KV_HEADS, HEAD_DIM, BLOCK_N, BLOCK_D, False,
+        BLOCK_SIZE, KV_HEADS, HEAD_DIM, SLICE, BLOCK_N, BLOCK_D, False,
     )  # fmt: skip
     state, entries = attend_tiles(
         q, state, entries, pool, k_row, v_row, head, position + token, seen_by_all, last, last, layer, scratch_base,
-        scale, BLOCK_SIZE, KV_HEADS, HEAD_DIM, BLOCK_N, BLOCK_D, True,
+        scale, BLOCK_SIZE, KV_HEADS, HEAD_DIM, SLICE, BLOCK_N, BLOCK_D, True,
     )  # fmt: skip
     out = (state[0] / state[2][:, None]).to(out_ptr.dtype.element_ty)
     out_at = (first + token) * out_stride + columns
@@ -113,8 +126,8 @@ def prefill_attention(
     """
     (_, num_heads, head_dim), (_, block_size, kv_heads, _) = q.shape, pool.shape
     check_pool(pool, k_table, v_table)
-    check_heads("q", q, head_dim, pool.dtype)
-    check_heads("out", out, head_dim, pool.dtype)
+    for name, value in (("q", q), ("out", out)):
+        check_heads(name, value, head_dim, computed_in(pool, q))
     assert head_dim == pool.shape[3], f"head_dim {head_dim} of q, {pool.shape[3]} of the pool"
     assert q.shape == out.shape, f"out {out.shape} differs from q {q.shape}"
     assert num_heads % kv_heads == 0, f"{num_heads} query heads over {kv_heads} KV heads"
@@ -125,4 +138,5 @@ def prefill_attention(
         q, pool, k_table, v_table, work.items, out, q.stride(0), out.stride(0), k_table.stride(0), layer, scratch_base,
         scale * _LOG2_E, BLOCK_SIZE=block_size, KV_HEADS=kv_heads, GROUP=group, HEAD_DIM=head_dim,
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_D=configs.next_power_of_two(head_dim), **config.options,
+        SLICE=pool.stride(0),
     )  # fmt: skip

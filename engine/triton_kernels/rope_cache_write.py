@@ -13,7 +13,16 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.triton_kernels import configs
-from engine.triton_kernels.addressing import check_heads, check_pool, token_start
+from engine.triton_kernels.addressing import (
+    check_heads,
+    check_pool,
+    computed_in,
+    extent,
+    least_scales,
+    scale_pointers,
+    to_steps,
+    token_start,
+)
 
 
 @triton.jit
@@ -29,11 +38,12 @@ def normalize(a, b, rest, weight, half, tail, eps, HEAD_DIM: tl.constexpr, ROTAR
 
 @triton.jit
 def transform_heads(
-    source, target, weight, cos_sin, block, eps,
+    source, target, scales, weight, cos_sin, block, eps,
     NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY: tl.constexpr, NORM: tl.constexpr,
     BLOCK_H: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
-    """Heads [block * BLOCK_H, ...) of one token from `source` to `target` (may be the same): norm, then rotation."""
+    """Heads [block * BLOCK_H, ...) of one token from `source` to `target` (may be the same): norm, then rotation; to
+    int8 with `scales`."""
     heads = block * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
     half = tl.arange(0, HALF)[None, :]
     tail = ROTARY + tl.arange(0, REST)[None, :]
@@ -45,14 +55,27 @@ def transform_heads(
     rest = tl.load(source + heads * HEAD_DIM + tail, mask=stays, other=0.0).to(tl.float32)
     if NORM:
         a, b, rest = normalize(a, b, rest, weight, half, tail, eps, HEAD_DIM, ROTARY)
-    kind = target.dtype.element_ty
+    kind = source.dtype.element_ty
+    x, y = a, b
     if ROTARY > 0:
         cos = tl.load(cos_sin + half, mask=half < ROTARY // 2, other=0.0)
         sin = tl.load(cos_sin + ROTARY // 2 + half, mask=half < ROTARY // 2, other=0.0)
-        tl.store(target + first, (a * cos - b * sin).to(kind), mask=turns)
-        tl.store(target + first + ROTARY // 2, (b * cos + a * sin).to(kind), mask=turns)
+        x, y = a * cos - b * sin, b * cos + a * sin
+    x, y, z = x.to(kind), y.to(kind), rest.to(kind)
+    if target.dtype.element_ty == tl.int8:
+        wide_x, wide_y, wide_z = x.to(tl.float32), y.to(tl.float32), z.to(tl.float32)
+        highest, unsound = extent(wide_x)
+        highest_y, unsound_y = extent(wide_y)
+        highest_z, unsound_z = extent(wide_z)
+        highest = tl.maximum(tl.maximum(highest, highest_y), highest_z)
+        bits, step = least_scales(highest, unsound + unsound_y + unsound_z)
+        tl.store(scales + heads, bits[:, None], mask=heads < NUM_HEADS)
+        x, y, z = to_steps(wide_x, step[:, None]), to_steps(wide_y, step[:, None]), to_steps(wide_z, step[:, None])
+    if ROTARY > 0:
+        tl.store(target + first, x, mask=turns)
+        tl.store(target + first + ROTARY // 2, y, mask=turns)
     if ROTARY < HEAD_DIM:
-        tl.store(target + heads * HEAD_DIM + tail, rest.to(kind), mask=stays)
+        tl.store(target + heads * HEAD_DIM + tail, z, mask=stays)
 
 
 @triton.jit(do_not_specialize=["layer", "scratch_base"])
@@ -60,7 +83,7 @@ def rope_cache_kernel(
     q, k, v, cos_sin, positions, rows, pool, k_table, v_table, q_weight, k_weight, q_stride, k_stride, v_stride,
     table_stride, layer, scratch_base, eps,
     Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, Q_NORM: tl.constexpr, K_NORM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, SLICE: tl.constexpr, Q_NORM: tl.constexpr, K_NORM: tl.constexpr,
     BLOCK_H: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Program (token, block of heads): the blocks of Q come first, then those of K, then those of V."""
@@ -77,21 +100,32 @@ def rope_cache_kernel(
     if part < Q_BLOCKS:
         at = q + token * q_stride
         transform_heads(
-            at, at, q_weight, angles, part, eps, Q_HEADS, HEAD_DIM, ROTARY, Q_NORM, BLOCK_H, HALF, REST
+            at, at, at, q_weight, angles, part, eps, Q_HEADS, HEAD_DIM, ROTARY, Q_NORM, BLOCK_H, HALF, REST
         )  # fmt: skip
     elif part < Q_BLOCKS + KV_BLOCKS:
-        to = token_start(k_table, row, table_stride, position, layer, scratch_base, BLOCK_SIZE, ROW)
+        to = token_start(k_table, row, table_stride, position, layer, scratch_base, BLOCK_SIZE, ROW, SLICE)
+        scales = pool
+        if pool.dtype.element_ty == tl.int8:
+            scales = scale_pointers(pool, to - position % BLOCK_SIZE * ROW, position, 0, BLOCK_SIZE, ROW, KV_HEADS)
         transform_heads(
-            k + token * k_stride, pool + to, k_weight, angles, part - Q_BLOCKS, eps, KV_HEADS, HEAD_DIM, ROTARY, K_NORM,
-            BLOCK_H, HALF, REST,
+            k + token * k_stride, pool + to, scales, k_weight, angles, part - Q_BLOCKS, eps, KV_HEADS, HEAD_DIM, ROTARY,
+            K_NORM, BLOCK_H, HALF, REST,
         )  # fmt: skip
     else:
-        to = token_start(v_table, row, table_stride, position, layer, scratch_base, BLOCK_SIZE, ROW)
+        to = token_start(v_table, row, table_stride, position, layer, scratch_base, BLOCK_SIZE, ROW, SLICE)
         heads = (part - Q_BLOCKS - KV_BLOCKS) * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
         dims = tl.arange(0, WIDE)[None, :]
         mask = (heads < KV_HEADS) & (dims < HEAD_DIM)
-        values = tl.load(v + token * v_stride + heads * HEAD_DIM + dims, mask=mask)
-        tl.store(pool + to + heads * HEAD_DIM + dims, values, mask=mask)
+        values = tl.load(v + token * v_stride + heads * HEAD_DIM + dims, mask=mask, other=0)
+        if pool.dtype.element_ty == tl.int8:
+            wide = values.to(tl.float32)
+            highest, unsound = extent(wide)
+            bits, step = least_scales(highest, unsound)
+            at = scale_pointers(pool, to - position % BLOCK_SIZE * ROW, position, heads, BLOCK_SIZE, ROW, KV_HEADS)
+            tl.store(at, bits[:, None], mask=heads < KV_HEADS)
+            tl.store(pool + to + heads * HEAD_DIM + dims, to_steps(wide, step[:, None]), mask=mask)
+        else:
+            tl.store(pool + to + heads * HEAD_DIM + dims, values, mask=mask)
 
 
 def rope_cache_write(
@@ -131,6 +165,7 @@ def rope_cache_write(
         pool if q_norm is None else q_norm, pool if k_norm is None else k_norm, query.stride(0), k.stride(0),
         v.stride(0), k_table.stride(0), layer, scratch_base, eps, Q_HEADS=q_heads, KV_HEADS=kv_heads,
         HEAD_DIM=head_dim, ROTARY=rotary, BLOCK_SIZE=block_size, Q_NORM=q_norm is not None, K_NORM=k_norm is not None,
+        SLICE=pool.stride(0),
         BLOCK_H=config.block_m, HALF=configs.next_power_of_two(max(1, rotary // 2)), **config.options,
         REST=configs.next_power_of_two(max(1, head_dim - rotary)), WIDE=configs.next_power_of_two(head_dim),
     )  # fmt: skip
@@ -151,10 +186,10 @@ def _check(
     check_pool(pool, k_table, v_table)
     head_dim = pool.shape[3]
     for name, value in (("k", k), ("v", v)):
-        check_heads(name, value, head_dim, pool.dtype)
+        check_heads(name, value, head_dim, computed_in(pool, k))
         assert value.shape == k.shape and value.shape[1] == pool.shape[2], f"{name}: {value.shape}, pool {pool.shape}"
     if q is not None:
-        check_heads("q", q, head_dim, pool.dtype)
+        check_heads("q", q, head_dim, k.dtype)
         assert len(q) == len(k), f"{len(q)} queries, {len(k)} keys"
     for name, index in (("positions", positions), ("rows", rows)):
         assert index.shape == (len(k),) and index.is_contiguous(), f"{name}: contiguous [{len(k)}], not {index.shape}"

@@ -126,8 +126,9 @@ class CudaBackend:
         if self.refusal(plan.spec, plan.dtype) is None:
             graphs = not weights.layers.streamed  # copies would have to be part of them, and kernels wait for those
             return Runner(_device(plan, weights, graphs=graphs, scratch_blocks=hidden, host_units=host)), plan
-        decoder = Decoder(plan.own, weights)
-        return Runner(TorchDevice(decoder, plan.limits, scratch_blocks=hidden, host_units=host)), plan
+        decoder, int8 = Decoder(plan.own, weights), plan.int8_cache
+        device = TorchDevice(decoder, plan.limits, scratch_blocks=hidden, host_units=host, int8_cache=int8)
+        return Runner(device), plan
 
 
 def kernel_refusal(spec: ModelSpec, dtype: torch.dtype, capability: tuple[int, int]) -> str | None:
@@ -154,7 +155,7 @@ def _device(
 ) -> CudaDevice:
     return CudaDevice(
         plan.own, weights, triton_kernels(), plan.limits, graphs=graphs, scratch_blocks=scratch_blocks,
-        host_units=host_units,
+        host_units=host_units, int8_cache=plan.int8_cache,
     )  # fmt: skip
 
 
@@ -174,7 +175,8 @@ def _room_beside_graphs(plan: LaunchPlan, weights: ModelWeights) -> int:
 
     room = memory.cuda_cache_bytes(device, plan.memory_utilization, profile)
     num_shapes = len(Buckets(limits.max_num_seqs, limits.max_num_batched_tokens).all_shapes())
-    unit = memory.unit_bytes(plan.spec, limits.block_size, weights.embedding.dtype)
+    stored = torch.int8 if plan.int8_cache else weights.embedding.dtype
+    unit = memory.unit_bytes(plan.spec, limits.block_size, stored)
     staging = staging_units(plan.host_units, unit) * unit
     if weights.layers.streamed:
         return room - staging  # such steps run without graphs

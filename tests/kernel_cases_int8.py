@@ -1,0 +1,106 @@
+"""Kernels over a pool of 8 bits, against their twins. Run by test_kernels.py in a process of its own."""
+
+import numpy as np
+import pytest
+import torch
+from kernel_cases_attention import DECODE_TILE, PREFILL_TILE
+from kernel_cases_cache import LENGTHS, TOKENS
+from kernel_pool import DEVICE, NAN, PagedCache, fused_heads, index, paged_cache, random
+
+from engine.models import torch_ops as twin
+from engine.models.int8_cells import Int8Slices, slice_elements
+from engine.triton_kernels.decode_attention import decode_attention
+from engine.triton_kernels.prefill_attention import prefill_attention
+from engine.triton_kernels.rope_cache_write import rope_cache_write
+from engine.triton_kernels.work import DecodeWork, PrefillWork
+
+CASES = [((64, 3, 2), torch.float16), ((80, 1, 3), torch.float32)]
+"""(head_dim, group, kv_heads), type."""
+
+
+def int8_cache(kv_heads: int, head_dim: int, block_size: int = 16) -> PagedCache:
+    """A pool whose scales are all NaN."""
+    plain = paged_cache(
+        LENGTHS, seed=1, dtype=torch.float32, kv_heads=kv_heads, head_dim=head_dim, block_size=block_size
+    )
+    size = slice_elements(block_size, kv_heads, head_dim, torch.int8)
+    slices = Int8Slices(
+        torch.zeros((len(plain.pool), size), dtype=torch.int8, device=DEVICE), block_size, kv_heads, head_dim
+    )
+    slices.scales.fill_(NAN)
+    return PagedCache(slices.values, plain.k_table, plain.v_table, plain.layer, plain.scratch_base)
+
+
+def copy_of(cache: PagedCache) -> PagedCache:
+    count, stride = len(cache.pool), cache.pool.stride(0)
+    whole = cache.pool.as_strided((count, stride), (stride, 1)).clone()
+    values = Int8Slices(whole, *cache.pool.shape[1:]).values
+    return PagedCache(values, cache.k_table, cache.v_table, cache.layer, cache.scratch_base)
+
+
+@pytest.mark.parametrize(("rotary", "dtype"), [(0, torch.float32), (32, torch.float16)], ids=str)
+def test_what_is_written(rotary: int, dtype: torch.dtype) -> None:
+    """Steps and scales; where a rotated number lies between two steps, either. A token of NaN has scales of NaN."""
+    generator = torch.Generator().manual_seed(rotary)
+    cache, count = int8_cache(9, 64), len(TOKENS)
+    q = fused_heads(generator, count, 9, 64, dtype)
+    k, v = (fused_heads(generator, count, 9, 64, dtype) for _ in range(2))
+    k[2, 3, 5], v[3, 8, 0], k[4, 1] = NAN, float("inf"), 0.0
+    angle = torch.rand(50, rotary // 2, generator=generator) * 6
+    cos_sin = torch.cat([angle.cos(), angle.sin()], dim=1).to(DEVICE) if rotary else None
+    rows, positions = (index([token[part] for token in TOKENS]) for part in (0, 1))
+    expected, where = copy_of(cache), {"layer": cache.layer, "scratch_base": cache.scratch_base}
+    norm = random(generator, 64, dtype=dtype)
+    tables = (cache.k_table, cache.v_table)
+    twin.rope_cache_write(q.clone(), k, v, cos_sin, positions, rows, expected.pool, *tables, **where, k_norm=norm)
+    rope_cache_write(q, k, v, cos_sin, positions, rows, cache.pool, *tables, **where, k_norm=norm)
+    ours, theirs = Int8Slices.of(cache.pool), Int8Slices.of(expected.pool)
+    torch.testing.assert_close(ours.scales, theirs.scales, rtol=1e-2, atol=0, equal_nan=True)
+    apart = (ours.values.int() - theirs.values.int()).abs()[~theirs.scales.isnan()]
+    assert apart.max() <= 1 and (apart > 0).float().mean() < 0.02
+    assert (~theirs.scales.isnan()).sum() == 2 * 6 * 9 - 2
+
+
+def filled(shape: tuple[int, int, int], seed: int) -> PagedCache:
+    head_dim, _, kv_heads = shape
+    cache, generator = int8_cache(kv_heads, head_dim), torch.Generator().manual_seed(seed)
+    for row, length in enumerate(LENGTHS):
+        for table in (cache.k_table, cache.v_table):
+            slots = index(cache.slots(table, row, length), torch.int64)
+            Int8Slices.of(cache.pool).write(slots, random(generator, length, kv_heads, head_dim))
+    return cache
+
+
+@pytest.mark.parametrize(("shape", "dtype"), CASES, ids=str)
+def test_decode(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    head_dim, group, kv_heads = shape
+    cache, heads = filled(shape, seed=3), kv_heads * group
+    work = DecodeWork(4, 9, DECODE_TILE.block_n, DEVICE, min_split=DECODE_TILE.block_n)
+    work.fill(np.arange(3, dtype=np.int32), np.array(LENGTHS, np.int32))
+    work.buffer.upload()
+    q = fused_heads(torch.Generator().manual_seed(4), 3, heads, head_dim, dtype)
+    partial, lse = torch.full((9, heads, head_dim), NAN, device=DEVICE), torch.full((9, heads), NAN, device=DEVICE)
+    where = {"layer": cache.layer, "scratch_base": cache.scratch_base, "scale": head_dim**-0.5}
+    actual, expected = torch.full_like(q, NAN), torch.full(q.shape, NAN, device=DEVICE)
+    tables = (cache.k_table, cache.v_table)
+    decode_attention(q, cache.pool, *tables, work, partial, lse, actual, **where, config=DECODE_TILE)
+    twin.decode_attention(q.float(), cache.pool, *tables, work, partial, lse, expected, **where)
+    tolerance = 1e-4 if dtype == torch.float32 else 6e-3
+    torch.testing.assert_close(actual.float(), expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(("shape", "dtype"), CASES, ids=str)
+def test_prefill(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    head_dim, group, kv_heads = shape
+    cache, heads = filled(shape, seed=5), kv_heads * group
+    work = PrefillWork(8, 4, PREFILL_TILE.block_m // group, DEVICE)
+    work.fill(np.array([(0, 0, 20, 0), (1, 20, 16, 32), (2, 36, 1, 32)], np.int32))
+    work.buffer.upload()
+    q = fused_heads(torch.Generator().manual_seed(6), 37, heads, head_dim, dtype)
+    where = {"layer": cache.layer, "scratch_base": cache.scratch_base, "scale": head_dim**-0.5}
+    actual, expected = torch.full_like(q, NAN), torch.full(q.shape, NAN, device=DEVICE)
+    tables = (cache.k_table, cache.v_table)
+    prefill_attention(q, cache.pool, *tables, work, actual, **where, config=PREFILL_TILE)
+    twin.prefill_attention(q.float(), cache.pool, *tables, work, expected, **where)
+    tolerance = 1e-4 if dtype == torch.float32 else 6e-3
+    torch.testing.assert_close(actual.float(), expected, rtol=tolerance, atol=tolerance)
