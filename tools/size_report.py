@@ -16,7 +16,7 @@ CEILINGS = {
     "gateway": 13_840,
     "engine": 28_420,
     "predictor": 3_300,
-    "loadgen": 16_930,
+    "loadgen": 17_070,
 }
 
 

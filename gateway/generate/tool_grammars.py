@@ -205,9 +205,9 @@ class XmlCall:
     def write(self, lark: Lark, function: Function) -> str:
         schema, definitions = _object(function), _split(function.parameters)[1]
         required = schema.get("required", ())
-        parts = [lark.text(f"<function={function.name}>\n")]
+        parts, mark = [lark.text(f"<function={function.name}>\n")], ">\n"
         for key, value in _properties(schema):
-            body = f"{quoted(f'<parameter={key}>' + NEWLINE)} {self._value(lark, value, definitions)}"
+            body = f"{quoted('<parameter=' + key + mark)} {self._value(lark, value, definitions)}"
             parts.append(f"({body}){'' if key in required else '?'}")
         return lark.rule(" ".join([*parts, quoted("</function>")]))
 
@@ -222,9 +222,6 @@ class XmlCall:
             return f"({' | '.join(map(quoted, map(str, texts)))}) {quoted(end)}"
         text = lark.terminal(_any_text(schema) + r" & ~/(?s:.)*<\/(parameter|tool_call)>(?s:.)*/")
         return lark.rule(f"{text} {quoted(end)}", "[lazy]")
-
-
-NEWLINE = "\n"
 
 
 @dataclass(slots=True)

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from pydantic import BaseModel, ConfigDict
 
@@ -99,6 +99,17 @@ class Conversation:
         if not self.messages or self.messages[-1].role != "assistant" or is_over(self.messages[-1]):
             self.messages.append(Message(role="assistant", content=""))
         return self.messages[-1]
+
+
+def tool_fields(tools: Sequence[Mapping[str, Any]], choice: Any, must_call: bool) -> dict[str, Any]:
+    """The functions of a chat request, `tool_choice` in its words. Raises InvalidRequestError where a call is asked for
+    and there is none."""
+    if tools:
+        return {"tools": [{"type": "function", "function": tool} for tool in tools], "tool_choice": choice}
+    if must_call:
+        message = "'tool_choice' asks for a call, and there is no function among the tools."
+        raise InvalidRequestError(message, param="tool_choice", code="invalid_value")
+    return {}
 
 
 def text_of(content: str | Sequence[HasText]) -> str:

@@ -51,6 +51,11 @@ async def run_while_connected(receive: Receive, work: Callable[[], Awaitable[Non
     return finished
 
 
+def named_event(data: dict[str, Any]) -> bytes:
+    """One event under the name of its `type`."""
+    return b"event: %b\ndata: %b%b" % (data["type"].encode(), orjson.dumps(data), END)
+
+
 class EventStream(Response):
     """Sends what `events` yields, each as one write. `abort` is called however the stream ends, also when the client
     is gone before the first event, so that nothing goes on running for nobody."""

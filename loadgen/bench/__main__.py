@@ -21,6 +21,7 @@ BENCHES = {
     "quantization": "loadgen.bench.quantization",
     "structured": "loadgen.bench.structured",
     "schemas": "loadgen.bench.schemas",
+    "structured-beside": "loadgen.bench.structured_beside",
     "planning": "loadgen.bench.planning",
     "sim-vs-live": "loadgen.bench.sim_vs_live",
 }

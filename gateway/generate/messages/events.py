@@ -10,7 +10,7 @@ from gateway.generate.messages.wire import MessagesRequest
 from gateway.generate.params import GenerationPlan
 from gateway.generate.tool_formats import Call
 from gateway.http.errors import ApiError, messages_envelope
-from gateway.http.sse import END
+from gateway.http.sse import named_event
 
 _STOP_REASONS = {"stop": "end_turn", "tool_calls": "tool_use"}
 
@@ -130,4 +130,4 @@ def _block(kind: str, text: str) -> dict[str, Any]:
 
 
 def _event(kind: str, **fields: Any) -> bytes:
-    return b"event: %b\ndata: %b%b" % (kind.encode(), orjson.dumps({"type": kind, **fields}), END)
+    return named_event({"type": kind, **fields})

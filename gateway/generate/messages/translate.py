@@ -19,7 +19,7 @@ from gateway.generate.messages.wire import (
     ToolChoice,
 )
 from gateway.generate.tool_formats import END_THINK
-from gateway.generate.translation import Conversation, Translation, effort_of, text_of, told_in
+from gateway.generate.translation import Conversation, Translation, effort_of, text_of, told_in, tool_fields
 from gateway.generate.wire import ChatCompletionRequest, TemplateOptions, validate
 
 NAMES: Mapping[str, str] = {
@@ -122,16 +122,10 @@ def _functions(body: PromptBody) -> dict[str, Any]:
         for tool in body.tools or ()
         if isinstance(tool, FunctionTool)
     ]
-    if not tools:
-        if choice is not None and choice.type in ("any", "tool"):
-            message = "'tool_choice' asks for a call, and there is no function among the tools."
-            raise InvalidRequestError(message, param="tool_choice", code="invalid_value")
-        return {}
-    return {
-        "tools": [{"type": "function", "function": tool} for tool in tools],
-        "tool_choice": None if choice is None else _choice(choice),
-        "parallel_tool_calls": False if choice is not None and choice.disable_parallel_tool_use else None,
-    }
+    if choice is None or not tools:
+        return tool_fields(tools, None, choice is not None and choice.type in ("any", "tool"))
+    alone = {"parallel_tool_calls": False} if choice.disable_parallel_tool_use else {}
+    return tool_fields(tools, _choice(choice), True) | alone
 
 
 def _choice(choice: ToolChoice) -> Any:

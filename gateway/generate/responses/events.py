@@ -6,15 +6,13 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-import orjson
-
 from gateway.generate.choices import Delta
 from gateway.generate.params import GenerationPlan
 from gateway.generate.responses.translate import functions_of
 from gateway.generate.responses.wire import NamedTool, ResponsesRequest
 from gateway.generate.tool_formats import Call
 from gateway.http.errors import ApiError
-from gateway.http.sse import END
+from gateway.http.sse import named_event
 
 Event = dict[str, Any]
 
@@ -201,7 +199,7 @@ def _usage(usage: dict[str, Any]) -> dict[str, Any]:
 
 
 def _written(events: Iterable[Event]) -> bytes:
-    return b"".join([b"event: %b\ndata: %b%b" % (e["type"].encode(), orjson.dumps(e), END) for e in events])
+    return b"".join(map(named_event, events))
 
 
 def _new_id(prefix: str) -> str:

@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from engine.errors import InvalidRequestError
 from gateway.generate.responses.wire import (
     CallItem,
     CallOutput,
@@ -16,7 +15,7 @@ from gateway.generate.responses.wire import (
     TextFormat,
     ToolChoice,
 )
-from gateway.generate.translation import Conversation, Translation, effort_of, text_of, told_in
+from gateway.generate.translation import Conversation, Translation, effort_of, text_of, told_in, tool_fields
 from gateway.generate.wire import ChatCompletionRequest, validate
 
 NAMES: Mapping[str, str] = {
@@ -86,13 +85,8 @@ def _add(conversation: Conversation, items: Sequence[Item]) -> None:
 
 
 def _functions(body: ResponsesRequest) -> dict[str, Any]:
-    tools = [{"type": "function", "function": tool.model_dump(exclude={"type"})} for tool in functions_of(body)]
-    if tools:
-        return {"tools": tools, "tool_choice": _choice(body.tool_choice)}
-    if body.tool_choice not in (None, "none", "auto"):
-        message = "'tool_choice' asks for a call, and there is no function among the tools."
-        raise InvalidRequestError(message, param="tool_choice", code="invalid_value")
-    return {}
+    tools = [tool.model_dump(exclude={"type"}) for tool in functions_of(body)]
+    return tool_fields(tools, _choice(body.tool_choice), body.tool_choice not in (None, "none", "auto"))
 
 
 def _choice(choice: ToolChoice | None) -> Any:
