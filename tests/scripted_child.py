@@ -203,8 +203,8 @@ class FaultyConnection(Connection[Any]):
         self.faults.armed = self.faults.armed or isinstance(message, frames.Started)
 
 
-def prepare(launch: frames.Launch) -> frames.Planned | None:
-    return None if launch.spare else _plan_model(launch.config)
+def prepare(launch: frames.Launch) -> frames.Planned:
+    return frames.Planned("", ()) if launch.spare else _plan_model(launch.config)
 
 
 def _plan_model(config: EngineConfig) -> frames.Planned:

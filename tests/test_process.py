@@ -355,9 +355,9 @@ async def test_other_weights_are_taken_up_while_streams_wait(
 
 async def _spare(engine: EngineProcess) -> int:
     """The number of the next process, once it is there."""
-    while engine._launcher._held is None:  # noqa: ASYNC110 - made by a task, and taken by another
+    while (held := engine._launcher._held) is None or not held.has_spoken:  # noqa: ASYNC110 - of another process
         await asyncio.sleep(0.01)
-    return engine._launcher._held.process.pid
+    return held.process.pid
 
 
 async def test_a_spare_process_takes_over(
@@ -380,7 +380,10 @@ async def test_a_spare_process_takes_over(
             assert (int(number.read_text()) == spare) is not lost
             expected = [undisturbed[each.request_id][:4] for each in mixture()]  # prompts may be in the prefix cache
             assert [summed(outputs)[:4] for outputs in found] == expected
-        await _spare(engine)
+        spare = await _spare(engine)
+        monkeypatch.setattr(Child, "has_spoken", False)
+        engine._child.kill()  # type: ignore[union-attr]
+        assert len(await collect(engine, mixture()[0])) and int(number.read_text()) != spare, "it was not ready"
 
 
 async def test_a_spare_process_is_of_what_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,7 +51,7 @@ LAST_WORDS_SECONDS = 0.1
 """For the message that says why to leave the process."""
 
 Plan = Callable[[frames.Planned], None]
-Prepare = Callable[[frames.Launch], frames.Planned | None]
+Prepare = Callable[[frames.Launch], frames.Planned]
 Build = Callable[[EngineConfig, Plan], Engine]
 FindGolden = Callable[[EngineConfig, str], Path | None]
 """Where answers of the model in a folder are noted; None: nowhere."""
@@ -59,7 +59,7 @@ Work = Callable[[TidemillError | None], None]
 """Goes on once requests are prepared, or with what kept them from it."""
 
 
-def prepare(launch: frames.Launch) -> frames.Planned | None:
+def prepare(launch: frames.Launch) -> frames.Planned:
     """What a start needs besides weights and a device, beside a process that still runs. Raises ConfigError."""
     from engine import openmp
 
@@ -74,7 +74,11 @@ def prepare(launch: frames.Launch) -> frames.Planned | None:
     importing = threading.Thread(target=_import_quietly)
     importing.start()
     importing.join()
-    return None if launch.spare else _planned(importlib.import_module("engine.build").plan_launch(config))
+    return (
+        frames.Planned("", ())
+        if launch.spare
+        else _planned(importlib.import_module("engine.build").plan_launch(config))
+    )
 
 
 def _import_quietly() -> None:
@@ -146,8 +150,7 @@ def run(sock: socket.socket, make: Build, prepare: Prepare, find_golden: FindGol
     try:
         launch.place.move_in(os.environ)
         if launch.held:
-            if (planned := prepare(launch)) is not None:
-                sock.sendall(frames.encode(planned))
+            sock.sendall(frames.encode(prepare(launch)))
             _begin, *early = early or _first_messages(sock, reader)
         engine = make(launch.config, tell)
         sock.sendall(frames.encode(frames.Built(engine.info)))

@@ -39,7 +39,8 @@ class Message(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
 class Launch(Message, frozen=True):
     """The first message: what to load, and where to run. `recorder`: the descriptor of the memory for the flight
     recorder, which the process has inherited. `held`: load nothing before `Begin`; `spare`: nor look what will be
-    loaded, as the device is in use. `waiting`: what the process before it had decided, see `Planned`."""
+    loaded, as the device is in use, and say an empty `Planned`. `waiting`: what the process before it had decided, see
+    there."""
 
     config: EngineConfig
     log_level: str = "info"

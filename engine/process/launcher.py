@@ -69,11 +69,14 @@ class Launcher:
     # Starting
 
     def spawn(self) -> Endpoint:
-        """The next process: the one that is held, if there is one. Raises OSError."""
+        """The next process: the one that is held, if it is ready: where it was disturbed it is slower than a new one.
+        Raises OSError."""
         if self._spawn_elsewhere is not None:
             return self._spawn_elsewhere(self.launch)
         held, self._held = self._held, None
-        if held is not None:
+        if held is not None and self._is_spare and not held.has_spoken:
+            end_now(held)
+        elif held is not None:
             try:
                 held.begin(self._pid_file)
             except OSError as error:

@@ -6,6 +6,7 @@ Knows nothing of requests.
 import contextlib
 import mmap
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -104,6 +105,13 @@ class Child(Endpoint):
             child.reap()
             raise
         return child
+
+    @property
+    def has_spoken(self) -> bool:
+        """Whether there is something to read from it, or it is gone."""
+        poll = select.poll()
+        poll.register(self.sock, select.POLLIN)
+        return bool(poll.poll(0))
 
     def begin(self, pid_file: Path | None) -> None:
         """Have a process that was held load and run. Raises OSError when it is gone already, and reaps it."""
