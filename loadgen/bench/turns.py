@@ -38,6 +38,7 @@ TIERS = ("device", "host", "disk")
 QUESTION, ANSWER = 24, 16
 LINE_PROMPT, LINE_OUTPUT = 256, 128
 SPACING = 1.0
+SLO = "ttft_p99=10s,tbt_p99=100ms"
 DRAIN = 30.0
 HIT = 'tidemill_prefix_hit_tokens_by_tier_total{{tier="{}"}}'
 
@@ -130,6 +131,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--blocks", type=int, default=256, help="blocks of KV in the pool, 16 tokens each")
     parser.add_argument("--lines", type=int, default=2000, help="of the batch job: more than it can end")
     parser.add_argument("--pairs", type=int, default=2, help="rounds of all arms, in turns")
+    parser.add_argument("--slo", default=SLO, help="objectives of the server, so lax that it refuses no long prompt")
     parser.add_argument("--profile-seconds", type=float, default=8.0)
     return parser.parse_args(argv)
 
@@ -150,6 +152,7 @@ def main(argv: list[str] | None = None) -> None:
         flags = (
             *(model_folder(folder, args.model) if args.model == "demo" else ()),
             "--enable-prefix-caching",
+            f"--slo={args.slo}",
             f"--profile-dir={folder}",
             f"--profile-seconds={args.profile_seconds}",
             f"--num-gpu-blocks-override={args.blocks}",
