@@ -18,6 +18,7 @@ from engine.config import SchedulerConfig
 from engine.core import EngineCore
 from engine.errors import ConfigError, QueueFullError
 from engine.queue_time import UNLIMITED_QUEUE, QueueTime
+from engine.scheduling import laxity
 from engine.scheduling.draft import StepLedger
 from engine.scheduling.laxity import on_time, prefill_pace
 from engine.scheduling.objective import StepObjective
@@ -67,6 +68,9 @@ class Clock:
         self.now = 0.0
         self._core = core
         self._runner = PredictedRunner(MODEL)
+
+    def is_past(self, at: float) -> bool:
+        return self.now >= at
 
     def run_until(self, done: Callable[[], bool]) -> None:
         while not done():
@@ -254,7 +258,7 @@ def test_after_the_time_to_retry_it_fits() -> None:
     retry = refused.value.retry_after
     assert 0.0 < retry < 2.0, "each takes 0.8 s"
     assert "the longest time to wait is 2 s" in refused.value.message
-    clock.run_until(lambda: clock.now >= retry)
+    clock.run_until(partial(clock.is_past, retry))
     core.add_request(chat("again", 4_000, 999), clock.now)
 
 
@@ -304,6 +308,26 @@ def test_the_longest_time_to_wait_is_stated_in_time_or_objectives(text: str, ttf
 def test_other_times_to_wait_are_a_config_error(text: str) -> None:
     with pytest.raises(ConfigError, match="max-queue-time"):
         QueueTime.parse(text)
+
+
+@pytest.mark.parametrize("ttft", [3.0, 300.0])
+def test_the_slack_of_a_long_queue_is_that_of_its_requests(ttft: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By columns and one by one, with prompts in progress and prompts of many chunks."""
+    objective = StepObjective(ttft, 0.1, budget=BudgetParams("tidemill", 0.08))
+    core = make_core("goodput", objective=objective, max_num_seqs=4, num_units=2 * 300, max_queue_time=UNLIMITED_QUEUE)
+    clock, spare = Clock(core), set()
+    for index in range(150):
+        core.add_request(chat(f"{index}", 1 + index * 37 % 900, index, output=40), 0.0)
+    for _ in range(30):
+        end = clock.now + 0.02
+        clock.run_until(partial(clock.is_past, end))
+        both = []
+        for few in (0, 10_000):
+            monkeypatch.setattr(laxity, "FEW", few)
+            both.append(laxity.prompt_slack(core._state, partial(prefill_pace, core._state), clock.now))
+        assert both[0] == pytest.approx(both[1], abs=1e-9)
+        spare.add(both[0] > 0.0)
+    assert len(core._state.waiting_online) > 64 and spare == {ttft > 30.0}
 
 
 def test_offline_work_leaves_the_last_prompt_its_time_too() -> None:
