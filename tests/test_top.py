@@ -107,6 +107,23 @@ def test_the_middle_of_the_stream() -> None:
     assert lines["budget"].endswith(f"breaker {now['breaker'].replace('_', ' ')}")
 
 
+def test_each_of_several_engines_has_a_line() -> None:
+    shown = picture()
+    now = SNAPSHOTS[-1]
+
+    def engine(number: int, tokens: int, **more: Any) -> dict[str, Any]:
+        figures = {"running": 3, "waiting": 1, "computed_tokens": tokens, "offline_tokens": tokens // 4}
+        units = {"total": 200, "owned": 50}
+        return {"engine": number, "state": "ready", "trouble": None, "units": units, **figures, **more}
+
+    for later in (1, 5):
+        dead = engine(1, 0, state="dead", trouble="it ended\x1b[2J")
+        shown.history.add(now | {"time": now["time"] + later, "engines": [engine(0, 400 * later), dead]})
+    text = printed(shown, 120)
+    assert "engines  0  3 running, 1 waiting, online 300 + offline 100 tokens/s, cache 25 %\n" in text
+    assert "         1  it ended?[2J" in text
+
+
 def test_text_from_the_server_is_only_text() -> None:
     evil = "[red]x[/red]\x1b[2J\x07\u202e"
     shown = picture(model=evil, trouble=evil, version=evil)

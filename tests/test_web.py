@@ -15,7 +15,7 @@ import pytest
 from conftest import StartServer
 from fake_engine import MODEL, Served, colocation_stats
 
-from engine.api import EngineStats
+from engine.api import EngineState, EngineStats, EngineView
 from gateway.web.routes import FILES
 
 NODE_TESTS = Path(__file__).parent / "web"
@@ -92,6 +92,17 @@ async def test_objectives_are_as_the_server_judges_them(start_server: StartServe
         {"objective": "ttft_p99=1s", "value": 0.9, "bound": 1.0, "attainment": 0.75},
         {"objective": "tbt_mean=5%", "value": 0.05, "bound": None, "attainment": None},
     ]
+
+
+async def test_each_of_several_engines_is_shown(start_server: StartServer) -> None:
+    served = await start_server("hi")
+    assert json.loads(await served.app.state.recorder.record())["engines"] == []
+    one = EngineStats(prefill_tokens=30, decode_tokens=12, offline_computed_tokens=20, units_total=100, units_owned=25)
+    served.engine.snapshot = EngineStats(engines=(EngineView(0, EngineState.DEAD, "it ended", 7, 2, 0.0, one),))
+    (shown,) = json.loads(await served.app.state.recorder.record())["engines"]
+    assert shown["state"] == "dead" and shown["trouble"] == "it ended"
+    assert (shown["computed_tokens"], shown["offline_tokens"], shown["routed"], shown["moved"]) == (42, 20, 7, 2)
+    assert shown["units"] == {"total": 100, "owned": 25}
 
 
 async def next_event(lines: Any) -> dict[str, Any]:

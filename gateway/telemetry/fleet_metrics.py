@@ -53,6 +53,11 @@ def shown(engines: Sequence[EngineView]) -> list[dict[str, Any]]:
             "trouble": view.trouble,
             "running": sum(view.stats.running.values()),
             "waiting": sum(view.stats.waiting.values()),
+            "computed_tokens": view.stats.prefill_tokens + view.stats.decode_tokens,
+            "offline_tokens": view.stats.offline_computed_tokens,
+            "units": {"total": view.stats.units_total, "owned": view.stats.units_owned},
+            "routed": view.routed,
+            "moved": view.moved,
         }
         for view in engines
     ]

@@ -30,6 +30,19 @@ test("rates are differences of counters", () => {
   assert.ok(history.rates(2).length <= 3);
 });
 
+test("each of several engines has rates of its own", () => {
+  const history = new History();
+  const engine = (number, computed, offline) => ({ engine: number, state: "ready", computed_tokens: computed, offline_tokens: offline });
+  const common = { computed_tokens: 0, offline_tokens: 0 };
+  assert.deepEqual(history.engines(), []);
+  history.add({ ...common, time: 100, engines: [engine(0, 0, 0)] });
+  assert.equal(history.engines()[0].online, null, "nothing is known of one snapshot");
+  history.add({ ...common, time: 104, engines: [engine(0, 400, 100), engine(1, 80, 80)] });
+  const [first, second] = history.engines();
+  assert.deepEqual([first.online, first.offline], [75, 25]);
+  assert.equal(second.offline, null, "an engine that was not there before");
+});
+
 test("a server that was started anew begins a new history", () => {
   const history = new History();
   history.add({ time: 1, computed_tokens: 900, offline_tokens: 0 });
@@ -53,10 +66,10 @@ test("percentiles are nearest ranks", () => {
 
 test("an objective as the server judges it", () => {
   const standing = { objective: "ttft_p99=1s", value: 0.9, bound: 1, attainment: 0.75 };
-  assert.deepEqual(standingText(standing), { name: "TTFT P99", text: `${seconds(0.9)} of ${seconds(1)}, kept by 75 %`, state: "good" });
+  assert.deepEqual(standingText(standing), { name: "TTFT P99", text: `${seconds(0.9)} of ${seconds(1)}`, kept: "kept by 75 %", state: "good" });
   assert.equal(standingText({ ...standing, value: 1.1 }).state, "bad");
   const tolerance = { objective: "tbt_mean=5%", value: 0.05, bound: null, attainment: null };
-  assert.deepEqual(standingText(tolerance), { name: "TBT mean", text: seconds(0.05), state: "" });
+  assert.deepEqual(standingText(tolerance), { name: "TBT mean", text: seconds(0.05), kept: "", state: "" });
   assert.equal(standingText({ ...tolerance, value: null }).text, "–");
 });
 

@@ -133,6 +133,19 @@ class History:
         total = max(0, after["computed_tokens"] - before["computed_tokens"])
         return max(0, total - offline) / passed, offline / passed
 
+    def engine_rates(self, engine: int, seconds: float) -> tuple[float | None, float | None]:
+        """Online and offline tokens per second of one of several engines; None where it was not seen twice."""
+        seen = [
+            (snapshot["time"], each["computed_tokens"], each["offline_tokens"])
+            for snapshot in self._last(seconds)
+            for each in snapshot.get("engines", ())
+            if each["engine"] == engine and "computed_tokens" in each
+        ]
+        if len(seen) < 2:
+            return None, None
+        passed, total, offline = (max(0.0, after - before) for before, after in zip(seen[0], seen[-1], strict=True))
+        return max(0.0, total - offline) / passed, offline / passed
+
     def _last(self, seconds: float) -> Iterator[Snapshot]:
         for snapshot in self.snapshots:
             if snapshot["time"] >= self.snapshots[-1]["time"] - seconds - 0.5:

@@ -194,14 +194,23 @@ def _engine(grid: Table, history: History, now: Snapshot, glyphs: Glyphs) -> Non
     )
     grid.add_row("requests", Text("; ".join(queues)))
     if engines := now.get("engines"):  # there are several, of a server that knows of them
-        grid.add_row("engines", Text("; ".join(map(_one_of, engines))))
+        for number, engine in enumerate(engines):
+            style = "" if engine["state"] == "ready" else _COLOURS["bad"]
+            grid.add_row("" if number else "engines", Text(_one_of(engine, history), style=style))
     grid.add_row("cache", _pool(now["units"], glyphs))
 
 
-def _one_of(engine: Mapping[str, Any]) -> str:
-    """One engine of several: its requests, or why there are none."""
-    requests = f"{count(engine['running'])} running, {count(engine['waiting'])} waiting"
-    return f"{engine['engine']} {plain(engine['state']) if engine['state'] != 'ready' else requests}"
+def _one_of(engine: Mapping[str, Any], history: History) -> str:
+    """One engine of several: its requests, tokens a second and cache, or why there are none."""
+    if engine["state"] != "ready":
+        return f"{engine['engine']}  {plain(engine['trouble'] or engine['state'])}"
+    online, offline = history.engine_rates(engine["engine"], RECENT)
+    units = engine.get("units", {})
+    used = units["owned"] / units["total"] if units.get("total") else None
+    return (
+        f"{engine['engine']}  {count(engine['running'])} running, {count(engine['waiting'])} waiting, "
+        f"online {count(online)} + offline {count(offline)} tokens/s, cache {percent(used, 0)}"
+    )
 
 
 def _pool(units: Mapping[str, Any], glyphs: Glyphs) -> Text:

@@ -29,18 +29,19 @@ function show(id, text, state = "") {
 
 function drawPromise(now) {
   const { slo, attainment, objectives: each, refused, attainment_target: target } = now;
-  const kept = attainment === null ? "" : attainment >= (target ?? 0.99) ? "good" : "bad";
-  show("attainment", percent(attainment), kept);
+  show("attainment", percent(attainment), attainment === null ? "" : attainment >= (target ?? 0.99) ? "good" : "bad");
   show("slo", promiseText(slo));
   const rows = (each || []).map((standing) => {
-    const { name, text, state } = standingText(standing);
+    const { name, text, kept, state } = standingText(standing);
     const item = document.createElement("li");
     const what = document.createElement("span");
     what.textContent = name;
     const figure = document.createElement("b");
     figure.textContent = text;
     figure.dataset.state = state;
-    item.append(what, figure);
+    const share = document.createElement("small");
+    share.textContent = kept;
+    item.append(what, figure, share);
     return item;
   });
   byId("objectives").replaceChildren(...rows);
@@ -60,7 +61,7 @@ function promiseText(slo) {
 /** Seconds that the charts show: they widen as the history grows. */
 function span(now) {
   const known = now.time - history.snapshots[0].time;
-  return [120, 300, 600].find((width) => known <= width) || WINDOW;
+  return [60, 120, 300, 600].find((width) => known <= width) || WINDOW;
 }
 
 function drawLatency(id, chart, name, now) {
@@ -102,6 +103,23 @@ function drawPool(now) {
   byId("pool-legend").replaceChildren(...legend.map(([className, text]) => Object.assign(document.createElement("li"), { className, textContent: text })));
 }
 
+function drawEngines() {
+  const engines = history.engines();
+  byId("engines").hidden = !engines.length;
+  const table = byId("engine-rows");
+  while (table.children.length > engines.length) table.lastChild.remove();
+  engines.forEach((engine, number) => {
+    const row = table.children[number] || table.insertRow();
+    const cells = [
+      `${engine.engine}`, engine.state, count(engine.running), count(engine.waiting), count(engine.online), count(engine.offline),
+      percent(engine.units.total ? engine.units.owned / engine.units.total : null, 0), count(engine.routed), count(engine.moved),
+    ];
+    cells.forEach((text, at) => { (row.cells[at] || row.insertCell()).textContent = text; });
+    row.cells[1].dataset.state = engine.state === "ready" ? "good" : "bad";
+    row.title = engine.trouble || "";
+  });
+}
+
 function draw() {
   const now = history.latest;
   if (!now || document.hidden) return;
@@ -109,12 +127,14 @@ function draw() {
   const last = rates[rates.length - 1];
   show("online-rate", count(last ? last.online : 0));
   show("offline-rate", count(last ? last.offline : 0));
+  document.title = now.attainment === null ? "tidemill" : `${percent(now.attainment)} kept · tidemill`;
   tide.draw(rates, now.time, span(now));
   drawPromise(now);
   drawLatency("ttft", ttft, "ttft", now);
   drawLatency("tbt", tbt, "gap", now);
   drawEngine(now);
   drawPool(now);
+  drawEngines();
   const [state, text] = now.ready ? ["good", readiness(now.engines || [])] : ["bad", now.reason || "not ready"];
   show("status", text, state);
 }

@@ -90,10 +90,10 @@ export class Batches {
     const text = document.createElement("span");
     text.textContent = `${count(completed + failed)} of ${count(total)}`;
     meter.append(bar, text);
-    cell(row, meter);
-    cell(row, failed ? count(failed) : "");
+    cell(row, meter, "wide");
+    cell(row, failed ? count(failed) : "", "lost");
     const left = timeLeft(batch, Date.now() / 1000);
-    cell(row, left === null ? "" : duration(left));
+    cell(row, left === null ? "" : duration(left), "left");
     const actions = document.createElement("div");
     actions.className = "actions";
     const add = (words, label, act) => {

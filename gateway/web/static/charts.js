@@ -74,10 +74,10 @@ export class TideChart extends Chart {
   redraw() {
     if (!this.drawn) return;
     const { rates, now, span } = this.drawn;
-    const most = Math.max(1, ...rates.map((r) => r.online + r.offline));
+    const most = Math.max(10, ...rates.map((r) => r.online + r.offline));
     const { top, step } = scale(most * 1.04);
     const { x, y, height } = this.frame(now, span, top, step, count);
-    this.empty.textContent = rates.length > 1 ? "" : "The tide comes in with the first requests.";
+    this.empty.textContent = rates.some((r) => r.online + r.offline > 0) ? "" : "The tide comes in with the first requests.";
     const base = rates.map((r) => [x(r.time), y(0)]);
     const online = rates.map((r) => [x(r.time), y(r.online)]);
     const both = rates.map((r) => [x(r.time), y(r.online + r.offline)]);

@@ -40,14 +40,14 @@ export function objectives(slo) {
   return found;
 }
 
-/** One objective over the last chats, as the server judges it: {name, text, state}. */
+/** One objective over the last chats, as the server judges it: {name, text, kept, state}. */
 export function standingText({ objective, value, bound, attainment }) {
   const [metric, statistic] = objective.split("=")[0].split("_");
   const name = `${metric.toUpperCase()} ${statistic === "mean" ? "mean" : statistic.toUpperCase()}`;
-  if (value === null) return { name, text: "–", state: "" };
-  if (bound === null) return { name, text: seconds(value), state: "" };
-  const share = attainment === null ? "" : `, kept by ${percent(attainment)}`;
-  return { name, text: `${seconds(value)} of ${seconds(bound)}${share}`, state: value <= bound ? "good" : "bad" };
+  if (value === null) return { name, text: "–", kept: "", state: "" };
+  if (bound === null) return { name, text: seconds(value), kept: "", state: "" };
+  const kept = attainment === null ? "" : `kept by ${percent(attainment)}`;
+  return { name, text: `${seconds(value)} of ${seconds(bound)}`, kept, state: value <= bound ? "good" : "bad" };
 }
 
 export function limitOf(slo, metric) {

@@ -2,6 +2,7 @@
 
 export const WINDOW = 900; // seconds that charts show
 const MAX_CHATS = 4000;
+const SMOOTHED = 3; // a step's tokens arrive at once: single seconds would be noise
 
 export class History {
   constructor() {
@@ -25,13 +26,13 @@ export class History {
     return this.snapshots[this.snapshots.length - 1] || null;
   }
 
-  /** Tokens per second between snapshots: [{time, online, offline}], at most about `points` of them. */
+  /** Tokens per second: [{time, online, offline}], at most about `points` of them, each over `SMOOTHED` snapshots or more. */
   rates(points = 240) {
     const all = this.snapshots;
     const stride = Math.max(1, Math.ceil(all.length / points));
     const result = [];
     for (let end = (all.length - 1) % stride || stride; end < all.length; end += stride) {
-      const before = all[Math.max(0, end - stride)];
+      const before = all[Math.max(0, end - Math.max(stride, SMOOTHED))];
       const after = all[end];
       const passed = after.time - before.time;
       if (!(passed > 0)) continue;
@@ -40,6 +41,19 @@ export class History {
       result.push({ time: after.time, online: Math.max(0, total - offline), offline });
     }
     return result;
+  }
+
+  /** Each of several engines over the last `span` seconds: [{engine, state, ..., online, offline}], tokens per second. */
+  engines(span = 10) {
+    const latest = this.latest;
+    const before = latest && this.snapshots.find((snapshot) => snapshot.time >= latest.time - span - 0.5);
+    return ((latest && latest.engines) || []).map((engine) => {
+      const then = (before.engines || []).find((other) => other.engine === engine.engine);
+      const passed = latest.time - before.time;
+      const rate = (name) => (then && passed > 0 ? Math.max(0, engine[name] - then[name]) / passed : null);
+      const [all, offline] = [rate("computed_tokens"), rate("offline_tokens")];
+      return { ...engine, online: all === null ? null : Math.max(0, all - offline), offline };
+    });
   }
 
   /** The difference of a counter over the last `span` seconds, or null without two snapshots. */
