@@ -34,7 +34,7 @@ class Series:
     but small dots, of every value.
 
     `steps`: y[i] holds from x[i] to x[i + 1]; `fill` tints the area below, `solid` fills it; `low` and `high` are ends
-    of error bars.
+    of error bars. `colour`: a place in the chart gives one otherwise.
     """
 
     name: str
@@ -47,6 +47,7 @@ class Series:
     dots: bool = False
     low: ArrayLike = ()
     high: ArrayLike = ()
+    colour: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,11 +102,12 @@ def chart(
     up = _range(ys[np.isfinite(ys)], HEIGHT - BOTTOM, TOP, log=False)
     parts = [] if window is None else _shade(window, across)
     parts += [f'<text class="title" x="{LEFT}" y="16">{escape(title)}</text>', *_axes(across, up, x, y)]
-    for number, (item, xs_of, ys_of) in enumerate(columns):
-        parts += _line(item, xs_of, ys_of, across, up, COLOURS[number % len(COLOURS)])
+    colours = [column[0].colour or COLOURS[number % len(COLOURS)] for number, column in enumerate(columns)]
+    for (item, xs_of, ys_of), colour in zip(columns, colours, strict=True):
+        parts += _line(item, xs_of, ys_of, across, up, colour)
     for number, mark in enumerate(marks):
         parts += _mark(mark, across, up, number)
-    parts += _legend([column[0].name for column in columns])
+    parts += _legend([column[0].name for column in columns], colours)
     body = "\n".join(parts)
     label = escape(title, {'"': "&quot;"})
     return (
@@ -114,12 +116,16 @@ def chart(
     )
 
 
-def document(*charts: str) -> str:
-    """Charts below one another as a file of its own, with the style that a page would give them."""
-    places = enumerate(chart.replace("<svg ", f'<svg y="{{}}" height="{HEIGHT:g}" ', 1) for chart in charts)
-    body = "".join(chart.replace("{}", f"{number * HEIGHT:g}", 1) for number, chart in places)
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH:g} {HEIGHT * len(charts):g}">'
-    return f"{head}<style>{STYLE}</style>\n{body}\n</svg>\n"
+def document(*columns: Sequence[str]) -> str:
+    """Columns of charts beside one another as a file of its own, with the style that a page would give them."""
+    size = f'width="{WIDTH:g}" height="{HEIGHT:g}"'
+    body = "".join(
+        one.replace("<svg ", f'<svg x="{across * WIDTH:g}" y="{down * HEIGHT:g}" {size} ', 1)
+        for across, column in enumerate(columns)
+        for down, one in enumerate(column)
+    )
+    box = f"0 0 {WIDTH * len(columns):g} {HEIGHT * max(map(len, columns)):g}"
+    return f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="{box}"><style>{STYLE}</style>\n{body}\n</svg>\n'
 
 
 def cdf(name: str, values: ArrayLike) -> Series:
@@ -273,13 +279,12 @@ def _bars(item: Series, across: _Scale, up: _Scale, colour: str) -> list[str]:
     return parts
 
 
-def _legend(names: Sequence[str]) -> list[str]:
+def _legend(names: Sequence[str], colours: Sequence[str]) -> list[str]:
     parts, at = [], WIDTH - RIGHT
-    for number, name in reversed(list(enumerate(names))):
+    for name, colour in reversed(list(zip(names, colours, strict=True))):
         at -= 6.4 * len(name)
         parts.append(f'<text x="{at:.1f}" y="16">{escape(name)}</text>')
         at -= 16
-        colour = COLOURS[number % len(COLOURS)]
         parts.append(f'<rect x="{at:.1f}" y="8" width="10" height="10" fill="{colour}"/>')
         at -= 12
     return parts

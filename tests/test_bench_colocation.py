@@ -76,22 +76,34 @@ def test_a_job_must_outlast_its_arm_and_lose_nothing() -> None:
 
 def test_the_plot_shows_tokens_above_and_every_chat_against_its_limits_below() -> None:
     chats = [record(at, (at + 0.5, at + 0.6, at + 1.0)) for at in (1.0, 5.0)]
-    drawn = draw(Run(chats, [(0.5, 100.0), (3.0, 300.0)], 12.0), 1.0, 0.1)
+    drawn = draw({"tidemill": Run(chats, [(0.5, 100.0), (3.0, 300.0)], 12.0)}, 1.0, 0.1)
     tree = ElementTree.fromstring(drawn)
     name = "{http://www.w3.org/2000/svg}"
     tokens, first, gaps = tree.findall(f"{name}svg")
     assert [chart.get("y") for chart in (tokens, first, gaps)] == ["0", "260", "520"]
     assert {each.text for each in tokens.iter(f"{name}text")} >= {"chats", "batch work", "tokens/s", "seconds"}
-    for chart in (first, gaps):
+    for chart, words in ((first, ("promised 1000 ms", "kept")), (gaps, ("promised 100 ms", "missed"))):
         assert len(chart.findall(f".//{name}circle")) == len(chats)
-        assert "promised" in [each.text for each in chart.iter(f"{name}text")]
+        assert {each.text for each in chart.iter(f"{name}text")} >= set(words)
     assert "prefers-color-scheme: dark" in drawn
-    assert ElementTree.fromstring(draw(Run([], [(0.5, 100.0)], 12.0), 1.0, 0.1)).findall(f"{name}svg")
+    assert ElementTree.fromstring(draw({"tidemill": Run([], [(0.5, 100.0)], 12.0)}, 1.0, 0.1)).findall(f"{name}svg")
+
+
+def test_two_runs_are_drawn_beside_one_another_on_the_same_scales() -> None:
+    slow, fast = ([record(1.0, (1.0 + first, 1.1 + first))] for first in (6.0, 0.2))
+    drawn = draw({"ours": Run(fast, [(0.5, 10.0)], 12.0), "a peer": Run(slow, [(0.5, 900.0)], 12.0)}, 1.0, 0.2)
+    charts = ElementTree.fromstring(drawn).findall("{*}svg")
+    assert [(chart.get("x"), chart.get("y")) for chart in charts] == [
+        (x, y) for x in ["0", "720"] for y in ["0", "260", "520"]
+    ]
+    for ours, peer in zip(charts[:3], charts[3:], strict=True):
+        limits = [[line.get("y1") for line in chart.findall("{*}line[@class='mark']")] for chart in (ours, peer)]
+        assert limits[0] == limits[1]
 
 
 def test_offline_tokens_are_stacked_on_those_of_chats() -> None:
     run = Run([record(0.0, (1.0,))], [(1.0, 300.0)], 12.0)
-    batch, chats = ElementTree.fromstring(draw(run, 1.0, 0.1)).findall(".//{*}polyline")
+    batch, chats = ElementTree.fromstring(draw({"tidemill": run}, 1.0, 0.1)).findall(".//{*}polyline")
     height = [min(float(pair.split(",")[1]) for pair in str(line.get("points")).split()) for line in (batch, chats)]
     assert height[0] < height[1], "the sum lies above the part"
 

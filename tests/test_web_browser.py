@@ -208,7 +208,10 @@ def test_all_of_it_is_reached_by_keyboard_and_seen(page: Any) -> None:
         if element.tag_name == "body":
             continue  # round the end
         name = element.get_attribute("id") or element.text
-        outlined = "return [arguments[0], arguments[0].previousElementSibling].some(e => e && getComputedStyle(e).outlineStyle != 'none')"
+        outlined = (
+            "return [arguments[0], arguments[0].previousElementSibling]"
+            ".some(e => e && getComputedStyle(e).outlineStyle != 'none')"
+        )
         found[name] = page.execute_script(outlined, element)
     assert {
         "Skip to the figures",

@@ -13,7 +13,7 @@ import argparse
 import asyncio
 import math
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +21,6 @@ from statistics import mean, stdev
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from loadgen import arrivals as processes
 from loadgen.arrivals import RateCurve, constant_rate
@@ -32,7 +31,7 @@ from loadgen.metrics import Slo, token_events
 from loadgen.plan import Job, Plan, Windows
 from loadgen.randomness import stream
 from loadgen.records import JobRecord, Records, RequestRecord
-from loadgen.svg import Mark, Series, chart, document
+from loadgen.svg import Floats, Mark, Series, chart, document
 from loadgen.workloads import fixed
 
 ONLINE_PROMPT, ONLINE_OUTPUT = 128, 48
@@ -52,6 +51,8 @@ TOKENS = "tidemill_offline_tokens_total"
 DRAIN = 30.0
 BIN = 2.0
 """Seconds of a point in the plot."""
+ONLINE_COLOUR, OFFLINE_COLOUR, MISSED_COLOUR = "#2a8fa3", "#e2a33a", "#d9482f"
+"""As on the page, on light and on dark ground."""
 TIERS = {"online only": None, "offline only": "flex", "naive mix": "default", "tidemill": "flex", "batch job": JOB}
 """The arms: how their offline work comes, None for without."""
 
@@ -305,38 +306,70 @@ def main(argv: list[str] | None = None) -> None:
         curve = processes.sine(args.rate, args.rate, args.seconds / 3)
         run = run_alone(serve, args.rate, poisson(curve, args.seconds, 1), args.seconds, "flex", 1)
         summarise("sine", [run], args.ttft, args.tbt)
-        args.plot.write_text(draw(run, args.ttft, args.tbt))
+        args.plot.write_text(draw({"tidemill": run}, args.ttft, args.tbt))
 
 
-def draw(run: Run, ttft: float, tbt: float) -> str:
-    """Above, tokens per second of both classes on top of each other; below, each chat's TTFT and longest gap against
-    its limit (seconds). A prompt counts when its first token comes."""
+def draw(runs: Mapping[str, Run], ttft: float, tbt: float) -> str:
+    """One column for each run by its name, on the same scales. Above, tokens per second of both classes on top of each
+    other; below, each chat's TTFT and longest gap against its limit (seconds). A prompt counts when its first token
+    comes."""
+    levels = {name: rates_of_run(run) for name, run in runs.items()}
+    firsts = {
+        name: [(record.scheduled_at, record.ttft) for record in run.online if record.ttft is not None]
+        for name, run in runs.items()
+    }
+    longest = {
+        name: [(record.scheduled_at, max(gaps)) for record in run.online if len(gaps := record.gaps())]
+        for name, run in runs.items()
+    }
+    top = max(float((online + offline).max()) for _, online, offline in levels.values())
+    tops = [max([0.0, *(value for points in all_of.values() for _, value in points)]) for all_of in (firsts, longest)]
+    columns = []
+    for name, run in runs.items():
+        middles, online, offline = levels[name]
+        layers = [
+            Series("batch work", middles, online + offline, solid=True, colour=OFFLINE_COLOUR),
+            Series("chats", middles, online, solid=True, colour=ONLINE_COLOUR),
+        ]
+        title = f"{name}: tokens per second"
+        columns.append(
+            [
+                chart(title, layers, x="seconds", y="tokens/s", span=(0.0, run.seconds), top=top),
+                *against(f"{name}: time to first token of each chat", firsts[name], ttft, run.seconds, tops[0]),
+                *against(
+                    f"{name}: longest gap between two tokens of each chat", longest[name], tbt, run.seconds, tops[1]
+                ),
+            ]
+        )
+    return document(*columns)
+
+
+def rates_of_run(run: Run) -> tuple[Floats, Floats, Floats]:
+    """Middles of the bins, and the tokens per second of both classes in each."""
     edges = np.arange(0.0, run.seconds + BIN, BIN)
-    middles = edges[:-1] + BIN / 2
 
-    def rate(events: Sequence[tuple[float, float]]) -> NDArray[np.float64]:
+    def rate(events: Sequence[tuple[float, float]]) -> Floats:
         counts, _ = np.histogram([at for at, _ in events], bins=edges, weights=[tokens for _, tokens in events])
         return np.asarray(counts / BIN, dtype=np.float64)
 
     online = rate([event for record in run.online for event in events_of(record)])
-    total = online + rate(run.offline)
-    firsts = [(record.scheduled_at, record.ttft) for record in run.online if record.ttft is not None]
-    longest = [(record.scheduled_at, max(gaps)) for record in run.online if len(gaps := record.gaps())]
-    layers = [Series("batch work", middles, total, solid=True), Series("chats", middles, online, solid=True)]
-    return document(
-        chart("Tokens per second", layers, x="seconds", y="tokens/s", span=(0.0, run.seconds)),
-        *against("Time to first token of each chat", firsts, ttft, run.seconds),
-        *against("Longest time between two tokens of each chat", longest, tbt, run.seconds),
-    )
+    return edges[:-1] + BIN / 2, online, rate(run.offline)
 
 
-def against(title: str, values: Sequence[tuple[float, float]], limit: float, seconds: float) -> list[str]:
-    """A chart of (time, seconds) with their limit; none without values."""
+def against(title: str, values: Sequence[tuple[float, float]], limit: float, seconds: float, top: float) -> list[str]:
+    """A chart of (time, seconds) with their limit, those beyond it in another colour; none without values. `top`: the
+    largest value of all charts that are compared."""
     if not values:
         return []
-    dots = Series("a chat", [at for at, _ in values], [1e3 * value for _, value in values], dots=True)
-    mark = Mark(1e3 * limit, "promised", horizontal=True)
-    return [chart(title, [dots], x="seconds", y="ms", marks=[mark], span=(0.0, seconds))]
+    dots = [
+        Series(name, [at for at, _ in part], [1e3 * value for _, value in part], dots=True, colour=colour)
+        for name, part, colour in (
+            ("kept", [(at, value) for at, value in values if value <= limit], ONLINE_COLOUR),
+            ("missed", [(at, value) for at, value in values if value > limit], MISSED_COLOUR),
+        )
+    ]
+    mark = Mark(1e3 * limit, f"promised {1e3 * limit:g} ms", horizontal=True)
+    return [chart(title, dots, x="seconds", y="ms", marks=[mark], span=(0.0, seconds), top=1e3 * top)]
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from loadgen.arrivals import constant_rate
+from loadgen.arrivals import constant_rate, sine
 from loadgen.bench import colocation, peers
 from loadgen.bench.colocation import HEADING, JOB, LEARNING, Run, judged, poisson, run_arm, slo_of, summarise
 from loadgen.bench.live import Served
@@ -84,6 +84,18 @@ def compare(arms: list[Arm], args: argparse.Namespace, **settings: Any) -> None:
             print(f"offline tok/s over those of {arm.name}: {ratios}")
 
 
+def plot(arms: list[Arm], args: argparse.Namespace, **settings: Any) -> None:
+    """One run of each arm with the same sine-shaped arrivals, drawn beside one another."""
+    curve = sine(args.rate, args.rate, args.seconds / 3)
+    warm, arrivals = poisson(curve, LEARNING, 0), poisson(curve, args.seconds, 1)
+    print(HEADING)
+    for arm in arms:
+        arm.measure(warm, LEARNING, 0, **settings)
+        arm.runs.append(arm.measure(arrivals, args.seconds, 1, **settings))
+        summarise(arm.name, arm.runs, args.ttft, args.tbt)
+    args.plot.write_text(colocation.draw({arm.name: arm.runs[-1] for arm in arms}, args.ttft, args.tbt))
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m loadgen.bench colocation-peers", description=__doc__)
     parser.add_argument("--rate", type=float, default=1.35, help="online requests a second")
@@ -92,6 +104,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--ttft", type=float, default=1.0, help="TTFT limit in seconds")
     parser.add_argument("--tbt", type=float, default=0.15, help="limit on the P99 of a request's gaps in seconds")
     parser.add_argument("--output", type=Path, metavar="FILE.json", help="where all figures are written")
+    parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="one run of a sine-shaped load each, drawn")
     peers.add_flags(parser)
     args = parser.parse_args(argv)
     if args.seconds <= colocation.WARM_UP:
@@ -110,7 +123,10 @@ def main(argv: list[str] | None = None) -> None:
         words = make_checkpoint(folder, args.dtype)
         ours = peers.tidemill(args.threads, args.dtype, "--slo", slo)
         arms = [arm for pair in peers.start_all([ours, *classes], folder, stack) for arm in arms_of(*pair)]
-        compare(arms, args, source=words)
+        if args.plot is None:
+            compare(arms, args, source=words)
+        else:
+            plot([arm for arm in arms if arm.tier != JOB], args, source=words)
     if args.output is not None:
         whole = {"about": about, "arms": {arm.name: arm.summary(args.ttft, args.tbt) for arm in arms}}
         args.output.write_text(json.dumps(whole, indent=1) + "\n")

@@ -41,7 +41,7 @@ def write_table(results: Sequence[Result], folder: Path, figures: Mapping[str, s
 
 def figure(title: str, series: Sequence[Series], x: str, y: str, *, log_x: bool = False) -> str:
     """A chart that stands alone."""
-    return document(chart(title, series, x=x, y=y, log_x=log_x))
+    return document([chart(title, series, x=x, y=y, log_x=log_x)])
 
 
 def render(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
