@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 from engine.errors import ErrorInfo, InvalidRequestError
 from engine.grammar import Grammar
 from engine.pooling import EmbeddingSpec, Pooling
-from engine.thoughts import ThinkingBudget
+from engine.text.thoughts import ThinkingBudget
 from predictor.judge import Standing
 
 MAX_LOGPROBS = 20

@@ -18,8 +18,6 @@ import torch
 
 import engine.models.demo
 from engine.api import EngineInfo
-from engine.cache_profiling import CacheTiers
-from engine.calibration import load_or_measure, load_profile
 from engine.colocation.controller import make_controller
 from engine.config import EngineConfig, SchedulerConfig, parse_offload, step_limits
 from engine.engine import Engine
@@ -33,7 +31,8 @@ from engine.execution.plan import LaunchPlan
 from engine.execution.runner import Device, Runner
 from engine.execution.self_test import LIMITS as TEST_LIMITS
 from engine.execution.self_test import test_family, test_modules
-from engine.machine import BUS_RATE
+from engine.machine.facts import BUS_RATE
+from engine.machine.passing_thread import in_passing_thread
 from engine.models.checkpoint import load_weights, stored_bytes
 from engine.models.hub import cached_folder, is_hub_id, resolve_model_folder
 from engine.models.implementation import OWN, TRANSFORMERS, Choice, choose
@@ -42,10 +41,11 @@ from engine.models.spec import ModelShape, ModelSpec, hidden_offer, resolve_max_
 from engine.models.streaming import StreamedLayers
 from engine.models.transformers_model import TransformersModel, TransformersShape, load_model
 from engine.models.weights import Gather, ModelWeights, ResidentLayers, torch_dtype
-from engine.passing_thread import in_passing_thread
 from engine.pooling import EmbeddingSpec, read_embedding_spec
+from engine.profiling.cache_costs import CacheTiers
+from engine.profiling.calibration import load_or_measure, load_profile
 from engine.scheduling.policies import find_policy
-from engine.structured import GrammarCompiler
+from engine.structured.compiler import GrammarCompiler
 from predictor.limits import UNITS_PER_BLOCK, Limits
 from predictor.profile import Profile, ProfileError, ProfileKey
 from predictor.slo import SLO, SLOError

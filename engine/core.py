@@ -28,7 +28,6 @@ from engine.api import (
 )
 from engine.cache.blocks import CacheEntry, count_units
 from engine.config import SchedulerConfig
-from engine.counters import StepCounters
 from engine.errors import (
     EngineUnavailableError,
     ErrorInfo,
@@ -39,6 +38,7 @@ from engine.request import Request, RequestStatus
 from engine.scheduling.admission import Admission, check_length
 from engine.scheduling.blame import LONE_WAITS, Blame
 from engine.scheduling.canary import CANARY_ID
+from engine.scheduling.counters import StepCounters
 from engine.scheduling.draft import Step, StepDraft
 from engine.scheduling.last_resort import LastResort
 from engine.scheduling.moving import MovedRequest, Moves
@@ -56,10 +56,10 @@ from engine.scheduling.policies import find_policy
 from engine.scheduling.queued import QueuedWork, queued_work
 from engine.scheduling.recovery import Ending, Reached, Recovery
 from engine.scheduling.report import report_load
+from engine.scheduling.service_cost import token_costs
 from engine.scheduling.state import SchedulerState
 from engine.scheduling.step import StepBuilder
 from engine.scheduling.trial import TrialBuilder
-from engine.service_cost import token_costs
 from predictor.load import Lengths
 from predictor.model import LatencyPredictor
 

@@ -33,19 +33,19 @@ from engine.colocation.keeper import Colocation
 from engine.colocation.tuner import BudgetTuner
 from engine.core import EngineCore
 from engine.errors import EngineStepError, EngineUnavailableError, ErrorInfo, RetryableError, TidemillError
-from engine.fault_log import FaultLog
-from engine.grammars import Grammars
-from engine.planner_task import Planner, PlanOffline
+from engine.loop.fault_log import FaultLog
+from engine.loop.planner import Planner, PlanOffline
+from engine.loop.step_check import check_result
+from engine.loop.step_watch import StepLimits, StepWatch
+from engine.loop.watchdog import STALL_SECONDS, ProgressWatchdog
 from engine.scheduling.output import ModelRunner, ModelRunnerOutput, SchedulerOutput
 from engine.scheduling.recovery import RETRY_AFTER
-from engine.step_check import check_result
-from engine.step_watch import StepLimits, StepWatch
 from engine.stream import RequestStream
-from engine.watchdog import STALL_SECONDS, ProgressWatchdog
+from engine.structured.ready import Grammars
 
 if TYPE_CHECKING:  # an engine needs neither what compiles grammars nor what writes records
-    from engine.flight import FlightRecorder
-    from engine.structured import GrammarCompiler
+    from engine.flight.recorder import FlightRecorder
+    from engine.structured.compiler import GrammarCompiler
 
 log = logging.getLogger("tidemill.engine")
 
@@ -75,7 +75,7 @@ class Engine:
     """One model on one device, in this process. `core` and `runner` must agree on pool and block size.
 
     `step_limits`: when a step counts as hung; then its requests end, and `alive` is False until it does. With work but
-    without a step for longer than `stall_seconds` the engine is not ready and recovers (see `engine.watchdog`).
+    without a step for longer than `stall_seconds` the engine is not ready and recovers (see `engine.loop.watchdog`).
     `device_lost`: asked after a step that failed, outside the loop's thread; why no further one can run, or None.
     """
 

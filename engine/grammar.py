@@ -1,5 +1,5 @@
 """What an answer must look like, as plain values that can be sent to another process. Who enforces it:
-`engine.structured` compiles a grammar, `engine.execution.masks` keeps the tokens of a row to it."""
+`engine.structured.compiler` compiles a grammar, `engine.execution.masks` keeps the tokens of a row to it."""
 
 from dataclasses import dataclass
 from typing import Literal

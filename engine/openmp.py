@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from engine.config import EngineConfig
 from engine.execution.cpu.native import is_built
-from engine.machine import read_processor
+from engine.machine.facts import read_processor
 
 POLICY = "OMP_WAIT_POLICY"
 QUIET_SHARE = 0.85

@@ -11,7 +11,7 @@ from starlette.exceptions import HTTPException
 
 from engine.api import EngineClient
 from engine.errors import TidemillError
-from engine.text import Tokenizer
+from engine.text.tokenizer import Tokenizer
 from gateway import endpoints, health
 from gateway.batch import files
 from gateway.batch import routes as batches

@@ -280,7 +280,7 @@ Loaded = tuple[EngineClient, Any, Callable[[], None]]
 
 def _load_here(engine_config: EngineConfig, server_config: ServerConfig, _folder: Any) -> Loaded:
     """The engine in this process."""
-    from engine.text import Tokenizer
+    from engine.text.tokenizer import Tokenizer
 
     openmp.announce(engine_config, say)
     build = importlib.import_module("engine.build")
@@ -294,7 +294,7 @@ def _load_here(engine_config: EngineConfig, server_config: ServerConfig, _folder
 
 def _load_processes(engine_config: EngineConfig, server_config: ServerConfig, folder: Any) -> Loaded:
     """Engines in processes of their own: torch is never loaded in this one."""
-    from engine.text import Tokenizer
+    from engine.text.tokenizer import Tokenizer
 
     tokenizers: list[Tokenizer] = []
 

@@ -13,8 +13,8 @@ from starlette.requests import Request
 
 from engine.api import EngineClient, EngineState
 from engine.errors import EngineUnavailableError
-from engine.text import Tokenizer
-from engine.thoughts import ThoughtMarks
+from engine.text.thoughts import ThoughtMarks
+from engine.text.tokenizer import Tokenizer
 from gateway.config import ServerConfig
 from gateway.generate.tool_formats import ToolFormat
 from gateway.http.keys import KeyStore, Tier

@@ -18,12 +18,12 @@ from typing import Any, NamedTuple
 import orjson
 
 from engine.api import EngineRequest, SamplingParams
+from engine.colocation.virtual import Arrival, VirtualDriver
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.errors import ConfigError, TidemillError
 from engine.scheduling.objective import UNLIMITED, StepObjective
 from engine.scheduling.policies import find_policy
-from engine.virtual import Arrival, VirtualDriver
 from gateway.commands.flags import add_flags, flags_of, given
 from gateway.config import ServerConfig
 from loadgen import assemble, flags, workloads

@@ -16,7 +16,7 @@ from typing import Any
 from fake_engine import FakeEngine, Script
 
 from engine.api import EngineRequest
-from engine.text import Tokenizer
+from engine.text.tokenizer import Tokenizer
 from gateway.app import create_app
 from gateway.batch.limits import BatchLimits
 from gateway.config import ServerConfig

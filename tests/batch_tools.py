@@ -10,7 +10,7 @@ from typing import Any
 import openai
 from fake_engine import MODEL, FakeEngine, Served, say, serve
 
-from engine.text import Tokenizer
+from engine.text.tokenizer import Tokenizer
 from gateway.batch.limits import BatchLimits
 from gateway.store.disk import Disk
 from gateway.store.folder import StateFolder, open_state

@@ -16,7 +16,7 @@ from blockbuster import BlockBuster
 from fake_engine import FakeEngine, Script, Served, say, serve
 
 from engine.api import EngineRequest
-from engine.text import Tokenizer
+from engine.text.tokenizer import Tokenizer
 
 StartServer = Callable[..., Awaitable[Served]]
 

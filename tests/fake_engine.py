@@ -25,7 +25,7 @@ from engine.api import (
     TokenLogprobs,
 )
 from engine.errors import EngineStepError, EngineUnavailableError, ErrorInfo, TidemillError
-from engine.text import Tokenizer
+from engine.text.tokenizer import Tokenizer
 from gateway.app import create_app
 from gateway.config import ServerConfig
 from gateway.http.connection import ProtocolLimits

@@ -39,11 +39,11 @@ from engine.core import EngineCore  # noqa: E402
 from engine.engine import Engine  # noqa: E402
 from engine.errors import ConfigError  # noqa: E402
 from engine.grammar import Grammar  # noqa: E402
+from engine.loop.step_watch import StepLimits  # noqa: E402
 from engine.process import child, frames, golden  # noqa: E402
 from engine.process.connection import Connection  # noqa: E402
 from engine.scheduling.output import Collect, ModelRunnerOutput, SchedulerOutput  # noqa: E402
 from engine.scheduling.planner import OfflinePlan  # noqa: E402
-from engine.step_watch import StepLimits  # noqa: E402
 
 POISON = "poison"
 VOCAB = 405

@@ -35,7 +35,7 @@ from engine.errors import (
     QueueFullError,
     TidemillError,
 )
-from engine.text import Tokenizer
+from engine.text.tokenizer import Tokenizer
 from gateway.generate.choices import Choice
 from gateway.generate.params import GenerationPlan, Prompt
 from gateway.generate.wire import StreamOptions

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from engine.api import EngineRequest, SamplingParams
-from engine.virtual import Arrival, VirtualRecord, VirtualRun
+from engine.colocation.virtual import Arrival, VirtualRecord, VirtualRun
 from loadgen import simulate
 from loadgen.experiments import apt, apt_point, apt_table
 from loadgen.experiments.table import Result

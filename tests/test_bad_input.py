@@ -10,7 +10,7 @@ import pytest_asyncio
 from conftest import refuse_blocking
 from fake_engine import MODEL, FakeEngine, Served, say, serve
 
-from engine.text import Tokenizer
+from engine.text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -12,7 +12,7 @@ from batch_tools import FAST, BatchLimits, batch_server, jsonl, line
 from conftest import StartServer
 from fake_engine import Served
 
-from engine.text import Tokenizer
+from engine.text.tokenizer import Tokenizer
 from gateway import cli
 from gateway.commands.batch_client import Progress, duration_text, progress_text
 

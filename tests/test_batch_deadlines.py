@@ -8,7 +8,7 @@ import pytest
 from batch_tools import FAST, batch_server, check_ended, eventually, jsonl, line, open_folder, submit, until
 from test_batch_worker import add_batch, answer
 
-from engine.text import Tokenizer
+from engine.text.tokenizer import Tokenizer
 from gateway.batch import finish as batch_finish
 from gateway.batch.input import InputReport
 from gateway.batch.limits import BatchLimits

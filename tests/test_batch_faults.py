@@ -14,7 +14,7 @@ import openai
 import pytest
 from batch_tools import FAST, batch_server, check_ended, eventually, jsonl, leftovers, line, submit, until, upload
 
-from engine.text import Tokenizer
+from engine.text.tokenizer import Tokenizer
 from gateway.batch import input as batch_input
 from gateway.batch import output as batch_output
 from gateway.batch.limits import BatchLimits

@@ -13,7 +13,7 @@ from batch_tools import batch_server, jsonl, line, submit, until, until_counted
 from hypothesis import given
 
 from engine.api import EngineStats, Lane, TokenCosts
-from engine.text import Tokenizer
+from engine.text.tokenizer import Tokenizer
 from gateway.batch.forecast import LEAST_LINES, URGENT_SHARE, Forecast, Load, Pace, finish_times
 from gateway.store.objects import BatchJob, Lengths, Usage
 from gateway.store.states import BatchStatus

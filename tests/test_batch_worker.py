@@ -39,7 +39,7 @@ from fake_engine import MODEL
 from recording_disk import IO_ERROR, NO_SPACE, READINGS, FaultyDisk, Log, RecordingDisk, write_image
 
 from engine.api import RequestClass
-from engine.text import Tokenizer
+from engine.text.tokenizer import Tokenizer
 from gateway.batch.feed import FeedOrder, Job, Window
 from gateway.batch.input import LinePlaces, check_input, prefix_key, read_lines
 from gateway.batch.limits import BatchLimits

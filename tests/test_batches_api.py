@@ -29,7 +29,7 @@ from fake_engine import MODEL, Script, Served
 
 from engine.api import EngineRequest, Lane, RequestClass
 from engine.errors import EngineStepError, EngineUnavailableError, QueueFullError
-from engine.text import Tokenizer
+from engine.text.tokenizer import Tokenizer
 from gateway.batch.limits import BatchLimits
 from gateway.batch.routes import window_seconds
 from gateway.http.errors import ApiError

@@ -11,7 +11,7 @@ from fake_engine import serve
 
 from engine.build import build_engine, plan_launch
 from engine.config import EngineConfig
-from engine.text import Tokenizer
+from engine.text.tokenizer import Tokenizer
 from loadgen.arrivals import constant_rate
 from loadgen.bench import colocation
 from loadgen.bench.colocation import JOB, Run, check_job, delivered, draw, plan_arm, poisson

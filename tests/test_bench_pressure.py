@@ -10,7 +10,7 @@ from fake_engine import Served, serve
 from engine.build import build_engine, plan_launch
 from engine.config import EngineConfig
 from engine.models.spec import load_spec
-from engine.text import Tokenizer
+from engine.text.tokenizer import Tokenizer
 from loadgen.bench import pressure
 from loadgen.bench.live import PACKAGED, read_metric
 from loadgen.records import RequestRecord

@@ -18,8 +18,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
-from engine import chat_template, text
-from engine.text import Tokenizer
+from engine.text import chat_template
+from engine.text import tokenizer as text
+from engine.text.tokenizer import Tokenizer
 from gateway.batch.input import check_input
 from gateway.generate import chat, wire
 from gateway.generate.answering import INLINE_BYTES, INLINE_PARTS

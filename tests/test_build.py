@@ -19,7 +19,7 @@ from engine.execution import memory
 from engine.execution.cpu.native import is_built
 from engine.execution.cpu.native.watched import NativeRunner
 from engine.execution.cuda.backend import CudaBackend
-from engine.machine import HOST_ENGINES, Processor, read_processor
+from engine.machine.facts import HOST_ENGINES, Processor, read_processor
 from engine.models.quantized import make_quantized
 from engine.models.weights import DummyTensors, build_weights
 
@@ -275,7 +275,7 @@ flags\t\t: fpu avx2 avx512_bf16
 
 
 def test_two_threads_of_a_core_are_one_core(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.machine._quota", lambda: None)
+    monkeypatch.setattr("engine.machine.facts._quota", lambda: None)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2}, raising=False)
     found = read_processor(CPUINFO)
     assert (found.name, found.cores, found.threads) == ("Test CPU", 2, 3)
@@ -290,12 +290,12 @@ def test_a_container_quota_limits_the_cores(monkeypatch: pytest.MonkeyPatch, tmp
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2}, raising=False)
     for content, cores in (("150000 100000", 1), ("max 100000", 2), ("50000 100000", 1), ("400000 100000", 2)):
         (tmp_path / "cpu.max").write_text(content)
-        monkeypatch.setattr("engine.machine._CPU_QUOTA", tmp_path / "cpu.max")
+        monkeypatch.setattr("engine.machine.facts._CPU_QUOTA", tmp_path / "cpu.max")
         assert read_processor(CPUINFO).cores == cores
 
 
 def test_a_model_is_loaded_in_a_thread_that_is_gone_when_the_engine_is_there(tmp_path: Path) -> None:
-    """Else its OpenMP workers slow the engine's own down (see engine.passing_thread)."""
+    """Else its OpenMP workers slow the engine's own down (see engine.machine.passing_thread)."""
     threads: list[threading.Thread] = []
     build_engine(DEMO, say=lambda _line: threads.append(threading.current_thread()))
     assert threads and threading.current_thread() not in threads

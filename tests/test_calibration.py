@@ -12,17 +12,17 @@ from fakes.runner import FakeRunner
 from tiny_models import llama_config
 
 from engine.cache.blocks import CacheAction, CacheEntry, CacheKind, Tier
-from engine.cache_profiling import KV_ONLY, CacheTiers, measure_cache_costs
-from engine.calibration import load_or_measure, load_profile, measure_profile
+from engine.colocation.virtual import step_features
 from engine.config import SchedulerConfig
 from engine.execution.cpu.device import TorchDevice
 from engine.execution.runner import Runner
-from engine.machine import memcpy_rate
+from engine.machine.facts import memcpy_rate
 from engine.models.decoder import Decoder
 from engine.models.spec import spec_from_config
 from engine.models.weights import DummyTensors, build_weights
+from engine.profiling.cache_costs import KV_ONLY, CacheTiers, measure_cache_costs
+from engine.profiling.calibration import load_or_measure, load_profile, measure_profile
 from engine.scheduling.output import ModelRunnerOutput, SchedulerOutput
-from engine.virtual import step_features
 from predictor.costs import NOT_MEASURED, CacheCosts
 from predictor.limits import Limits
 from predictor.model import LatencyModel

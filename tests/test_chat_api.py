@@ -13,7 +13,7 @@ from fake_engine import MODEL, Script, Served
 
 from engine.api import EngineRequest, FinishReason, Lane, RequestClass, TokenLogprobs
 from engine.errors import EngineUnavailableError, QueueFullError
-from engine.text import Tokenizer
+from engine.text.tokenizer import Tokenizer
 
 HI: Any = [{"role": "user", "content": "hi"}]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from batch_tools import jsonl, line
 
-from engine import child
+from engine.machine import child
 
 NAMES = [
     "pickle",

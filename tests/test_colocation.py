@@ -10,6 +10,7 @@ from fakes.runner import FakeRunner, solo_tokens
 from hypothesis import HealthCheck, given, settings
 
 from engine.api import EngineRequest, RequestClass
+from engine.colocation.virtual import step_features
 from engine.config import SchedulerConfig
 from engine.errors import QueueFullError
 from engine.request import RequestStatus
@@ -17,7 +18,6 @@ from engine.scheduling.laxity import FLOOR_SHARE, floor_chunk
 from engine.scheduling.objective import StepObjective
 from engine.scheduling.output import SchedulerOutput
 from engine.scheduling.planner import whole
-from engine.virtual import step_features
 from predictor.budget import BudgetParams
 from predictor.features import BatchFeatures
 from predictor.model import LatencyModel

@@ -9,7 +9,7 @@ from conftest import StartServer
 from fake_engine import MODEL, Script, Served
 
 from engine.api import EngineRequest, TokenLogprobs
-from engine.text import Tokenizer
+from engine.text.tokenizer import Tokenizer
 
 TEXT = "hello wörld 🙂"
 

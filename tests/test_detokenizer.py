@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizer_folders import load, reference
 
-from engine.detokenizer import IncrementalDetokenizer
+from engine.text.detokenizer import IncrementalDetokenizer
 
 
 def pushed(detokenizer: IncrementalDetokenizer, chunks: list[list[int]]) -> str:

@@ -24,6 +24,7 @@ from transformers import AutoModel
 
 from engine.api import EngineRequest, FinishReason, RequestClass, SamplingParams
 from engine.build import build_engine, plan_launch
+from engine.colocation.virtual import Arrival, PredictedRunner, VirtualDriver
 from engine.config import EngineConfig, SchedulerConfig
 from engine.core import EngineCore
 from engine.execution.cpu.device import TorchDevice
@@ -40,8 +41,7 @@ from engine.models.spec import load_spec
 from engine.pooling import EmbeddingSpec, Pooling, read_embedding_spec
 from engine.queue_time import UNLIMITED_QUEUE
 from engine.scheduling.objective import StepObjective
-from engine.text import Tokenizer
-from engine.virtual import Arrival, PredictedRunner, VirtualDriver
+from engine.text.tokenizer import Tokenizer
 from predictor.budget import BudgetParams
 from predictor.model import LatencyModel
 

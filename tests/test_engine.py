@@ -16,9 +16,9 @@ from engine.config import SchedulerConfig
 from engine.core import EngineCore
 from engine.engine import Engine
 from engine.errors import EngineUnavailableError, InvalidRequestError, QueueFullError
+from engine.loop.step_watch import StepLimits
 from engine.scheduling.output import Collect, ModelRunnerOutput, SchedulerOutput
 from engine.scheduling.planner import OfflinePlan, PlannedChunk
-from engine.step_watch import StepLimits
 from engine.stream import STREAM_LIMIT
 from predictor.model import LatencyModel
 from predictor.online import OnlineModel

@@ -17,7 +17,7 @@ from fake_engine import Served
 from recording_disk import IO_ERROR, NO_SPACE, FaultyDisk
 from test_batches_api import check_types
 
-from engine.text import Tokenizer
+from engine.text.tokenizer import Tokenizer
 from gateway.batch.limits import BatchLimits
 from gateway.batch.uploads import MAX_OVERHEAD, MAX_PARTS
 from gateway.store.disk import StorageError

@@ -18,10 +18,10 @@ from engine.api import EngineRequest, EngineState, FinishReason, RequestClass, S
 from engine.config import EngineConfig
 from engine.errors import ConfigError, EngineStepError, EngineUnavailableError, InvalidRequestError
 from engine.fleet.client import FleetClient
+from engine.loop.step_watch import StepLimits
 from engine.process.client import SILENCE, EngineProcess
 from engine.process.policy import RestartPolicy
 from engine.process.suspects import LONE_DEATHS, SUSPECT_AFTER
-from engine.step_watch import StepLimits
 from gateway.commands.fleet import RESTART, restart
 from gateway.store.folder import open_state
 

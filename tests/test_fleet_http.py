@@ -18,7 +18,7 @@ from engine.api import EngineState
 from engine.fleet.client import FleetClient
 from engine.process.client import EngineProcess
 from engine.process.policy import RestartPolicy
-from engine.text import Tokenizer
+from engine.text.tokenizer import Tokenizer
 from gateway.commands.top.view import _one_of
 
 DEATHS = ("before:2:1-1,frame:3:2-2,hang:5:3-3", "after:4:1-1,loop:3:2-2")

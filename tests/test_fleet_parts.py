@@ -29,7 +29,7 @@ from engine.fleet.member import online_load
 from engine.fleet.prefixes import MAX_BLOCKS, PrefixMemory, prefix_chain
 from engine.fleet.routing import Prompt, sal_load
 from engine.fleet.totals import info_of_all, total
-from engine.machine import HOST_ENGINES, Place, share_out
+from engine.machine.facts import HOST_ENGINES, Place, share_out
 from engine.process.given import Given
 from predictor.judge import Standing
 
@@ -214,9 +214,9 @@ CPUINFO = "\n\n".join(
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Two sockets of four cores with two threads each, no quota, no GPU."""
-    monkeypatch.setattr("engine.machine._allowed", lambda: set(range(16)))
-    monkeypatch.setattr("engine.machine._quota", lambda: None)
-    monkeypatch.setattr("engine.machine._DEVICES", tmp_path)
+    monkeypatch.setattr("engine.machine.facts._allowed", lambda: set(range(16)))
+    monkeypatch.setattr("engine.machine.facts._quota", lambda: None)
+    monkeypatch.setattr("engine.machine.facts._DEVICES", tmp_path)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     return tmp_path
 
@@ -229,12 +229,12 @@ def test_cores_are_split_and_their_threads_stay_together(machine: Path, monkeypa
     thirds = [place.processors for place in share_out(3, cpuinfo=CPUINFO)]
     assert [len(part) for part in thirds] == [6, 6, 4] and sorted(sum(thirds, ())) == list(range(16))
     assert share_out(9, cpuinfo=CPUINFO) == [Place(engines=9)] * 9, "more engines than cores"
-    monkeypatch.setattr("engine.machine._allowed", lambda: {1, 9, 2})
+    monkeypatch.setattr("engine.machine.facts._allowed", lambda: {1, 9, 2})
     assert share_out(2, cpuinfo=CPUINFO) == [Place((1, 9), engines=2), Place((2,), engines=2)]
     assert share_out(2, cpuinfo="") == [Place((1, 2), engines=2), Place((9,), engines=2)], (
         "nothing is known of the cores"
     )
-    monkeypatch.setattr("engine.machine._quota", lambda: 1)
+    monkeypatch.setattr("engine.machine.facts._quota", lambda: 1)
     assert share_out(2, cpuinfo=CPUINFO) == [Place(engines=2)] * 2, "a quota is not of certain cores"
 
 

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 from driver import submit_one
 
-from engine import flight_file
 from engine.api import EngineInfo, EngineRequest, SamplingParams
 from engine.config import EngineConfig
 from engine.errors import ConfigError
-from engine.flight import Completed, Failed, Idle, Launched
-from engine.flight_file import Facts, OpenTokens
+from engine.flight import file as flight_file
+from engine.flight.file import Facts, OpenTokens
+from engine.flight.recorder import Completed, Failed, Idle, Launched
 from engine.process.client import EngineProcess
 from engine.process.flights import Flights
 from engine.process.policy import RestartPolicy

@@ -15,13 +15,13 @@ from engine.colocation.baseline import replay_alone, workload_of
 from engine.colocation.keeper import BUDGET_SHARE, MIN_OFFLINE, Colocation, idle_limit, initial_budget
 from engine.colocation.replay import ReplayedServer, Workload, metrics_of, normal_noise, replay
 from engine.colocation.search import find_budget
+from engine.colocation.virtual import Arrival, PredictedRunner, VirtualDriver, VirtualRecord, VirtualRun, step_features
 from engine.config import SchedulerConfig
 from engine.core import EngineCore
 from engine.errors import ConfigError
 from engine.queue_time import UNLIMITED_QUEUE
 from engine.scheduling.objective import StepObjective
 from engine.scheduling.output import Chunk, Collect, SchedulerOutput
-from engine.virtual import Arrival, PredictedRunner, VirtualDriver, VirtualRecord, VirtualRun, step_features
 from predictor.budget import BudgetParams
 from predictor.load import Lengths, OnlineArrival, resample
 from predictor.model import LatencyModel

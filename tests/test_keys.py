@@ -12,7 +12,7 @@ from fake_engine import MODEL
 
 from engine.api import ColocationStats, EngineStats, RequestClass
 from engine.errors import ConfigError
-from engine.text import Tokenizer
+from engine.text.tokenizer import Tokenizer
 from gateway.config import ServerConfig
 from gateway.http.keys import KeyRing, key_of, load_keys
 

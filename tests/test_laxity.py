@@ -14,6 +14,7 @@ from fakes.runner import FakeRunner
 from hypothesis import given
 
 from engine.api import EngineRequest, SamplingParams
+from engine.colocation.virtual import Arrival, PredictedRunner, VirtualDriver, VirtualRecord
 from engine.config import SchedulerConfig
 from engine.core import EngineCore
 from engine.errors import ConfigError, QueueFullError
@@ -23,7 +24,6 @@ from engine.scheduling.draft import StepLedger
 from engine.scheduling.laxity import on_time, prefill_pace
 from engine.scheduling.objective import StepObjective
 from engine.scheduling.planner import offline_allowance
-from engine.virtual import Arrival, PredictedRunner, VirtualDriver, VirtualRecord
 from predictor.budget import BudgetParams
 from predictor.model import LatencyModel
 

@@ -9,7 +9,7 @@ from fake_engine import serve
 
 from engine.build import build_engine, plan_launch
 from engine.config import EngineConfig
-from engine.text import Tokenizer
+from engine.text.tokenizer import Tokenizer
 from loadgen.bench.live import num_open, read_metric
 
 MODEL = "tidemill-demo"

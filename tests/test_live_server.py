@@ -15,7 +15,7 @@ from fake_engine import Served, serve
 from engine.build import build_engine, plan_launch
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.text import Tokenizer
+from engine.text.tokenizer import Tokenizer
 
 MODEL = "tidemill-demo"
 

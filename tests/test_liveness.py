@@ -9,6 +9,7 @@ from driver import Driver, make_request
 from fakes.runner import FakeRunner, solo_tokens
 
 from engine.api import EngineRequest, Lane, RequestClass, SamplingParams
+from engine.colocation.virtual import Arrival, PredictedRunner, VirtualDriver
 from engine.config import SchedulerConfig
 from engine.core import EngineCore
 from engine.queue_time import UNLIMITED_QUEUE
@@ -18,7 +19,6 @@ from engine.scheduling.last_resort import LastResort
 from engine.scheduling.objective import StepObjective
 from engine.scheduling.output import Collect, SchedulerOutput
 from engine.scheduling.planner import OfflinePlan, PlannedChunk, whole
-from engine.virtual import Arrival, PredictedRunner, VirtualDriver
 from predictor.budget import BudgetParams
 from predictor.model import LatencyModel
 

@@ -15,7 +15,7 @@ from test_structured_api import server as demo_server
 from test_tools import TEMPLATE, TIME, TWO, WEATHER, scripted
 
 from engine.errors import EngineStepError, QueueFullError
-from engine.text import Tokenizer
+from engine.text.tokenizer import Tokenizer
 
 TOOLS: list[dict[str, Any]] = [
     {"name": "weather", "description": "A tool", "input_schema": WEATHER},

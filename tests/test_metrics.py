@@ -11,7 +11,7 @@ from fake_engine import MODEL, Served, colocation_stats
 from prometheus_client.parser import text_string_to_metric_families
 
 from engine.api import EngineStats, RequestClass
-from engine.text import Tokenizer
+from engine.text.tokenizer import Tokenizer
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 

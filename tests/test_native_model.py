@@ -13,7 +13,7 @@ from test_runner import reference_logits
 from tiny_models import CASES, FAMILY_CASES, model_folder, reference_model
 from torch import Tensor
 
-from engine.execution.arrays import IntArray
+from engine.arrays import IntArray
 from engine.execution.cpu.native.library import Level, Library, Team
 from engine.execution.cpu.native.linear import Native
 from engine.execution.cpu.native.model import NativeModel, Sampled

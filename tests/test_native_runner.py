@@ -15,10 +15,10 @@ from test_hybrid_cache import CONFIGS, check_equal, decoder_of, prompts_of, solo
 from test_runner import BLOCK, SAMPLED, check_greedy, crowd, make_decoder, run_in_waves
 
 from engine.api import SamplingParams
+from engine.arrays import IntArray
 from engine.cache.blocks import CacheEntry, CacheKind, Tier
 from engine.config import SchedulerConfig
 from engine.errors import ConfigError
-from engine.execution.arrays import IntArray
 from engine.execution.cpu.device import TorchDevice
 from engine.execution.cpu.native.device import NativeDevice
 from engine.execution.cpu.native.library import Level, Library, Team

@@ -8,12 +8,12 @@ import engine.scheduling.admission
 import engine.scheduling.prompts
 import engine.scheduling.step
 from engine.api import EngineRequest, RequestClass, SamplingParams
+from engine.colocation.virtual import Arrival, PredictedRunner, VirtualDriver, VirtualRecord
 from engine.config import SchedulerConfig
 from engine.core import EngineCore
 from engine.errors import QueueFullError
 from engine.queue_time import UNLIMITED_QUEUE
 from engine.scheduling.objective import StepObjective
-from engine.virtual import Arrival, PredictedRunner, VirtualDriver, VirtualRecord
 from predictor.budget import BudgetParams
 from predictor.model import LatencyModel
 

@@ -16,7 +16,7 @@ from batch_tools import batch_server, leftovers
 from hypothesis import HealthCheck, Phase, given, settings
 from schemathesis import GenerationMode
 
-from engine.text import Tokenizer
+from engine.text.tokenizer import Tokenizer
 
 ENVELOPE = {"message", "type", "param", "code"}
 

@@ -27,11 +27,11 @@ from engine.api import (
 from engine.config import EngineConfig
 from engine.errors import ConfigError, EngineStepError, EngineUnavailableError, InvalidRequestError
 from engine.grammar import Grammar
+from engine.loop.step_watch import StepLimits
 from engine.process import client, frames, launcher
 from engine.process.client import EngineProcess
 from engine.process.policy import RestartPolicy
 from engine.process.supervisor import Child
-from engine.step_watch import StepLimits
 
 CHILD = Path(__file__).parent / "scripted_child.py"
 CONFIG = EngineConfig(slo="ttft_p99=20s", max_queue_time="none")

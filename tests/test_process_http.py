@@ -20,7 +20,7 @@ from engine.api import EngineState
 from engine.config import EngineConfig
 from engine.process.client import EngineProcess
 from engine.process.policy import RestartPolicy
-from engine.text import Tokenizer
+from engine.text.tokenizer import Tokenizer
 
 CHILD = Path(__file__).parent / "scripted_child.py"
 CONFIG = EngineConfig(slo="ttft_p99=60s", max_queue_time="none")

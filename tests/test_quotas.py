@@ -20,7 +20,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from engine.errors import ConfigError
-from engine.text import Tokenizer
+from engine.text.tokenizer import Tokenizer
 from gateway.http.errors import ApiError
 from gateway.http.keys import load_keys
 from gateway.http.quotas import TENANT_LIMIT, UNLIMITED, Admissions, Place, Quota, UploadPlaces, parse_quota

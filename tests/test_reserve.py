@@ -5,6 +5,7 @@ from driver import Driver, make_request
 from fakes.runner import FakeRunner
 
 from engine.api import EngineRequest, Lane, RequestClass, RequestTimes, SamplingParams
+from engine.colocation.virtual import Arrival, PredictedRunner, VirtualDriver
 from engine.config import EngineConfig, SchedulerConfig
 from engine.core import EngineCore
 from engine.errors import ConfigError
@@ -15,7 +16,6 @@ from engine.scheduling.admission import expected_wait
 from engine.scheduling.laxity import prefill_pace
 from engine.scheduling.objective import StepObjective
 from engine.scheduling.planner import whole
-from engine.virtual import Arrival, PredictedRunner, VirtualDriver
 from predictor.budget import BudgetParams
 from predictor.model import LatencyModel
 

@@ -16,7 +16,7 @@ from test_structured_api import server as demo_server
 from test_tools import TEMPLATE, TWO, client_of, scripted
 
 from engine.errors import EngineStepError, QueueFullError
-from engine.text import Tokenizer
+from engine.text.tokenizer import Tokenizer
 
 THINKS = TEMPLATE + "{% if false %}</think>{% endif %}"
 TOOLS: list[Any] = [

@@ -12,7 +12,6 @@ from dense_model import attend_with
 from driver import Driver, make_request
 from tiny_models import llama_config
 
-from engine import free_memory
 from engine.api import EngineRequest, FinishReason, RequestClass, SamplingParams
 from engine.cache.blocks import CacheEntry, CacheKind, Tier
 from engine.config import SchedulerConfig
@@ -22,6 +21,7 @@ from engine.execution.cpu.device import TorchDevice
 from engine.execution.pool import UnitPool
 from engine.execution.runner import Runner
 from engine.execution.sampling_table import uniforms
+from engine.machine import free_memory
 from engine.models.decoder import Attend, Decoder
 from engine.models.spec import ModelSpec, spec_from_config
 from engine.models.weights import DummyTensors, build_weights

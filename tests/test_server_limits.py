@@ -466,7 +466,7 @@ SERVE = """
 import sys
 sys.path.insert(0, {tests!r})
 from fake_engine import FakeEngine, say
-from engine.text import Tokenizer
+from engine.text.tokenizer import Tokenizer
 from gateway.app import create_app
 from gateway.config import ServerConfig
 from gateway.server import run

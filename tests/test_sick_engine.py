@@ -17,7 +17,7 @@ from engine.config import SchedulerConfig
 from engine.core import EngineCore
 from engine.engine import Engine
 from engine.errors import EngineUnavailableError
-from engine.text import Tokenizer
+from engine.text.tokenizer import Tokenizer
 from gateway.batch.line import LineOrigin, LineRetry, LineRunner
 from gateway.generate.endpoint import JsonPost
 

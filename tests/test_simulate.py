@@ -14,11 +14,11 @@ import pytest
 from driver import make_request
 
 from engine.api import RequestClass
+from engine.colocation.virtual import Arrival, VirtualDriver
 from engine.config import EngineConfig, SchedulerConfig
 from engine.core import EngineCore
 from engine.scheduling.objective import UNLIMITED, StepObjective
 from engine.scheduling.output import Collect, SchedulerOutput
-from engine.virtual import Arrival, VirtualDriver
 from loadgen import simulate, workloads
 from loadgen.client import Target as Server
 from loadgen.experiments import larry

@@ -9,10 +9,10 @@ from driver import make_request
 
 from engine.api import EngineRequest, SamplingParams
 from engine.cache.blocks import CacheEntry, CacheKind, Tier
+from engine.colocation.virtual import Arrival, VirtualDriver
 from engine.config import SchedulerConfig
 from engine.core import EngineCore
 from engine.scheduling.output import AppendedEntries, CacheWork, Chunk, NewRequest, ReplacedEntry, SchedulerOutput
-from engine.virtual import Arrival, VirtualDriver
 from loadgen.simulation.gpu import SimulatedDevice, SimulatedRunner, TrueLatency
 from loadgen.simulation.specs import CALIBRATION_TOKENS, DEVICES, MODELS, PUBLISHED_LINEAR_MS
 from predictor.features import BatchFeatures

@@ -31,8 +31,8 @@ from engine.models.decoder import Decoder
 from engine.models.linear import make_linear
 from engine.models.spec import ModelSpec, load_spec
 from engine.models.weights import ModelWeights
-from engine.structured import GrammarCompiler
-from engine.text import Tokenizer
+from engine.structured.compiler import GrammarCompiler
+from engine.text.tokenizer import Tokenizer
 
 FOLDER = Path(engine.models.demo.__file__ or "").parent / "weights"
 EOS = 2

@@ -17,7 +17,7 @@ from pydantic import BaseModel, Field
 
 from engine.build import build_engine, plan_launch
 from engine.config import EngineConfig
-from engine.text import Tokenizer
+from engine.text.tokenizer import Tokenizer
 
 MODEL = "tidemill-demo"
 CHAT = "/v1/chat/completions"

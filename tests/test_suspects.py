@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine import flight
 from engine.api import SamplingParams
-from engine.flight import FlightRecorder
+from engine.flight import recorder as flight
+from engine.flight.recorder import FlightRecorder
 from engine.process.policy import RestartPolicy
 from engine.process.suspects import HEAD_START, LONE_DEATHS, SUSPECT_AFTER, Suspects, Verdict
 from engine.scheduling.output import Chunk, ModelRunnerOutput, NewRequest, SchedulerOutput

@@ -25,8 +25,8 @@ from hypothesis import strategies as st
 from engine.build import build_engine, plan_launch
 from engine.config import EngineConfig
 from engine.grammar import Grammar
-from engine.structured import GrammarCompiler, Matcher
-from engine.text import Tokenizer
+from engine.structured.compiler import GrammarCompiler, Matcher
+from engine.text.tokenizer import Tokenizer
 from gateway.generate.answer_parser import Parsing, Piece
 from gateway.generate.tool_formats import FORMATS, Call, find_format
 from gateway.generate.tool_grammars import Function

@@ -27,7 +27,7 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from engine.errors import ConfigError
-from engine.text import Tokenizer
+from engine.text.tokenizer import Tokenizer
 from gateway import cli
 from gateway.commands.chat import ChatError, ChatOptions, RefusedError
 from gateway.commands.top import figures

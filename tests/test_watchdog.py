@@ -18,10 +18,10 @@ from engine.config import EngineConfig, SchedulerConfig
 from engine.core import EngineCore
 from engine.engine import Engine
 from engine.errors import EngineUnavailableError
+from engine.loop.watchdog import ProgressWatchdog
 from engine.request import RequestStatus
 from engine.scheduling.waiting import WaitingQueue
-from engine.text import Tokenizer
-from engine.watchdog import ProgressWatchdog
+from engine.text.tokenizer import Tokenizer
 
 VOCAB, BLOCK = 50, 4
 OFFLINE = RequestClass.OFFLINE

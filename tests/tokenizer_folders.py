@@ -13,7 +13,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from engine import text
+from engine.text import tokenizer as text
 
 CORPUS = [
     "the quick brown fox jumps over the lazy dog, again and again; the dog sleeps.",

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 
 from engine.api import ColocationStats, FinishReason, RequestClass, RequestOutput
 from engine.colocation.baseline import RecentRequests
+from engine.colocation.virtual import step_features
 from engine.core import EngineCore
 from engine.scheduling.objective import StepObjective
 from engine.scheduling.output import SchedulerOutput
-from engine.virtual import step_features
 from predictor.breaker import BreakerSettings, BreakerState, CircuitBreaker
 from predictor.budget import BudgetParams
 from predictor.features import BatchFeatures

@@ -11,10 +11,10 @@ from itertools import count
 from statistics import NormalDist
 
 from engine.api import EngineRequest, RequestClass, SamplingParams
+from engine.colocation.virtual import Arrival, PredictedRunner, VirtualDriver, VirtualRecord, VirtualRun
 from engine.config import SchedulerConfig
 from engine.core import EngineCore
 from engine.scheduling.objective import StepObjective
-from engine.virtual import Arrival, PredictedRunner, VirtualDriver, VirtualRecord, VirtualRun
 from predictor.budget import BudgetParams
 from predictor.load import Lengths, OnlineArrival, resample
 from predictor.model import LatencyModel

@@ -4,7 +4,7 @@ import asyncio
 import json
 from typing import Any
 
-from engine.child import python_module
+from engine.machine.child import python_module
 
 
 class ChildError(Exception):

@@ -20,7 +20,7 @@ from predictor.limits import Padding
 class Backend(Protocol):
     """`name`: what users and `torch.device` call it. `pipeline_depth`: steps that its runner takes ahead of the one in
     execution. `leaves_workers`: threads that have run a model here leave workers behind that slow down those of the
-    engine's thread (`engine.passing_thread`)."""
+    engine's thread (`engine.machine.passing_thread`)."""
 
     name: str
     pipeline_depth: int

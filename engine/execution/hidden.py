@@ -10,7 +10,7 @@ Knows nothing of requests or models.
 
 import numpy as np
 
-from engine.execution.arrays import IntArray
+from engine.arrays import IntArray
 from engine.execution.pool import SLICES_PER_SCRATCH_BLOCK
 from engine.execution.rows import RowTable
 

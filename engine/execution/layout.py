@@ -5,7 +5,7 @@ from typing import Self
 
 import numpy as np
 
-from engine.execution.arrays import IntArray
+from engine.arrays import IntArray
 
 
 @dataclass(frozen=True, slots=True)

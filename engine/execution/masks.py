@@ -21,14 +21,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from engine.api import SamplingParams
+from engine.arrays import BoolArray, Int32Array, IntArray
 from engine.errors import InvalidRequestError
-from engine.execution.arrays import BoolArray, Int32Array, IntArray
 from engine.execution.rows import RowTable
 from engine.grammar import Grammar
-from engine.thoughts import ThoughtTracker
+from engine.text.thoughts import ThoughtTracker
 
 if TYPE_CHECKING:  # running a model needs none of what compiles grammars
-    from engine.structured import GrammarCompiler, Matcher
+    from engine.structured.compiler import GrammarCompiler, Matcher
 
 MAX_FORCED = 32
 """Most tokens behind a sampled one that are known with it."""

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 
 from engine.errors import ConfigError
-from engine.free_memory import available_memory as available_memory
+from engine.machine.free_memory import available_memory as available_memory
 from engine.models.int8_cells import slice_elements
 from engine.models.spec import ModelShape, ModelSpec
 from predictor.limits import UNITS_PER_BLOCK

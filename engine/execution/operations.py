@@ -9,8 +9,8 @@ from typing import Protocol
 
 import numpy as np
 
+from engine.arrays import IntArray
 from engine.cache.blocks import CacheAction, CacheKind, CacheOperation, Tier
-from engine.execution.arrays import IntArray
 from engine.execution.disk import DiskTier
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.execution.arrays import IntArray
+from engine.arrays import IntArray
 from engine.execution.layout import Layout
 from engine.execution.rows import RowTable
 from engine.pooling import Pooling

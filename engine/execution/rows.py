@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from engine.arrays import IntArray
 from engine.cache.blocks import CacheEntry, CacheKind, Tier
-from engine.execution.arrays import IntArray
 from engine.execution.sampling_table import SamplingTable
 from engine.pooling import Pooling
 from engine.scheduling.output import NewRequest, SchedulerOutput

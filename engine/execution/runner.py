@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from engine.api import TokenLogprobs
-from engine.execution.arrays import Int32Array, IntArray
+from engine.arrays import Int32Array, IntArray
 from engine.execution.disk import DiskTier
 from engine.execution.lane import Lane, Mark, pinned
 from engine.execution.masks import MAX_FORCED, FinishMasks, RowMasks, StepMasks, masked
@@ -33,7 +33,7 @@ from engine.execution.samples import LOGPROB_COLUMNS, DeviceSamples
 from engine.scheduling.output import Collect, ModelRunnerOutput, SchedulerOutput
 
 if TYPE_CHECKING:  # running a model needs none of what compiles grammars
-    from engine.structured import GrammarCompiler
+    from engine.structured.compiler import GrammarCompiler
 
 
 class Device(CacheMover, Protocol):

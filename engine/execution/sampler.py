@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from engine.api import SamplingParams, TokenLogprobs
-from engine.execution.arrays import FloatArray, Int32Array, IntArray
+from engine.arrays import FloatArray, Int32Array, IntArray
 from engine.execution.masks import StepMasks
 from engine.execution.sampling_table import SamplingTable, has_minimum, has_penalties, uniforms
 from engine.scheduling.output import INVALID_TOKEN, LATE_TOKEN, UNMASKED_TOKEN

@@ -6,7 +6,7 @@ import numpy as np
 from torch import Tensor
 
 from engine.api import MAX_LOGPROBS, TokenLogprobs
-from engine.execution.arrays import Int32Array, IntArray
+from engine.arrays import Int32Array, IntArray
 
 LOGPROB_COLUMNS = 1 + 2 * MAX_LOGPROBS
 """Most columns of `RowLogprobs.packed`."""

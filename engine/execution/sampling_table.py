@@ -7,7 +7,7 @@ and the order of a batch cannot change a stream. Torch-free.
 import numpy as np
 
 from engine.api import SamplingParams
-from engine.execution.arrays import FloatArray, IntArray
+from engine.arrays import FloatArray, IntArray
 
 GREEDY_BELOW = 1e-5
 """Lower temperatures are greedy: logits divided by them would overflow float32."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from engine.api import SamplingParams
-from engine.execution.arrays import IntArray
+from engine.arrays import IntArray
 from engine.execution.cpu.transformers_device import TransformersDevice
 from engine.execution.runner import Device
 from engine.models.checkpoint import Checkpoint

@@ -8,7 +8,7 @@ from pathlib import Path
 from engine.config import EngineConfig
 from engine.fleet.client import FleetClient, MakeEngine
 from engine.fleet.ray_engines import Cluster
-from engine.machine import Place, read_processor, share_out
+from engine.machine.facts import Place, read_processor, share_out
 from engine.process.client import EngineProcess, patience
 from engine.process.flights import Flights
 from engine.process.policy import RestartPolicy

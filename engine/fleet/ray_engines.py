@@ -19,11 +19,11 @@ from typing import Any
 
 import msgspec
 
-from engine import flight
-from engine.child import python_module
 from engine.config import EngineConfig
 from engine.errors import ConfigError
-from engine.machine import Place, read_processor
+from engine.flight import recorder as flight
+from engine.machine.child import python_module
+from engine.machine.facts import Place, read_processor
 from engine.process import frames
 from engine.process.supervisor import Child, Endpoint
 

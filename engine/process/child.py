@@ -26,12 +26,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from engine import flight
 from engine.api import EngineRequest, FinishReason, LoadReport, RequestOutput, RequestTimes
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import EngineStepError, ErrorInfo, TidemillError
-from engine.flight import FlightRecorder
+from engine.flight import recorder as flight
+from engine.flight.recorder import FlightRecorder
 from engine.process import frames, sabotage
 from engine.process.connection import Connection
 from engine.process.golden import HOUR, Golden, golden_file

@@ -16,7 +16,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from engine import flight
 from engine.api import (
     EngineInfo,
     EngineRequest,
@@ -29,7 +28,9 @@ from engine.api import (
 )
 from engine.config import EngineConfig
 from engine.errors import EngineStepError, EngineUnavailableError, InvalidRequestError
-from engine.machine import Place
+from engine.flight import recorder as flight
+from engine.loop.step_watch import StepLimits, StepWatch
+from engine.machine.facts import Place
 from engine.process import frames
 from engine.process.calls import Calls, GoneError
 from engine.process.connection import Connection
@@ -44,7 +45,6 @@ from engine.process.requests import OpenRequest, OpenRequests
 from engine.process.supervisor import Endpoint, start_error
 from engine.process.suspects import SUSPECT_AFTER, Suspects
 from engine.queue_time import QueueTime
-from engine.step_watch import StepLimits, StepWatch
 from engine.stream import RequestStream
 from predictor.slo import SLO
 

@@ -6,9 +6,9 @@ import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from engine import flight_file
 from engine.api import EngineInfo
-from engine.flight import AnyEntry
+from engine.flight import file as flight_file
+from engine.flight.recorder import AnyEntry
 from engine.process.requests import OpenRequest
 
 log = logging.getLogger("tidemill.engine")

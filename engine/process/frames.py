@@ -22,7 +22,7 @@ from engine.api import (
 )
 from engine.config import EngineConfig
 from engine.errors import ErrorInfo
-from engine.machine import Place
+from engine.machine.facts import Place
 
 HEADER = struct.Struct(">I")
 MAX_FRAME = 1 << 28

@@ -9,11 +9,11 @@ from typing import TypeVar
 
 import msgspec
 
-from engine.child import python_module
 from engine.config import EngineConfig
 from engine.errors import ConfigError
-from engine.free_memory import available_memory
-from engine.machine import Place
+from engine.machine.child import python_module
+from engine.machine.facts import Place
+from engine.machine.free_memory import available_memory
 from engine.process import frames
 from engine.process.renewal import Source
 from engine.process.supervisor import Child, Endpoint, remove, start_error

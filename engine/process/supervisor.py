@@ -19,8 +19,8 @@ from typing import IO
 
 import msgspec
 
-from engine import flight
 from engine.errors import EngineUnavailableError, TidemillError
+from engine.flight import recorder as flight
 from engine.process import frames
 
 

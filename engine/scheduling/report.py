@@ -4,8 +4,8 @@ Online work only: it goes before offline work, and takes the memory that this ho
 """
 
 from engine.api import LoadReport, RequestClass
+from engine.scheduling.service_cost import token_costs
 from engine.scheduling.state import SchedulerState
-from engine.service_cost import token_costs
 from predictor.limits import UNITS_PER_BLOCK
 
 

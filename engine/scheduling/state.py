@@ -21,8 +21,8 @@ from engine.scheduling.objective import StepObjective
 from engine.scheduling.offline_queue import OfflineQueue
 from engine.scheduling.online_share import OnlineShare
 from engine.scheduling.policies import OnlinePolicy, QueueContext
+from engine.scheduling.service_cost import token_costs
 from engine.scheduling.waiting import WaitingQueue, by_age
-from engine.service_cost import token_costs
 from predictor.limits import UNITS_PER_BLOCK
 from predictor.model import LatencyPredictor
 

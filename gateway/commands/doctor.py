@@ -9,7 +9,7 @@ import os
 import platform
 from typing import Any
 
-from engine.machine import read_processor
+from engine.machine.facts import read_processor
 
 _WHOSE = {"own": "layers of our own", "transformers": "modules of transformers"}
 _LIBRARIES = ("torch", "triton", "transformers", "tokenizers", "safetensors", "fastapi", "uvicorn")

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from engine import openmp
 from engine.config import EngineConfig
-from engine.machine import share_out
+from engine.machine.facts import share_out
 from gateway.commands.doctor import line, report_launch, size
 from gateway.commands.flags import Flag, Given, flags_of
 from gateway.config import ServerConfig
@@ -119,7 +119,7 @@ def _look_ahead(config: EngineConfig, name: str, found: dict[str, Given]) -> lis
     plan = build.plan_launch(local)
     notes: list[str] = []
     plan, profile = build.stored_profile(local, plan, notes.append)
-    importlib.import_module("engine.text").Tokenizer.load(plan.folder, None)
+    importlib.import_module("engine.text.tokenizer").Tokenizer.load(plan.folder, None)
     _decided(build, config, plan, found)
     if profile is None:
         measured = f"none fits: step times would be measured, {config.profile_seconds:g} s at most"

@@ -5,9 +5,9 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from engine.calibration import Calibration, measure_profile
 from engine.config import EngineConfig
 from engine.errors import ConfigError
+from engine.profiling.calibration import Calibration, measure_profile
 from predictor.model import LatencyModel
 from predictor.samples import Sample
 

@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from engine import flight, flight_file
 from engine.api import EngineRequest, FinishReason, RequestClass, RequestOutput, RequestTimes, Resumption
 from engine.config import EngineConfig
 from engine.errors import ConfigError
+from engine.flight import file as flight_file
+from engine.flight import recorder as flight
 from engine.process.client import EngineProcess
 from engine.process.policy import RestartPolicy
 

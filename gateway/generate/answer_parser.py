@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers.utils.chat_parsing import ResponseParser
 
-from engine.thoughts import ThoughtMarks, ThoughtTracker
+from engine.text.thoughts import ThoughtMarks, ThoughtTracker
 from gateway.generate.tool_formats import END_THINK, THINK, Call, ToolFormat
 from gateway.generate.tool_grammars import Function
 

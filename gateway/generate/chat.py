@@ -9,8 +9,8 @@ from typing import Any
 import orjson
 
 from engine.grammar import Grammar
-from engine.text import Tokenizer
-from engine.thoughts import ThinkingBudget
+from engine.text.thoughts import ThinkingBudget
+from engine.text.tokenizer import Tokenizer
 from gateway.context import GatewayContext
 from gateway.generate.answer_parser import Parsing
 from gateway.generate.answering import check_model, check_room, run_by_size, run_text_work

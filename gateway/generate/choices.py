@@ -11,8 +11,8 @@ from typing import Any
 
 from engine.api import EngineClient, FinishReason, OutputStream, RequestOutput, TokenLogprobs
 from engine.errors import EngineStepError, EngineUnavailableError, TidemillError
-from engine.stopping import OutputTextStream
-from engine.text import Tokenizer
+from engine.text.stopping import OutputTextStream
+from engine.text.tokenizer import Tokenizer
 from gateway.generate.answer_parser import Parsing, Piece
 from gateway.generate.params import GenerationPlan
 from gateway.generate.tool_formats import Call

@@ -5,7 +5,7 @@ from typing import Any
 
 import orjson
 
-from engine.text import Tokenizer
+from engine.text.tokenizer import Tokenizer
 from gateway.context import GatewayContext
 from gateway.generate.answering import CHARS_PER_TOKEN, INLINE_CHARS, check_model, check_room, run_text_work
 from gateway.generate.choices import Delta

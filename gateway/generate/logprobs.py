@@ -4,8 +4,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from engine.api import TokenLogprobs
-from engine.detokenizer import IncrementalDetokenizer
-from engine.text import Tokenizer
+from engine.text.detokenizer import IncrementalDetokenizer
+from engine.text.tokenizer import Tokenizer
 
 _FLOOR = -9999.0  # OpenAI's value for "very unlikely"; JSON has no infinity
 

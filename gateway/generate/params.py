@@ -12,8 +12,8 @@ from typing import Any
 from engine.api import EngineInfo, EngineRequest, Lane, RequestClass, SamplingParams
 from engine.errors import ContextLengthError, InvalidRequestError
 from engine.grammar import Grammar
-from engine.text import Tokenizer
-from engine.thoughts import ThinkingBudget
+from engine.text.thoughts import ThinkingBudget
+from engine.text.tokenizer import Tokenizer
 from gateway.generate.answer_parser import Parsing
 from gateway.generate.wire import MAX_PROMPTS, ChatCompletionRequest, CompletionRequest, GenerationBody, StreamOptions
 

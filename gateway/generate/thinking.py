@@ -1,8 +1,8 @@
 """How long the answers of a chat may think: what a request asks for, and what the operator allows offline work."""
 
 from engine.errors import InvalidRequestError
-from engine.text import Tokenizer
-from engine.thoughts import ThinkingBudget, ThoughtMarks
+from engine.text.thoughts import ThinkingBudget, ThoughtMarks
+from engine.text.tokenizer import Tokenizer
 from gateway.generate.answer_parser import Parsing
 from gateway.generate.tool_formats import END_THINK, THINK
 from gateway.generate.wire import ChatCompletionRequest

@@ -10,7 +10,7 @@ import orjson
 
 from engine.errors import InvalidRequestError
 from engine.grammar import Grammar
-from engine.thoughts import ThoughtMarks
+from engine.text.thoughts import ThoughtMarks
 from gateway.generate.answer_parser import Parsing
 from gateway.generate.tool_formats import END_THINK, FORMATS, THINK, ToolFormat, find_format
 from gateway.generate.tool_grammars import Function

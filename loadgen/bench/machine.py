@@ -3,7 +3,7 @@
 import os
 from datetime import UTC, datetime
 
-from engine.machine import read_processor
+from engine.machine.facts import read_processor
 
 
 def describe() -> str:

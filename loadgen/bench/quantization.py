@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from engine.build import build_runner, plan_launch, resolve_model
-from engine.calibration import ShapeRunner
 from engine.config import EngineConfig
 from engine.models.checkpoint import load_weights
 from engine.models.decoder import Decoder
@@ -27,7 +26,8 @@ from engine.models.linear import MakeLinear, make_linear
 from engine.models.quantized import make_quantized
 from engine.models.spec import ModelSpec, load_spec
 from engine.models.weights import LayerWeights, ModelWeights
-from engine.text import Tokenizer
+from engine.profiling.calibration import ShapeRunner
+from engine.text.tokenizer import Tokenizer
 from loadgen.bench.live import CONFIG, make_model_folder
 from loadgen.bench.machine import describe
 from predictor.sweep import StepShape

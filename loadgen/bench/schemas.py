@@ -24,8 +24,8 @@ import httpx
 from engine.errors import InvalidRequestError
 from engine.grammar import Grammar
 from engine.models.spec import load_spec
-from engine.structured import CompiledGrammar, GrammarCompiler
-from engine.text import Tokenizer
+from engine.structured.compiler import CompiledGrammar, GrammarCompiler
+from engine.text.tokenizer import Tokenizer
 from loadgen.bench.live import PACKAGED, demo_server
 from loadgen.bench.machine import describe
 

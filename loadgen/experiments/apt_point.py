@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 
 from engine.api import RequestClass
+from engine.colocation.virtual import Arrival, VirtualDriver, VirtualRun
 from engine.core import EngineCore
 from engine.queue_time import UNLIMITED_QUEUE
 from engine.scheduling.objective import StepObjective
 from engine.scheduling.output import Collect, SchedulerOutput
-from engine.virtual import Arrival, VirtualDriver, VirtualRun
 from loadgen import workloads
 from loadgen.arrivals import Process
 from loadgen.simulation.machine import Machine

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from engine.api import RequestClass
+from engine.colocation.virtual import Arrival
 from engine.fleet.routing import find_router
-from engine.virtual import Arrival
 from loadgen import lengths
 from loadgen.arrivals import RateCurve, schedule
 from loadgen.experiments.pool import each

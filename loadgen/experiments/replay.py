@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from itertools import cycle
 
 from engine.api import EngineRequest, RequestClass
+from engine.colocation.virtual import Arrival, VirtualDriver, VirtualRun, step_features
 from engine.core import EngineCore
 from engine.scheduling.objective import StepObjective
 from engine.scheduling.output import Collect, ModelRunner, SchedulerOutput
-from engine.virtual import Arrival, VirtualDriver, VirtualRun, step_features
 from loadgen.randomness import stream
 from loadgen.simulation.gpu import TrueLatency
 from loadgen.simulation.machine import Machine

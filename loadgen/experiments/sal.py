@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from engine.api import RequestClass
+from engine.colocation.virtual import Arrival
 from engine.core import EngineCore
 from engine.fleet.routing import find_router
 from engine.scheduling.objective import StepObjective
-from engine.virtual import Arrival
 from loadgen import lengths, traces
 from loadgen.experiments.pool import each
 from loadgen.experiments.table import Result, figure, mean

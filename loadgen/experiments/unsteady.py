@@ -16,10 +16,17 @@ from typing import Any
 
 from engine.api import EngineRequest, RequestClass, SamplingParams
 from engine.colocation.keeper import Colocation, initial_budget
+from engine.colocation.virtual import (
+    PLACEHOLDER_TOKEN,
+    Arrival,
+    VirtualDriver,
+    VirtualRecord,
+    VirtualRun,
+    step_features,
+)
 from engine.config import SchedulerConfig
 from engine.core import EngineCore
 from engine.scheduling.output import Collect, ModelRunnerOutput, SchedulerOutput
-from engine.virtual import PLACEHOLDER_TOKEN, Arrival, VirtualDriver, VirtualRecord, VirtualRun, step_features
 from loadgen.experiments.table import Result, mean
 from loadgen.stats import nearest_rank
 from predictor.model import LatencyModel

@@ -10,12 +10,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from engine.colocation.virtual import PredictedRunner, step_features
 from engine.config import EngineConfig, SchedulerConfig, step_limits
 from engine.errors import ConfigError
 from engine.models.spec import load_spec
 from engine.scheduling.output import Collect, ModelRunner, SchedulerOutput
 from engine.scheduling.policies import find_policy
-from engine.virtual import PredictedRunner, step_features
 from loadgen.errors import InputError
 from loadgen.simulation.gpu import SimulatedDevice, SimulatedRunner
 from loadgen.simulation.machine import NOISE, fit_device

@@ -15,11 +15,11 @@ from itertools import count
 from typing import NamedTuple, Protocol
 
 from engine.api import EngineRequest, RequestOutput
+from engine.colocation.virtual import Arrival, VirtualRecord, VirtualRun
 from engine.core import EngineCore
 from engine.errors import RetryableError
 from engine.fleet.routing import Chance, Load, Prompt, Router
 from engine.scheduling.output import ModelRunner, ModelRunnerOutput, SchedulerOutput
-from engine.virtual import Arrival, VirtualRecord, VirtualRun
 from predictor.limits import UNITS_PER_BLOCK
 
 REPORT_SECONDS = 0.1

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.virtual import VirtualRecord, VirtualRun
+from engine.colocation.virtual import VirtualRecord, VirtualRun
 from loadgen.stats import nearest_rank
 
 Floats = NDArray[np.float64]

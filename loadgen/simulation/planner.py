@@ -12,9 +12,9 @@ from itertools import pairwise
 from engine.api import RequestClass
 from engine.colocation.replay import MIN_DRAIN, WARM_UP_SHARE, span_of
 from engine.colocation.search import step_range
+from engine.colocation.virtual import VirtualRecord
 from engine.config import EngineConfig
 from engine.scheduling.objective import UNLIMITED, StepObjective
-from engine.virtual import VirtualRecord
 from loadgen import traces
 from loadgen.errors import InputError
 from loadgen.plan import Windows

@@ -9,9 +9,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from engine.api import RequestClass
+from engine.colocation.virtual import Arrival, VirtualDriver, VirtualRun
 from engine.core import EngineCore
 from engine.scheduling.objective import StepObjective
-from engine.virtual import Arrival, VirtualDriver, VirtualRun
 from loadgen.plan import FIRST_OFFLINE, Windows
 from loadgen.prompts import PromptMaker, TokenIds
 from loadgen.simulation.device import Simulated

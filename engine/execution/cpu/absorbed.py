@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.execution.arrays import BoolArray, IntArray
+from engine.arrays import BoolArray, IntArray
 from engine.execution.pool import UnitPool
 from engine.execution.rows import RowTable
 from engine.models.absorption import Absorption

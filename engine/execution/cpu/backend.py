@@ -22,7 +22,7 @@ from engine.execution.cpu.transformers_device import TransformersDevice
 from engine.execution.cpu.weight_file import WeightFile
 from engine.execution.plan import LaunchPlan
 from engine.execution.runner import Runner
-from engine.machine import host_engines, memcpy_rate, read_processor
+from engine.machine.facts import host_engines, memcpy_rate, read_processor
 from engine.models.decoder import Decoder
 from engine.models.linear import MakeLinear, make_linear
 from engine.models.quantized import make_quantized

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from engine.execution.arrays import IntArray
+from engine.arrays import IntArray
 from engine.execution.cpu.attention import PagedAttention, arrange, clear_begun_blocks
 from engine.execution.cpu.device import PoolDevice
 from engine.execution.masks import FinishMasks

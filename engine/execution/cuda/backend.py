@@ -21,7 +21,7 @@ from engine.execution.cuda.shapes import GRAPH_TOKENS, Buckets, decode_buckets, 
 from engine.execution.cuda.swap import staging_units
 from engine.execution.plan import LaunchPlan
 from engine.execution.runner import Runner
-from engine.machine import BUS_RATE, host_engines
+from engine.machine.facts import BUS_RATE, host_engines
 from engine.models.decoder import Decoder
 from engine.models.heads import Heads
 from engine.models.linear import MakeLinear, make_linear

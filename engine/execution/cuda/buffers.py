@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.execution.arrays import Float32Array, Int32Array, IntArray
+from engine.arrays import Float32Array, Int32Array, IntArray
 from engine.execution.cuda.shapes import StepShape
 from engine.execution.layout import Layout
 from engine.execution.rows import RowTable

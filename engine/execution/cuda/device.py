@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from engine.api import MAX_LOGPROBS, SamplingParams
-from engine.execution.arrays import IntArray
+from engine.arrays import IntArray
 from engine.execution.cuda.buffers import StepBuffers, StepInputs
 from engine.execution.cuda.forward import Forward
 from engine.execution.cuda.graphs import Graphs

@@ -10,7 +10,7 @@ run without a graph: how much they project is different every time. Apt-Serve §
 import numpy as np
 from torch import Tensor
 
-from engine.execution.arrays import Int32Array, IntArray
+from engine.arrays import Int32Array, IntArray
 from engine.execution.cuda.buffers import StepInputs, send
 from engine.execution.cuda.forward import Forward
 from engine.execution.hidden import ScratchPlan

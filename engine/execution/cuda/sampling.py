@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.execution.arrays import Int32Array, IntArray
+from engine.arrays import Int32Array, IntArray
 from engine.execution.cuda.buffers import StepBuffers, StepWishes, send
 from engine.execution.cuda.kernels import Kernels
 from engine.execution.layout import Layout

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.execution.arrays import IntArray
+from engine.arrays import IntArray
 from engine.execution.cuda.buffers import send
 from engine.execution.cuda.kernels import Kernels
 from engine.execution.lane import Lane, Mark

@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from engine.execution.arrays import Int32Array
+from engine.arrays import Int32Array
 from engine.execution.pool import UnitPool
 from engine.execution.rows import RowTable
 

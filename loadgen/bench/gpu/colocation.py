@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from engine.api import EngineInfo, EngineRequest, FinishReason, RequestClass, SamplingParams
-from engine.calibration import measure_profile
 from engine.colocation.keeper import Colocation, initial_budget
 from engine.config import SchedulerConfig
 from engine.core import EngineCore
@@ -16,6 +15,7 @@ from engine.engine import Engine
 from engine.execution.cuda.device import CudaDevice
 from engine.execution.runner import Runner
 from engine.models.spec import ModelSpec
+from engine.profiling.calibration import measure_profile
 from loadgen.bench.gpu.loop import BLOCK, make_runner, scheduler_config
 from loadgen.bench.gpu.setup import Setup
 from loadgen.bench.gpu.table import Row

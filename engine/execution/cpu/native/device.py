@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.execution.arrays import IntArray
+from engine.arrays import IntArray
 from engine.execution.cpu.attention import clear_begun_blocks
 from engine.execution.cpu.device import TorchDevice
 from engine.execution.cpu.native.linear import Native

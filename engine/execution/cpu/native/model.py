@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.execution.arrays import IntArray
+from engine.arrays import IntArray
 from engine.execution.cpu.native.library import TYPES, Kind, Shape, Step, Tape, activation_dtype
 from engine.execution.cpu.native.linear import Native
 from engine.execution.cpu.native.tape import Buffers, compose

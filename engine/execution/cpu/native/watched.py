@@ -4,10 +4,10 @@ import logging
 import time
 from collections.abc import Callable
 
-from engine.calibration import ShapeRunner
 from engine.execution.cpu.native.crew import Crew, candidates, choose, measure
 from engine.execution.cpu.native.device import NativeDevice
 from engine.execution.runner import Runner
+from engine.profiling.calibration import ShapeRunner
 from engine.scheduling.output import Collect, ModelRunner, ModelRunnerOutput, SchedulerOutput
 from predictor.limits import UNITS_PER_BLOCK, Limits
 from predictor.sweep import StepShape

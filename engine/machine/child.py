@@ -7,7 +7,7 @@ by their place, so that they are found from a source tree, too.
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 _START = (
     "import runpy, sys; root, module = sys.argv[1:3]; del sys.argv[1:3]; "
     "root in sys.path or sys.path.insert(0, root); runpy.run_module(module, run_name='__main__', alter_sys=True)"

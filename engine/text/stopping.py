@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engine.detokenizer import IncrementalDetokenizer, TokenTable
+from engine.text.detokenizer import IncrementalDetokenizer, TokenTable
 
 
 class StopMatcher:

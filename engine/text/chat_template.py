@@ -15,7 +15,7 @@ import tokenizers
 from tokenizers import AddedToken
 
 from engine.errors import InvalidRequestError
-from engine.template_probe import TemplateFacts
+from engine.text.template_probe import TemplateFacts
 
 MAX_PROMPT_CHARS = 16 * 2**20
 _MAX_MESSAGE_CHARS = 200

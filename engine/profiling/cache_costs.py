@@ -13,7 +13,7 @@ from statistics import median
 
 from engine.api import SamplingParams
 from engine.cache.blocks import CacheAction, CacheEntry, CacheKind, CacheOperation, Tier
-from engine.machine import BUS_RATE
+from engine.machine.facts import BUS_RATE
 from engine.scheduling.output import Chunk, ModelRunner, NewRequest, SchedulerOutput
 from predictor.costs import CacheCosts
 from predictor.limits import Limits

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from engine.api import SamplingParams
 from engine.cache.blocks import CacheEntry, CacheKind, Tier
-from engine.cache_profiling import KV_ONLY, REPEATS, CacheTiers, measure_cache_costs
+from engine.profiling.cache_costs import KV_ONLY, REPEATS, CacheTiers, measure_cache_costs
 from engine.scheduling.output import Chunk, ModelRunner, NewRequest, SchedulerOutput
 from predictor.fitting import fit
 from predictor.limits import UNITS_PER_BLOCK, Limits

@@ -13,10 +13,10 @@ from typing import Any
 import tokenizers
 from tokenizers import pre_tokenizers
 
-from engine.chat_template import ChatTemplate, encode_text
-from engine.detokenizer import ByteRule, IncrementalDetokenizer, read_byte_rule
 from engine.errors import ConfigError, InvalidRequestError, ModelLoadError
-from engine.template_probe import TemplateFacts, probe_templates
+from engine.text.chat_template import ChatTemplate, encode_text
+from engine.text.detokenizer import ByteRule, IncrementalDetokenizer, read_byte_rule
+from engine.text.template_probe import TemplateFacts, probe_templates
 
 __all__ = ["IncrementalDetokenizer", "Tokenizer"]
 

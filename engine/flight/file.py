@@ -11,7 +11,7 @@ import msgspec
 
 from engine.api import SamplingParams
 from engine.errors import ConfigError
-from engine.flight import AnyEntry
+from engine.flight.recorder import AnyEntry
 
 KEEP = 8
 SUFFIX = ".flight.jsonl"

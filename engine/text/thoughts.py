@@ -7,7 +7,7 @@ pure functions of tokens: gateway and engine, and an engine that goes on with an
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engine.stopping import failure_table
+from engine.text.stopping import failure_table
 
 
 @dataclass(frozen=True, slots=True)

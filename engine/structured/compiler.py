@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import orjson
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 
+from engine.arrays import Int32Array
 from engine.errors import InvalidRequestError
-from engine.execution.arrays import Int32Array
 from engine.grammar import MAX_GRAMMAR_BYTES, Grammar
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from engine.errors import InvalidRequestError
 from engine.grammar import Grammar
 
 if TYPE_CHECKING:  # an engine without grammars needs none of what compiles them
-    from engine.structured import GrammarCompiler
+    from engine.structured.compiler import GrammarCompiler
 
 COMPILE_SECONDS = 10.0
 

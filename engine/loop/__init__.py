@@ -1,0 +1,1 @@
+"""What the engine's loop is watched and helped by."""

@@ -1,0 +1,1 @@
+"""Measures this model on this machine: what steps take, and what work on the cache costs."""
