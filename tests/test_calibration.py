@@ -145,7 +145,7 @@ class HybridRunner(FakeRunner):
         self.num_costed_steps += bool(hidden or output.operations)
         latency += RUN_HIDDEN * max(0, 16 * len(hidden) - len(output.new_requests))
         used = [unit for entry in self.entries for unit in entry.units]
-        for action, source, target, _ in output.operations:
+        for action, source, target, *_ in output.operations:
             for entry in (source, target):
                 limit = LIMITS.num_units if entry.tier is Tier.DEVICE else self.host_units
                 assert all(unit < limit for unit in entry.units)
