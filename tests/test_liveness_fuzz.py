@@ -156,6 +156,20 @@ def run_machine(examples: int) -> None:
         run_state_machine_as_test(LivenessMachine, settings=chosen)
 
 
+def test_a_prompt_too_large_for_their_room_beside_it_takes_the_room_of_embeddings() -> None:
+    """Found by the machine: its start found the room, and its first chunk left some of it alone."""
+    with mock.patch("engine.cache.cache.EMBEDDING_SHARE", 4):
+        machine = LivenessMachine()
+        machine.start(1, 0, 5, 58, True, "fcfs", (0, 0), StepObjective(), 1.0, "0%")
+        machine.line([], 11, 8, Lane.BATCH, "", Pooling.LAST)
+        machine.chat([], 4, 12, "")
+        machine.chat([], 45, 5, "")
+        machine.line([], 11, 8, Lane.BATCH, "", Pooling.LAST)
+        machine.step(3)
+        machine.teardown()
+
+
+@pytest.mark.timeout(600)
 def test_something_can_always_run() -> None:
     run_machine(200)
 

@@ -255,7 +255,7 @@ class PoolMachine(RuleBasedStateMachine):
         block = data.draw(st.sampled_from(self.held))
         self.pools[block.entry.tier].withdraw(block)
 
-    @rule(tier=st.sampled_from(Tier), units=st.integers(0, 5))
+    @rule(tier=st.sampled_from([Tier.DEVICE, Tier.HOST]), units=st.integers(0, 5))
     def grow(self, tier: Tier, units: int) -> None:
         pool = self.pools[tier]
         before, retiring = pool.num_available_units, pool.num_retiring_units
@@ -263,7 +263,7 @@ class PoolMachine(RuleBasedStateMachine):
         back = retiring - pool.num_retiring_units
         assert pool.num_available_units == before + units - back
 
-    @rule(tier=st.sampled_from(Tier), units=st.integers(0, 5))
+    @rule(tier=st.sampled_from([Tier.DEVICE, Tier.HOST]), units=st.integers(0, 5))
     def shrink(self, tier: Tier, units: int) -> None:
         pool = self.pools[tier]
         pool.shrink(min(units, pool.num_units))

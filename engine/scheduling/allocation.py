@@ -185,18 +185,19 @@ class Allocation:
         self.replaced.extend(ReplacedEntry(request.row, index, entry) for index, entry in found)
         return len(found) * self._block_size
 
-    def extend(self, request: Request, length: int, *, growing: bool = False) -> int:
+    def extend(self, request: Request, length: int, *, claimed: bool = False, growing: bool = False) -> int:
         """Allocate what `length` more tokens need; returns for how many tokens (≤ length) there is room now.
 
-        `growing`: tokens of the answer, one by one.
+        `claimed`: `make_room` has found the room for them. `growing`: tokens of the answer, one by one.
         """
         is_online = request.request_class is RequestClass.ONLINE
+        keeps = is_online and not claimed and self._spares_embeddings
         return self._cache.extend(
             request,
             length,
             self._step_id,
             num_offline=len(self._state.running[RequestClass.OFFLINE]),
-            kept=self._kept_for_embeddings() if is_online and self._spares_embeddings else 0,
+            kept=self._kept_for_embeddings() if keeps else 0,
             from_online=is_online and self._cache.has_parked and self._offline_victim() is None,
             growing=growing,
         )

@@ -197,7 +197,7 @@ class StepDraft:
                 self._charge_copies(-claim.copied_units)
                 return False
             self._start(request, claim)
-        granted = self.allocation.extend(request, length)
+        granted = self.allocation.extend(request, length, claimed=True)
         assert granted == length, "admitted without room"
         self._new_requests.append(_whole(request))
         self.charge_and_add(request, length)
