@@ -42,6 +42,7 @@ def make_core(ttft: float | None) -> EngineCore:
         max_num_seqs=RUNNING,
         max_num_batched_tokens=2048,
         max_num_waiting=RUNNING + WAITING,
+        max_queue_time=UNLIMITED_QUEUE,
     )
     core = EngineCore(config)
     if ttft is not None:
