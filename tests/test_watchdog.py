@@ -27,7 +27,8 @@ VOCAB, BLOCK = 50, 4
 OFFLINE = RequestClass.OFFLINE
 
 
-def make_engine(stall_seconds: float = 0.02, **changes: Any) -> Engine:
+def make_engine(stall_seconds: float = 0.25, **changes: Any) -> Engine:
+    """Its patience is long beside what a busy machine may take from a loop between two steps, or that is a stall too."""
     settings: dict[str, Any] = {"num_units": 128, "max_model_len": 256, "block_size": BLOCK}
     core = EngineCore(SchedulerConfig(**{**settings, **changes}))
     info = EngineInfo(256, VOCAB, frozenset(), "fake", "none", "none", 0)
@@ -57,16 +58,29 @@ def lose_the_rows(core: EngineCore) -> None:
 
 @pytest.mark.parametrize("damage", [lose_the_queue, lose_the_rows])
 async def test_queues_and_rows_are_built_anew(
-    damage: Callable[[EngineCore], None], caplog: pytest.LogCaptureFixture
+    damage: Callable[[EngineCore], None], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = make_engine()
     await engine.start()
     request = make_request("a", range(9), 6)
+    add_request, clear_stall, seen = engine._core.add_request, engine._core.clear_stall, []
+
+    def add_and_damage(*given: Any, **named: Any) -> Any:
+        """Damaged before a step can begin: a request that runs needs neither the queue nor a free row."""
+        added = add_request(*given, **named)
+        damage(engine._core)
+        return added
+
+    def look_and_clear(*given: Any, **named: Any) -> Any:
+        seen.append((engine.state, engine.trouble))
+        return clear_stall(*given, **named)
+
+    monkeypatch.setattr(engine._core, "add_request", add_and_damage)
+    monkeypatch.setattr(engine._core, "clear_stall", look_and_clear)
     stream = await submit_one(engine, request)
-    damage(engine._core)
-    await until(lambda: engine.trouble is not None)
-    assert engine.state is EngineState.DEGRADED
     assert [token async for output in stream for token in output.token_ids] == solo(request)
+    ((state, trouble),) = seen
+    assert state is EngineState.DEGRADED and trouble is not None
     assert engine.state is EngineState.READY and engine.trouble is None
     critical = [record.getMessage() for record in caplog.records if record.levelno == logging.CRITICAL]
     assert len(critical) == 1
