@@ -28,7 +28,7 @@ OFFLINE = RequestClass.OFFLINE
 
 
 def make_engine(stall_seconds: float = 0.25, **changes: Any) -> Engine:
-    """Its patience is long beside what a busy machine may take from a loop between two steps, or that is a stall too."""
+    """Its patience is longer than what a busy machine takes from the loop between two steps: that would be a stall."""
     settings: dict[str, Any] = {"num_units": 128, "max_model_len": 256, "block_size": BLOCK}
     core = EngineCore(SchedulerConfig(**{**settings, **changes}))
     info = EngineInfo(256, VOCAB, frozenset(), "fake", "none", "none", 0)
