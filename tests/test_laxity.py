@@ -3,6 +3,7 @@
 import contextlib
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from itertools import combinations
 from typing import Any
@@ -13,13 +14,15 @@ from driver import Driver, make_request
 from fakes.runner import FakeRunner
 from hypothesis import given
 
-from engine.api import EngineRequest, SamplingParams
+from engine.api import EngineRequest, RequestTimes, SamplingParams
 from engine.colocation.virtual import Arrival, PredictedRunner, VirtualDriver, VirtualRecord
 from engine.config import SchedulerConfig
 from engine.core import EngineCore
 from engine.errors import ConfigError, QueueFullError
 from engine.queue_time import UNLIMITED_QUEUE, QueueTime
+from engine.request import Request
 from engine.scheduling import laxity
+from engine.scheduling.admission import expected_wait, longest_wait
 from engine.scheduling.draft import StepLedger
 from engine.scheduling.laxity import on_time, prefill_pace
 from engine.scheduling.objective import StepObjective
@@ -287,6 +290,34 @@ def test_an_urgent_arrival_waits_only_for_those_before_it() -> None:
     core.add_request(chat("short", 60, 50), 1.5)
     with pytest.raises(QueueFullError):
         core.add_request(chat("long3", 12_000, 51), 1.5)
+
+
+@pytest.mark.parametrize("policy", [*URGENT_POLICIES, "fcfs"])
+@given(
+    arrivals=st.lists(
+        st.tuples(st.integers(1, 3000), st.integers(1, 40), st.sampled_from("ab"), st.integers(0, 3)), max_size=12
+    ),
+    rows=st.integers(1, 6),
+)
+def test_no_wait_is_longer_than_behind_everybody(
+    policy: str, arrivals: list[tuple[int, int, str, int]], rows: int
+) -> None:
+    """What is admitted without working out an order would be admitted with it; first come first served it is equal."""
+    core = make_core(policy, num_units=2 * 500, max_num_seqs=rows, max_queue_time=UNLIMITED_QUEUE)
+    runner, at = PredictedRunner(MODEL), 0.0
+    for index, (length, output, tenant, steps) in enumerate(arrivals):
+        core.add_request(replace(chat(f"{index}", length, index, output), tenant=tenant), at)
+        for _ in range(steps):
+            if (step := core.schedule(at)) is not None:
+                result = runner.launch(step)()
+                at += result.latency
+                core.update(step, result, at)
+    arrival = Request(replace(chat("new", 100, 99), tenant="a"), RequestTimes(at), 99)
+    wait, longest = expected_wait(core._state, arrival, 10.0, at), longest_wait(core._state, arrival, 10.0)
+    assert wait <= longest * (1.0 + 1e-9)
+    if policy == "fcfs":
+        contested = any(request.spec.tenant != "a" for request in core._state.all_requests())
+        assert contested or wait == pytest.approx(longest)
 
 
 @pytest.mark.parametrize(

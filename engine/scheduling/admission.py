@@ -12,6 +12,9 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 from itertools import chain, takewhile
+from typing import NamedTuple
+
+import numpy as np
 
 from engine.api import EngineRequest, Lane, RequestClass, RequestTimes, SamplingParams
 from engine.errors import ContextLengthError, InvalidRequestError, QueueFullError
@@ -105,7 +108,7 @@ def check_room(state: SchedulerState, request: Request, mean_output_tokens: floa
             f"{waiting} requests are waiting already.", retry_after=next_start(state, mean_output_tokens)
         )
     limit = state.queue_time.longest(state.objective.ttft)
-    if math.isinf(limit):
+    if math.isinf(limit) or longest_wait(state, request, mean_output_tokens) <= limit:
         return
     wait = expected_wait(state, request, mean_output_tokens, now)
     if wait > limit:
@@ -140,22 +143,56 @@ def next_start(state: SchedulerState, mean_output_tokens: float) -> float:
 def expected_wait(state: SchedulerState, request: Request, mean_output_tokens: float, now: float) -> float:
     """Seconds until `request`, which arrives now, could start. `mean_output_tokens`: how long recent online answers
     were, to guess when rows and memory come free."""
-    pace, config = prefill_pace(state), state.config
-    running = state.running[RequestClass.ONLINE]
-    if pace is None or not (running or state.waiting_online):
+    pace = _pace_of_crowd(state)
+    if pace is None:
         return 0.0
     ahead = _ahead(state, request, pace, now)
-    work = sum(pace.seconds_for(other) for other in ahead)
     waiting = [other for other in ahead if other.row < 0]
-    # Rows and units come free as answers end, all of them in the time of one answer.
-    reservation = reservation_of(state)
-    units = sum(_units(r, config.block_size) for r in (*running, *waiting, request)) - state.pool.num_units
-    units += reservation.held
-    rows = len(running) + len(waiting) + 1 + len(reservation.protected) + reservation.rows
+    blocks = sum(other.num_blocks(state.config.block_size) for other in waiting)
+    crowd = _Crowd(sum(pace.seconds_for(other) for other in ahead), len(waiting), blocks)
+    return _wait_behind(state, request, crowd, pace, mean_output_tokens)
+
+
+def longest_wait(state: SchedulerState, request: Request, mean_output_tokens: float) -> float:
+    """What `expected_wait` does not exceed, without working out who of those that wait goes first."""
+    pace = _pace_of_crowd(state)
+    if pace is None:
+        return 0.0
+    waiting, block_size = state.waiting_online, state.config.block_size
+    columns = waiting.columns
+    asked = columns.began | (columns.missing > pace.chunk)
+    others = [*state.running_prompts(), *[waiting[index] for index in np.flatnonzero(asked).tolist()]]
+    work = float(columns.missing[~asked].sum()) * pace.per_token + sum(pace.seconds_for(other) for other in others)
+    blocks = int((columns.lengths // block_size + 1)[~columns.began].sum())
+    blocks += sum(waiting[index].num_blocks(block_size) for index in np.flatnonzero(columns.began).tolist())
+    return _wait_behind(state, request, _Crowd(work, len(waiting), blocks), pace, mean_output_tokens)
+
+
+class _Crowd(NamedTuple):
+    """Those that go before a request: seconds of work; how many wait, and the blocks that they want."""
+
+    work: float
+    num_waiting: int
+    blocks: int
+
+
+def _pace_of_crowd(state: SchedulerState) -> PrefillPace | None:
+    """None: nobody is there, or nothing is known of step times."""
+    return prefill_pace(state) if state.running[RequestClass.ONLINE] or state.waiting_online else None
+
+
+def _wait_behind(
+    state: SchedulerState, request: Request, crowd: _Crowd, pace: PrefillPace, mean_output_tokens: float
+) -> float:
+    """Seconds. Rows and units come free as answers end, all of them in the time of one answer."""
+    config, running, reservation = state.config, state.running[RequestClass.ONLINE], reservation_of(state)
+    blocks = crowd.blocks + sum(other.num_blocks(config.block_size) for other in (*running, request))
+    units = UNITS_PER_BLOCK * blocks - state.pool.num_units + reservation.held
+    rows = len(running) + crowd.num_waiting + 1 + len(reservation.protected) + reservation.rows
     lack = max((rows - config.max_num_seqs) / config.max_num_seqs, 0.0)
     lack = max(lack, units / state.pool.num_units)
-    step = pace.per_token * pace.chunk if work else pace.step
-    return max(pace.step + work if work else 0.0, lack * mean_output_tokens * step)
+    step = pace.per_token * pace.chunk if crowd.work else pace.step
+    return max(pace.step + crowd.work if crowd.work else 0.0, lack * mean_output_tokens * step)
 
 
 def _ahead(state: SchedulerState, request: Request, pace: PrefillPace, now: float) -> list[Request]:

@@ -115,9 +115,12 @@ class SchedulerState:
         is left beside a pool full of chats."""
         if not self.has_online:
             return 0
-        running = any(r.spec.pooling is not None for r in self.running[RequestClass.OFFLINE])
-        waiting = None if running else next(self.waiting_offline.candidates(), None)
-        return self.cache.embedding_room if running or (waiting and waiting.spec.pooling) else 0
+        if any(r.spec.pooling is not None for r in self.running[RequestClass.OFFLINE]):
+            return self.cache.embedding_room
+        if not self.waiting_offline.num_embeddings:  # the order of the queue is not worked out for nothing
+            return 0
+        following = next(self.waiting_offline.candidates(), None)
+        return self.cache.embedding_room if following and following.spec.pooling else 0
 
     def offline_units(self, request: Request, num_offline: int) -> int:
         """Units that `request` could start with, as one of `num_offline` offline ones. An embedding may take the next
@@ -315,6 +318,8 @@ class SchedulerState:
         assert len(requests) == len(queued), "a request is in no queue"
         online = [r.request_id for r in queued if r.request_class is RequestClass.ONLINE]
         self.online_share.check_integrity(online)
+        embeddings = [request for request in self.waiting_offline if request.spec.pooling is not None]
+        assert len(embeddings) == self.waiting_offline.num_embeddings, "waiting embeddings were counted wrongly"
         self.cache.check_integrity(queued)
 
 
