@@ -160,7 +160,7 @@ def test_the_longest_text_is_as_long_as_the_context() -> None:
 
 def test_a_vector_that_is_not_finite_ends_its_request_alone() -> None:
     driver = make_driver("torch", "llama-gqa2")
-    decoder = driver.runner.device._decoder  # type: ignore[attr-defined]
+    decoder = driver.runner.device.decoder  # type: ignore[attr-defined]
     embed_tokens = decoder.embed
 
     def poisoned(token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

@@ -3,6 +3,7 @@
 import functools
 import math
 from pathlib import Path
+from typing import Any
 
 import hand_driver
 import numpy as np
@@ -99,8 +100,8 @@ class _Keeping:
         self._model = model
         self._decoder = decoder
 
-    def run(self, chunks: IntArray, *, logits: bool) -> Sampled:
-        result = self._model.run(chunks, logits=True)
+    def run(self, chunks: IntArray, *, logits: bool, **stage: Any) -> Sampled:
+        result = self._model.run(chunks, logits=True, **stage)
         self._decoder.last = None if result.logits is None else result.logits.clone()
         return Sampled(result.best, result.best_ids, result.logits if logits else None)
 

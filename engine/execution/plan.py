@@ -18,6 +18,7 @@ class LaunchPlan:
     `memory_utilization`: share of a GPU's memory to use. `host_units` of the host tier; `scratch_blocks`: how many
     blocks a step may run from hidden state. `int8_cache`: K and V are kept in 8 bits. `kernels`: what steps on a CPU
     run by, and `threads` how many work on one, once known. `offload`: which layers stream; None: all weights stay.
+    `droppable`: layers may be given up for a while, for more units (`engine.execution.stages`).
     `implementation` of the layers: "own" or "transformers". `notes`: decisions that a user may not expect, one sentence
     each.
     """
@@ -39,6 +40,7 @@ class LaunchPlan:
     offload: Offload | None = None
     implementation: str = OWN
     int8_cache: bool = False
+    droppable: bool = False
 
     @property
     def own(self) -> ModelSpec:

@@ -6,8 +6,11 @@ has it. One more unit behind the last is all zeros, never written, the target of
 it lie the scratch slices, which K and V of hidden blocks pass through: table entry -1 - i is scratch slice i, the same
 in every layer. A host tier of units of the same layout takes what is swapped out. Who owns which unit is the control
 plane's affair.
+
+A pool may be laid out anew for fewer layers, whose units are smaller and so more of them (KunServe §4.1), and back.
 """
 
+import mmap
 from typing import Self
 
 import numpy as np
@@ -21,6 +24,8 @@ from engine.triton_kernels import configs
 from predictor.limits import Limits
 
 _PAGE = 4096
+_PRIVATE = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)
+_PIECE = 16 * 2**20  # bytes that are moved at once
 SLICES_PER_SCRATCH_BLOCK = 2  # K and V
 
 
@@ -32,6 +37,8 @@ class UnitPool:
     (none of 8 bits) and `units [num_units + 1, elements of a unit]` are views of the same memory; `host_units
     [num_host_units, elements of a unit]` is pinned where the device is not the CPU. On the CPU a page is committed when
     it is first touched.
+
+    `layers`: whose slices a unit has. `spare_bytes`: addresses, on the CPU, that more units of fewer layers may take.
     """
 
     def __init__(
@@ -47,10 +54,14 @@ class UnitPool:
         scratch_blocks: int = 0,
         num_host_units: int = 0,
         int8: bool = False,
+        spare_bytes: int = 0,
     ) -> None:
         assert not (int8 and scratch_blocks), "hidden state does not fit in units of 8 bits"
+        assert not (spare_bytes and (scratch_blocks or num_host_units)), "nothing else depends on a unit's size"
         self.num_units = num_units
+        self.spare_bytes = spare_bytes
         self.num_layers = num_layers
+        self.layers = range(num_layers)
         self.block_size = block_size
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
@@ -59,11 +70,18 @@ class UnitPool:
         self.zero_unit = num_units
         self.scratch_blocks = scratch_blocks
         self.scratch_base = (num_units + 1) * num_layers
-        num_slices = self.scratch_base + scratch_blocks * SLICES_PER_SCRATCH_BLOCK
         stored = torch.int8 if int8 else dtype
         slice_size = slice_elements(block_size, num_kv_heads, head_dim, stored)
         unit_size = num_layers * slice_size
-        storage = _zeros(num_slices * slice_size, stored, device)
+        num_slices = self.scratch_base + scratch_blocks * SLICES_PER_SCRATCH_BLOCK
+        self._memory: mmap.mmap | None = None
+        if spare_bytes:
+            assert device.type == "cpu", "addresses without memory are had on the CPU alone"
+            num_slices += spare_bytes // (slice_size * stored.itemsize)
+            self._memory = mmap.mmap(-1, num_slices * slice_size * stored.itemsize, _PRIVATE)
+            storage = torch.frombuffer(self._memory, dtype=stored)
+        else:
+            storage = _zeros(num_slices * slice_size, stored, device)
         self.slices: Tensor = storage.view(num_slices, slice_size)
         self.int8 = Int8Slices(self.slices, block_size, num_kv_heads, head_dim) if int8 else None
         if not int8:
@@ -82,6 +100,7 @@ class UnitPool:
         host_units: int,
         *,
         int8: bool = False,
+        spare_bytes: int = 0,
     ) -> Self:
         """The pool of a model, in the type and on the device of `like`. Raises ConfigError for scratch where the
         model's hidden state is no use as a cache."""
@@ -90,7 +109,7 @@ class UnitPool:
         return cls(
             limits.num_units, num_layers=spec.num_layers, block_size=limits.block_size, num_kv_heads=spec.num_kv_heads,
             head_dim=spec.head_dim, dtype=like.dtype, device=like.device, scratch_blocks=scratch_blocks,
-            num_host_units=host_units, int8=int8,
+            num_host_units=host_units, int8=int8, spare_bytes=spare_bytes,
         )  # fmt: skip
 
     def write(self, cells: Tensor, values: Tensor) -> None:
@@ -125,6 +144,63 @@ class UnitPool:
             self.units.index_fill_(0, self._to_device(units), 0)
         if scratch.size:
             self.slices.index_fill_(0, self._to_device(self.scratch_base - 1 - scratch), 0)
+
+    def relay(self, layers: range, num_units: int) -> None:
+        """Lay the units out for these layers, in place, so many of them. Those that there were and are keep what they
+        hold of layers that they had and have; all else they hold is undefined. Memory behind them is given back.
+
+        Raises ValueError for more than there are addresses for.
+        """
+        assert self._memory is not None, "a pool without spare addresses stays as it is"
+        before, common = self.layers, range(max(layers.start, self.layers.start), min(layers.stop, self.layers.stop))
+        if not layers or (num_units + 1) * len(layers) > len(self.slices):
+            raise ValueError(f"there is no room for {num_units} units of {len(layers)} layers")
+        kept = min(num_units, self.num_units) if common else 0
+        per = max(1, _PIECE // (max(len(before), len(layers)) * self.slices.shape[1] * self.slices.itemsize))
+        pieces = range(0, kept, per)
+        # Towards the front from the front on, and towards the back from the back: what is overwritten was moved.
+        for first in pieces if len(layers) <= len(before) else reversed(pieces):
+            last = min(first + per, kept)
+            held = self._view(first, last, len(before))[:, common.start - before.start : common.stop - before.start]
+            target = self._view(first, last, len(layers))
+            target[:, common.start - layers.start : common.stop - layers.start] = held.clone()
+        self.layers, self.num_layers = layers, len(layers)
+        self.num_units = self.zero_unit = num_units
+        self.scratch_base = (num_units + 1) * len(layers)
+        self._layers = np.arange(len(layers), dtype=np.int64)[:, None]
+        self.units = self._view(0, num_units + 1, len(layers)).flatten(1)
+        self.units[self.zero_unit] = 0
+        self.give_back(num_units + 1)
+
+    def give_back(self, first: int) -> None:
+        """Give the memory of units from `first` on back to the system: they are zeros, and need it when written."""
+        assert self._memory is not None
+        begin = first * self.num_layers * self.slices.shape[1] * self.slices.itemsize
+        begin = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE
+        if begin < len(self._memory):
+            self._memory.madvise(mmap.MADV_DONTNEED, begin, len(self._memory) - begin)
+
+    def past(self, units: np.ndarray, layers: range) -> Tensor:
+        """What units [n] hold of some of the layers: a copy, [n, layers, elements of a slice]."""
+        ids = self._ids_of(units, layers)
+        return self.slices.index_select(0, ids.flatten()).view(*ids.shape, self.slices.shape[1])
+
+    def put_past(self, units: np.ndarray, layers: range, values: Tensor) -> None:
+        """Write what `past` gave of as many units and the same layers."""
+        ids = self._ids_of(units, layers)
+        self.slices.index_copy_(0, ids.flatten(), values.reshape(ids.numel(), self.slices.shape[1]))
+
+    def _ids_of(self, units: np.ndarray, layers: range) -> Tensor:
+        if len(layers) and (layers.start < self.layers.start or layers.stop > self.layers.stop):
+            raise ValueError(f"layers {layers} are not all among {self.layers}")
+        if units.size and not 0 <= int(units.min()) <= int(units.max()) < self.num_units:
+            raise ValueError(f"a unit that is none of the {self.num_units}")
+        within = np.arange(layers.start, layers.stop) - self.layers.start
+        return self._to_device(units[:, None] * self.num_layers + within)
+
+    def _view(self, first: int, last: int, num_layers: int) -> Tensor:
+        """Units as if each had so many layers: [last - first, num_layers, elements of a slice]."""
+        return self.slices[first * num_layers : last * num_layers].view(last - first, num_layers, -1)
 
     def _slices_of(self, entries: np.ndarray) -> np.ndarray:
         slices: np.ndarray = entries[None, :] * self.num_layers + self._layers

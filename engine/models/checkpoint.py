@@ -8,7 +8,7 @@ of one; the reader itself knows nothing of model families beyond the names of bu
 import json
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -24,7 +24,16 @@ from engine.models.packing import Packing
 from engine.models.quantized import Rounded
 from engine.models.spec import ModelSpec
 from engine.models.unpacking import CACHE_SCALES, body_of, dense, integers_of, is_packed, parts_of
-from engine.models.weights import DummyTensors, Gather, ModelWeights, ResidentLayers, build_weights, torch_dtype
+from engine.models.weights import (
+    DummyTensors,
+    Gather,
+    LayerWeights,
+    ModelWeights,
+    ResidentLayers,
+    build_layers,
+    build_weights,
+    torch_dtype,
+)
 
 _INERT = re.compile(r"(^|\.)(rotary_emb\.inv_freq|attention\.bias|attention\.masked_bias)$")
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
@@ -62,6 +71,34 @@ def load_weights(
         if weights.layers.streamed:
             checkpoint.forget()  # what was read once must not stay beside a stated budget
         return weights
+
+
+def load_layers(
+    spec: ModelSpec,
+    folder: Path,
+    wanted: Sequence[int],
+    *,
+    dtype: str,
+    load_format: str = "auto",
+    seed: int = 0,
+    make: MakeLinear = make_linear,
+    integers: bool = False,
+) -> list[LayerWeights]:
+    """Some layers as `load_weights` gave them on the CPU, once more. Errors: ModelLoadError."""
+    kind, target = torch_dtype(dtype), torch.device("cpu")
+    with torch.inference_mode():
+        if load_format != "dummy":
+            with Checkpoint(folder, kind, target, spec.packing, integers=integers) as checkpoint:
+                return list(build_layers(spec, checkpoint, wanted, make))
+        kept: list[LayerWeights] = []
+
+        def gather(layers: Iterator[LayerWeights]) -> ResidentLayers:
+            kept.extend(layer for index, layer in enumerate(layers) if index in wanted)
+            return ResidentLayers()
+
+        # random numbers depend on all that were drawn before them
+        build_weights(spec, DummyTensors(seed, kind, target), make, gather)
+        return kept
 
 
 class Checkpoint:

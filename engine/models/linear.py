@@ -15,7 +15,7 @@ Knows nothing of models, devices other than "CPU or not", or layouts of checkpoi
 
 import functools
 import logging
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -109,6 +109,21 @@ class MakeLinear(Protocol):
     that comes as integers stays so."""
 
     def __call__(self, weight: Tensor | Rounded, bias: Tensor | None = None, *, gated: bool = False) -> Linear: ...
+
+
+class AbsentLinear:
+    """In place of a layer whose weight was given up: its sizes, and no bytes."""
+
+    def __init__(self, layer: Linear) -> None:
+        self.in_features, self.out_features = layer.in_features, layer.out_features
+
+    def __call__(self, *_: object, **__: object) -> NoReturn:
+        raise RuntimeError("this layer's weights were given up")
+
+    outputs_from = dense_from = on = __call__
+
+    def data(self) -> Tensor:
+        return torch.empty(0, dtype=torch.uint8)
 
 
 def make_linear(

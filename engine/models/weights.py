@@ -3,9 +3,9 @@
 q/k/v and gate/up are stacked here: a layer is four GEMMs whatever the family. Knows nothing of how a layer runs.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engine.errors import ModelLoadError
 from engine.models.families import TensorNames, family_named
-from engine.models.linear import Linear, MakeLinear, make_linear
+from engine.models.linear import AbsentLinear, Linear, MakeLinear, make_linear
 from engine.models.quantized import Rounded
 from engine.models.spec import ModelSpec
 
@@ -66,7 +66,7 @@ class LayerSource(Protocol):
 
 
 class ResidentLayers(list[LayerWeights]):
-    """Layers that all stay in memory; see LayerSource."""
+    """Layers that all stay in memory; see LayerSource. They can be given up, and come back."""
 
     streamed: tuple[int, ...] = ()
 
@@ -76,6 +76,16 @@ class ResidentLayers(list[LayerWeights]):
 
     def use(self, index: int, /) -> AbstractContextManager[LayerWeights]:
         return nullcontext(self[index])
+
+    @property
+    def absent(self) -> list[int]:
+        """Indices of the layers that were given up."""
+        return [index for index, layer in enumerate(self) if isinstance(layer.qkv, AbsentLinear)]
+
+    def give_up(self, index: int) -> None:
+        """Keep a layer's norms only, until `self[index]` is set to the whole layer again."""
+        qkv, out, up, down = map(AbsentLinear, matrices(self[index]))
+        self[index] = replace(self[index], qkv=qkv, out=out, up=up, down=down)
 
 
 Gather = Callable[[Iterator[LayerWeights]], LayerSource]
@@ -139,6 +149,13 @@ def build_weights(
     return _Builder(spec, source, make).model(gather)
 
 
+def build_layers(
+    spec: ModelSpec, source: TensorSource, wanted: Sequence[int], make: MakeLinear
+) -> Iterator[LayerWeights]:
+    """Some of the layers, one after the other. Errors: ModelLoadError."""
+    return _Builder(spec, source, make).layers(wanted)
+
+
 class _Builder:
     """Walks a family's tensor names in the order in which the model runs."""
 
@@ -156,9 +173,12 @@ class _Builder:
         if spec.position_offset is not None:
             shape = (spec.max_position_embeddings + spec.position_offset, spec.hidden_size)
             positions = self._source.fetch(f"{prefix}{names.positions}.weight", shape)
-        layers = gather(self._layer(f"{prefix}layers.{index}.") for index in range(spec.num_layers))
+        layers = gather(self.layers(range(spec.num_layers)))
         final_norm = self._norm(prefix + names.final_norm)
         return ModelWeights(embedding, positions, layers, final_norm, self._make(self._head(embedding)))
+
+    def layers(self, wanted: Sequence[int]) -> Iterator[LayerWeights]:
+        return (self._layer(f"{self._prefix}layers.{index}.") for index in wanted)
 
     def _layer(self, prefix: str) -> LayerWeights:
         spec, names = self._spec, self._names

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 
 from engine import openmp
 from engine.config import EngineConfig
+from engine.errors import ConfigError
 from engine.execution import memory
 from engine.execution.cpu.device import TorchDevice
 from engine.execution.cpu.native.crew import candidates
@@ -22,7 +24,9 @@ from engine.execution.cpu.transformers_device import TransformersDevice
 from engine.execution.cpu.weight_file import WeightFile
 from engine.execution.plan import LaunchPlan
 from engine.execution.runner import Runner
+from engine.execution.stages import StagedRunner, cannot_drop
 from engine.machine.facts import host_engines, memcpy_rate, read_processor
+from engine.models.checkpoint import load_layers
 from engine.models.decoder import Decoder
 from engine.models.linear import MakeLinear, make_linear
 from engine.models.quantized import make_quantized
@@ -104,14 +108,14 @@ class CpuBackend:
             foreign = TransformersDevice(weights, plan.limits, host_units=plan.host_units)
             return Runner(foreign), replace(plan, threads=torch.get_num_threads())
         decoder, hidden, host = Decoder(plan.own, weights), plan.scratch_blocks, plan.host_units
-        int8 = plan.int8_cache
+        spare = weights.layers.held_bytes if plan.droppable else 0
+        pool: dict[str, Any] = {
+            "scratch_blocks": hidden, "host_units": host, "int8_cache": plan.int8_cache, "spare_bytes": spare
+        }  # fmt: skip
         if not isinstance(weights.head, NativeLinear):
-            device = TorchDevice(decoder, plan.limits, scratch_blocks=hidden, host_units=host, int8_cache=int8)
-            return Runner(device), plan
+            return Runner(TorchDevice(decoder, plan.limits, **pool)), plan
         native = weights.head.native
-        runner = NativeRunner(
-            NativeDevice(decoder, native, plan.limits, scratch_blocks=hidden, host_units=host, int8_cache=int8)
-        )
+        runner = NativeRunner(NativeDevice(decoder, native, plan.limits, **pool))
         most = native.team.threads
         if config.threads is not None or most == 1 or config.profile_seconds <= 0:
             return runner, replace(plan, threads=most)
@@ -119,6 +123,22 @@ class CpuBackend:
         say(line)
         runner.watch = ThreadWatch(candidates(most), threads, native.team.resize)
         return runner, replace(plan, threads=threads)
+
+
+def staged(config: EngineConfig, plan: LaunchPlan, runner: Runner[Any]) -> StagedRunner:
+    """A runner of a plan that is `droppable`, whose layers can be given up. Raises ConfigError where they cannot."""
+    if refusal := cannot_drop(runner):
+        raise ConfigError(f"layers cannot be dropped: {refusal}")
+    head = runner.device.decoder.weights.head
+    make = _by_torch(plan)
+    if isinstance(head, NativeLinear):
+        make = head.native.int8_linear if plan.quantization == "int8" else head.native.linear
+    integers = plan.quantization != "none"
+    load = partial(
+        load_layers, plan.own, plan.folder, dtype=plan.dtype, load_format=config.load_format, seed=config.seed,
+        make=make, integers=integers,
+    )  # fmt: skip
+    return StagedRunner(runner, load)
 
 
 def _own_memory() -> int:

@@ -4,6 +4,8 @@ Tuned for the CPU, correct on every torch device. Nothing is taken ahead: each c
 and the host samples. Knows nothing of requests, sampling or the order of a step's parts (`Runner`).
 """
 
+from typing import Protocol
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -24,6 +26,15 @@ from engine.models.decoder import Attend, Decoder
 from engine.models.heads import Heads
 from engine.models.weights import LayerWeights
 from predictor.limits import Limits
+
+
+class Beyond(Protocol):
+    """What runs the layers that a device does not have, on other engines."""
+
+    def __call__(self, chunks: IntArray, hidden: Tensor, wanted: IntArray) -> Tensor:
+        """Of chunks [n, 4] as in `Device.forward`, whose hidden state in front of those layers is `hidden [parts, T,
+        H]`, chunk by chunk: the hidden state behind the last layer of the tokens `wanted [R]`, [parts, R, H]. Parts are
+        addends, as the device keeps them."""
 
 
 class PoolDevice:
@@ -48,8 +59,10 @@ class PoolDevice:
 
 class TorchDevice(PoolDevice):
     """`scratch_blocks`: blocks of hidden state that one step may read or write; 0 refuses them altogether.
-    `host_units`: units of the host tier. `int8_cache`: K and V are kept in 8 bits. Raises ConfigError for scratch where
-    the model's hidden state is no use."""
+    `host_units`: units of the host tier. `int8_cache`: K and V are kept in 8 bits. `spare_bytes`: see UnitPool. Raises
+    ConfigError for scratch where the model's hidden state is no use.
+
+    `layers`: those it runs; `beyond`: what runs the ones behind them, on the next engine of a pipeline."""
 
     def __init__(
         self,
@@ -59,13 +72,18 @@ class TorchDevice(PoolDevice):
         scratch_blocks: int = 0,
         host_units: int = 0,
         int8_cache: bool = False,
+        spare_bytes: int = 0,
     ) -> None:
         spec, weights = decoder.spec, decoder.weights
         super().__init__(
-            UnitPool.of(spec, limits, weights.embedding, scratch_blocks, host_units, int8=int8_cache),
+            UnitPool.of(
+                spec, limits, weights.embedding, scratch_blocks, host_units, int8=int8_cache, spare_bytes=spare_bytes
+            ),
             RowTable(limits, hidden=scratch_blocks > 0),
         )
-        self._decoder = decoder
+        self.decoder = decoder
+        self.layers = range(spec.num_layers)
+        self.beyond: Beyond | None = None
         self._heads = Heads(spec, weights, limits.max_model_len, hidden=scratch_blocks > 0)
         reads = scratch_blocks > 0 and spec.absorbs_kv
         self._absorption = Absorption(spec, weights) if reads else None
@@ -84,13 +102,34 @@ class TorchDevice(PoolDevice):
         layout, device = batch.layout, self.pool.device
         attend = self._attend(batch, hidden)
         token_ids = torch.from_numpy(self.rows.tokens[layout.token_rows, layout.positions]).to(device)
-        x = self._decoder.embed(token_ids, torch.from_numpy(layout.positions).to(device))
-        x = self._decoder.run(x, attend)
+        x = self.decoder.embed(token_ids, torch.from_numpy(layout.positions).to(device))
+        x, wanted = self.decoder.run(x, attend, self.layers), layout.sampled_tokens
+        if self.beyond is not None:
+            whole = np.arange(len(x)) if take is not None else wanted
+            (x,) = self.beyond(layout.chunks, x[None], whole)
+            wanted = wanted if take is not None else np.arange(len(x))
         if take is not None:
-            take(layout, self._decoder.normed(x))
+            take(layout, self.decoder.normed(x))
         if not layout.sampled.size:
             return x[:0], None
-        return self._decoder.logits(x.index_select(0, torch.from_numpy(layout.sampled_tokens).to(device))), None
+        return self.decoder.logits(x.index_select(0, torch.from_numpy(wanted).to(device))), None
+
+    def keep(self, layers: range) -> None:
+        """Run these layers alone from now on. The pool is laid out for them already; weights of others may be gone."""
+        self.layers = layers
+
+    def pass_through(self, chunks: IntArray, hidden: Tensor, wanted: IntArray) -> Tensor:
+        """The next part of a step that another device began: as Beyond, where chunk i is of row i."""
+        batch, _ = self._plan(chunks)
+        layout, chunk = batch.layout, batch.layout.token_rows
+        firsts = np.cumsum(chunks[:, 2]) - chunks[:, 2]
+        # tokens in the order in which attention wants them, and back
+        came = torch.from_numpy(firsts[chunk] + layout.positions - chunks[chunk, 1])
+        x = self.decoder.run(hidden[0].index_select(0, came), self._attend(batch, None), self.layers)
+        x = torch.empty_like(x).index_copy_(0, came, x)[None]
+        if self.beyond is not None:
+            return self.beyond(chunks, x, wanted)
+        return x.index_select(1, torch.from_numpy(wanted))
 
     def _plan(self, chunks: IntArray) -> tuple[Batch, HiddenPlan | None]:
         """The step's layout, and what it does with hidden state. That is read as it is where the model allows it and
@@ -99,7 +138,7 @@ class TorchDevice(PoolDevice):
         hidden = has_hidden(rows, chunks)
         absorbed = np.zeros(len(chunks), dtype=np.bool_)
         if hidden and self._absorption is not None:
-            absorbed = reads_hidden(rows, chunks, chunk_limit(self._decoder.spec))
+            absorbed = reads_hidden(rows, chunks, chunk_limit(self.decoder.spec))
         others, scratch = chunks[~absorbed], None
         if hidden and len(others):
             scratch = ScratchPlan(rows, others, pool.scratch_blocks)
@@ -116,10 +155,11 @@ class TorchDevice(PoolDevice):
             absorbed = AbsorbedAttention(self._absorption, self.pool, self.rows, groups, self._heads.hidden_size)
         paged = PagedAttention(self.pool, self.rows, batch, absorbed)
         rotary = self._heads.rotary(torch.from_numpy(layout.positions).to(self.pool.device))
+        first = self.layers.start
 
         def attend(index: int, layer: LayerWeights, x: Tensor) -> Tensor:
             if hidden is not None:
                 hidden(index, x)
-            return paged(index, *self._heads.qkv(layer, x, rotary))
+            return paged(index - first, *self._heads.qkv(layer, x, rotary))
 
         return attend

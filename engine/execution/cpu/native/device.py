@@ -35,8 +35,12 @@ class NativeDevice(TorchDevice):
         scratch_blocks: int = 0,
         host_units: int = 0,
         int8_cache: bool = False,
+        spare_bytes: int = 0,
     ) -> None:
-        super().__init__(decoder, limits, scratch_blocks=scratch_blocks, host_units=host_units, int8_cache=int8_cache)
+        super().__init__(
+            decoder, limits, scratch_blocks=scratch_blocks, host_units=host_units, int8_cache=int8_cache,
+            spare_bytes=spare_bytes,
+        )  # fmt: skip
         length = limits.max_model_len
         self._native = NativeModel(native, decoder.spec, decoder.weights, self.pool, self.rows, length)
 
@@ -50,11 +54,20 @@ class NativeDevice(TorchDevice):
             clear_begun_blocks(self.pool, self.rows, chunks)
         where, table = chunks[chunks[:, 3] > 0, 0], self.rows.sampling
         plain = masks is None and table.plain(where)
-        result = self._native.run(chunks, logits=not plain)
+        result = self._native.run(chunks, logits=not plain, beyond=self.beyond, whole=take is not None)
         if take is not None:
             hidden = self._native.hidden(int(chunks[:, 2].sum()))
-            take(Layout.of(chunks, np.arange(len(chunks))), self._decoder.normed(hidden))
+            take(Layout.of(chunks, np.arange(len(chunks))), self.decoder.normed(hidden))
         if result.logits is not None:
             return result.logits, None
         tokens = np.where(np.isfinite(result.best), result.best_ids, INVALID_TOKEN)
         return torch.empty((len(tokens), 0)), DeviceSamples(torch.from_numpy(tokens.astype(np.int32)))
+
+    def keep(self, layers: range) -> None:
+        """See TorchDevice."""
+        super().keep(layers)
+        self._native.keep(layers)
+
+    def pass_through(self, chunks: IntArray, hidden: Tensor, wanted: IntArray) -> Tensor:
+        """See TorchDevice."""
+        return self._native.pass_through(chunks, hidden, wanted, self.beyond)

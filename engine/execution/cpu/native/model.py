@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.arrays import IntArray
+from engine.execution.cpu.device import Beyond
 from engine.execution.cpu.native.library import TYPES, Kind, Shape, Step, Tape, activation_dtype
 from engine.execution.cpu.native.linear import Native
 from engine.execution.cpu.native.tape import Buffers, compose
@@ -52,7 +53,8 @@ class NativeModel:
         self._dtype = weights.embedding.dtype
         self._level = native.level_for(self._dtype)
         self._layers = weights.layers
-        self._weights = NativeWeights(native, spec, weights)
+        self._model = weights
+        self._weights = NativeWeights(native, spec, weights, range(spec.num_layers))
         self._max_model_len = max_model_len
         self._max_samples = rows.num_rows
         self._frequencies = inverse_frequencies(spec.rope, max_model_len).contiguous() if spec.rope else None
@@ -61,19 +63,67 @@ class NativeModel:
         self._logits: Tensor | None = None
         self._make_room(_FIRST_TOKENS)
 
-    def run(self, chunks: IntArray, *, logits: bool) -> Sampled:
-        """Run chunks [n, 4] (row, start, length, sample) of rows whose blocks all hold K and V.
+    def run(self, chunks: IntArray, *, logits: bool, beyond: Beyond | None = None, whole: bool = False) -> Sampled:
+        """Run chunks [n, 4] (row, start, length, sample) of rows whose blocks all hold K and V. `beyond` runs the
+        layers behind those that are kept here; it leaves `hidden` right only if it is asked for the `whole`.
 
         Raises StepError, and WeightReadError where layers stream.
         """
+        chunks = self._take(chunks)
+        count = int(np.count_nonzero(chunks[:, 3]))
+        kept = self._logits_for(count) if logits and count else None
+        step = self._step(chunks, kept)
+        if beyond is None:
+            self._run(step)
+        else:
+            self._run_with(beyond, chunks, step, whole)
+        return Sampled(self._best[:count], self._best_ids[:count], kept)
+
+    def keep(self, layers: range) -> None:
+        """Run these layers alone, which the pool is laid out for, in units as many as it has now."""
+        self._weights = NativeWeights(self.native, self._spec, self._model, layers)
+        self._make_room(self._max_tokens)
+
+    def pass_through(self, chunks: IntArray, hidden: Tensor, wanted: IntArray, beyond: Beyond | None) -> Tensor:
+        """As Beyond, by the layers that are kept, and by those beyond them."""
+        chunks, tape, team = self._take(chunks), self._tape, self.native.team
+        step = self._step(chunks, None)
+        tape.begin(team, step)
+        first, last = self._composed.layers[0].start, self._composed.layers[-1].stop
+        tape.run_ops(team, 1, first)  # all in front of the layers but the embedding
+        self._put(np.arange(hidden.shape[1]), hidden)
+        tape.run_ops(team, first, last)
+        left = self._parts(np.arange(hidden.shape[1]) if beyond is not None else wanted)
+        return left if beyond is None else beyond(chunks, left, wanted)
+
+    def _run_with(self, beyond: Beyond, chunks: IntArray, step: Step, whole: bool) -> None:
+        tape, team, last = self._tape, self.native.team, self._composed.layers[-1].stop
+        tape.begin(team, step)
+        tape.run_ops(team, 0, last)
+        every = np.arange(int(chunks[:, 2].sum()))
+        wanted = every if whole else np.cumsum(chunks[:, 2])[chunks[:, 3] > 0] - 1
+        self._put(wanted, beyond(chunks, self._parts(every), wanted))
+        tape.run_ops(team, last, len(self._composed.ops))
+
+    def _addends(self) -> list[Tensor]:
+        """Rows whose sum is the hidden state between layers."""
+        at, size = self._buffers, self._spec.hidden_size
+        return [each[:, :size] for each in (at.x, at.delta, at.other) if each is not None]
+
+    def _parts(self, tokens: IntArray) -> Tensor:
+        return torch.stack([each[torch.from_numpy(tokens)] for each in self._addends()])
+
+    def _put(self, tokens: IntArray, parts: Tensor) -> None:
+        for each, part in zip(self._addends(), parts, strict=True):
+            each[torch.from_numpy(tokens)] = part
+
+    def _take(self, chunks: IntArray) -> IntArray:
+        """The chunks [n, 4] as the library reads them, with room for their tokens."""
         chunks = np.ascontiguousarray(chunks, dtype=np.int64)
         total = int(chunks[:, 2].sum())
         if total > self._max_tokens:
             self._make_room(max(total, 2 * self._max_tokens))
-        count = int(np.count_nonzero(chunks[:, 3]))
-        kept = self._logits_for(count) if logits and count else None
-        self._run(self._step(chunks, kept))
-        return Sampled(self._best[:count], self._best_ids[:count], kept)
+        return chunks
 
     def _run(self, step: Step) -> None:
         """The whole tape at once, or in parts around the layers that stream."""
@@ -96,9 +146,7 @@ class NativeModel:
     def hidden(self, num_tokens: int) -> Tensor:
         """The hidden states [T, H] that the last step left, chunk by chunk, before the final norm; of tokens that were
         not sampled."""
-        at, size = self._buffers, self._spec.hidden_size
-        parts = [at.x, at.delta] if at.other is None else [at.x, at.delta, at.other]
-        return torch.stack([part[:num_tokens, :size].float() for part in parts]).sum(dim=0).to(self._dtype)
+        return torch.stack([part[:num_tokens].float() for part in self._addends()]).sum(dim=0).to(self._dtype)
 
     def seconds(self) -> dict[Kind, float]:
         """What operations of each kind took since the last call."""
@@ -143,7 +191,7 @@ class NativeModel:
             head_dim=spec.head_dim,
             rotary_dim=spec.rope.rotary_dim if spec.rope else 0,
             hidden=spec.hidden_size,
-            layers=spec.num_layers,
+            layers=pool.num_layers,
             vocab=spec.vocab_size,
             block_size=pool.block_size,
             pool_units=pool.num_units,

@@ -45,7 +45,7 @@ class Buffers:
 
 @dataclass(frozen=True, slots=True)
 class Composed:
-    """The operations of a step, and which of them are each layer's."""
+    """The operations of a step, and which of them are each layer's, from the first that is there on."""
 
     ops: list[Op]
     layers: list[range]
@@ -70,7 +70,7 @@ class _Composer:
         at, ops, layers = self._at, [self._embed()], []
         if at.angles is not None:
             ops.append(Op(kind=Kind.ANGLES, out=at.angles.data_ptr()))
-        for index, layer in enumerate(self._weights.layers):
+        for index, layer in self._weights.layers.items():
             first = len(ops)
             ops += self._attention(index, layer)
             ops += self._mlp(layer)
@@ -94,10 +94,11 @@ class _Composer:
     def _attention(self, index: int, layer: NativeLayer) -> list[Op]:
         at, spec = self._at, self._spec
         qkv, attended = at.qkv.data_ptr(), at.attended.data_ptr()
-        rope = Op(kind=Kind.ROPE_KV, layer=index, weight=layer.qk_norm, out=qkv, out_stride=at.qkv.stride(0))
+        place = index - min(self._weights.layers)  # of its slices in a unit
+        rope = Op(kind=Kind.ROPE_KV, layer=place, weight=layer.qk_norm, out=qkv, out_stride=at.qkv.stride(0))
         rope.input, rope.eps = None if at.angles is None else at.angles.data_ptr(), spec.norm_eps
-        attend = Op(kind=Kind.ATTEND, layer=index, input=qkv, in_stride=at.qkv.stride(0), out=attended)
-        merge = Op(kind=Kind.MERGE, layer=index, out=attended)
+        attend = Op(kind=Kind.ATTEND, layer=place, input=qkv, in_stride=at.qkv.stride(0), out=attended)
+        merge = Op(kind=Kind.MERGE, layer=place, out=attended)
         attend.out_stride = merge.out_stride = at.attended.stride(0)
         return [
             self._norm(layer.input_norm, at.normed, added=index > 0),

@@ -32,20 +32,24 @@ class NativeLayer:
 
 
 class NativeWeights:
-    """A whole model. Layers that are not packed yet are packed here, beside what torch holds of them; those that stream
-    come packed, and the addresses of their matrices hold only inside `LayerSource.use`."""
+    """A model, with the layers that are kept of it. Those that are not packed yet are packed here, beside what torch
+    holds of them; those that stream come packed, and the addresses of their matrices hold only inside
+    `LayerSource.use`."""
 
-    def __init__(self, native: Native, spec: ModelSpec, weights: ModelWeights) -> None:
+    def __init__(self, native: Native, spec: ModelSpec, weights: ModelWeights, kept: range) -> None:
         for index in weights.layers.streamed:
             assert isinstance(weights.layers[index].qkv, NativeLinear), "a layer that streams was packed by another"
         self._native = native
         self._constants: list[Tensor] = []
         self.embedding = weights.embedding.contiguous()
         self.positions = weights.positions
-        self.layers = [self._layer(layer, spec.gated_mlp) for layer in weights.layers]
+        self.layers = {index: self._layer(weights.layers[index], spec.gated_mlp) for index in kept}
         self.final_norm = self._norm(weights.final_norm)
         self.head = self._linear(weights.head)
-        every = (self.head, *(each for layer in self.layers for each in (layer.qkv, layer.out, layer.up, layer.down)))
+        every = (
+            self.head,
+            *(each for layer in self.layers.values() for each in (layer.qkv, layer.out, layer.up, layer.down)),
+        )
         self.has_int8 = any(isinstance(each, NativeInt8) for each in every)
 
     def _layer(self, layer: LayerWeights, gated: bool) -> NativeLayer:

@@ -1,0 +1,231 @@
+"""A runner that is one stage of a pipeline of engines for a while: it gives up layers that another engine keeps, whose
+memory becomes units of its pool, and has them back later (KunServe §4).
+
+The leader keeps the first layers, the embedding and the head. It runs every step, samples and keeps all there is to
+know of rows; the other engines run their layers of a step on what it sends: its chunks, their block tables, the hidden
+state. They send back the hidden state of the tokens that sample. Units have the same numbers on all engines; so where
+the past of requests lies is the affair of who regroups the engines.
+
+For CPUs, by torch or the native kernels. Knows nothing of scheduling, nor of why layers are dropped.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.arrays import IntArray
+from engine.errors import ConfigError
+from engine.execution.cpu.device import TorchDevice
+from engine.execution.runner import Runner
+from engine.machine.link import Link
+from engine.models.weights import LayerWeights, ResidentLayers, matrices
+from engine.scheduling.output import Collect, SchedulerOutput
+
+LoadLayers = Callable[[Sequence[int]], list[LayerWeights]]
+"""Loads layers, by ascending index, as they were loaded at the start. Raises ModelLoadError."""
+_END = b"end"
+
+
+class StageError(RuntimeError):
+    """A step that failed on another engine of the pipeline."""
+
+
+class StagedRunner:
+    """An `engine.scheduling.output.ModelRunner` whose layers can be dropped. `load`: has them back.
+
+    No step may be in flight for anything but `launch` and `prepare_restore`. `layer_bytes`: weights of a layer,
+    `unit_layer_bytes`: one layer's part of a unit.
+    """
+
+    def __init__(self, runner: Runner[Any], load: LoadLayers) -> None:
+        if refusal := cannot_drop(runner):
+            raise ConfigError(refusal)
+        self._runner = runner
+        self._device: TorchDevice = runner.device
+        self._layers = cast(ResidentLayers, self._device.decoder.weights.layers)
+        self._load = load
+        self._loaded: dict[int, LayerWeights] = {}
+        slices = self._device.pool.slices
+        self.num_layers = len(self._layers)
+        self.layer_bytes = sum(matrix.data().nbytes for matrix in matrices(self._layers[0]))
+        self.unit_layer_bytes = slices.shape[1] * slices.itemsize
+
+    @property
+    def kept(self) -> range:
+        """The layers that it has."""
+        return self._device.layers
+
+    def launch(self, output: SchedulerOutput) -> Collect:
+        """See ModelRunner. Of a leader: raises LinkLostError, or StageError where another engine's part failed."""
+        return self._runner.launch(output)
+
+    def lost(self) -> str | None:
+        """See Runner."""
+        return self._runner.lost()
+
+    def can_drop(self) -> str | None:
+        """Why no layers can be dropped, in one line; None if they can."""
+        return cannot_drop(self._runner)
+
+    def drop(self, keep: range, num_units: int) -> None:
+        """Free the weights of all other layers, and lay `num_units` units out for these. Units that there were keep
+        what they hold of them. Raises ValueError, with nothing changed, for more units than there is room for."""
+        if not (len(keep) and keep.start >= 0 and keep.stop <= self.num_layers):
+            raise ValueError(f"no layers {keep} among {self.num_layers}")
+        if absent := [index for index in self._layers.absent if index in keep]:
+            raise ValueError(f"layers {absent} are not here")
+        with torch.inference_mode():
+            self._device.pool.relay(keep, num_units)
+            for index in set(range(self.num_layers)) - set(keep) - set(self._layers.absent):
+                self._layers.give_up(index)
+            self._device.keep(keep)
+
+    def prepare_restore(self, num_units: int) -> None:
+        """Load the layers that are absent, in the memory of units from `num_units` on, which hold nothing any more.
+        Saves `restore` the time, and may run in a thread beside steps. Raises ModelLoadError."""
+        pool = self._device.pool
+        pool.give_back(max(num_units, 0))
+        if absent := [index for index in self._layers.absent if index not in self._loaded]:
+            self._loaded.update(zip(absent, self._load(absent), strict=True))
+
+    def restore(self, num_units: int) -> None:
+        """Have all layers back, and lay out `num_units` units, which keep what they hold of the layers that were here.
+        Whatever was begun before is undone: it may be called at any time. Raises ModelLoadError, with nothing changed.
+        """
+        self._device.beyond = None
+        pool, every = self._device.pool, range(self.num_layers)
+        if absent := self._layers.absent:
+            self.prepare_restore(num_units)
+        with torch.inference_mode():
+            if pool.layers != every or pool.num_units != num_units:
+                pool.relay(every, num_units)
+            for index in absent:
+                self._layers[index] = self._loaded[index]
+            self._loaded.clear()
+            self._device.keep(every)
+
+    def read_past(self, units: Sequence[int], layers: range) -> bytearray:
+        """K and V of whole units, of layers that are here. Raises ValueError for others."""
+        with torch.inference_mode():
+            past = self._device.pool.past(np.array(units, dtype=np.int64), layers)
+            return bytearray(past.flatten().view(torch.uint8).numpy())
+
+    def write_past(self, units: Sequence[int], layers: range, data: bytes | bytearray | memoryview) -> None:
+        """Write what `read_past` gave of as many units and the same layers. Raises ValueError for another size."""
+        if len(data) != len(units) * len(layers) * self.unit_layer_bytes:
+            raise ValueError(f"{len(data)} bytes are not {len(units)} units of {len(layers)} layers")
+        pool = self._device.pool
+        if data:
+            with torch.inference_mode():
+                values = torch.frombuffer(bytearray(data), dtype=pool.slices.dtype)
+                pool.put_past(np.array(units, dtype=np.int64), layers, values)
+
+    def lead(self, link: Link) -> None:
+        """Run the layers that are here, and have those behind them run over the link, from the next step on; also on an
+        engine that follows another and does not have the last layer."""
+        self._device.beyond = _Next(self._device, link)
+
+    def end_lead(self) -> None:
+        """Tell who follows that this was all. The link stays as it is, and in step. Raises LinkLostError."""
+        beyond, self._device.beyond = self._device.beyond, None
+        if isinstance(beyond, _Next):
+            beyond.link.send(_END)
+
+    def follow(self, link: Link) -> None:
+        """Run steps for who leads until told to end. Raises LinkLostError."""
+        device = self._device
+        tokens = device.rows.tokens  # nobody reads them here, but native kernels look at all that a chunk covers
+        tokens[tokens < 0] = 0
+        while (head := link.receive()) != _END:
+            step = _receive_step(link, head)
+            try:
+                with torch.inference_mode(), device.lane.use():
+                    result, failure = _run(device, step), ""
+            except Exception as error:  # whatever it is, who leads waits for an answer
+                result, failure = torch.empty(0), str(error) or type(error).__name__
+            _send(link, {"failure": failure, "parts": result.shape}, [_bytes_of(result)])
+        device.rows.num_blocks[:] = 0
+
+
+def cannot_drop(runner: Runner[Any]) -> str | None:
+    """Why a runner's layers cannot be dropped, in one line; None if they can."""
+    device = runner.device
+    if not isinstance(device, TorchDevice):
+        return "layers are dropped on a CPU, from a model of our own, and this one runs otherwise"
+    pool, layers = device.pool, device.decoder.weights.layers
+    if not isinstance(layers, ResidentLayers):
+        return "layers that stream take no memory that could be cache"
+    if pool.scratch_blocks or len(pool.host_units) or runner.disk is not None:
+        return "a cache of hidden state, in host memory or on a disk holds units of all layers"
+    if len(layers) < 2:
+        return "the model has one layer"
+    return None if pool.spare_bytes else "the cache was made without addresses for more units"
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """`chunks [n, 4]` of rows 0 to n - 1, `tables [2, n, blocks]` of K and V, `hidden [parts, T, H]`, `wanted [R]`."""
+
+    chunks: IntArray
+    tables: IntArray
+    hidden: Tensor
+    wanted: IntArray
+
+
+class _Next:
+    """See Beyond: the next stage, over a link."""
+
+    def __init__(self, device: TorchDevice, link: Link) -> None:
+        self._rows = device.rows
+        self.link = link
+
+    def __call__(self, chunks: IntArray, hidden: Tensor, wanted: IntArray) -> Tensor:
+        rows = self._rows
+        blocks = int(rows.num_blocks[chunks[:, 0]].max())
+        tables = rows.tables[:2, chunks[:, 0], :blocks]
+        renamed = np.column_stack((np.arange(len(chunks)), chunks[:, 1:]))
+        head = {"blocks": blocks, "parts": hidden.shape, "dtype": str(hidden.dtype).removeprefix("torch.")}
+        _send(self.link, head, [renamed.tobytes(), tables.tobytes(), wanted.tobytes(), _bytes_of(hidden)])
+        answer = json.loads(self.link.receive())
+        result = self.link.receive()
+        if answer["failure"]:
+            raise StageError(f"on the next engine of the pipeline: {answer['failure']}")
+        return _tensor(result, hidden.dtype, answer["parts"])
+
+
+def _run(device: TorchDevice, step: _Step) -> Tensor:
+    rows, count = device.rows, len(step.chunks)
+    blocks = step.tables.shape[2]
+    rows.tables[:2, :count, :blocks] = step.tables
+    rows.num_blocks[:count] = blocks
+    return device.pass_through(step.chunks, step.hidden, step.wanted)
+
+
+def _receive_step(link: Link, head: bytearray) -> _Step:
+    about = json.loads(head)
+    chunks, tables, wanted = (np.frombuffer(link.receive(), dtype=np.int64) for _ in range(3))
+    hidden = _tensor(link.receive(), getattr(torch, about["dtype"]), about["parts"])
+    chunks = chunks.reshape(-1, 4)
+    return _Step(chunks, tables.reshape(2, len(chunks), about["blocks"]), hidden, wanted)
+
+
+def _send(link: Link, head: dict[str, Any], parts: Sequence[bytes | memoryview]) -> None:
+    link.send(json.dumps(head).encode())
+    for part in parts:
+        link.send(part)
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    array: np.ndarray = tensor.contiguous().flatten().view(torch.uint8).numpy()
+    return array.data
+
+
+def _tensor(data: bytearray, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
+    if not data:
+        return torch.empty(*shape, dtype=dtype)
+    return torch.frombuffer(data, dtype=dtype).view(*shape)

@@ -1,0 +1,324 @@
+"""Engines whose layers are dropped and restored while requests run: the same tokens as one engine that keeps them."""
+
+import functools
+import socket
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from driver import Driver, make_request
+from native_build import native_library
+from test_runner import crowd
+from tiny_models import llama_config, model_folder
+
+from engine.api import SamplingParams
+from engine.cache.blocks import CacheEntry, CacheKind, Tier
+from engine.config import SchedulerConfig
+from engine.errors import ConfigError
+from engine.execution.cpu.device import TorchDevice
+from engine.execution.cpu.native.device import NativeDevice
+from engine.execution.cpu.native.library import Level, Team
+from engine.execution.cpu.native.linear import Native
+from engine.execution.pool import UnitPool
+from engine.execution.runner import Runner
+from engine.execution.stages import StagedRunner, StageError
+from engine.fleet.drop import pipeline_units, split_layers
+from engine.machine.link import Link, LinkLostError
+from engine.models.checkpoint import load_layers
+from engine.models.decoder import Decoder
+from engine.models.linear import MakeLinear, make_linear
+from engine.models.spec import ModelSpec, load_spec, spec_from_config
+from engine.models.weights import DummyTensors, ResidentLayers, build_weights, matrices
+from engine.scheduling.output import Chunk, NewRequest, SchedulerOutput
+from predictor.limits import Limits
+
+pytestmark = pytest.mark.timeout(900)  # the first test by native kernels may have to build the library
+LAYERS, UNITS, BLOCK = 4, 48, 4
+KINDS = ("torch", "native")
+
+
+@functools.cache
+def native() -> Native:
+    library = native_library()
+    return Native(library, min(max(library.levels()), Level.AVX512), Team(library, 1))
+
+
+def limits_of(units: int) -> Limits:
+    return Limits(12, 32, 120, units, BLOCK)
+
+
+def llama(**changes: object) -> ModelSpec:
+    return spec_from_config(llama_config(num_hidden_layers=LAYERS, **changes))
+
+
+def make(spec: ModelSpec, kind: str, dtype: str = "float32", units: int = UNITS, **pool: Any) -> StagedRunner:
+    """A runner of random weights, which it loads again by their seed."""
+    linear: MakeLinear = native().linear if kind == "native" else make_linear
+    weights = build_weights(spec, DummyTensors(3, getattr(torch, dtype), torch.device("cpu")), linear)
+    decoder, spare = Decoder(spec, weights), {"spare_bytes": weights.layers.held_bytes, **pool}
+    limits = limits_of(units)
+    device = (
+        NativeDevice(decoder, native(), limits, **spare) if kind == "native" else TorchDevice(decoder, limits, **spare)
+    )
+    load = functools.partial(
+        load_layers, spec, model_folder("llama-gqa2"), dtype=dtype, load_format="dummy", seed=3, make=linear
+    )
+    return StagedRunner(Runner(device), load)
+
+
+def drive(runner: StagedRunner, units: int) -> Driver:
+    config = SchedulerConfig(
+        num_units=units, max_model_len=120, block_size=BLOCK, max_num_seqs=12, max_num_batched_tokens=32,
+        min_prefill_chunk=8,
+    )  # fmt: skip
+    return Driver(runner, config)
+
+
+def units_of_group(runner: StagedRunner, kept: Sequence[range]) -> int:
+    held = [float(UNITS * runner.num_layers * runner.unit_layer_bytes)] * len(kept)
+    return pipeline_units(kept, held, runner.layer_bytes, runner.unit_layer_bytes)
+
+
+@contextmanager
+def pipeline(*runners: StagedRunner) -> Iterator[None]:
+    """Each leads the next one; the last engine's part of a step runs in a thread, as do those between."""
+    with ExitStack() as stack:
+        for leader, follower in pairwise(runners):
+            here, there = (stack.enter_context(closing(Link(each))) for each in socket.socketpair())
+            thread = threading.Thread(target=follower.follow, args=(there,))
+            thread.start()
+            stack.callback(thread.join)
+            leader.lead(here)
+            stack.callback(leader.end_lead)
+        yield
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "case",
+    ["float32", "bfloat16", "int8 cache", "neox", "opt", "three engines"],
+    ids=lambda case: case.replace(" ", "-"),
+)
+def test_a_pipeline_computes_what_one_engine_computes(kind: str, case: str) -> None:
+    """To the last bit: sampled tokens agree as well."""
+    spec = load_spec(model_folder(case)) if case in ("neox", "opt") else llama()
+    dtype, more = "bfloat16" if case == "bfloat16" else "float32", {"int8_cache": case == "int8 cache"}
+    kept = split_layers(spec.num_layers, [1.0] * (3 if case == "three engines" else 2))
+    runners = [make(spec, kind, dtype, **more) for _ in kept]
+    units = units_of_group(runners[0], kept)
+    assert units > len(kept) * UNITS
+    for runner, layers in zip(runners, kept, strict=True):
+        runner.drop(layers, units)
+    outputs = []
+    requests = crowd(np.random.default_rng(5), 6, temperature=0.8)
+    for runner in (runners[0], make(spec, kind, dtype, units, **more)):
+        driver = drive(runner, units)
+        driver.add(*requests)
+        if runner is runners[0]:
+            with pipeline(*runners):
+                driver.run()
+        else:
+            driver.run()
+        outputs.append(driver.outputs)
+    assert outputs[0] == outputs[1]
+
+
+class Group:
+    """Two engines, and what a control plane does with them."""
+
+    def __init__(self, kind: str) -> None:
+        self.kept = split_layers(LAYERS, [1.0, 1.0])
+        self.runners = [make(llama(), kind) for _ in self.kept]
+        self.drivers = [drive(runner, UNITS) for runner in self.runners]
+        self.units = units_of_group(self.runners[0], self.kept)
+
+    def merge(self) -> None:
+        (leader, follower), (first, second) = self.drivers, self.runners
+        front, back = self.kept
+        own = first.read_past(range(UNITS), back)
+        moves = []
+        for name in [each.request_id for each in follower.core.open_requests()]:
+            held = units_held(follower, name)
+            moves.append((second.read_past(held, front), second.read_past(held, back), follower.core.detach(name)))
+        for runner, layers in zip(self.runners, self.kept, strict=True):
+            runner.drop(layers, self.units)
+        leader.core.grow_cache(self.units - UNITS)
+        second.write_past(range(UNITS), back, own)
+        for its_front, its_back, moved in moves:
+            name = moved.spec.request_id
+            assert leader.core.attach(moved)
+            held = units_held(leader, name)[: len(its_front) // (len(front) * first.unit_layer_bytes)]
+            first.write_past(held, front, its_front)
+            second.write_past(held, back, its_back)
+            leader.core.arrived(name)
+            leader.outputs[name] = follower.outputs.pop(name)
+
+    def split(self) -> None:
+        first, second = self.runners
+        past = second.read_past(range(UNITS), self.kept[1])
+        first.restore(UNITS)
+        first.write_past(range(UNITS), self.kept[1], past)
+        second.restore(UNITS)
+        self.drivers[1] = drive(second, UNITS)  # what it had cached is gone
+
+
+def units_held(driver: Driver, name: str) -> list[int]:
+    return [unit for block in driver.core._requests[name].cache_map.blocks for unit in block.entry.units]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_requests_go_on_through_a_drop_and_back(kind: str) -> None:
+    """Begun on two whole engines, gone on with in their pipeline, in units that neither had, and ended on one of them
+    whole again: always the tokens of a run alone."""
+    rng = np.random.default_rng(1)
+    requests = [make_request(f"r{i}", rng.integers(3, 90, 9 + i).tolist(), 12 + 7 * (i % 4)) for i in range(12)]
+    group = Group(kind)
+    leader, follower = group.drivers
+    leader.add(*requests[:3])
+    follower.add(*requests[3:6])
+    for driver in group.drivers:
+        for _ in range(6):
+            driver.step()
+        assert len(list(driver.core.open_requests())) == 3
+    group.merge()
+    with pipeline(*group.runners):
+        leader.add(*requests[6:10])
+        for _ in range(6):
+            leader.step()
+        used = {unit for name in leader.core._requests for unit in units_held(leader, name)}
+        assert len(used) > UNITS and max(used) >= UNITS, "more than one engine had"
+        leader.core.shrink_cache(group.units - UNITS)
+        while leader.core.num_retiring_units:
+            assert leader.step()
+        group.runners[0].prepare_restore(UNITS)
+        leader.step()
+        assert leader.core.has_requests, "some go on without the pipeline"
+    group.split()
+    follower = group.drivers[1]
+    leader.add(requests[10])
+    follower.add(requests[11])
+    leader.run()
+    follower.run()
+    outputs = {**leader.outputs, **follower.outputs}
+    for request in requests:
+        alone = drive(make(llama(), kind), UNITS)
+        alone.add(request)
+        alone.run()
+        assert outputs[request.request_id] == alone.outputs[request.request_id]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_dropped_weights_are_freed_and_come_back_the_same(kind: str) -> None:
+    runner = make(llama(), kind)
+    layers = runner._layers
+    assert isinstance(layers, ResidentLayers)
+    whole = layers.held_bytes
+    before = [[matrix.data().clone() for matrix in matrices(layer)] for layer in layers]
+    dropped = [weakref.ref(matrix) for layer in layers[2:] for matrix in matrices(layer)]
+    runner.drop(range(2), 2 * UNITS)
+    assert layers.held_bytes == whole - 2 * runner.layer_bytes and layers.absent == [2, 3]
+    assert not any(ref() for ref in dropped), "somebody still holds a weight"
+    with pytest.raises(ValueError, match="not here"):
+        runner.drop(range(2, 4), UNITS)
+    runner.restore(UNITS)
+    assert layers.held_bytes == whole and not layers.absent
+    for kept, layer in zip(before, layers, strict=True):
+        assert all(torch.equal(a, matrix.data()) for a, matrix in zip(kept, matrices(layer), strict=True))
+    runner.restore(UNITS)  # of one that is whole: nothing to do
+    runner.drop(range(2, 4), 2 * UNITS)
+    runner.drop(range(3, 4), 3 * UNITS)
+    runner.restore(UNITS)
+    driver = drive(runner, UNITS)
+    driver.add(make_request("r", [5, 6, 7], 5))
+    driver.run()
+    assert len(driver.outputs["r"]) == 5
+
+
+def test_layers_of_a_checkpoint_are_loaded_again() -> None:
+    spec = load_spec(model_folder("llama-gqa2"))
+    layers = load_layers(spec, model_folder("llama-gqa2"), [2, 0], dtype="float32")
+    whole = load_layers(spec, model_folder("llama-gqa2"), range(3), dtype="float32")
+    for found, index in zip(layers, (2, 0), strict=True):
+        for a, b in zip(matrices(found), matrices(whole[index]), strict=True):
+            assert torch.equal(a.data(), b.data())
+
+
+def make_pool(units: int, spare: int = 2**16) -> UnitPool:
+    return UnitPool(
+        units, num_layers=4, block_size=2, num_kv_heads=1, head_dim=3, dtype=torch.float32, device=torch.device("cpu"),
+        spare_bytes=spare,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("piece", [1, 200, 2**20])
+def test_units_keep_their_past_where_the_pool_is_laid_out_anew(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.execution.pool._PIECE", piece)
+    pool = make_pool(20)
+    every = np.arange(20)
+    values = torch.arange(20 * 4 * 6, dtype=torch.float32).view(20, 4, 6)
+    pool.put_past(every, range(4), values)
+    for layers, units in ((range(1, 3), 45), (range(2, 3), 90), (range(1, 4), 25), (range(4), 20), (range(2, 4), 30)):
+        held = pool.layers
+        common = range(max(held.start, layers.start), min(held.stop, layers.stop))
+        pool.relay(layers, units)
+        kept = pool.past(every, common)
+        assert torch.equal(kept, values[:, common.start : common.stop])
+        assert not pool.units[pool.zero_unit].any() and pool.units.shape == (units + 1, len(layers) * 6)
+        pool.put_past(every, layers, values[:, layers.start : layers.stop])
+        pool.put_past(np.arange(20, units), layers, torch.full((units - 20, len(layers), 6), torch.nan))
+
+
+def test_a_pool_has_no_more_units_than_addresses() -> None:
+    pool = make_pool(20, spare=4 * 24)
+    pool.relay(range(1), 87)
+    with pytest.raises(ValueError, match="no room"):
+        pool.relay(range(1), 88)
+    assert pool.num_units == 87
+    for units, layers in (([87], range(1)), ([-1], range(1)), ([0], range(1, 2))):
+        with pytest.raises(ValueError, match=r"a unit that is none|are not all among"):
+            pool.past(np.array(units), layers)
+
+
+def step_of(*prompts: Sequence[int]) -> SchedulerOutput:
+    entry = [CacheEntry(CacheKind.KV, Tier.DEVICE, (2 * i, 2 * i + 1)) for i in range(12)]
+    rows = [(row, tuple(tokens), tuple(entry[3 * row : 3 * row + 3])) for row, tokens in enumerate(prompts)]
+    greedy = SamplingParams(max_tokens=4, temperature=0.0)
+    new = tuple(NewRequest(row, f"r{row}", tokens, len(tokens), greedy, entries) for row, tokens, entries in rows)
+    return SchedulerOutput(1, tuple(Chunk(row, 0, len(tokens), True) for row, tokens, _ in rows), new)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_that_fails_behind_ends_alone(kind: str) -> None:
+    """A unit that the follower does not have; the next step is whole, and a lost link is told."""
+    runners = [make(llama(), kind) for _ in range(2)]
+    whole = make(llama(), kind).launch(step_of([5, 6, 7], [8, 9]))().token_ids
+    first, second = runners
+    first.drop(range(2), 2 * UNITS)
+    second.drop(range(2, 4), 1)
+    with pipeline(first, second), pytest.raises(StageError, match="next engine"):
+        first.launch(step_of([5, 6, 7], [8, 9]))()
+    second.drop(range(2, 4), 2 * UNITS)
+    with pipeline(first, second):
+        assert first.launch(step_of([5, 6, 7], [8, 9]))().token_ids == whole
+    here, there = map(Link, socket.socketpair())
+    first.lead(here)
+    there.close()
+    with pytest.raises(LinkLostError):
+        first.launch(step_of([5, 6, 7], [8, 9]))()
+    here.close()
+    first.restore(UNITS)
+    assert first.launch(step_of([5, 6, 7], [8, 9]))().token_ids == whole
+
+
+@pytest.mark.parametrize("pool", [{"spare_bytes": 0}, {"spare_bytes": 0, "host_units": 4}])
+def test_what_cannot_be_dropped_is_refused(pool: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match="addresses" if len(pool) == 1 else "all layers"):
+        make(llama(), "torch", **pool)
+    with pytest.raises(ConfigError, match="one layer"):
+        make(spec_from_config(llama_config(num_hidden_layers=1)), "torch")
