@@ -51,6 +51,10 @@ def test_the_image_copies_what_exists_and_holds_no_key() -> None:
     copies = re.findall(r"^COPY (?!--from)(?:--\S+ )*(.*) \S+$", text, re.MULTILINE)
     sources = [word for words in copies for word in words.split()]
     assert {"pyproject.toml", "gateway", "engine", "predictor", "loadgen"} <= set(sources)
+    # without these two and a compiler the wheel is built all the same, only without the native kernels
+    assert {"setup.py", "MANIFEST.in"} <= set(sources)
+    wheel_stage = text.partition("AS base")[0]
+    assert " g++ " in wheel_stage and "grep libtidemill_cpu.so" in wheel_stage
     ignored = (ROOT / ".dockerignore").read_text().split()
     for source in sources:
         assert (ROOT / source).exists() and f"!{source}" in ignored, source
