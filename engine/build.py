@@ -48,7 +48,7 @@ from engine.scheduling.policies import find_policy
 from engine.structured.compiler import GrammarCompiler
 from predictor.limits import UNITS_PER_BLOCK, Limits
 from predictor.profile import Profile, ProfileError, ProfileKey
-from predictor.slo import SLO, SLOError
+from predictor.slo import SLO
 
 DEFAULT_DISK_DIR = "~/.cache/tidemill/disk"
 HIDDEN_SHARE = 2  # at most a block of hidden state for every so many blocks of KV that fit: a quarter of the units
@@ -163,7 +163,7 @@ def build_engine(
     """
     plan = plan or plan_launch(config)
     (
-        parse_slo(config),
+        SLO.parse(config.slo),
         find_policy(config.online_policy),
     )  # what is wrong with them is said before the model is loaded
     work = partial(_build, config, plan, say)
@@ -257,21 +257,13 @@ def _tell_floor(config: EngineConfig, offload: Offload, seconds: float, say: Cal
     """Say what streaming costs, and which objectives are out of reach for it; `seconds` of a layer."""
     floor, rate = len(offload.streamed) * seconds, offload.layer_bytes / seconds
     say(f"{offload}, {rate / 1e9:.2g} GB/s: a step takes at least {floor * 1e3:.0f} ms")
-    lost = [str(each) for each in parse_slo(config).objectives if each.limit is not None and each.limit < floor]
+    lost = [str(each) for each in SLO.parse(config.slo).objectives if each.limit is not None and each.limit < floor]
     if lost:
         say(f"{', '.join(lost)} cannot be met: one step takes longer; batch work is not affected")
 
 
 def _gib(num_bytes: int) -> str:
     return f"{num_bytes / 2**30:.2f} GiB"
-
-
-def parse_slo(config: EngineConfig) -> SLO:
-    """What online requests are promised. Raises ConfigError."""
-    try:
-        return SLO.parse(config.slo)
-    except SLOError as error:
-        raise ConfigError(f"--slo: {error}") from None
 
 
 def stored_profile(
@@ -309,7 +301,7 @@ def profile_folder(config: EngineConfig) -> Path:
 
 def _join(config: EngineConfig, plan: LaunchPlan, runner: Runner[Any], say: Callable[[str], None]) -> Engine:
     """Profile, SLO, budget and grammars around the runner."""
-    slo = parse_slo(config)
+    slo = SLO.parse(config.slo)
     scheduler = scheduler_config(config, plan)
     copy_rate = find_backend(plan.device).copy_rate() if plan.host_units else BUS_RATE
     tiers = CacheTiers(scheduler.scratch_blocks, scheduler.host_units, scheduler.unit_bytes, copy_rate)

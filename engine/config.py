@@ -8,6 +8,7 @@ from engine.errors import ConfigError
 from engine.queue_time import DEFAULT_QUEUE, QueueTime
 from engine.reserve import NO_RESERVE, parse_reserve
 from predictor.limits import Limits
+from predictor.slo import SLO, SLOError
 
 USUAL_STEP, WIDE_STEP = (64, 512), (256, 2048)
 """Requests and tokens that a step may hold where nobody says."""
@@ -108,6 +109,7 @@ class EngineConfig:
         _positive(self, "max_model_len", "num_gpu_blocks_override", "threads")
         QueueTime.parse(self.max_queue_time)
         _check_reserve(self.reserve, self.chunked_prefill)
+        _check_slo(self.slo)
         if self.block_size & (self.block_size - 1):
             raise ConfigError(f"--block-size must be a power of two, not {self.block_size}")
         if self.quantization != "none" and self.hidden_cache:
@@ -216,6 +218,13 @@ def parse_offload(text: str) -> float | None:
     if not 0.0 < budget < 65536.0:
         raise ConfigError(f"--offload-weights must be off, auto or a number of GiB, not {text!r}")
     return budget
+
+
+def _check_slo(text: str) -> None:
+    try:
+        SLO.parse(text)
+    except SLOError as error:
+        raise ConfigError(f"--slo: {error}") from None
 
 
 def _check_reserve(reserve: str, chunked: bool) -> None:

@@ -84,6 +84,8 @@ def test_only_commands_that_exist_are_offered(capsys: pytest.CaptureFixture[str]
     assert sorted(offered) == sorted(commands.choices), "each command, once"
     assert "embed" in refused(capsys, "embed")
     assert "COMMAND" in refused(capsys)
+    assert refused(capsys, "srve").endswith("; did you mean serve?\n")
+    assert refused(capsys, "batch", "sumbit").endswith("; did you mean submit?\n")
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -239,7 +241,9 @@ def test_booleans_in_the_environment(word: str) -> None:
         (["--max-body-bytes", "10"], "--max-body-bytes must be at least"),
         (["--shutdown-timeout", "nan"], "--shutdown-timeout must be between"),
         (["--shutdown-timeout", "-1"], "--shutdown-timeout must be between"),
-        (["--bogus", "1"], "--bogus"),
+        (["--slo", "ttft=1"], "--slo: SLO 'ttft=1': unknown statistic"),
+        (["--qqqqqqqq", "1"], "serve: unrecognized arguments: --qqqqqqqq; tidemill serve --help shows"),
+        (["--max-num-seq", "1"], "--max-num-seq; did you mean --max-num-seqs?"),
         (["--max-num", "1"], "--max-num"),
         (["--port"], "--port"),
         (["a", "b"], "b"),

@@ -72,10 +72,10 @@ def test_what_is_not_here_is_not_fetched(capsys: pytest.CaptureFixture[str], mon
 
 
 def test_an_error_of_the_start_comes_with_the_settings(capsys: pytest.CaptureFixture[str]) -> None:
-    assert dry_run("--slo", "soon") == 2
+    assert dry_run("--online-policy", "soon") == 2
     out, err = capsys.readouterr()
-    assert err.startswith("tidemill: --slo: ") and err.count("\n") == 1
-    assert rows(out)["--slo"] == ("soon", "flag")
+    assert err.startswith("tidemill: unknown online policy 'soon'") and err.count("\n") == 1
+    assert rows(out)["--online-policy"] == ("soon", "flag")
     assert dry_run("--num-gpu-blocks-override", "2", "--max-model-len", "64") == 2
     assert "--max-model-len 64 does not fit" in capsys.readouterr().err
     assert dry_run("/no/such/folder") == 2

@@ -108,7 +108,6 @@ def _server_findings(config: ServerConfig, name: str) -> dict[str, Given]:
 def _look_ahead(config: EngineConfig, name: str, found: dict[str, Given]) -> list[str]:
     """What would be loaded, a line each; decisions go into `found`."""
     build = importlib.import_module("engine.build")
-    build.parse_slo(config)
     build.find_policy(config.online_policy)
     found["model"] = Given("(the packaged demo model)", DEFAULT)
     found["profile_dir"] = Given(build.profile_folder(config), DEFAULT)

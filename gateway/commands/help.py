@@ -4,6 +4,8 @@ Knows names only. A flag of no group is shown in the last one, so that none is e
 """
 
 import argparse
+import difflib
+import re
 from collections.abc import Iterable, Iterator
 from typing import Any, NoReturn
 
@@ -111,6 +113,8 @@ tidemill completions zsh > ~/.zfunc/_tidemill         a folder of $fpath
 tidemill completions fish > ~/.config/fish/completions/tidemill.fish""",
 }
 
+_UNKNOWN = re.compile(r"unrecognized arguments: (--[^\s=]+)|argument \S+: invalid choice: '([^']+)'")
+
 
 class Parser(argparse.ArgumentParser):
     """One line for a wrong command line, not the usage in front of it; examples keep their lines."""
@@ -121,8 +125,26 @@ class Parser(argparse.ArgumentParser):
         if examples is not None:
             self.epilog = "examples:\n" + "\n".join(f"  {line}" for line in examples.splitlines())
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """A command knows its own flags best: what it does not know is an error here, not of the whole line."""
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return found, unknown
+
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}\n")
+        self.exit(2, f"{self.prog}: {message}{self._meant(message)}\n")
+
+    def _meant(self, message: str) -> str:
+        """The word that is most like the first one that was not understood; else who knows them all."""
+        unknown = _UNKNOWN.match(message)
+        if unknown is None:
+            return ""
+        near = difflib.get_close_matches(unknown[1] or unknown[2], self._words(), 1)
+        return f"; did you mean {near[0]}?" if near else f"; {self.prog} --help shows what there is"
+
+    def _words(self) -> list[str]:
+        return [word for action in self._actions for word in action.option_strings or action.choices or ()]
 
 
 class RootParser(Parser):
