@@ -17,6 +17,8 @@ from engine.pooling import EmbeddingSpec, Pooling
 from engine.text.thoughts import ThinkingBudget
 from predictor.judge import Standing
 
+KEEP_SECONDS = 1.0
+"""The least time that the cache of chats gets at an orderly end, however long requests took."""
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 300
 
@@ -386,7 +388,8 @@ class EngineClient(Protocol):
         ...
 
     async def stop(self, drain_seconds: float = 0.0) -> None:
-        """Refuse new work, let running requests end for at most `drain_seconds`, abort the rest, stop."""
+        """Refuse new work, let running requests end for at most `drain_seconds`, abort the rest, stop. What is left of
+        that time, at least `KEEP_SECONDS`, is for what a disk can keep of chats."""
         ...
 
     async def check_room(self, request_class: RequestClass, prompt_tokens: int, tenant: str) -> None:

@@ -60,11 +60,14 @@ from engine.scheduling.service_cost import token_costs
 from engine.scheduling.state import SchedulerState
 from engine.scheduling.step import StepBuilder
 from engine.scheduling.trial import TrialBuilder
+from predictor.limits import UNITS_PER_BLOCK
 from predictor.load import Lengths
 from predictor.model import LatencyPredictor
 
 MAX_QUIET_RECOVERIES = 2
 """Attempts to get a standing engine going that end nobody's request."""
+KEPT_BYTES = 16 * 1024**2
+"""Of one step that keeps prefixes: the time for it may be over behind any of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,6 +326,20 @@ class EngineCore:
     def adopt(self, found: Iterable[tuple[CacheEntry, bytes]]) -> None:
         """What an earlier process has left on the disk: entries, and the hashes they are published under."""
         self._state.cache.tiers.adopt(found)
+
+    def keep_prefixes(self) -> Iterator[SchedulerOutput]:
+        """At the end: steps without chunks that write to the disk what chats may come back for; none while requests are
+        left, as those of a trial. Each step is updated before the next one is asked for."""
+        if self._requests or self._in_flight:
+            return
+        tiers, size = self._state.cache.tiers, max(1, KEPT_BYTES // (UNITS_PER_BLOCK * self.config.unit_bytes))
+        blocks = tiers.unkept()
+        for first in range(0, len(blocks), size):
+            tiers.keep(blocks[first : first + size], self._next_step_id)
+            output = SchedulerOutput(self._next_step_id, (), operations=tiers.take_operations())
+            self._next_step_id += 1
+            self._in_flight.append(_InFlight(output, [], []))
+            yield output
 
     def load(self, now: float) -> LoadReport:
         """What whoever routes requests to several engines must know of this one."""

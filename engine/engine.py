@@ -17,6 +17,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from engine.api import (
+    KEEP_SECONDS,
     EngineInfo,
     EngineRequest,
     EngineState,
@@ -127,6 +128,7 @@ class Engine:
             self._waiter = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tidemill-waiter")
         self._loop_task: asyncio.Task[None] | None = None
         self._warm = self._draining = self._stopping = False
+        self._keep_until = 0.0
         self._faults = FaultLog(log, clock)
 
     @property
@@ -165,9 +167,11 @@ class Engine:
         if self._tuner is not None:
             self._tuner.start()
 
-    async def stop(self, drain_seconds: float = 0.0) -> None:
-        """Refuse new work, let requests end for `drain_seconds`, abort the rest, stop the loop and the worker."""
+    async def stop(self, drain_seconds: float = 0.0, keep_seconds: float = KEEP_SECONDS) -> None:
+        """Refuse new work, let requests end for `drain_seconds`, abort the rest, stop the loop and the worker. What the
+        disk can keep of chats is written in what is left of that time, or in `keep_seconds` if that is longer."""
         self._draining = True
+        ends = self._clock() + drain_seconds
         if self._loop_task is None:
             return
         if drain_seconds > 0 and self._streams and self.state is not EngineState.DEAD:
@@ -178,9 +182,12 @@ class Engine:
                 log.info("%d requests did not end within %.0f s", len(self._streams), drain_seconds)
         for request_id in list(self._streams):
             self.abort(request_id)
+        may_keep = self._core.config.disk_units > 0 and not self._hung
+        keep_seconds = max(keep_seconds, ends - self._clock()) if may_keep else 0.0
+        self._keep_until = self._clock() + keep_seconds
         self._stopping = True
         self._wake.set()
-        _, running = await asyncio.wait([self._loop_task], timeout=STOP_SECONDS)
+        _, running = await asyncio.wait([self._loop_task], timeout=STOP_SECONDS + keep_seconds)
         if running:
             log.critical("a model step does not end: its thread is left behind")
             self._hung = True
@@ -367,6 +374,22 @@ class Engine:
         except BaseException as error:
             self._fail_all(error)
             raise
+        try:
+            await self._keep_prefixes()
+        except Exception:  # the next process computes again what it does not find
+            log.exception("the cache of chats could not be written")
+
+    async def _keep_prefixes(self) -> None:
+        """Write what the disk can keep of chats for the next process, until the time for it is over."""
+        num_blocks, began = 0, self._clock()
+        for output in self._core.keep_prefixes():
+            if output.operations and self._clock() < self._keep_until:
+                self._core.update(output, await self._start(output), self._clock())
+                num_blocks += len(output.operations)
+            else:
+                break
+        if num_blocks:
+            log.info("%d blocks of chats' cache written in %.1f s", num_blocks, self._clock() - began)
 
     async def _sleep(self) -> None:
         """Until something happens, or until the time for which something waits in the core."""

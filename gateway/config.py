@@ -77,7 +77,9 @@ class ServerConfig:
         "head, auto (this machine is a node), or local (one for this server alone)",
     )
     router: str = _flag("sal", "with several engines: which one a chat goes to", tuple(ROUTERS))
-    shutdown_timeout: float = _flag(30.0, "seconds that running requests may take to end after SIGTERM")
+    shutdown_timeout: float = _flag(
+        30.0, "seconds that running requests may take to end after SIGTERM, and --disk-space to be written"
+    )
     request_log: str | None = _flag(
         None, "file that gets a JSON line per ended request, never its text; SIGHUP opens it again (logrotate)"
     )

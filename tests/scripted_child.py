@@ -33,6 +33,7 @@ import socket  # noqa: E402
 from fakes.runner import FakeRunner  # noqa: E402
 
 from engine.api import EngineInfo, SamplingParams, TokenLogprobs  # noqa: E402
+from engine.cache.blocks import CacheAction  # noqa: E402
 from engine.colocation.keeper import Colocation  # noqa: E402
 from engine.config import EngineConfig, SchedulerConfig  # noqa: E402
 from engine.core import EngineCore  # noqa: E402
@@ -55,7 +56,7 @@ class Faults:
     """When to do what; `passes` a point."""
 
     def __init__(self, folder: Path, script: str) -> None:
-        number = len(list(folder.iterdir())) + 1
+        self.folder, number = folder, len(list(folder.iterdir())) + 1
         (folder / str(number)).touch()
         self._at: dict[str, int] = {}
         for fault in filter(None, script.split(",")):
@@ -131,6 +132,8 @@ class ScriptedRunner(FakeRunner):
         if faults.passes("hang"):
             time.sleep(3600.0)
         result = super().launch(output)()
+        if any(operation.action is CacheAction.WRITE for operation in output.operations):
+            (faults.folder / "kept").touch()
         rows = [self._rows[chunk.row] for chunk in output.chunks if chunk.sample]
         logprobs = [
             None if row.sampling.logprobs is None else TokenLogprobs(-token / VOCAB, ((token, -token / VOCAB),))
@@ -216,7 +219,8 @@ def _plan_model(config: EngineConfig) -> frames.Planned:
 def build(faults: Faults, config: EngineConfig, planned: child.Plan) -> Engine:
     planned(_plan_model(config))
     settings = SchedulerConfig.of(config, num_units=400, max_model_len=CONTEXT)
-    core = EngineCore(replace(settings, block_size=4))
+    settings = replace(settings, block_size=4, unit_bytes=1, disk_units=400 if config.disk_space else 0)
+    core = EngineCore(settings)
     info = EngineInfo(CONTEXT, VOCAB, frozenset({EOS}), "scripted", "none", "none", 0, 800)
     runner = ScriptedRunner(faults)
     grammars: Any = ScriptedGrammars()

@@ -13,11 +13,14 @@ from test_hybrid_scheduling import actions, make
 from test_swap_faults import BLOCK, decoder
 from test_tiers import DEAR_COPIES, TURN, batch, chat, serve
 
+from engine.api import EngineInfo, EngineRequest, RequestClass
 from engine.cache.blocks import CacheAction, CacheEntry, CacheKind, CacheOperation, Tier
 from engine.config import SchedulerConfig
+from engine.engine import Engine
 from engine.execution.cpu.device import TorchDevice
 from engine.execution.disk import DiskTier
 from engine.execution.runner import Runner
+from engine.scheduling.output import SchedulerOutput
 from gateway.store.folder import open_state
 
 KEY = bytes(range(16))
@@ -72,12 +75,9 @@ def test_a_later_process_finds_what_an_earlier_one_wrote(depth: int) -> None:
     driver = make(depth, blocks=24, disk_units=400)
     serve(driver, chat("first"))
     crowd(driver)
-    disk = driver.core._state.cache.tiers.disk
-    found = [(block.entry, block_hash) for block_hash, block in disk._index.items()]
-    again = make(depth, blocks=24, disk_units=400)
-    assert isinstance(driver.runner, FakeRunner) and isinstance(again.runner, FakeRunner)
-    again.runner._units = {place: cells for place, cells in driver.runner._units.items() if place[0] is Tier.DISK}
-    again.core.adopt([*found, found[0]])  # twice the same is once
+    again = successor(driver, depth, disk_units=400)
+    block_hash, block = next(iter(driver.core._state.cache.tiers.disk._index.items()))
+    again.core.adopt([(block.entry, block_hash)])  # twice the same is once
     assert serve(again, chat("second")) == 0
     assert again.core.stats().prefix_disk_hit_tokens == TURN - 1
     crowd(again, 10)  # the units that were taken over are given away like others
@@ -103,6 +103,79 @@ def test_a_step_that_fails_costs_itself_alone(depth: int, host: int) -> None:
         assert story(frozenset({step_id})).core.stats().failed_steps == 1
 
 
+def keep(driver: Driver, steps: int = 1000) -> list[SchedulerOutput]:
+    """An orderly end that has time for so many steps; what they were."""
+    taken: list[SchedulerOutput] = []
+    for output in driver.core.keep_prefixes():
+        if len(taken) == steps:
+            break
+        driver.core.update(output, driver.runner.launch(output)(), driver.now)
+        taken.append(output)
+    return taken
+
+
+def successor(driver: Driver, depth: int, **options: int) -> Driver:
+    """A process that starts with what another one left on the disk."""
+    disk = driver.core._state.cache.tiers.disk
+    again = make(depth, blocks=24, **options)
+    assert isinstance(driver.runner, FakeRunner) and isinstance(again.runner, FakeRunner)
+    again.runner._units = {place: cells for place, cells in driver.runner._units.items() if place[0] is Tier.DISK}
+    again.core.adopt((block.entry, block_hash) for block_hash, block in disk._index.items())
+    return again
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_an_orderly_end_keeps_what_only_memory_holds(depth: int, host: int) -> None:
+    driver = make(depth, blocks=24, host=host, disk_units=400)
+    serve(driver, chat("first"))
+    serve(driver, make_request("other", [1] * 30, 4))
+    if host:
+        serve(driver, make_request("more", [2] * 40, 4))  # which sends part of the first chat to the host
+    line = make_request("line", [3] * 9, 1, request_class=RequestClass.OFFLINE)
+    serve(driver, line)
+    assert CacheAction.WRITE not in actions(driver.steps)
+    steps = keep(driver)
+    assert {operation.action for step in steps for operation in step.operations} == {CacheAction.WRITE}
+    assert not any(step.chunks for step in steps)
+    driver.core.check_integrity()
+    assert not keep(driver), "all of it is there now"
+    again = successor(driver, depth, disk_units=400)
+    for prompt in (list(range(TURN)), [1] * 30):
+        assert serve(again, make_request(f"again{len(prompt)}", prompt, 2)) <= 2
+    assert serve(again, line) == 9, "nobody comes back for a line"
+
+
+def test_a_short_end_keeps_the_heads_of_what_was_used_last(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.core.KEPT_BYTES", 2)  # a block in a step
+    driver = make(depth, blocks=24, disk_units=400)
+    for start in (0, 7):
+        serve(driver, make_request(f"c{start}", list(range(start, start + 33)), 1))
+    assert len(keep(driver, steps=6)) == 6
+    again = successor(driver, depth, disk_units=400)
+    assert serve(again, make_request("last", list(range(7, 40)), 1)) == 33 - 6 * 4
+    assert serve(again, make_request("earlier", list(range(33)), 1)) == 33
+    # and what does not fit on the disk leaves out what was used first
+    driver = make(depth, blocks=24, disk_units=16)
+    for start in (0, 7):
+        serve(driver, make_request(f"c{start}", list(range(start, start + 33)), 1))
+    assert len(keep(driver)) == 8
+    again = successor(driver, depth, disk_units=16)
+    assert serve(again, make_request("last", list(range(7, 40)), 1)) == 0
+
+
+def test_an_end_keeps_nothing_where_it_may_not(depth: int) -> None:
+    """Without a disk, on one that failed, where copies do not pay, and while somebody still runs."""
+    dear = {"model": DEAR_COPIES, "disk_seconds": 1}
+    for options in ({}, {"disk_units": 400}, {"disk_units": 400, **dear}):
+        driver = make(depth, blocks=24, **options)  # type: ignore[arg-type]
+        serve(driver, chat("first"))
+        if options == {"disk_units": 400}:
+            driver.core._state.cache.tiers.lose_disk()
+        assert not any(step.operations for step in keep(driver))
+    driver.add(chat("left"))
+    assert not keep(driver)
+
+
 # --- the file ----------------------------------------------------------------------------------------------------
 
 
@@ -123,9 +196,12 @@ def close(driver: Driver) -> None:
     driver.runner.disk.close()
 
 
+def turn_request(name: str, start: int = 3) -> EngineRequest:
+    return make_request(name, [(start + at) % 90 for at in range(33)], 4)
+
+
 def turn(driver: Driver, name: str, start: int = 3) -> list[int]:
-    request = make_request(name, [(start + at) % 90 for at in range(33)], 4)
-    driver.add(request)
+    driver.add(turn_request(name, start))
     driver.run()
     return driver.outputs[name]
 
@@ -200,6 +276,39 @@ def test_a_disk_without_room_is_met_at_the_start(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(OSError, match="No space"):
         real(tmp_path)
+
+
+@pytest.mark.parametrize("seconds", [60.0, 0.0])
+async def test_a_server_that_ends_in_order_writes_its_chats(tmp_path: Path, seconds: float) -> None:
+    driver = real(tmp_path)
+    engine = Engine(driver.core, driver.runner, EngineInfo(64, 97, frozenset(), "tiny", "float32", "cpu", 0))
+    await engine.start()
+    (stream,) = await engine.submit([turn_request("first")])
+    expected = [token async for output in stream for token in output.token_ids]
+    await engine.stop(seconds, keep_seconds=0.0)
+    close(driver)
+    again = real(tmp_path)
+    assert turn(again, "second") == expected
+    assert again.core.stats().prefix_disk_hit_tokens == (32 if seconds else 0)
+    close(again)
+
+
+async def test_a_disk_that_fails_at_the_end_costs_the_cache_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    driver = real(tmp_path)
+    engine = Engine(driver.core, driver.runner, EngineInfo(64, 97, frozenset(), "tiny", "float32", "cpu", 0))
+    await engine.start()
+    (stream,) = await engine.submit([turn_request("first")])
+    assert [output async for output in stream][-1].error is None
+
+    def gone(_disk: DiskTier, _batch: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(DiskTier, "write", gone)
+    await engine.stop(60.0)
+    assert "cache of chats" in caplog.text
+    close(driver)
 
 
 def test_two_engines_have_a_file_each(tmp_path: Path) -> None:

@@ -480,6 +480,14 @@ def test_when_a_process_is_started_again() -> None:
         assert well.died(100.0 * minute + 70.0) == 0.0, "a minute in health makes up for the deaths before"
 
 
+@pytest.mark.parametrize("seconds", [0.0, 30.0])
+async def test_what_a_disk_can_keep_of_chats_is_written_at_an_orderly_end(tmp_path: Path, seconds: float) -> None:
+    async with engine_process(tmp_path / "run", config=replace(CONFIG, disk_space=1.0)) as engine:
+        await collect(engine, request("chat", prompt=40))
+        await engine.stop(seconds)
+    assert (tmp_path / "run" / "kept").exists()
+
+
 def test_frames_come_out_as_they_went_in_however_they_are_cut() -> None:
     messages: list[frames.ToEngine] = [frames.Submit(1, tuple(mixture())), frames.Shutdown(), frames.AskStats(2)]
     data = b"".join(map(frames.encode, messages))

@@ -14,7 +14,7 @@ takes numbers from the end. Units behind the new end that a block still holds *r
 they are gone when that block is given up. Memory may serve something else only once `num_retiring_units` is 0.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from engine.cache.blocks import REPRESENTATIONS, CacheBlock, CacheEntry, CacheKind, Tier, count_units
 
@@ -114,6 +114,11 @@ class BlockPool:
     def next_evicted(self) -> CacheBlock | None:
         """The least recently used cached block; those that only offline work touched come first."""
         return next(iter(self._cached_offline or self._cached_online), None)
+
+    @property
+    def kept_for_chats(self) -> Iterator[CacheBlock]:
+        """Cached blocks that online work touched, the one used last first: of a prefix, its head first."""
+        return reversed(self._cached_online)
 
     def num_idle_units(self, blocks: Iterable[CacheBlock]) -> int:
         """How many of these blocks' units count as available here now and would no longer once acquired."""

@@ -7,7 +7,8 @@ brings one back in the step in which its request starts. The host keeps what it 
 same block again there is nothing to copy.
 
 A disk is a third tier behind the host, or right behind the device where there is none: what the tier before it evicts
-is written, and read back to the device. It outlives the process (`adopt`).
+is written, and read back to the device. It outlives the process (`adopt`); what the tiers before it hold when the
+process ends in order is written then (`unkept`, `keep`).
 
 A copy is offered to others once its step has ended well, and never if that step failed. Pasts of requests that wait
 (`engine.cache.parked`) go before: they take the units of the prefixes that were used least recently. Knows nothing of
@@ -15,7 +16,7 @@ requests, queues and time.
 """
 
 from collections.abc import Collection, Iterable, Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 
 from engine.cache.blocks import (
     REPRESENTATIONS,
@@ -63,6 +64,25 @@ class Tiers:
         """The disk can no longer be used: nothing is found on it, and nothing more is written."""
         self.disk.forget()
         self._below = {upper: lower for upper, lower in self._below.items() if lower is not Tier.DISK}
+
+    def unkept(self) -> list[CacheBlock]:
+        """Of what chats may come back for, as much as the disk holds and is not there yet; what was used last first.
+        No request may hold anything, nor a step be in flight."""
+        room, wanted = self.disk.num_units, dict[bytes, CacheBlock]()
+        for block in chain(self.device.kept_for_chats, self.host.kept_for_chats):
+            assert block.block_hash is not None, "an unpublished block is cached"
+            if block.block_hash not in wanted:
+                room -= len(block.entry.units)
+                if room < 0:
+                    break
+                wanted[block.block_hash] = block
+        return [block for block_hash, block in wanted.items() if not self._touch(self.disk, block_hash)]
+
+    def keep(self, blocks: Iterable[CacheBlock], step_id: int) -> None:
+        """Write these to the disk in the step `step_id`, as far as reading them pays."""
+        for block in blocks:
+            if Tier.DISK in self._below.values():
+                self._copy(block, Tier.DISK, step_id)
 
     def find(self, hashes: Sequence[bytes]) -> list[CacheBlock]:
         """The longest run of published blocks along a hash chain, from its root, each on the nearest tier."""
@@ -141,15 +161,21 @@ class Tiers:
 
     def _save(self, block: CacheBlock, step_id: int) -> None:
         """Copy a block that its tier is about to evict to the one below, if a chat may want it and that pays."""
-        block_hash, kind, below = block.block_hash, block.entry.kind, self._below.get(block.entry.tier)
-        assert block_hash is not None, "an unpublished block is cached"
-        if not block.online or below is None:
-            return
-        pool = self._pools[below]
+        below = self._below.get(block.entry.tier)
+        assert block.block_hash is not None, "an unpublished block is cached"
+        if block.online and below is not None and not self._touch(self._pools[below], block.block_hash):
+            self._copy(block, below, step_id)
+
+    def _touch(self, pool: BlockPool, block_hash: bytes) -> bool:
+        """Whether a copy lies there, which counts as used now: it was of use further up."""
         if (copy := pool.find(block_hash)) is not None:
-            pool.acquire(copy, online=True)  # it was of use further up meanwhile
+            pool.acquire(copy, online=True)
             pool.release(copy, copy.last_step)
-            return
+        return copy is not None
+
+    def _copy(self, block: CacheBlock, below: Tier, step_id: int) -> None:
+        block_hash, kind = block.block_hash, block.entry.kind
+        assert block_hash is not None, "an unpublished block is copied"
         pays = self._copy_pays(kind, below, step_id)
         target = self.allocate(kind, step_id, online=True, tier=below) if pays else None
         if target is None:

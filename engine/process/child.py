@@ -201,6 +201,7 @@ class EngineServer:
         self._connection: Connection[frames.ToEngine] | None = None
         self._outbox: list[RequestOutput] = []
         self._shutdown = asyncio.Event()
+        self._keep_seconds = 0.0
         self._ending = False
         self._preparing: set[str] = set()
         self._recorder: FlightRecorder | None = None
@@ -235,7 +236,7 @@ class EngineServer:
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks)
-        await engine.stop()
+        await engine.stop(keep_seconds=self._keep_seconds)
 
     async def _ask_again(self, golden: Golden) -> None:
         """Every hour, and after failed steps."""
@@ -273,7 +274,8 @@ class EngineServer:
                 self._engine.set_lane(job, lane)
             case frames.AskStats(call):
                 self._send(frames.Stats(call, self._engine.snapshot()))
-            case frames.Shutdown():
+            case frames.Shutdown(keep_seconds):
+                self._keep_seconds = keep_seconds
                 self._shutdown.set()
             case _:
                 raise AssertionError(f"{message} comes once, and first")

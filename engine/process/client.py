@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.api import (
+    KEEP_SECONDS,
     EngineInfo,
     EngineRequest,
     EngineState,
@@ -364,6 +365,7 @@ class EngineProcess:
     async def stop(self, drain_seconds: float = 0.0) -> None:
         """See EngineClient.stop. A process that does not end by itself within a moment is killed."""
         self._draining = True
+        ends = self._clock() + drain_seconds
         self._changed.set()
         if self._task is None:
             return
@@ -382,8 +384,10 @@ class EngineProcess:
             each.cancel()
         await asyncio.wait(tasks)
         if self._child is not None:
-            self._send(frames.Shutdown())
-            await self._end(self._child, grace=STOP_SECONDS)
+            keeps = self._launcher.launch.config.disk_space > 0
+            keep_seconds = max(KEEP_SECONDS, ends - self._clock()) if keeps else 0.0
+            self._send(frames.Shutdown(keep_seconds))
+            await self._end(self._child, grace=STOP_SECONDS + keep_seconds)
         self._watch.end()
         await asyncio.to_thread(self.discard)
 

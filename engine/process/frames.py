@@ -98,7 +98,9 @@ class AskStats(Message, frozen=True):
 
 
 class Shutdown(Message, frozen=True):
-    """End every request and the process."""
+    """End every request and the process. `keep_seconds`: in which what the disk keeps of chats may be written."""
+
+    keep_seconds: float = 0.0
 
 
 ToEngine = Launch | Begin | Submit | Resume | CheckRoom | Abort | SetLane | AskStats | Shutdown
