@@ -9,6 +9,7 @@ import enum
 import math
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import NamedTuple, Protocol
 
 from engine.errors import ErrorInfo, InvalidRequestError
@@ -135,6 +136,7 @@ class EngineRequest:
     where another engine left it, as if it had been preempted; it has been accepted and is not refused for room.
     `arrived`: when it came, on the engine's clock, if it waited for an engine since.
     `pooling`: it is one vector, of its prompt; nothing is sampled, and of `sampling` nothing counts.
+    `adapter`: the number of a LoRA adapter, from 1 in the order of `EngineInfo.adapters`; 0: the model as it is.
     """
 
     request_id: str
@@ -150,6 +152,14 @@ class EngineRequest:
     resumed: Resumption | None = None
     arrived: float | None = None
     pooling: Pooling | None = None
+    adapter: int = 0
+
+    @property
+    def prefix_root(self) -> bytes:
+        """What the hashes of its blocks begin with: K and V depend on the adapter as they do on the tokens."""
+        if not self.adapter:
+            return self.cache_salt
+        return blake2b(self.cache_salt, digest_size=16, person=b"lora %d" % self.adapter).digest()
 
 
 class TokenLogprobs(NamedTuple):
@@ -327,7 +337,8 @@ class EngineStats:
 class EngineInfo:
     """Facts of the loaded model. `vocab_size` is the logits' width: any token id below it may be sent.
     `cache_tokens`: what the device cache holds of KV, in blocks of `block_size` tokens (0: not known).
-    `embedding`: how a text becomes a vector; None: it does not. `max_num_seqs`: the most requests in a step."""
+    `embedding`: how a text becomes a vector; None: it does not. `max_num_seqs`: the most requests in a step.
+    `adapters`: names of the LoRA adapters beside it, in the order of their numbers."""
 
     max_model_len: int
     vocab_size: int
@@ -340,6 +351,7 @@ class EngineInfo:
     block_size: int = 0
     embedding: EmbeddingSpec | None = None
     max_num_seqs: int = 64
+    adapters: tuple[str, ...] = ()
 
     @property
     def batch_lines(self) -> int:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 import engine.models.demo
+from engine.adapters import parse_adapters
 from engine.api import EngineInfo
 from engine.colocation.controller import make_controller
 from engine.config import EngineConfig, SchedulerConfig, parse_offload, step_limits
@@ -37,6 +38,7 @@ from engine.models.checkpoint import load_weights, stored_bytes
 from engine.models.hub import cached_folder, is_hub_id, resolve_model_folder
 from engine.models.implementation import OWN, TRANSFORMERS, Choice, choose
 from engine.models.linear import MakeLinear
+from engine.models.lora import Adapters, load_adapter, plan_adapter
 from engine.models.spec import ModelShape, ModelSpec, hidden_offer, resolve_max_model_len
 from engine.models.streaming import StreamedLayers
 from engine.models.transformers_model import TransformersModel, TransformersShape, load_model
@@ -113,7 +115,7 @@ def plan_launch(config: EngineConfig) -> LaunchPlan:
         memory_utilization=config.gpu_memory_utilization,
         notes=tuple(each for each in (by, note, slow) if each),
     )
-    plan = _with_offload(_with_storage(plan, config), config)
+    plan = _with_adapters(_with_offload(_with_storage(plan, config), config), config)
     plan = replace(plan, limits=replace(plan.limits, padding=backend.padding(plan)))
     return _with_cache(plan, config, backend.cache_bytes(plan, None))
 
@@ -189,10 +191,32 @@ def build_runner(
     weights = _load(config, plan, make, gather)
     if plan.offload is not None and transport is not None:
         _tell_floor(config, plan.offload, transport.seconds(), say)
+    adapters = _load_adapters(plan, weights)
     plan = _with_cache(plan, config, backend.cache_bytes(plan, weights))
     if plan.host_units and config.swap_space is None:
         say(f"{_gib(host_bytes(plan))} of host memory keep what the cache has no room for; --swap-space says how much")
-    return backend.make_runner(config, plan, weights, say)
+    runner, plan = backend.make_runner(config, plan, weights, say)
+    runner.device.adapters = adapters
+    return runner, plan
+
+
+def _with_adapters(plan: LaunchPlan, config: EngineConfig) -> LaunchPlan:
+    """The plan with its LoRA adapters. Raises ConfigError, or ModelLoadError for one that is not supported."""
+    if not config.lora:
+        return plan
+    if plan.implementation != OWN or plan.device != "cpu":
+        raise ConfigError("--lora runs on a CPU only, with models of our own families")
+    adapters = tuple(plan_adapter(each, plan.own) for each in parse_adapters(config.lora))
+    note = "steps with a row of an adapter run by torch's operators, others as without adapters"
+    size = sum(each.num_parameters for each in adapters) * torch_dtype(plan.dtype).itemsize
+    return replace(plan, adapters=adapters, adapter_bytes=size, notes=(*plan.notes, note))
+
+
+def _load_adapters(plan: LaunchPlan, weights: ModelWeights | TransformersModel) -> Adapters | None:
+    if not plan.adapters:
+        return None
+    assert isinstance(weights, ModelWeights)
+    return Adapters([load_adapter(each, plan.own, weights.embedding) for each in plan.adapters])
 
 
 def _load(config: EngineConfig, plan: LaunchPlan, make: MakeLinear, gather: Gather) -> ModelWeights | TransformersModel:
@@ -354,11 +378,15 @@ def _open_disk(
 
 def _content_key(config: EngineConfig, plan: LaunchPlan) -> bytes:
     """What K and V depend on besides tokens: the checkpoint's files, types, layers and the layout of a unit."""
-    files = sorted(path for path in plan.folder.iterdir() if path.suffix in (".json", ".safetensors"))
-    stamps = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
     about = (plan.precision, plan.kernels, plan.implementation, plan.limits.block_size, metadata.version("tidemill"))
     invented = config.seed if config.load_format == "dummy" else None
-    return blake2b(repr((stamps, about, invented)).encode(), digest_size=16).digest()
+    adapted = [_stamps(each.folder) for each in plan.adapters]  # known by their numbers
+    return blake2b(repr((_stamps(plan.folder), about, invented, *adapted)).encode(), digest_size=16).digest()
+
+
+def _stamps(folder: Path) -> list[tuple[str, int, int]]:
+    files = sorted(path for path in folder.iterdir() if path.suffix in (".json", ".safetensors"))
+    return [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
 
 
 def _with_cache(plan: LaunchPlan, config: EngineConfig, cache_bytes: int) -> LaunchPlan:
@@ -441,4 +469,5 @@ def _info(plan: LaunchPlan) -> EngineInfo:
         block_size=plan.limits.block_size,
         max_num_seqs=plan.limits.max_num_seqs,
         embedding=_embedding(plan),
+        adapters=tuple(each.name for each in plan.adapters),
     )

@@ -4,6 +4,7 @@
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from engine.adapters import parse_adapters
 from engine.errors import ConfigError
 from engine.queue_time import DEFAULT_QUEUE, QueueTime
 from engine.reserve import NO_RESERVE, parse_reserve
@@ -50,6 +51,11 @@ class EngineConfig:
     load_format: str = _flag("auto", "dummy: random weights for benchmarks", ("auto", "safetensors", "dummy"))
     self_test: bool = _flag(
         True, "before serving, compare a few tokens with transformers' own eager attention and refuse what differs"
+    )
+    lora: tuple[str, ...] = _flag(
+        (),
+        "NAME=PATH: a LoRA adapter as peft stores it, which requests name as a model (NAME, or MODEL:NAME); repeat for "
+        "several",
     )
     max_model_len: int | None = _flag(None, "longest prompt plus output, tokens (default: the model's)")
     block_size: int = _flag(16, "tokens in a cache block")
@@ -118,6 +124,8 @@ class EngineConfig:
             raise ConfigError("--kv-cache-dtype does not go with --hidden-cache: units of 8 bits hold no hidden state")
         if parse_offload(self.offload_weights) is not None and self.hidden_cache:
             raise ConfigError("--offload-weights does not go with --hidden-cache yet: its projections need the weights")
+        if parse_adapters(self.lora) and self.hidden_cache:
+            raise ConfigError("--lora does not go with --hidden-cache: K and V restored would be those of no adapter")
         if not 0.0 <= (self.swap_space or 0.0) <= 65536.0:
             raise ConfigError(f"--swap-space must be between 0 and 65536 GiB, not {self.swap_space}")
         if not 0.0 <= self.disk_space <= 1048576.0:

@@ -29,6 +29,7 @@ from gateway.http.hosts import HostNames
 from gateway.http.keys import KeyStore
 from gateway.http.middleware import Authentication, BodyLimit, HostGuard, RequestIds
 from gateway.http.quotas import Admissions
+from gateway.models import ModelNames
 from gateway.store.folder import SECRET_BYTES, StateFolder
 from gateway.telemetry.loop_lag import LoopLag
 from gateway.telemetry.metrics import GatewayMetrics
@@ -55,17 +56,17 @@ def create_app(
 
     With a state folder it serves files and batches, too, and closes the folder at its end. Raises ConfigError.
     """
-    model_names = config.served_model_name or (client.info.architecture,)
-    metrics = GatewayMetrics(client, model_names[0])
+    models = ModelNames(config.served_model_name or (client.info.architecture,), client.info.adapters)
+    metrics = GatewayMetrics(client, models.first)
     lifecycle = Lifecycle(client)
     keys = KeyStore(config.api_key, config.api_key_file)
     request_log = _open_request_log(config, metrics)
-    traces = _open_traces(config, metrics, model_names[0])
+    traces = _open_traces(config, metrics, models.first)
     context = GatewayContext(
         client,
         tokenizer,
         config,
-        model_names,
+        models,
         metrics,
         lifecycle,
         keys,

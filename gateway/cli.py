@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from engine import openmp
+from engine.adapters import parse_adapters
 from engine.api import EngineClient, EngineInfo
 from engine.config import EngineConfig
 from engine.errors import ConfigError, TidemillError
@@ -24,6 +25,7 @@ from gateway.commands.flags import flags_of, given_where, resolve_configs
 from gateway.commands.help import Parser, RootParser, add_by_task
 from gateway.commands.shell_completion import SHELLS, script
 from gateway.config import ServerConfig
+from gateway.models import ModelNames
 
 DEMO_NAME = "tidemill-demo"
 _LOADGEN = {"bench": "loadgen.cli", "simulate": "loadgen.simulate"}
@@ -243,6 +245,8 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 def _serve(arguments: argparse.Namespace) -> int:
     engine_config, server_config = resolve_configs(arguments, [EngineConfig, ServerConfig])
+    served = server_config.served_model_name or (model_name(engine_config),)
+    ModelNames(served, [each.name for each in parse_adapters(engine_config.lora)])  # is any of them taken?
     if arguments.dry_run:
         given = given_where(arguments, [EngineConfig, ServerConfig])
         dry_run = importlib.import_module("gateway.commands.dry_run")

@@ -19,6 +19,7 @@ from gateway.config import ServerConfig
 from gateway.generate.tool_formats import ToolFormat
 from gateway.http.keys import KeyStore, Tier
 from gateway.http.quotas import Admissions
+from gateway.models import ModelNames
 from gateway.telemetry.metrics import GatewayMetrics
 from gateway.telemetry.request_log import RequestLog
 
@@ -79,7 +80,7 @@ class GatewayContext:
     client: EngineClient
     tokenizer: Tokenizer
     config: ServerConfig
-    model_names: tuple[str, ...]
+    models: ModelNames
     metrics: GatewayMetrics
     lifecycle: Lifecycle
     keys: KeyStore

@@ -13,8 +13,9 @@ from starlette.responses import Response
 from engine.api import ColocationStats, EngineState, EngineStats
 from engine.errors import EngineUnavailableError
 from gateway.context import GatewayContext, context_of, sees_all
-from gateway.generate.answering import check_model
+from gateway.generate.answering import find_model
 from gateway.http.errors import ApiError
+from gateway.models import Model
 from gateway.telemetry.fleet_metrics import shown as engines_shown
 
 router = APIRouter()
@@ -98,13 +99,14 @@ def check_sees_all(request: Request) -> None:
         raise ApiError(403, message, code="metrics_forbidden")
 
 
-def _model_object(context: GatewayContext, name: str) -> dict[str, Any]:
+def _model_object(context: GatewayContext, name: str, model: Model) -> dict[str, Any]:
     return {
         "id": name,
         "object": "model",
         "created": context.created,
         "owned_by": "tidemill",
-        "root": context.model_names[0],
+        "root": model.root,
+        "parent": model.parent,
         "max_model_len": context.client.info.max_model_len,
     }
 
@@ -112,15 +114,15 @@ def _model_object(context: GatewayContext, name: str) -> dict[str, Any]:
 @router.get("/v1/models")
 async def list_models(request: Request) -> Response:
     context = context_of(request)
-    data = [_model_object(context, name) for name in context.model_names]
+    data = [_model_object(context, name, found) for name, found in context.models.listed()]
     return Response(orjson.dumps({"object": "list", "data": data}), media_type="application/json")
 
 
 @router.get("/v1/models/{model:path}")
 async def retrieve_model(request: Request, model: str) -> Response:
     context = context_of(request)
-    check_model(context, model)
-    return Response(orjson.dumps(_model_object(context, model)), media_type="application/json")
+    found = find_model(context, model)
+    return Response(orjson.dumps(_model_object(context, model, found)), media_type="application/json")
 
 
 def package_version() -> str:

@@ -22,7 +22,7 @@ from engine.execution.pool import UnitPool
 from engine.execution.runner import Runner
 from engine.execution.sampling_table import uniforms
 from engine.machine import free_memory
-from engine.models.decoder import Attend, Decoder
+from engine.models.decoder import Adapt, Attend, Decoder
 from engine.models.spec import ModelSpec, spec_from_config
 from engine.models.weights import DummyTensors, build_weights
 from engine.scheduling.output import INVALID_TOKEN, AppendedEntries, Chunk, NewRequest, SchedulerOutput
@@ -54,12 +54,14 @@ class FragileDecoder(Decoder):
         hidden = super().embed(token_ids, positions)
         return hidden if self.poison is None else hidden.masked_fill((token_ids == self.poison)[:, None], math.nan)
 
-    def run(self, hidden: torch.Tensor, attend: Attend, layers: range | None = None) -> torch.Tensor:
+    def run(
+        self, hidden: torch.Tensor, attend: Attend, layers: range | None = None, adapt: Adapt | None = None
+    ) -> torch.Tensor:
         self.calls += 1
         if self.calls - 1 in self.fail_calls:
             super().run(hidden, attend, range(2))
             raise RuntimeError("the device is gone")
-        return super().run(hidden, attend, layers)
+        return super().run(hidden, attend, layers, adapt)
 
 
 def make_decoder(seed: int = 0, dtype: torch.dtype = torch.float32, **config: object) -> FragileDecoder:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from engine.execution.offload import Offload
 from engine.models.implementation import OWN
+from engine.models.lora import AdapterPlan
 from engine.models.spec import ModelShape, ModelSpec
 from predictor.limits import UNITS_PER_BLOCK, Limits
 
@@ -19,6 +20,7 @@ class LaunchPlan:
     blocks a step may run from hidden state. `int8_cache`: K and V are kept in 8 bits. `kernels`: what steps on a CPU
     run by, and `threads` how many work on one, once known. `offload`: which layers stream; None: all weights stay.
     `droppable`: layers may be given up for a while, for more units (`engine.execution.stages`).
+    `adapters`: LoRA beside the weights, which take `adapter_bytes`.
     `implementation` of the layers: "own" or "transformers". `notes`: decisions that a user may not expect, one sentence
     each.
     """
@@ -41,6 +43,8 @@ class LaunchPlan:
     implementation: str = OWN
     int8_cache: bool = False
     droppable: bool = False
+    adapters: tuple[AdapterPlan, ...] = ()
+    adapter_bytes: int = 0
 
     @property
     def own(self) -> ModelSpec:
@@ -56,8 +60,8 @@ class LaunchPlan:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of weights that stay in memory, with buffers for those that do not."""
-        return self.weight_bytes if self.offload is None else self.offload.held_bytes
+        """Bytes of weights that stay in memory, with adapters, and with buffers for those that do not stay."""
+        return self.adapter_bytes + (self.weight_bytes if self.offload is None else self.offload.held_bytes)
 
     @property
     def num_blocks(self) -> int:

@@ -24,7 +24,8 @@ UNKNOWN = -1
 class RowTable:
     """`tokens [rows, max_model_len + 1]`; `num_blocks`, `num_prompt [rows]`; `tables [3, rows, max_blocks]`: units of
     K, V and hidden state, also as `k_table`, `v_table`, `hidden_table`. `generation [rows]`: requests a row has held.
-    `pooling`, `pools [rows]`: how, and whether, a row's request is made one vector.
+    `pooling`, `pools [rows]`: how, and whether, a row's request is made one vector. `adapters [rows]`: the number of
+    its LoRA adapter, 0: none.
 
     `is_hidden [rows, max_blocks]`: blocks of hidden state (the entries of other blocks in `hidden_table` mean nothing),
     `num_hidden [rows]`: how many a row has; refused unless `hidden`. K and V of those pass through scratch, to which
@@ -40,6 +41,7 @@ class RowTable:
         self.num_prompt = np.zeros(self.num_rows, dtype=np.int64)
         self.pooling: list[Pooling | None] = [None] * self.num_rows
         self.pools = np.zeros(self.num_rows, dtype=np.bool_)
+        self.adapters = np.zeros(self.num_rows, dtype=np.int64)
         self.num_blocks = np.zeros(self.num_rows, dtype=np.int64)
         self.generation = np.zeros(self.num_rows, dtype=np.int64)
         self.tables = np.zeros((3, self.num_rows, max_blocks), dtype=np.int64)
@@ -102,6 +104,7 @@ class RowTable:
         self.sampling.write(new.row, new.sampling)
         self.pooling[new.row] = new.pooling
         self.pools[new.row] = new.pooling is not None
+        self.adapters[new.row] = new.adapter
         self._extend(new.row, new.entries)
 
     def _extend(self, row: int, entries: Sequence[CacheEntry]) -> None:

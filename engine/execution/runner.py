@@ -30,6 +30,7 @@ from engine.execution.pooling import RowPools, StepPools, TakeHidden
 from engine.execution.rows import UNKNOWN, RowTable
 from engine.execution.sampler import SampleInput, sample
 from engine.execution.samples import LOGPROB_COLUMNS, DeviceSamples
+from engine.models.lora import Adapters
 from engine.scheduling.output import Collect, ModelRunnerOutput, SchedulerOutput
 
 if TYPE_CHECKING:  # running a model needs none of what compiles grammars
@@ -39,13 +40,15 @@ if TYPE_CHECKING:  # running a model needs none of what compiles grammars
 class Device(CacheMover, Protocol):
     """A backend's half of a runner: its memory, and what runs on it, in order, in `lane`.
 
-    `pipeline_depth`: steps whose tokens may still be unknown to the host when the next one is launched.
+    `pipeline_depth`: steps whose tokens may still be unknown to the host when the next one is launched. `adapters`: the
+    LoRA adapters that rows may have, None: none.
     """
 
     rows: RowTable
     pool: UnitPool
     lane: Lane
     pipeline_depth: int
+    adapters: Adapters | None
 
     def forward(
         self, chunks: IntArray, masks: FinishMasks | None = None, take: TakeHidden | None = None

@@ -254,7 +254,7 @@ class FleetClient:
         """Choose one of them, and count on it; None: the line of a batch, and all of them hold enough of those
         (`bounded`)."""
         request = requests[0]
-        chain = prefix_chain(request.prompt_token_ids, request.cache_salt, members[0].block_size)
+        chain = prefix_chain(request.prompt_token_ids, request.prefix_root, members[0].block_size)
         hits = hits_of(members, chain)
         if request.request_class is RequestClass.ONLINE:
             prompt = Prompt(len(request.prompt_token_ids), hits)

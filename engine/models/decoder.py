@@ -24,6 +24,10 @@ also what a hidden cache stores.
 """
 
 
+Adapt = Callable[[int, LayerWeights], LayerWeights]
+"""(layer index, the layer) -> the layer as this step is to see it: with what adapters add."""
+
+
 class Ops(Protocol):
     """What a layer computes besides GEMMs, attention and activations without a gate."""
 
@@ -54,12 +58,13 @@ class Decoder:
         assert self.spec.position_offset is not None
         return hidden + functional.embedding(positions + self.spec.position_offset, self.weights.positions)
 
-    def run(self, hidden: Tensor, attend: Attend, layers: range | None = None) -> Tensor:
+    def run(self, hidden: Tensor, attend: Attend, layers: range | None = None, adapt: Adapt | None = None) -> Tensor:
         """These layers (all by default) on hidden [T, H] -> [T, H]. The argument is not modified."""
         # The sum of a layer's two branches is added together with the next norm: one pass over the rows.
         delta: Tensor | None = None
         for index in range(len(self.weights.layers)) if layers is None else layers:
-            with self.weights.layers.use(index) as layer:
+            with self.weights.layers.use(index) as stored:
+                layer = stored if adapt is None else adapt(index, stored)
                 normed, hidden = self._add_norm(delta, hidden, layer.input_norm)
                 attention = layer.out(attend(index, layer, normed))
                 if self.spec.parallel_residual:

@@ -183,8 +183,8 @@ class _Builder:
     def _layer(self, prefix: str) -> LayerWeights:
         spec, names = self._spec, self._names
         hidden, ffn = spec.hidden_size, spec.intermediate_size
-        qkv_sizes = _split_over(names.qkv, (spec.q_size, spec.kv_size, spec.kv_size))
-        up_sizes = _split_over(names.up, (ffn, ffn) if spec.gated_mlp else (ffn,))
+        qkv_sizes = split_over(names.qkv, (spec.q_size, spec.kv_size, spec.kv_size))
+        up_sizes = split_over(names.up, (ffn, ffn) if spec.gated_mlp else (ffn,))
         return LayerWeights(
             input_norm=self._norm(prefix + names.input_norm),
             qkv=self._linear(prefix, names.qkv, qkv_sizes, hidden, spec.qkv_bias, names.interleaved_qkv),
@@ -211,11 +211,12 @@ class _Builder:
         if has_bias:
             bias = _stack([self._source.fetch(f"{prefix}{name}.bias", (size,)) for name, size in pairs])
         if interleaved:
-            bias = None if bias is None else self._straighten(bias)
+            spec = self._spec
+            bias = None if bias is None else straighten(spec, bias)
             if isinstance(weight, Rounded):
-                weight = Rounded(self._straighten(weight.values), self._straighten(weight.scales), weight.dtype)
+                weight = Rounded(straighten(spec, weight.values), straighten(spec, weight.scales), weight.dtype)
             else:
-                weight = self._straighten(weight)
+                weight = straighten(spec, weight)
         return self._make(weight, bias, gated=gated)
 
     def _weight(self, modules: list[tuple[str, tuple[int, int]]]) -> Tensor | Rounded:
@@ -225,11 +226,6 @@ class _Builder:
             return _stack([self._source.fetch(*each) for each in modules])
         values, scales = _stack([each.values for each in integers]), _stack([each.scales for each in integers])
         return Rounded(values, scales, integers[0].dtype)
-
-    def _straighten(self, fused: Tensor) -> Tensor:
-        """[heads · 3 · D, ...] to [3 · heads · D, ...]."""
-        by_head = fused.view(self._spec.num_heads, 3, self._spec.head_dim, *fused.shape[1:])
-        return by_head.transpose(0, 1).flatten(0, 2)
 
     def _norm(self, module: str) -> Norm:
         shape = (self._spec.hidden_size,)
@@ -257,7 +253,13 @@ class _Builder:
         return next((p for p in prefixes if has(f"{p}{self._names.embedding}.weight")), prefixes[0])
 
 
-def _split_over(modules: tuple[str, ...], sizes: tuple[int, ...]) -> tuple[int, ...]:
+def straighten(spec: ModelSpec, fused: Tensor) -> Tensor:
+    """Outputs of an interleaved projection [heads · 3 · D, ...] as [3 · heads · D, ...]."""
+    by_head = fused.view(spec.num_heads, 3, spec.head_dim, *fused.shape[1:])
+    return by_head.transpose(0, 1).flatten(0, 2)
+
+
+def split_over(modules: tuple[str, ...], sizes: tuple[int, ...]) -> tuple[int, ...]:
     """Output sizes of the modules of one slot: one each, or all of them in one fused module."""
     assert len(modules) in (1, len(sizes))
     return sizes if len(modules) == len(sizes) else (sum(sizes),)

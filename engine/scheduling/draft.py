@@ -237,4 +237,5 @@ def _whole(request: Request) -> NewRequest:
         sampling=request.spec.sampling,
         entries=tuple(block.entry for block in request.cache_map.blocks),
         pooling=request.spec.pooling,
+        adapter=request.spec.adapter,
     )

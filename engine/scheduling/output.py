@@ -44,7 +44,7 @@ class Chunk(NamedTuple):
 
 class NewRequest(NamedTuple):
     """A request whole: `token_ids` = prompt + outputs known so far, `entries` = its cache map with prefix hits.
-    With `pooling` no token is sampled: its vector comes with its last chunk."""
+    With `pooling` no token is sampled: its vector comes with its last chunk. `adapter`: see `EngineRequest`."""
 
     row: int
     request_id: str
@@ -53,6 +53,7 @@ class NewRequest(NamedTuple):
     sampling: SamplingParams
     entries: tuple[CacheEntry, ...]
     pooling: Pooling | None = None
+    adapter: int = 0
 
 
 class AppendedEntries(NamedTuple):

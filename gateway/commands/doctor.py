@@ -43,6 +43,7 @@ def report_launch(plan: Any, name: str) -> list[str]:
         line("", f"{plan.precision} on {plan.device}, weights {size(plan.weight_bytes)}"),
         line("cache", f"{about}{tokens:,} tokens ({plan.num_blocks:,} blocks of {plan.limits.block_size})"),
         line("context", f"{plan.limits.max_model_len:,} tokens"),
+        *(line("adapter", f"{each.name}: {each}") for each in plan.adapters),
         *(line("note", note) for note in plan.notes),
     ]
 

@@ -31,6 +31,7 @@ FLAGS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "device",
             "dtype",
             "max_model_len",
+            "lora",
             "chat_template",
             "tool_parser",
             "offline_thinking_budget",

@@ -21,9 +21,9 @@ from gateway.generate.pace import at_half_speed
 from gateway.generate.params import GenerationPlan
 from gateway.generate.wire import ModelBody
 from gateway.http.errors import ApiError, log_unexpected, to_api_error
-from gateway.http.keys import TIERS, Tier
 from gateway.http.quotas import Admissions, Place
 from gateway.http.sse import EventStream, run_while_connected
+from gateway.models import Model
 
 INLINE_BYTES = 32 * 1024  # parsing more than this takes long enough for a thread to be worth it
 CHARS_PER_TOKEN = 4  # a guess, for prompts that are not read
@@ -67,7 +67,8 @@ async def read_body(request: Request, parse: Callable[[bytearray], BodyT]) -> Bo
     (`MODEL:flex`), or its key's. Raises ApiError 415 or InvalidRequestError."""
     body = await read_json(request, parse)
     if body.service_tier in (None, "auto"):
-        body.service_tier = split_model(context_of(request), body.model)[1] or tier_of(request)
+        model = context_of(request).models.find(body.model)
+        body.service_tier = (model and model.tier) or tier_of(request)
     return body
 
 
@@ -195,17 +196,9 @@ def _nothing() -> None:
     return None
 
 
-def split_model(context: GatewayContext, name: str) -> tuple[str, Tier | None]:
-    """A name of the API as the name of a model and the service tier behind it, if it has one: `MODEL:flex`."""
-    base, _, suffix = name.rpartition(":")
-    if name not in context.model_names and base in context.model_names:
-        for tier in TIERS:
-            if tier == suffix:
-                return base, tier
-    return name, None
-
-
-def check_model(context: GatewayContext, name: str) -> None:
+def find_model(context: GatewayContext, name: str) -> Model:
     """Raises ApiError 404 for a model that is not served here."""
-    if split_model(context, name)[0] not in context.model_names:
+    model = context.models.find(name)
+    if model is None:
         raise ApiError(404, "This server has no such model.", param="model", code="model_not_found")
+    return model

@@ -13,7 +13,7 @@ from engine.text.thoughts import ThinkingBudget
 from engine.text.tokenizer import Tokenizer
 from gateway.context import GatewayContext
 from gateway.generate.answer_parser import Parsing
-from gateway.generate.answering import check_model, check_room, run_by_size, run_text_work
+from gateway.generate.answering import check_room, find_model, run_by_size, run_text_work
 from gateway.generate.choices import Delta
 from gateway.generate.completion_stream import CompletionStream
 from gateway.generate.endpoint import Endpoint
@@ -53,12 +53,12 @@ async def plan_chat(
 ) -> GenerationPlan:
     """See `Endpoint.plan`. Other APIs are translated into this one: `prefix` is what the ids of their answers begin
     with; `clip`: see `chat_plan`."""
-    check_model(context, body.model)
+    adapter = find_model(context, body.model).adapter
     form, marks = context.tool_format, context.thought_marks
     check_budget(body, marks)
     messages, texts = await run_by_size(context, body.messages, lambda: _read(context, body))
     await check_room(context, body, sum(map(len, texts)), tenant)
-    caller = Caller(f"{prefix}{uuid.uuid4().hex}", context.cache_salt(tenant), tenant)
+    caller = Caller(f"{prefix}{uuid.uuid4().hex}", context.cache_salt(tenant), tenant, adapter)
 
     def plan() -> GenerationPlan:
         token_ids = _encode(context, body, messages, texts)
@@ -85,7 +85,7 @@ async def plan_chat(
 
 async def count_prompt(context: GatewayContext, body: ChatCompletionRequest) -> int:
     """The tokens of a chat request's prompt. Raises what `plan_chat` raises for it."""
-    check_model(context, body.model)
+    find_model(context, body.model)
 
     def count() -> int:
         return len(_encode(context, body, *_read(context, body)))

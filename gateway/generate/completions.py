@@ -7,7 +7,7 @@ import orjson
 
 from engine.text.tokenizer import Tokenizer
 from gateway.context import GatewayContext
-from gateway.generate.answering import CHARS_PER_TOKEN, INLINE_CHARS, check_model, check_room, run_text_work
+from gateway.generate.answering import CHARS_PER_TOKEN, INLINE_CHARS, check_room, find_model, run_text_work
 from gateway.generate.choices import Delta
 from gateway.generate.completion_stream import CompletionStream
 from gateway.generate.endpoint import Endpoint
@@ -28,11 +28,11 @@ from gateway.http.sse import END
 
 async def plan_completion(context: GatewayContext, body: CompletionRequest, tenant: str) -> GenerationPlan:
     """See `Endpoint.plan`."""
-    check_model(context, body.model)
+    adapter = find_model(context, body.model).adapter
     check_completion(body)
     lengths = [len(prompt) if isinstance(prompt, str) else CHARS_PER_TOKEN * len(prompt) for prompt in body.prompt]
     await check_room(context, body, sum(lengths), tenant)
-    caller = Caller(f"cmpl-{uuid.uuid4().hex}", context.cache_salt(tenant), tenant)
+    caller = Caller(f"cmpl-{uuid.uuid4().hex}", context.cache_salt(tenant), tenant, adapter)
 
     def plan() -> GenerationPlan:
         for prompt in body.prompt:

@@ -11,7 +11,7 @@ from engine.api import EngineInfo, EngineRequest, Lane, RequestClass, SamplingPa
 from engine.errors import InvalidRequestError
 from engine.pooling import EmbeddingSpec
 from gateway.context import GatewayContext
-from gateway.generate.answering import CHARS_PER_TOKEN, INLINE_CHARS, check_model, check_room, run_text_work
+from gateway.generate.answering import CHARS_PER_TOKEN, INLINE_CHARS, check_room, find_model, run_text_work
 from gateway.generate.choices import Delta
 from gateway.generate.completions import encode_prompt
 from gateway.generate.endpoint import Endpoint
@@ -23,11 +23,11 @@ NOTHING_SAMPLED = SamplingParams(max_tokens=1, temperature=0.0)
 
 async def plan_embeddings(context: GatewayContext, body: EmbeddingRequest, tenant: str) -> GenerationPlan:
     """See `Endpoint.plan`."""
-    check_model(context, body.model)
+    adapter = find_model(context, body.model).adapter
     spec = embedding_spec(context.client.info, body)
     lengths = [len(text) if isinstance(text, str) else CHARS_PER_TOKEN * len(text) for text in body.input]
     await check_room(context, body, sum(lengths), tenant)
-    caller = Caller(f"embd-{uuid.uuid4().hex}", context.cache_salt(tenant), tenant)
+    caller = Caller(f"embd-{uuid.uuid4().hex}", context.cache_salt(tenant), tenant, adapter)
 
     def plan() -> GenerationPlan:
         info = context.client.info
@@ -67,6 +67,7 @@ def _plan(body: EmbeddingRequest, prompts: tuple[Prompt, ...], caller: Caller, s
             tenant=caller.tenant,
             lane=Lane.FLEX,
             pooling=spec.pooling,
+            adapter=caller.adapter,
         )
         for index, prompt in enumerate(prompts)
     )

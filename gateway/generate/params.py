@@ -117,11 +117,13 @@ class GenerationPlan:
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who asks: the name of its answer, the salt of its prefix cache, and whose share of the machine it takes."""
+    """Who asks, and whom: the name of its answer, the salt of its prefix cache, whose share of the machine it takes,
+    and the number of an adapter."""
 
     response_id: str
     cache_salt: bytes
     tenant: str = ""
+    adapter: int = 0
 
 
 def check_stream_options(body: GenerationBody) -> None:
@@ -223,6 +225,7 @@ def _plan(
                     caller.cache_salt,
                     final_only=final_only,
                     tenant=caller.tenant,
+                    adapter=caller.adapter,
                     lane=Lane.FLEX,  # whoever asks here waits for the answer; a batch line is given its lane later
                 )
             )

@@ -24,6 +24,7 @@ from engine.execution.samples import DeviceSamples
 from engine.models.absorption import Absorption
 from engine.models.decoder import Attend, Decoder
 from engine.models.heads import Heads
+from engine.models.lora import Adapters
 from engine.models.weights import LayerWeights
 from predictor.limits import Limits
 
@@ -41,6 +42,7 @@ class PoolDevice:
     """What devices in torch's operators have in common: a pool, its rows, copies to the host tier and back."""
 
     pipeline_depth = 0
+    adapters: Adapters | None = None
 
     def __init__(self, pool: UnitPool, rows: RowTable) -> None:
         self.pool, self.rows = pool, rows
@@ -103,7 +105,8 @@ class TorchDevice(PoolDevice):
         attend = self._attend(batch, hidden)
         token_ids = torch.from_numpy(self.rows.tokens[layout.token_rows, layout.positions]).to(device)
         x = self.decoder.embed(token_ids, torch.from_numpy(layout.positions).to(device))
-        x, wanted = self.decoder.run(x, attend, self.layers), layout.sampled_tokens
+        adapt = None if self.adapters is None else self.adapters.of_step(self.rows.adapters[layout.token_rows], device)
+        x, wanted = self.decoder.run(x, attend, self.layers, adapt), layout.sampled_tokens
         if self.beyond is not None:
             whole = np.arange(len(x)) if take is not None else wanted
             (x,) = self.beyond(layout.chunks, x[None], whole)

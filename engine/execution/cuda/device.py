@@ -33,6 +33,7 @@ from engine.execution.pool import UnitPool
 from engine.execution.pooling import TakeHidden
 from engine.execution.rows import RowTable
 from engine.execution.samples import DeviceSamples
+from engine.models.lora import Adapters
 from engine.models.spec import ModelSpec
 from engine.models.weights import ModelWeights
 from engine.triton_kernels import configs
@@ -51,6 +52,7 @@ class CudaDevice:
     the model's hidden state is no use."""
 
     pipeline_depth = 1
+    adapters: Adapters | None = None
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
 """The CPU's device with its forward pass by the C++ library: memory and everything else are `TorchDevice`'s.
 
-A step that touches hidden state goes through torch's path, with the same weights; the scratch that K and V pass
-through then is no business of the tape.
+A step that touches hidden state, or has a row with an adapter, goes through torch's path, with the same weights; the
+scratch that K and V pass through then is no business of the tape.
 """
 
 import numpy as np
@@ -48,9 +48,10 @@ class NativeDevice(TorchDevice):
         self, chunks: IntArray, masks: FinishMasks | None = None, take: TakeHidden | None = None
     ) -> tuple[Tensor, DeviceSamples | None]:
         """See Device. Greedy tokens that may be any are chosen here, all others by the host."""
-        if has_hidden(self.rows, chunks):
+        adapters = self.adapters is not None
+        if has_hidden(self.rows, chunks) or (adapters and self.rows.adapters[chunks[:, 0]].any()):
             return super().forward(chunks, masks, take)
-        if self.pool.scratch_blocks:  # a later step by torch reads blocks whole
+        if self.pool.scratch_blocks or adapters:  # a later step by torch reads blocks whole
             clear_begun_blocks(self.pool, self.rows, chunks)
         where, table = chunks[chunks[:, 3] > 0, 0], self.rows.sampling
         plain = masks is None and table.plain(where)

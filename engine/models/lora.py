@@ -1,0 +1,306 @@
+"""LoRA adapters (Hu et al. 2021) as peft stores them, beside weights that stay as they are: y = W x + s · B (A x).
+
+An adapter is planned from its config and the header of its file, so that what is not supported is refused before any
+weight is loaded. The modules of a fused projection (q, k and v; gate and up) become one pair: their A stacked, their B
+in blocks along the diagonal, the scale in B. A step gathers the rows of each of its adapters, whoever's requests they
+are; rows of none are not touched. Knows nothing of requests and steps.
+"""
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from engine.adapters import NamedFolder
+from engine.arrays import IntArray
+from engine.errors import ModelLoadError
+from engine.models.families import family_named
+from engine.models.linear import Linear
+from engine.models.spec import ModelSpec, read_json
+from engine.models.weights import LayerWeights, split_over, straighten
+
+CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+_TENSOR = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<half>[AB])\.weight")
+_LAYER = re.compile(r"layers\.(\d+)\.(.+)")
+_CHANGES_WEIGHTS = ("pissa", "olora", "corda", "loftq")
+"""Initialisations that also change the weights of the model beside the adapter."""
+_REFUSED = {
+    "use_dora": "DoRA",
+    "modules_to_save": "whole modules of its own (modules_to_save)",
+    "lora_bias": "biases (lora_bias)",
+    "fan_in_fan_out": "transposed weights (fan_in_fan_out)",
+    "trainable_token_indices": "embeddings of its own (trainable_token_indices)",
+    "layer_replication": "layers that repeat (layer_replication)",
+    "target_parameters": "parameters that are no layers (target_parameters)",
+    "alora_invocation_tokens": "activation by tokens (aLoRA)",
+    "use_qalora": "QALoRA",
+    "arrow_config": "a router (arrow_config)",
+    "use_bdlora": "block-diagonal matrices (use_bdlora)",
+}  # fmt: skip
+
+
+class Site(NamedTuple):
+    """Where a delta is added: the output of a matrix of a layer, by its field in LayerWeights."""
+
+    layer: int
+    slot: str
+
+
+class Slot(NamedTuple):
+    """A module's part of a fused matrix: outputs [first, first + size) of `total`, from `width` inputs."""
+
+    name: str
+    first: int
+    size: int
+    total: int
+    width: int
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """An adapted module: A [rank, width], B [size, rank], named `module` in the file; `scale` times both."""
+
+    module: str
+    slot: Slot
+    rank: int
+    scale: float
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterPlan:
+    """What will be loaded. `parts`: in the order of their outputs."""
+
+    name: str
+    folder: Path
+    parts: Mapping[Site, tuple[Part, ...]]
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements that it takes in memory, the zeros beside the diagonal included."""
+        return sum(
+            sum(part.rank for part in parts) * (parts[0].slot.width + parts[0].slot.total)
+            for parts in self.parts.values()
+        )
+
+    @property
+    def rank(self) -> int:
+        return max(part.rank for parts in self.parts.values() for part in parts)
+
+    def __str__(self) -> str:
+        kinds = sorted({part.module.rpartition(".")[2] for parts in self.parts.values() for part in parts})
+        return f"rank {self.rank}, {', '.join(kinds)}"
+
+
+def plan_adapter(given: NamedFolder, spec: ModelSpec) -> AdapterPlan:
+    """Read an adapter's config and the names and shapes of its tensors. Errors: ModelLoadError, one line, for files
+    that are missing or wrong, what is not supported, and an adapter of another model."""
+    try:
+        return _plan(given, spec)
+    except ModelLoadError as error:
+        raise ModelLoadError(f"--lora {given.name}: {error.message}") from None
+
+
+def _plan(given: NamedFolder, spec: ModelSpec) -> AdapterPlan:
+    folder = given.folder
+    if not (folder / CONFIG).is_file():
+        raise ModelLoadError(f"{folder} has no {CONFIG}: not the folder of an adapter")
+    config = read_json(folder / CONFIG)
+    _check_config(config)
+    if not (folder / TENSORS).is_file():
+        raise ModelLoadError(f"{folder} lacks {TENSORS}; weights in other formats are not read")
+    halves: dict[str, dict[str, tuple[int, ...]]] = {}
+    for name, shape in _shapes(folder / TENSORS).items():
+        match = _TENSOR.fullmatch(name)
+        if match is None:
+            raise ModelLoadError(f"tensor {name} is no LoRA matrix of a linear layer, which is all that is supported")
+        halves.setdefault(match["module"], {})[match["half"]] = shape
+    if not halves:
+        raise ModelLoadError(f"{folder / TENSORS} is empty")
+    slots, parts = _slots(spec), dict[Site, list[Part]]()
+    for module, shapes in halves.items():
+        site, slot = _place(module, slots, spec)
+        parts.setdefault(site, []).append(_part(module, slot, shapes, config))
+    ordered = {site: tuple(sorted(parts[site], key=lambda part: part.slot.first)) for site in sorted(parts)}
+    return AdapterPlan(given.name, folder, ordered)
+
+
+def _check_config(config: Mapping[str, Any]) -> None:
+    kind = config.get("peft_type")
+    if kind != "LORA":
+        raise ModelLoadError(f"its peft_type is {kind!r}, only LORA is supported")
+    for key, what in _REFUSED.items():
+        if config.get(key):
+            raise ModelLoadError(f"adapters with {what} are not supported")
+    if (bias := config.get("bias", "none")) != "none":
+        raise ModelLoadError(f"adapters with biases (bias={bias!r}) are not supported")
+    begun = config.get("init_lora_weights")
+    if isinstance(begun, str) and begun.startswith(_CHANGES_WEIGHTS):
+        raise ModelLoadError(f"it was made with init_lora_weights={begun!r}, of a model whose weights it changed, too")
+    rank, alpha = config.get("r"), config.get("lora_alpha")
+    if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float):
+        raise ModelLoadError(f"{CONFIG} must say r and lora_alpha")
+
+
+def _shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise ModelLoadError(f"{path} is not a readable safetensors file: {error}") from None
+
+
+def _slots(spec: ModelSpec) -> dict[str, Slot]:
+    """The linear modules of a layer by their names."""
+    names, hidden, ffn = family_named(spec.family).names, spec.hidden_size, spec.intermediate_size
+    fused = (
+        ("qkv", names.qkv, split_over(names.qkv, (spec.q_size, spec.kv_size, spec.kv_size)), hidden),
+        ("out", (names.out,), (hidden,), spec.q_size),
+        ("up", names.up, split_over(names.up, (ffn, ffn) if spec.gated_mlp else (ffn,)), hidden),
+        ("down", (names.down,), (hidden,), ffn),
+    )
+    slots = dict[str, Slot]()
+    for slot, modules, sizes, width in fused:
+        first = 0
+        for module, size in zip(modules, sizes, strict=True):
+            slots[module] = Slot(slot, first, size, sum(sizes), width)
+            first += size
+    return slots
+
+
+def _place(module: str, slots: Mapping[str, Slot], spec: ModelSpec) -> tuple[Site, Slot]:
+    for prefix in family_named(spec.family).names.prefixes:
+        match = _LAYER.fullmatch(module.removeprefix(prefix)) if module.startswith(prefix) else None
+        if match is not None and match[2] in slots and int(match[1]) < spec.num_layers:
+            slot = slots[match[2]]
+            return Site(int(match[1]), slot.name), slot
+    raise ModelLoadError(f"it changes {module}, which is none of the layers that may be ({', '.join(slots)})")
+
+
+def _part(module: str, slot: Slot, shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any]) -> Part:
+    rank = int(_by_pattern(config.get("rank_pattern"), module, config["r"]))
+    alpha = float(_by_pattern(config.get("alpha_pattern"), module, config["lora_alpha"]))
+    expected = {"A": (rank, slot.width), "B": (slot.size, rank)}
+    for half, shape in expected.items():
+        if shapes.get(half) != shape:
+            found = "missing" if half not in shapes else list(shapes[half])
+            raise ModelLoadError(f"lora_{half} of {module} is {found}, this model and r = {rank} imply {list(shape)}")
+    return Part(module, slot, rank, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank))
+
+
+def _by_pattern(patterns: Mapping[str, Any] | None, module: str, default: Any) -> Any:
+    """As peft reads rank_pattern and alpha_pattern: the first one that the module's name ends with."""
+    for pattern, value in (patterns or {}).items():
+        if re.fullmatch(rf"(.*\.)?({pattern})", module):
+            return value
+    return default
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """`a [R, in]`, `b [out, R]`, the scale in it; R: all ranks of the site together."""
+
+    a: Tensor
+    b: Tensor
+
+    def add(self, x: Tensor, y: Tensor, places: Tensor | None) -> None:
+        """y += b (a x) for rows `places [n]`, or all. x [T, in], y [T, out]."""
+        if places is None:
+            y.addmm_(x @ self.a.t(), self.b.t())
+        else:
+            y.index_add_(0, places, (x.index_select(0, places) @ self.a.t()) @ self.b.t())
+
+
+def load_adapter(plan: AdapterPlan, spec: ModelSpec, like: Tensor) -> dict[Site, Delta]:
+    """The matrices of an adapter in the type of `like`, on its device. Errors: ModelLoadError."""
+    straight = family_named(spec.family).names.interleaved_qkv
+    with torch.inference_mode(), safe_open(plan.folder / TENSORS, framework="pt", device="cpu") as file:
+        deltas = dict[Site, Delta]()
+        for site, parts in plan.parts.items():
+            a, first = [], 0
+            b = torch.zeros(parts[0].slot.total, sum(part.rank for part in parts))
+            for part in parts:
+                stem = f"base_model.model.{part.module}.lora_"
+                rows, columns = (file.get_tensor(f"{stem}{half}.weight").float() for half in "AB")
+                if not (rows.isfinite().all() and columns.isfinite().all()):
+                    raise ModelLoadError(f"--lora {plan.name}: {part.module} holds numbers that are not finite")
+                if straight and site.slot == "qkv":
+                    columns = straighten(spec, columns)
+                a.append(rows)
+                b[part.slot.first : part.slot.first + part.slot.size, first : first + part.rank] = columns * part.scale
+                first += part.rank
+            deltas[site] = Delta(torch.cat(a).to(like.device, like.dtype), b.to(like.device, like.dtype))
+        return deltas
+
+
+class Adapters:
+    """All adapters that are loaded, by their numbers from 1 on."""
+
+    def __init__(self, deltas: Sequence[Mapping[Site, Delta]]) -> None:
+        self._deltas = deltas
+
+    def of_step(self, numbers: IntArray, device: torch.device) -> "StepAdapters | None":
+        """For a step whose tokens [T] have these adapters; None where none has any."""
+        present = np.unique(numbers)
+        if not present.any():
+            return None
+        groups = []
+        for number in present[present > 0].tolist():
+            places = None if len(present) == 1 else torch.from_numpy(np.flatnonzero(numbers == number)).to(device)
+            groups.append(Group(self._deltas[number - 1], places))
+        return StepAdapters(groups)
+
+
+class Group(NamedTuple):
+    """Rows of a step that have one adapter; `places` None: all of them."""
+
+    deltas: Mapping[Site, Delta]
+    places: Tensor | None
+
+
+class StepAdapters:
+    """What a decoder's layers do beside their weights in one step: called with a layer, it gives the adapted one."""
+
+    def __init__(self, groups: Sequence[Group]) -> None:
+        self._groups = groups
+
+    def __call__(self, index: int, layer: LayerWeights) -> LayerWeights:
+        return replace(
+            layer,
+            qkv=self._adapted(Site(index, "qkv"), layer.qkv),
+            out=self._adapted(Site(index, "out"), layer.out),
+            up=self._adapted(Site(index, "up"), layer.up),
+            down=self._adapted(Site(index, "down"), layer.down),
+        )
+
+    def add(self, site: Site, x: Tensor, y: Tensor) -> None:
+        """Add to y [T, out] what the rows' adapters make of x [T, in]."""
+        for delta, places in self._at(site):
+            delta.add(x, y, places)
+
+    def _at(self, site: Site) -> Iterator[tuple[Delta, Tensor | None]]:
+        return ((delta, group.places) for group in self._groups if (delta := group.deltas.get(site)) is not None)
+
+    def _adapted(self, site: Site, base: Linear) -> Linear:
+        return _Adapted(base, site, self) if any(True for _ in self._at(site)) else base
+
+
+class _Adapted:
+    """A linear layer in one step; what is asked of its weight, its base answers."""
+
+    def __init__(self, base: Linear, site: Site, step: StepAdapters) -> None:
+        self.in_features, self.out_features = base.in_features, base.out_features
+        self._base, self._site, self._step = base, site, step
+        self.outputs_from, self.dense_from = base.outputs_from, base.dense_from
+        self.data, self.on = base.data, base.on
+
+    def __call__(self, x: Tensor) -> Tensor:
+        y = self._base(x)
+        self._step.add(self._site, x, y)
+        return y

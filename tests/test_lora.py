@@ -1,0 +1,364 @@
+"""LoRA: rows of several adapters and of none in the same steps, each as a model with merged weights would answer."""
+
+import dataclasses
+import functools
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+import torch
+from batch_tools import FAST, jsonl, line, open_folder, results_of, submit, until
+from driver import Driver, make_request
+from fake_engine import Served, serve
+from lora_adapters import Made, adapter_of, make_adapter
+from native_build import native_library
+from safetensors.torch import load_file, save_file
+from tiny_models import FAMILY_CASES, model_folder, reference_model
+
+from engine.adapters import NamedFolder
+from engine.api import EngineRequest, RequestClass
+from engine.build import build_engine, plan_launch
+from engine.config import EngineConfig, SchedulerConfig
+from engine.errors import ConfigError, ModelLoadError
+from engine.execution.cpu.device import TorchDevice
+from engine.execution.cpu.native.device import NativeDevice
+from engine.execution.cpu.native.library import Level, Team
+from engine.execution.cpu.native.linear import Native
+from engine.execution.runner import Runner
+from engine.models.checkpoint import load_weights
+from engine.models.decoder import Decoder
+from engine.models.linear import make_linear
+from engine.models.lora import Adapters, load_adapter, plan_adapter
+from engine.models.spec import load_spec
+from engine.text.tokenizer import Tokenizer
+from gateway import cli
+from gateway.models import ModelNames
+
+pytestmark = pytest.mark.timeout(600)  # the first test may have to build the library
+BLOCK = 4
+TIE = 1e-4
+EVERY = ("q", "k", "v", "o", "qkv", "out", "gate", "up", "down", "fc1", "fc2", "query", "dense")
+
+
+@functools.cache
+def native() -> Native:
+    library = native_library()
+    return Native(library, min(max(library.levels()), Level.AVX512), Team(library, 1))
+
+
+def every(name: str) -> bool:
+    return name.split("_")[0] in EVERY
+
+
+def in_attention(name: str) -> bool:
+    return name in ("q_proj", "v_proj", "qkv_proj", "query_key_value", "out_proj")
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Two adapters of a case: one of all linear modules, one of a few with another rank and rslora."""
+
+    @functools.cache
+    def make(case: str) -> tuple[Made, Made]:
+        folder, model = tmp_path_factory.mktemp(case), reference_model(case)
+        few = make_adapter(folder / "few", model, in_attention, rank=2, alpha=3.0, seed=2, use_rslora=True)
+        return make_adapter(folder / "all", model, every, seed=1), few
+
+    return make
+
+
+def device_of(case: str, adapters: tuple[Made, ...], config: SchedulerConfig, backend: str) -> TorchDevice:
+    folder = model_folder(case)
+    spec = load_spec(folder)
+    weights = load_weights(spec, folder, make=native().linear if backend == "native" else make_linear)
+    decoder = Decoder(spec, weights)
+    device = (
+        TorchDevice(decoder, config.limits) if backend == "torch" else NativeDevice(decoder, native(), config.limits)
+    )
+    plans = [plan_adapter(NamedFolder(each.folder.name, each.folder), spec) for each in adapters]
+    device.adapters = Adapters([load_adapter(plan, spec, weights.embedding) for plan in plans])
+    return device
+
+
+def make_driver(case: str, adapters: tuple[Made, ...], backend: str = "torch", num_blocks: int = 200) -> Driver:
+    config = SchedulerConfig(
+        num_units=2 * num_blocks,
+        max_model_len=min(num_blocks * BLOCK, 120),
+        block_size=BLOCK,
+        max_num_seqs=8,
+        max_num_batched_tokens=24,
+        min_prefill_chunk=8,
+    )
+    return Driver(Runner(device_of(case, adapters, config, backend)), config)
+
+
+def crowd(count: int) -> list[EngineRequest]:
+    """Requests of all adapters and of none, with prompts of many lengths; many begin alike."""
+    rng, shared = np.random.default_rng(5), list(range(40, 51))
+    requests = []
+    for index in range(count):
+        prompt = shared[: 11 * (index % 2)] + rng.integers(3, 96, rng.integers(2, 25)).tolist()
+        request_class = RequestClass.OFFLINE if index % 4 == 3 else RequestClass.ONLINE
+        request = make_request(f"r{index}", prompt, 9, request_class=request_class)
+        requests.append(dataclasses.replace(request, adapter=index % 3))
+    return requests
+
+
+def check(model: Any, request: EngineRequest, output: list[int]) -> None:
+    """Every token is the best by transformers' `model`, given those before it; after a tie anything goes."""
+    assert len(output) == request.sampling.max_tokens
+    ids = torch.tensor([[*request.prompt_token_ids, *output]])
+    with torch.inference_mode():
+        logits = model(input_ids=ids).logits[0, len(request.prompt_token_ids) - 1 : -1].float()
+    for row, token in zip(logits, output, strict=True):
+        if token != int(row.argmax()):
+            assert float(row.max() - row[token]) < TIE
+            return
+
+
+@pytest.mark.parametrize("case", FAMILY_CASES)
+def test_rows_answer_as_models_with_merged_weights(case: str, made: Any) -> None:
+    """Two adapters and none in the same steps, in a pool so small that requests are preempted."""
+    adapters, requests = made(case), crowd(9)
+    driver = make_driver(case, adapters, num_blocks=22)
+    driver.add(*requests)
+    driver.run()
+    assert sum(driver.core.stats().preemptions.values()) > 0
+    models = [reference_model(case), *(each.merged(reference_model(case)) for each in adapters)]
+    for request in requests:
+        check(models[request.adapter], request, driver.outputs[request.request_id])
+
+
+@pytest.mark.parametrize("backend", ["torch", "native"])
+def test_one_step_of_three_equals_three_solo_runs(backend: str, made: Any) -> None:
+    case, prompt = "llama-gqa2", list(range(5, 24))
+    three = [dataclasses.replace(make_request(f"r{n}", prompt, 12), adapter=n) for n in range(3)]
+    together = make_driver(case, made(case), backend)
+    together.add(*three)
+    together.run()
+    assert any({chunk.row for chunk in step.chunks} == {0, 1, 2} for step in together.steps)
+    answers = [together.outputs[request.request_id] for request in three]
+    assert len(set(map(tuple, answers))) == 3, "the adapters make no difference"
+    for request, answer in zip(three, answers, strict=True):
+        solo = make_driver(case, made(case), backend)
+        solo.add(request)
+        solo.run()
+        assert solo.outputs[request.request_id] == answer
+
+
+def test_steps_without_an_adapter_run_as_they_did(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No delta is looked up, and the native tape runs them."""
+    driver = make_driver("llama-gqa2", made("llama-gqa2"), "native")
+    runs: list[int] = []
+    monkeypatch.setattr(TorchDevice, "forward", lambda *_: pytest.fail("a step of no adapter left the tape"))
+    monkeypatch.setattr(Adapters, "of_step", lambda *_: runs.append(1))
+    driver.add(make_request("r", list(range(9)), 4))
+    driver.run()
+    assert len(driver.outputs["r"]) == 4 and not runs
+
+
+def test_a_prefix_is_shared_under_one_adapter_only(made: Any) -> None:
+    case, prompt = "llama-gqa2", list(range(5, 25))
+    driver, hits = make_driver(case, made(case)), []
+    for index, adapter in enumerate((0, 1, 2, 1, 0, 2)):
+        driver.add(dataclasses.replace(make_request(f"r{index}", prompt, 3), adapter=adapter))
+        driver.run()
+        hits.append(driver.finals[f"r{index}"].num_cached_tokens)
+    assert hits == [0, 0, 0, 16, 16, 16]
+
+
+def test_roots_of_prefixes() -> None:
+    request = make_request("r", [1, 2], salt=b"tenant")
+    roots = {dataclasses.replace(request, adapter=n).prefix_root for n in range(3)}
+    other = dataclasses.replace(request, adapter=1, cache_salt=b"other").prefix_root
+    assert request.prefix_root == b"tenant" and len(roots | {other}) == 4
+
+
+# --- what is read, and what is refused ---------------------------------------------------------------------------
+
+LLAMA = "llama-gqa2"
+Q = "model.layers.1.self_attn.q_proj"
+
+
+def plan(folder: Path) -> Any:
+    return plan_adapter(NamedFolder("mine", folder), load_spec(model_folder(LLAMA)))
+
+
+def test_ranks_and_alphas_by_pattern(tmp_path: Path) -> None:
+    shapes = {Q: (64, 64), "model.layers.0.mlp.down_proj": (64, 88)}
+    adapter_of(tmp_path, shapes, rank=2, alpha=4.0)
+    changed = load_file(tmp_path / "adapter_model.safetensors")
+    changed[f"base_model.model.{Q}.lora_A.weight"] = torch.ones(5, 64)
+    changed[f"base_model.model.{Q}.lora_B.weight"] = torch.ones(64, 5)
+    save_file(changed, tmp_path / "adapter_model.safetensors")
+    about = json.loads((tmp_path / "adapter_config.json").read_text())
+    patterns = {"rank_pattern": {"q_proj": 5}, "alpha_pattern": {r"layers\.\d\.self_attn\.q_proj": 20}}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(about | patterns))
+    parts = {part.module: (part.rank, part.scale) for parts in plan(tmp_path).parts.values() for part in parts}
+    assert parts == {Q: (5, 4.0), "model.layers.0.mlp.down_proj": (2, 2.0)}
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"use_dora": True}, "DoRA"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"bias": "all"}, "bias='all'"),
+        ({"lora_bias": True}, "lora_bias"),
+        ({"peft_type": "IA3"}, "'IA3'"),
+        ({"trainable_token_indices": [1]}, "embeddings"),
+        ({"init_lora_weights": "pissa_niter_4"}, "pissa"),
+        ({"r": 7}, "r = 7"),
+        ({"lora_alpha": None}, "lora_alpha"),
+    ],
+)
+def test_configs_that_are_refused(tmp_path: Path, config: dict[str, Any], words: str) -> None:
+    adapter_of(tmp_path, {Q: (64, 64)})
+    about = json.loads((tmp_path / "adapter_config.json").read_text())
+    (tmp_path / "adapter_config.json").write_text(json.dumps(about | config))
+    with pytest.raises(ModelLoadError, match=r"^--lora mine: ") as caught:
+        plan(tmp_path)
+    assert words in caught.value.message and "\n" not in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "words"),
+    [
+        (f"base_model.model.{Q}.lora_magnitude_vector", (64,), "lora_magnitude_vector"),
+        ("base_model.model.model.embed_tokens.lora_embedding_A", (3, 97), "lora_embedding_A"),
+        ("base_model.model.lm_head.lora_A.weight", (3, 64), "lm_head"),
+        ("base_model.model.model.layers.9.self_attn.q_proj.lora_A.weight", (3, 64), "layers.9"),
+        (f"base_model.model.{Q}.lora_A.weight", (3, 32), "[3, 32]"),
+        ("base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight", (3, 64), "is missing"),
+    ],
+)
+def test_tensors_that_are_refused(tmp_path: Path, name: str, shape: tuple[int, ...], words: str) -> None:
+    adapter_of(tmp_path, {Q: (64, 64)})
+    file = tmp_path / "adapter_model.safetensors"
+    save_file(load_file(file) | {name: torch.zeros(shape)}, file)
+    with pytest.raises(ModelLoadError) as caught:
+        plan(tmp_path)
+    assert words in caught.value.message
+
+
+def test_files_that_are_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match=r"no adapter_config\.json"):
+        plan(tmp_path)
+    adapter_of(tmp_path, {Q: (64, 64)})
+    (tmp_path / "adapter_model.safetensors").unlink()
+    with pytest.raises(ModelLoadError, match=r"lacks adapter_model\.safetensors"):
+        plan(tmp_path)
+
+
+def test_numbers_that_are_not_finite(tmp_path: Path) -> None:
+    adapter_of(tmp_path, {Q: (64, 64)}, strength=float("nan"))
+    with pytest.raises(ModelLoadError, match="not finite"):
+        load_adapter(plan(tmp_path), load_spec(model_folder(LLAMA)), torch.zeros(1))
+
+
+@pytest.mark.parametrize("words", ["sql", "=x", "a b=x", "sql=", "a:b=x"])
+def test_flags_that_are_refused(words: str) -> None:
+    with pytest.raises(ConfigError, match="NAME=PATH"):
+        EngineConfig(lora=(words,))
+    with pytest.raises(ConfigError, match="twice"):
+        EngineConfig(lora=("a=x", "a=y"))
+    with pytest.raises(ConfigError, match="--hidden-cache"):
+        EngineConfig(lora=("a=x",), hidden_cache=True)
+
+
+def test_names() -> None:
+    names = ModelNames(("m", "alias"), ("sql", "poet"))
+    found = {name: names.find(name) for name in ("m", "sql", "alias:poet", "m:sql:flex", "sql:flex", "m:flex")}
+    assert {name: (each.adapter, each.tier) for name, each in found.items() if each is not None} == {
+        "m": (0, None), "sql": (1, None), "alias:poet": (2, None), "m:sql:flex": (1, "flex"), "sql:flex": (1, "flex"),
+        "m:flex": (0, "flex"),
+    }  # fmt: skip
+    assert not any(map(names.find, ("other", "m:other", "sql:m", "m:sql:other", "")))
+    for taken in ("m", "flex"):
+        with pytest.raises(ConfigError, match="--lora"):
+            ModelNames(("m",), (taken,))
+
+
+# --- the server ---------------------------------------------------------------------------------------------------
+
+MODEL = "tidemill-demo"
+
+
+@pytest.fixture(scope="module")
+def demo_adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One of the packaged model that answers something else."""
+    spec = plan_launch(EngineConfig(device="cpu")).own
+    shapes = {f"model.layers.{n}.self_attn.o_proj": (spec.hidden_size, spec.q_size) for n in range(spec.num_layers)}
+    folder = tmp_path_factory.mktemp("demo")
+    return adapter_of(folder, shapes, strength=0.5).folder
+
+
+@pytest.fixture
+async def live(tmp_path: Path, demo_adapter: Path) -> AsyncIterator[Served]:
+    config = EngineConfig(
+        device="cpu", dtype="float32", num_gpu_blocks_override=160, max_num_seqs=8, profile_seconds=0.0,
+        profile_dir=str(tmp_path), slo="ttft_p99=100s,tbt_p99=10s", lora=(f"odd={demo_adapter}",),
+    )  # fmt: skip
+    launch = plan_launch(config)
+    engine = build_engine(config, launch)
+    folder = await open_folder(tmp_path / "state")
+    tokenizer = Tokenizer.load(launch.folder, probe=False)
+    options: dict[str, Any] = {"served_model_name": (MODEL,), "folder": folder, "batch_limits": FAST}
+    async with serve(engine, tokenizer, None, **options) as served:  # type: ignore[arg-type]
+        yield served
+
+
+async def test_an_adapter_is_a_model_of_the_api(live: Served) -> None:
+    client = openai.AsyncOpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0, timeout=120)
+    async with client:
+        listed = [each.model_dump() async for each in client.models.list()]
+        assert [(each["id"], each["root"], each["parent"]) for each in listed] == [
+            (MODEL, MODEL, None),
+            (f"{MODEL}:odd", "odd", MODEL),
+        ]
+        assert (await client.models.retrieve("odd")).model_dump()["parent"] == MODEL
+
+        async def complete(model: str) -> str:
+            answer = await client.completions.create(
+                model=model, prompt=[5, 6, 7, 8, 9], max_tokens=6, temperature=0, extra_body={"ignore_eos": True}
+            )
+            assert answer.model == model
+            return answer.choices[0].text
+
+        plain, odd = await complete(MODEL), await complete(f"{MODEL}:odd")
+        assert plain != odd
+        assert await complete("odd") == await complete("odd:flex") == odd
+        chats = [
+            await client.chat.completions.create(
+                model=model, messages=[{"role": "user", "content": "Hi!"}], max_tokens=6, temperature=0
+            )
+            for model in (MODEL, "odd")
+        ]
+        assert chats[0].choices[0].message.content != chats[1].choices[0].message.content
+        with pytest.raises(openai.NotFoundError) as caught:
+            await complete(f"{MODEL}:other")
+        assert caught.value.code == "model_not_found"
+        lines = [
+            line(i, model="odd", prompt=[5, 6, 7, 8, 9], max_tokens=6, temperature=0, ignore_eos=True) for i in (0, 1)
+        ]
+        batch = await until(client, (await submit(client, jsonl(lines))).id)
+        rows, _ = await results_of(client, batch)
+        assert [row["response"]["body"]["choices"][0]["text"] for row in rows.values()] == [odd, odd]
+
+
+def test_dry_run_shows_them(
+    demo_adapter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    words = ["serve", "--dry-run", "--port", "0", "--device", "cpu", "--lora"]
+    assert cli.main([*words, f"odd={demo_adapter}"]) == 0
+    out = capsys.readouterr().out
+    assert f"odd={demo_adapter}" in out and "adapter    odd: rank 3, o_proj" in out
+    assert "steps with a row of an adapter" in out
+    for word, message in ((f"flex={demo_adapter}", "service tier"), (f"odd={tmp_path}", "adapter_config.json")):
+        assert cli.main([*words, word]) != 0
+        assert message in capsys.readouterr().err
