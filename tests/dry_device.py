@@ -1,15 +1,17 @@
 """A CUDA device that runs nothing: what a step would ask of one is counted, and what would wait for it is refused.
 
 Tensors of the device are meta tensors, so that a look at a value fails by itself; copies to and from them, and whatever
-else waits, are seen by a dispatch mode. Streams, events and graphs are stubs, Triton kernels recorders behind their own
-wrappers. Counts are no times.
+else waits, are seen by a dispatch mode. Streams, events and graphs are stubs. Triton kernels pass Triton's own front
+end, which asks a compiler that compiles nothing for each new specialisation: types, multiples of 16, ones, constants,
+options. Counts are no times.
 """
 
 import importlib
 import pkgutil
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +19,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
 
 import engine.triton_kernels
 from engine.triton_kernels import configs
@@ -30,16 +34,22 @@ class WouldWaitError(AssertionError):
     """The host would wait for the device."""
 
 
+class WouldCompileError(AssertionError):
+    """A step would wait for the compiler."""
+
+
 class DryDevice(TorchDispatchMode):
     """`counts` of the phase: `uploads` and `fetches` begun, `waits` for what ended long ago, `pins` of host memory,
     `kernels` of Triton, `operators` of torch, `graphs` replayed, `blocking` (where `strict`, an error instead).
-    `step`: of the launch; a mark may be waited for when the step after its own has been launched too."""
+    `step`: of the launch; a mark may be waited for when the step after its own has been launched too. `compiled`: what
+    was asked of the compiler; once `sealed`, to ask it for more is an error."""
 
     def __init__(self) -> None:
         super().__init__()
         self.counts: Counter[str] = Counter()
         self.strict, self.step = False, 0
-        self.capturing = False
+        self.capturing = self.sealed = False
+        self.compiled: list[str] = []
         self._pinned: list[Tensor] = []  # kept, so that nothing else gets their addresses
 
     def block(self, what: str) -> None:
@@ -73,6 +83,14 @@ class DryDevice(TorchDispatchMode):
         ):
             self.counts["operators"] += 1
         return result
+
+    def compile(self, kernel: str, specialisation: str) -> None:
+        if self.sealed:
+            raise WouldCompileError(f"{kernel} {specialisation}, beside\n" + "\n".join(self._compiled_of(kernel)))
+        self.compiled.append(f"{kernel} {specialisation}")
+
+    def _compiled_of(self, kernel: str) -> list[str]:
+        return [each for each in self.compiled if each.startswith(f"{kernel} ")]
 
     def wait(self, step: int) -> None:
         """For a mark of that step."""
@@ -115,19 +133,59 @@ def _target(args: Any, kwargs: Any) -> torch.device | None:
     return None if found is None else torch.device(found)
 
 
-class _Recorder:
-    """Stands for a Triton kernel."""
+class _Pointer:
+    """Stands for a meta tensor of a kernel's arguments: an allocation of torch's begins at a multiple of 512."""
 
-    def __init__(self, kernel: Any, dry: DryDevice) -> None:
+    def __init__(self, tensor: Tensor) -> None:
+        self.dtype = tensor.dtype
+        self._address = 2**30 + tensor.storage_offset() * tensor.element_size()
+
+    def data_ptr(self) -> int:
+        return self._address
+
+
+class _Driver:
+    """Triton's driver of a device that runs nothing."""
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, _device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+
+class _Recorder:
+    """Stands for a Triton kernel: looks at the call, and hands it to Triton's front end."""
+
+    def __init__(self, kernel: Any, dry: DryDevice, patch: pytest.MonkeyPatch) -> None:
         self._kernel, self._dry = kernel, dry
+        patch.setattr(kernel, "device_caches", defaultdict(kernel.create_binder))
+        patch.setattr(kernel, "_do_compile", self._compile)
+
+    def _compile(self, key: str, *_: Any) -> Any:
+        self._dry.compile(self._kernel.__name__, key)
+        compiled = SimpleNamespace(
+            run=self._run, function=None, packed_metadata=None, launch_metadata=lambda *_: None
+        )  # fmt: skip
+        self._kernel.device_caches[0][0][key] = compiled
+        return compiled
+
+    def _run(self, *_: Any) -> None:
+        self._dry.counts["kernels"] += 1
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         assert all(0 < size < 2**16 for size in grid[1:]) and grid[0] > 0, "beyond what a grid may be"
 
-        def launch(*args: Any, **kwargs: Any) -> None:
-            if not all(each.is_meta for each in (*args, *kwargs.values()) if isinstance(each, Tensor)):
+        def pointed(value: Any) -> Any:
+            if isinstance(value, Tensor) and not value.is_meta:
                 raise WouldWaitError(f"{self._kernel.__name__} would read a tensor of the host")
-            self._dry.counts["kernels"] += 1
+            return _Pointer(value) if isinstance(value, Tensor) else value
+
+        def launch(*args: Any, **kwargs: Any) -> None:
+            self._kernel[grid](*map(pointed, args), **kwargs)
 
         return launch
 
@@ -183,10 +241,11 @@ def dry_device() -> Iterator[DryDevice]:
         patch.setattr(configs, "is_cuda", lambda device: device.type == "meta")
         patch.setattr(configs, "num_multiprocessors", lambda _device: 132)
         patch.setattr(configs, "device_arch", lambda _device: 90)
+        patch.setattr(driver, "_active", _Driver())
         for found in pkgutil.iter_modules(engine.triton_kernels.__path__, "engine.triton_kernels."):
             module = importlib.import_module(found.name)
             for name, value in vars(module).copy().items():
                 if name.endswith("_kernel"):
-                    patch.setattr(module, name, _Recorder(value, dry))
+                    patch.setattr(module, name, _Recorder(value, dry, patch))
         with dry:
             yield dry

@@ -68,6 +68,8 @@ def test_hidden_state_restored_swapped_and_run_from(name: str) -> None:
     runs = []
     for mixed in (False, True):
         runner = make_runner(spec, weights, config, triton_kernels())
+        if mixed:
+            runner.device.warm_up()
         entries = (_entry(0), _entry(2, 3)) if mixed else (_entry(0, 1), _entry(2, 3))
         new = NewRequest(1, "r", prompt, 6, SamplingParams(max_tokens=4, temperature=0.0), entries)
         tokens = runner.launch(SchedulerOutput(0, (Chunk(1, 0, 6, True),), (new,)))().token_ids

@@ -234,6 +234,7 @@ def test_the_largest_step_can_be_rehearsed() -> None:
     decoder = make_decoder()
     driver = driver_of(decoder)
     driver.runner.device.run_padding(32, 12)
+    driver.runner.device.warm_up()
     request = make_request("after", [4, 5, 6], 5)
     driver.add(request)
     driver.run()

@@ -1,20 +1,24 @@
-"""Every family and every kind of step on a device that runs nothing: no step waits for it."""
+"""Every family and every kind of step on a device that runs nothing: no step waits for it, or for the compiler."""
 
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
-from dry_device import DryDevice, WouldWaitError, dry_device
+from dry_device import DryDevice, WouldCompileError, WouldWaitError, dry_device
 from test_cuda_runner import MetaTensors
 from tiny_models import FAMILY_CASES, model_folder
 
 from engine.api import SamplingParams
+from engine.arrays import IntArray
 from engine.cache.blocks import CacheAction, CacheEntry, CacheKind, CacheOperation, Tier
 from engine.execution.cuda.device import CudaDevice
 from engine.execution.cuda.forward import Forward
 from engine.execution.cuda.kernels import triton_kernels
 from engine.execution.cuda.sampling import Sampling
+from engine.execution.masks import FinishMasks, StepMasks
 from engine.execution.runner import Runner
+from engine.grammar import Grammar
 from engine.models.spec import ModelSpec, hidden_offer, load_spec
 from engine.models.weights import build_weights
 from engine.scheduling.output import Chunk, NewRequest, SchedulerOutput
@@ -30,6 +34,8 @@ KINDS: dict[str, dict[str, object]] = {
     "bias and least length": {"logit_bias": ((3, 1.0),), "min_tokens": 30, "stop_token_ids": frozenset({2})},
     "log-probabilities": {"logprobs": 5},
     "all of them": {"top_p": 0.9, "frequency_penalty": 1.0, "logit_bias": ((3, 1.0),), "logprobs": 5},
+    "masks": {"temperature": 0.0, "grammar": Grammar("json", "")},
+    "masks and all of them": {"grammar": Grammar("json", ""), "presence_penalty": 1.0, "logprobs": 5, "top_k": 3},
     "swapped out and in": {"temperature": 0.0},
     "from hidden state": {"temperature": 0.0},
     "restored": {"temperature": 0.0},
@@ -45,14 +51,28 @@ def hidden(unit: int) -> CacheEntry:
     return CacheEntry(CacheKind.HIDDEN, Tier.DEVICE, (unit,))
 
 
-def make_runner(spec: ModelSpec) -> Runner[CudaDevice]:
-    limits = Limits(4, 32, 64, num_units=60, block_size=BLOCK)
+class Masks:
+    """Stands for `RowMasks`: one token of the vocabulary may come next, and the last row's mask is late."""
+
+    def __init__(self, vocab: int) -> None:
+        self._words = -(-vocab // 32)
+
+    def start(self, where: IntArray, ends: IntArray, alone: bool) -> FinishMasks:
+        places, none = np.arange(len(where) - 1), np.zeros(0, dtype=np.int64)
+        bits = np.ones((len(places), self._words), dtype=np.int32)
+        return lambda: StepMasks(places, bits, np.array([len(where) - 1]), none)
+
+
+def make_runner(spec: ModelSpec, *, graphs: bool = True, tokens: int = 32) -> Runner[CudaDevice]:
+    limits = Limits(4, tokens, 64, num_units=60, block_size=BLOCK)
     scratch = 0 if hidden_offer(spec).refusal else 12
     with torch.inference_mode():
         weights = build_weights(spec, MetaTensors())
-    return Runner(
-        CudaDevice(spec, weights, triton_kernels(), limits, graphs=True, scratch_blocks=scratch, host_units=8)
-    )  # fmt: skip
+    runner = Runner(
+        CudaDevice(spec, weights, triton_kernels(), limits, graphs=graphs, scratch_blocks=scratch, host_units=8)
+    )
+    runner.masks = Masks(spec.vocab_size)  # type: ignore[assignment]
+    return runner
 
 
 def operations(kind: str) -> tuple[CacheOperation, ...]:
@@ -64,8 +84,8 @@ def operations(kind: str) -> tuple[CacheOperation, ...]:
     return ()
 
 
-def steps_of(kind: str) -> list[SchedulerOutput]:
-    """Prompts, decodes, decodes beside another prompt, decodes: the last but one is mixed."""
+def steps_of(kind: str, rows: int = ROWS) -> list[SchedulerOutput]:
+    """Prompts, decodes, decodes beside another prompt, decodes: the last but one is mixed. The last has `rows`."""
     params = SamplingParams(**{"max_tokens": 40, **KINDS[kind]})  # type: ignore[arg-type]
 
     def new(row: int) -> NewRequest:
@@ -77,45 +97,78 @@ def steps_of(kind: str) -> list[SchedulerOutput]:
         )
         return NewRequest(row, f"r{row}", (5, 6, 7, 8, 9), 5, params, tuple(entries))
 
-    before = tuple(range(ROWS - 1))
+    before = tuple(range(rows - 1))
     prompts = SchedulerOutput(0, tuple(Chunk(row, 0, 5, True) for row in before), tuple(map(new, before)))
     decodes = [SchedulerOutput(n, tuple(Chunk(row, 4 + n, 1, True) for row in before)) for n in (1, 2)]
-    late = (*(Chunk(row, 7, 1, True) for row in before), Chunk(ROWS - 1, 0, 5, True))
-    mixed = SchedulerOutput(3, late, (new(ROWS - 1),), operations=operations(kind))
-    last = (*(Chunk(row, 8, 1, True) for row in before), Chunk(ROWS - 1, 5, 1, True))
+    late = (*(Chunk(row, 7, 1, True) for row in before), Chunk(rows - 1, 0, 5, True))
+    mixed = SchedulerOutput(3, late, (new(rows - 1),), operations=operations(kind))
+    last = (*(Chunk(row, 8, 1, True) for row in before), Chunk(rows - 1, 5, 1, True))
     return [prompts, *decodes, mixed, SchedulerOutput(4, last, operations=operations(kind))]
 
 
-def counts_of(dry: DryDevice, runner: Runner[CudaDevice], kind: str) -> list[Counter[str]]:
-    """Of each launch; every step is launched while the one before it runs, and nothing but their ends is waited for."""
+def counts_of(dry: DryDevice, runner: Runner[CudaDevice], kind: str, rows: int = ROWS) -> list[Counter[str]]:
+    """Of each launch; every step is launched while the one before it runs, and nothing but their ends is waited for;
+    for masks, which follow from the last step's tokens, that step is waited for while this one runs."""
     counts, collects = [], []
     dry.step += 3  # what was launched before has ended
-    for step in steps_of(kind):
-        dry.step, dry.strict, dry.counts = dry.step + 1, True, Counter()
+    steps = steps_of(kind, rows)
+    for step in steps:
+        dry.step, dry.strict, dry.counts = dry.step + 1, "masks" not in kind, Counter()
         collects.append(runner.launch(step))
         counts.append(dry.counts)
         dry.strict = False
         if len(collects) > 1:
-            assert len(collects[-2]().token_ids) == len(steps_of(kind)[step.step_id - 1].chunks)
-            assert not dry.counts["blocking"], "results are copied while their step runs"
+            assert len(collects[-2]().token_ids) == len(steps[step.step_id - 1].chunks)
+        assert not dry.counts["blocking"], "results are copied while their step runs"
     return counts
 
 
+def kinds_of(spec: ModelSpec) -> list[str]:
+    return [kind for kind in KINDS if kind not in ("from hidden state", "restored") or not hidden_offer(spec).refusal]
+
+
 @pytest.mark.parametrize("name", FAMILY_CASES)
-def test_no_step_waits_for_the_device(name: str) -> None:
+def test_no_step_waits_for_the_device_or_the_compiler(name: str) -> None:
     spec = load_spec(model_folder(name))
     with dry_device() as dry:
         runner = make_runner(spec)
         assert runner.device.num_graphs == runner.device.num_shapes
-        for kind in KINDS:
-            if hidden_offer(spec).refusal and kind in ("from hidden state", "restored"):
-                continue
+        dry.sealed = True
+        for kind in kinds_of(spec):
             counts = counts_of(dry, runner, kind)
             assert [each["graphs"] for each in counts] == [int("hidden" not in kind)] * len(counts)
-            if kind in ("swapped out and in", "restored", "from hidden state"):
+            if kind in ("swapped out and in", "restored", "from hidden state") or "masks" in kind:
                 continue
             copies = counts[-1]["uploads"], counts[-1]["fetches"], counts[-1]["pins"]
             assert copies == (1, 1 + ("logprobs" in KINDS[kind]), 0), "one copy each way, and one for log-probabilities"
+
+
+def test_nothing_is_compiled_for_steps_of_any_size_without_graphs() -> None:
+    """Nor for the odd sizes of what is gathered, restored and swapped."""
+    spec = load_spec(model_folder("llama-mha-tied"))
+    with dry_device() as dry:
+        runner = make_runner(spec, graphs=False, tokens=11)
+        dry.sealed = True
+        for kind in ("all of them", "masks", "swapped out and in", "from hidden state", "restored"):
+            counts_of(dry, runner, kind, rows=2)
+        pairs = np.arange(8)[:, None].repeat(2, axis=1)
+        for count in range(1, 8):
+            units = np.arange(3 * count).reshape(count, 3)
+            with torch.inference_mode():
+                runner.device.restore(units, np.arange(count) * BLOCK)
+                runner.device.swap_out(pairs[:count])
+                runner.device.swap_in(pairs[:count])
+
+
+def test_a_step_that_would_wait_for_the_compiler_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CudaDevice, "warm_up", lambda self: None)
+    spec = load_spec(model_folder("llama-mha-tied"))
+    for kind in ("drawn", "masks", "swapped out and in", "restored"):
+        with dry_device() as dry:
+            runner = make_runner(spec)
+            dry.sealed = True
+            with pytest.raises(WouldCompileError):
+                counts_of(dry, runner, kind)
 
 
 MUTANTS = {

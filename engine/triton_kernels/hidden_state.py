@@ -15,7 +15,10 @@ from engine.triton_kernels import configs
 from engine.triton_kernels.addressing import check_pool, token_start
 
 
-@triton.jit(do_not_specialize=["layer", "scratch_base"])
+@triton.jit(
+    do_not_specialize=["layer", "scratch_base", "table_stride"],
+    do_not_specialize_on_alignment=["positions", "rows", "table"],
+)
 def hidden_kernel(
     x, positions, rows, pool, table, x_stride, table_stride, layer, scratch_base, width,
     BLOCK_SIZE: tl.constexpr, ROW: tl.constexpr, BLOCK: tl.constexpr, GATHER: tl.constexpr,

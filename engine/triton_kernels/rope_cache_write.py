@@ -78,7 +78,10 @@ def transform_heads(
         tl.store(target + heads * HEAD_DIM + tail, z, mask=stays)
 
 
-@triton.jit(do_not_specialize=["layer", "scratch_base"])
+@triton.jit(
+    do_not_specialize=["layer", "scratch_base", "table_stride"],
+    do_not_specialize_on_alignment=["positions", "rows", "k_table", "v_table"],
+)  # a restore has tables and tokens of its own, of any size
 def rope_cache_kernel(
     q, k, v, cos_sin, positions, rows, pool, k_table, v_table, q_weight, k_weight, q_stride, k_stride, v_stride,
     table_stride, layer, scratch_base, eps,

@@ -9,6 +9,7 @@ CPU. Knows nothing of scheduling, requests or the order of a step's parts (`Runn
 import logging
 from dataclasses import replace
 from functools import partial
+from itertools import product
 
 import numpy as np
 import torch
@@ -28,7 +29,7 @@ from engine.execution.cuda.tables import DeviceTables
 from engine.execution.hidden import has_hidden
 from engine.execution.lane import Lane
 from engine.execution.layout import decodes_first
-from engine.execution.masks import FinishMasks
+from engine.execution.masks import FinishMasks, StepMasks
 from engine.execution.pool import UnitPool
 from engine.execution.pooling import TakeHidden
 from engine.execution.rows import RowTable
@@ -42,6 +43,9 @@ from predictor.limits import Limits
 log = logging.getLogger("tidemill.engine")
 
 _NO_CHUNKS = np.zeros((0, 4), dtype=np.int64)
+_EVERYTHING = SamplingParams(1, presence_penalty=1.0, logprobs=MAX_LOGPROBS, top_p=0.5, logit_bias=((0, 0.0),))
+_WISHES = (_EVERYTHING, SamplingParams(1), SamplingParams(1, temperature=0.0))
+"""With and without changes of the logits, and draws: what decides between kernels."""
 
 
 class CudaDevice:
@@ -85,6 +89,7 @@ class CudaDevice:
         self.swap_out, self.swap_in = self._swapper.swap_out, self._swapper.swap_in
         if configs.is_cuda(device):
             torch.cuda.synchronize(device)  # weights and tables were written on another stream
+            self.warm_up()
         if graphs:
             self._capture()
 
@@ -105,7 +110,7 @@ class CudaDevice:
         inputs = buffers.fill(self._buckets.fit(len(layout.positions), layout.num_decodes), layout, rows)
         wishes, hidden = self._sampling.begin(layout), None
         if has_hidden(rows, chunks):
-            hidden = StepHidden(self._projection, self._forward, rows, layout, inputs, self.pool.scratch_blocks)
+            hidden = StepHidden.of(self._projection, self._forward, rows, layout, inputs, self.pool.scratch_blocks)
         changes = self._tables.take_changes()
         buffers.fill_changes(*changes)
         buffers.upload()
@@ -131,17 +136,48 @@ class CudaDevice:
     def run_padding(self, num_tokens: int, num_samples: int) -> None:
         """A step of `num_tokens` of padding with `num_samples` that want everything: what the largest step allocates.
         Only while no row holds a request."""
-        every = SamplingParams(1, presence_penalty=1.0, logprobs=MAX_LOGPROBS, top_p=0.5, logit_bias=((0, 0.0),))
         with torch.inference_mode(), self.lane.use():
             inputs = self._buffers.fill(self._buckets.exact(num_tokens, 0), decodes_first(_NO_CHUNKS), self.rows)
-            rows = np.arange(num_samples)
-            for row in rows.tolist():
-                self.rows.sampling.write(row, every)
-            wishes = self._sampling.begin(decodes_first(np.stack((rows, rows * 0, rows * 0 + 1, rows * 0 + 1), axis=1)))
-            self._buffers.upload()
-            self._forward(inputs)
-            logits, greedy = self._forward.logits[:num_samples], self._forward.sampled[:num_samples]
-            self._sampling.choose(logits, greedy, wishes, None)
+            self._run_padding(inputs, num_samples, _EVERYTHING)
+            self.lane.mark().synchronize()
+
+    def _run_padding(
+        self,
+        inputs: StepInputs,
+        num_samples: int,
+        params: SamplingParams,
+        masks: StepMasks | None = None,
+        hidden: StepHidden | None = None,
+    ) -> None:
+        rows = np.arange(num_samples)
+        for row in rows.tolist():
+            self.rows.sampling.write(row, params)
+        wishes = self._sampling.begin(decodes_first(np.stack((rows, rows * 0, rows * 0 + 1, rows * 0 + 1), axis=1)))
+        self._buffers.upload()
+        self._forward(inputs, hidden)
+        logits, greedy = self._forward.logits[:num_samples], self._forward.sampled[:num_samples]
+        samples = self._sampling.choose(logits, greedy, wishes, masks)
+        self._forward.accept(inputs, samples.tokens)
+
+    def warm_up(self) -> None:
+        """Every kernel in every form that a step may ask for: to compile one takes seconds, in which no token comes.
+        Nobody has anything in the pool yet."""
+        shape, none = self._buckets.exact(2, 1), np.zeros(0, dtype=np.int64)
+        bits = np.full((1, -(-self._forward.logits.shape[1] // 32)), -1, dtype=np.int32)
+        masks = StepMasks(np.zeros(1, dtype=np.int64), bits, np.zeros(1, dtype=np.int64), none)
+        with torch.inference_mode(), self.lane.use():
+            for params, masked in product(_WISHES, (None, masks)):
+                inputs, hidden = self._buffers.fill(shape, decodes_first(_NO_CHUNKS), self.rows), None
+                if self.pool.scratch_blocks:
+                    hidden = StepHidden.padding(self._projection, self._forward, inputs)
+                self._run_padding(inputs, 1, params, masked, hidden)
+            if self.pool.scratch_blocks:
+                self.restore(np.array([[self.pool.zero_unit, 0, 1]]), np.zeros(1, dtype=np.int64))
+            if len(self.pool.host_units):
+                pair = np.zeros((1, 2), dtype=np.int64)
+                self.swap_out(pair)
+                self.swap_in(pair)
+            self.pool.units[:2].zero_()
             self.lane.mark().synchronize()
 
     def _capture(self) -> None:

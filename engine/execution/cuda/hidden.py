@@ -7,6 +7,8 @@ kernel that writes new K and V. A restore does that for rows of a table that liv
 run without a graph: how much they project is different every time. Apt-Serve §4.
 """
 
+from typing import Self
+
 import numpy as np
 from torch import Tensor
 
@@ -57,15 +59,25 @@ class Projection:
 class StepHidden:
     """The hidden state of one step; called with each layer's attention input, before attention.
 
-    Creating it points the tables of `rows` at scratch: do so before their changes are sent.
+    `stored [T]`: rows of the new tokens that are kept as hidden state, -1 for others; None: of none of them. `past
+    [2, t]`: rows and positions of the tokens to project.
     """
 
     def __init__(
-        self, projection: Projection, forward: Forward, rows: RowTable, layout: Layout, inputs: StepInputs,
-        scratch_blocks: int,
-    ) -> None:  # fmt: skip
+        self, projection: Projection, forward: Forward, inputs: StepInputs, stored: Int32Array | None, past: Int32Array
+    ) -> None:
         self._projection, self._forward, self._positions = projection, forward, inputs.positions
-        chunks, block_size, device = layout.chunks, rows.block_size, inputs.positions.device
+        device = inputs.positions.device
+        self._stored: Tensor | None = None if stored is None else send(stored, device)
+        self._past_rows, self._past_positions = send(past, device)
+
+    @classmethod
+    def of(
+        cls, projection: Projection, forward: Forward, rows: RowTable, layout: Layout, inputs: StepInputs,
+        scratch_blocks: int,
+    ) -> Self:  # fmt: skip
+        """Points the tables of `rows` at scratch: before their changes are sent."""
+        chunks, block_size = layout.chunks, rows.block_size
         plan = ScratchPlan(rows, chunks, scratch_blocks)
         plan.enter(rows)
         stored = np.full(inputs.shape.tokens, -1, dtype=np.int32)
@@ -73,8 +85,13 @@ class StepHidden:
         stored[: len(is_hidden)] = np.where(is_hidden, layout.token_rows, -1)
         index, offsets = plan.past_tokens(chunks, block_size)
         past = np.stack((plan.rows[plan.first][index], plan.blocks[plan.first][index] * block_size + offsets))
-        self._stored: Tensor | None = send(stored, device) if (stored >= 0).any() else None
-        self._past_rows, self._past_positions = send(past.astype(np.int32), device)
+        return cls(projection, forward, inputs, stored if (stored >= 0).any() else None, past.astype(np.int32))
+
+    @classmethod
+    def padding(cls, projection: Projection, forward: Forward, inputs: StepInputs) -> Self:
+        """Everything that a step may do, for no request."""
+        nobody = np.full(inputs.shape.tokens, -1, dtype=np.int32)
+        return cls(projection, forward, inputs, nobody, np.array([[-1], [0]], dtype=np.int32))
 
     def __call__(self, layer: int, x: Tensor) -> None:
         """Store x [T, H] where it belongs; project what is stored of the past."""
