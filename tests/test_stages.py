@@ -1,12 +1,15 @@
 """Engines whose layers are dropped and restored while requests run: the same tokens as one engine that keeps them."""
 
 import functools
+import mmap
 import socket
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,14 +20,17 @@ from native_build import native_library
 from test_runner import crowd
 from tiny_models import llama_config, model_folder
 
-from engine.api import SamplingParams
+from engine.api import EngineRequest, SamplingParams
+from engine.build import build_runner, plan_launch
 from engine.cache.blocks import CacheEntry, CacheKind, Tier
-from engine.config import SchedulerConfig
+from engine.config import EngineConfig, SchedulerConfig
 from engine.errors import ConfigError
+from engine.execution.cpu.backend import staged
 from engine.execution.cpu.device import TorchDevice
 from engine.execution.cpu.native.device import NativeDevice
 from engine.execution.cpu.native.library import Level, Team
 from engine.execution.cpu.native.linear import Native
+from engine.execution.plan import LaunchPlan
 from engine.execution.pool import UnitPool
 from engine.execution.runner import Runner
 from engine.execution.stages import StagedRunner, StageError
@@ -35,6 +41,7 @@ from engine.models.decoder import Decoder
 from engine.models.linear import MakeLinear, make_linear
 from engine.models.spec import ModelSpec, load_spec, spec_from_config
 from engine.models.weights import DummyTensors, ResidentLayers, build_weights, matrices
+from engine.pooling import Pooling
 from engine.scheduling.output import Chunk, NewRequest, SchedulerOutput
 from predictor.limits import Limits
 
@@ -66,10 +73,26 @@ def make(spec: ModelSpec, kind: str, dtype: str = "float32", units: int = UNITS,
     device = (
         NativeDevice(decoder, native(), limits, **spare) if kind == "native" else TorchDevice(decoder, limits, **spare)
     )
-    load = functools.partial(
-        load_layers, spec, model_folder("llama-gqa2"), dtype=dtype, load_format="dummy", seed=3, make=linear
-    )
+    load = functools.partial(load_layers, spec, Path(), dtype=dtype, load_format="dummy", seed=3, make=linear)
     return StagedRunner(Runner(device), load)
+
+
+@functools.cache
+def demo_plan() -> tuple[EngineConfig, LaunchPlan]:
+    config = EngineConfig(
+        device="cpu", dtype="float32", cpu_kernels="torch", threads=1, profile_seconds=0.0, block_size=BLOCK,
+        num_gpu_blocks_override=UNITS // 2, max_model_len=80, max_num_seqs=12, max_num_batched_tokens=32,
+    )  # fmt: skip
+    return config, replace(plan_launch(config), droppable=True)
+
+
+def make_any(kind: str) -> StagedRunner:
+    """Random weights, or the packaged model as a server has it."""
+    if kind != "demo":
+        return make(llama(), kind)
+    config, plan = demo_plan()
+    runner, plan = build_runner(config, plan)
+    return staged(config, plan, runner)
 
 
 def drive(runner: StagedRunner, units: int) -> Driver:
@@ -117,6 +140,8 @@ def test_a_pipeline_computes_what_one_engine_computes(kind: str, case: str) -> N
         runner.drop(layers, units)
     outputs = []
     requests = crowd(np.random.default_rng(5), 6, temperature=0.8)
+    sampling = SamplingParams(max_tokens=1)
+    requests += [EngineRequest(each.name, tuple(range(9, 49)), sampling, pooling=each) for each in Pooling]
     for runner in (runners[0], make(spec, kind, dtype, units, **more)):
         driver = drive(runner, units)
         driver.add(*requests)
@@ -125,7 +150,7 @@ def test_a_pipeline_computes_what_one_engine_computes(kind: str, case: str) -> N
                 driver.run()
         else:
             driver.run()
-        outputs.append(driver.outputs)
+        outputs.append((driver.outputs, {name: each.embedding for name, each in driver.finals.items()}))
     assert outputs[0] == outputs[1]
 
 
@@ -133,8 +158,8 @@ class Group:
     """Two engines, and what a control plane does with them."""
 
     def __init__(self, kind: str) -> None:
-        self.kept = split_layers(LAYERS, [1.0, 1.0])
-        self.runners = [make(llama(), kind) for _ in self.kept]
+        self.runners = [make_any(kind) for _ in range(2)]
+        self.kept = split_layers(self.runners[0].num_layers, [1.0, 1.0])
         self.drivers = [drive(runner, UNITS) for runner in self.runners]
         self.units = units_of_group(self.runners[0], self.kept)
 
@@ -172,7 +197,7 @@ def units_held(driver: Driver, name: str) -> list[int]:
     return [unit for block in driver.core._requests[name].cache_map.blocks for unit in block.entry.units]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "demo"])
 def test_requests_go_on_through_a_drop_and_back(kind: str) -> None:
     """Begun on two whole engines, gone on with in their pipeline, in units that neither had, and ended on one of them
     whole again: always the tokens of a run alone."""
@@ -206,8 +231,8 @@ def test_requests_go_on_through_a_drop_and_back(kind: str) -> None:
     leader.run()
     follower.run()
     outputs = {**leader.outputs, **follower.outputs}
+    alone = drive(make_any(kind), UNITS)
     for request in requests:
-        alone = drive(make(llama(), kind), UNITS)
         alone.add(request)
         alone.run()
         assert outputs[request.request_id] == alone.outputs[request.request_id]
@@ -274,6 +299,16 @@ def test_units_keep_their_past_where_the_pool_is_laid_out_anew(piece: int, monke
         pool.put_past(np.arange(20, units), layers, torch.full((units - 20, len(layers), 6), torch.nan))
 
 
+def test_memory_behind_the_units_is_given_back() -> None:
+    """What nobody touched since reads as zeros, on whole pages."""
+    pool = make_pool(20, spare=2**20)
+    pool.relay(range(1), 5000)
+    pool.put_past(np.arange(5000), range(1), torch.ones(5000, 1, 6))
+    pool.relay(range(4), 20)
+    behind = pool.slices.flatten()[-(-21 * 4 * 24 // mmap.PAGESIZE) * mmap.PAGESIZE // 4 :]
+    assert behind.numel() > 2**17 and not behind.any()
+
+
 def test_a_pool_has_no_more_units_than_addresses() -> None:
     pool = make_pool(20, spare=4 * 24)
     pool.relay(range(1), 87)
@@ -317,7 +352,7 @@ def test_a_step_that_fails_behind_ends_alone(kind: str) -> None:
 
 
 @pytest.mark.parametrize("pool", [{"spare_bytes": 0}, {"spare_bytes": 0, "host_units": 4}])
-def test_what_cannot_be_dropped_is_refused(pool: dict[str, int]) -> None:
+def test_what_cannot_be_dropped_is_refused(pool: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="addresses" if len(pool) == 1 else "all layers"):
         make(llama(), "torch", **pool)
     with pytest.raises(ConfigError, match="one layer"):
