@@ -14,7 +14,7 @@ from engine.fleet.drop import (
     should_restore,
     split_layers,
 )
-from engine.fleet.lookahead import Piece, balanced, by_tokens, cost
+from engine.scheduling.lookahead import Piece, balanced, by_tokens, cost, quickest
 from predictor.model import LatencyModel
 
 MODEL = LatencyModel(
@@ -150,3 +150,11 @@ def test_lookahead_balances_what_tokens_do_not() -> None:
     assert max(ours) / min(ours) < 1.02
     assert len(balanced(batch, MODEL, stages=2, min_tokens=256)) == 4
     assert len(balanced(batch, MODEL, stages=4, min_tokens=10**6)) == 4
+
+
+def test_a_batch_is_cut_where_that_is_quicker_in_a_pipeline() -> None:
+    """Two stages at once: a long prompt gains, a few decodes would only read all weights twice."""
+    prompt = [Piece(0, 0, 2000)]
+    assert len(quickest(prompt, MODEL, stages=2)) == 4 and len(quickest(prompt, MODEL, stages=2, most=2)) == 2
+    assert quickest([Piece(i, 800, 1) for i in range(8)], MODEL, stages=2) == [[Piece(i, 800, 1) for i in range(8)]]
+    assert quickest([Piece(0, 5, 1)], MODEL, stages=2) == [[Piece(0, 5, 1)]]

@@ -8,8 +8,8 @@ from engine.api import RequestClass
 from engine.colocation.virtual import Arrival, PredictedRunner, VirtualRun
 from engine.config import SchedulerConfig
 from engine.core import EngineCore
-from engine.fleet.lookahead import by_tokens
 from engine.fleet.routing import Chance, Load, Prompt, find_router
+from engine.scheduling.lookahead import by_tokens
 from engine.scheduling.output import Chunk, SchedulerOutput
 from loadgen.experiments import kunserve, sal
 from loadgen.experiments.table import Result

@@ -44,10 +44,12 @@ from engine.models.weights import DummyTensors, ResidentLayers, build_weights, m
 from engine.pooling import Pooling
 from engine.scheduling.output import Chunk, NewRequest, SchedulerOutput
 from predictor.limits import Limits
+from predictor.model import LatencyModel
 
 pytestmark = pytest.mark.timeout(900)  # the first test by native kernels may have to build the library
 LAYERS, UNITS, BLOCK = 4, 48, 4
 KINDS = ("torch", "native")
+MODEL = LatencyModel(knots=(0,), hinges=(1e-3,), attention=1e-5, decode_context=1e-6, decodes=1e-4)
 
 
 @functools.cache
@@ -109,17 +111,22 @@ def units_of_group(runner: StagedRunner, kept: Sequence[range]) -> int:
 
 
 @contextmanager
-def pipeline(*runners: StagedRunner) -> Iterator[None]:
-    """Each leads the next one; the last engine's part of a step runs in a thread, as do those between."""
+def pipeline(
+    *runners: StagedRunner, kind: type[Link] = Link, model: LatencyModel | None = None
+) -> Iterator[list[Link]]:
+    """Each leads the next one, whose part of a step runs in a thread. Gives the links, as the leaders see them."""
+    links = []
     with ExitStack() as stack:
         for leader, follower in pairwise(runners):
-            here, there = (stack.enter_context(closing(Link(each))) for each in socket.socketpair())
+            ends = socket.socketpair()
+            here, there = stack.enter_context(closing(kind(ends[0]))), stack.enter_context(closing(Link(ends[1])))
             thread = threading.Thread(target=follower.follow, args=(there,))
             thread.start()
             stack.callback(thread.join)
-            leader.lead(here)
+            leader.lead(here, model)
             stack.callback(leader.end_lead)
-        yield
+            links.append(here)
+        yield links
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -152,6 +159,62 @@ def test_a_pipeline_computes_what_one_engine_computes(kind: str, case: str) -> N
             driver.run()
         outputs.append((driver.outputs, {name: each.embedding for name, each in driver.finals.items()}))
     assert outputs[0] == outputs[1]
+
+
+class CountingLink(Link):
+    """`most`: micro-batches that were under way at once."""
+
+    sent, most = 0, 0
+
+    def send(self, data: bytes | bytearray | memoryview) -> None:
+        self.sent += data[:1] == b"{" and b"number" in bytes(data[:99])
+        self.most = max(self.most, self.sent)
+        super().send(data)
+
+    def receive(self) -> bytearray:
+        data = super().receive()
+        self.sent -= data.startswith(b"{") and b"number" in data
+        return data
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_micro_batches_are_under_way_together_and_change_no_token(kind: str) -> None:
+    runners = [make(llama(), kind) for _ in range(3)]
+    for runner, layers in zip(runners, split_layers(LAYERS, [1.0, 1.0]), strict=False):
+        runner.drop(layers, UNITS)
+    requests = [each for each in crowd(np.random.default_rng(8), 8) if each.sampling.max_tokens > 1]
+    outputs = []
+    for runner in (runners[0], runners[2]):
+        driver = drive(runner, UNITS)
+        driver.add(*requests)
+        if runner is runners[0]:
+            with pipeline(*runners[:2], kind=CountingLink, model=MODEL) as links:
+                driver.run()
+            assert isinstance(links[0], CountingLink) and links[0].most > 1 and links[0].sent == 0
+        else:
+            driver.run()
+        outputs.append(driver.outputs)
+    assert outputs[0] == outputs[1]
+
+
+def test_what_an_own_failure_left_unread_is_dropped() -> None:
+    """The leader fails between two micro-batches: the answer to the first is none to the next step."""
+    first, second = make(llama(), "torch"), make(llama(), "torch")
+    whole = make(llama(), "torch").launch(step_of([5, 6, 7], [8, 9]))().token_ids
+    for runner, layers in ((first, range(2)), (second, range(2, 4))):
+        runner.drop(layers, UNITS)
+    with pipeline(first, second, model=MODEL):
+        embed, calls = first._device.decoder.embed, iter(range(9))
+
+        def failing(token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+            if next(calls) == 1:
+                raise RuntimeError("on purpose")
+            return embed(token_ids, positions)
+
+        first._device.decoder.embed = failing  # type: ignore[method-assign]
+        with pytest.raises(RuntimeError, match="on purpose"):
+            first.launch(step_of([5, 6, 7], [8, 9]))()
+        assert first.launch(step_of([5, 6, 7], [8, 9]))().token_ids == whole
 
 
 class Group:

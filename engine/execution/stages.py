@@ -10,8 +10,10 @@ For CPUs, by torch or the native kernels. Knows nothing of scheduling, nor of wh
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from queue import SimpleQueue
+from threading import Thread
 from typing import Any, cast
 
 import numpy as np
@@ -24,7 +26,9 @@ from engine.execution.cpu.device import TorchDevice
 from engine.execution.runner import Runner
 from engine.machine.link import Link
 from engine.models.weights import LayerWeights, ResidentLayers, matrices
+from engine.scheduling.lookahead import Piece, quickest
 from engine.scheduling.output import Collect, SchedulerOutput
+from predictor.model import LatencyPredictor
 
 LoadLayers = Callable[[Sequence[int]], list[LayerWeights]]
 """Loads layers, by ascending index, as they were loaded at the start. Raises ModelLoadError."""
@@ -125,10 +129,11 @@ class StagedRunner:
                 values = torch.frombuffer(bytearray(data), dtype=pool.slices.dtype)
                 pool.put_past(np.array(units, dtype=np.int64), layers, values)
 
-    def lead(self, link: Link) -> None:
+    def lead(self, link: Link, model: LatencyPredictor | None = None) -> None:
         """Run the layers that are here, and have those behind them run over the link, from the next step on; also on an
-        engine that follows another and does not have the last layer."""
-        self._device.beyond = _Next(self._device, link)
+        engine that follows another and does not have the last layer. `model`: predicts steps of a whole engine; with it
+        a step runs as micro-batches where two stages at once are quicker."""
+        self._device.beyond = _Next(self._device, link, model)
 
     def end_lead(self) -> None:
         """Tell who follows that this was all. The link stays as it is, and in step. Raises LinkLostError."""
@@ -141,14 +146,13 @@ class StagedRunner:
         device = self._device
         tokens = device.rows.tokens  # nobody reads them here, but native kernels look at all that a chunk covers
         tokens[tokens < 0] = 0
-        while (head := link.receive()) != _END:
-            step = _receive_step(link, head)
+        for step in _steps(link):
             try:
                 with torch.inference_mode(), device.lane.use():
                     result, failure = _run(device, step), ""
             except Exception as error:  # whatever it is, who leads waits for an answer
                 result, failure = torch.empty(0), str(error) or type(error).__name__
-            _send(link, {"failure": failure, "parts": result.shape}, [_bytes_of(result)])
+            _send(link, {"failure": failure, "parts": result.shape, "number": step.number}, [_bytes_of(result)])
         device.rows.num_blocks[:] = 0
 
 
@@ -171,8 +175,10 @@ def cannot_drop(runner: Runner[Any]) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """`chunks [n, 4]` of rows 0 to n - 1, `tables [2, n, blocks]` of K and V, `hidden [parts, T, H]`, `wanted [R]`."""
+    """One micro-batch. `chunks [n, 4]` of rows 0 to n - 1, `tables [2, n, blocks]` of K and V, `hidden [parts, T, H]`,
+    `wanted [R]`."""
 
+    number: int
     chunks: IntArray
     tables: IntArray
     hidden: Tensor
@@ -180,24 +186,79 @@ class _Step:
 
 
 class _Next:
-    """See Beyond: the next stage, over a link."""
+    """See Beyond: the next stage, over a link. `model`: see `StagedRunner.lead`."""
 
-    def __init__(self, device: TorchDevice, link: Link) -> None:
+    def __init__(self, device: TorchDevice, link: Link, model: LatencyPredictor | None) -> None:
         self._rows = device.rows
+        self._model = model
         self.link = link
+        self._number = 0
+        self._sent: list[tuple[int, torch.dtype]] = []
 
-    def __call__(self, chunks: IntArray, hidden: Tensor, wanted: IntArray) -> Tensor:
-        rows = self._rows
+    def cut(self, chunks: IntArray) -> list[IntArray]:
+        """See Beyond."""
+        self._sent.clear()  # of a step that failed here on the way
+        if self._model is None:
+            return [chunks]
+        pieces = [Piece(index, start, length) for index, (_, start, length, _) in enumerate(chunks.tolist())]
+        return [_chunks_of(batch, chunks) for batch in quickest(pieces, self._model, stages=2)]
+
+    def send(self, chunks: IntArray, hidden: Tensor, wanted: IntArray) -> None:
+        """See Beyond."""
+        rows, self._number = self._rows, self._number + 1
         blocks = int(rows.num_blocks[chunks[:, 0]].max())
         tables = rows.tables[:2, chunks[:, 0], :blocks]
         renamed = np.column_stack((np.arange(len(chunks)), chunks[:, 1:]))
-        head = {"blocks": blocks, "parts": hidden.shape, "dtype": str(hidden.dtype).removeprefix("torch.")}
+        dtype = str(hidden.dtype).removeprefix("torch.")
+        head = {"number": self._number, "blocks": blocks, "parts": hidden.shape, "dtype": dtype}
+        self._sent.append((self._number, hidden.dtype))
         _send(self.link, head, [renamed.tobytes(), tables.tobytes(), wanted.tobytes(), _bytes_of(hidden)])
-        answer = json.loads(self.link.receive())
-        result = self.link.receive()
-        if answer["failure"]:
-            raise StageError(f"on the next engine of the pipeline: {answer['failure']}")
-        return _tensor(result, hidden.dtype, answer["parts"])
+
+    def receive(self) -> list[Tensor]:
+        """See Beyond. Raises StageError when all have come and one has failed."""
+        sent, self._sent = self._sent, []
+        found, failures = [], []
+        for number, dtype in sent:
+            while (answer := json.loads(self.link.receive()))["number"] != number:
+                self.link.receive()
+            data = self.link.receive()
+            if answer["failure"]:
+                failures.append(answer["failure"])
+            else:
+                found.append(_tensor(data, dtype, answer["parts"]))
+        if failures:
+            raise StageError(f"on the next engine of the pipeline: {failures[0]}")
+        return found
+
+
+def _chunks_of(batch: Sequence[Piece], chunks: IntArray) -> IntArray:
+    """A micro-batch as chunks [n, 4]: only the last piece of a chunk samples."""
+    part = np.array([(*chunks[item, :1], start, length, chunks[item, 3]) for item, start, length in batch])
+    ends = chunks[[piece.item for piece in batch], 1:3].sum(axis=1)
+    part[:, 3] *= part[:, 1] + part[:, 2] == ends
+    return part
+
+
+def _steps(link: Link) -> Iterator[_Step]:
+    """The steps that come until the end. A thread reads ahead: who sends the next one never waits for an answer to be
+    read, which would wait for him."""
+    came: SimpleQueue[_Step | Exception | None] = SimpleQueue()
+
+    def read() -> None:
+        try:
+            while (head := link.receive()) != _END:
+                came.put(_receive_step(link, head))
+            came.put(None)
+        except Exception as error:  # whatever it is, who waits must hear of it
+            came.put(error)
+
+    reader = Thread(target=read, name="stage-reader", daemon=True)
+    reader.start()
+    while (step := came.get()) is not None:
+        if isinstance(step, Exception):
+            raise step
+        yield step
+    reader.join()
 
 
 def _run(device: TorchDevice, step: _Step) -> Tensor:
@@ -213,7 +274,7 @@ def _receive_step(link: Link, head: bytearray) -> _Step:
     chunks, tables, wanted = (np.frombuffer(link.receive(), dtype=np.int64) for _ in range(3))
     hidden = _tensor(link.receive(), getattr(torch, about["dtype"]), about["parts"])
     chunks = chunks.reshape(-1, 4)
-    return _Step(chunks, tables.reshape(2, len(chunks), about["blocks"]), hidden, wanted)
+    return _Step(about["number"], chunks, tables.reshape(2, len(chunks), about["blocks"]), hidden, wanted)
 
 
 def _send(link: Link, head: dict[str, Any], parts: Sequence[bytes | memoryview]) -> None:

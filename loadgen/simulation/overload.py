@@ -12,7 +12,7 @@ from itertools import count
 
 from engine.core import EngineCore
 from engine.fleet.drop import Exchange, Group, exchanges, pipeline_units, plan_drop, should_restore, split_layers
-from engine.fleet.lookahead import MicroBatch, Piece, balanced, by_tokens
+from engine.scheduling.lookahead import MicroBatch, Piece, balanced, by_tokens
 from engine.scheduling.moving import MovedRequest
 from loadgen.simulation.fleet import FleetDriver, OneByOne, Server
 from loadgen.simulation.machine import Machine

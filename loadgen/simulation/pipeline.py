@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from engine.fleet.lookahead import MicroBatch, Piece
+from engine.scheduling.lookahead import MicroBatch, Piece
 from engine.scheduling.output import ModelRunnerOutput, SchedulerOutput
 from loadgen.simulation.fleet import Flight
 from loadgen.simulation.gpu import SIMULATED_TOKEN, SimulatedDevice, SimulatedRunner

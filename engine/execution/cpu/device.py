@@ -16,6 +16,7 @@ from engine.execution.cpu.attention import Batch, PagedAttention, arrange, clear
 from engine.execution.cpu.hidden import HiddenPlan, restore
 from engine.execution.hidden import ScratchPlan, has_hidden
 from engine.execution.lane import Lane
+from engine.execution.layout import Layout
 from engine.execution.masks import FinishMasks
 from engine.execution.pool import UnitPool
 from engine.execution.pooling import TakeHidden
@@ -30,12 +31,17 @@ from predictor.limits import Limits
 
 
 class Beyond(Protocol):
-    """What runs the layers that a device does not have, on other engines."""
+    """What runs the layers that a device does not have, on other engines, while this one goes on."""
 
-    def __call__(self, chunks: IntArray, hidden: Tensor, wanted: IntArray) -> Tensor:
-        """Of chunks [n, 4] as in `Device.forward`, whose hidden state in front of those layers is `hidden [parts, T,
-        H]`, chunk by chunk: the hidden state behind the last layer of the tokens `wanted [R]`, [parts, R, H]. Parts are
-        addends, as the device keeps them."""
+    def cut(self, chunks: IntArray) -> list[IntArray]:
+        """A step's chunks [n, 4] as micro-batches, in this order: one may go on with a chunk of an earlier one."""
+
+    def send(self, chunks: IntArray, hidden: Tensor, wanted: IntArray) -> None:
+        """Run chunks [n, 4] as in `Device.forward`, whose hidden state in front of those layers is `hidden [parts, T,
+        H]`, chunk by chunk; parts are addends, as the device keeps them. Wanted are tokens [R]."""
+
+    def receive(self) -> list[Tensor]:
+        """Of each `send` since the last call, in order: the hidden state [parts, R, H] behind the last layer."""
 
 
 class PoolDevice:
@@ -100,29 +106,43 @@ class TorchDevice(PoolDevice):
     ) -> tuple[Tensor, DeviceSamples | None]:
         """See Device; the host samples."""
         del masks
+        if self.beyond is not None and take is None:
+            return self._begin_pipeline(self.beyond, chunks), None
+        layout, x = self._begin(chunks)
+        if self.beyond is not None:
+            self.beyond.send(layout.chunks, x[None], np.arange(len(x)))
+            ((x,),) = self.beyond.receive()
+        if take is not None:
+            take(layout, self.decoder.normed(x))
+        if not layout.sampled.size:
+            return x[:0], None
+        return self.decoder.logits(x.index_select(0, torch.from_numpy(layout.sampled_tokens).to(x.device))), None
+
+    def _begin(self, chunks: IntArray) -> tuple[Layout, Tensor]:
+        """The embedding, and the layers that are here: hidden state [T, H]."""
         batch, hidden = self._plan(chunks)
         layout, device = batch.layout, self.pool.device
         attend = self._attend(batch, hidden)
         token_ids = torch.from_numpy(self.rows.tokens[layout.token_rows, layout.positions]).to(device)
         x = self.decoder.embed(token_ids, torch.from_numpy(layout.positions).to(device))
         adapt = None if self.adapters is None else self.adapters.of_step(self.rows.adapters[layout.token_rows], device)
-        x, wanted = self.decoder.run(x, attend, self.layers, adapt), layout.sampled_tokens
-        if self.beyond is not None:
-            whole = np.arange(len(x)) if take is not None else wanted
-            (x,) = self.beyond(layout.chunks, x[None], whole)
-            wanted = wanted if take is not None else np.arange(len(x))
-        if take is not None:
-            take(layout, self.decoder.normed(x))
-        if not layout.sampled.size:
-            return x[:0], None
-        return self.decoder.logits(x.index_select(0, torch.from_numpy(wanted).to(device))), None
+        return layout, self.decoder.run(x, attend, self.layers, adapt)
+
+    def _begin_pipeline(self, beyond: Beyond, chunks: IntArray) -> Tensor:
+        """Logits [S, vocab] by this device and what is beyond, a micro-batch behind the other."""
+        for part in beyond.cut(chunks):
+            layout, x = self._begin(part)
+            beyond.send(layout.chunks, x[None], layout.sampled_tokens)
+        x = torch.cat([x for (x,) in beyond.receive()])
+        return self.decoder.logits(x) if len(x) else x
 
     def keep(self, layers: range) -> None:
         """Run these layers alone from now on. The pool is laid out for them already; weights of others may be gone."""
         self.layers = layers
 
     def pass_through(self, chunks: IntArray, hidden: Tensor, wanted: IntArray) -> Tensor:
-        """The next part of a step that another device began: as Beyond, where chunk i is of row i."""
+        """The next part of a step that another device began, as `Beyond.send` has it, where chunk i is of row i; gives
+        what is wanted of it."""
         batch, _ = self._plan(chunks)
         layout, chunk = batch.layout, batch.layout.token_rows
         firsts = np.cumsum(chunks[:, 2]) - chunks[:, 2]
@@ -131,7 +151,8 @@ class TorchDevice(PoolDevice):
         x = self.decoder.run(hidden[0].index_select(0, came), self._attend(batch, None), self.layers)
         x = torch.empty_like(x).index_copy_(0, came, x)[None]
         if self.beyond is not None:
-            return self.beyond(chunks, x, wanted)
+            self.beyond.send(chunks, x, wanted)
+            return self.beyond.receive()[0]
         return x.index_select(1, torch.from_numpy(wanted))
 
     def _plan(self, chunks: IntArray) -> tuple[Batch, HiddenPlan | None]:

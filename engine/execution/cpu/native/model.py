@@ -76,7 +76,7 @@ class NativeModel:
         if beyond is None:
             self._run(step)
         else:
-            self._run_with(beyond, chunks, step, whole)
+            self._run_pipeline(beyond, chunks, step, whole)
         return Sampled(self._best[:count], self._best_ids[:count], kept)
 
     def keep(self, layers: range) -> None:
@@ -85,7 +85,7 @@ class NativeModel:
         self._make_room(self._max_tokens)
 
     def pass_through(self, chunks: IntArray, hidden: Tensor, wanted: IntArray, beyond: Beyond | None) -> Tensor:
-        """As Beyond, by the layers that are kept, and by those beyond them."""
+        """See TorchDevice."""
         chunks, tape, team = self._take(chunks), self._tape, self.native.team
         step = self._step(chunks, None)
         tape.begin(team, step)
@@ -93,16 +93,21 @@ class NativeModel:
         tape.run_ops(team, 1, first)  # all in front of the layers but the embedding
         self._put(np.arange(hidden.shape[1]), hidden)
         tape.run_ops(team, first, last)
-        left = self._parts(np.arange(hidden.shape[1]) if beyond is not None else wanted)
-        return left if beyond is None else beyond(chunks, left, wanted)
+        if beyond is None:
+            return self._parts(wanted)
+        beyond.send(chunks, self._parts(np.arange(hidden.shape[1])), wanted)
+        return beyond.receive()[0]
 
-    def _run_with(self, beyond: Beyond, chunks: IntArray, step: Step, whole: bool) -> None:
+    def _run_pipeline(self, beyond: Beyond, chunks: IntArray, step: Step, whole: bool) -> None:
+        """All of a step, by micro-batches; the head reads the rows of the step as if they had run together."""
         tape, team, last = self._tape, self.native.team, self._composed.layers[-1].stop
+        for part in [chunks] if whole else beyond.cut(chunks):
+            part_step = self._step(part, None)
+            tape.begin(team, part_step)
+            tape.run_ops(team, 0, last)
+            beyond.send(part, self._parts(np.arange(int(part[:, 2].sum()))), _wanted(part, whole))
         tape.begin(team, step)
-        tape.run_ops(team, 0, last)
-        every = np.arange(int(chunks[:, 2].sum()))
-        wanted = every if whole else np.cumsum(chunks[:, 2])[chunks[:, 3] > 0] - 1
-        self._put(wanted, beyond(chunks, self._parts(every), wanted))
+        self._put(_wanted(chunks, whole), torch.cat(beyond.receive(), dim=1))
         tape.run_ops(team, last, len(self._composed.ops))
 
     def _addends(self) -> list[Tensor]:
@@ -207,3 +212,9 @@ class NativeModel:
             rotary_scaling=attention_scaling(spec.rope) if spec.rope else 1.0,
             inverse_frequencies=None if self._frequencies is None else self._frequencies.data_ptr(),
         )
+
+
+def _wanted(chunks: IntArray, whole: bool) -> IntArray:
+    """Of the tokens of a step, chunk by chunk, those behind whose last layer somebody looks."""
+    ends = np.cumsum(chunks[:, 2])
+    return np.arange(int(ends[-1])) if whole else ends[chunks[:, 3] > 0] - 1

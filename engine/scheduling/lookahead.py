@@ -56,6 +56,19 @@ def balanced(
     return batches
 
 
+def quickest(pieces: Sequence[Piece], model: LatencyPredictor, *, stages: int, most: int = 4) -> list[MicroBatch]:
+    """The batch whole, or halved up to `most` micro-batches: what leaves a pipeline first whose stages have equal parts
+    of the layers. Few decodes stay together: each half would read all weights."""
+    best, least, count = [list(pieces)], cost(pieces, model), 2
+    while count <= most:
+        batches = balanced(pieces, model, stages=count, min_tokens=sum(piece.length for piece in pieces))
+        seconds = max(cost(batch, model) for batch in batches) * (len(batches) + stages - 1) / stages
+        if seconds < least:
+            best, least = batches, seconds
+        count *= 2
+    return best
+
+
 def cost(pieces: Sequence[Piece], model: LatencyPredictor) -> float:
     """Predicted seconds of one micro-batch, by itself, through all layers."""
     features = BatchFeatures()
