@@ -87,8 +87,10 @@ def plan_launch(config: EngineConfig) -> LaunchPlan:
         raise ConfigError("--disk-space runs on a CPU only: on a GPU --swap-space keeps the cache of chats")
     dtype, note = (config.dtype, None) if config.dtype != "auto" else backend.choose_dtype(spec, config)
     foreign = choice.implementation == TRANSFORMERS
-    if config.kv_cache_dtype == "int8" and (foreign or backend.name != "cpu"):
-        raise ConfigError("--kv-cache-dtype int8 runs on a CPU only, with models of our own families")
+    if config.kv_cache_dtype != "auto" and (foreign or backend.name != "cpu"):
+        raise ConfigError(
+            f"--kv-cache-dtype {config.kv_cache_dtype} runs on a CPU only, with models of our own families"
+        )
     if foreign and config.quantization != "none":
         raise ConfigError(
             f"--quantization {config.quantization} is of families of ours, and {spec.architecture} is none"
@@ -112,6 +114,7 @@ def plan_launch(config: EngineConfig) -> LaunchPlan:
         quantization=quantization,
         implementation=choice.implementation,
         int8_cache=config.kv_cache_dtype == "int8",
+        parked_int8=config.kv_cache_dtype == "parked-int8",
         memory_utilization=config.gpu_memory_utilization,
         notes=tuple(each for each in (by, note, slow) if each),
     )
@@ -243,7 +246,14 @@ def _test_family(config: EngineConfig, plan: LaunchPlan, make: MakeLinear) -> No
 
     def device_of(spec: ModelSpec, weights: ModelWeights) -> Device:
         small = replace(
-            plan, spec=spec, limits=TEST_LIMITS, scratch_blocks=0, host_units=0, offload=None, int8_cache=False
+            plan,
+            spec=spec,
+            limits=TEST_LIMITS,
+            scratch_blocks=0,
+            host_units=0,
+            offload=None,
+            int8_cache=False,
+            parked_int8=False,
         )
         device: Device = find_backend(plan.device).make_runner(quick, small, weights, lambda _line: None)[0].device
         return device
@@ -363,8 +373,7 @@ def _open_disk(
     """The disk tier, with what an earlier start has left there. Without room for it the server goes on without."""
     if not config.disk_space:
         return None
-    unit = memory.unit_bytes(plan.spec, plan.limits.block_size, _cache_dtype(plan))
-    units = int(config.disk_space * 2**30) // slot_bytes(unit)
+    units = int(config.disk_space * 2**30) // slot_bytes(_parked_bytes(plan))
     folder = Path(config.disk_dir or DEFAULT_DISK_DIR).expanduser()
     try:
         disk = DiskTier(folder, runner.device.pool, units, _content_key(config, plan))
@@ -409,7 +418,7 @@ def _with_cache(plan: LaunchPlan, config: EngineConfig, cache_bytes: int) -> Lau
         plan,
         cache_bytes=cache_bytes,
         scratch_blocks=blocks // HIDDEN_SHARE if refusal is None else 0,
-        host_units=memory.host_units(_swap_bytes(config, plan), unit),
+        host_units=memory.host_units(_swap_bytes(config, plan), _parked_bytes(plan)),
         limits=replace(limits, num_units=blocks * UNITS_PER_BLOCK),
     )
     room = blocks * limits.block_size
@@ -425,7 +434,13 @@ def _with_cache(plan: LaunchPlan, config: EngineConfig, cache_bytes: int) -> Lau
 
 def host_bytes(plan: LaunchPlan) -> int:
     """Host memory that the host tier takes."""
-    return plan.host_units * memory.unit_bytes(plan.spec, plan.limits.block_size, _cache_dtype(plan))
+    return plan.host_units * _parked_bytes(plan)
+
+
+def _parked_bytes(plan: LaunchPlan) -> int:
+    """What the host tier and the disk take for a unit."""
+    dtype = torch.int8 if plan.parked_int8 else _cache_dtype(plan)
+    return memory.unit_bytes(plan.spec, plan.limits.block_size, dtype)
 
 
 def _cache_dtype(plan: LaunchPlan) -> torch.dtype:

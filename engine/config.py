@@ -36,8 +36,8 @@ class EngineConfig:
     kv_cache_dtype: str = _flag(
         "auto",
         "type of K and V in the cache; int8: each head of a token rounded to 255 steps, for about twice the tokens in "
-        "the same memory (on a CPU)",
-        ("auto", "int8"),
+        "the same memory; parked-int8: only what the host tier and the disk keep (on a CPU)",
+        ("auto", "int8", "parked-int8"),
     )
     cpu_kernels: str = _flag(
         "auto", "on a CPU: our native kernels where they were built and pass their test, or torch's", ("auto", "torch")
@@ -122,6 +122,10 @@ class EngineConfig:
             raise ConfigError("--quantization does not go with --hidden-cache: K and V restored would be others")
         if self.kv_cache_dtype != "auto" and self.hidden_cache:
             raise ConfigError("--kv-cache-dtype does not go with --hidden-cache: units of 8 bits hold no hidden state")
+        if self.kv_cache_dtype == "parked-int8" and not (self.swap_space or self.disk_space):
+            raise ConfigError(
+                "--kv-cache-dtype parked-int8 is of what --swap-space and --disk-space keep: say one of them"
+            )
         if parse_offload(self.offload_weights) is not None and self.hidden_cache:
             raise ConfigError("--offload-weights does not go with --hidden-cache yet: its projections need the weights")
         if parse_adapters(self.lora) and self.hidden_cache:

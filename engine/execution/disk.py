@@ -23,6 +23,7 @@ from statistics import median
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from engine.cache.blocks import REPRESENTATIONS, CacheEntry, CacheKind, CacheOperation, Tier
 from engine.execution.pool import UnitPool
@@ -64,7 +65,8 @@ class DiskTier:
 
     def __init__(self, folder: Path, pool: UnitPool, num_units: int, key: bytes) -> None:
         self.num_units, self.failed = num_units, False
-        self._pool, self._unit_bytes = pool, pool.units[:1].nbytes
+        self._pool, self._unit_bytes = pool, pool.parked.num_bytes
+        self._row = torch.empty(pool.parked.elements, dtype=pool.parked.dtype)
         self._slot = slot_bytes(self._unit_bytes)
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._file = next(_unlocked(folder))
@@ -88,28 +90,33 @@ class DiskTier:
         for source, target, key in ((each.source, each.target, each.key) for each in batch):
             for part, (unit, slot) in enumerate(zip(source.units, target.units, strict=True)):
                 label = Label(key, _KINDS.index(source.kind), part)
-                self._begin(slot, label, self._bytes(source.tier, unit).tobytes())
+                self._begin(slot, label, self._parked(source.tier, unit).numpy().tobytes())
 
     def read(self, batch: Sequence[CacheOperation]) -> None:
         """Fill device units from the disk; with NaN what is not there as it was written."""
-        lost = 0
+        lost, data = 0, self._row.view(torch.uint8).numpy().data
         for source, target, key in ((each.source, each.target, each.key) for each in batch):
             for part, (slot, unit) in enumerate(zip(source.units, target.units, strict=True)):
-                data = self._bytes(target.tier, unit)
-                if not self._fill(slot, Label(key, _KINDS.index(source.kind), part), data):
-                    data[:] = b"\xff" * len(data)  # NaN in every type of a cache
-                    lost += 1
+                whole = self._fill(slot, Label(key, _KINDS.index(source.kind), part), data)
+                if whole:
+                    self._pool.parked.give_back(self._row, self._pool.units[unit])
+                else:
+                    self._pool.units[unit].view(torch.uint8).fill_(0xFF)  # NaN in every type of a cache
+                lost += not whole
         if lost:
             log.warning("%d units of the disk cache are damaged; their tokens are computed again", lost)
 
     def seconds(self) -> float:
         """What writing a unit and reading it back takes, in a slot of its own."""
-        data, times = bytearray(self._unit_bytes), []
+        unit, parked, times = self._pool.units[0].clone(), self._pool.parked, []
+        data = self._row.view(torch.uint8).numpy().data
         for _ in range(_PROBES):
             began = time.perf_counter()
             label = Label(bytes(16), 0, 0)
+            parked.keep(unit, self._row)
             self._put(self.num_units, label, bytes(data))
-            self._fill(self.num_units, label, memoryview(data))
+            self._fill(self.num_units, label, data)
+            parked.give_back(self._row, unit)
             times.append(time.perf_counter() - began)
         return median(times)
 
@@ -182,9 +189,12 @@ class DiskTier:
     def _at(self, slot: int) -> int:
         return _PAGE + slot * self._slot
 
-    def _bytes(self, tier: Tier, unit: int) -> memoryview:
-        units = self._pool.units if tier is Tier.DEVICE else self._pool.host_units
-        return units[unit].view(torch.uint8).numpy().data
+    def _parked(self, tier: Tier, unit: int) -> Tensor:
+        """What the disk keeps of a unit, until the next call."""
+        row = self._row if tier is Tier.DEVICE else self._pool.host_units[unit]
+        if tier is Tier.DEVICE:
+            self._pool.parked.keep(self._pool.units[unit], row)
+        return row.view(torch.uint8)
 
 
 _KINDS = tuple(CacheKind)

@@ -17,7 +17,8 @@ class LaunchPlan:
 
     `quantization` of the linear layers: "none", "int8", or "w8a8" for the integers of the checkpoint.
     `memory_utilization`: share of a GPU's memory to use. `host_units` of the host tier; `scratch_blocks`: how many
-    blocks a step may run from hidden state. `int8_cache`: K and V are kept in 8 bits. `kernels`: what steps on a CPU
+    blocks a step may run from hidden state. `int8_cache`: K and V are kept in 8 bits; `parked_int8`: those
+    on the tiers behind the device are. `kernels`: what steps on a CPU
     run by, and `threads` how many work on one, once known. `offload`: which layers stream; None: all weights stay.
     `droppable`: layers may be given up for a while, for more units (`engine.execution.stages`).
     `adapters`: LoRA beside the weights, which take `adapter_bytes`.
@@ -42,6 +43,7 @@ class LaunchPlan:
     offload: Offload | None = None
     implementation: str = OWN
     int8_cache: bool = False
+    parked_int8: bool = False
     droppable: bool = False
     adapters: tuple[AdapterPlan, ...] = ()
     adapter_bytes: int = 0
@@ -56,7 +58,11 @@ class LaunchPlan:
     def precision(self) -> str:
         """What weights, activations and cache are kept in, to tell."""
         layers = [] if self.quantization == "none" else [f"{self.quantization} layers"]
-        return ", ".join((self.dtype, *layers, *(["int8 cache"] if self.int8_cache else [])))
+        return ", ".join((self.dtype, *layers, *self._cache))
+
+    @property
+    def _cache(self) -> list[str]:
+        return ["int8 cache"] if self.int8_cache else ["int8 parked"] if self.parked_int8 else []
 
     @property
     def held_bytes(self) -> int:

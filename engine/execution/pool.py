@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from engine.errors import ConfigError
+from engine.execution.parked_form import ParkedForm
 from engine.models.int8_cells import Int8Slices, slice_elements
 from engine.models.spec import ModelShape, hidden_offer
 from engine.triton_kernels import configs
@@ -35,10 +36,11 @@ class UnitPool:
 
     `slices [num_slices, block_size * kv_heads * head_dim]`, `cells [num_slices * block_size, kv_heads * head_dim]`
     (none of 8 bits) and `units [num_units + 1, elements of a unit]` are views of the same memory; `host_units
-    [num_host_units, elements of a unit]` is pinned where the device is not the CPU. On the CPU a page is committed when
-    it is first touched.
+    [num_host_units, elements of `parked`]` is pinned where the device is not the CPU. On the CPU a page is committed
+    when it is first touched.
 
-    `layers`: whose slices a unit has. `spare_bytes`: addresses, on the CPU, that more units of fewer layers may take.
+    `parked_int8`: what goes to lower tiers is kept in 8 bits there. `layers`: whose slices a unit has. `spare_bytes`:
+    addresses, on the CPU, that more units of fewer layers may take.
     """
 
     def __init__(
@@ -54,9 +56,10 @@ class UnitPool:
         scratch_blocks: int = 0,
         num_host_units: int = 0,
         int8: bool = False,
+        parked_int8: bool = False,
         spare_bytes: int = 0,
     ) -> None:
-        assert not (int8 and scratch_blocks), "hidden state does not fit in units of 8 bits"
+        assert not ((int8 or parked_int8) and scratch_blocks), "hidden state does not fit in units of 8 bits"
         assert not (spare_bytes and (scratch_blocks or num_host_units)), "nothing else depends on a unit's size"
         self.num_units = num_units
         self.spare_bytes = spare_bytes
@@ -87,7 +90,9 @@ class UnitPool:
         if not int8:
             self.cells: Tensor = storage.view(num_slices * block_size, num_kv_heads * head_dim)
         self.units: Tensor = storage[: (num_units + 1) * unit_size].view(num_units + 1, unit_size)
-        self.host_units = _host_zeros(num_host_units * unit_size, stored, device).view(num_host_units, unit_size)
+        self.parked = ParkedForm(num_layers, block_size, num_kv_heads, head_dim, stored, int8=int8 or parked_int8)
+        host = _host_zeros(num_host_units * self.parked.elements, self.parked.dtype, device)
+        self.host_units = host.view(num_host_units, self.parked.elements)
         self._layers = np.arange(num_layers, dtype=np.int64)[:, None]
 
     @classmethod
@@ -100,6 +105,7 @@ class UnitPool:
         host_units: int,
         *,
         int8: bool = False,
+        parked_int8: bool = False,
         spare_bytes: int = 0,
     ) -> Self:
         """The pool of a model, in the type and on the device of `like`. Raises ConfigError for scratch where the
@@ -109,7 +115,7 @@ class UnitPool:
         return cls(
             limits.num_units, num_layers=spec.num_layers, block_size=limits.block_size, num_kv_heads=spec.num_kv_heads,
             head_dim=spec.head_dim, dtype=like.dtype, device=like.device, scratch_blocks=scratch_blocks,
-            num_host_units=host_units, int8=int8, spare_bytes=spare_bytes,
+            num_host_units=host_units, int8=int8, parked_int8=parked_int8, spare_bytes=spare_bytes,
         )  # fmt: skip
 
     def write(self, cells: Tensor, values: Tensor) -> None:

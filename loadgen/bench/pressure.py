@@ -36,6 +36,7 @@ from loadgen.workloads import fixed
 PROMPT, OUTPUT = 192, 192
 BLOCK_SIZE = 16
 INT8 = "--kv-cache-dtype=int8"
+PARKED = "--kv-cache-dtype=parked-int8"
 ARMS = {
     "fcfs, KV": ("--online-policy=fcfs", "--no-hidden-cache"),
     "apt, KV": ("--online-policy=apt", "--no-hidden-cache"),
@@ -46,6 +47,12 @@ ARMS = {
     "goodput, KV8": ("--online-policy=goodput", "--no-hidden-cache", INT8),
     "goodput-strict, KV8": ("--online-policy=goodput-strict", "--no-hidden-cache", INT8),
     "goodput-strict, KV8 host": ("--online-policy=goodput-strict", "--no-hidden-cache", "--swap-space=0.25", INT8),
+    "goodput-strict, host of 8 bits": (
+        "--online-policy=goodput-strict",
+        "--no-hidden-cache",
+        "--swap-space=0.25",
+        PARKED,
+    ),
 }
 """The arms: flags of their servers."""
 GQA_HEADS = 2

@@ -110,7 +110,8 @@ class CpuBackend:
         decoder, hidden, host = Decoder(plan.own, weights), plan.scratch_blocks, plan.host_units
         spare = weights.layers.held_bytes if plan.droppable else 0
         pool: dict[str, Any] = {
-            "scratch_blocks": hidden, "host_units": host, "int8_cache": plan.int8_cache, "spare_bytes": spare
+            "scratch_blocks": hidden, "host_units": host, "int8_cache": plan.int8_cache,
+            "parked_int8": plan.parked_int8, "spare_bytes": spare,
         }  # fmt: skip
         if not isinstance(weights.head, NativeLinear):
             return Runner(TorchDevice(decoder, plan.limits, **pool)), plan

@@ -57,18 +57,18 @@ class PoolDevice:
     def swap_out(self, pairs: IntArray) -> None:
         """See CacheMover."""
         for source, target in pairs.tolist():
-            self.pool.host_units[target].copy_(self.pool.units[source], non_blocking=True)
+            self.pool.parked.keep(self.pool.units[source], self.pool.host_units[target])
 
     def swap_in(self, pairs: IntArray) -> None:
         """See CacheMover."""
         for source, target in pairs.tolist():
-            self.pool.units[target].copy_(self.pool.host_units[source], non_blocking=True)
+            self.pool.parked.give_back(self.pool.host_units[source], self.pool.units[target])
 
 
 class TorchDevice(PoolDevice):
     """`scratch_blocks`: blocks of hidden state that one step may read or write; 0 refuses them altogether.
-    `host_units`: units of the host tier. `int8_cache`: K and V are kept in 8 bits. `spare_bytes`: see UnitPool. Raises
-    ConfigError for scratch where the model's hidden state is no use.
+    `host_units`: units of the host tier. `int8_cache`: K and V are kept in 8 bits. `parked_int8`, `spare_bytes`: see
+    UnitPool. Raises ConfigError for scratch where the model's hidden state is no use.
 
     `layers`: those it runs; `beyond`: what runs the ones behind them, on the next engine of a pipeline."""
 
@@ -80,12 +80,20 @@ class TorchDevice(PoolDevice):
         scratch_blocks: int = 0,
         host_units: int = 0,
         int8_cache: bool = False,
+        parked_int8: bool = False,
         spare_bytes: int = 0,
     ) -> None:
         spec, weights = decoder.spec, decoder.weights
         super().__init__(
             UnitPool.of(
-                spec, limits, weights.embedding, scratch_blocks, host_units, int8=int8_cache, spare_bytes=spare_bytes
+                spec,
+                limits,
+                weights.embedding,
+                scratch_blocks,
+                host_units,
+                int8=int8_cache,
+                parked_int8=parked_int8,
+                spare_bytes=spare_bytes,
             ),
             RowTable(limits, hidden=scratch_blocks > 0),
         )
