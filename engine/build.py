@@ -199,7 +199,8 @@ def build_runner(
     if plan.host_units and config.swap_space is None:
         say(f"{_gib(host_bytes(plan))} of host memory keep what the cache has no room for; --swap-space says how much")
     runner, plan = backend.make_runner(config, plan, weights, say)
-    runner.device.adapters = adapters
+    if adapters is not None:
+        runner.device.adapt(adapters)
     return runner, plan
 
 
@@ -210,9 +211,10 @@ def _with_adapters(plan: LaunchPlan, config: EngineConfig) -> LaunchPlan:
     if plan.implementation != OWN or plan.device != "cpu":
         raise ConfigError("--lora runs on a CPU only, with models of our own families")
     adapters = tuple(plan_adapter(each, plan.own) for each in parse_adapters(config.lora))
-    note = "steps with a row of an adapter run by torch's operators, others as without adapters"
-    size = sum(each.num_parameters for each in adapters) * torch_dtype(plan.dtype).itemsize
-    return replace(plan, adapters=adapters, adapter_bytes=size, notes=(*plan.notes, note))
+    streams = "steps with rows of adapters run by torch's operators, as weights stream"
+    notes = plan.notes if plan.offload is None else (*plan.notes, streams)
+    size = 4 * sum(each.num_parameters for each in adapters)  # native kernels may want them in float32
+    return replace(plan, adapters=adapters, adapter_bytes=size, notes=notes)
 
 
 def _load_adapters(plan: LaunchPlan, weights: ModelWeights | TransformersModel) -> Adapters | None:

@@ -28,6 +28,7 @@ from engine.execution.cpu.device import TorchDevice
 from engine.execution.cpu.native.device import NativeDevice
 from engine.execution.cpu.native.library import Level, Team
 from engine.execution.cpu.native.linear import Native
+from engine.execution.cpu.native.model import NativeModel
 from engine.execution.runner import Runner
 from engine.models.checkpoint import load_weights
 from engine.models.decoder import Decoder
@@ -80,7 +81,7 @@ def device_of(case: str, adapters: tuple[Made, ...], config: SchedulerConfig, ba
         TorchDevice(decoder, config.limits) if backend == "torch" else NativeDevice(decoder, native(), config.limits)
     )
     plans = [plan_adapter(NamedFolder(each.folder.name, each.folder), spec) for each in adapters]
-    device.adapters = Adapters([load_adapter(plan, spec, weights.embedding) for plan in plans])
+    device.adapt(Adapters([load_adapter(plan, spec, weights.embedding) for plan in plans]))
     return device
 
 
@@ -120,11 +121,21 @@ def check(model: Any, request: EngineRequest, output: list[int]) -> None:
             return
 
 
-@pytest.mark.parametrize("case", FAMILY_CASES)
-def test_rows_answer_as_models_with_merged_weights(case: str, made: Any) -> None:
+@pytest.mark.parametrize(
+    ("case", "backend"),
+    [
+        *((case, "torch") for case in FAMILY_CASES),
+        *((case, "native") for case in ("llama-gqa2", "phi3", "opt", "neox")),
+    ],
+)
+def test_rows_answer_as_models_with_merged_weights(
+    case: str, backend: str, made: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two adapters and none in the same steps, in a pool so small that requests are preempted."""
     adapters, requests = made(case), crowd(9)
-    driver = make_driver(case, adapters, num_blocks=22)
+    driver = make_driver(case, adapters, backend, num_blocks=22)
+    if backend == "native":
+        monkeypatch.setattr(TorchDevice, "forward", lambda *_: pytest.fail("a step left the tape"))
     driver.add(*requests)
     driver.run()
     assert sum(driver.core.stats().preemptions.values()) > 0
@@ -151,10 +162,10 @@ def test_one_step_of_three_equals_three_solo_runs(backend: str, made: Any) -> No
 
 
 def test_steps_without_an_adapter_run_as_they_did(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No delta is looked up, and the native tape runs them."""
+    """No delta is looked up, and the native tape runs whole."""
     driver = make_driver("llama-gqa2", made("llama-gqa2"), "native")
     runs: list[int] = []
-    monkeypatch.setattr(TorchDevice, "forward", lambda *_: pytest.fail("a step of no adapter left the tape"))
+    monkeypatch.setattr(NativeModel, "_run_adapted", lambda *_: pytest.fail("the tape was cut"))
     monkeypatch.setattr(Adapters, "of_step", lambda *_: runs.append(1))
     driver.add(make_request("r", list(range(9)), 4))
     driver.run()
@@ -358,7 +369,6 @@ def test_dry_run_shows_them(
     assert cli.main([*words, f"odd={demo_adapter}"]) == 0
     out = capsys.readouterr().out
     assert f"odd={demo_adapter}" in out and "adapter    odd: rank 3, o_proj" in out
-    assert "steps with a row of an adapter" in out
     for word, message in ((f"flex={demo_adapter}", "service tier"), (f"odd={tmp_path}", "adapter_config.json")):
         assert cli.main([*words, word]) != 0
         assert message in capsys.readouterr().err

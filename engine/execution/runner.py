@@ -40,15 +40,16 @@ if TYPE_CHECKING:  # running a model needs none of what compiles grammars
 class Device(CacheMover, Protocol):
     """A backend's half of a runner: its memory, and what runs on it, in order, in `lane`.
 
-    `pipeline_depth`: steps whose tokens may still be unknown to the host when the next one is launched. `adapters`: the
-    LoRA adapters that rows may have, None: none.
+    `pipeline_depth`: steps whose tokens may still be unknown to the host when the next one is launched.
     """
 
     rows: RowTable
     pool: UnitPool
     lane: Lane
     pipeline_depth: int
-    adapters: Adapters | None
+
+    def adapt(self, adapters: Adapters) -> None:
+        """Rows may have these LoRA adapters from now on. Said once, before any step of theirs."""
 
     def forward(
         self, chunks: IntArray, masks: FinishMasks | None = None, take: TakeHidden | None = None

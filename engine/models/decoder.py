@@ -47,8 +47,7 @@ class Decoder:
         self.spec = spec
         self.weights = weights
         self._ops = ops
-        activations = {"silu": ops.silu_and_mul, "gelu": torch_ops.gelu, "gelu_tanh": torch_ops.gelu_tanh}
-        self._activation = activations.get(spec.activation, torch_ops.relu)
+        self._activation = (torch_ops.ACTIVATIONS | {"silu": ops.silu_and_mul})[spec.activation]
 
     def embed(self, token_ids: Tensor, positions: Tensor) -> Tensor:
         """token_ids [T], positions [T] -> hidden state [T, H]."""

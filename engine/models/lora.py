@@ -8,7 +8,7 @@ are; rows of none are not touched. Knows nothing of requests and steps.
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -209,6 +209,9 @@ class Delta:
     a: Tensor
     b: Tensor
 
+    def to(self, dtype: torch.dtype) -> "Delta":
+        return Delta(self.a.to(dtype), self.b.to(dtype))
+
     def add(self, x: Tensor, y: Tensor, places: Tensor | None) -> None:
         """y += b (a x) for rows `places [n]`, or all. x [T, in], y [T, out]."""
         if places is None:
@@ -245,6 +248,10 @@ class Adapters:
     def __init__(self, deltas: Sequence[Mapping[Site, Delta]]) -> None:
         self._deltas = deltas
 
+    def to(self, dtype: torch.dtype) -> "Adapters":
+        """The same, in another type."""
+        return Adapters([{site: each.to(dtype) for site, each in deltas.items()} for deltas in self._deltas])
+
     def of_step(self, numbers: IntArray, device: torch.device) -> "StepAdapters | None":
         """For a step whose tokens [T] have these adapters; None where none has any."""
         present = np.unique(numbers)
@@ -279,16 +286,18 @@ class StepAdapters:
             down=self._adapted(Site(index, "down"), layer.down),
         )
 
+    def has(self, site: Site) -> bool:
+        """Whether any of the step's adapters adds something here."""
+        return any(site in group.deltas for group in self._groups)
+
     def add(self, site: Site, x: Tensor, y: Tensor) -> None:
         """Add to y [T, out] what the rows' adapters make of x [T, in]."""
-        for delta, places in self._at(site):
-            delta.add(x, y, places)
-
-    def _at(self, site: Site) -> Iterator[tuple[Delta, Tensor | None]]:
-        return ((delta, group.places) for group in self._groups if (delta := group.deltas.get(site)) is not None)
+        for deltas, places in self._groups:
+            if (delta := deltas.get(site)) is not None:
+                delta.add(x, y, places)
 
     def _adapted(self, site: Site, base: Linear) -> Linear:
-        return _Adapted(base, site, self) if any(True for _ in self._at(site)) else base
+        return _Adapted(base, site, self) if self.has(site) else base
 
 
 class _Adapted:

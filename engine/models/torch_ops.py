@@ -7,6 +7,7 @@ float64); they read requests and chunks from a work list, never the kernels' ite
 Knows nothing of models or requests.
 """
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -93,6 +94,12 @@ def gelu_tanh(x: Tensor) -> Tensor:
 def relu(x: Tensor) -> Tensor:
     """max(x, 0)."""
     return torch.relu(x)
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": silu_and_mul, "gelu": gelu, "gelu_tanh": gelu_tanh, "relu": relu
+}  # fmt: skip
+"""By their names in a spec: x [T, 2·F] or [T, F] -> [T, F]."""
 
 
 def _rms_norm_cpu(x: Tensor, eps: float) -> Tensor:

@@ -54,6 +54,10 @@ class PoolDevice:
         self.pool, self.rows = pool, rows
         self.lane = Lane(torch.device("cpu"))  # on any device: the current stream
 
+    def adapt(self, adapters: Adapters) -> None:
+        """See Device."""
+        self.adapters = adapters
+
     def swap_out(self, pairs: IntArray) -> None:
         """See CacheMover."""
         for source, target in pairs.tolist():

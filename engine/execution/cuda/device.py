@@ -56,7 +56,6 @@ class CudaDevice:
     the model's hidden state is no use."""
 
     pipeline_depth = 1
-    adapters: Adapters | None = None
 
     def __init__(
         self,
@@ -92,6 +91,10 @@ class CudaDevice:
             self.warm_up()
         if graphs:
             self._capture()
+
+    def adapt(self, adapters: Adapters) -> None:
+        """See Device; a plan with adapters is refused here."""
+        raise NotImplementedError
 
     @property
     def num_graphs(self) -> int:

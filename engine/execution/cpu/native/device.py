@@ -1,7 +1,7 @@
 """The CPU's device with its forward pass by the C++ library: memory and everything else are `TorchDevice`'s.
 
-A step that touches hidden state, or has a row with an adapter, goes through torch's path, with the same weights; the
-scratch that K and V pass through then is no business of the tape.
+A step that touches hidden state goes through torch's path, with the same weights; the scratch that K and V pass
+through then is no business of the tape. So does one that has rows with adapters where layers stream.
 """
 
 import numpy as np
@@ -19,6 +19,7 @@ from engine.execution.masks import FinishMasks
 from engine.execution.pooling import TakeHidden
 from engine.execution.samples import DeviceSamples
 from engine.models.decoder import Decoder
+from engine.models.lora import Adapters
 from engine.scheduling.output import INVALID_TOKEN
 from predictor.limits import Limits
 
@@ -43,20 +44,33 @@ class NativeDevice(TorchDevice):
             parked_int8=parked_int8, spare_bytes=spare_bytes,
         )  # fmt: skip
         length = limits.max_model_len
+        self._tape_adapts = False
         self._native = NativeModel(native, decoder.spec, decoder.weights, self.pool, self.rows, length)
+
+    def adapt(self, adapters: Adapters) -> None:
+        """See Device."""
+        self._tape_adapts = not self.decoder.weights.layers.streamed
+        super().adapt(adapters.to(self._native.take_adapters()) if self._tape_adapts else adapters)
 
     def forward(
         self, chunks: IntArray, masks: FinishMasks | None = None, take: TakeHidden | None = None
     ) -> tuple[Tensor, DeviceSamples | None]:
         """See Device. Greedy tokens that may be any are chosen here, all others by the host."""
-        adapters = self.adapters is not None
-        if has_hidden(self.rows, chunks) or (adapters and self.rows.adapters[chunks[:, 0]].any()):
+        adapters, by_torch = self.adapters, self.adapters is not None and not self._tape_adapts
+        has_adapters = adapters is not None and self.rows.adapters[chunks[:, 0]].any()
+        if has_hidden(self.rows, chunks) or (has_adapters and by_torch):
             return super().forward(chunks, masks, take)
-        if self.pool.scratch_blocks or adapters:  # a later step by torch reads blocks whole
+        if self.pool.scratch_blocks or by_torch:  # a later step by torch reads blocks whole
             clear_begun_blocks(self.pool, self.rows, chunks)
+        adapted = None
+        if adapters is not None and has_adapters:
+            numbers = np.repeat(self.rows.adapters[chunks[:, 0]], chunks[:, 2])
+            adapted = adapters.of_step(numbers, self.pool.device)
         where, table = chunks[chunks[:, 3] > 0, 0], self.rows.sampling
         plain = masks is None and table.plain(where)
-        result = self._native.run(chunks, logits=not plain, beyond=self.beyond, whole=take is not None)
+        result = self._native.run(
+            chunks, logits=not plain, beyond=self.beyond, whole=take is not None, adapters=adapted
+        )
         if take is not None:
             hidden = self._native.hidden(int(chunks[:, 2].sum()))
             take(Layout.of(chunks, np.arange(len(chunks))), self.decoder.normed(hidden))

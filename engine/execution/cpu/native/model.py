@@ -13,10 +13,12 @@ from engine.arrays import IntArray
 from engine.execution.cpu.device import Beyond
 from engine.execution.cpu.native.library import TYPES, Kind, Shape, Step, Tape, activation_dtype
 from engine.execution.cpu.native.linear import Native
-from engine.execution.cpu.native.tape import Buffers, compose
+from engine.execution.cpu.native.tape import Buffers, Composed, compose
 from engine.execution.cpu.native.weights import NativeWeights
 from engine.execution.pool import UnitPool
 from engine.execution.rows import RowTable
+from engine.models import torch_ops
+from engine.models.lora import Site, StepAdapters
 from engine.models.rotary import attention_scaling, inverse_frequencies
 from engine.models.spec import ModelSpec
 from engine.models.weights import ModelWeights, matrices
@@ -61,11 +63,28 @@ class NativeModel:
         self._best = np.empty(self._max_samples, dtype=np.float32)
         self._best_ids = np.empty(self._max_samples, dtype=np.int64)
         self._logits: Tensor | None = None
+        self._takes_adapters = False
+        self._activation = torch_ops.ACTIVATIONS[spec.activation]
         self._make_room(_FIRST_TOKENS)
 
-    def run(self, chunks: IntArray, *, logits: bool, beyond: Beyond | None = None, whole: bool = False) -> Sampled:
+    def take_adapters(self) -> torch.dtype:
+        """From now on steps may have adapters; the type that their matrices are to have."""
+        self._takes_adapters = True
+        self._make_room(self._max_tokens)
+        return activation_dtype(self._level)
+
+    def run(
+        self,
+        chunks: IntArray,
+        *,
+        logits: bool,
+        beyond: Beyond | None = None,
+        whole: bool = False,
+        adapters: StepAdapters | None = None,
+    ) -> Sampled:
         """Run chunks [n, 4] (row, start, length, sample) of rows whose blocks all hold K and V. `beyond` runs the
         layers behind those that are kept here; it leaves `hidden` right only if it is asked for the `whole`.
+        `adapters` of its tokens, chunk by chunk; not where layers stream, or lie elsewhere.
 
         Raises StepError, and WeightReadError where layers stream.
         """
@@ -73,7 +92,9 @@ class NativeModel:
         count = int(np.count_nonzero(chunks[:, 3]))
         kept = self._logits_for(count) if logits and count else None
         step = self._step(chunks, kept)
-        if beyond is None:
+        if adapters is not None:
+            self._run_adapted(step, int(chunks[:, 2].sum()), adapters)
+        elif beyond is None:
             self._run(step)
         else:
             self._run_pipeline(beyond, chunks, step, whole)
@@ -148,6 +169,33 @@ class NativeModel:
             done = part.stop
         tape.run_ops(team, done, len(self._composed.ops))
 
+    def _run_adapted(self, step: Step, num_tokens: int, adapters: StepAdapters) -> None:
+        """The tape in parts, and between them what adapters add to the rows that its linear layers left."""
+        assert self._adapted is not None, "nobody said that there would be adapters"
+        (composed, tape), team, spec, at = self._adapted, self.native.team, self._spec, self._buffers
+        assert at.up is not None
+        hidden, ffn, result = spec.hidden_size, spec.intermediate_size, at.delta if at.other is None else at.other
+        up = ffn * (1 + spec.gated_mlp)
+        slots = {
+            "qkv": (at.normed[:num_tokens, :hidden], at.qkv[:num_tokens, : spec.q_size + 2 * spec.kv_size]),
+            "out": (at.attended[:num_tokens, : spec.q_size], at.delta[:num_tokens, :hidden]),
+            "up": (at.normed[:num_tokens, :hidden], at.up[:num_tokens, :up]),
+            "down": (at.inner[:num_tokens, :ffn], result[:num_tokens, :hidden]),
+        }
+        tape.begin(team, step)
+        done = 0
+        for index in range(len(composed.layers)):
+            for op, (slot, (x, y)) in zip(composed.linear_ops(index), slots.items(), strict=True):
+                site = Site(index, slot)
+                if slot != "up" and not adapters.has(site):
+                    continue
+                tape.run_ops(team, done, op + 1)
+                done = op + 1
+                adapters.add(site, x, y)
+                if slot == "up":
+                    at.inner[:num_tokens, :ffn] = self._activation(y)
+        tape.run_ops(team, done, len(composed.ops))
+
     def hidden(self, num_tokens: int) -> Tensor:
         """The hidden states [T, H] that the last step left, chunk by chunk, before the final norm; of tokens that were
         not sampled."""
@@ -183,10 +231,15 @@ class NativeModel:
     def _make_room(self, max_tokens: int) -> None:
         self._max_tokens = max_tokens
         self._buffers = Buffers(
-            self._spec, activation_dtype(self._level), max_tokens, self._max_samples, int8=self._weights.has_int8
-        )
+            self._spec, activation_dtype(self._level), max_tokens, self._max_samples, int8=self._weights.has_int8,
+            adapted=self._takes_adapters,
+        )  # fmt: skip
         self._composed = compose(self._spec, self._weights, self._buffers)
         self._tape = Tape(self.native.library, self._shape(), self._composed.ops)
+        self._adapted: tuple[Composed, Tape] | None = None
+        if self._takes_adapters:
+            adapted = compose(self._spec, self._weights, self._buffers, adapted=True)
+            self._adapted = adapted, Tape(self.native.library, self._shape(), adapted.ops)
 
     def _shape(self) -> Shape:
         spec, pool, rows = self._spec, self._pool, self._rows

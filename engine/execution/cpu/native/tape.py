@@ -22,9 +22,12 @@ _ACTIVATIONS = {
 
 
 class Buffers:
-    """Rows of a step's `tokens`, and of the `samples` among them. Zero at first, so that padding is and stays zero."""
+    """Rows of a step's `tokens`, and of the `samples` among them. Zero at first, so that padding is and stays zero.
+    `adapted`: with rows for an MLP in front of its activation, which comes when adapters have added to them."""
 
-    def __init__(self, spec: ModelSpec, dtype: torch.dtype, tokens: int, samples: int, *, int8: bool) -> None:
+    def __init__(
+        self, spec: ModelSpec, dtype: torch.dtype, tokens: int, samples: int, *, int8: bool, adapted: bool = False
+    ) -> None:
         def rows(width: int, count: int = tokens) -> torch.Tensor:
             return torch.zeros(rows_for(count), stride_of(width), dtype=dtype)
 
@@ -34,6 +37,7 @@ class Buffers:
         self.qkv = rows(spec.q_size + 2 * spec.kv_size)
         self.attended = rows(spec.q_size)
         self.inner = rows(spec.intermediate_size)
+        self.up = rows(spec.intermediate_size * (1 + spec.gated_mlp)) if adapted else None
         self.last = rows(hidden, samples)
         widest = max(
             hidden, spec.q_size, spec.intermediate_size
@@ -55,14 +59,16 @@ class Composed:
         return tuple(place for place in self.layers[layer] if self.ops[place].kind == Kind.LINEAR)
 
 
-def compose(spec: ModelSpec, weights: NativeWeights, buffers: Buffers) -> Composed:
-    """The operations of a step, from token ids to the largest logits."""
-    return _Composer(spec, weights, buffers).compose()
+def compose(spec: ModelSpec, weights: NativeWeights, buffers: Buffers, *, adapted: bool = False) -> Composed:
+    """The operations of a step, from token ids to the largest logits. `adapted`: activations are left to others, who
+    come between an MLP's two linear layers."""
+    return _Composer(spec, weights, buffers, adapted).compose()
 
 
 class _Composer:
-    def __init__(self, spec: ModelSpec, weights: NativeWeights, buffers: Buffers) -> None:
+    def __init__(self, spec: ModelSpec, weights: NativeWeights, buffers: Buffers, adapted: bool) -> None:
         self._spec = spec
+        self._adapted = adapted
         self._weights = weights
         self._at = buffers
 
@@ -116,7 +122,10 @@ class _Composer:
         norm = self._norm(layer.post_norm, at.normed, added=True)
         if spec.parallel_residual:  # both branches see the same rows
             norm.input = norm.other = None
-        up = self._linear(layer.up, at.normed, at.inner, _ACTIVATIONS[spec.activation])
+        if self._adapted:
+            up = self._linear(layer.up, at.normed, at.up)
+        else:
+            up = self._linear(layer.up, at.normed, at.inner, _ACTIVATIONS[spec.activation])
         return [norm, *up, *self._linear(layer.down, at.inner, result)]
 
     def _norm(self, norm: NativeNorm, out: torch.Tensor, *, added: bool) -> Op:
