@@ -113,11 +113,11 @@ class StagedRunner:
             self._loaded.clear()
             self._device.keep(every)
 
-    def read_past(self, units: Sequence[int], layers: range) -> bytearray:
+    def read_past(self, units: Sequence[int], layers: range) -> bytes:
         """K and V of whole units, of layers that are here. Raises ValueError for others."""
         with torch.inference_mode():
             past = self._device.pool.past(np.array(units, dtype=np.int64), layers)
-            return bytearray(past.flatten().view(torch.uint8).numpy())
+            return bytes(_bytes_of(past))
 
     def write_past(self, units: Sequence[int], layers: range, data: bytes | bytearray | memoryview) -> None:
         """Write what `read_past` gave of as many units and the same layers. Raises ValueError for another size."""
@@ -195,10 +195,10 @@ class _Next:
         self._number = 0
         self._sent: list[tuple[int, torch.dtype]] = []
 
-    def cut(self, chunks: IntArray) -> list[IntArray]:
+    def cut(self, chunks: IntArray, *, whole: bool) -> list[IntArray]:
         """See Beyond."""
         self._sent.clear()  # of a step that failed here on the way
-        if self._model is None:
+        if whole or self._model is None:
             return [chunks]
         pieces = [Piece(index, start, length) for index, (_, start, length, _) in enumerate(chunks.tolist())]
         return [_chunks_of(batch, chunks) for batch in quickest(pieces, self._model, stages=2)]

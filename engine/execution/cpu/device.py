@@ -33,8 +33,9 @@ from predictor.limits import Limits
 class Beyond(Protocol):
     """What runs the layers that a device does not have, on other engines, while this one goes on."""
 
-    def cut(self, chunks: IntArray) -> list[IntArray]:
-        """A step's chunks [n, 4] as micro-batches, in this order: one may go on with a chunk of an earlier one."""
+    def cut(self, chunks: IntArray, *, whole: bool) -> list[IntArray]:
+        """Begin a step: its chunks [n, 4] as micro-batches, in order: one may go on with a chunk of an earlier one.
+        `whole`: they are wanted as one."""
 
     def send(self, chunks: IntArray, hidden: Tensor, wanted: IntArray) -> None:
         """Run chunks [n, 4] as in `Device.forward`, whose hidden state in front of those layers is `hidden [parts, T,
@@ -119,7 +120,9 @@ class TorchDevice(PoolDevice):
         """See Device; the host samples."""
         del masks
         if self.beyond is not None and take is None:
-            return self._begin_pipeline(self.beyond, chunks), None
+            return self._run_pipeline(self.beyond, chunks), None
+        if self.beyond is not None:
+            (chunks,) = self.beyond.cut(chunks, whole=True)
         layout, x = self._begin(chunks)
         if self.beyond is not None:
             self.beyond.send(layout.chunks, x[None], np.arange(len(x)))
@@ -140,9 +143,9 @@ class TorchDevice(PoolDevice):
         adapt = None if self.adapters is None else self.adapters.of_step(self.rows.adapters[layout.token_rows], device)
         return layout, self.decoder.run(x, attend, self.layers, adapt)
 
-    def _begin_pipeline(self, beyond: Beyond, chunks: IntArray) -> Tensor:
+    def _run_pipeline(self, beyond: Beyond, chunks: IntArray) -> Tensor:
         """Logits [S, vocab] by this device and what is beyond, a micro-batch behind the other."""
-        for part in beyond.cut(chunks):
+        for part in beyond.cut(chunks, whole=False):
             layout, x = self._begin(part)
             beyond.send(layout.chunks, x[None], layout.sampled_tokens)
         x = torch.cat([x for (x,) in beyond.receive()])

@@ -122,7 +122,7 @@ class NativeModel:
     def _run_pipeline(self, beyond: Beyond, chunks: IntArray, step: Step, whole: bool) -> None:
         """All of a step, by micro-batches; the head reads the rows of the step as if they had run together."""
         tape, team, last = self._tape, self.native.team, self._composed.layers[-1].stop
-        for part in [chunks] if whole else beyond.cut(chunks):
+        for part in beyond.cut(chunks, whole=whole):
             part_step = self._step(part, None)
             tape.begin(team, part_step)
             tape.run_ops(team, 0, last)
