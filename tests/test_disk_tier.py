@@ -22,6 +22,7 @@ from engine.execution.disk import DiskTier
 from engine.execution.runner import Runner
 from engine.scheduling.output import SchedulerOutput
 from gateway.store.folder import open_state
+from predictor.model import LatencyModel
 
 KEY = bytes(range(16))
 HOSTS = [0, 44]
@@ -60,6 +61,24 @@ def test_lines_and_dear_copies_do_not_reach_the_disk(depth: int) -> None:
     serve(driver, chat("first"))
     crowd(driver)
     assert serve(driver, chat("second")) == TURN and not actions(driver.steps)
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_the_disk_is_charged_by_its_own_rate(depth: int, host: int) -> None:
+    """Not by the host's, which is 50 times as fast here."""
+    model = LatencyModel(intercept=0.01, prefill_tokens=1.0, transferred=1e-3)
+    driver = make(depth, blocks=24, host=host, disk_units=400, model=model, disk_seconds=0.1)
+    serve(driver, chat("first"))
+    crowd(driver)
+    assert serve(driver, chat("second")) == 0
+    kinds = {CacheAction.WRITE: 50, CacheAction.READ: 50, CacheAction.SWAP_OUT: 1, CacheAction.SWAP_IN: 1}
+    seen = set()
+    for step in driver.steps:
+        seen |= {operation.action for operation in step.operations}
+        expected = sum(kinds[operation.action] * len(operation.source.units) for operation in step.operations)
+        assert step.cache_work.transferred_bytes == expected
+        assert step.predicted_latency is not None and step.predicted_latency >= 1e-3 * expected
+    assert {CacheAction.WRITE, CacheAction.READ} <= seen and (CacheAction.SWAP_OUT in seen) == bool(host)
 
 
 def test_a_full_disk_keeps_what_was_used_last(depth: int) -> None:

@@ -38,13 +38,13 @@ EMBEDDING_SHARE = 16
 class Claim(NamedTuple):
     """What a waiting request would start from: `hits` in the prefix indexes, then parked blocks of its own, both on
     either tier, which together hold its first `num_tokens` tokens, `num_compact` blocks of them compact. `units`: those
-    of the device that it needs besides what lies there, `copied_units` of them for what comes from the host."""
+    of the device that it needs besides what lies there; `copied_bytes`: see Tiers, for what comes from elsewhere."""
 
     hits: list[CacheBlock]
     num_tokens: int
     num_compact: int
     units: int
-    copied_units: int = 0
+    copied_bytes: int = 0
 
 
 class Cache:
@@ -113,8 +113,9 @@ class Cache:
         units = of_kind * REPRESENTATIONS[COMPACT].units + (num_blocks - of_kind) * UNITS_PER_BLOCK
         if parked:
             num_tokens = request.cache_map.num_parked_tokens
-        copied = count_units(block for block in (*hits, *parked) if not block.on_device)
-        return Claim(hits, num_tokens, num_compact, units + copied, copied)
+        elsewhere = [block for block in (*hits, *parked) if not block.on_device]
+        copied_bytes = self.tiers.copied_bytes(elsewhere)
+        return Claim(hits, num_tokens, num_compact, units + count_units(elsewhere), copied_bytes)
 
     @contextmanager
     def holding(self, claim: Claim) -> Iterator[None]:

@@ -128,6 +128,25 @@ class Tiers:
             self.moved_units[name] = self.moved_units.get(name, 0) + len(operation.target.units)
         return tuple(sorted(operations, key=_action_order))
 
+    def copied_bytes(self, blocks: Iterable[CacheBlock]) -> int:
+        """What bringing these to the device counts as, in bytes between device and host."""
+        return sum(len(b.entry.units) * self._unit_bytes(b.entry.tier) for b in blocks if not b.on_device)
+
+    def moved_bytes(self, operations: Iterable[CacheOperation]) -> int:
+        """What all of their copies count as."""
+        return sum(
+            len(each.source.units) * self._unit_bytes(_slowest(each))
+            for each in operations
+            if each.action is not CacheAction.RESTORE
+        )
+
+    def _unit_bytes(self, tier: Tier) -> int:
+        """Of a unit to or from this tier; the disk's has as many as the host's link moves in the time it takes."""
+        config, per_byte = self._config, 0.0
+        if tier is Tier.DISK and config.disk_seconds and self._model is not None:
+            per_byte = self._model.cache_work(transferred_bytes=1)
+        return round(config.disk_seconds / 2 / per_byte) if per_byte else config.unit_bytes
+
     def withdraw(self, blocks: Iterable[CacheBlock], hashes: Sequence[bytes]) -> None:
         """The content of these device blocks is in doubt, and so are the copies under the hashes of their tokens."""
         for block in blocks:
@@ -199,6 +218,10 @@ class Tiers:
             }
             self._priced_step = step_id
         return self._pays[kind, below]
+
+
+def _slowest(operation: CacheOperation) -> Tier:
+    return Tier.DISK if Tier.DISK in (operation.source.tier, operation.target.tier) else Tier.HOST
 
 
 def _action_order(operation: CacheOperation) -> int:

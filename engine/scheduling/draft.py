@@ -10,7 +10,7 @@ from itertools import repeat
 from operator import attrgetter
 from typing import NamedTuple
 
-from engine.cache.blocks import CacheAction, CacheKind, CacheOperation, Tier
+from engine.cache.blocks import CacheKind, CacheOperation, Tier
 from engine.cache.cache import Claim
 from engine.request import Request, RequestStatus
 from engine.scheduling.allocation import Allocation
@@ -95,7 +95,7 @@ class StepDraft:
         self.chunks: list[Chunk] = []
         self.requests: list[Request] = []
         self._new_requests: list[NewRequest] = []
-        self._charged_units = 0
+        self._charged_bytes = 0
         self._last_completed_step = last_completed_step
 
     @cached_property
@@ -190,11 +190,11 @@ class StepDraft:
         if kind is not None and not request.cache_map.blocks:
             request.cache_map.kind = kind
         claim = cache.claim(request)
-        self._charge_copies(claim.copied_units)
+        self._charge_copies(claim.copied_bytes)
         length = choose_length(claim.num_tokens, len(request.token_ids) - claim.num_tokens)
         with cache.holding(claim):
             if length == 0 or not self.allocation.make_room(request, claim):
-                self._charge_copies(-claim.copied_units)
+                self._charge_copies(-claim.copied_bytes)
                 return False
             self._start(request, claim)
         granted = self.allocation.extend(request, length, claimed=True)
@@ -216,16 +216,16 @@ class StepDraft:
             counters.prefix_host_hit_tokens += tiers.count(Tier.HOST) * size
             counters.prefix_disk_hit_tokens += tiers.count(Tier.DISK) * size
 
-    def _charge_copies(self, units: int) -> None:
-        """Units that move between tiers; a negative number takes them back."""
-        if units:
-            self._charged_units += units
-            self.ledger.charge_cache_work(CacheWork(transferred_bytes=units * self.state.config.unit_bytes))
+    def _charge_copies(self, num_bytes: int) -> None:
+        """Bytes that move between tiers; a negative number takes them back."""
+        if num_bytes:
+            self._charged_bytes += num_bytes
+            self.ledger.charge_cache_work(CacheWork(transferred_bytes=num_bytes))
 
     def _charge_rest(self, operations: tuple[CacheOperation, ...]) -> None:
         """What moves besides the pasts of those that start."""
-        moved = sum(len(op.source.units) for op in operations if op.action is not CacheAction.RESTORE)
-        self._charge_copies(moved - self._charged_units)
+        if operations or self._charged_bytes:
+            self._charge_copies(self.state.cache.tiers.moved_bytes(operations) - self._charged_bytes)
 
 
 def _whole(request: Request) -> NewRequest:

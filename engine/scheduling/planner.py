@@ -177,7 +177,7 @@ def _plan_waiting(
         if taken > state.offline_units(request, num_offline) + coming:
             return
         if copied:
-            ledger.charge_cache_work(CacheWork(transferred_bytes=copied * state.config.unit_bytes))
+            ledger.charge_cache_work(CacheWork(transferred_bytes=state.cache.tiers.copied_bytes(hits)))
         wanted = min(len(request.token_ids) - start, ledger.tokens_left)
         length = _largest(allowance, ledger, start, wanted)
         chunks.append(PlannedChunk(request.request_id, length, running=False))
