@@ -208,12 +208,14 @@ def _with_adapters(plan: LaunchPlan, config: EngineConfig) -> LaunchPlan:
     """The plan with its LoRA adapters. Raises ConfigError, or ModelLoadError for one that is not supported."""
     if not config.lora:
         return plan
-    if plan.implementation != OWN or plan.device != "cpu":
-        raise ConfigError("--lora runs on a CPU only, with models of our own families")
+    if plan.implementation != OWN:
+        raise ConfigError(f"--lora is of families of ours, and {plan.spec.architecture} is none")
     adapters = tuple(plan_adapter(each, plan.own) for each in parse_adapters(config.lora))
-    streams = "steps with rows of adapters run by torch's operators, as weights stream"
-    notes = plan.notes if plan.offload is None else (*plan.notes, streams)
     size = 4 * sum(each.num_parameters for each in adapters)  # native kernels may want them in float32
+    if plan.device == "cpu" and plan.offload is None:
+        return replace(plan, adapters=adapters, adapter_bytes=size)
+    how = "without CUDA graphs" if plan.device == "cuda" else "by torch's operators, as weights stream"
+    notes = (*plan.notes, f"steps with rows of adapters run {how}")
     return replace(plan, adapters=adapters, adapter_bytes=size, notes=notes)
 
 

@@ -29,7 +29,9 @@ from engine.execution.cpu.native.device import NativeDevice
 from engine.execution.cpu.native.library import Level, Team
 from engine.execution.cpu.native.linear import Native
 from engine.execution.cpu.native.model import NativeModel
-from engine.execution.runner import Runner
+from engine.execution.cuda.device import CudaDevice
+from engine.execution.runner import Device, Runner
+from engine.models import torch_ops
 from engine.models.checkpoint import load_weights
 from engine.models.decoder import Decoder
 from engine.models.linear import make_linear
@@ -72,14 +74,17 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return make
 
 
-def device_of(case: str, adapters: tuple[Made, ...], config: SchedulerConfig, backend: str) -> TorchDevice:
+def device_of(case: str, adapters: tuple[Made, ...], config: SchedulerConfig, backend: str) -> Device:
     folder = model_folder(case)
     spec = load_spec(folder)
     weights = load_weights(spec, folder, make=native().linear if backend == "native" else make_linear)
-    decoder = Decoder(spec, weights)
-    device = (
-        TorchDevice(decoder, config.limits) if backend == "torch" else NativeDevice(decoder, native(), config.limits)
-    )
+    device: Device
+    if backend == "cuda":
+        device = CudaDevice(spec, weights, torch_ops, config.limits, graphs=False)
+    elif backend == "native":
+        device = NativeDevice(Decoder(spec, weights), native(), config.limits)
+    else:
+        device = TorchDevice(Decoder(spec, weights), config.limits)
     plans = [plan_adapter(NamedFolder(each.folder.name, each.folder), spec) for each in adapters]
     device.adapt(Adapters([load_adapter(plan, spec, weights.embedding) for plan in plans]))
     return device
@@ -93,6 +98,7 @@ def make_driver(case: str, adapters: tuple[Made, ...], backend: str = "torch", n
         max_num_seqs=8,
         max_num_batched_tokens=24,
         min_prefill_chunk=8,
+        pipeline_depth=int(backend == "cuda"),
     )
     return Driver(Runner(device_of(case, adapters, config, backend)), config)
 
@@ -126,12 +132,14 @@ def check(model: Any, request: EngineRequest, output: list[int]) -> None:
     [
         *((case, "torch") for case in FAMILY_CASES),
         *((case, "native") for case in ("llama-gqa2", "phi3", "opt", "neox")),
+        *((case, "cuda") for case in ("qwen3", "neox")),
     ],
 )
 def test_rows_answer_as_models_with_merged_weights(
     case: str, backend: str, made: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two adapters and none in the same steps, in a pool so small that requests are preempted."""
+    """Two adapters and none in the same steps, in a pool so small that requests are preempted. "cuda": the GPUs' device
+    on this processor."""
     adapters, requests = made(case), crowd(9)
     driver = make_driver(case, adapters, backend, num_blocks=22)
     if backend == "native":
@@ -144,7 +152,7 @@ def test_rows_answer_as_models_with_merged_weights(
         check(models[request.adapter], request, driver.outputs[request.request_id])
 
 
-@pytest.mark.parametrize("backend", ["torch", "native"])
+@pytest.mark.parametrize("backend", ["torch", "native", "cuda"])
 def test_one_step_of_three_equals_three_solo_runs(backend: str, made: Any) -> None:
     case, prompt = "llama-gqa2", list(range(5, 24))
     three = [dataclasses.replace(make_request(f"r{n}", prompt, 12), adapter=n) for n in range(3)]

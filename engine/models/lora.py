@@ -8,7 +8,7 @@ are; rows of none are not touched. Knows nothing of requests and steps.
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -242,6 +242,13 @@ def load_adapter(plan: AdapterPlan, spec: ModelSpec, like: Tensor) -> dict[Site,
         return deltas
 
 
+Send = Callable[[IntArray, torch.device], Tensor]
+
+
+def _send(values: IntArray, device: torch.device) -> Tensor:
+    return torch.from_numpy(values).to(device)
+
+
 class Adapters:
     """All adapters that are loaded, by their numbers from 1 on."""
 
@@ -252,14 +259,14 @@ class Adapters:
         """The same, in another type."""
         return Adapters([{site: each.to(dtype) for site, each in deltas.items()} for deltas in self._deltas])
 
-    def of_step(self, numbers: IntArray, device: torch.device) -> "StepAdapters | None":
-        """For a step whose tokens [T] have these adapters; None where none has any."""
+    def of_step(self, numbers: IntArray, device: torch.device, send: Send = _send) -> "StepAdapters | None":
+        """For a step whose tokens [T] have these adapters; None where none has any. `send` brings indices there."""
         present = np.unique(numbers)
         if not present.any():
             return None
         groups = []
         for number in present[present > 0].tolist():
-            places = None if len(present) == 1 else torch.from_numpy(np.flatnonzero(numbers == number)).to(device)
+            places = None if len(present) == 1 else send(np.flatnonzero(numbers == number), device)
             groups.append(Group(self._deltas[number - 1], places))
         return StepAdapters(groups)
 

@@ -2,8 +2,8 @@
 
 `forward` turns a step into one upload and one graph replay and comes back at once; operations of the cache go down the
 same lane, transfers of the host tier down another (`engine.execution.cuda.swap`). Steps that run from hidden state, or
-make vectors of it, do without a graph. With `kernels` from torch, or Triton's interpreter, the same class runs on the
-CPU. Knows nothing of scheduling, requests or the order of a step's parts (`Runner`).
+make vectors of it, or have rows with adapters, do without a graph. With `kernels` from torch, or Triton's interpreter,
+the same class runs on the CPU. Knows nothing of scheduling, requests or the order of a step's parts (`Runner`).
 """
 
 import logging
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from engine.api import MAX_LOGPROBS, SamplingParams
 from engine.arrays import IntArray
-from engine.execution.cuda.buffers import StepBuffers, StepInputs
+from engine.execution.cuda.buffers import StepBuffers, StepInputs, send
 from engine.execution.cuda.forward import Forward
 from engine.execution.cuda.graphs import Graphs
 from engine.execution.cuda.hidden import Projection, StepHidden
@@ -83,6 +83,7 @@ class CudaDevice:
         self._sampling = Sampling(self.rows, kernels, self._buffers, spec.vocab_size, device)
         self._buckets = Buckets(limits.max_num_seqs, limits.max_num_batched_tokens)
         self._graphs = Graphs(self._forward, self.lane)
+        self._adapters: Adapters | None = None
         self._last_inputs: StepInputs | None = None
         self.restore = self._projection.restore
         self.swap_out, self.swap_in = self._swapper.swap_out, self._swapper.swap_in
@@ -93,8 +94,8 @@ class CudaDevice:
             self._capture()
 
     def adapt(self, adapters: Adapters) -> None:
-        """See Device; a plan with adapters is refused here."""
-        raise NotImplementedError
+        """See Device. Steps of theirs do without a graph."""
+        self._adapters = adapters
 
     @property
     def num_graphs(self) -> int:
@@ -114,14 +115,17 @@ class CudaDevice:
         wishes, hidden = self._sampling.begin(layout), None
         if has_hidden(rows, chunks):
             hidden = StepHidden.of(self._projection, self._forward, rows, layout, inputs, self.pool.scratch_blocks)
+        adapt = None
+        if self._adapters is not None and (numbers := rows.adapters[layout.token_rows]).any():
+            adapt = self._adapters.of_step(numbers, self.pool.device, send)
         changes = self._tables.take_changes()
         buffers.fill_changes(*changes)
         buffers.upload()
         buffers.write_tables(self._tables.tables, *changes)
-        if hidden is None and take is None:
+        if hidden is None and take is None and adapt is None:
             self._graphs.run(inputs)
         else:
-            self._forward(inputs, hidden, None if take is None else partial(take, layout))
+            self._forward(inputs, hidden, None if take is None else partial(take, layout), adapt)
         self._last_inputs = inputs
         count = len(layout.sampled)
         logits, greedy = self._forward.logits[:count], self._forward.sampled[:count]

@@ -15,7 +15,7 @@ from engine.execution.cuda.kernels import Kernels
 from engine.execution.cuda.tables import DeviceTables
 from engine.execution.pool import UnitPool
 from engine.models import torch_ops
-from engine.models.decoder import Decoder
+from engine.models.decoder import Adapt, Decoder
 from engine.models.rotary import attention_scaling, inverse_frequencies
 from engine.models.spec import ModelSpec
 from engine.models.weights import LayerWeights, ModelWeights
@@ -59,7 +59,11 @@ class Forward:
         self.sampled = torch.zeros(limits.max_num_seqs, dtype=torch.int32, device=device)
 
     def __call__(
-        self, inputs: StepInputs, observe: Observe | None = None, take: Callable[[Tensor], None] | None = None
+        self,
+        inputs: StepInputs,
+        observe: Observe | None = None,
+        take: Callable[[Tensor], None] | None = None,
+        adapt: Adapt | None = None,
     ) -> None:
         def attend(index: int, layer: LayerWeights, x: Tensor) -> Tensor:
             if observe is not None:
@@ -68,7 +72,7 @@ class Forward:
 
         last = self._last_tokens.index_select(0, inputs.source)
         hidden = self._decoder.embed(torch.where(inputs.ids < 0, last, inputs.ids), inputs.positions)
-        hidden = self._decoder.run(hidden, attend)
+        hidden = self._decoder.run(hidden, attend, None, adapt)
         if take is not None:
             take(self._decoder.normed(hidden))
         logits = self._decoder.logits(hidden.index_select(0, inputs.sample_tokens))
