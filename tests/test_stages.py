@@ -11,6 +11,7 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -24,7 +25,7 @@ from engine.api import EngineRequest, SamplingParams
 from engine.build import build_runner, plan_launch
 from engine.cache.blocks import CacheEntry, CacheKind, Tier
 from engine.config import EngineConfig, SchedulerConfig
-from engine.errors import ConfigError
+from engine.errors import ConfigError, ModelLoadError
 from engine.execution.cpu.backend import staged
 from engine.execution.cpu.device import TorchDevice
 from engine.execution.cpu.native.device import NativeDevice
@@ -326,6 +327,30 @@ def test_dropped_weights_are_freed_and_come_back_the_same(kind: str) -> None:
     driver.add(make_request("r", [5, 6, 7], 5))
     driver.run()
     assert len(driver.outputs["r"]) == 5
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_drop_that_failed_is_undone_and_a_restore_that_failed_is_tried_again(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner, steps = make(llama(), kind), step_of([5, 6, 7], [8, 9])
+    whole = runner.launch(steps)().token_ids
+    with monkeypatch.context() as patch:
+        patch.setattr(type(runner._device), "keep", Mock(side_effect=MemoryError))
+        with pytest.raises(MemoryError):
+            runner.drop(range(2), 2 * UNITS)
+    runner.restore(UNITS)
+    assert runner.launch(steps)().token_ids == whole
+    runner.drop(range(2), 2 * UNITS)
+    with monkeypatch.context() as patch:
+        patch.setattr(runner, "_load", Mock(side_effect=ModelLoadError("the folder is gone")))
+        with pytest.raises(ModelLoadError):
+            runner.restore(UNITS)
+    assert runner.kept == range(2) and runner._device.pool.num_units == 2 * UNITS
+    with pytest.raises(ValueError, match="no room"):
+        runner.drop(range(1), 100 * UNITS)
+    runner.restore(UNITS)
+    assert runner.launch(steps)().token_ids == whole
 
 
 def test_layers_of_a_checkpoint_are_loaded_again() -> None:

@@ -101,10 +101,10 @@ class StagedRunner:
         """Have all layers back, and lay out `num_units` units, which keep what they hold of the layers that were here.
         Whatever was begun before is undone: it may be called at any time. Raises ModelLoadError, with nothing changed.
         """
-        self._device.beyond = None
         pool, every = self._device.pool, range(self.num_layers)
         if absent := self._layers.absent:
             self.prepare_restore(num_units)
+        self._device.beyond = None
         with torch.inference_mode():
             if pool.layers != every or pool.num_units != num_units:
                 pool.relay(every, num_units)
