@@ -270,7 +270,8 @@ class LoadReport(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class EngineView:
     """One engine of several. `routed`: requests that it was given, those of its processes before included; `moved`:
-    that were taken from it because it was gone; `harvest`: offline tokens that it computes a second."""
+    that were taken from it because it was gone; `harvest`: offline tokens that it computes a second; `partner`: the
+    engine with which it is one pipeline."""
 
     engine: int
     state: "EngineState"
@@ -279,6 +280,18 @@ class EngineView:
     moved: int
     harvest: float
     stats: "EngineStats"
+    partner: int | None = None
+
+
+class PipelineStats(NamedTuple):
+    """Engines that compute as one (`pairs`: by number, who schedules first), how often some began to and ended it, how
+    often that failed, and whether memory is short where no further engine can give up layers."""
+
+    pairs: tuple[tuple[int, int], ...]
+    drops: int
+    restores: int
+    failures: int
+    too_little: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,7 +306,7 @@ class EngineStats:
     classes; `forced_tokens`: of answers, given without sampling by grammars and budgets; `offline_computed_tokens` is
     the part of the former two that was offline work. `token_costs`: None without a latency model. `restarts`: of an
     engine in a process of its own, by cause; `resumed_requests`: that went on in the next one. `engines`: where there
-    are several, each of them; all else is of all together.
+    are several, each of them; all else is of all together. `pipelines`: where engines may drop layers.
     """
 
     running: dict[RequestClass, int] = field(default_factory=dict)
@@ -331,6 +344,17 @@ class EngineStats:
     restarts: dict[str, int] = field(default_factory=dict)
     resumed_requests: int = 0
     engines: tuple[EngineView, ...] = ()
+    pipelines: PipelineStats | None = None
+
+
+class DroppableLayers(NamedTuple):
+    """What an engine wins by giving up layers: bytes of the weights of one, and of its part of a cache unit; with all
+    layers there are `num_units`."""
+
+    num_layers: int
+    layer_bytes: int
+    unit_layer_bytes: int
+    num_units: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,7 +362,8 @@ class EngineInfo:
     """Facts of the loaded model. `vocab_size` is the logits' width: any token id below it may be sent.
     `cache_tokens`: what the device cache holds of KV, in blocks of `block_size` tokens (0: not known).
     `embedding`: how a text becomes a vector; None: it does not. `max_num_seqs`: the most requests in a step.
-    `adapters`: names of the LoRA adapters beside it, in the order of their numbers."""
+    `adapters`: names of the LoRA adapters beside it, in the order of their numbers. `droppable`: None where no
+    layer can be given up."""
 
     max_model_len: int
     vocab_size: int
@@ -352,6 +377,7 @@ class EngineInfo:
     embedding: EmbeddingSpec | None = None
     max_num_seqs: int = 64
     adapters: tuple[str, ...] = ()
+    droppable: DroppableLayers | None = None
 
     @property
     def batch_lines(self) -> int:

@@ -18,13 +18,14 @@ import torch
 
 import engine.models.demo
 from engine.adapters import parse_adapters
-from engine.api import EngineInfo
+from engine.api import DroppableLayers, EngineInfo
 from engine.colocation.controller import make_controller
 from engine.config import EngineConfig, SchedulerConfig, parse_offload, step_limits
 from engine.engine import Engine
 from engine.errors import ConfigError, ModelLoadError
 from engine.execution import memory
 from engine.execution.backend import find_backend
+from engine.execution.cpu.backend import staged
 from engine.execution.disk import DiskTier, slot_bytes
 from engine.execution.masks import MAX_FORCED
 from engine.execution.offload import Offload, plan_offload
@@ -32,6 +33,7 @@ from engine.execution.plan import LaunchPlan
 from engine.execution.runner import Device, Runner
 from engine.execution.self_test import LIMITS as TEST_LIMITS
 from engine.execution.self_test import test_family, test_modules
+from engine.execution.stages import StagedRunner
 from engine.machine.facts import BUS_RATE
 from engine.machine.passing_thread import in_passing_thread
 from engine.models.checkpoint import load_weights, stored_bytes
@@ -83,6 +85,8 @@ def plan_launch(config: EngineConfig) -> LaunchPlan:
     backend = find_backend(config.device)
     if config.quantization != "none" and backend.name != "cpu":
         raise ConfigError(f"--quantization {config.quantization} runs on a CPU only: say --device cpu, or none")
+    if config.overload == "drop" and backend.name != "cpu":
+        raise ConfigError("--overload drop runs on a CPU only: say --device cpu, or --overload recompute")
     if config.disk_space and backend.name != "cpu":
         raise ConfigError("--disk-space runs on a CPU only: on a GPU --swap-space keeps the cache of chats")
     dtype, note = (config.dtype, None) if config.dtype != "auto" else backend.choose_dtype(spec, config)
@@ -116,6 +120,7 @@ def plan_launch(config: EngineConfig) -> LaunchPlan:
         int8_cache=config.kv_cache_dtype == "int8",
         parked_int8=config.kv_cache_dtype == "parked-int8",
         memory_utilization=config.gpu_memory_utilization,
+        droppable=config.overload == "drop",
         notes=tuple(each for each in (by, note, slow) if each),
     )
     plan = _with_adapters(_with_offload(_with_storage(plan, config), config), config)
@@ -366,9 +371,12 @@ def _join(config: EngineConfig, plan: LaunchPlan, runner: Runner[Any], say: Call
         core.adopt(disk.found)
     grammars = GrammarCompiler(plan.folder, plan.spec.vocab_size, plan.spec.eos_token_ids)
     runner.enforce(grammars, MAX_FORCED if config.forced_tokens else 0)
-    info = _info(plan)
+    info, steps = _info(plan), staged(config, plan, runner) if plan.droppable else runner
+    if isinstance(steps, StagedRunner):
+        sizes = DroppableLayers(steps.num_layers, steps.layer_bytes, steps.unit_layer_bytes, plan.limits.num_units)
+        info = replace(info, droppable=sizes)
     say(str(info.embedding))
-    return Engine(core, runner, info, device_lost=runner.lost, colocation=colocation, tuner=tuner, grammars=grammars)
+    return Engine(core, steps, info, device_lost=runner.lost, colocation=colocation, tuner=tuner, grammars=grammars)
 
 
 def _open_disk(

@@ -101,6 +101,12 @@ class EngineConfig:
         0.0, "GiB on a disk for the cache of chats until their next turn, kept across restarts (on a CPU; 0: none)"
     )
     disk_dir: str = _flag("", "folder of that cache (default: cache in --state-dir)")
+    overload: str = _flag(
+        "recompute",
+        "with several engines, when memory for online requests runs out: recompute (preempt the last ones), or drop "
+        "(on a CPU: two engines become one pipeline, and the layers that each gives up are room for requests)",
+        ("recompute", "drop"),
+    )
     offline_policy: str = _flag("psm", "order of offline work; psm: shared prefixes first", ("psm", "deadline", "fcfs"))
     reserve: str = _flag(
         NO_RESERVE,

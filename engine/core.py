@@ -349,6 +349,8 @@ class EngineCore:
     def detach(self, request_id: str) -> MovedRequest:
         """Take a request out, with nobody told, so that another engine goes on with it. No step may be in flight."""
         assert not self._in_flight, "a step in flight may hold the request"
+        if self._requests[request_id].aside:
+            self._recovery.forget(self._requests[request_id])
         return self._moves.detach(request_id)
 
     def attach(self, moved: MovedRequest) -> bool:
@@ -361,6 +363,25 @@ class EngineCore:
         """The past of a request that was attached has come."""
         if request_id in self._requests:
             self._moves.arrived(request_id)
+
+    def start_over(self, request_id: str) -> None:
+        """What was computed of a request is lost; it waits its turn. No step may be in flight."""
+        self.attach(self.detach(request_id)._replace(num_tokens=0))
+
+    def units_of(self, request_id: str) -> tuple[int, ...]:
+        """Where a request's past lies on the device, in the order of its block table."""
+        blocks = self._requests[request_id].cache_map.blocks
+        return tuple(unit for block in blocks for unit in block.entry.units)
+
+    @property
+    def model(self) -> LatencyPredictor | None:
+        """The latency model that steps are sized by."""
+        return self._state.model
+
+    @property
+    def is_recovering(self) -> bool:
+        """Whether a step failed and its requests are being tried."""
+        return self._recovery.active
 
     def open_requests(self) -> Iterator[OpenRequest]:
         """Every request that has not ended, and the units that it holds."""
@@ -375,6 +396,16 @@ class EngineCore:
     def shrink_cache(self, units: int) -> None:
         """The last units of the cache are given out no more; see `num_retiring_units`."""
         self._state.pool.shrink(units)
+
+    def resize_cache(self, units: int) -> None:
+        """The cache has so many units now, and nothing of what was in it. No request may hold any."""
+        pool = self._state.pool
+        pool.forget()
+        if units > pool.num_units:
+            pool.grow(units - pool.num_units)
+        else:
+            pool.shrink(pool.num_units - units)
+        assert pool.num_free_units == units, "somebody holds a unit"
 
     @property
     def num_retiring_units(self) -> int:

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from engine.api import (
     KEEP_SECONDS,
@@ -39,6 +39,8 @@ from engine.loop.planner import Planner, PlanOffline
 from engine.loop.step_check import check_result
 from engine.loop.step_watch import StepLimits, StepWatch
 from engine.loop.watchdog import STALL_SECONDS, ProgressWatchdog
+from engine.machine.link import LinkLostError
+from engine.scheduling.moving import MovedRequest
 from engine.scheduling.output import ModelRunner, ModelRunnerOutput, SchedulerOutput
 from engine.scheduling.recovery import RETRY_AFTER
 from engine.stream import RequestStream
@@ -49,6 +51,8 @@ if TYPE_CHECKING:  # an engine needs neither what compiles grammars nor what wri
     from engine.structured.compiler import GrammarCompiler
 
 log = logging.getLogger("tidemill.engine")
+
+Result = TypeVar("Result")
 
 OutputSink = Callable[[RequestOutput], bool]
 """Takes the outputs of one request, one after another; False: whoever reads them is too far behind."""
@@ -118,6 +122,8 @@ class Engine:
         self._wake = asyncio.Event()
         self._rest_until = 0.0
         self._at_rest = asyncio.Event()
+        self._held = False
+        self.on_parted: Callable[[], None] = lambda: None
         self._planner = Planner(plan_offline or core.plan_offline, clock, self._wake.set)
         self._plan_tried = False
         self._watchdog = ProgressWatchdog(core, clock, self._recover, stall_seconds)
@@ -260,6 +266,51 @@ class Engine:
             self._rest_until = 0.0
             self._wake_up()
 
+    @property
+    def core(self) -> EngineCore:
+        """Only to be touched while the engine is held."""
+        return self._core
+
+    @property
+    def runner(self) -> ModelRunner:
+        """See `aside`."""
+        return self._runner
+
+    async def hold(self) -> None:
+        """No step runs from the end of this on, until `go`."""
+        self._held = True
+        self._watchdog.suspend(True)
+        if self._in_flight:
+            self._at_rest.clear()
+            await self._at_rest.wait()
+
+    def go(self) -> None:
+        """Steps may run again."""
+        self._held = False
+        self._watchdog.suspend(False)
+        self._planner.restart()
+        self._wake_up()
+
+    async def aside(self, work: Callable[..., Result], *args: Any) -> Result:
+        """Have the thread of the steps do something else."""
+        return await asyncio.get_running_loop().run_in_executor(self._executor, work, *args)
+
+    def serves(self, request_id: str, sink: OutputSink) -> bool:
+        """Whether the outputs of a request go there."""
+        return self._streams.get(request_id) == sink
+
+    def detach(self, request_id: str) -> MovedRequest:
+        """Let go of a request: nothing more is said about it here."""
+        moved = self._core.detach(request_id)
+        self._close(request_id)
+        return moved
+
+    def attach(self, moved: MovedRequest, sink: OutputSink) -> bool:
+        """Go on with a request of another engine; see EngineCore.attach."""
+        self._check_accepting()
+        self._streams[moved.spec.request_id] = sink
+        return self._core.attach(moved)
+
     def open(self, pairs: Iterable[tuple[EngineRequest, OutputSink]]) -> None:
         """Queue requests, all or none; their outputs go to the sinks. Raises what `submit` raises."""
         opened: list[str] = []
@@ -396,7 +447,7 @@ class Engine:
         if self._recorder is not None:
             self._recorder.idle(self._clock())
         self._at_rest.set()
-        retry_at = self._rest_until or self._core.retry_at
+        retry_at = None if self._held else self._rest_until or self._core.retry_at
         rest = None if retry_at is None else max(MIN_REST, retry_at - self._clock())
         with suppress(TimeoutError):
             await asyncio.wait_for(self._wake.wait(), rest)
@@ -413,7 +464,7 @@ class Engine:
         """
         self._wake.clear()
         core = self._core
-        if self._clock() < self._rest_until:
+        if self._held or self._clock() < self._rest_until:
             return
         while not self._stopping and len(self._in_flight) <= core.config.pipeline_depth:
             output = core.schedule(self._clock(), self._planner.take())
@@ -451,6 +502,10 @@ class Engine:
                 self._recorder.completed(result, self._clock())
         except Exception as error:  # whatever a model step raises must end at its requests, not at the server
             result = None
+            if isinstance(error, LinkLostError):
+                self._held = True  # no step can run, and no request is to blame
+                self._watchdog.suspend(True)
+                self.on_parted()
             if self._recorder is not None:
                 self._recorder.failed(output, error, self._clock())
             if not self._core.is_undone(output):

@@ -256,6 +256,8 @@ def _serve(arguments: argparse.Namespace) -> int:
     if not server_config.served_model_name:
         server_config = dataclasses.replace(server_config, served_model_name=(model_name(engine_config),))
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # `tidemill fleet restart`: until the server listens it would end us
+    if engine_config.overload == "drop" and server_config.engines < 2:
+        raise ConfigError("--overload drop needs several engines: say --engines 2")
     folder = _open_state(server_config)
     if engine_config.disk_space and not engine_config.disk_dir:
         engine_config = dataclasses.replace(engine_config, disk_dir=str(folder.root / "cache"))

@@ -30,9 +30,9 @@ sys.path[:0] = [str(HERE.parent), str(HERE)]
 
 import socket  # noqa: E402
 
-from fakes.runner import FakeRunner  # noqa: E402
+from fakes.staged import LAYER_BYTES, LAYERS, UNIT_LAYER_BYTES, StagedFake  # noqa: E402
 
-from engine.api import EngineInfo, SamplingParams, TokenLogprobs  # noqa: E402
+from engine.api import DroppableLayers, EngineInfo, SamplingParams, TokenLogprobs  # noqa: E402
 from engine.cache.blocks import CacheAction  # noqa: E402
 from engine.colocation.keeper import Colocation  # noqa: E402
 from engine.config import EngineConfig, SchedulerConfig  # noqa: E402
@@ -91,11 +91,11 @@ class Faults:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-class ScriptedRunner(FakeRunner):
+class ScriptedRunner(StagedFake):
     """What it samples depends on everything that a sampler may look at: prefix, seed, position, the tokens given."""
 
-    def __init__(self, faults: Faults) -> None:
-        super().__init__(block_size=4, vocab_size=VOCAB)
+    def __init__(self, faults: Faults, num_units: int) -> None:
+        super().__init__(num_units=num_units, block_size=4, vocab_size=VOCAB)
         self._faults = faults
         self._device_is_lost = False
 
@@ -218,11 +218,13 @@ def _plan_model(config: EngineConfig) -> frames.Planned:
 
 def build(faults: Faults, config: EngineConfig, planned: child.Plan) -> Engine:
     planned(_plan_model(config))
-    settings = SchedulerConfig.of(config, num_units=400, max_model_len=CONTEXT)
+    num_units = 2 * (config.num_gpu_blocks_override or 200)
+    settings = SchedulerConfig.of(config, num_units=num_units, max_model_len=CONTEXT)
     settings = replace(settings, block_size=4, unit_bytes=1, disk_units=400 if config.disk_space else 0)
     core = EngineCore(settings)
     info = EngineInfo(CONTEXT, VOCAB, frozenset({EOS}), "scripted", "none", "none", 0, 800)
-    runner = ScriptedRunner(faults)
+    info = replace(info, droppable=DroppableLayers(LAYERS, LAYER_BYTES, UNIT_LAYER_BYTES, num_units))
+    runner = ScriptedRunner(faults, num_units)
     grammars: Any = ScriptedGrammars()
     limits = StepLimits(floor=0.5, unknown=0.5)
     keeper: Any = ScriptedKeeper(faults)

@@ -23,6 +23,7 @@ from engine.api import (  # noqa: E402
     EngineState,
     EngineStats,
     EngineView,
+    PipelineStats,
     RequestClass,
 )
 from gateway.batch.forecast import Forecast  # noqa: E402
@@ -136,7 +137,8 @@ def registry_families() -> list[tuple[str, str, tuple[str, ...], str]]:
     client = SimpleNamespace(info=SimpleNamespace(block_size=0, cache_tokens=0))
     metrics = GatewayMetrics(cast(EngineClient, client), "model")
     one = EngineView(0, EngineState.READY, None, 0, 0, 0.0, EngineStats(running={RequestClass.ONLINE: 0}))
-    metrics.stats = EngineStats(colocation=_filled(ColocationStats), engines=(one,))
+    pipelines = PipelineStats((), 0, 0, 0, False)
+    metrics.stats = EngineStats(colocation=_filled(ColocationStats), engines=(one,), pipelines=pipelines)
     worker = SimpleNamespace(states={}, lines_ended=Counter(), paused=False, forecast=Forecast(lambda: None))
     metrics.registry.register(BatchCollector(cast(BatchWorker, worker)))
     found = []

@@ -28,6 +28,7 @@ from engine.api import (
 from engine.errors import EngineUnavailableError, InvalidRequestError, QueueFullError, TidemillError
 from engine.fleet.harvest import shares, windows
 from engine.fleet.member import FleetEngine, Member, hits_of, offline_load, online_load
+from engine.fleet.overload import Overload
 from engine.fleet.prefixes import prefix_chain
 from engine.fleet.routing import Chance, Load, Prompt, find_router, prefix, sal
 from engine.fleet.totals import info_of_all, total
@@ -48,6 +49,7 @@ class FleetClient:
 
     `lines`: how many offline requests an engine may hold on average (None: its `batch_lines`); more wait here until one
     of them has room.
+    `drop`: engines whose memory overflows give up layers (`engine.fleet.overload`).
     `patience`: seconds that a chat waits while no engine is up.
     """
 
@@ -57,6 +59,7 @@ class FleetClient:
         engines: int,
         *,
         router: str = "sal",
+        drop: bool = False,
         lines: int | None = None,
         patience: float = PATIENCE,
         seed: int = 0,
@@ -71,6 +74,7 @@ class FleetClient:
         self._change = asyncio.Event()
         self._renewing = asyncio.Lock()
         self._num_refused = 0
+        self._overload = Overload(self._members, self._on_change, clock) if drop else None
         self._started = self._draining = False
 
     # What the gateway asks
@@ -143,8 +147,13 @@ class FleetClient:
         found = await asyncio.gather(*[member.engine.stats() for member in self._members])
         for member in self._members:
             member.hears()
-        views = [member.view(stats) for member, stats in zip(self._members, found, strict=True)]
-        return replace(total(views), refused_requests=self._num_refused)
+        pipelines = None if self._overload is None else self._overload.stats()
+        pairs = () if pipelines is None else pipelines.pairs
+        partners = {one: other for pair in pairs for one, other in (pair, pair[::-1])}
+        views = [
+            member.view(stats, partners.get(member.number)) for member, stats in zip(self._members, found, strict=True)
+        ]
+        return replace(total(views), refused_requests=self._num_refused, pipelines=pipelines)
 
     async def wait_dead(self) -> str:
         """See EngineClient.wait_dead: until all are."""
@@ -164,6 +173,8 @@ class FleetClient:
         engine = member.engine
         member.leaves = anyway
         try:
+            if self._overload is not None:
+                await self._overload.part(member)
             if anyway and engine.is_up:
                 with contextlib.suppress(EngineUnavailableError):
                     until = self._clock() + LEAVE_SECONDS
@@ -213,11 +224,15 @@ class FleetClient:
             await asyncio.gather(*[member.engine.stop() for member in self._members])
             raise faults[0]
         self._started = True
+        if self._overload is not None:
+            self._overload.start()
 
     async def stop(self, drain_seconds: float = 0.0) -> None:
         """See EngineClient.stop."""
         self._draining = True
         self._on_change()
+        if self._overload is not None:
+            await self._overload.stop()
         await asyncio.gather(*[member.engine.stop(drain_seconds) for member in self._members])
 
     # Who gets what
@@ -230,8 +245,9 @@ class FleetClient:
 
     def _living(self) -> list[Member]:
         """The engines that are well and stay; where there is none, those that live."""
-        well = [member for member in self._members if member.is_well and not member.leaves]
-        return well or [member for member in self._members if member.engine.is_up]
+        here = [member for member in self._members if not member.away]
+        well = [member for member in here if member.is_well and not member.leaves]
+        return well or [member for member in here if member.engine.is_up]
 
     async def _find_engine(
         self, requests: Sequence[EngineRequest], refusals: dict[int, TidemillError], until: float
@@ -301,6 +317,8 @@ class FleetClient:
         self._change.set()
         self._change = asyncio.Event()
         if self._started:
+            if self._overload is not None:
+                self._overload.pipelines.look()
             self._move()
 
     def _move(self) -> None:

@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 
 from engine.config import EngineConfig
+from engine.errors import ConfigError
 from engine.fleet.client import FleetClient, MakeEngine
 from engine.fleet.ray_engines import Cluster
 from engine.machine.facts import Place, read_processor, share_out
@@ -38,6 +39,8 @@ class FleetPlan:
 
     def make(self, config: EngineConfig) -> Fleet:
         """Engines that are not started yet. Raises ConfigError where they have no place."""
+        if self.ray and config.overload == "drop":
+            raise ConfigError("--overload drop needs the engines on one machine: leave out --ray")
         if self.ray:
             return self._make_on(Cluster.connect(self.ray, self.engines, config), config)
         places = share_out(self.engines, config.device)
@@ -76,7 +79,10 @@ class FleetPlan:
         )
 
     def _client(self, make: MakeEngine, config: EngineConfig) -> FleetClient:
-        return FleetClient(make, self.engines, router=self.router, patience=patience(config), seed=config.seed)
+        drop = config.overload == "drop"
+        return FleetClient(
+            make, self.engines, router=self.router, drop=drop, patience=patience(config), seed=config.seed
+        )
 
 
 def _notes(places: Sequence[Place]) -> Iterator[str]:

@@ -8,6 +8,7 @@ from engine.fleet.harvest import Harvest
 from engine.fleet.prefixes import PrefixMemory
 from engine.fleet.routing import Load
 from engine.process import frames
+from engine.process.regroup import Regrouping
 from engine.process.requests import OpenRequest
 
 
@@ -29,6 +30,9 @@ class FleetEngine(EngineClient, Protocol):
     @property
     def num_online(self) -> int: ...
 
+    @property
+    def regroup(self) -> Regrouping: ...
+
     def holds(self, request_id: str) -> bool: ...
 
     def take_movable(self) -> list[OpenRequest]: ...
@@ -42,14 +46,14 @@ class FleetEngine(EngineClient, Protocol):
 
 class Member:
     """`routed`: requests that it was given; `moved`: that were taken from it because its process was gone; `leaves`: it
-    is about to end, and is given nothing new."""
+    is about to end, and is given nothing new; `away`: it computes for another one, or is about to."""
 
     def __init__(self, number: int, engine: FleetEngine) -> None:
         self.number = number
         self.engine = engine
         self.prefixes = PrefixMemory()
         self.harvest = Harvest()
-        self.leaves = False
+        self.leaves = self.away = False
         self.routed = 0
         self.moved = 0
 
@@ -76,10 +80,10 @@ class Member:
         """Its process is gone, and the cache with it."""
         self.prefixes.clear()
 
-    def view(self, stats: EngineStats) -> EngineView:
+    def view(self, stats: EngineStats, partner: int | None = None) -> EngineView:
         engine = self.engine
         return EngineView(
-            self.number, engine.state, engine.trouble, self.routed, self.moved, self.harvest.rate, stats
+            self.number, engine.state, engine.trouble, self.routed, self.moved, self.harvest.rate, stats, partner
         )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from engine.api import ColocationStats, EngineInfo, EngineStats, EngineView, TokenCosts
 from predictor.judge import Standing
 
-_NOT_ADDED = frozenset({"colocation", "token_costs", "engines"})
+_NOT_ADDED = frozenset({"colocation", "token_costs", "engines", "pipelines"})
 _COLOCATION_SUMS = (
     "good_requests", "bad_requests", "online_rate", "breaker_openings", "offline_tokens", "model_refits",
     "model_refits_refused",

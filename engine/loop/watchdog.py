@@ -37,6 +37,7 @@ class ProgressWatchdog:
         self._patience = seconds
         self._since = clock()
         self._attempts = 0
+        self._suspended = False
         self._work = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -67,6 +68,11 @@ class ProgressWatchdog:
             log.warning("the engine moves again after %d attempts to recover", self._attempts)
         self._reset()
 
+    def suspend(self, suspended: bool) -> None:
+        """While it is, the engine stands still since it is told to."""
+        self._suspended = suspended
+        self._reset()
+
     def _reset(self) -> None:
         self._since, self._attempts, self._patience = self._clock(), 0, self._seconds
 
@@ -83,7 +89,7 @@ class ProgressWatchdog:
     def _time_left(self) -> float:
         """Seconds until the engine has stood still for too long if nothing completes; all of them while a step runs, or
         while the core rests: what waits after failed steps is tried again at a time of its own."""
-        if self._core.num_in_flight or not self._core.has_requests:
+        if self._suspended or self._core.num_in_flight or not self._core.has_requests:
             return self._seconds
         since = self._since if self._core.retry_at is None else max(self._since, self._core.retry_at)
         return since + self._patience - self._clock()

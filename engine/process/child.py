@@ -21,7 +21,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,12 +29,14 @@ from typing import Any
 from engine.api import EngineRequest, FinishReason, LoadReport, RequestOutput, RequestTimes
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.errors import EngineStepError, ErrorInfo, TidemillError
+from engine.errors import EngineStepError, EngineUnavailableError, ErrorInfo, TidemillError
 from engine.flight import recorder as flight
 from engine.flight.recorder import FlightRecorder
 from engine.process import frames, sabotage
 from engine.process.connection import Connection
 from engine.process.golden import HOUR, Golden, golden_file
+from engine.process.orders import WHOLE, Past
+from engine.process.stage import Stage
 
 log = logging.getLogger("tidemill.engine")
 
@@ -208,6 +210,7 @@ class EngineServer:
         self._num_received = 0
         self._reported = -math.inf
         self._tasks: set[asyncio.Task[None]] = set()
+        self._stage = Stage(engine, self._put, self._resume_again, self._knows, lambda: self._send(frames.Parted()))
 
     async def serve(
         self, sock: socket.socket, reader: frames.FrameReader[frames.ToEngine], early: list[frames.ToEngine]
@@ -244,7 +247,7 @@ class EngineServer:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._step_failed.wait(), HOUR)
             self._step_failed.clear()
-            if (wrong := await golden.check()) is not None:
+            if self._stage.role == WHOLE and (wrong := await golden.check()) is not None:
                 self._end("canary", f"it does not answer as it did: {wrong}")
                 return
 
@@ -270,10 +273,13 @@ class EngineServer:
             case frames.Abort(request_id, reason):
                 self._preparing.discard(request_id)
                 self._engine.drop(request_id, reason)
+                self._stage.abort(request_id)
             case frames.SetLane(job, lane):
                 self._engine.set_lane(job, lane)
             case frames.AskStats(call):
                 self._send(frames.Stats(call, self._engine.snapshot()))
+            case frames.Regroup(call, order):
+                self._do(self._regroup(call, self._stage.take(order)))
             case frames.Shutdown(keep_seconds):
                 self._keep_seconds = keep_seconds
                 self._shutdown.set()
@@ -296,9 +302,28 @@ class EngineServer:
             return
         self._preparing.update(request.request_id for request in requests)
         self._note_preparing()
-        task = asyncio.create_task(self._when_prepared(requests, work), name="tidemill-prepare")
+        self._do(self._when_prepared(requests, work))
+
+    def _do(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+    async def _regroup(self, call: int, work: Awaitable[tuple[Past, ...]]) -> None:
+        """What requests have been given so far is said before the answer."""
+        try:
+            pasts = await work
+        except TidemillError as error:
+            self._send(frames.Refused(call, ErrorInfo.of(error)))
+        else:
+            self._flush()
+            self._send(frames.Regrouped(call, pasts))
+
+    def _resume_again(self, request: EngineRequest) -> None:
+        self._prepare((request,), partial(self._resume, request))
+
+    def _knows(self, request_id: str) -> bool:
+        return request_id in self._preparing or self._engine.serves(request_id, self._put)
 
     def _note_preparing(self) -> None:
         if self._recorder is not None:
@@ -324,6 +349,8 @@ class EngineServer:
         def queue() -> None:
             if fault is not None:
                 raise fault
+            if self._stage.closed:
+                raise EngineUnavailableError("The engine computes for another one.")
             self._engine.open((request, self._put) for request in requests)
 
         self._answer(call, queue)
@@ -337,6 +364,8 @@ class EngineServer:
             self._send(frames.Done(call))
 
     def _resume(self, request: EngineRequest, fault: TidemillError | None) -> None:
+        if self._stage.closed:
+            return  # it has gone to the other engine
         try:
             if fault is not None:
                 raise fault

@@ -41,6 +41,7 @@ from engine.process.given import Given
 from engine.process.handover import hand_over, take_over
 from engine.process.launcher import Launcher, end_now
 from engine.process.policy import RestartPolicy
+from engine.process.regroup import Regrouping
 from engine.process.renewal import RENEWED
 from engine.process.requests import OpenRequest, OpenRequests
 from engine.process.supervisor import Endpoint, start_error
@@ -122,6 +123,7 @@ class EngineProcess:
         self._suspects = Suspects()
         self._idle = asyncio.Event()
         self._calls = Calls(self._send)
+        self.regroup = Regrouping(self._calls, self._open, self._suspects, self.abort)
         self._figures = Figures()
         self._task: asyncio.Task[None] | None = None
         self._started = self._draining = self._stopping = self._judged = False
@@ -528,6 +530,7 @@ class EngineProcess:
         self._pulse = None
         self._figures.process_ended()
         self._calls.end()
+        self.regroup.lost()
         self._tell_change()
 
     def _give_up(self, why: str) -> None:
@@ -558,8 +561,11 @@ class EngineProcess:
                 self._calls.settle(call)
             case frames.Refused(call, error):
                 self._calls.refuse(call, error.to_error())
-            case frames.Stats(call, stats):
-                self._calls.settle(call, stats)
+            case frames.Stats(call, answer) | frames.Regrouped(call, answer):
+                self._calls.settle(call, answer)
+            case frames.Parted():
+                self.regroup.parted = True
+                self._tell_change()
             case frames.Pulse():
                 self._pulse = message
                 self._given.hear(message.load)

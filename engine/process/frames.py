@@ -23,6 +23,7 @@ from engine.api import (
 from engine.config import EngineConfig
 from engine.errors import ErrorInfo
 from engine.machine.facts import Place
+from engine.process.orders import Order, Past
 
 HEADER = struct.Struct(">I")
 MAX_FRAME = 1 << 28
@@ -97,13 +98,21 @@ class AskStats(Message, frozen=True):
     call: int
 
 
+class Regroup(Message, frozen=True):
+    """A step on the way into a pipeline of engines, or out of it (`engine.process.stage`); answered by `Regrouped` or
+    `Refused`."""
+
+    call: int
+    order: Order
+
+
 class Shutdown(Message, frozen=True):
     """End every request and the process. `keep_seconds`: in which what the disk keeps of chats may be written."""
 
     keep_seconds: float = 0.0
 
 
-ToEngine = Launch | Begin | Submit | Resume | CheckRoom | Abort | SetLane | AskStats | Shutdown
+ToEngine = Launch | Begin | Submit | Resume | CheckRoom | Abort | SetLane | AskStats | Regroup | Shutdown
 
 
 # engine to gateway
@@ -167,6 +176,17 @@ class StepFailed(Message, frozen=True):
     """A step failed, and the process goes on: what the flight recorder holds is worth keeping."""
 
 
+class Regrouped(Message, frozen=True):
+    """The step is done. `pasts`: of requests that were detached or attached in it."""
+
+    call: int
+    pasts: tuple[Past, ...] = ()
+
+
+class Parted(Message, frozen=True):
+    """The other engine of a pipeline does not answer: this one holds still until it is told what to do."""
+
+
 class Dying(Message, frozen=True):
     """The process is about to kill itself, and why."""
 
@@ -174,7 +194,10 @@ class Dying(Message, frozen=True):
     message: str
 
 
-ToGateway = Planned | Built | Started | NotStarted | Outputs | Done | Refused | Stats | Pulse | StepFailed | Dying
+ToGateway = (
+    Planned | Built | Started | NotStarted | Outputs | Done | Refused | Stats | Pulse | StepFailed | Regrouped | Parted
+    | Dying
+)  # fmt: skip
 
 MessageT = TypeVar("MessageT")
 

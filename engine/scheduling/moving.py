@@ -5,7 +5,8 @@ units from the first moment on, but stays aside until its past is there (KunServ
 """
 
 from collections.abc import MutableMapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 from engine.api import EngineRequest, RequestClass, Resumption
 from engine.cache.blocks import CacheKind
@@ -13,8 +14,7 @@ from engine.request import Request, RequestStatus
 from engine.scheduling.state import SchedulerState, insert_by_age
 
 
-@dataclass(frozen=True, slots=True)
-class MovedRequest:
+class MovedRequest(NamedTuple):
     """A request on its way. `spec` goes on where it stood; K and V of its first `num_tokens` tokens go with it."""
 
     spec: EngineRequest

@@ -9,7 +9,7 @@ from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from engine.api import EngineState, EngineView
+from engine.api import EngineState, EngineView, PipelineStats
 
 
 def engine_metrics(engines: Sequence[EngineView]) -> Iterator[Metric]:
@@ -44,6 +44,24 @@ def engine_metrics(engines: Sequence[EngineView]) -> Iterator[Metric]:
     yield from (ready, requests, units, harvest, routed, moved)
 
 
+def pipeline_metrics(stats: PipelineStats) -> Iterator[Metric]:
+    """Where engines may give up layers for cache."""
+    yield GaugeMetricFamily(
+        "tidemill_fleet_pipelines", "Pairs of engines that compute as one pipeline.", value=len(stats.pairs)
+    )
+    yield GaugeMetricFamily(
+        "tidemill_fleet_memory_short",
+        "1 while memory for online requests is short and no further engine can give up layers.",
+        value=float(stats.too_little),
+    )
+    for name, value, text in (
+        ("drops", stats.drops, "Pipelines that engines short of memory became."),
+        ("restores", stats.restores, "Pipelines that became engines with all layers again."),
+        ("drop_failures", stats.failures, "Changes and pipelines that failed; engines were made whole again."),
+    ):
+        yield CounterMetricFamily(f"tidemill_fleet_{name}", text, value=value)
+
+
 def shown(engines: Sequence[EngineView]) -> list[dict[str, Any]]:
     """Each engine for /ready, the page and `tidemill top`; nothing where there is one."""
     return [
@@ -58,6 +76,7 @@ def shown(engines: Sequence[EngineView]) -> list[dict[str, Any]]:
             "units": {"total": view.stats.units_total, "owned": view.stats.units_owned},
             "routed": view.routed,
             "moved": view.moved,
+            "pipeline_with": view.partner,
         }
         for view in engines
     ]

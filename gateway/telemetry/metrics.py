@@ -14,7 +14,7 @@ from prometheus_client.registry import Collector
 
 from engine.api import ColocationStats, EngineClient, EngineStats, FinishReason, RequestClass
 from gateway.telemetry.account import Account
-from gateway.telemetry.fleet_metrics import engine_metrics
+from gateway.telemetry.fleet_metrics import engine_metrics, pipeline_metrics
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 _GAP_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
@@ -162,6 +162,8 @@ class EngineCollector(Collector):
         if stats.colocation is not None:
             yield from _colocation_metrics(stats.colocation)
         yield from engine_metrics(stats.engines)
+        if stats.pipelines is not None:
+            yield from pipeline_metrics(stats.pipelines)
 
 
 def _colocation_metrics(stats: ColocationStats) -> Iterator[Metric]:

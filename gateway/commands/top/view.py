@@ -205,11 +205,14 @@ def _one_of(engine: Mapping[str, Any], history: History) -> str:
     if engine["state"] != "ready":
         return f"{engine['engine']}  {plain(engine['trouble'] or engine['state'])}"
     online, offline = history.engine_rates(engine["engine"], RECENT)
-    units = engine.get("units", {})
+    units, partner = engine.get("units", {}), engine.get("pipeline_with")
+    if partner is not None and not units.get("total"):
+        return f"{engine['engine']}  computes its layers for engine {partner}"
     used = units["owned"] / units["total"] if units.get("total") else None
     return (
         f"{engine['engine']}  {count(engine['running'])} running, {count(engine['waiting'])} waiting, "
         f"online {count(online)} + offline {count(offline)} tokens/s, cache {percent(used, 0)}"
+        + (f", one pipeline with engine {partner}" if partner is not None else "")
     )
 
 

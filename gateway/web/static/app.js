@@ -111,13 +111,17 @@ function drawEngines() {
   engines.forEach((engine, number) => {
     const row = table.children[number] || table.insertRow();
     const cells = [
-      `${engine.engine}`, engine.state, count(engine.running), count(engine.waiting), count(engine.online), count(engine.offline),
+      `${engine.engine}`, stateOf(engine), count(engine.running), count(engine.waiting), count(engine.online), count(engine.offline),
       percent(engine.units.total ? engine.units.owned / engine.units.total : null, 0), count(engine.routed), count(engine.moved),
     ];
     cells.forEach((text, at) => { (row.cells[at] || row.insertCell()).textContent = text; });
     row.cells[1].dataset.state = engine.state === "ready" ? "good" : "bad";
     row.title = engine.trouble || "";
   });
+}
+
+function stateOf(engine) {
+  return typeof engine.pipeline_with === "number" ? `one pipeline with ${engine.pipeline_with}` : engine.state;
 }
 
 function draw() {

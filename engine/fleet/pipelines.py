@@ -1,0 +1,262 @@
+"""Pairs of engines that compute as one pipeline, each with half of the layers and more memory for pasts (KunServe §4).
+
+The way into a pipeline and out of it is a number of steps, each an order to one or both engines that is answered when
+it is done. Whatever fails on the way, or later, both are made whole again, and requests are computed again from what
+has been given of them: the gateway keeps that anyway. An engine that cannot even be made whole is started again.
+"""
+
+import asyncio
+import logging
+import tempfile
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+
+from engine.api import DroppableLayers
+from engine.errors import EngineUnavailableError, TidemillError
+from engine.fleet.drop import pipeline_units, split_layers
+from engine.fleet.member import Member
+from engine.process import orders
+from engine.process.orders import FOLLOWER, LEADER, WHOLE, Layers, Order, Part, Past
+from engine.process.requests import OpenRequest
+
+log = logging.getLogger("tidemill.fleet")
+
+ORDER_SECONDS = 300.0
+"""The longest that an order may take: weights may come from a disk."""
+
+
+class Pair:
+    """`kept`: the layers of each, the leader's first; `undropped`: units of both with all layers in place. `lives`: of
+    their processes; `settled`: it computes, and no step is under way."""
+
+    def __init__(self, leader: Member, follower: Member) -> None:
+        self.leader, self.follower = leader, follower
+        sizes = [_sizes(member) for member in self.members]
+        first = sizes[0]
+        kept = split_layers(first.num_layers, (1.0, 1.0))
+        room = [each.num_units * each.num_layers * each.unit_layer_bytes for each in sizes]
+        units = pipeline_units(kept, room, first.layer_bytes, first.unit_layer_bytes)
+        self.kept: tuple[Layers, Layers] = ((kept[0].start, kept[0].stop), (kept[1].start, kept[1].stop))
+        self.num_units = units - units % 2
+        self.undropped = sum(each.num_units for each in sizes)
+        self.lives = tuple(member.engine.regroup.life for member in self.members)
+        self.settled = False
+
+    @property
+    def members(self) -> tuple[Member, Member]:
+        return self.leader, self.follower
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether one of its processes is gone, or has lost the other."""
+        return any(
+            not member.engine.is_up or member.engine.regroup.life != life or member.engine.regroup.parted
+            for member, life in zip(self.members, self.lives, strict=True)
+        )
+
+    async def tell(self, member: Member, order: Order) -> tuple[Past, ...]:
+        """Raises EngineUnavailableError when another process has taken the place of the one that was told before."""
+        regroup = member.engine.regroup
+        if not member.engine.is_up or regroup.life != self.lives[self.members.index(member)]:
+            raise EngineUnavailableError(f"engine {member.number} is gone")
+        async with asyncio.timeout(ORDER_SECONDS):
+            return await regroup.order(order)
+
+    async def tell_both(self, to_leader: Order, to_follower: Order) -> tuple[tuple[Past, ...], tuple[Past, ...]]:
+        """At the same time; raises when both have ended, if one of them failed."""
+        return await _both(self.tell(self.leader, to_leader), self.tell(self.follower, to_follower))
+
+
+class Pipelines:
+    """`changed`: requests may go elsewhere from now on. `before(step)` is called before each numbered step."""
+
+    def __init__(self, changed: Callable[[], None], before: Callable[[str], None] = lambda _step: None) -> None:
+        self.pairs: list[Pair] = []
+        self.drops = self.restores = self.failures = 0
+        self._changed = changed
+        self._before = before
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._stopped = False
+
+    def of(self, member: Member) -> Pair | None:
+        """The pair that an engine belongs to."""
+        return next((pair for pair in self.pairs if member in pair.members), None)
+
+    async def merge(self, leader: Member, follower: Member) -> bool:
+        """Make one pipeline of two engines. False: they are two engines as before."""
+        pair = Pair(leader, follower)
+        self.pairs.append(pair)
+        follower.away = True
+        done = await self._try(pair, self._merge)
+        self.drops += done
+        return done
+
+    async def split(self, pair: Pair) -> bool:
+        """Make two engines of a pipeline, which they are in the end in any case. False: with requests that are computed
+        again."""
+        pair.settled = False
+        done = await self._try(pair, self._split)
+        self.restores += done
+        if done:
+            self._end(pair)
+        return done
+
+    def look(self) -> None:
+        """Something has happened to an engine: pipelines that are broken end."""
+        for pair in self.pairs:
+            if pair.settled and pair.is_broken and not self._stopped:
+                pair.settled = False
+                log.error("engines %d and %d are no pipeline any more", *(member.number for member in pair.members))
+                task = asyncio.create_task(self._break(pair), name="tidemill-pipeline")
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+
+    async def stop(self) -> None:
+        """Pipelines stay: their processes are about to end."""
+        self._stopped = True
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _try(self, pair: Pair, way: Callable[[Pair], Awaitable[None]]) -> bool:
+        try:
+            await way(pair)
+        except (TidemillError, TimeoutError) as error:
+            log.warning("engines %d and %d: %s", *(member.number for member in pair.members), error or "no answer")
+            await self._break(pair)
+            return False
+        pair.settled = True
+        self.look()
+        return True
+
+    async def _merge(self, pair: Pair) -> None:
+        leader, follower = pair.leader.engine.regroup, pair.follower.engine.regroup
+        mine, theirs = pair.kept
+        self._before("1 hold")
+        await pair.tell_both(orders.Hold(closes=False), orders.Hold(closes=True))
+        self._before("2 meet")
+        await self._meet(pair)
+        self._before("3 detach")
+        led, followed = await pair.tell_both(orders.Detach(), orders.Detach())
+        self._before("4 exchange")
+        await pair.tell_both(
+            orders.Exchange(_parts(led, mine), _parts(led, theirs), _parts(followed, mine), first=True),
+            orders.Exchange(_parts(followed, theirs), _parts(followed, mine), _parts(led, theirs), first=False),
+        )
+        self._before("5 reform")
+        await pair.tell_both(
+            orders.Reform(mine, pair.num_units, schedules=True), orders.Reform(theirs, pair.num_units, schedules=False)
+        )
+        self._before("6 attach")
+        leader.join(follower.leave())
+        tokens = _tokens((*led, *followed))
+        placed = await pair.tell(pair.leader, _attach(leader.accepted(), tokens))
+        self._before("7 place")
+        await pair.tell_both(orders.Place(placed), orders.Place(placed))
+        self._before("8 go")
+        await pair.tell(pair.follower, orders.Go(FOLLOWER))
+        await pair.tell(pair.leader, orders.Go(LEADER, _ids(placed)))
+
+    async def _split(self, pair: Pair) -> None:
+        leader, follower = pair.leader.engine.regroup, pair.follower.engine.regroup
+        mine, theirs = pair.kept
+        self._before("1 hold")
+        await pair.tell(pair.leader, orders.Hold(closes=False))
+        self._before("2 dissolve")
+        await pair.tell_both(orders.Dissolve(), orders.Dissolve())
+        self._before("3 detach")
+        pasts = await pair.tell(pair.leader, orders.Detach())
+        tokens = _tokens(pasts)
+        leaving = _half(leader.accepted(), tokens)
+        gone = [past for past in pasts if past.request_id in leaving]
+        kept = [past for past in pasts if past.request_id not in leaving]
+        self._before("4 exchange")
+        await pair.tell_both(
+            orders.Exchange(_parts(kept, mine), _parts(gone, mine), _parts(kept, theirs), first=True),
+            orders.Exchange(_parts(gone, theirs), _parts(kept, theirs), _parts(gone, mine), first=False),
+        )
+        self._before("5 reform")
+        whole = (orders.Reform(None, _sizes(member).num_units, schedules=True) for member in pair.members)
+        await pair.tell_both(*whole)
+        self._before("6 attach")
+        follower.join(leader.leave(leaving))
+        placed = await pair.tell_both(_attach(leader.accepted(), tokens), _attach(follower.accepted(), tokens))
+        self._before("7 place")
+        await pair.tell_both(*(orders.Place(each) for each in placed))
+        self._before("8 go")
+        await pair.tell_both(*(orders.Go(WHOLE, _ids(each)) for each in placed))
+
+    async def _meet(self, pair: Pair) -> None:
+        with tempfile.TemporaryDirectory(prefix="tidemill-", ignore_cleanup_errors=True) as folder:
+            path = str(Path(folder) / "link")
+            await pair.tell(pair.leader, orders.Meet(path, listens=True))
+            await pair.tell(pair.follower, orders.Meet(path, listens=False))
+
+    async def _break(self, pair: Pair) -> None:
+        """Make both whole again, each by itself."""
+        self.failures += 1
+        await asyncio.gather(*(self._reset(member) for member in pair.members))
+        self._end(pair)
+
+    async def _reset(self, member: Member) -> None:
+        engine = member.engine
+        life = engine.regroup.life
+        if not engine.is_up:
+            return
+        try:
+            async with asyncio.timeout(ORDER_SECONDS):
+                await engine.regroup.reset(_sizes(member).num_units)
+        except (TidemillError, TimeoutError) as error:
+            if engine.regroup.life == life:
+                log.error("engine %d cannot be made whole (%s): it is started again", member.number, error)
+                engine.kill()
+
+    def _end(self, pair: Pair) -> None:
+        pair.follower.away = False
+        self.pairs.remove(pair)
+        self._changed()
+
+
+def _sizes(member: Member) -> DroppableLayers:
+    sizes = member.engine.info.droppable
+    assert sizes is not None, "the engine's layers cannot be dropped"
+    return sizes
+
+
+async def _both(
+    one: Awaitable[tuple[Past, ...]], other: Awaitable[tuple[Past, ...]]
+) -> tuple[tuple[Past, ...], tuple[Past, ...]]:
+    first, second = await asyncio.gather(one, other, return_exceptions=True)
+    for found in (first, second):
+        if isinstance(found, BaseException):
+            raise found
+    assert isinstance(first, tuple) and isinstance(second, tuple)
+    return first, second
+
+
+def _parts(pasts: Iterable[Past], layers: Layers) -> tuple[Part, ...]:
+    return tuple(Part(past.request_id, past.units, layers) for past in pasts)
+
+
+def _tokens(pasts: Iterable[Past]) -> dict[str, int]:
+    return {past.request_id: past.num_tokens for past in pasts}
+
+
+def _ids(pasts: Iterable[Past]) -> tuple[str, ...]:
+    return tuple(past.request_id for past in pasts)
+
+
+def _attach(entries: Iterable[OpenRequest], tokens: Mapping[str, int]) -> orders.Attach:
+    return orders.Attach(tuple((entry.resumed(), tokens.get(entry.request.request_id, 0)) for entry in entries))
+
+
+def _half(entries: Sequence[OpenRequest], tokens: Mapping[str, int]) -> set[str]:
+    """Which of them leave, so that both engines hold about as many tokens; the oldest stays."""
+    load, leaving = [0, 0], set()
+    for entry in entries:
+        size = tokens.get(entry.request.request_id) or len(entry.request.prompt_token_ids)
+        to = int(load[1] < load[0])
+        load[to] += size
+        if to:
+            leaving.add(entry.request.request_id)
+    return leaving

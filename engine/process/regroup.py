@@ -1,0 +1,71 @@
+"""The gateway's side of an engine process that goes into a pipeline or leaves one: its orders, and its open requests,
+which change the engine without their readers noticing."""
+
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+
+from engine.api import FinishReason
+from engine.errors import EngineUnavailableError
+from engine.process import frames
+from engine.process.calls import Calls, GoneError
+from engine.process.handover import take_over
+from engine.process.orders import Order, Past, Reset
+from engine.process.requests import OpenRequest, OpenRequests
+from engine.process.suspects import Suspects
+
+
+class Regrouping:
+    """`life`: which process it is, counted; `parted`: it has lost the other engine of its pipeline."""
+
+    def __init__(
+        self, calls: Calls, requests: OpenRequests, suspects: Suspects, abort: Callable[[str, FinishReason], None]
+    ) -> None:
+        self.life = 0
+        self.parted = False
+        self._calls = calls
+        self._requests = requests
+        self._suspects = suspects
+        self._abort = abort
+
+    @property
+    def is_calm(self) -> bool:
+        """Whether no request is tried alone."""
+        return not any(entry.request.request_id in self._suspects for entry in self._requests)
+
+    def lost(self) -> None:
+        """The process is gone; the next one is whole."""
+        self.life += 1
+        self.parted = False
+
+    async def order(self, order: Order) -> tuple[Past, ...]:
+        """Have the process carry it out. Raises what keeps it from that."""
+        try:
+            pasts: tuple[Past, ...] = await self._calls.ask(lambda call: frames.Regroup(call, order))
+        except GoneError:
+            raise EngineUnavailableError("the engine process ended") from None
+        return pasts
+
+    async def reset(self, num_units: int) -> None:
+        """Have the process be whole again with what is open here. Raises what keeps it from that."""
+        known = tuple(entry.request.request_id for entry in self._requests)
+        accepted = [entry for entry in self._requests.accepted() if entry.request.request_id not in self._suspects]
+        requests = tuple(entry.resumed() for entry in accepted)
+        await self.order(Reset(num_units, known, requests))
+        self.parted = False
+
+    def accepted(self) -> list[OpenRequest]:
+        """What the process has taken and not ended, in order of arrival."""
+        return sorted(self._requests.accepted(), key=lambda entry: entry.arrival)
+
+    def leave(self, request_ids: Collection[str] | None = None) -> list[OpenRequest]:
+        """Take out what another engine goes on with: these, or all."""
+        taken = self._requests.take(lambda e: request_ids is None or e.request.request_id in request_ids)
+        for entry in taken:
+            entry.suspicion = self._suspects.release(entry.request.request_id)
+        return taken
+
+    def join(self, entries: Sequence[OpenRequest]) -> None:
+        """Take them in. The process is told by an order."""
+        for entry in entries:
+            entry.stream.rebind(partial(self._abort, entry.request.request_id))
+        take_over(entries, self._requests, self._suspects)

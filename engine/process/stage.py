@@ -1,0 +1,287 @@
+"""An engine process on its way into a pipeline of two engines and out of it: it carries out `engine.process.orders`.
+
+Pasts of requests are read before the memory is laid out anew and written behind it, so that they are twice in memory
+for a moment; that way it does not matter which units they had and get.
+"""
+
+import asyncio
+import logging
+import socket
+import threading
+from collections.abc import Awaitable, Callable, Sequence
+from typing import cast
+
+from engine.api import EngineRequest
+from engine.engine import Engine, OutputSink
+from engine.errors import EngineUnavailableError, TidemillError
+from engine.machine.link import Link, LinkLostError
+from engine.process import orders
+from engine.process.orders import FOLLOWER, LEADER, WHOLE, Order, Part, Past
+from engine.scheduling.moving import MovedRequest
+from engine.scheduling.output import StagedRunner
+
+log = logging.getLogger("tidemill.engine")
+
+MEET_SECONDS = 10.0
+
+
+class Stage:
+    """`sink` takes the outputs of requests that come; `resume` takes requests that are to be computed again; `knows`
+    tells whether a request is here already, or about to be; `parted` is called when the other engine is gone."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        sink: OutputSink,
+        resume: Callable[[EngineRequest], None],
+        knows: Callable[[str], bool],
+        parted: Callable[[], None],
+    ) -> None:
+        self.closed = False
+        self.role = WHOLE
+        self._engine = engine
+        self._sink = sink
+        self._resume = resume
+        self._knows = knows
+        self._parted = parted
+        self._lock = asyncio.Lock()
+        self._link: Link | None = None
+        self._listener: socket.socket | None = None
+        self._following: threading.Thread | None = None
+        self._ended = asyncio.Event()
+        self._num_orders = 0
+        self._aborted: set[str] = set()
+        self._staged: dict[str, list[tuple[range, bytes]]] = {}
+        engine.on_parted = parted
+
+    @property
+    def _runner(self) -> StagedRunner:
+        return cast(StagedRunner, self._engine.runner)
+
+    def take(self, order: Order) -> Awaitable[tuple[Past, ...]]:
+        """To be awaited: raises TidemillError where it cannot be done; then only `Reset` helps. What the gateway says
+        behind it may come before it is done."""
+        self._num_orders += 1
+        if isinstance(order, orders.Reset):
+            self.close()  # whoever waits for the other engine waits no more
+            known = set(order.known)
+            for found in list(self._engine.core.open_requests()):
+                if found.request_id not in known and self._knows(found.request_id):
+                    self._engine.drop(found.request_id)
+        return self._when_free(order)
+
+    def abort(self, request_id: str) -> None:
+        """The caller has ended a request, which may be about to come."""
+        if self._num_orders:
+            self._aborted.add(request_id)
+
+    async def _when_free(self, order: Order) -> tuple[Past, ...]:
+        async with self._lock:
+            try:
+                return await self._carry_out(order)
+            finally:
+                self._num_orders -= 1
+                if not self._num_orders:
+                    self._aborted.clear()
+
+    async def _carry_out(self, order: Order) -> tuple[Past, ...]:
+        try:
+            return await self._do(order)
+        except TidemillError:
+            self.close()
+            raise
+        except LinkLostError as error:
+            self.close()
+            raise EngineUnavailableError(f"the other engine is gone: {error}") from None
+        except Exception as error:
+            self.close()  # the other one must not wait for this one
+            log.exception("%s failed", type(order).__name__)
+            raise EngineUnavailableError(f"{type(order).__name__} failed: {error!r}") from None
+
+    async def _do(self, order: Order) -> tuple[Past, ...]:
+        match order:
+            case orders.Hold(closes):
+                await self._hold(closes)
+            case orders.Meet(path, listens):
+                await self._meet(path, listens)
+            case orders.Detach():
+                return self._detach()
+            case orders.Exchange():
+                await self._engine.aside(self._exchange, order, self._needed_link())
+            case orders.Reform():
+                await self._reform(order)
+            case orders.Attach(requests):
+                return tuple(self._attach(requests))
+            case orders.Place(pasts):
+                await self._engine.aside(self._place, pasts)
+            case orders.Go(role, arrived):
+                await self._go(role, arrived)
+            case orders.Dissolve():
+                await self._dissolve()
+            case orders.Reset():
+                await self._reset(order)
+        return ()
+
+    def close(self) -> None:
+        """Let go of the other engine."""
+        if self._listener is not None:
+            self._listener.close()
+        if self._link is not None:
+            self._link.close()
+        self._link = self._listener = None
+
+    async def _hold(self, closes: bool) -> None:
+        core = self._engine.core
+        if core.is_recovering:
+            raise EngineUnavailableError("a step has failed and its requests are being tried")
+        self.closed = closes
+        await self._engine.hold()
+        if core.is_recovering:
+            raise EngineUnavailableError("a step has failed and its requests are being tried")
+
+    async def _meet(self, path: str, listens: bool) -> None:
+        """Who listens is told before the other one: it answers at once, and accepts with what comes next."""
+        if listens:
+            self._listener = socket.socket(socket.AF_UNIX)
+            self._listener.bind(path)
+            self._listener.listen(1)
+            self._listener.settimeout(MEET_SECONDS)
+            return
+        sock = socket.socket(socket.AF_UNIX)
+        sock.settimeout(MEET_SECONDS)
+        await self._engine.aside(sock.connect, path)
+        self._link = Link(sock)
+
+    def _needed_link(self) -> Link:
+        if self._link is None:
+            if self._listener is None:
+                raise LinkLostError("there is no link")
+            sock, _ = self._listener.accept()  # the other side has connected already
+            self._listener.close()
+            self._listener, self._link = None, Link(sock)
+        return self._link
+
+    def _detach(self) -> tuple[Past, ...]:
+        """What is not the gateway's, canaries, stays and is computed again."""
+        engine, pasts = self._engine, []
+        for found in sorted(engine.core.open_requests(), key=lambda request: request.arrival):
+            request_id = found.request_id
+            if not engine.serves(request_id, self._sink):
+                engine.core.start_over(request_id)
+                continue
+            units = engine.core.units_of(request_id)
+            moved = engine.detach(request_id)
+            if moved.num_tokens:
+                needed = 2 * -(-moved.num_tokens // engine.core.config.block_size)
+                pasts.append(Past(request_id, moved.num_tokens, units[:needed]))
+        return tuple(pasts)
+
+    def _exchange(self, order: orders.Exchange, link: Link) -> None:
+        self._staged = {}
+        for part in order.keeps:
+            self._stage(part, self._read(part))
+        if order.first:
+            self._give(order.gives, link)
+        for part in order.gets:
+            self._stage(part, bytes(link.receive()))
+        if not order.first:
+            self._give(order.gives, link)
+
+    def _stage(self, part: Part, data: bytes) -> None:
+        self._staged.setdefault(part.request_id, []).append((range(*part.layers), data))
+
+    def _read(self, part: Part) -> bytes:
+        return self._runner.read_past(part.units, range(*part.layers))
+
+    def _give(self, parts: Sequence[Part], link: Link) -> None:
+        for part in parts:
+            link.send(self._read(part))
+
+    async def _reform(self, order: orders.Reform) -> None:
+        engine = self._engine
+        engine.core.resize_cache(0)
+        if order.layers is None:
+            await engine.aside(self._runner.restore, order.num_units)
+        else:
+            await engine.aside(self._runner.drop, range(*order.layers), order.num_units)
+        if order.schedules:
+            engine.core.resize_cache(order.num_units)
+
+    def _attach(self, requests: Sequence[tuple[EngineRequest, int]]) -> list[Past]:
+        placed = []
+        for request, num_tokens in requests:
+            if self._knows(request.request_id) or request.request_id in self._aborted:
+                continue  # it came after the others had left, or has ended
+            if self._engine.attach(MovedRequest(request, num_tokens), self._sink):
+                needed = 2 * -(-num_tokens // self._engine.core.config.block_size)
+                units = self._engine.core.units_of(request.request_id)[:needed]
+                placed.append(Past(request.request_id, num_tokens, units))
+        return placed
+
+    def _place(self, pasts: Sequence[Past]) -> None:
+        staged, self._staged = self._staged, {}
+        for past in pasts:
+            for layers, data in staged.pop(past.request_id):
+                self._runner.write_past(past.units, layers, data)
+
+    async def _go(self, role: str, arrived: Sequence[str]) -> None:
+        engine = self._engine
+        self.role = role
+        if role == FOLLOWER:
+            self._follow(self._needed_link())
+            return
+        if role == LEADER:
+            await engine.aside(self._runner.lead, self._needed_link(), engine.core.model)
+        else:
+            self.close()
+            self.closed = False
+        for request_id in arrived:
+            engine.core.arrived(request_id)
+        engine.go()
+
+    def _follow(self, link: Link) -> None:
+        loop, self._ended = asyncio.get_running_loop(), asyncio.Event()
+        ended = self._ended
+
+        def follow() -> None:
+            lost = False
+            try:
+                self._runner.follow(link)
+            except LinkLostError:
+                lost = True
+            except Exception:
+                log.exception("a stage of the pipeline failed")
+                lost = True
+                link.close()  # the leader must not wait for it
+            loop.call_soon_threadsafe(self._on_followed, ended, lost)
+
+        self._following = threading.Thread(target=follow, name="tidemill-stage", daemon=True)
+        self._following.start()
+
+    def _on_followed(self, ended: asyncio.Event, lost: bool) -> None:
+        ended.set()
+        if lost and ended is self._ended and self.role == FOLLOWER:
+            self._parted()
+
+    async def _dissolve(self) -> None:
+        if self.role == LEADER:
+            await self._engine.aside(self._runner.end_lead)
+        elif self.role == FOLLOWER:
+            await self._ended.wait()
+
+    async def _reset(self, order: orders.Reset) -> None:
+        engine, core = self._engine, self._engine.core
+        if self.role == FOLLOWER:
+            await self._ended.wait()
+        await engine.hold()
+        for found in sorted(core.open_requests(), key=lambda request: request.arrival):
+            core.start_over(found.request_id)
+        self._staged = {}
+        core.resize_cache(0)
+        await engine.aside(self._runner.restore, order.num_units)
+        core.resize_cache(order.num_units)
+        self.role, self.closed = WHOLE, False
+        engine.go()
+        for request in order.requests:
+            if not self._knows(request.request_id) and request.request_id not in self._aborted:
+                self._resume(request)

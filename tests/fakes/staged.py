@@ -1,0 +1,95 @@
+"""The checking fake runner as a stage of a pipeline: each engine has the cells of its own layers, and a step runs on
+both, so that a past which is not there on one of them is found there.
+"""
+
+import pickle
+from collections.abc import Sequence
+from typing import Any
+
+from fakes.runner import FakeRunner, _Cell
+
+from engine.cache.blocks import Tier
+from engine.machine.link import Link, LinkLostError
+from engine.scheduling.output import Collect, ModelRunnerOutput, SchedulerOutput
+
+LAYERS = 4
+LAYER_BYTES, UNIT_LAYER_BYTES = 600, 4
+END = b"end"
+
+
+class StagedFake(FakeRunner):
+    """`num_units`: of an engine with all layers."""
+
+    def __init__(self, *, num_units: int, **options: Any) -> None:
+        super().__init__(**options)
+        self.held = range(LAYERS)
+        self.num_units = num_units
+        self._coming: dict[int, tuple[list[_Cell | None], set[int]]] = {}
+        self._link: Link | None = None
+
+    def drop(self, keep: range, num_units: int) -> None:
+        assert self._link is None and len(self.held) == LAYERS and 0 < len(keep) < LAYERS
+        most = (self.num_units * LAYERS * UNIT_LAYER_BYTES + (LAYERS - len(keep)) * LAYER_BYTES) // (
+            len(keep) * UNIT_LAYER_BYTES
+        )
+        assert num_units <= most, "more units than there is memory for"
+        self._lay_out(keep)
+
+    def restore(self, num_units: int) -> None:
+        assert num_units == self.num_units
+        self._link = None
+        self._lay_out(range(LAYERS))
+
+    def _lay_out(self, layers: range) -> None:
+        self.held = layers
+        self._units.clear()
+        self._rows.clear()
+        self._coming.clear()
+
+    def read_past(self, units: Sequence[int], layers: range) -> bytes:
+        assert set(layers) <= set(self.held)
+        return pickle.dumps((list(layers), [list(self._unit(Tier.DEVICE, unit)) for unit in units]))
+
+    def write_past(self, units: Sequence[int], layers: range, data: bytes) -> None:
+        written, cells = pickle.loads(data)
+        assert written == list(layers) and len(cells) == len(units) and set(layers) <= set(self.held)
+        for unit, content in zip(units, cells, strict=True):
+            known, there = self._coming.setdefault(unit, (content, set()))
+            assert known == content and there.isdisjoint(layers), "the layers of a unit hold different pasts"
+            there.update(layers)
+            if there == set(self.held):
+                self._units[Tier.DEVICE, unit] = list(content)
+                del self._coming[unit]
+
+    def launch(self, output: SchedulerOutput) -> Collect:
+        assert self._link is not None or len(self.held) == LAYERS, "half a model computes nothing"
+        link = self._link
+        return (lambda: self.compute(output)) if link is None else (lambda: self._lead_step(link, output))
+
+    def compute(self, output: SchedulerOutput) -> ModelRunnerOutput:
+        """A step, by this engine's own cells."""
+        return super().launch(output)()
+
+    def _lead_step(self, link: Link, output: SchedulerOutput) -> ModelRunnerOutput:
+        link.send(pickle.dumps(output))
+        own = self.compute(output)
+        assert pickle.loads(link.receive()) == own.token_ids, "the stages differ"
+        return own
+
+    def lead(self, link: Link, model: Any = None) -> None:
+        assert self.held.start == 0 and len(self.held) < LAYERS
+        self._link = link
+
+    def end_lead(self) -> None:
+        assert self._link is not None
+        self._link.send(END)
+        self._link = None
+
+    def follow(self, link: Link) -> None:
+        assert self.held.stop == LAYERS and len(self.held) < LAYERS
+        while (message := link.receive()) != END:
+            try:
+                tokens = self.compute(pickle.loads(message)).token_ids
+            except AssertionError as error:
+                raise LinkLostError(f"the follower's past is wrong: {error}") from None
+            link.send(pickle.dumps(tokens))

@@ -1,0 +1,143 @@
+"""Engines that become one pipeline and two again while they answer: nothing is lost, computed wrongly or said twice,
+whichever of them is killed at whichever step. The checking fake runner in real processes."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_fleet import fleet_of, kill, undying
+from test_process import CONFIG, collect, mixture, request, summed, until, until_idle
+
+from engine.api import EngineRequest, EngineState, FinishReason
+from engine.fleet.client import FleetClient
+from engine.fleet.overload import Overload
+
+SMALL = replace(CONFIG, num_gpu_blocks_override=100)
+MERGE = ("1 hold", "2 meet", "3 detach", "4 exchange", "5 reform", "6 attach", "7 place", "8 go")
+SPLIT = ("1 hold", "2 dissolve", *MERGE[2:])
+
+
+def overload_of(fleet: FleetClient) -> Overload:
+    """By hand: what it decides by itself comes at no certain time."""
+    assert fleet._overload is not None and fleet._overload._task is not None
+    fleet._overload._task.cancel()
+    return fleet._overload
+
+
+async def answers(fleet: FleetClient, asked: list[EngineRequest]) -> dict[str, tuple[Any, ...]]:
+    found = await asyncio.gather(*[collect(fleet, each) for each in asked])  # type: ignore[arg-type]
+    return {each.request_id: summed(outputs)[:4] for each, outputs in zip(asked, found, strict=True)}
+
+
+def long() -> list[EngineRequest]:
+    return [*mixture(), *[request(f"l{index:02}", prompt=20 + index, max_tokens=150) for index in range(6)]]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, ...]]:
+    async def run() -> dict[str, tuple[Any, ...]]:
+        async with fleet_of(tmp_path_factory.mktemp("calm"), "") as fleet:
+            return await answers(fleet, long())
+
+    return asyncio.run(run())
+
+
+async def begun(fleet: FleetClient, asked: "asyncio.Task[Any]") -> None:
+    """Both engines compute."""
+    await until(
+        lambda: asked.done() or all(any(e.token_ids for e in m.engine._open) for m in fleet._members)  # type: ignore[attr-defined]
+    )
+    assert not asked.done()
+
+
+async def test_a_pipeline_goes_on_with_what_two_engines_had_and_they_with_what_it_has(
+    tmp_path: Path, undisturbed: dict[str, tuple[Any, ...]]
+) -> None:
+    async with fleet_of(tmp_path, "", "", drop=True) as fleet:
+        overload = overload_of(fleet)
+        first, second = fleet._members
+        asked = asyncio.create_task(answers(fleet, long()))
+        await begun(fleet, asked)
+        assert await overload.merge(first, second)
+        stats = await fleet.stats()
+        assert stats.pipelines is not None and stats.pipelines.pairs == ((0, 1),) and stats.pipelines.drops == 1
+        assert [view.stats.units_total for view in stats.engines] == [950, 0]
+        assert second.engine.num_online == 0 and sum(stats.preemptions.values()) == 0
+        assert fleet.state is EngineState.READY
+        more = asyncio.create_task(collect(fleet, request("more")))  # type: ignore[arg-type]
+        (pair,) = overload.pipelines.pairs
+        assert await overload.pipelines.split(pair)
+        assert (await more)[-1].finish_reason is FinishReason.LENGTH
+        assert await asked == undisturbed
+        stats = await fleet.stats()
+        assert stats.pipelines is not None and stats.pipelines == ((), 1, 1, 0, False)
+        assert stats.units_total == 800 and sum(stats.preemptions.values()) == 0
+        assert stats.resumed_requests == 0 and not stats.restarts
+        await until_idle(fleet)  # type: ignore[arg-type]
+
+
+def each_step(steps: Sequence[str], *quick: tuple[str, int]) -> list[Any]:
+    """Both engines at every step; all but a few only where there is time."""
+    return [
+        pytest.param(step, dies, marks=() if (step, dies) in quick else pytest.mark.slow)
+        for step in steps
+        for dies in (0, 1)
+    ]
+
+
+@pytest.mark.parametrize(("step", "dies"), each_step(MERGE, ("6 attach", 1)))
+async def test_an_engine_killed_on_the_way_into_a_pipeline_costs_time_only(
+    step: str, dies: int, tmp_path: Path, undisturbed: dict[str, tuple[Any, ...]]
+) -> None:
+    async with fleet_of(tmp_path, "", "", drop=True, policy=undying) as fleet:
+        overload = overload_of(fleet)
+        kill_before(step, dies, overload, tmp_path)
+        asked = asyncio.create_task(answers(fleet, long()))
+        await begun(fleet, asked)
+        assert not await overload.merge(*fleet._members)
+        await ends_whole(fleet, overload)
+        assert await asked == undisturbed
+        await until_idle(fleet)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("step", "dies"), each_step([*SPLIT, "settled"], ("settled", 0), ("8 go", 1)))
+async def test_an_engine_killed_in_a_pipeline_or_on_the_way_out_of_it_costs_time_only(
+    step: str, dies: int, tmp_path: Path, undisturbed: dict[str, tuple[Any, ...]]
+) -> None:
+    async with fleet_of(tmp_path, "", "", drop=True, policy=undying) as fleet:
+        overload = overload_of(fleet)
+        asked = asyncio.create_task(answers(fleet, long()))
+        await begun(fleet, asked)
+        assert await overload.merge(*fleet._members)
+        (pair,) = overload.pipelines.pairs
+        if step == "settled":
+            await asyncio.to_thread(kill, tmp_path, dies)
+        else:
+            kill_before(step, dies, overload, tmp_path)
+            assert not await overload.pipelines.split(pair)
+        await ends_whole(fleet, overload)
+        assert await asked == undisturbed
+        await until_idle(fleet)  # type: ignore[arg-type]
+
+
+def kill_before(step: str, number: int, overload: Overload, folder: Path) -> None:
+    def before(reached: str) -> None:
+        if reached == step:
+            kill(folder, number)
+
+    overload.pipelines._before = before
+
+
+async def ends_whole(fleet: FleetClient, overload: Overload, units: int = 400) -> None:
+    """There are two engines again, and both answer."""
+    await until(lambda: not overload.pipelines.pairs and all(member.is_well for member in fleet._members))
+    for member in fleet._members:
+        (stream,) = await member.engine.submit([request(f"on{member.number}")])
+        assert [output async for output in stream][-1].finish_reason is FinishReason.LENGTH
+    stats = await fleet.stats()
+    assert stats.pipelines is not None and stats.pipelines.failures == 1
+    assert [view.stats.units_total for view in stats.engines] == [units] * 2
+    assert sum(stats.restarts.values()) == 1, "only the one that was killed"
