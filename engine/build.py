@@ -99,6 +99,10 @@ def plan_launch(config: EngineConfig) -> LaunchPlan:
         raise ConfigError(
             f"--quantization {config.quantization} is of families of ours, and {spec.architecture} is none"
         )
+    if spec.state_bytes and (config.disk_space or config.swap_space):
+        raise ConfigError(
+            f"--swap-space and --disk-space keep keys and values alone, and {spec.architecture} has recurrent layers"
+        )
     by = f"transformers' modules run {spec.architecture}: {choice.why}" if foreign else None
     refusal = backend.refusal(spec, dtype)
     slow = f"slow attention by torch's own operators: {refusal}" if refusal else None
@@ -121,11 +125,21 @@ def plan_launch(config: EngineConfig) -> LaunchPlan:
         parked_int8=config.kv_cache_dtype == "parked-int8",
         memory_utilization=config.gpu_memory_utilization,
         droppable=config.overload == "drop",
-        notes=tuple(each for each in (by, note, slow) if each),
+        notes=tuple(each for each in (by, note, slow, _state_note(spec)) if each),
     )
     plan = _with_adapters(_with_offload(_with_storage(plan, config), config), config)
     plan = replace(plan, limits=replace(plan.limits, padding=backend.padding(plan)))
     return _with_cache(plan, config, backend.cache_bytes(plan, None))
+
+
+def _state_note(spec: ModelShape) -> str | None:
+    """What recurrent layers cost a user; None without any."""
+    if not spec.state_bytes:
+        return None
+    return (
+        f"recurrent layers keep up to {spec.state_bytes / 2**20:.3g} MiB of each running request: no prefixes are "
+        "shared, and who is preempted is computed again from its first token"
+    )
 
 
 def _quantization(config: EngineConfig, choice: Choice, device: str) -> str:
@@ -412,6 +426,8 @@ def _stamps(folder: Path) -> list[tuple[str, int, int]]:
 
 def _with_cache(plan: LaunchPlan, config: EngineConfig, cache_bytes: int) -> LaunchPlan:
     """The plan with its blocks and the context that they hold. Raises ConfigError."""
+    plan = _with_states(plan, config, cache_bytes)
+    states = plan.limits.max_num_seqs * plan.spec.state_bytes
     spec, limits, dtype = plan.spec, plan.limits, torch_dtype(plan.dtype)
     unit = memory.unit_bytes(spec, limits.block_size, _cache_dtype(plan))
     refusal = _hidden_refusal(config, spec)
@@ -421,7 +437,7 @@ def _with_cache(plan: LaunchPlan, config: EngineConfig, cache_bytes: int) -> Lau
     if config.num_gpu_blocks_override is not None:
         blocks = config.num_gpu_blocks_override
     else:
-        blocks = memory.num_units(cache_bytes, unit, limits.block_size, 1) // UNITS_PER_BLOCK
+        blocks = memory.num_units(cache_bytes, unit, limits.block_size, 1, states) // UNITS_PER_BLOCK
         if refusal is None:
             device, share = torch.device(plan.device), blocks // HIDDEN_SHARE
             extra = memory.hidden_cache_bytes(plan.own, limits.block_size, dtype, share, device)
@@ -430,7 +446,7 @@ def _with_cache(plan: LaunchPlan, config: EngineConfig, cache_bytes: int) -> Lau
         plan,
         cache_bytes=cache_bytes,
         scratch_blocks=blocks // HIDDEN_SHARE if refusal is None else 0,
-        host_units=memory.host_units(_swap_bytes(config, plan), _parked_bytes(plan)),
+        host_units=0 if spec.state_bytes else memory.host_units(_swap_bytes(config, plan), _parked_bytes(plan)),
         limits=replace(limits, num_units=blocks * UNITS_PER_BLOCK),
     )
     room = blocks * limits.block_size
@@ -442,6 +458,19 @@ def _with_cache(plan: LaunchPlan, config: EngineConfig, cache_bytes: int) -> Lau
         raise ConfigError(f"the cache holds {room} tokens, too few for any request: raise --num-gpu-blocks-override")
     note = f"context limited to the {room} tokens that the cache holds; the model allows {limits.max_model_len}"
     return replace(plan, limits=replace(plan.limits, max_model_len=room), notes=(*plan.notes, note))
+
+
+def _with_states(plan: LaunchPlan, config: EngineConfig, cache_bytes: int) -> LaunchPlan:
+    """The plan with as many rows as half of the cache's memory holds states for. Raises ConfigError where that is fewer
+    than were asked for."""
+    each, rows = plan.spec.state_bytes, plan.limits.max_num_seqs
+    if config.num_gpu_blocks_override is not None or rows * each <= max(cache_bytes // 2, each):
+        return plan
+    rows = max(1, cache_bytes // 2 // each)
+    if config.max_num_seqs is not None:
+        raise ConfigError(f"--max-num-seqs {config.max_num_seqs} does not fit: memory holds the states of {rows}")
+    note = f"at most {rows} requests run at once: memory holds the states of no more"
+    return replace(plan, limits=replace(plan.limits, max_num_seqs=rows), notes=(*plan.notes, note))
 
 
 def host_bytes(plan: LaunchPlan) -> int:
@@ -474,6 +503,7 @@ def scheduler_config(config: EngineConfig, plan: LaunchPlan) -> SchedulerConfig:
         max_num_batched_tokens=plan.limits.max_num_batched_tokens,
         scratch_blocks=plan.scratch_blocks,
         pipeline_depth=find_backend(plan.device).pipeline_depth,
+        enable_prefix_caching=config.enable_prefix_caching and not plan.spec.state_bytes,
     )
 
 

@@ -51,6 +51,35 @@ SMALL: dict[str, Any] = {
     "n_inner": None,
 }
 
+STATEFUL: dict[str, dict[str, Any]] = {
+    "bailing_hybrid": {"layer_types": ["linear_attention", "full_attention"] * 2, "n_group": 1, "topk_group": 1},
+    "bamba": {"attn_layer_indices": [1, 3], "mamba_n_heads": 8, "mamba_chunk_size": 16},
+    "falcon_h1": {"mamba_n_heads": 8, "mamba_d_ssm": 64, "mamba_chunk_size": 16},
+    "granitemoehybrid": {
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+        "mamba_n_heads": 8,
+        "mamba_chunk_size": 16,
+    },
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_dt_rank": 8},
+    "kimi_linear": {
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+        "linear_head_dim": 16,
+        "linear_num_heads": 4,
+    },
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2, "num_dense_layers": 1},
+    "nemotron_h": {"mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 8, "n_groups": 2, "chunk_size": 16},
+    "zamba2": {"layers_block_type": ["mamba", "hybrid"] * 2, "chunk_size": 16},
+    "lfm3": {"layer_types": ["conv", "full_attention", "conv", "sliding_attention"]},
+}
+"""What types with recurrent layers need to have some of either kind."""
+DELTA = {
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+
 
 def causal_types() -> list[str]:
     """Every model type with a causal language model."""
@@ -68,7 +97,8 @@ def tiny_config(model_type: str, **changes: Any) -> Any:
         warnings.simplefilter("ignore")
         default = kind()
         known = set(default.to_dict()) | set(kind.attribute_map)
-        wanted = {key: value for key, value in SMALL.items() if key in known}
+        sizes = SMALL | DELTA | STATEFUL.get(model_type, {})
+        wanted = {key: value for key, value in sizes.items() if key in known or key in STATEFUL.get(model_type, {})}
         if getattr(default, "sliding_window", None) is None:
             wanted.pop("sliding_window", None)
         if "qk_rope_head_dim" in known:  # latent attention: the width of a head is what is rotated

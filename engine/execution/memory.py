@@ -102,12 +102,13 @@ def cuda_cache_bytes(device: torch.device, utilization: float, profile: Callable
     return int(total * utilization) - peak - outside
 
 
-def num_units(cache_bytes: int, bytes_per_unit: int, block_size: int, max_model_len: int, hidden_bytes: int = 0) -> int:
-    """Units that fit into `cache_bytes` beside the zero unit and what hidden state needs (`hidden_cache_bytes`).
+def num_units(cache_bytes: int, bytes_per_unit: int, block_size: int, max_model_len: int, other_bytes: int = 0) -> int:
+    """Units that fit into `cache_bytes` beside the zero unit and what hidden state (`hidden_cache_bytes`) or recurrent
+    layers need.
 
     ConfigError if not one full context does.
     """
-    cache_bytes -= hidden_bytes
+    cache_bytes -= other_bytes
     units = cache_bytes // bytes_per_unit - 1
     units -= units % UNITS_PER_BLOCK
     longest = longest_context(units, block_size)

@@ -69,6 +69,11 @@ class ModelShape:
         return f"sliding window of {self.sliding_window} tokens"
 
     @property
+    def state_bytes(self) -> int:
+        """What recurrent layers keep of a request beside keys and values, at most: lost with the request's row."""
+        return 0
+
+    @property
     def max_context(self) -> int:
         """Longest context that is computed exactly: beyond the sliding window attention would have to forget."""
         return min(self.max_position_embeddings, self.sliding_window or self.max_position_embeddings)

@@ -1,7 +1,8 @@
 """Causal language models by transformers' own modules, with our attention, our cache and our linear layers.
 
 The modules see the tokens of a step packed in one row, each with its position, and no cache of their own; attention
-comes back to us through transformers' `AttentionInterface`. What a model needs of the cache is read from the tensors of
+comes back to us through transformers' `AttentionInterface`, and layers with a state of their own are called request by
+request (`engine.models.recurrent`). What a model needs of the cache is read from the tensors of
 a forward pass without data, not from its config. What would run and be wrong is refused with a sentence
 (`ModelLoadError`); code from a checkpoint is never run. Knows nothing of steps, pools or devices.
 """
@@ -27,6 +28,7 @@ from engine.models.families import family_named
 from engine.models.linear import Linear, MakeLinear, make_linear
 from engine.models.manner import Manner
 from engine.models.packing import Packing, packing_from_config
+from engine.models.recurrent import RECUR, STATES, Call, Part, Past, Recur, begin, candidates, take_over
 from engine.models.spec import ModelShape, ModelSpec, dtype_name, eos_tokens, read_json
 from engine.models.weights import TensorSource, torch_dtype
 
@@ -36,23 +38,30 @@ ATTENTION = "tidemill"
 Attend = Callable[[int, Tensor, Tensor, Tensor, Manner], Tensor]
 """(layer, q [T, heads, d], k [T, kv_heads, d], v [T, kv_heads, e], manner) -> [T, heads · e]."""
 
-_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
+_ATTENTION_TYPES = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
+_ATTENDING = _ATTENTION_TYPES | {"hybrid", "hybrid_sliding"}
+_LAYER_TYPES = _ATTENDING | STATES | {"mlp", "moe"}
+_STATE_BYTES = 4  # at most, of an element
 _HARMLESS = {
     "position_ids", "position_embeddings", "cache_position", "output_attentions", "output_hidden_states", "use_cache",
     "layer_idx", "output_router_logits", "hidden_states",
 }  # fmt: skip
 _SWITCHING_ROPES = {"dynamic", "longrope"}  # frequencies that follow the longest context of a step
 _COUNTS = re.compile("layers|pattern")  # of layers, not of tokens
+_SCANS = {"chunk_size", "mamba_chunk_size"}  # what recurrent layers compute at once
 _PROBED = 6  # tokens
 
 
 @dataclass(frozen=True, slots=True)
 class TransformersShape(ModelShape):
-    """A model that transformers' modules run. `layers`: names of the modules that attend, in their order."""
+    """A model that transformers' modules run. `layers`: names of the modules that attend, in their order; `recurrent`:
+    of those that keep a state, which has `state_size` elements for a request in all of them together."""
 
     parameters: int
     layers: tuple[str, ...]
     limit: str = ""
+    recurrent: tuple[str, ...] = ()
+    state_size: int = 0
 
     @property
     def num_parameters(self) -> int:
@@ -61,6 +70,10 @@ class TransformersShape(ModelShape):
     @property
     def limited_by(self) -> str:
         return self.limit
+
+    @property
+    def state_bytes(self) -> int:
+        return self.state_size * _STATE_BYTES
 
 
 class Seen(NamedTuple):
@@ -135,7 +148,8 @@ def _shape(config: Any, raw: Mapping[str, Any], ends: frozenset[int]) -> Transfo
     _settle(model, "batched_mm")  # the only kind of experts that runs without data
     seen, vocab_size = probe(model)
     names = {id(module): name for name, module in model.named_modules()}
-    limit, reason = _context_limit(config, seen)
+    recurrent, states = _probe_states(model, seen)
+    limit, reason = _context_limit(config, seen, _SCANS if recurrent else set())
     positions = getattr(config, "max_position_embeddings", None)
     if not isinstance(positions, int) or positions < 1:
         raise ModelLoadError(f"{config.model_type}: the config does not say how long a context may be")
@@ -160,11 +174,14 @@ def _shape(config: Any, raw: Mapping[str, Any], ends: frozenset[int]) -> Transfo
         layers=tuple(names[id(each.module)] for each in seen),
         limit=reason,
         packing=packing_from_config(raw),
+        recurrent=recurrent,
+        state_size=sum(state[0].numel() for parts in states.values() for state in parts.values()),
     )
 
 
-def _context_limit(config: Any, seen: list[Seen]) -> tuple[int | None, str]:
-    """The longest context in which no window, chunk or change of rotation that we do not see takes effect."""
+def _context_limit(config: Any, seen: list[Seen], harmless: set[str]) -> tuple[int | None, str]:
+    """The longest context in which no window, chunk or change of rotation that we do not see takes effect; `harmless`:
+    keys of others."""
     limits: list[tuple[int, str]] = []
     ropes = getattr(config, "rope_parameters", None) or {}
     for rope in (ropes, *(each for each in ropes.values() if isinstance(each, Mapping))):
@@ -181,7 +198,7 @@ def _context_limit(config: Any, seen: list[Seen]) -> tuple[int | None, str]:
         if ("window" not in key and "chunk_size" not in key) or isinstance(value, bool) or not isinstance(value, int):
             continue
         switched_off = key == "sliding_window" and not getattr(config, "use_sliding_window", True)
-        if value < 1 or switched_off or _COUNTS.search(key) or (value in windows and not hidden):
+        if value < 1 or switched_off or key in harmless or _COUNTS.search(key) or (value in windows and not hidden):
             continue
         limits.append((value, f"{key} of {value} tokens"))
     return min(limits, default=(None, ""))
@@ -218,6 +235,8 @@ class TransformersModel:
         self.shape = shape
         self.module = model
         self._layers = {id(model.get_submodule(name)): index for index, name in enumerate(shape.layers)}
+        for index, name in enumerate(shape.recurrent):
+            take_over(model.get_submodule(name), index)
 
     @property
     def like(self) -> Tensor:
@@ -225,13 +244,30 @@ class TransformersModel:
         weight: Tensor = self.module.get_input_embeddings().weight
         return weight
 
-    def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend, keep: Tensor) -> Tensor:
-        """token_ids, positions [T], `keep` [S]: which of the T -> logits [S, vocab]."""
+    def forward(
+        self, token_ids: Tensor, positions: Tensor, attend: Attend, keep: Tensor, recur: Recur = begin
+    ) -> Tensor:
+        """token_ids, positions [T], `keep` [S]: which of the T -> logits [S, vocab]. `recur`: how layers with a
+        state run."""
 
         def attention(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, manner: Manner) -> Tensor:
             return attend(self._layers[id(module)], q, k, v, manner)
 
-        return _run(self.module, token_ids, positions, attention, keep)
+        return _run(self.module, token_ids, positions, attention, keep, recur)
+
+    def states(self) -> dict[int, dict[Part, Tensor]]:
+        """States of one request [1, ...] in each recurrent layer, in the types that they are kept in."""
+        if not self.shape.recurrent:
+            return {}
+
+        def attend(_layer: int, q: Tensor, _k: Tensor, v: Tensor, _manner: Manner) -> Tensor:
+            return q.new_zeros(len(q), q.shape[1] * v.shape[2])
+
+        found: dict[int, dict[Part, Tensor]] = {}
+        with torch.inference_mode():
+            ids = torch.arange(2, device=self.like.device)
+            self.forward(ids, ids, attend, ids[:1], _noting(found))
+        return found
 
     def rehearse(self, num_tokens: int, num_samples: int) -> None:
         """The memory of the largest step but for what attention reads: all tokens, logits and what samples them."""
@@ -357,14 +393,17 @@ _Attention = Callable[[nn.Module, Tensor, Tensor, Tensor, Manner], Tensor]
 _CURRENT: ContextVar[_Attention] = ContextVar("attention of this forward pass")
 
 
-def _run(model: Any, token_ids: Tensor, positions: Tensor, attention: _Attention, keep: Tensor) -> Tensor:
+def _run(
+    model: Any, token_ids: Tensor, positions: Tensor, attention: _Attention, keep: Tensor, recur: Recur | None = None
+) -> Tensor:
     takes = inspect.signature(model.forward).parameters
     extra = {"logits_to_keep": keep} if "logits_to_keep" in takes else {}
-    token = _CURRENT.set(attention)
+    token, before = _CURRENT.set(attention), RECUR.set(recur)
     try:
         answer = model(input_ids=token_ids[None], position_ids=positions[None], use_cache=False, **extra)
     finally:
         _CURRENT.reset(token)
+        RECUR.reset(before)
     logits: Tensor = answer.logits[0]
     return logits if extra else logits.index_select(0, keep)
 
@@ -412,22 +451,67 @@ def probe(model: Any) -> tuple[list[Seen], int]:
 
     _check_positions(model)
     model.eval()
-    device = model.get_input_embeddings().weight.device
+    logits = _probe(model, attention, None)
+    name, layers = model.config.model_type, getattr(model.config, "num_hidden_layers", None)
+    types = getattr(model.config, "layer_types", None)
+    attending = layers if types is None else sum(kind in _ATTENDING for kind in types)
+    if len(seen) != attending or len({id(each.module) for each in seen}) != len(seen):
+        raise ModelLoadError(
+            f"{name} attends {len(seen)} times in {layers} layers: what else it keeps of the past is not known"
+        )
+    if not seen:
+        raise ModelLoadError(f"{name} attends in no layer: what has no keys and values is not run")
+    return seen, logits.shape[-1]
+
+
+def _probe_states(model: Any, seen: list[Seen]) -> tuple[tuple[str, ...], dict[int, dict[Part, Tensor]]]:
+    """Names of the modules that keep a state, in the order of their calls, and the states of one request by their place
+    among these. The modules are taken over. Errors: ModelLoadError."""
+    types = getattr(model.config, "layer_types", None) or ()
+    expected = {index for index, kind in enumerate(types) if kind in STATES}
+    if not expected:
+        return (), {}
+    found: dict[int, dict[Part, Tensor]] = {}
+    tried = candidates(model, expected, {id(each.module) for each in seen})
+    for index, module in enumerate(tried.values()):
+        take_over(module, index)
+
+    def attention(_module: nn.Module, q: Tensor, _k: Tensor, v: Tensor, _manner: Manner) -> Tensor:
+        return q.new_zeros(len(q), q.shape[1] * v.shape[2])
+
+    _probe(model, attention, _noting(found))
+    names, modules = list(tried), list(tried.values())
+    layers = {getattr(modules[index], "layer_idx", None) for index, parts in found.items() if parts}
+    if layers != expected:
+        raise ModelLoadError(f"{model.config.model_type} has layers whose state is not found (such as {min(expected)})")
+    return tuple(names[index] for index in found), dict(enumerate(found.values()))
+
+
+def _noting(found: dict[int, dict[Part, Tensor]]) -> Recur:
+    """Requests that begin; `found` gets the states that they are left with."""
+
+    def recur(layer: int, call: Call, x: Tensor) -> Tensor:
+        if layer in found:
+            raise ModelLoadError("its layers share what keeps a state")
+        past = Past()
+        output = call(x, past)
+        found[layer] = past.parts
+        return output
+
+    return recur
+
+
+def _probe(model: Any, attention: _Attention, recur: Recur | None) -> Tensor:
+    """Logits of a few tokens. Errors: ModelLoadError."""
+    device, name = model.get_input_embeddings().weight.device, model.config.model_type
     ids, keep = torch.zeros(_PROBED, dtype=torch.int64, device=device), torch.tensor([_PROBED - 1], device=device)
-    name = model.config.model_type
     with torch.inference_mode(), _quiet():
         try:
-            logits = _run(model, ids, torch.arange(_PROBED, device=device), attention, keep)
+            return _run(model, ids, torch.arange(_PROBED, device=device), attention, keep, recur)
         except ModelLoadError as error:
             raise ModelLoadError(f"{name} is not run: {error.message}") from None
         except Exception as error:  # of somebody else's code
             raise ModelLoadError(f"{name} by transformers: {_first_line(error)}") from None
-    layers = getattr(model.config, "num_hidden_layers", None)
-    if len(seen) != layers or len({id(each.module) for each in seen}) != len(seen):
-        raise ModelLoadError(
-            f"{name} attends {len(seen)} times in {layers} layers: what else it keeps of the past is not known"
-        )
-    return seen, logits.shape[-1]
 
 
 def _check_positions(model: Any) -> None:

@@ -11,6 +11,7 @@ from engine.execution.pool import UnitPool
 from engine.execution.pooling import TakeHidden
 from engine.execution.rows import RowTable
 from engine.execution.samples import DeviceSamples
+from engine.execution.states import StateTable
 from engine.models.transformers_model import TransformersModel
 from predictor.limits import Limits
 
@@ -21,6 +22,7 @@ class TransformersDevice(PoolDevice):
     def __init__(self, model: TransformersModel, limits: Limits, *, host_units: int = 0) -> None:
         super().__init__(UnitPool.of(model.shape, limits, model.like, 0, host_units), RowTable(limits))
         self._model = model
+        self._states = StateTable(model.states(), limits.max_num_seqs)
         self._cell_bytes = 2 * model.shape.kv_size * model.like.dtype.itemsize
 
     def restore(self, _units: IntArray, _starts: IntArray) -> None:
@@ -41,4 +43,5 @@ class TransformersDevice(PoolDevice):
             torch.from_numpy(each).to(pool.device)
             for each in (rows.tokens[layout.token_rows, layout.positions], layout.positions, layout.sampled_tokens)
         )
-        return self._model.forward(ids, positions, PagedAttention(pool, rows, batch), keep), None
+        recur = self._states.of_step(layout, pool.device)
+        return self._model.forward(ids, positions, PagedAttention(pool, rows, batch), keep, recur), None

@@ -1,0 +1,127 @@
+"""Layers of transformers' modules that keep a state of fixed size for each request, whatever its length: short
+convolutions, gated delta nets, state space models.
+
+Such a module runs the tokens of one request in their order, and takes its state from a cache of transformers'. Here it
+is called with a part of a step at a time and a `Past` in the place of that cache: who splits the step, and where the
+states lie, is the caller's (`Recur`). What asks a cache for more than a `Past` has is refused.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from engine.errors import ModelLoadError
+
+Part = tuple[str, int]
+"""Which of a layer's states: of a convolution ("conv") or a recurrence, and the module's own number for it."""
+
+Call = Callable[[Tensor, "Past"], Tensor]
+"""x [n, t, hidden] of n requests, and their states, which it moves on -> [n, t, hidden]."""
+
+Recur = Callable[[int, Call, Tensor], Tensor]
+"""(recurrent layer, the layer, x [1, T, hidden] of all tokens of a step) -> [1, T, hidden]."""
+
+STATES = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
+"""Types of layers, in transformers' words, that keep a state."""
+
+_CACHES = ("cache_params", "past_key_values")
+_IGNORED = {"position_ids", "position_embeddings", "cache_position"}
+
+RECUR: ContextVar[Recur | None] = ContextVar("how recurrent layers of this forward pass run", default=None)
+
+
+class Past:
+    """The states of n requests in one layer, as transformers' modules ask for them: `parts` [n, ...] each, which hold
+    what they became when the layer has run. Without `parts` the requests begin."""
+
+    def __init__(self, parts: Mapping[Part, Tensor] | None = None) -> None:
+        self.parts: dict[Part, Tensor] = dict(parts or {})
+        self._goes_on = parts is not None
+
+    def get_conv_state(self, *_layer: int, state_idx: int = 0, **_others: Any) -> Tensor | None:
+        return self.parts["conv", state_idx] if self._goes_on else None
+
+    def get_recurrent_state(self, *_layer: int, state_idx: int = 0, **_others: Any) -> Tensor | None:
+        return self.parts["recurrent", state_idx] if self._goes_on else None
+
+    def update_conv_state(
+        self, x: Tensor, *_layer: int, state_idx: int = 0, conv_kernel_size: int | None = None, **_others: Any
+    ) -> Tensor:
+        """x [n, channels, t] -> what the convolution reads; the last `conv_kernel_size` of it are kept."""
+        if conv_kernel_size is None:
+            raise ModelLoadError("its recurrent layers do not say how much they keep of the past")
+        if self._goes_on:
+            x = torch.cat((self.parts["conv", state_idx], x), dim=-1)
+        elif x.shape[-1] < conv_kernel_size:
+            x = nn.functional.pad(x, (conv_kernel_size - x.shape[-1], 0))
+        self.parts["conv", state_idx] = x[..., -conv_kernel_size:]
+        return x
+
+    def update_recurrent_state(self, state: Tensor, *_layer: int, state_idx: int = 0, **_others: Any) -> Tensor:
+        self.parts["recurrent", state_idx] = state
+        return state
+
+    def is_recording_past(self, *_layer: int, **_others: Any) -> bool:
+        return False
+
+    def __getattr__(self, name: str) -> Any:
+        raise ModelLoadError(f"its recurrent layers ask their cache for {name}, which ours does not know")
+
+
+def candidates(model: nn.Module, layers: set[int], attending: set[int]) -> dict[str, nn.Module]:
+    """Modules of these layers, by name, that take a cache and neither attend (`attending`: their ids) nor hold others
+    that take one."""
+    takers = {name: module for name, module in model.named_modules() if name and _cache_name(module) is not None}
+    return {
+        name: module
+        for name, module in takers.items()
+        if getattr(module, "layer_idx", None) in layers
+        and id(module) not in attending
+        and not any(other.startswith(f"{name}.") for other in takers)
+    }
+
+
+def take_over(module: nn.Module, layer: int) -> None:
+    """From now on the module is called as `RECUR` says, where that says anything; else it runs as it was."""
+    whole: Callable[..., Any] = module.forward
+    signature, cache = inspect.signature(whole), _cache_name(module)
+    assert cache is not None
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        recur = RECUR.get()
+        if recur is None:
+            return whole(*args, **kwargs)
+        given = signature.bind(*args, **kwargs).arguments
+        x, extra = given.pop("hidden_states"), given.pop("kwargs", {})
+        given.pop(cache, None)
+        passed = given | {name: each for name, each in extra.items() if name not in _IGNORED}
+        foreign = sorted(name for name, each in passed.items() if isinstance(each, Tensor | tuple))
+        if foreign:
+            raise ModelLoadError(f"its recurrent layers take {foreign[0]}, which cannot be split")
+
+        def call(part: Tensor, past: Past) -> Tensor:
+            output = whole(hidden_states=part, **{cache: past}, **passed)
+            if not isinstance(output, Tensor):
+                raise ModelLoadError("its recurrent layers give more than the new hidden state")
+            return output
+
+        return recur(layer, call, x)
+
+    module.forward = forward
+
+
+def begin(layer: int, call: Call, x: Tensor) -> Tensor:
+    """A step of one request's first tokens, whose state nobody keeps; see `Recur`."""
+    del layer
+    return call(x, Past())
+
+
+def _cache_name(module: nn.Module) -> str | None:
+    names = inspect.signature(module.forward).parameters
+    if "hidden_states" not in names:
+        return None
+    return next((name for name in _CACHES if name in names), None)

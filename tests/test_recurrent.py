@@ -1,0 +1,188 @@
+"""Models with recurrent layers beside attention: what transformers itself generates, whatever becomes of a request."""
+
+import functools
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_transformers
+import torch
+from driver import Driver, make_request
+
+from engine.api import FinishReason, RequestClass
+from engine.build import build_runner, plan_launch, scheduler_config
+from engine.config import EngineConfig, SchedulerConfig
+from engine.errors import ConfigError, ModelLoadError
+from engine.execution import states
+from engine.execution.cpu.transformers_device import TransformersDevice
+from engine.execution.layout import Layout
+from engine.execution.runner import Runner
+from engine.execution.self_test import test_modules
+from engine.execution.states import StateTable
+from engine.models.recurrent import Past
+from engine.models.transformers_model import TransformersModel, load_model, load_shape
+
+test_modules.__test__ = False  # type: ignore[attr-defined]
+
+BLOCK, OUTPUT = 4, 12
+LENGTHS = (1, 33, 8, 40, 17, 47)
+EXACT = ("lfm2", "qwen3_next", "granitemoehybrid")
+"""Short convolutions, gated delta nets, Mamba 2."""
+
+
+class Case:
+    def __init__(self, model_type: str, folder: Path) -> None:
+        self.folder = folder
+        self.reference = tiny_transformers.save(model_type, folder)
+        self.model = load_model(load_shape(folder), folder, dtype="float32")
+
+    @functools.cached_property
+    def prompts(self) -> list[list[int]]:
+        generator = torch.Generator().manual_seed(7)
+        return [torch.randint(3, 97, (length,), generator=generator).tolist() for length in LENGTHS]
+
+    @functools.cached_property
+    def answers(self) -> list[list[int]]:
+        return [self.generated(prompt) for prompt in self.prompts]
+
+    def generated(self, prompt: list[int]) -> list[int]:
+        ids = torch.tensor([prompt])
+        with torch.inference_mode():
+            found = self.reference.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=OUTPUT, do_sample=False, pad_token_id=0
+            )
+        tokens: list[int] = found[0, len(prompt) :].tolist()
+        return tokens
+
+
+@pytest.fixture(scope="module")
+def case_of(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return functools.cache(lambda name: Case(name, tmp_path_factory.mktemp(name)))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def make_driver(model: TransformersModel, depth: int = 0, num_blocks: int = 25, rows: int = 8) -> Driver:
+    config = SchedulerConfig(
+        num_units=2 * num_blocks, max_model_len=64, block_size=BLOCK, max_num_seqs=rows, max_num_batched_tokens=24,
+        pipeline_depth=depth, enable_prefix_caching=False,
+    )  # fmt: skip
+    return Driver(Runner(TransformersDevice(model, config.limits)), config)
+
+
+@pytest.mark.parametrize(("name", "depth"), [*((name, 0) for name in EXACT), ("lfm2", 1)])
+def test_tokens_equal_generate(case_of: Any, name: str, depth: int) -> None:
+    """Chunks beside decodes, more requests than rows, and preemptions: the pool is too small for all."""
+    case = case_of(name)
+    driver = make_driver(case.model, depth, num_blocks=18, rows=4)
+    for index, prompt in enumerate(case.prompts):
+        request_class = RequestClass.ONLINE if index % 2 else RequestClass.OFFLINE
+        driver.add(make_request(str(index), prompt, OUTPUT, request_class=request_class))
+        driver.step()
+    driver.run()
+    assert sum(driver.core.stats().preemptions.values()) > 0
+    assert any({1} < {chunk.length for chunk in step.chunks} for step in driver.steps)
+    assert [driver.outputs[str(index)] for index in range(len(case.prompts))] == case.answers
+
+
+def test_a_row_forgets_who_was_aborted(case_of: Any) -> None:
+    case = case_of("qwen3_next")
+    driver = make_driver(case.model, num_blocks=40, rows=2)
+    driver.add(*[make_request(f"gone {i}", case.prompts[i], OUTPUT) for i in (3, 5)])
+    for _ in range(2):
+        driver.step()
+    for index in (3, 5):
+        driver.abort(f"gone {index}", FinishReason.ABORT)
+    driver.add(*[make_request(str(i), case.prompts[i], OUTPUT) for i in (0, 4)])
+    driver.run()
+    assert [driver.outputs[str(index)] for index in (0, 4)] == [case.answers[0], case.answers[4]]
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_step_that_failed_half_way_is_not_counted_twice(case_of: Any, depth: int, monkeypatch: Any) -> None:
+    """The first layers have moved their states on when a later one fails; with a step ahead, that one has, too."""
+    case = case_of("lfm2")
+    driver = make_driver(case.model, depth, num_blocks=40)
+    last = case.model.module.model.layers[3].feed_forward
+    calls = iter(range(1, 10_000))
+    whole = last.forward
+
+    def failing(x: torch.Tensor) -> Any:
+        if next(calls) in (4, 9, 13):
+            raise RuntimeError("the device failed")
+        return whole(x)
+
+    monkeypatch.setattr(last, "forward", failing)
+    driver.add(*[make_request(str(i), case.prompts[i], OUTPUT) for i in range(1, 5)])
+    driver.run()
+    assert driver.core.stats().failed_steps >= 3
+    assert [driver.outputs[str(index)] for index in range(1, 5)] == case.answers[1:5]
+
+
+def test_a_state_that_is_dropped_is_noticed(case_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = case_of("lfm2")
+    assert test_modules(case.model) == ""
+    with monkeypatch.context() as patch:
+        patch.setattr(states, "Past", lambda *_parts: Past())
+        assert "of their spread" in test_modules(case.model)
+    mixed = StateTable.of_step
+
+    def swapped(self: StateTable, layout: Layout, device: torch.device) -> Any:
+        """Each row's state in the next one's place."""
+        chunks = layout.chunks.copy()
+        chunks[:, 0] = (chunks[:, 0] + layout.starts.clip(max=1)) % 2
+        return mixed(self, replace(layout, chunks=chunks), device)
+
+    monkeypatch.setattr(StateTable, "of_step", swapped)
+    assert "of their spread" in test_modules(case.model)
+
+
+REFUSED = {
+    "mamba": "does not take positions",
+    "bamba": "attends in no layer",
+    "minimax": "its recurrent layers take position_embeddings, which cannot be split",
+    "recurrent_gemma": "layers whose state is not found",
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_known_is_refused(name: str, tmp_path: Path) -> None:
+    changes: dict[str, Any] = {"attn_layer_indices": []} if name == "bamba" else {}
+    tiny_transformers.tiny_config(name, **changes).save_pretrained(tmp_path)
+    with pytest.raises(ModelLoadError, match=REFUSED[name]):
+        load_shape(tmp_path)
+
+
+def test_what_a_launch_says_and_leaves_out(case_of: Any) -> None:
+    case = case_of("qwen3_next")
+    config = EngineConfig(model=str(case.folder), device="cpu", num_gpu_blocks_override=40, profile_seconds=0.0)
+    runner, plan = build_runner(config, plan_launch(config))
+    assert any("no prefixes are shared" in note for note in plan.notes)
+    assert not scheduler_config(config, plan).enable_prefix_caching
+    assert plan.host_units == 0
+    # planned without weights, never less than what is taken
+    assert runner.device._states.num_bytes == plan.limits.max_num_seqs * plan.spec.state_bytes
+    for tier in ({"swap_space": 1.0}, {"disk_space": 1.0, "disk_dir": str(case.folder)}):
+        with pytest.raises(ConfigError, match="keep keys and values alone"):
+            plan_launch(replace(config, **tier))
+
+
+def test_states_take_half_of_the_memory_at_most(case_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = EngineConfig(model=str(case_of("qwen3_next").folder), device="cpu")
+    usual = plan_launch(config)
+    room = 20 * usual.spec.state_bytes
+    monkeypatch.setattr("engine.execution.memory.cpu_cache_bytes", lambda _available: room)
+    plan = plan_launch(config)
+    assert plan.limits.max_num_seqs == 10 < usual.limits.max_num_seqs
+    assert any("at most 10 requests run at once" in note for note in plan.notes)
+    with pytest.raises(ConfigError, match="--max-num-seqs 12 does not fit: memory holds the states of 10"):
+        plan_launch(replace(config, max_num_seqs=12))
+    assert plan_launch(replace(config, max_num_seqs=8)).limits.max_num_seqs == 8
