@@ -18,7 +18,7 @@ from engine.cache.blocks import CacheAction, CacheEntry, CacheKind, CacheOperati
 from engine.config import SchedulerConfig
 from engine.engine import Engine
 from engine.execution.cpu.device import TorchDevice
-from engine.execution.disk import DiskTier
+from engine.execution.disk import DiskTier, Label
 from engine.execution.runner import Runner
 from engine.scheduling.output import SchedulerOutput
 from gateway.store.folder import open_state
@@ -309,6 +309,29 @@ async def test_a_server_that_ends_in_order_writes_its_chats(tmp_path: Path, seco
     again = real(tmp_path)
     assert turn(again, "second") == expected
     assert again.core.stats().prefix_disk_hit_tokens == (32 if seconds else 0)
+    close(again)
+
+
+@pytest.mark.parametrize("survives", [0, 1])
+def test_an_end_that_is_cut_off_leaves_whole_blocks_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, survives: int
+) -> None:
+    """K has arrived of every block and V of some, when the process is killed."""
+    driver = real(tmp_path)
+    expected, put, arrived = turn(driver, "first"), DiskTier._put, []
+
+    def cut_off(disk: DiskTier, slot: int, label: Label, data: bytes) -> None:
+        if label.part == 0 or len(arrived) < 3 * survives:
+            arrived.extend([slot] * label.part)
+            put(disk, slot, label, data)
+
+    monkeypatch.setattr(DiskTier, "_put", cut_off)
+    keep(driver)
+    close(driver)
+    monkeypatch.undo()
+    again = real(tmp_path)
+    assert turn(again, "second") == expected and again.core.stats().failed_steps == 0
+    assert again.core.stats().prefix_disk_hit_tokens == 12 * survives
     close(again)
 
 
