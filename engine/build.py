@@ -227,11 +227,11 @@ def _with_adapters(plan: LaunchPlan, config: EngineConfig) -> LaunchPlan:
     """The plan with its LoRA adapters. Raises ConfigError, or ModelLoadError for one that is not supported."""
     if not config.lora:
         return plan
-    if plan.implementation != OWN:
-        raise ConfigError(f"--lora is of families of ours, and {plan.spec.architecture} is none")
-    adapters = tuple(plan_adapter(each, plan.own) for each in parse_adapters(config.lora))
+    if isinstance(plan.spec, TransformersShape) and plan.spec.recurrent:
+        raise ConfigError(f"--lora: {plan.spec.architecture} has recurrent layers, which take no adapters yet")
+    adapters = tuple(plan_adapter(each, plan.spec) for each in parse_adapters(config.lora))
     size = 4 * sum(each.num_parameters for each in adapters)  # native kernels may want them in float32
-    if plan.device == "cpu" and plan.offload is None:
+    if plan.implementation == TRANSFORMERS or (plan.device == "cpu" and plan.offload is None):
         return replace(plan, adapters=adapters, adapter_bytes=size)
     how = "without CUDA graphs" if plan.device == "cuda" else "by torch's operators, as weights stream"
     notes = (*plan.notes, f"steps with rows of adapters run {how}")
@@ -241,8 +241,10 @@ def _with_adapters(plan: LaunchPlan, config: EngineConfig) -> LaunchPlan:
 def _load_adapters(plan: LaunchPlan, weights: ModelWeights | TransformersModel) -> Adapters | None:
     if not plan.adapters:
         return None
-    assert isinstance(weights, ModelWeights)
-    return Adapters([load_adapter(each, plan.own, weights.embedding) for each in plan.adapters])
+    like = weights.like if isinstance(weights, TransformersModel) else weights.embedding
+    if isinstance(weights, TransformersModel):
+        weights.take_adapters(plan.adapters)
+    return Adapters([load_adapter(each, plan.spec, like) for each in plan.adapters])
 
 
 def _load(config: EngineConfig, plan: LaunchPlan, make: MakeLinear, gather: Gather) -> ModelWeights | TransformersModel:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import openai
 import pytest
+import tiny_transformers
 import torch
 from batch_tools import FAST, jsonl, line, open_folder, results_of, submit, until
 from driver import Driver, make_request
@@ -29,6 +30,7 @@ from engine.execution.cpu.native.device import NativeDevice
 from engine.execution.cpu.native.library import Level, Team
 from engine.execution.cpu.native.linear import Native
 from engine.execution.cpu.native.model import NativeModel
+from engine.execution.cpu.transformers_device import TransformersDevice
 from engine.execution.cuda.device import CudaDevice
 from engine.execution.runner import Device, Runner
 from engine.models import torch_ops
@@ -37,6 +39,7 @@ from engine.models.decoder import Decoder
 from engine.models.linear import make_linear
 from engine.models.lora import Adapters, load_adapter, plan_adapter
 from engine.models.spec import load_spec
+from engine.models.transformers_model import load_model, load_shape
 from engine.text.tokenizer import Tokenizer
 from gateway import cli
 from gateway.models import ModelNames
@@ -195,6 +198,38 @@ def test_roots_of_prefixes() -> None:
     roots = {dataclasses.replace(request, adapter=n).prefix_root for n in range(3)}
     other = dataclasses.replace(request, adapter=1, cache_salt=b"other").prefix_root
     assert request.prefix_root == b"tenant" and len(roots | {other}) == 4
+
+
+@pytest.mark.parametrize("name", ["gemma2", "deepseek_v3"])
+def test_rows_of_modules_by_transformers(name: str, tmp_path: Path) -> None:
+    """Windows and soft caps, latent attention with experts shared by all; beside each other as alone."""
+    reference = tiny_transformers.save(name, tmp_path / "model")
+    shape = load_shape(tmp_path / "model")
+    model = load_model(shape, tmp_path / "model", dtype="float32")
+    adapters = [
+        make_adapter(tmp_path / "a", reference, lambda last: last.endswith("_proj"), seed=1),
+        make_adapter(tmp_path / "b", reference, lambda last: last == "o_proj", rank=2, seed=2),
+    ]
+    plans = [plan_adapter(NamedFolder(each.folder.name, each.folder), shape) for each in adapters]
+    model.take_adapters(plans)
+    config = SchedulerConfig(
+        num_units=44, max_model_len=80, block_size=BLOCK, max_num_seqs=8, max_num_batched_tokens=24
+    )
+    device = TransformersDevice(model, config.limits)
+    device.adapt(Adapters([load_adapter(plan, shape, model.like) for plan in plans]))
+    driver, requests = Driver(Runner(device), config), crowd(6)
+    driver.add(*requests)
+    driver.run()
+    models = [reference, *(each.merged(reference) for each in adapters)]
+    for request in requests:
+        check(models[request.adapter], request, driver.outputs[request.request_id])
+    for module, shapes, words in (
+        ("lm_head", (97, 64), "each token once"),
+        ("model.layers.0.mlp.other", (4, 4), "no linear"),
+    ):
+        wrong = adapter_of(tmp_path / module, {module: shapes}).folder
+        with pytest.raises(ModelLoadError, match=words):
+            model.take_adapters([plan_adapter(NamedFolder("mine", wrong), shape)])
 
 
 # --- what is read, and what is refused ---------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from engine.arrays import IntArray
 from engine.errors import ModelLoadError
 from engine.models.families import family_named
 from engine.models.linear import Linear
-from engine.models.spec import ModelSpec, read_json
+from engine.models.spec import ModelShape, ModelSpec, read_json
 from engine.models.weights import LayerWeights, split_over, straighten
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
@@ -47,7 +47,8 @@ _REFUSED = {
 
 
 class Site(NamedTuple):
-    """Where a delta is added: the output of a matrix of a layer, by its field in LayerWeights."""
+    """Where a delta is added: the output of a matrix of a layer, by its field in LayerWeights, or that of a module of
+    transformers', by its name."""
 
     layer: int
     slot: str
@@ -98,7 +99,7 @@ class AdapterPlan:
         return f"rank {self.rank}, {', '.join(kinds)}"
 
 
-def plan_adapter(given: NamedFolder, spec: ModelSpec) -> AdapterPlan:
+def plan_adapter(given: NamedFolder, spec: ModelShape) -> AdapterPlan:
     """Read an adapter's config and the names and shapes of its tensors. Errors: ModelLoadError, one line, for files
     that are missing or wrong, what is not supported, and an adapter of another model."""
     try:
@@ -107,7 +108,7 @@ def plan_adapter(given: NamedFolder, spec: ModelSpec) -> AdapterPlan:
         raise ModelLoadError(f"--lora {given.name}: {error.message}") from None
 
 
-def _plan(given: NamedFolder, spec: ModelSpec) -> AdapterPlan:
+def _plan(given: NamedFolder, spec: ModelShape) -> AdapterPlan:
     folder = given.folder
     if not (folder / CONFIG).is_file():
         raise ModelLoadError(f"{folder} has no {CONFIG}: not the folder of an adapter")
@@ -123,9 +124,9 @@ def _plan(given: NamedFolder, spec: ModelSpec) -> AdapterPlan:
         halves.setdefault(match["module"], {})[match["half"]] = shape
     if not halves:
         raise ModelLoadError(f"{folder / TENSORS} is empty")
-    slots, parts = _slots(spec), dict[Site, list[Part]]()
+    parts = dict[Site, list[Part]]()
     for module, shapes in halves.items():
-        site, slot = _place(module, slots, spec)
+        site, slot = _place(module, spec) if isinstance(spec, ModelSpec) else _module(module, shapes)
         parts.setdefault(site, []).append(_part(module, slot, shapes, config))
     ordered = {site: tuple(sorted(parts[site], key=lambda part: part.slot.first)) for site in sorted(parts)}
     return AdapterPlan(given.name, folder, ordered)
@@ -174,7 +175,14 @@ def _slots(spec: ModelSpec) -> dict[str, Slot]:
     return slots
 
 
-def _place(module: str, slots: Mapping[str, Slot], spec: ModelSpec) -> tuple[Site, Slot]:
+def _module(module: str, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Site, Slot]:
+    """A module of transformers' model, which says itself whether it is there, and of this shape."""
+    size, width = shapes.get("B", (0,))[0], shapes.get("A", (0,))[-1]
+    return Site(0, module), Slot(module, 0, size, size, width)
+
+
+def _place(module: str, spec: ModelSpec) -> tuple[Site, Slot]:
+    slots = _slots(spec)
     for prefix in family_named(spec.family).names.prefixes:
         match = _LAYER.fullmatch(module.removeprefix(prefix)) if module.startswith(prefix) else None
         if match is not None and match[2] in slots and int(match[1]) < spec.num_layers:
@@ -220,9 +228,9 @@ class Delta:
             y.index_add_(0, places, (x.index_select(0, places) @ self.a.t()) @ self.b.t())
 
 
-def load_adapter(plan: AdapterPlan, spec: ModelSpec, like: Tensor) -> dict[Site, Delta]:
+def load_adapter(plan: AdapterPlan, spec: ModelShape, like: Tensor) -> dict[Site, Delta]:
     """The matrices of an adapter in the type of `like`, on its device. Errors: ModelLoadError."""
-    straight = family_named(spec.family).names.interleaved_qkv
+    interleaved = spec if isinstance(spec, ModelSpec) and family_named(spec.family).names.interleaved_qkv else None
     with torch.inference_mode(), safe_open(plan.folder / TENSORS, framework="pt", device="cpu") as file:
         deltas = dict[Site, Delta]()
         for site, parts in plan.parts.items():
@@ -233,8 +241,8 @@ def load_adapter(plan: AdapterPlan, spec: ModelSpec, like: Tensor) -> dict[Site,
                 rows, columns = (file.get_tensor(f"{stem}{half}.weight").float() for half in "AB")
                 if not (rows.isfinite().all() and columns.isfinite().all()):
                     raise ModelLoadError(f"--lora {plan.name}: {part.module} holds numbers that are not finite")
-                if straight and site.slot == "qkv":
-                    columns = straighten(spec, columns)
+                if interleaved is not None and site.slot == "qkv":
+                    columns = straighten(interleaved, columns)
                 a.append(rows)
                 b[part.slot.first : part.slot.first + part.slot.size, first : first + part.rank] = columns * part.scale
                 first += part.rank
@@ -268,7 +276,7 @@ class Adapters:
         for number in present[present > 0].tolist():
             places = None if len(present) == 1 else send(np.flatnonzero(numbers == number), device)
             groups.append(Group(self._deltas[number - 1], places))
-        return StepAdapters(groups)
+        return StepAdapters(groups, len(numbers))
 
 
 class Group(NamedTuple):
@@ -281,8 +289,9 @@ class Group(NamedTuple):
 class StepAdapters:
     """What a decoder's layers do beside their weights in one step: called with a layer, it gives the adapted one."""
 
-    def __init__(self, groups: Sequence[Group]) -> None:
+    def __init__(self, groups: Sequence[Group], num_tokens: int) -> None:
         self._groups = groups
+        self._num_tokens = num_tokens
 
     def __call__(self, index: int, layer: LayerWeights) -> LayerWeights:
         return replace(
@@ -299,6 +308,7 @@ class StepAdapters:
 
     def add(self, site: Site, x: Tensor, y: Tensor) -> None:
         """Add to y [T, out] what the rows' adapters make of x [T, in]."""
+        assert len(x) >= self._num_tokens, "a linear layer does not see all rows of a step"
         for deltas, places in self._groups:
             if (delta := deltas.get(site)) is not None:
                 delta.add(x, y, places)

@@ -12,12 +12,12 @@ import inspect
 import logging
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ from engine.errors import ModelLoadError
 from engine.models.checkpoint import Checkpoint
 from engine.models.families import family_named
 from engine.models.linear import Linear, MakeLinear, make_linear
+from engine.models.lora import AdapterPlan, Site
 from engine.models.manner import Manner
 from engine.models.packing import Packing, packing_from_config
 from engine.models.recurrent import RECUR, STATES, Call, Part, Past, Recur, begin, candidates, take_over
@@ -211,12 +212,16 @@ class _Linear(nn.Module):
         super().__init__()
         self.layer = layer
         self.in_features, self.out_features = layer.in_features, layer.out_features
+        self.site: Site | None = None  # where adapters add something
 
     def forward(self, x: Tensor) -> Tensor:
         if not x.numel():
             return x.new_empty(*x.shape[:-1], self.out_features)
         rows = x.reshape(-1, self.in_features)
-        return self.layer(rows).view(*x.shape[:-1], self.out_features)
+        y = self.layer(rows)
+        if self.site is not None and (adapters := _ADAPTERS.get()) is not None:
+            adapters.add(self.site, rows, y)
+        return y.view(*x.shape[:-1], self.out_features)
 
     @property
     def weight(self) -> Tensor:
@@ -226,6 +231,30 @@ class _Linear(nn.Module):
     @property
     def bias(self) -> Tensor | None:
         return self.layer.dense_from(0)[1]
+
+
+class Adds(Protocol):
+    """What linear layers tell of their rows: see `engine.models.lora.StepAdapters`."""
+
+    def add(self, site: Site, x: Tensor, y: Tensor) -> None: ...
+
+
+class _Calls:
+    """How many rows each linear layer saw, call by call."""
+
+    def __init__(self) -> None:
+        self.rows: dict[Site, list[int]] = {}
+
+    def add(self, site: Site, x: Tensor, _y: Tensor) -> None:
+        self.rows.setdefault(site, []).append(len(x))
+
+
+_ADAPTERS: ContextVar[Adds | None] = ContextVar("adapters of this forward pass", default=None)
+
+
+def _nothing(_layer: int, q: Tensor, _k: Tensor, v: Tensor, _manner: Manner) -> Tensor:
+    """An attention that reads nothing."""
+    return q.new_zeros(len(q), q.shape[1] * v.shape[2])
 
 
 class TransformersModel:
@@ -245,39 +274,65 @@ class TransformersModel:
         return weight
 
     def forward(
-        self, token_ids: Tensor, positions: Tensor, attend: Attend, keep: Tensor, recur: Recur = begin
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        keep: Tensor,
+        recur: Recur = begin,
+        adapters: "Adds | None" = None,
     ) -> Tensor:
         """token_ids, positions [T], `keep` [S]: which of the T -> logits [S, vocab]. `recur`: how layers with a
-        state run."""
+        state run; `adapters`: of the T."""
 
         def attention(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, manner: Manner) -> Tensor:
             return attend(self._layers[id(module)], q, k, v, manner)
 
-        return _run(self.module, token_ids, positions, attention, keep, recur)
+        if adapters is None:
+            return _run(self.module, token_ids, positions, attention, keep, recur)
+        token = _ADAPTERS.set(adapters)
+        try:
+            return _run(self.module, token_ids, positions, attention, keep, recur)
+        finally:
+            _ADAPTERS.reset(token)
+
+    def take_adapters(self, plans: Sequence[AdapterPlan]) -> None:
+        """Let these change linear layers of theirs. Errors: ModelLoadError for one that is not there, has another
+        shape, or does not see every token of a step once."""
+        modules = dict(self.module.named_modules())
+        for plan in plans:
+            for site, (part,) in plan.parts.items():
+                layer, slot = modules.get(part.module), part.slot
+                if not isinstance(layer, _Linear) or (layer.in_features, layer.out_features) != (slot.width, slot.size):
+                    what = f"{part.module}, which is no linear layer {slot.width} x {slot.size} of this model"
+                    raise ModelLoadError(f"--lora {plan.name}: it changes {what}")
+                layer.site = site
+        calls = _Calls()
+        with torch.inference_mode():
+            ids = torch.arange(_PROBED, device=self.like.device)  # unlike tokens: experts see some of them
+            self.forward(ids, ids, _nothing, ids[:1], adapters=calls)
+        for plan in plans:
+            for site in plan.parts:
+                if calls.rows.get(site) != [_PROBED]:
+                    raise ModelLoadError(f"--lora {plan.name}: {site.slot} does not see each token once")
 
     def states(self) -> dict[int, dict[Part, Tensor]]:
         """States of one request [1, ...] in each recurrent layer, in the types that they are kept in."""
         if not self.shape.recurrent:
             return {}
 
-        def attend(_layer: int, q: Tensor, _k: Tensor, v: Tensor, _manner: Manner) -> Tensor:
-            return q.new_zeros(len(q), q.shape[1] * v.shape[2])
-
         found: dict[int, dict[Part, Tensor]] = {}
         with torch.inference_mode():
             ids = torch.arange(2, device=self.like.device)
-            self.forward(ids, ids, attend, ids[:1], _noting(found))
+            self.forward(ids, ids, _nothing, ids[:1], _noting(found))
         return found
 
     def rehearse(self, num_tokens: int, num_samples: int) -> None:
         """The memory of the largest step but for what attention reads: all tokens, logits and what samples them."""
 
-        def attend(_layer: int, q: Tensor, _k: Tensor, v: Tensor, _manner: Manner) -> Tensor:
-            return q.new_zeros(len(q), q.shape[1] * v.shape[2])
-
         with torch.inference_mode():
             ids = torch.zeros(num_tokens, dtype=torch.int64, device=self.like.device)
-            logits = self.forward(ids, ids, attend, ids[:num_samples]).float()
+            logits = self.forward(ids, ids, _nothing, ids[:num_samples]).float()
             torch.log_softmax(logits, dim=-1).sort(dim=-1)
 
     @contextmanager
