@@ -1,0 +1,95 @@
+"""What the README and the guides show runs as it is printed: Python, curl and `tidemill` commands."""
+
+import asyncio
+import contextlib
+import io
+import json
+import re
+import shlex
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from batch_tools import FAST, open_folder
+from fake_engine import Served, serve
+
+from engine.build import build_engine, plan_launch
+from engine.config import EngineConfig
+from engine.text.tokenizer import Tokenizer
+from gateway import cli
+
+ROOT = Path(__file__).resolve().parent.parent
+README = ROOT / "README.md"
+PAGES = [README, *sorted((ROOT / "docs" / "guides").glob("*.md"))]
+ADDRESS = "http://127.0.0.1:8000"
+CURL = re.compile(
+    r"^(?:\$ )?curl -s \S+(/v1/\S+) -H 'content-type: application/json' -d '\n(.*?)'\n(.*?)```",
+    re.MULTILINE | re.DOTALL,
+)
+"""Path, body, and the answer's message below it, if any."""
+
+
+@pytest.fixture
+async def demo(tmp_path: Path) -> AsyncIterator[Served]:
+    """The demo model, as `tidemill serve` serves it, with files and batches."""
+    config = EngineConfig(
+        device="cpu", dtype="float32", num_gpu_blocks_override=160, max_num_seqs=16, max_num_batched_tokens=256,
+        profile_seconds=0.0, profile_dir=str(tmp_path), slo="ttft_p99=100s,tbt_p99=10s",
+    )  # fmt: skip
+    plan = plan_launch(config)
+    folder = await open_folder(tmp_path / "state")
+    options: dict[str, Any] = {"served_model_name": ("tidemill-demo",), "folder": folder, "batch_limits": FAST}
+    tokenizer = Tokenizer.load(plan.folder, probe=False)
+    async with serve(build_engine(config, plan), tokenizer, None, **options) as served:  # type: ignore[arg-type]
+        yield served
+
+
+async def test_the_python_of_the_readme(demo: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"^```python\n(.*?)^```", README.read_text(), re.MULTILINE | re.DOTALL)
+    program = "\n".join(blocks)
+    assert ADDRESS in program
+    shown = io.StringIO()
+
+    def run() -> None:
+        scope: dict[str, Any] = {}
+        exec(compile(program.replace(ADDRESS, demo.url), str(README), "exec"), scope)
+        scope["client"].close()
+
+    with contextlib.redirect_stdout(shown):
+        await asyncio.to_thread(run)
+    lines = shown.getvalue().splitlines()
+    for promised in re.findall(r"print\(.*\)  # (.*)$", program, re.MULTILINE):
+        assert any(line.startswith(promised.removesuffix("...")) for line in lines), (promised, lines)
+    for country, city in (("France", "Paris"), ("Italy", "Rome"), ("Spain", "Madrid"), ("Japan", "Tokyo")):
+        assert f"{country} The capital of {country} is {city}." in lines
+
+
+async def test_every_curl_and_the_answer_that_it_shows(demo: Served) -> None:
+    found = {page.name: CURL.findall(page.read_text()) for page in PAGES}
+    assert found["README.md"] and len(found["tools.md"]) == 2 and found["structured.md"]
+    async with httpx.AsyncClient(timeout=60) as client:
+        for name, commands in found.items():
+            for path, body, shown in commands:
+                answer = await client.post(demo.url + path, json=json.loads(body))
+                assert answer.status_code == 200, (name, answer.text)
+                message = {key: value for key, value in answer.json()["choices"][0]["message"].items() if value}
+                for call in message.get("tool_calls", ()):
+                    call.pop("id")
+                if shown.strip():
+                    assert message == json.loads(shown), name
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_tidemill_command_is_one(page: Path) -> None:
+    """Those of bench and simulate have parsers of their own."""
+    text = page.read_text()
+    inline = re.findall(r"`tidemill ([^`]+)`", text.replace("\n", " "))
+    fenced = [m[1] for m in re.finditer(r"^(?:\$ |.*&& )?tidemill (.*)$", text, re.MULTILINE)]
+    parser = cli._parser()
+    for command in [*inline, *fenced]:
+        if not command.startswith(("bench", "simulate")) and "..." not in command and " " in command:
+            words = shlex.split(re.split(r"\s+#| \||&& ", command)[0])
+            assert parser.parse_args(words).run, command
