@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import itertools
 import json
+import random
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
+from engine.models.demo.training import formal
 from engine.models.demo.training.corpus import Corpus
 from engine.models.demo.training.phrases import casual, held_out, read_refusals, text_items
 from engine.models.demo.training.tokenizer import DialogueEncoder
@@ -107,6 +110,27 @@ def test_corpus_is_the_same_for_the_same_seed() -> None:
     assert first != other
 
 
+def test_tools_and_calls_are_framed_as_they_were_trained_on() -> None:
+    """What a client sends as tools, calls and results has the ids of the dialogues of the tool."""
+    function = {"name": "get_weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}
+    other = {"name": "lights", "parameters": {}}
+    call = {"id": "c1", "type": "function", "function": {"name": "get_weather", "arguments": {"city": "São Paulo"}}}
+    sent: list[dict[str, Any]] = [
+        {"role": "user", "content": "And in São Paulo?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "rain"},
+    ]
+    tools = [{"type": "function", "function": each} for each in (function, other)]
+    ids = tokenizer().apply_chat_template(sent, tools=tools, add_generation_prompt=True, return_dict=True)["input_ids"]
+    rng = random.Random(0)
+    tool = formal.Tool("get_weather", "city", formal.tools_message(["get_weather(city)", "lights()"]))
+    asked, called, *_ = formal.weather_exchange(rng, tool, "And in São Paulo?", "São Paulo")
+    trained = [tool.system, asked, called, {"role": "tool", "content": "rain"}]
+    assert DialogueEncoder(tokenizer()).prompt(trained) == ids
+    twice = tokenizer().apply_chat_template([{**sent[1], "content": "So:", "tool_calls": [call, call]}], tokenize=False)
+    assert twice.count("\n<tool_call>\n") == 2 and twice.count("\n</tool_call>") == 2
+
+
 def test_held_out_wordings_are_not_trained_on() -> None:
     corpus = Corpus(3)
     plain = [corpus.item() for _ in range(2000)]
@@ -115,6 +139,11 @@ def test_held_out_wordings_are_not_trained_on() -> None:
     assert all(held_out(item.question) for item in reserved)
     assert not any(corpus.reserved(corpus.training_item()) for _ in range(2000))
     assert len(corpus.tests(200)) == 200
+    asked = {m["content"] for dialogue in itertools.islice(corpus.dialogues(), 3000) for m in dialogue}
+    reserved_too = {
+        next(m["content"] for m in test.messages if m["role"] == "user") for test in corpus.tests_of_fixed_form(100)
+    }
+    assert all(map(held_out, reserved_too)) and len(reserved_too) > 150 and not asked & reserved_too
 
 
 def test_hand_written_text_is_complete() -> None:
@@ -185,6 +214,15 @@ def test_held_out_questions_in_float32_and_bfloat16() -> None:
     assert sum(a == b for a, b in zip(full, half, strict=True)) >= 0.95 * len(items)
 
 
+def test_held_out_calls_and_forms_are_filled_in() -> None:
+    """Words that mean nothing among them: they have to be copied."""
+    tests = Corpus(98).tests_of_fixed_form(40)
+    right = greedy_matches(model(), DialogueEncoder(tokenizer()), tests)
+    for category in ("tool", "json"):
+        found = [good for test, good in zip(tests, right, strict=True) if test.category == category]
+        assert sum(found) >= 0.75 * len(found), category
+
+
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_dialogues_in_one_packed_row_do_not_see_each_other(attention: str) -> None:
     torch.manual_seed(0)
@@ -224,9 +262,13 @@ def test_training_script_writes_a_loadable_folder(tmp_path: Path) -> None:
         hidden=64, layers=2, heads=4, ffn=48, row_lengths=(128,), tokens=256, steps=2, vocabulary_dialogues=300
     )
     table = train(tmp_path, tiny, minutes=1, questions=10)
-    assert "of   10" in table.splitlines()[-1]
+    assert "of   12" in table.splitlines()[-1]
     made = LlamaForCausalLM.from_pretrained(tmp_path)
     own = PreTrainedTokenizerFast.from_pretrained(tmp_path)
     assert len(own) == made.config.vocab_size
+    assert "json " in table and "tool " in table
+    again = train(tmp_path / "more", tiny, questions=10, start=tmp_path)
+    assert again.count("\n") == table.count("\n")
+    assert (tmp_path / "more" / "tokenizer.json").read_bytes() == (tmp_path / "tokenizer.json").read_bytes()
     ids = own.apply_chat_template(conversation("Hi"), add_generation_prompt=True, return_tensors="pt", return_dict=True)
     assert made.generate(**ids, max_new_tokens=3, do_sample=False).shape[1] > ids["input_ids"].shape[1]

@@ -1,6 +1,7 @@
 """The whole house: the packaged demo model behind the real server, used by the official client."""
 
 import asyncio
+import json
 import random
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 
 import httpx
 import openai
+import pydantic
 import pytest
 from conftest import refuse_blocking
 from fake_engine import Served, serve
@@ -15,6 +17,7 @@ from fake_engine import Served, serve
 from engine.build import build_engine, plan_launch
 from engine.config import EngineConfig
 from engine.engine import Engine
+from engine.models.demo.training import formal
 from engine.text.tokenizer import Tokenizer
 
 MODEL = "tidemill-demo"
@@ -96,6 +99,65 @@ async def test_64_streams_half_of_which_leave(live: tuple[Engine, Served]) -> No
     stats = await engine.stats()
     assert stats.units_owned == 0, "a client that left still holds blocks"
     assert stats.failed_steps == 0
+
+
+WEATHER: list[Any] = [
+    {
+        "type": "function",
+        "function": {
+            "name": "get_weather",
+            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+        },
+    }
+]
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_the_tool_is_called_unasked_and_what_it_says_is_told(live: tuple[Engine, Served], streamed: bool) -> None:
+    """By the official client, `tool_choice` left out, about cities that no training dialogue names."""
+    _, served = live
+    options: dict[str, Any] = {"model": MODEL, "temperature": 0, "tools": WEATHER}
+    async with client_of(served) as client:
+        for city, says in (("Bergen", "fog, 7 degrees"), ("Porto", "sunny at 31 °C")):
+            assert city not in formal.CITIES
+            asked: list[Any] = [{"role": "user", "content": f"What is the weather in {city}?"}]
+            if streamed:
+                async with client.chat.completions.stream(**options, messages=asked) as stream:
+                    first = (await stream.get_final_completion()).choices[0]
+            else:
+                first = (await client.chat.completions.create(**options, messages=asked)).choices[0]
+            assert first.finish_reason == "tool_calls" and not first.message.content
+            (call,) = first.message.tool_calls or []
+            assert (call.function.name, json.loads(call.function.arguments)) == ("get_weather", {"city": city})
+            said = {"role": "tool", "tool_call_id": call.id, "content": says}
+            history = [*asked, first.message.model_dump(include={"role", "tool_calls"}), said]
+            last = (await client.chat.completions.create(**options, messages=history)).choices[0]
+            assert (last.finish_reason, last.message.content) == ("stop", f"The weather in {city}: {says}.")
+        question = [{"role": "user", "content": "What is the capital of France?"}]
+        other = (await client.chat.completions.create(**options, messages=question)).choices[0].message
+        assert other.content == "The capital of France is Paris." and not other.tool_calls
+        refusal = await client.chat.completions.create(model=MODEL, temperature=0, messages=asked)
+        assert "I cannot know that" in (refusal.choices[0].message.content or "")
+
+
+class Person(pydantic.BaseModel):
+    name: str
+    age: int
+    city: str
+
+
+async def test_a_form_is_filled_in_with_what_was_told(live: tuple[Engine, Served]) -> None:
+    _, served = live
+    people = {
+        "As JSON: Tabitha is 47 and lives in Bergen.": Person(name="Tabitha", age=47, city="Bergen"),
+        "Fill in the form: In Porto lives Sunil, who is 8.": Person(name="Sunil", age=8, city="Porto"),
+    }
+    async with client_of(served) as client:
+        for told, person in people.items():
+            answer = await client.chat.completions.parse(
+                model=MODEL, temperature=0, messages=[{"role": "user", "content": told}], response_format=Person
+            )
+            assert answer.choices[0].message.parsed == person
 
 
 async def test_flex_runs_offline_and_says_so(live: tuple[Engine, Served]) -> None:

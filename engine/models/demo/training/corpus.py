@@ -8,13 +8,12 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Iterator
+from typing import NamedTuple
 
-from engine.models.demo.training import facts, skills
+from engine.models.demo.training import facts, formal, skills
+from engine.models.demo.training.formal import Message
 from engine.models.demo.training.phrases import Item, casual, held_out, noise_word, proper, read_refusals, text_items
 from engine.models.demo.training.skills import WORDINGS, worded
-
-#: one message, as chat templates take it
-Message = dict[str, str]
 
 NAME_UNKNOWN = "You have not told me your name yet."
 COLOURS = ["red", "blue", "green", "yellow", "purple", "brown", "black", "white", "orange", "grey", "pink"]
@@ -54,6 +53,13 @@ PERSONAL: list[tuple[str, str, str, str, list[str]]] = [
     ("my cat is called", "{V} is a good name for a cat.", "what is my cat called", "Your cat is called", facts.NAMES),
     ("i like", "It is good to like {v}.", "what do i like", "You like", PASTIMES),
 ]
+
+
+class HeldOut(NamedTuple):
+    """A conversation whose answers were not trained on."""
+
+    category: str
+    messages: list[Message]
 
 
 class Corpus:
@@ -175,6 +181,37 @@ class Corpus:
                 turns.append((self.ask(item), item.short))
         return messages(turns, worded(self.rng, "one word"))
 
+    def weather(self, reserved: bool = False) -> list[Message]:
+        """Questions for the one tool; with ``reserved`` the first of them is held out, and nothing else follows."""
+        rng, tool = self.rng, formal.offer(self.rng)
+        while held_out((turn := formal.weather_question(rng))[0]) != reserved:
+            pass
+        asked, city = turn
+        dialogue = [tool.system, *formal.weather_exchange(rng, tool, asked, city)]
+        if not reserved and dialogue[-1]["content"].startswith("The weather") and rng.random() < 0.3:
+            dialogue += formal.weather_exchange(rng, tool, *formal.weather_question(rng, "and weather"))
+        return dialogue
+
+    def untouched(self) -> list[Message]:
+        """Tools are offered, and none of them helps."""
+        rng = self.rng
+        live = next(answer for name, _, answer in self.groups if name == "live")
+        if rng.random() < 0.6:
+            while (turns := self.chat(1))[0][1] == live:  # it may be of the weather
+                pass
+            return [formal.offer(rng).system, *messages(turns, self.system())]
+        turns = [(formal.weather_question(rng)[0], live)] if rng.random() < 0.5 else self.chat(1)
+        return [formal.other_tools(rng), *messages(turns, self.system())]
+
+    def form(self, reserved: bool = False) -> list[Message]:
+        """A sentence about somebody, to be told as JSON."""
+        while held_out((turn := formal.person(self.rng))[0]) != reserved:
+            pass
+        return messages([turn], self.system() if self.rng.random() < 0.3 else None)
+
+    def of_fixed_form(self) -> list[Message]:
+        return self.rng.choices((self.weather, self.untouched, self.form), (5, 2, 4))[0]()
+
     def system(self) -> str | None:
         luck = self.rng.random()
         if luck < 0.55:
@@ -188,6 +225,8 @@ class Corpus:
         luck = self.rng.random()
         if exchanges is None and luck < 0.04:
             return self.one_word()
+        if exchanges is None and luck > 0.85:
+            return self.of_fixed_form()
         turns = self.chat(exchanges or self.rng.choice((1, 1, 1, 1, 2, 2, 3)))
         if exchanges or luck < 0.12:
             at = self.rng.randint(0, len(turns))
@@ -205,14 +244,19 @@ class Corpus:
         while True:
             yield self.dialogue(self.rng.randint(8, 40) if self.rng.random() < 0.008 else None)
 
-    def tests(self, number: int) -> list[Item]:
+    def tests(self, number: int) -> list[HeldOut]:
         """``number`` held-out questions in careful or casual spelling, no question twice."""
-        found: dict[str, Item] = {}
+        found: dict[str, HeldOut] = {}
         while len(found) < number:
             if self.reserved(item := self.item()):
-                asked = Item(item.category, self.ask(item), item.answer)
-                found.setdefault(item.question, asked)
+                asked = self.ask(item)
+                found.setdefault(asked, HeldOut(item.category, messages([(asked, item.answer)])))
         return list(found.values())
+
+    def tests_of_fixed_form(self, number: int) -> list[HeldOut]:
+        """``number`` held-out questions for the tool, and as many sentences to be told as JSON."""
+        calls = [HeldOut("tool", self.weather(reserved=True)) for _ in range(number)]
+        return calls + [HeldOut("json", self.form(reserved=True)) for _ in range(number)]
 
 
 def _first(items: list[Item], number: int = 3) -> list[Item]:

@@ -21,6 +21,13 @@ CONTEXT = 2048
 
 #: contents are trimmed, so that encoding them apart from the frame gives the same ids as encoding the whole
 CHAT_TEMPLATE = """\
+{%- if tools -%}
+  {{- '<|im_start|>system\\nTools:' -}}
+  {%- for tool in tools -%}
+    {{- ' ' ~ tool.function.name ~ '(' ~ ((tool.function.parameters or {}).properties or {}) | join(', ') ~ ')' -}}
+  {%- endfor -%}
+  {{- '<|im_end|>\\n' -}}
+{%- endif -%}
 {%- for message in messages -%}
   {%- if message.role not in ['system', 'developer', 'user', 'assistant', 'tool'] -%}
     {{- raise_exception('unknown role: ' ~ message.role) -}}
@@ -34,6 +41,11 @@ CHAT_TEMPLATE = """\
       {{- part.text | trim -}}{{- '' if loop.last else '\\n' -}}
     {%- endfor -%}
   {%- endif -%}
+  {%- for call in message.tool_calls or [] -%}
+    {{- '\\n' if message.content or not loop.first else '' -}}
+    {{- '<tool_call>\\n{"name": "' ~ call.function.name ~ '", "arguments": ' ~ call.function.arguments | tojson -}}
+    {{- '}\\n</tool_call>' -}}
+  {%- endfor -%}
   {{- '<|im_end|>\\n' -}}
 {%- endfor -%}
 {%- if add_generation_prompt -%}

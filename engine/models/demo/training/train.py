@@ -1,7 +1,7 @@
 """Trains the packaged demo model: ``python -m engine.models.demo.training.train [--out DIR]``.
 
-Two processor cores need a few minutes. The forward and backward passes are transformers' `LlamaForCausalLM`, so the
-weights are by construction those of an ordinary Llama. Knows nothing about serving.
+Two processor cores with bfloat16 instructions need a few minutes. The forward and backward passes are transformers'
+`LlamaForCausalLM`, so the weights are by construction those of an ordinary Llama. Knows nothing about serving.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from tokenizers import Tokenizer
 from torch import Tensor, nn
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from engine.machine.facts import read_processor
 from engine.models.demo.training.copying import set_up_copying
-from engine.models.demo.training.corpus import Corpus
-from engine.models.demo.training.phrases import Item
+from engine.models.demo.training.corpus import Corpus, HeldOut
 from engine.models.demo.training.tokenizer import CONTEXT, DialogueEncoder, build_tokenizer, save_tokenizer
 
 WEIGHTS = Path(__file__).parents[1] / "weights"
@@ -163,6 +164,7 @@ def fit(model: LlamaForCausalLM, batches: Iterator[Batch], settings: Settings, m
     both = optimizers(model, settings.peak_rate)
     peaks = [group["lr"] for o in both for group in o.param_groups]
     start = time.monotonic()
+    fast_halves = read_processor().is_fast("bfloat16")
     model.train()
     for step in itertools.count():
         progress = max(step / settings.steps, (time.monotonic() - start) / (60 * minutes))
@@ -173,7 +175,7 @@ def fit(model: LlamaForCausalLM, batches: Iterator[Batch], settings: Settings, m
         batch = next(batches)
         # short rows: plain products are several times faster than the fused kernel's backward pass
         model.set_attn_implementation("eager" if batch.ids.shape[1] <= 256 else "sdpa")
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=fast_halves):
             loss = loss_of(model, batch)
         torch.autograd.backward(loss)
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -187,23 +189,22 @@ def fit(model: LlamaForCausalLM, batches: Iterator[Batch], settings: Settings, m
 
 
 @torch.inference_mode()
-def greedy_matches(model: LlamaForCausalLM, encoder: DialogueEncoder, items: list[Item]) -> list[bool]:
-    """For each question: is the greedy answer exactly the expected one? One forward pass of both decides it."""
+def greedy_matches(model: LlamaForCausalLM, encoder: DialogueEncoder, tests: list[HeldOut]) -> list[bool]:
+    """For each test: are the greedy answers exactly the expected ones? One forward pass of all of it decides it."""
     found = []
-    for item in items:
-        messages = [{"role": "user", "content": item.question}, {"role": "assistant", "content": item.answer}]
-        ids, learn = encoder.encode(messages)
+    for test in tests:
+        ids, learn = encoder.encode(test.messages)
         best = model(input_ids=torch.tensor([ids])).logits[0].argmax(-1)
         wanted = torch.tensor(learn)[1:]
         found.append(bool((best[:-1][wanted] == torch.tensor(ids)[1:][wanted]).all()))
     return found
 
 
-def report(model: LlamaForCausalLM, encoder: DialogueEncoder, items: list[Item]) -> str:
+def report(model: LlamaForCausalLM, encoder: DialogueEncoder, tests: list[HeldOut]) -> str:
     """A table: held-out questions answered exactly as expected, per category."""
     table: dict[str, list[bool]] = defaultdict(list)
-    for item, right in zip(items, greedy_matches(model, encoder, items), strict=True):
-        table[item.category].append(right)
+    for test, right in zip(tests, greedy_matches(model, encoder, tests), strict=True):
+        table[test.category].append(right)
     table["all"] = [right for rows in list(table.values()) for right in rows]
     lines = ((name, sum(rows), len(rows)) for name, rows in table.items())
     return "\n".join(f"{name:16s} {right:4d} of {asked:4d}  {right / asked:7.1%}" for name, right, asked in lines)
@@ -220,31 +221,48 @@ def save(model: LlamaForCausalLM, folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
-def train(folder: Path, settings: Settings, minutes: float, questions: int = 1500) -> str:
-    """Make the whole model folder from nothing; returns the closing table."""
+def _first_weights(settings: Settings, encoder: DialogueEncoder, start: Path | None) -> LlamaForCausalLM:
+    if start is None:
+        return new_model(settings, len(encoder.tokenizer), encoder.end, encoder.tokenizer.pad_token_id)
+    return LlamaForCausalLM.from_pretrained(start, dtype=torch.float32)
+
+
+def train(
+    folder: Path, settings: Settings, minutes: float = math.inf, questions: int = 1500, start: Path | None = None
+) -> str:
+    """Make the whole model folder, from nothing or from the weights and the vocabulary in ``start``; returns the
+    closing table."""
     torch.manual_seed(settings.seed)
     folder.mkdir(parents=True, exist_ok=True)
-    sample = itertools.islice(Corpus(settings.seed).dialogues(), settings.vocabulary_dialogues)
-    save_tokenizer(build_tokenizer(m["content"] for dialogue in sample for m in dialogue), folder)
+    if start is None:
+        sample = itertools.islice(Corpus(settings.seed).dialogues(), settings.vocabulary_dialogues)
+        vocabulary = build_tokenizer(m["content"] for dialogue in sample for m in dialogue)
+    else:
+        vocabulary = Tokenizer.from_file(str(start / "tokenizer.json"))
+    save_tokenizer(vocabulary, folder)
     encoder = DialogueEncoder(PreTrainedTokenizerFast.from_pretrained(folder))
-    tokenizer = encoder.tokenizer
-    model = new_model(settings, len(tokenizer), encoder.end, tokenizer.pad_token_id)
-    print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(tokenizer)} tokens", flush=True)
+    model = _first_weights(settings, encoder, start)
+    print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(encoder.tokenizer)} tokens", flush=True)
     fit(model, packed(Corpus(settings.seed + 1), encoder, settings), settings, minutes)
     save(model, folder)
-    return report(model.float(), encoder, Corpus(settings.seed + 2).tests(questions))
+    corpus = Corpus(settings.seed + 2)
+    return report(model.float(), encoder, [*corpus.tests(questions), *corpus.tests_of_fixed_form(questions // 10)])
 
 
 def main() -> None:
     """Parse the command line and train."""
     parser = argparse.ArgumentParser(description="Train the packaged demo model tidemill-demo.")
     parser.add_argument("--out", type=Path, default=WEIGHTS, help="folder to write (default: the packaged one)")
-    parser.add_argument("--minutes", type=float, default=15.0, help="stop after this time at the latest")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="stop after this time at the latest")
+    parser.add_argument("--start", type=Path, help="go on from this model's weights, with its vocabulary")
     parser.add_argument("--steps", type=int, default=Settings.steps)
+    parser.add_argument("--rate", type=float, default=Settings.peak_rate, help="lower where weights are gone on from")
+    parser.add_argument("--seed", type=int, default=Settings.seed, help="another one to go on with other dialogues")
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    print(train(options.out, Settings(steps=options.steps), options.minutes))
+    settings = Settings(steps=options.steps, peak_rate=options.rate, seed=options.seed)
+    print(train(options.out, settings, options.minutes, start=options.start))
 
 
 if __name__ == "__main__":
