@@ -17,7 +17,7 @@ from fake_engine import Served, serve
 from engine.build import build_engine, plan_launch
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.models.demo.training import formal
+from engine.models.demo.training.phrases import held_out
 from engine.text.tokenizer import Tokenizer
 
 MODEL = "tidemill-demo"
@@ -114,13 +114,16 @@ WEATHER: list[Any] = [
 
 @pytest.mark.parametrize("streamed", [False, True])
 async def test_the_tool_is_called_unasked_and_what_it_says_is_told(live: tuple[Engine, Served], streamed: bool) -> None:
-    """By the official client, `tool_choice` left out, about cities that no training dialogue names."""
+    """By the official client, `tool_choice` left out, in wordings that were not trained on."""
     _, served = live
     options: dict[str, Any] = {"model": MODEL, "temperature": 0, "tools": WEATHER}
     async with client_of(served) as client:
-        for city, says in (("Bergen", "fog, 7 degrees"), ("Porto", "sunny at 31 °C")):
-            assert city not in formal.CITIES
-            asked: list[Any] = [{"role": "user", "content": f"What is the weather in {city}?"}]
+        for question, city, says in (
+            ("I need the weather for Oslo.", "Oslo", "fog, 7 degrees"),
+            ("How is the weather in Seoul?", "Seoul", "sunny, 31 degrees"),
+        ):
+            assert held_out(question)
+            asked: list[Any] = [{"role": "user", "content": question}]
             if streamed:
                 async with client.chat.completions.stream(**options, messages=asked) as stream:
                     first = (await stream.get_final_completion()).choices[0]
@@ -133,8 +136,8 @@ async def test_the_tool_is_called_unasked_and_what_it_says_is_told(live: tuple[E
             history = [*asked, first.message.model_dump(include={"role", "tool_calls"}), said]
             last = (await client.chat.completions.create(**options, messages=history)).choices[0]
             assert (last.finish_reason, last.message.content) == ("stop", f"The weather in {city}: {says}.")
-        question = [{"role": "user", "content": "What is the capital of France?"}]
-        other = (await client.chat.completions.create(**options, messages=question)).choices[0].message
+        capital: list[Any] = [{"role": "user", "content": "What is the capital of France?"}]
+        other = (await client.chat.completions.create(**options, messages=capital)).choices[0].message
         assert other.content == "The capital of France is Paris." and not other.tool_calls
         refusal = await client.chat.completions.create(model=MODEL, temperature=0, messages=asked)
         assert "I cannot know that" in (refusal.choices[0].message.content or "")
@@ -149,11 +152,12 @@ class Person(pydantic.BaseModel):
 async def test_a_form_is_filled_in_with_what_was_told(live: tuple[Engine, Served]) -> None:
     _, served = live
     people = {
-        "As JSON: Tabitha is 47 and lives in Bergen.": Person(name="Tabitha", age=47, city="Bergen"),
-        "Fill in the form: In Porto lives Sunil, who is 8.": Person(name="Sunil", age=8, city="Porto"),
+        "Who is this? Ida is 71 and lives in Bern.": Person(name="Ida", age=71, city="Bern"),
+        "Extract the person: Robert (20) of Milan": Person(name="Robert", age=20, city="Milan"),
     }
     async with client_of(served) as client:
         for told, person in people.items():
+            assert held_out(told)
             answer = await client.chat.completions.parse(
                 model=MODEL, temperature=0, messages=[{"role": "user", "content": told}], response_format=Person
             )

@@ -81,14 +81,20 @@ class TextPart(StrictBody):
 
 
 class FunctionCall(StrictBody):
+    """`parsed_arguments`: what the official client's helpers leave in a call."""
+
     name: str
     arguments: str
+    parsed_arguments: Any = Field(default=None, exclude=True)
 
 
 class ToolCall(StrictBody):
+    """`index`: what the official client leaves in a call that it put together from a stream."""
+
     id: str
     type: Literal["function"]
     function: FunctionCall
+    index: int | None = Field(default=None, exclude=True)
 
 
 Content = Annotated[
