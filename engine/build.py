@@ -491,7 +491,13 @@ def _cache_dtype(plan: LaunchPlan) -> torch.dtype:
 
 
 def _swap_bytes(config: EngineConfig, plan: LaunchPlan) -> int:
-    return find_backend(plan.device).swap_bytes() if config.swap_space is None else int(config.swap_space * 2**30)
+    backend = find_backend(plan.device)
+    if config.swap_space is None:
+        return backend.swap_bytes()
+    wanted, free = int(config.swap_space * 2**30), memory.available_memory()
+    if backend.name != "cpu" and wanted > free:  # page-locked, it would be taken at once
+        raise ConfigError(f"--swap-space {config.swap_space:g}: {_gib(free)} of host memory are free")
+    return wanted
 
 
 def scheduler_config(config: EngineConfig, plan: LaunchPlan) -> SchedulerConfig:

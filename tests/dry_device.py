@@ -50,6 +50,7 @@ class DryDevice(TorchDispatchMode):
         self.strict, self.step = False, 0
         self.capturing = self.sealed = False
         self.compiled: list[str] = []
+        self.registered: list[int] = []  # addresses
         self._pinned: list[Tensor] = []  # kept, so that nothing else gets their addresses
 
     def block(self, what: str) -> None:
@@ -105,7 +106,7 @@ class DryDevice(TorchDispatchMode):
 
     def _is_pinned(self, tensor: Tensor) -> bool:
         address = tensor.untyped_storage().data_ptr()
-        return any(each.untyped_storage().data_ptr() == address for each in self._pinned)
+        return address in self.registered or any(each.untyped_storage().data_ptr() == address for each in self._pinned)
 
     def _transfer(self, host: Tensor, name: str, non_blocking: bool) -> None:
         if self.capturing or not (non_blocking and self._is_pinned(host)):
@@ -144,7 +145,7 @@ class _Pointer:
         return self._address
 
 
-class _Driver:
+class Driver:
     """Triton's driver of a device that runs nothing."""
 
     def get_current_device(self) -> int:
@@ -224,8 +225,13 @@ def _stubs(dry: DryDevice) -> dict[str, Any]:
         finally:
             dry.capturing = False
 
+    def register(address: int, _size: int, _flags: int) -> int:
+        dry.registered.append(address)
+        return 0
+
+    cudart = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=dry.registered.remove)
     return {
-        "Event": Event, "Stream": Stream, "CUDAGraph": CUDAGraph, "graph": graph,
+        "cudart": lambda: cudart, "Event": Event, "Stream": Stream, "CUDAGraph": CUDAGraph, "graph": graph,
         "graph_pool_handle": lambda: None, "stream": lambda _stream: nullcontext(),
         "current_stream": Stream, "synchronize": lambda _device=None: None,
     }  # fmt: skip
@@ -241,7 +247,7 @@ def dry_device() -> Iterator[DryDevice]:
         patch.setattr(configs, "is_cuda", lambda device: device.type == "meta")
         patch.setattr(configs, "num_multiprocessors", lambda _device: 132)
         patch.setattr(configs, "device_arch", lambda _device: 90)
-        patch.setattr(driver, "_active", _Driver())
+        patch.setattr(driver, "_active", Driver())
         for found in pkgutil.iter_modules(engine.triton_kernels.__path__, "engine.triton_kernels."):
             module = importlib.import_module(found.name)
             for name, value in vars(module).copy().items():

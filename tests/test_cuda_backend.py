@@ -1,11 +1,13 @@
 """The CUDA backend: what is refused, how much cache fits, and what build.py makes of it."""
 
 import dataclasses
+import importlib
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from dry_device import Driver as DryDriver
 from test_runner import reference_logits
 from tiny_models import llama_config, model_folder, write_config
 
@@ -13,6 +15,7 @@ from engine import build
 from engine.api import SamplingParams
 from engine.cache.blocks import CacheEntry, CacheKind, Tier
 from engine.config import EngineConfig
+from engine.errors import ConfigError
 from engine.execution import memory
 from engine.execution.backend import find_backend
 from engine.execution.cpu.device import TorchDevice
@@ -32,10 +35,45 @@ def test_what_the_kernels_cannot_run_is_refused() -> None:
     spec = load_spec(model_folder("llama-gqa2"))
     assert backend.kernel_refusal(spec, torch.bfloat16, (8, 0)) is None
     assert "older than 8.0" in str(backend.kernel_refusal(spec, torch.bfloat16, (7, 5)))
-    odd = dataclasses.replace(spec, head_dim=12)
+    odd = dataclasses.replace(spec, head_dim=20)
     assert "multiple of 16 bytes" in str(backend.kernel_refusal(odd, torch.bfloat16, (9, 0)))
-    assert backend.kernel_refusal(odd, torch.float32, (9, 0)) is None
-    assert "up to 256" in str(backend.kernel_refusal(dataclasses.replace(spec, head_dim=512), torch.bfloat16, (9, 0)))
+    for size in (8, 12, 512):  # a product of the tensor cores is 16 wide
+        small = dataclasses.replace(spec, head_dim=size)
+        for dtype in (torch.bfloat16, torch.float32):
+            assert "16 up to 256" in str(backend.kernel_refusal(small, dtype, (9, 0)))
+    for heads, fits in ((64, torch.bfloat16), (32, torch.float32)):
+        grouped = dataclasses.replace(spec, num_heads=heads, num_kv_heads=1)
+        assert backend.kernel_refusal(grouped, fits, (9, 0)) is None
+        wider = dataclasses.replace(grouped, num_heads=heads + 1)
+        assert f"more than {heads} query heads" in str(backend.kernel_refusal(wider, fits, (9, 0)))
+
+
+def test_a_machine_on_which_triton_launches_nothing_takes_the_slow_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a compiler, with one that fails, and with a driver that does not load."""
+    spec = load_spec(model_folder("llama-gqa2"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+
+    def refusal() -> str | None:
+        backend.launch_refusal.cache_clear()
+        return backend.CudaBackend().refusal(spec, "bfloat16")
+
+    driver = importlib.import_module("triton.runtime.driver").driver
+    monkeypatch.setattr(driver, "_active", DryDriver())
+    assert refusal() is None
+    with monkeypatch.context() as patch:
+        patch.delenv("CC", raising=False)
+        patch.setenv("PATH", "/nowhere")
+        assert "needs a C compiler" in str(refusal())
+    monkeypatch.setattr(DryDriver, "get_current_target", lambda _: 1 / 0)
+    assert "Python's headers" in str(refusal()) and "division by zero" in str(refusal())
+    backend.launch_refusal.cache_clear()
+
+
+def test_host_memory_that_is_not_there_is_refused_at_once(on_a_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (10**10, 10**10))
+    monkeypatch.setattr(memory, "available_memory", lambda: 2**30)
+    with pytest.raises(ConfigError, match=r"--swap-space 1\.5: 1\.00 GiB of host memory are free"):
+        build.plan_launch(EngineConfig(swap_space=1.5, device="cpu"))
 
 
 @pytest.fixture
@@ -43,6 +81,7 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """build.py takes the CUDA backend for what is the CPU."""
     monkeypatch.setattr(build, "find_backend", lambda _name: backend.CudaBackend())
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(backend, "launch_refusal", lambda: None)
     monkeypatch.setattr(backend, "triton_kernels", lambda: torch_ops)
 
 

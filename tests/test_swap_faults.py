@@ -1,6 +1,7 @@
 """Faults of the host tier on the real runner: a copy that fails half-way, and NaN in what comes back."""
 
 import functools
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -80,12 +81,29 @@ def test_a_copy_that_fails_half_way_costs_its_step_alone(
 
 
 def test_host_memory_that_cannot_be_had_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    def zeros(*_: object, **__: object) -> torch.Tensor:
+    def fail(*_: object, **__: object) -> torch.Tensor:
         raise RuntimeError("CUDA error: out of memory")
 
-    monkeypatch.setattr(torch, "zeros", zeros)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=lambda *_: 2))
+    for name in ("ones", "zeros"):
+        monkeypatch.setattr(torch, name, fail)
     with pytest.raises(ConfigError, match=r"no 0\.50 GiB of page-locked host memory: give --swap-space less"):
         pool._host_zeros(2**27, torch.float32, torch.device("cuda"))
+
+
+def test_host_memory_is_locked_as_asked_while_it_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[int, ...]] = []
+    cudart = SimpleNamespace(
+        cudaHostRegister=lambda *call: calls.append(call) or 0, cudaHostUnregister=lambda *call: calls.append(call)
+    )
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    memory = pool._host_zeros(5000, torch.bfloat16, torch.device("cuda"))
+    part = memory.view(2, 2500)[1]
+    address = memory.data_ptr()
+    del memory
+    assert calls == [(address, 10_000, 0)] and address % 4096 == 0 and not part.any()
+    del part
+    assert calls[1:] == [(address,)]
 
 
 def test_nan_in_a_history_that_comes_back_is_computed_again() -> None:

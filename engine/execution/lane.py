@@ -4,13 +4,17 @@ Everything the runner computes goes down one lane, in order, and transfers of th
 wait for another on the host.
 """
 
-from contextlib import AbstractContextManager, nullcontext
+import weakref
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from engine.triton_kernels import configs
+
+_PAGE = 4096
 
 
 class Mark(Protocol):
@@ -78,3 +82,22 @@ class Lane:
 def pinned(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Zeros [size] on the host, page-locked where a CUDA device will copy them."""
     return torch.zeros(size, dtype=dtype, pin_memory=configs.is_cuda(device))
+
+
+def host_zeros(num_bytes: int, device: torch.device) -> Tensor:
+    """Zeros [num_bytes] uint8 on the host in pages of their own, RuntimeError where there is no room: page-locked where
+    a CUDA device will copy them, as many as were asked for (torch's allocator takes the next power of two); else
+    committed when they are first touched."""
+    memory = np.zeros(num_bytes + _PAGE, dtype=np.uint8)  # calloc: the pages stay uncommitted
+    first = -memory.ctypes.data % _PAGE
+    zeros = torch.from_numpy(memory[first : first + num_bytes])
+    if not configs.is_cuda(device) or not num_bytes:
+        return zeros
+    cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    if int(cudart.cudaHostRegister(zeros.data_ptr(), num_bytes, 0)) == 0:
+        # before the memory is given away, or the device would go on reading pages that are no longer these
+        weakref.finalize(memory, cudart.cudaHostUnregister, zeros.data_ptr()).atexit = False
+        return zeros
+    with suppress(RuntimeError):  # the error waits for the next launch of a kernel: this one
+        torch.ones(1, device=device)
+    return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=True)

@@ -18,13 +18,12 @@ import torch
 from torch import Tensor
 
 from engine.errors import ConfigError
+from engine.execution.lane import host_zeros
 from engine.execution.parked_form import ParkedForm
 from engine.models.int8_cells import Int8Slices, slice_elements
 from engine.models.spec import ModelShape, hidden_offer
-from engine.triton_kernels import configs
 from predictor.limits import Limits
 
-_PAGE = 4096
 _PRIVATE = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)
 _PIECE = 16 * 2**20  # bytes that are moved at once
 SLICES_PER_SCRATCH_BLOCK = 2  # K and V
@@ -221,17 +220,13 @@ class UnitPool:
 def _zeros(num_elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     if device.type != "cpu":
         return torch.zeros(num_elements, dtype=dtype, device=device)
-    num_bytes = num_elements * dtype.itemsize
-    memory = np.zeros(num_bytes + _PAGE, dtype=np.uint8)  # calloc: the pages stay uncommitted
-    first = -memory.ctypes.data % _PAGE
-    return torch.from_numpy(memory[first : first + num_bytes]).view(dtype)
+    return host_zeros(num_elements * dtype.itemsize, device).view(dtype)
 
 
 def _host_zeros(num_elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    if configs.is_cuda(device) and num_elements:
-        try:
-            return torch.zeros(num_elements, dtype=dtype, pin_memory=True)
-        except RuntimeError as error:
-            wanted = num_elements * dtype.itemsize / 2**30
-            raise ConfigError(f"no {wanted:.2f} GiB of page-locked host memory: give --swap-space less") from error
-    return _zeros(num_elements, dtype, torch.device("cpu"))
+    num_bytes = num_elements * dtype.itemsize
+    try:
+        return host_zeros(num_bytes, device).view(dtype)
+    except RuntimeError as error:
+        wanted = num_bytes / 2**30
+        raise ConfigError(f"no {wanted:.2f} GiB of page-locked host memory: give --swap-space less") from error

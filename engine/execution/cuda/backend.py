@@ -1,8 +1,11 @@
 """NVIDIA GPUs: our Triton kernels and CUDA graphs, or torch's operators where the kernels refuse a model."""
 
-import importlib.util
+import importlib
+import os
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -35,6 +38,7 @@ WIDE_BYTES = 39 * 2**30
 """Memory from which on a GPU is large: one that is sold with 40 GB has a little less."""
 _STEP_BYTES = 2**30  # a guess, for the estimate only: what a step needs beside weights and cache
 _OLDEST_ARCH = (8, 0)
+_SMALLEST_HEAD, _LARGEST_GROUP = 16, 64  # of one product of the tensor cores; beyond it decode tiles spill
 
 
 class CudaBackend:
@@ -50,7 +54,8 @@ class CudaBackend:
     def refusal(self, spec: ModelShape, dtype: str) -> str | None:
         if not isinstance(spec, ModelSpec):
             return "transformers' modules run without our kernels and without CUDA graphs"
-        return kernel_refusal(spec, torch_dtype(dtype), torch.cuda.get_device_capability())
+        refusal = kernel_refusal(spec, torch_dtype(dtype), torch.cuda.get_device_capability())
+        return refusal or launch_refusal()
 
     def choose_dtype(self, spec: ModelShape, _config: EngineConfig) -> tuple[str, str | None]:
         if spec.dtype == "bfloat16" and torch.cuda.get_device_capability() < _OLDEST_ARCH:
@@ -133,14 +138,30 @@ class CudaBackend:
 
 def kernel_refusal(spec: ModelSpec, dtype: torch.dtype, capability: tuple[int, int]) -> str | None:
     """Why the kernels cannot run this model on a device of this compute capability; None if they can."""
-    if importlib.util.find_spec("triton") is None:
-        return "Triton is not installed"
     if capability < _OLDEST_ARCH:
         return f"compute capability {capability[0]}.{capability[1]} is older than 8.0"
-    if spec.head_dim > 256 or spec.head_dim * dtype.itemsize % 16:
-        return f"heads of {spec.head_dim} are not supported (up to 256, a multiple of 16 bytes)"
-    if dtype == torch.float32 and spec.num_heads // spec.num_kv_heads > 32:
-        return "more than 32 query heads share a KV head in float32"
+    if not _SMALLEST_HEAD <= spec.head_dim <= 256 or spec.head_dim * dtype.itemsize % 16:
+        return f"heads of {spec.head_dim} are not supported ({_SMALLEST_HEAD} up to 256, a multiple of 16 bytes)"
+    largest = _LARGEST_GROUP // 2 if dtype == torch.float32 else _LARGEST_GROUP
+    if spec.num_heads // spec.num_kv_heads > largest:
+        return f"more than {largest} query heads share a KV head in {str(dtype).removeprefix('torch.')}"
+    return None
+
+
+@cache
+def launch_refusal() -> str | None:
+    """Why Triton launches no kernel on this machine; None if it does. What it launches with it builds on the spot."""
+    try:
+        driver = importlib.import_module("triton.runtime.driver").driver
+    except ImportError:
+        return "Triton is not installed"
+    if not os.environ.get("CC") and not shutil.which("gcc") and not shutil.which("clang"):
+        return "Triton needs a C compiler (gcc, clang, or what CC names), and there is none"
+    try:
+        driver.active.get_current_target()
+    except Exception as error:  # of the compiler, of its output, of the driver's library: none of them is ours
+        reason = str(error).strip().partition("\n")[0]
+        return f"Triton builds nothing to launch with (are Python's headers installed?): {reason[:300]}"
     return None
 
 

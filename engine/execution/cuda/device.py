@@ -189,14 +189,18 @@ class CudaDevice:
 
     def _capture(self) -> None:
         """A graph for every bucket. Where the device refuses, steps run without: slower, and right."""
-        empty = decodes_first(_NO_CHUNKS)
+        empty, reason = decodes_first(_NO_CHUNKS), ""
         with torch.inference_mode(), self.lane.use():
-            try:
-                for shape in self._buckets.all_shapes():
-                    inputs = self._buffers.fill(shape, empty, self.rows)
-                    self._buffers.upload()
+            for shape in self._buckets.all_shapes():
+                inputs = self._buffers.fill(shape, empty, self.rows)
+                self._buffers.upload()
+                try:
                     self._graphs.capture(inputs)
-            except RuntimeError as error:
-                log.warning("CUDA graphs are off, small steps will be slow: %s", error)
-                self._graphs = Graphs(self._forward, self.lane)
+                except torch.OutOfMemoryError as error:  # smaller ones, which are worth more, may fit
+                    reason = str(error)
+                except RuntimeError as error:
+                    reason = str(error)
+                    break
             self.lane.mark().synchronize()
+        if reason:
+            log.warning("%d of %d CUDA graphs: other steps will be slow: %s", self.num_graphs, self.num_shapes, reason)

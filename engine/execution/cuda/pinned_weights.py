@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from engine.errors import ConfigError
-from engine.execution.lane import Lane, Mark
+from engine.execution.lane import Lane, Mark, host_zeros
 from engine.execution.offload import BUFFERS
-from engine.triton_kernels import configs
 
 _MEASURED = 16  # layers
 
@@ -35,9 +34,8 @@ class PinnedWeights:
     ) -> None:
         self._transfers = transfers or Lane(device)
         self._steps = steps or partial(Lane.current, device)
-        pinned = configs.is_cuda(device)
         try:
-            self._host = [torch.empty(size, dtype=torch.uint8, pin_memory=pinned) for _ in range(count)]
+            self._host = [host_zeros(size, device) for _ in range(count)]
             self.buffers = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(BUFFERS)]
         except RuntimeError as error:
             reason = str(error).partition("\n")[0]
