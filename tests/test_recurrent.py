@@ -28,8 +28,8 @@ test_modules.__test__ = False  # type: ignore[attr-defined]
 
 BLOCK, OUTPUT = 4, 12
 LENGTHS = (1, 33, 8, 40, 17, 47)
-EXACT = ("lfm2", "qwen3_next", "granitemoehybrid")
-"""Short convolutions, gated delta nets, Mamba 2."""
+EXACT = ("lfm2", "qwen3_next", "granitemoehybrid", "jamba")
+"""Short convolutions, gated delta nets, Mamba 2, and Mamba 1, which takes a chunk that goes on token by token."""
 
 
 class Case:

@@ -2,7 +2,7 @@
 
 A chunk from a request's first token on begins from nothing, so a row needs no clearing between requests, and a step
 that failed half-way leaves nothing behind: its requests start over. Decodes of a step run stacked, longer chunks one by
-one.
+one, and some layers take a chunk that goes on token by token (`LayerState`).
 """
 
 from collections.abc import Mapping
@@ -12,18 +12,19 @@ from torch import Tensor
 
 from engine.arrays import IntArray
 from engine.execution.layout import Layout
-from engine.models.recurrent import Call, Part, Past, Recur
+from engine.models.recurrent import Call, LayerState, Past, Recur
 
 
 class StateTable:
-    """`layers`: the states of one request [1, ...] in each recurrent layer, whose sizes and types are taken; the table
-    has `num_rows` of each, zero at first."""
+    """`layers`: the states of one request in each recurrent layer, whose sizes and types are taken; the table has
+    `num_rows` of each, zero at first."""
 
-    def __init__(self, layers: Mapping[int, Mapping[Part, Tensor]], num_rows: int) -> None:
+    def __init__(self, layers: Mapping[int, LayerState], num_rows: int) -> None:
         self._layers = {
-            layer: {part: state.new_zeros(num_rows, *state.shape[1:]) for part, state in parts.items()}
-            for layer, parts in layers.items()
+            layer: {part: state.new_zeros(num_rows, *state.shape[1:]) for part, state in found.parts.items()}
+            for layer, found in layers.items()
         }
+        self._resumes = {layer: found.resumes for layer, found in layers.items()}
 
     @property
     def num_bytes(self) -> int:
@@ -47,7 +48,9 @@ class StateTable:
                     table.index_copy_(0, where, past.parts[part].to(table.dtype))
             for (row, start, length), first in chunks:
                 past = Past({part: table[row : row + 1] for part, table in tables.items()} if start else None)
-                output[:, first : first + length] = call(x[:, first : first + length], past)
+                at_once = length if self._resumes[layer] or not start else 1
+                for place in range(first, first + length, at_once):
+                    output[:, place : place + at_once] = call(x[:, place : place + at_once], past)
                 for part, table in tables.items():
                     table[row : row + 1].copy_(past.parts[part])
             return output

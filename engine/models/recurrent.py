@@ -9,7 +9,7 @@ states lie, is the caller's (`Recur`). What asks a cache for more than a `Past` 
 import inspect
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,15 @@ STATES = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
 
 _CACHES = ("cache_params", "past_key_values")
 _IGNORED = {"position_ids", "position_embeddings", "cache_position"}
+
+
+class LayerState(NamedTuple):
+    """The states of one request [1, ...]. `resumes`: whether the layer goes on from them with several tokens at once;
+    else it takes them one by one."""
+
+    parts: Mapping[Part, Tensor]
+    resumes: bool
+
 
 RECUR: ContextVar[Recur | None] = ContextVar("how recurrent layers of this forward pass run", default=None)
 
@@ -112,6 +121,15 @@ def take_over(module: nn.Module, layer: int) -> None:
         return recur(layer, call, x)
 
     module.forward = forward
+
+
+def resumes(call: Call, x: Tensor, parts: Mapping[Part, Tensor]) -> bool:
+    """Whether what the layer gives for several tokens x [1, t, hidden] depends on a recurrence's state `parts` before
+    them: Mamba 1 by transformers begins anew."""
+    other = {part: state + 1 if part[0] == "recurrent" else state for part, state in parts.items()}
+    if all(part[0] == "conv" for part in parts):
+        return True
+    return not torch.equal(call(x, Past(parts)), call(x, Past(other)))
 
 
 def begin(layer: int, call: Call, x: Tensor) -> Tensor:

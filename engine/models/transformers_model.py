@@ -29,7 +29,19 @@ from engine.models.linear import Linear, MakeLinear, make_linear
 from engine.models.lora import AdapterPlan, Site
 from engine.models.manner import Manner
 from engine.models.packing import Packing, packing_from_config
-from engine.models.recurrent import RECUR, STATES, Call, Part, Past, Recur, begin, candidates, take_over
+from engine.models.recurrent import (
+    RECUR,
+    STATES,
+    Call,
+    LayerState,
+    Part,
+    Past,
+    Recur,
+    begin,
+    candidates,
+    resumes,
+    take_over,
+)
 from engine.models.spec import ModelShape, ModelSpec, dtype_name, eos_tokens, read_json
 from engine.models.weights import TensorSource, torch_dtype
 
@@ -316,15 +328,23 @@ class TransformersModel:
                 if calls.rows.get(site) != [_PROBED]:
                     raise ModelLoadError(f"--lora {plan.name}: {site.slot} does not see each token once")
 
-    def states(self) -> dict[int, dict[Part, Tensor]]:
-        """States of one request [1, ...] in each recurrent layer, in the types that they are kept in."""
+    def states(self) -> dict[int, LayerState]:
+        """States of one request in each recurrent layer, in the types that they are kept in."""
         if not self.shape.recurrent:
             return {}
 
-        found: dict[int, dict[Part, Tensor]] = {}
+        found: dict[int, LayerState] = {}
+
+        def recur(layer: int, call: Call, x: Tensor) -> Tensor:
+            past = Past()
+            output = call(x, past)
+            kept = {part: state.clone() for part, state in past.parts.items()}
+            found[layer] = LayerState(kept, resumes(call, x, kept))
+            return output
+
         with torch.inference_mode():
             ids = torch.arange(2, device=self.like.device)
-            self.forward(ids, ids, _nothing, ids[:1], _noting(found))
+            self.forward(ids, ids, _nothing, ids[:1], recur)
         return found
 
     def rehearse(self, num_tokens: int, num_samples: int) -> None:
