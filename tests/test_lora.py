@@ -40,6 +40,7 @@ from engine.models.linear import make_linear
 from engine.models.lora import Adapters, load_adapter, plan_adapter
 from engine.models.spec import load_spec
 from engine.models.transformers_model import load_model, load_shape
+from engine.process.renewal import Source
 from engine.text.tokenizer import Tokenizer
 from gateway import cli
 from gateway.models import ModelNames
@@ -335,6 +336,16 @@ def test_names() -> None:
     for taken in ("m", "flex"):
         with pytest.raises(ConfigError, match="--lora"):
             ModelNames(("m",), (taken,))
+
+
+def test_another_process_may_take_over_with_other_adapters(tmp_path: Path) -> None:
+    """`tidemill fleet restart` goes on with what lies there."""
+    adapter, model = adapter_of(tmp_path / "a", {Q: (64, 64)}).folder, model_folder(LLAMA)
+    before = Source.of(model, [adapter])
+    assert before == Source.of(model, [adapter])
+    adapter_of(adapter, {Q: (64, 64)}, rank=5)
+    after = Source.of(model, [adapter])
+    assert before != after and before.refusal(after) is None
 
 
 # --- the server ---------------------------------------------------------------------------------------------------

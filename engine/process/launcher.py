@@ -9,6 +9,7 @@ from typing import TypeVar
 
 import msgspec
 
+from engine.adapters import parse_adapters
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.machine.child import python_module
@@ -51,6 +52,7 @@ class Launcher:
         self._spawn_elsewhere = spawn
         self._pid_file = pid_file
         self._folder: Path | None = None
+        self._adapters = [each.folder for each in parse_adapters(config.lora)]
         self._held: Child | None = None
         self._is_spare = False
         self._holding = asyncio.Lock()
@@ -60,7 +62,7 @@ class Launcher:
         self.launch = msgspec.structs.replace(self.launch, waiting=planned.waiting)
         if planned.folder:
             self._folder = Path(planned.folder)
-            self.source = Source.of(self._folder)
+            self.source = Source.of(self._folder, self._adapters)
 
     def has_served(self) -> None:
         """What has served once is the same model on the same machine: no later start need be longer for a test."""
@@ -104,7 +106,7 @@ class Launcher:
     async def look(self) -> Source:
         """What the next process would be made of. Raises ConfigError where it may not take over."""
         assert self._folder is not None, "nothing is known of what runs"
-        source = await asyncio.to_thread(Source.of, self._folder)
+        source = await asyncio.to_thread(Source.of, self._folder, self._adapters)
         refusal = self.source.refusal(source) if self.source is not None else None
         if refusal is not None:
             raise ConfigError(refusal)

@@ -5,6 +5,7 @@ must be the same. Weights and the engine's own code may be others.
 """
 
 import hashlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,18 +20,20 @@ RENEWED = "renewed"
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """`files`: size and time of what weights and code are in; `texts`: digests of what the gateway has read, too."""
+    """`files`: size and time of what weights, adapters and code are in; `texts`: digests of what the gateway has read,
+    too."""
 
     files: dict[str, tuple[int, int]]
     texts: dict[str, str]
 
     @classmethod
-    def of(cls, folder: Path) -> "Source":
-        """What is there now. Raises OSError."""
+    def of(cls, folder: Path, adapters: Iterable[Path] = ()) -> "Source":
+        """What is there now, in the folder of the model and in those of its adapters. Raises OSError."""
         code = Path(engine.__file__).parent
         found = [path for path in folder.iterdir() if path.is_file()]
         texts = [path for path in found if path.suffix in TEXT and not path.name.endswith(INDEX)]
-        files = [path for path in found if path not in texts] + list(code.rglob("*.py"))
+        beside = [path for each in adapters for path in each.iterdir() if path.is_file()]
+        files = [path for path in found if path not in texts] + beside + list(code.rglob("*.py"))
         return cls({str(path): _stamp(path) for path in files}, {path.name: _digest(path) for path in texts})
 
     def refusal(self, later: "Source") -> str | None:
