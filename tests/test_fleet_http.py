@@ -37,6 +37,7 @@ async def server(
         return EngineProcess(CONFIG, command=command, policy=policy, changed=changed, waits=False)
 
     fleet = await asyncio.to_thread(FleetClient, make, len(faults), lines=8, patience=60.0)
+    await asyncio.to_thread(fleet.load, lambda _planned: None)  # as `serve` does before there is an app
     folder = await open_folder(root / "state")
     served_engine: Any = fleet
     with refuse_blocking():

@@ -37,6 +37,7 @@ async def server(
     command = [sys.executable, "-P", str(CHILD), str(root / "children"), faults]
     policy = RestartPolicy(max_delay=0.05)
     engine: Any = EngineProcess(config, command=command, pid_file=root / "engine.pid", policy=policy)
+    await asyncio.to_thread(engine.load, lambda _planned: None)  # as `serve` does before there is an app
     folder = await open_folder(root / "state")
     with refuse_blocking():
         async with (
