@@ -16,7 +16,7 @@ from engine.api import SamplingParams
 from engine.cache.blocks import CacheEntry, CacheKind, Tier
 from engine.config import EngineConfig
 from engine.errors import ConfigError
-from engine.execution import memory
+from engine.execution import lane, memory
 from engine.execution.backend import find_backend
 from engine.execution.cpu.device import TorchDevice
 from engine.execution.cuda import backend
@@ -24,6 +24,7 @@ from engine.execution.cuda.device import CudaDevice
 from engine.execution.cuda.shapes import GRAPH_TOKENS, Buckets
 from engine.execution.plan import LaunchPlan
 from engine.execution.runner import Runner
+from engine.machine.facts import Processor
 from engine.models import torch_ops
 from engine.models.checkpoint import load_weights
 from engine.models.decoder import Decoder
@@ -67,6 +68,28 @@ def test_a_machine_on_which_triton_launches_nothing_takes_the_slow_path(monkeypa
     monkeypatch.setattr(DryDriver, "get_current_target", lambda _: 1 / 0)
     assert "Python's headers" in str(refusal()) and "division by zero" in str(refusal())
     backend.launch_refusal.cache_clear()
+
+
+@pytest.mark.parametrize(("cores", "sleeps"), [(2, True), (16, False)])
+def test_who_waits_for_the_device_sleeps_where_cores_are_few(
+    monkeypatch: pytest.MonkeyPatch, cores: int, sleeps: bool
+) -> None:
+    made: list[bool] = []
+
+    class Event:
+        def __init__(self, *, blocking: bool) -> None:
+            made.append(blocking)
+
+        def record(self, _stream: object) -> None: ...
+
+    monkeypatch.setattr(lane, "read_processor", lambda: Processor("", cores, 2 * cores, frozenset()))
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    lane._few_cores.cache_clear()
+    here = lane.Lane(torch.device("cpu"))
+    here.stream = object()  # type: ignore[assignment]
+    here.mark()
+    lane._few_cores.cache_clear()
+    assert made == [sleeps]
 
 
 def test_host_memory_that_is_not_there_is_refused_at_once(on_a_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
