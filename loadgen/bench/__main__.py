@@ -14,6 +14,7 @@ BENCHES = {
     "colocation-peers": "loadgen.bench.colocation_peers",
     "pressure": "loadgen.bench.pressure",
     "turns": "loadgen.bench.turns",
+    "overload": "loadgen.bench.overload",
     "chaos": "loadgen.bench.chaos",
     "accuracy": "loadgen.bench.accuracy",
     "control-plane": "loadgen.bench.control_plane",

@@ -1,0 +1,138 @@
+"""A burst that overflows two engines' memory, live: they become one pipeline (KunServe), or preempt and compute again.
+
+Chats come evenly, and in the middle a burst of them at once, which needs more cache than both engines have. Arms
+alternate, each run on a server of its own with the same arrivals. What counts is the TTFT of the chats and how often one
+lost its cache; the pauses of the change are in the gaps between tokens.
+"""
+
+import argparse
+import asyncio
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from loadgen import traces
+from loadgen.bench import live
+from loadgen.bench.live import make_model_folder, metrics_page, percentile, plan_for, read_metric, server, wait_quiet
+from loadgen.bench.machine import describe
+from loadgen.plan import Windows
+from loadgen.randomness import stream
+from loadgen.records import RequestRecord
+from loadgen.traces import Trace
+
+ARMS = ("recompute", "drop")
+SLO = "ttft_p99=30s,tbt_p99=2s"
+DRAIN = 300.0
+COUNTERS = ("tidemill_preemptions_total", "tidemill_fleet_drops_total", "tidemill_fleet_restores_total")
+
+
+@dataclass(frozen=True, slots=True)
+class OverloadRun:
+    """One run of an arm: its chats, and what `COUNTERS` said at its end."""
+
+    chats: list[RequestRecord]
+    counted: tuple[float, ...]
+
+
+def arrivals(spacing: float, seconds: float, burst: int, prompt: int, output: int, seed: int) -> Trace:
+    """A chat every `spacing` seconds, and after a third of the time `burst` more of them within a second."""
+    random = stream(seed, "arrivals")
+    even = np.arange(0.0, seconds, spacing)
+    times = np.concatenate((even, seconds / 3 + random.random(burst)))
+    lengths = (random.integers(size // 2, size + size // 2, len(times)) for size in (prompt, output))
+    inputs, outputs = (each.astype(np.int64) for each in lengths)
+    return traces.build(times, inputs, outputs)
+
+
+async def run_arm(url: str, chats: Trace, seed: int) -> OverloadRun:
+    """Send the chats; comes back when all have ended and layers that were given up had their time to return."""
+    await wait_quiet(url)
+    plan = plan_for(url, seed, online=chats, windows=Windows(horizon=chats.span, drain=DRAIN))
+    records = await live.run(plan)
+    await wait_quiet(url)
+    page = await metrics_page(url)
+    return OverloadRun(records.requests, tuple(read_metric(page, name, missing=0.0) for name in COUNTERS))
+
+
+def show(arm: str, runs: Sequence[OverloadRun]) -> str:
+    """A line of the table, pooled over the runs."""
+    chats = [chat for run in runs for chat in run.chats]
+    ttfts = [chat.ttft for chat in chats if chat.ttft is not None]
+    gaps = [gap for chat in chats for gap in chat.gaps()]
+    cells = [percentile(ttfts, 50), percentile(ttfts, 99), percentile(gaps, 50) * 1e3, max(gaps, default=0.0)]
+    times = "{:8.2f} {:8.2f} {:9.0f} {:9.2f}".format(*cells)
+    counted = "".join(f" {sum(each):9.0f}" for each in zip(*(run.counted for run in runs), strict=True))
+    return f"{arm:10} {len(chats):6d} {sum(not chat.ok for chat in chats):7d} {times}{counted}"
+
+
+HEADER = (
+    f"{'arm':10} {'chats':>6} {'failed':>7} {'TTFT P50':>8} {'P99 s':>8} {'TBT P50 ms':>9} {'worst s':>8} "
+    f"{'preempted':>9} {'drops':>9} {'restores':>9}"
+)
+
+
+def ratio(found: dict[str, list[OverloadRun]]) -> str:
+    """How much shorter the longest waits are with a drop."""
+    longest = [
+        percentile([chat.ttft for run in runs for chat in run.chats if chat.ttft is not None], 99)
+        for runs in found.values()
+    ]
+    if not all(longest):
+        return "no chat was answered in one of the arms"
+    return f"TTFT P99, recompute / drop: {longest[0] / longest[1]:.2f}"
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m loadgen.bench overload", description=__doc__)
+    parser.add_argument("--seconds", type=float, default=45.0, help="from the first chat to the last")
+    parser.add_argument("--spacing", type=float, default=2.0, help="seconds between two chats outside the burst")
+    parser.add_argument("--burst", type=int, default=32, help="chats that come within a second")
+    parser.add_argument("--prompt", type=int, default=128, help="tokens, on average")
+    parser.add_argument("--output", type=int, default=128, help="tokens, on average")
+    parser.add_argument("--blocks", type=int, default=96, help="blocks of KV in each engine's pool, 16 tokens each")
+    parser.add_argument("--seeds", type=int, default=2, help="rounds of both arms, in turns")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--profile-seconds", type=float, default=8.0)
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Serve, send, print."""
+    args = parse(argv)
+    print(
+        f"overload: two engines of {args.blocks * 16} tokens of cache each; {args.burst} chats of {args.prompt}/"
+        f"{args.output} tokens at once; {describe()}",
+        flush=True,
+    )
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        make_model_folder(folder)
+        flags = (
+            "--engines=2",
+            f"--slo={SLO}",
+            "--max-queue-time=none",
+            f"--dtype={args.dtype}",
+            f"--profile-dir={folder}",
+            f"--profile-seconds={args.profile_seconds}",
+            f"--num-gpu-blocks-override={args.blocks}",
+            f"--max-model-len={3 * max(args.prompt, args.output)}",
+        )
+        found: dict[str, list[OverloadRun]] = {arm: [] for arm in ARMS}
+        for seed in range(args.seeds):
+            chats = arrivals(args.spacing, args.seconds, args.burst, args.prompt, args.output, seed)
+            for arm in ARMS if seed % 2 == 0 else reversed(ARMS):
+                state = f"--state-dir={folder / f'state-{seed}-{arm}'}"
+                with server(folder, 0, *flags, f"--overload={arm}", state) as url:
+                    found[arm].append(asyncio.run(run_arm(url, chats, seed)))
+                print("  " + show(arm, found[arm][-1:]), flush=True)
+    print(HEADER)
+    for arm, runs in found.items():
+        print(show(arm, runs))
+    print(ratio(found))
+
+
+if __name__ == "__main__":
+    main()
