@@ -1,8 +1,8 @@
 """A burst that overflows two engines' memory, live: they become one pipeline (KunServe), or preempt and compute again.
 
 Chats come evenly, and in the middle a burst of them at once, which needs more cache than both engines have. Arms
-alternate, each run on a server of its own with the same arrivals. What counts is the TTFT of the chats and how often one
-lost its cache; the pauses of the change are in the gaps between tokens.
+alternate, each run on a server of its own with the same arrivals. What counts is the TTFT of the chats and how often
+one lost its cache; the pauses of the change are in the gaps between tokens.
 """
 
 import argparse
