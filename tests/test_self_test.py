@@ -65,11 +65,11 @@ class Mutant(TransformersModel):
 
     change: Callable[[Manner], Manner]
 
-    def forward(self, token_ids: Any, positions: Any, attend: Attend, keep: Any) -> Any:
+    def forward(self, token_ids: Any, positions: Any, attend: Attend, *others: Any, **more: Any) -> Any:
         def changed(layer: int, q: Any, k: Any, v: Any, manner: Manner) -> Any:
             return attend(layer, q, k, v, self.change(manner))
 
-        return super().forward(token_ids, positions, changed, keep)
+        return super().forward(token_ids, positions, changed, *others, **more)
 
 
 DROPPED: dict[str, tuple[str, Callable[[Manner], Manner]]] = {
