@@ -499,6 +499,7 @@ def test_no_graphs_are_made_of_steps_that_stream(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(CudaDevice, "_capture", lambda self: captured.append(self))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(cuda_backend, "triton_kernels", lambda: torch_ops)
+    monkeypatch.setattr(cuda_backend, "launch_refusal", lambda: None)
     launch = plan_launch(EngineConfig(model=str(folder), device="cpu", num_gpu_blocks_override=40))
     for options, graphs in (({}, 1), ({"gather": gather}, 0)):
         weights = load_weights(spec, folder, dtype="float32", **options)

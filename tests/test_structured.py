@@ -224,7 +224,7 @@ def test_json_is_compact_unless_asked_otherwise() -> None:
 def test_every_answer_that_ends_is_valid(backend: str) -> None:
     """At temperature 2, in a pool that is too small: preemptions, mixed with requests that may say anything, with and
     without penalties, bias, a minimum length and log-probabilities."""
-    driver = make_driver(backend, num_blocks=60)
+    driver = make_driver(backend, num_blocks=32)
     options: list[dict[str, Any]] = [
         {"min_tokens": 50},
         {"temperature": 0.0},
