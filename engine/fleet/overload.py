@@ -104,7 +104,7 @@ class Overload:
             try:
                 async with self._changing:
                     await self.look()
-            except Exception:
+            except Exception:  # whatever one look met, the next one may do without
                 log.exception("the watch over the engines' memory failed")
 
     async def look(self) -> None:

@@ -93,7 +93,7 @@ class Stage:
         except LinkLostError as error:
             self.close()
             raise EngineUnavailableError(f"the other engine is gone: {error}") from None
-        except Exception as error:
+        except Exception as error:  # of the runner or the core: only a reset helps, and the gateway orders it
             self.close()  # the other one must not wait for this one
             log.exception("%s failed", type(order).__name__)
             raise EngineUnavailableError(f"{type(order).__name__} failed: {error!r}") from None
