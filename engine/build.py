@@ -34,7 +34,7 @@ from engine.execution.runner import Device, Runner
 from engine.execution.self_test import LIMITS as TEST_LIMITS
 from engine.execution.self_test import test_family, test_modules
 from engine.execution.stages import StagedRunner
-from engine.machine.facts import BUS_RATE
+from engine.machine.facts import BUS_RATE, host_engines
 from engine.machine.passing_thread import in_passing_thread
 from engine.models.checkpoint import load_weights, stored_bytes
 from engine.models.hub import cached_folder, is_hub_id, resolve_model_folder
@@ -85,8 +85,6 @@ def plan_launch(config: EngineConfig) -> LaunchPlan:
     backend = find_backend(config.device)
     if config.quantization != "none" and backend.name != "cpu":
         raise ConfigError(f"--quantization {config.quantization} runs on a CPU only: say --device cpu, or none")
-    if config.overload == "drop" and backend.name != "cpu":
-        raise ConfigError("--overload drop runs on a CPU only: say --device cpu, or --overload recompute")
     if config.disk_space and backend.name != "cpu":
         raise ConfigError("--disk-space runs on a CPU only: on a GPU --swap-space keeps the cache of chats")
     dtype, note = (config.dtype, None) if config.dtype != "auto" else backend.choose_dtype(spec, config)
@@ -99,10 +97,13 @@ def plan_launch(config: EngineConfig) -> LaunchPlan:
         raise ConfigError(
             f"--quantization {config.quantization} is of families of ours, and {spec.architecture} is none"
         )
-    if spec.state_bytes and (config.disk_space or config.swap_space):
+    if spec.state_bytes and (config.disk_space or config.swap_space or config.overload == "swap"):
         raise ConfigError(
-            f"--swap-space and --disk-space keep keys and values alone, and {spec.architecture} has recurrent layers"
+            f"--swap-space, --overload swap and --disk-space keep keys and values alone, and {spec.architecture} has "
+            "recurrent layers"
         )
+    if config.overload == "drop" and (refusal := _drop_refusal(choice, backend.name)):
+        raise ConfigError(f"--overload drop: {refusal}")
     by = f"transformers' modules run {spec.architecture}: {choice.why}" if foreign else None
     refusal = backend.refusal(spec, dtype)
     slow = f"slow attention by torch's own operators: {refusal}" if refusal else None
@@ -130,6 +131,16 @@ def plan_launch(config: EngineConfig) -> LaunchPlan:
     plan = _with_adapters(_with_offload(_with_storage(plan, config), config), config)
     plan = replace(plan, limits=replace(plan.limits, padding=backend.padding(plan)))
     return _with_cache(plan, config, backend.cache_bytes(plan, None))
+
+
+def _drop_refusal(choice: Choice, device: str) -> str | None:
+    """Why no engine of this model can give up layers on this machine; None if it can."""
+    spec = choice.shape
+    if device != "cpu":
+        return "layers are given up on a CPU only so far: say --device cpu, or --overload recompute"
+    if choice.implementation == TRANSFORMERS:
+        return f"layers of our own families are given up, and transformers' modules run {spec.architecture}"
+    return f"{spec.architecture} has one layer here, and gives up none" if spec.num_layers < 2 else None
 
 
 def _state_note(spec: ModelShape) -> str | None:
@@ -493,6 +504,8 @@ def _cache_dtype(plan: LaunchPlan) -> torch.dtype:
 def _swap_bytes(config: EngineConfig, plan: LaunchPlan) -> int:
     backend = find_backend(plan.device)
     if config.swap_space is None:
+        if config.overload == "swap":
+            return memory.swap_bytes(memory.available_memory() // host_engines())
         return backend.swap_bytes()
     wanted, free = int(config.swap_space * 2**30), memory.available_memory()
     if backend.name != "cpu" and wanted > free:  # page-locked, it would be taken at once

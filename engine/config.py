@@ -13,6 +13,7 @@ from predictor.slo import SLO, SLOError
 
 USUAL_STEP, WIDE_STEP = (64, 512), (256, 2048)
 """Requests and tokens that a step may hold where nobody says."""
+OVERLOADS = ("recompute", "swap", "drop")
 
 
 def _flag(default: Any, help_text: str, choices: tuple[str, ...] = ()) -> Any:
@@ -95,7 +96,7 @@ class EngineConfig:
     swap_space: float | None = _flag(
         None,
         "GiB of host memory for the cache of preempted requests, and of chats until their next turn "
-        "(default: on a GPU a quarter of what is free, at most 16; on a CPU 0)",
+        "(default: on a GPU and with --overload swap a quarter of what is free, at most 16; else 0)",
     )
     disk_space: float = _flag(
         0.0, "GiB on a disk for the cache of chats until their next turn, kept across restarts (on a CPU; 0: none)"
@@ -103,9 +104,10 @@ class EngineConfig:
     disk_dir: str = _flag("", "folder of that cache (default: cache in --state-dir)")
     overload: str = _flag(
         "recompute",
-        "with several engines, when memory for online requests runs out: recompute (preempt the last ones), or drop "
-        "(on a CPU: two engines become one pipeline, and the layers that each gives up are room for requests)",
-        ("recompute", "drop"),
+        "when memory for online requests runs out: recompute (preempt the last ones), swap (and keep their cache in "
+        "host memory where it is back sooner than computed; see --swap-space), or drop (with several engines on a CPU: "
+        "two become one pipeline, and the layers that each gives up are room for requests)",
+        OVERLOADS,
     )
     offline_policy: str = _flag("psm", "order of offline work; psm: shared prefixes first", ("psm", "deadline", "fcfs"))
     reserve: str = _flag(
@@ -128,7 +130,7 @@ class EngineConfig:
             raise ConfigError("--quantization does not go with --hidden-cache: K and V restored would be others")
         if self.kv_cache_dtype != "auto" and self.hidden_cache:
             raise ConfigError("--kv-cache-dtype does not go with --hidden-cache: units of 8 bits hold no hidden state")
-        if self.kv_cache_dtype == "parked-int8" and not (self.swap_space or self.disk_space):
+        if self.kv_cache_dtype == "parked-int8" and not (self.swap_space or self.disk_space or self.overload == "swap"):
             raise ConfigError(
                 "--kv-cache-dtype parked-int8 is of what --swap-space and --disk-space keep: say one of them"
             )
@@ -140,6 +142,7 @@ class EngineConfig:
             raise ConfigError(f"--swap-space must be between 0 and 65536 GiB, not {self.swap_space}")
         if not 0.0 <= self.disk_space <= 1048576.0:
             raise ConfigError(f"--disk-space must be between 0 and 1048576 GiB, not {self.disk_space}")
+        _check_overload(self)
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ConfigError(f"--gpu-memory-utilization must be in (0, 1], not {self.gpu_memory_utilization}")
         if not 0.0 <= self.profile_seconds <= 600.0:
@@ -236,6 +239,25 @@ def parse_offload(text: str) -> float | None:
     if not 0.0 < budget < 65536.0:
         raise ConfigError(f"--offload-weights must be off, auto or a number of GiB, not {text!r}")
     return budget
+
+
+def _check_overload(config: EngineConfig) -> None:
+    """What `--overload` does not go with, as far as that is known without the model and the machine."""
+    if config.overload == "swap" and config.swap_space == 0.0:
+        raise ConfigError("--overload swap needs host memory: leave out --swap-space 0, or say how many GiB")
+    if config.overload != "drop":
+        return
+    whole = {  # what stands beside all layers, or holds something of each
+        "--lora": config.lora,
+        "--hidden-cache": config.hidden_cache,
+        "--swap-space": config.swap_space,
+        "--disk-space": config.disk_space,
+        "--offload-weights": parse_offload(config.offload_weights) is not None,
+        "--model-impl transformers": config.model_impl == "transformers",
+        "--device cuda": config.device == "cuda",
+    }
+    if others := [flag for flag, given in whole.items() if given]:
+        raise ConfigError(f"--overload drop does not go with {' and '.join(others)} yet: leave out one of them")
 
 
 def _check_slo(text: str) -> None:

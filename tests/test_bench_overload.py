@@ -31,7 +31,9 @@ def test_a_table_and_a_factor() -> None:
     fast = OverloadRun([answer(1.0), answer(2.0)], (0.0, 1.0, 1.0))
     assert show("recompute", [slow]).split() == ["recompute", "3", "1", "1.00", "8.00", "100", "3.00", "5", "0", "0"]
     assert show("drop", [fast, fast]).split() == ["drop", "4", "0", "1.00", "2.00", "100", "0.10", "0", "2", "2"]
-    assert ratio({"recompute": [slow], "drop": [fast]}).endswith("4.00")
+    assert ratio({"recompute": [slow], "swap": [fast], "drop": [fast]}).split(", ")[1::2] == [
+        "recompute / drop: 4.00", "swap / drop: 1.00"
+    ]  # fmt: skip
     assert "no chat" in ratio({"recompute": [OverloadRun([answer(None)], (0.0, 0.0, 0.0))], "drop": [fast]})
 
 

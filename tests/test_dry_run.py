@@ -6,6 +6,8 @@ import socket
 from pathlib import Path
 
 import pytest
+import tiny_transformers
+from tiny_models import llama_config, write_config
 
 from engine.config import EngineConfig
 from gateway import cli
@@ -108,3 +110,50 @@ def test_where_several_engines_would_run(capsys: pytest.CaptureFixture[str], mon
     assert dry_run("--engines", "2", "--no-engine-process") == 2
     assert "--engines needs engines in processes of their own" in capsys.readouterr().err
     assert dry_run("--engines", "0") == 2
+
+
+@pytest.mark.parametrize(
+    ("argv", "why"),
+    [
+        (["--engines", "1"], "needs several engines: say --engines 2"),
+        (["--ray", "local"], "needs the engines on one machine: leave out --ray"),
+        (["--lora", "sums=folder"], "does not go with --lora yet"),
+        (["--hidden-cache", "--online-policy", "apt"], "does not go with --hidden-cache yet"),
+        (["--swap-space", "1", "--disk-space", "1"], "does not go with --swap-space and --disk-space yet"),
+        (["--offload-weights", "auto"], "does not go with --offload-weights yet"),
+        (["--model-impl", "transformers"], "does not go with --model-impl transformers yet"),
+        (["--device", "cuda"], "does not go with --device cuda yet"),
+    ],
+)
+@pytest.mark.parametrize("way", ["serve", "dry run"])
+def test_what_a_drop_does_not_go_with_is_refused_before_a_process_starts(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, way: str, argv: list[str], why: str
+) -> None:
+    monkeypatch.setattr(cli, "_make_engine", lambda *_args: pytest.fail("an engine is made"))
+    base = ["--dry-run"] if way == "dry run" else []
+    given = ["serve", *base, "--port", "0", "--device", "cpu", "--engines", "2", "--overload", "drop", *argv]
+    assert cli.main(given) == 2
+    err = capsys.readouterr().err
+    assert "--overload drop " in err and why in err and err.count("\n") == 1
+
+
+def test_a_model_that_cannot_give_up_layers_is_refused_before_its_weights_are_read(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    tiny_transformers.save_config("lfm2", tmp_path / "recurrent")
+    write_config(tmp_path / "flat", llama_config(num_hidden_layers=1))
+    for name, why in (("recurrent", "transformers' modules run"), ("flat", "one layer")):  # neither has weights
+        assert dry_run(str(tmp_path / name), "--engines", "2", "--overload", "drop") == 2
+        err = capsys.readouterr().err
+        assert err.startswith("tidemill: --overload drop: ") and why in err and err.count("\n") == 1
+    assert dry_run(str(tmp_path / "recurrent"), "--overload", "swap") == 2
+    assert "has recurrent layers" in capsys.readouterr().err
+
+
+def test_swapping_takes_host_memory_unless_it_is_said_how_much(capsys: pytest.CaptureFixture[str]) -> None:
+    assert dry_run("--overload", "swap") == 0
+    assert float(rows(capsys.readouterr().out)["--swap-space"][0]) > 0
+    assert dry_run() == 0
+    assert float(rows(capsys.readouterr().out)["--swap-space"][0]) == 0
+    assert dry_run("--overload", "swap", "--swap-space", "0") == 2
+    assert "--overload swap needs host memory" in capsys.readouterr().err

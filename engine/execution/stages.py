@@ -48,7 +48,7 @@ class StagedRunner:
 
     def __init__(self, runner: Runner[Any], load: LoadLayers) -> None:
         if refusal := cannot_drop(runner):
-            raise ConfigError(refusal)
+            raise ConfigError(f"layers cannot be dropped: {refusal}")
         self._runner = runner
         self._device: TorchDevice = runner.device
         self._layers = cast(ResidentLayers, self._device.decoder.weights.layers)
@@ -59,11 +59,6 @@ class StagedRunner:
         self.layer_bytes = sum(matrix.data().nbytes for matrix in matrices(self._layers[0]))
         self.unit_layer_bytes = slices.shape[1] * slices.itemsize
 
-    @property
-    def kept(self) -> range:
-        """The layers that it has."""
-        return self._device.layers
-
     def launch(self, output: SchedulerOutput) -> Collect:
         """See ModelRunner. Of a leader: raises LinkLostError, or StageError where another engine's part failed."""
         return self._runner.launch(output)
@@ -71,10 +66,6 @@ class StagedRunner:
     def lost(self) -> str | None:
         """See Runner."""
         return self._runner.lost()
-
-    def can_drop(self) -> str | None:
-        """Why no layers can be dropped, in one line; None if they can."""
-        return cannot_drop(self._runner)
 
     def drop(self, keep: range, num_units: int) -> None:
         """Free the weights of all other layers, and lay `num_units` units out for these. Units that there were keep

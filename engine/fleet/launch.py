@@ -6,7 +6,6 @@ from functools import partial
 from pathlib import Path
 
 from engine.config import EngineConfig
-from engine.errors import ConfigError
 from engine.fleet.client import FleetClient, MakeEngine
 from engine.fleet.ray_engines import Cluster
 from engine.machine.facts import Place, read_processor, share_out
@@ -39,8 +38,6 @@ class FleetPlan:
 
     def make(self, config: EngineConfig) -> Fleet:
         """Engines that are not started yet. Raises ConfigError where they have no place."""
-        if self.ray and config.overload == "drop":
-            raise ConfigError("--overload drop needs the engines on one machine: leave out --ray")
         if self.ray:
             return self._make_on(Cluster.connect(self.ray, self.engines, config), config)
         places = share_out(self.engines, config.device)

@@ -14,7 +14,7 @@ from engine.config import EngineConfig
 from engine.machine.facts import share_out
 from gateway.commands.doctor import line, report_launch, size
 from gateway.commands.flags import Flag, Given, flags_of
-from gateway.config import ServerConfig
+from gateway.config import ServerConfig, check_together
 
 DEFAULT = "default"
 
@@ -34,6 +34,7 @@ def run(given: Mapping[str, Given], engine_config: EngineConfig, server_config: 
     Raises what a start would raise."""
     found: dict[str, Given] = {}
     try:
+        check_together(engine_config, server_config)
         _check_server(server_config)
         places = _places(engine_config, server_config)
         lines = _look_ahead(engine_config, name, found) + places

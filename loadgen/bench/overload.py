@@ -1,4 +1,5 @@
-"""A burst that overflows two engines' memory, live: they become one pipeline (KunServe), or preempt and compute again.
+"""A burst that overflows two engines' memory, live: they become one pipeline (KunServe), or preempt and compute
+again, or keep what they preempt in host memory.
 
 Chats come evenly, and in the middle a burst of them at once, which needs more cache than both engines have. Arms
 alternate, each run on a server of its own with the same arrivals. What counts is the TTFT of the chats and how often
@@ -23,7 +24,7 @@ from loadgen.randomness import stream
 from loadgen.records import RequestRecord
 from loadgen.traces import Trace
 
-ARMS = ("recompute", "drop")
+ARMS = ("recompute", "swap", "drop")
 SLO = "ttft_p99=30s,tbt_p99=2s"
 DRAIN = 300.0
 COUNTERS = ("tidemill_preemptions_total", "tidemill_fleet_drops_total", "tidemill_fleet_restores_total")
@@ -76,13 +77,14 @@ HEADER = (
 
 def ratio(found: dict[str, list[OverloadRun]]) -> str:
     """How much shorter the longest waits are with a drop."""
-    longest = [
-        percentile([chat.ttft for run in runs for chat in run.chats if chat.ttft is not None], 99)
-        for runs in found.values()
-    ]
-    if not all(longest):
+    longest = {
+        arm: percentile([chat.ttft for run in runs for chat in run.chats if chat.ttft is not None], 99)
+        for arm, runs in found.items()
+    }
+    if not all(longest.values()):
         return "no chat was answered in one of the arms"
-    return f"TTFT P99, recompute / drop: {longest[0] / longest[1]:.2f}"
+    drop = longest.pop("drop")
+    return ", ".join(f"TTFT P99, {arm} / drop: {seconds / drop:.2f}" for arm, seconds in longest.items())
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -93,7 +95,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--prompt", type=int, default=128, help="tokens, on average")
     parser.add_argument("--output", type=int, default=128, help="tokens, on average")
     parser.add_argument("--blocks", type=int, default=96, help="blocks of KV in each engine's pool, 16 tokens each")
-    parser.add_argument("--seeds", type=int, default=2, help="rounds of both arms, in turns")
+    parser.add_argument("--seeds", type=int, default=2, help="rounds of all arms, in turns")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--profile-seconds", type=float, default=8.0)
     return parser.parse_args(argv)

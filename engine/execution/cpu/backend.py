@@ -11,7 +11,6 @@ import torch
 
 from engine import openmp
 from engine.config import EngineConfig
-from engine.errors import ConfigError
 from engine.execution import memory
 from engine.execution.cpu.device import TorchDevice
 from engine.execution.cpu.native.crew import candidates
@@ -24,7 +23,7 @@ from engine.execution.cpu.transformers_device import TransformersDevice
 from engine.execution.cpu.weight_file import WeightFile
 from engine.execution.plan import LaunchPlan
 from engine.execution.runner import Runner
-from engine.execution.stages import StagedRunner, cannot_drop
+from engine.execution.stages import StagedRunner
 from engine.machine.facts import host_engines, memcpy_rate, read_processor
 from engine.models.checkpoint import load_layers
 from engine.models.decoder import Decoder
@@ -127,9 +126,7 @@ class CpuBackend:
 
 
 def staged(config: EngineConfig, plan: LaunchPlan, runner: Runner[Any]) -> StagedRunner:
-    """A runner of a plan that is `droppable`, whose layers can be given up. Raises ConfigError where they cannot."""
-    if refusal := cannot_drop(runner):
-        raise ConfigError(f"layers cannot be dropped: {refusal}")
+    """A runner of a plan that is `droppable`, whose layers can be given up."""
     head = runner.device.decoder.weights.head
     make = _by_torch(plan)
     if isinstance(head, NativeLinear):
