@@ -137,6 +137,7 @@ class EngineRequest:
     `arrived`: when it came, on the engine's clock, if it waited for an engine since.
     `pooling`: it is one vector, of its prompt; nothing is sampled, and of `sampling` nothing counts.
     `adapter`: the number of a LoRA adapter, from 1 in the order of `EngineInfo.adapters`; 0: the model as it is.
+    `probe`: the engine asks it of itself, and it is in no figure of anybody's work.
     """
 
     request_id: str
@@ -153,6 +154,7 @@ class EngineRequest:
     arrived: float | None = None
     pooling: Pooling | None = None
     adapter: int = 0
+    probe: bool = False
 
     @property
     def prefix_root(self) -> bytes:
@@ -192,6 +194,7 @@ class RequestOutput(NamedTuple):
     request_class: RequestClass = RequestClass.ONLINE
     beside_offline: bool = False
     embedding: bytes | None = None
+    probe: bool = False
 
 
 class TokenCosts(NamedTuple):
@@ -304,7 +307,8 @@ class EngineStats:
     part of the hits that came from there; `hidden_blocks`: run from hidden state; `cache_units`: units that were
     swapped out, swapped in and restored, by the name of the operation. `prefill_tokens` and `decode_tokens` are of both
     classes; `forced_tokens`: of answers, given without sampling by grammars and budgets; `offline_computed_tokens` is
-    the part of the former two that was offline work. `token_costs`: None without a latency model. `restarts`: of an
+    the part of the former two that was offline work; `probe_tokens`: computed beside all of these, for probes of the
+    engine's own. `token_costs`: None without a latency model. `restarts`: of an
     engine in a process of its own, by cause; `resumed_requests`: that went on in the next one. `engines`: where there
     are several, each of them; all else is of all together. `pipelines`: where engines may drop layers.
     """
@@ -336,6 +340,7 @@ class EngineStats:
     decode_tokens: int = 0
     forced_tokens: int = 0
     offline_computed_tokens: int = 0
+    probe_tokens: int = 0
     predicted_seconds: float = 0.0
     leftover_seconds: float = 0.0
     leftover_used_seconds: float = 0.0

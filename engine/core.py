@@ -459,12 +459,7 @@ class EngineCore:
             request.num_computed_tokens = request.num_confirmed_tokens = last
 
     def _confirm_progress(self, request: Request, chunk: Chunk) -> None:
-        if request.request_class is RequestClass.OFFLINE:
-            self._counters.offline_computed_tokens += chunk.length
-        if chunk.length == 1 and chunk.sample:
-            self._counters.decode_tokens += 1
-        else:
-            self._counters.prefill_tokens += chunk.length
+        self._counters.count(chunk, request.spec)
         if request.status is not RequestStatus.RUNNING:
             return  # preempted meanwhile: the token counts, the cache is gone
         request.num_confirmed_tokens = chunk.start + chunk.length
@@ -622,4 +617,5 @@ def _output(
         num_preemptions=request.num_preemptions,
         request_class=request.spec.request_class,
         beside_offline=request.beside_offline,
+        probe=request.spec.probe,
     )

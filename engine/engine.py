@@ -163,7 +163,8 @@ class Engine:
         self._planner.start()
         self._watchdog.start()
         length = min(8, self.info.max_model_len - 2)
-        spec = EngineRequest(WARM_UP_ID, (0,) * length, SamplingParams(max_tokens=2, temperature=0.0), final_only=True)
+        sampling = SamplingParams(max_tokens=2, temperature=0.0)
+        spec = EngineRequest(WARM_UP_ID, (0,) * length, sampling, final_only=True, probe=True)
         for stream in await self.submit([spec]):
             output = await anext(stream)
             if output.error is not None:
@@ -329,7 +330,7 @@ class Engine:
         self._watchdog.on_work()
         with self._noting_refusal(request.request_class, len(request.prompt_token_ids)):
             self._core.add_request(request, self._clock())
-        if request.resumed is None:
+        if request.resumed is None and not request.probe:
             self._tell_keeper(Colocation.on_arrival, request.request_class, self._clock())
         self._wake_up()
 

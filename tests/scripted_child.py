@@ -9,8 +9,9 @@ points: `ready` (dies before its first step), `frame` (dies in the middle of a m
 (dies before or after a step was computed), `hang` (a step never ends), `short`, `token` (a step's result is wrong),
 `oom` (a step raises MemoryError), `device` (from this step on all fail, and the device says why), `loop` (the engine's
 loop breaks), `block` (the event loop stands still), `learner`, `planner` (what learns from steps, or plans offline
-work, raises). Of `poison` NUMBER is a token: the process dies in each step that computes the fourth token of an answer
-to a prompt with it; and it dies whenever it prepares the grammar `POISON`.
+work, raises), `canary` (from this check on canaries get other answers; without an `oom` they are asked one after
+another). Of `poison` NUMBER is a token: the process dies in each step that computes the fourth token of an answer to a
+prompt with it; and it dies whenever it prepares the grammar `POISON`.
 """
 
 import os
@@ -66,6 +67,7 @@ class Faults:
                 self._at[point] = int(at)
         self._passed: Counter[str] = Counter()
         self.armed = False
+        self.canaries = 0
 
     def passes(self, point: str) -> bool:
         """Whether the fault is met here and now."""
@@ -80,8 +82,8 @@ class Faults:
 
     @property
     def is_wrong(self) -> bool:
-        """Whether canaries get other answers: `canary:1` from the start on, `canary:2` later."""
-        return self._at.get("canary", 3) <= 1 + self.armed
+        """Whether canaries get other answers."""
+        return self.canaries >= self._at.get("canary", sys.maxsize)
 
     def is_poison(self, tokens: Sequence[int]) -> bool:
         return self._at.get("poison") in tokens
@@ -152,6 +154,16 @@ class ScriptedRunner(StagedFake):
             tokens, num_prompt = known.get(row) or (self._rows[row].token_ids, self._rows[row].num_prompt_tokens)
             if start + length >= num_prompt + 3 and self._faults.is_poison(tokens[:num_prompt]):
                 os.kill(os.getpid(), signal.SIGKILL)
+
+
+class CountedGolden(golden.Golden):
+    """Counts the checks, the first of which is the one at the start."""
+
+    faults: Faults
+
+    async def check(self) -> str | None:
+        self.faults.canaries += 1
+        return await super().check()
 
 
 class ScriptedGrammars:
@@ -250,8 +262,11 @@ def build(faults: Faults, config: EngineConfig, planned: child.Plan) -> Engine:
 
 
 def main(folder: str, script: str, descriptor: str) -> None:
-    faults = FaultyConnection.faults = Faults(Path(folder), script)
+    faults = FaultyConnection.faults = CountedGolden.faults = Faults(Path(folder), script)
     child.Connection = FaultyConnection  # type: ignore[misc]
+    child.Golden = CountedGolden  # type: ignore[misc]
+    if faults.is_meant("canary") and not faults.is_meant("oom"):
+        child.HOUR = 0.0
     noted = Path(folder).with_suffix(".golden") if "canary" in script else None
     child.run(socket.socket(fileno=int(descriptor)), partial(build, faults), prepare, lambda *_: noted)
 

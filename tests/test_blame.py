@@ -206,6 +206,15 @@ def test_an_engine_that_always_fails_blames_nobody(depth: int) -> None:
     assert all(len(work) == 1 for work in runner.failures[1:]), "the canary alone"
 
 
+def test_canaries_are_in_no_figure() -> None:
+    driver, _ = make_driver(lambda step, _: step < 4)
+    driver.add(make_request("a", range(4), 3, request_class=RequestClass.OFFLINE))
+    driver.run()
+    stats = driver.core.stats()
+    assert stats.failed_steps > 1 and stats.probe_tokens == 9
+    assert (stats.prefill_tokens, stats.decode_tokens, stats.offline_computed_tokens) == (4, 2, 6)
+
+
 def test_it_is_sick_after_a_failed_step_and_two_failed_canaries() -> None:
     driver, runner = make_driver(lambda *_: True)
     driver.add(make_request("a", range(4), 3, request_class=RequestClass.OFFLINE))

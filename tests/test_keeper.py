@@ -352,6 +352,19 @@ def test_refused_and_abandoned_requests_are_part_of_the_load() -> None:
     assert known == {Lengths(70, 1), Lengths(10, 1)}, "an output nobody knows is that of another request"
 
 
+def test_what_the_engine_asks_of_itself_is_no_work_and_is_not_judged() -> None:
+    _, keeper = make_keeper()
+    probes = [
+        output_of(f"{n}", 3, 9.0, reason=FinishReason.STOP, offline=offline)._replace(probe=True)
+        for n in range(MIN_OFFLINE)
+        for offline in (True, False)
+    ]
+    keeper.on_step(STEP, 0.0082, probes, 9.0)
+    stats = keeper.stats(9.0)
+    assert (stats.offline_tokens, stats.good_requests, stats.bad_requests) == (0, 0, 0)
+    assert not keeper.offline_work() and not keeper.load.arrivals
+
+
 def test_the_offline_lengths_are_those_of_the_jobs() -> None:
     core, keeper = make_keeper()
     assert keeper.offline_work() == []

@@ -69,7 +69,7 @@ async def engine_process(
 ) -> AsyncIterator[EngineProcess]:
     """Started; at the end nothing of it is left."""
     await asyncio.to_thread(folder.mkdir)
-    before = children()
+    before, descriptors = children(), num_descriptors()
     command = [sys.executable, "-P", str(CHILD), str(folder), faults]
     options = {"policy": RestartPolicy(max_delay=0.05), "config": CONFIG, **options}
     engine = EngineProcess(options.pop("config"), command=command, pid_file=folder.parent / "engine.pid", **options)
@@ -83,6 +83,7 @@ async def engine_process(
         await engine.stop()
     assert children() <= before, "a process is left"
     assert not [task for task in asyncio.all_tasks() - tasks if not task.done()], "a task is left"
+    assert num_descriptors() == descriptors, "a descriptor is left"
     assert "engine.pid" not in os.listdir(folder.parent)
 
 
@@ -125,7 +126,6 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any
 async def test_every_request_ends_as_if_the_process_had_not_died(
     point: str, number: int, tmp_path: Path, undisturbed: dict[str, tuple[Any, ...]]
 ) -> None:
-    descriptors = num_descriptors()
     async with engine_process(tmp_path / "children", f"{point}:{number}") as engine:
         assert await answers(engine) == undisturbed
         stats = await engine.stats()
@@ -133,7 +133,6 @@ async def test_every_request_ends_as_if_the_process_had_not_died(
         await until_idle(engine)
         again = await collect(engine, request("seeded", seed=3))
         assert summed(again)[0] == undisturbed["seeded"][0], "and the next process serves new requests"
-    assert num_descriptors() == descriptors
 
 
 @pytest.mark.parametrize("number", [1, 2, 7])
@@ -146,6 +145,31 @@ async def test_what_goes_wrong_in_the_engine_needs_no_other_process(
         stats = await engine.stats()
         assert not stats.restarts and stats.failed_steps == (point in ("short", "token", "oom"))
         await until_idle(engine)
+
+
+@pytest.mark.parametrize("number", [1, 2, 7])
+async def test_an_engine_that_answers_otherwise_ends_and_streams_go_on(
+    number: int, tmp_path: Path, undisturbed: dict[str, tuple[Any, ...]]
+) -> None:
+    """From its first check on, which is before its start, or from a later one."""
+    faults, ends = f"canary:{number}", {"canary": 1}
+    if number == 1:  # the first process notes what the others must answer
+        faults, ends = "after:4:1-1,canary:1:2-2", {"killed": 1, "start": 1}
+    async with engine_process(tmp_path / "children", faults) as engine:
+        assert await answers(engine) == undisturbed
+        while (await engine.stats()).restarts != ends:  # noqa: ASYNC110 - of another process
+            await asyncio.sleep(0.01)
+        await until_idle(engine)
+
+
+async def test_what_the_engine_asks_of_itself_is_in_no_figure(tmp_path: Path) -> None:
+    async with engine_process(tmp_path / "children", "canary:99") as engine:
+        while (await engine.stats()).probe_tokens < 200:  # noqa: ASYNC110 - of another process
+            await asyncio.sleep(0.01)
+        await collect(engine, request("chat", max_tokens=3))
+        stats = await engine.stats()
+        assert (stats.prefill_tokens, stats.decode_tokens, stats.offline_computed_tokens) == (7, 2, 0)
+        assert stats.prefix_queried_tokens == 7
 
 
 async def test_only_the_first_start_tests_the_model(tmp_path: Path) -> None:
@@ -404,6 +428,17 @@ async def test_a_spare_process_is_of_what_runs(tmp_path: Path, monkeypatch: pyte
         assert engine._launcher._held is None, "there is no room for it"
 
 
+@pytest.mark.parametrize("times", [1, 2, pytest.param(7, marks=pytest.mark.slow)])
+async def test_processes_that_die_before_they_are_ready_are_followed_by_others(
+    times: int, tmp_path: Path, undisturbed: dict[str, tuple[Any, ...]]
+) -> None:
+    policy, faults = RestartPolicy(99, max_delay=0.05), f"after:4:1-1,ready:1:2-{times + 1}"
+    async with engine_process(tmp_path / "children", faults, policy=policy) as engine:
+        assert await answers(engine) == undisturbed
+        assert (await engine.stats()).restarts == {"killed": 1 + times}
+        await until_idle(engine)
+
+
 @pytest.mark.parametrize("times", [1, 2, 7])
 async def test_a_process_that_the_system_does_not_start_is_tried_again(
     times: int, tmp_path: Path, undisturbed: dict[str, tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
@@ -415,14 +450,12 @@ async def test_a_process_that_the_system_does_not_start_is_tried_again(
             raise OSError(11, "Resource temporarily unavailable")
         return real(*arguments)
 
-    async with engine_process(tmp_path / "children", policy=RestartPolicy(99, max_delay=0.05)) as engine:
+    async with engine_process(tmp_path / "children", "after:4", policy=RestartPolicy(99, max_delay=0.05)) as engine:
         real = Child.spawn
         monkeypatch.setattr(Child, "spawn", spawn)
-        stream = await submit_one(engine, request("seeded", seed=3))
-        outputs = [await anext(stream)]
-        engine.kill()
-        assert summed([*outputs, *await _read(stream)]) == undisturbed["seeded"]
+        assert await answers(engine) == undisturbed
         assert (await engine.stats()).restarts == {"killed": 1, "start": times}
+        await until_idle(engine)
 
 
 async def test_what_the_process_refuses_is_raised_here(tmp_path: Path) -> None:

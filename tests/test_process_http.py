@@ -15,6 +15,7 @@ import pytest
 from batch_tools import FAST, check_ended, client_of, eventually, jsonl, line, open_folder, results_of, submit, until
 from conftest import refuse_blocking
 from fake_engine import Served, serve
+from test_process import until_idle
 
 from engine.api import EngineState
 from engine.config import EngineConfig
@@ -26,6 +27,8 @@ CHILD = Path(__file__).parent / "scripted_child.py"
 CONFIG = EngineConfig(slo="ttft_p99=60s", max_queue_time="none")
 LINES = 30
 POISON = 399
+WITHOUT_DEATH = ("short", "token", "oom", "learner", "planner")
+EVERY_POINT = ("before", "after", "frame", "hang", "loop", "device", "ready", *WITHOUT_DEATH)
 NO_DEATHS, DEATHS = "", "before:2:1-1,frame:3:2-2,after:4:3-3,hang:5:4-4"
 
 
@@ -35,7 +38,7 @@ async def server(
 ) -> AsyncIterator[tuple[Served, openai.AsyncOpenAI]]:
     await asyncio.to_thread((root / "children").mkdir, parents=True)
     command = [sys.executable, "-P", str(CHILD), str(root / "children"), faults]
-    policy = RestartPolicy(max_delay=0.05)
+    policy = RestartPolicy(max_deaths=99, max_delay=0.05)
     engine: Any = EngineProcess(config, command=command, pid_file=root / "engine.pid", policy=policy)
     await asyncio.to_thread(engine.load, lambda _planned: None)  # as `serve` does before there is an app
     folder = await open_folder(root / "state")
@@ -83,11 +86,11 @@ async def everything(client: openai.AsyncOpenAI, model: str) -> tuple[list[Any],
     return list(found), {name: row["response"]["body"]["choices"] for name, row in rows.items()}
 
 
-async def test_streams_and_a_batch_while_the_engine_dies_four_times(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    async with server(tokenizer, tmp_path / "calm", NO_DEATHS) as (_, client):
-        expected = await everything(client, "fake-model")
+async def test_streams_and_a_batch_while_the_engine_dies_four_times(
+    tokenizer: Tokenizer, tmp_path: Path, calm: tuple[list[Any], dict[str, Any]]
+) -> None:
     async with server(tokenizer, tmp_path / "storm", DEATHS) as (served, client):
-        assert await everything(client, "fake-model") == expected
+        assert await everything(client, "fake-model") == calm
         async with httpx.AsyncClient(base_url=served.url, timeout=60) as http:
             page = (await http.get("/metrics")).text
             assert 'tidemill_engine_restarts_total{cause="killed"} 3.0' in page
@@ -96,10 +99,33 @@ async def test_streams_and_a_batch_while_the_engine_dies_four_times(tokenizer: T
             assert (await http.get("/ready")).status_code == 200
 
 
-async def test_a_poisoned_chat_and_a_poisoned_line_end_alone(tokenizer: Tokenizer, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def calm(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Any], dict[str, Any]]:
+    async def run() -> tuple[list[Any], dict[str, Any]]:
+        async with server(tokenizer, tmp_path_factory.mktemp("calm"), NO_DEATHS) as (_, client):
+            return await everything(client, "fake-model")
+
+    return asyncio.run(run())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [1, 2, 7])
+@pytest.mark.parametrize("point", EVERY_POINT)
+async def test_streams_and_every_row_at_every_point(
+    point: str, number: int, tokenizer: Tokenizer, tmp_path: Path, calm: tuple[list[Any], dict[str, Any]]
+) -> None:
+    """Stop strings and several choices included, and each row of the batch once."""
+    faults = {"ready": f"after:4:1-1,ready:1:2-{number + 1}"}.get(point, f"{point}:{number}")
+    async with server(tokenizer, tmp_path / "faulty", faults) as (served, client):
+        assert await everything(client, "fake-model") == calm
+        await until_idle(served.engine)
+        assert any((await served.engine.stats()).restarts.values()) is (point not in WITHOUT_DEATH)
+
+
+async def test_a_poisoned_chat_and_a_poisoned_line_end_alone(
+    tokenizer: Tokenizer, tmp_path: Path, calm: tuple[list[Any], dict[str, Any]]
+) -> None:
     """They kill the engine whenever they run: more often than it may die."""
-    async with server(tokenizer, tmp_path / "calm", NO_DEATHS) as (_, client):
-        expected = await everything(client, "fake-model")
     async with server(tokenizer, tmp_path / "poison", f"poison:{POISON}:1-99") as (served, client):
         lines = jsonl(
             [
@@ -116,7 +142,7 @@ async def test_a_poisoned_chat_and_a_poisoned_line_end_alone(tokenizer: Tokenize
             async for _ in chunks:
                 pass
         assert refused.value.code == "engine_error"
-        assert await everybody == expected
+        assert await everybody == calm
         rows, errors = await results_of(client, await until(client, batch.id))
         assert list(rows) == ["id-1"] and list(errors) == ["id-0"]
         assert errors["id-0"]["response"]["body"]["error"]["code"] == "engine_error"

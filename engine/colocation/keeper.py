@@ -256,6 +256,8 @@ class Colocation:
         )
 
     def _on_output(self, output: RequestOutput, now: float) -> None:
+        if output.probe:
+            return
         if output.request_class is RequestClass.ONLINE:
             self._on_online(output, now)
         else:

@@ -85,7 +85,7 @@ class Golden:
         prompt = tuple((number + 5) * (3 + i % 3) % info.vocab_size for i in range(length))  # what repeats is clear
         sampling = SamplingParams(max_tokens=min(TOKENS, info.max_model_len - length), temperature=0.0, logprobs=2)
         salt = secrets.token_bytes(8)  # nothing is taken from the prefix cache
-        request = EngineRequest(f"canary-{number}", prompt, sampling, RequestClass.OFFLINE, salt)
+        request = EngineRequest(f"canary-{number}", prompt, sampling, RequestClass.OFFLINE, salt, probe=True)
         outputs: list[RequestOutput] = []
         ended = asyncio.Event()
 

@@ -75,7 +75,7 @@ class Admission:
 
     def note_end(self, request: Request) -> None:
         """Learn how long online prompts and answers are."""
-        if request.request_class is not RequestClass.ONLINE:
+        if request.request_class is not RequestClass.ONLINE or request.spec.probe:
             return
         self.mean_prompt_tokens += FORGETTING * (request.num_prompt_tokens - self.mean_prompt_tokens)
         if request.spec.pooling is None:

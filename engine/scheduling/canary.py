@@ -4,7 +4,7 @@ While it fails it is tried again, ever less often; after `SICK_AFTER` failures i
 should take no work. A state machine with its clock as an argument; who runs the prompt, and where, it does not know.
 """
 
-from engine.api import EngineRequest, RequestClass, SamplingParams
+from engine.api import EngineRequest, SamplingParams
 
 CANARY_ID = "canary"
 SICK_AFTER = 2
@@ -17,7 +17,7 @@ def canary_request(max_model_len: int) -> EngineRequest:
     """A prefill and a decode; on a model of its own tenant, so that no cached block takes the work away."""
     length = max(1, min(8, max_model_len - 2))
     sampling = SamplingParams(max_tokens=2, temperature=0.0)
-    return EngineRequest(CANARY_ID, tuple(range(length)), sampling, RequestClass.ONLINE, cache_salt=b"canary")
+    return EngineRequest(CANARY_ID, tuple(range(length)), sampling, cache_salt=b"canary", probe=True)
 
 
 class Canary:

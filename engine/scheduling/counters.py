@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass
 
+from engine.api import EngineRequest, RequestClass
+from engine.scheduling.output import Chunk
+
 
 @dataclass(slots=True)
 class StepCounters:
@@ -15,4 +18,17 @@ class StepCounters:
     decode_tokens: int = 0
     forced_tokens: int = 0
     offline_computed_tokens: int = 0
+    probe_tokens: int = 0
     predicted_seconds: float = 0.0
+
+    def count(self, chunk: Chunk, request: EngineRequest) -> None:
+        """A chunk of it was computed."""
+        if request.probe:
+            self.probe_tokens += chunk.length
+            return
+        if request.request_class is RequestClass.OFFLINE:
+            self.offline_computed_tokens += chunk.length
+        if chunk.length == 1 and chunk.sample:
+            self.decode_tokens += 1
+        else:
+            self.prefill_tokens += chunk.length

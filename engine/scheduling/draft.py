@@ -210,6 +210,8 @@ class StepDraft:
         self.allocation.take(request, claim)
         if first_time:
             request.num_cached_tokens = claim.num_tokens
+            if request.spec.probe:
+                return
             counters.prefix_queried_tokens += request.num_prompt_tokens
             counters.prefix_hit_tokens += claim.num_tokens
             size, tiers = self.state.config.block_size, [block.entry.tier for block in claim.hits]

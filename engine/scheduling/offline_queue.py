@@ -206,8 +206,9 @@ class OfflineQueue:
         charged = self._charged.pop(request.request_id, None)
         if charged is not None:
             job, length = tenant.jobs[key], request.num_output_tokens
-            job.mean_output += FORGETTING * (length - job.mean_output)
-            self._mean_output += FORGETTING * (length - self._mean_output)
+            if not spec.probe:
+                job.mean_output += FORGETTING * (length - job.mean_output)
+                self._mean_output += FORGETTING * (length - self._mean_output)
             actual = self._costs.of(request.num_prompt_tokens - request.num_cached_tokens, length)
             lane.share.charge(spec.tenant, actual - charged)
             tenant.share.charge(key, actual - charged)

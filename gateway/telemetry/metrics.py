@@ -145,6 +145,7 @@ class EngineCollector(Collector):
         yield _total("decode_tokens", "Output tokens computed.", stats.decode_tokens)
         yield _total("forced_tokens", "Output tokens that a grammar left no choice for.", stats.forced_tokens)
         yield _total("offline_computed_tokens", "Those of both that were offline work.", stats.offline_computed_tokens)
+        yield _total("probe_tokens", "Computed besides: for the engine's own tests of itself.", stats.probe_tokens)
         restarts = CounterMetricFamily("tidemill_engine_restarts", "Engine processes that ended.", labels=["cause"])
         for cause in sorted({*RESTART_CAUSES, *stats.restarts}):
             restarts.add_metric([cause], stats.restarts.get(cause, 0))
