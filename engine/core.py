@@ -330,7 +330,7 @@ class EngineCore:
     def keep_prefixes(self) -> Iterator[SchedulerOutput]:
         """At the end: steps without chunks that write to the disk what chats may come back for; none while requests are
         left, as those of a trial. Each step is updated before the next one is asked for."""
-        if self._requests or self._in_flight:
+        if self._requests or self._in_flight or not self.config.disk_units:
             return
         tiers, size = self._state.cache.tiers, max(1, KEPT_BYTES // (UNITS_PER_BLOCK * self.config.unit_bytes))
         blocks = tiers.unkept()

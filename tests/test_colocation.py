@@ -91,6 +91,23 @@ def test_a_deadline_tighter_than_the_budget_wins() -> None:
     assert sum(chunks_of(driver, step, "off")) > 0
 
 
+def test_a_prompt_that_is_cut_for_the_decodes_leaves_room_for_offline_work() -> None:
+    """The plan expects of a prompt what the step will take of it, not all that is missing of it."""
+    driver = decoding_driver(flat(0.020, tbt=0.020))
+    lines = [make_request(f"off-{i}", [i, i], 5, request_class=OFFLINE) for i in range(9)]
+    driver.add(make_request("chat", range(70), 5), *lines)
+    assert driver.launch()
+    step = driver.steps[-1]
+    assert sum(chunks_of(driver, step, "chat")) == 12, "what fits into 0.8 of the TBT limit beside the decode"
+    assert sum(chunks_of(driver, step, "off")) == 4, "up to the limit"
+
+
+def test_a_core_without_a_disk_keeps_no_prefixes() -> None:
+    driver = decoding_driver(flat(0.020))
+    driver.core.abort("on", driver.now)
+    assert driver.core.config.unit_bytes == 0 and list(driver.core.keep_prefixes()) == []
+
+
 def test_banked_slack_may_delay_the_mean_but_not_one_gap() -> None:
     driver = decoding_driver(StepObjective(tbt=0.1))
     request = driver.core._requests["on"]

@@ -41,7 +41,7 @@ def test_sections(name: str, count: int, capsys: pytest.CaptureFixture[str]) -> 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("name", "count"), [("equality", 2), ("colocation", 2), ("peer", 1)])
+@pytest.mark.parametrize(("name", "count"), [("equality", 2), ("colocation", 3), ("peer", 1)])
 def test_long_sections(name: str, count: int, capsys: pytest.CaptureFixture[str]) -> None:
     rows = rows_of(name, capsys)
     assert len(rows) == count

@@ -96,8 +96,11 @@ def replay(workload: Workload, server: ReplayedServer, budget: BudgetParams) -> 
     return metrics_of(run_workload(workload, server, budget), server.slo, workload.seconds)
 
 
-def run_workload(workload: Workload, server: ReplayedServer, budget: BudgetParams) -> VirtualRun:
-    """The run itself; its requests are in the order of the workload.
+def run_workload(
+    workload: Workload, server: ReplayedServer, budget: BudgetParams, *, oracle: bool = False
+) -> VirtualRun:
+    """The run itself; its requests are in the order of the workload. `oracle`: the core knows what steps take on
+    average and keeps no margin for what they vary.
 
     Every request is followed to its end, also past the end of the window; offline tokens count inside it.
     """
@@ -107,12 +110,12 @@ def run_workload(workload: Workload, server: ReplayedServer, budget: BudgetParam
         config,
         online_policy=server.online_policy,
         offline_policy=server.offline_policy,
-        model=online if noise else model,
+        model=model if oracle or not noise else online,
         objective=StepObjective.from_slo(server.slo, budget),
     )
     driver = VirtualDriver(
         core,
-        PredictedRunner(model, noise, online.observe if noise else None),
+        PredictedRunner(model, noise, None if oracle or not noise else online.observe),
         workload.online(config.max_model_len),
         workload.offline(config.max_model_len, seed=1) if budget.latency_budget > 0 else None,
         backlog=2 * config.max_num_seqs,

@@ -16,7 +16,7 @@ from engine.api import Lane, RequestClass
 from engine.cache.blocks import count_units
 from engine.request import Request
 from engine.scheduling.draft import StepLedger
-from engine.scheduling.laxity import PrefillPace, prefill_pace, prompt_slack
+from engine.scheduling.laxity import EASY_SHARE, PrefillPace, floor_chunk, prefill_pace, prompt_slack
 from engine.scheduling.objective import UNLIMITED, OfflineAllowance
 from engine.scheduling.output import CacheWork
 from engine.scheduling.reservation import Reservation, reservation_of
@@ -213,7 +213,8 @@ def _may_start(state: SchedulerState, request: Request) -> bool:
 
 
 def _expected_online(state: SchedulerState, reservation: Reservation) -> StepLedger:
-    """The ledger of the next step after the online work that is known now; prompts leave alone what is reserved."""
+    """The ledger of the next step after the online work that is known now; prompts leave alone what is reserved, and
+    the decodes beside them the time that these have."""
     config = state.config
     ledger = StepLedger(config.max_num_batched_tokens, config.max_num_seqs, state.model)
     count = context_sum = 0
@@ -227,9 +228,22 @@ def _expected_online(state: SchedulerState, reservation: Reservation) -> StepLed
             prompts.append(request)
     ledger.charge_decodes(count, context_sum)
     next_prompt = [request for request in state.waiting_online[:1] if _may_start(state, request)]
+    limit = state.objective.tbt * EASY_SHARE * (1.0 - reservation.share) if count else math.inf
     for request in (*prompts, *next_prompt):
-        tokens = ledger.tokens_left - reservation.tokens
-        length = min(len(request.token_ids) - request.num_computed_tokens, tokens)
-        if length > 0 and ledger.open:
-            ledger.charge(request.num_computed_tokens, length)
+        if ledger.open:
+            length = _prompt_length(state, ledger, request, ledger.tokens_left - reservation.tokens, limit)
+            if length > 0:
+                ledger.charge(request.num_computed_tokens, length)
     return ledger
+
+
+def _prompt_length(state: SchedulerState, ledger: StepLedger, request: Request, tokens: int, limit: float) -> int:
+    """The chunk of an online prompt in a step that should end by `limit`, as `engine.scheduling.prompts` sizes it."""
+    start, model = request.num_computed_tokens, state.model
+    length = min(len(request.token_ids) - start, tokens)
+    if length < 1 or model is None or math.isinf(limit) or not state.config.chunked_prefill:
+        return length
+    fits = model.max_prefill(ledger.features, max(0.0, limit - ledger.seconds), length, start)
+    if ledger.features.num_prefill_chunks:
+        return fits
+    return max(fits, min(length, floor_chunk(model, ledger.features, limit, state.config, start)))

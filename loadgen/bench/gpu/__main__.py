@@ -28,7 +28,7 @@ SECTIONS: dict[str, tuple[str, str, float]] = {
     "steps": ("steps", "check_steps", 150.0),
     "swap": ("swap", "check_swap", 60.0),
     "serving": ("serving", "check_serving", 180.0),
-    "colocation": ("colocation", "check_colocation", 120.0),
+    "colocation": ("colocation", "check_colocation", 300.0),
     "peer": ("serving", "check_peer", 120.0),
 }
 """name -> (module, function, limit in seconds)"""
