@@ -46,7 +46,8 @@ class FleetEngine(EngineClient, Protocol):
 
 class Member:
     """`routed`: requests that it was given; `moved`: that were taken from it because its process was gone; `leaves`: it
-    is about to end, and is given nothing new; `away`: it computes for another one, or is about to."""
+    is about to end, and is given nothing new; `away`: it computes for another one, or is about to. `slowness`,
+    `slow_restarts`: see EngineView; `slow`: why it is being started again, if that is why."""
 
     def __init__(self, number: int, engine: FleetEngine) -> None:
         self.number = number
@@ -56,6 +57,9 @@ class Member:
         self.leaves = self.away = False
         self.routed = 0
         self.moved = 0
+        self.slowness = 0.0
+        self.slow_restarts = 0
+        self.slow: str | None = None
 
     @property
     def block_size(self) -> int:
@@ -83,7 +87,8 @@ class Member:
     def view(self, stats: EngineStats, partner: int | None = None) -> EngineView:
         engine = self.engine
         return EngineView(
-            self.number, engine.state, engine.trouble, self.routed, self.moved, self.harvest.rate, stats, partner
+            self.number, engine.state, engine.trouble or self.slow, self.routed, self.moved, self.harvest.rate, stats,
+            partner, self.slowness, self.slow_restarts,
         )  # fmt: skip
 
 

@@ -7,6 +7,7 @@ from engine.api import LoadReport, RequestClass
 from engine.scheduling.service_cost import token_costs
 from engine.scheduling.state import SchedulerState
 from predictor.limits import UNITS_PER_BLOCK
+from predictor.online import OnlineModel
 
 
 def report_load(
@@ -18,6 +19,7 @@ def report_load(
     prompts = state.running_prompts()
     online, offline = (state.running[request_class] for request_class in (RequestClass.ONLINE, RequestClass.OFFLINE))
     missing = [request.num_missing_tokens for request in state.waiting_online]
+    model = state.model if isinstance(state.model, OnlineModel) else None
     held = UNITS_PER_BLOCK * sum(len(request.cache_map.blocks) for request in offline)
     return LoadReport(
         queued_tokens=sum(missing) + sum(request.num_missing_tokens for request in prompts),
@@ -34,4 +36,6 @@ def report_load(
         offline_tokens=offline_tokens,
         offline_waits=len(state.waiting_offline) > 0,
         time=now,
+        device_seconds=0.0 if model is None else model.device_seconds,
+        profile_seconds=0.0 if model is None else model.profile_seconds,
     )
