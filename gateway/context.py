@@ -1,5 +1,6 @@
 """What every resource of one application shares. No globals: two applications live side by side in one process."""
 
+import asyncio
 import hashlib
 import hmac
 import os
@@ -72,7 +73,8 @@ class Lifecycle:
 class GatewayContext:
     """`salt_secret` is that of the state folder, whose cache on a disk outlives the process; without one it is drawn
     anew. `text_threads` bounds how many prompts are tokenized at once, so that a flood of long ones cannot take every
-    core; `is_offline`: nobody waits for them, see `pace`. `parse_thread`: where large bodies are parsed, one at a time.
+    core; `is_offline`: nobody waits for them, see `pace`. `parse_thread`: where large bodies are parsed, one at a time;
+    `body_turn`: what of them is put together in one round of the event loop.
     `admissions`: requests of clients that are in the engine, by tenant, within the limits that `keys` names.
     `tool_format`: how the model writes calls of functions, None where that is not known; `thought_marks`: between which
     it thinks, None: it does not."""
@@ -94,6 +96,7 @@ class GatewayContext:
         default_factory=lambda: anyio.CapacityLimiter(max(2, (os.cpu_count() or 2) // 2))
     )
     parse_thread: anyio.CapacityLimiter = field(default_factory=lambda: anyio.CapacityLimiter(1))
+    body_turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     is_offline: bool = False
 
     async def reload_keys(self) -> None:

@@ -27,7 +27,7 @@ log = logging.getLogger("tidemill.gateway")
 KEEP_ALIVE_SECONDS = 30
 CLOSE_SECONDS = 2  # for connections to take their last bytes once the engine has ended everything
 LAST_SECONDS = 5.0  # after its drain a server ends, whatever hangs
-SWITCH_SECONDS = 0.001  # for which a thread that reads a large body may keep the event loop from the interpreter
+SWITCH_SECONDS = 0.0002  # for which a thread that reads a large body may keep the event loop from the interpreter
 DEAD_ENGINE = 70
 """The exit code of a server whose engine is dead: whoever started it may start it again."""
 

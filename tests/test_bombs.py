@@ -1,10 +1,12 @@
 """Bodies and batch lines that cost more than they weigh: for each, what is built and what is told of are counted.
 One server for all of it."""
 
+import asyncio
 import io
 import threading
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -17,13 +19,14 @@ from fake_engine import MODEL, FakeEngine, Served, say, serve
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
+from starlette.requests import Request
 
 from engine.text import chat_template
 from engine.text import tokenizer as text
 from engine.text.tokenizer import Tokenizer
 from gateway.batch.input import check_input
 from gateway.generate import chat, wire
-from gateway.generate.answering import INLINE_BYTES, INLINE_PARTS
+from gateway.generate.answering import INLINE_BYTES, INLINE_PARTS, read_json
 from gateway.generate.messages import endpoint as messages
 from gateway.http import json_size, json_text
 from gateway.http.json_size import LIMITS, JsonSize, count_json
@@ -325,3 +328,34 @@ async def test_where_it_is_wrong_is_still_told(served: Served) -> None:
             "messages[0].tool_calls[0].id",
         )
         assert await told(metadata=[[]] * 40_000) == ("too_many_values", None)
+
+
+async def test_large_bodies_are_put_together_a_piece_in_a_round_of_the_loop() -> None:
+    loop, rounds, pieces = asyncio.get_running_loop(), 0, list[int]()
+    turn, body = asyncio.Lock(), orjson.dumps("x" * 10 * INLINE_BYTES)
+
+    def go_round() -> None:
+        nonlocal rounds
+        rounds += 1
+        loop.call_soon(go_round)
+
+    def request() -> Request:
+        places = iter(range(0, len(body), INLINE_BYTES))
+
+        async def receive() -> dict[str, Any]:
+            place = next(places)
+            if place:
+                pieces.append(rounds)
+            more = place + INLINE_BYTES < len(body)
+            return {"type": "http.request", "body": body[place : place + INLINE_BYTES], "more_body": more}
+
+        context = SimpleNamespace(body_turn=turn, parse_thread=None)
+        app = SimpleNamespace(state=SimpleNamespace(context=context))
+        return Request({"type": "http", "headers": [(b"content-type", b"application/json")], "app": app}, receive)
+
+    go_round()
+    read = await asyncio.gather(*(read_json(request(), len) for _ in range(8)))
+    assert read == [len(body)] * 8
+    assert len(pieces) == 8 * (len(body) // INLINE_BYTES) == len(set(pieces[8:])) + 8, (
+        "one in a round, but for the first"
+    )

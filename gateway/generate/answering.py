@@ -3,6 +3,7 @@
 Knows nothing of the shapes of their chunks; those are an `AnswerFormat`.
 """
 
+import asyncio
 import functools
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
@@ -83,13 +84,17 @@ async def read_json(request: Request, parse: Callable[[bytearray], ResultT]) -> 
 
 async def _read_raw(request: Request) -> bytearray:
     """The request's body, put together as it comes, insisting on its content type: a web page of another origin cannot
-    send that without asking first. Raises ApiError 415."""
+    send that without asking first. Large ones take turns, a piece in a round of the event loop, and whose piece waits
+    is not read meanwhile: sixteen of 4 MB at once kept the loop for 10 to 30 ms a round. Raises ApiError 415."""
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type != "application/json":
         raise ApiError(415)
     raw = bytearray()
     async for chunk in request.stream():
         raw += chunk
+        if len(raw) > INLINE_BYTES:
+            async with context_of(request).body_turn:
+                await asyncio.sleep(0)
     return raw
 
 
