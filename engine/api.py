@@ -249,6 +249,8 @@ class LoadReport(NamedTuple):
 
     `queued_*`: prompts that wait or are not yet computed to their end: the tokens that are missing, the units that they
     need beyond those they hold. `running`: requests past their prompt. `available_units`: what online work could get.
+    `growth_units`: how many more all of these will hold at the worst moment to come, if they end after as much output
+    as others did of late, and give back what they hold.
     `step_seconds`: a full step by the latency model (0: none). `offline_tokens`: computed for offline requests so far,
     by this process; `offline_waits`: some have not begun. `received`: how many requests this process had been given.
     `device_seconds`: of all its steps; `profile_seconds`: what the latency profile that it began with says of them.
@@ -259,6 +261,7 @@ class LoadReport(NamedTuple):
     queued_requests: int = 0
     running: int = 0
     available_units: int = 0
+    growth_units: int = 0
     num_units: int = 0
     tokens_per_unit: float = 8.0
     tokens_per_step: int = 512

@@ -96,6 +96,11 @@ class Request:
         return len(self.token_ids) + self.num_placeholders
 
     @property
+    def num_left_tokens(self) -> int:
+        """Output that it may still give."""
+        return self.max_total_tokens - len(self.token_ids)
+
+    @property
     def num_missing_tokens(self) -> int:
         """Tokens to compute up to the next new one; what is kept of it, or was in the prefix cache when it came, is
         not."""

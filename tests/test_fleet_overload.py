@@ -1,7 +1,15 @@
 """When engines drop layers and have them back: by reports alone, on a clock of the test's own."""
 
+import hypothesis.strategies as st
+from driver import Driver
+from fakes.runner import FakeRunner
+from hypothesis import given
+from test_fleet_parts import asked
+
+from engine.config import SchedulerConfig
 from engine.fleet.drop import Group
-from engine.fleet.overload import FALLING, Watch
+from engine.fleet.overload import EXPECTED, FALLING, Watch
+from engine.scheduling.report import peak_growth
 
 
 def full(engine: int, queued: int = 20) -> Group:
@@ -48,3 +56,48 @@ def test_layers_come_back_once_use_falls_and_fits_without_a_drop() -> None:
     assert not looks(90, 5.0 + FALLING, queued=3), "somebody waits"
     assert not looks(95, 5.0 + 2 * FALLING), "use grows"
     assert looks(95, 5.0 + 3 * FALLING)
+    assert not watch.restores(Group((0, 1), 250, 90, 0, growth=111), 200, 9.0), "it would not be enough again"
+    assert watch.restores(Group((0, 1), 250, 90, 0, growth=110), 200, 10.0)
+
+
+def test_engines_merge_before_memory_is_full_where_more_demand_is_expected_for_a_while() -> None:
+    watch, other = Watch(), Group((1,), 100, 40, 0)
+    soon = Group((0,), 100, 75, 0, growth=60)
+    assert watch.merges([soon, other], 50, now=0.0) == [] and not watch.too_little
+    assert watch.merges([soon._replace(growth=0), other], 50, now=0.3) == []
+    assert watch.merges([soon, other], 50, now=0.4) == [], "it was not all the time"
+    assert watch.merges([soon, other], 50, now=0.4 + EXPECTED) == [(0, 1)] and not watch.too_little
+    for calm in (soon._replace(growth=29), soon._replace(used=60, growth=90)):
+        watch = Watch()
+        assert not any(watch.merges([calm, other], 50, now=now) for now in (0.0, EXPECTED, 2 * EXPECTED))
+
+
+@given(
+    runs=st.lists(st.tuples(st.integers(1, 30), st.integers(0, 20)), max_size=6),
+    later=st.integers(0, 3),
+    mean=st.integers(1, 20),
+)
+def test_growth_is_that_of_the_worst_moment(runs: list[tuple[float, int]], later: int, mean: int) -> None:
+    def more(step: int) -> float:
+        """Units held after so many steps, of two tokens each, beyond those of now."""
+        grown = sum(step / 2 if step <= left else -held for left, held in runs)
+        return grown + (later * step / 2 if step <= mean else 0.0)
+
+    assert peak_growth(runs, later, mean, 2.0) == max(more(step) for step in range(32))
+
+
+def test_an_engine_tells_how_much_more_its_chats_will_need() -> None:
+    config = SchedulerConfig(num_units=400, max_model_len=64, block_size=4, max_num_seqs=8, max_num_batched_tokens=64)
+    driver = Driver(FakeRunner(block_size=4, vocab_size=405), config)
+    for index in range(40):
+        driver.add(asked(f"{index:02}", 5, max_tokens=8))
+    driver.run()
+    mean = driver.core.load(driver.now).mean_output
+    assert driver.core.load(driver.now).growth_units == 0 and mean > 4
+    for name in "abc":
+        driver.add(asked(name, 8, max_tokens=40))
+    assert driver.core.load(driver.now).growth_units == round(3 * mean / 2)
+    driver.step()
+    driver.step()
+    assert driver.core.load(driver.now).growth_units == round(3 * (mean - 2) / 2)
+    driver.run()

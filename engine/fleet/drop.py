@@ -13,28 +13,37 @@ from typing import NamedTuple
 
 DROP_AT = 0.95
 """Share of the cache in use from which requests that wait for memory are a reason to drop."""
+EXPECT_AT, LEAST = 0.7, 0.05
+"""Shares of the cache: in use, and missing, from which demand that is expected is a reason, too."""
 RESTORE_AT = 0.5
 """Share of the cache without any drop; layers are restored when what is held fits in it."""
 
 
 class Group(NamedTuple):
     """Engines with one copy of the model between them. `units`, `used`: cache they have, and what is held of it;
-    `queued`: what requests without a place need. All in one unit."""
+    `queued`: what requests without a place need; `growth`: what all of them are expected to need beyond that. All in
+    one unit."""
 
     engines: tuple[int, ...]
     units: int
     used: int
     queued: int
+    growth: int = 0
 
     @property
     def missing(self) -> int:
-        """What the queue needs beyond what is free."""
-        return max(0, self.queued - (self.units - self.used))
+        """What is needed beyond what is free."""
+        return max(0, self.queued + self.growth - (self.units - self.used))
+
+    @property
+    def is_expected(self) -> bool:
+        """Whether its memory will not be enough, with much of it in use already."""
+        return self.growth > 0 and self.used >= EXPECT_AT * self.units and self.missing >= LEAST * self.units
 
     @property
     def is_short(self) -> bool:
-        """Whether its memory is (almost) full and more is queued than is free."""
-        return self.missing > 0 and self.used >= DROP_AT * self.units
+        """Whether its memory is (almost) full and more is queued than is free, or that is expected."""
+        return (self.queued > self.units - self.used and self.used >= DROP_AT * self.units) or self.is_expected
 
 
 class DropPlan(NamedTuple):
@@ -73,10 +82,10 @@ def plan_drop(groups: Sequence[Group], copy_units: int, most: int | None = None)
     return DropPlan(tuple(merges), freed, freed >= needed)
 
 
-def should_restore(used: int, before: int, undropped: int, queued: int) -> bool:
+def should_restore(used: int, before: int, undropped: int, queued: int, growth: int = 0) -> bool:
     """Whether a group's layers can come back: use is falling (`before`: a while ago), nobody waits for memory, and what
-    is held takes at most `RESTORE_AT` of the cache that its engines have without a drop (§4.4)."""
-    return queued == 0 and used <= before and used <= RESTORE_AT * undropped
+    is held takes at most `RESTORE_AT` of the cache that its engines have without a drop (§4.4), and will fit in it."""
+    return queued == 0 and used <= before and used <= RESTORE_AT * undropped and used + growth <= undropped
 
 
 def split_layers(num_layers: int, speeds: Sequence[float], last_extra: float = 0.0) -> tuple[range, ...]:

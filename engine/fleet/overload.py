@@ -19,6 +19,8 @@ FALLING = 1.0
 """Seconds over which use is compared before layers are restored."""
 SETTLE = 5.0
 """The least time between two changes of an engine: each costs a pause, and the copy of what is held."""
+EXPECTED = 0.5
+"""Seconds for which more demand than memory must have been expected."""
 BACK_OFF = 30.0
 """After a failure."""
 
@@ -38,6 +40,7 @@ class Watch:
         self.too_little = False
         self._uses: dict[tuple[int, ...], _Use] = {}
         self._not_before: dict[int, float] = {}
+        self._expected: dict[tuple[int, ...], float] = {}
 
     def note(self, engines: Sequence[int], until: float) -> None:
         """These have just changed: they stay as they are for a while."""
@@ -46,6 +49,7 @@ class Watch:
 
     def merges(self, groups: Sequence[Group], copy_units: int, now: float) -> list[tuple[int, int]]:
         """Pairs of engines that are to become one pipeline. `copy_units`: what the layers of one make room for."""
+        groups = [self._checked(group, now) for group in groups]
         plan = plan_drop(groups, copy_units, most=2)
         self.too_little = not plan.enough and any(group.is_short for group in groups)
         pairs = []
@@ -61,7 +65,15 @@ class Watch:
         if now - use.at < FALLING or now < self._not_before.get(group.engines[0], now):
             return False
         self._uses[group.engines] = _Use(now, group.used)
-        return should_restore(group.used, use.units, undropped, group.queued)
+        return should_restore(group.used, use.units, undropped, group.queued, group.growth)
+
+    def _checked(self, group: Group, now: float) -> Group:
+        """What is expected counts once it has been for a while."""
+        if not group.is_expected:
+            self._expected.pop(group.engines, None)
+        elif now - self._expected.setdefault(group.engines, now) >= EXPECTED:
+            return group
+        return group._replace(growth=0)
 
 
 class Overload:
@@ -150,7 +162,8 @@ class Overload:
 
 
 def _group(engines: tuple[int, ...], report: LoadReport | None) -> Group:
-    """What online work holds, and what it waits for: offline work gives up what it has."""
+    """What online work holds, waits for and will need: offline work gives up what it has."""
     if report is None:
         return Group(engines, 0, 0, 0)
-    return Group(engines, report.num_units, report.num_units - report.available_units, report.queued_units)
+    used = report.num_units - report.available_units
+    return Group(engines, report.num_units, used, report.queued_units, report.growth_units)

@@ -3,11 +3,17 @@
 Online work only: it goes before offline work, and takes the memory that this holds.
 """
 
+from collections.abc import Collection, Iterable
+
 from engine.api import LoadReport, RequestClass
+from engine.request import Request
 from engine.scheduling.service_cost import token_costs
 from engine.scheduling.state import SchedulerState
 from predictor.limits import UNITS_PER_BLOCK
 from predictor.online import OnlineModel
+
+LATE_PART = 0.25
+"""Of the mean output: what a request that is past it may still give."""
 
 
 def report_load(
@@ -26,6 +32,7 @@ def report_load(
         queued_units=UNITS_PER_BLOCK * sum(-(-tokens // size) for tokens in missing) + state.prompt_reserve(prompts),
         queued_requests=len(missing) + len(prompts),
         running=len(online) - len(prompts),
+        growth_units=_growth(state, online, len(missing), mean_output),
         available_units=min(pool.num_available_units + held, pool.num_units),
         num_units=pool.num_units,
         tokens_per_unit=size / UNITS_PER_BLOCK,
@@ -39,3 +46,26 @@ def report_load(
         device_seconds=0.0 if model is None else model.device_seconds,
         profile_seconds=0.0 if model is None else model.profile_seconds,
     )
+
+
+def _growth(state: SchedulerState, online: Collection[Request], num_waiting: int, mean_output: float) -> int:
+    """See LoadReport.growth_units: of what holds cache now, and the output of prompts that have still to start."""
+    size, later = state.config.block_size, min(num_waiting, max(0, state.config.max_num_seqs - len(online)))
+    runs = []
+    for request in online:
+        left = min(max(mean_output - request.num_output_tokens, LATE_PART * mean_output), request.num_left_tokens)
+        runs.append((left, UNITS_PER_BLOCK * len(request.cache_map.blocks)))
+    return round(peak_growth(runs, later, mean_output, size / UNITS_PER_BLOCK))
+
+
+def peak_growth(runs: Iterable[tuple[float, int]], later: int, mean_output: float, tokens_per_unit: float) -> float:
+    """How many more units are held at the worst moment to come. `runs`: tokens that a request has still to give, one a
+    step, and units that it holds, which are free at its end; `later` more give `mean_output` each."""
+    runs = sorted(runs)
+    alive, change, worst = len(runs) + later, 0.0, 0.0
+    for left, held in runs:  # in order of their ends: just before one, all that are left have grown by as much
+        if left > mean_output and later:
+            worst, alive, later = max(worst, change + alive * mean_output / tokens_per_unit), alive - later, 0
+        worst = max(worst, change + alive * left / tokens_per_unit)
+        change, alive = change - held, alive - 1
+    return max(worst, change + alive * mean_output / tokens_per_unit)
