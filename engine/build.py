@@ -10,13 +10,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from hashlib import blake2b
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import engine.models.demo
+from engine import __version__
 from engine.adapters import parse_adapters
 from engine.api import DroppableLayers, EngineInfo
 from engine.colocation.controller import make_controller
@@ -358,7 +358,7 @@ def profile_key(plan: LaunchPlan) -> ProfileKey:
         name,
         ", ".join((find_backend(plan.device).fingerprint(plan), *([str(plan.offload)] if plan.offload else ()))),
         plan.precision,
-        metadata.version("tidemill"),
+        __version__,
         str(plan.limits.padding),
     )
 
@@ -426,7 +426,7 @@ def _open_disk(
 
 def _content_key(config: EngineConfig, plan: LaunchPlan) -> bytes:
     """What K and V depend on besides tokens: the checkpoint's files, types, layers and the layout of a unit."""
-    about = (plan.precision, plan.kernels, plan.implementation, plan.limits.block_size, metadata.version("tidemill"))
+    about = (plan.precision, plan.kernels, plan.implementation, plan.limits.block_size, __version__)
     invented = config.seed if config.load_format == "dummy" else None
     adapted = [_stamps(each.folder) for each in plan.adapters]  # known by their numbers
     return blake2b(repr((_stamps(plan.folder), about, invented, *adapted)).encode(), digest_size=16).digest()

@@ -9,6 +9,7 @@ from typing import Any
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 
+from engine import __version__
 from engine.api import EngineClient
 from engine.errors import TidemillError
 from engine.text.tokenizer import Tokenizer
@@ -89,7 +90,7 @@ def create_app(
             if folder is not None:
                 await folder.close()
 
-    app = FastAPI(title="tidemill", version=health.package_version(), lifespan=lifespan, docs_url=None, redoc_url=None)
+    app = FastAPI(title="tidemill", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.router.redirect_slashes = False
     app.state.context = context
     app.state.recorder = Recorder(metrics, lifecycle)
@@ -116,7 +117,7 @@ def _open_request_log(config: ServerConfig, metrics: GatewayMetrics) -> RequestL
 def _open_traces(config: ServerConfig, metrics: GatewayMetrics, model: str) -> Traces | None:
     if config.otlp_traces_endpoint is None:
         return None
-    traces = Traces(config.otlp_traces_endpoint, model, health.package_version(), lambda: metrics.stats)
+    traces = Traces(config.otlp_traces_endpoint, model, __version__, lambda: metrics.stats)
     metrics.on_end.append(traces.add)
     return traces
 

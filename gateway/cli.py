@@ -6,7 +6,6 @@ With engine/build.py the composition root: the one module of the gateway that re
 import argparse
 import dataclasses
 import importlib
-import importlib.metadata
 import os
 import signal
 import sys
@@ -15,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from engine import openmp
+from engine import __version__, openmp
 from engine.adapters import parse_adapters
 from engine.api import EngineClient, EngineInfo
 from engine.config import EngineConfig
@@ -29,10 +28,6 @@ from gateway.models import ModelNames
 
 DEMO_NAME = "tidemill-demo"
 _LOADGEN = {"bench": "loadgen.cli", "simulate": "loadgen.simulate"}
-
-
-def version() -> str:
-    return importlib.metadata.version("tidemill")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -64,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
         description="State your latency SLO; everything the GPU has left goes to your batch jobs.",
     )
-    parser.add_argument("--version", action="version", version=f"tidemill {version()}")
+    parser.add_argument("--version", action="version", version=f"tidemill {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=Parser)
     _add_serve(commands)
     _add_chat(commands)
@@ -194,7 +189,7 @@ def _add_profile(commands: Any) -> None:
 
 
 def _version(_arguments: argparse.Namespace) -> int:
-    print(version())
+    print(__version__)
     return 0
 
 
@@ -237,7 +232,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
     engine_config, _server = resolve_configs(arguments, [EngineConfig, ServerConfig])
     from gateway.commands.doctor import report_launch, report_machine
 
-    print("\n".join(report_machine(version())))
+    print("\n".join(report_machine(__version__)))
     build = importlib.import_module("engine.build")
     print("\n".join(report_launch(build.plan_launch(engine_config), model_name(engine_config))))
     return 0
@@ -375,4 +370,4 @@ def summary(config: ServerConfig, info: EngineInfo) -> str:
     address = f"http://{host}:{config.port}" if config.port else f"http://{host} (port chosen by the system)"
     model = f"{config.served_model_name[0]} ({info.architecture}, {info.num_parameters:,} parameters)"
     room = f"cache {info.cache_tokens:,} tokens, context {info.max_model_len:,} tokens"
-    return f"tidemill {version()}: {model}, {info.dtype} on {info.device}, {room}, {address}"
+    return f"tidemill {__version__}: {model}, {info.dtype} on {info.device}, {room}, {address}"

@@ -1,6 +1,5 @@
 """GET /health (the process and its engine live), /ready (send work here), /version, /metrics and /v1/models."""
 
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import anyio.to_thread
@@ -123,10 +122,3 @@ async def retrieve_model(request: Request, model: str) -> Response:
     context = context_of(request)
     found = find_model(context, model)
     return Response(orjson.dumps(_model_object(context, model, found)), media_type="application/json")
-
-
-def package_version() -> str:
-    try:
-        return version("tidemill")
-    except PackageNotFoundError:  # run from a folder, not installed
-        return "unknown"

@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import importlib.metadata
 import re
 import shlex
 import socket
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from engine import __version__
 from engine.api import EngineInfo
 from engine.config import EngineConfig
 from gateway import cli
@@ -67,6 +69,17 @@ assert not heavy, heavy
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_source_tree_that_is_not_installed_knows_its_version(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(name: str) -> None:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "distribution", missing)
+    assert cli.main(["version"]) == 0
+    assert capsys.readouterr().out == f"{__version__}\n"
 
 
 def test_the_gateway_reaches_the_data_plane_by_one_name_only() -> None:

@@ -4,6 +4,7 @@ import json
 import math
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -115,6 +116,12 @@ def test_without_a_gpu_it_says_so() -> None:
     ended = run()
     assert ended.returncode == 2
     assert "no CUDA device" in ended.stderr and not ended.stdout
+
+
+def test_a_warning_of_a_plugin_that_is_not_ours_ends_no_run() -> None:
+    """pytest-benchmark 5.1 beside xdist, before any test: it was an INTERNALERROR on a machine of somebody else's."""
+    text = "Benchmarks are automatically disabled because xdist plugin is active."
+    warnings.warn(pytest.PytestWarning(text), stacklevel=1)
 
 
 def test_it_needs_nothing_of_the_server() -> None:

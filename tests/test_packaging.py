@@ -13,6 +13,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from engine import __version__
+
 ROOT = Path(__file__).resolve().parents[1]
 KERNELS = "engine/execution/cpu/native/libtidemill_cpu.so"
 pytestmark = pytest.mark.timeout(900)  # the wheel takes a C++ compiler its time
@@ -43,6 +45,7 @@ def test_the_wheel_holds_the_native_kernels_where_a_compiler_is(wheel: Path) -> 
     if shutil.which("g++") and platform.machine() == "x86_64":
         assert KERNELS in zipfile.ZipFile(wheel).namelist()
     assert "-py3-none-" in wheel.name
+    assert wheel.name.startswith(f"tidemill-{__version__}-")
 
 
 def test_without_a_compiler_the_wheel_is_built_and_says_what_it_lacks(tmp_path: Path) -> None:
@@ -87,6 +90,8 @@ def test_an_installed_wheel_works_outside_the_checkout(wheel: Path, tmp_path: Pa
     done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "tidemill-demo" in done.stdout
+    (distribution,) = site.glob("*.dist-info")
+    shutil.rmtree(distribution)  # as a source tree is, where nothing was installed
     check_serves(python, environment, tmp_path)
 
 

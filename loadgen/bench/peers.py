@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from gateway.health import package_version
+from engine import __version__
 from loadgen.bench import live
 
 SEQUENCES = 64
@@ -96,7 +96,7 @@ def tidemill(threads: int, dtype: str, *flags: str) -> Engine:
         kept = ["--profile-dir", str(folder), "--state-dir", str(folder / "state"), "--no-enable-prefix-caching"]
         return [*own, *same, *kept, "--threads", str(threads), *flags]
 
-    return Engine("tidemill", package_version(), command, {"OMP_NUM_THREADS": str(threads)}, ready="/ready")
+    return Engine("tidemill", __version__, command, {"OMP_NUM_THREADS": str(threads)}, ready="/ready")
 
 
 def vllm(where: str, threads: int, dtype: str) -> Engine:
