@@ -460,15 +460,16 @@ class Engine:
     def _launch(self) -> None:
         """Schedule steps until the pipeline is full or nothing can run.
 
-        The offline plan was made while the last step ran. Beside online work a step does not wait for it; without
-        online work there is nothing to run until it comes, and the planner wakes the loop.
+        The offline plan was made while the last step ran. A step does not wait for it where there is something to run,
+        online work or what the last plan has begun; else the planner wakes the loop when it comes.
         """
         self._wake.clear()
         core = self._core
         if self._held or self._clock() < self._rest_until:
             return
         while not self._stopping and len(self._in_flight) <= core.config.pipeline_depth:
-            output = core.schedule(self._clock(), self._planner.take())
+            plan = self._planner.take(go_on=core.has_online or bool(self._in_flight))
+            output = core.schedule(self._clock(), plan)
             if output is None:
                 if core.has_offline and not self._plan_tried:
                     self._plan_tried = True  # one fresh plan per event: when even that runs nothing, wait for the next

@@ -289,8 +289,8 @@ async def test_a_lost_device_is_asked_for_and_blames_nobody(monkeypatch: pytest.
     await engine.stop()
 
 
-def make_planned_engine(plan_offline: Any) -> Engine:
-    core = EngineCore(SchedulerConfig(num_units=128, max_model_len=4096, block_size=64))
+def make_planned_engine(plan_offline: Any, depth: int = 0) -> Engine:
+    core = EngineCore(SchedulerConfig(num_units=128, max_model_len=4096, block_size=64, pipeline_depth=depth))
     info = EngineInfo(4096, VOCAB, frozenset(), "fake", "none", "none", 0)
     runner = FakeRunner(block_size=64, vocab_size=VOCAB)
     return Engine(core, runner, info, plan_offline=lambda now: plan_offline(core, now))
@@ -326,6 +326,30 @@ async def test_a_planner_that_fails_never_harms_an_online_request(plan_offline: 
     tokens, final = await collect(engine, chat)
     assert tokens == solo(chat) and final.finish_reason is FinishReason.LENGTH
     await job.aclose()
+    await engine.stop()
+    engine._core.check_integrity()
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+async def test_offline_requests_run_on_in_steps_that_are_shorter_than_a_plan(depth: int) -> None:
+    """One plan is made, and never another: what it has begun goes on in every step beside the chat."""
+    plans = 0
+
+    def once(core: EngineCore, now: float) -> Generator[None, None, OfflinePlan]:
+        nonlocal plans
+        plans += 1
+        while plans > 1:
+            yield
+        return OfflinePlan((PlannedChunk("job", 5, running=False),))
+
+    engine = make_planned_engine(once, depth)
+    await engine.start()
+    chat = asyncio.create_task(collect(engine, make_request("chat", range(9), 1000)))
+    job = make_request("job", range(5), 50, request_class=RequestClass.OFFLINE)
+    tokens, _ = await collect(engine, job)
+    assert tokens == solo(job) and not chat.done()
+    engine.abort("chat")
+    await chat
     await engine.stop()
     engine._core.check_integrity()
 

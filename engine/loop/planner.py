@@ -1,5 +1,7 @@
 """The planner coroutine: the offline fill of step n+1 is computed while step n runs (HyGen §4.3).
 
+Where steps are shorter than it takes to plan (a small model on a GPU), the requests of the last plan run on meanwhile.
+
 Knows nothing of requests or streams; the plan itself is made by `engine.scheduling.planner`.
 """
 
@@ -29,6 +31,7 @@ class Planner:
         self._ready = ready
         self._wanted = asyncio.Event()
         self._plan: OfflinePlan | None = None
+        self._last: OfflinePlan | None = None
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -43,7 +46,7 @@ class Planner:
         """Give up the plan in the making, which may never end, and begin another."""
         if self._task is not None:
             self._task.cancel()
-            self._plan = None
+            self._plan = self._last = None
             self.start()
             self.want()
 
@@ -51,9 +54,14 @@ class Planner:
         """Ask for a new plan; returns at once."""
         self._wanted.set()
 
-    def take(self) -> OfflinePlan | None:
-        """The newest plan, once; None when none is ready."""
+    def take(self, *, go_on: bool = False) -> OfflinePlan | None:
+        """The newest plan, once; None when none is ready, or, to `go_on`, that the requests of the last one run on:
+        a step may be shorter than it takes to plan the next."""
         plan, self._plan = self._plan, None
+        if plan is not None:
+            self._last = plan
+        elif go_on and self._last is not None:
+            plan = self._last = self._last.continued
         return plan
 
     async def _run(self) -> None:

@@ -40,6 +40,13 @@ class OfflinePlan(NamedTuple):
 
     chunks: tuple[PlannedChunk, ...]
 
+    @property
+    def continued(self) -> "OfflinePlan":
+        """The same requests once more, those that this plan started among the running."""
+        if all(chunk.running for chunk in self.chunks):
+            return self
+        return OfflinePlan(tuple(chunk._replace(running=True) for chunk in self.chunks))
+
 
 def offline_allowance(
     state: SchedulerState,
