@@ -89,10 +89,10 @@ def plan_launch(config: EngineConfig) -> LaunchPlan:
         raise ConfigError("--disk-space runs on a CPU only: on a GPU --swap-space keeps the cache of chats")
     dtype, note = (config.dtype, None) if config.dtype != "auto" else backend.choose_dtype(spec, config)
     foreign = choice.implementation == TRANSFORMERS
-    if config.kv_cache_dtype != "auto" and (foreign or backend.name != "cpu"):
-        raise ConfigError(
-            f"--kv-cache-dtype {config.kv_cache_dtype} runs on a CPU only, with models of our own families"
-        )
+    if config.kv_cache_dtype != "auto" and foreign:
+        raise ConfigError(f"--kv-cache-dtype {config.kv_cache_dtype} runs with models of our own families only")
+    if config.kv_cache_dtype == "parked-int8" and backend.name != "cpu":
+        raise ConfigError("--kv-cache-dtype parked-int8 runs on a CPU only: on a GPU say int8, for the whole cache")
     if foreign and config.quantization != "none":
         raise ConfigError(
             f"--quantization {config.quantization} is of families of ours, and {spec.architecture} is none"

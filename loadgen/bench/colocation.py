@@ -25,7 +25,8 @@ import numpy as np
 from loadgen import arrivals as processes
 from loadgen.arrivals import RateCurve, constant_rate
 from loadgen.bench import live
-from loadgen.bench.live import Watch, make_model_folder, percentile, plan_for, server, wait_quiet
+from loadgen.bench.gpu.setup import SHAPES
+from loadgen.bench.live import CONFIG, Watch, make_model_folder, percentile, plan_for, server, wait_quiet
 from loadgen.bench.machine import describe
 from loadgen.metrics import Slo, token_events
 from loadgen.plan import Job, Plan, Windows
@@ -44,6 +45,8 @@ LEARNING = 15.0
 JOB_TOKENS_PER_SECOND = 2_000
 """A job has lines for this rate, and offline clients for ten times it, so that none ends before its arm."""
 JOB = "job"
+SMALL = "134.5M Llama"
+_IDS = {"torch_dtype": "bfloat16", "bos_token_id": 0, "eos_token_id": 1}
 FORMS = ("tbt_p99", "tbt_mean", "5%")
 """Forms of the SLO that `--steps` compares."""
 TOKENS = "tidemill_offline_tokens_total"
@@ -86,11 +89,21 @@ def poisson(curve: RateCurve, seconds: float, seed: int) -> list[float]:
     return list(map(float, processes.schedule(curve, "poisson", stream(seed, "arrivals"), duration=seconds)))
 
 
-def plan_arm(url: str, arrivals: Sequence[float], seconds: float, tier: str | None, seed: int, **settings: Any) -> Plan:
-    """Online arrivals (perhaps none) beside `OUTSTANDING` offline clients of a tier, one batch job (`JOB`) or none.
-    `settings` are further ones of the plan."""
+def plan_arm(
+    url: str,
+    arrivals: Sequence[float],
+    seconds: float,
+    tier: str | None,
+    seed: int,
+    *,
+    outstanding: int | None = None,
+    job_rate: float | None = None,
+    **settings: Any,
+) -> Plan:
+    """Online arrivals (perhaps none) beside `outstanding` offline clients of a tier, one batch job (`JOB`) with lines
+    for `job_rate` tokens/s, or none. `settings` are further ones of the plan."""
     online = fixed(1, ONLINE_PROMPT, ONLINE_OUTPUT).at(np.array(arrivals)) if arrivals else None
-    lines = math.ceil(seconds * JOB_TOKENS_PER_SECOND / (OFFLINE_PROMPT + OFFLINE_OUTPUT))
+    lines = math.ceil(seconds * (job_rate or JOB_TOKENS_PER_SECOND) / (OFFLINE_PROMPT + OFFLINE_OUTPUT))
     job = Job(fixed(lines if tier == JOB else 10 * lines, OFFLINE_PROMPT, OFFLINE_OUTPUT))
     return plan_for(
         url,
@@ -98,7 +111,7 @@ def plan_arm(url: str, arrivals: Sequence[float], seconds: float, tier: str | No
         online=online,
         jobs=() if tier is None else (job,),
         offline_mode="none" if tier is None else "batch" if tier == JOB else "flex",
-        offline_concurrency=OUTSTANDING,
+        offline_concurrency=outstanding or OUTSTANDING,
         offline_tier=tier,
         windows=Windows(horizon=seconds, drain=DRAIN),
         **settings,
@@ -190,22 +203,24 @@ def run_alone(
     seconds: float,
     tier: str | None,
     seed: int,
+    **settings: Any,
 ) -> Run:
     """One arm against a server of its own: what the keeper learns from one arm must not help or harm another."""
     with serve() as url:
         warm = [i / rate for i in range(int(rate * LEARNING))]
-        asyncio.run(run_arm(url, warm, LEARNING, "flex", 0))  # nothing is cold, and the keeper has seen some steps
-        return asyncio.run(run_arm(url, arrivals, seconds, tier, seed))
+        # nothing is cold, and the keeper has seen some steps
+        asyncio.run(run_arm(url, warm, LEARNING, "flex", 0, **settings))
+        return asyncio.run(run_arm(url, arrivals, seconds, tier, seed, **settings))
 
 
 def compare(serve: Callable[[], AbstractContextManager[str]], args: argparse.Namespace) -> None:
-    rate = args.rate
+    rate, settings = args.rate, {"outstanding": args.outstanding, "job_rate": args.job_rate}
     arms: dict[str, list[Run]] = {name: [] for name in args.arms}
     for seed in range(1, args.seeds + 1):
         arrivals = poisson(constant_rate(rate), args.seconds, seed)
         for name in arms:
             online = [] if name == "offline only" else arrivals
-            arms[name].append(run_alone(serve, rate, online, args.seconds, TIERS[name], seed))
+            arms[name].append(run_alone(serve, rate, online, args.seconds, TIERS[name], seed, **settings))
             summarise(f"  {name} {seed}", arms[name][-1:], args.ttft, args.tbt)
     print(HEADING)
     for name, runs in arms.items():
@@ -260,6 +275,11 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--ttft", type=float, default=1.0, help="TTFT limit in seconds")
     parser.add_argument("--tbt", type=float, default=0.1, help="limit on the P99 of a request's gaps in seconds")
+    parser.add_argument("--model", default=SMALL, choices=(SMALL, *SHAPES), help="shape of the random model")
+    parser.add_argument("--outstanding", type=int, help=f"offline clients (default: {OUTSTANDING})")
+    parser.add_argument(
+        "--job-rate", type=float, help=f"tokens/s for which a job has lines (default: {JOB_TOKENS_PER_SECOND:,})"
+    )
     parser.add_argument("--fill-policy", default="tidemill", choices=("tidemill", "hygen"))
     parser.add_argument("--arms", type=arms_of, default=tuple(TIERS), help=f"some of {', '.join(TIERS)} (default: all)")
     parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="draw a run with a sine-shaped online load")
@@ -287,14 +307,14 @@ def main(argv: list[str] | None = None) -> None:
         return
     slo = f"ttft_p99={args.ttft * 1e3:g}ms,tbt_p99={args.tbt * 1e3:g}ms"
     print(
-        f"co-location: random 134.5 M Llama, SLO {slo}, {args.rate} online requests/s of "
-        f"{ONLINE_PROMPT}/{ONLINE_OUTPUT}, {OUTSTANDING} offline clients of "
+        f"co-location: random {args.model}, SLO {slo}, {args.rate} online requests/s of "
+        f"{ONLINE_PROMPT}/{ONLINE_OUTPUT}, {args.outstanding or OUTSTANDING} offline clients of "
         f"{OFFLINE_PROMPT}/{OFFLINE_OUTPUT}; {describe()}",
         flush=True,
     )
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        make_model_folder(folder)
+        make_model_folder(folder, CONFIG if args.model == SMALL else SHAPES[args.model] | _IDS)
         flags = ("--slo", slo, "--fill-policy", args.fill_policy, "--profile-dir", name)
 
         def serve() -> AbstractContextManager[str]:
@@ -304,7 +324,8 @@ def main(argv: list[str] | None = None) -> None:
             compare(serve, args)
             return
         curve = processes.sine(args.rate, args.rate, args.seconds / 3)
-        run = run_alone(serve, args.rate, poisson(curve, args.seconds, 1), args.seconds, "flex", 1)
+        settings = {"outstanding": args.outstanding, "job_rate": args.job_rate}
+        run = run_alone(serve, args.rate, poisson(curve, args.seconds, 1), args.seconds, "flex", 1, **settings)
         summarise("sine", [run], args.ttft, args.tbt)
         args.plot.write_text(draw({"tidemill": run}, args.ttft, args.tbt))
 

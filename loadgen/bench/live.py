@@ -57,9 +57,9 @@ OPEN = ("tidemill_requests_running", "tidemill_requests_waiting")
 """The server's metrics of open requests."""
 
 
-def make_model_folder(folder: Path) -> None:
-    """`CONFIG` with the packaged tokenizer; the server makes up the weights."""
-    (folder / "config.json").write_text(json.dumps(CONFIG))
+def make_model_folder(folder: Path, config: Mapping[str, Any] = CONFIG) -> None:
+    """A model's configuration with the packaged tokenizer; the server makes up the weights."""
+    (folder / "config.json").write_text(json.dumps(dict(config)))
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(PACKAGED / name, folder / name)
 

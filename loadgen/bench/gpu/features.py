@@ -1,0 +1,151 @@
+"""The engine as the server builds it, with the packaged demo model in float32, by feature: each answers on the device
+what the plain engine answers on the CPU, token for token."""
+
+import asyncio
+import json
+import random
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from engine.api import EngineRequest, RequestClass, SamplingParams
+from engine.build import build_engine, plan_launch
+from engine.config import EngineConfig
+from engine.engine import Engine
+from engine.models.spec import ModelSpec
+from loadgen.bench.gpu.setup import Setup
+from loadgen.bench.gpu.table import Row
+
+_RANK = 4
+_SHORT_OF_MEMORY = 40  # blocks, for two dozen requests of up to 13: some are preempted
+_PLAIN = EngineConfig(device="cpu", dtype="float32", profile_seconds=0.0, self_test=False, max_model_len=512)
+
+
+@dataclass(frozen=True, slots=True)
+class Feature:
+    """`changes` of the configuration; `preempts`: the pool must have been too small for all requests. `exact`: the
+    same tokens are due, else the row only says how many answers differ."""
+
+    name: str
+    changes: dict[str, object]
+    preempts: bool = False
+    exact: bool = True
+
+
+def _features(adapter: Path) -> list[Feature]:
+    short = {"num_gpu_blocks_override": _SHORT_OF_MEMORY}
+    return [
+        Feature("our own layers, eager and graphs", {}),
+        Feature("memory short, recompute", short, True),
+        Feature("memory short, swap", short | {"swap_space": 0.25}, True),
+        Feature("memory short, hidden cache", short | {"hidden_cache": True, "online_policy": "apt"}, True),
+        Feature("weights that stream", {"offload_weights": "0.012"}),
+        Feature("transformers' modules", {"model_impl": "transformers"}),
+        Feature("a LoRA adapter beside none", {"lora": (f"a={adapter}",)}),
+        Feature("cache of 8 bits", {"kv_cache_dtype": "int8"}, exact=False),
+        Feature(
+            "cache of 8 bits, memory short, swap", short | {"kv_cache_dtype": "int8", "swap_space": 0.25}, exact=False
+        ),
+        Feature("bfloat16", {"dtype": "bfloat16"}, exact=False),
+        Feature("float16", {"dtype": "float16"}, exact=False),
+    ]
+
+
+def check_features(setup: Setup) -> Iterator[Row]:
+    with tempfile.TemporaryDirectory() as folder:
+        plan = plan_launch(_PLAIN)
+        adapter = _make_adapter(Path(folder) / "adapter", plan.own)
+        plain = {False: asyncio.run(_answers(_PLAIN, setup, False)).tokens}
+        with_adapter = replace(_PLAIN, lora=(f"a={adapter}",))
+        plain[True] = asyncio.run(_answers(with_adapter, setup, True)).tokens
+        for feature in _features(adapter)[: setup.size(100, 3)]:
+            yield _row(setup, feature, plain[bool(feature.changes.get("lora"))])
+
+
+def _row(setup: Setup, feature: Feature, expected: dict[str, tuple[int, ...]]) -> Row:
+    name = f"answers that differ from the CPU's: {feature.name}"
+    config = replace(_PLAIN, device=setup.device.type, **{"gpu_memory_utilization": 0.3, **feature.changes})
+    try:
+        got = asyncio.run(_answers(config, setup, bool(feature.changes.get("lora"))))
+    except Exception as error:  # a feature that cannot run is a row of the table, and the others still run
+        return Row(name, "", None, note=f"{type(error).__name__}: {error}"[:300])
+    different = [key for key, tokens in expected.items() if got.tokens[key] != tokens]
+    note = f"of {len(expected)}; {got.preemptions} preemptions{'' if not different else ': ' + ', '.join(different)}"
+    if feature.preempts and not got.preemptions:
+        return Row(name, "", None, note="no request was preempted: the check checks nothing")
+    return Row(name, "", len(different), 0 if feature.exact else None, None, "", True, note)
+
+
+@dataclass(frozen=True, slots=True)
+class _Answers:
+    tokens: dict[str, tuple[int, ...]]
+    preemptions: int
+
+
+async def _answers(config: EngineConfig, setup: Setup, adapters: bool) -> _Answers:
+    engine = build_engine(config)
+    await engine.start()
+    try:
+        requests = _requests(setup, engine.info.vocab_size, adapters)
+        streams = await engine.submit(requests)
+        tokens = await asyncio.gather(*map(_collect, streams))
+        names = (request.request_id for request in requests)
+        return _Answers(dict(zip(names, tokens, strict=True)), _preemptions(engine))
+    finally:
+        await engine.stop()
+
+
+async def _collect(stream: object) -> tuple[int, ...]:
+    tokens: list[int] = []
+    async for output in stream:  # type: ignore[attr-defined]
+        if output.error is not None:
+            raise output.error.to_error()
+        tokens += output.token_ids
+    return tuple(tokens)
+
+
+def _preemptions(engine: Engine) -> int:
+    return sum(engine.snapshot().preemptions.values())
+
+
+def _requests(setup: Setup, vocab: int, adapters: bool) -> list[EngineRequest]:
+    """Two dozen of both classes: greedy, drawn, with penalties, and with log probabilities."""
+    rng = random.Random(5)
+    kinds = {
+        "greedy": SamplingParams(setup.size(48, 5), temperature=0.0),
+        "drawn": SamplingParams(setup.size(48, 5), temperature=0.8, top_p=0.9, top_k=50, seed=11),
+        "penalties": SamplingParams(
+            setup.size(48, 5), temperature=0.0, presence_penalty=0.5, frequency_penalty=0.3, repetition_penalty=1.2,
+            logit_bias=((17, 2.0),), min_tokens=3,
+        ),
+        "logprobs": SamplingParams(setup.size(48, 5), temperature=0.0, logprobs=3),
+    }  # fmt: skip
+    shared = [rng.randrange(3, vocab) for _ in range(40)]
+    requests = []
+    for index in range(setup.size(24, 8)):
+        kind = list(kinds)[index % len(kinds)]
+        own = [rng.randrange(3, vocab) for _ in range(rng.randint(1, setup.size(150, 20)))]
+        prompt = tuple(shared + own if index % 3 else own)
+        which = RequestClass.OFFLINE if index % 2 else RequestClass.ONLINE
+        number = index % 2 if adapters else 0
+        requests.append(EngineRequest(f"{kind} {index}", prompt, kinds[kind], which, adapter=number))
+    return requests
+
+
+def _make_adapter(folder: Path, spec: ModelSpec) -> Path:
+    """A random adapter of every layer's queries and of its way back, as peft stores it."""
+    generator, tensors = torch.Generator().manual_seed(3), dict[str, torch.Tensor]()
+    for layer in range(spec.num_layers):
+        for module, wide, narrow in (("q", spec.q_size, spec.hidden_size), ("o", spec.hidden_size, spec.q_size)):
+            stem = f"base_model.model.model.layers.{layer}.self_attn.{module}_proj.lora_"
+            tensors[f"{stem}A.weight"] = torch.randn(_RANK, narrow, generator=generator) * narrow**-0.5
+            tensors[f"{stem}B.weight"] = torch.randn(wide, _RANK, generator=generator) * 0.3
+    folder.mkdir()
+    save_file(tensors, folder / "adapter_model.safetensors")
+    about = {"peft_type": "LORA", "r": _RANK, "lora_alpha": 8.0, "target_modules": ["q_proj", "o_proj"], "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps(about))
+    return folder
