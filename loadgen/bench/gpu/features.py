@@ -5,9 +5,10 @@ import asyncio
 import json
 import random
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -31,13 +32,13 @@ class Feature:
     same tokens are due, else the row only says how many answers differ."""
 
     name: str
-    changes: dict[str, object]
+    changes: Mapping[str, Any]
     preempts: bool = False
     exact: bool = True
 
 
 def _features(adapter: Path) -> list[Feature]:
-    short = {"num_gpu_blocks_override": _SHORT_OF_MEMORY}
+    short: dict[str, Any] = {"num_gpu_blocks_override": _SHORT_OF_MEMORY}
     return [
         Feature("our own layers, eager and graphs", {}),
         Feature("memory short, recompute", short, True),
@@ -68,7 +69,8 @@ def check_features(setup: Setup) -> Iterator[Row]:
 
 def _row(setup: Setup, feature: Feature, expected: dict[str, tuple[int, ...]]) -> Row:
     name = f"answers that differ from the CPU's: {feature.name}"
-    config = replace(_PLAIN, device=setup.device.type, **{"gpu_memory_utilization": 0.3, **feature.changes})
+    config = replace(_PLAIN, device=setup.device.type, **feature.changes)
+    setup.release()
     try:
         got = asyncio.run(_answers(config, setup, bool(feature.changes.get("lora"))))
     except Exception as error:  # a feature that cannot run is a row of the table, and the others still run

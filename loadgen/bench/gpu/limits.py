@@ -8,6 +8,9 @@ import torch
 from loadgen.bench.gpu.setup import Setup
 from loadgen.bench.gpu.table import Row
 
+_H200_BANDWIDTH = 4.3e12
+"""Bytes/s of the device for which targets and floors of the table were worked out."""
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -17,6 +20,10 @@ class Limits:
     bandwidth: float
     flops: float
     to_host: float
+
+    def scaled(self, rate: float) -> float:
+        """A rate that is bound by memory, stated for an H200, on this machine."""
+        return rate * self.bandwidth / _H200_BANDWIDTH
 
     def step_seconds(self, weight_bytes: float, flops: float, kv_bytes: float) -> float:
         """The floor of a step: weights read once or the GEMMs computed, then the cache read."""

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from engine.api import EngineRequest, RequestClass, SamplingParams
+from loadgen.bench.gpu.limits import measure_limits
 from loadgen.bench.gpu.loop import BLOCK, Loop, make_runner, scheduler_config
 from loadgen.bench.gpu.setup import SHAPES, Setup
 from loadgen.bench.gpu.table import Row
@@ -24,13 +25,14 @@ def lengths_of(setup: Setup, seed: int = 0) -> list[tuple[int, int]]:
 
 
 def check_serving(setup: Setup) -> Iterator[Row]:
+    scaled = measure_limits(setup).scaled
     for name, (target, floor) in _TARGETS.items():
         rate = _rate(setup, name, lengths_of(setup)) / 1e3
         anchor = "10.0 (A800)" if name == _PEER else "24.1 (A800)" if name == "Qwen2.5-0.5B" else ""
-        yield Row(f"256 requests, in/out 100-1024, {name}", "k tok/s", rate, target, floor, anchor)
+        yield Row(f"256 requests, in/out 100-1024, {name}", "k tok/s", rate, scaled(target), scaled(floor), anchor)
     size = setup.size(1000, 8)
     rate = _rate(setup, "8B", [(size, size)] * setup.size(256, 3)) / 1e3
-    yield Row("offline 1000/1000, 8B", "k tok/s", rate, 9.7, 12.1, "17.7 (TensorRT-LLM, FP8)")
+    yield Row("offline 1000/1000, 8B", "k tok/s", rate, scaled(9.7), scaled(12.1), "17.7 (TensorRT-LLM, FP8)")
 
 
 def check_peer(setup: Setup) -> Iterator[Row]:
