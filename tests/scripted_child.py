@@ -119,6 +119,10 @@ class ScriptedRunner(StagedFake):
             return enders[0]
         return token
 
+    def prepare_restore(self, num_units: int) -> None:
+        super().prepare_restore(num_units)
+        (self._faults.folder / "prepared").touch()
+
     def launch(self, output: SchedulerOutput) -> Collect:
         return partial(self._step, output)
 

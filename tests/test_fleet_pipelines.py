@@ -18,7 +18,7 @@ from engine.fleet.overload import Overload
 
 SMALL = replace(CONFIG, num_gpu_blocks_override=100)
 MERGE = ("1 hold", "2 meet", "3 detach", "4 exchange", "5 reform", "6 attach", "7 place", "8 go")
-SPLIT = ("1 hold", "2 dissolve", *MERGE[2:])
+SPLIT = ("0 prepare", "1 hold", "2 dissolve", *MERGE[2:])
 
 
 def overload_of(fleet: FleetClient) -> Overload:
@@ -71,6 +71,7 @@ async def test_a_pipeline_goes_on_with_what_two_engines_had_and_they_with_what_i
         more = asyncio.create_task(collect(fleet, request("more")))  # type: ignore[arg-type]
         (pair,) = overload.pipelines.pairs
         assert await overload.pipelines.split(pair)
+        assert all((tmp_path / str(number) / "prepared").exists() for number in range(2)), "before the pause"
         assert (await more)[-1].finish_reason is FinishReason.LENGTH
         assert await asked == undisturbed
         stats = await fleet.stats()
@@ -184,7 +185,7 @@ async def test_drops_restores_and_deaths_in_any_order(seed: int, tmp_path: Path)
             await until(lambda: all(member.is_well for member in fleet._members))
             overload.pipelines._before = lambda _step: None
             if dice.random() < 0.4:
-                kill_before(dice.choice([*MERGE, "2 dissolve"]), dice.randrange(2), overload, tmp_path)
+                kill_before(dice.choice([*MERGE, "0 prepare", "2 dissolve"]), dice.randrange(2), overload, tmp_path)
             settled = [pair for pair in overload.pipelines.pairs if pair.settled]
             if settled and dice.random() < 0.2:
                 await asyncio.to_thread(kill, tmp_path, dice.randrange(2))

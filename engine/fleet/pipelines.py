@@ -26,8 +26,9 @@ ORDER_SECONDS = 300.0
 
 
 class Pair:
-    """`kept`: the layers of each, the leader's first; `undropped`: units of both with all layers in place. `lives`: of
-    their processes; `settled`: it computes, and no step is under way."""
+    """`kept`: the layers of each, the leader's first; `undropped`: units of both with all layers in place;
+    `num_fitting`: units of the pipeline for which there is memory beside all layers. `lives`: of their processes;
+    `settled`: it computes, and no step is under way."""
 
     def __init__(self, leader: Member, follower: Member) -> None:
         self.leader, self.follower = leader, follower
@@ -38,6 +39,9 @@ class Pair:
         units = pipeline_units(kept, room, first.layer_bytes, first.unit_layer_bytes)
         self.kept: tuple[Layers, Layers] = ((kept[0].start, kept[0].stop), (kept[1].start, kept[1].stop))
         self.num_units = units - units % 2
+        self.num_fitting = 2 * min(
+            each.num_units * each.num_layers // (2 * len(layers)) for each, layers in zip(sizes, kept, strict=True)
+        )
         self.undropped = sum(each.num_units for each in sizes)
         self.lives = tuple(member.engine.regroup.life for member in self.members)
         self.settled = False
@@ -94,6 +98,9 @@ class Pipelines:
     async def split(self, pair: Pair) -> bool:
         """Make two engines of a pipeline, which they are in the end in any case. False: with requests that are computed
         again."""
+        await self._prepare(pair)
+        if not pair.settled:
+            return False  # it has broken meanwhile
         pair.settled = False
         done = await self._try(pair, self._split)
         self.restores += done
@@ -156,6 +163,15 @@ class Pipelines:
         self._before("8 go")
         await pair.tell(pair.follower, orders.Go(FOLLOWER))
         await pair.tell(pair.leader, orders.Go(LEADER, _ids(placed)))
+
+    async def _prepare(self, pair: Pair) -> None:
+        """Load layers while the pipeline serves: what cannot be done now is done in the pause."""
+        self._before("0 prepare")
+        try:
+            if not await pair.tell(pair.leader, orders.Retire(pair.num_fitting)):
+                await pair.tell_both(orders.Prepare(pair.num_fitting), orders.Prepare(pair.num_fitting))
+        except (TidemillError, TimeoutError) as error:
+            log.warning("engines %d and %d: %s", *(member.number for member in pair.members), error or "no answer")
 
     async def _split(self, pair: Pair) -> None:
         leader, follower = pair.leader.engine.regroup, pair.follower.engine.regroup

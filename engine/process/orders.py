@@ -92,6 +92,20 @@ class Go(OrderBase, frozen=True):
     arrived: tuple[str, ...] = ()
 
 
+class Retire(OrderBase, frozen=True):
+    """To a leader that runs: give out the first `num_units` alone, and answer once nothing lies behind them, or after a
+    while with the pasts that do."""
+
+    num_units: int
+
+
+class Prepare(OrderBase, frozen=True):
+    """Nothing lies behind the first `num_units` any more: load the layers that are absent into the memory there, while
+    steps run."""
+
+    num_units: int
+
+
 class Dissolve(OrderBase, frozen=True):
     """To a leader at rest: the other engine ends to follow; both go on with what comes next."""
 
@@ -105,4 +119,4 @@ class Reset(OrderBase, frozen=True):
     requests: tuple[EngineRequest, ...]
 
 
-Order = Hold | Meet | Detach | Exchange | Reform | Attach | Place | Go | Dissolve | Reset
+Order = Hold | Meet | Detach | Exchange | Reform | Attach | Place | Go | Retire | Prepare | Dissolve | Reset

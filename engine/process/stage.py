@@ -23,6 +23,7 @@ from engine.scheduling.output import StagedRunner
 log = logging.getLogger("tidemill.engine")
 
 MEET_SECONDS = 10.0
+RETIRE_LOOKS, LOOK_SECONDS = 400, 0.05
 
 
 class Stage:
@@ -116,6 +117,10 @@ class Stage:
                 await self._engine.aside(self._place, pasts)
             case orders.Go(role, arrived):
                 await self._go(role, arrived)
+            case orders.Retire(num_units):
+                return await self._retire(num_units)
+            case orders.Prepare(num_units):
+                await asyncio.to_thread(self._runner.prepare_restore, num_units)
             case orders.Dissolve():
                 await self._dissolve()
             case orders.Reset():
@@ -262,6 +267,18 @@ class Stage:
         ended.set()
         if lost and ended is self._ended and self.role == FOLLOWER:
             self._parted()
+
+    async def _retire(self, num_units: int) -> tuple[Past, ...]:
+        core = self._engine.core
+        core.shrink_cache(max(0, self._engine.load().num_units - num_units))
+        for _ in range(RETIRE_LOOKS):
+            if not core.num_retiring_units:
+                return ()
+            if self._num_orders > 1:  # a reset does not wait
+                break
+            await asyncio.sleep(LOOK_SECONDS)
+        held = [(each.request_id, core.units_of(each.request_id)) for each in core.open_requests()]
+        return tuple(Past(name, 0, units) for name, units in held if units and max(units) >= num_units)
 
     async def _dissolve(self) -> None:
         if self.role == LEADER:

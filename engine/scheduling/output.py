@@ -153,6 +153,10 @@ class StagedRunner(ModelRunner, Protocol):
     def drop(self, keep: range, num_units: int) -> None:
         """Give up all layers but these, and make room for so many units of theirs."""
 
+    def prepare_restore(self, num_units: int) -> None:
+        """Load the layers that are absent into the memory of units from `num_units` on, which hold nothing any more; by
+        another thread, beside steps."""
+
     def restore(self, num_units: int) -> None:
         """All layers and so many units of them, whatever has happened before."""
 

@@ -35,6 +35,12 @@ class StagedFake(FakeRunner):
         assert num_units <= most, "more units than there is memory for"
         self._lay_out(keep)
 
+    def prepare_restore(self, num_units: int) -> None:
+        assert len(self.held) < LAYERS and num_units * len(self.held) <= self.num_units * LAYERS, "no room for layers"
+        for tier, unit in list(self._units):
+            if tier is Tier.DEVICE and unit >= num_units:
+                del self._units[tier, unit]
+
     def restore(self, num_units: int) -> None:
         assert num_units == self.num_units
         self._link = None
