@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import NamedTuple, Protocol
 
+from engine.adapters import AdapterFiles
 from engine.errors import ErrorInfo, InvalidRequestError
 from engine.grammar import Grammar
 from engine.pooling import EmbeddingSpec, Pooling
@@ -136,7 +137,8 @@ class EngineRequest:
     where another engine left it, as if it had been preempted; it has been accepted and is not refused for room.
     `arrived`: when it came, on the engine's clock, if it waited for an engine since.
     `pooling`: it is one vector, of its prompt; nothing is sampled, and of `sampling` nothing counts.
-    `adapter`: the number of a LoRA adapter, from 1 in the order of `EngineInfo.adapters`; 0: the model as it is.
+    `adapter`: the number of a LoRA adapter, from 1 in the order of `EngineInfo.adapters`, or the one that it was loaded
+    under; 0: the model as it is.
     `probe`: the engine asks it of itself, and it is in no figure of anybody's work.
     """
 
@@ -161,7 +163,7 @@ class EngineRequest:
         """What the hashes of its blocks begin with: K and V depend on the adapter as they do on the tokens."""
         if not self.adapter:
             return self.cache_salt
-        return blake2b(self.cache_salt, digest_size=16, person=b"lora %d" % self.adapter).digest()
+        return blake2b(self.adapter.to_bytes(8, "little") + self.cache_salt, digest_size=16, person=b"lora").digest()
 
 
 class TokenLogprobs(NamedTuple):
@@ -376,8 +378,8 @@ class EngineInfo:
     """Facts of the loaded model. `vocab_size` is the logits' width: any token id below it may be sent.
     `cache_tokens`: what the device cache holds of KV, in blocks of `block_size` tokens (0: not known).
     `embedding`: how a text becomes a vector; None: it does not. `max_num_seqs`: the most requests in a step.
-    `adapters`: names of the LoRA adapters beside it, in the order of their numbers. `droppable`: None where no
-    layer can be given up."""
+    `adapters`: names of the LoRA adapters beside it, in the order of their numbers; `adapter_dir`: where further ones
+    may come from, empty: there are none. `droppable`: None where no layer can be given up."""
 
     max_model_len: int
     vocab_size: int
@@ -391,6 +393,7 @@ class EngineInfo:
     embedding: EmbeddingSpec | None = None
     max_num_seqs: int = 64
     adapters: tuple[str, ...] = ()
+    adapter_dir: str = ""
     droppable: DroppableLayers | None = None
 
     @property
@@ -464,6 +467,17 @@ class EngineClient(Protocol):
 
     def set_lane(self, job: str, lane: Lane) -> None:
         """The offline requests of a job that were queued go with this lane from now on. An unknown job is ignored."""
+        ...
+
+    async def load_adapter(self, adapter: AdapterFiles) -> None:
+        """Take a LoRA adapter, and have it again wherever an engine is started again. Requests run on meanwhile.
+
+        Raises ConfigError for one that cannot be had, or EngineUnavailableError: nothing has changed then.
+        """
+        ...
+
+    async def unload_adapter(self, number: int) -> None:
+        """Give up what `load_adapter` took. Raises InvalidRequestError while a request has it."""
         ...
 
     async def stats(self) -> EngineStats: ...

@@ -14,16 +14,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import engine.models.demo
 from engine import __version__
-from engine.adapters import parse_adapters
+from engine.adapters import parse_adapters, stamps_of
 from engine.api import DroppableLayers, EngineInfo
 from engine.colocation.controller import make_controller
 from engine.config import EngineConfig, SchedulerConfig, parse_offload, step_limits
 from engine.engine import Engine
 from engine.errors import ConfigError, ModelLoadError
 from engine.execution import memory
+from engine.execution.adapter_loader import RuntimeAdapters
 from engine.execution.backend import find_backend
 from engine.execution.cpu.backend import staged
 from engine.execution.disk import DiskTier, slot_bytes
@@ -40,7 +42,7 @@ from engine.models.checkpoint import load_weights, stored_bytes
 from engine.models.hub import cached_folder, is_hub_id, resolve_model_folder
 from engine.models.implementation import OWN, TRANSFORMERS, Choice, choose
 from engine.models.linear import MakeLinear
-from engine.models.lora import Adapters, load_adapter, plan_adapter
+from engine.models.lora import Delta, Site, load_adapter, plan_adapter
 from engine.models.spec import ModelShape, ModelSpec, hidden_offer, resolve_max_model_len
 from engine.models.streaming import StreamedLayers
 from engine.models.transformers_model import TransformersModel, TransformersShape, load_model
@@ -224,22 +226,25 @@ def build_runner(
     weights = _load(config, plan, make, gather)
     if plan.offload is not None and transport is not None:
         _tell_floor(config, plan.offload, transport.seconds(), say)
-    adapters = _load_adapters(plan, weights)
+    adapted = _load_adapters(plan, weights)
     plan = _with_cache(plan, config, backend.cache_bytes(plan, weights))
     if plan.host_units and config.swap_space is None:
         say(f"{_gib(host_bytes(plan))} of host memory keep what the cache has no room for; --swap-space says how much")
     runner, plan = backend.make_runner(config, plan, weights, say)
-    if adapters is not None:
-        runner.device.adapt(adapters)
+    for number, deltas in enumerate(adapted, 1):
+        runner.device.adapt(number, deltas)
+    if config.allowed_lora_dir:
+        modules = weights if isinstance(weights, TransformersModel) else None
+        runner.adapters = RuntimeAdapters(runner.device, plan.spec, _like(weights), modules)
     return runner, plan
 
 
 def _with_adapters(plan: LaunchPlan, config: EngineConfig) -> LaunchPlan:
     """The plan with its LoRA adapters. Raises ConfigError, or ModelLoadError for one that is not supported."""
-    if not config.lora:
+    if not (config.lora or config.allowed_lora_dir):
         return plan
     if isinstance(plan.spec, TransformersShape) and plan.spec.recurrent:
-        raise ConfigError(f"--lora: {plan.spec.architecture} has recurrent layers, which take no adapters yet")
+        raise ConfigError(f"adapters: {plan.spec.architecture} has recurrent layers, which take none yet")
     adapters = tuple(plan_adapter(each, plan.spec) for each in parse_adapters(config.lora))
     size = 4 * sum(each.num_parameters for each in adapters)  # native kernels may want them in float32
     if plan.implementation == TRANSFORMERS or (plan.device == "cpu" and plan.offload is None):
@@ -249,13 +254,14 @@ def _with_adapters(plan: LaunchPlan, config: EngineConfig) -> LaunchPlan:
     return replace(plan, adapters=adapters, adapter_bytes=size, notes=notes)
 
 
-def _load_adapters(plan: LaunchPlan, weights: ModelWeights | TransformersModel) -> Adapters | None:
-    if not plan.adapters:
-        return None
-    like = weights.like if isinstance(weights, TransformersModel) else weights.embedding
-    if isinstance(weights, TransformersModel):
+def _load_adapters(plan: LaunchPlan, weights: ModelWeights | TransformersModel) -> list[dict[Site, Delta]]:
+    if plan.adapters and isinstance(weights, TransformersModel):
         weights.take_adapters(plan.adapters)
-    return Adapters([load_adapter(each, plan.spec, like) for each in plan.adapters])
+    return [load_adapter(each, plan.spec, _like(weights)) for each in plan.adapters]
+
+
+def _like(weights: ModelWeights | TransformersModel) -> Tensor:
+    return weights.like if isinstance(weights, TransformersModel) else weights.embedding
 
 
 def _load(config: EngineConfig, plan: LaunchPlan, make: MakeLinear, gather: Gather) -> ModelWeights | TransformersModel:
@@ -398,12 +404,21 @@ def _join(config: EngineConfig, plan: LaunchPlan, runner: Runner[Any], say: Call
         core.adopt(disk.found)
     grammars = GrammarCompiler(plan.folder, plan.spec.vocab_size, plan.spec.eos_token_ids)
     runner.enforce(grammars, MAX_FORCED if config.forced_tokens else 0)
-    info, steps = _info(plan), staged(config, plan, runner) if plan.droppable else runner
+    info, steps = _info(plan, config), staged(config, plan, runner) if plan.droppable else runner
     if isinstance(steps, StagedRunner):
         sizes = DroppableLayers(steps.num_layers, steps.layer_bytes, steps.unit_layer_bytes, plan.limits.num_units)
         info = replace(info, droppable=sizes)
     say(str(info.embedding))
-    return Engine(core, steps, info, device_lost=runner.lost, colocation=colocation, tuner=tuner, grammars=grammars)
+    return Engine(
+        core,
+        steps,
+        info,
+        device_lost=runner.lost,
+        colocation=colocation,
+        tuner=tuner,
+        grammars=grammars,
+        adapters=runner.adapters,
+    )
 
 
 def _open_disk(
@@ -428,13 +443,8 @@ def _content_key(config: EngineConfig, plan: LaunchPlan) -> bytes:
     """What K and V depend on besides tokens: the checkpoint's files, types, layers and the layout of a unit."""
     about = (plan.precision, plan.kernels, plan.implementation, plan.limits.block_size, __version__)
     invented = config.seed if config.load_format == "dummy" else None
-    adapted = [_stamps(each.folder) for each in plan.adapters]  # known by their numbers
-    return blake2b(repr((_stamps(plan.folder), about, invented, *adapted)).encode(), digest_size=16).digest()
-
-
-def _stamps(folder: Path) -> list[tuple[str, int, int]]:
-    files = sorted(path for path in folder.iterdir() if path.suffix in (".json", ".safetensors"))
-    return [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+    adapted = [stamps_of(each.folder) for each in plan.adapters]  # known by their numbers
+    return blake2b(repr((stamps_of(plan.folder), about, invented, *adapted)).encode(), digest_size=16).digest()
 
 
 def _with_cache(plan: LaunchPlan, config: EngineConfig, cache_bytes: int) -> LaunchPlan:
@@ -534,7 +544,7 @@ def _embedding(plan: LaunchPlan) -> EmbeddingSpec:
     return EmbeddingSpec(None, plan.spec.hidden_size, False, "transformers' modules run this model")
 
 
-def _info(plan: LaunchPlan) -> EngineInfo:
+def _info(plan: LaunchPlan, config: EngineConfig) -> EngineInfo:
     return EngineInfo(
         max_model_len=plan.limits.max_model_len,
         vocab_size=plan.spec.vocab_size,
@@ -548,4 +558,5 @@ def _info(plan: LaunchPlan) -> EngineInfo:
         max_num_seqs=plan.limits.max_num_seqs,
         embedding=_embedding(plan),
         adapters=tuple(each.name for each in plan.adapters),
+        adapter_dir=str(Path(config.allowed_lora_dir).expanduser().resolve()) if config.allowed_lora_dir else "",
     )

@@ -58,6 +58,9 @@ class EngineConfig:
         "NAME=PATH: a LoRA adapter as peft stores it, which requests name as a model (NAME, or MODEL:NAME); repeat for "
         "several",
     )
+    allowed_lora_dir: str = _flag(
+        "", "folder whose adapters POST /v1/load_lora_adapter may load while the server runs (default: none may)"
+    )
     max_model_len: int | None = _flag(None, "longest prompt plus output, tokens (default: the model's)")
     block_size: int = _flag(16, "tokens in a cache block")
     num_gpu_blocks_override: int | None = _flag(None, "device cache size in blocks of KV; also on CPU")
@@ -136,8 +139,9 @@ class EngineConfig:
             )
         if parse_offload(self.offload_weights) is not None and self.hidden_cache:
             raise ConfigError("--offload-weights does not go with --hidden-cache yet: its projections need the weights")
-        if parse_adapters(self.lora) and self.hidden_cache:
-            raise ConfigError("--lora does not go with --hidden-cache: K and V restored would be those of no adapter")
+        parse_adapters(self.lora)
+        if flag := "--lora" if self.lora else "--allowed-lora-dir" if self.allowed_lora_dir else "":
+            _check_adapters(self, flag)
         if not 0.0 <= (self.swap_space or 0.0) <= 65536.0:
             raise ConfigError(f"--swap-space must be between 0 and 65536 GiB, not {self.swap_space}")
         if not 0.0 <= self.disk_space <= 1048576.0:
@@ -249,6 +253,7 @@ def _check_overload(config: EngineConfig) -> None:
         return
     whole = {  # what stands beside all layers, or holds something of each
         "--lora": config.lora,
+        "--allowed-lora-dir": config.allowed_lora_dir,
         "--hidden-cache": config.hidden_cache,
         "--swap-space": config.swap_space,
         "--disk-space": config.disk_space,
@@ -265,6 +270,13 @@ def _check_slo(text: str) -> None:
         SLO.parse(text)
     except SLOError as error:
         raise ConfigError(f"--slo: {error}") from None
+
+
+def _check_adapters(config: EngineConfig, flag: str) -> None:
+    if config.hidden_cache:
+        raise ConfigError(f"{flag} does not go with --hidden-cache: K and V restored would be those of no adapter")
+    if config.allowed_lora_dir and parse_offload(config.offload_weights) is not None:
+        raise ConfigError("--allowed-lora-dir does not go with --offload-weights: only --lora does")
 
 
 def _check_reserve(reserve: str, chunked: bool) -> None:

@@ -16,6 +16,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from engine.adapters import AdapterFiles, AdapterLoader
 from engine.api import (
     KEEP_SECONDS,
     EngineInfo,
@@ -33,7 +34,16 @@ from engine.api import (
 from engine.colocation.keeper import Colocation
 from engine.colocation.tuner import BudgetTuner
 from engine.core import EngineCore
-from engine.errors import EngineStepError, EngineUnavailableError, ErrorInfo, RetryableError, TidemillError
+from engine.errors import (
+    ConfigError,
+    EngineStepError,
+    EngineUnavailableError,
+    ErrorInfo,
+    InvalidRequestError,
+    RetryableError,
+    TidemillError,
+    adapter_in_use,
+)
 from engine.loop.fault_log import FaultLog
 from engine.loop.planner import Planner, PlanOffline
 from engine.loop.step_check import check_result
@@ -98,8 +108,11 @@ class Engine:
         colocation: Colocation | None = None,
         tuner: BudgetTuner | None = None,
         grammars: "GrammarCompiler | None" = None,
+        adapters: AdapterLoader | None = None,
     ) -> None:
         self.info = info
+        self._adapter_loader = adapters
+        self._adapters = set(range(len(info.adapters) + 1))
         self._core = core
         self._runner = runner
         self._clock = clock
@@ -327,6 +340,8 @@ class Engine:
 
     def _add(self, request: EngineRequest) -> None:
         self._check_accepting()
+        if request.adapter not in self._adapters:
+            raise InvalidRequestError("Its LoRA adapter is not loaded.", param="model", code="model_not_found")
         self._watchdog.on_work()
         with self._noting_refusal(request.request_class, len(request.prompt_token_ids)):
             self._core.add_request(request, self._clock())
@@ -362,6 +377,22 @@ class Engine:
         """See EngineClient.set_lane."""
         self._core.set_lane(job, lane)
         self._wake_up()
+
+    async def load_adapter(self, adapter: AdapterFiles) -> None:
+        """See EngineClient.load_adapter."""
+        if self._adapter_loader is None:
+            raise ConfigError("the engine was started without --allowed-lora-dir")
+        matrices = await asyncio.to_thread(self._adapter_loader.read, adapter)
+        await self.aside(self._adapter_loader.put, adapter.number, matrices)
+        self._adapters.add(adapter.number)
+
+    async def unload_adapter(self, number: int) -> None:
+        """See EngineClient.unload_adapter."""
+        if self._core.has_adapter(number):
+            raise adapter_in_use()
+        if number in self._adapters and self._adapter_loader is not None:
+            self._adapters.discard(number)
+            await self.aside(self._adapter_loader.drop, number)
 
     async def stats(self) -> EngineStats:
         """See EngineClient.stats."""

@@ -33,6 +33,7 @@ import socket  # noqa: E402
 
 from fakes.staged import LAYER_BYTES, LAYERS, UNIT_LAYER_BYTES, StagedFake  # noqa: E402
 
+from engine.adapters import AdapterFiles  # noqa: E402
 from engine.api import DroppableLayers, EngineInfo, SamplingParams, TokenLogprobs  # noqa: E402
 from engine.cache.blocks import CacheAction  # noqa: E402
 from engine.colocation.keeper import Colocation  # noqa: E402
@@ -182,6 +183,18 @@ class ScriptedGrammars:
         return grammar
 
 
+class ScriptedLoader:
+    """In the place of what loads adapters: any folder will do in which there is no file `broken`."""
+
+    def read(self, adapter: AdapterFiles) -> None:
+        if (Path(adapter.folder) / "broken").exists():
+            raise ConfigError(f"adapter {adapter.name} is broken")
+
+    def put(self, number: int, _matrices: None) -> None: ...
+
+    def drop(self, number: int) -> None: ...
+
+
 class ScriptedKeeper:
     """In the place of what learns from steps."""
 
@@ -248,7 +261,7 @@ def build(faults: Faults, config: EngineConfig, planned: child.Plan) -> Engine:
         setattr(Colocation, name, getattr(ScriptedKeeper, name))
     engine = Engine(
         core, runner, info, step_limits=limits, device_lost=runner.lost, grammars=grammars, colocation=keeper,
-        plan_offline=partial(_plan, core, faults),
+        plan_offline=partial(_plan, core, faults), adapters=ScriptedLoader(),
     )  # fmt: skip
     update = core.update
 

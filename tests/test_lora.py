@@ -90,7 +90,8 @@ def device_of(case: str, adapters: tuple[Made, ...], config: SchedulerConfig, ba
     else:
         device = TorchDevice(Decoder(spec, weights), config.limits)
     plans = [plan_adapter(NamedFolder(each.folder.name, each.folder), spec) for each in adapters]
-    device.adapt(Adapters([load_adapter(plan, spec, weights.embedding) for plan in plans]))
+    for number, plan in enumerate(plans, 1):
+        device.adapt(number, load_adapter(plan, spec, weights.embedding))
     return device
 
 
@@ -217,7 +218,8 @@ def test_rows_of_modules_by_transformers(name: str, tmp_path: Path) -> None:
         num_units=44, max_model_len=80, block_size=BLOCK, max_num_seqs=8, max_num_batched_tokens=24
     )
     device = TransformersDevice(model, config.limits)
-    device.adapt(Adapters([load_adapter(plan, shape, model.like) for plan in plans]))
+    for number, each in enumerate(plans, 1):
+        device.adapt(number, load_adapter(each, shape, model.like))
     driver, requests = Driver(Runner(device), config), crowd(6)
     driver.add(*requests)
     driver.run()
@@ -275,7 +277,7 @@ def test_configs_that_are_refused(tmp_path: Path, config: dict[str, Any], words:
     adapter_of(tmp_path, {Q: (64, 64)})
     about = json.loads((tmp_path / "adapter_config.json").read_text())
     (tmp_path / "adapter_config.json").write_text(json.dumps(about | config))
-    with pytest.raises(ModelLoadError, match=r"^--lora mine: ") as caught:
+    with pytest.raises(ModelLoadError, match=r"^adapter mine: ") as caught:
         plan(tmp_path)
     assert words in caught.value.message and "\n" not in caught.value.message
 
@@ -334,7 +336,7 @@ def test_names() -> None:
     }  # fmt: skip
     assert not any(map(names.find, ("other", "m:other", "sql:m", "m:sql:other", "")))
     for taken in ("m", "flex"):
-        with pytest.raises(ConfigError, match="--lora"):
+        with pytest.raises(ConfigError, match="the name is that of"):
             ModelNames(("m",), (taken,))
 
 

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.adapters import AdapterLoader
 from engine.api import TokenLogprobs
 from engine.arrays import Int32Array, IntArray
 from engine.execution.disk import DiskTier
@@ -30,7 +31,7 @@ from engine.execution.pooling import RowPools, StepPools, TakeHidden
 from engine.execution.rows import UNKNOWN, RowTable
 from engine.execution.sampler import SampleInput, sample
 from engine.execution.samples import LOGPROB_COLUMNS, DeviceSamples
-from engine.models.lora import Adapters
+from engine.models.lora import Adapters, Delta, Site
 from engine.scheduling.output import Collect, ModelRunnerOutput, SchedulerOutput
 
 if TYPE_CHECKING:  # running a model needs none of what compiles grammars
@@ -47,9 +48,10 @@ class Device(CacheMover, Protocol):
     pool: UnitPool
     lane: Lane
     pipeline_depth: int
+    adapters: Adapters
 
-    def adapt(self, adapters: Adapters) -> None:
-        """Rows may have these LoRA adapters from now on. Said once, before any step of theirs."""
+    def adapt(self, number: int, deltas: Mapping[Site, Delta]) -> None:
+        """Rows may have this LoRA adapter from now on."""
 
     def forward(
         self, chunks: IntArray, masks: FinishMasks | None = None, take: TakeHidden | None = None
@@ -91,6 +93,7 @@ class Runner(Generic[DeviceT]):
         self._unsettled: deque[_Samples] = deque()
         self._last_end = 0.0
         self.masks: RowMasks | None = None
+        self.adapters: AdapterLoader | None = None
         self.disk: DiskTier | None = None
         self._pools = RowPools(device.rows)
 

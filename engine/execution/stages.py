@@ -159,7 +159,7 @@ def cannot_drop(runner: Runner[Any]) -> str | None:
         return "a cache of hidden state, in host memory or on a disk holds units of all layers"
     if len(layers) < 2:
         return "the model has one layer"
-    if device.adapters is not None:
+    if device.adapters:
         return "adapters stand beside all layers"
     return None if pool.spare_bytes else "the cache was made without addresses for more units"
 

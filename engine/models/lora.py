@@ -105,7 +105,7 @@ def plan_adapter(given: NamedFolder, spec: ModelShape) -> AdapterPlan:
     try:
         return _plan(given, spec)
     except ModelLoadError as error:
-        raise ModelLoadError(f"--lora {given.name}: {error.message}") from None
+        raise ModelLoadError(f"adapter {given.name}: {error.message}") from None
 
 
 def _plan(given: NamedFolder, spec: ModelShape) -> AdapterPlan:
@@ -240,7 +240,7 @@ def load_adapter(plan: AdapterPlan, spec: ModelShape, like: Tensor) -> dict[Site
                 stem = f"base_model.model.{part.module}.lora_"
                 rows, columns = (file.get_tensor(f"{stem}{half}.weight").float() for half in "AB")
                 if not (rows.isfinite().all() and columns.isfinite().all()):
-                    raise ModelLoadError(f"--lora {plan.name}: {part.module} holds numbers that are not finite")
+                    raise ModelLoadError(f"adapter {plan.name}: {part.module} holds numbers that are not finite")
                 if interleaved is not None and site.slot == "qkv":
                     columns = straighten(interleaved, columns)
                 a.append(rows)
@@ -258,14 +258,21 @@ def _send(values: IntArray, device: torch.device) -> Tensor:
 
 
 class Adapters:
-    """All adapters that are loaded, by their numbers from 1 on."""
+    """All adapters that are loaded, by their numbers."""
 
-    def __init__(self, deltas: Sequence[Mapping[Site, Delta]]) -> None:
-        self._deltas = deltas
+    def __init__(self) -> None:
+        self._deltas: dict[int, Mapping[Site, Delta]] = {}
 
-    def to(self, dtype: torch.dtype) -> "Adapters":
-        """The same, in another type."""
-        return Adapters([{site: each.to(dtype) for site, each in deltas.items()} for deltas in self._deltas])
+    def __len__(self) -> int:
+        return len(self._deltas)
+
+    def put(self, number: int, deltas: Mapping[Site, Delta]) -> None:
+        """Rows of steps may have this one from now on."""
+        self._deltas[number] = deltas
+
+    def drop(self, number: int) -> None:
+        """No row of a step has it any more."""
+        del self._deltas[number]
 
     def of_step(self, numbers: IntArray, device: torch.device, send: Send = _send) -> "StepAdapters | None":
         """For a step whose tokens [T] have these adapters; None where none has any. `send` brings indices there."""
@@ -275,7 +282,7 @@ class Adapters:
         groups = []
         for number in present[present > 0].tolist():
             places = None if len(present) == 1 else send(np.flatnonzero(numbers == number), device)
-            groups.append(Group(self._deltas[number - 1], places))
+            groups.append(Group(self._deltas[number], places))
         return StepAdapters(groups, len(numbers))
 
 

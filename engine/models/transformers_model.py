@@ -311,13 +311,22 @@ class TransformersModel:
     def take_adapters(self, plans: Sequence[AdapterPlan]) -> None:
         """Let these change linear layers of theirs. Errors: ModelLoadError for one that is not there, has another
         shape, or does not see every token of a step once."""
-        modules = dict(self.module.named_modules())
+        modules = {name: each for name, each in self.module.named_modules() if isinstance(each, _Linear)}
+        before = {name: each.site for name, each in modules.items()}
+        try:
+            self._take(plans, modules)
+        except ModelLoadError:
+            for name, site in before.items():
+                modules[name].site = site
+            raise
+
+    def _take(self, plans: Sequence[AdapterPlan], modules: Mapping[str, "_Linear"]) -> None:
         for plan in plans:
             for site, (part,) in plan.parts.items():
                 layer, slot = modules.get(part.module), part.slot
-                if not isinstance(layer, _Linear) or (layer.in_features, layer.out_features) != (slot.width, slot.size):
+                if layer is None or (layer.in_features, layer.out_features) != (slot.width, slot.size):
                     what = f"{part.module}, which is no linear layer {slot.width} x {slot.size} of this model"
-                    raise ModelLoadError(f"--lora {plan.name}: it changes {what}")
+                    raise ModelLoadError(f"adapter {plan.name}: it changes {what}")
                 layer.site = site
         calls = _Calls()
         with torch.inference_mode():
@@ -326,7 +335,7 @@ class TransformersModel:
         for plan in plans:
             for site in plan.parts:
                 if calls.rows.get(site) != [_PROBED]:
-                    raise ModelLoadError(f"--lora {plan.name}: {site.slot} does not see each token once")
+                    raise ModelLoadError(f"adapter {plan.name}: {site.slot} does not see each token once")
 
     def states(self) -> dict[int, LayerState]:
         """States of one request in each recurrent layer, in the types that they are kept in."""

@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from engine.adapters import AdapterFiles
 from engine.api import (
     KEEP_SECONDS,
     EngineInfo,
@@ -28,7 +29,7 @@ from engine.api import (
     RequestClass,
 )
 from engine.config import EngineConfig
-from engine.errors import EngineStepError, EngineUnavailableError, InvalidRequestError
+from engine.errors import EngineStepError, EngineUnavailableError, InvalidRequestError, adapter_in_use
 from engine.flight import recorder as flight
 from engine.loop.step_watch import StepLimits, StepWatch
 from engine.machine.facts import Place
@@ -66,6 +67,8 @@ SPARE_SECONDS = 1.0
 ANSWER_SECONDS = 1.0
 """How long figures may take before those of the last time are given."""
 NOWHERE = Place()
+NOBODY = 0
+"""The number of a call whose answer is not waited for."""
 STARTED_ANYWAY = "the engine is being started anyway"
 
 
@@ -125,6 +128,7 @@ class EngineProcess:
         self._calls = Calls(self._send)
         self.regroup = Regrouping(self._calls, self._open, self._suspects, self.abort)
         self._figures = Figures()
+        self._adapters: dict[int, AdapterFiles] = {}
         self._task: asyncio.Task[None] | None = None
         self._started = self._draining = self._stopping = self._judged = False
         self._death: str | None = None
@@ -282,6 +286,36 @@ class EngineProcess:
         """See EngineClient.set_lane."""
         self._open.set_lane(job, lane)
         self._send(frames.SetLane(job, lane))
+
+    async def load_adapter(self, adapter: AdapterFiles) -> None:
+        """See EngineClient.load_adapter."""
+        self._check_accepting()
+        if self._ready.is_set():
+            with suppress(GoneError):
+                await self._calls.ask(lambda call: frames.LoadAdapter(call, adapter))
+                self._adapters[adapter.number] = adapter
+                return
+        raise EngineUnavailableError("The engine is being started again.", retry_after=RETRY_AFTER)
+
+    async def unload_adapter(self, number: int) -> None:
+        """See EngineClient.unload_adapter."""
+        if self.has_adapter(number):
+            raise adapter_in_use()
+        self._check_accepting()
+        adapter = self._adapters.pop(number, None)  # a process that is being started will not load it
+        if adapter is None or not self._ready.is_set():
+            return
+        try:
+            await self._calls.ask(lambda call: frames.UnloadAdapter(call, number))
+        except GoneError:
+            pass
+        except InvalidRequestError:
+            self._adapters[number] = adapter
+            raise
+
+    def has_adapter(self, number: int) -> bool:
+        """Whether an open request has this LoRA adapter."""
+        return any(entry.request.adapter == number for entry in self._open)
 
     async def stats(self) -> EngineStats:
         """See EngineClient.stats. Of a process that does not answer, what it said last."""
@@ -590,7 +624,9 @@ class EngineProcess:
                 pass
 
     def _up(self) -> None:
-        """The child takes requests; first of all those that the last one left."""
+        """The child takes requests; first of all adapters and requests that the last one left."""
+        for adapter in self._adapters.values():
+            self._send(frames.LoadAdapter(NOBODY, adapter))
         resumed = [entry for entry in self._open.accepted() if entry.request.request_id not in self._suspects]
         if resumed:
             self._resume(resumed)

@@ -9,6 +9,7 @@ from typing import Generic, TypeVar
 
 import msgspec
 
+from engine.adapters import AdapterFiles
 from engine.api import (
     EngineInfo,
     EngineRequest,
@@ -92,6 +93,20 @@ class SetLane(Message, frozen=True):
     lane: Lane
 
 
+class LoadAdapter(Message, frozen=True):
+    """Answered by `Done` or `Refused`. Requests that have it and come behind this wait until it is there."""
+
+    call: int
+    adapter: AdapterFiles
+
+
+class UnloadAdapter(Message, frozen=True):
+    """Answered by `Done` or `Refused`."""
+
+    call: int
+    number: int
+
+
 class AskStats(Message, frozen=True):
     """Answered by `Stats`."""
 
@@ -112,7 +127,10 @@ class Shutdown(Message, frozen=True):
     keep_seconds: float = 0.0
 
 
-ToEngine = Launch | Begin | Submit | Resume | CheckRoom | Abort | SetLane | AskStats | Regroup | Shutdown
+ToEngine = (
+    Launch | Begin | Submit | Resume | CheckRoom | Abort | SetLane | LoadAdapter | UnloadAdapter | AskStats | Regroup
+    | Shutdown
+)  # fmt: skip
 
 
 # engine to gateway

@@ -32,6 +32,7 @@ FLAGS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "dtype",
             "max_model_len",
             "lora",
+            "allowed_lora_dir",
             "chat_template",
             "tool_parser",
             "offline_thinking_budget",

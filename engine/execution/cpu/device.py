@@ -4,6 +4,7 @@ Tuned for the CPU, correct on every torch device. Nothing is taken ahead: each c
 and the host samples. Knows nothing of requests, sampling or the order of a step's parts (`Runner`).
 """
 
+from collections.abc import Mapping
 from typing import Protocol
 
 import numpy as np
@@ -25,7 +26,7 @@ from engine.execution.samples import DeviceSamples
 from engine.models.absorption import Absorption
 from engine.models.decoder import Attend, Decoder
 from engine.models.heads import Heads
-from engine.models.lora import Adapters
+from engine.models.lora import Adapters, Delta, Site
 from engine.models.weights import LayerWeights
 from predictor.limits import Limits
 
@@ -49,15 +50,14 @@ class PoolDevice:
     """What devices in torch's operators have in common: a pool, its rows, copies to the host tier and back."""
 
     pipeline_depth = 0
-    adapters: Adapters | None = None
 
     def __init__(self, pool: UnitPool, rows: RowTable) -> None:
-        self.pool, self.rows = pool, rows
+        self.pool, self.rows, self.adapters = pool, rows, Adapters()
         self.lane = Lane(torch.device("cpu"))  # on any device: the current stream
 
-    def adapt(self, adapters: Adapters) -> None:
+    def adapt(self, number: int, deltas: Mapping[Site, Delta]) -> None:
         """See Device."""
-        self.adapters = adapters
+        self.adapters.put(number, deltas)
 
     def swap_out(self, pairs: IntArray) -> None:
         """See CacheMover."""
@@ -140,7 +140,7 @@ class TorchDevice(PoolDevice):
         attend = self._attend(batch, hidden)
         token_ids = torch.from_numpy(self.rows.tokens[layout.token_rows, layout.positions]).to(device)
         x = self.decoder.embed(token_ids, torch.from_numpy(layout.positions).to(device))
-        adapt = None if self.adapters is None else self.adapters.of_step(self.rows.adapters[layout.token_rows], device)
+        adapt = self.adapters.of_step(self.rows.adapters[layout.token_rows], device) if self.adapters else None
         return layout, self.decoder.run(x, attend, self.layers, adapt)
 
     def _run_pipeline(self, beyond: Beyond, chunks: IntArray) -> Tensor:

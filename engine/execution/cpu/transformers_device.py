@@ -44,5 +44,5 @@ class TransformersDevice(PoolDevice):
             for each in (rows.tokens[layout.token_rows, layout.positions], layout.positions, layout.sampled_tokens)
         )
         recur = self._states.of_step(layout, pool.device)
-        adapt = None if self.adapters is None else self.adapters.of_step(rows.adapters[layout.token_rows], pool.device)
+        adapt = self.adapters.of_step(rows.adapters[layout.token_rows], pool.device) if self.adapters else None
         return self._model.forward(ids, positions, PagedAttention(pool, rows, batch), keep, recur, adapt), None

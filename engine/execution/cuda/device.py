@@ -7,6 +7,7 @@ the same class runs on the CPU. Knows nothing of scheduling, requests or the ord
 """
 
 import logging
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -34,7 +35,7 @@ from engine.execution.pool import UnitPool
 from engine.execution.pooling import TakeHidden
 from engine.execution.rows import RowTable
 from engine.execution.samples import DeviceSamples
-from engine.models.lora import Adapters
+from engine.models.lora import Adapters, Delta, Site
 from engine.models.spec import ModelSpec
 from engine.models.weights import ModelWeights
 from engine.triton_kernels import configs
@@ -83,7 +84,7 @@ class CudaDevice:
         self._sampling = Sampling(self.rows, kernels, self._buffers, spec.vocab_size, device)
         self._buckets = Buckets(limits.max_num_seqs, limits.max_num_batched_tokens)
         self._graphs = Graphs(self._forward, self.lane)
-        self._adapters: Adapters | None = None
+        self.adapters = Adapters()
         self._last_inputs: StepInputs | None = None
         self.restore = self._projection.restore
         self.swap_out, self.swap_in = self._swapper.swap_out, self._swapper.swap_in
@@ -93,9 +94,9 @@ class CudaDevice:
         if graphs:
             self._capture()
 
-    def adapt(self, adapters: Adapters) -> None:
-        """See Device. Steps of theirs do without a graph."""
-        self._adapters = adapters
+    def adapt(self, number: int, deltas: Mapping[Site, Delta]) -> None:
+        """See Device. Steps with rows of one do without a graph."""
+        self.adapters.put(number, deltas)
 
     @property
     def num_graphs(self) -> int:
@@ -116,8 +117,8 @@ class CudaDevice:
         if has_hidden(rows, chunks):
             hidden = StepHidden.of(self._projection, self._forward, rows, layout, inputs, self.pool.scratch_blocks)
         adapt = None
-        if self._adapters is not None and (numbers := rows.adapters[layout.token_rows]).any():
-            adapt = self._adapters.of_step(numbers, self.pool.device, send)
+        if (numbers := rows.adapters[layout.token_rows]).any():
+            adapt = self.adapters.of_step(numbers, self.pool.device, send)
         changes = self._tables.take_changes()
         buffers.fill_changes(*changes)
         buffers.upload()

@@ -4,6 +4,8 @@ A step that touches hidden state goes through torch's path, with the same weight
 through then is no business of the tape. So does one that has rows with adapters where layers stream.
 """
 
+from collections.abc import Mapping
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -19,7 +21,7 @@ from engine.execution.masks import FinishMasks
 from engine.execution.pooling import TakeHidden
 from engine.execution.samples import DeviceSamples
 from engine.models.decoder import Decoder
-from engine.models.lora import Adapters
+from engine.models.lora import Delta, Site
 from engine.scheduling.output import INVALID_TOKEN
 from predictor.limits import Limits
 
@@ -47,25 +49,28 @@ class NativeDevice(TorchDevice):
         self._tape_adapts = False
         self._native = NativeModel(native, decoder.spec, decoder.weights, self.pool, self.rows, length)
 
-    def adapt(self, adapters: Adapters) -> None:
+    def adapt(self, number: int, deltas: Mapping[Site, Delta]) -> None:
         """See Device."""
         self._tape_adapts = not self.decoder.weights.layers.streamed
-        super().adapt(adapters.to(self._native.take_adapters()) if self._tape_adapts else adapters)
+        if self._tape_adapts:
+            dtype = self._native.take_adapters()
+            deltas = {site: delta.to(dtype) for site, delta in deltas.items()}
+        super().adapt(number, deltas)
 
     def forward(
         self, chunks: IntArray, masks: FinishMasks | None = None, take: TakeHidden | None = None
     ) -> tuple[Tensor, DeviceSamples | None]:
         """See Device. Greedy tokens that may be any are chosen here, all others by the host."""
-        adapters, by_torch = self.adapters, self.adapters is not None and not self._tape_adapts
-        has_adapters = adapters is not None and self.rows.adapters[chunks[:, 0]].any()
+        by_torch = len(self.adapters) > 0 and not self._tape_adapts
+        has_adapters = self.rows.adapters[chunks[:, 0]].any()
         if has_hidden(self.rows, chunks) or (has_adapters and by_torch):
             return super().forward(chunks, masks, take)
         if self.pool.scratch_blocks or by_torch:  # a later step by torch reads blocks whole
             clear_begun_blocks(self.pool, self.rows, chunks)
         adapted = None
-        if adapters is not None and has_adapters:
+        if has_adapters:
             numbers = np.repeat(self.rows.adapters[chunks[:, 0]], chunks[:, 2])
-            adapted = adapters.of_step(numbers, self.pool.device)
+            adapted = self.adapters.of_step(numbers, self.pool.device)
         where, table = chunks[chunks[:, 3] > 0, 0], self.rows.sampling
         plain = masks is None and table.plain(where)
         result = self._native.run(

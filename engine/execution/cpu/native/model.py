@@ -69,8 +69,9 @@ class NativeModel:
 
     def take_adapters(self) -> torch.dtype:
         """From now on steps may have adapters; the type that their matrices are to have."""
-        self._takes_adapters = True
-        self._make_room(self._max_tokens)
+        if not self._takes_adapters:
+            self._takes_adapters = True
+            self._make_room(self._max_tokens)
         return activation_dtype(self._level)
 
     def run(
