@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from driver import submit_one
 
+from engine.adapters import AdapterFiles
 from engine.api import EngineInfo, EngineRequest, SamplingParams
 from engine.config import EngineConfig
 from engine.errors import ConfigError
@@ -26,7 +27,7 @@ from gateway.commands.replay import patient, rerun, table
 
 CHILD = Path(__file__).parent / "scripted_child.py"
 ENTRIES = [
-    Launched(96.0, 7, ["a", "b"], (Chunk(0, 9, 1, True), Chunk(1, 0, 64, False)), (("b", 100),), 0, 0.02),
+    Launched(96.0, 7, ["a", "b"], (Chunk(0, 9, 1, True), Chunk(1, 0, 64, False)), (("b", 100),), 0, 0.02, 1),
     Completed(97.0, 7, 1, 0.025),
     Idle(97.5),
     Launched(98.0, 8, ["a"], (Chunk(0, 10, 1, True),)),
@@ -40,7 +41,8 @@ def facts(at: float = 1e9, cause: str = "killed") -> Facts:
 
 
 def test_a_recording_is_read_as_it_was_kept_and_only_its_owner_may(tmp_path: Path) -> None:
-    tokens = [OpenTokens("b", (1, 2), (3,), SamplingParams(max_tokens=4, stop_token_ids=frozenset({5})))]
+    adapter = AdapterFiles(5, "sql", "/adapters/sql", "stamp")
+    tokens = [OpenTokens("b", (1, 2), (3,), SamplingParams(max_tokens=4, stop_token_ids=frozenset({5})), adapter)]
     path = flight_file.save(tmp_path / "flights", facts(), ENTRIES, tokens)
     assert flight_file.load(path) == flight_file.Recording(facts(), list(ENTRIES), tokens)
     assert path.stat().st_mode & 0o777 == 0o600 and path.parent.stat().st_mode & 0o777 == 0o700
@@ -70,7 +72,7 @@ def test_the_table_says_what_each_step_held_and_who_was_in_the_last(
     assert lines == list(table(flight_file.load(path)))
     assert lines[0] == "killed: demo, float32 on cpu; 6 entries"
     rows = [line.split() for line in lines[2:6]]
-    assert rows[0] == ["7", "-4.000", "s", "2", "1", "65", "20.0", "ms", "25.0", "ms"]
+    assert rows[0] == ["7", "-4.000", "s", "2", "1", "1", "65", "20.0", "ms", "25.0", "ms"]
     assert rows[1] == ["idle", "-2.500", "s"]
     assert rows[2][-1] == "RuntimeError" and rows[3][-2:] == ["no", "end"]
     assert lines[6:] == ["in the steps at the end: b, up to its token 100"]
@@ -92,6 +94,12 @@ def test_the_request_that_ends_a_process_is_named(tmp_path: Path) -> None:
     assert said[0].startswith("b, 0 tokens of its answer given: the engine process ended ")
     assert said[1:] == ["well, 3 tokens of its answer given: runs"]
     assert rerun(flight_file.Recording(facts(), [], requests[:1]), engine(), said.append) == 0
+    adapted = OpenTokens("under", (5, 6, 7), (1, 2, 3), sampling, AdapterFiles(7, "sql", str(tmp_path)))
+    assert rerun(flight_file.Recording(facts(), [], [requests[0], adapted]), engine(), said.append) == 0
+    assert said[-1] == "under, 3 tokens of its answer given: runs"
+    (tmp_path / "broken").touch()
+    with pytest.raises(ConfigError, match="broken"):
+        rerun(flight_file.Recording(facts(), [], [adapted]), engine(), said.append)
     with pytest.raises(ConfigError, match="--flight-tokens"):
         rerun(flight_file.Recording(facts(), [], []), engine(), said.append)
 
@@ -126,16 +134,21 @@ async def kept(folder: Path, number: int) -> list[flight_file.Recording]:
 async def test_what_ran_when_the_process_was_killed_is_kept(tokens: bool, tmp_path: Path) -> None:
     prompt = (201, 202, 203)
     async with engine_process(tmp_path, "", tokens=tokens) as engine:
-        stream = await submit_one(engine, EngineRequest("asked", prompt, SamplingParams(max_tokens=300)))
+        adapter = AdapterFiles(7, "sql", str(tmp_path))
+        await engine.load_adapter(adapter)
+        asked = EngineRequest("asked", prompt, SamplingParams(max_tokens=300), adapter=7)
+        stream = await submit_one(engine, asked)
         given = [token for _ in range(3) for token in (await anext(stream)).token_ids]
         os.kill(int((tmp_path / "engine.pid").read_text()), signal.SIGKILL)
         (recording,) = await kept(tmp_path, 1)
         assert recording.facts.cause == "killed" and recording.facts.model == "scripted"
         steps = [entry for entry in recording.entries if isinstance(entry, Launched)]
         assert steps[-1].request_ids == ["asked"] and steps[-1].chunks[0].start >= len(prompt)
+        assert steps[-1].adapted == 1 and not steps[0].adapted, "the first one is of the warm-up"
         if tokens:
             (request,) = recording.requests
             assert request.prompt_token_ids == prompt and list(request.token_ids[:3]) == given
+            assert request.adapter == adapter
         else:
             assert not recording.requests
 
@@ -153,6 +166,6 @@ async def test_a_disk_that_is_full_costs_the_recording_only(tmp_path: Path, capl
     (tmp_path / "flights").write_text("no folder")
     flights = Flights(tmp_path / "flights", "demo")
     info = EngineInfo(512, 405, frozenset(), "scripted", "none", "none", 0)
-    flights.keep("killed", info, ENTRIES, [])
+    flights.keep("killed", info, ENTRIES, [], {})
     while "could not be written" not in caplog.text:  # noqa: ASYNC110 - a thread says it
         await asyncio.sleep(0.01)

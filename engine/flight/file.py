@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 
+from engine.adapters import AdapterFiles
 from engine.api import SamplingParams
 from engine.errors import ConfigError
 from engine.flight.recorder import AnyEntry
@@ -30,12 +31,13 @@ class Facts(msgspec.Struct, frozen=True, tag=True):
 
 
 class OpenTokens(msgspec.Struct, frozen=True, tag=True):
-    """A request that was open, and the tokens it had been given."""
+    """A request that was open, the tokens it had been given, and its LoRA adapter."""
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
     token_ids: tuple[int, ...]
     sampling: SamplingParams
+    adapter: AdapterFiles | None = None
 
 
 class Recording(msgspec.Struct, frozen=True):

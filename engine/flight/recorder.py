@@ -30,7 +30,7 @@ class Entry(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
 
 class Launched(Entry, frozen=True):
     """A step is about to run. `request_ids`: of its chunks; `started`: requests that got a row in it, with the tokens
-    known of each; `operations`: of the cache. `predicted`: seconds."""
+    known of each; `operations`: of the cache. `predicted`: seconds. `adapted`: chunks under a LoRA adapter."""
 
     step_id: int
     request_ids: list[str]
@@ -38,6 +38,7 @@ class Launched(Entry, frozen=True):
     started: tuple[tuple[str, int], ...] = ()
     operations: int = 0
     predicted: float | None = None
+    adapted: int = 0
 
 
 class Completed(Entry, frozen=True):
@@ -79,6 +80,7 @@ class FlightRecorder:
         self._on_failure = on_failure
         self._next = 1
         self._request_ids: dict[int, str] = {}
+        self._adapted: set[int] = set()
         self._idle = True
         self._preparing: list[str] = []
         self._renew_at = 0
@@ -88,10 +90,12 @@ class FlightRecorder:
         ids = self._request_ids
         for new in output.new_requests:
             ids[new.row] = new.request_id
+            (self._adapted.add if new.adapter else self._adapted.discard)(new.row)
         request_ids = [ids[chunk[0]] for chunk in output.chunks]
+        adapted = sum([chunk[0] in self._adapted for chunk in output.chunks]) if self._adapted else 0
         started = tuple([(new.request_id, len(new.token_ids)) for new in output.new_requests])
         operations, predicted = len(output.operations), output.predicted_latency
-        self._write(Launched(now, output.step_id, request_ids, output.chunks, started, operations, predicted))
+        self._write(Launched(now, output.step_id, request_ids, output.chunks, started, operations, predicted, adapted))
         self._idle = False
 
     def completed(self, result: ModelRunnerOutput, now: float) -> None:

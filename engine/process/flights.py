@@ -3,9 +3,10 @@
 import asyncio
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+from engine.adapters import AdapterFiles
 from engine.api import EngineInfo
 from engine.flight import file as flight_file
 from engine.flight.recorder import AnyEntry
@@ -27,14 +28,21 @@ class Flights:
         self._tokens = tokens
         self._not_before = 0.0
 
-    def keep(self, cause: str, info: EngineInfo, entries: Sequence[AnyEntry], requests: Iterable[OpenRequest]) -> None:
+    def keep(
+        self,
+        cause: str,
+        info: EngineInfo,
+        entries: Sequence[AnyEntry],
+        requests: Iterable[OpenRequest],
+        adapters: Mapping[int, AdapterFiles],
+    ) -> None:
         """Write what happened, without waiting for the disk. Errors cost the recording only."""
         clock = time.monotonic()
         if not entries or (cause == FAILED_STEP and clock < self._not_before):
             return
         self._not_before = clock + REST
         facts = flight_file.Facts(cause, time.time(), clock, self._model, info.dtype, info.device)
-        kept = [_with_tokens(each) for each in requests] if self._tokens else []
+        kept = [_with_tokens(each, adapters) for each in requests] if self._tokens else []
         asyncio.get_running_loop().run_in_executor(None, self._save, facts, entries, kept)
 
     def _save(
@@ -48,8 +56,8 @@ class Flights:
             log.warning("the last %d entries of the engine are in %s", len(entries), path)
 
 
-def _with_tokens(entry: OpenRequest) -> flight_file.OpenTokens:
-    request = entry.request
+def _with_tokens(entry: OpenRequest, adapters: Mapping[int, AdapterFiles]) -> flight_file.OpenTokens:
+    request, adapter = entry.request, adapters.get(entry.request.adapter)
     return flight_file.OpenTokens(
-        request.request_id, request.prompt_token_ids, tuple(entry.token_ids), request.sampling
+        request.request_id, request.prompt_token_ids, tuple(entry.token_ids), request.sampling, adapter
     )

@@ -28,6 +28,8 @@ def run(path: Path, model: str | None = None, say: Callable[[str], None] = print
         return 0
     facts = recording.facts
     config = EngineConfig(model=model, dtype=facts.dtype, device=facts.device.partition(":")[0])
+    if any(request.adapter is not None for request in recording.requests):
+        config = replace(config, allowed_lora_dir="/")  # they lie wherever the server's lay
     return rerun(recording, EngineProcess(config, policy=patient()), say)
 
 
@@ -52,6 +54,8 @@ async def _run_each(
     await engine.start()
     failed = 0
     try:
+        for adapter in dict.fromkeys(request.adapter for request in requests if request.adapter is not None):
+            await engine.load_adapter(adapter)
         for request in requests:
             before = sum((await engine.stats()).restarts.values())
             [stream] = await engine.submit([_go_on(request)])
@@ -74,7 +78,13 @@ def _go_on(request: flight_file.OpenTokens) -> EngineRequest:
     sampling = replace(sampling, max_tokens=most, min_tokens=min(sampling.min_tokens, most))
     resumed = Resumption(given, RequestTimes(0.0)) if given else None
     return EngineRequest(
-        request.request_id, request.prompt_token_ids, sampling, RequestClass.OFFLINE, b"replay", resumed=resumed
+        request.request_id,
+        request.prompt_token_ids,
+        sampling,
+        RequestClass.OFFLINE,
+        b"replay",
+        resumed=resumed,
+        adapter=0 if request.adapter is None else request.adapter.number,
     )
 
 
@@ -82,7 +92,8 @@ def table(recording: flight_file.Recording) -> Iterator[str]:
     """A line for each step, its time before the end, and who was in the last ones."""
     facts, entries = recording.facts, recording.entries
     yield f"{facts.cause}: {facts.model}, {facts.dtype} on {facts.device}; {len(entries)} entries"
-    yield f"{'step':>8} {'before the end':>14} {'requests':>8} {'new':>4} {'tokens':>6} {'predicted':>10} {'took':>10}"
+    titles = f"{'step':>8} {'before the end':>14} {'requests':>8} {'adapted':>7} {'new':>4} {'tokens':>6}"
+    yield f"{titles} {'predicted':>10} {'took':>10}"
     ends = {entry.step_id: entry for entry in entries if isinstance(entry, flight.Completed | flight.Failed)}
     for entry in entries:
         if isinstance(entry, flight.Launched):
@@ -103,5 +114,5 @@ def _row(entry: flight.Launched, end: flight.Completed | flight.Failed | None, c
             took = end.error
         case _:
             took = "no end"
-    counts = f"{len(entry.chunks):8} {len(entry.started):4} {tokens:6}"
+    counts = f"{len(entry.chunks):8} {entry.adapted:7} {len(entry.started):4} {tokens:6}"
     return f"{entry.step_id:8} {entry.at - clock:12.3f} s {counts} {predicted:>10} {took:>10}"
