@@ -8,10 +8,13 @@ import asyncio
 import gc
 import logging
 import os
+import queue
 import signal
 import socket
 import sys
 import threading
+import time
+from collections.abc import Callable
 from types import FrameType
 
 import uvicorn
@@ -32,6 +35,34 @@ DEAD_ENGINE = 70
 """The exit code of a server whose engine is dead: whoever started it may start it again."""
 
 
+class LastResort:
+    """Ends a process whatever hangs in it: a thread that is there from the start on, as one may not be had when it is
+    needed, nor the event loop get on. `end`: called with the exit code."""
+
+    def __init__(self, end: Callable[[int], None]) -> None:
+        self._end = end
+        self._asked: queue.SimpleQueue[tuple[float, int] | None] = queue.SimpleQueue()  # may be used by signal handlers
+        threading.Thread(target=self._wait, name="tidemill-last-resort", daemon=True).start()
+
+    def within(self, seconds: float, exit_code: int) -> None:
+        """The process has so long to end by itself."""
+        self._asked.put((time.monotonic() + seconds, exit_code))
+
+    def cancel(self) -> None:
+        """It may go on for ever."""
+        self._asked.put(None)
+
+    def _wait(self) -> None:
+        asked = self._asked.get()
+        while asked is not None:
+            try:
+                sooner = self._asked.get(timeout=max(0.0, asked[0] - time.monotonic()))
+            except queue.Empty:
+                self._end(asked[1])
+                return
+            asked = sooner and min(asked, sooner)
+
+
 class GatewayServer(uvicorn.Server):
     """uvicorn's server with a drain before its shutdown: it goes on listening, so that /ready can say 503.
 
@@ -45,19 +76,18 @@ class GatewayServer(uvicorn.Server):
         self._context = context
         self._lifecycle = context.lifecycle
         self._drain_seconds = drain_seconds
-        self._owns_process = owns_process
+        self._last_resort = LastResort(self._end_now) if owns_process else None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._drain_task: asyncio.Task[None] | None = None
         self._reload_task: asyncio.Task[None] | None = None
         self._engine_watch: asyncio.Task[None] | None = None
         self._has_terminal = has_terminal()
         self._num_signals = 0
-        self._timers: list[threading.Timer] = []
         self.exit_code = 0
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        if self._owns_process:
+        if self._last_resort is not None:
             # Modules and model are some 300,000 objects that stay: a full collection over them takes 150 ms, in which
             # no step goes on. Frozen, they are not looked at again.
             gc.collect()
@@ -65,7 +95,7 @@ class GatewayServer(uvicorn.Server):
             sys.setswitchinterval(SWITCH_SECONDS)
         self._loop = asyncio.get_running_loop()
         self._engine_watch = asyncio.create_task(self._watch_engine(), name="tidemill-engine-watch")
-        if self._owns_process and threading.current_thread() is threading.main_thread():
+        if self._last_resort is not None and threading.current_thread() is threading.main_thread():
             self._loop.add_signal_handler(signal.SIGHUP, self._hang_up)
             self._loop.add_signal_handler(signal.SIGUSR1, self._restart_engines)
         for listener in sockets or []:
@@ -99,21 +129,19 @@ class GatewayServer(uvicorn.Server):
         self.should_exit = True
 
     def _end_within(self, seconds: float, exit_code: int) -> None:
-        """From a thread of its own, as the event loop, or a thread that Python waits for at its end, may hang."""
-        if self._owns_process:
-            timer = threading.Timer(seconds, self._end_now, (exit_code,))
-            timer.daemon = True
-            timer.start()
-            self._timers.append(timer)
+        if self._last_resort is not None:
+            self._last_resort.within(seconds, exit_code)
 
     def spare_process(self) -> None:
         """The process goes on after its server: nothing is to end it any more."""
-        for timer in self._timers:
-            timer.cancel()
+        if self._last_resort is not None:
+            self._last_resort.cancel()
 
     def _end_now(self, exit_code: int) -> None:
-        self._lifecycle.client.kill()
-        os._exit(exit_code)
+        try:
+            self._lifecycle.client.kill()
+        finally:
+            os._exit(exit_code)
 
     def _hang_up(self) -> None:
         """SIGHUP: see `_reload`; but whose terminal was closed wants the server to end."""

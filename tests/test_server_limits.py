@@ -5,9 +5,11 @@ import contextlib
 import gc
 import json
 import os
+import queue
 import signal
 import socket
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from fake_engine import MODEL, Served
 from engine.api import FinishReason
 from engine.errors import ConfigError
 from gateway.http.connection import ProtocolLimits
-from gateway.server import bind
+from gateway.server import LastResort, bind
 
 KEY = "sk-örtlich"
 CHAT = json.dumps({"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}).encode()
@@ -438,6 +440,40 @@ async def test_draining_refuses_new_work_and_lets_the_old_end(start_server: Star
     served.engine.release()
     assert (await running)[0] == 200
     await served.engine.wait(lambda: served.engine.num_open == 0)
+
+
+async def test_it_drains_also_where_no_thread_is_to_be_had(
+    start_server: StartServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A system that has run out of threads or memory is one that somebody wants to stop."""
+
+    def no_more(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    served = await start_server(owns_process=True, shutdown_timeout=60.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", no_more)
+        served.server.handle_exit(signal.SIGTERM, None)
+        while not served.server.should_exit:  # noqa: ASYNC110 - the server has no event for it
+            await asyncio.sleep(0.01)
+    gc.unfreeze()
+
+
+def test_the_last_resort_ends_a_process_at_the_first_of_its_times() -> None:
+    codes: queue.SimpleQueue[int] = queue.SimpleQueue()
+    resort = LastResort(codes.put)
+    resort.within(3600.0, 1)
+    resort.within(0.0, 70)
+    resort.within(3600.0, 2)
+    assert codes.get(timeout=60.0) == 70
+    spared = LastResort(codes.put)
+    spared.within(3600.0, 1)
+    spared.cancel()
+    spared.within(0.0, 1)
+    for thread in threading.enumerate():
+        if thread.name == "tidemill-last-resort":
+            thread.join(60.0)
+    assert codes.empty()
 
 
 async def test_what_does_not_end_in_time_is_ended(start_server: StartServer) -> None:
