@@ -27,6 +27,7 @@ from engine.errors import ConfigError, ModelLoadError
 from engine.execution import memory
 from engine.execution.adapter_loader import RuntimeAdapters
 from engine.execution.backend import find_backend
+from engine.execution.compressed import scale_bytes
 from engine.execution.cpu.backend import staged
 from engine.execution.disk import DiskTier, slot_bytes
 from engine.execution.masks import MAX_FORCED
@@ -126,6 +127,7 @@ def plan_launch(config: EngineConfig) -> LaunchPlan:
         implementation=choice.implementation,
         int8_cache=config.kv_cache_dtype == "int8",
         parked_int8=config.kv_cache_dtype == "parked-int8",
+        preempted_int8=config.kv_cache_dtype == "preempted-int8",
         memory_utilization=config.gpu_memory_utilization,
         droppable=config.overload == "drop",
         notes=tuple(each for each in (by, note, slow, _state_note(spec)) if each),
@@ -296,6 +298,7 @@ def _test_family(config: EngineConfig, plan: LaunchPlan, make: MakeLinear) -> No
             offload=None,
             int8_cache=False,
             parked_int8=False,
+            preempted_int8=False,
         )
         device: Device = find_backend(plan.device).make_runner(quick, small, weights, lambda _line: None)[0].device
         return device
@@ -380,7 +383,9 @@ def _join(config: EngineConfig, plan: LaunchPlan, runner: Runner[Any], say: Call
     slo = SLO.parse(config.slo)
     scheduler = scheduler_config(config, plan)
     copy_rate = find_backend(plan.device).copy_rate() if plan.host_units else BUS_RATE
-    tiers = CacheTiers(scheduler.scratch_blocks, scheduler.host_units, scheduler.unit_bytes, copy_rate)
+    tiers = CacheTiers(
+        scheduler.scratch_blocks, scheduler.host_units, scheduler.unit_bytes, copy_rate, scheduler.preempted_int8
+    )
     profile = load_or_measure(
         profile_folder(config),
         runner,
@@ -427,7 +432,7 @@ def _open_disk(
     """The disk tier, with what an earlier start has left there. Without room for it the server goes on without."""
     if not config.disk_space:
         return None
-    units = int(config.disk_space * 2**30) // slot_bytes(_parked_bytes(plan))
+    units = int(config.disk_space * 2**30) // slot_bytes(runner.device.pool.parked.num_bytes)
     folder = Path(config.disk_dir or DEFAULT_DISK_DIR).expanduser()
     try:
         disk = DiskTier(folder, runner.device.pool, units, _content_key(config, plan))
@@ -452,7 +457,7 @@ def _with_cache(plan: LaunchPlan, config: EngineConfig, cache_bytes: int) -> Lau
     plan = _with_states(plan, config, cache_bytes)
     states = plan.limits.max_num_seqs * plan.spec.state_bytes
     spec, limits, dtype = plan.spec, plan.limits, torch_dtype(plan.dtype)
-    unit = memory.unit_bytes(spec, limits.block_size, _cache_dtype(plan))
+    unit = memory.unit_bytes(spec, limits.block_size, _cache_dtype(plan)) + _scale_bytes(plan)
     refusal = _hidden_refusal(config, spec)
     note = f"requests run from KV alone: {refusal}"
     if refusal and note not in plan.notes:  # a plan of the device's real memory follows one of an estimate
@@ -504,7 +509,13 @@ def host_bytes(plan: LaunchPlan) -> int:
 def _parked_bytes(plan: LaunchPlan) -> int:
     """What the host tier and the disk take for a unit."""
     dtype = torch.int8 if plan.parked_int8 else _cache_dtype(plan)
-    return memory.unit_bytes(plan.spec, plan.limits.block_size, dtype)
+    return memory.unit_bytes(plan.spec, plan.limits.block_size, dtype) + _scale_bytes(plan)
+
+
+def _scale_bytes(plan: LaunchPlan) -> int:
+    """Beside a unit, for the block in 8 bits that may lie there."""
+    spec = plan.spec
+    return scale_bytes(spec.num_layers, plan.limits.block_size, spec.num_kv_heads) if plan.preempted_int8 else 0
 
 
 def _cache_dtype(plan: LaunchPlan) -> torch.dtype:
@@ -533,6 +544,7 @@ def scheduler_config(config: EngineConfig, plan: LaunchPlan) -> SchedulerConfig:
         max_num_seqs=plan.limits.max_num_seqs,
         max_num_batched_tokens=plan.limits.max_num_batched_tokens,
         scratch_blocks=plan.scratch_blocks,
+        preempted_int8=plan.preempted_int8,
         pipeline_depth=find_backend(plan.device).pipeline_depth,
         enable_prefix_caching=config.enable_prefix_caching and not plan.spec.state_bytes,
     )

@@ -8,7 +8,7 @@ class CacheCosts:
     """Seconds, above zero; None where the engine did not offer the representation when it was measured.
 
     run_hidden    of one step, for every past token of it that is run from hidden state instead of KV (ρ)
-    restore       once, for every token whose K and V are projected from its hidden state
+    restore       once, for every token whose K and V are projected from its hidden state, or go to 8 bits, or come back
     swap_out      once, for every unit that goes from the device to the host
     swap_in       once, for every unit that comes back
     """
@@ -29,12 +29,10 @@ class CacheCosts:
             *(mine if mine is not None else theirs for mine, theirs in zip(astuple(self), astuple(older), strict=True))
         )
 
-    def covers(self, *, hidden: bool, host: bool) -> bool:
+    def covers(self, *, hidden: bool, host: bool, converts: bool = False) -> bool:
         """Whether everything that is offered was measured."""
-        missing = (hidden and (self.run_hidden is None or self.restore is None)) or (
-            host and (self.swap_out is None or self.swap_in is None)
-        )
-        return not missing
+        missing = (hidden and self.run_hidden is None) or ((hidden or converts) and self.restore is None)
+        return not (missing or (host and (self.swap_out is None or self.swap_in is None)))
 
 
 NOT_MEASURED = CacheCosts()

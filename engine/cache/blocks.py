@@ -18,26 +18,30 @@ class CacheKind(enum.Enum):
     """Which representation of the past a block holds.
 
     HIDDEN is the normed input of every attention layer, from which K and V are projected again; it is offered only by
-    models whose hidden state fits in half the room of K and V (`engine.models.spec.hidden_offer`).
+    models whose hidden state fits in half the room of K and V (`engine.models.spec.hidden_offer`). KV8 is K and V in 8
+    bits in the unit that was K's, for requests that wait: it is made from K and V, and made K and V again to run.
     """
 
     KV = "kv"
     HIDDEN = "hidden"
+    KV8 = "kv8"
 
     __hash__ = object.__hash__  # enum's own is written in Python; a step looks hundreds up
 
 
 class Representation(NamedTuple):
     """`units`: what a block takes, on either tier. `compact`: K and V are made from it in every step that runs it, for
-    which the step needs a block of scratch; RESTORE makes them once."""
+    which the step needs a block of scratch; RESTORE makes them once. `missing`: units that it must get to run."""
 
     units: int
     compact: bool
+    missing: int = 0
 
 
 REPRESENTATIONS = {
     CacheKind.KV: Representation(UNITS_PER_BLOCK, compact=False),
     CacheKind.HIDDEN: Representation(1, compact=True),
+    CacheKind.KV8: Representation(1, compact=False, missing=UNITS_PER_BLOCK - 1),
 }
 COMPACT = CacheKind.HIDDEN
 """The kind that is offered beside K and V when memory is short."""
@@ -52,7 +56,7 @@ class Tier(enum.Enum):
 
 
 class CacheEntry(NamedTuple):
-    """One block as the data plane sees it. `units`: (k_unit, v_unit) for KV, (unit,) for HIDDEN.
+    """One block as the data plane sees it. `units`: (k_unit, v_unit) for KV, (unit,) for HIDDEN and KV8.
 
     Each tier's units are numbered from 0; a unit of another tier holds exactly what a device unit holds.
     """
@@ -110,12 +114,16 @@ class CacheAction(enum.Enum):
     """Device or host -> disk, any kind."""
     SWAP_OUT = "swap_out"
     """Device -> host, any kind."""
+    COMPRESS = "compress"
+    """KV on the device -> KV8 in the unit that K had; V's is free."""
     SWAP_IN = "swap_in"
     """Host -> device, any kind."""
     READ = "disk_read"
     """Disk -> device, any kind. What cannot be read, or is not what was written, becomes NaN."""
     RESTORE = "restore"
     """HIDDEN on the device -> KV on the device: K and V are projected, once, from the hidden state."""
+    EXPAND = "expand"
+    """KV8 on the device -> KV in its unit and one more."""
 
 
 class CacheOperation(NamedTuple):
@@ -124,7 +132,8 @@ class CacheOperation(NamedTuple):
     `start`: position of the block's first token (RESTORE rotates K by it; the others ignore it). `key`: the hash that
     the block is published under, which the disk keeps beside it. A target may be the
     source of a later operation of the step (swap in, then restore), and a source the target of one of another action: a
-    unit that was swapped out may be given away at once, to operations and chunks behind it. No unit is a target twice.
+    unit that was swapped out may be given away at once, to operations and chunks behind it. No unit is a target twice,
+    but that a block which was compressed, or has just come to the device, may be expanded where it lies.
     Neighbours of one action run as one batch, so give them together, in the order of `CacheAction`.
     """
 
@@ -138,6 +147,11 @@ class CacheOperation(NamedTuple):
 def count_units(blocks: Iterable[CacheBlock]) -> int:
     """Units of these blocks."""
     return sum(len(block.entry.units) for block in blocks)
+
+
+def count_missing(blocks: Iterable[CacheBlock]) -> int:
+    """Units that these blocks must get besides theirs to run."""
+    return sum(REPRESENTATIONS[block.entry.kind].missing for block in blocks)
 
 
 def count_compact(blocks: Iterable[CacheBlock]) -> int:

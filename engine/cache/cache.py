@@ -21,6 +21,7 @@ from engine.cache.blocks import (
     CacheKind,
     CacheOperation,
     count_compact,
+    count_missing,
     count_units,
 )
 from engine.cache.parked import ParkedPasts
@@ -38,13 +39,15 @@ EMBEDDING_SHARE = 16
 class Claim(NamedTuple):
     """What a waiting request would start from: `hits` in the prefix indexes, then parked blocks of its own, both on
     either tier, which together hold its first `num_tokens` tokens, `num_compact` blocks of them compact. `units`: those
-    of the device that it needs besides what lies there; `copied_bytes`: see Tiers, for what comes from elsewhere."""
+    of the device that it needs besides what lies there; `copied_bytes`: see Tiers, for what comes from elsewhere;
+    `widened_tokens`: of parked blocks in 8 bits."""
 
     hits: list[CacheBlock]
     num_tokens: int
     num_compact: int
     units: int
     copied_bytes: int = 0
+    widened_tokens: int = 0
 
 
 class Cache:
@@ -115,7 +118,9 @@ class Cache:
             num_tokens = request.cache_map.num_parked_tokens
         elsewhere = [block for block in (*hits, *parked) if not block.on_device]
         copied_bytes = self.tiers.copied_bytes(elsewhere)
-        return Claim(hits, num_tokens, num_compact, units + count_units(elsewhere), copied_bytes)
+        units += count_units(elsewhere) + count_missing(parked)
+        widened = block_size * sum(block.entry.kind is CacheKind.KV8 for block in parked)
+        return Claim(hits, num_tokens, num_compact, units, copied_bytes, widened)
 
     @contextmanager
     def holding(self, claim: Claim) -> Iterator[None]:
@@ -203,7 +208,7 @@ class Cache:
 
     def vacate(self, request: Request, *, keep: bool) -> None:
         """A running request leaves its row. `keep`: what it has computed stays where it lies until the room is needed,
-        if there is a host tier; else its full blocks stay in the prefix index for as long."""
+        if there is a host tier or a form in 8 bits; else its full blocks stay in the prefix index for as long."""
         cache_map = request.cache_map
         self._count(request, -cache_map.num_compact)
         if keep and not request.starts_over:
@@ -254,6 +259,7 @@ class Cache:
                 assert not cache_map.num_parked_tokens, "a running request has a parked past"
                 assert cache_map.num_compact == count_compact(cache_map.blocks), "compact blocks are miscounted"
                 assert all(block.on_device for block in cache_map.blocks), "a running request has blocks on the host"
+                assert not count_missing(cache_map.blocks), "a running request has blocks in 8 bits"
                 num_compact += cache_map.num_compact
             else:
                 self.parked.check_integrity(request)

@@ -5,7 +5,8 @@ published block that nobody refers to (a prefix hit revives it, an allocation ev
 given up while a step that may touch it is still in flight (E2). The pool counts units and knows nothing of requests,
 tensors or time; steps are known by their increasing ids. There is one for each tier (`engine.cache.tiers`).
 
-A block never changes its kind or tier. To convert or swap one, allocate the target, schedule the `CacheOperation` in a
+A block never changes its kind or tier (`compress` and `expand` give another one in its place, in its unit). To convert
+or swap one, allocate the target, schedule the `CacheOperation` in a
 step, put the target in the request's map in place of the source, and release the source with that step as `last_step`:
 its units stay what they are until the step has ended, so a copy may run at any time within it.
 
@@ -153,6 +154,22 @@ class BlockPool:
             self.num_deferred_units += size
         else:
             self._settle(block)
+
+    def compress(self, block: CacheBlock, step_id: int, last_step: int) -> CacheBlock:
+        """The block that its one holder has in place of a KV block once the step `step_id` has put it in 8 bits. V's
+        unit is given up; `last_step` is the newest step that may touch it. Nobody is offered the old one any more."""
+        assert block.ref_count == 1 and block.entry.kind is CacheKind.KV, "this block cannot be compressed"
+        self.withdraw(block)
+        kept, freed = block.entry.units
+        self.release(CacheBlock(block.entry._replace(units=(freed,)), online=block.online), last_step)
+        entry = block.entry._replace(kind=CacheKind.KV8, units=(kept,))
+        return CacheBlock(entry, online=block.online, last_step=step_id)
+
+    def expand(self, block: CacheBlock, spare: CacheBlock) -> CacheBlock:
+        """The KV block that a holder has in place of one in 8 bits, with the unit of `spare`, which is his too."""
+        assert block.ref_count == spare.ref_count == 1 and block.entry.kind is spare.entry.kind is CacheKind.KV8
+        entry = block.entry._replace(kind=CacheKind.KV, units=block.entry.units + spare.entry.units)
+        return CacheBlock(entry, online=block.online, last_step=max(block.last_step, spare.last_step))
 
     def complete_step(self, step_id: int) -> None:
         """All steps up to `step_id` have ended: blocks deferred for them become free or cached."""

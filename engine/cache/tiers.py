@@ -113,6 +113,15 @@ class Tiers:
         self.pool(source).release(source, step_id)
         return target
 
+    def expand(self, source: CacheBlock, step_id: int, *, online: bool) -> CacheBlock:
+        """The KV block that the step `step_id` makes of one in 8 bits on the device, where it lies. There must be
+        room."""
+        spare = self.allocate(CacheKind.KV8, step_id, online=online)
+        assert spare is not None, "admitted without room"
+        target = self.device.expand(source, spare)
+        self.operations.append(CacheOperation(CacheAction.EXPAND, source.entry, target.entry))
+        return target
+
     def cancel(self, targets: Collection[CacheEntry]) -> set[CacheEntry]:
         """Call off the operations that write these entries, as far as they are not on their way; which were."""
         unsent = {operation.target for operation in self.operations if operation.target in targets}
@@ -137,8 +146,13 @@ class Tiers:
         return sum(
             len(each.source.units) * self._unit_bytes(_slowest(each))
             for each in operations
-            if each.action is not CacheAction.RESTORE
+            if each.source.tier is not each.target.tier
         )
+
+    def converted_tokens(self, operations: Iterable[CacheOperation]) -> int:
+        """Tokens whose K and V go to 8 bits, or come from them."""
+        ways = (CacheAction.COMPRESS, CacheAction.EXPAND)
+        return self._config.block_size * sum(each.action in ways for each in operations)
 
     def _unit_bytes(self, tier: Tier) -> int:
         """Of a unit to or from this tier; the disk's has as many as the host's link moves in the time it takes."""

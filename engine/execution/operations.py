@@ -1,4 +1,4 @@
-"""Cache operations of a step: restore K and V from hidden state, and copies between the tiers.
+"""Cache operations of a step: restore K and V from hidden state, to 8 bits and back, and copies between the tiers.
 
 Neighbouring operations of one action run as one batch, in their order.
 """
@@ -12,10 +12,13 @@ import numpy as np
 from engine.arrays import IntArray
 from engine.cache.blocks import CacheAction, CacheKind, CacheOperation, Tier
 from engine.execution.disk import DiskTier
+from engine.execution.pool import UnitPool
 
 
 class CacheMover(Protocol):
-    """Moves and converts what lies in units, each call behind the ones before it."""
+    """Moves and converts what lies in units of `pool`, each call behind the ones before it."""
+
+    pool: UnitPool
 
     def restore(self, units: IntArray, starts: IntArray) -> None:
         """Project K and V of whole blocks [n], full or not: `units [n, 3]` (hidden state, K, V) of tokens that begin at
@@ -37,6 +40,10 @@ def run_operations(mover: CacheMover, operations: Sequence[CacheOperation], disk
             (disk.write if action is CacheAction.WRITE else disk.read)(batch)
         elif action is CacheAction.RESTORE:
             mover.restore(_restored_units(batch), np.array([each.start for each in batch], dtype=np.int64))
+        elif action in (CacheAction.COMPRESS, CacheAction.EXPAND):
+            compressed, blocks = mover.pool.compressed, _converted_units(batch)
+            assert compressed is not None, "this runner was made without blocks in 8 bits"
+            (compressed.compress if action is CacheAction.COMPRESS else compressed.expand)(blocks)
         elif action is CacheAction.SWAP_IN:
             mover.swap_in(_swapped_units(batch, Tier.HOST, Tier.DEVICE))
         else:
@@ -48,6 +55,15 @@ def _restored_units(batch: Sequence[CacheOperation]) -> IntArray:
         assert (each.source.kind, each.source.tier) == (CacheKind.HIDDEN, Tier.DEVICE), "hidden state is restored"
         assert (each.target.kind, each.target.tier) == (CacheKind.KV, Tier.DEVICE), "... to K and V on the device"
     return np.array([each.source.units + each.target.units for each in batch], dtype=np.int64)
+
+
+def _converted_units(batch: Sequence[CacheOperation]) -> IntArray:
+    ways = {CacheAction.COMPRESS: (CacheKind.KV, CacheKind.KV8), CacheAction.EXPAND: (CacheKind.KV8, CacheKind.KV)}
+    for each in batch:
+        assert each.source.tier is each.target.tier is Tier.DEVICE, "a block is converted on the device"
+        assert (each.source.kind, each.target.kind) == ways[each.action], "K and V in 8 bits are made of K and V"
+        assert each.source.units[0] == each.target.units[0], "a block is converted where it lies"
+    return np.array([max(each.source.units, each.target.units, key=len) for each in batch], dtype=np.int64)
 
 
 def _swapped_units(batch: Sequence[CacheOperation], source: Tier, target: Tier) -> IntArray:

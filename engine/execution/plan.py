@@ -18,8 +18,8 @@ class LaunchPlan:
     `quantization` of the linear layers: "none", "int8", or "w8a8" for the integers of the checkpoint.
     `memory_utilization`: share of a GPU's memory to use. `host_units` of the host tier; `scratch_blocks`: how many
     blocks a step may run from hidden state. `int8_cache`: K and V are kept in 8 bits; `parked_int8`: those
-    on the tiers behind the device are. `kernels`: what steps on a CPU
-    run by, and `threads` how many work on one, once known. `offload`: which layers stream; None: all weights stay.
+    on the tiers behind the device are; `preempted_int8`: those of requests that wait may be. `kernels`: what steps on a
+    CPU run by, and `threads` how many work on one, once known. `offload`: which layers stream; None: all weights stay.
     `droppable`: layers may be given up for a while, for more units (`engine.execution.stages`).
     `adapters`: LoRA beside the weights, which take `adapter_bytes`.
     `implementation` of the layers: "own" or "transformers". `notes`: decisions that a user may not expect, one sentence
@@ -44,6 +44,7 @@ class LaunchPlan:
     implementation: str = OWN
     int8_cache: bool = False
     parked_int8: bool = False
+    preempted_int8: bool = False
     droppable: bool = False
     adapters: tuple[AdapterPlan, ...] = ()
     adapter_bytes: int = 0
@@ -62,7 +63,8 @@ class LaunchPlan:
 
     @property
     def _cache(self) -> list[str]:
-        return ["int8 cache"] if self.int8_cache else ["int8 parked"] if self.parked_int8 else []
+        ways = {"int8 cache": self.int8_cache, "int8 parked": self.parked_int8, "int8 preempted": self.preempted_int8}
+        return [name for name, chosen in ways.items() if chosen]
 
     @property
     def held_bytes(self) -> int:

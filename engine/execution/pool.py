@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from engine.errors import ConfigError
+from engine.execution.compressed import CompressedUnits
 from engine.execution.lane import host_zeros
 from engine.execution.parked_form import ParkedForm
 from engine.models.int8_cells import Int8Slices, slice_elements
@@ -38,7 +39,8 @@ class UnitPool:
     [num_host_units, elements of `parked`]` is pinned where the device is not the CPU. On the CPU a page is committed
     when it is first touched.
 
-    `parked_int8`: what goes to lower tiers is kept in 8 bits there. `layers`: whose slices a unit has. `spare_bytes`:
+    `parked_int8`: what goes to lower tiers is kept in 8 bits there; `preempted_int8`: what waits may be, anywhere
+    (`compressed`). `layers`: whose slices a unit has. `spare_bytes`:
     addresses, on the CPU, that more units of fewer layers may take.
     """
 
@@ -56,6 +58,7 @@ class UnitPool:
         num_host_units: int = 0,
         int8: bool = False,
         parked_int8: bool = False,
+        preempted_int8: bool = False,
         spare_bytes: int = 0,
     ) -> None:
         assert not ((int8 or parked_int8) and scratch_blocks), "hidden state does not fit in units of 8 bits"
@@ -90,6 +93,8 @@ class UnitPool:
             self.cells: Tensor = storage.view(num_slices * block_size, num_kv_heads * head_dim)
         self.units: Tensor = storage[: (num_units + 1) * unit_size].view(num_units + 1, unit_size)
         self.parked = ParkedForm(num_layers, block_size, num_kv_heads, head_dim, stored, int8=int8 or parked_int8)
+        shape = (num_layers, block_size, num_kv_heads, head_dim)
+        self.compressed = CompressedUnits(self.units, *shape, num_host_units) if preempted_int8 else None
         host = _host_zeros(num_host_units * self.parked.elements, self.parked.dtype, device)
         self.host_units = host.view(num_host_units, self.parked.elements)
         self._layers = np.arange(num_layers, dtype=np.int64)[:, None]
@@ -105,6 +110,7 @@ class UnitPool:
         *,
         int8: bool = False,
         parked_int8: bool = False,
+        preempted_int8: bool = False,
         spare_bytes: int = 0,
     ) -> Self:
         """The pool of a model, in the type and on the device of `like`. Raises ConfigError for scratch where the
@@ -114,7 +120,8 @@ class UnitPool:
         return cls(
             limits.num_units, num_layers=spec.num_layers, block_size=limits.block_size, num_kv_heads=spec.num_kv_heads,
             head_dim=spec.head_dim, dtype=like.dtype, device=like.device, scratch_blocks=scratch_blocks,
-            num_host_units=host_units, int8=int8, parked_int8=parked_int8, spare_bytes=spare_bytes,
+            num_host_units=host_units, int8=int8, parked_int8=parked_int8, preempted_int8=preempted_int8,
+            spare_bytes=spare_bytes,
         )  # fmt: skip
 
     def write(self, cells: Tensor, values: Tensor) -> None:

@@ -33,12 +33,14 @@ GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
 @dataclass(frozen=True, slots=True)
 class CacheTiers:
     """What a runner offers beside KV on the device: blocks of scratch for hidden state, units of the host tier, and the
-    bytes of a unit. Nothing by default. `copy_rate`: bytes/s that no copy between the tiers exceeds."""
+    bytes of a unit. Nothing by default. `copy_rate`: bytes/s that no copy between the tiers exceeds. `compresses`: K
+    and V go to 8 bits and back."""
 
     scratch_blocks: int = 0
     host_units: int = 0
     unit_bytes: int = 0
     copy_rate: float = BUS_RATE
+    compresses: bool = False
 
 
 KV_ONLY = CacheTiers()
@@ -60,6 +62,9 @@ def measure_cache_costs(runner: ModelRunner, limits: Limits, tiers: CacheTiers, 
     if min(blocks, longest) > 0:
         run_hidden = bench.run_hidden(_shares(blocks, longest, limits.max_num_seqs), token_seconds)
         restore = bench.restore(min(blocks, longest), 3 * token_seconds)
+    blocks = min(limits.num_units // 2 - 1, -(-MAX_TOKENS // limits.block_size))
+    if tiers.compresses and blocks > 0:
+        restore = bench.convert(blocks, 3 * token_seconds)
     units = min(tiers.host_units, limits.num_units - 2, MAX_UNITS)
     if units > 0:
         floor = unit_bytes / tiers.copy_rate
@@ -100,6 +105,14 @@ class _Bench:
             for index, (source, target) in enumerate(zip(sources, targets, strict=True))
         ]
         return self._cost_of(operations, blocks * self._block_size, floor)
+
+    def convert(self, blocks: int, floor: float) -> float:
+        """Seconds per token on one way, of all that go to 8 bits and come back."""
+        wide = _kv(range(2, 2 + 2 * blocks))
+        narrow = [CacheEntry(CacheKind.KV8, Tier.DEVICE, entry.units[:1]) for entry in wide]
+        operations = [CacheOperation(CacheAction.COMPRESS, *pair) for pair in zip(wide, narrow, strict=True)]
+        operations += [CacheOperation(CacheAction.EXPAND, *pair) for pair in zip(narrow, wide, strict=True)]
+        return self._cost_of(operations, 2 * blocks * self._block_size, floor)
 
     def swap(self, units: int, action: CacheAction, floor: float) -> float:
         """Seconds per unit in one direction."""

@@ -15,7 +15,7 @@ from engine.cache.cache import Claim
 from engine.request import Request, RequestStatus
 from engine.scheduling.allocation import Allocation
 from engine.scheduling.laxity import PrefillPace, prefill_pace
-from engine.scheduling.output import CacheWork, Chunk, NewRequest, SchedulerOutput
+from engine.scheduling.output import NO_CACHE_WORK, CacheWork, Chunk, NewRequest, SchedulerOutput
 from engine.scheduling.reservation import NOTHING, reservation_of
 from engine.scheduling.state import SchedulerState
 from predictor.features import BatchFeatures
@@ -95,7 +95,7 @@ class StepDraft:
         self.chunks: list[Chunk] = []
         self.requests: list[Request] = []
         self._new_requests: list[NewRequest] = []
-        self._charged_bytes = 0
+        self._charged = NO_CACHE_WORK
         self._last_completed_step = last_completed_step
 
     @cached_property
@@ -190,11 +190,12 @@ class StepDraft:
         if kind is not None and not request.cache_map.blocks:
             request.cache_map.kind = kind
         claim = cache.claim(request)
-        self._charge_copies(claim.copied_bytes)
+        work = CacheWork(restored_tokens=claim.widened_tokens, transferred_bytes=claim.copied_bytes)
+        self._charge_moves(work)
         length = choose_length(claim.num_tokens, len(request.token_ids) - claim.num_tokens)
         with cache.holding(claim):
             if length == 0 or not self.allocation.make_room(request, claim):
-                self._charge_copies(-claim.copied_bytes)
+                self._charge_moves(CacheWork(*(-part for part in work)))
                 return False
             self._start(request, claim)
         granted = self.allocation.extend(request, length, claimed=True)
@@ -218,16 +219,18 @@ class StepDraft:
             counters.prefix_host_hit_tokens += tiers.count(Tier.HOST) * size
             counters.prefix_disk_hit_tokens += tiers.count(Tier.DISK) * size
 
-    def _charge_copies(self, num_bytes: int) -> None:
-        """Bytes that move between tiers; a negative number takes them back."""
-        if num_bytes:
-            self._charged_bytes += num_bytes
-            self.ledger.charge_cache_work(CacheWork(transferred_bytes=num_bytes))
+    def _charge_moves(self, work: CacheWork) -> None:
+        """What moves between tiers and goes to 8 bits and back; negative numbers take it back."""
+        if any(work):
+            self._charged = CacheWork(*map(sum, zip(self._charged, work, strict=True)))
+            self.ledger.charge_cache_work(work)
 
     def _charge_rest(self, operations: tuple[CacheOperation, ...]) -> None:
         """What moves besides the pasts of those that start."""
-        if operations or self._charged_bytes:
-            self._charge_copies(self.state.cache.tiers.moved_bytes(operations) - self._charged_bytes)
+        if operations or any(self._charged):
+            tiers, charged = self.state.cache.tiers, self._charged
+            tokens, moved = tiers.converted_tokens(operations), tiers.moved_bytes(operations)
+            self._charge_moves(CacheWork(0, tokens - charged.restored_tokens, moved - charged.transferred_bytes))
 
 
 def _whole(request: Request) -> NewRequest:

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from engine.cache.blocks import COMPACT, REPRESENTATIONS, CacheKind, count_units
+from engine.cache.blocks import COMPACT, REPRESENTATIONS, CacheKind, count_missing, count_units
 from engine.request import Request
 from engine.scheduling.knapsack import Columns, Floats, Ints, Selection, choose
 from engine.scheduling.waiting import Bools, columns_of
@@ -135,9 +135,8 @@ def _correct(queue: _Queue, index: int, request: Request, pressure: Pressure) ->
     blocks = length // pressure.block_size + 1
     queue.kv[index] = blocks * UNITS_PER_BLOCK
     if cache_map.blocks:
-        queue.kv[index] = (
-            count_units(cache_map.blocks) + (blocks - len(cache_map.blocks)) * REPRESENTATIONS[cache_map.kind].units
-        )
+        missing = (blocks - len(cache_map.blocks)) * REPRESENTATIONS[cache_map.kind].units
+        queue.kv[index] = count_units(cache_map.blocks) + count_missing(cache_map.blocks) + missing
         queue.compact[index] = 0
     elif queue.compact[index]:
         queue.compact[index] = queue.kv[index] // KV_PER_COMPACT

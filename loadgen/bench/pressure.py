@@ -53,6 +53,11 @@ ARMS = {
         "--swap-space=0.25",
         PARKED,
     ),
+    "goodput-strict, waiting in 8 bits": (
+        "--online-policy=goodput-strict",
+        "--no-hidden-cache",
+        "--kv-cache-dtype=preempted-int8",
+    ),
 }
 """The arms: flags of their servers."""
 GQA_HEADS = 2
@@ -77,7 +82,7 @@ OPT_CONFIG: dict[str, Any] = {
 SAMPLE_SECONDS = 0.05
 BURST = 32
 COUNTED = ("preemptions", "prefill_tokens", "decode_tokens")
-MOVED = ("swap_out", "swap_in", "restore")
+MOVED = ("swap_out", "swap_in", "restore", "compress", "expand")
 HIDDEN, RUNNING, PREEMPTED = "tidemill_hidden_blocks", "tidemill_requests_running", "tidemill_preemptions_total"
 
 
@@ -158,9 +163,9 @@ def answered_rate(burst: PressureRun) -> float:
 
 
 HEADER = (
-    f"{'arm':22} {'seed':>4} {'requests':>8} {'refused':>7} {'attained':>8} {'TTFT P50':>9} {'P99 ms':>8} "
+    f"{'arm':34} {'seed':>4} {'requests':>8} {'refused':>7} {'attained':>8} {'TTFT P50':>9} {'P99 ms':>8} "
     f"{'TBT P50':>8} {'P99 ms':>8} {'preempted':>9} {'recomputed':>10} {'out':>6} {'in':>6} {'restored':>8} "
-    f"{'hidden':>7}"
+    f"{'to 8 bit':>8} {'from':>7} {'hidden':>7}"
 )
 
 
@@ -177,9 +182,9 @@ def show(name: str, seed: str, runs: Sequence[PressureRun], ttft: float, tbt: fl
     sampled = [value for run in runs for value in run.hidden_blocks]
     times = [percentile(values, rank) * 1e3 for values in (firsts, gaps) for rank in (50, 99)]
     return (
-        f"{name:22} {seed:>4} {len(answers):8d} {refused:7d} {good:8.1%} {times[0]:9.0f} {times[1]:8.0f} "
+        f"{name:34} {seed:>4} {len(answers):8d} {refused:7d} {good:8.1%} {times[0]:9.0f} {times[1]:8.0f} "
         f"{times[2]:8.1f} {times[3]:8.1f} {counts['preemptions']:9.0f} {sum(run.recomputed for run in runs):10.0f} "
-        + " ".join(f"{counts[key]:{width}.0f}" for key, width in zip(MOVED, (6, 6, 8), strict=True))
+        + " ".join(f"{counts[key]:{width}.0f}" for key, width in zip(MOVED, (6, 6, 8, 8, 7), strict=True))
         + f" {sum(sampled) / max(len(sampled), 1):7.1f}"
     )
 

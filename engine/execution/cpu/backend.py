@@ -110,7 +110,7 @@ class CpuBackend:
         spare = weights.layers.held_bytes if plan.droppable else 0
         pool: dict[str, Any] = {
             "scratch_blocks": hidden, "host_units": host, "int8_cache": plan.int8_cache,
-            "parked_int8": plan.parked_int8, "spare_bytes": spare,
+            "parked_int8": plan.parked_int8, "preempted_int8": plan.preempted_int8, "spare_bytes": spare,
         }  # fmt: skip
         if not isinstance(weights.head, NativeLinear):
             return Runner(TorchDevice(decoder, plan.limits, **pool)), plan

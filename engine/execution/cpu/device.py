@@ -63,17 +63,21 @@ class PoolDevice:
         """See CacheMover."""
         for source, target in pairs.tolist():
             self.pool.parked.keep(self.pool.units[source], self.pool.host_units[target])
+            if (compressed := self.pool.compressed) is not None:
+                compressed.host_scales[target] = compressed.scales[source]
 
     def swap_in(self, pairs: IntArray) -> None:
         """See CacheMover."""
         for source, target in pairs.tolist():
             self.pool.parked.give_back(self.pool.host_units[source], self.pool.units[target])
+            if (compressed := self.pool.compressed) is not None:
+                compressed.scales[target] = compressed.host_scales[source]
 
 
 class TorchDevice(PoolDevice):
     """`scratch_blocks`: blocks of hidden state that one step may read or write; 0 refuses them altogether.
-    `host_units`: units of the host tier. `int8_cache`: K and V are kept in 8 bits. `parked_int8`, `spare_bytes`: see
-    UnitPool. Raises ConfigError for scratch where the model's hidden state is no use.
+    `host_units`: units of the host tier. `int8_cache`: K and V are kept in 8 bits. `parked_int8`, `preempted_int8`,
+    `spare_bytes`: see UnitPool. Raises ConfigError for scratch where the model's hidden state is no use.
 
     `layers`: those it runs; `beyond`: what runs the ones behind them, on the next engine of a pipeline."""
 
@@ -86,6 +90,7 @@ class TorchDevice(PoolDevice):
         host_units: int = 0,
         int8_cache: bool = False,
         parked_int8: bool = False,
+        preempted_int8: bool = False,
         spare_bytes: int = 0,
     ) -> None:
         spec, weights = decoder.spec, decoder.weights
@@ -98,6 +103,7 @@ class TorchDevice(PoolDevice):
                 host_units,
                 int8=int8_cache,
                 parked_int8=parked_int8,
+                preempted_int8=preempted_int8,
                 spare_bytes=spare_bytes,
             ),
             RowTable(limits, hidden=scratch_blocks > 0),

@@ -39,11 +39,12 @@ class NativeDevice(TorchDevice):
         host_units: int = 0,
         int8_cache: bool = False,
         parked_int8: bool = False,
+        preempted_int8: bool = False,
         spare_bytes: int = 0,
     ) -> None:
         super().__init__(
             decoder, limits, scratch_blocks=scratch_blocks, host_units=host_units, int8_cache=int8_cache,
-            parked_int8=parked_int8, spare_bytes=spare_bytes,
+            parked_int8=parked_int8, preempted_int8=preempted_int8, spare_bytes=spare_bytes,
         )  # fmt: skip
         length = limits.max_model_len
         self._tape_adapts = False

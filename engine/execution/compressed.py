@@ -1,0 +1,55 @@
+"""Blocks of the pool in 8 bits, for requests that wait (`preempted-int8`): K and V of a block in the unit that was K's.
+
+Their scales have no room there: they lie beside the pool, and beside the host tier for what goes there. Half a step of
+its head and token is what a number is off by after a stay, and what the scale and the pool's type round
+(`engine.models.int8_cells`); NaN comes back as NaN, for its whole head and token. In torch's operators, of any device.
+"""
+
+import torch
+from torch import Tensor
+
+from engine.arrays import IntArray
+from engine.models.int8_cells import SCALE, dequantize, quantize
+
+KEYS_AND_VALUES = 2
+PIECE = 16
+"""Blocks converted at once."""
+
+
+class CompressedUnits:
+    """`units [n, elements]`: the pool's, of which each layer has [block_size, kv_heads, head_dim] numbers. `scales [n,
+    2, layers, block_size, kv_heads]` are those of a block in this unit, `host_scales` of one in this host unit."""
+
+    def __init__(
+        self, units: Tensor, num_layers: int, block_size: int, num_kv_heads: int, head_dim: int, num_host_units: int
+    ) -> None:
+        assert units.itemsize >= KEYS_AND_VALUES, "numbers of 8 bits do not get any smaller"
+        self._units, self._bytes = units, units.view(torch.int8)
+        self._shape = (KEYS_AND_VALUES, num_layers, block_size, num_kv_heads, head_dim)
+        self.scales = torch.zeros((len(units), *self._shape[:-1]), dtype=SCALE, device=units.device)
+        self.host_scales = torch.zeros((num_host_units, *self._shape[:-1]), dtype=SCALE)
+
+    def compress(self, blocks: IntArray) -> None:
+        """Put blocks [n, 2] (K's unit, V's) in 8 bits, into K's unit."""
+        for part in self._pieces(blocks):
+            wide = self._units.index_select(0, part.flatten()).view(len(part), *self._shape)
+            values, scales = quantize(wide)
+            self._bytes[part[:, 0], : values[0].numel()] = values.flatten(1)
+            self.scales[part[:, 0]] = scales
+
+    def expand(self, blocks: IntArray) -> None:
+        """The other way: K and V of blocks [n, 2] from K's unit."""
+        for part in self._pieces(blocks):
+            size = self._units.shape[1] * KEYS_AND_VALUES
+            values = self._bytes[part[:, 0], :size].view(len(part), *self._shape)
+            wide = dequantize(values, self.scales[part[:, 0]], self._units.dtype)
+            self._units[part.flatten()] = wide.view(-1, self._units.shape[1])
+
+    def _pieces(self, blocks: IntArray) -> list[Tensor]:
+        ids = torch.from_numpy(blocks).to(self._units.device)
+        return [ids[first : first + PIECE] for first in range(0, len(blocks), PIECE)]
+
+
+def scale_bytes(num_layers: int, block_size: int, num_kv_heads: int) -> int:
+    """What the scales take beside each unit."""
+    return KEYS_AND_VALUES * num_layers * block_size * num_kv_heads * SCALE.itemsize
