@@ -23,6 +23,7 @@ tidemill_prefill_tokens_total 1000.0
 tidemill_decode_tokens_total 500.0
 tidemill_cache_units_total{operation="swap_out"} 7.0
 tidemill_cache_units_total{operation="restore"} 4.0
+tidemill_cache_units_total{operation="compress"} 6.0
 tidemill_hidden_blocks 5.0
 tidemill_prompt_tokens_total{class="online"} 99.0
 """
@@ -30,7 +31,7 @@ tidemill_prompt_tokens_total{class="online"} 99.0
 
 def test_counters_are_summed_by_cause_and_read_by_operation() -> None:
     expected = {"preemptions": 5.0, "prefill_tokens": 1000.0, "decode_tokens": 500.0, "swap_out": 7.0, "swap_in": 0.0}
-    assert pressure.counters(PAGE) == {**expected, "restore": 4.0}
+    assert pressure.counters(PAGE) == {**expected, "restore": 4.0, "compress": 6.0, "expand": 0.0}
     assert set(pressure.counters("").values()) == {0.0}
     assert [read_metric(PAGE, name, missing=0.0) for name in (pressure.HIDDEN, "tidemill_hidden")] == [5.0, 0.0]
 
@@ -55,11 +56,31 @@ def test_a_line_of_the_table() -> None:
         "decode_tokens": 12.0,
         "preemptions": 1.0,
         "restore": 6.0,
+        "compress": 5.0,
+        "expand": 4.0,
     }
     run = pressure.PressureRun(10, 4, answers, counts, [1.0, 4.0])
     assert run.recomputed == 50 - 39
     cells = pressure.show("arm", "1", [run, run], ttft=1.0, tbt=0.1).split()
-    assert cells == ["arm", "1", "8", "2", "50.0%", "200", "3000", "10.0", "10.0", "2", "22", "0", "0", "12", "2.5"]
+    assert cells == [
+        "arm",
+        "1",
+        "8",
+        "2",
+        "50.0%",
+        "200",
+        "3000",
+        "10.0",
+        "10.0",
+        "2",
+        "22",
+        "0",
+        "0",
+        "12",
+        "10",
+        "8",
+        "2.5",
+    ]
     assert len(cells) == len(
         pressure.HEADER.replace("TTFT P50", "a").replace("TBT P50", "b").replace("P99 ms", "c").split()
     )

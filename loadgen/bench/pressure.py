@@ -165,7 +165,7 @@ def answered_rate(burst: PressureRun) -> float:
 HEADER = (
     f"{'arm':34} {'seed':>4} {'requests':>8} {'refused':>7} {'attained':>8} {'TTFT P50':>9} {'P99 ms':>8} "
     f"{'TBT P50':>8} {'P99 ms':>8} {'preempted':>9} {'recomputed':>10} {'out':>6} {'in':>6} {'restored':>8} "
-    f"{'to 8 bit':>8} {'from':>7} {'hidden':>7}"
+    f"{'narrowed':>8} {'widened':>7} {'hidden':>7}"
 )
 
 
