@@ -13,6 +13,7 @@ from predictor.slo import SLO, SLOError
 
 USUAL_STEP, WIDE_STEP = (64, 512), (256, 2048)
 """Requests and tokens that a step may hold where nobody says."""
+MAX_THREADS = 1024  # beyond any machine that it was tried on: a slip would take every thread that there is
 OVERLOADS = ("recompute", "swap", "drop")
 
 
@@ -125,6 +126,8 @@ class EngineConfig:
     def __post_init__(self) -> None:
         _positive(self, "block_size", "max_num_seqs", "max_num_batched_tokens", "max_num_waiting")
         _positive(self, "max_model_len", "num_gpu_blocks_override", "threads")
+        if (self.threads or 0) > MAX_THREADS or not 0 <= self.seed < 2**63:
+            raise ConfigError(f"--threads must be at most {MAX_THREADS}, and --seed from 0 and below 2**63")
         QueueTime.parse(self.max_queue_time)
         _check_reserve(self.reserve, self.chunked_prefill)
         _check_slo(self.slo)

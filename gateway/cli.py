@@ -23,7 +23,7 @@ from gateway.commands.batch import add_batch
 from gateway.commands.flags import flags_of, given_where, resolve_configs
 from gateway.commands.help import Parser, RootParser, add_by_task
 from gateway.commands.shell_completion import SHELLS, script
-from gateway.config import ServerConfig, check_together
+from gateway.config import ServerConfig
 from gateway.models import ModelNames
 
 DEMO_NAME = "tidemill-demo"
@@ -248,9 +248,9 @@ def _serve(arguments: argparse.Namespace) -> int:
         given = given_where(arguments, [EngineConfig, ServerConfig])
         dry_run = importlib.import_module("gateway.commands.dry_run")
         return int(dry_run.run(given, engine_config, server_config, model_name(engine_config)))
-    check_together(engine_config, server_config)
+    preflight = importlib.import_module("gateway.commands.preflight")
+    preflight.check_start(engine_config, server_config)  # before minutes of loading
     server = importlib.import_module("gateway.server")
-    server.bind(server_config.host, server_config.port).close()  # before minutes of loading: can the address be had?
     if not server_config.served_model_name:
         server_config = dataclasses.replace(server_config, served_model_name=(model_name(engine_config),))
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # `tidemill fleet restart`: until the server listens it would end us

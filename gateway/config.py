@@ -104,8 +104,8 @@ class ServerConfig:
             raise ConfigError(f"--max-engine-deaths must be at least 1, not {self.max_engine_deaths}")
         if not 0.0 <= self.max_restart_delay <= 3600.0:
             raise ConfigError(f"--max-restart-delay must be between 0 and 3600, not {self.max_restart_delay}")
-        if self.engines < 1:
-            raise ConfigError(f"--engines must be at least 1, not {self.engines}")
+        if not 1 <= self.engines <= 256:
+            raise ConfigError(f"--engines must be between 1 and 256, not {self.engines}")
         if self.engines > 1 and not self.engine_process:
             raise ConfigError("--engines needs engines in processes of their own: leave out --no-engine-process")
         if self.ray and not self.engine_process:

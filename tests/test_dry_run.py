@@ -100,6 +100,47 @@ def test_what_others_hold_is_an_error(capsys: pytest.CaptureFixture[str], tmp_pa
     assert not (tmp_path / "log").exists()
 
 
+@pytest.mark.parametrize("dry", [(), ("--dry-run",)])
+@pytest.mark.parametrize(
+    ("argv", "named"),
+    [
+        (("--online-policy", "nonsense"), "unknown online policy 'nonsense'"),
+        (("--online-policy", "fcfs:1"), "online policy 'fcfs:1'"),
+        (("--slo", "nonsense"), "--slo: SLO 'nonsense'"),
+        (("--lora", "a={tmp}/none"), "--lora a: {tmp}/none has no adapter_config.json"),
+        (("--revision", "x"), "--revision x is of models from the hub"),
+        (("--threads", "100000"), "--threads must be at most 1024"),
+        (("--seed", "-1"), "--seed from 0"),
+        (("--engines", "100000"), "--engines must be between 1 and 256"),
+        (("--chat-template", "{tmp}/none"), "--chat-template {tmp}/none: No such file"),
+        (("--api-key-file", "{tmp}/none"), "--api-key-file {tmp}/none: No such file"),
+        (("--request-log", "{tmp}"), "--request-log {tmp}: Is a directory"),
+        (("--otlp-traces-endpoint", "x"), "--otlp-traces-endpoint must be an http address"),
+        (("--state-dir", "{tmp}/file"), "--state-dir {tmp}/file cannot be used: Not a directory"),
+        (("--disk-space", "1", "--disk-dir", "{tmp}/file/x"), "--disk-dir {tmp}/file/x cannot be used: Not a dir"),
+        (("--offload-dir", "{tmp}/file"), "--offload-dir {tmp}/file cannot be used"),
+        (("--profile-dir", "{tmp}/file"), "--profile-dir {tmp}/file cannot be used"),
+    ],
+)
+def test_a_wrong_value_starts_nothing(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    argv: tuple[str, ...],
+    named: str,
+    dry: tuple[str, ...],
+) -> None:
+    started: list[object] = []
+    monkeypatch.setattr(cli, "_load_processes", lambda *given: started.append(given))
+    (tmp_path / "file").touch()
+    words = [word.replace("{tmp}", str(tmp_path)) for word in argv]
+    assert cli.main(["serve", "--port", "0", *words, *dry]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("tidemill") and error.count("\n") == 1
+    assert named.replace("{tmp}", str(tmp_path)) in error
+    assert not started and [path.name for path in tmp_path.iterdir()] == ["file"], "and nothing is made"
+
+
 def test_where_several_engines_would_run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert dry_run("--engines", "2", "--dtype", "float32") == 0
     out = capsys.readouterr().out

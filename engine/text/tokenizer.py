@@ -54,7 +54,7 @@ class Tokenizer:
         """
         backend = _load_backend(Path(folder))
         if chat_template is not None:
-            backend.chat_template = _read_template(chat_template)
+            backend.chat_template = read_template(chat_template)
         sources = _template_sources(backend)
         if not sources:
             return cls(backend, None)
@@ -152,7 +152,7 @@ def _load_backend(folder: Path) -> Any:
     return backend
 
 
-def _read_template(source: str | os.PathLike[str]) -> str:
+def read_template(source: str | os.PathLike[str]) -> str:
     """The text of a template given as such or as a file. A text has Jinja's braces, a path has not."""
     if isinstance(source, str) and "{" in source:
         return source

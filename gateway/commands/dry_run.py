@@ -14,7 +14,8 @@ from engine.config import EngineConfig
 from engine.machine.facts import share_out
 from gateway.commands.doctor import line, report_launch, size
 from gateway.commands.flags import Flag, Given, flags_of
-from gateway.config import ServerConfig, check_together
+from gateway.commands.preflight import check_start
+from gateway.config import ServerConfig
 
 DEFAULT = "default"
 
@@ -34,10 +35,9 @@ def run(given: Mapping[str, Given], engine_config: EngineConfig, server_config: 
     Raises what a start would raise."""
     found: dict[str, Given] = {}
     try:
-        check_together(engine_config, server_config)
-        _check_server(server_config)
+        check_start(engine_config, server_config)
         places = _places(engine_config, server_config)
-        lines = _look_ahead(engine_config, name, found) + places
+        lines = _look_ahead(engine_config, name, found, server_config.chat_template) + places
     finally:  # also beside an error: what was said where is the first thing to look at
         shown = found | _server_findings(server_config, name)
         print("\n".join(table(settings(given, engine_config, server_config, shown))), flush=True)
@@ -76,18 +76,6 @@ def _shown(flag: Flag, value: Any) -> str:
     return ", ".join(map(str, value)) if flag.many else str(value)
 
 
-def _check_server(config: ServerConfig) -> None:
-    """Raises ConfigError for an address, a state folder or a key file that cannot be had."""
-    importlib.import_module("gateway.server").bind(config.host, config.port).close()
-    folder = importlib.import_module("gateway.store.folder")
-    folder.check_free(folder.state_path(config.state_dir, os.environ))
-    importlib.import_module("gateway.http.keys").load_keys(config.api_key, config.api_key_file)
-    if config.request_log is not None:
-        importlib.import_module("gateway.telemetry.request_log").check_path(config.request_log)
-    if config.otlp_traces_endpoint is not None:
-        importlib.import_module("gateway.telemetry.tracing").check_endpoint(config.otlp_traces_endpoint)
-
-
 def _places(engine_config: EngineConfig, server_config: ServerConfig) -> list[str]:
     """Where each of several engines would run. Raises ConfigError where there is no place for one."""
     if server_config.ray:
@@ -106,10 +94,9 @@ def _server_findings(config: ServerConfig, name: str) -> dict[str, Given]:
     }
 
 
-def _look_ahead(config: EngineConfig, name: str, found: dict[str, Given]) -> list[str]:
+def _look_ahead(config: EngineConfig, name: str, found: dict[str, Given], template: str | None) -> list[str]:
     """What would be loaded, a line each; decisions go into `found`."""
     build = importlib.import_module("engine.build")
-    build.find_policy(config.online_policy)
     found["model"] = Given("(the packaged demo model)", DEFAULT)
     found["profile_dir"] = Given(build.profile_folder(config), DEFAULT)
     local = build.local_config(config)
@@ -119,7 +106,7 @@ def _look_ahead(config: EngineConfig, name: str, found: dict[str, Given]) -> lis
     plan = build.plan_launch(local)
     notes: list[str] = []
     plan, profile = build.stored_profile(local, plan, notes.append)
-    importlib.import_module("engine.text.tokenizer").Tokenizer.load(plan.folder, None)
+    importlib.import_module("engine.text.tokenizer").Tokenizer.load(plan.folder, template)
     _decided(build, config, plan, found)
     if profile is None:
         measured = f"none fits: step times would be measured, {config.profile_seconds:g} s at most"

@@ -141,6 +141,8 @@ def check_path(path: str) -> None:
     if not there.exists() or not os.access(there, os.W_OK):
         reason = os.strerror(errno.EACCES if there.exists() else errno.ENOENT)
         raise ConfigError(f"--request-log {path}: {reason}")
+    if file.is_dir():
+        raise ConfigError(f"--request-log {path}: {os.strerror(errno.EISDIR)}")
 
 
 def line_of(account: Account, stats: EngineStats) -> dict[str, Any]:

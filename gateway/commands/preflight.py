@@ -1,0 +1,64 @@
+"""What a start refuses before it makes a folder or a process: values that name nothing, files and folders that cannot
+be had. `serve` and `serve --dry-run` ask the same. What depends on model or device, the engine's plan refuses."""
+
+import errno
+import importlib
+import os
+from pathlib import Path
+
+from engine.adapters import parse_adapters
+from engine.config import EngineConfig
+from engine.errors import ConfigError
+from gateway.config import ServerConfig, check_together
+
+
+def check_start(engine_config: EngineConfig, server_config: ServerConfig) -> None:
+    """Raises ConfigError, one line that names the flag. Changes nothing."""
+    check_together(engine_config, server_config)
+    _check_engine(engine_config)
+    _check_server(server_config)
+
+
+def check_folder(flag: str, path: str | os.PathLike[str], *, written: bool = True) -> None:
+    """Raises ConfigError unless `path` is a folder, or one could be made there."""
+    here = Path(path).expanduser().absolute()
+    try:
+        while not here.exists():
+            here = here.parent
+        if not here.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+        if written and not os.access(here, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        raise ConfigError(f"{flag} {os.fspath(path)} cannot be used: {error.strerror}") from None
+
+
+def _check_engine(config: EngineConfig) -> None:
+    importlib.import_module("engine.scheduling.policies").find_policy(config.online_policy)
+    for adapter in parse_adapters(config.lora):
+        if not (adapter.folder / "adapter_config.json").is_file():
+            raise ConfigError(f"--lora {adapter.name}: {adapter.folder} has no adapter_config.json")
+    if config.revision is not None and not config.model:
+        raise ConfigError(f"--revision {config.revision} is of models from the hub, and no MODEL is named")
+    if config.disk_space and config.disk_dir:
+        check_folder("--disk-dir", config.disk_dir)
+    if config.offload_dir:
+        check_folder("--offload-dir", config.offload_dir)
+    if config.profile_dir:
+        check_folder("--profile-dir", config.profile_dir, written=False)  # profiles in it may be all that is wanted
+
+
+def _check_server(config: ServerConfig) -> None:
+    """An address, a state folder, a key file, a template and a log that can be had."""
+    importlib.import_module("gateway.server").bind(config.host, config.port).close()
+    folder = importlib.import_module("gateway.store.folder")
+    state = folder.state_path(config.state_dir, os.environ)
+    check_folder("--state-dir", state)
+    folder.check_free(state)
+    importlib.import_module("gateway.http.keys").load_keys(config.api_key, config.api_key_file)
+    if config.chat_template is not None:
+        importlib.import_module("engine.text.tokenizer").read_template(config.chat_template)
+    if config.request_log is not None:
+        importlib.import_module("gateway.telemetry.request_log").check_path(config.request_log)
+    if config.otlp_traces_endpoint is not None:
+        importlib.import_module("gateway.telemetry.tracing").check_endpoint(config.otlp_traces_endpoint)
