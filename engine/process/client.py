@@ -514,7 +514,7 @@ class EngineProcess:
         """The next child, which may have died already: that is found out like any death. None: there is none."""
         try:
             child = await self._launcher.start()
-        except OSError as error:
+        except (OSError, RuntimeError) as error:  # no process, or no thread to start it in
             log.error("the engine process could not be started: %s", error)
             return None
         try:

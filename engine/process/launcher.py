@@ -128,7 +128,7 @@ class Launcher:
             launch = msgspec.structs.replace(self.launch, held=True, spare=True)
             try:
                 self._held = await _beside(lambda: Child.spawn(self._command, launch))
-            except OSError as error:
+            except (OSError, RuntimeError) as error:
                 log.warning("no spare engine process: %s", error)
             self._is_spare = True
 

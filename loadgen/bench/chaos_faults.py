@@ -104,9 +104,13 @@ class Saboteur:
         except aiohttp.ClientError:
             return  # closed before it was read: refused as well
 
-    def _signal(self, number: int) -> None:
-        with suppress(OSError, ValueError):  # between two processes there is none
-            os.kill(int(self._pid_file.read_text()), number)
+    async def _end(self, number: int) -> None:
+        """Send the process that runs a signal until there is another one."""
+        before, another = self._pid_file.read_text(), self._another()
+        while not another():
+            with suppress(OSError, ValueError):  # it is gone, or there is none
+                os.kill(int(before), number)
+            await asyncio.sleep(POLL)
 
     async def _until_ready(self, start: float, gone: Callable[[], bool] = lambda: True) -> None:
         """Until the server is ready again, once `gone` says that it noticed."""
@@ -124,20 +128,17 @@ class Saboteur:
         return lambda: self._pid_file.exists() and self._pid_file.read_text() != before
 
     async def _kill(self) -> None:
-        start, another = time.monotonic(), self._another()
-        self._signal(signal.SIGKILL)
-        await self._until_ready(start, another)
+        start = time.monotonic()
+        await self._end(signal.SIGKILL)
+        await self._until_ready(start)
 
     async def _kill_twice(self) -> None:
         """The second time while the next process starts, or soon after."""
-        start, another = time.monotonic(), self._another()
-        self._signal(signal.SIGKILL)
-        while not another():  # noqa: ASYNC110 - a state of another process
-            await asyncio.sleep(POLL)
+        start = time.monotonic()
+        await self._end(signal.SIGKILL)
         await asyncio.sleep(self._dice.uniform(0.0, 5.0))
-        another = self._another()
-        self._signal(signal.SIGKILL)
-        await self._until_ready(start, another)
+        await self._end(signal.SIGKILL)
+        await self._until_ready(start)
 
     async def _hang(self) -> None:
         """A step that does not end: the watchdog of the process finds it."""
@@ -153,9 +154,9 @@ class Saboteur:
 
     async def _stop(self) -> None:
         """A process that says nothing more: the gateway finds it."""
-        start, another = time.monotonic(), self._another()
-        self._signal(signal.SIGSTOP)
-        await self._until_ready(start, another)
+        start = time.monotonic()
+        await self._end(signal.SIGSTOP)
+        await self._until_ready(start)
 
     async def _fail(self, seconds: float = FAIL_SECONDS) -> None:
         start = time.monotonic()
