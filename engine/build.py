@@ -363,6 +363,8 @@ def profile_key(plan: LaunchPlan) -> ProfileKey:
     name = f"{plan.folder.name}, {plan.spec.num_parameters} parameters"
     if plan.implementation == TRANSFORMERS:
         name += ", by transformers"
+    if plan.adapters:
+        name += f", adapters of rank {', '.join(str(each.rank) for each in plan.adapters)}"
     return ProfileKey(
         name,
         ", ".join((find_backend(plan.device).fingerprint(plan), *([str(plan.offload)] if plan.offload else ()))),
@@ -395,6 +397,7 @@ def _join(config: EngineConfig, plan: LaunchPlan, runner: Runner[Any], say: Call
         config.profile_seconds,
         say,
         tiers,
+        len(plan.adapters),
     )
     disk = _open_disk(config, plan, runner, say)
     if disk is not None:

@@ -20,6 +20,8 @@ class FeatureRow(NamedTuple):
     compact_tokens: int
     restored_tokens: int
     transferred_bytes: int
+    adapters: int
+    adapted_tokens: int
 
 
 class BatchFeatures:
@@ -34,6 +36,8 @@ class BatchFeatures:
     compact_tokens       context tokens run from compact (hidden) cache
     restored_tokens      tokens whose KV is restored in this step
     transferred_bytes    bytes moved between host and device in this step
+    adapters             LoRA adapters that its chunks have, each counted once
+    adapted_tokens       tokens of those chunks
     """
 
     __slots__ = FeatureRow._fields
@@ -52,6 +56,8 @@ class BatchFeatures:
         self.compact_tokens = 0
         self.restored_tokens = 0
         self.transferred_bytes = 0
+        self.adapters = 0
+        self.adapted_tokens = 0
 
     def add_decodes(self, count: int, context_sum: int) -> None:
         """Add `count` decodes whose contexts (own token included) sum to `context_sum`."""
@@ -76,6 +82,11 @@ class BatchFeatures:
         self.restored_tokens += restored_tokens
         self.transferred_bytes += transferred_bytes
 
+    def add_adapted(self, adapters: int, tokens: int) -> None:
+        """Add LoRA adapters that the step had not, and tokens of chunks under any."""
+        self.adapters += adapters
+        self.adapted_tokens += tokens
+
     def copy(self) -> "BatchFeatures":
         """An independent copy."""
         return BatchFeatures.from_row(self.row())
@@ -92,6 +103,8 @@ class BatchFeatures:
             self.compact_tokens,
             self.restored_tokens,
             self.transferred_bytes,
+            self.adapters,
+            self.adapted_tokens,
         )
 
     @classmethod
@@ -108,6 +121,8 @@ class BatchFeatures:
             features.compact_tokens,
             features.restored_tokens,
             features.transferred_bytes,
+            features.adapters,
+            features.adapted_tokens,
         ) = row
         return features
 

@@ -35,6 +35,8 @@ COLUMNS = {
     "compact": "compact_tokens",
     "restored": "restored_tokens",
     "transferred": "transferred_bytes",
+    "adapters": "adapters",
+    "adapted_tokens": "adapted_tokens",
     "prefill_tokens": "prefill_token_sum",
     "prefill_tokens_squared": "prefill_token_sum",
     "decode_context_squared": "decode_context_sum",

@@ -5,7 +5,7 @@ Linear with non-negative coefficients, so that more work never costs less. Two f
 - `hygen`: intercept and the paper's S_p, S_d, S_p², S_d², N_p, N_d, with S_d read as the sum of decode contexts (as
   printed it equals N_d and the fit is singular) and the squares of the sums, as printed;
 - `full`: intercept, hinges max(0, T − k) of the padded token count T (convex: a memory-bound floor that bends into the
-  compute-bound slope), decode contexts, attention work, N_p, N_d, and the hidden-cache and host-tier terms.
+  compute-bound slope), decode contexts, attention work, N_p, N_d, and terms of hidden cache, host tier and adapters.
 
 Knows nothing of requests or schedulers. `predictor.fitting` finds the coefficients.
 """
@@ -26,6 +26,8 @@ LINEAR_TERMS = (
     "compact",
     "restored",
     "transferred",
+    "adapters",
+    "adapted_tokens",
     "prefill_tokens",
     "prefill_tokens_squared",
     "decode_context_squared",
@@ -42,7 +44,7 @@ FEATURE_SETS: dict[str, tuple[str, ...]] = {
         "prefill_tokens_squared",
         "decode_context_squared",
     ),
-    "full": LINEAR_TERMS[:8],
+    "full": LINEAR_TERMS[:10],
 }
 """The linear terms of each feature set; `full` has hinges as well."""
 
@@ -78,6 +80,10 @@ class LatencyPredictor(Protocol):
         """What running from hidden state, restoring K and V and swapping add to any step."""
         ...
 
+    def adapter_work(self, adapters: int, tokens: int) -> float:
+        """What further LoRA adapters, and tokens of chunks under any, add to a step."""
+        ...
+
 
 def default_knots(token_limit: int) -> tuple[int, ...]:
     """0, 32, 64, ... 1,024, as far as a step of at most `token_limit` tokens reaches."""
@@ -103,6 +109,8 @@ class LatencyModel:
     compact: float = 0.0
     restored: float = 0.0
     transferred: float = 0.0
+    adapters: float = 0.0
+    adapted_tokens: float = 0.0
     prefill_tokens: float = 0.0
     prefill_tokens_squared: float = 0.0
     decode_context_squared: float = 0.0
@@ -156,6 +164,8 @@ class LatencyModel:
             + self.compact * features.compact_tokens
             + self.restored * features.restored_tokens
             + self.transferred * features.transferred_bytes
+            + self.adapters * features.adapters
+            + self.adapted_tokens * features.adapted_tokens
         )
 
     def marginal(self, features: BatchFeatures, start: int, length: int) -> float:
@@ -187,6 +197,10 @@ class LatencyModel:
     def cache_work(self, compact_tokens: int = 0, restored_tokens: int = 0, transferred_bytes: int = 0) -> float:
         """Seconds that such cache work adds to any step."""
         return self.compact * compact_tokens + self.restored * restored_tokens + self.transferred * transferred_bytes
+
+    def adapter_work(self, adapters: int, tokens: int) -> float:
+        """Seconds that further adapters and tokens under any add to a step."""
+        return self.adapters * adapters + self.adapted_tokens * tokens
 
     def scaled(self, factor: float) -> "LatencyModel":
         """The model of a device on which every step takes `factor` times as long."""

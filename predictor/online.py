@@ -298,6 +298,10 @@ class OnlineModel:
         """What cache work adds; the margin does not depend on it."""
         return self.scale * self.model.cache_work(compact_tokens, restored_tokens, transferred_bytes)
 
+    def adapter_work(self, adapters: int, tokens: int) -> float:
+        """What adapters add; the margin does not depend on it."""
+        return self.scale * self.model.adapter_work(adapters, tokens)
+
     def residuals(self) -> list[float]:
         """measured ÷ what `as_fixed` expects, of the recent steps, as many per regime as its ring holds; empty before
         the first."""

@@ -19,7 +19,7 @@ from predictor.features import BatchFeatures, FeatureRow
 from predictor.model import LINEAR_TERMS, LatencyModel
 from predictor.samples import Sample
 
-SCHEMA = 4
+SCHEMA = 5
 """2: the costs of the cache's representations came in; 3: none of them is zero; 4: the sweep itself, which later fits
 stand on. Older files are measured again."""
 

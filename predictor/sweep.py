@@ -29,11 +29,13 @@ class StepShape:
     """One step to measure: `num_decodes` decodes of `decode_context` tokens each, and prefill chunks (start, length).
 
     `decode_context` includes the decode's own token: such a decode is the chunk (decode_context − 1, 1).
+    `adapters`: all chunks are under that many LoRA adapters, in turn.
     """
 
     num_decodes: int = 0
     decode_context: int = 0
     chunks: tuple[tuple[int, int], ...] = ()
+    adapters: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -62,6 +64,7 @@ class StepShape:
             features.add_decodes(self.num_decodes, self.num_decodes * self.decode_context)
         for start, length in self.chunks:
             features.add_chunk(start, length)
+        features.add_adapted(self.adapters, self.num_tokens if self.adapters else 0)
         return features
 
 
@@ -82,6 +85,18 @@ def anchor_shapes(limits: Limits) -> Iterator[StepShape]:
     for start in (length // 4, length // 2, length):
         for chunk in (64, 512):
             yield StepShape(0, 0, ((max(min(start, length - chunk), 0), min(chunk, tokens, length)),))
+
+
+def adapter_shapes(limits: Limits, adapters: int) -> Iterator[StepShape]:
+    """Steps of the anchors' kinds under one of so many adapters, and under as many as may be."""
+    tokens, length = limits.max_num_batched_tokens, limits.max_model_len
+    context = min(256, length)
+    seqs = limits.max_decodes(context)
+    for count in sorted({1, min(adapters, 2), min(adapters, seqs)}):
+        yield StepShape(count, context, adapters=count)
+        yield StepShape(max(count, seqs // 2), context, adapters=count)
+        for chunk in (64, 512):
+            yield StepShape(0, 0, ((0, min(chunk, tokens // count, length)),) * count, count)
 
 
 def edge_shapes(limits: Limits) -> Iterator[StepShape]:
@@ -145,7 +160,11 @@ def find_knee(samples: Sequence[Sample]) -> int:
     The least time is the floor, the steepest time per token the slope; their crossing is the knee. Falls back on
     DEFAULT_KNEE when there is nothing to go by.
     """
-    prefills = [(f.num_tokens, seconds) for f, seconds in samples if f.num_prefill_chunks == 1 and not f.num_decodes]
+    prefills = [
+        (f.num_tokens, seconds)
+        for f, seconds in samples
+        if f.num_prefill_chunks == 1 and not f.num_decodes and not f.adapters
+    ]
     if len(prefills) < 2:
         return DEFAULT_KNEE
     floor = min(seconds for _, seconds in prefills)
@@ -159,14 +178,17 @@ def run_sweep(
     budget_seconds: float,
     clock: Callable[[], float],
     max_shapes: int = MAX_SHAPES,
+    adapters: int = 0,
 ) -> list[Sample]:
     """Measure as many shapes as the budget allows, each as the median of up to REPEATS runs after one to warm up.
 
     `measure` runs the step once and returns its seconds. A shape too long for repeats is measured once; one that is
-    expected to overrun what is left is left out. At least one shape is always measured.
+    expected to overrun what is left is left out. At least one shape is always measured. `adapters`: LoRA adapters that
+    the runner has, from 1 on.
     """
     sweep = _Sweep(measure, clock, budget_seconds)
-    anchors = [shape for shape in dict.fromkeys(anchor_shapes(limits)) if shape.fits(limits)]
+    shapes = [*anchor_shapes(limits), *(adapter_shapes(limits, adapters) if adapters else ())]
+    anchors = [shape for shape in dict.fromkeys(shapes) if shape.fits(limits)]
     for shape in anchors:
         sweep.take(shape)
     for shape in plan_sweep(limits, find_knee(sweep.samples), max_shapes):

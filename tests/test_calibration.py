@@ -57,6 +57,21 @@ def test_a_sweep_recovers_the_law_of_the_device() -> None:
     assert calibration.train and calibration.held_out
 
 
+def test_a_sweep_finds_what_adapters_cost() -> None:
+    """A fixed part for each in a step, and one for each of their tokens."""
+    truth, seen = replace(TRUTH, adapters=0.003, adapted_tokens=5e-5), set[int]()
+
+    class Adapted(TimedRunner):
+        def _execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
+            seen.update(new.adapter for new in output.new_requests)
+            return replace(super()._execute(output), latency=truth.predict(step_features(output)))
+
+    model = measure_profile(Adapted(), LIMITS, 50, KEY, seconds=2.0, adapters=3).profile.model
+    assert seen == {0, 1, 2, 3}
+    assert model.adapters == pytest.approx(0.003, rel=0.05) and model.adapted_tokens == pytest.approx(5e-5, rel=0.1)
+    assert measure_profile(TimedRunner(), LIMITS, 50, KEY, seconds=0.5).profile.model.adapters == 0.0
+
+
 def test_a_real_runner_is_idle_again_afterwards() -> None:
     class Lenient(FakeRunner):
         def _execute(self, output: SchedulerOutput) -> ModelRunnerOutput:

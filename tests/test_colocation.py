@@ -1,6 +1,7 @@
 """Co-location: what a step may take in beside online work, and that nobody online ever pays for it."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import hypothesis.strategies as st
@@ -62,6 +63,24 @@ def decoding_driver(objective: StepObjective, **changes: Any) -> Driver:
     for _ in range(3):
         driver.step()
     return driver
+
+
+def test_adapters_of_decodes_leave_less_to_offline_work() -> None:
+    """Each is charged once, and tokens under any, before prompts are sized."""
+    model = replace(MODEL, adapters=0.003, adapted_tokens=0.0005)
+    config = make_driver(flat(0.020)).core.config
+    driver = Driver(FakeRunner(block_size=BLOCK, vocab_size=VOCAB), config, model=model, objective=flat(0.020))
+    for index, adapter in enumerate((7, 7)):
+        driver.add(replace(make_request(f"on{index}", range(6), 60), adapter=adapter))
+    for _ in range(3):
+        driver.step()
+    driver.add(make_request("off", range(100), 5, request_class=OFFLINE))
+    assert driver.launch()
+    step = driver.steps[-1]
+    assert (step.adapters, step.adapted_tokens) == (1, 2)
+    assert sum(chunks_of(driver, step, "off")) == 11, "of 15: 3 ms for the adapter, 1 ms for its tokens"
+    assert step.predicted_latency == pytest.approx(model.predict(step_features(step)))
+    assert step.predicted_latency is not None and step.predicted_latency <= 0.020
 
 
 def test_offline_fills_up_to_the_budget_and_not_beyond() -> None:

@@ -86,8 +86,9 @@ def test_features_are_the_sums_of_the_definition() -> None:
     features.add_chunk(10, 4)
     features.add_chunk(0, 2)
     features.add_cache_work(compact_tokens=5, restored_tokens=6, transferred_bytes=7)
+    features.add_adapted(2, 4)
     attention = sum(10 + i for i in (1, 2, 3, 4)) + 1 + 2
-    assert features.row() == FeatureRow(10, 4, 400, 2, 6, attention, 5, 6, 7)
+    assert features.row() == FeatureRow(10, 4, 400, 2, 6, attention, 5, 6, 7, 2, 4)
 
 
 @given(batches(), chunk)
@@ -137,6 +138,8 @@ def by_definition(model: LatencyModel, f: BatchFeatures) -> float:
         model.compact * f.compact_tokens,
         model.restored * f.restored_tokens,
         model.transferred * f.transferred_bytes,
+        model.adapters * f.adapters,
+        model.adapted_tokens * f.adapted_tokens,
     )
     return math.fsum((*linear, hinges))
 
@@ -145,7 +148,10 @@ def by_definition(model: LatencyModel, f: BatchFeatures) -> float:
 @settings(deadline=None)
 def test_predict_is_the_formula(model: LatencyModel, features: BatchFeatures, cache_work: int) -> None:
     features.add_cache_work(cache_work, 2 * cache_work, 3 * cache_work)
+    before = model.predict(features)
+    features.add_adapted(cache_work, 5 * cache_work)
     assert model.predict(features) == pytest.approx(by_definition(model, features), rel=1e-9)
+    assert model.predict(features) == pytest.approx(before + model.adapter_work(cache_work, 5 * cache_work))
 
 
 @given(models(), batches(), chunk)

@@ -76,6 +76,7 @@ def step_features(output: SchedulerOutput) -> BatchFeatures:
             features.add_chunk(start, length)
     features.add_decodes(count, context_sum)
     features.add_cache_work(*output.cache_work)
+    features.add_adapted(output.adapters, output.adapted_tokens)
     return features
 
 

@@ -49,7 +49,9 @@ class ShapeRunner:
         """Seconds of one step of this shape, deltas and sampling included."""
         if shape != self._shape:
             self._write(shape)
-        return self._runner.launch(SchedulerOutput(next(self._step_ids), self._chunks))().latency
+        adapted = shape.num_tokens if shape.adapters else 0
+        step = SchedulerOutput(next(self._step_ids), self._chunks, adapters=shape.adapters, adapted_tokens=adapted)
+        return self._runner.launch(step)().latency
 
     def close(self) -> None:
         """Release every row."""
@@ -75,7 +77,8 @@ class ShapeRunner:
                 for _ in range(-(-(start + length) // self._limits.block_size))
             )
             tokens = tuple((row * 7919 + i * 31) % self._vocab_size for i in range(start + length))
-            new_requests.append(NewRequest(row, f"profile-{row}", tokens, len(tokens), DRAWN, entries))
+            adapter = 1 + row % shape.adapters if shape.adapters else 0
+            new_requests.append(NewRequest(row, f"profile-{row}", tokens, len(tokens), DRAWN, entries, adapter=adapter))
         self._shape = shape
         self._chunks = tuple(Chunk(row, start, length, True) for row, (start, length) in enumerate(spans))
         output = SchedulerOutput(next(self._step_ids), self._chunks, tuple(new_requests), (), released)
@@ -100,8 +103,10 @@ def measure_profile(
     seconds: float,
     progress: Callable[[int, float], None] = lambda _count, _spent: None,
     tiers: CacheTiers = KV_ONLY,
+    adapters: int = 0,
 ) -> Calibration:
-    """Sweep for at most about `seconds` and fit; `progress(shapes measured, seconds spent)` after every shape.
+    """Sweep for at most about `seconds` and fit; `progress(shapes measured, seconds spent)` after every shape. The
+    runner has so many `adapters`.
 
     The costs of what `tiers` offers come on top, in a fraction of a second. The runner must be idle, and is idle again
     afterwards.
@@ -116,7 +121,7 @@ def measure_profile(
         progress(len(measured), time.perf_counter() - began)
         return taken
 
-    samples = run_sweep(measure, limits, seconds, time.perf_counter)
+    samples = run_sweep(measure, limits, seconds, time.perf_counter, adapters=adapters)
     shapes.close()
     train, held_out = split_samples(samples, HELD_OUT) if len(samples) >= MIN_SAMPLES else (samples, samples)
     limit, padding = limits.max_num_batched_tokens, limits.padding
@@ -153,6 +158,7 @@ def load_or_measure(
     seconds: float,
     say: Callable[[str], None],
     tiers: CacheTiers = KV_ONLY,
+    adapters: int = 0,
 ) -> Profile:
     """The profile for `key` in `folder`; one that is missing, poor or cannot serve is measured anew and stored.
 
@@ -177,9 +183,9 @@ def load_or_measure(
         return profile
     if seconds <= 0:
         say("step times are guessed from a single step (--profile-seconds 0)")
-        return measure_profile(runner, limits, vocab_size, key, 0.0, tiers=tiers).profile
+        return measure_profile(runner, limits, vocab_size, key, 0.0, tiers=tiers, adapters=adapters).profile
     say(f"measuring step times for at most {seconds:.0f} s (once; the profile is kept in {folder})")
-    profile = measure_profile(runner, limits, vocab_size, key, seconds, tiers=tiers).profile
+    profile = measure_profile(runner, limits, vocab_size, key, seconds, tiers=tiers, adapters=adapters).profile
     say(f"latency profile: {profile.num_samples} steps, held-out error {profile.held_out_mape:.1%}")
     _keep(profile, folder, say)
     return profile

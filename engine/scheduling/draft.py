@@ -21,7 +21,7 @@ from engine.scheduling.state import SchedulerState
 from predictor.features import BatchFeatures
 from predictor.model import LatencyPredictor
 
-_pooling = attrgetter("spec.pooling")
+_pooling, _adapter = attrgetter("spec.pooling"), attrgetter("spec.adapter")
 _make_chunk = partial(tuple.__new__, Chunk)
 """`Chunk._make` without a call in Python: there are hundreds in a step."""
 
@@ -37,6 +37,7 @@ class StepLedger:
     model: LatencyPredictor | None = None
     features: BatchFeatures = field(default_factory=BatchFeatures)
     seconds: float = 0.0
+    adapters: set[int] = field(default_factory=set)
 
     @property
     def open(self) -> bool:
@@ -66,6 +67,14 @@ class StepLedger:
         self.features.add_cache_work(*work)
         if self.model is not None:
             self.seconds += self.model.cache_work(*work)
+
+    def charge_adapter(self, number: int, tokens: int) -> None:
+        """Charge the LoRA adapter of a chunk, each once in a step, and what it does with the tokens."""
+        is_new = number not in self.adapters
+        self.adapters.add(number)
+        self.features.add_adapted(is_new, tokens)
+        if self.model is not None:
+            self.seconds += self.model.adapter_work(is_new, tokens)
 
 
 class Step(NamedTuple):
@@ -129,6 +138,8 @@ class StepDraft:
             replaced=tuple(self.allocation.replaced),
             operations=operations,
             cache_work=CacheWork(features.compact_tokens, features.restored_tokens, features.transferred_bytes),
+            adapters=features.adapters,
+            adapted_tokens=features.adapted_tokens,
             predicted_latency=self.ledger.seconds if self.ledger.model is not None else None,
         )
         return Step(output, self.requests)
@@ -140,6 +151,8 @@ class StepDraft:
         sample = request.spec.pooling is None and end == len(request.token_ids) + request.num_placeholders
         if num_compact := request.cache_map.num_compact:
             self.ledger.charge_cache_work(CacheWork(compact_tokens=num_compact * self.state.config.block_size))
+        if request.spec.adapter:
+            self.ledger.charge_adapter(request.spec.adapter, length)
         if self.state.unwritten and request in self.state.unwritten:
             del self.state.unwritten[request]
             self._new_requests.append(_whole(request))
@@ -153,7 +166,8 @@ class StepDraft:
     def add_decodes(self, requests: Sequence[Request]) -> None:
         """The next token of each, charged in bulk: what `add_chunk` does, for the hundreds that every step has. They
         are marked as part of the step already."""
-        if self.state.cache.num_compact or self.state.unwritten or any(map(_pooling, requests)):
+        special = self.state.cache.num_compact or self.state.unwritten
+        if special or any(map(_pooling, requests)) or any(map(_adapter, requests)):
             for request in requests:
                 self.add_chunk(request, 1)
             return

@@ -90,6 +90,7 @@ NO_CACHE_WORK = CacheWork()
 class SchedulerOutput:
     """One step: decodes first, then prefill chunks. `predicted_latency` in seconds (None without a predictor).
 
+    `adapters`: LoRA adapters of its chunks, each counted once; `adapted_tokens`: tokens of those chunks.
     The distinct HIDDEN blocks that the step's chunks read or write must not be more than the runner's `scratch_blocks`.
     """
 
@@ -102,6 +103,8 @@ class SchedulerOutput:
     replaced: tuple[ReplacedEntry, ...] = ()
     operations: tuple[CacheOperation, ...] = ()
     cache_work: CacheWork = NO_CACHE_WORK
+    adapters: int = 0
+    adapted_tokens: int = 0
 
     @property
     def num_tokens(self) -> int:

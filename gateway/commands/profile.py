@@ -23,7 +23,9 @@ def run(config: EngineConfig, plot: Path | None, say: Callable[[str], None]) -> 
             return
         print(f"\r{count} step shapes, {spent:.0f} of at most {config.profile_seconds:.0f} s", end="", flush=True)
 
-    calibration = measure_profile(runner, plan.limits, plan.spec.vocab_size, key, config.profile_seconds, progress)
+    calibration = measure_profile(
+        runner, plan.limits, plan.spec.vocab_size, key, config.profile_seconds, progress, adapters=len(plan.adapters)
+    )
     if sys.stdout.isatty():
         print()
     path = build.profile_folder(config) / key.filename()

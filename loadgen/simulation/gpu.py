@@ -237,6 +237,10 @@ class TrueLatency:
         """What cache work adds to the step."""
         return self._device.cache_work_seconds(compact_tokens, restored_tokens, transferred_bytes)
 
+    def adapter_work(self, adapters: int, tokens: int) -> float:  # noqa: ARG002
+        """Nothing: the device has no adapters."""
+        return 0.0
+
     def marginal(self, features: BatchFeatures, start: int, length: int) -> float:
         """What the chunk (start, length) adds to the step."""
         more = features.copy()
