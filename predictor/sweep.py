@@ -7,8 +7,8 @@ compute-bound regime, interleaved with a low-discrepancy sequence of mixed steps
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from predictor.features import BatchFeatures
 from predictor.limits import Limits
@@ -22,6 +22,8 @@ LONGEST_SHARE = 0.05
 """Share of the budget that one run may be expected to take; a longer step is left out and extrapolated to."""
 DEFAULT_KNEE = 256
 MIX_PRIMES = (2, 3, 5, 7)
+ADAPTED = 3
+"""Of so many shapes behind the anchors one is under LoRA adapters, where there are any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,16 +89,11 @@ def anchor_shapes(limits: Limits) -> Iterator[StepShape]:
             yield StepShape(0, 0, ((max(min(start, length - chunk), 0), min(chunk, tokens, length)),))
 
 
-def adapter_shapes(limits: Limits, adapters: int) -> Iterator[StepShape]:
-    """Steps of the anchors' kinds under one of so many adapters, and under as many as may be."""
-    tokens, length = limits.max_num_batched_tokens, limits.max_model_len
-    context = min(256, length)
-    seqs = limits.max_decodes(context)
-    for count in sorted({1, min(adapters, 2), min(adapters, seqs)}):
-        yield StepShape(count, context, adapters=count)
-        yield StepShape(max(count, seqs // 2), context, adapters=count)
-        for chunk in (64, 512):
-            yield StepShape(0, 0, ((0, min(chunk, tokens // count, length)),) * count, count)
+def under_adapters(shapes: Iterable[StepShape], adapters: int) -> Iterator[StepShape]:
+    """The shapes, every third of them under some of so many adapters: one, or several as far as it has chunks."""
+    for index, shape in enumerate(shapes):
+        count = min(1 + index // ADAPTED % adapters, shape.num_decodes + len(shape.chunks)) if adapters else 0
+        yield shape if index % ADAPTED else replace(shape, adapters=count)
 
 
 def edge_shapes(limits: Limits) -> Iterator[StepShape]:
@@ -187,11 +184,10 @@ def run_sweep(
     the runner has, from 1 on.
     """
     sweep = _Sweep(measure, clock, budget_seconds)
-    shapes = [*anchor_shapes(limits), *(adapter_shapes(limits, adapters) if adapters else ())]
-    anchors = [shape for shape in dict.fromkeys(shapes) if shape.fits(limits)]
+    anchors = [shape for shape in dict.fromkeys(anchor_shapes(limits)) if shape.fits(limits)]
     for shape in anchors:
         sweep.take(shape)
-    for shape in plan_sweep(limits, find_knee(sweep.samples), max_shapes):
+    for shape in under_adapters(plan_sweep(limits, find_knee(sweep.samples), max_shapes), adapters):
         if shape not in anchors and not sweep.take(shape):
             break
     return sweep.samples
