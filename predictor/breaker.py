@@ -6,8 +6,12 @@ runs beside online work. After a while it is half-open: a tenth of the budget, u
 probe, and then closed. It closes by itself, also when no request comes to prove anything. Misses of requests that no
 offline work touched, or that came before the last opening, never count.
 
-Who opens again and again stays open longer and longer, and an opening by the SLO halves what is granted afterwards; it
-grows back while nothing happens.
+Requests that no offline work touched say what the promise is worth without any. While they miss it as well nothing can
+be shown beside them and every trial makes it worse: it stays open until they keep it again, or nobody comes to say so.
+
+What is granted follows the evidence: a quarter of a budget that nobody has proven, more by every good request beside
+offline work, half by every miss; it also grows back while nothing happens. Who opens again and again stays open longer
+and longer.
 
 A pure state machine without timers: times are arguments, in seconds, and never go back; it may be asked at any event.
 """
@@ -42,6 +46,7 @@ class BreakerSettings:
     probe_seconds   time in the half-open state at least, ten times that at most
     probe_requests  requests that must pass the probe before `probe_seconds` are enough
     probe_share     share of the budget while half-open
+    first_share     share of a budget that nobody has proven, where requests are judged one by one
     smallest_share  what repeated openings leave of the budget at least
     regrow_seconds  time in which the budget grows back from nothing; openings within it are repeated ones
     """
@@ -55,6 +60,7 @@ class BreakerSettings:
     probe_seconds: float = 10.0
     probe_requests: int = 3
     probe_share: float = 0.1
+    first_share: float = 0.25
     smallest_share: float = 0.125
     regrow_seconds: float = 600.0
 
@@ -68,6 +74,8 @@ class BreakerSettings:
 SUSPICION = 0.75
 """Where the test of a half-open or just closed breaker begins, of its threshold: one clear miss opens it again."""
 
+ALONE, MISSES_ALONE = 16, 1
+"""Of so many of the last requests without offline work at most so many may be misses, for a trial to mean something."""
 
 MOMENTS = 64
 """Moments of misses that are remembered: as many as requests run at once, or so."""
@@ -84,11 +92,14 @@ class CircuitBreaker:
         self._since = 0.0
         self._opened_at = -math.inf
         self._open_for = self.settings.open_seconds
-        self._granted = 1.0
+        self._granted = 1.0 if self.settings.attainment is None else self.settings.first_share
+        self._granted_at = 0.0
         self._probed = 0
         self._misses = MissTest(1.0 - (self.settings.attainment or 0.0))
         self._excesses: dict[str, ExcessTest] = {}
         self._moments: deque[float] = deque(maxlen=MOMENTS)
+        self._alone: deque[bool] = deque(maxlen=ALONE)
+        self._alone_at = -math.inf
         self._overruns: deque[float] = deque(maxlen=self.settings.steps)
 
     def record_request(
@@ -103,22 +114,35 @@ class CircuitBreaker:
         """One online request was judged at `now`; `offline_contributed`: offline chunks ran in its steps.
 
         `good`: it kept every limit of single requests; `moment`: when it was worst off. Requests that miss by the same
-        step are one miss: a single hiccup is no evidence, however many it hits. `excesses`: by how much it was over the
-        bound of each aggregate, as a share of the bound.
+        step are two misses at most: a single hiccup is no evidence, however many it hits. `excesses`: by how much it
+        was over the bound of each aggregate, as a share of the bound.
         """
         self._advance(now)
+        counted = good or moment is None or self._moments.count(moment) < 2
+        if not good and moment is not None:
+            self._moments.append(moment)
+        if not offline_contributed and arrival >= self._opened_at:
+            self._alone.append(good)
+            self._alone_at = now
         if self._state is BreakerState.OPEN or not offline_contributed or arrival < self._opened_at:
             return
         self._probed += 1
-        counted = good or moment is None or moment not in self._moments
-        if not good and moment is not None:
-            self._moments.append(moment)
         if self.settings.attainment is not None and counted:
+            self._grant(now, good)
             self._misses.record(not good)
             if self._misses.alarm:
                 self._open(now, "slo")
                 return
         self.record_excesses(now, arrival, excesses or {})
+
+    def _grant(self, now: float, good: bool) -> None:
+        """More by every good request, half by every miss: where a share p of them misses, about allowed ÷ p is granted
+        on average, so that trials are as large as the evidence allows."""
+        allowed = 1.0 - (self.settings.attainment or 0.0)
+        if self._state is BreakerState.CLOSED:
+            granted = self.share(now)
+            self._granted = min(1.0, granted + allowed) if good else granted / 2.0
+            self._granted_at = now
 
     def record_excesses(self, now: float, arrival: float, excesses: Mapping[str, float]) -> None:
         """What became known only now about aggregates of a request that arrived then, beside offline work."""
@@ -154,11 +178,11 @@ class CircuitBreaker:
         state = self.state(now)
         if state is BreakerState.OPEN:
             return 0.0
-        grown = min(1.0, self._granted + (now - self._since) / self.settings.regrow_seconds)
+        grown = min(1.0, self._granted + (now - max(self._since, self._granted_at)) / self.settings.regrow_seconds)
         return grown if state is BreakerState.CLOSED else min(self.settings.probe_share, self._granted)
 
     def renew(self) -> None:
-        """Another budget is in force: what the last one did is no reason to grant less of it."""
+        """A budget that was replayed is in force: what the last one did is no reason to grant less of it."""
         self._granted = 1.0
 
     @property
@@ -174,8 +198,11 @@ class CircuitBreaker:
     def _advance(self, now: float) -> None:
         """Transitions that time alone makes."""
         settings = self.settings
-        if self._state is BreakerState.OPEN and now >= self._since + self._open_for:
-            self._enter(BreakerState.HALF_OPEN, self._since + self._open_for)
+        if self._state is BreakerState.OPEN:
+            end = self._since + self._open_for
+            end = max(end, self._alone_at + (settings.longest_open if self._misses_alone else 0.0))
+            if now >= end:
+                self._enter(BreakerState.HALF_OPEN, end)
         if self._state is BreakerState.HALF_OPEN:
             enough = self._probed >= settings.probe_requests
             end = self._since + (1.0 if enough else 10.0) * settings.probe_seconds
@@ -184,11 +211,18 @@ class CircuitBreaker:
                 self._enter(BreakerState.CLOSED, now if enough else end)
                 self.cause = None
 
+    @property
+    def _misses_alone(self) -> bool:
+        """Whether the promise is broken without offline work, too."""
+        return self._alone.count(False) > MISSES_ALONE
+
     def _open(self, now: float, cause: str) -> None:
         settings = self.settings
         repeated = now - self._opened_at < self._open_for + settings.regrow_seconds
         self._open_for = min(2.0 * self._open_for, settings.longest_open) if repeated else settings.open_seconds
-        if cause != "predictor":
+        if cause == "slo":  # each miss has halved it
+            self._granted = max(self._granted, settings.smallest_share)
+        elif cause != "predictor":
             self._granted = max(self.share(now) / 2.0, settings.smallest_share)
         self.num_openings += 1
         self.cause = cause

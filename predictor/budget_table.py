@@ -7,7 +7,7 @@ Pure: times are arguments, in seconds on the calendar's clock.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from predictor.budget import BudgetParams, params_of, to_plain
@@ -75,17 +75,21 @@ class BudgetTable:
         """The budget for a cell, and the cell that it was searched for; None when nothing of use is known.
 
         An old entry is better than none, one for other lengths or another pace is not. Of other cells, the next one
-        above is safe; what kept the SLO at a lower rate only was searched for less than there is, so only "none at all"
-        says something about a higher one.
+        above is safe. What kept the SLO at a lower rate was searched for less than there is: so much less of its L is
+        left as the rate is higher, and "none at all" stays none.
         """
         usable = {c: entry for c, entry in self.entries.items() if entry.situation.is_like(situation)}
         above = min((c for c in usable if c >= cell), default=None)
         if above is not None and (above == cell or usable[above].params.latency_budget > 0.0):
             return usable[above].params, above
         below = max((c for c in usable if c < cell), default=None)
-        if below is not None and usable[below].params.latency_budget <= 0.0:
-            return usable[below].params, below
-        return None
+        if below is None:
+            return None
+        params = usable[below].params
+        # Under `tbt_p99` a smaller L frees more steps from it.
+        rule = "flat" if params.rule == "tbt_p99" else params.rule
+        less = params.latency_budget * upper_rate(below) / upper_rate(cell)
+        return replace(params, latency_budget=less, rule=rule), below
 
     def needs(self, cell: int, situation: Situation, now: float) -> bool:
         """Whether a search for this cell would tell something new."""

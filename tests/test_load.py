@@ -193,9 +193,18 @@ def test_a_change_of_load_is_a_look_up() -> None:
     table.put(3, entry(0.02))
     assert table.look_up(0, HERE) == (BudgetParams("tidemill", 0.05), 0)
     assert table.look_up(1, HERE) == (BudgetParams("tidemill", 0.02), 3), "the next higher one is on the safe side"
-    assert table.look_up(4, HERE) is None, "what kept the SLO at less may not keep it here"
+    found = table.look_up(5, HERE)
+    assert found is not None and found[1] == 3
+    assert found[0].latency_budget == pytest.approx(0.02 / 1.5**2), "what kept the SLO at less may not keep it here"
     longer = Situation(Shape(300.0, 0.0, 50.0, 500.0, 60.0), 0.02)
     assert table.look_up(0, longer) is None and table.look_up(0, Situation(SHAPE, 0.04)) is None
+
+
+def test_at_a_higher_rate_no_rule_frees_more_steps_from_a_smaller_budget() -> None:
+    table = BudgetTable()
+    table.put(0, Entry(BudgetParams("tidemill", 0.05, rule="tbt_p99"), HERE, 0.0))
+    found = table.look_up(1, HERE)
+    assert found is not None and found[0].rule == "flat"
 
 
 def test_none_at_all_holds_for_every_higher_rate_but_for_no_lower_one() -> None:

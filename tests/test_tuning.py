@@ -138,7 +138,7 @@ async def test_a_change_of_load_is_a_look_up() -> None:
     await bench.tuner.stop()
 
 
-async def test_a_load_nobody_searched_gets_the_budget_that_needs_no_search() -> None:
+async def test_a_load_above_all_that_was_searched_gets_less_than_any_of_them() -> None:
     bench = Bench(lambda job: found(0.0123))
     bench.tuner.start()
     bench.queue_a_job()
@@ -147,7 +147,10 @@ async def test_a_load_nobody_searched_gets_the_budget_that_needs_no_search() -> 
     assert bench.budget == 0.0123
     bench.answer = lambda job: ChildError("busy")
     await bench.serve(300, 5.0)
-    assert bench.budget == initial
+    assert bench.budget < 0.0123 / 5 < initial, "so much less as the rate is higher"
+    assert "less of it" in bench.keeper.stats(bench.now).budget_origin
+    await bench.serve(300, 0.1)
+    assert bench.budget == 0.0123
     await bench.tuner.stop()
 
 

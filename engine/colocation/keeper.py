@@ -144,7 +144,8 @@ class Colocation:
         self._held = "" if budget.latency_budget > 0.0 else f"no offline budget keeps the SLO ({origin})"
         if not self._held:
             self._budget = budget
-        self._breaker.renew()
+        if budget != self._initial:
+            self._breaker.renew()
         self._set_objective()
         self._follow_breaker(self._now)
 

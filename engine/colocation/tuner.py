@@ -134,7 +134,12 @@ class BudgetTuner:
         if found is None:
             chosen = self._colocation.initial, "as long as no search for this load has ended"
         else:
-            chosen = found[0], f"searched for {upper_rate(found[1]):.3g} requests/s"
+            params, cell = found
+            chosen = params, f"searched for {upper_rate(cell):.3g} requests/s"
+            if cell < self._cell:
+                initial = self._colocation.initial
+                lower = min(params, initial, key=lambda budget: budget.latency_budget)
+                chosen = lower, f"{chosen[1]}, less of it until a search for this load has ended"
         if chosen != self._in_force:
             self._in_force = chosen
             log.info("%.3g online requests/s: offline budget %s, %s", rate, *chosen)
