@@ -236,7 +236,8 @@ def split_host(costs: OffloadCosts, room: int, act_device: int) -> HostSplit:
 def host_split(model: LatencyPredictor | None, config: SchedulerConfig, act_device: int) -> HostSplit | None:
     """The split of this engine's host tier; None where there is nothing to choose. `act_device`: compact blocks there.
 
-    Weights stay on the device here, and a whole step takes the place of the paper's layer: costs are in proportion.
+    Weights stay on the device wherever hidden state is offered (`--offload-weights` refuses it), and a whole step takes
+    the place of the paper's layer: costs are in proportion.
     """
     room = config.host_units // UNITS_PER_BLOCK
     if model is None or not room or not config.scratch_blocks:
