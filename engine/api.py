@@ -377,6 +377,7 @@ class DroppableLayers(NamedTuple):
 class EngineInfo:
     """Facts of the loaded model. `vocab_size` is the logits' width: any token id below it may be sent.
     `cache_tokens`: what the device cache holds of KV, in blocks of `block_size` tokens (0: not known).
+    `shares_prefixes`: between requests.
     `embedding`: how a text becomes a vector; None: it does not. `max_num_seqs`: the most requests in a step.
     `adapters`: names of the LoRA adapters beside it, in the order of their numbers; `adapter_dir`: where further ones
     may come from, empty: there are none. `droppable`: None where no layer can be given up."""
@@ -395,6 +396,7 @@ class EngineInfo:
     adapters: tuple[str, ...] = ()
     adapter_dir: str = ""
     droppable: DroppableLayers | None = None
+    shares_prefixes: bool = True
 
     @property
     def batch_lines(self) -> int:

@@ -412,7 +412,7 @@ def _join(config: EngineConfig, plan: LaunchPlan, runner: Runner[Any], say: Call
         core.adopt(disk.found)
     grammars = GrammarCompiler(plan.folder, plan.spec.vocab_size, plan.spec.eos_token_ids)
     runner.enforce(grammars, MAX_FORCED if config.forced_tokens else 0)
-    info, steps = _info(plan, config), staged(config, plan, runner) if plan.droppable else runner
+    info, steps = _info(plan, config, scheduler), staged(config, plan, runner) if plan.droppable else runner
     if isinstance(steps, StagedRunner):
         sizes = DroppableLayers(steps.num_layers, steps.layer_bytes, steps.unit_layer_bytes, plan.limits.num_units)
         info = replace(info, droppable=sizes)
@@ -559,7 +559,7 @@ def _embedding(plan: LaunchPlan) -> EmbeddingSpec:
     return EmbeddingSpec(None, plan.spec.hidden_size, False, "transformers' modules run this model")
 
 
-def _info(plan: LaunchPlan, config: EngineConfig) -> EngineInfo:
+def _info(plan: LaunchPlan, config: EngineConfig, scheduler: SchedulerConfig) -> EngineInfo:
     return EngineInfo(
         max_model_len=plan.limits.max_model_len,
         vocab_size=plan.spec.vocab_size,
@@ -574,4 +574,5 @@ def _info(plan: LaunchPlan, config: EngineConfig) -> EngineInfo:
         embedding=_embedding(plan),
         adapters=tuple(each.name for each in plan.adapters),
         adapter_dir=str(Path(config.allowed_lora_dir).expanduser().resolve()) if config.allowed_lora_dir else "",
+        shares_prefixes=scheduler.enable_prefix_caching,
     )

@@ -4,6 +4,7 @@ import math
 import os
 from dataclasses import fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,7 +26,7 @@ from engine.api import (
 from engine.config import SchedulerConfig
 from engine.errors import ConfigError
 from engine.fleet.harvest import Harvest, shares, windows
-from engine.fleet.member import online_load
+from engine.fleet.member import Member, hits_of, online_load
 from engine.fleet.prefixes import MAX_BLOCKS, PrefixMemory, prefix_chain
 from engine.fleet.routing import Prompt, sal_load
 from engine.fleet.totals import info_of_all, total
@@ -117,6 +118,15 @@ def test_a_prompt_is_expected_where_its_blocks_were_sent() -> None:
     assert memory.num_hits(other) == 1
     memory.clear()
     assert memory.num_hits(chain) == 0
+
+
+def test_where_requests_share_nothing_no_prefix_is_expected() -> None:
+    for together in (True, False):
+        info = EngineInfo(512, 405, frozenset(), "fake", "none", "none", 0, 64, 8, shares_prefixes=together)
+        member = Member(0, SimpleNamespace(info=info))  # type: ignore[arg-type]
+        chain = prefix_chain(list(range(33)), b"", member.block_size)
+        member.give([], chain)
+        assert hits_of([member], chain) == {0: 32 if together else 0}
 
 
 def test_what_the_cache_has_no_room_for_is_forgotten_from_the_end_of_the_oldest_prompt() -> None:

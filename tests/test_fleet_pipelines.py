@@ -62,7 +62,9 @@ async def test_a_pipeline_goes_on_with_what_two_engines_had_and_they_with_what_i
         first, second = fleet._members
         asked = asyncio.create_task(answers(fleet, long()))
         await begun(fleet, asked)
+        first.prefixes.add([1, 2, 3], 3)
         assert await overload.merge(first, second)
+        assert not first.prefixes.num_hits([1]), "its cache was laid out anew"
         stats = await fleet.stats()
         assert stats.pipelines is not None and stats.pipelines.pairs == ((0, 1),) and stats.pipelines.drops == 1
         assert [view.stats.units_total for view in stats.engines] == [950, 0]

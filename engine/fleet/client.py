@@ -363,7 +363,7 @@ class FleetClient:
         for member in self._members:
             if member.engine.is_up:
                 continue
-            member.lose_process()
+            member.lose_cache()
             living = self._living()
             entries = member.engine.take_movable() if living else []
             for entry in entries:

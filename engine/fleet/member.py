@@ -65,7 +65,8 @@ class Member:
 
     @property
     def block_size(self) -> int:
-        return self.engine.info.block_size
+        """Of the blocks that prompts may share; 0: they share none."""
+        return self.engine.info.block_size if self.engine.info.shares_prefixes else 0
 
     @property
     def is_well(self) -> bool:
@@ -82,8 +83,8 @@ class Member:
         info = self.engine.info
         self.prefixes.add(chain, info.cache_tokens // info.block_size if info.block_size else 0)
 
-    def lose_process(self) -> None:
-        """Its process is gone, and the cache with it."""
+    def lose_cache(self) -> None:
+        """Its process is gone, and the cache with it, or it has been laid out anew."""
         self.prefixes.clear()
 
     def view(self, stats: EngineStats, partner: int | None = None) -> EngineView:

@@ -92,6 +92,7 @@ class Pipelines:
         self.pairs.append(pair)
         follower.away = True
         done = await self._try(pair, self._merge)
+        leader.lose_cache()
         self.drops += done
         return done
 
@@ -228,6 +229,8 @@ class Pipelines:
                 engine.kill()
 
     def _end(self, pair: Pair) -> None:
+        for member in pair.members:
+            member.lose_cache()
         pair.follower.away = False
         self.pairs.remove(pair)
         self._changed()
