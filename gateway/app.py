@@ -73,7 +73,7 @@ def create_app(
         keys,
         Admissions(keys.quota),
         request_log,
-        choose_format(config.tool_parser, tokenizer.chat_template_text),
+        choose_format(config.tool_parser, tokenizer.chat_template_text, tokenizer.call_template),
         find_marks(tokenizer),
         salt_secret=secrets.token_bytes(SECRET_BYTES) if folder is None else folder.secret(),
     )

@@ -43,7 +43,9 @@ class ServerConfig:
     )
     chat_template: str | None = _flag(None, "file with a Jinja chat template (default: the checkpoint's)")
     tool_parser: str = _flag(
-        "auto", "how the model writes calls of functions; auto recognises it by the chat template", TOOL_PARSERS
+        "auto",
+        "how the model writes calls of functions; auto: by its response_template or its chat template",
+        TOOL_PARSERS,
     )
     offline_thinking_budget: int | None = _flag(
         None, "most tokens that an answer of offline work may think; then its thought is closed (default: no limit)"

@@ -21,6 +21,7 @@ from conftest import refuse_blocking
 from fake_engine import MODEL, FakeEngine, Served, say, serve
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers.utils.chat_parsing.response_templates import load_response_template
 
 from engine.build import build_engine, plan_launch
 from engine.config import EngineConfig
@@ -261,6 +262,33 @@ def test_formats_are_recognised() -> None:
     assert find_format("{{ '<|tool_call>call:' + name }}") is FORMATS["gemma"]
     assert find_format("{{ messages }}") is None
     assert choose_format("pythonic", TEMPLATE) is FORMATS["pythonic"]
+
+
+@pytest.mark.parametrize(
+    ("field", "name"),
+    [
+        ({"open": "<tool_call>", "close": "</tool_call>", "content": "json", "repeats": True}, "hermes"),
+        ({"open_pattern": r"\[TOOL_CALLS\]", "close": "</s>", "content": "json"}, "mistral"),
+        ({"open_pattern": r"<tool_call>\s*<function=", "close": "</function>"}, "qwen3_xml"),
+        ({"open": "<of nobody else>", "close": "</of nobody else>", "content": "json"}, "gemma"),
+        (None, "gemma"),
+    ],
+)
+def test_what_a_checkpoint_says_of_its_calls_goes_before_its_chat_template(
+    tmp_path: Path, field: dict[str, Any] | None, name: str
+) -> None:
+    own = {
+        "start_anchor": "<|im_start|>assistant",
+        "fields": {"content": {}, **({"tool_calls": field} if field else {})},
+    }
+    load_response_template(own)  # it is one
+    tokenizer_folders.byte_level(tmp_path, "{{ '<|tool_call>call:' }}{{ messages[0].content }}", response_template=own)
+    tokenizer = Tokenizer.load(tmp_path, probe=False)
+    assert choose_format("auto", tokenizer.chat_template_text, tokenizer.call_template) is FORMATS[name]
+    assert choose_format("phi4", tokenizer.chat_template_text, tokenizer.call_template) is FORMATS["phi4"]
+    for wrong in ("text", ["fields"], {"fields": 3}):
+        tokenizer_folders.byte_level(tmp_path, "{{ messages[0].content }}", response_template=wrong)
+        assert Tokenizer.load(tmp_path, probe=False).call_template == ""
 
 
 # How calls are written by those who must

@@ -30,6 +30,7 @@ class Tokenizer:
         """`backend` is a transformers fast tokenizer."""
         self._tokenizer: tokenizers.Tokenizer = backend.backend_tokenizer
         self._chat = chat
+        self.call_template = _call_template(getattr(backend, "response_template", None))
         self.special_tokens: Mapping[str, int] = {
             token.content: i for i, token in self._tokenizer.get_added_tokens_decoder().items() if token.special
         }
@@ -161,6 +162,13 @@ def read_template(source: str | os.PathLike[str]) -> str:
     except (OSError, UnicodeDecodeError, ValueError) as error:
         reason = getattr(error, "strerror", None) or "not a text file"
         raise ConfigError(f"--chat-template {os.fspath(source)}: {reason}") from error
+
+
+def _call_template(response_template: Any) -> str:
+    """How the checkpoint itself says that calls of functions are to be read, as JSON: the field `tool_calls` of what
+    transformers calls a response template; empty where it says nothing."""
+    fields = response_template.get("fields") if isinstance(response_template, Mapping) else None
+    return json.dumps(fields["tool_calls"]) if isinstance(fields, Mapping) and "tool_calls" in fields else ""
 
 
 def _template_sources(backend: Any) -> dict[str, str]:

@@ -21,9 +21,10 @@ _IN_SYSTEM = re.compile(r"""message(\[['"]tools['"]\]|\.tools\b)""")
 """In a chat template that is told of functions by a field of the system message."""
 
 
-def choose_format(name: str, template: str) -> ToolFormat | None:
-    """The format of a model's calls: the one that is named, or for "auto" what its chat template shows."""
-    return find_format(template) if name == "auto" else FORMATS[name]
+def choose_format(name: str, template: str, own: str = "") -> ToolFormat | None:
+    """The format of a model's calls: the one that is named; for "auto" what the checkpoint itself says of reading them
+    (`own`, with patterns in it), else what its chat template shows."""
+    return find_format(own.replace("\\", "")) or find_format(template) if name == "auto" else FORMATS[name]
 
 
 def offered_tools(body: ChatCompletionRequest) -> list[dict[str, Any]] | None:
