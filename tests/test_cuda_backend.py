@@ -212,3 +212,14 @@ def test_graphs_share_memory_and_large_steps_need_none() -> None:
     assert backend.graph_bytes(0, 1000, 64) == 1000
     assert backend.graph_bytes(0, 1000, 4 * GRAPH_TOKENS) == 250
     assert backend.graph_bytes(3, 0, 64) == 3 * backend.graph_bytes(1, 0, 64) > 0
+
+
+@pytest.mark.parametrize(("seqs", "tokens"), [(256, 2048), (64, 512), (8, 40), (256, 4096)])
+def test_every_step_up_to_the_largest_graph_is_padded_to_one(seqs: int, tokens: int) -> None:
+    """Between buckets, too; only steps of more than GRAPH_TOKENS tokens are launched kernel by kernel."""
+    buckets = Buckets(seqs, tokens)
+    captured = set(buckets.all_shapes())
+    for total in range(1, tokens + 1):
+        for decodes in {0, total // 2, min(total, seqs)}:
+            shape = buckets.fit(total, min(decodes, seqs))
+            assert (shape in captured) is (total <= GRAPH_TOKENS) and shape.tokens >= total
