@@ -9,10 +9,11 @@ once their content is confirmed. HyGen §4.1; reliability E1-E8.
 """
 
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import chain, islice, repeat
+from operator import attrgetter
 from typing import NamedTuple
 
 from engine.api import (
@@ -68,6 +69,12 @@ MAX_QUIET_RECOVERIES = 2
 """Attempts to get a standing engine going that end nobody's request."""
 KEPT_BYTES = 16 * 1024**2
 """Of one step that keeps prefixes: the time for it may be over behind any of them."""
+
+
+_aside = attrgetter("aside")
+# `_make` without a call in Python: there are hundreds in a step
+_make_times: Callable[[Iterable[object]], RequestTimes] = partial(tuple.__new__, RequestTimes)
+_make_output: Callable[[Iterable[object]], RequestOutput] = partial(tuple.__new__, RequestOutput)
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +219,7 @@ class EngineCore:
     def _build(self, plan: OfflinePlan | None, last_completed: int, now: float) -> Step | None:
         """The next step: the first turn in which anything can run. A trial has the device for itself, so that whatever
         it breaks, no other step is in question."""
-        if any(request.aside for flight in self._in_flight for request in flight.requests):
+        if any(any(map(_aside, flight.requests)) for flight in self._in_flight):
             return None
         draft = partial(StepDraft, self._state, self._next_step_id, last_completed, now)
         turns = self._recovery.turns(now)
@@ -431,8 +438,12 @@ class EngineCore:
         tokens = enumerate(result.token_ids)
         logprobs: Iterator[TokenLogprobs | None] = iter(result.logprobs) if result.logprobs else repeat(None)
         chunks = zip(flight.output.chunks, flight.requests, flight.epochs, strict=True)
+        plain, running = not result.logprobs and not result.forced, RequestStatus.RUNNING
         for number, (chunk, request, epoch) in enumerate(chunks):
-            (index, token), token_logprobs = (next(tokens), next(logprobs)) if chunk.sample else ((-1, None), None)
+            (index, token), token_logprobs = (next(tokens), next(logprobs)) if chunk[3] else ((-1, None), None)
+            if plain and token is not None and token >= 0 and request.status is running and request.epoch == epoch:
+                yield self._take_token(request, chunk, token, now)
+                continue
             if request.status is RequestStatus.FINISHED or request.epoch != epoch:
                 continue
             if token == LATE_TOKEN:
@@ -445,6 +456,15 @@ class EngineCore:
                 yield self._append_forced(request, output, result.forced.get(index, ()), now)
             elif number in result.pooled:
                 yield self._finish_pooled(request, result.pooled[number], now)
+
+    def _take_token(self, request: Request, chunk: Chunk, token: int, now: float) -> RequestOutput:
+        """The token of a running request and nothing else: what nearly every row of every step gives."""
+        end = request.num_confirmed_tokens = chunk[1] + chunk[2]
+        if end // self.config.block_size > request.cache_map.num_published:
+            self._state.cache.publish(request)
+        self._counters.count(chunk, request.spec)
+        request.num_placeholders -= 1
+        return self._append_token(request, token, None, now)
 
     def _finish_pooled(self, request: Request, embedding: bytes, now: float) -> RequestOutput:
         """All of its prompt is computed: the vector is what a first token is to others."""
@@ -491,16 +511,21 @@ class EngineCore:
             return self._fail_grammar(request, now)
         times, sampling = request.times, request.spec.sampling
         first = now if times.first_token is None else times.first_token
-        request.times = RequestTimes(times.arrival, times.first_scheduled, first, now)
+        request.times = _make_times((times.arrival, times.first_scheduled, first, now, None))
         request.token_ids.append(token)
         logprobs = None if token_logprobs is None else (token_logprobs,)
-        num_output = request.num_output_tokens
+        num_output = len(request.token_ids) - request.num_prompt_tokens
         # where there is a grammar its masks see to the least length
         if token in sampling.stop_token_ids and (num_output >= sampling.min_tokens or sampling.grammar is not None):
             return self._finish(request, FinishReason.STOP, now, (token,), logprobs, stop_token_id=token)
         if num_output >= sampling.max_tokens:
             return self._finish(request, FinishReason.LENGTH, now, (token,), logprobs)
-        return _output(request, (token,), logprobs)
+        spec = request.spec
+        return _make_output((
+            spec.request_id, (token,), logprobs, request.times, request.num_prompt_tokens, request.num_cached_tokens,
+            num_output, None, None, None, request.num_preemptions, spec.request_class, request.beside_offline, None,
+            spec.probe,
+        ))  # fmt: skip
 
     def _distrust(self, flight: _InFlight, result: ModelRunnerOutput) -> bool:
         """Whether logits of the step were not finite; what their requests computed leaves the prefix cache (E7)."""

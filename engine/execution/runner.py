@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 import numpy as np
@@ -114,7 +115,7 @@ class Runner(Generic[DeviceT]):
             self._settle(all_but=device.pipeline_depth)
             self._rows.apply(output)
             run_operations(device, output.operations, self.disk)
-            chunks = np.array(output.chunks, dtype=np.int64).reshape(-1, 4)
+            chunks = np.fromiter(chain.from_iterable(output.chunks), np.int64, 4 * len(output.chunks)).reshape(-1, 4)
             pools = self._pools.begin(chunks)
             samples = self._run(chunks, pools) if len(chunks) else None
             arrived = device.lane.mark() if samples is None or pools is not None else samples.arrived

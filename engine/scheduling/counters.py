@@ -23,12 +23,13 @@ class StepCounters:
 
     def count(self, chunk: Chunk, request: EngineRequest) -> None:
         """A chunk of it was computed."""
+        _, _, length, sample = chunk
         if request.probe:
-            self.probe_tokens += chunk.length
+            self.probe_tokens += length
             return
         if request.request_class is RequestClass.OFFLINE:
-            self.offline_computed_tokens += chunk.length
-        if chunk.length == 1 and chunk.sample:
+            self.offline_computed_tokens += length
+        if length == 1 and sample:
             self.decode_tokens += 1
         else:
-            self.prefill_tokens += chunk.length
+            self.prefill_tokens += length

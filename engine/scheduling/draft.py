@@ -53,6 +53,15 @@ class StepLedger:
         if self.model is not None:
             self.seconds = self.model.predict(self.features)
 
+    def charge_more_decodes(self, count: int, context_sum: int) -> None:
+        """The same beside what has been charged: as much as if each were charged by itself."""
+        self.tokens_left -= count
+        self.sequences_left -= count
+        assert self.tokens_left >= 0 and self.sequences_left >= 0, "ledger overdrawn"
+        if self.model is not None:
+            self.seconds += self.model.marginal_decodes(self.features, count, context_sum)
+        self.features.add_decodes(count, context_sum)
+
     def charge(self, start: int, length: int) -> None:
         """Charge one chunk; the caller has checked that it fits."""
         self.tokens_left -= length

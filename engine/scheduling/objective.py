@@ -76,6 +76,17 @@ class OfflineAllowance:
         """The same for at most so many tokens."""
         return replace(self, max_tokens=max_tokens)
 
+    def fits_decodes(self, features: BatchFeatures, seconds: float, count: int, context_sum: int) -> bool:
+        """Whether so many decodes, with that sum of contexts, may surely join a step predicted to take `seconds`, and
+        so any of them: no decode takes less than no time. False also where each must be looked at by itself."""
+        model = self.model
+        if model is None:
+            return self.max_tokens is None
+        if self.max_tokens is not None or (self.num_decodes and not math.isinf(self.budget.lam)):
+            return False
+        room = self.limit - seconds
+        return room > 0.0 and model.marginal_decodes(features, count, context_sum) <= room
+
     def largest(self, features: BatchFeatures, seconds: float, start: int, wanted: int) -> int:
         """The largest chunk (≤ wanted tokens from `start`) that may join a step predicted to take `seconds`."""
         model = self.model

@@ -36,7 +36,8 @@ class OfflineFill:
             state, ledger, num_online_decodes, beside_prompt, self._draft.now, lambda: self._draft.pace
         )
         before, num_online = ledger.seconds, len(self._draft.requests)
-        for planned in plan.chunks:
+        taken = 0 if turn is IterationType.PREFILL else self._add_decodes(plan, allowance)
+        for planned in plan.chunks[taken:]:
             if not ledger.open:
                 break
             request = self._lookup(planned.request_id)
@@ -51,6 +52,52 @@ class OfflineFill:
         if state.has_online and not math.isinf(allowance.limit):
             state.counters.leftover_seconds += max(0.0, allowance.limit - before)
             state.counters.leftover_used_seconds += ledger.seconds - before
+
+    def _add_decodes(self, plan: OfflinePlan, allowance: OfflineAllowance) -> int:
+        """The decodes before anything else in the plan, at once, if there is room for all of them: what `_continue`
+        does one by one. Returns how many items of the plan are done with."""
+        state, draft, ledger, step_id = self._state, self._draft, self._draft.ledger, self._draft.step_id
+        if state.cache.num_compact or state.unwritten:
+            return 0
+        decodes, context_sum, examined = self._leading_decodes(plan)
+        if not decodes or len(decodes) > min(ledger.tokens_left, ledger.sequences_left):
+            return 0
+        if not allowance.fits_decodes(ledger.features, ledger.seconds, len(decodes), context_sum):
+            return 0
+        allocation, block_size, running = draft.allocation, state.config.block_size, RequestStatus.RUNNING
+        granted: list[Request] = []
+        for request in decodes:
+            if request.status is not running:
+                continue  # it gave way to an earlier decode of this loop
+            has_room = request.num_computed_tokens < len(request.cache_map.blocks) * block_size
+            if has_room or allocation.grow_decode(request):
+                request.last_step = step_id  # none of the others may take its place any more
+                granted.append(request)
+        if granted:
+            ledger.charge_more_decodes(len(granted), sum([r.num_computed_tokens for r in granted]) + len(granted))
+            draft.add_decodes(granted)
+        return examined
+
+    def _leading_decodes(self, plan: OfflinePlan) -> tuple[list[Request], int, int]:
+        """What the plan begins with: running requests whose next token is due, the sum of their contexts, and how many
+        items they and those between them are that have ended or run no more."""
+        lookup, step_id, running = self._lookup, self._draft.step_id, RequestStatus.RUNNING
+        decodes: list[Request] = []
+        context_sum = examined = 0
+        for request_id, length, planned in plan.chunks:
+            if length != 1 or not planned:
+                break
+            request = lookup(request_id)
+            if request is not None and request.status is running and request.last_step != step_id:
+                expected = len(request.token_ids) + request.num_placeholders
+                pending = expected - request.num_computed_tokens
+                if pending == 1 and expected < request.max_total_tokens:
+                    context_sum += expected
+                    decodes.append(request)
+                elif pending > 1:
+                    break
+            examined += 1
+        return decodes, context_sum, examined
 
     def add_reserved(self) -> None:
         """Lines at risk, as far as their share goes, whatever the budget says beside online work."""

@@ -7,9 +7,10 @@ yields now and then so that a caller can slice it.
 """
 
 import math
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from functools import partial
-from itertools import islice
+from itertools import islice, repeat
+from operator import attrgetter
 from typing import NamedTuple
 
 from engine.api import Lane, RequestClass
@@ -25,6 +26,7 @@ from predictor.features import BatchFeatures
 from predictor.limits import UNITS_PER_BLOCK
 
 ITEMS_PER_SLICE = 32
+_lane = attrgetter("spec.lane")
 
 
 class PlannedChunk(NamedTuple):
@@ -33,6 +35,9 @@ class PlannedChunk(NamedTuple):
     request_id: str
     length: int
     running: bool
+
+
+_make_planned = partial(tuple.__new__, PlannedChunk)
 
 
 class OfflinePlan(NamedTuple):
@@ -114,10 +119,11 @@ def plan_offline(state: SchedulerState, now: float) -> Generator[None, None, Off
     beside_prompt = ledger.features.num_prefill_chunks > 0
     pace = partial(prefill_pace, state)
     allowance = offline_allowance(state, ledger, ledger.features.num_decodes, beside_prompt, now, pace)
-    chunks: list[PlannedChunk] = []
+    running = sorted(state.running[RequestClass.OFFLINE], key=_lane)
+    chunks, done = _plan_decodes(running, ledger, allowance)
     examined = 0
     cut = False
-    for request in sorted(state.running[RequestClass.OFFLINE], key=lambda r: r.spec.lane):
+    for request in running[done:]:
         remaining = request.num_expected_tokens - request.num_computed_tokens
         if remaining < 1 or request.num_expected_tokens >= request.max_total_tokens:
             continue
@@ -157,6 +163,31 @@ def reserved_lines(state: SchedulerState, reservation: Reservation, now: float) 
     yield from [r for r in state.running[RequestClass.OFFLINE] if r.spec.lane is Lane.AT_RISK]
     waiting = islice(state.waiting_offline.candidates(Lane.AT_RISK), reservation.rows)
     yield from [request for request in waiting if now >= request.not_before]
+
+
+def _plan_decodes(
+    running: Sequence[Request], ledger: StepLedger, allowance: OfflineAllowance
+) -> tuple[list[PlannedChunk], int]:
+    """The decodes before anything else of `running`, at once, if there is room for all of them; and how many of
+    `running` need not be looked at any more."""
+    names: list[str] = []
+    context_sum = examined = 0
+    for request in running:
+        expected = len(request.token_ids) + request.num_placeholders
+        pending = expected - request.num_computed_tokens
+        if pending > 1 and expected < request.max_total_tokens:
+            break
+        if pending == 1 and expected < request.max_total_tokens:
+            context_sum += expected
+            names.append(request.spec.request_id)
+        examined += 1
+    count = len(names)
+    if not count or count > min(ledger.tokens_left, ledger.sequences_left):
+        return [], 0
+    if not allowance.fits_decodes(ledger.features, ledger.seconds, count, context_sum):
+        return [], 0
+    ledger.charge_more_decodes(count, context_sum)
+    return list(map(_make_planned, zip(names, repeat(1), repeat(True), strict=False))), examined
 
 
 def _largest(allowance: OfflineAllowance, ledger: StepLedger, start: int, wanted: int) -> int:

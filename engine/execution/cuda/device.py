@@ -133,7 +133,7 @@ class CudaDevice:
         samples = self._sampling.choose(logits, greedy, wishes, None if masks is None else masks())
         if samples.tokens is not greedy:
             self._forward.accept(inputs, samples.tokens)
-        return logits, replace(samples, tokens=greedy)
+        return logits, DeviceSamples(greedy, samples.logprobs)
 
     def repeat_last(self) -> None:
         """Run the last step's forward pass again, as it is: for measuring what the device takes without the host."""

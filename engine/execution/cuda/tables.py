@@ -7,6 +7,8 @@ from engine.arrays import Int32Array
 from engine.execution.pool import UnitPool
 from engine.execution.rows import RowTable
 
+_NO_CHANGES = np.zeros(0, dtype=np.int32)
+
 
 class DeviceTables:
     """`tables [2 or 3, rows, max_blocks]` int32: entries of K, of V and, where there is scratch, of hidden state. It
@@ -24,6 +26,8 @@ class DeviceTables:
     def take_changes(self) -> tuple[Int32Array, Int32Array]:
         """What changed in the rows' tables since the last call: flat places [n] in `tables`, and their entries [n]."""
         blocks, count = self._rows.take_changes(), len(self.tables)
+        if not len(blocks):
+            return _NO_CHANGES, _NO_CHANGES
         units = self._rows.tables[:count].reshape(count, -1)[:, blocks]
         entries = np.where(units < 0, units, units * self._num_layers)
         places = blocks + np.arange(count)[:, None] * self.tables[0].numel()
