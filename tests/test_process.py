@@ -1,6 +1,7 @@
 """The engine in a process of its own: whatever becomes of the process, requests end as if nothing had happened."""
 
 import asyncio
+import gc
 import os
 import signal
 import sys
@@ -83,7 +84,10 @@ async def engine_process(
         await engine.stop()
     assert children() <= before, "a process is left"
     assert not [task for task in asyncio.all_tasks() - tasks if not task.done()], "a task is left"
-    assert num_descriptors() == descriptors, "a descriptor is left"
+    for _ in range(10):  # transports close their sockets in a later round
+        await asyncio.sleep(0)
+    gc.collect()  # those of errors that were told
+    assert num_descriptors() <= descriptors, "a descriptor is left"
     assert "engine.pid" not in os.listdir(folder.parent)
 
 
