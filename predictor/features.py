@@ -22,6 +22,7 @@ class FeatureRow(NamedTuple):
     transferred_bytes: int
     adapters: int
     adapted_tokens: int
+    prefill_context_sum: int = 0
 
 
 class BatchFeatures:
@@ -38,6 +39,8 @@ class BatchFeatures:
     transferred_bytes    bytes moved between host and device in this step
     adapters             LoRA adapters that its chunks have, each counted once
     adapted_tokens       tokens of those chunks
+    prefill_context_sum  tokens that the prefill chunks attend to, start + length of each: a short one behind a long
+                         past reads all of it, and on a GPU few programs do that
     """
 
     __slots__ = FeatureRow._fields
@@ -58,6 +61,7 @@ class BatchFeatures:
         self.transferred_bytes = 0
         self.adapters = 0
         self.adapted_tokens = 0
+        self.prefill_context_sum = 0
 
     def add_decodes(self, count: int, context_sum: int) -> None:
         """Add `count` decodes whose contexts (own token included) sum to `context_sum`."""
@@ -75,6 +79,7 @@ class BatchFeatures:
         self.num_prefill_chunks += 1
         self.prefill_token_sum += length
         self.attention_work += chunk_attention_work(start, length)
+        self.prefill_context_sum += start + length
 
     def add_cache_work(self, compact_tokens: int = 0, restored_tokens: int = 0, transferred_bytes: int = 0) -> None:
         """Add the hidden-cache and host-tier terms (negative numbers take them back)."""
@@ -105,6 +110,7 @@ class BatchFeatures:
             self.transferred_bytes,
             self.adapters,
             self.adapted_tokens,
+            self.prefill_context_sum,
         )
 
     @classmethod
@@ -123,6 +129,7 @@ class BatchFeatures:
             features.transferred_bytes,
             features.adapters,
             features.adapted_tokens,
+            features.prefill_context_sum,
         ) = row
         return features
 

@@ -37,6 +37,7 @@ COLUMNS = {
     "transferred": "transferred_bytes",
     "adapters": "adapters",
     "adapted_tokens": "adapted_tokens",
+    "prefill_context": "prefill_context_sum",
     "prefill_tokens": "prefill_token_sum",
     "prefill_tokens_squared": "prefill_token_sum",
     "decode_context_squared": "decode_context_sum",

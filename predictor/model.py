@@ -5,7 +5,8 @@ Linear with non-negative coefficients, so that more work never costs less. Two f
 - `hygen`: intercept and the paper's S_p, S_d, S_p², S_d², N_p, N_d, with S_d read as the sum of decode contexts (as
   printed it equals N_d and the fit is singular) and the squares of the sums, as printed;
 - `full`: intercept, hinges max(0, T − k) of the padded token count T (convex: a memory-bound floor that bends into the
-  compute-bound slope), decode contexts, attention work, N_p, N_d, and terms of hidden cache, host tier and adapters.
+  compute-bound slope), contexts of decodes and of chunks, attention work, N_p, N_d, and terms of hidden cache, host
+  tier and adapters.
 
 Knows nothing of requests or schedulers. `predictor.fitting` finds the coefficients.
 """
@@ -28,6 +29,7 @@ LINEAR_TERMS = (
     "transferred",
     "adapters",
     "adapted_tokens",
+    "prefill_context",
     "prefill_tokens",
     "prefill_tokens_squared",
     "decode_context_squared",
@@ -44,7 +46,7 @@ FEATURE_SETS: dict[str, tuple[str, ...]] = {
         "prefill_tokens_squared",
         "decode_context_squared",
     ),
-    "full": LINEAR_TERMS[:10],
+    "full": LINEAR_TERMS[:11],
 }
 """The linear terms of each feature set; `full` has hinges as well."""
 
@@ -111,6 +113,7 @@ class LatencyModel:
     transferred: float = 0.0
     adapters: float = 0.0
     adapted_tokens: float = 0.0
+    prefill_context: float = 0.0
     prefill_tokens: float = 0.0
     prefill_tokens_squared: float = 0.0
     decode_context_squared: float = 0.0
@@ -160,6 +163,7 @@ class LatencyModel:
             + context * (self.decode_context + self.decode_context_squared * context)
             + self.prefill_chunks * features.num_prefill_chunks
             + self.attention * features.attention_work
+            + self.prefill_context * features.prefill_context_sum
             + prefill * (self.prefill_tokens + self.prefill_tokens_squared * prefill)
             + self.compact * features.compact_tokens
             + self.restored * features.restored_tokens
@@ -184,7 +188,7 @@ class LatencyModel:
             return hinge + self.decodes + context * (self.decode_context + squares)
         squares = self.prefill_tokens_squared * (2 * features.prefill_token_sum + length)
         per_token = self.attention * (start + 0.5 * (length + 1)) + self.prefill_tokens + squares
-        return hinge + self.prefill_chunks + length * per_token
+        return hinge + self.prefill_chunks + self.prefill_context * (start + length) + length * per_token
 
     def marginal_decodes(self, features: BatchFeatures, count: int, context_sum: int) -> float:
         """Seconds that `count` decodes whose contexts sum to `context_sum` add."""

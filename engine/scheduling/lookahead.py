@@ -124,7 +124,7 @@ def _row(piece: Piece) -> FeatureRow:
     _, start, length = piece
     if length == 1:
         return FeatureRow(1, 1, start + 1, 0, 0, 0, 0, 0, 0, 0, 0)
-    return FeatureRow(length, 0, 0, 1, length, chunk_attention_work(start, length), 0, 0, 0, 0, 0)
+    return FeatureRow(length, 0, 0, 1, length, chunk_attention_work(start, length), 0, 0, 0, 0, 0, start + length)
 
 
 def _plus(one: FeatureRow, other: FeatureRow) -> FeatureRow:
