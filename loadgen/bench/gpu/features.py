@@ -2,6 +2,7 @@
 what the plain engine answers on the CPU, token for token."""
 
 import asyncio
+import importlib
 import json
 import random
 import tempfile
@@ -14,7 +15,6 @@ import torch
 from safetensors.torch import save_file
 
 from engine.api import EngineRequest, RequestClass, SamplingParams
-from engine.build import build_engine, plan_launch
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.models.spec import ModelSpec
@@ -38,6 +38,11 @@ class Feature:
     exact: bool = True
 
 
+def _build() -> Any:
+    """engine.build, which reads orjson and llguidance: the other sections need neither."""
+    return importlib.import_module("engine.build")
+
+
 def _features(adapter: Path) -> list[Feature]:
     short: dict[str, Any] = {"num_gpu_blocks_override": _SHORT_OF_MEMORY}
     return [
@@ -59,7 +64,7 @@ def _features(adapter: Path) -> list[Feature]:
 
 def check_features(setup: Setup) -> Iterator[Row]:
     with tempfile.TemporaryDirectory() as folder:
-        plan = plan_launch(_PLAIN)
+        plan = _build().plan_launch(_PLAIN)
         adapter = _make_adapter(Path(folder) / "adapter", plan.own)
         plain = {False: asyncio.run(_answers(_PLAIN, setup, False)).tokens}
         with_adapter = replace(_PLAIN, lora=(f"a={adapter}",))
@@ -91,7 +96,7 @@ class _Answers:
 
 
 async def _answers(config: EngineConfig, setup: Setup, adapters: bool) -> _Answers:
-    engine = build_engine(config)
+    engine = _build().build_engine(config)
     await engine.start()
     try:
         requests = _requests(setup, engine.info.vocab_size, adapters)
