@@ -255,10 +255,7 @@ class Engine:
     async def submit(self, requests: Sequence[EngineRequest]) -> list[RequestStream]:
         """See EngineClient.submit."""
         await self.prepare(requests)
-        streams = [
-            RequestStream(partial(self.abort, request.request_id), final_only=request.final_only)
-            for request in requests
-        ]
+        streams = [RequestStream.of(request, partial(self.abort, request.request_id)) for request in requests]
         self.open(zip(requests, (stream.push for stream in streams), strict=True))
         return streams
 

@@ -4,23 +4,34 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 
-from engine.api import RequestOutput, TokenLogprobs
+from engine.api import EngineRequest, RequestClass, RequestOutput, TokenLogprobs
 
 STREAM_LIMIT = 1024
+TOGETHER_SECONDS = 0.05
+"""Offline tokens come together, twenty times a second at most: nobody is promised each of them at once, and one write
+for each, a hundred streams beside one another, would take the event loop from the chats."""
 
 
 class RequestStream:
     """Implements engine.api.OutputStream. `abort` ends the request; it is called by `aclose`.
 
-    With `final_only` everything is merged into one terminal output, so nothing piles up however slow the reader.
+    With `final_only` everything is merged into one terminal output, so nothing piles up however slow the reader;
+    otherwise what comes within `together` seconds after an output is read as one, but for the last.
     """
 
-    def __init__(self, abort: Callable[[], None], *, final_only: bool) -> None:
+    def __init__(self, abort: Callable[[], None], *, final_only: bool, together: float = 0.0) -> None:
         self._abort = abort
         self._merged = _Merged() if final_only else None
+        self._together, self._not_before = together, 0.0
         self._outputs: deque[RequestOutput] = deque()
         self._readable = asyncio.Event()
         self._ended = False
+
+    @classmethod
+    def of(cls, request: EngineRequest, abort: Callable[[], None]) -> "RequestStream":
+        """The stream of a request, as its class wants it."""
+        together = TOGETHER_SECONDS if request.request_class is RequestClass.OFFLINE else 0.0
+        return cls(abort, final_only=request.final_only, together=together)
 
     def __aiter__(self) -> "RequestStream":
         return self
@@ -31,7 +42,22 @@ class RequestStream:
                 raise StopAsyncIteration
             self._readable.clear()
             await self._readable.wait()
-        return self._outputs.popleft()
+        return self._outputs.popleft() if self._merged is not None or not self._together else await self._gather()
+
+    async def _gather(self) -> RequestOutput:
+        loop = asyncio.get_running_loop()
+        if not self._ended and (rest := self._not_before - loop.time()) > 0.0:
+            await asyncio.sleep(rest)
+        self._not_before = loop.time() + self._together
+        outputs, self._outputs = self._outputs, deque()
+        if len(outputs) > 1 and outputs[-1].error is not None:  # what came before it is an answer still
+            self._outputs.append(outputs.pop())
+        if len(outputs) == 1:
+            return outputs[0]
+        merged = _Merged()
+        for output in outputs:
+            merged.add(output)
+        return merged.whole(outputs[-1])
 
     def rebind(self, abort: Callable[[], None]) -> None:
         """Another engine goes on with the request."""

@@ -208,7 +208,7 @@ class EngineProcess:
                 raise InvalidRequestError(f"A request '{request.request_id}' is already running.", param="request_id")
         entries = []
         for request in requests:
-            stream = RequestStream(partial(self.abort, request.request_id), final_only=request.final_only)
+            stream = RequestStream.of(request, partial(self.abort, request.request_id))
             entries.append(OpenRequest(request, stream, now))
             self._open.add(entries[-1])
         try:
