@@ -31,7 +31,7 @@ def rows_of(name: str, capsys: pytest.CaptureFixture[str]) -> list[Row]:
 
 
 @pytest.mark.parametrize(
-    ("name", "count"), [("limits", 3), ("attention", 2), ("steps", 9), ("swap", 3), ("serving", 4)]
+    ("name", "count"), [("limits", 3), ("attention", 2), ("steps", 9), ("swap", 3), ("serving", 4), ("features", 1)]
 )
 def test_sections(name: str, count: int, capsys: pytest.CaptureFixture[str]) -> None:
     rows = rows_of(name, capsys)
