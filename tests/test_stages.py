@@ -346,7 +346,7 @@ def test_a_drop_that_failed_is_undone_and_a_restore_that_failed_is_tried_again(
         patch.setattr(runner, "_load", Mock(side_effect=ModelLoadError("the folder is gone")))
         with pytest.raises(ModelLoadError):
             runner.restore(UNITS)
-    assert runner.kept == range(2) and runner._device.pool.num_units == 2 * UNITS
+    assert runner._device.pool.layers == range(2) and runner._device.pool.num_units == 2 * UNITS
     with pytest.raises(ValueError, match="no room"):
         runner.drop(range(1), 100 * UNITS)
     runner.restore(UNITS)
