@@ -47,10 +47,11 @@ class OfflinePlan(NamedTuple):
 
     @property
     def continued(self) -> "OfflinePlan":
-        """The same requests once more, those that this plan started among the running."""
-        if all(chunk.running for chunk in self.chunks):
+        """The same requests once more, those that this plan started among the running, as if all of them decoded: a
+        step that takes them looks at what each has left to do."""
+        if all(chunk.running and chunk.length == 1 for chunk in self.chunks):
             return self
-        return OfflinePlan(tuple(chunk._replace(running=True) for chunk in self.chunks))
+        return OfflinePlan(tuple(PlannedChunk(chunk.request_id, 1, True) for chunk in self.chunks))
 
 
 def offline_allowance(
