@@ -8,8 +8,8 @@ from engine.api import EngineRequest, RequestClass, RequestOutput, TokenLogprobs
 
 STREAM_LIMIT = 1024
 TOGETHER_SECONDS = 0.05
-"""Offline tokens come together, twenty times a second at most: nobody is promised each of them at once, and one write
-for each, a hundred streams beside one another, would take the event loop from the chats."""
+"""Offline tokens come together, twenty times a second at most: nobody is promised each of them at once, and every write
+takes the event loop from the chats for a moment."""
 
 
 class RequestStream:
@@ -30,8 +30,8 @@ class RequestStream:
     @classmethod
     def of(cls, request: EngineRequest, abort: Callable[[], None]) -> "RequestStream":
         """The stream of a request, as its class wants it."""
-        together = TOGETHER_SECONDS if request.request_class is RequestClass.OFFLINE else 0.0
-        return cls(abort, final_only=request.final_only, together=together)
+        in_bundles = request.request_class is RequestClass.OFFLINE and not request.final_only
+        return cls(abort, final_only=request.final_only, together=TOGETHER_SECONDS if in_bundles else 0.0)
 
     def __aiter__(self) -> "RequestStream":
         return self
@@ -42,7 +42,7 @@ class RequestStream:
                 raise StopAsyncIteration
             self._readable.clear()
             await self._readable.wait()
-        return self._outputs.popleft() if self._merged is not None or not self._together else await self._gather()
+        return await self._gather() if self._together else self._outputs.popleft()
 
     async def _gather(self) -> RequestOutput:
         loop = asyncio.get_running_loop()

@@ -3,8 +3,9 @@
 Knows nothing of the kernels' code. The numbers follow from capacity, not from timing: tiles fill about half the shared
 memory of a multiprocessor (two programs stay resident), accumulators fit in registers, and every configuration in the
 tables is compiled in tests and checked for spills. Whoever measures on a device changes the rows here: those of decode
-on Hopper are the best of 30 on an H100 (batches of 32 to 256, contexts of 512 to 4,096), as is MIN_SPLIT; prefill's
-are the best there as they were.
+on Hopper for heads of 64 and 128 were chosen among some 30 on an H100 (batches of 32 to 256, contexts of 512 to 4,096),
+near the best in each; MIN_SPLIT shortened a single stream and cost the others nothing. Prefill's for heads of 128 were
+the best there as they were; heads of 256 were not measured.
 """
 
 from dataclasses import dataclass
