@@ -112,6 +112,8 @@ class ServerConfig:
             raise ConfigError("--engines needs engines in processes of their own: leave out --no-engine-process")
         if self.ray and not self.engine_process:
             raise ConfigError("--ray needs engines in processes of their own: leave out --no-engine-process")
+        if self.ray and not re.fullmatch(r"auto|local|[^\s:/]+:[0-9]{1,5}|\[[0-9A-Fa-f:]+\]:[0-9]{1,5}", self.ray):
+            raise ConfigError(f"--ray must be HOST:PORT, auto or local, not {self.ray!r}")
         find_router(self.router)
         if self.tool_parser not in TOOL_PARSERS:
             raise ConfigError(f"--tool-parser must be one of {', '.join(TOOL_PARSERS)}, not {self.tool_parser!r}")

@@ -3,6 +3,7 @@
 import fcntl
 import re
 import socket
+import sys
 from pathlib import Path
 
 import pytest
@@ -118,6 +119,10 @@ def test_what_others_hold_is_an_error(capsys: pytest.CaptureFixture[str], tmp_pa
         (("--otlp-traces-endpoint", "x"), "--otlp-traces-endpoint must be an http address"),
         (("--state-dir", "{tmp}/file"), "--state-dir {tmp}/file cannot be used: Not a directory"),
         (("--disk-space", "1", "--disk-dir", "{tmp}/file/x"), "--disk-dir {tmp}/file/x cannot be used: Not a dir"),
+        (("--ray", "nonsense"), "--ray must be HOST:PORT, auto or local, not 'nonsense'"),
+        (("--ray", "10.0.0.1:6379"), "--ray needs the extra 'ray'"),
+        (("--disk-space", "1000000"), "--disk-space 1000000: the disk of "),
+        (("--hidden-cache", "--online-policy", "fcfs"), "--hidden-cache needs the policy apt or goodput, not fcfs"),
         (("--offload-dir", "{tmp}/file"), "--offload-dir {tmp}/file cannot be used"),
         (("--profile-dir", "{tmp}/file"), "--profile-dir {tmp}/file cannot be used"),
     ],
@@ -132,6 +137,7 @@ def test_a_wrong_value_starts_nothing(
 ) -> None:
     started: list[object] = []
     monkeypatch.setattr(cli, "_load_processes", lambda *given: started.append(given))
+    monkeypatch.setitem(sys.modules, "ray", None)  # also where it is installed
     (tmp_path / "file").touch()
     words = [word.replace("{tmp}", str(tmp_path)) for word in argv]
     assert cli.main(["serve", "--port", "0", *words, *dry]) == 2

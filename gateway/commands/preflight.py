@@ -3,7 +3,9 @@ be had. `serve` and `serve --dry-run` ask the same. What depends on model or dev
 
 import errno
 import importlib
+import importlib.util
 import os
+import shutil
 from pathlib import Path
 
 from engine.adapters import parse_adapters
@@ -16,11 +18,11 @@ def check_start(engine_config: EngineConfig, server_config: ServerConfig) -> Non
     """Raises ConfigError, one line that names the flag. Changes nothing."""
     check_together(engine_config, server_config)
     _check_engine(engine_config)
-    _check_server(server_config)
+    _check_disk(engine_config, _check_server(server_config))
 
 
-def check_folder(flag: str, path: str | os.PathLike[str], *, written: bool = True) -> None:
-    """Raises ConfigError unless `path` is a folder, or one could be made there."""
+def check_folder(flag: str, path: str | os.PathLike[str], *, written: bool = True) -> Path:
+    """The folder that is there, `path` or the nearest above it. Raises ConfigError where none could be made there."""
     here = Path(path).expanduser().absolute()
     try:
         while not here.exists():
@@ -31,28 +33,41 @@ def check_folder(flag: str, path: str | os.PathLike[str], *, written: bool = Tru
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as error:
         raise ConfigError(f"{flag} {os.fspath(path)} cannot be used: {error.strerror}") from None
+    return here
 
 
 def _check_engine(config: EngineConfig) -> None:
-    importlib.import_module("engine.scheduling.policies").find_policy(config.online_policy)
+    policy = importlib.import_module("engine.scheduling.policies").find_policy(config.online_policy)
+    if config.hidden_cache and policy.select is None:
+        raise ConfigError(f"--hidden-cache needs the policy apt or goodput, not {config.online_policy}")
     for adapter in parse_adapters(config.lora):
         if not (adapter.folder / "adapter_config.json").is_file():
             raise ConfigError(f"--lora {adapter.name}: {adapter.folder} has no adapter_config.json")
     if config.revision is not None and not config.model:
         raise ConfigError(f"--revision {config.revision} is of models from the hub, and no MODEL is named")
-    if config.disk_space and config.disk_dir:
-        check_folder("--disk-dir", config.disk_dir)
     if config.offload_dir:
         check_folder("--offload-dir", config.offload_dir)
     if config.profile_dir:
         check_folder("--profile-dir", config.profile_dir, written=False)  # profiles in it may be all that is wanted
 
 
-def _check_server(config: ServerConfig) -> None:
-    """An address, a state folder, a key file, a template and a log that can be had."""
+def _check_disk(config: EngineConfig, state: Path) -> None:
+    """A disk tier that the disk can hold, were it empty: what it lacks today, a start says and goes on without."""
+    if not config.disk_space:
+        return
+    folder = check_folder("--disk-dir", config.disk_dir) if config.disk_dir else check_folder("--state-dir", state)
+    most = shutil.disk_usage(folder).total / 2**30
+    if config.disk_space > most:
+        raise ConfigError(f"--disk-space {config.disk_space:.9g}: the disk of {folder} has {most:.4g} GiB in all")
+
+
+def _check_server(config: ServerConfig) -> Path:
+    """An address, a state folder, a key file, a template and a log that can be had; returns the state folder."""
+    if config.ray and importlib.util.find_spec("ray") is None:
+        raise ConfigError("--ray needs the extra 'ray': pip install 'tidemill[ray]'")
     importlib.import_module("gateway.server").bind(config.host, config.port).close()
     folder = importlib.import_module("gateway.store.folder")
-    state = folder.state_path(config.state_dir, os.environ)
+    state: Path = folder.state_path(config.state_dir, os.environ)
     check_folder("--state-dir", state)
     folder.check_free(state)
     importlib.import_module("gateway.http.keys").load_keys(config.api_key, config.api_key_file)
@@ -62,3 +77,4 @@ def _check_server(config: ServerConfig) -> None:
         importlib.import_module("gateway.telemetry.request_log").check_path(config.request_log)
     if config.otlp_traces_endpoint is not None:
         importlib.import_module("gateway.telemetry.tracing").check_endpoint(config.otlp_traces_endpoint)
+    return state
