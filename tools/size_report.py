@@ -16,7 +16,7 @@ CEILINGS = {
     "gateway": 14_325,
     "engine": 32_840,
     "predictor": 3_300,
-    "loadgen": 17_600,
+    "loadgen": 17_690,
 }
 
 

@@ -124,14 +124,14 @@ def server(folder: Path, threads: int, *flags: str) -> Iterator[str]:
 
 
 @contextmanager
-def demo_server(*flags: str) -> Iterator[str]:
-    """`tidemill serve` with the packaged model on a free port; yields its base URL."""
+def demo_server(*flags: str) -> Iterator[Served]:
+    """`tidemill serve` with the packaged model on a free port."""
 
     def command(port: int) -> list[str]:
         return [sys.executable, "-m", "gateway", "serve", "--port", str(port), *flags]
 
     with serving(command, dict(os.environ)) as served:
-        yield served.url
+        yield served
 
 
 def _wait_ready(address: str, process: subprocess.Popen[bytes]) -> None:

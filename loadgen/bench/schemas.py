@@ -172,8 +172,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         judge.judge(case, findings)
     findings.wrong += [f"{name}: no reason" for name, text in findings.refused.items() if not text.partition(": ")[2]]
     if not options.no_answers:
-        with tempfile.TemporaryDirectory() as state, demo_server("--state-dir", state, "--profile-dir", state) as url:
-            asyncio.run(answer_all(url, cases, findings, options))
+        with (
+            tempfile.TemporaryDirectory() as state,
+            demo_server("--state-dir", state, "--profile-dir", state) as served,
+        ):
+            asyncio.run(answer_all(served.url, cases, findings, options))
     print(f"{options.file.name}, temperature {options.temperature:g}, seed {options.seed}; {describe()}")
     print(report(findings))
     sys.exit(bool(findings.wrong))
