@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from types import FrameType
 
 import uvicorn
@@ -100,6 +101,7 @@ class GatewayServer(uvicorn.Server):
             self._loop.add_signal_handler(signal.SIGUSR1, self._restart_engines)
         for listener in sockets or []:
             log.info("listening on http://%s:%d", *_host_and_port(listener))
+        notify("READY=1")
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002
         """uvicorn would raise the signal again at the end; a drained server has ended well."""
@@ -123,6 +125,7 @@ class GatewayServer(uvicorn.Server):
         """A server whose engine is dead for good ends: 503 for ever helps nobody."""
         why = await self._lifecycle.client.wait_dead()
         log.critical("the server ends: %s", why)
+        notify("STOPPING=1")
         self.exit_code = DEAD_ENGINE
         self._lifecycle.draining = True
         self._end_within(LAST_SECONDS, DEAD_ENGINE)
@@ -180,6 +183,7 @@ class GatewayServer(uvicorn.Server):
 
     def _begin_drain(self) -> None:
         log.info("draining for at most %.0f s; a second signal exits at once", self._drain_seconds)
+        notify("STOPPING=1")
         self._drain_task = asyncio.ensure_future(self._drain())
 
     async def _drain(self) -> None:
@@ -251,6 +255,15 @@ def bind(host: str, port: int) -> socket.socket:
         listener.close()
         raise ConfigError(f"--host {host} --port {port}: {(error.strerror or 'cannot be bound').lower()}") from None
     return listener
+
+
+def notify(state: str) -> None:
+    """Tell systemd, where it runs us as a service of `Type=notify`: `READY=1`, `STOPPING=1` (sd_notify(3))."""
+    address = os.environ.get("NOTIFY_SOCKET", "")
+    if address[:1] in {"/", "@"}:
+        with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+            manager.setblocking(False)
+            manager.sendto(state.encode(), ("\0" if address[0] == "@" else "/") + address[1:])
 
 
 def has_terminal() -> bool:

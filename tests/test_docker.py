@@ -136,3 +136,14 @@ def test_prometheus_takes_its_configuration(tmp_path: Path) -> None:
     (tmp_path / "key").write_text("k")
     done = subprocess.run(["promtool", "check", "config", str(config)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd")
+def test_systemd_takes_the_unit(tmp_path: Path) -> None:
+    """But for the command, which is installed where the unit is; `notify`, since the server says when it serves."""
+    text = (DOCKER / "deploy" / "tidemill.service").read_text()
+    assert "\nType=notify\n" in text
+    unit = tmp_path / "tidemill.service"
+    unit.write_text(text.replace("/opt/tidemill/bin/tidemill", sys.executable))
+    done = subprocess.run(["systemd-analyze", "verify", str(unit)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and "tidemill" not in done.stdout + done.stderr, done.stderr

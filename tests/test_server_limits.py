@@ -22,7 +22,7 @@ from fake_engine import MODEL, Served
 from engine.api import FinishReason
 from engine.errors import ConfigError
 from gateway.http.connection import ProtocolLimits
-from gateway.server import LastResort, bind
+from gateway.server import LastResort, bind, notify
 
 KEY = "sk-örtlich"
 CHAT = json.dumps({"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}).encode()
@@ -440,6 +440,24 @@ async def test_draining_refuses_new_work_and_lets_the_old_end(start_server: Star
     served.engine.release()
     assert (await running)[0] == 200
     await served.engine.wait(lambda: served.engine.num_open == 0)
+
+
+@pytest.mark.parametrize("kind", ["path", "abstract"])
+async def test_systemd_is_told_when_it_serves_and_when_it_ends(
+    start_server: StartServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str
+) -> None:
+    address = str(tmp_path / "notify") if kind == "path" else f"@{tmp_path}"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind(address.replace("@", "\0", 1))
+        manager.setblocking(False)
+        monkeypatch.setenv("NOTIFY_SOCKET", address)
+        served = await start_server(shutdown_timeout=60.0)
+        assert manager.recv(64) == b"READY=1"
+        served.server.handle_exit(signal.SIGTERM, None)
+        while not served.server.should_exit:  # noqa: ASYNC110 - the server has no event for it
+            await asyncio.sleep(0.01)
+        assert manager.recv(64) == b"STOPPING=1"
+    notify("READY=1")  # a manager that is gone is no error
 
 
 async def test_it_drains_also_where_no_thread_is_to_be_had(
