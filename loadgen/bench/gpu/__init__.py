@@ -1,1 +1,1 @@
-"""`python -m loadgen.bench.gpu`: kernels and engine on a GPU, in one table (see docs/lab/performance.md)."""
+"""`python -m loadgen.bench.gpu`: kernels and engine on a GPU, in one table (see docs/benchmarks/performance.md)."""
