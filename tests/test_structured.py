@@ -1,5 +1,6 @@
 """Structured output from a grammar to tokens: what is refused, what every backend draws, who waits for whom."""
 
+import concurrent.futures
 import functools
 import json
 import threading
@@ -33,6 +34,7 @@ from engine.models.spec import ModelSpec, load_spec
 from engine.models.weights import ModelWeights
 from engine.structured.compiler import GrammarCompiler
 from engine.text.tokenizer import Tokenizer
+from loadgen.bench.structured_beside import HOSTILE
 
 FOLDER = Path(engine.models.demo.__file__ or "").parent / "weights"
 EOS = 2
@@ -374,6 +376,28 @@ def test_a_slow_grammar_holds_up_nobody_else(backend: str, monkeypatch: pytest.M
     driver.run()
     assert driver.outputs["slow"] == alone.outputs["slow"]
     assert driver.finals["slow"].finish_reason is FinishReason.STOP
+
+
+def test_hostile_schemas_hold_up_no_step_of_a_chat(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chat gets a token in every step beside them, and no step waits for masks more than once, for `PATIENCE`."""
+    waited: list[float | None] = []
+
+    def wait(work: Any, timeout: float | None = None, **options: Any) -> Any:
+        waited.append(timeout)
+        return concurrent.futures.wait(work, timeout, **options)
+
+    monkeypatch.setattr(masks_module, "wait", wait)
+    driver = make_driver("torch", patience=masks_module.PATIENCE, lone_patience=masks_module.LONE_PATIENCE)
+    driver.add(ask("chat", None, 40, stop_token_ids=frozenset()))
+    driver.add(*(ask(f"hostile {i}", json_grammar(schema), 3, seed=i) for i, schema in enumerate(HOSTILE)))
+    while "chat" not in driver.finals:
+        had, waits = len(driver.outputs["chat"]), len(waited)
+        assert driver.step()
+        assert len(driver.outputs["chat"]) == had + 1 or not had
+        assert waited[waits:] in ([], [masks_module.PATIENCE])
+    assert waited and masks_module.PATIENCE <= 0.010
+    driver.run()
+    assert driver.finals["chat"].error is None and len(driver.finals) == 1 + len(HOSTILE)
 
 
 def test_where_all_wait_the_step_waits(monkeypatch: pytest.MonkeyPatch) -> None:
