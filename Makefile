@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: install serve test check docs models native bench chaos ray-check gpu-check clean
+.PHONY: install serve test check docs models native floors bench chaos ray-check gpu-check clean
 
 install: $(STAMP)
 
@@ -44,6 +44,12 @@ models: install
 # The native CPU kernels anew, after a change of their sources; install builds them for the first time.
 native: install
 	$(BIN)/python setup.py --quiet build_ext --inplace
+
+# The tests beside the lowest versions of what serving needs that pyproject.toml allows.
+floors:
+	$(PYTHON) -m venv .venv-floors
+	.venv-floors/bin/python -m pip install --quiet "$(TORCH)" $$($(PYTHON) tools/floors.py) --editable ".[dev]"
+	.venv-floors/bin/python -m pytest -n 2 $(ARGS)
 
 bench: install
 	$(BIN)/python -m loadgen.bench $(ARGS)

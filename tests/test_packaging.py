@@ -8,10 +8,12 @@ import subprocess
 import sys
 import venv
 import zipfile
+from importlib import metadata
 from pathlib import Path
 
 import httpx
 import pytest
+from packaging.version import Version
 
 from engine import __version__
 
@@ -27,6 +29,15 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     return next(out.glob("*.whl"))
+
+
+def test_each_dependency_has_a_floor_that_is_no_newer_than_what_is_here() -> None:
+    """`make floors` runs the tests with them."""
+    done = subprocess.run([sys.executable, ROOT / "tools" / "floors.py"], capture_output=True, text=True, check=True)
+    floors = dict(pinned.split("==") for pinned in done.stdout.split())
+    assert len(floors) > 15 and "torch" not in floors
+    for name, floor in floors.items():
+        assert Version(metadata.version(name)) >= Version(floor), name
 
 
 def test_wheel_holds_the_packages_and_the_demo_model(wheel: Path) -> None:

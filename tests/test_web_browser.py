@@ -3,11 +3,15 @@ and answers that look like markup, and a page that does not grow. Slow; needs De
 
 import json
 import os
+import random
 import re
 import shutil
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -84,8 +88,8 @@ def page(browser: Any, server: str, tmp_path: Path) -> Iterator[Any]:
     assert [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"] == []
 
 
-def resize(page: Any, width: int) -> None:
-    size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+def resize(page: Any, width: int, height: int = 900) -> None:
+    size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
     page.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
 
 
@@ -231,13 +235,40 @@ def test_all_of_it_is_reached_by_keyboard_and_seen(page: Any) -> None:
     assert [name for name, seen in found.items() if name and not seen] == []
 
 
+@contextmanager
+def busy(page: Any, tmp_path: Path) -> Iterator[None]:
+    """A batch of 6,000 rows beside five who ask now and then, for a minute and as long as the block."""
+    source, ended = tmp_path / "many.jsonl", threading.Event()
+    source.write_text(rows(6000))
+    upload(page, source)
+
+    def ask(number: int) -> None:
+        draw = random.Random(number)
+        while not ended.wait(2 * draw.expovariate(1.0)):
+            body = json.loads(rows(1))["body"] | {"stream": True, "max_tokens": draw.choice((8, 24, 60))}
+            httpx.post(f"{page.current_url}v1/chat/completions", json=body, timeout=60)
+
+    with ThreadPoolExecutor(5) as talkers:
+        asked = [talkers.submit(ask, number) for number in range(5)]
+        try:
+            page.find_element(By.ID, "prompt").send_keys("What is tidemill?\n")
+            time.sleep(60)
+            yield
+        finally:
+            ended.set()
+        assert [future.result() for future in asked] == [None] * 5
+
+
 @pytest.mark.parametrize(("width", "theme"), [(400, "dark"), (1300, "light"), (1300, "dark")])
-def test_nothing_is_wider_than_the_window_in_light_and_dark(page: Any, width: int, theme: str) -> None:
-    """With SCREENSHOTS=FOLDER each is kept as it looks beside a batch."""
+def test_nothing_is_wider_than_the_window_in_light_and_dark(page: Any, tmp_path: Path, width: int, theme: str) -> None:
+    """With SCREENSHOTS=FOLDER each is kept as it looks beside chats and a batch: the README's is page-1300-dark.png."""
     resize(page, width)
     page.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": theme}]})
     until(lambda: page.execute_script("return document.documentElement.scrollWidth") <= width)
     ground = page.execute_script("return getComputedStyle(document.body).backgroundColor")
     assert (sum(map(int, re.findall(r"\d+", ground)[:3])) < 382) == (theme == "dark"), ground
     if folder := os.environ.get("SCREENSHOTS"):
-        page.get_screenshot_as_file(str(Path(folder) / f"page-{width}-{theme}.png"))
+        with busy(page, tmp_path):
+            resize(page, width, page.execute_script("return document.documentElement.scrollHeight"))
+            until(lambda: page.get_screenshot_as_file(str(Path(folder) / f"page-{width}-{theme}.png")))
+        press(page, "Cancel")
