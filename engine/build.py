@@ -83,7 +83,7 @@ def local_config(config: EngineConfig) -> EngineConfig | None:
 def plan_launch(config: EngineConfig) -> LaunchPlan:
     """Decide how a configuration runs on this machine. Raises ConfigError for what cannot run."""
     folder = resolve_model(config)
-    choice = choose(folder, config.model_impl, config.max_model_len)
+    choice = choose(folder, config.model_impl)
     spec = choice.shape
     backend = find_backend(config.device)
     if config.quantization != "none" and backend.name != "cpu":

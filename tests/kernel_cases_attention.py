@@ -31,7 +31,14 @@ def case_id(shape: tuple[object, ...]) -> str:
 
 
 def decode_both(
-    cache: PagedCache, lengths: list[int], rows: list[int], group: int, dtype: torch.dtype, seed: int, max_items: int
+    cache: PagedCache,
+    lengths: list[int],
+    rows: list[int],
+    group: int,
+    dtype: torch.dtype,
+    seed: int,
+    max_items: int,
+    window: int = 0,
 ) -> DecodeWork:
     """Decode request i with lengths[i] tokens of table row rows[i], in a batch with two padded requests."""
     generator = torch.Generator().manual_seed(seed + 1)
@@ -43,7 +50,9 @@ def decode_both(
     q = fused_heads(generator, count, heads, head_dim, dtype)
     partial = torch.full((max_items, heads, head_dim), NAN, device=DEVICE)
     partial_lse = torch.full((max_items, heads), NAN, device=DEVICE)
-    where = {"layer": cache.layer, "scratch_base": cache.scratch_base, "scale": 1.3 * head_dim**-0.5}
+    where = {
+        "layer": cache.layer, "scratch_base": cache.scratch_base, "scale": 1.3 * head_dim**-0.5, "window": window,
+    }  # fmt: skip
     actual = torch.full(q.shape, NAN, dtype=dtype, device=DEVICE)
     tables = (cache.k_table, cache.v_table)
     decode_attention(q, cache.pool, *tables, work, partial, partial_lse, actual, **where, config=DECODE_TILE)
@@ -80,6 +89,14 @@ def test_decode_merges_more_splits_than_one_tile(dtype: torch.dtype) -> None:
     assert work.ranges[0, 1].item() > 32
 
 
+@pytest.mark.parametrize("window", [1, 32, 95])
+def test_decode_sees_a_window(window: int) -> None:
+    """Splits before the window are empty, whole tiles of the merge too; one that it cuts is read from there on."""
+    cache = paged_cache([640, 40], seed=6, dtype=torch.float32, kv_heads=1, head_dim=64)
+    work = decode_both(cache, [640, 40, 0], [0, 1, 0], 4, torch.float32, 6, max_items=64, window=window)
+    assert work.ranges[0, 1].item() > 16
+
+
 def test_decode_with_no_room_to_split() -> None:
     cache = paged_cache([90, 40], seed=4, dtype=torch.float32, kv_heads=2, head_dim=64)
     work = decode_both(cache, [90, 40], [1, 0][::-1], 2, torch.float32, 4, max_items=5)
@@ -93,7 +110,13 @@ def test_decode_of_large_scores_does_not_overflow() -> None:
 
 
 def prefill_both(
-    cache: PagedCache, chunks: list[list[int]], count: int, group: int, dtype: torch.dtype, config: LaunchConfig
+    cache: PagedCache,
+    chunks: list[list[int]],
+    count: int,
+    group: int,
+    dtype: torch.dtype,
+    config: LaunchConfig,
+    window: int = 0,
 ) -> None:
     generator = torch.Generator().manual_seed(7)
     _, _, kv_heads, head_dim = cache.pool.shape
@@ -101,7 +124,9 @@ def prefill_both(
     work.fill(np.array(chunks, np.int32))
     work.buffer.upload()
     q = fused_heads(generator, count, kv_heads * group, head_dim, dtype)
-    where = {"layer": cache.layer, "scratch_base": cache.scratch_base, "scale": 1.3 * head_dim**-0.5}
+    where = {
+        "layer": cache.layer, "scratch_base": cache.scratch_base, "scale": 1.3 * head_dim**-0.5, "window": window,
+    }  # fmt: skip
     actual = torch.full(q.shape, NAN, dtype=dtype, device=DEVICE)
     expected = torch.full(q.shape, NAN, dtype=torch.float64, device=DEVICE)
     tables = (cache.k_table, cache.v_table)
@@ -138,6 +163,14 @@ def test_prefill_of_random_chunks(seed: int) -> None:
     group = int(rng.integers(1, 9))
     cache = paged_cache(lengths, seed=seed, dtype=torch.float32, kv_heads=1, head_dim=64)
     prefill_both(cache, chunks, int(sizes.sum()) + 1, group, torch.float32, PREFILL_TILE)
+
+
+@pytest.mark.parametrize("window", [1, 32, 70])
+def test_prefill_sees_a_window(window: int) -> None:
+    """Rows of a tile that see nothing of its first keys, chunks that begin inside of a window and behind it."""
+    chunks = [[0, 0, 1, 76], [1, 1, 37, 0], [2, 38, 60, 131], [3, 98, 5, 59]]
+    cache = paged_cache([77, 37, 191, 64], seed=8, dtype=torch.float32, kv_heads=1, head_dim=64)
+    prefill_both(cache, chunks, 104, 2, torch.float32, PREFILL_TILE, window)
 
 
 def test_prefill_of_nothing_writes_nothing() -> None:

@@ -34,7 +34,8 @@ sentence. *Not tried*: no tiny checkpoint could be made that runs; the self-test
 serves. Types with a *recurrent state* are run without prefix hits, here and when they serve: a state cannot be had from
 blocks of keys and values.
 
-With `--model-impl auto`, the default, these types run by layers of our own: {own}.
+With `--model-impl auto`, the default, these types run by layers of our own: {own}; their
+sliding windows, too, where a config has them, in all layers or in some.
 
 The self-test runs before a model serves, whoever's layers run it: 36 random tokens of two requests in chunks, beside
 what transformers' eager attention gives for each at once. More than rounding (16 units of the type's precision, at
@@ -120,7 +121,7 @@ def _run(model_type: str, folder: Path, reference: Any) -> Finding:
     stats = driver.core.stats()
     hit = stats.prefix_hit_tokens > 0 or plan.spec.state_bytes > 0
     met = sum(stats.preemptions.values()) > 0 and hit
-    limit = f"contexts end at the {plan.spec.limited_by}" if plan.spec.sliding_window else ""
+    limit = f"contexts end at the {plan.spec.limited_by}" if plan.spec.limited_by else ""
     state = "recurrent state: without prefix hits" if plan.spec.state_bytes else ""
     return Finding(
         model_type, EXACT, "; ".join(filter(None, (state, limit))) if met or limit else "nothing was preempted"

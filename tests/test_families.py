@@ -31,6 +31,8 @@ CASES = [
     "llama-head80-biases",
     "llama3-rope",
     "neox-sequential-tied",
+    "mistral-window",
+    "qwen2-window",
 ]
 
 

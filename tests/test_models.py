@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny_models
@@ -18,16 +19,16 @@ from engine.models import torch_ops
 from engine.models.checkpoint import load_weights
 from engine.models.decoder import Decoder
 from engine.models.rotary import inverse_frequencies
-from engine.models.spec import load_spec, resolve_max_model_len, spec_from_config
+from engine.models.spec import ModelSpec, load_spec, resolve_max_model_len, spec_from_config
 
 LENGTH = 48
 
 
 class DenseAttention:
-    """`attend` over one request whose keys and values are simply kept; grouped heads, causal."""
+    """`attend` over one request whose keys and values are simply kept; grouped heads, causal, with windows."""
 
-    def __init__(self, group: int) -> None:
-        self._group = group
+    def __init__(self, spec: ModelSpec) -> None:
+        self._group, self._window_of = spec.num_heads // spec.num_kv_heads, spec.window_of
         self._keys: dict[int, list[Tensor]] = defaultdict(list)
         self._values: dict[int, list[Tensor]] = defaultdict(list)
 
@@ -41,6 +42,8 @@ class DenseAttention:
         scores = q.transpose(0, 1).float() @ keys.transpose(1, 2) * q.shape[-1] ** -0.5
         new, total = scores.shape[-2:]
         hidden = torch.ones(new, total, dtype=torch.bool).triu(total - new + 1)
+        if window := self._window_of(layer):
+            hidden |= torch.ones_like(hidden).tril(total - new - window)
         probabilities = scores.masked_fill(hidden, float("-inf")).softmax(-1)
         return (probabilities @ values).transpose(0, 1).flatten(1).to(q.dtype)
 
@@ -52,7 +55,7 @@ def decoder_of(name: str, *, dtype: str = "auto", folder: Path | None = None) ->
 
 
 def attention_of(decoder: Decoder) -> DenseAttention:
-    return DenseAttention(decoder.spec.num_heads // decoder.spec.num_kv_heads)
+    return DenseAttention(decoder.spec)
 
 
 def tokens_for(length: int = LENGTH) -> Tensor:
@@ -189,23 +192,44 @@ def test_end_tokens_come_from_both_files() -> None:
     assert spec_from_config(tiny_models.llama_config(eos_token_id=None)).eos_token_ids == frozenset()
 
 
-def test_contexts_are_limited_to_what_is_computed_exactly() -> None:
-    mistral = {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
-    spec = spec_from_config(tiny_models.llama_config(**mistral, sliding_window=64))
-    assert resolve_max_model_len(spec, None) == 64
-    assert resolve_max_model_len(spec, 32) == 32
-    with pytest.raises(ConfigError, match="sliding window of 64 tokens"):
-        resolve_max_model_len(spec, 65)
+def test_contexts_are_limited_to_the_positions() -> None:
     plain = spec_from_config(tiny_models.llama_config())
-    assert resolve_max_model_len(plain, None) == 256
+    assert (resolve_max_model_len(plain, None), resolve_max_model_len(plain, 32)) == (256, 32)
     with pytest.raises(ConfigError, match="--max-model-len 257 exceeds the model's 256 positions"):
         resolve_max_model_len(plain, 257)
 
 
-@pytest.mark.parametrize(("switched", "window"), [(False, None), (True, 32)])
-def test_qwen_windows_count_only_when_switched_on(switched: bool, window: int | None) -> None:
-    qwen = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "sliding_window": 32}
-    assert spec_from_config(tiny_models.llama_config(**qwen, use_sliding_window=switched)).sliding_window == window
+WINDOWS: tuple[tuple[str, dict[str, Any], tuple[int | None, ...]], ...] = (
+    ("Mistral", {"sliding_window": 32}, (32, 32, 32)),
+    ("Mistral", {}, (4096,) * 3),
+    ("Qwen2", {"sliding_window": 32, "use_sliding_window": False}, ()),
+    ("Qwen2", {"sliding_window": 32, "use_sliding_window": True}, ()),  # from the 29th layer on
+    ("Qwen2", {"sliding_window": 32, "use_sliding_window": True, "max_window_layers": 2}, (None, None, 32)),
+    (
+        "Qwen3",
+        {
+            "sliding_window": 8,
+            "use_sliding_window": True,
+            "layer_types": ["sliding_attention", *["full_attention"] * 2],
+        },
+        (8, None, None),
+    ),
+)
+
+
+@pytest.mark.parametrize(("family", "changes", "windows"), WINDOWS)
+def test_windows_are_of_layers(family: str, changes: dict[str, Any], windows: tuple[int | None, ...]) -> None:
+    named = {"architectures": [f"{family}ForCausalLM"], "model_type": family.lower()}
+    spec = spec_from_config(tiny_models.llama_config(**named, **changes))
+    assert spec.windows == windows and spec.max_context == 256
+    assert [spec.window_of(layer) for layer in range(3)] == list(windows or (None,) * 3)
+
+
+def test_layer_types_that_are_not_understood_are_refused() -> None:
+    switched = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "use_sliding_window": True}
+    for types in (["sliding_attention"], ["mamba"] * 3, "full_attention"):
+        with pytest.raises(ModelLoadError, match="'layer_types' must say"):
+            spec_from_config(tiny_models.llama_config(**switched, layer_types=types))
 
 
 @pytest.mark.parametrize(

@@ -155,10 +155,17 @@ def test_nan_stays_in_its_row(level: Level) -> None:
 
 
 def run_attention(
-    native: Native, dtype: torch.dtype, chunks: list[tuple[int, int]], heads: int, kv_heads: int, dim: int, block: int
+    native: Native,
+    dtype: torch.dtype,
+    chunks: list[tuple[int, int]],
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    block: int,
+    window: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Attention of chunks (start, length), each of a row of its own, to random keys and values in a scattered pool that
-    holds NaN elsewhere. Gives what came out and what should have."""
+    holds NaN elsewhere, before the windows too. Gives what came out and what should have."""
     layers, layer = 2, 1
     blocks = [-(-(start + length) // block) for start, length in chunks]
     units = 2 * sum(blocks) + 3
@@ -176,15 +183,17 @@ def run_attention(
         past = [random(start + length, kv_heads, dim, seed=10 * row + which, dtype=dtype) for which in (1, 2)]
         for which, values in enumerate(past):
             for index in range(blocks[row]):
-                part = values[index * block : (index + 1) * block]
+                part = values[index * block : (index + 1) * block].clone()
+                part[: max(0, start + 1 - window - index * block) if window else 0] = math.nan
                 unit = next(given)
                 tables[which, row, index] = unit
                 pool[unit, layer, : len(part)] = part
         k, v = (values.double().repeat_interleave(heads // kv_heads, dim=1) for values in past)
         q = qkv[first : first + length, : heads * dim].double().view(length, heads, dim)
         scores = torch.einsum("qhd,khd->hqk", q, k) * dim**-0.5
-        future = torch.arange(start + length)[None, :] > start + torch.arange(length)[:, None]
-        weights = scores.masked_fill(future, -math.inf).softmax(-1)
+        past_by = start + torch.arange(length)[:, None] - torch.arange(start + length)
+        unseen = (past_by < 0) | (past_by >= (window or start + length))
+        weights = scores.masked_fill(unseen, -math.inf).softmax(-1)
         expected[first : first + length] = torch.einsum("hqk,khd->qhd", weights, v).flatten(1)
         first += length
     longest = max(start + length for start, length in chunks)
@@ -193,7 +202,7 @@ def run_attention(
         pool_units=units, num_rows=len(chunks), max_blocks=tables.shape[2], max_positions=longest, max_tokens=total,
         max_samples=1, level=level, type=TYPES[dtype], scale=dim**-0.5,
     )  # fmt: skip
-    attend = Op(kind=Kind.ATTEND, layer=layer, input=qkv.data_ptr(), in_stride=qkv.stride(0))
+    attend = Op(kind=Kind.ATTEND, layer=layer, input=qkv.data_ptr(), in_stride=qkv.stride(0), n=window)
     merge = Op(kind=Kind.MERGE, layer=layer)
     attend.out = merge.out = out.data_ptr()
     attend.out_stride = merge.out_stride = out.stride(0)
@@ -222,6 +231,15 @@ MIXES = {
 def test_attention_mixes(level: Level, dtype: torch.dtype, chunks: list[tuple[int, int]]) -> None:
     native = native_of(level, dtype)
     actual, expected = run_attention(native, dtype, chunks, heads=6, kv_heads=2, dim=64, block=16)
+    close(actual, expected, dtype, steps=4, scale=0.5)
+
+
+@pytest.mark.parametrize(("level", "dtype"), LEVELS)
+@pytest.mark.parametrize("window", [1, 30, 100, 600])
+def test_attention_sees_a_window(level: Level, dtype: torch.dtype, window: int) -> None:
+    """Parts of a split context that lie before it, and tiles whose later queries see nothing of the first keys."""
+    chunks = [(90, 1), (0, 50), (5, 4), (1500, 1), (1100, 3), (200, 150), (37, 130)]
+    actual, expected = run_attention(native_of(level, dtype), dtype, chunks, 6, 2, 64, 16, window)
     close(actual, expected, dtype, steps=4, scale=0.5)
 
 

@@ -83,12 +83,14 @@ def make_driver(decoder: Decoder, depth: int, *, num_blocks: int = 200, seqs: in
     return Driver(runner, config)
 
 
-def dense_attend(num_heads: int, head_dim: int, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor):  # type: ignore[no-untyped-def]
+def dense_attend(spec: ModelSpec, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """Causal attention of one whole sequence, no cache."""
-    k, v = (x.repeat_interleave(num_heads // x.shape[1], dim=1) for x in (k, v))
-    scores = torch.einsum("qhd,khd->hqk", q, k) * head_dim**-0.5
-    future = torch.ones(len(q), len(q), dtype=torch.bool).triu(1)
-    return torch.einsum("hqk,khd->qhd", scores.masked_fill(future, -math.inf).softmax(-1), v).flatten(1)
+    k, v = (x.repeat_interleave(spec.num_heads // x.shape[1], dim=1) for x in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q, k) * spec.head_dim**-0.5
+    tokens = torch.arange(len(q))
+    past = tokens[:, None] - tokens
+    unseen = (past < 0) | (past >= (spec.window_of(layer) or len(q)))
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(unseen, -math.inf).softmax(-1), v).flatten(1)
 
 
 def reference_logits(decoder: Decoder, token_ids: list[int]) -> torch.Tensor:
@@ -96,7 +98,7 @@ def reference_logits(decoder: Decoder, token_ids: list[int]) -> torch.Tensor:
     ids, positions = torch.tensor(token_ids), torch.arange(len(token_ids))
 
     def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return dense_attend(spec.num_heads, spec.head_dim, layer, q, k, v)
+        return dense_attend(spec, layer, q, k, v)
 
     with torch.inference_mode():
         hidden = Decoder.run(decoder, decoder.embed(ids, positions), attend_with(attend, decoder, positions))

@@ -53,6 +53,19 @@ OWN_MUTANTS: dict[str, Callable[[ModelSpec], ModelSpec]] = {
 }
 
 
+@pytest.mark.parametrize("name", ["mistral-window", "qwen2-window"])
+def test_a_window_of_ours_that_is_dropped_is_noticed(name: str) -> None:
+    """It is cut short for the test, so that a few tokens tell."""
+    folder = tiny_models.model_folder(name)
+    spec = load_spec(folder)
+    assert test_family(spec, folder, "float32", torch_device) == ""
+
+    def forgetful(small: ModelSpec, weights: ModelWeights) -> TorchDevice:
+        return torch_device(replace(small, windows=()), weights)
+
+    assert "of their spread" in test_family(spec, folder, "float32", forgetful)
+
+
 @pytest.mark.parametrize("mutant", OWN_MUTANTS)
 def test_a_config_that_is_read_wrong_is_refused(mutant: str) -> None:
     folder = tiny_models.model_folder("neox")

@@ -149,17 +149,6 @@ def test_auto_takes_ours_where_it_can(case_of: Any) -> None:
         choose(case_of("granite").folder, "own")
 
 
-def test_auto_goes_beyond_a_window_on_request(tmp_path: Path) -> None:
-    folder = tmp_path
-    tiny_transformers.save_config("mistral", folder)
-    own = choose(folder, "auto")
-    assert own.implementation == "own"
-    beyond = choose(folder, "auto", own.shape.max_context + 1)
-    assert beyond.implementation == "transformers"
-    assert beyond.shape.max_context == own.shape.max_position_embeddings == 256
-    assert beyond.why == "ours end at the sliding window of 8 tokens"
-
-
 REFUSED = {
     "qwen4_exp_text": "layers with a state of another kind",
     "bart": "encoder with a decoder|does not take positions",

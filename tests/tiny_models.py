@@ -73,12 +73,16 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 4.0}},
     ),
     "mistral": ("MistralConfig", {"num_key_value_heads": 2, "sliding_window": None, "head_dim": 32}),
-    "mistral-window": ("MistralConfig", {"num_key_value_heads": 2, "sliding_window": 64}),
+    "mistral-window": ("MistralConfig", {"num_key_value_heads": 2, "sliding_window": 17}),
     "qwen2-gqa7": (
         "Qwen2Config",
         {"hidden_size": 112, "num_attention_heads": 7, "num_key_value_heads": 1, "tie_word_embeddings": True},
     ),
     "qwen2-yarn": ("Qwen2Config", {"num_key_value_heads": 2, "rope_parameters": _YARN}),
+    "qwen2-window": (
+        "Qwen2Config",
+        {"num_key_value_heads": 2, "use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1},
+    ),
     "qwen3": ("Qwen3Config", {"num_key_value_heads": 2, "head_dim": 96, "rms_norm_eps": 1e-5}),
     "phi3": ("Phi3Config", {"num_key_value_heads": 4}),
     "phi3-longrope-partial": (

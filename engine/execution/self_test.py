@@ -2,9 +2,9 @@
 attention by transformers gives for each of them at once. What is beyond the rounding of the type is refused with the
 figure.
 
-Of transformers' modules the loaded model itself is tested, with windows made short enough to matter. Of a family of
-ours the first layers are, and a few rows of its vocabulary, by the kernels that will run it: as much as says whether we
-read its config as transformers does, at a cost that does not grow with the number of layers.
+Windows are made short enough to matter. Of transformers' modules the loaded model itself is tested. Of a family of ours
+the first layers are, and a few rows of its vocabulary, by the kernels that will run it: as much as says whether we read
+its config as transformers does, at a cost that does not grow with the number of layers.
 """
 
 from collections.abc import Callable
@@ -52,7 +52,9 @@ def test_family(
     make: MakeLinear = make_linear,
 ) -> str:
     """What is wrong with a family of ours, by the device that `device_of` makes; empty where nothing is."""
-    small = replace(spec, num_layers=min(_LAYERS, spec.num_layers), vocab_size=min(_VOCABULARY, spec.vocab_size))
+    layers = min(_LAYERS, spec.num_layers)
+    windows = tuple(window and min(window, _WINDOW) for window in spec.windows[:layers])
+    small = replace(spec, num_layers=layers, vocab_size=min(_VOCABULARY, spec.vocab_size), windows=windows)
     kind = torch_dtype(dtype)
     requests = _tokens(small.vocab_size)
     source = Checkpoint(folder, kind, torch.device("cpu"), spec.packing, vocabulary=spec.vocab_size)

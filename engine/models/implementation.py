@@ -22,9 +22,9 @@ class Choice:
     why: str
 
 
-def choose(folder: Path, wish: str, context: int | None = None) -> Choice:
-    """The model in `folder` by the implementation that `wish` (auto, own, transformers) leaves. `context`: tokens that
-    are asked for, which ours may not have where a window ends. Errors: ModelLoadError, one line."""
+def choose(folder: Path, wish: str) -> Choice:
+    """The model in `folder` by the implementation that `wish` (auto, own, transformers) leaves. Errors: ModelLoadError,
+    one line."""
     if wish == TRANSFORMERS:
         return Choice(_foreign(folder), TRANSFORMERS, "asked for")
     try:
@@ -33,15 +33,7 @@ def choose(folder: Path, wish: str, context: int | None = None) -> Choice:
         if wish == OWN or not (folder / "config.json").is_file():
             raise
         return Choice(_instead(folder, error), TRANSFORMERS, "no family of ours")
-    if wish == OWN or context is None or context <= own.max_context:
-        return Choice(own, OWN, f"the family {own.family} is ours")
-    try:
-        foreign = _foreign(folder)
-    except ModelLoadError:
-        return Choice(own, OWN, f"the family {own.family} is ours")
-    if foreign.max_context < context:
-        return Choice(own, OWN, f"the family {own.family} is ours")
-    return Choice(foreign, TRANSFORMERS, f"ours end at the {own.limited_by}")
+    return Choice(own, OWN, f"the family {own.family} is ours")
 
 
 def _instead(folder: Path, own: ModelLoadError) -> ModelShape:

@@ -24,6 +24,8 @@ _ACTIVATIONS = {
     "gelu_fast": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
 }
+_LAYER_TYPES = {"full_attention", "sliding_attention"}
+_FULL_LAYERS = 28  # of Qwen, before those that have a window, where the config is silent
 _DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -32,8 +34,7 @@ class ModelShape:
     """What the cache, the scheduler and a report need of a model, whoever's code runs it. Sizes in elements.
 
     `num_layers`: layers that attend; `vocab_size`: width of the logits; `dtype` is the checkpoint's own, `architecture`
-    the class that its config names. `sliding_window` is the longest context that is computed exactly where that is
-    less than all positions. `packing`: how the checkpoint stores linear layers in fewer bits than `dtype` has.
+    the class that its config names. `packing`: how the checkpoint stores linear layers in fewer bits than `dtype` has.
     """
 
     hidden_size: int
@@ -43,7 +44,6 @@ class ModelShape:
     head_dim: int
     vocab_size: int
     max_position_embeddings: int
-    sliding_window: int | None
     eos_token_ids: frozenset[int]
     dtype: str
     architecture: str
@@ -65,8 +65,8 @@ class ModelShape:
 
     @property
     def limited_by(self) -> str:
-        """What ends exact contexts before the last position."""
-        return f"sliding window of {self.sliding_window} tokens"
+        """What ends exact contexts before the last position; empty where nothing does."""
+        return ""
 
     @property
     def state_bytes(self) -> int:
@@ -75,8 +75,8 @@ class ModelShape:
 
     @property
     def max_context(self) -> int:
-        """Longest context that is computed exactly: beyond the sliding window attention would have to forget."""
-        return min(self.max_position_embeddings, self.sliding_window or self.max_position_embeddings)
+        """Longest context that is computed exactly."""
+        return self.max_position_embeddings
 
     def kv_bytes_per_token(self, element_size: int) -> int:
         """Keys and values of one token over all layers, bytes."""
@@ -85,7 +85,8 @@ class ModelShape:
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec(ModelShape):
-    """A model of a family of ours. `position_offset` is None without learned positions."""
+    """A model of a family of ours. `position_offset` is None without learned positions. `windows`: of every layer the
+    tokens that a query sees, itself included, or None for all before it; empty where no layer has a window."""
 
     family: str
     intermediate_size: int
@@ -101,6 +102,10 @@ class ModelSpec(ModelShape):
     position_offset: int | None
     parallel_residual: bool
     tie_word_embeddings: bool
+    windows: tuple[int | None, ...] = ()
+
+    def window_of(self, layer: int) -> int | None:
+        return self.windows[layer] if self.windows else None
 
     @property
     def q_size(self) -> int:
@@ -178,7 +183,7 @@ def spec_from_config(config: Mapping[str, Any], generation: Mapping[str, Any] | 
     if heads % kv_heads:
         raise ModelLoadError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
     head_dim = _head_dim(config, family, hidden, heads)
-    max_position = _size(config, "max_position_embeddings")
+    max_position, num_layers = _size(config, "max_position_embeddings"), _size(config, "num_hidden_layers")
     ffn = _size(config, family.intermediate_key)
     if packing is not None:
         packing.check((hidden, heads * head_dim, ffn), (kv_heads * head_dim,))
@@ -186,7 +191,7 @@ def spec_from_config(config: Mapping[str, Any], generation: Mapping[str, Any] | 
         family=family.name,
         architecture=family.architecture,
         hidden_size=hidden,
-        num_layers=_size(config, "num_hidden_layers"),
+        num_layers=num_layers,
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
@@ -205,7 +210,7 @@ def spec_from_config(config: Mapping[str, Any], generation: Mapping[str, Any] | 
         position_offset=family.position_offset,
         parallel_residual=family.parallel_residual(config),
         tie_word_embeddings=bool(config.get("tie_word_embeddings", family.tied_default)),
-        sliding_window=_sliding_window(config, family),
+        windows=_windows(config, family, num_layers),
         eos_token_ids=eos_tokens(config) | eos_tokens(generation or {}),
         dtype=dtype_name(config),
         packing=packing,
@@ -258,16 +263,25 @@ def _activation(config: Mapping[str, Any], family: Family) -> str:
     return known
 
 
-def _sliding_window(config: Mapping[str, Any], family: Family) -> int | None:
+def _windows(config: Mapping[str, Any], family: Family, num_layers: int) -> tuple[int | None, ...]:
+    """Where windows are "switched" the layers say whether they have one: by their types, or by their place."""
     if family.window == "none" or (family.window == "switched" and not config.get("use_sliding_window", False)):
-        return None
-    if "sliding_window" in config and config["sliding_window"] is None:
-        return None
-    layer_types = config.get("layer_types")
-    if family.window == "switched" and layer_types and "sliding_attention" not in layer_types:
-        return None
+        return ()
     window = config.get("sliding_window", family.window_default)
-    return None if window is None else _size({"sliding_window": window}, "sliding_window")
+    if window is None:
+        return ()
+    window, types = _size({"sliding_window": window}, "sliding_window"), config.get("layer_types")
+    if family.window == "always":
+        return (window,) * num_layers
+    if not types:
+        full = config.get("max_window_layers", _FULL_LAYERS)
+        if isinstance(full, bool) or not isinstance(full, int):
+            raise ModelLoadError(f"config.json: 'max_window_layers' must be an integer, not {full!r}")
+        types = ["full_attention" if layer < full else "sliding_attention" for layer in range(num_layers)]
+    if not isinstance(types, list) or len(types) != num_layers or set(map(str, types)) - _LAYER_TYPES:
+        raise ModelLoadError("config.json: 'layer_types' must say full_attention or sliding_attention of every layer")
+    windows = tuple(window if kind == "sliding_attention" else None for kind in types)
+    return windows if any(windows) else ()
 
 
 def eos_tokens(config: Mapping[str, Any]) -> frozenset[int]:

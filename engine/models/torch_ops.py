@@ -180,11 +180,12 @@ def decode_attention(
     layer: int,
     scratch_base: int,
     scale: float,
+    window: int = 0,
 ) -> None:
     """out[i] = softmax(scale * q[i] K^T) V; shapes as in the kernel's wrapper, `partial*` unused."""
     del partial, partial_lse
     for index, (row, length) in enumerate(work.requests.tolist()[: len(q)]):
-        k, v = (_gather(pool, table[row], length, layer, scratch_base) for table in (k_table, v_table))
+        k, v = (_gather(pool, table[row], length, layer, scratch_base)[-window:] for table in (k_table, v_table))
         out[index] = _attend(q[index], k, v, scale).to(out.dtype) if length else 0.0
 
 
@@ -199,13 +200,15 @@ def prefill_attention(
     layer: int,
     scratch_base: int,
     scale: float,
+    window: int = 0,
 ) -> None:
     """Causal attention of every chunk's tokens; shapes as in the kernel's wrapper."""
     for row, first, length, position in work.chunks.tolist():
         k, v = (_gather(pool, table[row], position + length, layer, scratch_base) for table in (k_table, v_table))
         for token in range(length):
-            seen = position + token + 1
-            out[first + token] = _attend(q[first + token], k[:seen], v[:seen], scale).to(out.dtype)
+            end = position + token + 1
+            seen = slice(max(0, end - window) if window else 0, end)
+            out[first + token] = _attend(q[first + token], k[seen], v[seen], scale).to(out.dtype)
 
 
 def _gather(pool: Tensor, row: Tensor, length: int, layer: int, scratch_base: int) -> Tensor:

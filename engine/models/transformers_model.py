@@ -68,10 +68,12 @@ _PROBED = 6  # tokens
 @dataclass(frozen=True, slots=True)
 class TransformersShape(ModelShape):
     """A model that transformers' modules run. `layers`: names of the modules that attend, in their order; `recurrent`:
-    of those that keep a state, which has `state_size` elements for a request in all of them together."""
+    of those that keep a state, which has `state_size` elements for a request in all of them together. `longest`:
+    context that is computed exactly where that is less than all positions, and the `limit` that ends it."""
 
     parameters: int
     layers: tuple[str, ...]
+    longest: int | None = None
     limit: str = ""
     recurrent: tuple[str, ...] = ()
     state_size: int = 0
@@ -83,6 +85,10 @@ class TransformersShape(ModelShape):
     @property
     def limited_by(self) -> str:
         return self.limit
+
+    @property
+    def max_context(self) -> int:
+        return min(self.max_position_embeddings, self.longest or self.max_position_embeddings)
 
     @property
     def state_bytes(self) -> int:
@@ -179,12 +185,12 @@ def _shape(config: Any, raw: Mapping[str, Any], ends: frozenset[int]) -> Transfo
         head_dim=width,
         vocab_size=vocab_size,
         max_position_embeddings=positions,
-        sliding_window=limit,
         eos_token_ids=eos_tokens({"eos_token_id": config.eos_token_id}) | ends,
         dtype=dtype_name(raw),
         architecture=type(model).__name__,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         layers=tuple(names[id(each.module)] for each in seen),
+        longest=limit,
         limit=reason,
         packing=packing_from_config(raw),
         recurrent=recurrent,
@@ -420,13 +426,15 @@ def load_model(
 
 
 def own_reference(folder: Path, spec: ModelSpec, tensors: TensorSource, dtype: torch.dtype) -> Any:
-    """transformers' model of a family of ours, eager, with as many layers and tokens as `spec` has.
+    """transformers' model of a family of ours, eager, with as many layers and tokens as `spec` has, and its windows.
 
     Errors: ModelLoadError."""
     config = _config(folder, read_json(folder / "config.json"))
     config.num_hidden_layers, config.vocab_size, config.pad_token_id = spec.num_layers, spec.vocab_size, None
     if getattr(config, "layer_types", None):
         config.layer_types = config.layer_types[: spec.num_layers]
+    if windows := list(filter(None, spec.windows)):
+        config.sliding_window = min(windows)
     with _quiet():
         model = _causal_lm().from_config(config, dtype=dtype, attn_implementation="eager").eval().requires_grad_(False)
     heads = [f"{head}.weight" for head in family_named(spec.family).names.head]

@@ -23,6 +23,7 @@ from engine.triton_kernels.addressing import (
 from engine.triton_kernels.work import DecodeWork
 
 _LOG2_E = 1.4426950408889634
+_NOTHING = tl.constexpr(-1e38)  # the maximum of no scores: finite, unlike that of hidden ones
 
 
 @triton.jit
@@ -42,11 +43,12 @@ def online_softmax(scores, peak, total):
 
 @triton.jit
 def attend_split(
-    q, pool, k_row, v_row, head, begin, end, layer, scratch_base, scale,
+    q, pool, k_row, v_row, head, begin, end, oldest, layer, scratch_base, scale,
     BLOCK_SIZE: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, SLICE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """Tokens [begin, end) of one KV head for the rows of `q` [BLOCK_M, BLOCK_D]: (weighted V, peak, sum)."""
+    """Tokens [begin, end) of one KV head, with a window from `oldest` on, for the rows of `q` [BLOCK_M, BLOCK_D]:
+    (weighted V, peak, sum)."""
     ROW: tl.constexpr = KV_HEADS * HEAD_DIM
     dims = tl.arange(0, BLOCK_D)
     inside = (dims < HEAD_DIM)[None, :]
@@ -61,7 +63,10 @@ def attend_split(
         in_block = (tokens % BLOCK_SIZE) * ROW + head * HEAD_DIM
         k_at = slice_start(k_entries, layer, scratch_base, SLICE)
         v_at = slice_start(v_entries, layer, scratch_base, SLICE)
-        mask = (tokens < end)[:, None] & inside
+        seen = tokens < end
+        if WINDOW > 0:
+            seen = seen & (tokens >= oldest)
+        mask = seen[:, None] & inside
         # The next tile's entries are loaded one iteration ahead: K and V addresses then depend on nothing that this
         # iteration loads, and the pipeliner can keep several tiles in flight.
         k_entries = load_entries(k_row, tokens + BLOCK_N, end, BLOCK_SIZE)
@@ -71,12 +76,12 @@ def attend_split(
         scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * scale
         if pool.dtype.element_ty == tl.int8:
             at = scale_pointers(pool, k_at, tokens, head, BLOCK_SIZE, ROW, KV_HEADS)
-            scores *= load_scales(at, tokens < end)[None, :]
-        scores = tl.where((tokens < end)[None, :], scores, float("-inf"))
+            scores *= load_scales(at, seen)[None, :]
+        scores = tl.where(seen[None, :], scores, float("-inf"))
         weights, peak, total, rescale = online_softmax(scores, peak, total)
         if pool.dtype.element_ty == tl.int8:
             at = scale_pointers(pool, v_at, tokens, head, BLOCK_SIZE, ROW, KV_HEADS)
-            weights *= load_scales(at, tokens < end)[None, :]
+            weights *= load_scales(at, seen)[None, :]
         acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc * rescale[:, None], input_precision="ieee")
     return acc, peak, total
 
@@ -86,7 +91,7 @@ def split_kernel(
     q_ptr, pool, k_table, v_table, items, ranges, out_ptr, partial, partial_lse, q_stride, out_stride, table_stride,
     layer, scratch_base, scale,
     BLOCK_SIZE: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
-    SLICE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    SLICE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Program (KV head, item). A request with one split goes straight to `out`, others to partial results."""
     head = tl.program_id(0)
@@ -97,6 +102,12 @@ def split_kernel(
     row = tl.load(items + item * 4 + 1).to(tl.int64) * table_stride
     begin = tl.load(items + item * 4 + 2)
     end = tl.load(items + item * 4 + 3)
+    splits = tl.load(ranges + request * 2 + 1)
+    oldest = 0
+    if WINDOW > 0:  # a whole context ends where its last split does; splits before the window are empty
+        last = (tl.load(ranges + request * 2) + splits - 1).to(tl.int64)
+        oldest = tl.maximum(tl.load(items + last * 4 + 3) - WINDOW, 0)
+        begin = tl.maximum(begin, oldest // BLOCK_N * BLOCK_N)
     group = tl.arange(0, BLOCK_M)
     dims = tl.arange(0, BLOCK_D)
     columns = (head * GROUP + group) * HEAD_DIM
@@ -104,11 +115,14 @@ def split_kernel(
     q_at = q_ptr + request.to(tl.int64) * q_stride + columns[:, None] + dims[None, :]
     q = tl.load(q_at, mask=mask, other=0.0)
     acc, peak, total = attend_split(
-        q, pool, k_table + row, v_table + row, head, begin, end, layer, scratch_base, scale,
-        BLOCK_SIZE, KV_HEADS, HEAD_DIM, SLICE, BLOCK_M, BLOCK_N, BLOCK_D,
+        q, pool, k_table + row, v_table + row, head, begin, end, oldest, layer, scratch_base, scale,
+        BLOCK_SIZE, KV_HEADS, HEAD_DIM, SLICE, BLOCK_M, BLOCK_N, BLOCK_D, WINDOW,
     )  # fmt: skip
+    if WINDOW > 0:  # an empty split weighs nothing beside others, and must not be NaN
+        peak = tl.where(total == 0.0, _NOTHING, peak)
+        total = tl.where(total == 0.0, 1.0, total)
     acc = acc / total[:, None]
-    if tl.load(ranges + request * 2 + 1) == 1:
+    if splits == 1:
         out_at = out_ptr + request.to(tl.int64) * out_stride + columns[:, None] + dims[None, :]
         tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=mask)
     else:
@@ -160,13 +174,15 @@ def decode_attention(
     layer: int,
     scratch_base: int,
     scale: float,
+    window: int = 0,
     config: configs.LaunchConfig | None = None,
 ) -> None:
     """out[i] = softmax(scale * q[i] K^T) V over the context of request i; zeros where `work` has no such request.
 
     Shapes: q, out [n, heads, head_dim] with n <= the work list's requests; pool [slices, block_size, kv_heads,
     head_dim], int8 too; k_table, v_table [rows, max_blocks]; partial [max_items, heads, head_dim] and partial_lse
-    [max_items, heads] float32, scratch whose contents do not matter. The grid depends on shapes alone.
+    [max_items, heads] float32, scratch whose contents do not matter. `window`: the last tokens that are seen, 0: all.
+    The grid depends on shapes alone.
     """
     (num_requests, num_heads, head_dim), (_, block_size, kv_heads, _) = q.shape, pool.shape
     _check(q, pool, k_table, v_table, work, partial, partial_lse, out)
@@ -180,7 +196,7 @@ def decode_attention(
         q, pool, k_table, v_table, work.items, work.ranges, out, partial, partial_lse, q.stride(0), out.stride(0),
         k_table.stride(0), layer, scratch_base, scale * _LOG2_E, BLOCK_SIZE=block_size, KV_HEADS=kv_heads, GROUP=group,
         HEAD_DIM=head_dim, BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_D=block_d, **config.options,
-        SLICE=pool.stride(0),
+        SLICE=pool.stride(0), WINDOW=window,
     )  # fmt: skip
     merge_kernel[(num_heads, num_requests)](
         work.ranges, partial, partial_lse, out, out.stride(0), NUM_HEADS=num_heads, HEAD_DIM=head_dim, BLOCK_S=16,

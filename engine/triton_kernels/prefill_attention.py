@@ -20,7 +20,7 @@ from engine.triton_kernels.addressing import (
     scale_pointers,
     slice_start,
 )
-from engine.triton_kernels.decode_attention import load_entries, online_softmax
+from engine.triton_kernels.decode_attention import _NOTHING, load_entries, online_softmax
 from engine.triton_kernels.work import PrefillWork
 
 _LOG2_E = 1.4426950408889634
@@ -30,7 +30,7 @@ _LOG2_E = 1.4426950408889634
 def attend_tiles(
     q, state, entries, pool, k_row, v_row, head, positions, begin, end, last, layer, scratch_base, scale,
     BLOCK_SIZE: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, SLICE: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Continue `state` = (acc, peak, total) over tokens [begin, end); `entries` are those of the tile at `begin`."""
     ROW: tl.constexpr = KV_HEADS * HEAD_DIM
@@ -45,6 +45,8 @@ def attend_tiles(
         mask = (dims < HEAD_DIM)[None, :]
         if MASKED:
             mask = mask & (tokens < last)[:, None]
+        if WINDOW > 0:
+            mask = mask & (tokens > tl.min(positions, 0) - WINDOW)[:, None]
         # One iteration ahead, as in decode: no K or V address waits for a load of its own iteration.
         k_entries = load_entries(k_row, tokens + BLOCK_N, last, BLOCK_SIZE)
         v_entries = load_entries(v_row, tokens + BLOCK_N, last, BLOCK_SIZE)
@@ -55,7 +57,10 @@ def attend_tiles(
             at = scale_pointers(pool, k_at, tokens, head, BLOCK_SIZE, ROW, KV_HEADS)
             scores *= load_scales(at, tokens < last)[None, :]
         if MASKED:
-            scores = tl.where(tokens[None, :] <= positions[:, None], scores, float("-inf"))
+            seen = tokens[None, :] <= positions[:, None]
+            if WINDOW > 0:
+                seen = seen & (tokens[None, :] > positions[:, None] - WINDOW)
+            scores = tl.where(seen, scores, float("-inf"))
         weights, peak, total, rescale = online_softmax(scores, peak, total)
         if pool.dtype.element_ty == tl.int8:
             at = scale_pointers(pool, v_at, tokens, head, BLOCK_SIZE, ROW, KV_HEADS)
@@ -68,7 +73,7 @@ def attend_tiles(
 def prefill_kernel(
     q_ptr, pool, k_table, v_table, items, out_ptr, q_stride, out_stride, table_stride, layer, scratch_base, scale,
     BLOCK_SIZE: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
-    SLICE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    SLICE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Program (KV head, item)."""
     head = tl.program_id(0)
@@ -89,19 +94,29 @@ def prefill_kernel(
     last = position + count
     seen_by_all = (position + 1) // BLOCK_N * BLOCK_N
     k_row, v_row = k_table + row, v_table + row
-    tokens = tl.arange(0, BLOCK_N)
+    begin = 0
+    if WINDOW > 0:
+        begin = tl.maximum(position + 1 - WINDOW, 0) // BLOCK_N * BLOCK_N
+    tokens = begin + tl.arange(0, BLOCK_N)
     entries = (load_entries(k_row, tokens, last, BLOCK_SIZE), load_entries(v_row, tokens, last, BLOCK_SIZE))
-    peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    # a row that sees nothing of its first tile has a maximum all the same
+    peak = tl.full([BLOCK_M], _NOTHING if WINDOW > 0 else float("-inf"), tl.float32)
     state = (tl.zeros([BLOCK_M, BLOCK_D], tl.float32), peak, tl.zeros([BLOCK_M], tl.float32))
-    state, entries = attend_tiles(
-        q, state, entries, pool, k_row, v_row, head, position + token, 0, seen_by_all, last, layer, scratch_base, scale,
-        BLOCK_SIZE, KV_HEADS, HEAD_DIM, SLICE, BLOCK_N, BLOCK_D, False,
-    )  # fmt: skip
+    if WINDOW > 0:  # both edges are masked in every tile: there are few
+        seen_by_all = begin
+    else:
+        state, entries = attend_tiles(
+            q, state, entries, pool, k_row, v_row, head, position + token, 0, seen_by_all, last, layer, scratch_base,
+            scale, BLOCK_SIZE, KV_HEADS, HEAD_DIM, SLICE, BLOCK_N, BLOCK_D, False, WINDOW,
+        )  # fmt: skip
     state, entries = attend_tiles(
         q, state, entries, pool, k_row, v_row, head, position + token, seen_by_all, last, last, layer, scratch_base,
-        scale, BLOCK_SIZE, KV_HEADS, HEAD_DIM, SLICE, BLOCK_N, BLOCK_D, True,
+        scale, BLOCK_SIZE, KV_HEADS, HEAD_DIM, SLICE, BLOCK_N, BLOCK_D, True, WINDOW,
     )  # fmt: skip
-    out = (state[0] / state[2][:, None]).to(out_ptr.dtype.element_ty)
+    acc, _, total = state
+    if WINDOW > 0:  # rows behind the chunk's end may see nothing
+        total = tl.where(total == 0.0, 1.0, total)
+    out = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
     out_at = (first + token) * out_stride + columns
     tl.store(out_ptr + out_at[:, None] + dims[None, :], out, mask=mask)
 
@@ -117,12 +132,14 @@ def prefill_attention(
     layer: int,
     scratch_base: int,
     scale: float,
+    window: int = 0,
     config: configs.LaunchConfig | None = None,
 ) -> None:
     """Token at position p of a chunk attends cached tokens [0, p] of its row; other tokens' `out` is not touched.
 
     Shapes: q, out [tokens, heads, head_dim], the chunks' tokens where `work` says; pool [slices, block_size, kv_heads,
-    head_dim]; k_table, v_table [rows, max_blocks]. The grid depends on shapes alone.
+    head_dim]; k_table, v_table [rows, max_blocks]. `window`: a token sees itself and the window - 1 before it, 0: all.
+    The grid depends on shapes alone.
     """
     (_, num_heads, head_dim), (_, block_size, kv_heads, _) = q.shape, pool.shape
     check_pool(pool, k_table, v_table)
@@ -138,5 +155,5 @@ def prefill_attention(
         q, pool, k_table, v_table, work.items, out, q.stride(0), out.stride(0), k_table.stride(0), layer, scratch_base,
         scale * _LOG2_E, BLOCK_SIZE=block_size, KV_HEADS=kv_heads, GROUP=group, HEAD_DIM=head_dim,
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_D=configs.next_power_of_two(head_dim), **config.options,
-        SLICE=pool.stride(0),
+        SLICE=pool.stride(0), WINDOW=window,
     )  # fmt: skip

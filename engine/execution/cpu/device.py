@@ -27,6 +27,7 @@ from engine.models.absorption import Absorption
 from engine.models.decoder import Attend, Decoder
 from engine.models.heads import Heads
 from engine.models.lora import Adapters, Delta, Site
+from engine.models.manner import Manner
 from engine.models.weights import LayerWeights
 from predictor.limits import Limits
 
@@ -200,11 +201,11 @@ class TorchDevice(PoolDevice):
             absorbed = AbsorbedAttention(self._absorption, self.pool, self.rows, groups, self._heads.hidden_size)
         paged = PagedAttention(self.pool, self.rows, batch, absorbed)
         rotary = self._heads.rotary(torch.from_numpy(layout.positions).to(self.pool.device))
-        first = self.layers.start
+        first, spec = self.layers.start, self.decoder.spec
 
         def attend(index: int, layer: LayerWeights, x: Tensor) -> Tensor:
             if hidden is not None:
                 hidden(index, x)
-            return paged(index - first, *self._heads.qkv(layer, x, rotary))
+            return paged(index - first, *self._heads.qkv(layer, x, rotary), Manner(window=spec.window_of(index)))
 
         return attend

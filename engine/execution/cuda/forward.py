@@ -118,16 +118,16 @@ class Forward:
             q, k, v, self._cos_sin, inputs.positions, inputs.rows, self._pool, *tables, layer=index,
             scratch_base=self._scratch_base, q_norm=norms[0], k_norm=norms[1], eps=spec.norm_eps,
         )  # fmt: skip
-        out, count = self._mixed[: len(normed)], shape.decodes
+        out, count, window = self._mixed[: len(normed)], shape.decodes, spec.window_of(index) or 0
         if count:  # first: it writes zeros where a bucket has room for more decodes than a step has
             kernels.decode_attention(
                 q[:count], self._pool, *tables, inputs.decode, inputs.partial, inputs.partial_lse, out[:count],
-                layer=index, scratch_base=self._scratch_base, scale=self._scale,
+                layer=index, scratch_base=self._scratch_base, scale=self._scale, window=window,
             )  # fmt: skip
         if shape.prefill:
             kernels.prefill_attention(
                 q, self._pool, *tables, inputs.prefill, out, layer=index, scratch_base=self._scratch_base,
-                scale=self._scale,
+                scale=self._scale, window=window,
             )  # fmt: skip
         return out.view(len(normed), -1)
 

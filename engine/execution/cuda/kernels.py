@@ -47,6 +47,7 @@ class Kernels(Ops, Protocol):
         layer: int,
         scratch_base: int,
         scale: float,
+        window: int = 0,
     ) -> None: ...
 
     def prefill_attention(
@@ -61,6 +62,7 @@ class Kernels(Ops, Protocol):
         layer: int,
         scratch_base: int,
         scale: float,
+        window: int = 0,
     ) -> None: ...
 
     def hidden_write(

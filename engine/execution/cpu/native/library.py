@@ -22,7 +22,7 @@ from engine.execution.cpu.native import LIBRARY, is_built
 
 logger = logging.getLogger(__name__)
 
-_ABI = 4
+_ABI = 5
 _ERROR_BYTES = 256
 
 

@@ -104,6 +104,7 @@ class _Composer:
         rope = Op(kind=Kind.ROPE_KV, layer=place, weight=layer.qk_norm, out=qkv, out_stride=at.qkv.stride(0))
         rope.input, rope.eps = None if at.angles is None else at.angles.data_ptr(), spec.norm_eps
         attend = Op(kind=Kind.ATTEND, layer=place, input=qkv, in_stride=at.qkv.stride(0), out=attended)
+        attend.n = spec.window_of(index) or 0
         merge = Op(kind=Kind.MERGE, layer=place, out=attended)
         attend.out_stride = merge.out_stride = at.attended.stride(0)
         return [

@@ -5,7 +5,7 @@
 
 #include <stdint.h>
 
-#define TM_ABI 4
+#define TM_ABI 5
 
 enum tm_level : int32_t { TM_AVX2, TM_AVX512, TM_BF16, TM_AMX, TM_LEVELS };
 enum tm_type : int32_t { TM_FLOAT32, TM_FLOAT16, TM_BFLOAT16 };
@@ -37,7 +37,8 @@ struct tm_shape {
 //                inputs, with zeros; on TM_AMX as many rows as make a multiple of 32 must be readable
 //   ROPE_KV      norms (weight [heads + kv_heads, head_dim] or NULL) and rotates q and k of `out` in place by the angles in
 //                `in`, writes k and v to the pool
-//   ATTEND       q of in -> out [tokens, heads * head_dim]; MERGE joins the parts of contexts that were split
+//   ATTEND       q of in -> out [tokens, heads * head_dim]; n: a query sees itself and the n - 1 tokens before it, 0: all.
+//                MERGE joins the parts of contexts that were split
 //   QUANTIZE     rows of `in` to integers in `out`, their scales to `residual`, float [rows]; LOGITS: rows that sample. With
 //                `int8` a LINEAR layer reads these: in, scales, a weight of tm_pack_int8; int8 of both is the same. Strides
 //                in elements, for which 2 bytes are enough

@@ -62,7 +62,8 @@ template <class T, class S, class C = T> struct Attention {
         const tm_shape &s = *view.shape;
         const Chunk &chunk = view.chunks[piece.chunk];
         const int64_t dim = s.head_dim, padded = round_up(dim, 16), group = s.heads / s.kv_heads, bytes = s.kv_heads * dim * int64_t(sizeof(C));
-        const int64_t token = chunk.first + piece.query, keys = piece.keys;
+        const int64_t token = chunk.first + piece.query;
+        const int64_t begin = most(piece.key, first_seen(op, chunk.start + piece.query)), keys = most(0, piece.key + piece.keys - begin);
         const Cells<C> pool(view);
         float *scores = (float *)scratch, *to = scores + s.heads * SPLIT, *q = to + s.heads * padded;
         const S *from = (const S *)op.in + token * op.in_stride;
@@ -73,11 +74,11 @@ template <class T, class S, class C = T> struct Attention {
         float scales[W];
         for (int64_t i = 0; i < keys; i += W) {
             const int64_t live = least(W, keys - i);
-            for (int64_t j = 0; j < W; j++) cells[j] = pool.values(chunk.k_table, op.layer, piece.key + i + least(j, live - 1));
+            for (int64_t j = 0; j < W; j++) cells[j] = pool.values(chunk.k_table, op.layer, begin + i + least(j, live - 1));
             if (i + W < keys)
-                for (int64_t j = 0; j < least(W, keys - i - W); j++) prefetch(pool.values(chunk.k_table, op.layer, piece.key + i + W + j), bytes);
+                for (int64_t j = 0; j < least(W, keys - i - W); j++) prefetch(pool.values(chunk.k_table, op.layer, begin + i + W + j), bytes);
             for (int64_t kv = 0; kv < s.kv_heads; kv++, advance(cells, dim)) {
-                for (int64_t j = 0; Cells<C>::SCALED && j < W; j++) scales[j] = pool.scale(chunk.k_table, op.layer, piece.key + i + least(j, live - 1), kv);
+                for (int64_t j = 0; Cells<C>::SCALED && j < W; j++) scales[j] = pool.scale(chunk.k_table, op.layer, begin + i + least(j, live - 1), kv);
                 const Vec scale = Cells<C>::SCALED ? mul(set(s.scale), load(scales)) : set(s.scale);
                 for (int64_t g = 0; g < group; g += 4) {
                     const int64_t h = kv * group + g;
@@ -92,13 +93,13 @@ template <class T, class S, class C = T> struct Attention {
                 for (int64_t i = 0; i < heads; i++) top[i] = softmax(scores + (h + i) * SPLIT, keys, total[i]);
                 for (int64_t i = 0; i < keys; i += W) {
                     const int64_t live = least(W, keys - i);
-                    for (int64_t j = 0; j < live; j++) cells[j] = pool.values(chunk.v_table, op.layer, piece.key + i + j) + kv * dim;
+                    for (int64_t j = 0; j < live; j++) cells[j] = pool.values(chunk.v_table, op.layer, begin + i + j) + kv * dim;
                     for (int64_t j = 0; Cells<C>::SCALED && j < live; j++) {
-                        const float scale = pool.scale(chunk.v_table, op.layer, piece.key + i + j, kv);
+                        const float scale = pool.scale(chunk.v_table, op.layer, begin + i + j, kv);
                         for (int64_t n = h; n < h + heads; n++) scores[n * SPLIT + i + j] *= scale;
                     }
                     if (kv == 0 && g == 0 && i + W < keys)
-                        for (int64_t j = 0; j < least(W, keys - i - W); j++) prefetch(pool.values(chunk.v_table, op.layer, piece.key + i + W + j), bytes);
+                        for (int64_t j = 0; j < least(W, keys - i - W); j++) prefetch(pool.values(chunk.v_table, op.layer, begin + i + W + j), bytes);
                     gather_heads(heads, scores + h * SPLIT + i, cells, live, dim, to + h * padded, padded);
                 }
                 for (int64_t i = 0; i < heads; i++) finish(view, op, piece, token, h + i, top[i], total[i], to + (h + i) * padded);
@@ -258,23 +259,26 @@ template <class T, class S, class C = T> struct Attention {
         }
         for (int64_t r = 0; r < all; r++) top[r] = -INFINITY, total[r] = 0;
         const int64_t first = chunk.start + piece.query, end = first + piece.queries;  // keys that the last query sees
-        for (int64_t key = 0; key < end; key += TILE_KEYS) {
+        for (int64_t key = first_seen(op, first) / TILE_KEYS * TILE_KEYS; key < end; key += TILE_KEYS) {
             const int64_t count = least(TILE_KEYS, end - key);
             turn_keys(view, op, chunk, piece.kv_head, key, count, padded, keys);
             const bool finite = copy_values(view, op, chunk, piece.kv_head, key, count, padded, values);
             matmul<false>(all, TILE_KEYS, q, padded, keys, TILE_KEYS, padded, scores, TILE_KEYS);
             for (int64_t r = 0; r < rows; r++) {
-                const int64_t seen = first + r / group + 1 - key;
-                if (seen > 0) weigh(scores + r * TILE_KEYS, least(seen, count), top[r], total[r], out + r * padded, padded);
+                const int64_t query = first + r / group, seen = least(query + 1 - key, count), unseen = first_seen(op, query) - key;
+                for (int64_t i = 0; i < least(unseen, seen); i++) scores[r * TILE_KEYS + i] = -INFINITY;
+                if (seen > most(unseen, 0)) weigh(scores + r * TILE_KEYS, seen, top[r], total[r], out + r * padded, padded);
                 else memset(scores + r * TILE_KEYS, 0, TILE_KEYS * sizeof(float));
             }
             if (finite) {
                 matmul<true>(all, padded, scores, TILE_KEYS, values, padded, count, out, padded);
                 continue;
             }
-            for (int64_t r = 0; r < rows; r++)  // a weight of zero does not hide a NaN from those that do not see it
-                for (int64_t d = 0; d < padded; d += 2 * W)
-                    product<1, true>(scores + r * TILE_KEYS, 0, values + d, padded, most(0, least(count, first + r / group + 1 - key)), out + r * padded + d, 0);
+            for (int64_t r = 0; r < rows; r++) {  // a weight of zero does not hide a NaN from those that do not see it
+                const int64_t query = first + r / group, from = most(0, first_seen(op, query) - key), seen = least(count, query + 1 - key);
+                for (int64_t d = 0; from < seen && d < padded; d += 2 * W)
+                    product<1, true>(scores + r * TILE_KEYS + from, 0, values + from * padded + d, padded, seen - from, out + r * padded + d, 0);
+            }
         }
         for (int64_t r = 0; r < rows; r++) {
             const int64_t token = chunk.first + piece.query + r / group, head = piece.kv_head * group + r % group;

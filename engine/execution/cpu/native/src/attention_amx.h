@@ -9,6 +9,7 @@ template <class C> struct AmxAttention {
     using Plain = Attention<bf16, bf16, C>;
     static constexpr bool SCALED = Cells<C>::SCALED;
     static constexpr int64_t COLUMNS = 32, KEYS = TILE_KEYS;
+    static constexpr float LOWEST = -3e38f;  // a maximum of nothing: a column may see none of its first keys
 
     // What is known of 32 columns so far. `out` [head_dim][32] lies behind it.
     struct Columns {
@@ -42,7 +43,7 @@ template <class C> struct AmxAttention {
             const int64_t head = piece.kv_head * group + column % group;
             from[c] = (const bf16 *)op.in + (chunk.first + query) * op.in_stride + head * dim;
             room.columns->last_key[c] = float(chunk.start + query);
-            room.columns->top[c] = -INFINITY, room.columns->total[c] = 0;
+            room.columns->top[c] = LOWEST, room.columns->total[c] = 0;
         }
         for (int64_t h = 0; h < 2; h++)
             for (int64_t d = 0; d < dim / 32; d++) {
@@ -100,10 +101,12 @@ template <class C> struct AmxAttention {
     }
 
     // Scores of 16 columns become shares; what they have gathered shrinks to the new maximum.
-    static void weigh(Columns &c, int64_t half, int64_t key, int64_t keys, int64_t seen_by_all, Vec scale, float *out, int64_t dim) {
+    static void weigh(const tm_op &op, Columns &c, int64_t half, int64_t key, int64_t keys, int64_t begin, int64_t first, int64_t end, Vec scale, float *out, int64_t dim) {
         const int64_t at = half * 16;
         const Vec last = load(c.last_key + at), before = load(c.top + at);
-        for (int64_t i = most(seen_by_all - key, 0); i < keys; i++)
+        for (int64_t i = 0; i < least(keys, first_seen(op, end - 1) - key); i++)
+            _mm512_mask_storeu_ps(&c.score[i][at], _mm512_cmp_ps_mask(_mm512_set1_ps(float(key + i + op.n)), last.v, _CMP_LE_OQ), _mm512_set1_ps(-INFINITY));
+        for (int64_t i = most(first + 1 - key, 0); i < keys; i++)
             _mm512_mask_storeu_ps(&c.score[i][at], _mm512_cmp_ps_mask(_mm512_set1_ps(float(key + i)), last.v, _CMP_GT_OQ), _mm512_set1_ps(-INFINITY));
         Vec high = before;
         for (int64_t i = 0; i < keys; i++) high = max(high, mul(load(&c.score[i][at]), scale));
@@ -114,10 +117,10 @@ template <class C> struct AmxAttention {
             const __m512i low = _mm512_cvtepu16_epi32(narrow(a.v)), up = _mm512_slli_epi32(_mm512_cvtepu16_epi32(narrow(b.v)), 16);
             _mm512_storeu_si512(c.share[half][i / 32][i % 32 / 2], _mm512_or_si512(low, up));
         }
-        const Vec factor = key ? exp(sub(before, high)) : zero();
+        const Vec factor = key > begin ? exp(sub(before, high)) : zero();
         store(c.total + at, fma(load(c.total + at), factor, all));
         store(c.top + at, high);
-        if (key)
+        if (key > begin)
             for (int64_t d = 0; d < dim; d++) store(out + d * COLUMNS + at, mul(load(out + d * COLUMNS + at), factor));
     }
 
@@ -195,10 +198,10 @@ template <class C> struct AmxAttention {
         if (!fits(s)) return Plain::tile(view, op, piece, scratch);
         const Chunk &chunk = view.chunks[piece.chunk];
         const int64_t dim = s.head_dim, groups = divide_up(piece.queries * (s.heads / s.kv_heads), COLUMNS);
-        const int64_t first = chunk.start + piece.query, end = first + piece.queries;
+        const int64_t first = chunk.start + piece.query, end = first + piece.queries, from = first_seen(op, first) / KEYS * KEYS;
         bf16 *turned = (bf16 *)(scratch + groups * bytes_of_columns(dim)), *widened = turned + dim * KEYS;
         for (int64_t g = 0; g < groups; g++) begin(view, op, piece, g * COLUMNS, Room(scratch, g, dim));
-        for (int64_t key = 0; key < end; key += KEYS) {
+        for (int64_t key = from; key < end; key += KEYS) {
             const int64_t keys = least(KEYS, round_up(end - key, 32));
             // a share of zero does not hide a NaN from the queries that do not see it
             if (!turn_values(view, op, piece, key, keys, end, turned)) return Plain::tile(view, op, piece, scratch);
@@ -206,7 +209,7 @@ template <class C> struct AmxAttention {
             for (int64_t g = 0; g < groups; g++) {
                 const Room room(scratch, g, dim);
                 score(view, op, piece, key, keys, end, room, widened);
-                for (int64_t half = 0; half < 2; half++) weigh(*room.columns, half, key, keys, first + 1, set(s.scale), room.out, dim);
+                for (int64_t half = 0; half < 2; half++) weigh(op, *room.columns, half, key, keys, from, first, end, set(s.scale), room.out, dim);
                 gather(turned, keys, dim, room);
             }
         }

@@ -59,7 +59,7 @@ std::string check_op(const tm_op &op, const tm_shape &s) {
             return is_size(op.k) && op.in && op.out && op.residual && least(op.in_stride, op.out_stride) >= round_up(op.k, K_STEP) ? "" : "integers: a pointer or stride";
         case TM_ROPE_KV: return op.out && op.out_stride >= width && (op.in || !s.rotary_dim) ? "" : "rope: out, its stride, or angles";
         case TM_ATTEND:
-            return op.in && op.out && op.in_stride >= width && op.out_stride >= s.heads * s.head_dim ? "" : "attention: a pointer or stride";
+            return op.in && op.out && op.n >= 0 && op.in_stride >= width && op.out_stride >= s.heads * s.head_dim ? "" : "attention: a pointer or stride";
         case TM_MERGE: return op.out && op.out_stride >= s.heads * s.head_dim ? "" : "merge: out or its stride";
         case TM_BEST: return "";
         default: return "unknown operation";
