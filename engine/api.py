@@ -116,7 +116,7 @@ class Resumption(NamedTuple):
     """What a request had been given by an engine that is gone: its tokens, and what its last output said.
 
     `apart_until`: it may have been what ended that engine, so nothing runs beside it before so many of its tokens have
-    been computed.
+    been computed. `num_withheld`: of its tokens, the last ones, that its reader was not told.
     """
 
     token_ids: tuple[int, ...]
@@ -124,6 +124,7 @@ class Resumption(NamedTuple):
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     apart_until: int = 0
+    num_withheld: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +177,8 @@ class TokenLogprobs(NamedTuple):
 class RequestOutput(NamedTuple):
     """What a caller sees after a step. Every accepted request ends in exactly one output with `finish_reason` set.
 
-    `token_ids` are the new tokens since the last output (all of them for `final_only`), a stop token included;
+    `token_ids` are the new tokens since the last output, a stop token included: one, or many of an offline request with
+    `final_only`, of which nothing is told for most steps (its stream gives all of them at once);
     `stop_token_id` names it when one ended the request. `error` is set iff `finish_reason` is ERROR.
     `beside_offline`: offline work ran in one of its steps, or while it waited. `embedding`: the vector of a request
     with `pooling`, as float32 numbers, little end first.

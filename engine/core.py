@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from itertools import chain, islice, repeat
+from itertools import chain, islice
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -67,6 +67,11 @@ from predictor.model import LatencyPredictor
 
 MAX_QUIET_RECOVERIES = 2
 """Attempts to get a standing engine going that end nobody's request."""
+TOLD_TOGETHER = 16
+"""Output tokens of an offline request whose reader waits for the whole answer: what is told at once, so that little is
+computed again where this engine is lost."""
+NO_TOKEN = -4
+"""Stands for the token of a chunk that samples none."""
 KEPT_BYTES = 16 * 1024**2
 """Of one step that keeps prefixes: the time for it may be over behind any of them."""
 
@@ -431,40 +436,74 @@ class EngineCore:
         """Assert E1 (every unit in one place), E3 (ended requests hold nothing) and the queues' agreement."""
         self._state.check_integrity(self._requests)
 
-    def _confirm(self, flight: _InFlight, result: ModelRunnerOutput, now: float) -> Iterator[RequestOutput]:
+    def _confirm(self, flight: _InFlight, result: ModelRunnerOutput, now: float) -> list[RequestOutput]:
         self._counters.steps += 1
         self._counters.step_seconds += result.latency
         self._counters.predicted_seconds += flight.output.predicted_latency or 0.0
-        tokens = enumerate(result.token_ids)
-        logprobs: Iterator[TokenLogprobs | None] = iter(result.logprobs) if result.logprobs else repeat(None)
-        chunks = zip(flight.output.chunks, flight.requests, flight.epochs, strict=True)
-        plain, running = not result.logprobs and not result.forced, RequestStatus.RUNNING
-        for number, (chunk, request, epoch) in enumerate(chunks):
-            (index, token), token_logprobs = (next(tokens), next(logprobs)) if chunk[3] else ((-1, None), None)
-            if plain and token is not None and token >= 0 and request.status is running and request.epoch == epoch:
-                yield self._take_token(request, chunk, token, now)
+        chunks, tokens = flight.output.chunks, result.token_ids
+        if len(tokens) < len(chunks):
+            given = iter(tokens)
+            tokens = [next(given) if chunk[3] else NO_TOKEN for chunk in chunks]
+        if result.logprobs or result.forced or result.pooled:
+            return self._confirm_others(flight, tokens, result, now)
+        running, block_size, publish = RequestStatus.RUNNING, self.config.block_size, self._state.cache.publish
+        outputs: list[RequestOutput] = []
+        decodes, offline, offline_class = 0, 0, RequestClass.OFFLINE
+        for chunk, request, epoch, token in zip(chunks, flight.requests, flight.epochs, tokens, strict=True):
+            if token < 0 or request.status is not running or request.epoch != epoch:
+                if (output := self._confirm_chunk(request, epoch, chunk, token, now)) is not None:
+                    outputs.append(output)
                 continue
-            if request.status is RequestStatus.FINISHED or request.epoch != epoch:
-                continue
-            if token == LATE_TOKEN:
-                self._sit_out(request, chunk)
-                continue
-            self._confirm_progress(request, chunk)
-            if token is not None:
-                request.num_placeholders -= 1
-                output = self._append_token(request, token, token_logprobs, now)
-                yield self._append_forced(request, output, result.forced.get(index, ()), now)
-            elif number in result.pooled:
-                yield self._finish_pooled(request, result.pooled[number], now)
+            # a token and nothing else: what nearly every row of every step gives
+            _, start, length, _ = chunk
+            end = request.num_confirmed_tokens = start + length
+            if end // block_size > request.cache_map.num_published:
+                publish(request)
+            request.num_placeholders -= 1
+            spec = request.spec
+            if length == 1 and not spec.probe:
+                decodes += 1
+                offline += spec.request_class is offline_class
+            else:
+                self._counters.count(chunk, spec)
+            if len(request.token_ids) < request.quiet_until and token not in spec.sampling.stop_token_ids:
+                request.token_ids.append(token)
+            else:
+                outputs.append(self._append_token(request, token, None, now))
+        self._counters.count_decodes(decodes, offline)
+        return outputs
 
-    def _take_token(self, request: Request, chunk: Chunk, token: int, now: float) -> RequestOutput:
-        """The token of a running request and nothing else: what nearly every row of every step gives."""
-        end = request.num_confirmed_tokens = chunk[1] + chunk[2]
-        if end // self.config.block_size > request.cache_map.num_published:
-            self._state.cache.publish(request)
-        self._counters.count(chunk, request.spec)
+    def _confirm_others(
+        self, flight: _InFlight, tokens: list[int], result: ModelRunnerOutput, now: float
+    ) -> list[RequestOutput]:
+        """A step that gives more than tokens; `tokens`: of every chunk."""
+        sampled = iter(range(len(tokens)))
+        outputs: list[RequestOutput] = []
+        chunks = zip(flight.output.chunks, flight.requests, flight.epochs, tokens, strict=True)
+        for number, (chunk, request, epoch, token) in enumerate(chunks):
+            index = next(sampled) if chunk.sample else -1
+            logprobs = result.logprobs[index] if chunk.sample and result.logprobs else None
+            output = self._confirm_chunk(request, epoch, chunk, token, now, logprobs)
+            if output is not None:
+                outputs.append(self._append_forced(request, output, result.forced.get(index, ()), now))
+            elif number in result.pooled and request.epoch == epoch and request.status is not RequestStatus.FINISHED:
+                outputs.append(self._finish_pooled(request, result.pooled[number], now))
+        return outputs
+
+    def _confirm_chunk(
+        self, request: Request, epoch: int, chunk: Chunk, token: int, now: float, logprobs: TokenLogprobs | None = None
+    ) -> RequestOutput | None:
+        """A chunk was computed, whatever became of its request meanwhile; the output of its token, if it gave one."""
+        if request.status is RequestStatus.FINISHED or request.epoch != epoch:
+            return None
+        if token == LATE_TOKEN:
+            self._sit_out(request, chunk)
+            return None
+        self._confirm_progress(request, chunk)
+        if token == NO_TOKEN:
+            return None
         request.num_placeholders -= 1
-        return self._append_token(request, token, None, now)
+        return self._append_token(request, token, logprobs, now)
 
     def _finish_pooled(self, request: Request, embedding: bytes, now: float) -> RequestOutput:
         """All of its prompt is computed: the vector is what a first token is to others."""
@@ -521,8 +560,9 @@ class EngineCore:
         if num_output >= sampling.max_tokens:
             return self._finish(request, FinishReason.LENGTH, now, (token,), logprobs)
         spec = request.spec
+        new = request.tell(TOLD_TOGETHER) if request.withholds else (token,)
         return _make_output((
-            spec.request_id, (token,), logprobs, request.times, request.num_prompt_tokens, request.num_cached_tokens,
+            spec.request_id, new, logprobs, request.times, request.num_prompt_tokens, request.num_cached_tokens,
             num_output, None, None, None, request.num_preemptions, spec.request_class, request.beside_offline, None,
             spec.probe,
         ))  # fmt: skip
@@ -608,6 +648,8 @@ class EngineCore:
             self._admission.note_end(request)
         del self._requests[request.request_id]
         request.times = request.times._replace(finished=now)
+        if request.withholds:
+            token_ids = request.tell()
         return _output(request, token_ids, logprobs, reason, stop_token_id, error)
 
 

@@ -37,7 +37,9 @@ class Request:
     follows in `update`, and a failed step rewinds to it. `num_placeholders` counts sampled tokens still in flight.
     `not_before`: until then it does not start beside online work, which would only evict
     it again (seconds). `aside`: it is kept out of ordinary steps (see `engine.scheduling.recovery`).
-    `num_expected_hits`: tokens of its prompt that were in the prefix cache when it came.
+    `num_expected_hits`: tokens of its prompt that were in the prefix cache when it came. `withholds`: nobody reads its
+    answer before it is whole, so only `num_told` of its tokens were told, and the next ones are not while it has fewer
+    than `quiet_until`.
     """
 
     spec: EngineRequest
@@ -58,6 +60,9 @@ class Request:
     not_before: float = -math.inf
     aside: bool = False
     beside_offline: bool = False
+    quiet_until: int = 0
+    num_told: int = field(init=False)
+    withholds: bool = field(init=False)
     num_prompt_tokens: int = field(init=False)
     max_total_tokens: int = field(init=False)
 
@@ -65,12 +70,14 @@ class Request:
         self.token_ids = list(self.spec.prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
         self.max_total_tokens = self.num_prompt_tokens + self.spec.sampling.max_tokens
+        self.withholds = self.spec.final_only and self.request_class is RequestClass.OFFLINE
         resumed = self.spec.resumed
         if resumed is not None and resumed.token_ids:
             self.token_ids.extend(resumed.token_ids)
             self.num_cached_tokens = resumed.num_cached_tokens
             self.num_preemptions = resumed.num_preemptions
             self.status = RequestStatus.PREEMPTED
+        self.num_told = len(self.token_ids) - (0 if resumed is None else resumed.num_withheld)
 
     @property
     def request_id(self) -> str:
@@ -131,6 +138,12 @@ class Request:
             and self.prefill_is_due
             and len(self.token_ids) - self.num_computed_tokens <= MAX_RUN
         )
+
+    def tell(self, together: int = 1) -> tuple[int, ...]:
+        """Output tokens that were not told yet; the next ones wait until there are so many, or no more may follow."""
+        told, self.num_told = self.num_told, len(self.token_ids)
+        self.quiet_until = min(self.num_told + together, self.max_total_tokens) - 1
+        return tuple(self.token_ids[told:])
 
     def move_to(self, status: RequestStatus) -> None:
         assert status in TRANSITIONS[self.status], f"illegal transition {self.status} -> {status}"

@@ -1,12 +1,13 @@
 """Offline decodes that are planned and added at once: the same steps as one by one."""
 
 import random
+from collections import Counter, defaultdict
 
 import pytest
 
 from engine.api import EngineRequest, RequestClass, SamplingParams
 from engine.config import SchedulerConfig
-from engine.core import EngineCore
+from engine.core import TOLD_TOGETHER, EngineCore
 from engine.scheduling.objective import OfflineAllowance, StepObjective
 from engine.scheduling.output import ModelRunnerOutput
 from engine.scheduling.planner import whole
@@ -59,3 +60,55 @@ def test_decodes_added_at_once_make_the_same_steps(
     monkeypatch.setattr(OfflineAllowance, "fits_decodes", refuse)
     assert run(objective, 0) == at_once
     assert max(asked) > 2, "the load has no steps of several offline decodes"
+
+
+def test_tokens_that_wait_for_the_whole_answer_are_told_together_and_none_twice() -> None:
+    """Beside others of both classes: the same tokens, with a few of the outputs; what ends early tells the rest."""
+
+    def answers(final_only: bool) -> tuple[dict[str, list[int]], dict[str, int]]:
+        config = SchedulerConfig(num_units=400, max_model_len=256, max_num_seqs=16, max_num_batched_tokens=64)
+        core, told, outputs = EngineCore(config), defaultdict(list), Counter[str]()
+        sampling = SamplingParams(100, stop_token_ids=frozenset({3}))
+        for name in ("online", "whole", "stopped", "aborted"):
+            offline = RequestClass.ONLINE if name == "online" else RequestClass.OFFLINE
+            core.add_request(EngineRequest(name, (5, 6), sampling, offline, final_only=final_only), 0.0)
+        names: dict[int, str] = {}
+        for step in range(110):
+            output = core.schedule(float(step), whole(core.plan_offline(float(step))))
+            if output is None:
+                break
+            names |= {new.row: new.request_id for new in output.new_requests}
+            tokens = [3 if names[chunk.row] == "stopped" and step == 40 else 10 + step for chunk in output.chunks]
+            failed = step == 20
+            result = None if failed else ModelRunnerOutput(output.step_id, tokens, None, 0.01)
+            given = core.update(output, result, float(step))
+            if step == 50 and (ended := core.abort("aborted", 50.0)) is not None:
+                given.append(ended)
+            for each in given:
+                told[each.request_id] += each.token_ids
+                outputs[each.request_id] += 1
+                assert each.num_output_tokens == len(told[each.request_id])
+        assert not core.has_requests
+        core.check_integrity()
+        return dict(told), dict(outputs)
+
+    told, outputs = answers(final_only=True)
+    each_by_itself, _ = answers(final_only=False)
+    assert told == each_by_itself and len(told["whole"]) == outputs["online"] == 100
+    assert outputs["whole"] == 1 + 98 // TOLD_TOGETHER + 1 and outputs["stopped"] <= 5 >= outputs["aborted"]
+
+
+def test_what_was_not_told_moves_with_its_request() -> None:
+    config = SchedulerConfig(num_units=100, max_model_len=256, max_num_seqs=4, max_num_batched_tokens=64)
+    first, second, told = EngineCore(config), EngineCore(config), list[int]()
+    request = EngineRequest("r", (5, 6), SamplingParams(20), RequestClass.OFFLINE, final_only=True)
+    first.add_request(request, 0.0)
+    for core, steps in ((first, 7), (second, 13)):
+        if core is second:
+            second.attach(first.detach("r"))
+        for step in range(steps):
+            output = core.schedule(float(step), whole(core.plan_offline(float(step))))
+            assert output is not None
+            given = core.update(output, ModelRunnerOutput(output.step_id, [step], None, 0.01), float(step))
+            told += [token for each in given for token in each.token_ids]
+    assert told == [*range(7), *range(13)] and given[0].finish_reason is not None

@@ -21,6 +21,11 @@ class StepCounters:
     probe_tokens: int = 0
     predicted_seconds: float = 0.0
 
+    def count_decodes(self, decodes: int, offline: int) -> None:
+        """So many requests, of which some are offline and none is a probe, were given a token each by a decode."""
+        self.decode_tokens += decodes
+        self.offline_computed_tokens += offline
+
     def count(self, chunk: Chunk, request: EngineRequest) -> None:
         """A chunk of it was computed."""
         _, _, length, sample = chunk

@@ -45,6 +45,7 @@ class Moves:
             request.times,
             request.num_cached_tokens,
             request.num_preemptions,
+            num_withheld=len(request.token_ids) - request.num_told if request.withholds else 0,
         )
         moved = MovedRequest(replace(request.spec, resumed=resumption), past)
         self._state.end(request)
