@@ -6,7 +6,7 @@ globalThis.sessionStorage = { getItem: () => null, setItem: () => {} };
 const files = new URL("../../gateway/web/static/", import.meta.url);
 const { EventSplitter } = await import(new URL("api.js", files));
 const { areaPath, linePath } = await import(new URL("charts.js", files));
-const { endpointOf, timeLeft } = await import(new URL("batches.js", files));
+const { endpointOf, outcome, timeLeft } = await import(new URL("batches.js", files));
 const { count, duration, limitOf, objectives, percent, scale, seconds, standingText } = await import(new URL("format.js", files));
 const { blocks } = await import(new URL("markdown.js", files));
 const { History, WINDOW, percentile } = await import(new URL("series.js", files));
@@ -115,6 +115,13 @@ test("the time that a batch has left", () => {
   assert.equal(timeLeft(batch, 140), 60);
   assert.equal(timeLeft({ ...batch, status: "completed" }, 140), null);
   assert.equal(timeLeft({ ...batch, request_counts: { total: 10, completed: 0, failed: 0 } }, 140), null);
+});
+
+test("rows that a stopped batch never ran are neither done nor failed", () => {
+  const request_counts = { total: 10, completed: 3, failed: 7 };
+  assert.deepEqual(outcome({ status: "completed", request_counts }), { total: 10, done: 10, lost: "7", stopped: false });
+  assert.deepEqual(outcome({ status: "cancelled", request_counts }), { total: 10, done: 3, lost: "7 not done", stopped: true });
+  assert.equal(outcome({ status: "validating", request_counts: null }).lost, "");
 });
 
 test("the endpoint of a file is its first line's url", async () => {

@@ -33,6 +33,14 @@ export function timeLeft(batch, now) {
   return passed > 0 ? (passed / done) * (total - done) : null;
 }
 
+/** What became of the rows. The counts of a batch that was stopped have the rows that never ran among the failed. */
+export function outcome({ status, request_counts }) {
+  const { total, completed, failed } = request_counts || { total: 0, completed: 0, failed: 0 };
+  const stopped = status === "cancelled" || status === "expired";
+  const lost = failed ? count(failed) + (stopped ? " not done" : "") : "";
+  return { total, done: stopped ? completed : completed + failed, lost, stopped };
+}
+
 export class Batches {
   constructor(elements) {
     Object.assign(this, elements); // rows, file, drop, problem
@@ -80,18 +88,18 @@ export class Batches {
     name.title = batch.id;
     cell(row, name);
     cell(row, batch.status.replace("_", " "));
-    const { total, completed, failed } = batch.request_counts || { total: 0, completed: 0, failed: 0 };
+    const { total, done, lost, stopped } = outcome(batch);
     const meter = document.createElement("div");
     meter.className = "meter";
     const bar = document.createElement("progress");
     bar.max = Math.max(1, total);
-    bar.value = completed + failed;
+    bar.value = done;
     bar.setAttribute("aria-label", `progress of ${batch.id}`);
     const text = document.createElement("span");
-    text.textContent = `${count(completed + failed)} of ${count(total)}`;
+    text.textContent = `${count(done)} of ${count(total)}`;
     meter.append(bar, text);
     cell(row, meter, "wide");
-    cell(row, failed ? count(failed) : "", "lost");
+    cell(row, lost, stopped ? "" : "lost");
     const left = timeLeft(batch, Date.now() / 1000);
     cell(row, left === null ? "" : duration(left), "left");
     const actions = document.createElement("div");
