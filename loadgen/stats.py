@@ -27,6 +27,12 @@ def nearest_rank(values: ArrayLike, percent: float) -> float:
     return float(array[rank_index(array.size, percent)])
 
 
+def percentile(values: ArrayLike, percent: float) -> float:
+    """The nearest-rank percentile; 0 for no values."""
+    array = np.asarray(values, dtype=np.float64)
+    return nearest_rank(array, percent) if array.size else 0.0
+
+
 def rank_index(count: int, percent: float) -> int:
     """Index of the nearest-rank percentile in a sorted array of `count` values."""
     # 99 % of 100 is 99.00000000000001 in binary floating point: round before taking the ceiling.

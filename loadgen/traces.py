@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from loadgen.errors import InputError
 from loadgen.randomness import stream
+from loadgen.stats import nearest_rank
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -230,5 +231,5 @@ def moments(trace: Trace) -> dict[str, float | int]:
         if len(column):
             found[f"{name}_mean"] = float(column.mean())
             found[f"{name}_median"] = float(np.median(column))
-            found[f"{name}_p99"] = float(np.percentile(column, 99))
+            found[f"{name}_p99"] = nearest_rank(column, 99)
     return found

@@ -175,22 +175,6 @@ class SLO:
             bounds["slo_attainment"] = _bound(1.0 - target, base, margin)
         return bounds
 
-    def next_token_deadline(self, first_token_at: float, index: int, last_token_at: float) -> float:
-        """When output token `index` (the first is 0) must be there, on the clock of its arguments; inf when unlimited.
-
-        A limit on TBT percentiles is min(first + index·TBT, last + TBT): slack that early tokens banked may delay the
-        mean, never one gap. A mean or TPOT limit is the cumulative deadline alone.
-        """
-        deadline = math.inf
-        for objective in self.objectives:
-            limit = objective.limit
-            if limit is None or objective.metric == "ttft":
-                continue
-            deadline = min(deadline, first_token_at + index * limit)
-            if objective.metric == "tbt" and objective.percentile is not None:
-                deadline = min(deadline, last_token_at + limit)
-        return deadline
-
 
 def nearest_rank(values: Sequence[float], percentile: float) -> float:
     """The smallest value that at least `percentile` % of `values` (not empty, any order) do not exceed."""

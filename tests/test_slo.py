@@ -161,19 +161,6 @@ def test_a_limit_that_the_base_line_breaks_gives_way_to_the_base_line() -> None:
     assert slo.violations({"tbt_mean": 0.15}).keys() == {"tbt_mean"}
 
 
-def test_token_deadlines() -> None:
-    gap = SLO.parse("ttft_p99=1s,tbt_p99=100ms")
-    assert gap.next_token_deadline(10.0, 3, 10.05) == pytest.approx(10.15), "banked slack may not delay one gap"
-    assert gap.next_token_deadline(10.0, 3, 10.29) == pytest.approx(10.3), "nor may the sum run away"
-    for text in ("tbt_mean=100ms", "tpot_p99=100ms"):
-        assert SLO.parse(text).next_token_deadline(10.0, 3, 10.05) == pytest.approx(10.3), "but it may delay the mean"
-    both = SLO.parse("tbt_p99=100ms,tbt_mean=50ms")
-    assert both.next_token_deadline(10.0, 3, 10.01) == pytest.approx(10.11)
-    assert both.next_token_deadline(10.0, 3, 10.09) == pytest.approx(10.15)
-    for text in ("ttft_p99=1s", "5%"):
-        assert SLO.parse(text).next_token_deadline(10.0, 3, 10.05) == math.inf
-
-
 # The budget search
 
 RANGE = (0.005, 0.5)

@@ -6,7 +6,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
-from statistics import median, quantiles
+from statistics import median
 from typing import Any
 
 import aiohttp
@@ -16,6 +16,7 @@ from loadgen.bench import chaos_server
 from loadgen.bench.bombs import bombs
 from loadgen.bench.chaos_faults import AT_ONCE, Saboteur
 from loadgen.bench.chaos_server import Server, lag_within, read_lag
+from loadgen.bench.frame import in_turn
 
 NOTICED = 0.3
 """Seconds: a shorter gap in a stream is no pause."""
@@ -302,7 +303,7 @@ async def cost(scale: Scale) -> list[Promise]:
     with chaos_server.start(faults=False) as apart, chaos_server.start("--no-engine-process", faults=False) as inside:
         servers = {"process": apart, "inside": inside}
         for number in range(rounds + 1):
-            for name in list(servers) if number % 2 else reversed(servers):
+            for name in in_turn(list(servers), number):
                 gap, rate = await _speed(servers[name], prompts)
                 if number:  # the first one warms up
                     gaps[name].append(gap)
@@ -324,7 +325,7 @@ async def _speed(server: Server, prompts: Sequence[list[int]]) -> tuple[float, f
         answers = await asyncio.gather(*[load.stream(session, prompt, load.STREAM_TOKENS) for prompt in prompts])
         took = time.monotonic() - start
     gaps = [end - begin for answer in answers for begin, end in answer.gaps()]
-    return quantiles(gaps, n=2)[0], sum(len(answer.tokens) for answer in answers) / took
+    return median(gaps), sum(len(answer.tokens) for answer in answers) / took
 
 
 Part = Callable[[Scale], "Awaitable[list[Promise]]"]

@@ -25,13 +25,15 @@ import numpy as np
 from loadgen import arrivals as processes
 from loadgen.arrivals import RateCurve, constant_rate
 from loadgen.bench import live
+from loadgen.bench.frame import Table
 from loadgen.bench.gpu.setup import SHAPES
-from loadgen.bench.live import CONFIG, Watch, make_model_folder, percentile, plan_for, server, wait_quiet
+from loadgen.bench.live import CONFIG, Watch, make_model_folder, plan_for, server, wait_quiet
 from loadgen.bench.machine import describe
 from loadgen.metrics import Slo, token_events
 from loadgen.plan import Job, Plan, Windows
 from loadgen.randomness import stream
 from loadgen.records import JobRecord, Records, RequestRecord
+from loadgen.stats import percentile
 from loadgen.svg import Floats, Mark, Series, chart, document
 from loadgen.workloads import fixed
 
@@ -59,10 +61,10 @@ ONLINE_COLOUR, OFFLINE_COLOUR, MISSED_COLOUR = "#2a8fa3", "#e2a33a", "#d9482f"
 TIERS = {"online only": None, "offline only": "flex", "naive mix": "default", "tidemill": "flex", "batch job": JOB}
 """The arms: how their offline work comes, None for without."""
 
-HEADING = (
-    f"{'arm':14} {'online':>7}  {'TTFT P50':>9} {'P99 ms':>9} {'TBT P50':>9} {'P99 ms':>9} {'attainment':>11} "
-    f"{'offline tok/s':>12}"
-)
+TABLE = Table({
+    "arm": "14", "online": "7d", "TTFT P50": "9.0f", "P99 ms": "9.0f", "TBT P50": "9.1f", "TBT P99": "9.1f",
+    "attainment": "11.1%", "offline tok/s": ".0f",
+})  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -174,13 +176,8 @@ def summarise(name: str, runs: list[Run], ttft: float, tbt: float) -> None:
     ttfts = [answer.ttft for answer in answers if answer.ttft is not None]
     gaps = [gap for answer in answers for gap in answer.gaps()]
     good = mean(map(slo_of(ttft, tbt).good, answers)) if answers else math.nan
-    cells = [percentile(ttfts, 50), percentile(ttfts, 99), percentile(gaps, 50), percentile(gaps, 99)]
-    offline = mean(run.offline_rate for run in runs)
-    print(
-        f"{name:14} {len(answers):7d}  {cells[0] * 1e3:9.0f} {cells[1] * 1e3:9.0f} {cells[2] * 1e3:9.1f} "
-        f"{cells[3] * 1e3:9.1f} {good:11.1%} {offline:12.0f}",
-        flush=True,
-    )
+    times = [percentile(values, rank) * 1e3 for values in (ttfts, gaps) for rank in (50, 99)]
+    print(TABLE.line(name, len(answers), *times, good, mean(run.offline_rate for run in runs)), flush=True)
 
 
 def paired_bound(ours: list[Run], alone: list[Run], ttft: float, tbt: float) -> tuple[float, float]:
@@ -222,7 +219,7 @@ def compare(serve: Callable[[], AbstractContextManager[str]], args: argparse.Nam
             online = [] if name == "offline only" else arrivals
             arms[name].append(run_alone(serve, rate, online, args.seconds, TIERS[name], seed, **settings))
             summarise(f"  {name} {seed}", arms[name][-1:], args.ttft, args.tbt)
-    print(HEADING)
+    print(TABLE.heading)
     for name, runs in arms.items():
         summarise(name, runs, args.ttft, args.tbt)
     for name, beside in (("tidemill", "offline work"), ("batch job", "a batch job")):
@@ -269,7 +266,7 @@ def forms_of(text: str) -> tuple[str, ...]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m loadgen.bench.colocation", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m loadgen.bench colocation", description=__doc__)
     parser.add_argument("--rate", type=float, default=1.5, help="online requests a second")
     parser.add_argument("--seconds", type=float, default=75.0, help="length of one arm")
     parser.add_argument("--seeds", type=int, default=3)

@@ -18,7 +18,8 @@ from typing import Any
 
 from loadgen.arrivals import constant_rate, sine
 from loadgen.bench import colocation, peers
-from loadgen.bench.colocation import HEADING, JOB, LEARNING, Run, judged, poisson, run_arm, slo_of, summarise
+from loadgen.bench.colocation import JOB, LEARNING, TABLE, Run, judged, poisson, run_arm, slo_of, summarise
+from loadgen.bench.frame import in_turn
 from loadgen.bench.live import Served
 from loadgen.bench.machine import describe
 from loadgen.bench.peers import Engine
@@ -65,11 +66,10 @@ def compare(arms: list[Arm], args: argparse.Namespace, **settings: Any) -> None:
     warm = [number / args.rate for number in range(int(args.rate * LEARNING))]
     for arm in {arm.engine.name: arm for arm in arms}.values():
         arm.measure(warm, LEARNING, 0, **settings)
-    print(HEADING)
+    print(TABLE.heading)
     for seed in range(1, args.seeds + 1):
         arrivals = poisson(constant_rate(args.rate), args.seconds, seed)
-        first = seed % len(arms)
-        for arm in [*arms[first:], *arms[:first]]:
+        for arm in in_turn(arms, seed):
             arm.runs.append(arm.measure(arrivals, args.seconds, seed, **settings))
             summarise(f"{arm.name} {seed}", arm.runs[-1:], args.ttft, args.tbt)
     print(f"all {args.seeds} seeds:")
@@ -88,7 +88,7 @@ def plot(arms: list[Arm], args: argparse.Namespace, **settings: Any) -> None:
     """One run of each arm with the same sine-shaped arrivals, drawn beside one another."""
     curve = sine(args.rate, args.rate, args.seconds / 3)
     warm, arrivals = poisson(curve, LEARNING, 0), poisson(curve, args.seconds, 1)
-    print(HEADING)
+    print(TABLE.heading)
     for arm in arms:
         arm.measure(warm, LEARNING, 0, **settings)
         arm.runs.append(arm.measure(arrivals, args.seconds, 1, **settings))

@@ -11,21 +11,18 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import IO, Any
-
-from numpy.typing import ArrayLike
 
 from loadgen import workers
 from loadgen.client import Client, Target
 from loadgen.plan import Plan
 from loadgen.prompts import TokenIds
 from loadgen.records import Records
-from loadgen.stats import nearest_rank
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -52,6 +49,7 @@ CONFIG: dict[str, Any] = {
 PACKAGED = Path(__file__).resolve().parents[2] / "engine" / "models" / "demo" / "weights"
 """Where the tokenizer comes from."""
 READY_SECONDS = 600.0
+ANSWER_SECONDS = 600.0
 QUIET_SECONDS, QUIET_POLLS = 0.5, 3
 OPEN = ("tidemill_requests_running", "tidemill_requests_waiting")
 """The server's metrics of open requests."""
@@ -197,6 +195,19 @@ async def run(plan: Plan, watch: Watch | None = None) -> Records:
     return records
 
 
+@asynccontextmanager
+async def completions(url: str, concurrency: int) -> AsyncIterator[Callable[..., Awaitable[tuple[int, Any]]]]:
+    """Asks a server for whole completions, at most so many at a time: a body's fields in, (status, answer) out."""
+    turns = asyncio.Semaphore(concurrency)
+    async with Client(Target(url, timeout=ANSWER_SECONDS), time.monotonic) as client:
+
+        async def ask(**fields: Any) -> tuple[int, Any]:
+            async with turns:
+                return await client.call("POST", "/v1/completions", json=fields)
+
+        yield ask
+
+
 async def read_page(client: Client) -> str:
     """The page of metrics."""
     _, page = await client.raw("GET", "/metrics")
@@ -230,9 +241,3 @@ def read_metric(page: str, name: str, missing: float | None = None) -> float:
     if not lines and missing is None:
         raise SystemExit(f"the server has no metric {name}")
     return sum((float(line.rsplit(" ", 1)[1]) for line in lines), 0.0 if lines else missing or 0.0)
-
-
-def percentile(values: ArrayLike, percent: float) -> float:
-    """Nearest rank; 0 for no values."""
-    found: Sequence[float] = list(values)  # type: ignore[arg-type]
-    return nearest_rank(found, percent) if found else 0.0

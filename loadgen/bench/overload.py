@@ -7,7 +7,6 @@ one lost its cache; the pauses of the change are in the gaps between tokens.
 """
 
 import argparse
-import asyncio
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,14 +16,16 @@ import numpy as np
 
 from loadgen import traces
 from loadgen.bench import live
-from loadgen.bench.live import make_model_folder, metrics_page, percentile, plan_for, read_metric, server, wait_quiet
+from loadgen.bench.frame import Table, compare
+from loadgen.bench.live import make_model_folder, metrics_page, plan_for, read_metric, wait_quiet
 from loadgen.bench.machine import describe
 from loadgen.plan import Windows
 from loadgen.randomness import stream
 from loadgen.records import RequestRecord
+from loadgen.stats import percentile
 from loadgen.traces import Trace
 
-ARMS = ("recompute", "swap", "drop")
+ARMS = {word: (f"--overload={word}",) for word in ("recompute", "swap", "drop")}
 SLO = "ttft_p99=30s,tbt_p99=2s"
 DRAIN = 300.0
 COUNTERS = ("tidemill_preemptions_total", "tidemill_fleet_drops_total", "tidemill_fleet_restores_total")
@@ -58,21 +59,20 @@ async def run_arm(url: str, chats: Trace, seed: int) -> OverloadRun:
     return OverloadRun(records.requests, tuple(read_metric(page, name, missing=0.0) for name in COUNTERS))
 
 
+TABLE = Table({
+    "arm": "10", "chats": "6d", "failed": "d", "TTFT P50": ".2f", "P99 s": "8.2f", "TBT P50 ms": ".0f",
+    "worst s": "8.2f", "preempted": ".0f", "drops": "9.0f", "restores": "9.0f",
+})  # fmt: skip
+
+
 def show(arm: str, runs: Sequence[OverloadRun]) -> str:
     """A line of the table, pooled over the runs."""
     chats = [chat for run in runs for chat in run.chats]
     ttfts = [chat.ttft for chat in chats if chat.ttft is not None]
     gaps = [gap for chat in chats for gap in chat.gaps()]
-    cells = [percentile(ttfts, 50), percentile(ttfts, 99), percentile(gaps, 50) * 1e3, max(gaps, default=0.0)]
-    times = "{:8.2f} {:8.2f} {:9.0f} {:9.2f}".format(*cells)
-    counted = "".join(f" {sum(each):9.0f}" for each in zip(*(run.counted for run in runs), strict=True))
-    return f"{arm:10} {len(chats):6d} {sum(not chat.ok for chat in chats):7d} {times}{counted}"
-
-
-HEADER = (
-    f"{'arm':10} {'chats':>6} {'failed':>7} {'TTFT P50':>8} {'P99 s':>8} {'TBT P50 ms':>9} {'worst s':>8} "
-    f"{'preempted':>9} {'drops':>9} {'restores':>9}"
-)
+    times = [percentile(ttfts, 50), percentile(ttfts, 99), percentile(gaps, 50) * 1e3, max(gaps, default=0.0)]
+    counted = map(sum, zip(*(run.counted for run in runs), strict=True))
+    return TABLE.line(arm, len(chats), sum(not chat.ok for chat in chats), *times, *counted)
 
 
 def ratio(found: dict[str, list[OverloadRun]]) -> str:
@@ -122,17 +122,13 @@ def main(argv: list[str] | None = None) -> None:
             f"--num-gpu-blocks-override={args.blocks}",
             f"--max-model-len={3 * max(args.prompt, args.output)}",
         )
-        found: dict[str, list[OverloadRun]] = {arm: [] for arm in ARMS}
-        for seed in range(args.seeds):
-            chats = arrivals(args.spacing, args.seconds, args.burst, args.prompt, args.output, seed)
-            for arm in ARMS if seed % 2 == 0 else reversed(ARMS):
-                state = f"--state-dir={folder / f'state-{seed}-{arm}'}"
-                with server(folder, 0, *flags, f"--overload={arm}", state) as url:
-                    found[arm].append(asyncio.run(run_arm(url, chats, seed)))
-                print("  " + show(arm, found[arm][-1:]), flush=True)
-    print(HEADER)
-    for arm, runs in found.items():
-        print(show(arm, runs))
+
+        async def measure(url: str, seed: int) -> OverloadRun:
+            return await run_arm(
+                url, arrivals(args.spacing, args.seconds, args.burst, args.prompt, args.output, seed), seed
+            )
+
+        found = compare(folder, flags, ARMS, args.seeds, measure, TABLE, show)
     print(ratio(found))
 
 

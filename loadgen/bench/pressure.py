@@ -26,11 +26,13 @@ import torch
 from engine.models.int8_cells import slice_elements
 from engine.models.spec import load_spec
 from loadgen.arrivals import constant_rate, schedule
-from loadgen.bench.live import PACKAGED, Watch, metrics_page, percentile, plan_for, read_metric, run, server, wait_quiet
+from loadgen.bench.frame import Table
+from loadgen.bench.live import PACKAGED, Watch, metrics_page, plan_for, read_metric, run, server, wait_quiet
 from loadgen.bench.machine import describe
 from loadgen.metrics import Slo
 from loadgen.randomness import stream
 from loadgen.records import RequestRecord
+from loadgen.stats import percentile
 from loadgen.workloads import fixed
 
 PROMPT, OUTPUT = 192, 192
@@ -162,11 +164,11 @@ def answered_rate(burst: PressureRun) -> float:
     return len(ended) / max(ended)
 
 
-HEADER = (
-    f"{'arm':34} {'seed':>4} {'requests':>8} {'refused':>7} {'attained':>8} {'TTFT P50':>9} {'P99 ms':>8} "
-    f"{'TBT P50':>8} {'P99 ms':>8} {'preempted':>9} {'recomputed':>10} {'out':>6} {'in':>6} {'restored':>8} "
-    f"{'narrowed':>8} {'widened':>7} {'hidden':>7}"
-)
+TABLE = Table({
+    "arm": "34", "seed": ">4", "requests": "d", "refused": "d", "attained": ".1%", "TTFT P50": "9.0f", "P99 ms": "8.0f",
+    "TBT P50": "8.1f", "TBT P99": "8.1f", "preempted": ".0f", "recomputed": ".0f", "out": "6.0f", "in": "6.0f",
+    "restored": ".0f", "narrowed": ".0f", "widened": ".0f", "hidden": "7.1f",
+})  # fmt: skip
 
 
 def show(name: str, seed: str, runs: Sequence[PressureRun], ttft: float, tbt: float) -> str:
@@ -177,15 +179,15 @@ def show(name: str, seed: str, runs: Sequence[PressureRun], ttft: float, tbt: fl
     gaps = np.concatenate([answer.gaps() for answer in answers])
     slo = Slo((("ttft", ttft), ("tbt_p99", tbt)))
     good = sum(map(slo.good, answers)) / len(answers)
-    refused = len(answers) - len(firsts)
     counts = {key: sum(run.counts[key] for run in runs) for key in runs[0].counts}
     sampled = [value for run in runs for value in run.hidden_blocks]
     times = [percentile(values, rank) * 1e3 for values in (firsts, gaps) for rank in (50, 99)]
-    return (
-        f"{name:34} {seed:>4} {len(answers):8d} {refused:7d} {good:8.1%} {times[0]:9.0f} {times[1]:8.0f} "
-        f"{times[2]:8.1f} {times[3]:8.1f} {counts['preemptions']:9.0f} {sum(run.recomputed for run in runs):10.0f} "
-        + " ".join(f"{counts[key]:{width}.0f}" for key, width in zip(MOVED, (6, 6, 8, 8, 7), strict=True))
-        + f" {sum(sampled) / max(len(sampled), 1):7.1f}"
+    recomputed = sum(run.recomputed for run in runs)
+    moved = [counts[key] for key in MOVED]
+    hidden = sum(sampled) / max(len(sampled), 1)
+    refused = len(answers) - len(firsts)
+    return TABLE.line(
+        name, seed, len(answers), refused, good, *times, counts["preemptions"], recomputed, *moved, hidden
     )
 
 
@@ -200,7 +202,7 @@ def costs(profile: Path) -> str:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m loadgen.bench.pressure", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m loadgen.bench pressure", description=__doc__)
     parser.add_argument("--model", choices=("demo", "opt", "gqa"), default="demo")
     parser.add_argument("--rate", type=float, help="requests a second (default: by --load)")
     parser.add_argument(
@@ -240,7 +242,7 @@ def main(argv: list[str] | None = None) -> None:
         found = {arm: run_arm(args, folder, arm, flags) for arm in ARMS}
         profile = max(folder.glob("*.json"), key=lambda path: b"cache_costs" in path.read_bytes())
         print(costs(profile))
-    print(HEADER)
+    print(TABLE.heading)
     for arm, runs in found.items():
         print(show(arm, "all", runs, args.ttft, args.tbt))
 

@@ -16,20 +16,18 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
-
-import httpx
 
 from engine.errors import InvalidRequestError
 from engine.grammar import Grammar
 from engine.models.spec import load_spec
 from engine.structured.compiler import CompiledGrammar, GrammarCompiler
 from engine.text.tokenizer import Tokenizer
-from loadgen.bench.live import PACKAGED, demo_server
+from loadgen.bench.live import PACKAGED, completions, demo_server
 from loadgen.bench.machine import describe
 
-TIMEOUT = 600.0
 PARAM = "structured_outputs.json"
 Schema = dict[str, Any] | bool
 
@@ -93,34 +91,30 @@ class Judge:
 
 async def answer_all(url: str, cases: Sequence[Case], findings: Findings, options: argparse.Namespace) -> None:
     """Every schema asked of a server; its answers and refusals go to the findings."""
-    turns = asyncio.Semaphore(options.concurrency)
-    limits = httpx.Limits(max_connections=options.concurrency)
-    async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT, limits=limits, trust_env=False) as client:
+    async with completions(url, options.concurrency) as ask_server:
 
         async def ask(number: int, case: Case) -> None:
-            body = {
-                "model": "tidemill-demo",
-                "prompt": "A document as JSON: ",
-                "max_tokens": options.max_tokens,
-                "temperature": options.temperature,
-                "seed": options.seed + number,
-                "structured_outputs": {"json": json.dumps(case.schema, ensure_ascii=False)},
-            }
-            async with turns:
-                response = await client.post("/v1/completions", json=body)
-            take_answer(case, response.status_code, response.json(), findings)
+            status, answer = await ask_server(
+                model="tidemill-demo",
+                prompt="A document as JSON: ",
+                max_tokens=options.max_tokens,
+                temperature=options.temperature,
+                seed=options.seed + number,
+                structured_outputs={"json": json.dumps(case.schema, ensure_ascii=False)},
+            )
+            take_answer(case, status, answer, findings)
 
         await asyncio.gather(*(ask(number, case) for number, case in enumerate(cases)))
 
 
 def take_answer(case: Case, status: int, answer: Mapping[str, Any], findings: Findings) -> None:
     """What the server made of a schema, beside what was found without it."""
-    if status == httpx.codes.BAD_REQUEST:
+    if status == HTTPStatus.BAD_REQUEST:
         findings.counts["400"] += 1
         if answer["error"]["message"] != findings.refused.get(case.name) or answer["error"]["param"] != PARAM:
             findings.wrong.append(f"{case.name}: another error over HTTP: {answer['error']}")
         return
-    if status != httpx.codes.OK or case.name in findings.refused:
+    if status != HTTPStatus.OK or case.name in findings.refused:
         findings.wrong.append(f"{case.name}: the server answered {status}")
         return
     choice = answer["choices"][0]

@@ -21,11 +21,13 @@ from typing import Any
 
 from loadgen.bench import peers
 from loadgen.bench.figures import OUTPUT, PREFILL, PROMPT, Figures, medians, ratio
-from loadgen.bench.live import Served, percentile, plan_for, run
+from loadgen.bench.frame import in_turn
+from loadgen.bench.live import Served, plan_for, run
 from loadgen.bench.machine import describe
 from loadgen.bench.peers import Engine
 from loadgen.bench.weights import make_checkpoint
 from loadgen.records import RequestRecord
+from loadgen.stats import percentile
 from loadgen.workloads import fixed
 
 SLO = ("--slo", "ttft_p99=60s,tbt_p99=1s")
@@ -95,8 +97,7 @@ def alternate(arms: Sequence[Arm], rounds: int, **settings: Any) -> None:
     """Every arm once a round, each beginning in its turn; the first round of each is for warming up and not kept. A
     round that fails is said and left out."""
     for number in range(rounds + 1):
-        first = number % len(arms)
-        for arm in [*arms[first:], *arms[:first]]:
+        for arm in in_turn(arms, number):
             others = [other for other in arms if other is not arm]
             before = [other.served.cpu_seconds() for other in others]
             try:

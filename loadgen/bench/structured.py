@@ -12,13 +12,13 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from http import HTTPStatus
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-import httpx
-
-from loadgen.bench.live import make_model_folder, read_metric, server
+from loadgen.bench.frame import Table, compare
+from loadgen.bench.live import completions, make_model_folder, metrics_page, read_metric
 from loadgen.bench.machine import describe
 
 SCHEMA: dict[str, Any] = {
@@ -34,8 +34,7 @@ SCHEMA: dict[str, Any] = {
     "additionalProperties": False,
 }
 MAX_TOKENS = 200
-ARMS = {"one by one": "--no-forced-tokens", "forced": "--forced-tokens"}
-TIMEOUT = 600.0
+ARMS = {"one by one": ("--no-forced-tokens",), "forced": ("--forced-tokens",)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,44 +46,53 @@ class Row:
     forced: int
     whole: int
 
+    @property
+    def rate(self) -> float:
+        """Output tokens per second."""
+        return self.tokens / self.seconds
+
 
 async def run(url: str, rows: int, concurrency: int, seed: int) -> Row:
     """All rows against one server."""
-    limits = httpx.Limits(max_connections=concurrency)
-    turns = asyncio.Semaphore(concurrency)
-    async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT, limits=limits, trust_env=False) as client:
+    async with completions(url, concurrency) as ask_server:
 
         async def ask(number: int) -> tuple[int, bool]:
-            body = {
-                "model": "model",
-                "prompt": f"Report number {number} as JSON: ",
-                "max_tokens": MAX_TOKENS,
-                "temperature": 1.0,
-                "seed": seed + number,
-                "service_tier": "flex",
-                "response_format": {"type": "json_schema", "json_schema": {"name": "report", "schema": SCHEMA}},
-            }
-            async with turns:
-                response = await client.post("/v1/completions", json=body)
-            answer = response.json()
-            if response.status_code != httpx.codes.OK:
-                raise RuntimeError(f"the server answered {response.status_code}: {answer}")
+            status, answer = await ask_server(
+                model="model",
+                prompt=f"Report number {number} as JSON: ",
+                max_tokens=MAX_TOKENS,
+                temperature=1.0,
+                seed=seed + number,
+                service_tier="flex",
+                response_format={"type": "json_schema", "json_schema": {"name": "report", "schema": SCHEMA}},
+            )
+            if status != HTTPStatus.OK:
+                raise RuntimeError(f"the server answered {status}: {answer}")
             choice = answer["choices"][0]
             whole = choice["finish_reason"] == "stop" and bool(json.loads(choice["text"]))
             return answer["usage"]["completion_tokens"], whole
 
         await asyncio.gather(*(ask(rows + number) for number in range(concurrency)))  # nothing is cold
-        before = await _forced(client)
+        before = await _forced(url)
         began = time.monotonic()
         answers = await asyncio.gather(*(ask(number) for number in range(rows)))
         seconds = time.monotonic() - began
-        forced = await _forced(client) - before
+        forced = await _forced(url) - before
     return Row(seconds, sum(tokens for tokens, _ in answers), int(forced), sum(whole for _, whole in answers))
 
 
-async def _forced(client: httpx.AsyncClient) -> float:
-    page = await client.get("/metrics")
-    return read_metric(page.text, "tidemill_forced_tokens_total", missing=0.0)
+async def _forced(url: str) -> float:
+    return read_metric(await metrics_page(url), "tidemill_forced_tokens_total", missing=0.0)
+
+
+TABLE = Table({"arm": "12", "tok/s": "8.1f", "tokens": "8d", "forced": "7.0%", "whole": "6d"})
+
+
+def show(arm: str, rows: Sequence[Row]) -> str:
+    """A line of the table: the median rate, everything else added up."""
+    tokens = sum(row.tokens for row in rows)
+    forced = sum(row.forced for row in rows) / tokens
+    return TABLE.line(arm, median(row.rate for row in rows), tokens, forced, sum(row.whole for row in rows))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -95,20 +103,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     about = f"{args.rows} rows of one schema, {args.concurrency} at a time"
     print(f"forced tokens: random 134.5 M Llama, {about}; {describe()}", flush=True)
-    rates: dict[str, list[float]] = {name: [] for name in ARMS}
-    print(f"{'arm':12} {'tok/s':>8} {'tokens':>8} {'forced':>7} {'whole':>6}")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         make_model_folder(folder)
-        flags = ("--profile-dir", name, "--state-dir", str(folder / "state"))
-        for number in range(args.rounds):
-            for arm, flag in ARMS.items():
-                with server(folder, 0, *flags, flag) as url:
-                    row = asyncio.run(run(url, args.rows, args.concurrency, 1000 * number))
-                rates[arm].append(row.tokens / row.seconds)
-                share = row.forced / row.tokens
-                print(f"{arm:12} {rates[arm][-1]:8.1f} {row.tokens:8d} {share:7.0%} {row.whole:6d}", flush=True)
-    pairs = [forced / plain for plain, forced in zip(*rates.values(), strict=True)]
+
+        async def measure(url: str, number: int) -> Row:
+            return await run(url, args.rows, args.concurrency, 1000 * number)
+
+        found = compare(folder, ("--profile-dir", name), ARMS, args.rounds, measure, TABLE, show)
+    pairs = [forced.rate / plain.rate for plain, forced in zip(*found.values(), strict=True)]
     print(f"times as fast with forced tokens: {', '.join(f'{pair:.2f}' for pair in pairs)}; median {median(pairs):.2f}")
 
 

@@ -14,16 +14,17 @@ import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
-import httpx
-
 from loadgen.arrivals import constant_rate
 from loadgen.bench.colocation import LEARNING, Run, judged, paired_bound, poisson, run_arm, slo_of
-from loadgen.bench.live import make_model_folder, percentile, server, wait_quiet
+from loadgen.bench.frame import Table
+from loadgen.bench.live import completions, make_model_folder, server, wait_quiet
 from loadgen.bench.machine import describe
-from loadgen.bench.structured import MAX_TOKENS, SCHEMA, TIMEOUT
+from loadgen.bench.structured import MAX_TOKENS, SCHEMA
+from loadgen.stats import percentile
 
 
 def nested(depth: int) -> dict[str, Any]:
@@ -60,16 +61,15 @@ class Fed:
 async def feed(url: str, forms: Sequence[dict[str, Any]], concurrency: int, fed: Fed) -> None:
     """Offline rows, the forms in turn, until cancelled."""
     numbers = itertools.count()
-    limits = httpx.Limits(max_connections=concurrency)
-    async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT, limits=limits, trust_env=False) as client:
+    async with completions(url, concurrency) as ask_server:
 
         async def ask() -> None:
             for number in numbers:
                 body = {"model": "model", "prompt": f"Report number {number}: ", "max_tokens": MAX_TOKENS // 2}
                 body |= {"temperature": 1.0, "seed": number, "service_tier": "flex", **forms[number % len(forms)]}
-                status = (await client.post("/v1/completions", json=body)).status_code
-                fed.answered += status == httpx.codes.OK
-                fed.refused += status == httpx.codes.BAD_REQUEST
+                status, _ = await ask_server(**body)
+                fed.answered += status == HTTPStatus.OK
+                fed.refused += status == HTTPStatus.BAD_REQUEST
 
         await asyncio.gather(*(ask() for _ in range(concurrency)))
 
@@ -89,15 +89,19 @@ async def run_beside(
             await rows
 
 
+TABLE = Table({
+    "arm": "12", "chats": "6d", "attainment": "11.1%", "gap P50": "8.1f", "P99": "8.1f", "max ms": "8.1f", "rows": "6d",
+    "refused": "8d",
+})  # fmt: skip
+
+
 def summarise(name: str, runs: Sequence[Run], fed: Sequence[Fed], options: argparse.Namespace) -> None:
     answers = judged(runs)
     gaps = [gap for answer in answers for gap in answer.gaps()]
     good = sum(map(slo_of(options.ttft, options.tbt).good, answers)) / len(answers)
-    cells = [1e3 * percentile(gaps, share) for share in (50, 99, 100)]
-    rows = f"{sum(each.answered for each in fed):6d} {sum(each.refused for each in fed):8d}"
-    print(
-        f"{name:12} {len(answers):6d} {good:11.1%} {cells[0]:8.1f} {cells[1]:8.1f} {cells[2]:8.1f} {rows}", flush=True
-    )
+    times = [1e3 * percentile(gaps, share) for share in (50, 99, 100)]
+    rows = sum(each.answered for each in fed), sum(each.refused for each in fed)
+    print(TABLE.line(name, len(answers), good, *times, *rows), flush=True)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -106,14 +110,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--seconds", type=float, default=75.0, help="length of one arm")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--ttft", type=float, default=1.5, help="TTFT limit in seconds")
-    parser.add_argument("--tbt", type=float, default=0.3, help="limit on the P99 of a chat's gaps in seconds")
+    parser.add_argument("--tbt", type=float, default=0.3, help="limit on the P99 of a request's gaps in seconds")
     parser.add_argument("--concurrency", type=int, default=24)
     options = parser.parse_args(argv)
     slo = f"ttft_p99={options.ttft:g}s,tbt_p99={options.tbt:g}s"
     print(f"structured rows beside {options.rate:g} chats/s, SLO {slo}, random 134.5 M Llama; {describe()}", flush=True)
-    print(
-        f"{'arm':12} {'chats':>6} {'attainment':>11} {'gap P50':>8} {'P99':>8} {'max ms':>8} {'rows':>6} {'refused':>8}"
-    )
+    print(TABLE.heading)
     runs: dict[str, list[Run]] = {name: [] for name in ARMS}
     fed: dict[str, list[Fed]] = {name: [] for name in ARMS}
     with tempfile.TemporaryDirectory() as name:

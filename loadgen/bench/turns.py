@@ -8,7 +8,6 @@ answer that is repeated and the new question have to be computed in any arm.
 """
 
 import argparse
-import asyncio
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,12 +19,14 @@ import numpy as np
 from loadgen import traces
 from loadgen.bench import live
 from loadgen.bench.colocation import check_job
-from loadgen.bench.live import make_model_folder, metrics_page, percentile, plan_for, read_metric, server, wait_quiet
+from loadgen.bench.frame import Table, compare
+from loadgen.bench.live import make_model_folder, metrics_page, plan_for, read_metric, wait_quiet
 from loadgen.bench.machine import describe
 from loadgen.bench.pressure import model_folder
 from loadgen.plan import Job, Windows
 from loadgen.randomness import stream
 from loadgen.records import RequestRecord
+from loadgen.stats import percentile
 from loadgen.traces import Content, Trace
 from loadgen.workloads import fixed
 
@@ -95,18 +96,18 @@ async def run_arm(url: str, chats: Trace, lines: int, history: int, seed: int) -
     return TurnsRun([record for record in online if record.input_asked > history + QUESTION], found)
 
 
+TABLE = Table(
+    {"arm": "14", "turns": "6d", "no answer": "d", "TTFT P50": ".0f", "P90 ms": "8.0f"}
+    | {f"from {tier}": "11.0f" for tier in TIERS}
+)
+
+
 def show(arm: str, runs: Sequence[TurnsRun]) -> str:
     """A line of the table, pooled over the runs."""
     ttfts = [ttft for run in runs for ttft in run.ttfts]
     missed = sum(len(run.later) for run in runs) - len(ttfts)
-    cells = [percentile(ttfts, rank) * 1e3 for rank in (50, 90)]
-    hits = "".join(f" {sum(tier):11.0f}" for tier in zip(*(run.found for run in runs), strict=True))
-    return f"{arm:14} {len(ttfts):6d} {missed:8d} {cells[0]:9.0f} {cells[1]:8.0f}{hits}"
-
-
-HEADER = f"{'arm':14} {'turns':>6} {'no answer':>8} {'TTFT P50':>8} {'P90 ms':>8}" + "".join(
-    f" {'from ' + tier:>11}" for tier in TIERS
-)
+    hits = map(sum, zip(*(run.found for run in runs), strict=True))
+    return TABLE.line(arm, len(ttfts), missed, *(percentile(ttfts, rank) * 1e3 for rank in (50, 90)), *hits)
 
 
 def shorter(found: dict[str, list[TurnsRun]]) -> str:
@@ -160,17 +161,12 @@ def main(argv: list[str] | None = None) -> None:
             f"--num-gpu-blocks-override={args.blocks}",
             f"--max-model-len={max(longest, LINE_PROMPT + LINE_OUTPUT)}",
         )
-        found: dict[str, list[TurnsRun]] = {arm: [] for arm in ARMS}
-        for pair in range(args.pairs):
+
+        async def measure(url: str, pair: int) -> TurnsRun:
             chats = conversations(args.chats, args.turns, args.history, args.think, pair)
-            for number, (arm, flag) in enumerate(ARMS.items()):
-                state = f"--state-dir={folder / f'state-{pair}-{number}'}"
-                with server(folder, 0, *flags, *flag, state) as url:
-                    found[arm].append(asyncio.run(run_arm(url, chats, args.lines, args.history, pair)))
-                print("  " + show(arm, found[arm][-1:]), flush=True)
-    print(HEADER)
-    for arm, runs in found.items():
-        print(show(arm, runs))
+            return await run_arm(url, chats, args.lines, args.history, pair)
+
+        found = compare(folder, flags, ARMS, args.pairs, measure, TABLE, show)
     print(shorter(found))
 
 

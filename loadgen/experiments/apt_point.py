@@ -18,7 +18,7 @@ from loadgen.arrivals import Process
 from loadgen.simulation.machine import Machine
 from loadgen.simulation.measure import Metrics
 from loadgen.simulation.requests import Row, request_of, rows_of
-from loadgen.stats import nearest_rank
+from loadgen.stats import percentile
 from predictor.limits import UNITS_PER_BLOCK
 
 HIDDEN_SHARE = 2
@@ -155,7 +155,7 @@ def attained(run: VirtualRun, load: Load) -> Metrics:
     until the end."""
     first = np.array([r.token_times[0] - r.arrival.at if r.token_times else run.end - r.arrival.at for r in run.online])
     gaps = [np.diff(r.token_times) for r in run.online]
-    tails = np.array([nearest_rank(each, 99.0) if each.size else 0.0 for each in gaps])
+    tails = np.array([percentile(each, 99.0) for each in gaps])
     in_time = first <= load.ttft
     smooth = tails <= load.tbt
     ended = np.array([r.ended is not None for r in run.online])
@@ -165,6 +165,6 @@ def attained(run: VirtualRun, load: Load) -> Metrics:
     found |= {"ttft_attainment": float(in_time.mean()), "tbt_attainment": float(smooth.mean())}
     for name, values in (("ttft", first), ("tbt", pooled), ("tbt_p99_per_request", tails)):
         found[f"{name}_mean"] = float(values.mean()) if values.size else 0.0
-        found[f"{name}_p50"] = nearest_rank(values, 50.0) if values.size else 0.0
-        found[f"{name}_p99"] = nearest_rank(values, 99.0) if values.size else 0.0
+        found[f"{name}_p50"] = percentile(values, 50.0)
+        found[f"{name}_p99"] = percentile(values, 99.0)
     return found

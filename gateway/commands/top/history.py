@@ -152,11 +152,6 @@ class History:
                 yield snapshot
 
 
-def percentile(ordered: Sequence[float], rank: float) -> float | None:
-    """Nearest-rank percentile of sorted numbers."""
-    return ordered[max(0, math.ceil(rank / 100 * len(ordered)) - 1)] if ordered else None
-
-
 def _between(times: Sequence[float], values: Sequence[float], time: float) -> float | None:
     """A counter's value at `time`, on the line between the snapshots around it; None before the first."""
     after = bisect_right(times, time)

@@ -26,8 +26,8 @@ from gateway.commands.top.figures import (
     shortened,
     spark,
 )
-from gateway.commands.top.history import History, Snapshot, percentile
-from predictor.slo import SLO, SLOError
+from gateway.commands.top.history import History, Snapshot
+from predictor.slo import SLO, SLOError, nearest_rank
 
 LABEL = 9
 NOTE = 34
@@ -157,9 +157,9 @@ def _latencies(grid: Table, history: History, now: Snapshot, width: int, glyphs:
 def _latency_note(values: Sequence[float], limit: float | None) -> Text:
     if not values:
         return Text("no chat yet")
-    high = percentile(values, 99)
-    text = Text(f"P50 {seconds(percentile(values, 50))} P99 ")
-    missed = limit is not None and high is not None and high > limit
+    high = nearest_rank(values, 99)
+    text = Text(f"P50 {seconds(nearest_rank(values, 50))} P99 ")
+    missed = limit is not None and high > limit
     text.append(seconds(high), style="" if limit is None else _COLOURS["bad" if missed else "good"])
     return text.append("" if limit is None else f" of {seconds(limit)}")
 
