@@ -256,11 +256,11 @@ class Allocation:
 def _smallest_victims(
     candidates: Sequence[Request], units: int, held: Mapping[CacheBlock, int], spared: Collection[CacheBlock]
 ) -> list[Request]:
-    """One request that frees `units` units by itself: of the last lane, seldom evicted, small and young. Otherwise
-    several, the largest of those first; what they share counts once all that hold it have lost it. Empty: all are too
-    few.
+    """The requests to evict so that `units` units come free; empty when all candidates together hold fewer.
 
-    `held`: references that go as well. `spared`: blocks that stay whoever loses them.
+    Where one request is enough, it is one: of the last lane, then the least often evicted, the smallest, the youngest.
+    Otherwise the largest go first, and a block that several share counts when the last of them has lost it.
+    `held`: references that parked pasts give up as well. `spared`: blocks that never come free.
     """
     sizes = [(_freed_units(request, spared), request) for request in candidates]
     enough = [((-r.spec.lane, r.num_preemptions, freed, -r.arrival_order), r) for freed, r in sizes if freed >= units]

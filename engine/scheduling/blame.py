@@ -1,9 +1,9 @@
 """Whose fault a failed step was: a pure state machine over request ids, with its clock as an argument.
 
 A failed step proves nothing against any of its requests. They become suspects: they run again in halves, in steps of
-their own, until one is alone; who gets past the place at which it failed is acquitted. Each failure first waits for a
-verdict on the engine (see `engine.scheduling.canary`): what an engine does that fails at anything is nobody's fault,
-and its suspects are as they were before. Only a request that fails `LONE_FAILURES` times alone, each time on an engine
+their own, until one is alone. One that gets past the place at which it failed is acquitted. Each failure waits for a
+verdict on the engine (see `engine.scheduling.canary`): while the engine fails at anything, no request is to blame,
+and its suspects stay as they were. Only a request that fails `LONE_FAILURES` times alone, each time on an engine
 that works, is guilty. One that makes every step fail is found within ceil(log2 n) + `LONE_FAILURES` steps of its own, n
 being the size of the first of them.
 
@@ -29,7 +29,7 @@ class _Suspect:
 
 
 class Blame:
-    """Suspects, in groups; `on_trial` may run in the next step, and nobody else beside them."""
+    """Suspects, in groups; `on_trial` may run in the next step, and no other request beside them."""
 
     def __init__(self, waits: Sequence[float] = LONE_WAITS) -> None:
         assert len(waits) == LONE_FAILURES - 1
@@ -50,7 +50,7 @@ class Blame:
         return min((due for due, _ in self._resting), default=None)
 
     def on_trial(self, now: float) -> Sequence[str]:
-        """Who may run in the next step; empty while nobody is suspected, or all suspects rest."""
+        """The suspects that may run in the next step; empty while there are none, or all of them rest."""
         for due, request_id in sorted(self._resting):
             if due <= now:
                 self._resting.remove((due, request_id))

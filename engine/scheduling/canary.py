@@ -1,7 +1,7 @@
 """Whether the engine works at all: a short greedy prompt of ours that runs, alone, after every failed step.
 
 While it fails it is tried again, ever less often; after `SICK_AFTER` failures in a row the engine counts as sick and
-should take no work. A state machine with its clock as an argument; who runs the prompt, and where, it does not know.
+should take no work. A state machine with its clock as an argument; it does not know how or where the prompt is run.
 """
 
 from engine.api import EngineRequest, SamplingParams

@@ -1,8 +1,8 @@
 """Who of several goes next, so that all have had the same service: virtual token counters (VTC, Sheng et al., 2024).
 
-Everyone who has work is *active* and has a counter of the service that was charged to it; the least counter goes first.
-Who becomes active is lifted to the least counter among the active ones, so that nobody saves up service by being away,
-and keeps its own when that is higher, so that nobody sheds a debt by leaving. While all have work, two counters differ
+A tenant that has work is *active* and has a counter of the service charged to it; the least counter goes first.
+A tenant that becomes active takes the least counter among the active ones, so that being away saves up no service, or
+keeps its own where that is higher, so that leaving sheds no debt. While all have work, two counters differ
 by at most one charge. Knows nothing of requests, time or units of service.
 """
 

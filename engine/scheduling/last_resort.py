@@ -1,11 +1,11 @@
 """The step of last resort: whatever policies, budgets, lanes and back-offs have left out, one request runs.
 
 The core builds it when no step is in flight and no other step holds anything. It cannot be empty while a request waits
-or runs that is nobody's suspect: with nothing in flight no unit is deferred and every running request is due. Whoever
-is in its way loses its place, one after the other; at last nobody else holds a row or a unit, all pasts that were kept
-are given up, and every unit is free or can be taken from the prefix index. A request that was accepted is no longer
-than the pool (`max_model_len`), so its known length and the next token fit in then. Who is chosen is the oldest, online
-before offline, so that it gets to its end if every step is one of these.
+or runs that is no suspect: with nothing in flight no unit is deferred and every running request is due. The requests in
+its way lose their places one by one, until no other request holds a row or a unit. Then all kept pasts are given up as
+well, and every unit is free or can be taken from the prefix index. An accepted request is no longer than the pool
+(`max_model_len`), so its known length and its next token fit. The oldest request is chosen, online before offline, so
+that it reaches its end if every step is one of these.
 """
 
 from collections.abc import Iterator

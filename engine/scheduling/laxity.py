@@ -3,8 +3,8 @@
 The prompts that run or wait share one machine. Moore and Hodgson's rule (Moore 1968) leaves out as few of them as
 possible: take them by deadline, and whenever one would be late, leave out the longest so far. All objectives are equal,
 so the order of deadlines is that of arrival, and laxity (deadline − now − predicted rest) only decides who is left out:
-one prompt of many thousand tokens does not make the short ones behind it late. Whoever is left out, or late already,
-comes behind the others by age; the first of them keeps a floor chunk (see `engine.scheduling.prompts`).
+one prompt of many thousand tokens does not make the short ones behind it late. One that is left out, or late already,
+comes behind the others, by age; the first of them keeps a floor chunk (see `engine.scheduling.prompts`).
 
 Where several tenants have prompts all this holds for those of one; tenants go by virtual token counters, so that a
 thousand requests of one are not in the way of another's (`order_tenants`).
@@ -79,7 +79,7 @@ class PrefillPace:
         return self.seconds(len(request.token_ids) - length, length)
 
     def slower(self, factor: float) -> "PrefillPace":
-        """The pace of who gets one part in `factor` of the machine."""
+        """The pace on one part in `factor` of the machine."""
         return replace(self, per_token=factor * self.per_token, stretch=factor * self.stretch)
 
 
@@ -188,8 +188,8 @@ class PromptOrder(NamedTuple):
 def order_prompts(
     requests: list[Request], objective: StepObjective, pace: PrefillPace | None, now: float
 ) -> PromptOrder:
-    """`requests`, ascending by age, by urgency. Whoever is in the middle of its answer and was not late with its first
-    token goes first: it was preempted. Without a pace only who is late already comes behind."""
+    """`requests`, ascending by age, by urgency. A preempted one, in the middle of an answer whose first token was in
+    time, goes first. Without a pace, only those that are late already come behind."""
     ttft = objective.ttft
     cut = bisect_left(requests, now - ttft, key=_by_arrival)
     late, live = requests[:cut], requests[cut:]

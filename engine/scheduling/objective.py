@@ -23,7 +23,7 @@ class StepObjective:
 
     `ttft`, `tbt`: absolute limits in seconds (infinite: none stated). `gap_limited`: the TBT limit holds for every gap
     (`tbt_pNN`), not only for the mean (`tbt_mean`, `tpot`): then banked slack may not be spent in one gap.
-    `idle`: the longest step without online work, for who arrives within it waits for its end; L holds there, too.
+    `idle`: the longest step without online work: a request that arrives within it waits for its end. L holds there too.
     `budget` is the offline fill's rule: L, λ, δ and which metric it protects; see `predictor.budget`.
     """
 

@@ -118,7 +118,7 @@ class OfflineFill:
         self._mark_beside_offline(num_online)
 
     def _mark_beside_offline(self, num_online: int) -> None:
-        """If offline requests came to the first `num_online` of the step: who bears it."""
+        """Where offline requests joined the first `num_online` of the step, mark each online one that they delay."""
         if len(self._draft.requests) > num_online:
             for request in (*self._draft.requests[:num_online], *self._state.waiting_online):
                 request.beside_offline = True

@@ -1,4 +1,4 @@
-"""What tenants with online requests have had of the machine: who of them goes first (`FairShare`).
+"""What tenants with online requests have had of the machine, and which of them goes first (`FairShare`).
 
 A request is charged when it first starts, for what its prompt lacks and for as many output tokens as recent answers
 had; what it really was is settled at its end. In which order requests go then is for `engine.scheduling.laxity`.

@@ -151,7 +151,7 @@ class StagedRunner(ModelRunner, Protocol):
     """One whose model can lose layers, and run as a stage of a pipeline with another engine's (KunServe §4). All but
     `follow` is called by the thread that launches steps, while none is in flight.
 
-    What lies in units need not outlast `drop` and `restore`: who wants it has read it.
+    What lies in units need not outlast `drop` and `restore`: what is still wanted was read before.
     """
 
     def drop(self, keep: range, num_units: int) -> None:

@@ -5,14 +5,14 @@ Each is a pure function of the queue and a small context, chosen by name (`larry
 
 - `fcfs`: by arrival; the first that does not fit ends the admission;
 - `no-preempt`: by arrival; a request starts only if its prompt and all of its `max_tokens` fit beside what the running
-  ones may still take, so memory never forces anybody out;
+  ones may still take, so memory never forces a request out;
 - `larry` (LARRY §4): `α · waiting time − queue length · memory`, highest first, past misfits. The paper prints a plus
   before the memory term; its text and its results need the minus. Memory is a fraction of the pool and time is in units
   of the TTFT objective, so α has no dimension. A request that waited longer than the objective goes first;
 - `random` (Apt-Serve §3.2): a random order per seed, a base line;
 - `apt` (Apt-Serve §4): by arrival while memory lasts; then a knapsack over pending times chooses who starts, and who
   runs from hidden state where the model offers it;
-- `goodput` (ours): the same knapsack, one point for everybody who can still meet the SLO;
+- `goodput` (ours): the same knapsack, one point for each request that can still meet the SLO;
 - `goodput-strict` (ours): late requests count next to nothing, and lose the memory that they hold to those that can
   still be saved: more objectives met, and tails several times as long;
 - `srpt-oracle`: shortest remaining output first, by the true lengths, without preemption (TRAIL with perfect
@@ -73,9 +73,9 @@ def _never(_request: Request, _context: QueueContext) -> bool:
 class OnlinePolicy:
     """`order`: the waiting requests, best first (given by arrival). `admits`: whether one may start at all now.
     `scans_past`: whether the next is looked at although this one could not start. `select`: who starts, and from which
-    representation, once they want more memory than there is; None: the order decides then too. `late_last`: who runs
-    and has missed its TTFT objective gives its memory to those that can still be saved. `by_laxity`: prompts that can
-    still meet the objective get the time of steps first, while memory lasts also to start."""
+    representation, once they want more memory than there is; None: the order decides then too. `late_last`: a
+    running request that has missed its TTFT objective gives its memory to those that can still be saved. `by_laxity`:
+    prompts that can still meet the objective get the time of steps first, while memory lasts also to start."""
 
     order: Order
     admits: Callable[[Request, QueueContext], bool] = _always
@@ -117,7 +117,7 @@ def larry(waiting: Sequence[Request], context: QueueContext, *, alpha: float = D
 
 
 def shuffled(waiting: Sequence[Request], context: QueueContext) -> Sequence[Request]:
-    """A random order that is a function of the seed and of who waits; a request keeps its lot while it waits."""
+    """A random order that is a function of the seed and of what waits; a request keeps its lot while it waits."""
     return sorted(waiting, key=lambda request: _lot(context.seed, request.arrival_order))
 
 

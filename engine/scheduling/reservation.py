@@ -10,7 +10,7 @@ from predictor.limits import UNITS_PER_BLOCK
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """What is reserved in one step; everything is zero where nobody at risk is there, or nobody online.
+    """What is reserved in one step; everything is zero without a line at risk or without online work.
 
     `tokens`, `share`: of the step, left alone by prompts. `rows`, `units`: left free by online requests that start, so
     that a line at risk can. `protected`: running lines at risk that keep their place, as the one that may start next
@@ -68,5 +68,5 @@ def _units_of(state: SchedulerState, request: Request) -> int:
 
 def has_room_beside(state: SchedulerState, request: Request, reservation: Reservation) -> bool:
     """Whether an online request can be served beside what is reserved. One that fills the pool need not wait until
-    nobody is at risk any more."""
+    no line is at risk any more."""
     return reservation.held + _units_of(state, request) <= state.pool.num_units

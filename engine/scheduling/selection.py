@@ -87,7 +87,7 @@ def select_apt(waiting: Sequence[Request], pressure: Pressure, tail: float = DEF
 
 
 def select_goodput(waiting: Sequence[Request], pressure: Pressure, tail: float = DEFAULT_TAIL) -> list[Start]:
-    """One point for everybody who can still meet the SLO if started now; the others by `tail`, at 0 next to nothing."""
+    """One point for each that can still meet the SLO if started now; the others by `tail`, at 0 next to nothing."""
     unit = pressure.ttft if math.isfinite(pressure.ttft) else DEFAULT_TTFT
     queue = _transposed(waiting, pressure)
     savable = _savable(queue, pressure)
@@ -177,7 +177,7 @@ def _chosen(queue: _Queue, values: Floats, savable: Bools, pressure: Pressure, r
     """
     indices = _in_reach(queue.kv, savable, pressure.capacity) if tail == 0.0 else np.arange(len(values))
     columns = Columns(values[indices], queue.kv[indices], np.where(savable, queue.compact, 0)[indices])
-    # With nobody left to save a step still costs time: else all that are late would run from hidden state for nothing.
+    # With none left to save, a step still costs time: else all that are late would run from hidden state for nothing.
     live = max(1, int(savable.sum()) + sum([_has_hope(request, pressure) for request in pressure.running]))
     selection: Selection = choose(columns, pressure.capacity, live=live, rho=rho)
     if sum(int(columns.compact[index]) for index in selection.compact) > pressure.compact_blocks:
@@ -237,12 +237,12 @@ def seconds_to_token(
 
 
 def apt_values(pending: Floats, savable: Bools, tail: float = DEFAULT_TAIL) -> Floats:
-    """The paper's values, in seconds: the pending times that running ends. `savable`: who has not missed its SLO."""
+    """The paper's values, in seconds: the pending times that running ends. `savable`: the SLO is not missed yet."""
     return np.where(savable, pending, np.maximum(EPSILON, tail * pending))
 
 
 def goodput_values(pending: Floats, savable: Bools, ttft: float, tail: float = DEFAULT_TAIL) -> Floats:
-    """1 for who can still meet its SLO. `ttft` > 0: the objective; the values count in units of it, and so must ρ:
+    """1 for one that can still meet its SLO. `ttft` > 0: the objective; the values count in units of it, and so must ρ:
     divide seconds by `ttft`, or by 1 s when none is stated."""
     return np.where(savable, 1.0, np.maximum(EPSILON, tail / ttft * pending))
 
@@ -257,7 +257,7 @@ class IterationType(enum.Enum):
 def vote(waiting: Iterable[tuple[float, bool]], running: Iterable[tuple[float, bool]]) -> IterationType:
     """The queue with the larger sum of pending times decides; equal sums decode. Items: (pending time, savable).
 
-    Who has missed its SLO has no vote; all have one when nobody else does. An empty queue never wins.
+    A request that has missed its SLO has no vote, unless all have missed theirs. An empty queue never wins.
     """
     waiting, running = list(waiting), list(running)
     if not waiting or not running:

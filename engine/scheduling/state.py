@@ -134,7 +134,7 @@ class SchedulerState:
         return [r for r in running if not r.num_placeholders and len(r.token_ids) - r.num_computed_tokens > 1]
 
     def prompt_reserve(self, prompts: Iterable[Request]) -> int:
-        """Units that these prompts in progress have still to get: whoever starts leaves them alone."""
+        """Units that these prompts in progress have still to get: a request that starts leaves them alone."""
         size = self.config.block_size
         missing = (r.num_blocks(size) - len(r.cache_map.blocks) for r in prompts if r.row >= 0)
         return UNITS_PER_BLOCK * sum(blocks for blocks in missing if blocks > 0)
@@ -145,7 +145,7 @@ class SchedulerState:
         return (now if times.first_token is None else times.first_token) - times.arrival > self.objective.ttft
 
     def online_order(self, now: float) -> list[Request]:
-        """Running online requests by age; where a knapsack chooses, late ones behind the others, who are worth more.
+        """Running online requests by age; where a knapsack chooses, late ones behind the others, which are worth more.
         Memory is taken from the end."""
         running, ttft = list(self.running[RequestClass.ONLINE]), self.objective.ttft
         if self.online_policy.select is not None and math.isfinite(ttft):
