@@ -147,7 +147,8 @@ def text_of(driver: Driver, name: str) -> str:
         (json_grammar({"type": "object", "properties": {"a": False}, "required": ["a"]}), "required property 'a'"),
         (Grammar("json", '{"type": '), "JSON"),
         (Grammar("json", '["' + "x" * 300_000 + '"]'), "256 KiB"),
-        (Grammar("regex", "[a"), "unclosed"),
+        (json_grammar({"type": "string", "pattern": "^(?=a)b$"}), 'the keyword "pattern" ^(?=a)b$: look-around'),
+        (Grammar("regex", "[a"), "the regular expression [a: unclosed"),
         (Grammar("grammar", "start: unknown_rule"), "unknown_rule"),
         (Grammar("grammar", "start: <no_such_token>"), "no_such_token"),
         (Grammar("choice", "[]"), ""),
@@ -158,6 +159,7 @@ def test_what_cannot_be_enforced_is_refused_and_named(grammar: Grammar, word: st
         compiler().compile(grammar)
     assert word in caught.value.message and "response_format" in caught.value.message
     assert caught.value.param == "response_format" and "<state>" not in caught.value.message
+    assert "\n" not in caught.value.message
 
 
 @functools.cache

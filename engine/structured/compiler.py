@@ -33,6 +33,7 @@ _LIMITS = LLParserLimits(
     verbose_errors=False,
 )
 _UNKNOWN_KEYS = re.compile(r"Unimplemented keys: \[(.*)\]")
+_BAD_REGEX = re.compile(r"(invalid regex .*)?regex parse error:\n +(.*)\n[ ^]*\nerror: (.*)")
 
 
 class CompiledGrammar:
@@ -194,7 +195,10 @@ def _reason(text: str) -> str:
     keys = _UNKNOWN_KEYS.search(text)
     if keys is not None:
         return f"not supported here: the keywords {keys[1]}"
-    return text[:_MAX_REASON_CHARS] or "it is too complex"
+    if regex := _BAD_REGEX.search(text):
+        where = "the regular expression" if regex[1] else 'the keyword "pattern"'
+        return f"{where} {regex[2]}: {regex[3]}"
+    return text.partition("\n")[0][:_MAX_REASON_CHARS] or "it is too complex"
 
 
 def _refusal(grammar: Grammar, reason: str) -> InvalidRequestError:
