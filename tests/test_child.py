@@ -26,13 +26,13 @@ NAMES = [
 ]
 SCRIPT = """
 import asyncio, json, sys
-from engine.colocation.search_child import ChildError, run_child
+from engine.colocation.search_child import ChildError, Turn, run_child
 from gateway.batch.input import check_apart
 
 async def main():
     report = await check_apart(sys.argv[1], "/v1/completions", 10, 1000)
     try:
-        await run_child({})
+        await run_child({}, (Turn("usual", 900.0),))
     except ChildError as error:
         print(json.dumps([len(report.lines), str(error)]))
 

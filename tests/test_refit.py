@@ -2,6 +2,7 @@
 
 import json
 import random
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from engine.colocation.keeper import Colocation, initial_budget
 from engine.colocation.refit import ModelRefit
 from engine.colocation.search import answer, refit_job
-from engine.colocation.search_child import ChildError, run_child
+from engine.colocation.search_child import ChildError, Turn, run_child
 from engine.config import SchedulerConfig
 from engine.core import EngineCore
 from predictor.features import BatchFeatures
@@ -126,10 +127,10 @@ def profile() -> Profile:
     return Profile(KEY, "2026-01-02T03:04:05Z", BEFORE, 0.01, len(SWEEP), sweep=tuple(SWEEP))
 
 
-@pytest.mark.timeout(900)  # the child runs where a core rests
+@pytest.mark.timeout(900)  # Python processes on busy cores
 async def test_the_server_adopts_a_better_fit_and_keeps_it_with_the_profile(tmp_path: Path) -> None:
     keeper, path = keeper_after(2.0), tmp_path / "profile.json"
-    fitter = ModelRefit(keeper, profile(), path, child=run_child)
+    fitter = ModelRefit(keeper, profile(), path, child=partial(run_child, turns=(Turn("usual", 900.0),)))
     assert await fitter.refit()
     later = measured(random.Random(9), 200, 2.0, noise=0.0)
     assert error_of(keeper.model.model, later) < 0.02

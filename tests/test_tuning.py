@@ -1,7 +1,9 @@
 """The tuner: the load decides which budget is in force, and what is searched, compared and kept."""
 
 import asyncio
+import os
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,8 @@ from engine.api import FinishReason, RequestClass, RequestOutput, RequestTimes
 from engine.colocation.keeper import Colocation, initial_budget
 from engine.colocation.load_store import LoadStore
 from engine.colocation.replay import ReplayedServer, Workload
-from engine.colocation.search import baseline_job, budget_job
-from engine.colocation.search_child import ChildError, run_child
+from engine.colocation.search import NICENESS, baseline_job, budget_job, step_aside
+from engine.colocation.search_child import ChildError, Turn, run_child
 from engine.colocation.tuner import MIN_COMPARED, MIN_RECORDED, PAUSE_SECONDS, BudgetTuner
 from engine.config import SchedulerConfig
 from engine.core import EngineCore
@@ -32,6 +34,7 @@ MODEL = LatencyModel(
 )
 CONFIG = SchedulerConfig(num_units=2 * 600, max_model_len=1024, max_num_seqs=64, max_num_batched_tokens=256)
 STEP = SchedulerOutput(0, (Chunk(0, 10, 1, True),))
+USUAL = (Turn("usual", 900.0),)
 Answer = Callable[[dict[str, Any]], Any]
 
 
@@ -58,7 +61,7 @@ class Bench:
         server = ReplayedServer(MODEL, parsed, CONFIG)
         self.tuner = BudgetTuner(self.keeper, server, table, store, clock=lambda: self.now, child=self._child)
 
-    async def _child(self, job: dict[str, Any]) -> Any:
+    async def _child(self, job: dict[str, Any], *_turns: Any) -> Any:
         self.jobs.append(job)
         answer = self.answer(job)
         if isinstance(answer, Exception):
@@ -152,6 +155,33 @@ async def test_a_load_above_all_that_was_searched_gets_less_than_any_of_them() -
     await bench.serve(300, 0.1)
     assert bench.budget == 0.0123
     await bench.tuner.stop()
+
+
+async def test_while_a_search_gets_no_time_the_load_is_followed_and_the_newest_wins() -> None:
+    bench = Bench(lambda job: found(0.02 / (1 + rates_of([job])[0])))
+    bench.tuner.start()
+    bench.queue_a_job()
+    await bench.serve(60, 1.0)
+    cancelled: list[float] = []
+
+    async def never(job: dict[str, Any]) -> Any:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            cancelled.append(rates_of([job])[0])
+            raise
+
+    bench.answer = never
+    searched = len(bench.jobs)
+    await bench.serve(200, 2.0)
+    assert len(bench.jobs) == searched + 1, "it has its time"
+    await bench.serve(60, 0.2)
+    assert bench.budget > 0.009, "the load of before is looked up meanwhile"
+    await bench.serve(2000, 8.0)
+    started = rates_of(bench.jobs[searched:])
+    assert len(cancelled) == len(started) - 1 >= 1 and started[-1] > 2 * started[0], "long after it began"
+    await bench.tuner.stop()
+    assert len(cancelled) == len(started), "nothing is left running"
 
 
 async def test_other_lengths_and_an_hour_are_searched_again() -> None:
@@ -262,17 +292,35 @@ async def test_a_tolerance_is_compared_beside_the_searches() -> None:
 # The child process itself
 
 
-@pytest.mark.timeout(900)  # the child runs where a core rests
+@pytest.mark.timeout(900)  # three Python processes on busy cores
 async def test_jobs_run_in_a_process_of_their_own() -> None:
     first, second = (poisson_window(2.0, 100, 20, 4.0, seed) for seed in (1, 2))
     server = ReplayedServer(MODEL, SLO.parse("ttft_p99=500ms,tbt_p99=60ms"), CONFIG)
-    answer = await run_child(budget_job(first, second, server))
+    answer = await run_child(budget_job(first, second, server), USUAL)
     assert params_of(answer["params"]).latency_budget > 0
     counted = [True] * len(first.arrivals)
-    answer = await run_child(baseline_job(first, counted, server))
+    answer = await run_child(baseline_job(first, counted, server), USUAL)
     assert answer["aggregates"]["tbt_p99"] == pytest.approx(0.0085, rel=0.1) and len(answer["own"]) == len(counted)
     with pytest.raises(ChildError, match="KeyError"):
-        await run_child({"kind": "budget"})
+        await run_child({"kind": "budget"}, (Turn("idle", 0.0), *USUAL))
+
+
+async def test_a_child_that_gets_no_time_is_given_up() -> None:
+    with pytest.raises(ChildError, match="no core had time for it within 0 s"):
+        await run_child({"kind": "budget"}, (Turn("idle", 0.0), Turn("nice", 0.0)))
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="Linux")
+@pytest.mark.parametrize("priority", ["idle", "nice", "usual"])
+def test_priorities_are_those_of_the_name(priority: str) -> None:
+    """In a thread: there a thread has its own, and it cannot take back what it gave away."""
+
+    def found() -> tuple[bool, bool]:
+        step_aside(priority)
+        return os.sched_getscheduler(0) == os.SCHED_IDLE, os.getpriority(os.PRIO_PROCESS, 0) == NICENESS
+
+    with ThreadPoolExecutor(1) as executor:
+        assert executor.submit(found).result() == (priority == "idle", priority != "usual")
 
 
 async def test_a_child_is_killed_with_who_waits_for_it() -> None:

@@ -1,7 +1,7 @@
 """From a workload and a latency model to the offline budget, by replay on the virtual clock (HyGen §4.2, and ours).
 
-`python -m engine.colocation.search` reads one JSON job from standard input and prints its answer: the server runs it in
-a process of its own (`search_child`), of low priority, so that it never takes time from a step. Torch-free,
+`python -m engine.colocation.search PRIORITY` reads one JSON job from standard input and prints its answer: the server
+runs it in a process of its own (`search_child`), of low priority, so that it takes no time from steps. Torch-free,
 deterministic per job.
 """
 
@@ -23,7 +23,7 @@ from predictor.refit import refit
 from predictor.samples import Sample, SampleLog
 from predictor.slo import SLO
 
-NICENESS = 10
+NICENESS = 19
 Job = dict[str, Any]
 """Plain JSON values."""
 
@@ -140,16 +140,17 @@ def _refit(job: Job) -> Job:
     return {"model": _describe_model(found.model), **errors}
 
 
-def _step_aside() -> None:
-    """Run only where a core would rest: a niceness still takes its share of one, and a step waits for each of its
-    threads. Beside cores that never rest a search takes long; the budget stays what it was."""
-    os.nice(NICENESS)
-    if hasattr(os, "SCHED_IDLE"):
+def step_aside(priority: str) -> None:
+    """`idle`: run only where a core would rest. A niceness still takes its share of one, and a step waits for each of
+    its threads. `nice`: the least such share. Anything else: as whoever started it."""
+    if priority in ("idle", "nice"):
+        os.nice(NICENESS)
+    if priority == "idle" and hasattr(os, "SCHED_IDLE"):
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
 
 
 def main() -> None:
-    _step_aside()
+    step_aside(*sys.argv[1:])
     print(json.dumps(answer(json.load(sys.stdin))))
 
 

@@ -2,7 +2,8 @@
 
 The load decides: its rate is looked up in the table of what was searched before, and where that knows nothing of it, or
 is old, a search is made. The next higher rate, and the one that the calendar lets expect, are searched ahead. Until a
-search has ended, and wherever one fails, a budget that needed none is in force. Wakes when requests end, no polling.
+search has ended, and wherever one fails, a budget that needed none is in force. While one runs the load is followed all
+the same, and a search that takes long gives way to that for the load of now. Wakes when requests end, no polling.
 """
 
 import asyncio
@@ -18,7 +19,7 @@ from engine.colocation.load_store import LoadStore
 from engine.colocation.refit import ModelRefit
 from engine.colocation.replay import ReplayedServer, Workload
 from engine.colocation.search import baseline_job, budget_job
-from engine.colocation.search_child import ChildError, run_child
+from engine.colocation.search_child import IDLE_SECONDS, NICE_SECONDS, ChildError, Turn, run_child
 from predictor.budget import BudgetParams, params_of
 from predictor.budget_table import BudgetTable, Entry, Situation, cell_of, upper_rate
 from predictor.features import BatchFeatures
@@ -39,6 +40,8 @@ CHECK_SECONDS = 3600.0
 PAUSE_SECONDS = 600.0
 """After a search that failed, and before another one for the same load because the breaker opened."""
 BASELINE_SECONDS = 30.0
+BASELINE_TURNS = (Turn("idle", BASELINE_SECONDS), Turn("nice", NICE_SECONDS))
+"""Nothing else says how a tolerance is kept."""
 MIN_COMPARED = 8
 
 
@@ -64,7 +67,7 @@ class BudgetTuner:
         table: BudgetTable | None = None,
         store: LoadStore | None = None,
         clock: Callable[[], float] = time.monotonic,
-        child: Callable[[dict[str, Any]], Any] = run_child,
+        child: Callable[..., Any] = run_child,
         refit: ModelRefit | None = None,
     ) -> None:
         self.table = table or BudgetTable()
@@ -110,18 +113,35 @@ class BudgetTuner:
                 self._compare.set()
 
     async def _tune(self) -> None:
-        while True:
-            self._changed.clear()
-            self.follow_load(self._clock())
-            cell = self._wanted(self._clock())
-            if cell is not None:
-                await self._search(cell)
-                await self._keep()
-                continue
-            try:
-                await asyncio.wait_for(self._changed.wait(), CHECK_SECONDS)
-            except TimeoutError:
-                await self._keep()
+        search: asyncio.Task[None] | None = None
+        cell: int | None = None
+        try:
+            while True:
+                self._changed.clear()
+                if search is not None and search.done():
+                    search = None
+                    await self._keep()
+                now = self._clock()
+                self.follow_load(now)
+                wanted = self._wanted(now)
+                if search is not None and wanted not in (None, cell) and self._is_long(cell, now):
+                    search.cancel()  # its callback wakes this loop
+                elif search is None and wanted is not None:
+                    cell, search = wanted, asyncio.create_task(self._search(wanted), name="tidemill-search")
+                    search.add_done_callback(lambda _: self._changed.set())
+                try:
+                    await asyncio.wait_for(self._changed.wait(), CHECK_SECONDS)
+                except TimeoutError:
+                    await self._keep()
+        finally:
+            if search is not None:
+                search.cancel()
+                await asyncio.wait([search])
+
+    def _is_long(self, cell: int | None, now: float) -> bool:
+        """Whether the search for `cell` has had its time: another is wanted now, and the newest window wins."""
+        last = None if cell is None else self._searched.get(cell)
+        return last is not None and now - last.at >= IDLE_SECONDS
 
     def follow_load(self, now: float) -> None:
         """Put the budget in force that is known for the load of now."""
@@ -222,7 +242,8 @@ class BudgetTuner:
             self._compared_at = self._clock()
             window, counted = self._colocation.window(self._clock())
             try:
-                answer = await self._child(baseline_job(workload_of(window), counted, self._live_server()))
+                job = baseline_job(workload_of(window), counted, self._live_server())
+                answer = await self._child(job, BASELINE_TURNS)
                 own = [None if pair is None else (pair[0], pair[1]) for pair in answer["own"]]
                 self._colocation.set_baseline(answer["aggregates"], own, self._clock())
             except (ChildError, ValueError, KeyError, TypeError) as error:
