@@ -8,8 +8,10 @@ Four corrections, each O(1) a step, deterministic, and unable to be broken by an
   steps: one of 2 ms says little about one of 80, and a machine that others share changes its speed within a second. A
   step that is far off is heard as if it were less so; when a few in a row are (a profile of another hour), the
   scale moves there at once;
-- per regime (octave of the step's tokens) a tracker of a high quantile of the residual in seconds: the safety margin.
-  It grows with the step's tokens, and so keeps costs monotone: more work never costs less;
+- per regime (octave of the step's tokens) a tracker of a high quantile of the residual in seconds: the safety margin,
+  on top of the scale or, where the device is faster now than it usually is, of what it usually is: a phase that is
+  slower comes without a sign, and one margin for both would be too small exactly then. It grows with the step's
+  tokens, and so keeps costs monotone: more work never costs less;
 - per regime a ring of recent steps, so that a new fit (off the loop, then `replace`) sees all regimes alike although
   nearly all steps are small.
 
@@ -76,7 +78,8 @@ class OnlineSettings:
 
 @dataclass(slots=True)
 class RegimeStats:
-    """What the steps of one regime showed. Residuals are measured − expected, in units of `mean_expected` seconds."""
+    """What the steps of one regime showed. Residuals are measured − what was counted on, in units of its mean
+    (`mean_expected` seconds)."""
 
     count: int = 0
     spread: float = 0.0
@@ -155,7 +158,7 @@ class OnlineModel:
         host = min(max(host, 0.0), measured)
         device = measured - host
         raw = self.model.predict(features)
-        expected = raw * self.scale + self._host.mean
+        expected, sure = raw * self.scale + self._host.mean, raw * self._sure_scale + self._host.mean
         self._count_error(abs(expected - measured) / measured)
         self._host.record(host)
         if device <= 0.0 or raw <= 0.0:
@@ -166,7 +169,7 @@ class OnlineModel:
         self._recent[index].append(features, device)
         self._whole[index].append(features, measured)
         self._follow_device(raw, device)
-        self._learn(self.regimes[index], measured, expected)
+        self._learn(self.regimes[index], measured, sure)
         self._raise_margins(index)
 
     def _follow_device(self, raw: float, device: float) -> None:
@@ -256,6 +259,11 @@ class OnlineModel:
         return self._host.mean
 
     @property
+    def _sure_scale(self) -> float:
+        """What is counted on: a device that is faster than usual now may be as usual in the next step."""
+        return max(self.scale, self._usual_scale)
+
+    @property
     def usual_seconds(self) -> float:
         """What steps are expected to take, on average."""
         return self._usual_scale * self._mean_raw + self._host.mean
@@ -271,19 +279,20 @@ class OnlineModel:
 
     def predict(self, features: BatchFeatures) -> float:
         """The step's time with the margin."""
-        return self.expected(features) + self.margin(features.num_tokens)
+        sure = self._sure_scale * self.model.predict(features) + self._host.mean
+        return sure + self.margin(features.num_tokens)
 
     def marginal(self, features: BatchFeatures, start: int, length: int) -> float:
         """What the chunk (start, length) adds, its share of the margin included."""
         tokens = features.num_tokens
         extra = self.margin(tokens + length) - self.margin(tokens)
-        return self.scale * self.model.marginal(features, start, length) + extra
+        return self._sure_scale * self.model.marginal(features, start, length) + extra
 
     def marginal_decodes(self, features: BatchFeatures, count: int, context_sum: int) -> float:
         """What `count` decodes add, their share of the margin included."""
         tokens = features.num_tokens
         extra = self.margin(tokens + count) - self.margin(tokens)
-        return self.scale * self.model.marginal_decodes(features, count, context_sum) + extra
+        return self._sure_scale * self.model.marginal_decodes(features, count, context_sum) + extra
 
     def max_prefill(self, features: BatchFeatures, seconds: float, max_tokens: int, start: int) -> int:
         """The largest chunk length ≤ `max_tokens` behind `start` that adds at most `seconds`; 0 if none does."""
@@ -296,11 +305,11 @@ class OnlineModel:
 
     def cache_work(self, compact_tokens: int = 0, restored_tokens: int = 0, transferred_bytes: int = 0) -> float:
         """What cache work adds; the margin does not depend on it."""
-        return self.scale * self.model.cache_work(compact_tokens, restored_tokens, transferred_bytes)
+        return self._sure_scale * self.model.cache_work(compact_tokens, restored_tokens, transferred_bytes)
 
     def adapter_work(self, adapters: int, tokens: int) -> float:
         """What adapters add; the margin does not depend on it."""
-        return self.scale * self.model.adapter_work(adapters, tokens)
+        return self._sure_scale * self.model.adapter_work(adapters, tokens)
 
     def residuals(self) -> list[float]:
         """measured ÷ what `as_fixed` expects, of the recent steps, as many per regime as its ring holds; empty before

@@ -618,6 +618,20 @@ def test_the_scale_follows_a_slower_device_and_comes_back() -> None:
     assert model.scale == pytest.approx(1.0, rel=0.05)
 
 
+def test_a_fast_spell_is_not_counted_on_until_it_is_the_usual() -> None:
+    model, features = OnlineModel(LatencyModel(intercept=0.1)), BatchFeatures()
+    features.add_decodes(4, 400)
+    for factor, seconds in ((1.0, 60.0), (0.5, 3.0)):
+        for _ in range(round(seconds / (0.1 * factor))):
+            model.observe(features, 0.1 * factor)
+    assert model.expected(features) < 0.06, "as it is now"
+    assert model.predict(features) > 0.085, "as it may be in the next step"
+    assert model.margin(4) < 0.02
+    for _ in range(800):
+        model.observe(features, 0.05)
+    assert model.predict(features) < 0.07
+
+
 def test_a_regime_that_is_always_late_is_covered_within_some_steps() -> None:
     """A profile of a quiet machine, and steps that take half as long again from the first on."""
     model, rng = online()

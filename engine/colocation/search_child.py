@@ -2,8 +2,8 @@
 
 A child runs where a core would rest. Where none ever does it would never end, and the budget that needed no search
 would stay for good: it has `IDLE_SECONDS`; then it is begun anew with the least weight among those that always get some
-(about 1.5 % of a busy core), and after `NICE_SECONDS` of that it is given up. Nobody waits long for one that was killed,
-for dying takes a moment on a core, too.
+(about 1.5 % of a busy core), and after `NICE_SECONDS` of that it is given up. Nobody waits long for one that was
+killed, for dying takes a moment on a core, too.
 """
 
 import asyncio
