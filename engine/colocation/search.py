@@ -144,7 +144,7 @@ def step_aside(priority: str) -> None:
     """`idle`: run only where a core would rest. A niceness still takes its share of one, and a step waits for each of
     its threads. `nice`: the least such share. Anything else: as whoever started it."""
     if priority in ("idle", "nice"):
-        os.nice(NICENESS)
+        os.setpriority(os.PRIO_PROCESS, 0, NICENESS)
     if priority == "idle" and hasattr(os, "SCHED_IDLE"):
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
 
