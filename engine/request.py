@@ -37,9 +37,9 @@ class Request:
     follows in `update`, and a failed step rewinds to it. `num_placeholders` counts sampled tokens still in flight.
     `not_before`: until then it does not start beside online work, which would only evict
     it again (seconds). `aside`: it is kept out of ordinary steps (see `engine.scheduling.recovery`).
-    `num_expected_hits`: tokens of its prompt that were in the prefix cache when it came. `withholds`: nobody reads its
-    answer before it is whole, so only `num_told` of its tokens were told, and the next ones are not while it has fewer
-    than `quiet_until`.
+    `num_expected_hits`: tokens of its prompt that were in the prefix cache when it came. `was_let_in`: others gave up
+    their rows for it (see `engine.scheduling.crowding`). `withholds`: nobody reads its answer before it is whole, so
+    only `num_told` of its tokens were told, and the next ones are not while it has fewer than `quiet_until`.
     """
 
     spec: EngineRequest
@@ -59,6 +59,7 @@ class Request:
     num_preemptions: int = 0
     not_before: float = -math.inf
     aside: bool = False
+    was_let_in: bool = False
     beside_offline: bool = False
     quiet_until: int = 0
     num_told: int = field(init=False)

@@ -72,6 +72,32 @@ def test_a_thousand_waiting_chats_of_one_tenant_are_not_in_the_way_of_another(po
         assert ttft < 2 * own, (index, ttft, own)
 
 
+@pytest.mark.parametrize(("policy", "units"), [("goodput", AMPLE), ("goodput", SHORT), ("apt", SHORT), ("fcfs", AMPLE)])
+def test_long_answers_that_hold_every_row_are_not_in_the_way_of_another_tenant(policy: str, units: int) -> None:
+    """Nobody's answer ends for ten seconds; with few units memory is what they hold."""
+    light = [Arrival(2.0 + 2.0 * index, chat(f"light{index}", 300, "light")) for index in range(3)]
+    alone = [record.ttft for record in replay(make_core(policy, num_units=units, max_num_seqs=16), light).values()]
+    crowd = [Arrival(0.0, chat(f"heavy{index}", 40, "heavy", output=900)) for index in range(24)]
+    core = make_core(policy, num_units=units, max_num_seqs=16)
+    records = replay(core, crowd + light)
+    assert all(record.ended is not None for record in records.values())
+    for index, own in enumerate(alone):
+        ttft = records[f"light{index}"].ttft
+        assert own is not None and ttft is not None
+        assert ttft < 3 * own, (index, ttft, own)  # (without a row: tens of seconds)
+    if units == AMPLE:
+        assert core.stats().preemptions["tenant"] == len(light), "one row each time"
+
+
+def test_a_tenant_gives_up_a_row_once_for_each_request_and_never_its_last() -> None:
+    """More tenants than rows, all with long answers: places do not change hands again and again."""
+    core = make_core(max_num_seqs=4)
+    arrivals = [Arrival(0.1 * i, chat(f"{name}{i}", 40, name, output=500)) for i in range(6) for name in "abcdef"]
+    records = replay(core, arrivals)
+    assert all(record.ended is not None for record in records.values())
+    assert 0 < core.stats().preemptions["tenant"] < len(arrivals), "at most once for each"
+
+
 @pytest.mark.parametrize("policy", ["goodput", "fcfs"])
 def test_while_both_have_work_they_get_the_same_time_of_the_machine(policy: str) -> None:
     """Many short prompts and long answers against few long prompts."""

@@ -94,7 +94,7 @@ class Allocation:
         if not self._embedding_room:
             return 0
         offline = self._state.running[RequestClass.OFFLINE]
-        held = sum(_freed_units(request) for request in offline if request.spec.pooling is not None)
+        held = sum(freed_units(request) for request in offline if request.spec.pooling is not None)
         return max(0, self._embedding_room - held)
 
     def _make_offline_room(self, request: Request, claim: Claim) -> bool:
@@ -119,11 +119,11 @@ class Allocation:
                 tokens += len(request.token_ids)
         missing = units - self._pool.num_available_units - self._pool.num_deferred_units
         missing -= self._cache.parked.num_units(online=True)
-        missing -= sum(_freed_units(request) for request in state.running[RequestClass.OFFLINE])
+        missing -= sum(freed_units(request) for request in state.running[RequestClass.OFFLINE])
         for victim in state.evictable(self._now):
             if missing <= 0:
                 return
-            missing -= _freed_units(victim)
+            missing -= freed_units(victim)
             state.preempt(victim, "late", self._now, self._step_id)
 
     def spares(self, request: Request) -> bool:
@@ -262,7 +262,7 @@ def _smallest_victims(
     Otherwise the largest go first, and a block that several share counts when the last of them has lost it.
     `held`: references that parked pasts give up as well. `spared`: blocks that never come free.
     """
-    sizes = [(_freed_units(request, spared), request) for request in candidates]
+    sizes = [(freed_units(request, spared), request) for request in candidates]
     enough = [((-r.spec.lane, r.num_preemptions, freed, -r.arrival_order), r) for freed, r in sizes if freed >= units]
     if enough:
         return [min(enough, key=lambda item: item[0])[1]]
@@ -279,5 +279,6 @@ def _smallest_victims(
     return []
 
 
-def _freed_units(request: Request, spared: Collection[CacheBlock] = frozenset()) -> int:
+def freed_units(request: Request, spared: Collection[CacheBlock] = frozenset()) -> int:
+    """Units that come free when a running request loses its place."""
     return count_units(b for b in request.cache_map.blocks if b.ref_count == 1 and b not in spared)

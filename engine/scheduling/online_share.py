@@ -4,8 +4,9 @@ A request is charged when it first starts, for what its prompt lacks and for as 
 had; what it really was is settled at its end. In which order requests go then is for `engine.scheduling.laxity`.
 """
 
+import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from engine.api import TokenCosts
 from engine.request import Request, RequestStatus
@@ -30,6 +31,10 @@ class OnlineShare:
         """Whether more than one tenant has requests. Else nothing here decides anything."""
         return len(self._num_requests) > 1
 
+    def has_others_than(self, tenants: Collection[str]) -> bool:
+        """Whether a tenant that is not one of these has requests."""
+        return any(tenant not in tenants for tenant in self._num_requests)
+
     def enter(self, request: Request) -> None:
         """A request was queued."""
         self._num_requests[request.spec.tenant] += 1
@@ -48,10 +53,8 @@ class OnlineShare:
             return
         tenant, charged = request.spec.tenant, self._charged.pop(request.request_id)
         if charged is not None:
-            length = request.num_output_tokens
-            self._mean_output += FORGETTING * (length - self._mean_output)
-            actual = self._costs.of(request.num_prompt_tokens - request.num_cached_tokens, length)
-            self._share.charge(tenant, actual - charged)
+            self._mean_output += FORGETTING * (request.num_output_tokens - self._mean_output)
+            self._share.charge(tenant, self._actual(request) - charged)
         self._num_requests[tenant] -= 1
         if not self._num_requests[tenant]:
             del self._num_requests[tenant]
@@ -70,6 +73,14 @@ class OnlineShare:
         """Tenants with requests, who goes first first."""
         return sorted(tenants, key=self._share.standing)
 
+    def received(self, tenant: str, running: Iterable[Request]) -> float:
+        """What a tenant has had, with what these running requests of its were given beyond their charge."""
+        beyond = 0.0
+        for request in running:
+            if request.spec.tenant == tenant and (charged := self._charged.get(request.request_id)) is not None:
+                beyond += max(0.0, self._actual(request) - charged)
+        return self._share.service(tenant) + beyond if tenant in self._num_requests else -math.inf
+
     def walk(self, groups: Mapping[str, Iterable[Request]]) -> FairWalk:
         """In which order the tenants of these requests would be served from now on, each for the `price` of them. What
         runs has been charged already, and keeps the place that it started from."""
@@ -84,6 +95,10 @@ class OnlineShare:
         if charged := self._charged.get(request.request_id):
             return charged
         return self._costs.of(request.num_missing_tokens, min(self._mean_output, request.spec.sampling.max_tokens))
+
+    def _actual(self, request: Request) -> float:
+        """What a request has cost so far."""
+        return self._costs.of(request.num_prompt_tokens - request.num_cached_tokens, request.num_output_tokens)
 
     def check_integrity(self, online: Iterable[str]) -> None:
         """Assert that accounts are open for these requests; one that never entered may be among them (the canary)."""

@@ -57,8 +57,9 @@ class PromptFill:
         self._allocation = draft.allocation
         self._reserve = _Reserve()
 
-    def add(self, starts: list[Start] | None) -> None:
-        """`starts`: the requests that may start, where a knapsack chooses."""
+    def add(self, starts: list[Start] | None, first: Request | None = None) -> None:
+        """`starts`: the requests that may start, where a knapsack chooses. `first`: one that starts before any other,
+        whatever is chosen."""
         prompts = self._state.running_prompts()
         if not prompts and not self._state.waiting_online:
             return
@@ -66,6 +67,11 @@ class PromptFill:
         if math.isfinite(self.time_limit) and self._has_time():
             self.time_limit *= EASY_SHARE
         context = self._state.queue_context(self._draft.now)
+        if first is not None:
+            if not self._start_first(first) and self._state.pool.num_deferred_units:
+                starts = []  # its memory is on its way: none of the others may take it
+            elif starts is not None:
+                starts = [start for start in starts if start.request is not first]
         chosen = None if starts is None else {start.request: start for start in starts}
         order = self._order(prompts, starts, context)
         head = order.behind[0] if order.urgent and order.behind else None
@@ -176,6 +182,9 @@ class PromptFill:
         # Past a misfit comes the next of the same tenant, not another's: that one would take the room again and again.
         passes = policy.scans_past(request, context) and not self._state.online_share.is_contested
         return passes and bool(self._state.free_rows)
+
+    def _start_first(self, request: Request) -> bool:
+        return self._ledger.open and self._draft.may_start(request) and self._admit(request, CacheKind.KV)
 
     def _admit(self, request: Request, kind: CacheKind) -> bool:
         admitted = self._draft.admit(request, self._length, kind)

@@ -13,6 +13,7 @@ import numpy as np
 
 from engine.api import RequestClass
 from engine.request import Request
+from engine.scheduling.crowding import let_in
 from engine.scheduling.draft import Step, StepDraft
 from engine.scheduling.offline_fill import OfflineFill
 from engine.scheduling.online_share import by_tenant
@@ -48,9 +49,10 @@ class StepBuilder:
 
     def _mix(self, plan: OfflinePlan | None) -> None:
         """Decodes, and chunks of prompts beside them."""
+        first = let_in(self._draft)
         starts = self._choose_online()
         num_decodes = self._add_online_decodes()
-        self._prompts.add(starts)
+        self._prompts.add(starts, first)
         if starts is None:
             self._restore_compact()
         self._offline.add_reserved()

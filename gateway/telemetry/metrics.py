@@ -22,7 +22,7 @@ _GAP_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 
 
 MAX_ENDED = 512
 RESTART_CAUSES = ("crash", "device", "hung", "killed", "loop", "protocol", "sick", "silent", "start")
-PREEMPTION_CAUSES = ("late", "memory", "online", "stall", "step_failure")
+PREEMPTION_CAUSES = ("late", "memory", "online", "stall", "step_failure", "tenant")
 
 
 @dataclass(frozen=True, slots=True)
