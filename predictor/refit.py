@@ -26,6 +26,8 @@ COVERED = 16
 HELD_OUT = 0.25
 BETTER = 0.95
 """The error must fall to that share of the old one: less is chance."""
+SLOW = 1.5
+"""Times what the sweep says: a device that takes so long is shared or throttled, and will not be for ever."""
 
 Regime = tuple[bool, int]
 """Whether there are prompts, and the octave of the step's tokens."""
@@ -33,15 +35,22 @@ Regime = tuple[bool, int]
 
 @dataclass(frozen=True, slots=True)
 class Refit:
-    """`error`: of `model` on steps that it was not fitted to; `error_before`: of the old model there, scaled to fit."""
+    """`error`: of `model` on steps that it was not fitted to; `error_before`: of the old model there, scaled to fit.
+    `level`: how many times longer recent steps took than the sweep says, or without a sweep the old model."""
 
     model: LatencyModel
     error: float
     error_before: float
+    level: float
 
     @property
     def better(self) -> bool:
         return self.error < BETTER * self.error_before
+
+    @property
+    def is_of_slow_device(self) -> bool:
+        """Whether it holds for now alone: a profile is what the next start goes by, and slow engines are found by."""
+        return self.level >= SLOW
 
 
 def refit(current: LatencyModel, sweep: Sequence[Sample], recent: Sequence[Sample]) -> Refit | None:
@@ -52,10 +61,13 @@ def refit(current: LatencyModel, sweep: Sequence[Sample], recent: Sequence[Sampl
         return None
     train, held_out = split_samples(steps, HELD_OUT)
     limits = {"token_limit": current.token_limit, "buckets": current.buckets, "decode_buckets": current.decode_buckets}
-    found = fit([*train, *_aged(sweep, train, limits)], current.feature_set, **limits)  # type: ignore[arg-type]
+    base = fit(sweep, **limits) if sweep else current  # type: ignore[arg-type]
+    aged = _aged(sweep, train, base)
+    found = fit([*train, *aged], current.feature_set, **limits)  # type: ignore[arg-type]
     model = replace(found, compact=current.compact, restored=current.restored, transferred=current.transferred)
-    scale = sum(s for _, s in train) / sum(current.predict(f) for f, _ in train)
-    return Refit(model, error_of(model, held_out), error_of(current.scaled(scale), held_out))
+    took = sum(s for _, s in train)
+    scale, level = (took / sum(each.predict(f) for f, _ in train) for each in (current, base))
+    return Refit(model, error_of(model, held_out), error_of(current.scaled(scale), held_out), level)
 
 
 def error_of(model: LatencyModel, samples: Sequence[Sample]) -> float:
@@ -68,12 +80,9 @@ def error_of(model: LatencyModel, samples: Sequence[Sample]) -> float:
     return math.fsum(off / total for off, total in sums.values()) / len(sums)
 
 
-def _aged(sweep: Sequence[Sample], train: Sequence[Sample], limits: dict[str, object]) -> list[Sample]:
+def _aged(sweep: Sequence[Sample], train: Sequence[Sample], base: LatencyModel) -> list[Sample]:
     """The samples of the sweep that nothing recent stands for, each by how much the nearest recent steps take longer
-    now."""
-    if not sweep:
-        return []
-    base = fit(sweep, **limits)  # type: ignore[arg-type]
+    now than `base`, its own fit, says."""
     sums: dict[Regime, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
     for features, seconds in train:
         took = sums[_regime(features)]

@@ -150,7 +150,7 @@ async def test_a_fit_that_is_worse_or_fails_changes_nothing(tmp_path: Path) -> N
         raise ChildError("killed")
 
     async def nonsense(_job: dict[str, Any]) -> Any:
-        return {"model": {"intercept": -1.0}, "error": 0.0, "error_before": 1.0, "better": True}
+        return {"model": {"intercept": -1.0}, "error": 0.0, "error_before": 1.0, "better": True, "slow": False}
 
     for child in (worse, broken, nonsense):
         keeper = keeper_after(2.0)
@@ -160,6 +160,26 @@ async def test_a_fit_that_is_worse_or_fails_changes_nothing(tmp_path: Path) -> N
         assert keeper.stats(0.0).model_refits == 0
     few = ModelRefit(keeper_after(2.0, steps=FEWEST - 1), profile(), child=broken)
     assert not await few.refit()
+
+
+async def fit_here(job: dict[str, Any]) -> Any:
+    return answer(json.loads(json.dumps(job)))
+
+
+async def test_what_a_slow_device_shows_is_used_and_never_becomes_the_profile(tmp_path: Path) -> None:
+    """Decodes three times as long and all else twice, as beside a neighbour: it is predicted by, as long as it lasts."""
+    keeper, path = keeper_after(1.0, steps=0), tmp_path / "profile.json"
+    fitter = ModelRefit(keeper, profile(), path, child=fit_here)
+    for step, seconds in measured(random.Random(10), 1500, 1.5):
+        keeper.model.observe(step, 2.0 * seconds)
+    assert await fitter.refit() and keeper.model.model is not BEFORE
+    assert not path.exists() and fitter.profile == profile()
+    for step, seconds in measured(random.Random(11), 6000, 1.5):
+        keeper.model.observe(step, seconds)
+    await fitter.refit()
+    assert error_of(keeper.model.as_fixed(), measured(random.Random(9), 200, 1.5, noise=0.0)) < 0.03
+    slow = refit(BEFORE, (), [Sample(f, 2.0 * s) for f, s in measured(random.Random(12), 800)])
+    assert slow is not None and slow.is_of_slow_device, "without a sweep by the model itself"
 
 
 async def test_it_ends_with_the_server() -> None:

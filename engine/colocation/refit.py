@@ -1,7 +1,8 @@
 """Fits the latency model anew while the server runs, in a process of its own, and follows what is better.
 
 A fit that predicts steps which it has not seen better than the model in force takes its place, and that of the profile
-on the disk; any other is refused, and counted. Beside `engine.colocation.tuner`, which looks for budgets; torch-free.
+on the disk, unless steps take much longer than when the device was measured: a busy neighbour or a throttled clock is
+nothing that the next start should go by. Any other is refused, and counted. Beside `engine.colocation.tuner`, which looks for budgets; torch-free.
 """
 
 import asyncio
@@ -70,7 +71,7 @@ class ModelRefit:
             if answer["model"] is None:
                 return False
             model, error, before = model_of(answer["model"]), float(answer["error"]), float(answer["error_before"])
-            better = bool(answer["better"])
+            better, slow = bool(answer["better"]), bool(answer["slow"])
         except (ChildError, ValueError, KeyError, TypeError) as failure:
             log.warning("the latency model could not be fitted anew (%s)", failure)
             return False
@@ -80,6 +81,9 @@ class ModelRefit:
             return False
         log.info("the latency model is fitted anew: error %.1f %% instead of %.1f %%", 100 * error, 100 * before)
         keeper.model.replace(model, OnlineSettings.with_error(error))
+        if slow:
+            log.info("the fit is not kept in the profile: the device is much slower than when it was measured")
+            return True
         self.profile = replace(self.profile, model=model, held_out_mape=error)
         await self._keep()
         return True

@@ -137,7 +137,7 @@ def _refit(job: Job) -> Job:
     if found is None:
         return {"model": None}
     errors = {"error": found.error, "error_before": found.error_before, "better": found.better}
-    return {"model": _describe_model(found.model), **errors}
+    return {"model": _describe_model(found.model), "slow": found.is_of_slow_device, **errors}
 
 
 def step_aside(priority: str) -> None:
