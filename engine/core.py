@@ -369,6 +369,25 @@ class EngineCore:
             self._recovery.forget(self._requests[request_id])
         return self._moves.detach(request_id)
 
+    def stall(self, request_id: str, num_units: int) -> tuple[int, tuple[int, ...]] | None:
+        """Have a request stand still with what it holds until `arrived`: the number of tokens whose past it has, and
+        where that lies. None: it has none, or not in the first `num_units` units, and starts over. No step may be in
+        flight."""
+        assert not self._in_flight, "a step in flight may hold the request"
+        if not self._moves.stall(request_id, num_units):
+            self.start_over(request_id)
+            return None
+        num_tokens = self._requests[request_id].num_confirmed_tokens
+        return num_tokens, self.units_of(request_id)[: UNITS_PER_BLOCK * -(-num_tokens // self.config.block_size)]
+
+    def put_last(self, request_id: str) -> None:
+        """A request that is here is behind all others from now on; unless it stands still it starts over."""
+        if self._requests[request_id].status is not RequestStatus.RUNNING:
+            self.start_over(request_id)
+            return
+        self._num_arrived += 1
+        self._moves.put_last(request_id, self._num_arrived - 1)
+
     def attach(self, moved: MovedRequest) -> bool:
         """Go on with a request of another engine, behind all that are here. True: it has room for its past, and stands
         still until `arrived`; False: it waits like one that was preempted."""
@@ -414,14 +433,15 @@ class EngineCore:
         self._state.pool.shrink(units)
 
     def resize_cache(self, units: int) -> None:
-        """The cache has so many units now, and nothing of what was in it. No request may hold any."""
+        """The cache has so many units now, and offers nothing of what was in it. No request may hold any of those that
+        it loses."""
         pool = self._state.pool
         pool.forget()
         if units > pool.num_units:
             pool.grow(units - pool.num_units)
         else:
             pool.shrink(pool.num_units - units)
-        assert pool.num_free_units == units, "somebody holds a unit"
+        assert not pool.num_retiring_units, "somebody holds a unit"
 
     @property
     def num_retiring_units(self) -> int:

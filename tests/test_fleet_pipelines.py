@@ -14,7 +14,9 @@ from test_process import CONFIG, collect, mixture, request, summed, until, until
 
 from engine.api import EngineRequest, EngineState, FinishReason
 from engine.fleet.client import FleetClient
+from engine.fleet.member import Member
 from engine.fleet.overload import Overload
+from engine.process.orders import Exchange, Place
 
 SMALL = replace(CONFIG, num_gpu_blocks_override=100)
 MERGE = ("1 hold", "2 meet", "3 detach", "4 exchange", "5 reform", "6 attach", "7 place", "8 go")
@@ -63,7 +65,9 @@ async def test_a_pipeline_goes_on_with_what_two_engines_had_and_they_with_what_i
         asked = asyncio.create_task(answers(fleet, long()))
         await begun(fleet, asked)
         first.prefixes.add([1, 2, 3], 3)
+        told = orders_to(first), orders_to(second)
         assert await overload.merge(first, second)
+        check_what_moved(*told)
         assert not first.prefixes.num_hits([1]), "its cache was laid out anew"
         stats = await fleet.stats()
         assert stats.pipelines is not None and stats.pipelines.pairs == ((0, 1),) and stats.pipelines.drops == 1
@@ -81,6 +85,32 @@ async def test_a_pipeline_goes_on_with_what_two_engines_had_and_they_with_what_i
         assert stats.units_total == 800 and sum(stats.preemptions.values()) == 0
         assert stats.resumed_requests == 0 and not stats.restarts
         await until_idle(fleet)  # type: ignore[arg-type]
+
+
+def orders_to(member: Member) -> list[Any]:
+    """What it is told from now on."""
+    told: list[Any] = []
+    tell = member.engine.regroup.order
+
+    async def order(order: Any) -> Any:
+        told.append(order)
+        return await tell(order)
+
+    member.engine.regroup.order = order  # type: ignore[method-assign]
+    return told
+
+
+def check_what_moved(leader: list[Any], follower: list[Any]) -> None:
+    """Into a pipeline: of the leader's own pasts the layers that it gives up, each unit once, and nothing else."""
+    (sends, takes), (mine, theirs) = (
+        [next(each for each in told if isinstance(each, kind)) for told in (leader, follower)]
+        for kind in (Exchange, Place)
+    )
+    sent = [unit for part in sends.gives for unit in part.units]
+    assert not sends.keeps and sent and len(set(sent)) == len(sent) and takes.gets == sends.gives
+    own = {part.request_id for part in sends.gives}
+    assert mine.pasts and own.isdisjoint(past.request_id for past in mine.pasts)
+    assert {past.request_id for past in theirs.pasts} == own | {past.request_id for past in mine.pasts}
 
 
 def each_step(steps: Sequence[str], *quick: tuple[str, int]) -> list[Any]:

@@ -96,6 +96,38 @@ def test_a_request_that_ends_on_its_way_is_forgotten() -> None:
     assert second.stats().units_owned == 0
 
 
+def test_what_stands_still_keeps_its_units_while_the_cache_grows_and_others_come_in_order_of_arrival() -> None:
+    """As the leader of a pipeline has it: its own requests stay where they lie."""
+    core, other = EngineCore(CONFIG), EngineCore(CONFIG)
+    core.add_request(request("a"), 1.0)
+    core.add_request(request("late"), 3.0)
+    other.add_request(request("b"), 2.0)
+    for each in (core, core, other):
+        step(each, 3.0)
+    core.add_request(request("new"), 4.0)
+    units = core.units_of("a")
+    assert core.stall("a", 40) == (11, units)
+    assert core.stall("late", max(core.units_of("late"))) is None, "it has a unit that will not be there"
+    assert core.stall("new", 40) is None, "it has no past"
+    core.check_integrity()
+    core.resize_cache(60)
+    core.put_last("a")
+    assert core.attach(other.detach("b"))
+    core.put_last("late")
+    core.put_last("new")
+    core.check_integrity()
+    assert core.units_of("a") == units and set(units).isdisjoint(core.units_of("b"))
+    for name in "ab":
+        core.arrived(name)
+    output = step(core, 5.0)
+    assert [new.request_id for new in output.new_requests] == ["a", "b", "late", "new"], "by arrival"
+    assert [(c.start, c.length) for c in output.chunks][:2] == [(11, 1), (10, 1)], "nothing of them is computed again"
+    while core.has_requests:
+        step(core, 6.0)
+    assert core.stats().units_owned == 0 and core.stats().units_total == 60
+    core.check_integrity()
+
+
 def test_a_cache_that_shrinks_under_running_requests_is_empty_behind_its_end_once_they_end() -> None:
     core = EngineCore(CONFIG)
     for name in "abc":

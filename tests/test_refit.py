@@ -167,7 +167,7 @@ async def fit_here(job: dict[str, Any]) -> Any:
 
 
 async def test_what_a_slow_device_shows_is_used_and_never_becomes_the_profile(tmp_path: Path) -> None:
-    """Decodes three times as long and all else twice, as beside a neighbour: it is predicted by, as long as it lasts."""
+    """Decodes three times as long and all else twice, as beside a neighbour: it is predicted by while it lasts."""
     keeper, path = keeper_after(1.0, steps=0), tmp_path / "profile.json"
     fitter = ModelRefit(keeper, profile(), path, child=fit_here)
     for step, seconds in measured(random.Random(10), 1500, 1.5):

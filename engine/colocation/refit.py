@@ -2,7 +2,8 @@
 
 A fit that predicts steps which it has not seen better than the model in force takes its place, and that of the profile
 on the disk, unless steps take much longer than when the device was measured: a busy neighbour or a throttled clock is
-nothing that the next start should go by. Any other is refused, and counted. Beside `engine.colocation.tuner`, which looks for budgets; torch-free.
+nothing that the next start should go by. Any other is refused, and counted. Beside `engine.colocation.tuner`, which
+looks for budgets; torch-free.
 """
 
 import asyncio

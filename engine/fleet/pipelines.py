@@ -145,10 +145,11 @@ class Pipelines:
         self._before("2 meet")
         await self._meet(pair)
         self._before("3 detach")
-        led, followed = await pair.tell_both(orders.Detach(), orders.Detach())
+        led, followed = await pair.tell_both(orders.Stall(pair.num_units), orders.Detach())
+        led = _each_unit_once(led)  # whose numbers hold on both; nothing of it moves on the leader
         self._before("4 exchange")
         await pair.tell_both(
-            orders.Exchange(_parts(led, mine), _parts(led, theirs), _parts(followed, mine), first=True),
+            orders.Exchange((), _parts(led, theirs), _parts(followed, mine), first=True),
             orders.Exchange(_parts(followed, theirs), _parts(followed, mine), _parts(led, theirs), first=False),
         )
         self._before("5 reform")
@@ -157,13 +158,13 @@ class Pipelines:
         )
         self._before("6 attach")
         leader.join(follower.leave())
-        tokens = _tokens((*led, *followed))
-        placed = await pair.tell(pair.leader, _attach(leader.accepted(), tokens))
+        placed = await pair.tell(pair.leader, _attach(leader.accepted(), _tokens(followed)))
         self._before("7 place")
-        await pair.tell_both(orders.Place(placed), orders.Place(placed))
+        # What one of the leader's held that has ended meanwhile may be another's: that is written last.
+        await pair.tell_both(orders.Place(placed), orders.Place((*led, *placed)))
         self._before("8 go")
         await pair.tell(pair.follower, orders.Go(FOLLOWER))
-        await pair.tell(pair.leader, orders.Go(LEADER, _ids(placed)))
+        await pair.tell(pair.leader, orders.Go(LEADER, _ids((*led, *placed))))
 
     async def _prepare(self, pair: Pair) -> None:
         """Load layers while the pipeline serves: what cannot be done now is done in the pause."""
@@ -251,6 +252,16 @@ async def _both(
             raise found
     assert isinstance(first, tuple) and isinstance(second, tuple)
     return first, second
+
+
+def _each_unit_once(pasts: Iterable[Past]) -> tuple[Past, ...]:
+    """Requests with equal beginnings share units: with the first of them they have gone."""
+    seen: set[int] = set()
+    found = []
+    for past in pasts:
+        found.append(past._replace(units=tuple(unit for unit in past.units if unit not in seen)))
+        seen.update(past.units)
+    return tuple(found)
 
 
 def _parts(pasts: Iterable[Past], layers: Layers) -> tuple[Part, ...]:

@@ -49,14 +49,21 @@ class Meet(OrderBase, frozen=True):
     listens: bool
 
 
+class Stall(OrderBase, frozen=True):
+    """Let all requests stand still where they are; answered by the pasts of those that have one, in the first
+    `num_units` units. The others start over."""
+
+    num_units: int
+
+
 class Detach(OrderBase, frozen=True):
     """Let go of all requests; answered by the pasts of those that have one. Nothing of them is overwritten before
     `Reform`."""
 
 
 class Exchange(OrderBase, frozen=True):
-    """Read what stays here (`keeps`) and what goes to the other engine (`gives`), and take in what it gives; `first`:
-    send before receiving."""
+    """Read what stays here in other units (`keeps`) and what goes to the other engine (`gives`), and take in what that
+    gives; `first`: send before receiving."""
 
     keeps: tuple[Part, ...]
     gives: tuple[Part, ...]
@@ -65,8 +72,8 @@ class Exchange(OrderBase, frozen=True):
 
 
 class Reform(OrderBase, frozen=True):
-    """Keep these layers and no others (None: have all of them), with `num_units` units of memory; `schedules`: whether
-    they are the core's to give out."""
+    """Keep these layers and no others (None: have all of them), with `num_units` units of memory, of which those keep
+    their numbers that stand still; `schedules`: whether they are the core's to give out."""
 
     layers: Layers | None
     num_units: int
@@ -74,7 +81,8 @@ class Reform(OrderBase, frozen=True):
 
 
 class Attach(OrderBase, frozen=True):
-    """Go on with these requests, each with the number of tokens whose past will come; answered by where that goes."""
+    """Go on with these requests, in this order, each with the number of tokens whose past will come (unless it stands
+    still here); answered by where that goes."""
 
     requests: tuple[tuple[EngineRequest, int], ...]
 
@@ -119,4 +127,4 @@ class Reset(OrderBase, frozen=True):
     requests: tuple[EngineRequest, ...]
 
 
-Order = Hold | Meet | Detach | Exchange | Reform | Attach | Place | Go | Retire | Prepare | Dissolve | Reset
+Order = Hold | Meet | Stall | Detach | Exchange | Reform | Attach | Place | Go | Retire | Prepare | Dissolve | Reset

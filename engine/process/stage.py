@@ -1,7 +1,7 @@
 """An engine process on its way into a pipeline of two engines and out of it: it carries out `engine.process.orders`.
 
-Pasts of requests are read before the memory is laid out anew and written behind it, so that they are twice in memory
-for a moment; that way it does not matter which units they had and get.
+Pasts of requests that change their units are read before the memory is laid out anew and written behind it, so that
+they are twice in memory for a moment; those of a leader's own stay in their units when it gives up layers.
 """
 
 import asyncio
@@ -105,6 +105,8 @@ class Stage:
                 await self._hold(closes)
             case orders.Meet(path, listens):
                 await self._meet(path, listens)
+            case orders.Stall(num_units):
+                return self._stall(num_units)
             case orders.Detach():
                 return self._detach()
             case orders.Exchange():
@@ -166,6 +168,12 @@ class Stage:
             self._listener, self._link = None, Link(sock)
         return self._link
 
+    def _stall(self, num_units: int) -> tuple[Past, ...]:
+        core = self._engine.core
+        names = [request.request_id for request in core.open_requests()]
+        found = {name: core.stall(name, num_units) for name in names}
+        return tuple(Past(name, *held) for name, held in found.items() if held is not None)
+
     def _detach(self) -> tuple[Past, ...]:
         """What is not the gateway's, canaries, stays and is computed again."""
         engine, pasts = self._engine, []
@@ -204,23 +212,23 @@ class Stage:
 
     async def _reform(self, order: orders.Reform) -> None:
         engine = self._engine
-        engine.core.resize_cache(0)
+        engine.core.resize_cache(order.num_units if order.schedules else 0)
         if order.layers is None:
             await engine.aside(self._runner.restore, order.num_units)
         else:
             await engine.aside(self._runner.drop, range(*order.layers), order.num_units)
-        if order.schedules:
-            engine.core.resize_cache(order.num_units)
 
     def _attach(self, requests: Sequence[tuple[EngineRequest, int]]) -> list[Past]:
-        placed = []
+        placed, engine = [], self._engine
         for request, num_tokens in requests:
-            if self._knows(request.request_id) or request.request_id in self._aborted:
-                continue  # it came after the others had left, or has ended
-            if self._engine.attach(MovedRequest(request, num_tokens), self._sink):
-                needed = 2 * -(-num_tokens // self._engine.core.config.block_size)
-                units = self._engine.core.units_of(request.request_id)[:needed]
-                placed.append(Past(request.request_id, num_tokens, units))
+            name = request.request_id
+            if engine.serves(name, self._sink):  # it stands still, or came after the others had left
+                engine.core.put_last(name)
+            elif self._knows(name) or name in self._aborted:
+                continue  # it is about to come, or has ended
+            elif engine.attach(MovedRequest(request, num_tokens), self._sink):
+                needed = 2 * -(-num_tokens // engine.core.config.block_size)
+                placed.append(Past(name, num_tokens, engine.core.units_of(name)[:needed]))
         return placed
 
     def _place(self, pasts: Sequence[Past]) -> None:

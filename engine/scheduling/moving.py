@@ -11,7 +11,7 @@ from typing import NamedTuple
 from engine.api import EngineRequest, RequestClass, Resumption
 from engine.cache.blocks import CacheKind
 from engine.request import Request, RequestStatus
-from engine.scheduling.state import SchedulerState, insert_by_age
+from engine.scheduling.state import SchedulerState, insert_by_age, remove_by_age
 
 
 class MovedRequest(NamedTuple):
@@ -52,6 +52,27 @@ class Moves:
         request.move_to(RequestStatus.FINISHED)
         return moved
 
+    def stall(self, request_id: str, num_units: int) -> bool:
+        """Have a request stand still, with row and units, until `arrived`. False: it has no past, or not all of it in
+        the first `num_units` units on the device."""
+        request, state = self._requests[request_id], self._state
+        blocks = request.cache_map.blocks
+        has_past = request.status is RequestStatus.RUNNING and request.num_confirmed_tokens and not request.starts_over
+        if not has_past or any(not block.on_device or max(block.entry.units) >= num_units for block in blocks):
+            return False
+        request.num_computed_tokens = request.num_confirmed_tokens
+        remove_by_age(state.running[request.request_class], request)
+        request.aside = True
+        insert_by_age(state.aside, request)
+        return True
+
+    def put_last(self, request_id: str, order: int) -> None:
+        """One that stands still is behind all that have come."""
+        request, aside = self._requests[request_id], self._state.aside
+        remove_by_age(aside, request)
+        request.arrival_order = order
+        insert_by_age(aside, request)
+
     def attach(self, moved: MovedRequest, order: int) -> bool:
         """Take a request in, with row and units for its past, aside until `arrived` says that the past is there. False:
         there is no room for it, there is no past, or it is offline; it waits its turn to be computed again."""
@@ -72,7 +93,8 @@ class Moves:
         return True
 
     def arrived(self, request_id: str) -> None:
-        """The past of a request that was attached is there: it runs from the next step on, in which it is new."""
+        """A request that was attached, whose past is there now, or that was stalled, runs from the next step on, in
+        which it is new."""
         request = self._requests[request_id]
         self._state.unwritten[request] = None
         self._state.bring_back(request)

@@ -33,7 +33,9 @@ class StagedFake(FakeRunner):
             len(keep) * UNIT_LAYER_BYTES
         )
         assert num_units <= most, "more units than there is memory for"
-        self._lay_out(keep)
+        self.held = keep  # units keep what they hold of these layers
+        self._rows.clear()
+        self._coming.clear()
 
     def prepare_restore(self, num_units: int) -> None:
         assert len(self.held) < LAYERS and num_units * len(self.held) <= self.num_units * LAYERS, "no room for layers"
