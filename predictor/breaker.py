@@ -9,9 +9,9 @@ offline work touched, or that came before the last opening, never count.
 Requests that no offline work touched say what the promise is worth without any. While they miss it as well nothing can
 be shown beside them and every trial makes it worse: it stays open until they keep it again, or nobody comes to say so.
 
-What is granted follows the evidence: a quarter of a budget that nobody has proven, more by every good request beside
-offline work, half by every miss; it also grows back while nothing happens. Who opens again and again stays open longer
-and longer.
+What is granted follows the evidence: a quarter of a budget that nobody has proven, a little of itself more by every
+good request beside offline work, half by every miss; it also grows back while nothing happens. Who opens again and
+again stays open longer and longer.
 
 A pure state machine without timers: times are arguments, in seconds, and never go back; it may be asked at any event.
 """
@@ -48,6 +48,7 @@ class BreakerSettings:
     probe_share     share of the budget while half-open
     first_share     share of a budget that nobody has proven, where requests are judged one by one
     smallest_share  what repeated openings leave of the budget at least
+    quiet_seconds   without a judged request until the budget grows by itself: evidence comes before hope
     regrow_seconds  time in which the budget grows back from nothing; openings within it are repeated ones
     """
 
@@ -62,6 +63,7 @@ class BreakerSettings:
     probe_share: float = 0.1
     first_share: float = 0.25
     smallest_share: float = 0.125
+    quiet_seconds: float = 10.0
     regrow_seconds: float = 600.0
 
     def __post_init__(self) -> None:
@@ -136,12 +138,13 @@ class CircuitBreaker:
         self.record_excesses(now, arrival, excesses or {})
 
     def _grant(self, now: float, good: bool) -> None:
-        """More by every good request, half by every miss: where a share p of them misses, about allowed ÷ p is granted
-        on average, so that trials are as large as the evidence allows."""
+        """A little of itself more by every good request, half by every miss: it comes to rest where 1.4 times what is
+        allowed misses, however much a share of the budget costs; steps of one size would rest above that."""
         allowed = 1.0 - (self.settings.attainment or 0.0)
         if self._state is BreakerState.CLOSED:
             granted = self.share(now)
-            self._granted = min(1.0, granted + allowed) if good else granted / 2.0
+            more = allowed * max(granted, self.settings.smallest_share)
+            self._granted = min(1.0, granted + more) if good else granted / 2.0
             self._granted_at = now
 
     def record_excesses(self, now: float, arrival: float, excesses: Mapping[str, float]) -> None:
@@ -175,11 +178,12 @@ class CircuitBreaker:
 
     def share(self, now: float) -> float:
         """What of its budget offline work may use beside online work, 0 to 1."""
-        state = self.state(now)
+        state, settings = self.state(now), self.settings
         if state is BreakerState.OPEN:
             return 0.0
-        grown = min(1.0, self._granted + (now - max(self._since, self._granted_at)) / self.settings.regrow_seconds)
-        return grown if state is BreakerState.CLOSED else min(self.settings.probe_share, self._granted)
+        quiet = max(0.0, now - max(self._since, self._granted_at) - settings.quiet_seconds)
+        grown = min(1.0, self._granted + quiet / settings.regrow_seconds)
+        return grown if state is BreakerState.CLOSED else min(settings.probe_share, self._granted)
 
     def renew(self) -> None:
         """A budget that was replayed is in force: what the last one did is no reason to grant less of it."""

@@ -228,11 +228,11 @@ def test_requests_from_before_the_opening_are_not_held_against_the_probe() -> No
 def test_what_is_granted_follows_the_evidence() -> None:
     breaker = CircuitBreaker(SETTINGS)
     assert breaker.share(0.0) == 0.25, "nobody has proven anything"
-    proven = run_requests(breaker, 0.0, "." * 75)
+    proven = run_requests(breaker, 0.0, "." * 140)
     assert breaker.share(proven) == pytest.approx(1.0)
     missed = run_requests(breaker, proven, "x")
     assert breaker.share(missed) == pytest.approx(0.5) and breaker.state(missed) is CLOSED
-    assert breaker.share(missed + 150.0) == pytest.approx(0.75), "it grows back while nothing happens"
+    assert breaker.share(missed + 160.0) == pytest.approx(0.75), "it grows back while nothing happens"
     opened = run_requests(breaker, missed, "xxxx")
     assert breaker.share(opened) == 0.0
     closed = opened + 110.0
@@ -252,6 +252,18 @@ def test_a_share_of_misses_leaves_a_share_of_the_budget(missed: float, most: flo
         granted.append(share)
         breaker.record_request(index / 2, index / 2 - 0.1, generator.random() >= missed, share > 0.0, moment=index / 2)
     assert sum(granted) / len(granted) < most
+
+
+@pytest.mark.parametrize("cost", [0.03, 0.1, 0.4])
+def test_it_comes_to_rest_near_what_is_allowed_whatever_the_budget_costs(cost: float) -> None:
+    """`cost`: the share of requests that miss beside the whole budget."""
+    generator, breaker, misses, count = random.Random(2), CircuitBreaker(SETTINGS), 0, 20_000
+    for now in range(count):
+        share = breaker.share(float(now))
+        missed = generator.random() < cost * share
+        misses += missed
+        breaker.record_request(now, now - 0.1, not missed, share > 0.0, moment=now)
+    assert 0.002 < misses / count < 0.018
 
 
 def test_while_requests_alone_miss_the_slo_nothing_is_tried_beside_them() -> None:
