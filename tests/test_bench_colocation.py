@@ -137,7 +137,10 @@ async def test_an_arm_against_a_server(tmp_path: Path, monkeypatch: pytest.Monke
     folder = await open_folder(tmp_path / "state")
     options: dict[str, Any] = {"served_model_name": ("model",), "folder": folder, "batch_limits": FAST}
     async with serve(engine, Tokenizer.load(plan.folder, probe=False), None, **options) as served:
-        run = await colocation.run_arm(served.url, [0.0, 0.1], 4.0, tier, 1)
+        for seconds in (4.0, 8.0, 32.0):  # a busy machine may not come to the job in four
+            run = await colocation.run_arm(served.url, [0.0, 0.1], seconds, tier, 1)
+            if run.offline:
+                break
     assert [record.ok for record in run.online] == [True, True]
     assert all(sum(record.chunk_tokens) == colocation.ONLINE_OUTPUT for record in run.online)
     assert sum(tokens for _, tokens in run.offline) > 0
