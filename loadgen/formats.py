@@ -116,7 +116,8 @@ def _column(rows: Sequence[Row], name: str, convert: Callable[[Any], float]) -> 
         try:
             values[index] = convert(row[name])
         except (KeyError, TypeError, ValueError, OverflowError):
-            raise InputError(f"row {index + 1}: bad {name} {row.get(name)!r}") from None
+            bad = f"bad {name} {row[name]!r}" if name in row else f"no {name}, only {', '.join(map(str, row))}"
+            raise InputError(f"row {index + 1}: {bad}") from None
     return values
 
 
