@@ -265,3 +265,12 @@ async def test_other_content_types_are_415(served: Served, content_type: str | N
     async with httpx.AsyncClient(timeout=60, verify=False) as client:
         answer = await client.post(served.url + "/v1/chat/completions", content=b"{}", headers=headers)
     assert (answer.status_code, answer.json()["error"]["code"]) == (415, "unsupported_media_type")
+
+
+@pytest.mark.parametrize(("encoding", "status"), [("gzip", 415), ("identity", 400), ("gzip, br", 415)])
+async def test_bodies_are_not_decompressed_and_it_is_said(served: Served, encoding: str, status: int) -> None:
+    headers = {"content-type": "application/json", "content-encoding": encoding}
+    async with httpx.AsyncClient(timeout=60, verify=False) as client:
+        answer = await client.post(served.url + "/v1/chat/completions", content=b"\x1f\x8b\x08", headers=headers)
+    assert answer.status_code == status
+    assert ("Content-Encoding" in answer.json()["error"]["message"]) == (status == 415)

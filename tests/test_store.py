@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import shutil
 import sqlite3
 import threading
 from collections.abc import AsyncIterator
@@ -271,6 +272,39 @@ async def test_a_commit_that_fails_has_not_happened(tmp_path: Path) -> None:
     await store.add_file(file)
     assert await store.get_file("t", file.id, NOW) == file
     await store.close()
+
+
+async def test_what_is_written_to_a_deleted_database_is_refused_until_it_is_back(tmp_path: Path) -> None:
+    """SQLite would go on in a file without a name: a 200 for what is lost at the end."""
+    place, away = tmp_path / "state", tmp_path / "away"
+    place.mkdir()
+    store = SqliteStore(place / "s.db")
+    first, second = a_file(), a_file()
+    await store.add_file(first)
+    place.rename(away)
+    outcomes = await asyncio.gather(
+        store.add_file(second), store.get_file("t", first.id, NOW), store.add_file(a_file()), return_exceptions=True
+    )
+    assert isinstance(outcomes[0], StorageError) and isinstance(outcomes[2], StorageError)
+    assert outcomes[1] == first, "what only reads goes on"
+    place.mkdir()
+    (place / "s.db").touch()  # another file of that name
+    with pytest.raises(StorageError):
+        await store.add_file(second)
+    (place / "s.db").unlink()
+    place.rmdir()
+    away.rename(place)
+    await store.add_file(second)
+    assert await store.get_file("t", second.id, NOW) == second
+    await store.close()
+
+
+async def test_a_folder_that_was_deleted_is_a_fault_of_storage(tmp_path: Path) -> None:
+    state = await asyncio.to_thread(open_state, tmp_path / "s", None)
+    shutil.rmtree(tmp_path / "s")
+    with pytest.raises(StorageError):
+        await asyncio.to_thread(state.create_temp)
+    await state.close()
 
 
 async def test_settings_that_durability_rests_on(store: SqliteStore) -> None:

@@ -89,6 +89,8 @@ async def _read_raw(request: Request) -> bytearray:
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type != "application/json":
         raise ApiError(415)
+    if request.headers.get("content-encoding", "identity").strip().lower() not in ("", "identity"):
+        raise ApiError(415, "The request body must be sent as it is, without a Content-Encoding.")
     raw = bytearray()
     async for chunk in request.stream():
         raw += chunk

@@ -12,8 +12,10 @@ from pathlib import Path
 
 from gateway.http.errors import ApiError
 
-# Reasons why a disk does not take data; the cause is outside, and goes away without us.
-DISK_FAULTS = frozenset({errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EMFILE, errno.ENFILE})
+# Reasons why a disk does not take data; the cause is outside, and goes away without us. ENOENT: the folder is gone.
+DISK_FAULTS = frozenset(
+    {errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EMFILE, errno.ENFILE, errno.ENOENT}
+)
 
 
 class StorageError(ApiError):

@@ -19,7 +19,7 @@ class SqliteStore(SqliteFiles, SqliteBatches):
     """Raises ConfigError when the database cannot be used."""
 
     def __init__(self, path: Path, on_commit: Work[None] | None = None) -> None:
-        self._writer = SqliteWriter(open_database(path), on_commit)
+        self._writer = SqliteWriter(open_database(path), on_commit, path)
 
     async def settle(self) -> None:
         """Commit something: what is not to be seen now of a commit in doubt cannot appear after a crash any more."""

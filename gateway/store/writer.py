@@ -4,6 +4,8 @@ Knows nothing of tables. Reads go through the same connection, in order, so they
 """
 
 import asyncio
+import logging
+import os
 import queue
 import sqlite3
 import threading
@@ -16,6 +18,8 @@ from typing import Any, TypeVar
 from engine.errors import ConfigError
 from gateway.store.disk import StorageError
 from gateway.store.schema import MIGRATIONS, VERSION
+
+log = logging.getLogger("tidemill.gateway")
 
 ResultT = TypeVar("ResultT")
 Work = Callable[[sqlite3.Connection], ResultT]
@@ -96,11 +100,17 @@ def _migrate(connection: sqlite3.Connection) -> None:
 class SqliteWriter:
     """Runs functions of the connection in its thread; each is atomic, and done for good when its future is.
 
-    `on_commit` is called after every commit that may have written, in the thread.
+    `on_commit` is called after every commit that may have written, in the thread. `path`: the database; while it is no
+    longer there nothing is written, since SQLite would go on in a file that is lost at the end.
     """
 
-    def __init__(self, connection: sqlite3.Connection, on_commit: Work[None] | None = None) -> None:
+    def __init__(
+        self, connection: sqlite3.Connection, on_commit: Work[None] | None = None, path: Path | None = None
+    ) -> None:
         self._connection = connection
+        self._path = path
+        self._identity = None if path is None else path.stat()
+        self._is_lost = False
         self._on_commit = on_commit
         self._closed = False
         self._queue: queue.SimpleQueue[tuple[Work[Any], Future[Any]] | None] = queue.SimpleQueue()
@@ -139,6 +149,8 @@ class SqliteWriter:
             connection.execute("BEGIN")
             for work, future in group:
                 outcomes.append((future, *self._attempt(work)))
+            if connection.total_changes > changes:
+                self._check_place()
             committing = True
             connection.execute("COMMIT")
         except (sqlite3.Error, StorageError) as error:
@@ -151,6 +163,20 @@ class SqliteWriter:
                 future.set_result(result)
             else:
                 future.set_exception(failure)
+
+    def _check_place(self) -> None:
+        """Raises StorageError when the database that is open has been deleted or moved away."""
+        if self._path is None or self._identity is None:
+            return
+        try:
+            is_lost = not os.path.samestat(self._path.stat(), self._identity)
+        except OSError:
+            is_lost = True
+        if is_lost and not self._is_lost:
+            log.error("%s has been deleted or replaced: nothing is stored until it is back", self._path)
+        self._is_lost = is_lost
+        if is_lost:
+            raise StorageError
 
     def _attempt(self, work: Work[Any]) -> tuple[Any, Exception | None]:
         """One piece of work, undone alone if it fails for a reason of its own. Raises StorageError."""
