@@ -105,6 +105,8 @@ class PipedEngine(FakeFleetEngine):
         droppable = DroppableLayers(LAYERS, LAYER_BYTES, UNIT_LAYER_BYTES, UNITS)
         self.info = EngineInfo(40, VOCAB, frozenset(), "fake", "none", "none", 0, droppable=droppable)
         self.process: Process | None = None
+        self.one_is_dead: Callable[[], bool] = lambda: False
+        self.parted_by_itself = False
         self.answers: list[asyncio.Future[None]] = []
         self.calls = Calls(self._send)
         self.regroup = Regrouping(self.calls, self.open, self.suspects, self.abort)
@@ -141,6 +143,7 @@ class PipedEngine(FakeFleetEngine):
             self.open.add(OpenRequest(request, stream, 0.0, accepted=True))
             self.process.add(request)
             streams.append(stream)
+        self.report = self.process.load()
         return streams
 
     def adopt(self, entries: Sequence[OpenRequest]) -> None:
@@ -159,6 +162,7 @@ class PipedEngine(FakeFleetEngine):
         if self.process is not None and not self.hangs:
             self.process.step()
             self.process.core.check_integrity()
+            self.report = self.process.load()
 
     def _take(self, output: Any) -> None:
         entry = self.open.get(output.request_id)
@@ -170,6 +174,7 @@ class PipedEngine(FakeFleetEngine):
 
     def _part(self, process: Process) -> None:
         if process is self.process:
+            self.parted_by_itself |= not self.one_is_dead()
             self.regroup.parted = True
             self.changed()
 
@@ -193,7 +198,7 @@ class PipedEngine(FakeFleetEngine):
 class Changes(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.patches = [patch.object(stage, "RETIRE_LOOKS", 2), patch.object(stage, "LOOK_SECONDS", 0.0)]
+        self.patches: list[Any] = [patch.object(stage, "RETIRE_LOOKS", 2), patch.object(stage, "LOOK_SECONDS", 0.0)]
         for each in self.patches:
             each.start()
         self.loop = asyncio.new_event_loop()
@@ -206,6 +211,7 @@ class Changes(RuleBasedStateMachine):
     async def _start(self) -> None:
         def make(_number: int, changed: Callable[[], None]) -> Any:
             self.engines.append(PipedEngine(changed))
+            self.engines[-1].one_is_dead = lambda: any(engine.process is None for engine in self.engines)
             return self.engines[-1]
 
         self.fleet = FleetClient(make, 2, drop=True, lines=2, clock=lambda: 0.0)
@@ -294,6 +300,11 @@ class Changes(RuleBasedStateMachine):
         self.pipelines._before = lambda _step: None
 
     @invariant()
+    def a_pipeline_ends_with_an_engine_alone(self) -> None:
+        """Not because a stage finds that a past is not there."""
+        assert not any(engine.parted_by_itself for engine in self.engines)
+
+    @invariant()
     def each_request_is_in_one_place(self) -> None:
         held = [entry.request.request_id for engine in self.engines for entry in engine.open]
         assert len(held) == len(set(held))
@@ -320,6 +331,7 @@ class Changes(RuleBasedStateMachine):
             if all(reader.done() for reader in self.readers):
                 break
             self._settle(*[engine.step for engine in self.engines])
+            self.a_pipeline_ends_with_an_engine_alone()
         for reader in self.readers:
             assert reader.done(), "a request has not ended"
             reader.result()

@@ -99,5 +99,6 @@ class StagedFake(FakeRunner):
             try:
                 tokens = self.compute(pickle.loads(message)).token_ids
             except AssertionError as error:
+                link.close()  # the leader must not wait for it
                 raise LinkLostError(f"the follower's past is wrong: {error}") from None
             link.send(pickle.dumps(tokens))
