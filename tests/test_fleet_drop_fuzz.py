@@ -346,3 +346,19 @@ class Changes(RuleBasedStateMachine):
 
 TestChanges = Changes.TestCase
 TestChanges.settings = settings(max_examples=20, stateful_step_count=25, deadline=None)
+
+
+def test_requests_of_both_engines_go_through_a_drop_and_a_restore() -> None:
+    """What the machine seldom comes to by chance: both have pasts, and steps follow at once."""
+    machine = Changes()
+    for _ in range(4):
+        machine.ask(False, 10, 8)
+    for engine in (0, 1):
+        machine.step(engine, 2)
+        assert len(machine.engines[engine].open) == 2
+    machine.drop(0, None)
+    machine.step(0, 2)
+    machine.a_pipeline_ends_with_an_engine_alone()
+    machine.restore(None)
+    assert [machine.pipelines.drops, machine.pipelines.restores, machine.pipelines.failures] == [1, 1, 0]
+    machine.teardown()
