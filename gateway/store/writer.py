@@ -176,7 +176,7 @@ class SqliteWriter:
             log.error("%s has been deleted or replaced: nothing is stored until it is back", self._path)
         self._is_lost = is_lost
         if is_lost:
-            raise StorageError
+            raise StorageError from FileNotFoundError(str(self._path))
 
     def _attempt(self, work: Work[Any]) -> tuple[Any, Exception | None]:
         """One piece of work, undone alone if it fails for a reason of its own. Raises StorageError."""
