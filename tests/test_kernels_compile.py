@@ -157,13 +157,13 @@ def attention_inputs(head_dim: int, group: int, dtype: torch.dtype, table: torch
 
 
 def compile_decode(
-    compiler: Compiler, arch: int, head_dim: int, group: int, dtype: torch.dtype, table: torch.dtype
+    compiler: Compiler, arch: int, head_dim: int, group: int, dtype: torch.dtype, table: torch.dtype, window: int = 0
 ) -> None:
     q, *cache = attention_inputs(head_dim, group, dtype, table)
     tile = configs.decode_config(arch, head_dim, group, dtype)
     work = DecodeWork(32, 98, tile.block_n, META)
     partial = meta(98, *q.shape[1:], dtype=torch.float32), meta(98, q.shape[1], dtype=torch.float32)
-    where = {"layer": 5, "scratch_base": 900, "scale": 0.1}
+    where = {"layer": 5, "scratch_base": 900, "scale": 0.1, "window": window}
     split, merge = compiler.launch(decode_attention, "decode_attention", arch, q, *cache, work, *partial, q, **where)
     for binary in (split, merge):
         check(binary, arch)
@@ -179,12 +179,12 @@ def compile_decode(
 
 
 def compile_prefill(
-    compiler: Compiler, arch: int, head_dim: int, group: int, dtype: torch.dtype, table: torch.dtype
+    compiler: Compiler, arch: int, head_dim: int, group: int, dtype: torch.dtype, table: torch.dtype, window: int = 0
 ) -> None:
     q, *cache = attention_inputs(head_dim, group, dtype, table)
     tile = configs.prefill_config(arch, head_dim, dtype)
     work = PrefillWork(8, 100, tile.block_m // group, META)
-    where = {"layer": 5, "scratch_base": 900, "scale": 0.1}
+    where = {"layer": 5, "scratch_base": 900, "scale": 0.1, "window": window}
     (binary,) = compiler.launch(prefill_attention, "prefill_attention", arch, q, *cache, work, q, **where)
     check(binary, arch)
     check_wide_copies(binary)
@@ -203,6 +203,12 @@ USUAL = [(90, 128, 4), (90, 64, 7), (90, 256, 2), (90, 80, 1), (80, 128, 4), (80
 @pytest.mark.parametrize(("arch", "head_dim", "group"), USUAL)
 def test_attention(compiler: Compiler, phase: str, arch: int, head_dim: int, group: int) -> None:
     ATTENTION[phase](compiler, arch, head_dim, group, torch.bfloat16, torch.int32)
+
+
+@pytest.mark.parametrize("phase", ATTENTION)
+@pytest.mark.parametrize("arch", [90, 80])
+def test_attention_within_a_window(compiler: Compiler, phase: str, arch: int) -> None:
+    ATTENTION[phase](compiler, arch, 128, 4, torch.bfloat16, torch.int32, window=4096)
 
 
 @pytest.mark.slow
