@@ -57,11 +57,14 @@ def test_a_fault_at_any_operation_leaves_nothing(tmp_path: Path, number: int, co
 
 
 def test_other_errors_are_bugs(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError), storage_errors():
-        Disk().create(tmp_path / "no" / "such" / "folder")
     Disk().create(tmp_path / "taken").close()
     with pytest.raises(FileExistsError), storage_errors():
         Disk().create(tmp_path / "taken")
+
+
+def test_a_folder_that_is_gone_takes_nothing(tmp_path: Path) -> None:
+    with pytest.raises(StorageError), storage_errors():
+        Disk().create(tmp_path / "no" / "such" / "folder")
 
 
 def test_a_device_that_is_always_full() -> None:

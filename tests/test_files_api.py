@@ -73,6 +73,18 @@ async def test_a_file_from_upload_to_deletion(ready: Ready, tmp_path: Path) -> N
     assert leftovers(tmp_path / "state") == {"files": [], "journals": [], "tmp": []}
 
 
+async def test_a_content_that_is_gone_is_no_fault_of_the_disk(ready: Ready, tmp_path: Path) -> None:
+    _, client = ready
+    file = await client.files.create(file=("a.jsonl", b"{}"), purpose="batch")
+    (tmp_path / "state" / "files" / file.id).unlink()
+    with pytest.raises(openai.NotFoundError):
+        await client.files.content(file.id)
+    (tmp_path / "state" / "files").rename(tmp_path / "state" / "elsewhere")
+    with pytest.raises(openai.APIStatusError, match="cannot store") as caught:
+        await client.with_options(max_retries=0).files.content(file.id)
+    assert caught.value.status_code == 507
+
+
 async def test_an_expiry_that_is_asked_for(ready: Ready) -> None:
     _, client = ready
     file = await upload(client, b"x", expires_after={"anchor": "created_at", "seconds": 3600})

@@ -192,12 +192,15 @@ async def read_content(request: Request, file_id: str) -> Response:
 
     def open_file() -> int:
         with storage_errors():
-            return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            except FileNotFoundError:
+                if path.parent.is_dir():  # else the whole folder is gone
+                    raise no_such_file() from None
+                raise
 
-    try:  # once open it can be read to its end, whoever deletes it meanwhile
-        descriptor = await to_thread.run_sync(open_file)
-    except FileNotFoundError:
-        raise no_such_file() from None
+    # Once open it can be read to its end, whoever deletes it meanwhile.
+    descriptor = await to_thread.run_sync(open_file)
     return FileContent(descriptor, file.bytes)
 
 
