@@ -53,7 +53,8 @@ class OnlineSettings:
                      each of them must keep a limit on its P99, so this is well above what requests are promised
     initial_margin   relative margin of a regime before its first step (see `with_error`)
     max_margin       the largest relative margin
-    max_scale        the scale stays within [1/max_scale, max_scale]
+    max_scale        the scale stays within [1/max_scale, max_scale]: a profile that was measured while all cores were
+                     busy is 30 times too slow
     window           steps of the windowed error
     ring             recent steps kept per regime
     """
@@ -65,7 +66,7 @@ class OnlineSettings:
     quantile: float = 0.995
     initial_margin: float = 0.05
     max_margin: float = 0.75
-    max_scale: float = 8.0
+    max_scale: float = 64.0
     window: int = 512
     ring: int = 256
 
@@ -139,7 +140,7 @@ class OnlineModel:
         self._mean_raw, self._num_scaled = 0.0, 0
         self.regimes = [self._prior(regime) for regime in range(NUM_REGIMES)]
         self._margins = [0.0] * (NUM_REGIMES + 1)
-        self._raise_margins(0)
+        self._raise_margins()
         if not self.num_observed:
             self._recent = [SampleLog(capacity=self.settings.ring) for _ in range(NUM_REGIMES)]
             self._whole = [SampleLog(capacity=self.settings.ring) for _ in range(NUM_REGIMES)]
@@ -170,7 +171,7 @@ class OnlineModel:
         self._whole[index].append(features, measured)
         self._follow_device(raw, device)
         self._learn(self.regimes[index], measured, sure)
-        self._raise_margins(index)
+        self._raise_margins()
 
     def _follow_device(self, raw: float, device: float) -> None:
         """Move the scale: `raw` seconds by the model took `device` seconds."""
@@ -217,19 +218,14 @@ class OnlineModel:
         stats.quantile += pace * (settings.quantile if above else settings.quantile - 1.0)
         stats.quantile = min(max(stats.quantile, 0.0), settings.max_margin)
 
-    def _raise_margins(self, index: int) -> None:
-        """Margins in seconds at 2^(r−1) tokens, never falling with r; regime `index` and those above may change."""
-        margins = self._margins
-        highest = margins[index - 1] if index else 0.0
-        for regime in range(index, NUM_REGIMES):
-            stats = self.regimes[regime]
-            own = stats.quantile * stats.mean_expected
-            if own > highest:
-                highest = own
-            if margins[regime] == highest and regime > index:
-                return
-            margins[regime] = highest
-        margins[NUM_REGIMES] = highest
+    def _raise_margins(self) -> None:
+        """Margins in seconds at 2^(r−1) tokens, never falling with r. What the profile says of regimes without a step
+        is as far off as it is of the others."""
+        highest = 0.0
+        for regime, stats in enumerate(self.regimes):
+            own = stats.quantile * stats.mean_expected * (1.0 if stats.count else self._usual_scale)
+            highest = self._margins[regime] = max(highest, own)
+        self._margins[NUM_REGIMES] = highest
 
     def _count_error(self, error: float) -> None:
         at = self.num_observed % len(self._errors)

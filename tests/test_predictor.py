@@ -618,6 +618,14 @@ def test_the_scale_follows_a_slower_device_and_comes_back() -> None:
     assert model.scale == pytest.approx(1.0, rel=0.05)
 
 
+def test_a_profile_of_an_hour_in_which_every_core_was_busy_is_left_behind() -> None:
+    model, features = OnlineModel(LatencyModel(intercept=0.15)), BatchFeatures()
+    features.add_decodes(4, 400)
+    for _ in range(4000):  # 20 s
+        model.observe(features, 0.005)
+    assert model.predict(features) < 0.007
+
+
 def test_a_fast_spell_is_not_counted_on_until_it_is_the_usual() -> None:
     model, features = OnlineModel(LatencyModel(intercept=0.1)), BatchFeatures()
     features.add_decodes(4, 400)
