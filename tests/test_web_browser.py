@@ -239,7 +239,7 @@ def test_all_of_it_is_reached_by_keyboard_and_seen(page: Any) -> None:
 def busy(page: Any, tmp_path: Path) -> Iterator[None]:
     """A batch of 6,000 rows beside five who ask now and then, for a minute and as long as the block."""
     source, ended = tmp_path / "many.jsonl", threading.Event()
-    source.write_text(rows(6000))
+    source.write_text(rows(20_000))
     upload(page, source)
 
     def ask(number: int) -> None:
