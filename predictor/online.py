@@ -219,11 +219,11 @@ class OnlineModel:
         stats.quantile = min(max(stats.quantile, 0.0), settings.max_margin)
 
     def _raise_margins(self) -> None:
-        """Margins in seconds at 2^(r−1) tokens, never falling with r. What the profile says of regimes without a step
-        is as far off as it is of the others."""
-        highest = 0.0
+        """Margins in seconds at 2^(r−1) tokens, never falling with r. Where the profile is far too slow, so is what
+        it says of regimes without a step."""
+        highest, trust = 0.0, min(1.0, 2.0 * self._usual_scale)
         for regime, stats in enumerate(self.regimes):
-            own = stats.quantile * stats.mean_expected * (1.0 if stats.count else self._usual_scale)
+            own = stats.quantile * stats.mean_expected * (1.0 if stats.count else trust)
             highest = self._margins[regime] = max(highest, own)
         self._margins[NUM_REGIMES] = highest
 
