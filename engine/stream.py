@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Callable
 
 from engine.api import EngineRequest, RequestClass, RequestOutput, TokenLogprobs
+from engine.turns import Turns
 
 STREAM_LIMIT = 1024
 TOGETHER_SECONDS = 0.05
@@ -16,11 +17,15 @@ class RequestStream:
     """Implements engine.api.OutputStream. `abort` ends the request; it is called by `aclose`.
 
     With `final_only` everything is merged into one terminal output, so nothing piles up however slow the reader;
-    otherwise what comes within `together` seconds after an output is read as one, but for the last.
+    otherwise what comes within `together` seconds after an output is read as one, but for the last. With `turns` each
+    output is read in a turn of those.
     """
 
-    def __init__(self, abort: Callable[[], None], *, final_only: bool, together: float = 0.0) -> None:
+    def __init__(
+        self, abort: Callable[[], None], *, final_only: bool, together: float = 0.0, turns: Turns | None = None
+    ) -> None:
         self._abort = abort
+        self._turns = turns
         self._merged = _Merged() if final_only else None
         self._together, self._not_before = together, 0.0
         self._outputs: deque[RequestOutput] = deque()
@@ -30,8 +35,10 @@ class RequestStream:
     @classmethod
     def of(cls, request: EngineRequest, abort: Callable[[], None]) -> "RequestStream":
         """The stream of a request, as its class wants it."""
-        in_bundles = request.request_class is RequestClass.OFFLINE and not request.final_only
-        return cls(abort, final_only=request.final_only, together=TOGETHER_SECONDS if in_bundles else 0.0)
+        if request.request_class is RequestClass.ONLINE:
+            return cls(abort, final_only=request.final_only)
+        together = 0.0 if request.final_only else TOGETHER_SECONDS
+        return cls(abort, final_only=request.final_only, together=together, turns=Turns.of_loop())
 
     def __aiter__(self) -> "RequestStream":
         return self
@@ -42,13 +49,19 @@ class RequestStream:
                 raise StopAsyncIteration
             self._readable.clear()
             await self._readable.wait()
-        return await self._gather() if self._together else self._outputs.popleft()
+        if self._together:
+            await self._rest()
+        if self._turns is not None:
+            await self._turns.take()
+        return self._gather() if self._together else self._outputs.popleft()
 
-    async def _gather(self) -> RequestOutput:
+    async def _rest(self) -> None:
         loop = asyncio.get_running_loop()
         if not self._ended and (rest := self._not_before - loop.time()) > 0.0:
             await asyncio.sleep(rest)
         self._not_before = loop.time() + self._together
+
+    def _gather(self) -> RequestOutput:
         outputs, self._outputs = self._outputs, deque()
         if len(outputs) > 1 and outputs[-1].error is not None:  # what came before it is an answer still
             self._outputs.append(outputs.pop())

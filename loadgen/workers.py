@@ -10,8 +10,9 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Callable
-from dataclasses import fields
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import fields, replace
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -49,14 +50,63 @@ def execute(plan: Plan, workers: int, show: Show) -> Records:
 
 async def run_here(plan: Plan, begin: Callable[[float], None] = lambda _epoch: None) -> Records:
     """Runs the plan in the running event loop, without workers or a live line. `begin` is told the run's time 0 (of
-    time.monotonic()), a little ahead of it."""
+    time.monotonic()), a little ahead of it.
 
-    def epoch() -> float:
+    Flex requests beside online ones are sent by a process of their own until the online ones have ended: this loop
+    would read a chat's token late while it reads a hundred streams, and what is late must be the server's fault."""
+    beside = plan.online is not None and plan.offline_mode == "flex"
+    with _offline_apart(plan) if beside else nullcontext() as offline:
+
+        def epoch() -> float:
+            found = time.monotonic() + LEAD if offline is None else offline.begin()
+            begin(found)
+            return found
+
+        records = await _run(replace(plan, offline_mode="none") if beside else plan, lambda _: None, epoch)
+        return records if offline is None else _merge([records, await asyncio.to_thread(offline.end)])
+
+
+class _Apart:
+    """The offline requests of a plan, sent by another process."""
+
+    def __init__(self, process: BaseProcess, connection: Connection) -> None:
+        self._process, self._connection = process, connection
+
+    def begin(self) -> float:
+        """Waits until it is ready and returns the run's time 0. Raises ServerError."""
+        self._receive()
         found = time.monotonic() + LEAD
-        begin(found)
+        self._connection.send(found)
         return found
 
-    return await _run(plan, lambda _: None, epoch)
+    def end(self) -> Records:
+        """Stops it; what it observed. Raises ServerError."""
+        _interrupt([self._process])
+        while not isinstance(message := self._receive(), Records):
+            pass
+        return replace(message, interrupted=False)
+
+    def _receive(self) -> object:
+        try:
+            return self._connection.recv()
+        except EOFError:
+            raise ServerError("the process that sends offline requests ended without a result") from None
+
+
+@contextmanager
+def _offline_apart(plan: Plan) -> Iterator[_Apart]:
+    windows = replace(plan.windows, warmup=0.0, cooldown=0.0, horizon=None)
+    offline = replace(plan, online=None, windows=windows)
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process: BaseProcess = context.Process(target=_child, args=(offline, theirs), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        yield _Apart(process, ours)
+    finally:
+        process.join(timeout=1)
+        process.kill()
 
 
 async def _run(plan: Plan, show: Show, epoch: Callable[[], float]) -> Records:

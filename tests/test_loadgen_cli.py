@@ -1,5 +1,6 @@
 """`tidemill bench` from end to end against a scripted server: folders, reports, exit codes."""
 
+import asyncio
 import csv
 import gzip
 import json
@@ -10,11 +11,16 @@ import numpy as np
 import pytest
 from loadgen_server import Script, serving_in_thread
 
-from loadgen import checks, cli, compare, flags, folder, report, svg, sweep
+from loadgen import checks, cli, compare, flags, folder, report, svg, sweep, workers
 from loadgen.cli import main
+from loadgen.client import Target
 from loadgen.errors import InputError
+from loadgen.plan import Job, Plan, Windows
+from loadgen.prompts import TokenIds
 from loadgen.records import RequestRecord
+from loadgen.runner import Run
 from loadgen.svg import Mark, Series
+from loadgen.workloads import fixed
 
 SVG = "{http://www.w3.org/2000/svg}svg"
 KEYS = [
@@ -230,6 +236,26 @@ def test_several_worker_processes_share_one_schedule(tmp_path, calm) -> None:
         assert bench(url, tmp_path / "a", "--workers", "2", "--only", "online") == 0
     found = folder.read_requests(tmp_path / "a")
     assert sorted(record.index for record in found) == list(range(20)) and all(record.ok for record in found)
+
+
+def test_flex_requests_beside_online_ones_have_a_process_of_their_own_and_end_with_those(monkeypatch, calm) -> None:
+    monkeypatch.setattr(Run, "_flex", None)  # in this process
+    script = Script(delay=0.02)
+    with serving_in_thread(script) as url:
+        online = fixed(1, 8, 3).at(np.array([0.0, 0.3, 0.6]))
+        jobs = (Job(fixed(4_000, 8, 3)),)
+        work = Plan(
+            Target(url, model="m"), online, jobs=jobs, offline_mode="flex", offline_concurrency=3, source=TokenIds(),
+            windows=Windows(horizon=0.6, drain=5.0),
+        )  # fmt: skip
+        epochs: list[float] = []
+        records = asyncio.run(workers.run_here(work, epochs.append))
+    by_class = {name: [r for r in records.requests if r.service_class == name] for name in ("online", "offline")}
+    assert [record.index for record in by_class["online"]] == [0, 1, 2] and all(r.ok for r in by_class["online"])
+    done = [record for record in by_class["offline"] if record.ok]
+    assert 10 < len(done) < 400 and len(by_class["offline"]) - len(done) <= 3, "stopped when the chats had ended"
+    assert not records.interrupted and len(epochs) == 1
+    assert {body.get("service_tier") for body in script.bodies} == {None, "flex"}
 
 
 def test_trace_command_converts(tmp_path, capsys) -> None:

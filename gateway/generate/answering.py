@@ -16,6 +16,7 @@ from starlette.responses import Response
 
 from engine.api import RequestClass
 from engine.errors import TidemillError
+from engine.turns import Turns
 from gateway.context import GatewayContext, context_of, tenant_of, tier_of
 from gateway.generate.choices import Delta, Generation
 from gateway.generate.pace import at_half_speed
@@ -70,6 +71,8 @@ async def read_body(request: Request, parse: Callable[[bytearray], BodyT]) -> Bo
     if body.service_tier in (None, "auto"):
         model = context_of(request).models.find(body.model)
         body.service_tier = (model and model.tier) or tier_of(request)
+    if body.service_tier == "flex":  # many that come at once must not be planned in one round of the event loop
+        await Turns.of_loop().take()
     return body
 
 
