@@ -5,7 +5,6 @@ Knows nothing of routes.
 """
 
 import asyncio
-import gc
 import logging
 import os
 import queue
@@ -22,6 +21,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from engine.errors import ConfigError, TidemillError
+from engine.machine import garbage
 from gateway.config import ServerConfig
 from gateway.context import GatewayContext
 from gateway.http.connection import ProtocolLimits, with_limits
@@ -32,6 +32,7 @@ KEEP_ALIVE_SECONDS = 30
 CLOSE_SECONDS = 2  # for connections to take their last bytes once the engine has ended everything
 LAST_SECONDS = 5.0  # after its drain a server ends, whatever hangs
 SWITCH_SECONDS = 0.0002  # for which a thread that reads a large body may keep the event loop from the interpreter
+TIDY_SECONDS = 1.0
 DEAD_ENGINE = 70
 """The exit code of a server whose engine is dead: whoever started it may start it again."""
 
@@ -82,6 +83,7 @@ class GatewayServer(uvicorn.Server):
         self._drain_task: asyncio.Task[None] | None = None
         self._reload_task: asyncio.Task[None] | None = None
         self._engine_watch: asyncio.Task[None] | None = None
+        self._tidying: asyncio.Task[None] | None = None
         self._has_terminal = has_terminal()
         self._num_signals = 0
         self.exit_code = 0
@@ -89,10 +91,8 @@ class GatewayServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         if self._last_resort is not None:
-            # Modules and model are some 300,000 objects that stay: a full collection over them takes 150 ms, in which
-            # no step goes on. Frozen, they are not looked at again.
-            gc.collect()
-            gc.freeze()
+            garbage.settle()
+            self._tidying = asyncio.create_task(self._tidy(), name="tidemill-garbage")
             sys.setswitchinterval(SWITCH_SECONDS)
         self._loop = asyncio.get_running_loop()
         self._engine_watch = asyncio.create_task(self._watch_engine(), name="tidemill-engine-watch")
@@ -116,10 +116,17 @@ class GatewayServer(uvicorn.Server):
             self._loop.call_soon_threadsafe(self._begin_drain)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        if self._engine_watch is not None:
-            self._engine_watch.cancel()
-            await asyncio.wait([self._engine_watch])
+        tasks = [task for task in (self._engine_watch, self._tidying) if task is not None]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
         await super().shutdown(sockets)
+
+    async def _tidy(self) -> None:
+        while True:
+            await asyncio.sleep(TIDY_SECONDS)
+            garbage.collect_due(at_rest=not self.server_state.tasks)
 
     async def _watch_engine(self) -> None:
         """A server whose engine is dead for good ends: 503 for ever helps nobody."""

@@ -9,7 +9,6 @@ only have ended its requests: whoever started it starts it again, and they go on
 import asyncio
 import contextlib
 import faulthandler
-import gc
 import importlib
 import logging
 import math
@@ -32,6 +31,7 @@ from engine.engine import Engine
 from engine.errors import EngineStepError, EngineUnavailableError, ErrorInfo, TidemillError
 from engine.flight import recorder as flight
 from engine.flight.recorder import FlightRecorder
+from engine.machine import garbage
 from engine.process import frames, sabotage
 from engine.process.connection import Connection
 from engine.process.golden import HOUR, Golden, golden_file
@@ -159,8 +159,7 @@ def run(sock: socket.socket, make: Build, prepare: Prepare, find_golden: FindGol
     except TidemillError as error:
         sock.sendall(frames.encode(frames.NotStarted(ErrorInfo.of(error))))
         return
-    gc.collect()
-    gc.freeze()  # modules and model are objects that stay: a full collection over them takes 150 ms
+    garbage.settle()
     file = find_golden(launch.config, folder)
     server = EngineServer(engine, None if file is None else Golden(engine, file))
     if launch.recorder is not None:

@@ -5,7 +5,6 @@ device is compared with what a scheduler gets that knows the times of steps, on 
 """
 
 import asyncio
-import gc
 import math
 import random
 import time
@@ -24,6 +23,7 @@ from engine.core import EngineCore
 from engine.engine import Engine
 from engine.execution.cuda.device import CudaDevice
 from engine.execution.runner import Runner
+from engine.machine import garbage
 from engine.models.spec import ModelSpec
 from engine.profiling.calibration import measure_profile
 from engine.scheduling.output import ModelRunnerOutput, SchedulerOutput
@@ -111,7 +111,7 @@ async def _check(setup: Setup) -> list[Row]:
     model = measure_profile(runner, config.limits, spec.vocab_size, key, setup.size(15, 1)).profile.model
     seconds = float(setup.size(15, 1))
     setup.release()
-    gc.freeze()  # as the server does: a full collection is no part of a step
+    garbage.settle()  # as the server does: a full collection is no part of a step
     full = await _phase(_engine(spec, runner, EngineCore(config)), sizes, 0.0, True, seconds)
     rate = _LOAD * full.ended / full.seconds
     before = Watched(config, model, SLO.parse(_TTFT), BudgetParams("tidemill", 0.0))
