@@ -154,6 +154,7 @@ def run(sock: socket.socket, make: Build, prepare: Prepare, find_golden: FindGol
         if launch.held:
             sock.sendall(frames.encode(prepare(launch)))
             _begin, *early = early or _first_messages(sock, reader)
+        garbage.settle()  # already: step times are measured as they will be
         engine = make(launch.config, tell)
         sock.sendall(frames.encode(frames.Built(engine.info)))
     except TidemillError as error:
