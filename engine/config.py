@@ -74,9 +74,7 @@ class EngineConfig:
         None, "most tokens in one step, the prefill chunk's upper bound (default: 512; 2048 on a GPU of 40 GB, ...)"
     )
     chunked_prefill: bool = _flag(True, "run prompts in chunks beside decodes; off: whole, in steps of their own")
-    forced_tokens: bool = _flag(
-        True, "compute tokens for which a grammar leaves no choice at once, not one by one (on a CPU)"
-    )
+    forced_tokens: bool = _flag(True, "compute tokens for which a grammar leaves no choice at once, not one by one")
     max_num_waiting: int = _flag(1024, "most online requests waiting, and most flex requests; beyond it 429")
     max_queue_time: str = _flag(
         DEFAULT_QUEUE,

@@ -10,7 +10,7 @@ once their content is confirmed. HyGen §4.1; reliability E1-E8.
 
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import chain, islice
 from operator import attrgetter
@@ -84,11 +84,13 @@ _make_output: Callable[[Iterable[object]], RequestOutput] = partial(tuple.__new_
 
 @dataclass(frozen=True, slots=True)
 class _InFlight:
-    """A step that was scheduled and not yet updated; `epochs` tell which requests were rewound since."""
+    """A step that was scheduled and not yet updated; `epochs` tell which requests were rewound since, `known` whose
+    next token became known, and was told, while the step ran."""
 
     output: SchedulerOutput
     requests: list[Request]
     epochs: list[int]
+    known: set[Request] = field(default_factory=set)
 
 
 class OpenRequest(NamedTuple):
@@ -464,6 +466,9 @@ class EngineCore:
         if len(tokens) < len(chunks):
             given = iter(tokens)
             tokens = [next(given) if chunk[3] else NO_TOKEN for chunk in chunks]
+        if flight.known:
+            pairs = zip(flight.requests, tokens, strict=True)
+            tokens = [NO_TOKEN if request in flight.known else token for request, token in pairs]
         if result.logprobs or result.forced or result.pooled:
             return self._confirm_others(flight, tokens, result, now)
         running, block_size, publish = RequestStatus.RUNNING, self.config.block_size, self._state.cache.publish
@@ -551,9 +556,15 @@ class EngineCore:
     def _append_forced(
         self, request: Request, output: RequestOutput, run: tuple[int, ...], now: float
     ) -> RequestOutput:
-        """`output`, and behind its token what must follow it; a step in flight makes its own next token."""
-        if not run or request.num_placeholders or output.finish_reason is not None:
+        """`output`, and behind its token what must follow it. A step in flight computes the token and samples what is
+        the first of the run; the others are a chunk of the step behind it."""
+        if not run or output.finish_reason is not None:
             return output
+        if request.num_placeholders:
+            behind = self._in_flight[0]
+            assert request.num_placeholders == 1 and behind.output.step_id == request.last_step
+            behind.known.add(request)
+            request.num_placeholders = 0
         given = list(output.token_ids)
         for token in run:
             output = self._append_token(request, token, None, now)

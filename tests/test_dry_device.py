@@ -52,7 +52,8 @@ def hidden(unit: int) -> CacheEntry:
 
 
 class Masks:
-    """Stands for `RowMasks`: one token of the vocabulary may come next, and the last row's mask is late."""
+    """Stands for `RowMasks`: one token of the vocabulary may come next, the last row's mask is late, and two tokens
+    must follow the first row's."""
 
     def __init__(self, vocab: int) -> None:
         self._words = -(-vocab // 32)
@@ -60,7 +61,7 @@ class Masks:
     def start(self, where: IntArray, ends: IntArray, alone: bool) -> FinishMasks:
         places, none = np.arange(len(where) - 1), np.zeros(0, dtype=np.int64)
         bits = np.ones((len(places), self._words), dtype=np.int32)
-        return lambda: StepMasks(places, bits, np.array([len(where) - 1]), none)
+        return lambda: StepMasks(places, bits, np.array([len(where) - 1]), none, {0: (5, 6)})
 
 
 def make_runner(spec: ModelSpec, *, graphs: bool = True, tokens: int = 32) -> Runner[CudaDevice]:

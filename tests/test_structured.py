@@ -2,8 +2,10 @@
 
 import concurrent.futures
 import functools
+import itertools
 import json
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -115,8 +117,7 @@ def make_driver(
         runner = Runner(NativeDevice(Decoder(spec(), weights(native())), native(), config.limits))
     else:
         runner = Runner(TorchDevice(Decoder(spec(), weights()), config.limits))
-    most = 0 if config.pipeline_depth else max_forced
-    runner.masks = RowMasks(runner.device.rows, compiler(), patience, lone_patience, most)
+    runner.masks = RowMasks(runner.device.rows, compiler(), patience, lone_patience, max_forced)
     return Driver(runner, config)
 
 
@@ -265,7 +266,7 @@ def test_backends_draw_what_torch_draws(backend: str) -> None:
     assert texts[0] == texts[1]
 
 
-@pytest.mark.parametrize("backend", ["torch", "native"])
+@pytest.mark.parametrize("backend", ["torch", "native", "cuda"])
 def test_forced_tokens_save_steps_and_change_nothing(backend: str) -> None:
     """Seeds, a short answer that ends in the middle of a run, penalties, a pool that is too small: token for token what
     comes one by one, in fewer steps."""
@@ -275,7 +276,7 @@ def test_forced_tokens_save_steps_and_change_nothing(backend: str) -> None:
         for number, (name, schema) in enumerate([*SCHEMAS.items()] * 2):
             limit = (60, 7)[number % 2]
             kind = [RequestClass.ONLINE, RequestClass.OFFLINE][number % 3 == 0]
-            options: dict[str, Any] = {"frequency_penalty": 1.0} if number % 4 == 1 else {}
+            options: dict[str, Any] = {"frequency_penalty": -2.0} if number % 4 == 1 else {}
             ask_for = ask(f"{name} {number}", json_grammar(schema), limit, seed=number, request_class=kind, **options)
             driver.add(ask_for)
         driver.add(ask("free", None, 40, seed=3))
@@ -288,9 +289,62 @@ def test_forced_tokens_save_steps_and_change_nothing(backend: str) -> None:
     assert steps[0] - steps[1] >= forced[1] / 2, "each would have been a chunk of its own"
 
 
-def test_a_run_of_forced_tokens_is_one_chunk_and_as_urgent_as_a_decode() -> None:
-    """Beside a long prompt, which takes what is left of the steps."""
-    driver = make_driver("torch")
+@pytest.mark.parametrize("fails", [False, True])
+def test_forced_tokens_behind_a_step_in_flight_outlast_late_masks_and_failures(
+    fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every third mask is late, and steps fail with the one behind them: token for token the same answers."""
+    run, masks = masks_module._RowMatcher.run, itertools.count()
+
+    def hesitate(*work: Any) -> None:
+        if next(masks) % 3 == 0:
+            time.sleep(0.002)
+        run(*work)
+
+    monkeypatch.setattr(masks_module._RowMatcher, "run", hesitate)
+    drivers = make_driver("cuda", max_forced=0), make_driver("cuda", num_blocks=60, patience=1e-3)
+    device, calls = drivers[1].runner.device, 0  # type: ignore[attr-defined]
+    forward = device.forward
+
+    def fragile(*args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        given = forward(*args)
+        if fails and calls in (5, 60):  # trials lie between
+            raise RuntimeError("the device is gone")
+        return given
+
+    device.forward = fragile
+    for driver in drivers:
+        for number, (name, schema) in enumerate([*SCHEMAS.items()] * 2):
+            kind = [RequestClass.ONLINE, RequestClass.OFFLINE][number % 2]
+            driver.add(ask(f"{name} {number}", json_grammar(schema), 40, seed=number, request_class=kind))
+        driver.run()
+    assert drivers[0].outputs == drivers[1].outputs
+    stats = drivers[1].core.stats()
+    assert stats.forced_tokens > 0 and (stats.failed_steps > 0) is fails
+
+
+@pytest.mark.parametrize("backend", ["native", "cuda"])
+def test_penalties_count_forced_tokens(backend: str) -> None:
+    """As torch's path counts them, which looks at the tokens themselves."""
+    answers = []
+    for each in ("torch", backend):
+        driver = make_driver(each)
+        for number, (before, penalty) in enumerate([("abcabcbbcacba", 2.0), ("aabbccabcccbba", -2.0)] * 3):
+            options = {"frequency_penalty": penalty, "temperature": 0.0, "repetition_penalty": 1.0 + number / 5}
+            driver.add(ask(str(number), Grammar("regex", f"[abc]{{3}}{before}[abc]{{20}}"), 60, **options))
+        driver.run()
+        answers.append(driver.outputs)
+        assert driver.core.stats().forced_tokens > 0
+    assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize("backend", ["torch", "cuda"])
+def test_a_run_of_forced_tokens_is_one_chunk_and_as_urgent_as_a_decode(backend: str) -> None:
+    """Beside a long prompt, which takes what is left of the steps. Where a step is in flight it computes the first of
+    the tokens, and the chunk is in the one behind it."""
+    driver = make_driver(backend)
     word = "abcdefgh" * 3
     driver.add(ask("constant", json_grammar({"const": {word: word, "end": 1}}), 60))
     driver.launch()
@@ -303,6 +357,8 @@ def test_a_run_of_forced_tokens_is_one_chunk_and_as_urgent_as_a_decode() -> None
     assert json.loads(text_of(driver, "constant")) == {word: word, "end": 1}
     first = driver.steps.index(next(step for step in driver.steps if runs[longest] in step.chunks))
     assert first <= 2, "it did not wait for the prompt"
+    most = driver.steps[0].chunks[0].length + len(driver.outputs["constant"]) - 1 + driver.core.config.pipeline_depth
+    assert sum(chunk.length for chunk in runs) <= most, "none is computed twice"
 
 
 def test_choices_regexes_and_grammars() -> None:

@@ -55,8 +55,10 @@ FinishMasks = Callable[[], StepMasks]
 
 
 def masked(rows: RowTable, where: IntArray, ends: IntArray) -> BoolArray:
-    """[S] of rows `where [S]`: whether a mask may limit what is sampled at position `ends [S]`."""
-    return ends - rows.num_prompt[where] >= rows.sampling.masked_from[where]
+    """[S] of rows `where [S]`: whether a mask may limit what is sampled at position `ends [S]`. Not where the token is
+    known already: what is sampled there means nothing."""
+    begun: BoolArray = ends - rows.num_prompt[where] >= rows.sampling.masked_from[where]
+    return begun & (ends >= rows.known_to[where])
 
 
 class _State(enum.IntEnum):
@@ -217,7 +219,8 @@ class RowMasks:
             self._matchers[row] = matcher
         if matcher.work is not None:
             return matcher if matcher.end == end else None
-        answer = rows.tokens[row, rows.num_prompt[row] : end].copy()
+        # a token that never comes is read only by a step behind one that failed, and means nothing there
+        answer = np.maximum(rows.tokens[row, rows.num_prompt[row] : end], 0)
         run = partial(matcher.run, self._compiler, answer, self._room(row, end, matcher.params))
         matcher.end, matcher.work = end, self._start(matcher, run)
         return matcher

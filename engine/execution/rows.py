@@ -24,6 +24,7 @@ UNKNOWN = -1
 class RowTable:
     """`tokens [rows, max_model_len + 1]`; `num_blocks`, `num_prompt [rows]`; `tables [3, rows, max_blocks]`: units of
     K, V and hidden state, also as `k_table`, `v_table`, `hidden_table`. `generation [rows]`: requests a row has held.
+    `known_to [rows]`: tokens before that position were known before anything sampled them.
     `pooling`, `pools [rows]`: how, and whether, a row's request is made one vector. `adapters [rows]`: the number of
     its LoRA adapter, 0: none.
 
@@ -39,6 +40,7 @@ class RowTable:
         self.sampling = SamplingTable(self.num_rows)
         self.tokens = np.zeros((self.num_rows, limits.max_model_len + 1), dtype=np.int64)
         self.num_prompt = np.zeros(self.num_rows, dtype=np.int64)
+        self.known_to = np.zeros(self.num_rows, dtype=np.int64)
         self.pooling: list[Pooling | None] = [None] * self.num_rows
         self.pools = np.zeros(self.num_rows, dtype=np.bool_)
         self.adapters = np.zeros(self.num_rows, dtype=np.int64)
@@ -65,10 +67,16 @@ class RowTable:
             self._note(row, np.array([block]))
 
     def settle(self, rows: IntArray, ends: IntArray, generations: IntArray, tokens: npt.NDArray[np.integer]) -> None:
-        """Note sampled tokens [n] at positions `ends` of rows that still hold the request they were sampled for."""
-        same = self.generation[rows] == generations
+        """Note sampled tokens [n] at positions `ends` that wait for one, of rows that still hold the request they were
+        sampled for."""
+        same = (self.generation[rows] == generations) & (self.tokens[rows, ends] == UNKNOWN)
         # without a token its request ends, or runs the step again; one already in flight still needs some id to read
         self.tokens[rows[same], ends[same]] = np.maximum(tokens[same], 0)
+
+    def force(self, row: int, end: int, token_ids: Sequence[int]) -> None:
+        """Write what must follow the token before position `end`."""
+        self.known_to[row] = end + len(token_ids)
+        self.tokens[row, end : end + len(token_ids)] = token_ids
 
     def point(self, rows: IntArray, blocks: IntArray, k_entries: IntArray, v_entries: IntArray) -> None:
         """Set the K and V entries of blocks [n] of rows [n]."""
@@ -99,6 +107,7 @@ class RowTable:
     def _write(self, new: NewRequest) -> None:
         self.tokens[new.row, : len(new.token_ids)] = new.token_ids
         self.num_prompt[new.row] = new.num_prompt_tokens
+        self.known_to[new.row] = 0
         self._empty(new.row)
         self.generation[new.row] += 1
         self.sampling.write(new.row, new.sampling)

@@ -3,7 +3,8 @@
 It owns the rows and applies the deltas in the order that `engine.scheduling.output` documents; memory, copies and the
 forward pass are the device's (`Device`). Where a device takes steps ahead, `launch` comes back while the step runs, and
 sampled tokens stay on the device, where the next step reads them before the host has seen them (a request that has
-ended by then costs one token too many, which the core drops). Where the device leaves sampling to the host, a step
+ended by then costs one token too many, which the core drops; one whose next tokens turn out to be forced has computed
+the first of them, and what was sampled behind it is dropped). Where the device leaves sampling to the host, a step
 waits for the steps before it; the masks of grammars do so everywhere, while its forward pass runs. Knows nothing of
 scheduling, prefix sharing or text.
 """
@@ -12,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from itertools import chain
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
@@ -100,9 +101,7 @@ class Runner(Generic[DeviceT]):
 
     def enforce(self, grammars: "GrammarCompiler", max_forced: int = MAX_FORCED) -> None:
         """Take requests with grammars and budgets from now on. `max_forced`: see `RowMasks`."""
-        # Where a step is launched before the last one's tokens are known it is too late for what must follow them.
-        forced = 0 if self.device.pipeline_depth else max_forced
-        self.masks = RowMasks(self._rows, grammars, max_forced=forced)
+        self.masks = RowMasks(self._rows, grammars, max_forced=max_forced)
 
     def lost(self) -> str | None:
         """After a step that failed: why the device runs no further one; None if it does."""
@@ -134,16 +133,17 @@ class Runner(Generic[DeviceT]):
             return None
         if samples is None:
             return self._sample(logits, where, ends, masks)
-        return self._fetch(samples, where, ends)
+        return self._fetch(samples, where, ends, None if masks is None else masks())
 
     def _begin_masks(self, where: IntArray, ends: IntArray, alone: bool) -> FinishMasks | None:
-        """Begin the masks of a step whose past is known; of others, when somebody asks for them."""
+        """Begin the masks of a step whose past is known; of others, when somebody asks for them. They are made once."""
         if not masked(self._rows, where, ends).any():
             return None
         assert self.masks is not None, "a request with a grammar was taken that nobody can enforce"
         if not self._unsettled:
-            return self.masks.start(where, ends, alone)
+            return cache(self.masks.start(where, ends, alone))
 
+        @cache
         def finish() -> StepMasks:
             assert self.masks is not None
             self._settle(all_but=0)
@@ -160,14 +160,20 @@ class Runner(Generic[DeviceT]):
         allowed = None if masks is None else masks()
         tokens, logprobs = sample(logits, rows.sampling, batch, allowed)
         generations = rows.generation[where]
-        rows.settle(where, ends, generations, tokens)
-        forced = {} if allowed is None else {at: run for at, run in allowed.forced.items() if tokens[at] >= 0}
-        for at, run in forced.items():
-            rows.tokens[where[at], ends[at] + 1 : ends[at] + 1 + len(run)] = run
+        rows.tokens[where, ends] = np.maximum(tokens, 0)
+        forced = self._note_forced(where, ends, allowed)
         read = None if logprobs is None else lambda: logprobs
         return _Samples(where, ends, generations, tokens.astype(np.int32), self.device.lane.mark(), read, forced)
 
-    def _fetch(self, sampled: DeviceSamples, where: IntArray, ends: IntArray) -> _Samples:
+    def _note_forced(self, where: IntArray, ends: IntArray, allowed: StepMasks | None) -> Mapping[int, tuple[int, ...]]:
+        """What must follow samples at `ends [n]` of rows `where [n]` stands in their rows from now on."""
+        if allowed is None:
+            return {}
+        for at, run in allowed.forced.items():
+            self._rows.force(int(where[at]), int(ends[at]) + 1, run)
+        return allowed.forced
+
+    def _fetch(self, sampled: DeviceSamples, where: IntArray, ends: IntArray, allowed: StepMasks | None) -> _Samples:
         """Send tokens [n], and what belongs to them, on their way to the host."""
         count, results, logprobs = len(where), self._results[0], None
         self._results.rotate(-1)
@@ -176,9 +182,12 @@ class Runner(Generic[DeviceT]):
             self.device.lane.copy(wanted.packed, packed)
             logprobs = partial(wanted.read, packed.numpy(), results[:count].numpy())
         arrived = self.device.lane.fetch(sampled.tokens, results[:count])
-        self._rows.tokens[where, ends] = UNKNOWN
-        generations = self._rows.generation[where]
-        samples = _Samples(where, ends, generations, results[:count].numpy(), arrived, logprobs)
+        rows = self._rows
+        sought = ends >= rows.known_to[where]
+        rows.tokens[where[sought], ends[sought]] = UNKNOWN
+        forced = self._note_forced(where, ends, allowed)
+        tokens = results[:count].numpy()
+        samples = _Samples(where, ends, rows.generation[where], tokens, arrived, logprobs, forced)
         self._unsettled.append(samples)
         return samples
 
@@ -202,4 +211,6 @@ class Runner(Generic[DeviceT]):
         if samples is None:
             return ModelRunnerOutput(step_id, [], None, latency, pooled=pooled, disk_failed=failed)
         logprobs = None if samples.logprobs is None else samples.logprobs()
-        return ModelRunnerOutput(step_id, samples.tokens.tolist(), logprobs, latency, samples.forced, pooled, failed)
+        tokens = samples.tokens.tolist()
+        forced = {at: run for at, run in samples.forced.items() if tokens[at] >= 0}
+        return ModelRunnerOutput(step_id, tokens, logprobs, latency, forced, pooled, failed)

@@ -118,9 +118,9 @@ class ModelRunnerOutput:
 
     `logprobs[i]` is None where the request did not ask for them. `latency` is the measured step time in seconds.
     `forced[i]`: the tokens that must follow the i-th, by its grammar or its thinking budget; they stand in the row's
-    tokens already. Only of rows that no later step in flight holds. `pooled`: by the index of the chunk that ends its
-    prompt, the vector of a request with `pooling`, as float32 numbers; empty where one is not finite. `disk_failed`:
-    the disk tier takes nothing any more.
+    tokens already, and where a later step in flight samples one of them, what that gives means nothing. `pooled`: by
+    the index of the chunk that ends its prompt, the vector of a request with `pooling`, as float32 numbers; empty where
+    one is not finite. `disk_failed`: the disk tier takes nothing any more.
     """
 
     step_id: int

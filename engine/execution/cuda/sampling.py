@@ -36,6 +36,8 @@ class Sampling:
         if not len(where):
             return StepWishes()
         ends = layout.positions[layout.sampled_tokens] + 1
+        # the history of a row whose last tokens were not sampled here begins anew
+        self._loaded[where[layout.lengths[layout.sampled] > 1]] = -1
         return self._buffers.fill_wishes(where, ends, self._rows, self._history.shape[1])
 
     def choose(self, raw: Tensor, greedy: Tensor, wishes: StepWishes, masks: StepMasks | None) -> DeviceSamples:
@@ -75,8 +77,8 @@ class Sampling:
         self._kernels.penalise(logits, penalties.places, penalties.rows, self._history, penalties.values)
 
     def _loads(self, where: IntArray, ends: IntArray) -> tuple[IntArray, IntArray, Int32Array] | None:
-        """The histories of rows whose request is sampled for the first time: all its tokens are known then. Rows [n] to
-        clear, and flat places [m] in the history with their values [m]."""
+        """The histories of rows whose request is sampled for the first time, or behind tokens that were forced: all its
+        tokens are known then. Rows [n] to clear, and flat places [m] in the history with their values [m]."""
         rows = self._rows
         new = self._loaded[where] != rows.generation[where]
         if not new.any():
