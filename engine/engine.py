@@ -49,7 +49,7 @@ from engine.loop.planner import Planner, PlanOffline
 from engine.loop.step_check import check_result
 from engine.loop.step_watch import StepLimits, StepWatch
 from engine.loop.watchdog import STALL_SECONDS, ProgressWatchdog
-from engine.machine import garbage
+from engine.machine import interpreter
 from engine.machine.link import LinkLostError
 from engine.scheduling.moving import MovedRequest
 from engine.scheduling.output import ModelRunner, ModelRunnerOutput, SchedulerOutput
@@ -447,7 +447,7 @@ class Engine:
         try:
             while not self._stopping or self._in_flight:
                 self._launch()
-                garbage.collect_due(at_rest=not self._core.has_online)
+                interpreter.collect_due(at_rest=not self._core.has_online)
                 if self._in_flight:
                     await self._complete_oldest()
                 else:

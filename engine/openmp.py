@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from engine.config import EngineConfig
 from engine.execution.cpu.native import is_built
-from engine.machine.facts import read_processor
+from engine.machine.facts import cuda_devices, read_processor
 
 POLICY = "OMP_WAIT_POLICY"
 QUIET_SHARE = 0.85
@@ -61,7 +61,8 @@ def must_measure(config: EngineConfig, environment: MutableMapping[str, str]) ->
 
 
 def _is_decided(config: EngineConfig, environment: MutableMapping[str, str], threads: int) -> bool:
-    return config.device == "cuda" or threads < 2 or bool(environment.get(POLICY)) or "torch" in sys.modules
+    on_gpu = config.device == "cuda" or (config.device == "auto" and bool(cuda_devices()))
+    return on_gpu or threads < 2 or bool(environment.get(POLICY)) or "torch" in sys.modules
 
 
 def expects_native(config: EngineConfig) -> bool:

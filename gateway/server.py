@@ -10,7 +10,6 @@ import os
 import queue
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -21,7 +20,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from engine.errors import ConfigError, TidemillError
-from engine.machine import garbage
+from engine.machine import interpreter
 from gateway.config import ServerConfig
 from gateway.context import GatewayContext
 from gateway.http.connection import ProtocolLimits, with_limits
@@ -31,7 +30,6 @@ log = logging.getLogger("tidemill.gateway")
 KEEP_ALIVE_SECONDS = 30
 CLOSE_SECONDS = 2  # for connections to take their last bytes once the engine has ended everything
 LAST_SECONDS = 5.0  # after its drain a server ends, whatever hangs
-SWITCH_SECONDS = 0.0002  # for which a thread that reads a large body may keep the event loop from the interpreter
 TIDY_SECONDS = 1.0
 DEAD_ENGINE = 70
 """The exit code of a server whose engine is dead: whoever started it may start it again."""
@@ -91,9 +89,8 @@ class GatewayServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         if self._last_resort is not None:
-            garbage.settle()
+            interpreter.settle()
             self._tidying = asyncio.create_task(self._tidy(), name="tidemill-garbage")
-            sys.setswitchinterval(SWITCH_SECONDS)
         self._loop = asyncio.get_running_loop()
         self._engine_watch = asyncio.create_task(self._watch_engine(), name="tidemill-engine-watch")
         if self._last_resort is not None and threading.current_thread() is threading.main_thread():
@@ -126,7 +123,7 @@ class GatewayServer(uvicorn.Server):
     async def _tidy(self) -> None:
         while True:
             await asyncio.sleep(TIDY_SECONDS)
-            garbage.collect_due(at_rest=not self.server_state.tasks)
+            interpreter.collect_due(at_rest=not self.server_state.tasks)
 
     async def _watch_engine(self) -> None:
         """A server whose engine is dead for good ends: 503 for ever helps nobody."""

@@ -28,6 +28,7 @@ def share(value: float) -> Callable[[int], float]:
 def _no_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "torch", raising=False)
     monkeypatch.setattr(openmp, "is_built", lambda: True)
+    monkeypatch.setattr(openmp, "cuda_devices", list)
 
 
 def test_beside_busy_neighbours_threads_wait_passively() -> None:
@@ -57,8 +58,11 @@ def test_one_thread_waits_for_nobody() -> None:
     assert choose_waiting(replace(TORCH, threads=1), {"OMP_NUM_THREADS": "2"}, never) is None
 
 
-def test_on_a_gpu_nothing_is_decided() -> None:
+def test_on_a_gpu_nothing_is_decided(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose_waiting(replace(TORCH, device="cuda"), {"OMP_NUM_THREADS": "2"}, never) is None
+    monkeypatch.setattr(openmp, "cuda_devices", lambda: ["0"])
+    assert choose_waiting(replace(TORCH, device="auto"), {"OMP_NUM_THREADS": "2"}, never) is None
+    assert choose_waiting(replace(TORCH, device="cpu"), {"OMP_NUM_THREADS": "2"}, share(0.9)) is not None
 
 
 def test_once_torch_is_loaded_nothing_can_be_decided(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -417,14 +417,18 @@ async def test_pipelined_requests_are_answered_in_order(start_server: StartServe
 async def test_what_the_start_left_is_kept_from_the_garbage_collector(start_server: StartServer) -> None:
     """A full collection over all modules would stop every step; only a server with a process of its own may do that."""
     gc.unfreeze()  # a test before this one may have had a server that owned its process
+    thresholds, interval = gc.get_threshold(), sys.getswitchinterval()
     await start_server()
     assert gc.get_freeze_count() == 0
     try:
         await start_server(owns_process=True)
         frozen = gc.get_freeze_count()
         assert frozen > 10_000 and len(gc.get_objects()) < frozen
+        assert sys.getswitchinterval() < 0.001, "a thread that computes does not keep the event loop waiting"
     finally:
         gc.unfreeze()
+        gc.set_threshold(*thresholds)
+        sys.setswitchinterval(interval)
 
 
 async def test_draining_refuses_new_work_and_lets_the_old_end(start_server: StartServer) -> None:

@@ -31,7 +31,7 @@ from engine.engine import Engine
 from engine.errors import EngineStepError, EngineUnavailableError, ErrorInfo, TidemillError
 from engine.flight import recorder as flight
 from engine.flight.recorder import FlightRecorder
-from engine.machine import garbage
+from engine.machine import interpreter
 from engine.process import frames, sabotage
 from engine.process.connection import Connection
 from engine.process.golden import HOUR, Golden, golden_file
@@ -154,13 +154,13 @@ def run(sock: socket.socket, make: Build, prepare: Prepare, find_golden: FindGol
         if launch.held:
             sock.sendall(frames.encode(prepare(launch)))
             _begin, *early = early or _first_messages(sock, reader)
-        garbage.settle()  # already: step times are measured as they will be
+        interpreter.settle()  # already: step times are measured as they will be
         engine = make(launch.config, tell)
         sock.sendall(frames.encode(frames.Built(engine.info)))
     except TidemillError as error:
         sock.sendall(frames.encode(frames.NotStarted(ErrorInfo.of(error))))
         return
-    garbage.settle()
+    interpreter.settle()
     file = find_golden(launch.config, folder)
     server = EngineServer(engine, None if file is None else Golden(engine, file))
     if launch.recorder is not None:

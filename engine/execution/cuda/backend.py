@@ -125,6 +125,9 @@ class CudaBackend:
         weights: ModelWeights | TransformersModel,
         _say: Callable[[str], None],
     ) -> tuple[Runner[Any], LaunchPlan]:
+        # What torch computes on the host is small from now on. With a thread for every core each such operation has to
+        # wait until all of them have run, and they spin beside the event loop, the gateway and everybody else.
+        torch.set_num_threads(1)
         hidden, host = plan.scratch_blocks, plan.host_units
         if isinstance(weights, TransformersModel):
             return Runner(TransformersDevice(weights, plan.limits, host_units=host)), plan

@@ -1,4 +1,4 @@
-"""The interpreter's garbage collections, at moments that cost nobody.
+"""How a process's interpreter shares its time: collections at moments that cost nobody, short turns of threads.
 
 Nearly everything here is freed by its reference count. A collection of the older generations finds a few thousand
 objects in minutes, and keeps a chat's token for 5 to 25 ms wherever it happens to begin: on an H100 every gap of a chat
@@ -7,6 +7,7 @@ of them when nobody does.
 """
 
 import gc
+import sys
 
 YOUNG = 2_000
 """New objects, beyond those that went, after which the interpreter looks at the young ones by itself."""
@@ -16,12 +17,19 @@ AT_REST, AT_MOST = 20, 1_000
 what a leak of cycles can take: some hundred MB."""
 
 
+SWITCH_SECONDS = 0.0002
+"""For which a thread may keep the others from the interpreter (5 ms without us): the plan for a step keeps the launch
+of the one before, which needs the interpreter after each call of the driver; a body that is read keeps the loop."""
+
+
 def settle() -> None:
-    """What there is stays, and is not looked at again: modules and a model are some 300,000 objects, over which a
-    collection takes 150 ms. Older objects are `collect_due`'s from now on. For a process of our own."""
+    """For a process of our own. Threads take short turns. What there is stays and is not looked at again: modules and a
+    model are some 300,000 objects, over which a collection takes 150 ms. Older objects are `collect_due`'s from now on.
+    """
     gc.collect()
     gc.freeze()
     gc.set_threshold(YOUNG, NEVER, NEVER)
+    sys.setswitchinterval(SWITCH_SECONDS)
 
 
 def collect_due(*, at_rest: bool) -> None:
