@@ -22,6 +22,8 @@ from predictor.judge import Standing
 KEEP_SECONDS = 1.0
 """The least time that the cache of chats gets at an orderly end, however long requests took."""
 MAX_LOGPROBS = 20
+NEVER = 2**62
+"""The position of no token."""
 MAX_LOGIT_BIAS = 300
 
 
@@ -100,6 +102,13 @@ class SamplingParams:
         _require(all(-100.0 <= b <= 100.0 for _, b in self.logit_bias), "logit_bias", "between -100 and 100 each")
         _require(-(2**63) <= self.seed < 2**63, "seed", "a 64-bit integer")
         _require(self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS, "top_logprobs", "between 0 and 20")
+
+    @property
+    def masked_from(self) -> int:
+        """The position of the answer from which on a mask may say which tokens can be chosen."""
+        if self.grammar is not None:
+            return 0
+        return NEVER if self.thinking is None else self.thinking.tokens  # no answer has more thoughts than tokens
 
 
 class RequestTimes(NamedTuple):

@@ -50,7 +50,7 @@ from engine.models.transformers_model import TransformersModel, TransformersShap
 from engine.models.weights import Gather, ModelWeights, ResidentLayers, torch_dtype
 from engine.pooling import EmbeddingSpec, read_embedding_spec
 from engine.profiling.cache_costs import CacheTiers
-from engine.profiling.calibration import load_or_measure, load_profile
+from engine.profiling.calibration import INSIDE_STRING, load_or_measure, load_profile
 from engine.scheduling.policies import find_policy
 from engine.structured.compiler import GrammarCompiler
 from predictor.limits import UNITS_PER_BLOCK, Limits
@@ -238,6 +238,8 @@ def build_runner(
     if config.allowed_lora_dir:
         modules = weights if isinstance(weights, TransformersModel) else None
         runner.adapters = RuntimeAdapters(runner.device, plan.spec, _like(weights), modules)
+    grammars = GrammarCompiler(plan.folder, plan.spec.vocab_size, plan.spec.eos_token_ids)
+    runner.enforce(grammars, MAX_FORCED if config.forced_tokens else 0)
     return runner, plan
 
 
@@ -398,6 +400,7 @@ def _join(config: EngineConfig, plan: LaunchPlan, runner: Runner[Any], say: Call
         say,
         tiers,
         len(plan.adapters),
+        partial(runner.can_enforce, INSIDE_STRING),
     )
     disk = _open_disk(config, plan, runner, say)
     if disk is not None:
@@ -410,8 +413,6 @@ def _join(config: EngineConfig, plan: LaunchPlan, runner: Runner[Any], say: Call
     if disk is not None:
         runner.disk = disk
         core.adopt(disk.found)
-    grammars = GrammarCompiler(plan.folder, plan.spec.vocab_size, plan.spec.eos_token_ids)
-    runner.enforce(grammars, MAX_FORCED if config.forced_tokens else 0)
     info, steps = _info(plan, config, scheduler), staged(config, plan, runner) if plan.droppable else runner
     if isinstance(steps, StagedRunner):
         sizes = DroppableLayers(steps.num_layers, steps.layer_bytes, steps.unit_layer_bytes, plan.limits.num_units)
@@ -424,7 +425,7 @@ def _join(config: EngineConfig, plan: LaunchPlan, runner: Runner[Any], say: Call
         device_lost=runner.lost,
         colocation=colocation,
         tuner=tuner,
-        grammars=grammars,
+        grammars=runner.grammars,
         adapters=runner.adapters,
     )
 

@@ -37,6 +37,7 @@ class Request:
     follows in `update`, and a failed step rewinds to it. `num_placeholders` counts sampled tokens still in flight.
     `not_before`: until then it does not start beside online work, which would only evict
     it again (seconds). `aside`: it is kept out of ordinary steps (see `engine.scheduling.recovery`).
+    `masked_from`: a mask may limit what is sampled at this position and behind it.
     `num_expected_hits`: tokens of its prompt that were in the prefix cache when it came. `was_let_in`: others gave up
     their rows for it (see `engine.scheduling.crowding`). `withholds`: nobody reads its answer before it is whole, so
     only `num_told` of its tokens were told, and the next ones are not while it has fewer than `quiet_until`.
@@ -66,11 +67,13 @@ class Request:
     withholds: bool = field(init=False)
     num_prompt_tokens: int = field(init=False)
     max_total_tokens: int = field(init=False)
+    masked_from: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.spec.prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
         self.max_total_tokens = self.num_prompt_tokens + self.spec.sampling.max_tokens
+        self.masked_from = self.num_prompt_tokens + self.spec.sampling.masked_from
         self.withholds = self.spec.final_only and self.request_class is RequestClass.OFFLINE
         resumed = self.spec.resumed
         if resumed is not None and resumed.token_ids:

@@ -23,6 +23,8 @@ class FeatureRow(NamedTuple):
     adapters: int
     adapted_tokens: int
     prefill_context_sum: int = 0
+    masks: int = 0
+    masked_rows: int = 0
 
 
 class BatchFeatures:
@@ -41,6 +43,8 @@ class BatchFeatures:
     adapted_tokens       tokens of those chunks
     prefill_context_sum  tokens that the prefill chunks attend to, start + length of each: a short one behind a long
                          past reads all of it, and on a GPU few programs do that
+    masks                1 where a grammar or a thinking budget limits what is sampled, else 0
+    masked_rows          samples that are limited
     """
 
     __slots__ = FeatureRow._fields
@@ -62,6 +66,8 @@ class BatchFeatures:
         self.adapters = 0
         self.adapted_tokens = 0
         self.prefill_context_sum = 0
+        self.masks = 0
+        self.masked_rows = 0
 
     def add_decodes(self, count: int, context_sum: int) -> None:
         """Add `count` decodes whose contexts (own token included) sum to `context_sum`."""
@@ -92,6 +98,11 @@ class BatchFeatures:
         self.adapters += adapters
         self.adapted_tokens += tokens
 
+    def add_masked(self, rows: int) -> None:
+        """Add samples that a mask limits."""
+        self.masked_rows += rows
+        self.masks = int(self.masked_rows > 0)
+
     def copy(self) -> "BatchFeatures":
         """An independent copy."""
         return BatchFeatures.from_row(self.row())
@@ -111,6 +122,8 @@ class BatchFeatures:
             self.adapters,
             self.adapted_tokens,
             self.prefill_context_sum,
+            self.masks,
+            self.masked_rows,
         )
 
     @classmethod
@@ -130,6 +143,8 @@ class BatchFeatures:
             features.adapters,
             features.adapted_tokens,
             features.prefill_context_sum,
+            features.masks,
+            features.masked_rows,
         ) = row
         return features
 

@@ -38,6 +38,8 @@ COLUMNS = {
     "adapters": "adapters",
     "adapted_tokens": "adapted_tokens",
     "prefill_context": "prefill_context_sum",
+    "masks": "masks",
+    "masked_rows": "masked_rows",
     "prefill_tokens": "prefill_token_sum",
     "prefill_tokens_squared": "prefill_token_sum",
     "decode_context_squared": "decode_context_sum",

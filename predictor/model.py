@@ -6,7 +6,7 @@ Linear with non-negative coefficients, so that more work never costs less. Two f
   printed it equals N_d and the fit is singular) and the squares of the sums, as printed;
 - `full`: intercept, hinges max(0, T − k) of the padded token count T (convex: a memory-bound floor that bends into the
   compute-bound slope), contexts of decodes and of chunks, attention work, N_p, N_d, and terms of hidden cache, host
-  tier and adapters.
+  tier, adapters and masks (of grammars and thinking budgets).
 
 Knows nothing of requests or schedulers. `predictor.fitting` finds the coefficients.
 """
@@ -30,6 +30,8 @@ LINEAR_TERMS = (
     "adapters",
     "adapted_tokens",
     "prefill_context",
+    "masks",
+    "masked_rows",
     "prefill_tokens",
     "prefill_tokens_squared",
     "decode_context_squared",
@@ -46,7 +48,7 @@ FEATURE_SETS: dict[str, tuple[str, ...]] = {
         "prefill_tokens_squared",
         "decode_context_squared",
     ),
-    "full": LINEAR_TERMS[:11],
+    "full": LINEAR_TERMS[:13],
 }
 """The linear terms of each feature set; `full` has hinges as well."""
 
@@ -86,6 +88,10 @@ class LatencyPredictor(Protocol):
         """What further LoRA adapters, and tokens of chunks under any, add to a step."""
         ...
 
+    def mask_work(self, features: BatchFeatures, rows: int) -> float:
+        """What so many further samples that a mask limits add to the step."""
+        ...
+
 
 def default_knots(token_limit: int) -> tuple[int, ...]:
     """0, 32, 64, ... 1,024, as far as a step of at most `token_limit` tokens reaches."""
@@ -114,6 +120,8 @@ class LatencyModel:
     adapters: float = 0.0
     adapted_tokens: float = 0.0
     prefill_context: float = 0.0
+    masks: float = 0.0
+    masked_rows: float = 0.0
     prefill_tokens: float = 0.0
     prefill_tokens_squared: float = 0.0
     decode_context_squared: float = 0.0
@@ -170,6 +178,8 @@ class LatencyModel:
             + self.transferred * features.transferred_bytes
             + self.adapters * features.adapters
             + self.adapted_tokens * features.adapted_tokens
+            + self.masks * features.masks
+            + self.masked_rows * features.masked_rows
         )
 
     def marginal(self, features: BatchFeatures, start: int, length: int) -> float:
@@ -205,6 +215,10 @@ class LatencyModel:
     def adapter_work(self, adapters: int, tokens: int) -> float:
         """Seconds that further adapters and tokens under any add to a step."""
         return self.adapters * adapters + self.adapted_tokens * tokens
+
+    def mask_work(self, features: BatchFeatures, rows: int) -> float:
+        """Seconds that so many further masked samples add, what the first of a step costs included."""
+        return (self.masks if rows and not features.masks else 0.0) + self.masked_rows * rows
 
     def scaled(self, factor: float) -> "LatencyModel":
         """The model of a device on which every step takes `factor` times as long."""

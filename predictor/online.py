@@ -307,6 +307,10 @@ class OnlineModel:
         """What adapters add; the margin does not depend on it."""
         return self._sure_scale * self.model.adapter_work(adapters, tokens)
 
+    def mask_work(self, features: BatchFeatures, rows: int) -> float:
+        """What masks add; the margin does not depend on it."""
+        return self._sure_scale * self.model.mask_work(features, rows)
+
     def residuals(self) -> list[float]:
         """measured ÷ what `as_fixed` expects, of the recent steps, as many per regime as its ring holds; empty before
         the first."""

@@ -19,9 +19,9 @@ from predictor.features import BatchFeatures, FeatureRow
 from predictor.model import LINEAR_TERMS, LatencyModel
 from predictor.samples import Sample
 
-SCHEMA = 6
+SCHEMA = 7
 """2: the costs of the cache's representations came in; 3: none of them is zero; 4: the sweep itself, which later fits
-stand on; 5: adapters; 6: the contexts of chunks. Older files are measured again."""
+stand on; 5: adapters; 6: the contexts of chunks; 7: masks. Older files are measured again."""
 
 
 class ProfileError(Exception):

@@ -24,6 +24,8 @@ DEFAULT_KNEE = 256
 MIX_PRIMES = (2, 3, 5, 7)
 ADAPTED = 3
 """Of so many shapes behind the anchors one is under LoRA adapters, where there are any."""
+MASKED = 4
+"""And of so many one has rows that a grammar limits, where grammars can be enforced."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,13 +33,15 @@ class StepShape:
     """One step to measure: `num_decodes` decodes of `decode_context` tokens each, and prefill chunks (start, length).
 
     `decode_context` includes the decode's own token: such a decode is the chunk (decode_context − 1, 1).
-    `adapters`: all chunks are under that many LoRA adapters, in turn.
+    `adapters`: all chunks are under that many LoRA adapters, in turn. `masked`: of so many sequences the samples are
+    limited by a grammar.
     """
 
     num_decodes: int = 0
     decode_context: int = 0
     chunks: tuple[tuple[int, int], ...] = ()
     adapters: int = 0
+    masked: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -67,6 +71,7 @@ class StepShape:
         for start, length in self.chunks:
             features.add_chunk(start, length)
         features.add_adapted(self.adapters, self.num_tokens if self.adapters else 0)
+        features.add_masked(self.masked)
         return features
 
 
@@ -94,6 +99,14 @@ def under_adapters(shapes: Iterable[StepShape], adapters: int) -> Iterator[StepS
     for index, shape in enumerate(shapes):
         count = min(1 + index // ADAPTED % adapters, shape.num_decodes + len(shape.chunks)) if adapters else 0
         yield shape if index % ADAPTED else replace(shape, adapters=count)
+
+
+def under_masks(shapes: Iterable[StepShape]) -> Iterator[StepShape]:
+    """The shapes, every fourth of them with masks, in turn for one of its sequences, a half and all."""
+    for index, shape in enumerate(shapes):
+        sequences = shape.num_decodes + len(shape.chunks)
+        count = (sequences, 1, -(-sequences // 2))[index // MASKED % 3]
+        yield replace(shape, masked=count) if index % MASKED == 1 else shape
 
 
 def edge_shapes(limits: Limits) -> Iterator[StepShape]:
@@ -160,7 +173,7 @@ def find_knee(samples: Sequence[Sample]) -> int:
     prefills = [
         (f.num_tokens, seconds)
         for f, seconds in samples
-        if f.num_prefill_chunks == 1 and not f.num_decodes and not f.adapters
+        if f.num_prefill_chunks == 1 and not f.num_decodes and not f.adapters and not f.masks
     ]
     if len(prefills) < 2:
         return DEFAULT_KNEE
@@ -176,18 +189,20 @@ def run_sweep(
     clock: Callable[[], float],
     max_shapes: int = MAX_SHAPES,
     adapters: int = 0,
+    masks: bool = False,
 ) -> list[Sample]:
     """Measure as many shapes as the budget allows, each as the median of up to REPEATS runs after one to warm up.
 
     `measure` runs the step once and returns its seconds. A shape too long for repeats is measured once; one that is
     expected to overrun what is left is left out. At least one shape is always measured. `adapters`: LoRA adapters that
-    the runner has, from 1 on.
+    the runner has, from 1 on. `masks`: it can enforce a grammar.
     """
     sweep = _Sweep(measure, clock, budget_seconds)
     anchors = [shape for shape in dict.fromkeys(anchor_shapes(limits)) if shape.fits(limits)]
     for shape in anchors:
         sweep.take(shape)
-    for shape in under_adapters(plan_sweep(limits, find_knee(sweep.samples), max_shapes), adapters):
+    shapes = under_adapters(plan_sweep(limits, find_knee(sweep.samples), max_shapes), adapters)
+    for shape in under_masks(shapes) if masks else shapes:
         if shape not in anchors and not sweep.take(shape):
             break
     return sweep.samples

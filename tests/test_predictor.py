@@ -102,8 +102,10 @@ def test_features_are_the_sums_of_the_definition() -> None:
     features.add_chunk(0, 2)
     features.add_cache_work(compact_tokens=5, restored_tokens=6, transferred_bytes=7)
     features.add_adapted(2, 4)
+    features.add_masked(2)
+    features.add_masked(1)
     attention = sum(10 + i for i in (1, 2, 3, 4)) + 1 + 2
-    assert features.row() == FeatureRow(10, 4, 400, 2, 6, attention, 5, 6, 7, 2, 4, 14 + 2)
+    assert features.row() == FeatureRow(10, 4, 400, 2, 6, attention, 5, 6, 7, 2, 4, 14 + 2, 1, 3)
 
 
 @given(batches(), chunk)
@@ -156,6 +158,8 @@ def by_definition(model: LatencyModel, f: BatchFeatures) -> float:
         model.adapters * f.adapters,
         model.adapted_tokens * f.adapted_tokens,
         model.prefill_context * f.prefill_context_sum,
+        model.masks * (f.masked_rows > 0),
+        model.masked_rows * f.masked_rows,
     )
     return math.fsum((*linear, hinges))
 
@@ -166,8 +170,12 @@ def test_predict_is_the_formula(model: LatencyModel, features: BatchFeatures, ca
     features.add_cache_work(cache_work, 2 * cache_work, 3 * cache_work)
     before = model.predict(features)
     features.add_adapted(cache_work, 5 * cache_work)
+    before += model.adapter_work(cache_work, 5 * cache_work)
+    for rows in (cache_work, 2):
+        before += model.mask_work(features, rows)
+        features.add_masked(rows)
     assert model.predict(features) == pytest.approx(by_definition(model, features), rel=1e-9)
-    assert model.predict(features) == pytest.approx(before + model.adapter_work(cache_work, 5 * cache_work))
+    assert model.predict(features) == pytest.approx(before)
 
 
 @given(models(), batches(), chunk)
@@ -411,7 +419,7 @@ def damaged(text: str, **changes: object) -> str:
         (lambda text: damaged(text, key="x"), "damaged"),
         (lambda text: damaged(text, key={}), "missing 'model'"),
         (lambda text: damaged(text, token_limit=True), "whole number"),
-        (lambda text: damaged(text, schema=1, cache_costs=None), "schema 1, this version reads schema 6"),
+        (lambda text: damaged(text, schema=1, cache_costs=None), "schema 1, this version reads schema 7"),
         (lambda text: damaged(text, cache_costs=None), "missing 'cache_costs'"),
         (lambda text: damaged(text, cache_costs={}), "missing 'run_hidden'"),
         (lambda text: text.replace('"swap_in": null', '"swap_in": -1'), "above zero"),

@@ -77,6 +77,7 @@ def step_features(output: SchedulerOutput) -> BatchFeatures:
     features.add_decodes(count, context_sum)
     features.add_cache_work(*output.cache_work)
     features.add_adapted(output.adapters, output.adapted_tokens)
+    features.add_masked(output.masked_rows)
     return features
 
 

@@ -24,6 +24,7 @@ from torch import Tensor
 from engine.adapters import AdapterLoader
 from engine.api import TokenLogprobs
 from engine.arrays import Int32Array, IntArray
+from engine.errors import InvalidRequestError
 from engine.execution.disk import DiskTier
 from engine.execution.lane import Lane, Mark, pinned
 from engine.execution.masks import MAX_FORCED, FinishMasks, RowMasks, StepMasks, masked
@@ -33,6 +34,7 @@ from engine.execution.pooling import RowPools, StepPools, TakeHidden
 from engine.execution.rows import UNKNOWN, RowTable
 from engine.execution.sampler import SampleInput, sample
 from engine.execution.samples import LOGPROB_COLUMNS, DeviceSamples
+from engine.grammar import Grammar
 from engine.models.lora import Adapters, Delta, Site
 from engine.scheduling.output import Collect, ModelRunnerOutput, SchedulerOutput
 
@@ -95,12 +97,23 @@ class Runner(Generic[DeviceT]):
         self._unsettled: deque[_Samples] = deque()
         self._last_end = 0.0
         self.masks: RowMasks | None = None
+        self.grammars: GrammarCompiler | None = None
         self.adapters: AdapterLoader | None = None
         self.disk: DiskTier | None = None
         self._pools = RowPools(device.rows)
 
+    def can_enforce(self, grammar: Grammar) -> bool:
+        """Whether rows may have this grammar; it is ready then."""
+        try:
+            if self.grammars is not None:
+                self.grammars.compile(grammar)
+        except InvalidRequestError:
+            return False
+        return self.grammars is not None
+
     def enforce(self, grammars: "GrammarCompiler", max_forced: int = MAX_FORCED) -> None:
         """Take requests with grammars and budgets from now on. `max_forced`: see `RowMasks`."""
+        self.grammars = grammars
         self.masks = RowMasks(self._rows, grammars, max_forced=max_forced)
 
     def lost(self) -> str | None:

@@ -6,14 +6,12 @@ and the order of a batch cannot change a stream. Torch-free.
 
 import numpy as np
 
-from engine.api import SamplingParams
+from engine.api import NEVER, SamplingParams
 from engine.arrays import FloatArray, IntArray
 
 GREEDY_BELOW = 1e-5
 """Lower temperatures are greedy: logits divided by them would overflow float32."""
 
-NEVER = 2**62
-"""The output position of no token."""
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -49,7 +47,7 @@ class SamplingTable:
         self.seed[row] = params.seed
         self.num_logprobs[row] = -1 if params.logprobs is None else params.logprobs
         self.greedy[row] = params.temperature < GREEDY_BELOW
-        self.masked_from[row] = _masked_from(params)
+        self.masked_from[row] = params.masked_from
         self.penalised[row] = has_penalties(params)
         self.penalties[row] = params.repetition_penalty, params.frequency_penalty, params.presence_penalty
         self.edits[row] = bool(params.logit_bias) or has_minimum(params) or has_penalties(params)
@@ -68,13 +66,6 @@ class SamplingTable:
             pairs += [(token_id, -np.inf) for token_id in sorted(params.stop_token_ids)]
         ids, values = zip(*pairs, strict=True) if pairs else ((), ())
         return np.array(ids, dtype=np.int64), np.array(values, dtype=np.float64)
-
-
-def _masked_from(params: SamplingParams) -> int:
-    """No answer has more thoughts than tokens."""
-    if params.grammar is not None:
-        return 0
-    return NEVER if params.thinking is None else params.thinking.tokens
 
 
 def has_minimum(params: SamplingParams) -> bool:

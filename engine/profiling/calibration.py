@@ -7,13 +7,14 @@ sees the runner only.
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from itertools import count
 from pathlib import Path
 
 from engine.api import SamplingParams
 from engine.cache.blocks import CacheEntry, CacheKind, Tier
+from engine.grammar import Grammar
 from engine.profiling.cache_costs import KV_ONLY, REPEATS, CacheTiers, measure_cache_costs
 from engine.scheduling.output import Chunk, ModelRunner, NewRequest, SchedulerOutput
 from predictor.fitting import fit
@@ -29,6 +30,9 @@ POOR = 0.3
 MIN_SAMPLES = 10
 DRAWN = SamplingParams(max_tokens=1)
 """Temperature 1, as requests have it that say nothing: drawing is part of a step's time."""
+INSIDE_STRING = Grammar("regex", r'[^"\\\x00-\x1f]*"')
+"""What limits rows of the sweep: the end of a JSON string, the mask that takes longest in most answers."""
+_LIMITED = replace(DRAWN, grammar=INSIDE_STRING)
 
 
 class ShapeRunner:
@@ -49,9 +53,7 @@ class ShapeRunner:
         """Seconds of one step of this shape, deltas and sampling included."""
         if shape != self._shape:
             self._write(shape)
-        adapted = shape.num_tokens if shape.adapters else 0
-        step = SchedulerOutput(next(self._step_ids), self._chunks, adapters=shape.adapters, adapted_tokens=adapted)
-        return self._runner.launch(step)().latency
+        return self._runner.launch(self._step(shape))().latency
 
     def close(self) -> None:
         """Release every row."""
@@ -78,11 +80,25 @@ class ShapeRunner:
             )
             tokens = tuple((row * 7919 + i * 31) % self._vocab_size for i in range(start + length))
             adapter = 1 + row % shape.adapters if shape.adapters else 0
-            new_requests.append(NewRequest(row, f"profile-{row}", tokens, len(tokens), DRAWN, entries, adapter=adapter))
+            sampling = _LIMITED if row < shape.masked else DRAWN
+            name = f"profile-{row}"
+            new_requests.append(NewRequest(row, name, tokens, len(tokens), sampling, entries, adapter=adapter))
         self._shape = shape
         self._chunks = tuple(Chunk(row, start, length, True) for row, (start, length) in enumerate(spans))
-        output = SchedulerOutput(next(self._step_ids), self._chunks, tuple(new_requests), (), released)
-        self._runner.launch(output)()
+        self._runner.launch(self._step(shape, tuple(new_requests), released))()
+
+    def _step(
+        self, shape: StepShape, new_requests: tuple[NewRequest, ...] = (), released_rows: tuple[int, ...] = ()
+    ) -> SchedulerOutput:
+        return SchedulerOutput(
+            next(self._step_ids),
+            self._chunks,
+            new_requests,
+            released_rows=released_rows,
+            adapters=shape.adapters,
+            adapted_tokens=shape.num_tokens if shape.adapters else 0,
+            masked_rows=shape.masked,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,9 +120,10 @@ def measure_profile(
     progress: Callable[[int, float], None] = lambda _count, _spent: None,
     tiers: CacheTiers = KV_ONLY,
     adapters: int = 0,
+    masks: bool = False,
 ) -> Calibration:
     """Sweep for at most about `seconds` and fit; `progress(shapes measured, seconds spent)` after every shape. The
-    runner has so many `adapters`.
+    runner has so many `adapters`, and `masks`: it can enforce `INSIDE_STRING`.
 
     The costs of what `tiers` offers come on top, in a fraction of a second. The runner must be idle, and is idle again
     afterwards.
@@ -121,7 +138,7 @@ def measure_profile(
         progress(len(measured), time.perf_counter() - began)
         return taken
 
-    samples = run_sweep(measure, limits, seconds, time.perf_counter, adapters=adapters)
+    samples = run_sweep(measure, limits, seconds, time.perf_counter, adapters=adapters, masks=masks)
     shapes.close()
     train, held_out = split_samples(samples, HELD_OUT) if len(samples) >= MIN_SAMPLES else (samples, samples)
     limit, padding = limits.max_num_batched_tokens, limits.padding
@@ -159,10 +176,12 @@ def load_or_measure(
     say: Callable[[str], None],
     tiers: CacheTiers = KV_ONLY,
     adapters: int = 0,
+    masks: Callable[[], bool] = lambda: False,
 ) -> Profile:
     """The profile for `key` in `folder`; one that is missing, poor or cannot serve is measured anew and stored.
 
-    In one that serves but for the costs of what `tiers` offers, these are measured and added.
+    `masks`, asked before a sweep: whether the runner can enforce `INSIDE_STRING`. In one that serves but for the costs
+    of what `tiers` offers, these are measured and added.
     """
     try:
         profile = load_profile(folder, key, limits)
@@ -185,7 +204,9 @@ def load_or_measure(
         say("step times are guessed from a single step (--profile-seconds 0)")
         return measure_profile(runner, limits, vocab_size, key, 0.0, tiers=tiers, adapters=adapters).profile
     say(f"measuring step times for at most {seconds:.0f} s (once; the profile is kept in {folder})")
-    profile = measure_profile(runner, limits, vocab_size, key, seconds, tiers=tiers, adapters=adapters).profile
+    profile = measure_profile(
+        runner, limits, vocab_size, key, seconds, tiers=tiers, adapters=adapters, masks=masks()
+    ).profile
     say(f"latency profile: {profile.num_samples} steps, held-out error {profile.held_out_mape:.1%}")
     _keep(profile, folder, say)
     return profile

@@ -85,6 +85,15 @@ class StepLedger:
         if self.model is not None:
             self.seconds += self.model.adapter_work(is_new, tokens)
 
+    def mask_seconds(self, rows: int) -> float:
+        """What so many masked samples would add."""
+        return self.model.mask_work(self.features, rows) if rows and self.model is not None else 0.0
+
+    def charge_masks(self, rows: int) -> None:
+        """Charge the masks of so many samples."""
+        self.seconds += self.mask_seconds(rows)
+        self.features.add_masked(rows)
+
 
 class Step(NamedTuple):
     """A step as decided, and its requests in the order of its chunks."""
@@ -149,6 +158,7 @@ class StepDraft:
             cache_work=CacheWork(features.compact_tokens, features.restored_tokens, features.transferred_bytes),
             adapters=features.adapters,
             adapted_tokens=features.adapted_tokens,
+            masked_rows=features.masked_rows,
             predicted_latency=self.ledger.seconds if self.ledger.model is not None else None,
         )
         return Step(output, self.requests)
@@ -171,6 +181,8 @@ class StepDraft:
         request.last_step = self.step_id
         if sample:
             request.num_placeholders += 1
+            if end >= request.masked_from:
+                self.ledger.charge_masks(1)
 
     def add_decodes(self, requests: Sequence[Request]) -> None:
         """The next token of each, charged in bulk: what `add_chunk` does, for the hundreds that every step has. They
@@ -180,6 +192,7 @@ class StepDraft:
             for request in requests:
                 self.add_chunk(request, 1)
             return
+        self.ledger.charge_masks(num_masked(requests))
         starts = [request.num_computed_tokens for request in requests]
         self.chunks.extend(map(_make_chunk, zip([r.row for r in requests], starts, repeat(1), repeat(True))))
         self.requests.extend(requests)
@@ -254,6 +267,11 @@ class StepDraft:
             tiers, charged = self.state.cache.tiers, self._charged
             tokens, moved = tiers.converted_tokens(operations), tiers.moved_bytes(operations)
             self._charge_moves(CacheWork(0, tokens - charged.restored_tokens, moved - charged.transferred_bytes))
+
+
+def num_masked(decodes: Sequence[Request]) -> int:
+    """Of requests whose next token is due, how many a mask may limit."""
+    return sum([request.num_computed_tokens + 1 >= request.masked_from for request in decodes])
 
 
 def _whole(request: Request) -> NewRequest:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 
 from engine.request import Request, RequestStatus
-from engine.scheduling.draft import StepDraft
+from engine.scheduling.draft import StepDraft, num_masked
 from engine.scheduling.objective import OfflineAllowance
 from engine.scheduling.planner import (
     OfflinePlan,
@@ -62,7 +62,8 @@ class OfflineFill:
         decodes, context_sum, examined = self._leading_decodes(plan)
         if not decodes or len(decodes) > min(ledger.tokens_left, ledger.sequences_left):
             return 0
-        if not allowance.fits_decodes(ledger.features, ledger.seconds, len(decodes), context_sum):
+        seconds = ledger.seconds + ledger.mask_seconds(num_masked(decodes))
+        if not allowance.fits_decodes(ledger.features, seconds, len(decodes), context_sum):
             return 0
         allocation, block_size, running = draft.allocation, state.config.block_size, RequestStatus.RUNNING
         granted: list[Request] = []
@@ -129,7 +130,7 @@ class OfflineFill:
             return True
         start = request.num_computed_tokens
         wanted = request.num_expected_tokens - start
-        length = self._length(allowance, start, wanted)
+        length = self._length(request, allowance, start, wanted)
         if length == 0:
             return False
         self._draft.advance(request, length)
@@ -138,12 +139,14 @@ class OfflineFill:
     def _start(self, request: Request, allowance: OfflineAllowance) -> bool:
         if not self._draft.may_start(request):
             return True
-        return self._draft.admit(request, lambda start, wanted: self._length(allowance, start, wanted))
+        return self._draft.admit(request, lambda start, wanted: self._length(request, allowance, start, wanted))
 
-    def _length(self, allowance: OfflineAllowance, start: int, wanted: int) -> int:
-        config, whole = self._state.config, wanted
-        wanted = min(wanted, self._draft.ledger.tokens_left)
-        length = allowance.largest(self._draft.ledger.features, self._draft.ledger.seconds, start, wanted)
+    def _length(self, request: Request, allowance: OfflineAllowance, start: int, wanted: int) -> int:
+        config, ledger, whole = self._state.config, self._draft.ledger, wanted
+        wanted = min(wanted, ledger.tokens_left)
+        # without time for its masks the rest of a prompt is of no use yet either
+        seconds = ledger.seconds + ledger.mask_seconds(start + whole >= request.masked_from)
+        length = allowance.largest(ledger.features, seconds, start, wanted)
         if not self._draft.chunks and (self._draft.nothing_in_flight or not self._state.has_online):
             # Nothing else moves: the first request always does, whatever the budget says (E4). Beside online work that
             # cannot start, it gives back its room in the end.

@@ -91,6 +91,7 @@ class SchedulerOutput:
     """One step: decodes first, then prefill chunks. `predicted_latency` in seconds (None without a predictor).
 
     `adapters`: LoRA adapters of its chunks, each counted once; `adapted_tokens`: tokens of those chunks.
+    `masked_rows`: samples that a grammar or a thinking budget may limit.
     The distinct HIDDEN blocks that the step's chunks read or write must not be more than the runner's `scratch_blocks`.
     """
 
@@ -105,6 +106,7 @@ class SchedulerOutput:
     cache_work: CacheWork = NO_CACHE_WORK
     adapters: int = 0
     adapted_tokens: int = 0
+    masked_rows: int = 0
 
     @property
     def num_tokens(self) -> int:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from engine.api import Lane, RequestClass
 from engine.cache.blocks import count_units
 from engine.request import Request
-from engine.scheduling.draft import StepLedger
+from engine.scheduling.draft import StepLedger, num_masked
 from engine.scheduling.laxity import EASY_SHARE, PrefillPace, floor_chunk, prefill_pace, prompt_slack
 from engine.scheduling.objective import UNLIMITED, OfflineAllowance
 from engine.scheduling.output import CacheWork
@@ -131,12 +131,14 @@ def plan_offline(state: SchedulerState, now: float) -> Generator[None, None, Off
         wanted = min(remaining, ledger.tokens_left)
         if chunks and (wanted < 1 or (cut and wanted > 1) or not ledger.open):
             continue
-        length = _largest(allowance, ledger, request.num_computed_tokens, wanted)
+        masked = request.num_expected_tokens >= request.masked_from
+        length = _largest(allowance, ledger, request.num_computed_tokens, wanted, masked)
         # One item more than fits: online work may turn out smaller, and where nothing else runs the first item does.
         chunks.append(PlannedChunk(request.request_id, length, running=True))
         if length == 0:
             return OfflinePlan(tuple(chunks))
         ledger.charge(request.num_computed_tokens, length)
+        ledger.charge_masks(masked and length == remaining)
         # A prompt that is cut has used the budget up: crumbs for the next ones would only hold more half-filled caches.
         cut = cut or length < wanted
         examined += 1
@@ -172,7 +174,7 @@ def _plan_decodes(
     """The decodes before anything else of `running`, at once, if there is room for all of them; and how many of
     `running` need not be looked at any more."""
     names: list[str] = []
-    context_sum = examined = 0
+    context_sum = examined = masked = 0
     for request in running:
         expected = len(request.token_ids) + request.num_placeholders
         pending = expected - request.num_computed_tokens
@@ -180,19 +182,22 @@ def _plan_decodes(
             break
         if pending == 1 and expected < request.max_total_tokens:
             context_sum += expected
+            masked += expected >= request.masked_from
             names.append(request.spec.request_id)
         examined += 1
     count = len(names)
     if not count or count > min(ledger.tokens_left, ledger.sequences_left):
         return [], 0
-    if not allowance.fits_decodes(ledger.features, ledger.seconds, count, context_sum):
+    if not allowance.fits_decodes(ledger.features, ledger.seconds + ledger.mask_seconds(masked), count, context_sum):
         return [], 0
     ledger.charge_more_decodes(count, context_sum)
+    ledger.charge_masks(masked)
     return list(map(_make_planned, zip(names, repeat(1), repeat(True), strict=False))), examined
 
 
-def _largest(allowance: OfflineAllowance, ledger: StepLedger, start: int, wanted: int) -> int:
-    return allowance.largest(ledger.features, ledger.seconds, start, wanted) if ledger.open else 0
+def _largest(allowance: OfflineAllowance, ledger: StepLedger, start: int, wanted: int, masked: bool) -> int:
+    seconds = ledger.seconds + ledger.mask_seconds(masked)
+    return allowance.largest(ledger.features, seconds, start, wanted) if ledger.open else 0
 
 
 def _plan_waiting(
@@ -217,14 +222,15 @@ def _plan_waiting(
             return
         if copied:
             ledger.charge_cache_work(CacheWork(transferred_bytes=state.cache.tiers.copied_bytes(hits)))
-        wanted = min(len(request.token_ids) - start, ledger.tokens_left)
-        length = _largest(allowance, ledger, start, wanted)
+        wanted, masked = len(request.token_ids) - start, len(request.token_ids) >= request.masked_from
+        length = _largest(allowance, ledger, start, min(wanted, ledger.tokens_left), masked)
         chunks.append(PlannedChunk(request.request_id, length, running=False))
         if length == 0:
             return
         ledger.charge(start, length)
         if length < wanted:
             return
+        ledger.charge_masks(masked)
         if len(chunks) % ITEMS_PER_SLICE == 0:
             waiting = iter(list(waiting))  # the queue may change before the next slice
             yield
@@ -256,23 +262,27 @@ def _expected_online(state: SchedulerState, reservation: Reservation) -> StepLed
     the decodes beside them the time that these have."""
     config = state.config
     ledger = StepLedger(config.max_num_batched_tokens, config.max_num_seqs, state.model)
-    count = context_sum = 0
+    context_sum = 0
+    decodes: list[Request] = []
     prompts: list[Request] = []
     for request in state.running[RequestClass.ONLINE]:
         pending = request.num_expected_tokens - request.num_computed_tokens
         if pending == 1 and request.num_expected_tokens < request.max_total_tokens:
-            count += 1
+            decodes.append(request)
             context_sum += request.num_computed_tokens + 1
         elif pending > 1:
             prompts.append(request)
-    ledger.charge_decodes(count, context_sum)
+    ledger.charge_decodes(len(decodes), context_sum)
+    ledger.charge_masks(num_masked(decodes))
     next_prompt = [request for request in state.waiting_online[:1] if _may_start(state, request)]
-    limit = state.objective.tbt * EASY_SHARE * (1.0 - reservation.share) if count else math.inf
+    limit = state.objective.tbt * EASY_SHARE * (1.0 - reservation.share) if decodes else math.inf
     for request in (*prompts, *next_prompt):
         if ledger.open:
             length = _prompt_length(state, ledger, request, ledger.tokens_left - reservation.tokens, limit)
             if length > 0:
                 ledger.charge(request.num_computed_tokens, length)
+                end = request.num_computed_tokens + length
+                ledger.charge_masks(end == len(request.token_ids) and end >= request.masked_from)
     return ledger
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError
-from engine.profiling.calibration import Calibration, measure_profile
+from engine.profiling.calibration import INSIDE_STRING, Calibration, measure_profile
 from predictor.model import LatencyModel
 from predictor.samples import Sample
 
@@ -24,7 +24,14 @@ def run(config: EngineConfig, plot: Path | None, say: Callable[[str], None]) -> 
         print(f"\r{count} step shapes, {spent:.0f} of at most {config.profile_seconds:.0f} s", end="", flush=True)
 
     calibration = measure_profile(
-        runner, plan.limits, plan.spec.vocab_size, key, config.profile_seconds, progress, adapters=len(plan.adapters)
+        runner,
+        plan.limits,
+        plan.spec.vocab_size,
+        key,
+        config.profile_seconds,
+        progress,
+        adapters=len(plan.adapters),
+        masks=runner.can_enforce(INSIDE_STRING),
     )
     if sys.stdout.isatty():
         print()

@@ -241,6 +241,10 @@ class TrueLatency:
         """Nothing: the device has no adapters."""
         return 0.0
 
+    def mask_work(self, features: BatchFeatures, rows: int) -> float:  # noqa: ARG002
+        """Nothing: the device has no masks."""
+        return 0.0
+
     def marginal(self, features: BatchFeatures, start: int, length: int) -> float:
         """What the chunk (start, length) adds to the step."""
         more = features.copy()
