@@ -134,6 +134,7 @@ def test_no_step_waits_for_the_device_or_the_compiler(name: str) -> None:
     with dry_device() as dry:
         runner = make_runner(spec)
         assert runner.device.num_graphs == runner.device.num_shapes
+        assert dry.counts["graphs"] == runner.device.num_graphs, "each went to the device once before any step"
         dry.sealed = True
         for kind in kinds_of(spec):
             counts = counts_of(dry, runner, kind)

@@ -9,8 +9,9 @@ of them when nobody does.
 import gc
 import sys
 
-YOUNG = 2_000
-"""New objects, beyond those that went, after which the interpreter looks at the young ones by itself."""
+SOON, YOUNG = 700, 2_000
+"""New objects, beyond those that went, after which `collect_due` looks at the young ones, and the interpreter by itself
+wherever it is."""
 NEVER = 1 << 30
 AT_REST, AT_MOST = 20, 1_000
 """Collections of young objects after which all are looked at: while nobody waits, and whoever waits. The second bounds
@@ -33,6 +34,10 @@ def settle() -> None:
 
 
 def collect_due(*, at_rest: bool) -> None:
-    """Look at all objects that came since `settle`, if it is time for that. `at_rest`: nobody waits for anything."""
-    if gc.get_count()[1] >= (AT_REST if at_rest else AT_MOST):
+    """At a moment of ours, if it is time: look at the young objects, or at all that came since `settle`. `at_rest`:
+    nobody waits for anything."""
+    young, collections, _ = gc.get_count()
+    if collections >= (AT_REST if at_rest else AT_MOST):
         gc.collect()
+    elif young >= SOON:
+        gc.collect(0)

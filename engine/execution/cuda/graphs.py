@@ -1,8 +1,8 @@
 """CUDA graphs: one for every step shape, captured at start. Knows nothing of what it captures.
 
 Capture forbids waiting for the device and whatever happens only once (loading a kernel, making a cuBLAS workspace), so
-every shape runs once by itself before. All graphs share one memory pool: they run one at a time, and what they leave
-behind lies outside of it.
+every shape runs once by itself before, and as a graph once behind. All graphs share one memory pool: they run one at a
+time, and what they leave behind lies outside of it.
 """
 
 from collections.abc import Callable
@@ -34,6 +34,7 @@ class Graphs:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, stream=self._lane.stream):
             self._forward(inputs)
+        graph.replay()  # the first time takes some 10 ms: it is sent to the device
         self._graphs[id(inputs)] = graph
         self._inputs.append(inputs)  # keeps its id, and the tensors that the graph reads
 
