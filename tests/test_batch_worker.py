@@ -635,7 +635,9 @@ def test_work_that_nobody_waits_for_rests_as_long_as_it_ran(monkeypatch: pytest.
     assert rests == [pytest.approx(0.003), 0.05]
 
 
-async def test_only_a_batch_line_rests(tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_only_a_long_line_of_a_batch_rests(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rests: list[int] = []
 
     def count(work: Any) -> Any:
@@ -647,4 +649,6 @@ async def test_only_a_batch_line_rests(tokenizer: Tokenizer, tmp_path: Path, mon
         await client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "hi"}])
         assert not rests
         await until(client, (await submit(client, jsonl([line(1)]))).id)
+        assert not rests, "a short one asks no thread"
+        await until(client, (await submit(client, jsonl([line(2, prompt="long " * 2_000)]))).id)
         assert rests

@@ -351,7 +351,7 @@ class BatchWorker:
         if envelope is None:
             code, message = INPUT_LOST
             return FinishedLine(ref, False, unfinished_row(None, code, f"{message} (line {ref.number})"), Usage())
-        origin = LineOrigin(batch.tenant, batch.id, batch.expires_at, job.lane)
+        origin = LineOrigin(batch.tenant, batch.id, batch.expires_at, job.lane, ref.length)
         answer = await self._run_line(batch.endpoint, envelope["body"], origin)
         row = response_row(envelope["custom_id"], answer.status, answer.body)
         return FinishedLine(ref, answer.status == 200, row, answer.usage)
