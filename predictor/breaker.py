@@ -10,8 +10,8 @@ Requests that no offline work touched say what the promise is worth without any.
 be shown beside them and every trial makes it worse: it stays open until they keep it again, or nobody comes to say so.
 
 What is granted follows the evidence: a quarter of a budget that nobody has proven, a little of itself more by every
-good request beside offline work, half by every miss; it also grows back while nothing happens. Who opens again and
-again stays open longer and longer.
+good request beside offline work, half by every one that missed a limit or came close to it; it also grows back while
+nothing happens. Who opens again and again stays open longer and longer.
 
 A pure state machine without timers: times are arguments, in seconds, and never go back; it may be asked at any event.
 """
@@ -79,8 +79,13 @@ SUSPICION = 0.75
 ALONE, MISSES_ALONE = 16, 1
 """Of so many of the last requests without offline work at most so many may be misses, for a trial to mean something."""
 
-MOMENTS = 64
-"""Moments of misses that are remembered: as many as requests run at once, or so."""
+MOMENTS = 128
+"""Worst moments that are remembered: twice as many as requests run at once, or so."""
+
+CLOSE = 0.8
+"""A request that took more of a limit came close: budgets and the time of prompts leave a fifth of it free. There are
+several times as many of them as misses, and they come first: what only follows misses gives way when it has broken the
+promise, and a burst has broken it a dozen times before the first of its requests is judged."""
 
 
 class CircuitBreaker:
@@ -99,7 +104,7 @@ class CircuitBreaker:
         self._probed = 0
         self._misses = MissTest(1.0 - (self.settings.attainment or 0.0))
         self._excesses: dict[str, ExcessTest] = {}
-        self._moments: deque[float] = deque(maxlen=MOMENTS)
+        self._moments: deque[tuple[float, bool]] = deque(maxlen=MOMENTS)
         self._alone: deque[bool] = deque(maxlen=ALONE)
         self._alone_at = -math.inf
         self._overruns: deque[float] = deque(maxlen=self.settings.steps)
@@ -112,40 +117,51 @@ class CircuitBreaker:
         offline_contributed: bool,
         excesses: Mapping[str, float] | None = None,
         moment: float | None = None,
+        used: float = 0.0,
     ) -> None:
         """One online request was judged at `now`; `offline_contributed`: offline chunks ran in its steps.
 
-        `good`: it kept every limit of single requests; `moment`: when it was worst off. Requests that miss by the same
-        step are two misses at most: a single hiccup is no evidence, however many it hits. `excesses`: by how much it
+        `good`: it kept every limit of single requests; `used`: what share of the one that it came closest to it took;
+        `moment`: when it was worst off. Requests that miss by the same step are two misses at most, and those that come
+        close by it two of that kind: a single hiccup is no evidence, however many it hits. `excesses`: by how much it
         was over the bound of each aggregate, as a share of the bound.
         """
         self._advance(now)
-        counted = good or moment is None or self._moments.count(moment) < 2
-        if not good and moment is not None:
-            self._moments.append(moment)
+        counted = True
+        if moment is not None and (not good or used > CLOSE):
+            counted = self._moments.count((moment, good)) < 2
+            self._moments.append((moment, good))
         if not offline_contributed and arrival >= self._opened_at:
             self._alone.append(good)
             self._alone_at = now
         if self._state is BreakerState.OPEN or not offline_contributed or arrival < self._opened_at:
             return
         self._probed += 1
-        if self.settings.attainment is not None and counted:
-            self._grant(now, good)
+        if self.settings.attainment is not None and (counted or good):
+            if counted:
+                self._grant(now, good, used)
             self._misses.record(not good)
             if self._misses.alarm:
                 self._open(now, "slo")
                 return
         self.record_excesses(now, arrival, excesses or {})
 
-    def _grant(self, now: float, good: bool) -> None:
-        """A little of itself more by every good request, half by every miss: it comes to rest where 1.4 times what is
-        allowed misses, however much a share of the budget costs; steps of one size would rest above that."""
-        allowed = 1.0 - (self.settings.attainment or 0.0)
-        if self._state is BreakerState.CLOSED:
-            granted = self.share(now)
-            more = allowed * max(granted, self.settings.smallest_share)
-            self._granted = min(1.0, granted + more) if good else granted / 2.0
-            self._granted_at = now
+    def _grant(self, now: float, good: bool, used: float) -> None:
+        """A little of itself more by every good request, half by one that missed or came close: it comes to rest where
+        1.4 times what is allowed does either, however much a share of the budget costs; steps of one size would rest
+        above that. Where waits fall off exponentially, half as many miss then as may. Limits so tight that requests
+        alone come close leave the smallest share."""
+        if self._state is not BreakerState.CLOSED:
+            return
+        granted, smallest = self.share(now), self.settings.smallest_share
+        if not good:
+            self._granted = granted / 2.0
+        elif used > CLOSE:
+            self._granted = max(granted / 2.0, min(granted, smallest))
+        else:
+            allowed = 1.0 - (self.settings.attainment or 0.0)
+            self._granted = min(1.0, granted + allowed * max(granted, smallest))
+        self._granted_at = now
 
     def record_excesses(self, now: float, arrival: float, excesses: Mapping[str, float]) -> None:
         """What became known only now about aggregates of a request that arrived then, beside offline work."""

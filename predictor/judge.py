@@ -49,12 +49,13 @@ class Standing:
 
 class Verdict(NamedTuple):
     """`good`: every promise held as the request ended; None: nobody can tell. `limits_kept`: those on single requests
-    did. `excesses`: by how much it was over the bounds on aggregates, by key; positive on average: that promise is
-    broken."""
+    did; `used`: the largest share of one of them that it took. `excesses`: by how much it was over the bounds on
+    aggregates, by key; positive on average: that promise is broken."""
 
     good: bool | None
     limits_kept: bool
     excesses: dict[str, float]
+    used: float
 
 
 @dataclass(slots=True)
@@ -98,7 +99,8 @@ class Judge:
             self.good += judged.good
             self.bad += not judged.good
         self._standings = None
-        return Verdict(judged.good, limits_kept, self._absolute_excesses(served))
+        shares = [values[o.key] / o.limit for o in self.slo.objectives if o.per_request and o.limit]
+        return Verdict(judged.good, limits_kept, self._absolute_excesses(served), max(shares, default=0.0))
 
     def _keeps(self, objective: Objective, judged: _Judged) -> bool | None:
         """Whether the objective is kept as the request ends; None: nobody can tell."""

@@ -266,6 +266,21 @@ def test_it_comes_to_rest_near_what_is_allowed_whatever_the_budget_costs(cost: f
     assert 0.002 < misses / count < 0.018
 
 
+def test_who_comes_close_to_a_limit_leaves_half_before_anybody_misses() -> None:
+    breaker = CircuitBreaker(SETTINGS)
+    proven = run_requests(breaker, 0.0, "." * 140)
+    breaker.record_request(proven, proven - 0.1, True, True, used=0.79)
+    assert breaker.share(proven) == pytest.approx(1.0)
+    for moment in (proven, proven, proven):
+        breaker.record_request(proven, proven - 0.1, True, True, moment=moment, used=0.81)
+    assert breaker.share(proven) == pytest.approx(0.25), "by the same step two at most"
+    for index in range(20):
+        breaker.record_request(proven, proven - 0.1, True, True, moment=proven + index, used=0.95)
+    assert breaker.share(proven) == SETTINGS.smallest_share and breaker.num_openings == 0, "they kept the promise"
+    breaker.record_request(proven, proven - 0.1, False, True, moment=proven, used=1.2)
+    assert breaker.share(proven) == SETTINGS.smallest_share / 2.0, "a miss is counted beside them"
+
+
 def test_while_requests_alone_miss_the_slo_nothing_is_tried_beside_them() -> None:
     breaker = CircuitBreaker(SETTINGS)
     opened = run_requests(breaker, 0.0, "xxxx")

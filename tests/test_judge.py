@@ -57,6 +57,15 @@ def test_a_failed_request_is_bad_under_every_slo() -> None:
         assert not verdict.good and not verdict.limits_kept
 
 
+def test_a_verdict_says_how_close_a_request_came_to_its_nearest_limit() -> None:
+    judge = Judge(SLO.parse("ttft_p99=1s,tbt_p99=100ms,tbt_mean=1ms"))
+    assert judge.judge(0.0, Served(0.0, 0.5, [0.01] * 50)).used == pytest.approx(0.5)
+    assert judge.judge(0.0, Served(0.0, 0.5, [0.01] * 50 + [0.09])).used == pytest.approx(0.9)
+    assert judge.judge(0.0, Served(0.0, 0.5, [0.01] * 200 + [0.09])).used == 0.5, "one gap of 200 may be any"
+    assert judge.judge(0.0, Served(0.0, None, [])).used == math.inf
+    assert Judge(SLO.parse("5%,tbt_mean=50ms")).judge(0.0, FAR).used == 0.0, "no limit is one of single requests"
+
+
 def test_the_window_is_bounded_and_forgets() -> None:
     judge = judge_all("ttft_mean=1s", [FAR] * 50 + [FINE] * WINDOW)
     assert judge.standings(25.0)[0].value == pytest.approx(0.1)

@@ -310,7 +310,8 @@ class Colocation:
             verdict = self._judge.judge(now, served)
             beside = live.beside_offline
             moment = live.moment if live.last_token is not None else now
-            self._breaker.record_request(now, times.arrival, verdict.limits_kept, beside, verdict.excesses, moment)
+            kept, excesses, used = verdict.limits_kept, verdict.excesses, verdict.used
+            self._breaker.record_request(now, times.arrival, kept, beside, excesses, moment, used)
 
     def _remember(self, arrival: OnlineArrival, served: Served | None, beside_offline: bool) -> None:
         self.recent.add(arrival, served, beside_offline)

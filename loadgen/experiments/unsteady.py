@@ -51,11 +51,14 @@ OFFLINE_OPEN = 24
 @dataclass(frozen=True, slots=True)
 class Config:
     """`factors`: how many times as long as usual a step takes, log-uniform, for `phase` seconds on average; `noise`:
-    spread of single steps. `window`: seconds in which chats come, Poisson. `machines`: multiples of `MODEL`. `chat`,
-    `line`: (prompt, output) tokens.
+    spread of single steps. `window`: seconds in which chats come, Poisson, at `rate` a second or, in equal parts of the
+    window, at each of `steps`. `machines`: multiples of `MODEL`. `profile`: what the server's profile says of a step,
+    as a share of what it usually takes. `chat`, `line`: (prompt, output) tokens.
     """
 
     rate: float = 1.0
+    steps: tuple[float, ...] = ()
+    profile: float = 1.0
     window: float = 600.0
     ttft: float = 1.5
     tbt: float = 0.3
@@ -69,6 +72,11 @@ class Config:
 
 CONFIG = Config()
 SHORT = Config(window=60.0)
+STEPPED = Config(
+    steps=(0.3, 1.0, 2.0, 0.3), window=400.0, profile=0.79, factors=(0.7, 2.5), phase=0.5, machines=(0.55,)
+)
+"""A rate in steps on a machine that carries each of them alone, with a profile of a faster hour and neighbours that
+come and go within a step."""
 
 
 class Speed:
@@ -115,11 +123,12 @@ class UnsteadyRunner:
 def replay(config: Config, machine: float, seed: int, *, offline: bool) -> tuple[VirtualRun, Colocation]:
     """One server under the load of `config`, started without a search."""
     model = MODEL.scaled(machine)
-    believed = OnlineModel(model, OnlineSettings.with_error(MODEL_ERROR))
+    profile = model.scaled(config.profile)
+    believed = OnlineModel(profile, OnlineSettings.with_error(MODEL_ERROR))
     slo = SLO.parse(f"ttft_p99={config.ttft}s,tbt_p99={config.tbt}s")
     limits = SchedulerConfig(num_units=2 * NUM_BLOCKS, max_model_len=CONTEXT, max_num_seqs=64)
     core = EngineCore(limits, online_policy="goodput", offline_policy="fcfs", model=believed)
-    keeper = Colocation(core, believed, slo, initial_budget(slo, model, "tidemill"))
+    keeper = Colocation(core, believed, slo, initial_budget(slo, profile, "tidemill"))
     runner = UnsteadyRunner(model, config, seed)
     lines = (_request(f"f{i}", *config.line, RequestClass.OFFLINE) for i in itertools.count()) if offline else None
     driver = VirtualDriver(core, runner, _chats(config, seed), lines, backlog=OFFLINE_OPEN, keeper=keeper)
@@ -129,9 +138,12 @@ def replay(config: Config, machine: float, seed: int, *, offline: bool) -> tuple
 
 def _chats(config: Config, seed: int) -> list[Arrival]:
     arrivals: list[Arrival] = []
-    at, generator = 0.0, random.Random(seed)
-    while (at := at + generator.expovariate(config.rate)) < config.window:
-        arrivals.append(Arrival(at, _request(f"n{len(arrivals)}", *config.chat, RequestClass.ONLINE)))
+    generator, rates = random.Random(seed), config.steps or (config.rate,)
+    length = config.window / len(rates)
+    for index, rate in enumerate(rates):
+        at = index * length
+        while (at := at + generator.expovariate(rate)) < (index + 1) * length:
+            arrivals.append(Arrival(at, _request(f"n{len(arrivals)}", *config.chat, RequestClass.ONLINE)))
     return arrivals
 
 
