@@ -149,7 +149,7 @@ REFUSED = {
     "mamba": "does not take positions",
     "bamba": "attends in no layer",
     "minimax": "its recurrent layers take position_embeddings, which cannot be split",
-    "recurrent_gemma": "layers whose state is not found",
+    "recurrent_gemma": "layers whose state is not found|what else it keeps of the past is not known",  # by its version
 }
 
 
