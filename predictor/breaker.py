@@ -205,6 +205,11 @@ class CircuitBreaker:
         """A budget that was replayed is in force: what the last one did is no reason to grant less of it."""
         self._granted = 1.0
 
+    def rescale(self, factor: float) -> None:
+        """Another budget is in force that nobody has replayed: `factor` is how many times as large the last one was."""
+        if self.settings.attainment is not None:
+            self._granted = min(1.0, factor * self._granted)
+
     @property
     def opened_at(self) -> float:
         """When it last opened; minus infinity before that."""

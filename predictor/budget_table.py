@@ -20,6 +20,8 @@ HYSTERESIS = 1.1
 """How far beyond the edge of the cell in force a rate must be: its estimate varies."""
 SAME_LENGTHS = 1.3
 SAME_PACE = 1.25
+SURELY_FASTER = SAME_PACE**2
+"""Steps that are so much faster than those for which no budget was found may leave room for one."""
 MAX_AGE = 3600.0
 
 
@@ -57,6 +59,14 @@ class Entry:
     situation: Situation
     found_at: float
 
+    def at_pace(self, pace: float) -> "Entry | None":
+        """What it says where steps take another time; None for nothing. What kept the SLO with faster steps may not
+        keep it now: so much less of its L is left as steps are slower. Slower ones are on the safe side."""
+        if not self.params.latency_budget and pace * SURELY_FASTER < self.situation.pace:
+            return None
+        less = self.params.latency_budget * min(1.0, self.situation.pace / pace)
+        return replace(self, params=_lower(self.params, less))
+
     def holds(self, situation: Situation, now: float) -> bool:
         """Whether the answer would still be the same, for all that is known."""
         return now - self.found_at < MAX_AGE and self.situation.is_like(situation)
@@ -74,11 +84,15 @@ class BudgetTable:
     def look_up(self, cell: int, situation: Situation) -> tuple[BudgetParams, int] | None:
         """The budget for a cell, and the cell that it was searched for; None when nothing of use is known.
 
-        An old entry is better than none, one for other lengths or another pace is not. Of other cells, the next one
-        above is safe. What kept the SLO at a lower rate was searched for less than there is: so much less of its L is
-        left as the rate is higher, and "none at all" stays none.
+        An old entry is better than none, one for other lengths is not; entries for another pace say something where
+        there are none for this one. Of other cells, the next one above is safe. What kept the SLO at a lower rate was
+        searched for less than there is: so much less of its L is left as the rate is higher, and "none at all" stays
+        none.
         """
-        usable = {c: entry for c, entry in self.entries.items() if entry.situation.is_like(situation)}
+        alike = {c: e for c, e in self.entries.items() if not e.situation.shape.differs(situation.shape, SAME_LENGTHS)}
+        usable = {c: e for c, e in alike.items() if e.situation.is_like(situation)}
+        if not usable:
+            usable = {c: there for c, e in alike.items() if (there := e.at_pace(situation.pace)) is not None}
         above = min((c for c in usable if c >= cell), default=None)
         if above is not None and (above == cell or usable[above].params.latency_budget > 0.0):
             return usable[above].params, above
@@ -86,10 +100,12 @@ class BudgetTable:
         if below is None:
             return None
         params = usable[below].params
-        # Under `tbt_p99` a smaller L frees more steps from it.
-        rule = "flat" if params.rule == "tbt_p99" else params.rule
-        less = params.latency_budget * upper_rate(below) / upper_rate(cell)
-        return replace(params, latency_budget=less, rule=rule), below
+        return _lower(params, params.latency_budget * upper_rate(below) / upper_rate(cell)), below
+
+    def answers(self, cell: int, situation: Situation) -> Entry | None:
+        """The entry that was searched for just this, whenever that was; None where there is none."""
+        entry = self.entries.get(cell)
+        return entry if entry is not None and entry.situation.is_like(situation) else None
 
     def needs(self, cell: int, situation: Situation, now: float) -> bool:
         """Whether a search for this cell would tell something new."""
@@ -108,6 +124,13 @@ class BudgetTable:
             situation = Situation(Shape(*(float(value) for value in row["shape"])), float(row["pace"]))
             table.put(int(row["cell"]), Entry(params_of(row["params"]), situation, float(row["found_at"])))
         return table
+
+
+def _lower(params: BudgetParams, budget: float) -> BudgetParams:
+    """With a smaller L: under `tbt_p99` that would free more steps from it."""
+    if budget >= params.latency_budget:
+        return params
+    return replace(params, latency_budget=budget, rule="flat" if params.rule == "tbt_p99" else params.rule)
 
 
 def _plain(entry: Entry) -> dict[str, Any]:

@@ -269,6 +269,10 @@ class OnlineModel:
         scaled = self.model.scaled(self._usual_scale)
         return dataclass_replace(scaled, intercept=scaled.intercept + self._host.mean)
 
+    def usual(self, features: BatchFeatures) -> float:
+        """What the step usually takes, without the margin: as `as_fixed` says."""
+        return self._usual_scale * self.model.predict(features) + self._host.mean
+
     def expected(self, features: BatchFeatures) -> float:
         """The step's time without the margin."""
         return self.scale * self.model.predict(features) + self._host.mean

@@ -232,6 +232,19 @@ def test_a_share_is_one_of_the_room_above_the_online_work(share: float, tokens: 
     assert sum(chunks_of(driver, driver.steps[-1], "off")) == tokens
 
 
+def test_a_share_of_a_budget_beyond_the_tbt_limit_is_one_of_what_the_limit_leaves() -> None:
+    """Half of 100 ms was more than the limit itself: a breaker that took a half took nothing."""
+
+    def offline_tokens(share: float) -> int:
+        driver = decoding_driver(StepObjective(tbt=0.0182, budget=BudgetParams("hygen", 0.1)))
+        driver.add(make_request("off", range(100), 5, request_class=OFFLINE))
+        driver.core.set_offline_share(share)
+        assert driver.launch()
+        return sum(chunks_of(driver, driver.steps[-1], "off"))
+
+    assert 0 < offline_tokens(0.25) < offline_tokens(0.5) < offline_tokens(1.0)
+
+
 def test_alone_the_oldest_offline_request_moves_whatever_the_budget() -> None:
     driver = make_driver(flat(0.0001))
     driver.core.set_offline_share(0.0)

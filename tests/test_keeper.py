@@ -404,8 +404,22 @@ def test_no_budget_that_keeps_the_slo_is_obeyed() -> None:
     assert held.latency_budget == before.latency_budget > 0.0, "what runs when nobody is there"
     keeper.on_step(STEP, 0.0082, [], 100.0)
     assert core._state.offline_share == 0.0, "no breaker lets it through"
-    keeper.set_budget(BudgetParams("tidemill", 0.02), "searched for another load")
+    keeper.set_budget(BudgetParams("tidemill", 0.02), "searched for another load", replayed=True)
     assert core._state.offline_share == 1.0 and not keeper.stats(101.0).held
+
+
+def test_what_is_proven_is_seconds_whatever_share_of_another_budget_they_are() -> None:
+    _, keeper = make_keeper()
+    initial = keeper.initial.latency_budget
+    before = keeper.stats(0.0).offline_share
+    assert before == 0.25
+    for factor, share in ((0.5, 0.5), (2.0, 0.125), (0.125, 1.0)):
+        keeper.set_budget(BudgetParams("tidemill", factor * initial), "less of it, or more")
+        assert keeper.stats(0.0).offline_share == pytest.approx(share)
+    keeper.set_budget(keeper.initial, "nothing is known")
+    assert keeper.stats(0.0).offline_share == pytest.approx(0.125), "nobody has proven the rest"
+    keeper.set_budget(BudgetParams("tidemill", initial), "searched", replayed=True)
+    assert keeper.stats(0.0).offline_share == 1.0
 
 
 def test_a_held_budget_keeps_offline_work_from_online_steps_and_lets_it_run_alone() -> None:

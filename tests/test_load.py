@@ -197,7 +197,28 @@ def test_a_change_of_load_is_a_look_up() -> None:
     assert found is not None and found[1] == 3
     assert found[0].latency_budget == pytest.approx(0.02 / 1.5**2), "what kept the SLO at less may not keep it here"
     longer = Situation(Shape(300.0, 0.0, 50.0, 500.0, 60.0), 0.02)
-    assert table.look_up(0, longer) is None and table.look_up(0, Situation(SHAPE, 0.04)) is None
+    assert table.look_up(0, longer) is None
+
+
+def test_what_kept_the_slo_with_steps_of_another_pace_is_better_than_what_nobody_searched_for() -> None:
+    table = BudgetTable()
+    table.put(0, entry(0.05))
+    slower, faster = (Situation(SHAPE, pace) for pace in (0.04, 0.01))
+    assert table.look_up(0, slower) == (BudgetParams("tidemill", 0.025), 0), "half, where steps take twice as long"
+    assert table.look_up(0, faster) == (BudgetParams("tidemill", 0.05), 0)
+    assert table.answers(0, slower) is None and table.needs(0, slower, 0.0), "until a search has ended"
+    table.put(1, entry(0.02, slower))
+    assert table.look_up(0, slower) == (BudgetParams("tidemill", 0.02), 1), "searched at this pace"
+    assert table.answers(1, slower) == entry(0.02, slower)
+
+
+def test_none_at_all_stays_none_unless_steps_are_clearly_faster() -> None:
+    table = BudgetTable()
+    table.put(0, entry(0.0))
+    for pace in (0.08, 0.02, 0.0141):
+        found = table.look_up(0, Situation(SHAPE, pace))
+        assert found is not None and found[0].latency_budget == 0.0
+    assert table.look_up(0, Situation(SHAPE, 0.012)) is None
 
 
 def test_at_a_higher_rate_no_rule_frees_more_steps_from_a_smaller_budget() -> None:

@@ -76,9 +76,16 @@ class Bench:
         self.core.add_request(make_request("job", range(80), 12, request_class=RequestClass.OFFLINE), self.now)
 
     async def serve(
-        self, count: int, rate: float, *, prompt: int = 100, gap: float = 0.01, beside: bool = True
+        self,
+        count: int,
+        rate: float,
+        *,
+        prompt: int = 100,
+        gap: float = 0.01,
+        beside: bool = True,
+        step: float = 0.0082,
     ) -> None:
-        """Online requests at a steady rate, each of two tokens."""
+        """Online requests at a steady rate, each of two tokens, by steps of so many seconds."""
         for _ in range(count):
             self.now += 1.0 / rate
             self.keeper.on_arrival(RequestClass.ONLINE, self.now)
@@ -86,7 +93,7 @@ class Bench:
                 times = RequestTimes(self.now, first_token=self.now + 0.02)
                 reason = FinishReason.LENGTH if index == 2 else None
                 output = RequestOutput("r", [1], None, times, prompt, 0, index, reason, beside_offline=True)
-                self.keeper.on_step(STEP, 0.0082, [output], self.now + 0.02 + gap * (index - 1))
+                self.keeper.on_step(STEP, step, [output], self.now + 0.02 + gap * (index - 1))
             await self.settle()
 
     async def settle(self) -> None:
@@ -217,6 +224,38 @@ async def test_none_at_all_is_obeyed_and_said() -> None:
     stats = bench.keeper.stats(bench.now)
     assert stats.held == "no offline budget keeps the SLO (searched for 1 requests/s)"
     assert bench.core._state.offline_share == stats.offline_share == 0.0
+    await bench.tuner.stop()
+
+
+async def test_a_machine_that_is_faster_for_a_moment_takes_no_answer_out_of_force() -> None:
+    bench = Bench(lambda job: found(0.0))
+    bench.tuner.start()
+    bench.queue_a_job()
+    await bench.serve(400, 1.0)
+    assert bench.keeper.stats(bench.now).held
+    searched = len(bench.jobs)
+    for _ in range(2):
+        await bench.serve(60, 1.0, step=0.0055)
+        assert bench.keeper.model.scale < 0.75
+        assert bench.keeper.stats(bench.now).held and len(bench.jobs) == searched
+        await bench.serve(60, 1.0)
+    await bench.tuner.stop()
+
+
+async def test_an_answer_is_proven_once_not_whenever_the_load_comes_back() -> None:
+    """What misses have taken away stays away, also when the load has gone to another cell and back."""
+    bench = Bench(lambda job: found(0.02 / (1 + rates_of([job])[0])))
+    bench.tuner.start()
+    bench.queue_a_job()
+    await bench.serve(60, 1.0)
+    first = bench.budget
+    assert bench.keeper.stats(bench.now).offline_share == 1.0
+    await bench.serve(120, 1.4)
+    assert bench.budget < first and bench.keeper.stats(bench.now).offline_share == 1.0
+    await bench.serve(2, 1.4, gap=0.5)
+    assert bench.keeper.stats(bench.now).offline_share == pytest.approx(0.25)
+    await bench.serve(60, 0.9)
+    assert bench.budget == first and bench.keeper.stats(bench.now).offline_share < 0.6
     await bench.tuner.stop()
 
 

@@ -133,8 +133,10 @@ class Colocation:
         self._refits = {True: 0, False: 0}
         self.set_budget(budget, "as long as no search has ended")
 
-    def set_budget(self, budget: BudgetParams, origin: str) -> None:
-        """Fill by these parameters from the next step on; `origin` says where they come from.
+    def set_budget(self, budget: BudgetParams, origin: str, *, replayed: bool = False) -> None:
+        """Fill by these parameters from the next step on; `origin` says where they come from. `replayed`: a search has
+        just found them for the load of now. What requests have proven of the last budget is seconds, whatever share of
+        another one they are.
 
         L = 0 is the answer that no offline budget keeps the SLO: then nothing offline runs beside online work. What
         runs while no online request is there stays as it was, and is kept short enough for who arrives meanwhile; a
@@ -143,9 +145,11 @@ class Colocation:
         self._origin = origin
         self._held = "" if budget.latency_budget > 0.0 else f"no offline budget keeps the SLO ({origin})"
         if not self._held:
+            if replayed:
+                self._breaker.renew()
+            else:
+                self._breaker.rescale(self._budget.latency_budget / budget.latency_budget)
             self._budget = budget
-        if budget != self._initial:
-            self._breaker.renew()
         self._set_objective()
         self._follow_breaker(self._now)
 

@@ -80,6 +80,7 @@ class BudgetTuner:
         self._cell: int | None = None
         self._in_force: tuple[BudgetParams, str] | None = None
         self._searched: dict[int, _Searched] = {}
+        self._proven: dict[int, Entry] = {}
         self._failed_at = float("-inf")
         self._looked_at = float("-inf")
         self._compared_at = float("-inf")
@@ -156,14 +157,18 @@ class BudgetTuner:
         else:
             params, cell = found
             chosen = params, f"searched for {upper_rate(cell):.3g} requests/s"
-            if cell < self._cell:
+            if cell < self._cell or params != self.table.entries[cell].params:
                 initial = self._colocation.initial
                 lower = min(params, initial, key=lambda budget: budget.latency_budget)
                 chosen = lower, f"{chosen[1]}, less of it until a search for this load has ended"
         if chosen != self._in_force:
             self._in_force = chosen
             log.info("%.3g online requests/s: offline budget %s, %s", rate, *chosen)
-            self._colocation.set_budget(*chosen)
+            entry = self.table.answers(self._cell, situation)
+            new = entry is not None and entry is not self._proven.get(self._cell)
+            if entry is not None:
+                self._proven[self._cell] = entry
+            self._colocation.set_budget(*chosen, replayed=new)
 
     def _rate(self, now: float) -> float:
         """Of late; before anybody came, what the calendar lets expect."""
@@ -178,11 +183,12 @@ class BudgetTuner:
         return None if shape is None else Situation(shape, self._pace())
 
     def _pace(self) -> float:
-        """Seconds of a step that stands for all others, by what they take now."""
+        """Seconds of a step that stands for all others, by what they usually take: as the search has it. What they take
+        just now changes within seconds where others share the machine, and would take every answer out of force."""
         features, model = BatchFeatures(), self._colocation.model
         features.add_decodes(8, 8 * 512)
         features.add_chunk(0, 128)
-        return model.expected(features)
+        return model.usual(features)
 
     def _wanted(self, now: float) -> int | None:
         """The cell to search next, None for none."""

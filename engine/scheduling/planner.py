@@ -64,26 +64,27 @@ def offline_allowance(
 ) -> OfflineAllowance:
     """What offline work may add to a step whose online work is in `ledger`.
 
-    L bounds the step, without online work also what an arrival within it can lose; beside online work the controller
-    may grant a share of what L leaves above it. An absolute TBT limit, and the tightest deadline, end it where they can
-    still be met. The budget's rule does the rest: beside a waiting prompt `ttft_mean` adds nothing and `ttft_p99`
+    L bounds the step, without online work also what an arrival within it can lose. An absolute TBT limit, and the
+    tightest deadline, end it where they can still be met; of what they and L leave above online work the controller may
+    grant a share. The budget's rule does the rest: beside a waiting prompt `ttft_mean` adds nothing and `ttft_p99`
     half of what the prompt can still lose; under `tbt_p99` a step that is over L anyway is in the tail already and may
-    be doubled.
+    be doubled, as far as the share goes.
     """
     objective = state.objective
     rule, limit = objective.budget.rule, objective.budget.latency_budget
     beside_prompt = beside_prompt or bool(state.waiting_online)
-    if num_online_decodes or beside_prompt:
-        share = state.offline_share
-        if rule == "tbt_p99" and share > 0.0 and ledger.seconds > limit > 0.0:
-            limit = 2.0 * ledger.seconds
-        elif share < 1.0:
-            limit = ledger.seconds + (share * max(0.0, limit - ledger.seconds) if share > 0.0 else 0.0)
-    else:
+    online = bool(num_online_decodes or beside_prompt)
+    if not online:
         limit = min(limit, objective.idle)
+    elif rule == "tbt_p99" and ledger.seconds > limit > 0.0:
+        limit = 2.0 * ledger.seconds
     if num_online_decodes and not math.isinf(objective.tbt):
         within = objective.tbt if objective.tbt >= ledger.seconds else math.inf  # lost without offline work, too
         limit = min(limit, within, _tightest_slack(state, ledger.seconds, now))
+    if online and state.offline_share < 1.0:
+        # A share of an L beyond the limits would take nothing away.
+        share = state.offline_share
+        limit = ledger.seconds + (share * max(0.0, limit - ledger.seconds) if share > 0.0 else 0.0)
     if beside_prompt and rule == "ttft_mean":
         limit = 0.0
     elif beside_prompt:
