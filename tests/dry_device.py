@@ -50,6 +50,7 @@ class DryDevice(TorchDispatchMode):
         self.strict, self.step = False, 0
         self.capturing = self.sealed = False
         self.compiled: list[str] = []
+        self.variants: list[tuple[Any, ...]] = []  # of `compiled`: the kernel, and what its `_do_compile` is asked for
         self.registered: list[int] = []  # addresses
         self._pinned: list[Tensor] = []  # kept, so that nothing else gets their addresses
 
@@ -148,6 +149,9 @@ class _Pointer:
 class Driver:
     """Triton's driver of a device that runs nothing."""
 
+    def __init__(self, arch: int) -> None:
+        self._arch = arch
+
     def get_current_device(self) -> int:
         return 0
 
@@ -155,7 +159,7 @@ class Driver:
         return 0
 
     def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
+        return GPUTarget("cuda", self._arch, 32)
 
 
 class _Recorder:
@@ -166,8 +170,9 @@ class _Recorder:
         patch.setattr(kernel, "device_caches", defaultdict(kernel.create_binder))
         patch.setattr(kernel, "_do_compile", self._compile)
 
-    def _compile(self, key: str, *_: Any) -> Any:
+    def _compile(self, key: str, *asked: Any) -> Any:
         self._dry.compile(self._kernel.__name__, key)
+        self._dry.variants.append((self._kernel, *asked))
         compiled = SimpleNamespace(
             run=self._run, function=None, packed_metadata=None, launch_metadata=lambda *_: None
         )  # fmt: skip
@@ -238,16 +243,16 @@ def _stubs(dry: DryDevice) -> dict[str, Any]:
 
 
 @contextmanager
-def dry_device() -> Iterator[DryDevice]:
-    """Within it `meta` is a CUDA device of compute capability 9.0."""
+def dry_device(arch: int = 90) -> Iterator[DryDevice]:
+    """Within it `meta` is a CUDA device of this compute capability."""
     dry = DryDevice()
     with pytest.MonkeyPatch.context() as patch:
         for name, stub in _stubs(dry).items():
             patch.setattr(torch.cuda, name, stub)
         patch.setattr(configs, "is_cuda", lambda device: device.type == "meta")
         patch.setattr(configs, "num_multiprocessors", lambda _device: 132)
-        patch.setattr(configs, "device_arch", lambda _device: 90)
-        patch.setattr(driver, "_active", Driver())
+        patch.setattr(configs, "device_arch", lambda _device: arch)
+        patch.setattr(driver, "_active", Driver(arch))
         for found in pkgutil.iter_modules(engine.triton_kernels.__path__, "engine.triton_kernels."):
             module = importlib.import_module(found.name)
             for name, value in vars(module).copy().items():

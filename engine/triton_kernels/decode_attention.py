@@ -187,7 +187,8 @@ def decode_attention(
     (num_requests, num_heads, head_dim), (_, block_size, kv_heads, _) = q.shape, pool.shape
     _check(q, pool, k_table, v_table, work, partial, partial_lse, out)
     group = num_heads // kv_heads
-    config = config or configs.decode_config(configs.device_arch(q.device), head_dim, group, q.dtype)
+    int8 = pool.dtype == torch.int8
+    config = config or configs.decode_config(configs.device_arch(q.device), head_dim, group, q.dtype, int8=int8)
     assert work.tile % config.block_n == 0, f"splits of the work list begin at {work.tile}, tiles are {config.block_n}"
     if num_requests == 0:
         return

@@ -7,6 +7,7 @@ tokens that every row sees run without a mask; only the last ones pay for it. Kn
 Twin: engine.models.torch_ops.
 """
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -149,7 +150,8 @@ def prefill_attention(
     assert q.shape == out.shape, f"out {out.shape} differs from q {q.shape}"
     assert num_heads % kv_heads == 0, f"{num_heads} query heads over {kv_heads} KV heads"
     group = num_heads // kv_heads
-    config = config or configs.prefill_config(configs.device_arch(q.device), head_dim, q.dtype)
+    int8 = pool.dtype == torch.int8
+    config = config or configs.prefill_config(configs.device_arch(q.device), head_dim, q.dtype, int8=int8)
     assert work.tokens_per_tile * group <= config.block_m, "the work list's tiles are larger than the kernel's"
     prefill_kernel[(kv_heads, work.items.shape[0])](
         q, pool, k_table, v_table, work.items, out, q.stride(0), out.stride(0), k_table.stride(0), layer, scratch_base,
