@@ -167,12 +167,13 @@ class FakeFleetEngine:
         self.is_up = self.hangs = False
         self.report, self.worked = None, [self.clock(), 0.0, 0.0]
         in_flight = {entry.request.request_id: entry.num_computed + 1 for entry in list(self.open)[:in_step]}
-        self.suspects.died("killed", in_flight)
+        self.suspects.died("killed", in_flight, self.clock())
         self.changed()
 
     def come_back(self) -> None:
         if not self.dead:
             self.is_up = True
+            self.suspects.after([], self.clock())
             self.changed()
 
     def give_up(self) -> None:

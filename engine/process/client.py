@@ -491,12 +491,12 @@ class EngineProcess:
         proven to be ends, and what it took down before counts no more. Where nothing else got on since the last such
         proof, the engine may be at fault, and the proof counts as one death."""
         if cause == RENEWED:
-            self._suspects.died(cause, {})
+            self._suspects.died(cause, {}, self._clock())
             return 0.0
         in_flight = {name: tokens for name, tokens in flight.in_flight(child.entries).items() if name in self._open}
         if self._patience is not None:  # otherwise whoever submitted them has gone to another engine
             self._open.accept(in_flight)
-        verdict = self._suspects.died(cause, in_flight)
+        verdict = self._suspects.died(cause, in_flight, self._clock())
         if verdict is None:
             return self._policy.died(self._clock())
         if not verdict.guilty:
