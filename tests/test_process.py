@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import os
+import re
 import signal
 import sys
 import time
@@ -349,6 +350,25 @@ async def test_what_is_killed_from_outside_again_and_again_is_not_to_blame(
         assert summed(outputs) == undisturbed["seeded"]
 
 
+async def test_no_process_is_kept_back_while_each_that_is_killed_has_got_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with engine_process(tmp_path / "children") as engine:
+        real, kills = engine._deliver, 0
+
+        def deliver(output: RequestOutput) -> None:
+            """The first tokens of each process are its last, three times."""
+            nonlocal kills
+            real(output)
+            if kills < 3 and engine._figures.restarts.total() == kills:
+                kills += 1
+                engine.kill()
+
+        engine._deliver = deliver  # type: ignore[method-assign]
+        assert len(summed(await collect(engine, request("long", max_tokens=400)))[0]) == 400
+        assert re.findall(r"is started again (.*?),", caplog.text) == ["at once"] * 3
+
+
 async def test_other_weights_are_taken_up_while_streams_wait(
     tmp_path: Path, undisturbed: dict[str, tuple[Any, ...]]
 ) -> None:
@@ -518,6 +538,10 @@ def test_when_a_process_is_started_again() -> None:
     assert [late.died(float(second)) for second in range(8)][-2:] == [30.0, 30.0] or late.max_delay == 30.0
     many = RestartPolicy(max_deaths=5000, max_delay=0.0)
     assert {many.died(0.1 * number) for number in range(4000)} == {0.0}
+    killed = RestartPolicy(max_deaths=9)
+    assert [killed.died(float(second), worked=True) for second in range(3)] == [0.0] * 3, "it got on each time"
+    assert [killed.died(float(second)) for second in range(3, 6)] == [0.0, 1.0, 2.0], "now it does not"
+    assert [killed.died(7.0, worked=True), killed.died(8.0), killed.died(9.0)] == [0.0, 0.0, None]
     well = RestartPolicy()
     for minute in range(20):
         well.ready(100.0 * minute)

@@ -46,7 +46,7 @@ from engine.process.regroup import Regrouping
 from engine.process.renewal import RENEWED
 from engine.process.requests import OpenRequest, OpenRequests
 from engine.process.supervisor import Endpoint, start_error
-from engine.process.suspects import SUSPECT_AFTER, Suspects
+from engine.process.suspects import FROM_OUTSIDE, SUSPECT_AFTER, Suspects
 from engine.queue_time import QueueTime
 from engine.stream import RequestStream
 from predictor.slo import SLO
@@ -130,7 +130,7 @@ class EngineProcess:
         self._figures = Figures()
         self._adapters: dict[int, AdapterFiles] = {}
         self._task: asyncio.Task[None] | None = None
-        self._started = self._draining = self._stopping = self._judged = False
+        self._started = self._draining = self._stopping = self._judged = self._has_worked = False
         self._death: str | None = None
         self._dead = asyncio.Event()
 
@@ -431,6 +431,7 @@ class EngineProcess:
         """Until the child takes requests; it is given those that are open. Raises what keeps it from starting."""
         self._child = child
         self._cause = None
+        self._has_worked = False
         loop = asyncio.get_running_loop()
         lost = self._lost = loop.create_future()
         self._connection = await Connection.open(child.sock, child.reader, self._receive, partial(self._on_lost, lost))
@@ -498,7 +499,7 @@ class EngineProcess:
             self._open.accept(in_flight)
         verdict = self._suspects.died(cause, in_flight, self._clock())
         if verdict is None:
-            return self._policy.died(self._clock())
+            return self._policy.died(self._clock(), worked=self._has_worked and cause in FROM_OUTSIDE)
         if not verdict.guilty:
             return 0.0
         log.error("request %s ended the engine process %d times; it ends now", verdict.request_id, verdict.deaths)
@@ -659,6 +660,7 @@ class EngineProcess:
         if entry is None:
             return  # ended here meanwhile
         keeps_up = entry.take(output)
+        self._has_worked = self._has_worked or bool(output.token_ids)
         self._suspects.got_on(output.request_id, entry.num_computed)
         if output.finish_reason is not None:
             self._open.pop(output.request_id)

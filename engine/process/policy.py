@@ -11,14 +11,16 @@ MAX_DELAY = 30.0
 
 @dataclass(slots=True)
 class RestartPolicy:
-    """At once, then after 1, 2, 4 ... 30 s; given up at the `max_deaths`-th death within `window`. A process that was
-    ready for `healthy` seconds makes up for all deaths before it."""
+    """At once, then after 1, 2, 4 ... 30 s, and again at once after a process that worked until somebody killed it;
+    given up at the `max_deaths`-th death within `window`. A process that was ready for `healthy` seconds makes up for
+    all deaths before it."""
 
     max_deaths: int = MAX_DEATHS
     window: float = WINDOW
     healthy: float = HEALTHY
     max_delay: float = MAX_DELAY
     _deaths: deque[float] = field(default_factory=deque)
+    _in_a_row: int = 0
     _ready_since: float | None = None
 
     def ready(self, now: float) -> None:
@@ -30,15 +32,17 @@ class RestartPolicy:
         for _ in range(min(deaths, len(self._deaths))):
             self._deaths.pop()
 
-    def died(self, now: float) -> float | None:
-        """Seconds until it is to be started again; None: never."""
+    def died(self, now: float, *, worked: bool = False) -> float | None:
+        """Seconds until it is to be started again; None: never. `worked`: it gave tokens, and was killed from outside
+        for all that is known: nothing is gained by a pause. It counts towards `max_deaths` like any."""
         if self._ready_since is not None and now - self._ready_since >= self.healthy:
             self._deaths.clear()
+            self._in_a_row = 0
         self._ready_since = None
         self._deaths.append(now)
         while now - self._deaths[0] > self.window:
             self._deaths.popleft()
-        count = len(self._deaths)
-        if count >= self.max_deaths:
+        self._in_a_row = 0 if worked else min(self._in_a_row + 1, len(self._deaths))
+        if len(self._deaths) >= self.max_deaths:
             return None
-        return 0.0 if count == 1 else min(self.max_delay, 2.0 ** min(count - 2, 30))
+        return 0.0 if self._in_a_row <= 1 else min(self.max_delay, 2.0 ** min(self._in_a_row - 2, 30))
