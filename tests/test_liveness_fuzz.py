@@ -148,6 +148,12 @@ class LivenessMachine(CoreRules):
         self.driver.core.set_objective(objective)
         self.driver.core.set_offline_share(share)
 
+    def teardown(self) -> None:
+        super().teardown()
+        if hasattr(self, "driver"):
+            chats = sum(request.request_class is RequestClass.ONLINE for request in self.requests.values())
+            assert self.driver.core.stats().preemptions.get("tenant", 0) <= chats, "each is moved once at most"
+
 
 def run_machine(examples: int) -> None:
     checks = [HealthCheck.too_slow, HealthCheck.data_too_large]

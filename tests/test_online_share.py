@@ -1,5 +1,6 @@
 """Tenants with online requests get the same service: a thousand chats of one are not in the way of another's."""
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from engine.config import SchedulerConfig
 from engine.core import EngineCore
 from engine.errors import QueueFullError
 from engine.queue_time import UNLIMITED_QUEUE
+from engine.request import Request
 from engine.scheduling.objective import StepObjective
 from predictor.budget import BudgetParams
 from predictor.model import LatencyModel
@@ -87,6 +89,46 @@ def test_long_answers_that_hold_every_row_are_not_in_the_way_of_another_tenant(p
         assert ttft < 3 * own, (index, ttft, own)  # (without a row: tens of seconds)
     if units == AMPLE:
         assert core.stats().preemptions["tenant"] == len(light), "one row each time"
+
+
+@pytest.mark.parametrize("policy", ["goodput", "apt", "fcfs"])
+def test_all_chats_of_a_tenant_within_its_share_get_a_row_at_once(policy: str) -> None:
+    """Not only its first: eight rows of sixteen are its own, beside long answers that hold all of them."""
+    crowd = [Arrival(0.0, chat(f"heavy{index}", 40, "heavy", output=900)) for index in range(24)]
+    light = [Arrival(2.0, chat(f"light{index}", 60, "light", output=300)) for index in range(12)]
+    alone = replay(make_core(policy, max_num_seqs=16), light)
+    core = make_core(policy, max_num_seqs=16)
+    records = replay(core, crowd + light)
+    assert all(record.ended is not None for record in records.values())
+    waits = sorted(records[name].ttft or 0.0 for name in alone)
+    assert waits[7] < 1.0 < waits[8], "half of the rows, and the rest behind its own"
+    assert 8 <= core.stats().preemptions["tenant"] <= len(light), "one row each time"
+
+
+@pytest.mark.parametrize("units", [AMPLE, SHORT])
+def test_rows_that_changed_hands_do_not_go_to_and_fro(units: int) -> None:
+    """Tenants take turns at having many requests; each request is let in and moved away at most once."""
+    core = make_core(max_num_seqs=12, num_units=units)
+    arrivals = [
+        Arrival(3.0 * wave + 0.01 * i, chat(f"{tenant}{wave}-{i}", 40, tenant, output=300))
+        for wave in range(4)
+        for i in range(16)
+        for tenant in ("ab" if wave % 2 else "cd")
+    ]
+    moved = Counter[str]()
+    real = core._state.preempt
+
+    def preempt(victim: Request, cause: str, *rest: Any) -> None:
+        if cause == "tenant":
+            moved[victim.request_id] += 1
+            rows = Counter(r.spec.tenant for r in core._state.running[RequestClass.ONLINE])
+            assert rows[victim.spec.tenant] >= 2
+        real(victim, cause, *rest)
+
+    core._state.preempt = preempt  # type: ignore[method-assign]
+    records = replay(core, arrivals)
+    assert all(record.ended is not None for record in records.values())
+    assert moved and max(moved.values()) == 1
 
 
 def test_a_tenant_gives_up_a_row_once_for_each_request_and_never_its_last() -> None:

@@ -6,7 +6,7 @@ had; what it really was is settled at its end. In which order requests go then i
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 
 from engine.api import TokenCosts
 from engine.request import Request, RequestStatus
@@ -31,9 +31,9 @@ class OnlineShare:
         """Whether more than one tenant has requests. Else nothing here decides anything."""
         return len(self._num_requests) > 1
 
-    def has_others_than(self, tenants: Collection[str]) -> bool:
-        """Whether a tenant that is not one of these has requests."""
-        return any(tenant not in tenants for tenant in self._num_requests)
+    def waiting(self, running: Mapping[str, int]) -> list[str]:
+        """Tenants that have more requests than these."""
+        return [tenant for tenant, count in self._num_requests.items() if count > running.get(tenant, 0)]
 
     def enter(self, request: Request) -> None:
         """A request was queued."""
