@@ -148,6 +148,7 @@ def _add_batches(app: FastAPI, context: GatewayContext, folder: StateFolder, lim
         set_lane=context.client.set_lane,
     )
     context.lifecycle.background.append(worker)
+    context.lifecycle.ask_storage = worker.storage_fault
     context.metrics.registry.register(BatchCollector(worker))
     app.state.batches = BatchState(folder, limits, worker)
     for resource in (files, batches):

@@ -6,10 +6,12 @@ import hmac
 import os
 import secrets
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
 import anyio
+import anyio.to_thread
 from starlette.requests import Request
 
 from engine.api import EngineClient, EngineState
@@ -24,6 +26,9 @@ from gateway.models import ModelNames
 from gateway.telemetry.metrics import GatewayMetrics
 from gateway.telemetry.request_log import RequestLog
 
+DISK_SECONDS = 1.0
+"""After which a disk that does not answer is at fault."""
+
 
 class BackgroundWork(Protocol):
     """What uses the engine beside the requests of clients."""
@@ -35,13 +40,16 @@ class BackgroundWork(Protocol):
 
 @dataclass(slots=True)
 class Lifecycle:
-    """Whether the server takes new work, and the one place that starts and stops the engine and its background work."""
+    """Whether the server takes new work, and the one place that starts and stops the engine and its background work.
+    `ask_storage`: why nothing can be stored, None: it can; it asks the disk, in a thread."""
 
     client: EngineClient
     draining: bool = False
     stopped: bool = False
     background: list[BackgroundWork] = field(default_factory=list)
     startup_error: Exception | None = None
+    ask_storage: Callable[[], str | None] = lambda: None
+    _disk_thread: anyio.CapacityLimiter = field(default_factory=lambda: anyio.CapacityLimiter(1))
 
     async def start(self) -> None:
         try:
@@ -67,6 +75,12 @@ class Lifecycle:
             raise EngineUnavailableError("The server is shutting down.", retry_after=5.0)
         if self.client.state is EngineState.DEAD:
             raise EngineUnavailableError("The engine is not running.", retry_after=5.0)
+
+    async def storage_fault(self) -> str | None:
+        """Why nothing can be stored; None: it can. A disk that hangs holds up nobody who asks."""
+        with anyio.move_on_after(DISK_SECONDS):
+            return await anyio.to_thread.run_sync(self.ask_storage, limiter=self._disk_thread, abandon_on_cancel=True)
+        return "the state folder does not answer"
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,9 +40,10 @@ async def ready(request: Request) -> Response:
         reason = f": {trouble}" if trouble is not None else ""
         raise EngineUnavailableError(f"The engine is not ready{reason}.", retry_after=5.0)
     stats = await context.client.stats()
+    fault = await context.lifecycle.storage_fault()
+    answer: dict[str, Any] = {"status": "ok"} if fault is None else {"status": "degraded", "storage": fault}
     if not sees_all(request):
-        return _ok()
-    answer: dict[str, Any] = {"status": "ok"}
+        return Response(orjson.dumps(answer), media_type="application/json")
     if stats.engines:
         answer["engines"] = engines_shown(stats.engines)
     if stats.colocation is not None:

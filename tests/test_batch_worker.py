@@ -13,6 +13,7 @@ import json
 import os
 import pickle
 import sqlite3
+import threading
 import time
 import tracemalloc
 from dataclasses import dataclass
@@ -263,10 +264,50 @@ async def test_a_long_fault_pauses_jobs_answers_507_and_spares_online(tokenizer:
         assert len(offline) <= ONE_BY_ONE.window_lines, "no lines are run whose results cannot be kept"
         async with httpx.AsyncClient(timeout=60) as http:
             assert "tidemill_storage_fault 1.0" in (await http.get(f"{served.url}/metrics")).text
-            assert (await http.get(f"{served.url}/ready")).status_code == 200
+            ready = await http.get(f"{served.url}/ready")
+            assert ready.status_code == 200, "chats are served"
+            assert ready.json()["status"] == "degraded" and "batches pause" in ready.json()["storage"]
         disk.faults = {}
         await check_ended(client, await until(client, batch.id), [f"id-{i}" for i in range(10)])
         assert len(served.engine.requests) == 11, "nothing ran twice"
+
+
+async def test_a_lost_state_folder_is_said_by_ready_and_metrics_while_chats_go_on(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    """Before anybody tries to store something, and until it is back."""
+    place, away = tmp_path / "state", tmp_path / "away"
+    async with batch_server(tokenizer, place) as (served, client), httpx.AsyncClient(timeout=60) as http:
+
+        async def status() -> tuple[str, str]:
+            answer = await http.get(f"{served.url}/ready")
+            assert answer.status_code == 200
+            return answer.json()["status"], answer.json().get("storage", "")
+
+        async def fault() -> bool:
+            return "tidemill_storage_fault 1.0" in (await http.get(f"{served.url}/metrics")).text
+
+        assert await status() == ("ok", "") and not await fault()
+        place.rename(away)
+        degraded, why = await status()
+        assert degraded == "degraded" and "state folder" in why and await fault()
+        assert str(tmp_path) not in why, "anybody may ask"
+        online = await client.completions.create(model=MODEL, prompt="x", max_tokens=1)
+        assert online.choices[0].finish_reason
+        away.rename(place)
+        assert await status() == ("ok", "") and not await fault()
+
+
+async def test_a_disk_that_hangs_does_not_hold_up_who_asks_whether_the_server_is_ready(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    answers = threading.Event()
+    async with batch_server(tokenizer, tmp_path) as (served, _), httpx.AsyncClient(timeout=60) as http:
+        served.app.state.context.lifecycle.ask_storage = answers.wait
+        for _ in range(3):
+            ready = await http.get(f"{served.url}/ready")
+            assert (ready.status_code, ready.json()["storage"]) == (200, "the state folder does not answer")
+        answers.set()
 
 
 async def test_a_full_database_pauses_and_goes_on(tokenizer: Tokenizer, tmp_path: Path) -> None:

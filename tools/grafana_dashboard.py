@@ -139,7 +139,8 @@ def registry_families() -> list[tuple[str, str, tuple[str, ...], str]]:
     one = EngineView(0, EngineState.READY, None, 0, 0, 0.0, EngineStats(running={RequestClass.ONLINE: 0}))
     pipelines = PipelineStats((), 0, 0, 0, False)
     metrics.stats = EngineStats(colocation=_filled(ColocationStats), engines=(one,), pipelines=pipelines)
-    worker = SimpleNamespace(states={}, lines_ended=Counter(), paused=False, forecast=Forecast(lambda: None))
+    forecast = Forecast(lambda: None)
+    worker = SimpleNamespace(states={}, lines_ended=Counter(), storage_fault=lambda: None, forecast=forecast)
     metrics.registry.register(BatchCollector(cast(BatchWorker, worker)))
     found = []
     for family in metrics.registry.collect():

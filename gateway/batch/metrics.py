@@ -38,5 +38,5 @@ class BatchCollector(Collector):
         for succeeded, outcome in ((True, "completed"), (False, "failed")):
             lines.add_metric([outcome], self._worker.lines_ended[succeeded])
         yield lines
-        text = "1 while the disk takes no data and batch jobs pause."
-        yield GaugeMetricFamily("tidemill_storage_fault", text, value=int(self._worker.paused))
+        text = "1 while the disk takes no data or the state folder is lost, and batch jobs pause."
+        yield GaugeMetricFamily("tidemill_storage_fault", text, value=int(self._worker.storage_fault() is not None))

@@ -120,6 +120,12 @@ class BatchWorker:
         """Whether jobs wait for the disk."""
         return not self._retry.healthy
 
+    def storage_fault(self) -> str | None:
+        """Why nothing can be stored, as far as is known; None: it can. Asks the disk, from any thread."""
+        if not self._store.is_in_place():
+            return "the state folder has been deleted or replaced: files and batches are refused until it is back"
+        return "the disk takes no data: uploads are refused and batches pause until it does" if self.paused else None
+
     def _now(self) -> int:
         return int(self._clock())
 

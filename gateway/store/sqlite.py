@@ -21,6 +21,10 @@ class SqliteStore(SqliteFiles, SqliteBatches):
     def __init__(self, path: Path, on_commit: Work[None] | None = None) -> None:
         self._writer = SqliteWriter(open_database(path), on_commit, path)
 
+    def is_in_place(self) -> bool:
+        """Whether the database is where it was opened. Asks the disk, from any thread."""
+        return self._writer.is_in_place()
+
     async def settle(self) -> None:
         """Commit something: what is not to be seen now of a commit in doubt cannot appear after a crash any more."""
         await self._writer.run(lambda connection: connection.execute(f"PRAGMA user_version = {VERSION}").fetchone())

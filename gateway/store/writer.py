@@ -164,14 +164,18 @@ class SqliteWriter:
             else:
                 future.set_exception(failure)
 
+    def is_in_place(self) -> bool:
+        """Whether the database that is open is still there. From any thread; it asks the disk."""
+        if self._path is None or self._identity is None:
+            return True
+        try:
+            return os.path.samestat(self._path.stat(), self._identity)
+        except OSError:
+            return False
+
     def _check_place(self) -> None:
         """Raises StorageError when the database that is open has been deleted or moved away."""
-        if self._path is None or self._identity is None:
-            return
-        try:
-            is_lost = not os.path.samestat(self._path.stat(), self._identity)
-        except OSError:
-            is_lost = True
+        is_lost = not self.is_in_place()
         if is_lost and not self._is_lost:
             log.error("%s has been deleted or replaced: nothing is stored until it is back", self._path)
         self._is_lost = is_lost
