@@ -57,6 +57,7 @@ from predictor.limits import UNITS_PER_BLOCK, Limits
 from predictor.profile import Profile, ProfileError, ProfileKey
 from predictor.slo import SLO
 
+FLOAT8 = "fp8"
 DEFAULT_DISK_DIR = "~/.cache/tidemill/disk"
 HIDDEN_SHARE = 2  # at most a block of hidden state for every so many blocks of KV that fit: a quarter of the units
 MIN_CONTEXT = 8  # tokens; the warm-up step alone takes most of it
@@ -86,8 +87,8 @@ def plan_launch(config: EngineConfig) -> LaunchPlan:
     choice = choose(folder, config.model_impl)
     spec = choice.shape
     backend = find_backend(config.device)
-    if config.quantization != "none" and backend.name != "cpu":
-        raise ConfigError(f"--quantization {config.quantization} runs on a CPU only: say --device cpu, or none")
+    if config.quantization == "int8" and backend.name != "cpu":
+        raise ConfigError("--quantization int8 runs on a CPU only: say --device cpu, fp8, or none")
     if config.disk_space and backend.name != "cpu":
         raise ConfigError("--disk-space runs on a CPU only: on a GPU --swap-space keeps the cache of chats")
     dtype, note = (config.dtype, None) if config.dtype != "auto" else backend.choose_dtype(spec, config)
@@ -110,7 +111,9 @@ def plan_launch(config: EngineConfig) -> LaunchPlan:
     by = f"transformers' modules run {spec.architecture}: {choice.why}" if foreign else None
     refusal = backend.refusal(spec, dtype)
     slow = f"slow attention by torch's own operators: {refusal}" if refusal else None
-    quantization = _quantization(config, choice, backend.name)
+    quantization, unrounded = _quantization(config, choice, backend.name), None
+    if quantization == FLOAT8:
+        quantization, dtype, unrounded = _float8(config, dtype, backend.float8_refusal())
     plan = LaunchPlan(
         folder=folder,
         spec=spec,
@@ -130,7 +133,7 @@ def plan_launch(config: EngineConfig) -> LaunchPlan:
         preempted_int8=config.kv_cache_dtype == "preempted-int8",
         memory_utilization=config.gpu_memory_utilization,
         droppable=config.overload == "drop",
-        notes=tuple(each for each in (by, note, slow, _state_note(spec)) if each),
+        notes=tuple(each for each in (by, note, slow, unrounded, _state_note(spec)) if each),
     )
     plan = _with_adapters(_with_offload(_with_storage(plan, config), config), config)
     plan = replace(plan, limits=replace(plan.limits, padding=backend.padding(plan)))
@@ -168,12 +171,23 @@ def _quantization(config: EngineConfig, choice: Choice, device: str) -> str:
     return memory.STORED_INTEGERS if natively else "none"
 
 
+def _float8(config: EngineConfig, dtype: str, refusal: str | None) -> tuple[str, str, str | None]:
+    """Quantization and type of what was asked to run in floats of 8 bits, and a line where it does not."""
+    if refusal is not None:
+        return "none", dtype, f"--quantization fp8: {refusal}; weights stay in {dtype}"
+    if config.dtype not in ("auto", "bfloat16"):
+        raise ConfigError(f"--quantization fp8 computes in bfloat16, not in {config.dtype}")
+    return FLOAT8, "bfloat16", None
+
+
 def _with_storage(plan: LaunchPlan, config: EngineConfig) -> LaunchPlan:
     """The plan with a line on what a checkpoint of few bits takes. Raises ModelLoadError if its files are missing."""
     packing = plan.spec.packing
     if packing is None or config.load_format == "dummy":
         return plan
     note = f"{packing.name}: {_gib(stored_bytes(plan.folder))} on disk, {_gib(plan.weight_bytes)} in memory"
+    if plan.quantization == FLOAT8:
+        note += ", unpacked at load and rounded again"
     if plan.quantization == "none":
         note += f", unpacked to {plan.dtype} at load"
         if plan.device == "cpu" and plan.implementation == OWN and not config.hidden_cache:
@@ -273,7 +287,9 @@ def _load(config: EngineConfig, plan: LaunchPlan, make: MakeLinear, gather: Gath
         "dtype": plan.dtype, "device": plan.device, "load_format": config.load_format, "seed": config.seed, "make": make
     }  # fmt: skip
     if not isinstance(plan.spec, TransformersShape):
-        return load_weights(plan.own, plan.folder, **common, gather=gather, integers=plan.quantization != "none")
+        return load_weights(
+            plan.own, plan.folder, **common, gather=gather, integers=plan.quantization not in ("none", FLOAT8)
+        )
     model = load_model(plan.spec, plan.folder, **common)
     if config.self_test:
         _refuse(plan, test_modules(model))
@@ -283,7 +299,7 @@ def _load(config: EngineConfig, plan: LaunchPlan, make: MakeLinear, gather: Gath
 def _test_family(config: EngineConfig, plan: LaunchPlan, make: MakeLinear) -> None:
     """Refuse a model of ours that does not answer as transformers does. The packaged model, random weights and layers
     that round their inputs are not tested, nor is a GPU. Raises ModelLoadError."""
-    rounded, invented = config.quantization != "none", config.load_format == "dummy"
+    rounded, invented = "none" not in (config.quantization, plan.quantization), config.load_format == "dummy"
     if not (config.self_test and config.model and plan.device == "cpu" and plan.implementation == OWN):
         return
     if rounded or invented:

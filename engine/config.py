@@ -47,8 +47,9 @@ class EngineConfig:
     )
     quantization: str = _flag(
         "none",
-        "int8: linear layers on 8-bit integers, weights rounded once and inputs in every step (on a CPU)",
-        ("none", "int8"),
+        "linear layers in 8 bits, weights rounded once and inputs in every step; int8: on integers (on a CPU); fp8: on "
+        "floats (on a GPU of compute capability 8.9 or newer)",
+        ("none", "int8", "fp8"),
     )
     threads: int | None = _flag(None, "processor threads of a step on a CPU (default: measured, at most one per core)")
     load_format: str = _flag("auto", "dummy: random weights for benchmarks", ("auto", "safetensors", "dummy"))
@@ -133,6 +134,8 @@ class EngineConfig:
             raise ConfigError(f"--block-size must be a power of two, not {self.block_size}")
         if self.quantization != "none" and self.hidden_cache:
             raise ConfigError("--quantization does not go with --hidden-cache: K and V restored would be others")
+        if self.quantization == "fp8" and parse_offload(self.offload_weights) is not None:
+            raise ConfigError("--quantization fp8 does not go with --offload-weights, int8 does (on a CPU)")
         if self.kv_cache_dtype != "auto" and self.hidden_cache:
             raise ConfigError("--kv-cache-dtype does not go with --hidden-cache: units of 8 bits hold no hidden state")
         if self.kv_cache_dtype == "parked-int8" and not (self.swap_space or self.disk_space or self.overload == "swap"):

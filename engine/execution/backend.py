@@ -47,6 +47,9 @@ class Backend(Protocol):
     def swap_bytes(self) -> int:
         """Host memory for the host tier where nobody says how much."""
 
+    def float8_refusal(self) -> str | None:
+        """Why layers do not compute on floats of 8 bits here; None if they do."""
+
     def is_wide(self) -> bool:
         """Whether the device is so large that steps hold many requests and tokens where nobody says how many."""
 

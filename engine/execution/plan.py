@@ -15,7 +15,7 @@ class LaunchPlan:
     """`device`: the name of the backend; `dtype`: type of weights and cache. `cache_bytes` of device memory for the
     cache and the units in `limits` are estimates where only the loaded weights show what is left.
 
-    `quantization` of the linear layers: "none", "int8", or "w8a8" for the integers of the checkpoint.
+    `quantization` of the linear layers: "none", "int8", "fp8", or "w8a8" for the integers of the checkpoint.
     `memory_utilization`: share of a GPU's memory to use. `host_units` of the host tier; `scratch_blocks`: how many
     blocks a step may run from hidden state. `int8_cache`: K and V are kept in 8 bits; `parked_int8`: those
     on the tiers behind the device are; `preempted_int8`: those of requests that wait may be. `kernels`: what steps on a

@@ -1,5 +1,5 @@
 """Eight bits beside sixteen: `--quantization int8`, `--kv-cache-dtype int8`. How far their distributions are from
-float32's, and what steps take, in alternation.
+float32's, and what steps take, in alternation; of `--quantization fp8` the first alone, by its twin on the CPU.
 
 Divergence is KL(float32 || other) of the next token, teacher-forced, by torch's path: over texts that the demo model
 knows, and over random tokens with random weights. Steps are those of the runner that `tidemill serve` would use, one
@@ -20,6 +20,7 @@ from engine.build import build_runner, plan_launch, resolve_model
 from engine.config import EngineConfig
 from engine.models.checkpoint import load_weights
 from engine.models.decoder import Decoder
+from engine.models.float8 import make_float8
 from engine.models.heads import Heads
 from engine.models.int8_cells import dequantize, quantize
 from engine.models.linear import MakeLinear, make_linear
@@ -121,6 +122,7 @@ def show_divergence(name: str, folder: Path, load_format: str) -> None:
         "bfloat16": Arm(plain),
         "int8 in float32": Arm(load("float32", make_quantized)),
         "int8 in bfloat16": Arm(load("bfloat16", make_quantized)),
+        "fp8 in bfloat16": Arm(load("bfloat16", make_float8)),
         "float32, int8 cache": Arm(exact, int8_cache=True),
         "bfloat16, int8 cache": Arm(plain, int8_cache=True),
     }

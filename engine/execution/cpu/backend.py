@@ -68,6 +68,9 @@ class CpuBackend:
     def swap_bytes(self) -> int:
         return 0  # the cache itself lies in host memory
 
+    def float8_refusal(self) -> str | None:
+        return "a CPU multiplies no floats of 8 bits (integers it does: int8)"
+
     def is_wide(self) -> bool:
         return False
 

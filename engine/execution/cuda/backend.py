@@ -25,6 +25,7 @@ from engine.execution.cuda.swap import staging_units
 from engine.execution.plan import LaunchPlan
 from engine.execution.runner import Runner
 from engine.machine.facts import BUS_RATE, host_engines
+from engine.models import float8
 from engine.models.decoder import Decoder
 from engine.models.heads import Heads
 from engine.models.linear import MakeLinear, make_linear
@@ -56,6 +57,10 @@ class CudaBackend:
             return "transformers' modules run without our kernels and without CUDA graphs"
         refusal = kernel_refusal(spec, torch_dtype(dtype), torch.cuda.get_device_capability())
         return refusal or launch_refusal()
+
+    def float8_refusal(self) -> str | None:
+        found = torch.cuda.get_device_capability()
+        return None if found >= float8.OLDEST_ARCH else f"compute capability {found[0]}.{found[1]} is older than 8.9"
 
     def choose_dtype(self, spec: ModelShape, _config: EngineConfig) -> tuple[str, str | None]:
         if spec.dtype == "bfloat16" and torch.cuda.get_device_capability() < _OLDEST_ARCH:
@@ -116,7 +121,7 @@ class CudaBackend:
     def prepare(
         self, _config: EngineConfig, plan: LaunchPlan, _say: Callable[[str], None]
     ) -> tuple[LaunchPlan, MakeLinear]:
-        return plan, make_linear
+        return plan, float8.make_float8 if plan.quantization == "fp8" else make_linear
 
     def make_runner(
         self,
