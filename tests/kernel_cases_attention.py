@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from kernel_pool import DEVICE, DTYPES, NAN, PagedCache, assert_same, fused_heads, index, paged_cache
+from torch import Tensor
 
 from engine.models import torch_ops as twin
 from engine.triton_kernels.configs import LaunchConfig, device_arch, prefill_config
@@ -117,10 +118,13 @@ def prefill_both(
     dtype: torch.dtype,
     config: LaunchConfig,
     window: int = 0,
-) -> None:
+    slots: int = 0,
+) -> tuple[PrefillWork, Tensor]:
+    """The work list and what the kernel gave; with `slots` contexts of 128 tokens are split."""
     generator = torch.Generator().manual_seed(7)
     _, _, kv_heads, head_dim = cache.pool.shape
-    work = PrefillWork(len(chunks) + 2, 40, config.block_m // group, DEVICE)
+    tile = config.block_n
+    work = PrefillWork(len(chunks) + 2, 40, config.block_m // group, DEVICE, slots=slots, tile=tile, min_split=32)
     work.fill(np.array(chunks, np.int32))
     work.buffer.upload()
     q = fused_heads(generator, count, kv_heads * group, head_dim, dtype)
@@ -130,13 +134,73 @@ def prefill_both(
     actual = torch.full(q.shape, NAN, dtype=dtype, device=DEVICE)
     expected = torch.full(q.shape, NAN, dtype=torch.float64, device=DEVICE)
     tables = (cache.k_table, cache.v_table)
-    prefill_attention(q, cache.pool, *tables, work, actual, **where, config=config)
-    twin.prefill_attention(q.double(), cache.pool.double(), *tables, work, expected, **where)
+    partial = prefill_scratch(work, q)
+    prefill_attention(q, cache.pool, *tables, work, *partial, actual, **where, config=config)
+    twin.prefill_attention(q.double(), cache.pool.double(), *tables, work, *partial, expected, **where)
     covered = torch.zeros(count, dtype=torch.bool)
     for _, first, length, _ in chunks:
         covered[first : first + length] = True
     assert (~expected.isnan()).all(dim=-1).all(dim=-1).tolist() == covered.tolist()
     assert_same(actual, expected, dtype)
+    return work, actual
+
+
+def prefill_scratch(work: PrefillWork, q: Tensor) -> tuple[Tensor, Tensor]:
+    shape = (work.partials, *q.shape[1:])
+    return torch.full(shape, NAN, device=DEVICE), torch.full(shape[:2], NAN, device=DEVICE)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=case_id)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_prefill_with_splits(shape: tuple[int, int, int, int, torch.dtype], dtype: torch.dtype) -> None:
+    """Chunks behind long pasts: one beside a decode and a short prompt that stay whole, with splits and without."""
+    head_dim, group, kv_heads, block_size, table_dtype = shape
+    chunks = [[2, 0, 1, 300], [0, 1, 20, 0], [1, 23, 7, 570], [3, 30, 4, 190]]
+    cache = paged_cache(
+        [20, 577, 301, 194], seed=12, dtype=dtype, kv_heads=kv_heads, head_dim=head_dim, block_size=block_size,
+        table_dtype=table_dtype,
+    )  # fmt: skip
+    work, split = prefill_both(cache, chunks, 36, group, dtype, PREFILL_TILE, slots=10)
+    splits = {tuple(item[:2]): item[7] for item in work.items.tolist() if item[2]}
+    assert splits[0, 1] == 1 and splits[1, 23] > 4 and splits[3, 30] > 1
+    assert all(item[4] % PREFILL_TILE.block_n == 0 for item in work.items.tolist())
+    _, whole = prefill_both(cache, chunks, 36, group, dtype, PREFILL_TILE)
+    assert_same(split, whole.double(), dtype)
+
+
+def test_prefill_splits_of_which_rows_see_nothing() -> None:
+    """The causal edge inside of the last split: it begins behind the chunk's first tokens."""
+    cache = paged_cache([290], seed=13, dtype=torch.float32, kv_heads=1, head_dim=64)
+    work, _ = prefill_both(cache, [[0, 0, 20, 270]], 20, 2, torch.float32, PREFILL_TILE, slots=10)
+    assert max(item[4] for item in work.items.tolist()) == 288, "behind position 270"
+
+
+@pytest.mark.parametrize("window", [1, 32, 95])
+def test_prefill_with_splits_within_a_window(window: int) -> None:
+    """Splits before the window are empty; one that it cuts is read from there on."""
+    cache = paged_cache([20, 577], seed=14, dtype=torch.float32, kv_heads=1, head_dim=64)
+    chunks = [[0, 0, 20, 0], [1, 20, 7, 570]]
+    work, _ = prefill_both(cache, chunks, 27, 2, torch.float32, PREFILL_TILE, window, slots=10)
+    assert work.merging
+
+
+def test_prefill_of_a_bucket_merges_what_is_there() -> None:
+    """A graph's merge runs for steps without splits too, and after a step with more."""
+    cache = paged_cache([300, 40], seed=15, dtype=torch.float32, kv_heads=1, head_dim=64)
+    tables, config = (cache.k_table, cache.v_table), PREFILL_TILE
+    work = PrefillWork(4, 20, 32, DEVICE, slots=6, tile=config.block_n, min_split=32)
+    bucket = work.head(3, 12, 24, fixed=True)
+    q = fused_heads(torch.Generator().manual_seed(1), 24, 2, 64, torch.float32)
+    where = {"layer": cache.layer, "scratch_base": cache.scratch_base, "scale": 0.1}
+    for chunks in ([[0, 2, 20, 280]], [[1, 1, 9, 31]], [[1, 0, 2, 30], [0, 2, 3, 150]]):
+        bucket.fill(np.array(chunks, np.int32))
+        bucket.buffer.upload()
+        assert bucket.merging
+        partial = prefill_scratch(bucket, q)
+        actual, expected = torch.full_like(q, NAN), torch.full_like(q, NAN)
+        prefill_attention(q, cache.pool, *tables, bucket, *partial, actual, **where, config=config)
+        twin.prefill_attention(q, cache.pool, *tables, bucket, *partial, expected, **where)
+        assert_same(actual, expected, torch.float32)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=case_id)
@@ -180,8 +244,8 @@ def test_prefill_of_nothing_writes_nothing() -> None:
     work.buffer.upload()
     q = torch.zeros((3, 4, 64), device=DEVICE)
     out = torch.full_like(q, NAN)
-    tables = (cache.k_table, cache.v_table)
-    prefill_attention(q, cache.pool, *tables, work, out, layer=1, scratch_base=cache.scratch_base, scale=1.0)
+    tables, partial = (cache.k_table, cache.v_table), prefill_scratch(work, q)
+    prefill_attention(q, cache.pool, *tables, work, *partial, out, layer=1, scratch_base=cache.scratch_base, scale=1.0)
     assert out.isnan().all()
 
 
@@ -196,17 +260,23 @@ def test_prefill_and_decode_refuse_wrong_shapes() -> None:
     cache = paged_cache([5], seed=1, dtype=torch.float32, kv_heads=2, head_dim=64)
     work, q = PrefillWork(2, 4, 8, DEVICE), torch.zeros((3, 4, 64), device=DEVICE)
     args = {"layer": 1, "scratch_base": cache.scratch_base, "scale": 1.0}
-    tables = (cache.k_table, cache.v_table)
+    tables, partial = (cache.k_table, cache.v_table), prefill_scratch(work, q)
     with pytest.raises(AssertionError, match="3 query heads over 2 KV heads"):
-        prefill_attention(q[:, :3], cache.pool, *tables, work, q[:, :3].clone(), **args)
+        prefill_attention(q[:, :3], cache.pool, *tables, work, *partial, q[:, :3].clone(), **args)
     with pytest.raises(AssertionError, match="heads of a token must be contiguous"):
-        prefill_attention(q[:, ::2], cache.pool, *tables, work, q[:, ::2], **args)
+        prefill_attention(q[:, ::2], cache.pool, *tables, work, *partial, q[:, ::2], **args)
     with pytest.raises(AssertionError, match="float16"):
-        prefill_attention(q.half(), cache.pool, *tables, work, q, **args)
+        prefill_attention(q.half(), cache.pool, *tables, work, *partial, q, **args)
     with pytest.raises(AssertionError, match="larger than the kernel's"):
-        prefill_attention(q, cache.pool, *tables, PrefillWork(2, 4, 99, DEVICE), q.clone(), **args)
+        prefill_attention(q, cache.pool, *tables, PrefillWork(2, 4, 99, DEVICE), *partial, q.clone(), **args)
+    split = PrefillWork(2, 40, 8, DEVICE, slots=4, tile=16)
+    with pytest.raises(AssertionError, match="partial"):
+        prefill_attention(q, cache.pool, *tables, split, *partial, q.clone(), **args)
+    split = PrefillWork(2, 40, 8, DEVICE, slots=4, tile=8)
+    with pytest.raises(AssertionError, match="begin at 8"):
+        prefill_attention(q, cache.pool, *tables, split, *prefill_scratch(split, q), q.clone(), **args)
     with pytest.raises(AssertionError, match="int32 or int64"):
-        prefill_attention(q, cache.pool, tables[0].float(), tables[1], work, q.clone(), **args)
+        prefill_attention(q, cache.pool, tables[0].float(), tables[1], work, *partial, q.clone(), **args)
     decode = DecodeWork(3, 4, 32, DEVICE)
     with pytest.raises(AssertionError, match="partial"):
         decode_attention(q, cache.pool, *tables, decode, q, index([0]).float(), q.clone(), **args)

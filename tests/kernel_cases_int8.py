@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from kernel_cases_attention import DECODE_TILE, PREFILL_TILE
+from kernel_cases_attention import DECODE_TILE, PREFILL_TILE, prefill_scratch
 from kernel_cases_cache import LENGTHS, TOKENS
 from kernel_pool import DEVICE, NAN, PagedCache, fused_heads, index, paged_cache, random
 
@@ -90,17 +90,21 @@ def test_decode(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(("shape", "dtype"), CASES, ids=str)
-def test_prefill(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("slots", [0, 6])
+def test_prefill(shape: tuple[int, int, int], dtype: torch.dtype, slots: int) -> None:
     head_dim, group, kv_heads = shape
     cache, heads = filled(shape, seed=5), kv_heads * group
-    work = PrefillWork(8, 4, PREFILL_TILE.block_m // group, DEVICE)
+    tile = PREFILL_TILE.block_n
+    work = PrefillWork(8, 4 + slots, PREFILL_TILE.block_m // group, DEVICE, slots=slots, tile=tile, min_split=8)
     work.fill(np.array([(0, 0, 20, 0), (1, 20, 16, 32), (2, 36, 1, 32)], np.int32))
     work.buffer.upload()
     q = fused_heads(torch.Generator().manual_seed(6), 37, heads, head_dim, dtype)
     where = {"layer": cache.layer, "scratch_base": cache.scratch_base, "scale": head_dim**-0.5}
     actual, expected = torch.full_like(q, NAN), torch.full(q.shape, NAN, device=DEVICE)
     tables = (cache.k_table, cache.v_table)
-    prefill_attention(q, cache.pool, *tables, work, actual, **where, config=PREFILL_TILE)
-    twin.prefill_attention(q.float(), cache.pool, *tables, work, expected, **where)
+    partial = prefill_scratch(work, q)
+    prefill_attention(q, cache.pool, *tables, work, *partial, actual, **where, config=PREFILL_TILE)
+    twin.prefill_attention(q.float(), cache.pool, *tables, work, *partial, expected, **where)
+    assert work.merging == (slots > 0)
     tolerance = 1e-4 if dtype == torch.float32 else 6e-3
     torch.testing.assert_close(actual.float(), expected, rtol=tolerance, atol=tolerance)

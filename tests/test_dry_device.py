@@ -12,6 +12,7 @@ from tiny_models import FAMILY_CASES, model_folder
 from engine.api import SamplingParams
 from engine.arrays import IntArray
 from engine.cache.blocks import CacheAction, CacheEntry, CacheKind, CacheOperation, Tier
+from engine.execution.cuda import shapes
 from engine.execution.cuda.device import CudaDevice
 from engine.execution.cuda.forward import Forward
 from engine.execution.cuda.kernels import triton_kernels
@@ -208,3 +209,26 @@ def test_a_capture_that_would_wait_is_seen(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(Forward, "accept", mutated)
     with dry_device(), pytest.raises(WouldWaitError):
         make_runner(load_spec(model_folder("llama-gqa2")))
+
+
+def test_nothing_is_compiled_for_a_chunk_behind_a_long_past(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a step of no bucket the splits of its past are merged, in one without such a past nothing is launched."""
+    monkeypatch.setattr(shapes, "GRAPH_TOKENS", 4)
+    spec, blocks = load_spec(model_folder("llama-gqa2")), 400
+    with dry_device() as dry:
+        limits = Limits(4, 11, BLOCK * blocks, num_units=2 * blocks + 9, block_size=BLOCK)
+        with torch.inference_mode():
+            weights = build_weights(spec, MetaTensors())
+        runner = Runner(CudaDevice(spec, weights, triton_kernels(), limits, graphs=False))
+        dry.sealed = True
+        dry.step += 3  # what was launched before has ended
+        params = SamplingParams(max_tokens=40, temperature=0.0)
+        tokens, entries = tuple([5] * 1400), tuple(kv(2 * block) for block in range(blocks))
+        request = NewRequest(0, "long", tokens, len(tokens), params, entries)
+        kernels = []
+        for number, start in enumerate((0, 1380)):
+            dry.step, dry.strict, dry.counts = dry.step + 1, True, Counter()
+            runner.launch(SchedulerOutput(number, (Chunk(0, start, 9, False),), (request,) if not number else ()))
+            kernels.append(dry.counts["kernels"])
+            dry.strict = False
+        assert kernels[1] == kernels[0] + spec.num_layers

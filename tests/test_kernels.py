@@ -15,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.triton_kernels import configs
 from engine.triton_kernels.work import DecodeWork, PrefillWork
 
 CASES = [("attention", "decode"), ("attention", "prefill"), ("cache", ""), ("int8", ""), ("rows", ""), ("engine", "")]
@@ -67,7 +68,8 @@ def test_decode_work_covers_every_context_once(
     items, ranges, requests = work.items.tolist(), work.ranges.tolist(), work.requests.tolist()
     assert requests == [[int(row), n] for row, n in zip(rows, lengths, strict=True)] + [[0, 0]] * spare_requests
     used = 0
-    for request, (first, count) in enumerate(ranges):
+    for request, (first, count, target, _) in enumerate(ranges):
+        assert target == request
         end = 0
         for item in items[first : first + count]:
             assert item[:3] == [request, requests[request][0], end] and end % tile == 0 and item[3] > end
@@ -101,12 +103,68 @@ def test_prefill_work_covers_every_token_once(chunks: list[tuple[int, int]], til
     work.fill(table)
     assert work.chunks.tolist() == [*table.tolist(), [0, 0, 0, 0]]
     expected = [(i, int(first[i]) + t, at + t) for i, (n, at) in enumerate(chunks) for t in range(n)]
-    found = [(row, at + t, pos + t) for row, at, count, pos in work.items.tolist() for t in range(count)]
+    found = [(row, at + t, pos + t) for row, at, count, pos, *_ in work.items.tolist() for t in range(count)]
     assert sorted(found) == sorted(expected)
-    counts = [count for _, _, count, _ in work.items.tolist()]
+    assert all(item[4:] == [0, item[2] + item[3], 0, 1] for item in work.items.tolist() if item[2]), "nothing is split"
+    counts = [count for _, _, count, *_ in work.items.tolist()]
     assert max(counts, default=0) <= tile and not any(counts[sum(map(bool, counts)) :])
-    positions = [position for _, _, count, position in work.items.tolist() if count]
+    positions = [position for _, _, count, position, *_ in work.items.tolist() if count]
     assert positions == sorted(positions, reverse=True)
+
+
+@given(
+    chunks=st.lists(st.tuples(st.integers(1, 200), st.integers(0, 20_000)), min_size=0, max_size=12),
+    size=st.sampled_from([9, 32, 128]),
+    tile=st.sampled_from([16, 64, 128]),
+    slots=st.integers(1, 40),
+)
+@settings(max_examples=200, deadline=None)
+def test_prefill_work_splits_long_pasts(chunks: list[tuple[int, int]], size: int, tile: int, slots: int) -> None:
+    """Every token reads its context once; splits have rows of the partial results of their own, merges find them."""
+    lengths = np.array([length for length, _ in chunks], np.int32)
+    first = np.cumsum(lengths) - lengths
+    table = np.array([(i, first[i], n, at) for i, (n, at) in enumerate(chunks)], np.int32).reshape(-1, 4)
+    capacity = configs.prefill_items(int(lengths.sum()), len(chunks), size, slots)
+    work = PrefillWork(len(chunks) + 1, capacity + 2 * slots + 9, size, CPU, slots=slots, tile=tile)
+    work.fill(np.array([[7, 0, size, 50_000]], np.int32))  # to be forgotten
+    work = work.head(len(chunks), capacity, int(lengths.sum()), fixed=False)
+    work.fill(table)
+    read: dict[int, list[tuple[int, int]]] = {}
+    written: dict[int, list[int]] = {}
+    for _, at, count, position, begin, end, where, splits in work.items.tolist():
+        assert begin % tile == 0 and (begin < end <= position + count if count else end == 0)
+        for token in range(at, at + count):
+            read.setdefault(token, []).append((begin, end))
+            if splits > 1:
+                written.setdefault(token, []).append(where + (token - at) * splits)
+    ends = {int(first[i]) + t: at + t + 1 for i, (n, at) in enumerate(chunks) for t in range(n)}
+    assert read.keys() == ends.keys()
+    for token, ranges in read.items():
+        ranges.sort()
+        assert ranges[0][0] == 0 and ranges[-1][1] >= ends[token]
+        assert [end for _, end in ranges[:-1]] == [begin for begin, _ in ranges[1:]]
+    rows = [row for some in written.values() for row in some]
+    assert len(set(rows)) == len(rows) and max(rows, default=-1) < work.partials
+    merges = {token: list(range(at, at + n)) for at, n, token, _ in work.merges.tolist() if n != 1}
+    assert merges == {token: sorted(some) for token, some in written.items()}
+    assert work.merging == bool(merges)
+
+
+def test_prefill_work_splits_where_few_tiles_stand_before_a_long_past() -> None:
+    """16 tiles fit side by side: one chunk behind 9,570 tokens takes them all, four share them, nine stay whole."""
+    work = PrefillWork(20, 200, 64, CPU, slots=16, tile=64)
+
+    def splits(*chunks: tuple[int, int]) -> list[int]:
+        firsts = np.cumsum([length for length, _ in chunks]) - chunks[0][0]
+        work.fill(np.array([(0, at, n, past) for at, (n, past) in zip(firsts, chunks, strict=True)], np.int32))
+        return [item[7] for item in work.items.tolist() if item[2]]
+
+    assert splits((29, 9570)) == [15] * 15
+    assert splits(*[(29, 9570)] * 4) == [4] * 16
+    assert splits(*[(64, 9570)] * 9) == [1] * 9
+    assert splits((29, 900)) == [1], "the merge would take what is saved"
+    beside = splits((29, 9570), *[(64, 0)] * 12)
+    assert beside.count(1) == 12 and len(beside) > 20, "short prompts beside it do not keep it whole"
 
 
 def test_too_much_work_is_refused() -> None:

@@ -85,6 +85,9 @@ class Compiler:
             for name, value in vars(module).copy().items():
                 if name.endswith("_kernel"):
                     patch.setattr(module, name, Recorder(value, launches))
+            if module is prefill_attention:  # they share the merge
+                recorder = Recorder(decode_attention.merge_kernel, launches)
+                patch.setattr(decode_attention, "merge_kernel", recorder)
             getattr(module, function)(*args, **kwargs)
         assert launches, "nothing was launched"
         return [self.compile(*launch, arch) for launch in launches]
@@ -183,10 +186,17 @@ def compile_prefill(
 ) -> None:
     q, *cache = attention_inputs(head_dim, group, dtype, table)
     tile = configs.prefill_config(arch, head_dim, dtype)
-    work = PrefillWork(8, 100, tile.block_m // group, META)
+    slots = configs.prefill_slots(8, 132)
+    work = PrefillWork(8, 100 + slots, tile.block_m // group, META, slots=slots, tile=tile.block_n).head(
+        8, 100 + slots, 512, fixed=True
+    )
+    partial = (
+        meta(work.partials, *q.shape[1:], dtype=torch.float32), meta(work.partials, q.shape[1], dtype=torch.float32)
+    )  # fmt: skip
     where = {"layer": 5, "scratch_base": 900, "scale": 0.1, "window": window}
-    (binary,) = compiler.launch(prefill_attention, "prefill_attention", arch, q, *cache, work, q, **where)
-    check(binary, arch)
+    binary, merge = compiler.launch(prefill_attention, "prefill_attention", arch, q, *cache, work, *partial, q, **where)
+    for each in (binary, merge):
+        check(each, arch)
     check_wide_copies(binary)
     if dtype.itemsize == 2:
         assert tile.block_m >= 64

@@ -16,7 +16,7 @@ CEILINGS = {
     "gateway": 14_600,
     "engine": 33_900,
     "predictor": 3_300,
-    "loadgen": 18_000,
+    "loadgen": 18_100,
 }
 
 

@@ -195,6 +195,8 @@ def prefill_attention(
     k_table: Tensor,
     v_table: Tensor,
     work: "PrefillWork",
+    partial: Tensor,
+    partial_lse: Tensor,
     out: Tensor,
     *,
     layer: int,
@@ -202,7 +204,8 @@ def prefill_attention(
     scale: float,
     window: int = 0,
 ) -> None:
-    """Causal attention of every chunk's tokens; shapes as in the kernel's wrapper."""
+    """Causal attention of every chunk's tokens; shapes as in the kernel's wrapper, `partial*` unused."""
+    del partial, partial_lse
     for row, first, length, position in work.chunks.tolist():
         k, v = (_gather(pool, table[row], position + length, layer, scratch_base) for table in (k_table, v_table))
         for token in range(length):

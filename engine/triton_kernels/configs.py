@@ -18,6 +18,10 @@ _HOPPER, _AMPERE = 90, 80
 MIN_SPLIT = 64
 """Length (tokens) from which on a context is split in decode; evened out, a split is at least half as long."""
 
+MIN_PREFILL_SPLIT = 256
+"""Cached tokens that a split of a prompt's chunk reads at least, in prefill; one of under four times as many is not
+split: the merge would take as long as it saves."""
+
 SHARE_ONE = float(2**40)
 """The share of a row's best token in draws; the shares of a vocabulary fit into 63 bits."""
 
@@ -137,9 +141,24 @@ def decode_items(num_requests: int, num_kv_heads: int, num_multiprocessors: int)
     return num_requests + -(-4 * num_multiprocessors // num_kv_heads)
 
 
-def prefill_items(num_tokens: int, num_requests: int, tokens_per_tile: int) -> int:
+def prefill_items(num_tokens: int, num_requests: int, tokens_per_tile: int, slots: int = 0) -> int:
     """Capacity of a prefill work list for a bucket of `num_tokens` in at most `num_requests` chunks."""
-    return num_tokens // tokens_per_tile + num_requests
+    return num_tokens // tokens_per_tile + num_requests + slots
+
+
+def prefill_slots(num_kv_heads: int, num_multiprocessors: int) -> int:
+    """Query tiles that run side by side: a tile's programs, one for each KV head, take a multiprocessor each."""
+    return num_multiprocessors // num_kv_heads
+
+
+def prefill_merged(slots: int, tokens_per_tile: int) -> int:
+    """Tokens whose past can be split at once. From half of the slots on splits of equal tiles would gain nothing."""
+    return slots // 2 * tokens_per_tile
+
+
+def prefill_partials(slots: int, tokens_per_tile: int) -> int:
+    """Rows of partial results that the splits of a step need at most (`PrefillWork.fill`)."""
+    return (slots + slots // 2) * tokens_per_tile
 
 
 def _table_arch(arch: int) -> int:

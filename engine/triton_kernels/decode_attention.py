@@ -102,10 +102,10 @@ def split_kernel(
     row = tl.load(items + item * 4 + 1).to(tl.int64) * table_stride
     begin = tl.load(items + item * 4 + 2)
     end = tl.load(items + item * 4 + 3)
-    splits = tl.load(ranges + request * 2 + 1)
+    splits = tl.load(ranges + request * 4 + 1)
     oldest = 0
     if WINDOW > 0:  # a whole context ends where its last split does; splits before the window are empty
-        last = (tl.load(ranges + request * 2) + splits - 1).to(tl.int64)
+        last = (tl.load(ranges + request * 4) + splits - 1).to(tl.int64)
         oldest = tl.maximum(tl.load(items + last * 4 + 3) - WINDOW, 0)
         begin = tl.maximum(begin, oldest // BLOCK_N * BLOCK_N)
     group = tl.arange(0, BLOCK_M)
@@ -136,13 +136,15 @@ def merge_kernel(
     ranges, partial, partial_lse, out_ptr, out_stride,
     NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Program (head, request): weigh the request's splits by their sums. Without any split the output is zero."""
+    """Program (head, range): weigh the splits of a row of `out` by their sums. A range is (first row of the partial
+    results, splits, row of `out`, -); without any split the output is zero, one is in `out` already."""
     head = tl.program_id(0)
-    request = tl.program_id(1).to(tl.int64)
-    first = tl.load(ranges + request * 2)
-    count = tl.load(ranges + request * 2 + 1)
+    place = ranges + tl.program_id(1).to(tl.int64) * 4
+    first = tl.load(place)
+    count = tl.load(place + 1)
     if count == 1:
         return
+    row = tl.load(place + 2).to(tl.int64)
     dims = tl.arange(0, BLOCK_D)
     inside = dims < HEAD_DIM
     peak = tl.full([1], float("-inf"), tl.float32)
@@ -157,7 +159,7 @@ def merge_kernel(
         weights, peak, total, rescale = online_softmax(lse[None, :], peak, total)
         acc = acc * tl.sum(rescale, 0) + tl.sum(tl.trans(weights) * values, 0)
     acc = tl.where(count > 0, acc / tl.sum(tl.where(total > 0, total, 1.0), 0), 0.0)
-    out_at = out_ptr + request * out_stride + head * HEAD_DIM + dims
+    out_at = out_ptr + row * out_stride + head * HEAD_DIM + dims
     tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=inside)
 
 
@@ -199,9 +201,16 @@ def decode_attention(
         HEAD_DIM=head_dim, BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_D=block_d, **config.options,
         SLICE=pool.stride(0), WINDOW=window,
     )  # fmt: skip
-    merge_kernel[(num_heads, num_requests)](
-        work.ranges, partial, partial_lse, out, out.stride(0), NUM_HEADS=num_heads, HEAD_DIM=head_dim, BLOCK_S=16,
-        BLOCK_D=block_d, num_warps=4, num_stages=1, enable_fp_fusion=True,
+    merge_splits(work.ranges[:num_requests], partial, partial_lse, out)
+
+
+def merge_splits(ranges: Tensor, partial: Tensor, partial_lse: Tensor, out: Tensor) -> None:
+    """Rows of `out` [n, heads, head_dim] from their splits: `ranges` [m, 4] as in `merge_kernel`, `partial` and
+    `partial_lse` as in `decode_attention`. Of prefill too: one variant serves both, so neither compiles another."""
+    _, num_heads, head_dim = out.shape
+    merge_kernel[(num_heads, len(ranges))](
+        ranges, partial, partial_lse, out, out.stride(0), NUM_HEADS=num_heads, HEAD_DIM=head_dim, BLOCK_S=16,
+        BLOCK_D=configs.next_power_of_two(head_dim), num_warps=4, num_stages=1, enable_fp_fusion=True,
     )  # fmt: skip
 
 
@@ -221,7 +230,11 @@ def _check(
     assert q.shape == out.shape, f"out {out.shape} differs from q {q.shape}"
     assert q.shape[1] % pool.shape[2] == 0, f"{q.shape[1]} query heads over {pool.shape[2]} KV heads"
     assert q.shape[0] <= work.requests.shape[0], "more queries than the work list has requests"
-    shape = (work.items.shape[0], *q.shape[1:])
+    check_partials(partial, partial_lse, (work.items.shape[0], *q.shape[1:]))
+
+
+def check_partials(partial: Tensor, partial_lse: Tensor, shape: tuple[int, ...]) -> None:
+    """Assert that the scratch of splits has `shape` [rows, heads, head_dim] and its first two dimensions."""
     assert partial.shape == shape and partial.is_contiguous(), f"partial: contiguous {shape}, not {partial.shape}"
     assert partial_lse.shape == shape[:2] and partial_lse.is_contiguous(), f"partial_lse: contiguous {shape[:2]}"
     assert partial.dtype == partial_lse.dtype == torch.float32, "partial results are float32"

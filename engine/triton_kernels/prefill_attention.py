@@ -3,7 +3,8 @@
 
 Chunks of any length, one-token ones too, so that a mixed step needs no other kernel. A tile's rows are (token, head of
 the group) pairs: with grouped heads a short chunk still fills a tile, and the causal edge is short. Tiles of cached
-tokens that every row sees run without a mask; only the last ones pay for it. Knows nothing of requests.
+tokens that every row sees run without a mask; only the last ones pay for it. A short chunk behind a long past has too
+few tiles for the device: each is split over its cached tokens, and decode's kernel merges. Knows nothing of requests.
 Twin: engine.models.torch_ops.
 """
 
@@ -21,7 +22,13 @@ from engine.triton_kernels.addressing import (
     scale_pointers,
     slice_start,
 )
-from engine.triton_kernels.decode_attention import _NOTHING, load_entries, online_softmax
+from engine.triton_kernels.decode_attention import (
+    _NOTHING,
+    check_partials,
+    load_entries,
+    merge_splits,
+    online_softmax,
+)
 from engine.triton_kernels.work import PrefillWork
 
 _LOG2_E = 1.4426950408889634
@@ -72,19 +79,23 @@ def attend_tiles(
 
 @triton.jit(do_not_specialize=["layer", "scratch_base"])
 def prefill_kernel(
-    q_ptr, pool, k_table, v_table, items, out_ptr, q_stride, out_stride, table_stride, layer, scratch_base, scale,
+    q_ptr, pool, k_table, v_table, items, out_ptr, partial, partial_lse, q_stride, out_stride, table_stride,
+    layer, scratch_base, scale,
     BLOCK_SIZE: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     SLICE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """Program (KV head, item)."""
+    """Program (KV head, item). A tile with one split goes straight to `out`, others to partial results."""
     head = tl.program_id(0)
-    item = items + tl.program_id(1) * 4
+    item = items + tl.program_id(1) * 8
     count = tl.load(item + 2)
     if count == 0:
         return
     row = tl.load(item).to(tl.int64) * table_stride
     first = tl.load(item + 1).to(tl.int64)
     position = tl.load(item + 3)
+    begin = tl.load(item + 4)
+    end = tl.load(item + 5)
+    splits = tl.load(item + 7)
     pairs = tl.arange(0, BLOCK_M)
     token = pairs // GROUP
     dims = tl.arange(0, BLOCK_D)
@@ -95,31 +106,36 @@ def prefill_kernel(
     last = position + count
     seen_by_all = (position + 1) // BLOCK_N * BLOCK_N
     k_row, v_row = k_table + row, v_table + row
-    begin = 0
     if WINDOW > 0:
-        begin = tl.maximum(position + 1 - WINDOW, 0) // BLOCK_N * BLOCK_N
+        begin = tl.maximum(begin, tl.maximum(position + 1 - WINDOW, 0) // BLOCK_N * BLOCK_N)
     tokens = begin + tl.arange(0, BLOCK_N)
     entries = (load_entries(k_row, tokens, last, BLOCK_SIZE), load_entries(v_row, tokens, last, BLOCK_SIZE))
-    # a row that sees nothing of its first tile has a maximum all the same
-    peak = tl.full([BLOCK_M], _NOTHING if WINDOW > 0 else float("-inf"), tl.float32)
+    # a row that sees nothing of its first tile, or of its split, has a maximum all the same
+    peak = tl.full([BLOCK_M], _NOTHING, tl.float32)
     state = (tl.zeros([BLOCK_M, BLOCK_D], tl.float32), peak, tl.zeros([BLOCK_M], tl.float32))
     if WINDOW > 0:  # both edges are masked in every tile: there are few
         seen_by_all = begin
     else:
+        seen_by_all = tl.minimum(tl.maximum(seen_by_all, begin), end)
         state, entries = attend_tiles(
-            q, state, entries, pool, k_row, v_row, head, position + token, 0, seen_by_all, last, layer, scratch_base,
-            scale, BLOCK_SIZE, KV_HEADS, HEAD_DIM, SLICE, BLOCK_N, BLOCK_D, False, WINDOW,
+            q, state, entries, pool, k_row, v_row, head, position + token, begin, seen_by_all, last, layer,
+            scratch_base, scale, BLOCK_SIZE, KV_HEADS, HEAD_DIM, SLICE, BLOCK_N, BLOCK_D, False, WINDOW,
         )  # fmt: skip
     state, entries = attend_tiles(
-        q, state, entries, pool, k_row, v_row, head, position + token, seen_by_all, last, last, layer, scratch_base,
+        q, state, entries, pool, k_row, v_row, head, position + token, seen_by_all, end, last, layer, scratch_base,
         scale, BLOCK_SIZE, KV_HEADS, HEAD_DIM, SLICE, BLOCK_N, BLOCK_D, True, WINDOW,
     )  # fmt: skip
-    acc, _, total = state
-    if WINDOW > 0:  # rows behind the chunk's end may see nothing
-        total = tl.where(total == 0.0, 1.0, total)
-    out = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
-    out_at = (first + token) * out_stride + columns
-    tl.store(out_ptr + out_at[:, None] + dims[None, :], out, mask=mask)
+    acc, peak, total = state
+    total = tl.where(total == 0.0, 1.0, total)  # what sees nothing weighs nothing beside other splits
+    acc = acc / total[:, None]
+    if splits == 1:
+        out_at = (first + token) * out_stride + columns
+        tl.store(out_ptr + out_at[:, None] + dims[None, :], acc.to(out_ptr.dtype.element_ty), mask=mask)
+    else:  # the splits of a token lie side by side
+        rows = tl.load(item + 6).to(tl.int64) + token * splits
+        heads = rows * (KV_HEADS * GROUP) + head * GROUP + pairs % GROUP
+        tl.store(partial + heads[:, None] * HEAD_DIM + dims[None, :], acc, mask=mask)
+        tl.store(partial_lse + heads, peak + tl.log2(total), mask=token < count)
 
 
 def prefill_attention(
@@ -128,6 +144,8 @@ def prefill_attention(
     k_table: Tensor,
     v_table: Tensor,
     work: PrefillWork,
+    partial: Tensor,
+    partial_lse: Tensor,
     out: Tensor,
     *,
     layer: int,
@@ -139,8 +157,9 @@ def prefill_attention(
     """Token at position p of a chunk attends cached tokens [0, p] of its row; other tokens' `out` is not touched.
 
     Shapes: q, out [tokens, heads, head_dim], the chunks' tokens where `work` says; pool [slices, block_size, kv_heads,
-    head_dim]; k_table, v_table [rows, max_blocks]. `window`: a token sees itself and the window - 1 before it, 0: all.
-    The grid depends on shapes alone.
+    head_dim]; k_table, v_table [rows, max_blocks]; partial [work.partials, heads, head_dim] and partial_lse
+    [work.partials, heads] float32, scratch whose contents do not matter. `window`: a token sees itself and the window -
+    1 before it, 0: all. The grids depend on shapes alone; splits of a step of no bucket are merged where there are any.
     """
     (_, num_heads, head_dim), (_, block_size, kv_heads, _) = q.shape, pool.shape
     check_pool(pool, k_table, v_table)
@@ -149,13 +168,17 @@ def prefill_attention(
     assert head_dim == pool.shape[3], f"head_dim {head_dim} of q, {pool.shape[3]} of the pool"
     assert q.shape == out.shape, f"out {out.shape} differs from q {q.shape}"
     assert num_heads % kv_heads == 0, f"{num_heads} query heads over {kv_heads} KV heads"
+    check_partials(partial, partial_lse, (work.partials, num_heads, head_dim))
     group = num_heads // kv_heads
     int8 = pool.dtype == torch.int8
     config = config or configs.prefill_config(configs.device_arch(q.device), head_dim, q.dtype, int8=int8)
     assert work.tokens_per_tile * group <= config.block_m, "the work list's tiles are larger than the kernel's"
+    assert work.tile % config.block_n == 0, f"splits of the work list begin at {work.tile}, tiles are {config.block_n}"
     prefill_kernel[(kv_heads, work.items.shape[0])](
-        q, pool, k_table, v_table, work.items, out, q.stride(0), out.stride(0), k_table.stride(0), layer, scratch_base,
-        scale * _LOG2_E, BLOCK_SIZE=block_size, KV_HEADS=kv_heads, GROUP=group, HEAD_DIM=head_dim,
-        BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_D=configs.next_power_of_two(head_dim), **config.options,
-        SLICE=pool.stride(0), WINDOW=window,
+        q, pool, k_table, v_table, work.items, out, partial, partial_lse, q.stride(0), out.stride(0),
+        k_table.stride(0), layer, scratch_base, scale * _LOG2_E, BLOCK_SIZE=block_size, KV_HEADS=kv_heads, GROUP=group,
+        HEAD_DIM=head_dim, BLOCK_M=config.block_m, BLOCK_N=config.block_n, **config.options,
+        BLOCK_D=configs.next_power_of_two(head_dim), SLICE=pool.stride(0), WINDOW=window,
     )  # fmt: skip
+    if work.merging:
+        merge_splits(work.merges, partial, partial_lse, out)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from engine.triton_kernels import configs
-from engine.triton_kernels.configs import MIN_SPLIT
+from engine.triton_kernels.configs import MIN_PREFILL_SPLIT, MIN_SPLIT
 
 Int32Array = npt.NDArray[np.int32]
 
@@ -73,8 +73,8 @@ class DecodeWork:
     """Splits of the contexts of up to `max_requests` decodes.
 
     Device tensors: `requests` [max_requests, 2] = (table row, context length with the new token; 0 = padding),
-    `ranges` [max_requests, 2] = (first item, number of items), `items` [max_items, 4] = (request or -1, table row,
-    begin, end), begin and end in tokens. `tile` is the kernel's `block_n`: splits begin at its multiples.
+    `ranges` [max_requests, 4] = (first item, number of items, request, 0), `items` [max_items, 4] = (request or -1,
+    table row, begin, end), begin and end in tokens. `tile` is the kernel's `block_n`: splits begin at its multiples.
     """
 
     def __init__(
@@ -93,11 +93,12 @@ class DecodeWork:
         self._requests, self._ranges, self._items = (array for array, _ in parts)
         self.requests, self.ranges, self.items = (tensor for _, tensor in parts)
         self._items[:, 0] = -1
+        self._ranges[:, 2] = np.arange(max_requests)
 
     @staticmethod
     def shapes(max_requests: int, max_items: int) -> tuple[tuple[int, int], ...]:
         """The parts of a buffer that a list takes."""
-        return ((max_requests, 2), (max_requests, 2), (max_items, 4))
+        return ((max_requests, 2), (max_requests, 4), (max_items, 4))
 
     def head(self, max_requests: int, max_items: int) -> "DecodeWork":
         """A smaller list in the first part of this one's memory: of several only one can be filled at a time."""
@@ -123,7 +124,7 @@ class DecodeWork:
         splits = -(-tiles // size)
         first = np.cumsum(splits) - splits
         self._ranges[:count, 0], self._ranges[:count, 1] = first, splits
-        self._ranges[count:] = 0
+        self._ranges[count:, :2] = 0
         self._write_items(tiles, splits, first, context_lens, rows)
 
     def _write_items(
@@ -148,8 +149,13 @@ class PrefillWork:
     """Query tiles of up to `max_chunks` chunks of prompts (a decode is a chunk of one token).
 
     Device tensors: `chunks` [max_chunks, 4] = (table row, first query token, length, position of the first token),
-    length 0 = padding; `items` [max_items, 4] = (table row, first query token, tokens or 0 if unused, position of the
-    first token). `tokens_per_tile` = block_m // group.
+    length 0 = padding; `items` [max_items, 8] = (table row, first query token, tokens or 0 if unused, position of the
+    first token, begin and end in cached tokens, first row of the partial results, splits of the tile): split s of a
+    tile writes its token t to row (first + t * splits). `merges` [n, 4] = (first row of the partial results, splits,
+    query token, 0), 1 split where there is nothing to merge. `tokens_per_tile` = block_m // group.
+
+    `slots` tiles fit the device side by side (`configs.prefill_slots`), 0: nothing is split; `max_items` are then more
+    by as many. Splits begin at multiples of `tile`, the kernel's `block_n`. `min_split`: cached tokens of one at least.
     """
 
     def __init__(
@@ -159,39 +165,103 @@ class PrefillWork:
         tokens_per_tile: int,
         device: torch.device,
         buffer: WorkBuffer | None = None,
+        *,
+        slots: int = 0,
+        tile: int = 0,
+        min_split: int = MIN_PREFILL_SPLIT,
     ) -> None:
-        self.tokens_per_tile = tokens_per_tile
-        self.buffer = buffer or buffer_for(self.shapes(max_chunks, max_items), device)
-        (self._chunks, self.chunks), (self._items, self.items) = (
-            self.buffer.take(*shape) for shape in self.shapes(max_chunks, max_items)
-        )
+        assert slots == 0 or tile > 0, "splits begin at multiples of a tile"
+        self.tokens_per_tile, self.slots, self.tile, self.min_split = tokens_per_tile, slots, tile, min_split
+        self.fixed = False
+        shapes = self.shapes(max_chunks, max_items, configs.prefill_merged(slots, tokens_per_tile))
+        self.buffer = buffer or buffer_for(shapes, device)
+        parts = [self.buffer.take(*shape) for shape in shapes]
+        self._chunks, self._items, self._merges = (array for array, _ in parts)
+        self.chunks, self.items, self.merges = (tensor for _, tensor in parts)
+        self._merges[:, 1] = 1
+        self._merged = 0
 
     @staticmethod
-    def shapes(max_chunks: int, max_items: int) -> tuple[tuple[int, int], ...]:
+    def shapes(max_chunks: int, max_items: int, max_merged: int) -> tuple[tuple[int, int], ...]:
         """The parts of a buffer that a list takes."""
-        return ((max_chunks, 4), (max_items, 4))
+        return ((max_chunks, 4), (max_items, 8), (max_merged, 4))
 
-    def head(self, max_chunks: int, max_items: int) -> "PrefillWork":
-        """A smaller list in the first part of this one's memory: of several only one can be filled at a time."""
+    @property
+    def partials(self) -> int:
+        """Rows of partial results."""
+        return configs.prefill_partials(self.slots, self.tokens_per_tile)
+
+    @property
+    def merging(self) -> bool:
+        """Whether the merge is launched: always in a bucket, whose graph serves steps with splits and without."""
+        return len(self.merges) > 0 if self.fixed else self._merged > 0
+
+    def head(self, max_chunks: int, max_items: int, max_tokens: int, fixed: bool) -> "PrefillWork":
+        """A smaller list, of `max_tokens`, in the first part of this one's memory: of several only one can be filled at
+        a time. `fixed`: of a bucket."""
         assert max_items <= len(self._items) and max_chunks <= len(self._chunks)
         part = copy(self)
+        part.fixed = fixed
         part._chunks, part.chunks = self._chunks[:max_chunks], self.chunks[:max_chunks]
         part._items, part.items = self._items[:max_items], self.items[:max_items]
+        part._merges, part.merges = self._merges[:max_tokens], self.merges[:max_tokens]
         return part
 
     def fill(self, chunks: Int32Array) -> None:
-        """Plan a batch: `chunks` [n, 4] as above. The longest contexts go first, so that short ones fill the end."""
-        count, tile = len(chunks), self.tokens_per_tile
+        """Plan a batch: `chunks` [n, 4] as above. The longest go first, so that short ones fill the end.
+
+        Where few tiles of query tokens stand before long pasts, these are split so that the longest item is about as
+        long as all of them spread over the device; where half of the device has work, nothing is.
+        """
+        count, size = len(chunks), self.tokens_per_tile
         self._chunks[:count], self._chunks[count:] = chunks, 0
-        tiles = -(-chunks[:, 2] // tile)
+        tiles = -(-chunks[:, 2] // size)
         used = int(tiles.sum())
-        assert used <= len(self._items), "more query tiles than the work list holds"
+        assert used <= len(self._items) - self.slots, "more query tiles than the work list holds"
         chunk = np.repeat(np.arange(count), tiles)
-        skipped = (np.arange(used) - (np.cumsum(tiles) - tiles)[chunk]) * tile
-        position = chunks[chunk, 3] + skipped
-        order = np.argsort(-position, kind="stable")
-        items = self._items
-        items[:used, 0], items[:used, 1] = chunks[chunk, 0][order], (chunks[chunk, 1] + skipped)[order]
-        items[:used, 2] = np.minimum(chunks[chunk, 2] - skipped, tile)[order]
-        items[:used, 3] = position[order]
-        items[used:] = 0
+        skipped = (np.arange(used) - (np.cumsum(tiles) - tiles)[chunk]) * size
+        items = np.zeros((used, 8), np.int32)
+        items[:, 0], items[:, 1] = chunks[chunk, 0], chunks[chunk, 1] + skipped
+        items[:, 2] = np.minimum(chunks[chunk, 2] - skipped, size)
+        items[:, 3] = chunks[chunk, 3] + skipped
+        items[:, 5] = items[:, 3] + items[:, 2]
+        items[:, 7] = 1
+        order = items[:, 3]
+        self._merged = 0
+        if used and self.slots and int(items[:, 5].max()) >= 4 * self.min_split:
+            items = self._split(items)
+            order = np.where(items[:, 7] > 1, items[:, 5] - items[:, 4], items[:, 3])
+        self._merges[self._merged :, 1] = 1
+        used = len(items)
+        self._items[:used] = items[np.argsort(-order, kind="stable")]
+        self._items[used:] = 0
+
+    def _split(self, items: Int32Array) -> Int32Array:
+        """`items [n, 8]` of whole tiles with the longest split, n + slots at most; writes `merges`."""
+        lengths = -(-items[:, 5] // self.tile)  # in tiles of cached tokens
+        # sum(ceil(length / share)) <= sum(lengths) / share + n <= slots + n, fewer than `slots` of them split
+        share = max(-(-int(lengths.sum()) // self.slots), -(-self.min_split // self.tile))
+        splits = -(-lengths // share)
+        splits[items[:, 5] < 4 * self.min_split] = 1
+        several = splits > 1
+        if not several.any() or int(items[several, 2].sum()) > len(self._merges):
+            return items
+        rows = np.where(several, items[:, 2] * splits, 0)
+        items[:, 6], items[:, 7] = np.cumsum(rows) - rows, splits
+        self._write_merges(items[several])
+        source = np.repeat(np.arange(len(items)), splits)
+        number = np.arange(len(source)) - (np.cumsum(splits) - splits)[source]
+        length = (-(-lengths // splits) * self.tile)[source]
+        parts = items[source]
+        parts[:, 4] = number * length
+        parts[:, 5] = np.minimum(parts[:, 4] + length, parts[:, 5])
+        parts[:, 6] += np.where(parts[:, 7] > 1, number, 0)
+        return parts
+
+    def _write_merges(self, items: Int32Array) -> None:
+        source = np.repeat(np.arange(len(items)), items[:, 2])
+        token = np.arange(len(source)) - (np.cumsum(items[:, 2]) - items[:, 2])[source]
+        first, splits = items[source, 6], items[source, 7]
+        self._merged = len(source)
+        merges = self._merges[: self._merged]
+        merges[:, 0], merges[:, 1], merges[:, 2] = first + token * splits, splits, items[source, 1] + token

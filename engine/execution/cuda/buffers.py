@@ -33,7 +33,7 @@ class StepInputs:
 
     `ids [T]`: negative where the token is the one sampled last for `source [T]`; `positions [T]`; `rows [T]`: -1 for
     padding; `sample_tokens [S]`: which of the T are sampled, for rows `sample_rows [S]`. `partial`, `partial_lse`:
-    scratch of the decode kernel.
+    scratch of the decode kernel; `prefill_partial`, `prefill_lse`: the same memory for the prefill kernel behind it.
     """
 
     shape: StepShape
@@ -47,6 +47,8 @@ class StepInputs:
     prefill: PrefillWork
     partial: Tensor
     partial_lse: Tensor
+    prefill_partial: Tensor
+    prefill_lse: Tensor
 
 
 class DrawInputs(NamedTuple):
@@ -93,21 +95,23 @@ class StepWishes:
 
 
 class StepBuffers:
-    """The decode scratch is shared by all layers and shapes."""
+    """The scratch of attention is shared by all layers and shapes."""
 
     def __init__(self, spec: ModelSpec, limits: Limits, dtype: torch.dtype, device: torch.device) -> None:
         max_tokens, max_samples = limits.max_num_batched_tokens, limits.max_num_seqs
         arch, group = configs.device_arch(device), spec.num_heads // spec.num_kv_heads
-        self._tile_tokens = configs.prefill_config(arch, spec.head_dim, dtype).block_m // group
+        prefill = configs.prefill_config(arch, spec.head_dim, dtype)
+        self._tile_tokens = prefill.block_m // group
         decode_tile = configs.decode_config(arch, spec.head_dim, group, dtype).block_n
+        processors = configs.num_multiprocessors(device)
         self._decode_items = partial(
-            configs.decode_items,
-            num_kv_heads=spec.num_kv_heads,
-            num_multiprocessors=configs.num_multiprocessors(device),
+            configs.decode_items, num_kv_heads=spec.num_kv_heads, num_multiprocessors=processors
         )
+        self._slots = configs.prefill_slots(spec.num_kv_heads, processors)
         items = self._decode_items(max_samples)
-        tiles = configs.prefill_items(max_tokens, max_samples, self._tile_tokens)
-        shapes = (*DecodeWork.shapes(max_samples, items), *PrefillWork.shapes(max_samples, tiles))
+        tiles = configs.prefill_items(max_tokens, max_samples, self._tile_tokens, self._slots)
+        merged = configs.prefill_merged(self._slots, self._tile_tokens)
+        shapes = (*DecodeWork.shapes(max_samples, items), *PrefillWork.shapes(max_samples, tiles, merged))
         lists = sum(aligned(rows * columns) for rows, columns in shapes)
         self._buffer = WorkBuffer(
             4 * max_tokens + 14 * max_samples + lists + 2 * _CHANGES + 2 * _EDITS + _SLACK, device
@@ -123,9 +127,12 @@ class StepBuffers:
         self._penalties, self._edits, self._added = take(max_samples * 3), take(_EDITS), take(_EDITS)
         (self._places, self._places_), (self._entries, self._entries_) = take(_CHANGES), take(_CHANGES)
         self._decode = DecodeWork(max_samples, items, decode_tile, device, buffer=self._buffer)
-        self._prefill = PrefillWork(max_samples, tiles, self._tile_tokens, device, buffer=self._buffer)
-        self._partial = torch.zeros((items, spec.num_heads, spec.head_dim), dtype=torch.float32, device=device)
-        self._partial_lse = torch.zeros((items, spec.num_heads), dtype=torch.float32, device=device)
+        self._prefill = PrefillWork(
+            max_samples, tiles, self._tile_tokens, device, self._buffer, slots=self._slots, tile=prefill.block_n
+        )
+        scratch = max(items, self._prefill.partials), spec.num_heads
+        self._partial = torch.zeros((*scratch, spec.head_dim), dtype=torch.float32, device=device)
+        self._partial_lse = torch.zeros(scratch, dtype=torch.float32, device=device)
         self._views: dict[StepShape, StepInputs] = {}
 
     def inputs(self, shape: StepShape) -> StepInputs:
@@ -135,11 +142,13 @@ class StepBuffers:
         tokens, samples = shape.tokens, shape.samples
         requests = max(shape.decodes, 1)
         items = self._decode_items(requests)
-        tiles = configs.prefill_items(tokens, samples, self._tile_tokens)
+        tiles = configs.prefill_items(tokens, samples, self._tile_tokens, self._slots)
+        splits = self._prefill.partials
         views = StepInputs(
             shape, self._ids_[:tokens], self._source_[:tokens], self._positions_[:tokens], self._rows_[:tokens],
             self._sample_tokens_[:samples], self._sample_rows_[:samples], self._decode.head(requests, items),
-            self._prefill.head(samples, tiles), self._partial[:items], self._partial_lse[:items],
+            self._prefill.head(samples, tiles, tokens, not shape.exact), self._partial[:items],
+            self._partial_lse[:items], self._partial[:splits], self._partial_lse[:splits],
         )  # fmt: skip
         if not shape.exact:
             self._views[shape] = views

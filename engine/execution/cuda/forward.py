@@ -126,8 +126,8 @@ class Forward:
             )  # fmt: skip
         if shape.prefill:
             kernels.prefill_attention(
-                q, self._pool, *tables, inputs.prefill, out, layer=index, scratch_base=self._scratch_base,
-                scale=self._scale, window=window,
+                q, self._pool, *tables, inputs.prefill, inputs.prefill_partial, inputs.prefill_lse, out, layer=index,
+                scratch_base=self._scratch_base, scale=self._scale, window=window,
             )  # fmt: skip
         return out.view(len(normed), -1)
 

@@ -57,6 +57,8 @@ class Kernels(Ops, Protocol):
         k_table: Tensor,
         v_table: Tensor,
         work: PrefillWork,
+        partial: Tensor,
+        partial_lse: Tensor,
         out: Tensor,
         *,
         layer: int,
