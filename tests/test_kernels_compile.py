@@ -30,6 +30,7 @@ from engine.triton_kernels import (  # noqa: E402
     prefill_attention,
     rms_norm,
     rope_cache_write,
+    round_rows,
     silu_and_mul,
     token_mask,
     unit_copy,
@@ -39,7 +40,7 @@ from engine.triton_kernels.work import DecodeWork, PrefillWork  # noqa: E402
 META = torch.device("meta")
 TYPES = {
     torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.float64: "*fp64",
-    torch.int32: "*i32", torch.int64: "*i64",
+    torch.int32: "*i32", torch.int64: "*i64", torch.float8_e4m3fn: "*fp8e4nv",
 }  # fmt: skip
 OPTIONS = {"num_warps", "num_stages", "enable_fp_fusion"}
 SHARED_MEMORY = {90: 227 * 1024, 80: 99 * 1024}
@@ -286,6 +287,17 @@ def test_copies_and_activation(compiler: Compiler, arch: int) -> None:
     bits = meta(8, 4000, dtype=torch.int32)
     for binary in compiler.launch(token_mask, "token_mask", arch, meta(64, 128000), meta(8, dtype=torch.int32), bits):
         check(binary, arch)
+
+
+@pytest.mark.parametrize("arch", [89, 90, 100, 103, 120])
+def test_rounding_to_floats_of_8_bits(compiler: Compiler, arch: int) -> None:
+    for width in (896, 4096, 14336):
+        (binary,) = compiler.launch(round_rows, "round_rows", arch, meta(64, width))
+        assert binary.stack == 0 and binary.registers <= 64
+        assert any(
+            load.endswith(".128") for load in binary.instructions("LDG")
+        )  # eight values, which come out as bytes
+        assert any(store.endswith(".64") for store in binary.instructions("STG"))
 
 
 @pytest.mark.parametrize("arch", [90, 80])

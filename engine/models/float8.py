@@ -8,6 +8,8 @@ float32: the twin, for tests and for what rounding costs in quality, not for spe
 Knows nothing of models.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -31,23 +33,28 @@ def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     return (x / scales).to(FLOAT8), scales
 
 
+RoundRows = Callable[[Tensor], tuple[Tensor, Tensor]]
+"""See round_rows."""
+
+
 class Float8Linear:
     """See engine.models.linear.Linear. values [n, k] e4m3, scales [n, 1] float32; takes and gives bfloat16."""
 
-    def __init__(self, values: Tensor, scales: Tensor, bias: Tensor | None) -> None:
+    def __init__(self, values: Tensor, scales: Tensor, bias: Tensor | None, rounder: RoundRows = round_rows) -> None:
         self.out_features, self.in_features = values.shape
+        self._round = rounder
         self._values, self._scales, self._bias = values, scales, bias
 
     @classmethod
-    def of(cls, weight: Tensor, bias: Tensor | None) -> "Float8Linear":
+    def of(cls, weight: Tensor, bias: Tensor | None, rounder: RoundRows = round_rows) -> "Float8Linear":
         """A layer of a weight [n, k], which is not kept. Errors: ValueError for one that is not finite."""
         values, scales = round_rows(weight)
         if not bool(scales.isfinite().all()):
             raise ValueError("a weight that is not finite")
-        return cls(values, scales, bias)
+        return cls(values, scales, bias, rounder)
 
     def __call__(self, x: Tensor) -> Tensor:
-        rows, scales = round_rows(x.reshape(-1, self.in_features))
+        rows, scales = self._round(x.reshape(-1, self.in_features))
         product = _on_device if x.device.type in ("cuda", "meta") else _as_floats
         result = product(rows, scales, self._values, self._scales)
         if self._bias is not None:
@@ -56,7 +63,7 @@ class Float8Linear:
 
     def outputs_from(self, first: int) -> "Float8Linear":
         bias = None if self._bias is None else self._bias[first:]
-        return Float8Linear(self._values[first:], self._scales[first:], bias)
+        return Float8Linear(self._values[first:], self._scales[first:], bias, self._round)
 
     def dense_from(self, first: int) -> tuple[Tensor, Tensor | None]:
         weight = self._values[first:].float() * self._scales[first:]
@@ -66,7 +73,7 @@ class Float8Linear:
         return as_bytes(self._values)
 
     def on(self, data: Tensor) -> "Float8Linear":
-        return Float8Linear(data.view(FLOAT8).view(self._values.shape), self._scales, self._bias)
+        return Float8Linear(data.view(FLOAT8).view(self._values.shape), self._scales, self._bias, self._round)
 
 
 def make_float8(
@@ -74,12 +81,14 @@ def make_float8(
     bias: Tensor | None = None,
     *,
     gated: bool = False,  # noqa: ARG001
+    rounder: RoundRows = round_rows,
 ) -> Linear:
-    """A MakeLinear for weights in bfloat16. One whose sides are no multiples of 16 stays as it is."""
+    """A MakeLinear for weights in bfloat16; `rounder` rounds what its layers are given. A weight whose sides are no
+    multiples of 16 stays as it is."""
     assert isinstance(weight, Tensor), "integers of a checkpoint are unpacked before they are rounded to floats"
     if any(size % _MULTIPLE for size in weight.shape):
         return PlainLinear(weight, bias)
-    return Float8Linear.of(weight, bias)
+    return Float8Linear.of(weight, bias, rounder)
 
 
 def _on_device(rows: Tensor, scales: Tensor, values: Tensor, by_output: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ import os
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -121,7 +121,7 @@ class CudaBackend:
     def prepare(
         self, _config: EngineConfig, plan: LaunchPlan, _say: Callable[[str], None]
     ) -> tuple[LaunchPlan, MakeLinear]:
-        return plan, float8.make_float8 if plan.quantization == "fp8" else make_linear
+        return plan, float8_layers() if plan.quantization == "fp8" else make_linear
 
     def make_runner(
         self,
@@ -154,6 +154,13 @@ def kernel_refusal(spec: ModelSpec, dtype: torch.dtype, capability: tuple[int, i
     if spec.num_heads // spec.num_kv_heads > largest:
         return f"more than {largest} query heads share a KV head in {str(dtype).removeprefix('torch.')}"
     return None
+
+
+def float8_layers() -> MakeLinear:
+    """Makes layers on floats of 8 bits, whose inputs our kernel rounds where Triton launches any."""
+    if launch_refusal() is not None:
+        return float8.make_float8
+    return partial(float8.make_float8, rounder=importlib.import_module("engine.triton_kernels.round_rows").round_rows)
 
 
 @cache

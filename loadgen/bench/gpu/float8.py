@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import torch
 
+from engine.execution.cuda.backend import float8_layers
 from engine.models.float8 import make_float8
 from engine.models.linear import MakeLinear, make_linear
 from engine.models.weights import DummyTensors, build_weights
@@ -19,7 +20,8 @@ _OF_DECODE, _OF_PREFILL = 0.65, 1.3
 def check_float8(setup: Setup) -> Iterator[Row]:
     decode = Shape(setup.size(64, 3), setup.size(2048, 40))
     prefill = Shape(0, 1, setup.size(8192, 48))
-    plain, rounded = (_timings(setup, make, decode, prefill) for make in (make_linear, make_float8))
+    make_rounded = float8_layers() if setup.device.type == "cuda" else make_float8
+    plain, rounded = (_timings(setup, make, decode, prefill) for make in (make_linear, make_rounded))
     ratio = rounded[0].step / plain[0].step
     name = f"8B decode step, B{decode.decodes} c{decode.context}, fp8 over bf16"
     yield Row(name, "x", ratio, _OF_DECODE, lower=True, note=_note(rounded[0], plain[0]))
@@ -38,7 +40,7 @@ def _timings(setup: Setup, make: MakeLinear, decode: Shape, prefill: Shape) -> t
     """Of a runner of its own, whose memory is given back."""
     setup.release()
     spec = setup.spec("8B")
-    dtype = torch.bfloat16 if make is make_float8 else setup.dtype
+    dtype = torch.bfloat16 if make is not make_linear else setup.dtype
     with torch.inference_mode():
         weights = build_weights(spec, DummyTensors(0, dtype, setup.device), make)
     context, blocks = max(decode.context, prefill.chunk) + 1, max(decode.num_blocks, prefill.num_blocks)

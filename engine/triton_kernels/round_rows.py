@@ -1,0 +1,51 @@
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
+"""Rows of a linear layer's input as floats of 8 bits (e4m3), with a scale for each. Twin: engine.models.float8."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_BLOCK = 2048
+_SMALLEST = 1e-12
+
+
+@triton.jit
+def _nearest(exact):
+    """The float32 that an e4m3 holds: four digits, or steps of 2**-9 below 2**-6; halves to even. The cast that follows
+    has nothing left to round, which the interpreter's does without a carry into the exponent."""
+    bits = exact.to(tl.int32, bitcast=True)
+    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
+    small = (exact + 24576.0) - 24576.0  # 1.5 * 2**14: its last digit is 2**-9
+    return tl.where(tl.abs(exact) < 0.015625, small, normal)
+
+
+@triton.jit
+def round_rows_kernel(x, values, scales, width, SMALLEST: tl.constexpr, BLOCK: tl.constexpr):
+    """Program (row): its largest, then its values, which the second reading finds in the cache."""
+    row = tl.program_id(0).to(tl.int64)
+    top = tl.zeros((BLOCK,), tl.float32)
+    bad = tl.zeros((BLOCK,), tl.float32)  # not a number once a value is not finite: a maximum would pass over it
+    for start in range(0, width, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        part = tl.load(x + row * width + columns, mask=columns < width, other=0.0).to(tl.float32)
+        top = tl.maximum(top, tl.abs(part))
+        bad += part - part
+    scale = tl.maximum(tl.max(top, 0), SMALLEST) * (1.0 / 448.0) + tl.sum(bad, 0)
+    tl.store(scales + row, scale)
+    for start in range(0, width, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        part = tl.load(x + row * width + columns, mask=columns < width, other=0.0).to(tl.float32)
+        exact = tl.div_rn(part, tl.zeros_like(part) + scale)
+        tl.store(values + row * width + columns, _nearest(exact).to(values.dtype.element_ty), mask=columns < width)
+
+
+def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x [T, k] -> floats [T, k] e4m3 and scales [T, 1] float32; NaN in the scale of a row that is not finite."""
+    x = x.contiguous()
+    values, scales = torch.empty_like(x, dtype=torch.float8_e4m3fn), x.new_empty((len(x), 1), dtype=torch.float32)
+    if len(x):
+        round_rows_kernel[(len(x),)](
+            x, values, scales, x.shape[1], SMALLEST=_SMALLEST, BLOCK=_BLOCK, num_warps=8, enable_fp_fusion=False
+        )
+    return values, scales
