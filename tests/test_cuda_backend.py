@@ -59,7 +59,7 @@ def test_a_machine_on_which_triton_launches_nothing_takes_the_slow_path(monkeypa
         return backend.CudaBackend().refusal(spec, "bfloat16")
 
     driver = importlib.import_module("triton.runtime.driver").driver
-    monkeypatch.setattr(driver, "_active", DryDriver())
+    monkeypatch.setattr(driver, "_active", DryDriver(90))
     assert refusal() is None
     with monkeypatch.context() as patch:
         patch.delenv("CC", raising=False)
