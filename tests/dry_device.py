@@ -149,7 +149,7 @@ class _Pointer:
 class Driver:
     """Triton's driver of a device that runs nothing."""
 
-    def __init__(self, arch: int) -> None:
+    def __init__(self, arch: int = 90) -> None:
         self._arch = arch
 
     def get_current_device(self) -> int:
