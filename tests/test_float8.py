@@ -4,19 +4,26 @@ from pathlib import Path
 
 import pytest
 import torch
+from dry_device import META, dry_device
+from kernel_ledger import _Tensors
+from test_dry_device import counts_of
 from torch import Tensor
 
 from engine.build import plan_launch, profile_key
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.execution.cuda.backend import CudaBackend
+from engine.execution.cuda.device import CudaDevice
+from engine.execution.cuda.kernels import triton_kernels
+from engine.execution.runner import Runner
 from engine.models.float8 import FLOAT8, Float8Linear, make_float8, round_rows
 from engine.models.linear import PlainLinear, make_linear
 from engine.models.spec import spec_from_config
 from engine.models.weights import DummyTensors, build_weights
+from loadgen.bench.gpu.setup import SHAPES
 from loadgen.bench.quantization import logits_of
+from predictor.limits import Limits
 from tests import tiny_models
-from tests.dry_device import META, dry_device
 
 
 def _drawn(*shape: int, seed: int = 0) -> Tensor:
@@ -114,6 +121,26 @@ def test_a_model_of_such_layers_is_near_the_model() -> None:
     p, q = (logits_of(spec, each, ids).double().log_softmax(-1) for each in (plain, rounded))
     divergence = (p.exp() * (p - q)).sum(-1).mean()
     assert 0 < divergence < 0.05
+
+
+@pytest.mark.parametrize("kind", ["greedy", "all of them"])
+def test_steps_of_such_layers_wait_for_nothing_and_compile_nothing(kind: str) -> None:
+    triton_rows = pytest.importorskip("engine.triton_kernels.round_rows").round_rows
+
+    def make(weight: Tensor, bias: Tensor | None = None, *, gated: bool = False) -> Float8Linear:
+        n, k = weight.shape
+        values = torch.empty(n, k, dtype=FLOAT8, device=META)
+        return Float8Linear(values, torch.empty(n, 1, device=META), bias, triton_rows)
+
+    spec = spec_from_config(SHAPES["8B"] | {"num_hidden_layers": 2, "vocab_size": 4096, "eos_token_id": None})
+    limits = Limits(4, 32, 128, num_units=120, block_size=16)
+    with dry_device() as dry:
+        with torch.inference_mode():
+            weights = build_weights(spec, _Tensors(), make)
+        runner = Runner(CudaDevice(spec, weights, triton_kernels(), limits, graphs=True, host_units=8))
+        dry.sealed = True
+        assert all(not each["blocking"] for each in counts_of(dry, runner, kind))
+        assert any("round_rows" in each for each in dry.compiled)
 
 
 # ---- where it runs
