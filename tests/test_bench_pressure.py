@@ -140,11 +140,11 @@ async def test_a_seed_against_a_server_whose_pool_is_too_small(tmp_path: Path) -
     engine = build_engine(config, plan)
     served: Served
     async with serve(engine, Tokenizer.load(plan.folder, probe=False), None, served_model_name=("model",)) as served:
-        run = await pressure.run_seed(served.url, [0.0, 0.0, 0.01], 1, 20, 40)
-    assert len(run.answers) == 3
+        run = await pressure.run_seed(served.url, [0.0] * 12, 1, 20, 40)  # some run at once on a fast machine, too
+    assert len(run.answers) == 12
     assert all(answer.ok and sum(answer.chunk_tokens) == 40 and (answer.ttft or 0.0) > 0.0 for answer in run.answers)
     assert run.counts["preemptions"] > 0 and run.recomputed > 0
-    assert run.counts["swap_out"] == run.counts["restore"] == 0 and run.hidden_blocks and run.admitted >= 1
+    assert run.counts["swap_out"] == run.counts["restore"] == 0 and run.hidden_blocks
 
 
 def test_the_costs_of_a_profile(tmp_path: Path) -> None:
