@@ -82,9 +82,9 @@ class _Apart:
     def end(self) -> Records:
         """Stops it; what it observed. Raises ServerError."""
         _interrupt([self._process])
-        while not isinstance(message := self._receive(), Records):
-            pass
-        return replace(message, interrupted=False)
+        records = self._receive()
+        assert isinstance(records, Records), "it tells nothing else"
+        return replace(records, interrupted=False)
 
     def _receive(self) -> object:
         try:
@@ -99,7 +99,7 @@ def _offline_apart(plan: Plan) -> Iterator[_Apart]:
     offline = replace(plan, online=None, windows=windows)
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process: BaseProcess = context.Process(target=_child, args=(offline, theirs), daemon=True)
+    process: BaseProcess = context.Process(target=_child, args=(offline, theirs, True), daemon=True)
     process.start()
     theirs.close()
     try:
@@ -133,15 +133,16 @@ async def _report(run: Run, show: Show) -> None:
         show(run.progress)
 
 
-def _child(plan: Plan, connection: Connection) -> None:
-    """A worker process: says it is ready, gets the epoch, runs, sends progress and at last its records."""
+def _child(plan: Plan, connection: Connection, quiet: bool = False) -> None:
+    """A worker process: says it is ready, gets the epoch, runs, sends progress (unless `quiet`: nobody reads it, and a
+    full pipe would stop the loop) and at last its records."""
 
     def epoch() -> float:
         connection.send("ready")
         return float(connection.recv())
 
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
-        connection.send(runner.run(_run(plan, connection.send, epoch)))
+        connection.send(runner.run(_run(plan, (lambda _: None) if quiet else connection.send, epoch)))
 
 
 def _spread(plan: Plan, workers: int, show: Show) -> Records:

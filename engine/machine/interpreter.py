@@ -1,9 +1,8 @@
 """How a process's interpreter shares its time: collections at moments that cost nobody, short turns of threads.
 
 Nearly everything here is freed by its reference count. A collection of the older generations finds a few thousand
-objects in minutes, and keeps a chat's token for 5 to 25 ms wherever it happens to begin: on an H100 every gap of a chat
-beyond its 20 ms was one. So only the youngest objects are looked at while somebody waits (about a millisecond), and all
-of them when nobody does.
+objects in minutes, and keeps a chat's token for 5 to 25 ms wherever it happens to begin (seen on an H100's host). So
+only the youngest objects are looked at while somebody waits (about a millisecond), and all of them when nobody does.
 """
 
 import gc

@@ -34,7 +34,7 @@ class Graphs:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, stream=self._lane.stream):
             self._forward(inputs)
-        graph.replay()  # the first time takes some 10 ms: it is sent to the device
+        graph.replay()  # the first launch sends it to the device, which no step shall wait for
         self._graphs[id(inputs)] = graph
         self._inputs.append(inputs)  # keeps its id, and the tensors that the graph reads
 
