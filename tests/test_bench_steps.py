@@ -80,13 +80,14 @@ def test_forms_share_the_arm_alone_only_where_the_server_does_the_same(
         slo_in_force.append(slo)
         yield "http://x"
 
-    def run_alone(serve, rate, arrivals, seconds, tier, seed):  # type: ignore[no-untyped-def]
+    def run_alone(serve, rate, arrivals, seconds, tier, seed, *, job_rate):  # type: ignore[no-untyped-def]
+        assert job_rate == 6000.0
         with serve():
             ran.append((slo_in_force[-1], tier))
         return Run([], [], seconds)
 
     monkeypatch.setattr(colocation, "run_alone", run_alone)
-    arms = steps.Arms(serve, tmp_path, curve_of([1.0], 10.0), [0.5], 10.0)
+    arms = steps.Arms(serve, tmp_path, curve_of([1.0], 10.0), [0.5], 10.0, 6000.0)
     for text in ("5%", "10%", "ttft_p99=1s,tbt_p99=100ms", "ttft_p99=1s,tbt_mean=100ms"):
         arms.alone(SLO.parse(text), 1)
     arms.run(SLO.parse("5%"), "job", 1)

@@ -299,7 +299,7 @@ def main(argv: list[str] | None = None) -> None:
         limits, policy = (args.ttft, args.tbt), args.fill_policy
         steps.run_steps(
             args.steps, args.step_seconds, args.slos, limits,
-            seed=args.seed, policy=policy, output=args.output, about=about,
+            seed=args.seed, policy=policy, job_rate=args.job_rate, output=args.output, about=about,
         )  # fmt: skip
         return
     slo = f"ttft_p99={args.ttft * 1e3:g}ms,tbt_p99={args.tbt * 1e3:g}ms"

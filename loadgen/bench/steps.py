@@ -206,12 +206,21 @@ def document(form: str, slo: SLO, rows: Sequence[Row]) -> dict[str, Any]:
 class Arms:
     """Runs arms, each on a server of its own whose folder holds the latency profile and nothing learned."""
 
-    def __init__(self, serve: Serve, folder: Path, curve: RateCurve, arrivals: list[float], seconds: float) -> None:
+    def __init__(
+        self,
+        serve: Serve,
+        folder: Path,
+        curve: RateCurve,
+        arrivals: list[float],
+        seconds: float,
+        job_rate: float | None = None,
+    ) -> None:
         self._serve = serve
         self._folder = folder
         self._rate = curve.mean_rate
         self._arrivals = arrivals
         self._seconds = seconds
+        self._job_rate = job_rate
         self._alone: dict[tuple[float, float, bool], Run] = {}
         self._count = 0
 
@@ -228,7 +237,8 @@ class Arms:
             with self._profiles() as profiles, self._serve(str(slo), profiles) as url:
                 yield url
 
-        return colocation.run_alone(serve, self._rate, self._arrivals, self._seconds, tier, seed)
+        settings = {"job_rate": self._job_rate}
+        return colocation.run_alone(serve, self._rate, self._arrivals, self._seconds, tier, seed, **settings)
 
     @contextmanager
     def _profiles(self) -> Iterator[Path]:
@@ -252,10 +262,11 @@ def run_steps(
     *,
     seed: int = 1,
     policy: str = "tidemill",
+    job_rate: float | None = None,
     output: Path | None = None,
     about: str = "",
 ) -> None:
-    """All arms, a table after each form; with `output` (a folder) also steps.json and steps.md."""
+    """All arms, a table after each form; a job has lines for `job_rate` tokens/s; with `output` (a folder) also steps.json and steps.md."""
     curve, steps = curve_of(rates, seconds), steps_of(rates, seconds)
     total = steps[-1].end
     arrivals = colocation.poisson(curve, total, seed)
@@ -268,7 +279,7 @@ def run_steps(
             flags = ("--slo", slo, "--fill-policy", policy, "--profile-dir", str(profiles))
             return live.server(folder, 0, *flags, "--state-dir", str(profiles / "state"))
 
-        arms = Arms(serve, folder, curve, arrivals, total)
+        arms = Arms(serve, folder, curve, arrivals, total, job_rate)
         for form in forms:
             slo = slo_of(form, *limits)
             rows = compare(slo, steps, arms.alone(slo, seed), arms.run(slo, JOB, seed))
