@@ -564,7 +564,7 @@ class Engine:
             if since is not None and now - since > self._sick_seconds:
                 self._give_up("sick", f"every model step has failed for {now - since:.0f} s")
         elif self._warm:
-            self._tell_keeper(Colocation.on_step, output, taken, outputs, now, result.latency)
+            self._tell_keeper(Colocation.on_step, output, taken, outputs, now, result.latency, result.trial)
         for request_output in outputs:
             self._deliver(request_output)
 

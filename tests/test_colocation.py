@@ -393,3 +393,44 @@ def test_answers_in_the_way_of_rows_count_as_waiting() -> None:
     driver.step()
     with pytest.raises(QueueFullError):
         driver.add(make_request("b", range(4), 100))
+
+
+def taken(driver: Driver) -> SchedulerOutput:
+    """The next step."""
+    assert driver.step()
+    return driver.steps[-1]
+
+
+def test_a_step_says_how_much_longer_it_may_take() -> None:
+    driver = decoding_driver(flat(0.030, ttft=1.0, tbt=0.050, idle=0.025))
+    alone = taken(driver)
+    assert alone.predicted_latency is not None and alone.spare == pytest.approx(0.030 - alone.predicted_latency)
+    driver.now += 0.035  # the gap has begun
+    late = taken(driver)
+    assert late.predicted_latency is not None and late.spare == pytest.approx(0.015 - late.predicted_latency)
+    driver.add(make_request("off", range(10), 30, request_class=OFFLINE))
+    full = taken(driver)
+    assert full.predicted_latency is not None and full.spare < alone.spare
+    assert full.spare == pytest.approx(0.030 - full.predicted_latency)
+    driver.abort("on")
+    offline = taken(driver)
+    assert offline.predicted_latency is not None and offline.spare == pytest.approx(0.025 - offline.predicted_latency)
+
+
+def test_a_step_with_a_prompt_in_it_or_behind_it_may_take_no_longer() -> None:
+    driver = decoding_driver(flat(0.030, ttft=1.0, tbt=0.050))
+    driver.add(make_request("next", range(12), 4))
+    assert taken(driver).spare == 0.0
+    crowded = decoding_driver(flat(0.030, ttft=1.0, tbt=0.050), max_num_seqs=1)
+    crowded.add(make_request("waits", range(12), 4))
+    assert taken(crowded).spare == 0.0
+
+
+def test_a_decode_that_is_late_is_not_made_later() -> None:
+    driver = decoding_driver(flat(0.030, ttft=1.0, tbt=0.050))
+    driver.now += 0.060
+    assert taken(driver).spare == 0.0
+
+
+def test_without_promises_a_step_may_take_its_time() -> None:
+    assert taken(decoding_driver(StepObjective())).spare == math.inf

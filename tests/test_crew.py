@@ -80,7 +80,7 @@ class Machine:
         self.crew = Crew(self.counts, self.threads, lambda before, after: self.changes.append((before, after)))
 
     def step(self, rest: float = 0.0) -> None:
-        threads = self.crew.threads
+        threads = self.crew.choose()
         seconds = 0.020 / threads * (3.0 if self.busy and threads > 1 else 1.0) * self._random.uniform(0.95, 1.1)
         if self._random.random() < 0.02:
             seconds *= 5.0
@@ -147,6 +147,31 @@ def test_of_many_counts_the_neighbours_are_tried() -> None:
     assert machine.changes == [(8, 12), (12, 16)]
 
 
+def test_a_step_that_may_not_take_so_long_is_no_part_of_a_trial() -> None:
+    crew = Crew((1, 2), 2, lambda before, after: None)
+    now, used = 0.0, {1.5: 0, 2.0: 0}
+    for index in range(2000):
+        now += 0.1
+        longer = 1.5 if index % 3 else 2.0
+        threads = crew.choose(longer)
+        used[longer] += threads == 1
+        crew.observe(2.0 if threads == 1 else 1.0, now)
+    assert used[1.5] == 0 and used[2.0] >= 12
+
+
+def test_a_trial_that_finds_no_steps_is_given_up() -> None:
+    changes: list[tuple[int, int]] = []
+    crew = Crew((1, 2), 2, lambda before, after: changes.append((before, after)))
+    now = 0.0
+    for index in range(4000):
+        # the trial begins in an hour in which one thread is faster, and would end in another
+        now += 0.1
+        fits = index < 310 or index > 3800
+        threads = crew.choose(2.0 if fits else 1.0)
+        crew.observe(0.5 if threads == 1 and index < 310 else 1.0, now)
+    assert changes == []
+
+
 @pytest.mark.parametrize("ratio", [0.0, -1.0, float("nan"), float("inf")])
 def test_what_is_no_measurement_teaches_nothing(ratio: float) -> None:
     machine = Machine()
@@ -177,7 +202,7 @@ class FakeRunner:
         return lambda: ModelRunnerOutput(output.step_id, [0] * len(output.chunks), None, seconds)
 
 
-STEP = SchedulerOutput(0, (Chunk(0, 0, 1, True),), predicted_latency=0.01)
+STEP = SchedulerOutput(0, (Chunk(0, 0, 1, True),), predicted_latency=0.01, spare=0.02)
 
 
 def test_the_team_follows_the_crew() -> None:
@@ -185,12 +210,22 @@ def test_the_team_follows_the_crew() -> None:
     runner = FakeRunner(lambda threads: slow[threads])
     watch = ThreadWatch((1, 2), 2, runner.resize, lambda: runner.now)
     for _ in range(100):
-        watch.around(STEP, runner.launch(STEP))()
+        watch.launch(runner.launch, STEP)()
     assert runner.sizes == [2]
     slow[2] = 0.03
     for _ in range(150):
-        watch.around(STEP, runner.launch(STEP))()
+        watch.launch(runner.launch, STEP)()
     assert runner.threads == 1
+
+
+def test_what_a_trial_took_is_marked_and_steps_that_must_be_in_time_are_spared() -> None:
+    runner = FakeRunner(lambda threads: 0.02 / threads)
+    watch = ThreadWatch((1, 2), 2, runner.resize, lambda: runner.now)
+    tight = SchedulerOutput(0, (Chunk(0, 0, 1, True),), predicted_latency=0.01, spare=0.009)
+    for _ in range(8000):  # longer than it takes until another count is tried
+        assert not watch.launch(runner.launch, tight)().trial and runner.threads == 2
+    results = [watch.launch(runner.launch, STEP)() for _ in range(100)]
+    assert {(result.latency, result.trial) for result in results} == {(0.01, False), (0.02, True)}
 
 
 def test_steps_without_a_prediction_teach_nothing() -> None:
@@ -198,7 +233,7 @@ def test_steps_without_a_prediction_teach_nothing() -> None:
     watch = ThreadWatch((1, 2), 2, runner.resize, lambda: runner.now)
     for _ in range(1000):
         step = SchedulerOutput(0, (Chunk(0, 0, 1, True),))
-        watch.around(step, runner.launch(step))()
+        watch.launch(runner.launch, step)()
     assert runner.sizes == [2]
 
 

@@ -517,3 +517,15 @@ def idle_run(objective: StepObjective, offline: bool = True) -> VirtualRun:
     return VirtualDriver(core, PredictedRunner(MODEL), workload.online(CONFIG.max_model_len), requests).run(
         32.0, drain=5.0
     )
+
+
+def test_a_trial_teaches_nothing_but_its_tokens_count() -> None:
+    _core, keeper = make_keeper()
+    before, scale = keeper.model.num_observed, keeper.model.scale
+    times = RequestTimes(arrival=0.0, first_token=0.1, last_token=0.2)
+    output = RequestOutput(
+        "a", [1], None, times, 10, 0, 1, FinishReason.LENGTH, request_class=RequestClass.ONLINE, beside_offline=True
+    )
+    keeper.on_step(STEP, 0.5, [output], 0.2, None, True)
+    assert (keeper.model.num_observed, keeper.model.scale) == (before, scale)
+    assert keeper.stats(0.2).attainment == 1.0

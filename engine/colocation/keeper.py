@@ -187,8 +187,24 @@ class Colocation:
         outputs: list[RequestOutput],
         now: float,
         device: float | None = None,
+        trial: bool = False,
     ) -> None:
-        """A step ended after `measured` seconds, `device` of them on the device (None: all), with these outputs."""
+        """A step ended after `measured` seconds, `device` of them on the device (None: all), with these outputs. What a
+        `trial` took teaches nothing."""
+        if not trial:
+            self._learn(output, measured, outputs, now, device)
+        for request_output in outputs:
+            self._on_output(request_output, now)
+        self._follow_breaker(now)
+
+    def _learn(
+        self,
+        output: SchedulerOutput,
+        measured: float,
+        outputs: list[RequestOutput],
+        now: float,
+        device: float | None,
+    ) -> None:
         features = step_features(output)
         predicted = self.model.predict(features)
         self.model.observe(features, measured, 0.0 if device is None else measured - device)
@@ -196,9 +212,6 @@ class Colocation:
             # In units of what a step may take: where 100 ms are allowed, 2 ms more than predicted endanger nobody.
             allowed = max(measured, self._step_limit if self._step_limit < math.inf else self.model.usual_seconds)
             self._breaker.record_step(now, (measured - predicted) / allowed if allowed > 0.0 else 0.0)
-        for request_output in outputs:
-            self._on_output(request_output, now)
-        self._follow_breaker(now)
 
     def note_refit(self, better: bool) -> None:
         """The latency model was fitted anew; `better`: the fit takes its place."""

@@ -138,8 +138,8 @@ class StepDraft:
         """Whether no step in flight holds this request."""
         return request.last_step <= self._last_completed_step
 
-    def finish(self) -> Step | None:
-        """The step as decided, or None when it holds nothing."""
+    def finish(self, spare: float = 0.0) -> Step | None:
+        """The step as decided, or None when it holds nothing. `spare`: see `SchedulerOutput`."""
         if not self.chunks:
             return None
         operations = self.state.cache.tiers.take_operations()
@@ -160,6 +160,7 @@ class StepDraft:
             adapted_tokens=features.adapted_tokens,
             masked_rows=features.masked_rows,
             predicted_latency=self.ledger.seconds if self.ledger.model is not None else None,
+            spare=spare,
         )
         return Step(output, self.requests)
 

@@ -91,7 +91,8 @@ class SchedulerOutput:
     """One step: decodes first, then prefill chunks. `predicted_latency` in seconds (None without a predictor).
 
     `adapters`: LoRA adapters of its chunks, each counted once; `adapted_tokens`: tokens of those chunks.
-    `masked_rows`: samples that a grammar or a thinking budget may limit.
+    `masked_rows`: samples that a grammar or a thinking budget may limit. `spare`: seconds by which the step may take
+    longer than predicted without breaking what online requests were promised.
     The distinct HIDDEN blocks that the step's chunks read or write must not be more than the runner's `scratch_blocks`.
     """
 
@@ -107,6 +108,7 @@ class SchedulerOutput:
     adapters: int = 0
     adapted_tokens: int = 0
     masked_rows: int = 0
+    spare: float = 0.0
 
     @property
     def num_tokens(self) -> int:
@@ -122,7 +124,8 @@ class ModelRunnerOutput:
     `forced[i]`: the tokens that must follow the i-th, by its grammar or its thinking budget; they stand in the row's
     tokens already, and where a later step in flight samples one of them, what that gives means nothing. `pooled`: by
     the index of the chunk that ends its prompt, the vector of a request with `pooling`, as float32 numbers; empty where
-    one is not finite. `disk_failed`: the disk tier takes nothing any more.
+    one is not finite. `disk_failed`: the disk tier takes nothing any more. `trial`: the step was not run as steps are,
+    to see what that gives: its latency says nothing about others.
     """
 
     step_id: int
@@ -132,6 +135,7 @@ class ModelRunnerOutput:
     forced: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     pooled: Mapping[int, bytes] = field(default_factory=dict)
     disk_failed: bool = False
+    trial: bool = False
 
 
 Collect = Callable[[], ModelRunnerOutput]

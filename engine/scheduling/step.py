@@ -37,6 +37,7 @@ class StepBuilder:
         self._state = draft.state
         self._prompts = PromptFill(draft)
         self._offline = OfflineFill(draft, lookup)
+        self._tightest = math.inf
 
     def build(self, plan: OfflinePlan | None) -> Step | None:
         """The step, or None when nothing can run now. Without a plan the step is online-only."""
@@ -45,7 +46,18 @@ class StepBuilder:
             self._mix(plan)
         else:
             self._take_turns(plan)
-        return self._draft.finish()
+        return self._draft.finish(self._spare())
+
+    def _spare(self) -> float:
+        """None where a prompt waits for its first token: it has been late enough to be in a step or in the queue."""
+        state, ledger = self._state, self._draft.ledger
+        if ledger.model is None or self._prompts.has_added or state.waiting_online:
+            return 0.0
+        objective = state.objective
+        limit = min(self._tightest, objective.budget.latency_budget)
+        if not state.running[RequestClass.ONLINE]:
+            limit = min(limit, objective.idle)
+        return max(0.0, limit - ledger.seconds)
 
     def _mix(self, plan: OfflinePlan | None) -> None:
         """Decodes, and chunks of prompts beside them."""
@@ -98,6 +110,7 @@ class StepBuilder:
             if timed:
                 slacks += [deadline - draft.now for deadline in objective.token_deadlines([request])]
         if slacks:
+            self._tightest = min(slacks)
             # A decode that would be late even in a decode-only step cannot be saved by starving the prompts.
             reachable = [min(slack, objective.tbt) for slack in slacks if slack >= ledger.seconds]
             self._prompts.time_limit = min(reachable, default=math.inf) * (1.0 - draft.allocation.reservation.share)

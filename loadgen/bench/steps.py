@@ -266,7 +266,8 @@ def run_steps(
     output: Path | None = None,
     about: str = "",
 ) -> None:
-    """All arms, a table after each form; a job has lines for `job_rate` tokens/s; with `output` (a folder) also steps.json and steps.md."""
+    """All arms, a table after each form. `job_rate`: tokens/s for which a job has lines. With `output` (a folder) also
+    steps.json and steps.md."""
     curve, steps = curve_of(rates, seconds), steps_of(rates, seconds)
     total = steps[-1].end
     arrivals = colocation.poisson(curve, total, seed)

@@ -4,6 +4,9 @@ The second core of two halves a step when it is free and prolongs it when a neig
 step's measured time over its predicted time is the signal: that they came shows in it, that they went does not while
 few threads work, so other counts are tried from time to time as well. A trial alternates between two counts in short
 turns, so that both see the same hour and the same kinds of steps, and takes the other one only if it is clearly faster.
+
+A step of a trial may take twice as long as was predicted, and somebody may wait for it: only steps that may take so
+long are tried with another count.
 """
 
 import math
@@ -23,6 +26,10 @@ TURN, TURNS = 4, 3
 """Steps of one count in a trial before the other's turn, and turns of each; a turn's first step is not counted."""
 RECENT, SETTLED = 12, 48
 """Steps that stand for now, and at most so many for before."""
+LONGER = 2.0
+"""How many times as long as predicted a step of a trial may take, where one count is no more than twice the other."""
+TRIAL_SECONDS = 60.0
+"""A trial that finds no steps for so long is given up: what its first steps showed is another hour."""
 PATIENCE = (30.0, 480.0)
 """Seconds until other counts are tried although nothing happened: at first, and at most (it doubles in vain)."""
 
@@ -73,12 +80,14 @@ class _Trial:
 
     def __init__(self, now: int, other: int) -> None:
         self.now, self.other = now, other
+        self.longer = max(LONGER, now / other, other / now)
+        self.began: float | None = None
         self._taken = 0
         self._ratios: dict[int, list[float]] = {now: [], other: []}
 
     @property
     def threads(self) -> int:
-        """Of the next step."""
+        """Of its next step."""
         return self.other if self._taken // TURN % 2 == 0 else self.now
 
     @property
@@ -101,36 +110,35 @@ class _Trial:
 class Crew:
     """The number of threads of an engine. `counts`: those that may be used, ascending; `threads`: the first one.
 
-    Tell it of every step (`observe`) and use `threads` for the next one. `on_change(before, after)` is called when the
-    choice changes, not for the turns of a trial.
+    Ask it before every step (`choose`) and tell it what that took (`observe`). `threads`: of steps that are no part of
+    a trial. `on_change(before, after)` is called when these change.
     """
 
     def __init__(self, counts: tuple[int, ...], threads: int, on_change: Callable[[int, int], None]) -> None:
         assert threads in counts
         self._counts = counts
-        self._settled = threads
+        self.threads = threads
         self._on_change = on_change
         self._recent: deque[float] = deque(maxlen=RECENT)
         self._before: deque[float] = deque(maxlen=SETTLED)
         self._trial: _Trial | None = None
+        self._tried = False  # whether the last step is a part of the trial
         self._waiting: list[int] = []  # counts to try
         self._patience, self._last_look = PATIENCE[0], math.nan
 
-    @property
-    def threads(self) -> int:
-        """Of the next step."""
-        return self._settled if self._trial is None else self._trial.threads
+    def choose(self, longer: float = math.inf) -> int:
+        """The count for the next step, which may take `longer` times what was predicted (1: no longer than that)."""
+        self._tried = self._trial is not None and longer >= self._trial.longer
+        return self._trial.threads if self._trial is not None and self._tried else self.threads
 
     def observe(self, ratio: float, now: float) -> None:
-        """A step took `ratio` times what was predicted and ended at `now`, in seconds of any clock."""
+        """The step took `ratio` times what was predicted and ended at `now`, in seconds of any clock."""
         if not 0.0 < ratio < math.inf:
             return
         if math.isnan(self._last_look):
             self._last_look = now
         if self._trial is not None:
-            self._trial.take(ratio)
-            if self._trial.over:
-                self._end_trial(self._trial, now)
+            self._go_on(self._trial, ratio, now)
             return
         if len(self._recent) == RECENT:
             self._before.append(self._recent[0])
@@ -141,6 +149,14 @@ class Crew:
         if shifted or now - self._last_look >= self._patience:
             self._look_around()
 
+    def _go_on(self, trial: _Trial, ratio: float, now: float) -> None:
+        if trial.began is None:
+            trial.began = now
+        if self._tried:
+            trial.take(ratio)
+        if trial.over or now - trial.began > TRIAL_SECONDS:
+            self._end_trial(trial, now)
+
     def _has_shifted(self) -> bool:
         if len(self._before) < RECENT:
             return False
@@ -149,17 +165,17 @@ class Crew:
 
     def _look_around(self) -> None:
         """Try the neighbours among the counts, the larger first."""
-        at = self._counts.index(self._settled)
+        at = self._counts.index(self.threads)
         self._waiting = [*self._counts[at + 1 : at + 2], *self._counts[max(at - 1, 0) : at]]
         self._next_trial()
 
     def _next_trial(self) -> None:
-        self._trial = _Trial(self._settled, self._waiting.pop(0)) if self._waiting else None
+        self._trial = _Trial(self.threads, self._waiting.pop(0)) if self._waiting else None
 
     def _end_trial(self, trial: _Trial, now: float) -> None:
-        won, before = trial.won, self._settled
+        won, before = trial.over and trial.won, self.threads
         if won:
-            self._settled, self._waiting, self._patience = trial.other, [], PATIENCE[0]
+            self.threads, self._waiting, self._patience = trial.other, [], PATIENCE[0]
         self._next_trial()
         if self._trial is not None:
             return
@@ -169,4 +185,4 @@ class Crew:
         self._before.clear()
         self._last_look = now
         if won:
-            self._on_change(before, self._settled)
+            self._on_change(before, self.threads)

@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 from engine.execution.cpu.native.crew import Crew, candidates, choose, measure
 from engine.execution.cpu.native.device import NativeDevice
@@ -19,7 +20,7 @@ DECODES, CONTEXT, PROMPT = 4, 64, 64
 
 
 class ThreadWatch:
-    """Looks at steps that run one at a time and tells `resize` how many threads are to work on the next."""
+    """Around steps that run one at a time: tells `resize` how many threads are to work on each."""
 
     def __init__(
         self,
@@ -33,23 +34,26 @@ class ThreadWatch:
         self._threads = threads
         resize(threads)
 
-    def around(self, output: SchedulerOutput, collect: Collect) -> Collect:
-        """`collect` of a step that was launched, with a look at its time. Steps without a prediction, as those of a
-        calibration, teach nothing."""
+    def launch(self, launch: Callable[[SchedulerOutput], Collect], output: SchedulerOutput) -> Collect:
+        """Launch a step, and look at its time when it is collected. Those without a prediction, as a calibration's, are
+        no part of a trial and teach nothing."""
+        predicted = output.predicted_latency if output.chunks else None
+        self._use(self._crew.choose(1.0 + output.spare / predicted) if predicted else self._crew.threads)
+        trial = self._threads != self._crew.threads
+        collect = launch(output)
 
         def collected() -> ModelRunnerOutput:
             result = collect()
-            if output.chunks and output.predicted_latency:
-                self._observe(result.latency / output.predicted_latency)
-            return result
+            if predicted:
+                self._crew.observe(result.latency / predicted, self._clock())
+            return replace(result, trial=True) if trial else result
 
         return collected
 
-    def _observe(self, ratio: float) -> None:
-        self._crew.observe(ratio, self._clock())
-        if self._crew.threads != self._threads:
-            self._threads = self._crew.threads
-            self._resize(self._threads)
+    def _use(self, threads: int) -> None:
+        if threads != self._threads:
+            self._threads = threads
+            self._resize(threads)
 
     def _tell(self, before: int, after: int) -> None:
         logger.info("%d threads instead of %d work on a step: that takes less now", after, before)
@@ -61,8 +65,8 @@ class NativeRunner(Runner[NativeDevice]):
     watch: ThreadWatch | None = None
 
     def launch(self, output: SchedulerOutput) -> Collect:
-        collect = super().launch(output)
-        return collect if self.watch is None else self.watch.around(output, collect)
+        launch = super().launch
+        return launch(output) if self.watch is None else self.watch.launch(launch, output)
 
 
 def choose_threads(
