@@ -37,6 +37,7 @@ from engine.execution.runner import Device, Runner
 from engine.execution.self_test import LIMITS as TEST_LIMITS
 from engine.execution.self_test import test_family, test_modules
 from engine.execution.stages import StagedRunner
+from engine.machine.core_share import processor_share
 from engine.machine.facts import BUS_RATE, host_engines
 from engine.machine.passing_thread import in_passing_thread
 from engine.models.checkpoint import load_weights, stored_bytes
@@ -417,6 +418,7 @@ def _join(config: EngineConfig, plan: LaunchPlan, runner: Runner[Any], say: Call
         tiers,
         len(plan.adapters),
         partial(runner.can_enforce, INSIDE_STRING),
+        partial(processor_share, plan.threads) if plan.device == "cpu" else lambda: 1.0,
     )
     disk = _open_disk(config, plan, runner, say)
     if disk is not None:

@@ -9,23 +9,16 @@ Where the native kernels are to run, which have threads of their own, torch is l
 passively then, so that they do not spin beside those, and there is nothing to measure or to tell.
 """
 
-import hashlib
 import os
 import sys
-import time
 from collections.abc import Callable, MutableMapping
-from concurrent.futures import ThreadPoolExecutor
 
 from engine.config import EngineConfig
 from engine.execution.cpu.native import is_built
+from engine.machine.core_share import QUIET_SHARE, processor_share
 from engine.machine.facts import cuda_devices, read_processor
 
 POLICY = "OMP_WAIT_POLICY"
-QUIET_SHARE = 0.85
-"""Of their time that threads get in quiet, at least: an interrupt now and then takes a few per cent."""
-
-_SECONDS = 0.3
-_PIECE = bytes(1 << 20)  # hashed without Python's lock, in about 3 ms
 
 
 def choose_waiting(
@@ -84,21 +77,6 @@ def num_threads(config: EngineConfig, environment: MutableMapping[str, str]) -> 
         return config.threads
     asked = environment.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     return int(asked) if asked.isdigit() else read_processor().cores
-
-
-def processor_share(threads: int, seconds: float = _SECONDS) -> float:
-    """Processor time over wall time of so many threads that never rest, measured for `seconds`."""
-    with ThreadPoolExecutor(threads) as pool:
-        parts = list(pool.map(_spend, [seconds] * threads))
-    return sum(spent for spent, _ in parts) / sum(passed for _, passed in parts)
-
-
-def _spend(seconds: float) -> tuple[float, float]:
-    """Processor and wall seconds of one busy thread."""
-    spent, began = time.thread_time(), time.perf_counter()
-    while time.perf_counter() - began < seconds:
-        hashlib.sha256(_PIECE)
-    return time.thread_time() - spent, time.perf_counter() - began
 
 
 def announce(config: EngineConfig, say: Callable[[str], None]) -> None:

@@ -51,6 +51,7 @@ class Profile:
     """A latency model, what it holds for, when it was made (ISO 8601), and how good it is on steps it has not seen.
 
     `sweep`: the measured steps, as many as `num_samples` or none; a refit of the model keeps them.
+    `core_share`: of their time that busy threads got while it was made; other work of the machine had the rest.
     `cache_costs` are also coefficients of the model where they were measured (see `with_cache_costs`).
     """
 
@@ -61,6 +62,7 @@ class Profile:
     num_samples: int
     cache_costs: CacheCosts = NOT_MEASURED
     sweep: tuple[Sample, ...] = ()
+    core_share: float = 1.0
 
     def with_cache_costs(self, costs: CacheCosts, unit_bytes: int) -> "Profile":
         """The profile with these costs, and a model that charges them; `unit_bytes`: size of a cache unit."""
@@ -85,6 +87,7 @@ class Profile:
             "created_at": self.created_at,
             "held_out_mape": self.held_out_mape,
             "num_samples": self.num_samples,
+            "core_share": self.core_share,
             "feature_set": self.model.feature_set,
             "token_limit": self.model.token_limit,
             "buckets": self.model.buckets,
@@ -138,7 +141,8 @@ def _parse(document: dict[str, Any]) -> Profile:
     found = {field.name: document["cache_costs"][field.name] for field in fields(CacheCosts)}
     costs = CacheCosts(**{name: None if value is None else _number(value) for name, value in found.items()})
     sweep = tuple(map(_sample, document["sweep"]))
-    return Profile(key, _string(document["created_at"]), model, mape, _integer(document["num_samples"]), costs, sweep)
+    created, samples = _string(document["created_at"]), _integer(document["num_samples"])
+    return Profile(key, created, model, mape, samples, costs, sweep, _number(document.get("core_share", 1.0)))
 
 
 def _sample(row: list[object]) -> Sample:

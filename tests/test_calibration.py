@@ -26,7 +26,7 @@ from engine.scheduling.output import ModelRunnerOutput, SchedulerOutput
 from predictor.costs import NOT_MEASURED, CacheCosts
 from predictor.limits import Limits
 from predictor.model import LatencyModel
-from predictor.profile import ProfileError, ProfileKey
+from predictor.profile import Profile, ProfileError, ProfileKey
 from predictor.sweep import StepShape
 
 TRUTH = LatencyModel(intercept=0.004, decode_context=2e-6, prefill_chunks=1e-4, knots=(0, 64), hinges=(1e-5, 1e-4))
@@ -106,6 +106,32 @@ def test_a_profile_of_a_busy_machine_is_measured_again(tmp_path: Path) -> None:
     again = load_or_measure(tmp_path, TimedRunner(), LIMITS, 50, KEY, 1.0, said.append)
     assert again.held_out_mape < 0.1 and any("is off by 44%; measuring again" in line for line in said)
     assert load_profile(tmp_path, KEY, LIMITS) == again
+
+
+@pytest.mark.parametrize("shares", [(0.6, 1.0), (1.0, 0.6)])
+def test_what_was_measured_beside_other_work_is_measured_again_in_quiet(
+    tmp_path: Path, shares: tuple[float, float]
+) -> None:
+    """Whether that work came before the sweep had ended or went in it."""
+    said: list[str] = []
+    looks = iter([*shares, 0.5, 0.97, 0.97, 0.98])
+
+    def start(seconds: float = 0.5) -> Profile:
+        return load_or_measure(
+            tmp_path, TimedRunner(), LIMITS, 50, KEY, seconds, said.append, core_share=lambda: next(looks)
+        )
+
+    busy = start()
+    assert (
+        busy.core_share == 0.6
+        and said[-1] == "other work takes 40% of the cores' time: a start in quiet measures again"
+    )
+    assert start(seconds=0.0) == busy, "no time to do better"
+    assert start() == busy, "it is still busy"
+    quiet = start()
+    assert quiet.core_share == 0.97 and any(line.endswith("was measured; measuring again") for line in said)
+    assert start() == quiet == load_profile(tmp_path, KEY, LIMITS)
+    assert next(looks, None) is None, "a quiet one is not looked at again"
 
 
 def test_a_damaged_profile_is_said_and_measured_again(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from engine.api import SamplingParams
 from engine.cache.blocks import CacheEntry, CacheKind, Tier
 from engine.grammar import Grammar
+from engine.machine.core_share import QUIET_SHARE
 from engine.profiling.cache_costs import KV_ONLY, REPEATS, CacheTiers, measure_cache_costs
 from engine.scheduling.output import Chunk, ModelRunner, NewRequest, SchedulerOutput
 from predictor.fitting import fit
@@ -177,8 +178,10 @@ def load_or_measure(
     tiers: CacheTiers = KV_ONLY,
     adapters: int = 0,
     masks: Callable[[], bool] = lambda: False,
+    core_share: Callable[[], float] = lambda: 1.0,
 ) -> Profile:
-    """The profile for `key` in `folder`; one that is missing, poor or cannot serve is measured anew and stored.
+    """The profile for `key` in `folder`; one that is missing, poor or cannot serve is measured anew and stored, and so
+    is one of a busy machine once that is quiet. `core_share`: measures which share of their time busy threads get now.
 
     `masks`, asked before a sweep: whether the runner can enforce `INSIDE_STRING`. In one that serves but for the costs
     of what `tiers` offers, these are measured and added.
@@ -190,6 +193,10 @@ def load_or_measure(
         profile = None
     if profile is not None and profile.held_out_mape > POOR and seconds > 0:
         say(f"the latency profile of {profile.created_at} is off by {profile.held_out_mape:.0%}; measuring again")
+        profile = None
+    if profile is not None and profile.core_share < QUIET_SHARE and seconds > 0 and core_share() >= QUIET_SHARE:
+        taken = 1.0 - profile.core_share
+        say(f"other work took {taken:.0%} of the cores when the latency profile was measured; measuring again")
         profile = None
     if profile is not None:
         say(f"latency profile of {profile.created_at} ({profile.num_samples} steps, error {profile.held_out_mape:.1%})")
@@ -204,10 +211,14 @@ def load_or_measure(
         say("step times are guessed from a single step (--profile-seconds 0)")
         return measure_profile(runner, limits, vocab_size, key, 0.0, tiers=tiers, adapters=adapters).profile
     say(f"measuring step times for at most {seconds:.0f} s (once; the profile is kept in {folder})")
+    before = core_share()
     profile = measure_profile(
         runner, limits, vocab_size, key, seconds, tiers=tiers, adapters=adapters, masks=masks()
     ).profile
+    profile = replace(profile, core_share=min(before, core_share()))
     say(f"latency profile: {profile.num_samples} steps, held-out error {profile.held_out_mape:.1%}")
+    if profile.core_share < QUIET_SHARE:
+        say(f"other work takes {1.0 - profile.core_share:.0%} of the cores' time: a start in quiet measures again")
     _keep(profile, folder, say)
     return profile
 
