@@ -18,6 +18,6 @@ def attend_with(attend: AttendHeads, decoder: Decoder, positions: Tensor, max_mo
     rotary = heads.rotary(positions)
 
     def attended(index: int, layer: LayerWeights, x: Tensor) -> Tensor:
-        return attend(index, *heads.qkv(layer, x, rotary))
+        return attend(index, *heads.qkv(layer, x, rotary[index]))
 
     return attended

@@ -39,10 +39,10 @@ sliding windows, too, where a config has them, in all layers or in some.
 
 The self-test runs before a model serves, whoever's layers run it: 36 random tokens of two requests in chunks, beside
 what transformers' eager attention gives for each at once. More than rounding (16 units of the type's precision, at
-least 1e-4, of the spread of the logits) refuses the start with the figure. Of a family of ours it takes the first two
-layers and 64 tokens of the vocabulary, so its cost does not grow with the model: the import of transformers' modules,
-and a fraction of a second. `--no-self-test` skips it; the packaged model, `--load-format dummy`, `--quantization int8`
-and families of ours on a GPU are not tested.
+least 1e-4, of the spread of the logits) refuses the start with the figure. Of a family of ours it takes two layers
+(one of each kind, where some have a window) and 64 tokens of the vocabulary, so its cost does not grow with the model:
+the import of transformers' modules, and a fraction of a second. `--no-self-test` skips it; the packaged model,
+`--load-format dummy`, `--quantization int8` and families of ours on a GPU are not tested.
 """
 
 

@@ -20,7 +20,7 @@ from engine.models.decoder import Decoder
 from engine.models.manner import Manner
 from engine.models.spec import ModelSpec, load_spec
 from engine.models.transformers_model import Attend, TransformersModel, load_model, load_shape
-from engine.models.weights import ModelWeights
+from engine.models.weights import ModelWeights, ResidentLayers
 
 test_family.__test__ = test_modules.__test__ = False  # type: ignore[attr-defined]
 
@@ -35,7 +35,7 @@ def torch_device(spec: ModelSpec, weights: ModelWeights) -> TorchDevice:
     return TorchDevice(Decoder(spec, weights), LIMITS)
 
 
-@pytest.mark.parametrize("name", tiny_models.FAMILY_CASES)
+@pytest.mark.parametrize("name", [*tiny_models.FAMILY_CASES, *tiny_models.GEMMA_CASES])
 def test_our_families_pass(name: str) -> None:
     folder = tiny_models.model_folder(name)
     assert test_family(load_spec(folder), folder, "float32", torch_device) == ""
@@ -64,6 +64,54 @@ def test_a_window_of_ours_that_is_dropped_is_noticed(name: str) -> None:
         return torch_device(replace(small, windows=()), weights)
 
     assert "of their spread" in test_family(spec, folder, "float32", forgetful)
+
+
+GEMMA_MUTANTS: dict[str, tuple[str, Callable[[ModelSpec], dict[str, Any]]]] = {
+    "no softcap": ("gemma2", lambda _spec: {"softcap": None}),
+    "no softcap of logits": ("gemma2", lambda _spec: {"logit_softcap": None}),
+    "no window": ("gemma2", lambda _spec: {"windows": ()}),
+    "windows everywhere": ("gemma2", lambda spec: {"windows": (min(filter(None, spec.windows)),) * 2}),
+    "no scale": ("gemma2", lambda _spec: {"scale": None}),
+    "an embedding that is not scaled": ("gemma2", lambda _spec: {"embedding_scale": None}),
+    "another activation": ("gemma2", lambda _spec: {"activation": "silu"}),
+    "one theta": ("gemma3", lambda _spec: {"local_rope": None}),
+    "the other theta": ("gemma3", lambda spec: {"rope": spec.local_rope}),
+}
+
+
+@pytest.mark.parametrize("mutant", GEMMA_MUTANTS)
+def test_what_is_dropped_of_a_gemma_is_noticed(mutant: str) -> None:
+    """Layers of both kinds are looked at, though its first three are of one."""
+    name, change = GEMMA_MUTANTS[mutant]
+    folder = tiny_models.model_folder(name)
+
+    def forgetful(small: ModelSpec, weights: ModelWeights) -> TorchDevice:
+        return torch_device(replace(small, **change(small)), weights)
+
+    assert "of their spread" in test_family(load_spec(folder), folder, "float32", forgetful)
+
+
+@pytest.mark.parametrize("stored", ["centered_norms", "branch_norms"])
+def test_norms_of_a_gemma_that_are_read_wrong_are_noticed(stored: str) -> None:
+    folder = tiny_models.model_folder("gemma2")
+
+    def forgetful(small: ModelSpec, weights: ModelWeights) -> TorchDevice:
+        layers = ResidentLayers(
+            replace(layer, branch_norms=None)
+            if stored == "branch_norms"
+            else replace(layer, post_norm=replace(layer.post_norm, weight=layer.post_norm.weight - 1.0))
+            for layer in weights.layers
+        )
+        return torch_device(small, replace(weights, layers=layers))
+
+    assert "of their spread" in test_family(load_spec(folder), folder, "float32", forgetful)
+
+
+def test_a_gemma_runs_by_torch_and_a_line_says_so() -> None:
+    config, lines = config_of(tiny_models.model_folder("gemma3")), list[str]()
+    runner, plan = build_runner(config, plan_launch(config), lines.append)
+    assert plan.kernels == "torch" and type(runner.device) is TorchDevice
+    assert any("by torch's own operators: no kernel has the norms" in line for line in lines)
 
 
 @pytest.mark.parametrize("mutant", OWN_MUTANTS)

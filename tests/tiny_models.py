@@ -53,6 +53,12 @@ _OPT = {
     "dropout": 0.0,
     "tie_word_embeddings": True,
 }
+_GEMMA = {
+    "head_dim": 24,
+    "sliding_window": 17,
+    "attn_logit_softcapping": 2.0,
+    "final_logit_softcapping": 3.0,
+}
 
 # name -> (transformers' config class, what differs from _SMALL)
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -89,6 +95,32 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "Phi3Config",
         {"num_key_value_heads": 2, "rope_parameters": _LONGROPE, "original_max_position_embeddings": 64},
     ),
+    "gemma2": ("Gemma2Config", {**_GEMMA, "num_key_value_heads": 2, "query_pre_attn_scalar": 50}),
+    "gemma2-uncapped": (
+        "Gemma2Config",
+        {
+            **_GEMMA,
+            "num_key_value_heads": 1,
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+            "tie_word_embeddings": False,
+            "attention_bias": True,
+        },
+    ),
+    "gemma3": (
+        "Gemma3TextConfig",
+        {
+            **_GEMMA,
+            "num_key_value_heads": 2,
+            "attn_logit_softcapping": None,
+            "num_hidden_layers": 5,
+            "sliding_window_pattern": 4,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 50_000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
+            },
+        },
+    ),
     "opt": ("OPTConfig", {**_OPT, "intermediate_size": None}),
     "opt-no-bias-untied": (
         "OPTConfig",
@@ -103,6 +135,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 FAMILY_CASES = ("llama-gqa2", "mistral", "qwen2-gqa7", "qwen3", "phi3", "opt", "neox")
 """One case of each family, for tests in which the variants do not matter."""
+
+GEMMA_CASES = ("gemma2", "gemma2-uncapped", "gemma3")
 
 
 def llama_config(**changes: Any) -> dict[str, Any]:
@@ -146,7 +180,7 @@ def reference_model(name: str) -> Any:
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             parameter.normal_(0.0, parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 0.1, generator=generator)
-            if parameter.dim() == 1 and key.endswith("weight"):
+            if parameter.dim() == 1 and key.endswith("weight") and not kind.startswith("Gemma"):
                 parameter.add_(1.0)
     return model.eval()
 

@@ -3,10 +3,12 @@ attention by transformers gives for each of them at once. What is beyond the rou
 figure.
 
 Windows are made short enough to matter. Of transformers' modules the loaded model itself is tested. Of a family of ours
-the first layers are, and a few rows of its vocabulary, by the kernels that will run it: as much as says whether we read
-its config as transformers does, at a cost that does not grow with the number of layers.
+two layers are, one of each kind where some have a window, and a few rows of its vocabulary, by the kernels that will
+run it: as much as says whether we read its config as transformers does, at a cost that does not grow with the number of
+layers.
 """
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -21,9 +23,10 @@ from engine.execution.cpu.transformers_device import TransformersDevice
 from engine.execution.runner import Device
 from engine.models.checkpoint import Checkpoint
 from engine.models.linear import MakeLinear, make_linear
+from engine.models.quantized import Rounded
 from engine.models.spec import ModelSpec
 from engine.models.transformers_model import TransformersModel, own_reference
-from engine.models.weights import ModelWeights, build_weights, torch_dtype
+from engine.models.weights import ModelWeights, TensorSource, build_weights, torch_dtype
 from predictor.limits import UNITS_PER_BLOCK, Limits
 
 _CHUNKS = ((9, 1, 5, 9), (4, 1, 6, 1))  # tokens of each request in each step
@@ -31,6 +34,7 @@ _BLOCK = 16
 _LONGEST = 2 * _BLOCK
 _WINDOW = 7  # what longer windows are cut to: shorter than the first chunk
 _LAYERS, _VOCABULARY = 2, 64
+_LAYER = re.compile(r"(?<![^.])layers\.(\d+)\.")
 _LEAST = 1e-4
 LIMITS = Limits(len(_CHUNKS), 2 * _LONGEST, _LONGEST, 2 * len(_CHUNKS) * UNITS_PER_BLOCK, _BLOCK)
 """What a device of a test must hold."""
@@ -52,17 +56,45 @@ def test_family(
     make: MakeLinear = make_linear,
 ) -> str:
     """What is wrong with a family of ours, by the device that `device_of` makes; empty where nothing is."""
-    layers = min(_LAYERS, spec.num_layers)
-    windows = tuple(window and min(window, _WINDOW) for window in spec.windows[:layers])
-    small = replace(spec, num_layers=layers, vocab_size=min(_VOCABULARY, spec.vocab_size), windows=windows)
+    picked = pick_layers(spec)
+    windows = tuple(window and min(window, _WINDOW) for window in map(spec.window_of, picked) if spec.windows)
+    small = replace(spec, num_layers=len(picked), vocab_size=min(_VOCABULARY, spec.vocab_size), windows=windows)
     kind = torch_dtype(dtype)
     requests = _tokens(small.vocab_size)
     source = Checkpoint(folder, kind, torch.device("cpu"), spec.packing, vocabulary=spec.vocab_size)
     with torch.inference_mode(), source as tensors:
-        reference = own_reference(folder, small, tensors, kind)
+        some = PickedLayers(tensors, picked)
+        reference = own_reference(folder, small, picked, some, kind)
         expected = [reference(input_ids=torch.from_numpy(ids)[None], use_cache=False).logits[0] for ids in requests]
-        device = device_of(small, build_weights(small, tensors, make))
+        device = device_of(small, build_weights(small, some, make))
         return _compare(_by_chunks(device, requests), expected, kind)
+
+
+def pick_layers(spec: ModelSpec) -> list[int]:
+    """The first layers, or the first of each kind."""
+    kinds = [spec.window_of(layer) is None for layer in range(spec.num_layers)]
+    if len(set(kinds)) == 1:
+        return list(range(min(_LAYERS, spec.num_layers)))
+    return sorted((kinds.index(True), kinds.index(False)))
+
+
+class PickedLayers:
+    """Tensors of a model whose layers are some of another's."""
+
+    def __init__(self, tensors: TensorSource, picked: list[int]) -> None:
+        self._tensors, self._picked = tensors, picked
+
+    def has(self, name: str, /) -> bool:
+        return self._tensors.has(self._renamed(name))
+
+    def fetch(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        return self._tensors.fetch(self._renamed(name), shape)
+
+    def fetch_integers(self, name: str, shape: tuple[int, int]) -> Rounded | None:
+        return self._tensors.fetch_integers(self._renamed(name), shape)
+
+    def _renamed(self, name: str) -> str:
+        return _LAYER.sub(lambda found: f"layers.{self._picked[int(found[1])]}.", name)
 
 
 def _tokens(vocab_size: int) -> list[IntArray]:

@@ -8,6 +8,7 @@ weights of a layer are, and whether they stream, is the business of its `LayerSo
 from collections.abc import Callable
 from typing import Protocol
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 
@@ -47,11 +48,15 @@ class Decoder:
         self.spec = spec
         self.weights = weights
         self._ops = ops
+        scale = torch.tensor(spec.embedding_scale or 1.0).to(weights.embedding.dtype)
+        self._embedding_scale = None if spec.embedding_scale is None else float(scale)
         self._activation = (torch_ops.ACTIVATIONS | {"silu": ops.silu_and_mul})[spec.activation]
 
     def embed(self, token_ids: Tensor, positions: Tensor) -> Tensor:
         """token_ids [T], positions [T] -> hidden state [T, H]."""
         hidden = functional.embedding(token_ids, self.weights.embedding)
+        if self._embedding_scale is not None:
+            hidden = hidden * self._embedding_scale
         if self.weights.positions is None:
             return hidden
         assert self.spec.position_offset is not None
@@ -69,14 +74,20 @@ class Decoder:
                 if self.spec.parallel_residual:
                     normed = self._norm(hidden, layer.post_norm)
                     delta = layer.down(self._activation(layer.up(normed))) + attention
-                else:
-                    normed, hidden = self._add_norm(attention, hidden, layer.post_norm)
-                    delta = layer.down(self._activation(layer.up(normed)))
+                    continue
+                after = layer.branch_norms
+                if after is not None:
+                    attention = self._norm(attention, after[0])
+                normed, hidden = self._add_norm(attention, hidden, layer.post_norm)
+                delta = layer.down(self._activation(layer.up(normed)))
+                if after is not None:
+                    delta = self._norm(delta, after[1])
         return hidden if delta is None else hidden + delta
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Final norm and head of the rows that sample: hidden [R, H] -> [R, vocab]."""
-        return self.weights.head(self.normed(hidden))
+        logits = self.weights.head(self.normed(hidden))
+        return logits if self.spec.logit_softcap is None else torch_ops.softcap(logits, self.spec.logit_softcap)
 
     def normed(self, hidden: Tensor) -> Tensor:
         """The final norm: hidden [T, H] -> [T, H]."""

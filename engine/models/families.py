@@ -35,6 +35,7 @@ def _nothing_to_check(_config: Config) -> None:
 class TensorNames:
     """Where a family keeps its tensors. Modules get `.weight` (and `.bias`) appended; several modules in one slot are
     stacked along the output dimension. `prefixes` and `head`: the first one that the checkpoint has is used.
+    `branch_norms`: of what attention and the MLP give, where a family norms that before it is added.
 
     `interleaved_qkv`: the fused projection is [heads, 3, head_dim], not [3, heads, head_dim].
     """
@@ -52,6 +53,7 @@ class TensorNames:
     positions: str | None = None
     q_norm: str = "self_attn.q_norm"
     k_norm: str = "self_attn.k_norm"
+    branch_norms: tuple[str, str] | None = None
     interleaved_qkv: bool = False
 
 
@@ -102,11 +104,30 @@ _NEOX_NAMES = TensorNames(
     final_norm="final_layer_norm",
     head=("embed_out", "lm_head"),
 )
+_GEMMA_NAMES = TensorNames(
+    prefixes=("model.", ""),
+    embedding="embed_tokens",
+    input_norm="input_layernorm",
+    qkv=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    out="self_attn.o_proj",
+    post_norm="pre_feedforward_layernorm",
+    up=("mlp.gate_proj", "mlp.up_proj"),
+    down="mlp.down_proj",
+    final_norm="norm",
+    branch_norms=("post_attention_layernorm", "post_feedforward_layernorm"),
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One architecture. `*_default` stand where the config is silent; `window`: "none", "always" or "switched"."""
+    """One architecture. `*_default` stand where the config is silent; `window`: "none", "always", "switched", or
+    "patterned": every layer has one but each `pattern_default`-th.
+
+    `centered_norms`: a norm is stored as what its weight is beside 1. `scaled_embedding`: times the root of its width.
+    `query_scalar_default`: scores are divided by the root of `query_pre_attn_scalar`, not of a head's width.
+    `softcaps`: of scores and of logits, where a config may have them. `local_rope`: layers with a window have a rotary
+    embedding of their own.
+    """
 
     name: str
     architecture: str
@@ -132,6 +153,12 @@ class Family:
     tied_default: bool = False
     window: str = "none"
     window_default: int | None = None
+    pattern_default: int = 0
+    centered_norms: bool = False
+    scaled_embedding: bool = False
+    query_scalar_default: float | None = None
+    softcaps: tuple[float | None, float | None] | None = None
+    local_rope: bool = False
     check: Callable[[Config], None] = _nothing_to_check
 
 
@@ -145,6 +172,17 @@ def _check_opt(config: Config) -> None:
         raise ModelLoadError("OPT without its final layer norm (_remove_final_layer_norm) is not supported")
     if not config.get("layer_norm_elementwise_affine", True):
         raise ModelLoadError("OPT with layer_norm_elementwise_affine=false is not supported")
+
+
+def _check_gemma(config: Config) -> None:
+    if config.get("use_bidirectional_attention"):
+        raise ModelLoadError("attention in both directions (use_bidirectional_attention) is not supported")
+
+
+def _check_gemma3(config: Config) -> None:
+    _check_gemma(config)
+    if config.get("attn_logit_softcapping") is not None:  # the reference code reads it and caps no score
+        raise ModelLoadError("Gemma 3 with attn_logit_softcapping is not supported")
 
 
 _LLAMA_BIAS = _flag("attention_bias", False)
@@ -188,6 +226,48 @@ FAMILIES: tuple[Family, ...] = (
         window_default=4096,
     ),
     Family(name="phi3", architecture="Phi3ForCausalLM", names=_PHI3_NAMES, eps_default=1e-5, window="always"),
+    Family(
+        name="gemma2",
+        architecture="Gemma2ForCausalLM",
+        names=_GEMMA_NAMES,
+        activation_key="hidden_activation",
+        activation_default="gelu_pytorch_tanh",
+        kv_heads_default=4,
+        head_dim_default=256,
+        qkv_bias=_LLAMA_BIAS,
+        out_bias=_LLAMA_BIAS,
+        tied_default=True,
+        window="patterned",
+        window_default=4096,
+        pattern_default=2,
+        centered_norms=True,
+        scaled_embedding=True,
+        query_scalar_default=256.0,
+        softcaps=(50.0, 30.0),
+        check=_check_gemma,
+    ),
+    Family(
+        name="gemma3_text",
+        architecture="Gemma3ForCausalLM",
+        names=_GEMMA_NAMES,
+        activation_key="hidden_activation",
+        activation_default="gelu_pytorch_tanh",
+        kv_heads_default=4,
+        head_dim_default=256,
+        qkv_bias=_LLAMA_BIAS,
+        out_bias=_LLAMA_BIAS,
+        qk_norm=True,
+        tied_default=True,
+        window="patterned",
+        window_default=4096,
+        pattern_default=6,
+        centered_norms=True,
+        scaled_embedding=True,
+        query_scalar_default=256.0,
+        softcaps=(None, None),
+        local_rope=True,
+        check=_check_gemma3,
+    ),
     Family(
         name="opt",
         architecture="OPTForCausalLM",

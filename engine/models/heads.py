@@ -7,6 +7,7 @@ from torch import Tensor
 
 from engine.models import torch_ops
 from engine.models.linear import Linear
+from engine.models.rope import RopeSpec
 from engine.models.rotary import attention_scaling, inverse_frequencies
 from engine.models.spec import ModelSpec
 from engine.models.torch_ops import Rotary
@@ -24,20 +25,23 @@ class Heads:
         self._dtype = weights.embedding.dtype
         self._qk_heads = spec.num_heads + spec.num_kv_heads
         self._all_heads = self._qk_heads + spec.num_kv_heads
-        self._inv_freq: Tensor | None = None
-        self._rope_scaling = 1.0
-        if spec.rope is not None:
-            self._inv_freq = inverse_frequencies(spec.rope, max_model_len).to(weights.embedding.device)
-            self._rope_scaling = attention_scaling(spec.rope)
+        device = weights.embedding.device
+        self._ropes = {
+            rope: (inverse_frequencies(rope, max_model_len).to(device), attention_scaling(rope))
+            for rope in (spec.rope, spec.local_rope)
+            if rope is not None
+        }
         assert not (hidden and weights.layers.streamed), "projections of hidden state would stay in memory"
         self._kv: list[Linear] = [layer.qkv.outputs_from(spec.q_size) for layer in weights.layers] if hidden else []
 
-    def rotary(self, positions: Tensor) -> Rotary | None:
-        """The rotation of Q and K at these positions [T]; None for models without rotary embeddings."""
-        if self._inv_freq is None:
-            return None
-        cos, sin = torch_ops.rotary_tables(positions, self._inv_freq, self._rope_scaling)
-        return torch_ops.prepare_rotary(cos, sin, self._dtype)
+    def rotary(self, positions: Tensor) -> list[Rotary | None]:
+        """Of every layer the rotation of Q and K at these positions [T], made once for those that share it; None for
+        models without rotary embeddings."""
+        made: dict[RopeSpec | None, Rotary | None] = {None: None}
+        for rope, (inv_freq, scaling) in self._ropes.items():
+            cos, sin = torch_ops.rotary_tables(positions, inv_freq, scaling)
+            made[rope] = torch_ops.prepare_rotary(cos, sin, self._dtype)
+        return [made[self._spec.rope_of(layer)] for layer in range(self._spec.num_layers)]
 
     def qkv(self, layer: LayerWeights, x: Tensor, rotary: Rotary | None) -> tuple[Tensor, Tensor, Tensor]:
         """x [T, H] -> q [T, heads, D], k and v [T, kv_heads, D]; q and k normed and rotated together.

@@ -9,6 +9,7 @@ from typing import Any
 
 from engine.errors import ModelLoadError
 
+_GLOBAL_THETA, _LOCAL_THETA = 1_000_000.0, 10_000.0  # of Gemma 3, where its config is silent
 _KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
 
@@ -59,6 +60,20 @@ def rope_from_config(config: Mapping[str, Any], family: str, head_dim: int, max_
         raise ModelLoadError(f"a rotary dimension of {rotary_dim} in heads of {head_dim} is not supported")
     base = RopeSpec(theta=_number("rope_theta", theta), rotary_dim=rotary_dim)
     return base if kind == "default" else _scaled(base, kind, given, config, max_position)
+
+
+def ropes_of_layer_types(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A config whose layers with a window have a rotary embedding of their own, as two that `rope_from_config` reads:
+    of the layers without a window, and of those with one. Errors: ModelLoadError for a spelling that is neither."""
+    given = config.get("rope_parameters") or {}
+    if set(given) - {"full_attention", "sliding_attention"}:
+        raise ModelLoadError("rope_parameters that are not by layer type are not supported here")
+    thetas = (config.get("rope_theta") or _GLOBAL_THETA, config.get("rope_local_base_freq") or _LOCAL_THETA)
+    full, local = (
+        {**config, "rope_parameters": given.get(kind), "rope_theta": theta}
+        for kind, theta in zip(("full_attention", "sliding_attention"), thetas, strict=True)
+    )
+    return full, {**local, "rope_scaling": None}  # what stretches contexts is for layers that see all of them
 
 
 def _scaled(base: RopeSpec, kind: str, given: Mapping[str, Any], config: Mapping[str, Any], max_pos: int) -> RopeSpec:

@@ -1,10 +1,12 @@
 """What a decoder-only checkpoint is, read from its Hugging Face config; torch-free.
 
-One `ModelSpec` covers Llama 2/3.x, Mistral, Qwen2/2.5, Qwen3, Phi-3, OPT and GPT-NeoX/Pythia: the differences are data.
+One `ModelSpec` covers Llama 2/3.x, Mistral, Qwen2/2.5, Qwen3, Phi-3, Gemma 2, Gemma 3 (text), OPT and GPT-NeoX/Pythia:
+the differences are data.
 Knows nothing of tensors, devices or files other than config.json and generation_config.json.
 """
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +15,7 @@ from typing import Any, NamedTuple
 from engine.errors import ConfigError, ModelLoadError
 from engine.models.families import Family, family_of
 from engine.models.packing import Packing, packing_from_config
-from engine.models.rope import RopeSpec, rope_from_config
+from engine.models.rope import RopeSpec, rope_from_config, ropes_of_layer_types
 
 _ACTIVATIONS = {
     "silu": "silu",
@@ -24,6 +26,7 @@ _ACTIVATIONS = {
     "gelu_fast": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
 }
+_GATED = {"silu": "silu", "gelu_tanh": "gelu_tanh_gated"}
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 _FULL_LAYERS = 28  # of Qwen, before those that have a window, where the config is silent
 _DTYPES = ("bfloat16", "float16", "float32")
@@ -86,13 +89,18 @@ class ModelShape:
 @dataclass(frozen=True, slots=True)
 class ModelSpec(ModelShape):
     """A model of a family of ours. `position_offset` is None without learned positions. `windows`: of every layer the
-    tokens that a query sees, itself included, or None for all before it; empty where no layer has a window."""
+    tokens that a query sees, itself included, or None for all before it; empty where no layer has a window.
+
+    `scale` of scores, None for 1 / sqrt(head_dim); `softcap` c: a score s becomes c · tanh(s / c), and `logit_softcap`
+    for logits; `local_rope`: of layers with a window, where it differs; `centered_norms`: weights of norms are stored
+    without 1, and a norm is rounded once, behind its weight; `branch_norms`: what attention and the MLP give is normed
+    before it is added; `embedding_scale`: a token's embedding is multiplied by it, rounded to the model's type."""
 
     family: str
     intermediate_size: int
     norm: str  # "rms" or "layer"
     norm_eps: float
-    activation: str  # "silu", "relu", "gelu" or "gelu_tanh"
+    activation: str  # "silu" or "gelu_tanh_gated" (of gated MLPs), "relu", "gelu" or "gelu_tanh"
     gated_mlp: bool
     qkv_bias: bool
     out_bias: bool
@@ -103,9 +111,25 @@ class ModelSpec(ModelShape):
     parallel_residual: bool
     tie_word_embeddings: bool
     windows: tuple[int | None, ...] = ()
+    scale: float | None = None
+    softcap: float | None = None
+    logit_softcap: float | None = None
+    local_rope: RopeSpec | None = None
+    centered_norms: bool = False
+    branch_norms: bool = False
+    embedding_scale: float | None = None
 
     def window_of(self, layer: int) -> int | None:
         return self.windows[layer] if self.windows else None
+
+    def rope_of(self, layer: int) -> RopeSpec | None:
+        return self.local_rope if self.local_rope is not None and self.window_of(layer) else self.rope
+
+    @property
+    def needs_torch(self) -> str | None:
+        """Why no kernel of ours runs these layers, and torch's operators do; None where kernels do."""
+        caps = self.softcap is not None or self.logit_softcap is not None
+        return f"no kernel has the norms, scales and caps of {self.family}" if caps or self.centered_norms else None
 
     @property
     def q_size(self) -> int:
@@ -130,7 +154,8 @@ class ModelSpec(ModelShape):
         embeddings = self.vocab_size * hidden * (1 if self.tie_word_embeddings else 2)
         if self.position_offset is not None:
             embeddings += (self.max_position_embeddings + self.position_offset) * hidden
-        return embeddings + self.num_layers * (attention + mlp + 2 * norm) + norm
+        norms = 4 if self.branch_norms else 2
+        return embeddings + self.num_layers * (attention + mlp + norms * norm) + norm
 
 
 class HiddenOffer(NamedTuple):
@@ -187,6 +212,8 @@ def spec_from_config(config: Mapping[str, Any], generation: Mapping[str, Any] | 
     ffn = _size(config, family.intermediate_key)
     if packing is not None:
         packing.check((hidden, heads * head_dim, ffn), (kv_heads * head_dim,))
+    rope, local_rope = _ropes(config, family, head_dim, max_position)
+    softcaps = family.softcaps or (None, None)
     return ModelSpec(
         family=family.name,
         architecture=family.architecture,
@@ -206,7 +233,14 @@ def spec_from_config(config: Mapping[str, Any], generation: Mapping[str, Any] | 
         out_bias=family.out_bias(config),
         mlp_bias=family.mlp_bias(config),
         qk_norm=family.qk_norm,
-        rope=rope_from_config(config, family.name, head_dim, max_position) if family.rope else None,
+        rope=rope,
+        local_rope=local_rope,
+        scale=_scale(config, family),
+        softcap=_softcap(config, "attn_logit_softcapping", softcaps[0]) if family.softcaps else None,
+        logit_softcap=_softcap(config, "final_logit_softcapping", softcaps[1]) if family.softcaps else None,
+        centered_norms=family.centered_norms,
+        branch_norms=family.names.branch_norms is not None,
+        embedding_scale=hidden**0.5 if family.scaled_embedding else None,
         position_offset=family.position_offset,
         parallel_residual=family.parallel_residual(config),
         tie_word_embeddings=bool(config.get("tie_word_embeddings", family.tied_default)),
@@ -258,21 +292,60 @@ def _eps(config: Mapping[str, Any], family: Family) -> float:
 def _activation(config: Mapping[str, Any], family: Family) -> str:
     name = config.get(family.activation_key) or family.activation_default
     known = _ACTIVATIONS.get(name) if isinstance(name, str) else None
-    if known is None or (known == "silu") != family.gated_mlp:
+    if known is not None and family.gated_mlp:
+        known = _GATED.get(known)
+    if known is None or (known == "silu" and not family.gated_mlp):
         raise ModelLoadError(f"activation {name!r} is not supported in {family.architecture}")
     return known
 
 
+def _ropes(
+    config: Mapping[str, Any], family: Family, head_dim: int, max_position: int
+) -> tuple[RopeSpec | None, RopeSpec | None]:
+    """The rotary embedding of all layers, or of those without a window, and that of the others where it differs."""
+    if not family.rope:
+        return None, None
+    if not family.local_rope:
+        return rope_from_config(config, family.name, head_dim, max_position), None
+    full, local = ropes_of_layer_types(config)
+    return (
+        rope_from_config(full, family.name, head_dim, max_position),
+        rope_from_config(local, family.name, head_dim, max_position),
+    )
+
+
+def _scale(config: Mapping[str, Any], family: Family) -> float | None:
+    if family.query_scalar_default is None:
+        return None
+    return 1.0 / math.sqrt(_positive(config, "query_pre_attn_scalar", family.query_scalar_default))
+
+
+def _softcap(config: Mapping[str, Any], key: str, default: float | None) -> float | None:
+    """None where the config says so, or is silent without a default."""
+    return None if config.get(key, default) is None else _positive(config, key, default)
+
+
+def _positive(config: Mapping[str, Any], key: str, default: float | None) -> float:
+    value = config.get(key, default)
+    if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+        raise ModelLoadError(f"config.json: {key!r} must be a positive number, not {value!r}")
+    return float(value)
+
+
 def _windows(config: Mapping[str, Any], family: Family, num_layers: int) -> tuple[int | None, ...]:
-    """Where windows are "switched" the layers say whether they have one: by their types, or by their place."""
+    """Where windows are "switched" or "patterned" the layers say whether they have one: by their types, or by their
+    place."""
     if family.window == "none" or (family.window == "switched" and not config.get("use_sliding_window", False)):
         return ()
     window = config.get("sliding_window", family.window_default)
-    if window is None:
+    if window is None and family.window != "patterned":
         return ()
     window, types = _size({"sliding_window": window}, "sliding_window"), config.get("layer_types")
     if family.window == "always":
         return (window,) * num_layers
+    if not types and family.window == "patterned":
+        every = _size(config, "sliding_window_pattern", family.pattern_default)
+        types = ["sliding_attention" if (layer + 1) % every else "full_attention" for layer in range(num_layers)]
     if not types:
         full = config.get("max_window_layers", _FULL_LAYERS)
         if isinstance(full, bool) or not isinstance(full, int):

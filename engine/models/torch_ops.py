@@ -1,9 +1,10 @@
 """The operations of a decoder in torch: what the CPU runs of a layer, and the twin of every Triton kernel.
 
 Pure functions. Rounding of the elementwise ones follows the evaluation code that checkpoints ship with (norms reduce in
-float32 and round before the weight is applied; rotary products are taken in the type of the model). The twins that read
-and write a paged pool are written to be obviously right, one request and one token at a time, in float32 (float64 stays
-float64); they read requests and chunks from a work list, never the kernels' items: a wrong split shows as a difference.
+float32 and round before the weight is applied, or behind it where the weight is float32 in a model of another type;
+rotary products are taken in the type of the model). The twins that read and write a paged pool are written to be
+obviously right, one request and one token at a time, in float32 (float64 stays float64); they read requests and chunks
+from a work list, never the kernels' items: a wrong split shows as a difference.
 Knows nothing of models or requests.
 """
 
@@ -31,6 +32,8 @@ class Rotary(NamedTuple):
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x²) + eps) · weight over the last dimension. x [..., H], weight [H] or [heads, H]: same shape."""
+    if weight.dtype != x.dtype:
+        return functional.rms_norm(x.float(), x.shape[-1:], None, eps).mul_(weight).to(x.dtype)
     if x.dtype == torch.float32 or x.device.type != "cpu" or not x.shape[0]:
         return functional.rms_norm(x, x.shape[-1:], None, eps).mul_(weight)
     return _rms_norm_cpu(x, eps).mul_(weight)
@@ -81,6 +84,12 @@ def silu_and_mul(x: Tensor) -> Tensor:
     return functional.silu(gate).mul_(up)
 
 
+def gelu_tanh_and_mul(x: Tensor) -> Tensor:
+    """GeGLU: gelu_tanh(gate) · up. x [T, 2·F], gate first -> [T, F]."""
+    gate, up = x.chunk(2, -1)
+    return functional.gelu(gate, approximate="tanh").mul_(up)
+
+
 def gelu(x: Tensor) -> Tensor:
     """The exact GELU (erf)."""
     return functional.gelu(x)
@@ -97,9 +106,14 @@ def relu(x: Tensor) -> Tensor:
 
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": silu_and_mul, "gelu": gelu, "gelu_tanh": gelu_tanh, "relu": relu
+    "silu": silu_and_mul, "gelu_tanh_gated": gelu_tanh_and_mul, "gelu": gelu, "gelu_tanh": gelu_tanh, "relu": relu
 }  # fmt: skip
 """By their names in a spec: x [T, 2·F] or [T, F] -> [T, F]."""
+
+
+def softcap(x: Tensor, cap: float) -> Tensor:
+    """cap · tanh(x / cap), in float32 and rounded once. Any shape."""
+    return (x.float() / cap).tanh_().mul_(cap).to(x.dtype)
 
 
 def _rms_norm_cpu(x: Tensor, eps: float) -> Tensor:

@@ -425,14 +425,17 @@ def load_model(
     return TransformersModel(shape, model)
 
 
-def own_reference(folder: Path, spec: ModelSpec, tensors: TensorSource, dtype: torch.dtype) -> Any:
-    """transformers' model of a family of ours, eager, with as many layers and tokens as `spec` has, and its windows.
+def own_reference(
+    folder: Path, spec: ModelSpec, picked: Sequence[int], tensors: TensorSource, dtype: torch.dtype
+) -> Any:
+    """transformers' model of a family of ours, eager, with as many layers and tokens as `spec` has, and its windows;
+    `picked`: which layers of the checkpoint these are.
 
     Errors: ModelLoadError."""
     config = _config(folder, read_json(folder / "config.json"))
     config.num_hidden_layers, config.vocab_size, config.pad_token_id = spec.num_layers, spec.vocab_size, None
     if getattr(config, "layer_types", None):
-        config.layer_types = config.layer_types[: spec.num_layers]
+        config.layer_types = [config.layer_types[layer] for layer in picked]
     if windows := list(filter(None, spec.windows)):
         config.sliding_window = min(windows)
     with _quiet():

@@ -20,7 +20,7 @@ from engine.models.spec import ModelSpec
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """weight [H]; bias [H] for layer norm, None for RMS norm."""
+    """weight [H], in float32 where the spec says `centered_norms`; bias [H] for layer norm, None for RMS norm."""
 
     weight: Tensor
     bias: Tensor | None
@@ -30,7 +30,8 @@ class Norm:
 class LayerWeights:
     """One decoder layer. `qkv` gives [q heads | k heads | v heads], `up` gives [gate | up] where the MLP is gated.
 
-    `qk_norm` [heads + kv_heads, head_dim] is None where q and k are not normed.
+    `qk_norm` [heads + kv_heads, head_dim] is None where q and k are not normed; `branch_norms` are of what attention
+    and the MLP give, None where that is added as it is.
     """
 
     input_norm: Norm
@@ -40,6 +41,7 @@ class LayerWeights:
     post_norm: Norm
     up: Linear
     down: Linear
+    branch_norms: tuple[Norm, Norm] | None = None
 
 
 class LayerSource(Protocol):
@@ -193,6 +195,7 @@ class _Builder:
             post_norm=self._norm(prefix + names.post_norm),
             up=self._linear(prefix, names.up, up_sizes, hidden, spec.mlp_bias, gated=spec.gated_mlp),
             down=self._linear(prefix, (names.down,), (hidden,), ffn, spec.mlp_bias),
+            branch_norms=self._branch_norms(prefix),
         )
 
     def _linear(
@@ -229,14 +232,22 @@ class _Builder:
 
     def _norm(self, module: str) -> Norm:
         shape = (self._spec.hidden_size,)
-        weight = self._source.fetch(f"{module}.weight", shape)
+        weight = self._norm_weight(module, shape)
         return Norm(weight, self._source.fetch(f"{module}.bias", shape) if self._spec.norm == "layer" else None)
+
+    def _norm_weight(self, module: str, shape: tuple[int, ...]) -> Tensor:
+        weight = self._source.fetch(f"{module}.weight", shape)
+        return weight.float() + 1.0 if self._spec.centered_norms else weight
+
+    def _branch_norms(self, prefix: str) -> tuple[Norm, Norm] | None:
+        names = self._names.branch_norms
+        return None if names is None else (self._norm(prefix + names[0]), self._norm(prefix + names[1]))
 
     def _qk_norm(self, prefix: str) -> Tensor | None:
         spec, names = self._spec, self._names
         if not spec.qk_norm:
             return None
-        q, k = (self._source.fetch(f"{prefix}{name}.weight", (spec.head_dim,)) for name in (names.q_norm, names.k_norm))
+        q, k = (self._norm_weight(f"{prefix}{name}", (spec.head_dim,)) for name in (names.q_norm, names.k_norm))
         return torch.cat((q.expand(spec.num_heads, -1), k.expand(spec.num_kv_heads, -1)))
 
     def _head(self, embedding: Tensor) -> Tensor:

@@ -68,8 +68,8 @@ def logits_of(spec: ModelSpec, weights: ModelWeights, ids: list[int], *, int8_ca
     positions = torch.arange(len(ids))
     rotary = heads.rotary(positions)
 
-    def attend(_index: int, layer: LayerWeights, x: Tensor) -> Tensor:
-        q, k, v = heads.qkv(layer, x, rotary)
+    def attend(index: int, layer: LayerWeights, x: Tensor) -> Tensor:
+        q, k, v = heads.qkv(layer, x, rotary[index])
         if int8_cache:
             k, v = (dequantize(*quantize(part), part.dtype) for part in (k, v))
         q, k, v = (part.transpose(0, 1).unsqueeze(0) for part in (q, k, v))

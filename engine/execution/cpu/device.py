@@ -202,10 +202,11 @@ class TorchDevice(PoolDevice):
         paged = PagedAttention(self.pool, self.rows, batch, absorbed)
         rotary = self._heads.rotary(torch.from_numpy(layout.positions).to(self.pool.device))
         first, spec = self.layers.start, self.decoder.spec
+        manners = [Manner(spec.scale, spec.window_of(index), spec.softcap) for index in range(spec.num_layers)]
 
         def attend(index: int, layer: LayerWeights, x: Tensor) -> Tensor:
             if hidden is not None:
                 hidden(index, x)
-            return paged(index - first, *self._heads.qkv(layer, x, rotary), Manner(window=spec.window_of(index)))
+            return paged(index - first, *self._heads.qkv(layer, x, rotary[index]), manners[index])
 
         return attend

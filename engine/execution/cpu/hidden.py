@@ -44,7 +44,7 @@ class HiddenPlan:
         self._new = torch.from_numpy(new).to(pool.device)
         self._all_new = len(new) == len(layout.positions)
         self._new_cells = pool.cell_ids(rows.hidden_table[layout.token_rows[new], block[new]], offset[new])
-        self._pieces: list[tuple[slice, Rotary | None]] = []
+        self._pieces: list[tuple[slice, list[Rotary | None]]] = []
         if scratch is not None:
             self._plan_projection(scratch, *scratch.past_tokens(chunks, block_size))
 
@@ -67,7 +67,7 @@ class HiddenPlan:
             fresh = x if self._all_new else x.index_select(0, self._new)
             self._cells.index_copy_(0, self._new_cells[layer], fresh)
         for piece, rotary in self._pieces:
-            self._project(layer, piece, rotary)
+            self._project(layer, piece, rotary[layer])
 
     def _project(self, layer: int, piece: slice, rotary: Rotary | None) -> None:
         past = self._cells.index_select(0, self._past_cells[layer, piece])
@@ -87,6 +87,6 @@ def restore(heads: Heads, pool: UnitPool, units: IntArray, starts: IntArray) -> 
         rotary = heads.rotary(torch.from_numpy(positions).to(pool.device))
         for layer in range(pool.num_layers):
             cells = pool.slices.index_select(0, sources[layer]).view(len(positions), -1)
-            k, v = heads.kv(layer, cells[:, : heads.hidden_size], rotary)
+            k, v = heads.kv(layer, cells[:, : heads.hidden_size], rotary[layer])
             pool.slices.index_copy_(0, k_targets[layer], k.reshape(len(part), -1))
             pool.slices.index_copy_(0, v_targets[layer], v.reshape(len(part), -1))

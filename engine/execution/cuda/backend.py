@@ -146,6 +146,8 @@ class CudaBackend:
 
 def kernel_refusal(spec: ModelSpec, dtype: torch.dtype, capability: tuple[int, int]) -> str | None:
     """Why the kernels cannot run this model on a device of this compute capability; None if they can."""
+    if spec.needs_torch is not None:
+        return spec.needs_torch
     if capability < _OLDEST_ARCH:
         return f"compute capability {capability[0]}.{capability[1]} is older than 8.0"
     if not _SMALLEST_HEAD <= spec.head_dim <= 256 or spec.head_dim * dtype.itemsize % 16:
@@ -223,8 +225,8 @@ def _largest_step(decoder: Decoder, plan: LaunchPlan) -> None:
     """The memory of the largest step: a full prefill, and logits with their sampling for every sequence."""
     heads = Heads(decoder.spec, decoder.weights, plan.limits.max_model_len)
 
-    def attend(_index: int, layer: LayerWeights, x: Tensor) -> Tensor:
-        q, k, v = (part.transpose(0, 1).unsqueeze(0) for part in heads.qkv(layer, x, rotary))
+    def attend(index: int, layer: LayerWeights, x: Tensor) -> Tensor:
+        q, k, v = (part.transpose(0, 1).unsqueeze(0) for part in heads.qkv(layer, x, rotary[index]))
         mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return mixed.squeeze(0).transpose(0, 1).reshape(len(x), -1)
 

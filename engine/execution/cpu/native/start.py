@@ -139,8 +139,8 @@ def _by_torch(spec: ModelSpec, weights: ModelWeights, token_ids: np.ndarray) -> 
     ids, positions = torch.from_numpy(token_ids), torch.arange(_LENGTH)
     rotary = heads.rotary(positions)
 
-    def attend(_index: int, layer: LayerWeights, x: Tensor) -> Tensor:
-        q, k, v = (part.transpose(0, 1).unsqueeze(0) for part in heads.qkv(layer, x, rotary))
+    def attend(index: int, layer: LayerWeights, x: Tensor) -> Tensor:
+        q, k, v = (part.transpose(0, 1).unsqueeze(0) for part in heads.qkv(layer, x, rotary[index]))
         mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return mixed.squeeze(0).transpose(0, 1).reshape(len(x), -1)
 
