@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from engine import __version__, openmp
 from engine.adapters import parse_adapters
@@ -248,6 +248,7 @@ def _serve(arguments: argparse.Namespace) -> int:
         given = given_where(arguments, [EngineConfig, ServerConfig])
         dry_run = importlib.import_module("gateway.commands.dry_run")
         return int(dry_run.run(given, engine_config, server_config, model_name(engine_config)))
+    signal.signal(signal.SIGTERM, _end_start)  # without a handler the first process of a container would ignore it
     preflight = importlib.import_module("gateway.commands.preflight")
     preflight.check_start(engine_config, server_config)  # before minutes of loading
     server = importlib.import_module("gateway.server")
@@ -261,6 +262,11 @@ def _serve(arguments: argparse.Namespace) -> int:
         return _serve_with(folder, engine_config, server_config, server)
     finally:
         folder.close_now()
+
+
+def _end_start(_number: int, _frame: Any) -> NoReturn:
+    """SIGTERM before anything is served: there is nothing to drain."""
+    raise SystemExit(0)
 
 
 def _serve_with(folder: Any, engine_config: EngineConfig, server_config: ServerConfig, server: Any) -> int:

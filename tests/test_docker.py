@@ -107,6 +107,9 @@ def test_compose_mounts_what_exists() -> None:
         for volume in service.get("volumes", ()):
             source = volume.split(":")[0]
             assert source in compose["volumes"] or (DOCKER / source).is_dir(), volume
+    prometheus = compose["services"]["prometheus"]
+    assert "prometheus:/prometheus" in prometheus["volumes"]  # data go there, whatever the image's default is
+    assert "--storage.tsdb.path=/prometheus" in prometheus["command"]
     (gpu,) = documents(DOCKER / "compose.gpu.yaml")
     assert set(gpu["services"]) <= set(compose["services"])
 

@@ -565,6 +565,23 @@ async def test_signals_to_a_real_process(tmp_path: Path, signals: int) -> None:
         health_writer.close()
 
 
+async def test_a_signal_ends_a_server_that_still_starts(tmp_path: Path) -> None:
+    """With 0, as one that has drained, and by a handler: the kernel keeps signals without one from the first process of
+    a container, which then was killed at the end of its grace."""
+    flags = ["--port", "0", "--device", "cpu", "--profile-seconds", "60", "--profile-dir", str(tmp_path / "profiles")]
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "gateway", "serve", *flags, "--state-dir", str(tmp_path / "state")),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)},
+    )
+    assert process.stdout is not None and process.stderr is not None
+    await _logged(process.stdout, b"measuring step times")
+    process.send_signal(signal.SIGTERM)
+    rest = await process.stderr.read()
+    assert await process.wait() == 0 and b"Traceback" not in rest, rest.decode()
+
+
 LAST_ACTS = {
     "dead": ("engine.die()", 70),  # the engine can never step again
     "hangs": ("engine.stop = lambda _seconds=0.0: asyncio.Event().wait()", 1),  # SIGTERM, and something never ends
