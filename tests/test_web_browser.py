@@ -210,9 +210,8 @@ PAGE_MINUTES = float(os.environ.get("PAGE_MINUTES", "2"))
 
 @pytest.mark.timeout(900 + 60 * PAGE_MINUTES)
 def test_an_open_page_does_not_grow(page: Any) -> None:
-    """PAGE_MINUTES with new figures every second (2) and two chats: neither nodes nor memory grow with time. The history
-    that a page keeps is full after a quarter of an hour: with more minutes than 16 it is measured from there, and must
-    be flat."""
+    """PAGE_MINUTES (2) with new figures and two chats every second: neither nodes nor memory grow. The history that a
+    page keeps is full after a quarter of an hour: with more minutes than 16 it is measured from there."""
 
     def size() -> tuple[int, float]:
         page.execute_cdp_cmd("HeapProfiler.collectGarbage", {})
@@ -226,7 +225,7 @@ def test_an_open_page_does_not_grow(page: Any) -> None:
         nodes, heap = size()
         time.sleep(60 * (PAGE_MINUTES - before))
         later_nodes, later_heap = size()
-    print(f"after {before:g} and {PAGE_MINUTES:g} min: {nodes}, {later_nodes} nodes; {heap:.0f}, {later_heap:.0f} B of heap")
+    print(f"after {before:g} and {PAGE_MINUTES:g} min: {nodes}, {later_nodes} nodes; {heap:.0f}, {later_heap:.0f} B")
     assert later_nodes < nodes + 300 and later_heap < heap + 1_000_000, (nodes, later_nodes, heap, later_heap)
 
 
