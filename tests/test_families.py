@@ -26,7 +26,7 @@ TIE = 1e-4
 
 CASES = [
     *tiny_models.FAMILY_CASES,
-    *tiny_models.GEMMA_CASES,
+    "gemma2-uncapped",
     "llama-mha-tied",
     "llama-gqa3-odd-heads",
     "llama-head80-biases",

@@ -10,7 +10,7 @@ import pytest
 import torch
 from native_build import library_of, native_library
 from test_runner import reference_logits
-from tiny_models import CASES, FAMILY_CASES, GEMMA_CASES, model_folder, reference_model
+from tiny_models import CASES, FAMILY_CASES, model_folder, reference_model
 from torch import Tensor
 
 from engine.arrays import IntArray
@@ -104,7 +104,7 @@ CUTS: tuple[tuple[int, ...], ...] = ((60,), (37, 3, 1, 1, 9, 1, 8), (1,) * 20, (
 
 
 @pytest.mark.parametrize("level", [Level.AVX2, Level.AVX512])
-@pytest.mark.parametrize("name", [name for name in CASES if name not in GEMMA_CASES])
+@pytest.mark.parametrize("name", CASES)
 def test_logits_equal_those_of_transformers(name: str, level: Level) -> None:
     short = 64 if "longrope" in name else LENGTH  # transformers takes the factors of short contexts for 60 tokens
     bench = Bench(level, *load(name), block_size=16 if level is Level.AVX512 else 4, max_model_len=short)

@@ -106,7 +106,7 @@ def run_linear(native: Native, layer: NativeLinear, x: Tensor, epilogue: Epilogu
     op = layer.op(epilogue)
     rows = torch.zeros(rows_for(len(x)), op.in_stride, dtype=activation_dtype(level))
     rows[: len(x), : layer.in_features] = x
-    width = layer.out_features // 2 if epilogue is Epilogue.SWIGLU else layer.out_features
+    width = layer.out_features // 2 if epilogue.gates else layer.out_features
     out = torch.zeros(len(x), op.out_stride, dtype=activation_dtype(level))
     op.input, op.out = rows.data_ptr(), out.data_ptr()
     native.library.linear(level, layer.dtype, op, len(x), native.team)
@@ -135,6 +135,7 @@ def test_swiglu(level: Level, dtype: torch.dtype, rows: int, inner: int, bias: b
     expected = functional.linear(x.double(), weight.double(), None if biases is None else biases.double())
     gate, up = expected.chunk(2, -1)
     close(run_linear(native, layer, x, Epilogue.SWIGLU), functional.silu(gate) * up, dtype, steps=8, scale=4.0)
+    close(run_linear(native, layer, x, Epilogue.GEGLU), gelu_tanh(gate) * up, dtype, steps=8, scale=4.0)
     close(layer(x), expected, dtype, scale=4.0)
 
 
@@ -163,6 +164,8 @@ def run_attention(
     dim: int,
     block: int,
     window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of chunks (start, length), each of a row of its own, to random keys and values in a scattered pool that
     holds NaN elsewhere, before the windows too. Gives what came out and what should have."""
@@ -191,9 +194,14 @@ def run_attention(
         k, v = (values.double().repeat_interleave(heads // kv_heads, dim=1) for values in past)
         q = qkv[first : first + length, : heads * dim].double().view(length, heads, dim)
         scores = torch.einsum("qhd,khd->hqk", q, k) * dim**-0.5
+        if softcap:
+            scores = softcap * torch.tanh(scores / softcap)
         past_by = start + torch.arange(length)[:, None] - torch.arange(start + length)
         unseen = (past_by < 0) | (past_by >= (window or start + length))
-        weights = scores.masked_fill(unseen, -math.inf).softmax(-1)
+        scores = scores.masked_fill(unseen, -math.inf)
+        if sinks is not None:
+            scores = torch.cat((scores, sinks.double()[:, None, None].expand(heads, length, 1)), -1)
+        weights = scores.softmax(-1)[..., : start + length]
         expected[first : first + length] = torch.einsum("hqk,khd->qhd", weights, v).flatten(1)
         first += length
     longest = max(start + length for start, length in chunks)
@@ -204,6 +212,8 @@ def run_attention(
     )  # fmt: skip
     attend = Op(kind=Kind.ATTEND, layer=layer, input=qkv.data_ptr(), in_stride=qkv.stride(0), n=window)
     merge = Op(kind=Kind.MERGE, layer=layer)
+    attend.softcap, attend.other = softcap, None if sinks is None else sinks.data_ptr()
+    merge.other = attend.other
     attend.out = merge.out = out.data_ptr()
     attend.out_stride = merge.out_stride = out.stride(0)
     told = np.array([(row, start, length, 0) for row, (start, length) in enumerate(chunks)], dtype=np.int64)
@@ -241,6 +251,23 @@ def test_attention_sees_a_window(level: Level, dtype: torch.dtype, window: int) 
     chunks = [(90, 1), (0, 50), (5, 4), (1500, 1), (1100, 3), (200, 150), (37, 130)]
     actual, expected = run_attention(native_of(level, dtype), dtype, chunks, 6, 2, 64, 16, window)
     close(actual, expected, dtype, steps=4, scale=0.5)
+
+
+@pytest.mark.parametrize(("level", "dtype"), LEVELS)
+@pytest.mark.parametrize("window", [0, 60])
+@pytest.mark.parametrize("softcap", [0.0, 0.7])
+@pytest.mark.parametrize("sinks", [False, True], ids=["no sinks", "sinks"])
+def test_attention_caps_scores_and_has_sinks(
+    level: Level, dtype: torch.dtype, window: int, softcap: float, sinks: bool
+) -> None:
+    """Whole contexts and parts of them, decodes and tiles: a sink counts once, whether it is below every score or
+    above them all (so far that the exponential of the difference is none)."""
+    native, chunks = native_of(level, dtype), [(90, 1), (0, 50), (5, 4), (1500, 1), (1100, 3), (200, 150), (0, 1)]
+    learned = torch.tensor([-9.0, 0.0, 0.5, 2.0, 6.0, 120.0]) if sinks else None
+    actual, expected = run_attention(native, dtype, chunks, 6, 2, 64, 16, window, softcap, learned)
+    close(actual, expected, dtype, steps=4, scale=0.5)
+    if sinks:
+        assert not bool(actual.view(-1, 6, 64)[:, 5].any()), "all of the weight lies on the sink"
 
 
 @pytest.mark.parametrize(("level", "dtype"), LEVELS)
@@ -292,6 +319,9 @@ def test_a_wrong_shape_is_refused_by_name(changes: dict[str, object], named: str
         (Op(kind=Kind.LINEAR, n=8, k=8, in_stride=8), "padded"),
         (Op(kind=Kind.LINEAR, n=8, k=8, in_stride=32), "without input"),
         (Op(kind=Kind.ATTEND), "attention"),
+        (Op(kind=Kind.ATTEND, softcap=-1.0), "softcap below zero"),
+        (Op(kind=Kind.LINEAR, n=8, k=8, in_stride=32, softcap=math.nan, input=1, weight=1), "softcap below zero"),
+        (Op(kind=Kind.LINEAR, epilogue=Epilogue.GEGLU, n=8, k=8, in_stride=32), "packed in halves"),
         (Op(kind=Kind.EMBED), "embedding"),
         (Op(kind=Kind.NORM, k=8), "norm"),
     ],

@@ -86,7 +86,9 @@ def make_driver(decoder: Decoder, depth: int, *, num_blocks: int = 200, seqs: in
 def dense_attend(spec: ModelSpec, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """Causal attention of one whole sequence, no cache."""
     k, v = (x.repeat_interleave(spec.num_heads // x.shape[1], dim=1) for x in (k, v))
-    scores = torch.einsum("qhd,khd->hqk", q, k) * spec.head_dim**-0.5
+    scores = torch.einsum("qhd,khd->hqk", q, k) * (spec.scale or spec.head_dim**-0.5)
+    if spec.softcap is not None:
+        scores = torch.tanh(scores / spec.softcap) * spec.softcap
     tokens = torch.arange(len(q))
     past = tokens[:, None] - tokens
     unseen = (past < 0) | (past >= (spec.window_of(layer) or len(q)))

@@ -15,6 +15,7 @@ from engine.build import build_runner, plan_launch
 from engine.config import EngineConfig
 from engine.errors import ModelLoadError
 from engine.execution.cpu.device import TorchDevice
+from engine.execution.cpu.native.library import load
 from engine.execution.self_test import LIMITS, test_family, test_modules
 from engine.models.decoder import Decoder
 from engine.models.manner import Manner
@@ -35,7 +36,7 @@ def torch_device(spec: ModelSpec, weights: ModelWeights) -> TorchDevice:
     return TorchDevice(Decoder(spec, weights), LIMITS)
 
 
-@pytest.mark.parametrize("name", [*tiny_models.FAMILY_CASES, *tiny_models.GEMMA_CASES])
+@pytest.mark.parametrize("name", [*tiny_models.FAMILY_CASES, "gemma2-uncapped"])
 def test_our_families_pass(name: str) -> None:
     folder = tiny_models.model_folder(name)
     assert test_family(load_spec(folder), folder, "float32", torch_device) == ""
@@ -107,11 +108,12 @@ def test_norms_of_a_gemma_that_are_read_wrong_are_noticed(stored: str) -> None:
     assert "of their spread" in test_family(load_spec(folder), folder, "float32", forgetful)
 
 
-def test_a_gemma_runs_by_torch_and_a_line_says_so() -> None:
-    config, lines = config_of(tiny_models.model_folder("gemma3")), list[str]()
-    runner, plan = build_runner(config, plan_launch(config), lines.append)
-    assert plan.kernels == "torch" and type(runner.device) is TorchDevice
-    assert any("by torch's own operators: no kernel has the norms" in line for line in lines)
+@pytest.mark.parametrize("name", ["gemma2", "gemma3"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_gemma_runs_by_the_native_kernels_where_they_are(name: str, dtype: torch.dtype) -> None:
+    config = config_of(tiny_models.model_folder(name, dtype=dtype), dtype="auto")
+    runner, plan = build_runner(config, plan_launch(config))
+    assert (type(runner.device) is TorchDevice) == (plan.kernels == "torch") == isinstance(load(), str)
 
 
 @pytest.mark.parametrize("mutant", OWN_MUTANTS)

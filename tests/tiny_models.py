@@ -133,10 +133,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
-FAMILY_CASES = ("llama-gqa2", "mistral", "qwen2-gqa7", "qwen3", "phi3", "opt", "neox")
+FAMILY_CASES = ("llama-gqa2", "mistral", "qwen2-gqa7", "qwen3", "phi3", "gemma2", "gemma3", "opt", "neox")
 """One case of each family, for tests in which the variants do not matter."""
-
-GEMMA_CASES = ("gemma2", "gemma2-uncapped", "gemma3")
 
 
 def llama_config(**changes: Any) -> dict[str, Any]:

@@ -8,13 +8,12 @@ weights of a layer are, and whether they stream, is the business of its `LayerSo
 from collections.abc import Callable
 from typing import Protocol
 
-import torch
 from torch import Tensor
 from torch.nn import functional
 
 from engine.models import torch_ops
 from engine.models.spec import ModelSpec
-from engine.models.weights import LayerWeights, ModelWeights, Norm
+from engine.models.weights import LayerWeights, ModelWeights, Norm, embedding_scale
 
 Attend = Callable[[int, LayerWeights, Tensor], Tensor]
 """(layer index, the layer, x [T, H]) -> [T, heads · D]. x is the normed input of the layer's attention.
@@ -48,8 +47,7 @@ class Decoder:
         self.spec = spec
         self.weights = weights
         self._ops = ops
-        scale = torch.tensor(spec.embedding_scale or 1.0).to(weights.embedding.dtype)
-        self._embedding_scale = None if spec.embedding_scale is None else float(scale)
+        self._embedding_scale = embedding_scale(spec, weights.embedding.dtype)
         self._activation = (torch_ops.ACTIVATIONS | {"silu": ops.silu_and_mul})[spec.activation]
 
     def embed(self, token_ids: Tensor, positions: Tensor) -> Tensor:

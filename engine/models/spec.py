@@ -126,12 +126,6 @@ class ModelSpec(ModelShape):
         return self.local_rope if self.local_rope is not None and self.window_of(layer) else self.rope
 
     @property
-    def needs_torch(self) -> str | None:
-        """Why no kernel of ours runs these layers, and torch's operators do; None where kernels do."""
-        caps = self.softcap is not None or self.logit_softcap is not None
-        return f"no kernel has the norms, scales and caps of {self.family}" if caps or self.centered_norms else None
-
-    @property
     def q_size(self) -> int:
         return self.num_heads * self.head_dim
 

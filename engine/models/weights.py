@@ -110,6 +110,11 @@ class ModelWeights:
     head: Linear
 
 
+def embedding_scale(spec: ModelSpec, dtype: torch.dtype) -> float | None:
+    """What embeddings are multiplied by, as a model of this type rounds it; None where they are not."""
+    return None if spec.embedding_scale is None else float(torch.tensor(spec.embedding_scale).to(dtype))
+
+
 class TensorSource(Protocol):
     """Where tensors come from. Every tensor is on the target device, in the target type."""
 

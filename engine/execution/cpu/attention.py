@@ -161,7 +161,7 @@ class PagedAttention:
         if group.pad is None or group.unpad is None:
             return _attend_chunk(q, keys, values, bias, manner)
         padded = q.index_select(0, group.pad).view(len(cells), group.queries, *q.shape[1:]).transpose(1, 2)
-        output = _mix(padded, keys, values, bias, manner)
+        output = mix(padded, keys, values, bias, manner)
         return output.transpose(1, 2).flatten(2).flatten(0, 1).index_select(0, group.unpad)
 
     def _bias(self, group: _Group, window: int | None) -> Tensor:
@@ -175,7 +175,7 @@ def _heads_of(cells: Tensor, shape: torch.Size) -> Tensor:
     return torch.unflatten(cells[..., : shape.numel()], -1, shape).transpose(1, 2)
 
 
-def _mix(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, manner: Manner) -> Tensor:
+def mix(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, manner: Manner) -> Tensor:
     """q [n, heads, c, d], k [n, kv_heads, keys, d], v [n, kv_heads, keys, e], bias [n, 1, c, keys] ->
     [n, heads, c, e]."""
     if manner.softcap is None and manner.sinks is None:
@@ -199,7 +199,7 @@ def _mix(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, manner: Manner) -> Tenso
 def _attend_decodes(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, manner: Manner) -> Tensor:
     """q [n, heads, d], k and v [n, kv_heads, keys, d] -> [n, heads * d]; the heads of a KV head are its query rows."""
     if manner.softcap is not None or manner.sinks is not None:
-        return _mix(q.unsqueeze(2), k, v, bias, manner).flatten(1)
+        return mix(q.unsqueeze(2), k, v, bias, manner).flatten(1)
     packed = q.reshape(q.shape[0], k.shape[1], -1, q.shape[2])
     return functional.scaled_dot_product_attention(packed, k, v, attn_mask=bias, scale=manner.scale).flatten(1)
 
@@ -211,7 +211,7 @@ def _attend_chunk(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, manner: Manner)
     for first in range(0, num_queries, _PIECE):
         last = min(first + _PIECE, num_queries)
         end = num_keys - (num_queries - last)  # no query of this piece sees a later key
-        part = _mix(queries[:, :, first:last], k[:, :, :end], v[:, :, :end], bias[:, :, first:last, :end], manner)
+        part = mix(queries[:, :, first:last], k[:, :, :end], v[:, :, :end], bias[:, :, first:last, :end], manner)
         outputs.append(part.transpose(1, 2).flatten(2)[0])
     return torch.cat(outputs)
 

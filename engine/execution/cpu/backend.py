@@ -29,7 +29,7 @@ from engine.models.checkpoint import load_layers
 from engine.models.decoder import Decoder
 from engine.models.linear import MakeLinear, make_linear
 from engine.models.quantized import make_quantized
-from engine.models.spec import ModelShape, ModelSpec
+from engine.models.spec import ModelShape
 from engine.models.transformers_model import TransformersModel
 from engine.models.weights import ModelWeights, torch_dtype
 from predictor.limits import NO_PADDING, Padding
@@ -49,7 +49,7 @@ class CpuBackend:
         return None
 
     def choose_dtype(self, spec: ModelShape, config: EngineConfig) -> tuple[str, str | None]:
-        if read_processor().is_fast(spec.dtype) or _runs_natively(config, spec):
+        if read_processor().is_fast(spec.dtype) or _runs_natively(config):
             return spec.dtype, None
         return "float32", f"float32 instead of {spec.dtype}, which this processor has no fast instructions for"
 
@@ -89,9 +89,6 @@ class CpuBackend:
     ) -> tuple[LaunchPlan, MakeLinear]:
         _use_cores(config.threads)
         if config.cpu_kernels == "torch":
-            return plan, _by_torch(plan)
-        if isinstance(plan.spec, ModelSpec) and plan.spec.needs_torch is not None:
-            say(f"steps run by torch's own operators: {plan.spec.needs_torch}{openmp.after_all(config, os.environ)}")
             return plan, _by_torch(plan)
         int8 = plan.quantization != "none"
         native = start(torch.get_num_threads(), torch_dtype(plan.dtype), int8=int8, int8_cache=plan.int8_cache)
@@ -154,11 +151,9 @@ def _by_torch(plan: LaunchPlan) -> MakeLinear:
     return make_quantized if plan.quantization == "int8" else make_linear
 
 
-def _runs_natively(config: EngineConfig, spec: ModelShape) -> bool:
+def _runs_natively(config: EngineConfig) -> bool:
     """Whether every step will run by the native kernels: they read half the bytes and compute in float32, so that half
     precision is the faster type on any processor. Steps from hidden state go by torch, which is slow in it."""
-    if isinstance(spec, ModelSpec) and spec.needs_torch is not None:
-        return False
     return config.cpu_kernels == "auto" and not config.hidden_cache and not isinstance(load(), str)
 
 

@@ -22,7 +22,7 @@ from engine.execution.cpu.native import LIBRARY, is_built
 
 logger = logging.getLogger(__name__)
 
-_ABI = 5
+_ABI = 6
 _ERROR_BYTES = 256
 
 
@@ -66,6 +66,12 @@ class Epilogue(enum.IntEnum):
     GELU_TANH = 3
     RELU = 4
     LOGITS = 5
+    GEGLU = 6
+
+    @property
+    def gates(self) -> bool:
+        """Whether its outputs are half as many as the layer's."""
+        return self in (Epilogue.SWIGLU, Epilogue.GEGLU)
 
 
 TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
@@ -86,6 +92,7 @@ class Shape(Structure):
         *((name, c_int64) for name in ("block_size", "pool_units", "num_rows", "max_blocks", "max_positions")),
         ("max_tokens", c_int64),
         ("max_samples", c_int64),
+        ("rounds_once", c_int64),
         ("int8_cache", c_int64),
         ("level", c_int32),
         ("type", c_int32),
@@ -102,7 +109,7 @@ class Op(Structure):
         *((name, c_int32) for name in ("kind", "epilogue", "layer", "halves")),
         *((name, c_int64) for name in ("n", "k", "in_stride", "out_stride")),
         *((name, c_void_p) for name in ("input", "other", "weight", "bias", "scales", "out", "residual")),
-        ("eps", c_float),
+        *((name, c_float) for name in ("eps", "scale", "softcap")),
         ("int8", c_int32),
     )
 

@@ -75,7 +75,7 @@ class NativeLinear:
             n=self.out_features,
             k=self.in_features,
             in_stride=stride_of(self.in_features),
-            out_stride=stride_of(self.out_features // 2 if epilogue is Epilogue.SWIGLU else self.out_features),
+            out_stride=stride_of(self.out_features // 2 if epilogue.gates else self.out_features),
             weight=self.panels.data_ptr(),
             bias=None if self.bias is None else self.bias.data_ptr(),
         )

@@ -56,8 +56,8 @@ class NativeModel:
         self._level = native.level_for(self._dtype)
         self._layers = weights.layers
         self._model = weights
-        self._weights = NativeWeights(native, spec, weights, range(spec.num_layers))
         self._max_model_len = max_model_len
+        self._weights = NativeWeights(native, spec, weights, range(spec.num_layers), max_model_len)
         self._max_samples = rows.num_rows
         self._frequencies = inverse_frequencies(spec.rope, max_model_len).contiguous() if spec.rope else None
         self._best = np.empty(self._max_samples, dtype=np.float32)
@@ -103,7 +103,7 @@ class NativeModel:
 
     def keep(self, layers: range) -> None:
         """Run these layers alone, which the pool is laid out for, in units as many as it has now."""
-        self._weights = NativeWeights(self.native, self._spec, self._model, layers)
+        self._weights = NativeWeights(self.native, self._spec, self._model, layers, self._max_model_len)
         self._make_room(self._max_tokens)
 
     def pass_through(self, chunks: IntArray, hidden: Tensor, wanted: IntArray, beyond: Beyond | None) -> Tensor:
@@ -259,10 +259,11 @@ class NativeModel:
             max_positions=min(self._max_model_len, rows.tokens.shape[1]),
             max_tokens=self._max_tokens,
             max_samples=self._max_samples,
+            rounds_once=int(spec.centered_norms),
             int8_cache=int(pool.int8 is not None),
             level=self._level,
             type=TYPES[self._dtype],
-            scale=spec.head_dim**-0.5,
+            scale=spec.head_dim**-0.5 if spec.scale is None else spec.scale,
             rotary_scaling=attention_scaling(spec.rope) if spec.rope else 1.0,
             inverse_frequencies=None if self._frequencies is None else self._frequencies.data_ptr(),
         )

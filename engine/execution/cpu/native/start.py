@@ -1,13 +1,14 @@
 """Which level of the C++ library runs here: the highest that answers a small model as torch does."""
 
 import logging
+from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from engine.errors import ConfigError
+from engine.execution.cpu.attention import mix
 from engine.execution.cpu.native.library import Library, StepError, Team, load
 from engine.execution.cpu.native.linear import Native
 from engine.execution.cpu.native.model import NativeModel
@@ -15,6 +16,7 @@ from engine.execution.pool import UnitPool
 from engine.execution.rows import RowTable
 from engine.models.decoder import Decoder
 from engine.models.heads import Heads
+from engine.models.manner import Manner
 from engine.models.quantized import make_quantized
 from engine.models.spec import ModelSpec, spec_from_config
 from engine.models.weights import DummyTensors, LayerWeights, ModelWeights, build_weights
@@ -40,6 +42,18 @@ _CONFIG = {
     "rope_theta": 10000.0,
     "hidden_act": "silu",
     "tie_word_embeddings": False,
+}
+
+_GEMMA = _CONFIG | {  # what layers have beyond that: caps, a scale, windows with a theta of their own, norms, GeGLU
+    "architectures": ["Gemma3ForCausalLM"],
+    "model_type": "gemma3_text",
+    "hidden_activation": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 20,
+    "final_logit_softcapping": 2.0,
+    "sliding_window": 9,
+    "sliding_window_pattern": 2,
+    "rope_local_base_freq": 500.0,
+    "tie_word_embeddings": True,
 }
 
 
@@ -71,8 +85,12 @@ def start(
 
 
 def self_test(native: Native, dtype: torch.dtype, *, int8_cache: bool = False) -> str:
-    """Run a small model in chunks and compare its logits with torch's. What is wrong, or an empty string."""
-    spec = spec_from_config(_CONFIG)
+    """Run small models in chunks and compare their logits with torch's. What is wrong, or an empty string."""
+    specs = (spec_from_config(_CONFIG), replace(spec_from_config(_GEMMA), softcap=1.5))
+    return next(filter(None, (_test_model(native, spec, dtype, int8_cache=int8_cache) for spec in specs)), "")
+
+
+def _test_model(native: Native, spec: ModelSpec, dtype: torch.dtype, *, int8_cache: bool) -> str:
     weights = build_weights(spec, DummyTensors(0, torch.float32, torch.device("cpu")))
     ids = np.random.default_rng(0).integers(0, spec.vocab_size, _LENGTH)
     try:
@@ -138,10 +156,13 @@ def _by_torch(spec: ModelSpec, weights: ModelWeights, token_ids: np.ndarray) -> 
     heads, decoder = Heads(spec, weights, _LENGTH), Decoder(spec, weights)
     ids, positions = torch.from_numpy(token_ids), torch.arange(_LENGTH)
     rotary = heads.rotary(positions)
+    past_by = positions[:, None] - positions
 
     def attend(index: int, layer: LayerWeights, x: Tensor) -> Tensor:
         q, k, v = (part.transpose(0, 1).unsqueeze(0) for part in heads.qkv(layer, x, rotary[index]))
-        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        window = spec.window_of(index)
+        bias = torch.zeros(past_by.shape).masked_fill_((past_by < 0) | (past_by >= (window or _LENGTH)), -torch.inf)
+        mixed = mix(q, k, v, bias[None, None], Manner(spec.scale, window, spec.softcap))
         return mixed.squeeze(0).transpose(0, 1).reshape(len(x), -1)
 
     with torch.inference_mode():

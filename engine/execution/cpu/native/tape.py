@@ -15,6 +15,7 @@ from engine.models.spec import ModelSpec
 
 _ACTIVATIONS = {
     "silu": Epilogue.SWIGLU,
+    "gelu_tanh_gated": Epilogue.GEGLU,
     "gelu": Epilogue.GELU,
     "gelu_tanh": Epilogue.GELU_TANH,
     "relu": Epilogue.RELU,
@@ -45,6 +46,7 @@ class Buffers:
         count = max(rows_for(tokens), rows_for(samples)) if int8 else 0
         self.integers, self.scales = torch.zeros(count * stride_of(widest), dtype=torch.int16), torch.zeros(count)
         self.angles = torch.zeros(tokens, spec.rope.rotary_dim) if spec.rope else None
+        self.local_angles = torch.zeros(tokens, spec.local_rope.rotary_dim) if spec.local_rope else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +78,9 @@ class _Composer:
         at, ops, layers = self._at, [self._embed()], []
         if at.angles is not None:
             ops.append(Op(kind=Kind.ANGLES, out=at.angles.data_ptr()))
+        if at.local_angles is not None and (local := self._weights.local_rope) is not None:
+            out = at.local_angles.data_ptr()
+            ops.append(Op(kind=Kind.ANGLES, out=out, input=local.frequencies, scale=local.scaling))
         for index, layer in self._weights.layers.items():
             first = len(ops)
             ops += self._attention(index, layer)
@@ -83,7 +88,9 @@ class _Composer:
             layers.append(range(first, len(ops)))
         last = self._norm(self._weights.final_norm, at.last, added=True)
         last.kind = Kind.GATHER_NORM
-        ops += [last, *self._linear(self._weights.head, at.last, None, Epilogue.LOGITS), Op(kind=Kind.BEST)]
+        head = self._linear(self._weights.head, at.last, None, Epilogue.LOGITS)
+        head[-1].softcap = self._spec.logit_softcap or 0.0
+        ops += [last, *head, Op(kind=Kind.BEST)]
         return Composed(ops, layers)
 
     def _embed(self) -> Op:
@@ -95,6 +102,7 @@ class _Composer:
             n=self._spec.position_offset or 0,
             out=self._at.x.data_ptr(),
             out_stride=self._at.x.stride(0),
+            scale=self._weights.embedding_scale or 0.0,
         )
 
     def _attention(self, index: int, layer: NativeLayer) -> list[Op]:
@@ -102,9 +110,10 @@ class _Composer:
         qkv, attended = at.qkv.data_ptr(), at.attended.data_ptr()
         place = index - min(self._weights.layers)  # of its slices in a unit
         rope = Op(kind=Kind.ROPE_KV, layer=place, weight=layer.qk_norm, out=qkv, out_stride=at.qkv.stride(0))
-        rope.input, rope.eps = None if at.angles is None else at.angles.data_ptr(), spec.norm_eps
+        angles = at.local_angles if spec.rope_of(index) is spec.local_rope else at.angles
+        rope.input, rope.eps = None if angles is None else angles.data_ptr(), spec.norm_eps
         attend = Op(kind=Kind.ATTEND, layer=place, input=qkv, in_stride=at.qkv.stride(0), out=attended)
-        attend.n = spec.window_of(index) or 0
+        attend.n, attend.softcap = spec.window_of(index) or 0, spec.softcap or 0.0
         merge = Op(kind=Kind.MERGE, layer=place, out=attended)
         attend.out_stride = merge.out_stride = at.attended.stride(0)
         return [
@@ -114,6 +123,7 @@ class _Composer:
             attend,
             merge,
             *self._linear(layer.out, at.attended, at.delta),
+            *self._branch_norm(layer, 0),
         ]
 
     def _mlp(self, layer: NativeLayer) -> list[Op]:
@@ -127,7 +137,15 @@ class _Composer:
             up = self._linear(layer.up, at.normed, at.up)
         else:
             up = self._linear(layer.up, at.normed, at.inner, _ACTIVATIONS[spec.activation])
-        return [norm, *up, *self._linear(layer.down, at.inner, result)]
+        return [norm, *up, *self._linear(layer.down, at.inner, result), *self._branch_norm(layer, 1)]
+
+    def _branch_norm(self, layer: NativeLayer, which: int) -> list[Op]:
+        """The norm of what a branch gives, in its place, where a family has one."""
+        if layer.branch_norms is None:
+            return []
+        norm, delta = self._norm(layer.branch_norms[which], self._at.delta, added=False), self._at.delta
+        norm.residual, norm.in_stride = delta.data_ptr(), delta.stride(0)
+        return [norm]
 
     def _norm(self, norm: NativeNorm, out: torch.Tensor, *, added: bool) -> Op:
         at = self._at

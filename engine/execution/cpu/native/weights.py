@@ -6,8 +6,9 @@ from torch import Tensor
 
 from engine.execution.cpu.native.linear import Native, NativeInt8, NativeLinear
 from engine.models.linear import Linear
+from engine.models.rotary import attention_scaling, inverse_frequencies
 from engine.models.spec import ModelSpec
-from engine.models.weights import LayerWeights, ModelWeights, Norm
+from engine.models.weights import LayerWeights, ModelWeights, Norm, embedding_scale
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,15 @@ class NativeLayer:
     post_norm: NativeNorm
     up: NativeLinear
     down: NativeLinear
+    branch_norms: tuple[NativeNorm, NativeNorm] | None
+
+
+@dataclass(frozen=True, slots=True)
+class LocalRope:
+    """Of layers with a window: the address of floats [rotary_dim / 2], and what cosines and sines are multiplied by."""
+
+    frequencies: int
+    scaling: float
 
 
 class NativeWeights:
@@ -36,12 +46,17 @@ class NativeWeights:
     holds of them; those that stream come packed, and the addresses of their matrices hold only inside
     `LayerSource.use`."""
 
-    def __init__(self, native: Native, spec: ModelSpec, weights: ModelWeights, kept: range) -> None:
+    def __init__(self, native: Native, spec: ModelSpec, weights: ModelWeights, kept: range, max_model_len: int) -> None:
         for index in weights.layers.streamed:
             assert isinstance(weights.layers[index].qkv, NativeLinear), "a layer that streams was packed by another"
         self._native = native
         self._constants: list[Tensor] = []
         self.embedding = weights.embedding.contiguous()
+        self.embedding_scale = embedding_scale(spec, weights.embedding.dtype)
+        self.local_rope: LocalRope | None = None
+        if spec.local_rope is not None:
+            frequencies = self._constant(inverse_frequencies(spec.local_rope, max_model_len))
+            self.local_rope = LocalRope(frequencies, attention_scaling(spec.local_rope))
         self.positions = weights.positions
         self.layers = {index: self._layer(weights.layers[index], spec.gated_mlp) for index in kept}
         self.final_norm = self._norm(weights.final_norm)
@@ -53,6 +68,7 @@ class NativeWeights:
         self.has_int8 = any(isinstance(each, NativeInt8) for each in every)
 
     def _layer(self, layer: LayerWeights, gated: bool) -> NativeLayer:
+        after = layer.branch_norms
         return NativeLayer(
             input_norm=self._norm(layer.input_norm),
             qkv=self._linear(layer.qkv),
@@ -61,6 +77,7 @@ class NativeWeights:
             post_norm=self._norm(layer.post_norm),
             up=self._linear(layer.up, gated),
             down=self._linear(layer.down),
+            branch_norms=None if after is None else (self._norm(after[0]), self._norm(after[1])),
         )
 
     def _linear(self, layer: Linear, gated: bool = False) -> NativeLinear:

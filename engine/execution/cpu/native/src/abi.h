@@ -5,12 +5,12 @@
 
 #include <stdint.h>
 
-#define TM_ABI 5
+#define TM_ABI 6
 
 enum tm_level : int32_t { TM_AVX2, TM_AVX512, TM_BF16, TM_AMX, TM_LEVELS };
 enum tm_type : int32_t { TM_FLOAT32, TM_FLOAT16, TM_BFLOAT16 };
 enum tm_kind : int32_t { TM_EMBED, TM_ANGLES, TM_NORM, TM_GATHER_NORM, TM_LINEAR, TM_ROPE_KV, TM_ATTEND, TM_MERGE, TM_BEST, TM_QUANTIZE, TM_KINDS };
-enum tm_epilogue : int32_t { TM_PLAIN, TM_SWIGLU, TM_GELU, TM_GELU_TANH, TM_RELU, TM_LOGITS };
+enum tm_epilogue : int32_t { TM_PLAIN, TM_SWIGLU, TM_GELU, TM_GELU_TANH, TM_RELU, TM_LOGITS, TM_GEGLU };
 // How a linear layer computes with integers of 8 bits: not at all, by pairs of 16 bits (any level), by products of bytes.
 enum tm_int8 : int32_t { TM_NO_INT8, TM_WORDS, TM_BYTES };
 enum tm_result : int32_t { TM_DONE, TM_TOO_MANY, TM_BAD_CHUNK, TM_BAD_TOKEN, TM_BAD_BLOCK, TM_NO_MEMORY };
@@ -20,6 +20,7 @@ struct tm_shape {
     int64_t heads, kv_heads, head_dim, rotary_dim, hidden, layers, vocab;
     int64_t block_size, pool_units, num_rows, max_blocks, max_positions;
     int64_t max_tokens, max_samples;
+    int64_t rounds_once;  // whether RMS norms round behind the weight alone, 0 or 1; else in front of it, too
     int64_t int8_cache;  // whether the pool holds K and V in 8 bits with scales, 0 or 1; else in the model's type
     int32_t level, type;
     float scale, rotary_scaling;
@@ -28,17 +29,22 @@ struct tm_shape {
 
 // One operation. Rows of activations lie `*_stride` elements apart; an element is float on TM_AVX2 and TM_AVX512 (rounded
 // to the model's type), bfloat16 on TM_BF16 and TM_AMX. Norm weights, biases and q/k norms are float.
-//   EMBED        weight [vocab, hidden] and `other` (learned positions, offset n; or NULL) of the model's type -> out
-//   ANGLES       cosines, then sines of the step's positions, float [tokens][rotary_dim] -> out
+//   EMBED        weight [vocab, hidden], times `scale` if that is not 0, and `other` (learned positions, offset n; or NULL) of
+//                the model's type -> out
+//   ANGLES       cosines, then sines of the step's positions, float [tokens][rotary_dim] -> out; by frequencies in `in`, float
+//                [rotary_dim / 2], times `scale`, if that is not NULL, else by those of the model
 //   NORM         residual += in (+ other first, if not NULL); out = norm(residual). in NULL: no addition. bias: layer norm
 //   GATHER_NORM  the same of the tokens that sample, residual left as it is
 //   LINEAR       in [rows, k] * packed weight [n, k] + bias -> out; see tm_epilogue. LOGITS takes the rows that sample and
-//                writes float32. SWIGLU: weight packed in halves, out [rows, n / 2]. Rows are padded to a multiple of 32
+//                writes float32, capped by `softcap`. SWIGLU, GEGLU: weight packed in halves, out [rows, n / 2]; GEGLU has GELU
+//                by tanh. Rows are padded to a multiple of 32
 //                inputs, with zeros; on TM_AMX as many rows as make a multiple of 32 must be readable
 //   ROPE_KV      norms (weight [heads + kv_heads, head_dim] or NULL) and rotates q and k of `out` in place by the angles in
 //                `in`, writes k and v to the pool
 //   ATTEND       q of in -> out [tokens, heads * head_dim]; n: a query sees itself and the n - 1 tokens before it, 0: all.
-//                MERGE joins the parts of contexts that were split
+//                `softcap` c, if not 0: a score s becomes c * tanh(s / c). `other`: sinks, float [heads], or NULL: a score of
+//                each head that takes part in the softmax and has no value. MERGE joins the parts of contexts that were
+//                split, and takes the same sinks: they are of whole contexts, not of parts
 //   QUANTIZE     rows of `in` to integers in `out`, their scales to `residual`, float [rows]; LOGITS: rows that sample. With
 //                `int8` a LINEAR layer reads these: in, scales, a weight of tm_pack_int8; int8 of both is the same. Strides
 //                in elements, for which 2 bytes are enough
@@ -50,7 +56,7 @@ struct tm_op {
     const void *in, *other, *weight;
     const float *bias, *scales;
     void *out, *residual;
-    float eps;
+    float eps, scale, softcap;
     int32_t int8;
 };
 

@@ -11,7 +11,7 @@ template <class T, class S, class C = T> struct Attention {
     // ---- one query and all of its heads
 
     // Dot products of G heads' queries [G][padded] with the keys of W tokens; scores [G][SPLIT].
-    template <int G> static void score(const float *q, int64_t padded, const C *const *keys, int64_t dim, float *scores, Vec scale, int64_t live) {
+    template <int G> static void score(const float *q, int64_t padded, const C *const *keys, int64_t dim, float *scores, Vec scale, float cap, int64_t live) {
         Vec products[G][W];
         for (int64_t j = 0; j < W; j++) {
             Vec a[G];
@@ -22,7 +22,7 @@ template <class T, class S, class C = T> struct Attention {
             }
             for (int g = 0; g < G; g++) products[g][j] = a[g];
         }
-        for (int g = 0; g < G; g++) store(scores + g * SPLIT, first_lanes(mul(sums(products[g]), scale), live, -INFINITY));
+        for (int g = 0; g < G; g++) store(scores + g * SPLIT, first_lanes(capped(mul(sums(products[g]), scale), cap), live, -INFINITY));
     }
 
     // Adds the values of `count` tokens, weighted: to [G][padded], N vectors from `d` on.
@@ -82,7 +82,7 @@ template <class T, class S, class C = T> struct Attention {
                 const Vec scale = Cells<C>::SCALED ? mul(set(s.scale), load(scales)) : set(s.scale);
                 for (int64_t g = 0; g < group; g += 4) {
                     const int64_t h = kv * group + g;
-                    score_heads(least(4, group - g), q + h * padded, padded, cells, dim, scores + h * SPLIT + i, scale, live);
+                    score_heads(least(4, group - g), q + h * padded, padded, cells, dim, scores + h * SPLIT + i, scale, op.softcap, live);
                 }
             }
         }
@@ -109,12 +109,12 @@ template <class T, class S, class C = T> struct Attention {
     static void advance(const C **cells, int64_t by) {
         for (int64_t j = 0; j < W; j++) cells[j] += by;
     }
-    static void score_heads(int64_t heads, const float *q, int64_t padded, const C *const *keys, int64_t dim, float *scores, Vec scale, int64_t live) {
+    static void score_heads(int64_t heads, const float *q, int64_t padded, const C *const *keys, int64_t dim, float *scores, Vec scale, float cap, int64_t live) {
         switch (heads) {
-            case 1: return score<1>(q, padded, keys, dim, scores, scale, live);
-            case 2: return score<2>(q, padded, keys, dim, scores, scale, live);
-            case 3: return score<3>(q, padded, keys, dim, scores, scale, live);
-            default: return score<4>(q, padded, keys, dim, scores, scale, live);
+            case 1: return score<1>(q, padded, keys, dim, scores, scale, cap, live);
+            case 2: return score<2>(q, padded, keys, dim, scores, scale, cap, live);
+            case 3: return score<3>(q, padded, keys, dim, scores, scale, cap, live);
+            default: return score<4>(q, padded, keys, dim, scores, scale, cap, live);
         }
     }
     static void gather_heads(int64_t heads, const float *weights, const C *const *values, int64_t count, int64_t dim, float *to, int64_t padded) {
@@ -126,6 +126,13 @@ template <class T, class S, class C = T> struct Attention {
         }
     }
 
+    // What the weights of a whole context are multiplied by: exp(score - top), whose sum is `total`.
+    static float share_of(const tm_op &op, int64_t head, float top, float total) {
+        if (!op.other) return 1.f / total;
+        const float sink = ((const float *)op.other)[head], high = top > sink || top != top ? top : sink, factor = expf(top - high);
+        return factor / (total * factor + expf(sink - high));
+    }
+
     static void finish(const View &view, const tm_op &op, const Piece &piece, int64_t token, int64_t head, float top, float total, const float *values) {
         const int64_t dim = view.shape->head_dim;
         if (piece.slot >= 0) {
@@ -135,7 +142,7 @@ template <class T, class S, class C = T> struct Attention {
             return;
         }
         S *out = (S *)op.out + token * op.out_stride + head * dim;
-        const Vec share = set(1.f / total);
+        const Vec share = set(share_of(op, head, top, total));
         for (int64_t d = 0; d < dim; d += W) put<T>(out + d, mul(get(values + d, dim - d), share), dim - d);
     }
 
@@ -146,8 +153,10 @@ template <class T, class S, class C = T> struct Attention {
             const int64_t parts = view.parts[t];
             for (int64_t h = 0; parts && h < s.heads; h++) {
                 const float *from = view.partial + (view.slot[t] * s.heads + h) * stride;
-                float top = -INFINITY, total = 0;
+                const float sink = op.other ? ((const float *)op.other)[h] : -INFINITY;
+                float top = sink;
                 for (int64_t i = 0; i < parts; i++) top = from[i * step] > top ? from[i * step] : top;
+                float total = op.other ? expf(sink - top) : 0;
                 for (int64_t i = 0; i < parts; i++) total += expf(from[i * step] - top) * from[i * step + 1];
                 S *out = (S *)op.out + t * op.out_stride + h * s.head_dim;
                 for (int64_t d = 0; d < s.head_dim; d += W) {
@@ -266,6 +275,8 @@ template <class T, class S, class C = T> struct Attention {
             matmul<false>(all, TILE_KEYS, q, padded, keys, TILE_KEYS, padded, scores, TILE_KEYS);
             for (int64_t r = 0; r < rows; r++) {
                 const int64_t query = first + r / group, seen = least(query + 1 - key, count), unseen = first_seen(op, query) - key;
+                for (int64_t i = 0; op.softcap > 0 && i < TILE_KEYS; i += W)
+                    store(scores + r * TILE_KEYS + i, capped(load(scores + r * TILE_KEYS + i), op.softcap));
                 for (int64_t i = 0; i < least(unseen, seen); i++) scores[r * TILE_KEYS + i] = -INFINITY;
                 if (seen > most(unseen, 0)) weigh(scores + r * TILE_KEYS, seen, top[r], total[r], out + r * padded, padded);
                 else memset(scores + r * TILE_KEYS, 0, TILE_KEYS * sizeof(float));
@@ -283,7 +294,8 @@ template <class T, class S, class C = T> struct Attention {
         for (int64_t r = 0; r < rows; r++) {
             const int64_t token = chunk.first + piece.query + r / group, head = piece.kv_head * group + r % group;
             S *to = (S *)op.out + token * op.out_stride + head * dim;
-            for (int64_t d = 0; d < dim; d += W) put<T>(to + d, mul(load(out + r * padded + d), set(1.f / total[r])), dim - d);
+            const Vec share = set(share_of(op, head, top[r], total[r]));
+            for (int64_t d = 0; d < dim; d += W) put<T>(to + d, mul(load(out + r * padded + d), share), dim - d);
         }
     }
 };

@@ -104,6 +104,8 @@ template <class C> struct AmxAttention {
     static void weigh(const tm_op &op, Columns &c, int64_t half, int64_t key, int64_t keys, int64_t begin, int64_t first, int64_t end, Vec scale, float *out, int64_t dim) {
         const int64_t at = half * 16;
         const Vec last = load(c.last_key + at), before = load(c.top + at);
+        for (int64_t i = 0; op.softcap > 0 && i < keys; i++) store(&c.score[i][at], capped(mul(load(&c.score[i][at]), scale), op.softcap));
+        if (op.softcap > 0) scale = set(1.f);
         for (int64_t i = 0; i < least(keys, first_seen(op, end - 1) - key); i++)
             _mm512_mask_storeu_ps(&c.score[i][at], _mm512_cmp_ps_mask(_mm512_set1_ps(float(key + i + op.n)), last.v, _CMP_LE_OQ), _mm512_set1_ps(-INFINITY));
         for (int64_t i = most(first + 1 - key, 0); i < keys; i++)
@@ -173,12 +175,21 @@ template <class C> struct AmxAttention {
         }
     }
 
+    // What 16 columns from `column` on are multiplied by, as in Plain::share_of.
+    static Vec shares(const tm_op &op, const Piece &piece, int64_t column, int64_t group, Vec top, Vec total) {
+        if (!op.other) return div(set(1.f), total);
+        float sinks[16];
+        for (int64_t c = 0; c < 16; c++) sinks[c] = ((const float *)op.other)[piece.kv_head * group + (column + c) % group];
+        const Vec high = max(top, load(sinks)), factor = exp(sub(top, high));
+        return div(factor, fma(total, factor, exp(sub(load(sinks), high))));
+    }
+
     static void finish(const View &view, const tm_op &op, const Piece &piece, int64_t first_column, const Room &room) {
         const tm_shape &s = *view.shape;
         const Chunk &chunk = view.chunks[piece.chunk];
         const int64_t dim = s.head_dim, group = s.heads / s.kv_heads, count = piece.queries * group;
         for (int64_t h = 0; h < 2; h++) {
-            const Vec share = div(set(1.f), load(room.columns->total + h * 16));
+            const Vec share = shares(op, piece, first_column + h * 16, group, load(room.columns->top + h * 16), load(room.columns->total + h * 16));
             for (int64_t d = 0; d < dim; d += 16) {
                 Vec r[16];
                 for (int64_t j = 0; j < 16; j++) r[j] = mul(load(room.out + (d + j) * COLUMNS + h * 16), share);

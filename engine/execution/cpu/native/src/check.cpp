@@ -22,6 +22,7 @@ std::string check_shape(const tm_shape &s) {
     if (s.heads > 65536 || s.head_dim > 65536) return "too many heads, or too large ones";
     if (s.rotary_dim < 0 || s.rotary_dim % 2 || s.rotary_dim > s.head_dim) return "rotary_dim does not fit in a head";
     if (s.rotary_dim && !s.inverse_frequencies) return "frequencies are missing";
+    if (s.rounds_once != 0 && s.rounds_once != 1) return "unknown rounding of norms";
     if (s.int8_cache != 0 && s.int8_cache != 1) return "unknown type of the cache";
     if (s.type < TM_FLOAT32 || s.type > TM_BFLOAT16) return "unknown type";
     return "";
@@ -33,12 +34,14 @@ std::string check_linear(const tm_op &op) {
     if (op.halves && op.n % 2) return "halves of an odd number of outputs";
     if (op.int8 < TM_NO_INT8 || op.int8 > TM_BYTES) return "unknown kind of integers";
     if (op.int8 && op.k > MOST_INT8_INPUTS) return "too many inputs for integers";
-    if (op.epilogue < TM_PLAIN || op.epilogue > TM_LOGITS) return "unknown epilogue";
-    if (op.epilogue == TM_SWIGLU && !op.halves) return "SwiGLU needs a weight packed in halves";
-    if (op.halves && op.epilogue != TM_SWIGLU && op.epilogue != TM_PLAIN) return "halves with another epilogue than SwiGLU";
+    if (op.epilogue < TM_PLAIN || op.epilogue > TM_GEGLU) return "unknown epilogue";
+    const bool gated = op.epilogue == TM_SWIGLU || op.epilogue == TM_GEGLU;
+    if (gated && !op.halves) return "SwiGLU and GEGLU need a weight packed in halves";
+    if (op.halves && !gated && op.epilogue != TM_PLAIN) return "halves with another epilogue than SwiGLU or GEGLU";
+    if (!(op.softcap >= 0)) return "a softcap below zero";
     if (!op.in || !op.weight) return "a linear layer without input or weight";
     if (op.epilogue == TM_LOGITS) return "";
-    if (!op.out || op.out_stride < (op.epilogue == TM_SWIGLU ? op.n / 2 : op.n)) return "a linear layer without room for its outputs";
+    if (!op.out || op.out_stride < (gated ? op.n / 2 : op.n)) return "a linear layer without room for its outputs";
     return "";
 }
 
@@ -59,6 +62,7 @@ std::string check_op(const tm_op &op, const tm_shape &s) {
             return is_size(op.k) && op.in && op.out && op.residual && least(op.in_stride, op.out_stride) >= round_up(op.k, K_STEP) ? "" : "integers: a pointer or stride";
         case TM_ROPE_KV: return op.out && op.out_stride >= width && (op.in || !s.rotary_dim) ? "" : "rope: out, its stride, or angles";
         case TM_ATTEND:
+            if (!(op.softcap >= 0)) return "attention: a softcap below zero";
             return op.in && op.out && op.n >= 0 && op.in_stride >= width && op.out_stride >= s.heads * s.head_dim ? "" : "attention: a pointer or stride";
         case TM_MERGE: return op.out && op.out_stride >= s.heads * s.head_dim ? "" : "merge: out or its stride";
         case TM_BEST: return "";

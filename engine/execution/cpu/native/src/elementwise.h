@@ -13,6 +13,7 @@ template <class T, class S> struct Rows {
             S *out = row(op.out, t, op.out_stride);
             for (int64_t i = 0; i < n; i += Vec::W) {
                 Vec x = get(from + i, n - i);
+                if (op.scale != 0) x = rounded_to<T>(mul(x, set(op.scale)));
                 if (place) x = add(x, get(place + i, n - i));
                 put<T>(out + i, x, n - i);
             }
@@ -22,19 +23,20 @@ template <class T, class S> struct Rows {
     static void angles(const View &view, const tm_op &op, Span tokens) {
         const tm_shape &shape = *view.shape;
         const int64_t half = shape.rotary_dim / 2;
+        const float *frequencies = op.in ? (const float *)op.in : shape.inverse_frequencies, scale = op.in ? op.scale : shape.rotary_scaling;
         for (int64_t t = tokens.first; t < tokens.last; t++) {
             float *out = (float *)op.out + t * shape.rotary_dim;
             for (int64_t i = 0; i < half; i++) {
-                const float angle = float(view.positions[t]) * shape.inverse_frequencies[i];
-                out[i] = cosf(angle) * shape.rotary_scaling;
-                out[half + i] = sinf(angle) * shape.rotary_scaling;
+                const float angle = float(view.positions[t]) * frequencies[i];
+                out[i] = cosf(angle) * scale;
+                out[half + i] = sinf(angle) * scale;
             }
             for (int64_t i = 0; i < 2 * half; i += Vec::W) put<T>(out + i, get(out + i, 2 * half - i), 2 * half - i);
         }
     }
 
-    // out = norm(x) * weight (+ bias). x and out may be one.
-    template <class X> static void norm_row(const X *x, S *out, const float *weight, const float *bias, int64_t n, float eps) {
+    // out = norm(x) * weight (+ bias). x and out may be one. `once`: an RMS norm is rounded behind its weight alone.
+    template <class X> static void norm_row(const X *x, S *out, const float *weight, const float *bias, int64_t n, float eps, bool once) {
         Vec total = zero(), squares = zero();
         if (bias) {
             for (int64_t i = 0; i < n; i += Vec::W) total = add(total, get(x + i, n - i));
@@ -55,18 +57,20 @@ template <class T, class S> struct Rows {
             squares = fma(v, v, squares);
         }
         const Vec scale = set(1.f / sqrtf(sum(squares) / float(n) + eps));
-        for (int64_t i = 0; i < n; i += Vec::W)
-            put<T>(out + i, mul(rounded_to<T>(mul(get(x + i, n - i), scale)), get(weight + i, n - i)), n - i);
+        for (int64_t i = 0; i < n; i += Vec::W) {
+            const Vec normed = mul(get(x + i, n - i), scale);
+            put<T>(out + i, mul(once ? normed : rounded_to<T>(normed), get(weight + i, n - i)), n - i);
+        }
     }
 
     static void norm(const View &view, const tm_op &op, Span rows) {
-        const bool gather = op.kind == TM_GATHER_NORM;
+        const bool gather = op.kind == TM_GATHER_NORM, once = view.shape->rounds_once != 0;
         const float *weight = (const float *)op.weight;
         for (int64_t r = rows.first; r < rows.last; r++) {
             const int64_t t = gather ? view.sampled[r] : r;
             S *x = row(op.residual, t, op.in_stride), *out = row(op.out, r, op.out_stride), *sums = gather ? out : x;
             if (!op.in) {
-                norm_row(x, out, weight, op.bias, op.k, op.eps);
+                norm_row(x, out, weight, op.bias, op.k, op.eps, once);
                 continue;
             }
             const S *delta = row(op.in, t, op.in_stride), *other = op.other ? row(op.other, t, op.in_stride) : nullptr;
@@ -76,7 +80,7 @@ template <class T, class S> struct Rows {
                 if (other) d = rounded_to<T>(add(d, get(other + i, left)));
                 put<T>(sums + i, add(get(x + i, left), d), left);
             }
-            norm_row(sums, out, weight, op.bias, op.k, op.eps);
+            norm_row(sums, out, weight, op.bias, op.k, op.eps, once);
         }
     }
 
@@ -99,7 +103,7 @@ template <class T, class S> struct Rows {
             const float *cos = (const float *)op.in + t * shape.rotary_dim;
             for (int64_t h = 0; h < rotated; h++) {
                 S *x = heads + h * dim;
-                if (op.weight) norm_row(x, x, (const float *)op.weight + h * dim, nullptr, dim, op.eps);
+                if (op.weight) norm_row(x, x, (const float *)op.weight + h * dim, nullptr, dim, op.eps, shape.rounds_once != 0);
                 if (half) rotate(x, cos, cos + half, half);
             }
             const S *k = heads + shape.heads * dim, *v = k + cell;

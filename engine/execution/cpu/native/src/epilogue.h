@@ -40,8 +40,8 @@ template <class T, class S> struct Epilogue {
             Vec a = load(c + i), b = load(c + HALF + i);
             if (op.bias) a = add(a, get(op.bias + first + i, left)), b = add(b, get(op.bias + half + first + i, left));
             a = rounded_to<T>(a), b = rounded_to<T>(b);
-            if (op.epilogue == TM_SWIGLU) {
-                put<T>(out + i, mul(rounded_to<T>(silu(a)), b), left);
+            if (op.epilogue == TM_SWIGLU || op.epilogue == TM_GEGLU) {
+                put<T>(out + i, mul(rounded_to<T>(op.epilogue == TM_GEGLU ? gelu_tanh(a) : silu(a)), b), left);
             } else {
                 put<T>(out + i, a, left);
                 put<T>(out + half + i, b, left);
@@ -55,7 +55,7 @@ template <class T, class S> struct Epilogue {
         float highest_yet = best.value[row];
         for (int64_t i = 0; i < PANEL && first + i < op.n; i += Vec::W) {
             const int64_t left = op.n - first - i;
-            const Vec x = output(c, first, i);
+            const Vec x = rounded_to<T>(capped(output(c, first, i), op.softcap));
             if (logits) put<float>(logits + row * logits_stride + first + i, x, left);
             const Vec seen = first_lanes(x, left, -INFINITY);
             const float top = has_nan(seen) ? NAN : highest(seen);

@@ -49,6 +49,7 @@ inline Vec tanh(Vec x) {  // (1 - e) / (1 + e), e = exp(-2 |x|)
     const Vec e = exp(mul(absolute(x), set(-2.f)));
     return with_sign(div(sub(set(1.f), e), add(set(1.f), e)), x);
 }
+inline Vec capped(Vec x, float cap) { return cap > 0 ? mul(tanh(div(x, set(cap))), set(cap)) : x; }
 inline Vec gelu_tanh(Vec x) {
     const Vec inner = mul(set(0.79788456f), fma(mul(mul(x, x), x), set(0.044715f), x));
     return mul(mul(x, set(0.5f)), add(set(1.f), tanh(inner)));
