@@ -232,7 +232,7 @@ def test_a_block_fits_in_one_unit_and_comes_back_within_half_a_step(dtype: torch
     units = numbers(40, SIZE).to(dtype)
     units[7, 5] = math.nan
     before = units.clone()
-    held = CompressedUnits(units, *SHAPE, 0)
+    held = CompressedUnits(units, torch.zeros(40 * scale_bytes(*SHAPE[:3]), dtype=torch.uint8), *SHAPE, 0)
     blocks = np.stack((np.arange(19), 39 - np.arange(19)), axis=1)  # more than a piece
     held.compress(blocks)
     units[20:] = 9.0  # V's units are somebody else's now

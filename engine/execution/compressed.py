@@ -1,7 +1,8 @@
-"""Blocks of the pool in 8 bits, for requests that wait (`preempted-int8`): K and V of a block in the unit that was K's.
+"""Blocks of the pool in 8 bits (`preempted-int8`): K and V of a block in the unit that was K's.
 
-Their scales have no room there: they lie beside the pool, and beside the host tier for what goes there. Half a step of
-its head and token is what a number is off by after a stay, and what the scale and the pool's type round
+A table names such a block by -1 - unit in place of both units, and attention widens it as it reads; nothing is written
+to one. Scales have no room in the unit: they lie behind the pool, and beside the host tier for what goes there. Half a
+step of its head and token is what a number is off by after a stay, and what the scale and the pool's type round
 (`engine.models.int8_cells`); NaN comes back as NaN, for its whole head and token. In torch's operators, of any device.
 """
 
@@ -17,16 +18,26 @@ PIECE = 16
 
 
 class CompressedUnits:
-    """`units [n, elements]`: the pool's, of which each layer has [block_size, kv_heads, head_dim] numbers. `scales [n,
-    2, layers, block_size, kv_heads]` are those of a block in this unit, `host_scales` of one in this host unit."""
+    """`units [n, elements]`: the pool's, of which each layer has [block_size, kv_heads, head_dim] numbers; `scales`:
+    memory of n times `scale_bytes`. `scales [n, 2, layers, block_size, kv_heads]` are those of a block in this unit,
+    `host_scales` of one in this host unit."""
 
     def __init__(
-        self, units: Tensor, num_layers: int, block_size: int, num_kv_heads: int, head_dim: int, num_host_units: int
+        self,
+        units: Tensor,
+        scales: Tensor,
+        num_layers: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        num_host_units: int,
     ) -> None:
         assert units.itemsize >= KEYS_AND_VALUES, "numbers of 8 bits do not get any smaller"
         self._units, self._bytes = units, units.view(torch.int8)
         self._shape = (KEYS_AND_VALUES, num_layers, block_size, num_kv_heads, head_dim)
-        self.scales = torch.zeros((len(units), *self._shape[:-1]), dtype=SCALE, device=units.device)
+        self.scales = scales.view(SCALE).view(-1, *self._shape[:-1])
+        size = KEYS_AND_VALUES * units.shape[1]
+        self._values = torch.unflatten(self._bytes[:, :size], 1, self._shape)
         self.host_scales = torch.zeros((num_host_units, *self._shape[:-1]), dtype=SCALE)
 
     def compress(self, blocks: IntArray) -> None:
@@ -40,10 +51,13 @@ class CompressedUnits:
     def expand(self, blocks: IntArray) -> None:
         """The other way: K and V of blocks [n, 2] from K's unit."""
         for part in self._pieces(blocks):
-            size = self._units.shape[1] * KEYS_AND_VALUES
-            values = self._bytes[part[:, 0], :size].view(len(part), *self._shape)
-            wide = dequantize(values, self.scales[part[:, 0]], self._units.dtype)
+            wide = dequantize(self._values[part[:, 0]], self.scales[part[:, 0]], self._units.dtype)
             self._units[part.flatten()] = wide.view(-1, self._units.shape[1])
+
+    def read(self, layer: int, units: Tensor, parts: Tensor) -> Tensor:
+        """K (part 0) or V (1) of blocks [n] in one layer: [n, block_size * kv_heads * head_dim]."""
+        values, scales = self._values[units, parts, layer], self.scales[units, parts, layer]
+        return dequantize(values, scales, self._units.dtype).flatten(1)
 
     def _pieces(self, blocks: IntArray) -> list[Tensor]:
         ids = torch.from_numpy(blocks).to(self._units.device)

@@ -4,8 +4,8 @@ A *unit* is one block of K, or of V, or of hidden state, for all layers. Unit u 
 slice is `[block_size, kv_heads, head_dim]`, a *cell* one token's part of it; in 8 bits as `engine.models.int8_cells`
 has it. One more unit behind the last is all zeros, never written, the target of every padded block table entry. Behind
 it lie the scratch slices, which K and V of hidden blocks pass through: table entry -1 - i is scratch slice i, the same
-in every layer. A host tier of units of the same layout takes what is swapped out. Who owns which unit is the control
-plane's affair.
+in every layer. (A pool without scratch may have blocks in 8 bits: `engine.execution.compressed`.) A host tier of units
+of the same layout takes what is swapped out. Who owns which unit is the control plane's affair.
 
 A pool may be laid out anew for fewer layers, whose units are smaller and so more of them (KunServe §4.1), and back.
 """
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from engine.errors import ConfigError
-from engine.execution.compressed import CompressedUnits
+from engine.execution.compressed import CompressedUnits, scale_bytes
 from engine.execution.lane import host_zeros
 from engine.execution.parked_form import ParkedForm
 from engine.models.int8_cells import Int8Slices, slice_elements
@@ -62,7 +62,10 @@ class UnitPool:
         spare_bytes: int = 0,
     ) -> None:
         assert not ((int8 or parked_int8) and scratch_blocks), "hidden state does not fit in units of 8 bits"
-        assert not (spare_bytes and (scratch_blocks or num_host_units)), "nothing else depends on a unit's size"
+        assert not (spare_bytes and (scratch_blocks or num_host_units or preempted_int8)), (
+            "nothing else depends on a unit's size"
+        )
+        assert not (preempted_int8 and scratch_blocks), "entries below zero are either of scratch or of 8 bits"
         self.num_units = num_units
         self.spare_bytes = spare_bytes
         self.num_layers = num_layers
@@ -79,6 +82,9 @@ class UnitPool:
         slice_size = slice_elements(block_size, num_kv_heads, head_dim, stored)
         unit_size = num_layers * slice_size
         num_slices = self.scratch_base + scratch_blocks * SLICES_PER_SCRATCH_BLOCK
+        held = num_slices * slice_size
+        shape = (num_layers, block_size, num_kv_heads, head_dim)
+        scales = num_units * scale_bytes(*shape[:-1]) // stored.itemsize if preempted_int8 else 0
         self._memory: mmap.mmap | None = None
         if spare_bytes:
             assert device.type == "cpu", "addresses without memory are had on the CPU alone"
@@ -86,15 +92,16 @@ class UnitPool:
             self._memory = mmap.mmap(-1, num_slices * slice_size * stored.itemsize, _PRIVATE)
             storage = torch.frombuffer(self._memory, dtype=stored)
         else:
-            storage = _zeros(num_slices * slice_size, stored, device)
-        self.slices: Tensor = storage.view(num_slices, slice_size)
+            storage = _zeros(held + scales, stored, device)
+        self.slices: Tensor = storage[: num_slices * slice_size].view(num_slices, slice_size)
         self.int8 = Int8Slices(self.slices, block_size, num_kv_heads, head_dim) if int8 else None
         if not int8:
-            self.cells: Tensor = storage.view(num_slices * block_size, num_kv_heads * head_dim)
+            self.cells: Tensor = self.slices.view(num_slices * block_size, num_kv_heads * head_dim)
         self.units: Tensor = storage[: (num_units + 1) * unit_size].view(num_units + 1, unit_size)
         self.parked = ParkedForm(num_layers, block_size, num_kv_heads, head_dim, stored, int8=int8 or parked_int8)
-        shape = (num_layers, block_size, num_kv_heads, head_dim)
-        self.compressed = CompressedUnits(self.units, *shape, num_host_units) if preempted_int8 else None
+        self.compressed = None
+        if preempted_int8:
+            self.compressed = CompressedUnits(self.units[:num_units], storage[held:], *shape, num_host_units)
         host = _host_zeros(num_host_units * self.parked.elements, self.parked.dtype, device)
         self.host_units = host.view(num_host_units, self.parked.elements)
         self._layers = np.arange(num_layers, dtype=np.int64)[:, None]

@@ -1,8 +1,8 @@
 """Per-row state of a runner on the host, updated in place from the deltas of a `SchedulerOutput`.
 
 A row is a running request's place in every table: its tokens, its sampling parameters, and its block table (units of K
-and of V per block, or of hidden state, in any mix). All numpy, so that a step's index arrays are vector operations;
-native kernels read tokens and tables, 64 bits wide, where they lie. Knows nothing of tensors or models.
+and of V per block, or one of both or of hidden state, in any mix). All numpy, so that a step's index arrays are vector
+operations; native kernels read tokens and tables, 64 bits wide, where they lie. Knows nothing of tensors or models.
 """
 
 from collections.abc import Sequence
@@ -27,6 +27,8 @@ class RowTable:
     `known_to [rows]`: tokens before that position were known before anything sampled them.
     `pooling`, `pools [rows]`: how, and whether, a row's request is made one vector. `adapters [rows]`: the number of
     its LoRA adapter, 0: none.
+
+    A block in 8 bits has -1 - unit for K and for V (`engine.execution.compressed`).
 
     `is_hidden [rows, max_blocks]`: blocks of hidden state (the entries of other blocks in `hidden_table` mean nothing),
     `num_hidden [rows]`: how many a row has; refused unless `hidden`. K and V of those pass through scratch, to which
@@ -138,5 +140,7 @@ class RowTable:
         self.is_hidden[row, block] = hidden
         if hidden:
             (self.hidden_table[row, block],) = entry.units
+        elif entry.kind is CacheKind.KV8:
+            self.k_table[row, block] = self.v_table[row, block] = -1 - entry.units[0]
         else:
             self.k_table[row, block], self.v_table[row, block] = entry.units

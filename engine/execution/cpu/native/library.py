@@ -57,6 +57,14 @@ class Int8(enum.IntEnum):
     BYTES = 2
 
 
+class CacheType(enum.IntEnum):
+    """`tm_int8_cache`."""
+
+    EXACT = 0
+    INT8 = 1
+    MIXED = 2
+
+
 class Epilogue(enum.IntEnum):
     """What a linear layer does with its outputs."""
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from engine.arrays import IntArray
 from engine.execution.cpu.device import Beyond
-from engine.execution.cpu.native.library import TYPES, Kind, Shape, Step, Tape, activation_dtype
+from engine.execution.cpu.native.library import TYPES, CacheType, Kind, Shape, Step, Tape, activation_dtype
 from engine.execution.cpu.native.linear import Native
 from engine.execution.cpu.native.tape import Buffers, Composed, compose
 from engine.execution.cpu.native.weights import NativeWeights
@@ -260,7 +260,7 @@ class NativeModel:
             max_tokens=self._max_tokens,
             max_samples=self._max_samples,
             rounds_once=int(spec.centered_norms),
-            int8_cache=int(pool.int8 is not None),
+            int8_cache=_cache_type(pool),
             level=self._level,
             type=TYPES[self._dtype],
             scale=spec.head_dim**-0.5 if spec.scale is None else spec.scale,
@@ -273,3 +273,9 @@ def _wanted(chunks: IntArray, whole: bool) -> IntArray:
     """Of the tokens of a step, chunk by chunk, those behind whose last layer somebody looks."""
     ends = np.cumsum(chunks[:, 2])
     return np.arange(int(ends[-1])) if whole else ends[chunks[:, 3] > 0] - 1
+
+
+def _cache_type(pool: UnitPool) -> CacheType:
+    if pool.int8 is not None:
+        return CacheType.INT8
+    return CacheType.EXACT if pool.compressed is None else CacheType.MIXED

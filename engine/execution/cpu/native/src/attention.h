@@ -4,10 +4,6 @@
 template <class T, class S, class C = T> struct Attention {
     static constexpr int64_t W = Vec::W;
 
-    static void prefetch(const void *p, int64_t bytes) {
-        for (int64_t i = 0; i < bytes; i += 64) _mm_prefetch((const char *)p + i, _MM_HINT_T0);
-    }
-
     // ---- one query and all of its heads
 
     // Dot products of G heads' queries [G][padded] with the keys of W tokens; scores [G][SPLIT].
@@ -61,11 +57,12 @@ template <class T, class S, class C = T> struct Attention {
     static void decode(const View &view, const tm_op &op, const Piece &piece, char *scratch) {
         const tm_shape &s = *view.shape;
         const Chunk &chunk = view.chunks[piece.chunk];
-        const int64_t dim = s.head_dim, padded = round_up(dim, 16), group = s.heads / s.kv_heads, bytes = s.kv_heads * dim * int64_t(sizeof(C));
+        const int64_t dim = s.head_dim, padded = round_up(dim, 16), group = s.heads / s.kv_heads;
         const int64_t token = chunk.first + piece.query;
         const int64_t begin = most(piece.key, first_seen(op, chunk.start + piece.query)), keys = most(0, piece.key + piece.keys - begin);
         const Cells<C> pool(view);
         float *scores = (float *)scratch, *to = scores + s.heads * SPLIT, *q = to + s.heads * padded;
+        C *room = (C *)(q + s.heads * padded);  // [W][dim], for what is narrow
         const S *from = (const S *)op.in + token * op.in_stride;
         memset(to, 0, size_t(s.heads * padded) * 2 * sizeof(float));
         for (int64_t h = 0; h < s.heads; h++)
@@ -74,16 +71,19 @@ template <class T, class S, class C = T> struct Attention {
         float scales[W];
         for (int64_t i = 0; i < keys; i += W) {
             const int64_t live = least(W, keys - i);
-            for (int64_t j = 0; j < W; j++) cells[j] = pool.values(chunk.k_table, op.layer, begin + i + least(j, live - 1));
+            const bool narrow = pool.any_narrow(chunk.k_table, begin + i, live);
+            for (int64_t j = 0; !narrow && j < W; j++) cells[j] = pool.values(chunk.k_table, op.layer, begin + i + least(j, live - 1));
             if (i + W < keys)
-                for (int64_t j = 0; j < least(W, keys - i - W); j++) prefetch(pool.values(chunk.k_table, op.layer, begin + i + W + j), bytes);
-            for (int64_t kv = 0; kv < s.kv_heads; kv++, advance(cells, dim)) {
+                for (int64_t j = 0; j < least(W, keys - i - W); j++) pool.prefetch(0, chunk.k_table, op.layer, begin + i + W + j);
+            for (int64_t kv = 0; kv < s.kv_heads; kv++) {
+                for (int64_t j = 0; narrow && j < W; j++) cells[j] = pool.head(0, chunk.k_table, op.layer, begin + i + least(j, live - 1), kv, room + j * dim);
                 for (int64_t j = 0; Cells<C>::SCALED && j < W; j++) scales[j] = pool.scale(chunk.k_table, op.layer, begin + i + least(j, live - 1), kv);
                 const Vec scale = Cells<C>::SCALED ? mul(set(s.scale), load(scales)) : set(s.scale);
                 for (int64_t g = 0; g < group; g += 4) {
                     const int64_t h = kv * group + g;
                     score_heads(least(4, group - g), q + h * padded, padded, cells, dim, scores + h * SPLIT + i, scale, op.softcap, live);
                 }
+                if (!narrow) advance(cells, dim);
             }
         }
         float top[4], total[4];
@@ -93,13 +93,13 @@ template <class T, class S, class C = T> struct Attention {
                 for (int64_t i = 0; i < heads; i++) top[i] = softmax(scores + (h + i) * SPLIT, keys, total[i]);
                 for (int64_t i = 0; i < keys; i += W) {
                     const int64_t live = least(W, keys - i);
-                    for (int64_t j = 0; j < live; j++) cells[j] = pool.values(chunk.v_table, op.layer, begin + i + j) + kv * dim;
+                    for (int64_t j = 0; j < live; j++) cells[j] = pool.head(1, chunk.v_table, op.layer, begin + i + j, kv, room + j * dim);
                     for (int64_t j = 0; Cells<C>::SCALED && j < live; j++) {
                         const float scale = pool.scale(chunk.v_table, op.layer, begin + i + j, kv);
                         for (int64_t n = h; n < h + heads; n++) scores[n * SPLIT + i + j] *= scale;
                     }
                     if (kv == 0 && g == 0 && i + W < keys)
-                        for (int64_t j = 0; j < least(W, keys - i - W); j++) prefetch(pool.values(chunk.v_table, op.layer, begin + i + W + j), bytes);
+                        for (int64_t j = 0; j < least(W, keys - i - W); j++) pool.prefetch(1, chunk.v_table, op.layer, begin + i + W + j);
                     gather_heads(heads, scores + h * SPLIT + i, cells, live, dim, to + h * padded, padded);
                 }
                 for (int64_t i = 0; i < heads; i++) finish(view, op, piece, token, h + i, top[i], total[i], to + (h + i) * padded);
@@ -194,15 +194,15 @@ template <class T, class S, class C = T> struct Attention {
             for (int64_t i = 0; i < columns; i += 2 * W) product<TILE, ADD>(a + r * lda, lda, b + i, ldb, k, c + r * ldc + i, ldc);
     }
 
-    // Keys [key, key + TILE_KEYS) of one head, turned: to [padded][TILE_KEYS], zero behind the last one.
-    static void turn_keys(const View &view, const tm_op &op, const Chunk &chunk, int64_t head, int64_t key, int64_t keys, int64_t padded, float *to) {
+    // Keys [key, key + TILE_KEYS) of one head, turned: to [padded][TILE_KEYS], zero behind the last one. room [W][dim].
+    static void turn_keys(const View &view, const tm_op &op, const Chunk &chunk, int64_t head, int64_t key, int64_t keys, int64_t padded, float *to, C *room) {
         const int64_t dim = view.shape->head_dim;
         const Cells<C> pool(view);
         for (int64_t i = 0; i < TILE_KEYS; i += W) {
             const C *from[W] = {};
             Vec scale[W];
             for (int64_t j = 0; j < W && i + j < keys; j++) {
-                from[j] = pool.values(chunk.k_table, op.layer, key + i + j) + head * dim;
+                from[j] = pool.head(0, chunk.k_table, op.layer, key + i + j, head, room + j * dim);
                 scale[j] = set(pool.scale(chunk.k_table, op.layer, key + i + j, head));
             }
             for (int64_t d = 0; d < padded; d += W) {
@@ -214,13 +214,13 @@ template <class T, class S, class C = T> struct Attention {
         }
     }
     static Vec scaled(Vec a, Vec scale) { return Cells<C>::SCALED ? mul(a, scale) : a; }
-    // Whether all of them are finite.
-    static bool copy_values(const View &view, const tm_op &op, const Chunk &chunk, int64_t head, int64_t key, int64_t keys, int64_t padded, float *to) {
+    // Whether all of them are finite. room [dim].
+    static bool copy_values(const View &view, const tm_op &op, const Chunk &chunk, int64_t head, int64_t key, int64_t keys, int64_t padded, float *to, C *room) {
         const int64_t dim = view.shape->head_dim;
         const Cells<C> pool(view);
         Vec zeros = zero();
         for (int64_t j = 0; j < keys; j++) {
-            const C *from = pool.values(chunk.v_table, op.layer, key + j) + head * dim;
+            const C *from = pool.head(1, chunk.v_table, op.layer, key + j, head, room);
             const Vec scale = set(pool.scale(chunk.v_table, op.layer, key + j, head));
             for (int64_t d = 0; d < padded; d += W) {
                 const Vec v = d < dim ? scaled(get(from + d, dim - d), scale) : zero();
@@ -260,6 +260,7 @@ template <class T, class S, class C = T> struct Attention {
         const int64_t rows = piece.queries * group, all = round_up(rows, TILE);
         float *q = (float *)scratch, *out = q + all * padded, *scores = out + all * padded;
         float *keys = scores + all * TILE_KEYS, *values = keys + padded * TILE_KEYS, *top = values + padded * TILE_KEYS, *total = top + all;
+        C *room = (C *)(total + all);  // [W][dim], for what is narrow
         memset(q, 0, size_t(2 * all * padded) * sizeof(float));
         for (int64_t r = 0; r < rows; r++) {  // row: query, then head of the group
             const int64_t token = chunk.first + piece.query + r / group, head = piece.kv_head * group + r % group;
@@ -270,8 +271,8 @@ template <class T, class S, class C = T> struct Attention {
         const int64_t first = chunk.start + piece.query, end = first + piece.queries;  // keys that the last query sees
         for (int64_t key = first_seen(op, first) / TILE_KEYS * TILE_KEYS; key < end; key += TILE_KEYS) {
             const int64_t count = least(TILE_KEYS, end - key);
-            turn_keys(view, op, chunk, piece.kv_head, key, count, padded, keys);
-            const bool finite = copy_values(view, op, chunk, piece.kv_head, key, count, padded, values);
+            turn_keys(view, op, chunk, piece.kv_head, key, count, padded, keys, room);
+            const bool finite = copy_values(view, op, chunk, piece.kv_head, key, count, padded, values, room);
             matmul<false>(all, TILE_KEYS, q, padded, keys, TILE_KEYS, padded, scores, TILE_KEYS);
             for (int64_t r = 0; r < rows; r++) {
                 const int64_t query = first + r / group, seen = least(query + 1 - key, count), unseen = first_seen(op, query) - key;

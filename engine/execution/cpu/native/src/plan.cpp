@@ -42,11 +42,12 @@ tm_result Plan::check(const tm_step &step) const {
         if (step.num_blocks[row] > shape_.max_blocks || blocks > step.num_blocks[row]) return TM_BAD_CHUNK;
         for (const int64_t *id = step.tokens + row * step.token_stride + start, *last = id + length; id < last; id++)
             if (*id < 0 || *id >= shape_.vocab) return TM_BAD_TOKEN;
-        for (int64_t i = 0; i < blocks; i++)
-            for (const int64_t *table : {step.k_table, step.v_table}) {
-                const int64_t unit = table[row * step.table_stride + i];
+        for (int64_t i = 0; i < blocks; i++) {
+            const int64_t k = step.k_table[row * step.table_stride + i], v = step.v_table[row * step.table_stride + i];
+            const bool narrow = shape_.int8_cache == TM_MIXED_CACHE && k < 0 && k == v && (i + 1) * shape_.block_size <= start;
+            for (const int64_t unit : {narrow ? -1 - k : k, narrow ? -1 - v : v})
                 if (unit < 0 || unit >= shape_.pool_units) return TM_BAD_BLOCK;
-            }
+        }
     }
     return TM_DONE;
 }

@@ -32,8 +32,8 @@ double now() {
 int64_t scratch_bytes(const tm_shape &s) {
     const int64_t group = s.heads / s.kv_heads, padded = round_up(s.head_dim, 32);
     const int64_t rows = round_up(most(group, TILE_ROWS), 16) + 16;
-    const int64_t decode = s.heads * (SPLIT + 2 * padded);
-    const int64_t tile = rows * (2 * padded + TILE_KEYS + 2) + 2 * padded * TILE_KEYS;
+    const int64_t decode = s.heads * (SPLIT + 2 * padded) + 16 * padded;
+    const int64_t tile = rows * (2 * padded + TILE_KEYS + 2) + 2 * padded * TILE_KEYS + 16 * padded;
     const int64_t columns = divide_up(rows, 32) * (TILE_KEYS * 48 + 96 + 48 * padded) + TILE_KEYS * padded;
     return most(most(decode, tile), columns) * int64_t(sizeof(float)) + 4096;
 }
@@ -152,7 +152,7 @@ void Tape::run(int64_t index, int64_t chunk, int thread) {
         case TM_ANGLES: return kernels_.angles(view, op, rows_of(chunk, view.tokens));
         case TM_NORM: return kernels_.norm(view, op, rows_of(chunk, view.tokens));
         case TM_GATHER_NORM: return kernels_.norm(view, op, rows_of(chunk, view.samples));
-        case TM_ROPE_KV: return kernels_.cache[shape_.int8_cache].rope_kv(view, op, rows_of(chunk, view.tokens));
+        case TM_ROPE_KV: return kernels_.cache[shape_.int8_cache == TM_INT8_CACHE].rope_kv(view, op, rows_of(chunk, view.tokens));
         case TM_MERGE: return kernels_.merge(view, op, rows_of(chunk, view.tokens));
         case TM_LINEAR: return run_linear(op, chunk);
         case TM_ATTEND: return attend(op, chunk, thread);
@@ -178,7 +178,7 @@ void Tape::attend(const tm_op &op, int64_t chunk, int thread) {
     const int64_t first = chunk * pieces_per_chunk_, last = least(int64_t(plan_.pieces.size()), first + pieces_per_chunk_);
     for (int64_t i = first; i < last; i++) {
         const Piece &piece = plan_.pieces[size_t(i)];
-        const CacheKernels &kernels = kernels_.cache[shape_.int8_cache];
+        const CacheKernels &kernels = kernels_.cache[shape_.int8_cache == TM_INT8_CACHE];
         if (piece.keys == 0) kernels.attend_tile(plan_.view, op, piece, room);
         else kernels.attend_decode(plan_.view, op, piece, room);
     }
