@@ -286,8 +286,8 @@ def test_a_wrong_variable_is_one_clear_line(
 @pytest.mark.parametrize(
     ("content", "named"),
     [
-        ("prot: 1", "unknown key 'prot'"),
-        ("max_num_seqs: 1", "unknown key 'max_num_seqs'"),
+        ("prot: 1", "unknown key 'prot' (did you mean 'port'?)"),
+        ("max_num_seqs: 1", "unknown key 'max_num_seqs' (did you mean 'max-num-seqs'?)"),
         ("port: true", "port must be a whole number, not True"),
         ("port: 1.0", "port must be a whole number"),
         ('port: "1"', "port must be a whole number"),

@@ -145,7 +145,8 @@ def test_prometheus_takes_its_configuration(tmp_path: Path) -> None:
 def test_systemd_takes_the_unit(tmp_path: Path) -> None:
     """But for the command, which is installed where the unit is; `notify`, since the server says when it serves."""
     text = (DOCKER / "deploy" / "tidemill.service").read_text()
-    assert "\nType=notify\n" in text
+    assert "\nType=notify\n" in text and "\nRestartPreventExitStatus=2\n" in text  # a ConfigError
+    assert "/bin/kill" not in text  # of a package that a minimal Debian has not
     unit = tmp_path / "tidemill.service"
     unit.write_text(text.replace("/opt/tidemill/bin/tidemill", sys.executable))
     done = subprocess.run(["systemd-analyze", "verify", str(unit)], capture_output=True, text=True, check=False)

@@ -7,6 +7,7 @@ list in the file. Knows nothing of what the fields mean: values out of range are
 
 import argparse
 import dataclasses
+import difflib
 import os
 import types
 import typing
@@ -196,7 +197,9 @@ def find_given(
     by_key = {flag.key: flag for flag in flags}
     unknown = sorted(file.keys() - by_key.keys())
     if unknown:
-        raise ConfigError(f"--config {file_name}: unknown key {unknown[0]!r}")
+        meant = difflib.get_close_matches(unknown[0].replace("_", "-"), by_key, 1)
+        hint = f" (did you mean {meant[0]!r}?)" if meant else ""
+        raise ConfigError(f"--config {file_name}: unknown key {unknown[0]!r}{hint}")
     values: dict[str, Given] = {}
     for key, flag in by_key.items():
         if flag.field in arguments:
