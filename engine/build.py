@@ -418,7 +418,7 @@ def _join(config: EngineConfig, plan: LaunchPlan, runner: Runner[Any], say: Call
         tiers,
         len(plan.adapters),
         partial(runner.can_enforce, INSIDE_STRING),
-        partial(processor_share, plan.threads) if plan.device == "cpu" else lambda: 1.0,
+        partial(processor_share, plan.threads or torch.get_num_threads()) if plan.device == "cpu" else lambda: 1.0,
     )
     disk = _open_disk(config, plan, runner, say)
     if disk is not None:
