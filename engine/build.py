@@ -26,13 +26,13 @@ from engine.engine import Engine
 from engine.errors import ConfigError, ModelLoadError
 from engine.execution import memory
 from engine.execution.adapter_loader import RuntimeAdapters
-from engine.execution.backend import find_backend
+from engine.execution.backend import Backend, find_backend
 from engine.execution.compressed import scale_bytes
 from engine.execution.cpu.backend import staged
 from engine.execution.disk import DiskTier, slot_bytes
 from engine.execution.masks import MAX_FORCED
 from engine.execution.offload import Offload, plan_offload
-from engine.execution.plan import LaunchPlan
+from engine.execution.plan import FLOAT8, STORED_FLOATS, STORED_INTEGERS, LaunchPlan
 from engine.execution.runner import Device, Runner
 from engine.execution.self_test import LIMITS as TEST_LIMITS
 from engine.execution.self_test import test_family, test_modules
@@ -45,6 +45,7 @@ from engine.models.hub import cached_folder, is_hub_id, resolve_model_folder
 from engine.models.implementation import OWN, TRANSFORMERS, Choice, choose
 from engine.models.linear import MakeLinear
 from engine.models.lora import Delta, Site, load_adapter, plan_adapter
+from engine.models.packing import Packing
 from engine.models.spec import ModelShape, ModelSpec, hidden_offer, resolve_max_model_len
 from engine.models.streaming import StreamedLayers
 from engine.models.transformers_model import TransformersModel, TransformersShape, load_model
@@ -58,7 +59,6 @@ from predictor.limits import UNITS_PER_BLOCK, Limits
 from predictor.profile import Profile, ProfileError, ProfileKey
 from predictor.slo import SLO
 
-FLOAT8 = "fp8"
 DEFAULT_DISK_DIR = "~/.cache/tidemill/disk"
 HIDDEN_SHARE = 2  # at most a block of hidden state for every so many blocks of KV that fit: a quarter of the units
 MIN_CONTEXT = 8  # tokens; the warm-up step alone takes most of it
@@ -112,7 +112,9 @@ def plan_launch(config: EngineConfig) -> LaunchPlan:
     by = f"transformers' modules run {spec.architecture}: {choice.why}" if foreign else None
     refusal = backend.refusal(spec, dtype)
     slow = f"slow attention by torch's own operators: {refusal}" if refusal else None
-    quantization, unrounded = _quantization(config, choice, backend.name), None
+    quantization, unrounded = _quantization(config, choice, backend), None
+    if quantization == STORED_FLOATS:
+        dtype = "bfloat16"
     if quantization == FLOAT8:
         quantization, dtype, unrounded = _float8(config, dtype, backend.float8_refusal())
     plan = LaunchPlan(
@@ -161,15 +163,27 @@ def _state_note(spec: ModelShape) -> str | None:
     )
 
 
-def _quantization(config: EngineConfig, choice: Choice, device: str) -> str:
-    """Of the linear layers: what is asked for, or else the integers that the checkpoint stores, where they can be run
-    as they are. Layers that stream, and K and V restored from hidden state, are of unpacked weights."""
-    packing = choice.shape.packing
-    if config.quantization != "none" or packing is None or not packing.integers or config.load_format == "dummy":
+def _quantization(config: EngineConfig, choice: Choice, backend: Backend) -> str:
+    """Of the linear layers: what is asked for, or else the integers, on a GPU the floats of 8 bits, that the checkpoint
+    stores, where they can be run as they are. Layers that stream, and K and V restored from hidden state on a CPU, are
+    of unpacked weights."""
+    packing, streams = choice.shape.packing, parse_offload(config.offload_weights) is not None
+    if config.quantization != "none" or packing is None or config.load_format == "dummy":
         return config.quantization
-    unpacked = config.hidden_cache or parse_offload(config.offload_weights) is not None
-    natively = device == "cpu" and choice.implementation == OWN and not unpacked
-    return memory.STORED_INTEGERS if natively else "none"
+    if choice.implementation != OWN or streams:
+        return "none"
+    if packing.floats and backend.name != "cpu" and _floats_refusal(config, packing, backend) is None:
+        return STORED_FLOATS
+    return STORED_INTEGERS if packing.integers and backend.name == "cpu" and not config.hidden_cache else "none"
+
+
+def _floats_refusal(config: EngineConfig, packing: Packing, backend: Backend) -> str | None:
+    """Why no layer of ours computes with the floats of 8 bits that a checkpoint stores; None if they do."""
+    if not packing.floats:
+        return "products have a scale for an output, not for a block" if packing.block[0] > 1 else ""
+    if config.dtype not in ("auto", "bfloat16"):
+        return f"products are of bfloat16, not of {config.dtype}"
+    return backend.float8_refusal()
 
 
 def _float8(config: EngineConfig, dtype: str, refusal: str | None) -> tuple[str, str, str | None]:
@@ -188,9 +202,13 @@ def _with_storage(plan: LaunchPlan, config: EngineConfig) -> LaunchPlan:
         return plan
     note = f"{packing.name}: {_gib(stored_bytes(plan.folder))} on disk, {_gib(plan.weight_bytes)} in memory"
     if plan.quantization == FLOAT8:
-        note += ", unpacked at load and rounded again"
+        note += ", as they are stored" if packing.floats else ", unpacked at load and rounded again"
+    if plan.quantization == STORED_FLOATS:
+        note += f", {'with the scales of inputs that are stored' if packing.static else 'a scale for each token'}"
     if plan.quantization == "none":
         note += f", unpacked to {plan.dtype} at load"
+        if plan.device != "cpu" and (why := _floats_refusal(config, packing, find_backend(plan.device))):
+            note += f": {why}"
         if plan.device == "cpu" and plan.implementation == OWN and not config.hidden_cache:
             smaller = memory.weight_bytes(plan.spec, torch_dtype(plan.dtype), "int8")
             note += f" ({_gib(smaller)} with --quantization int8)"
@@ -288,9 +306,7 @@ def _load(config: EngineConfig, plan: LaunchPlan, make: MakeLinear, gather: Gath
         "dtype": plan.dtype, "device": plan.device, "load_format": config.load_format, "seed": config.seed, "make": make
     }  # fmt: skip
     if not isinstance(plan.spec, TransformersShape):
-        return load_weights(
-            plan.own, plan.folder, **common, gather=gather, integers=plan.quantization not in ("none", FLOAT8)
-        )
+        return load_weights(plan.own, plan.folder, **common, gather=gather, stored=plan.stored)
     model = load_model(plan.spec, plan.folder, **common)
     if config.self_test:
         _refuse(plan, test_modules(model))

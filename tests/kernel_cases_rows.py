@@ -14,7 +14,7 @@ from engine.triton_kernels.draw import draw
 from engine.triton_kernels.layer_norm import add_layer_norm, layer_norm
 from engine.triton_kernels.penalties import count_tokens, penalise
 from engine.triton_kernels.rms_norm import add_rms_norm, rms_norm
-from engine.triton_kernels.round_rows import round_rows
+from engine.triton_kernels.round_rows import round_rows, scale_rows
 from engine.triton_kernels.silu_and_mul import silu_and_mul
 from engine.triton_kernels.token_mask import token_mask
 
@@ -95,6 +95,24 @@ def test_round_rows(rows: int, width: int, dtype: torch.dtype) -> None:
     for bad in (NAN, -torch.inf) if rows else ():
         x[0, -1] = bad
         assert round_rows(x)[1].isnan().flatten().tolist() == [True] + [False] * (rows + 1)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered in subtract")  # of an infinity, from itself
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(("rows", "width"), [(1, 64), (3, 4112), (0, 64)])
+def test_scale_rows(rows: int, width: int, dtype: torch.dtype) -> None:
+    """Some values are beyond the largest float, many among the smallest; rows that are not finite have no scale."""
+    x = inputs(rows + 2 if rows else 0, width, dtype)[1] * torch.logspace(-5, 1, width, device=DEVICE).to(dtype)
+    if rows:
+        x[-1, 0], x[-2, -1] = NAN, -torch.inf
+    scale = torch.full((1,), 0.0123, device=DEVICE)
+    values, scales = scale_rows(x, scale)
+    expected, wanted = float8.scale_rows(x, scale)
+    assert torch.equal(scales.isnan(), wanted.isnan()) and scales.isnan().sum() == 2 * bool(rows)
+    assert (scales[:rows] == scale).all() and values.dtype == torch.float8_e4m3fn
+    differ = values[:rows].float() != expected[:rows].float()
+    assert differ.sum() <= (0 if DEVICE.type == "cpu" else x.numel() // 1000)
+    assert not rows or (values[:rows].float().abs() == 448).any()
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # numpy's, in the interpreter; wanted below

@@ -300,7 +300,7 @@ class MetaTensors:
     def fetch(self, _name: str, shape: tuple[int, ...]) -> torch.Tensor:
         return torch.zeros(shape, device="meta")
 
-    def fetch_integers(self, _name: str, _shape: tuple[int, int]) -> None:
+    def fetch_bytes(self, _name: str, _shape: tuple[int, int]) -> None:
         return None
 
 

@@ -1,25 +1,31 @@
 """Linear layers on floats of 8 bits: the arithmetic, what a device is asked for, and where it runs."""
 
+from functools import partial
 from pathlib import Path
 
+import packed_checkpoints
 import pytest
 import torch
 from dry_device import META, dry_device
 from kernel_ledger import _Tensors
+from safetensors.torch import load_file, save_file
 from test_dry_device import counts_of
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from engine.build import plan_launch, profile_key
 from engine.config import EngineConfig
-from engine.errors import ConfigError
+from engine.errors import ConfigError, ModelLoadError
 from engine.execution.cuda.backend import CudaBackend
 from engine.execution.cuda.device import CudaDevice
 from engine.execution.cuda.kernels import triton_kernels
 from engine.execution.runner import Runner
-from engine.models.float8 import FLOAT8, Float8Linear, make_float8, round_rows
+from engine.models.checkpoint import load_weights
+from engine.models.float8 import FLOAT8, Float8Linear, Rounding, make_float8, round_rows, scale_rows
 from engine.models.linear import PlainLinear, make_linear
-from engine.models.spec import spec_from_config
-from engine.models.weights import DummyTensors, build_weights
+from engine.models.quantized import Rounded
+from engine.models.spec import load_spec, spec_from_config
+from engine.models.weights import DummyTensors, ModelWeights, build_weights, matrices
 from loadgen.bench.gpu.setup import SHAPES
 from loadgen.bench.quantization import logits_of
 from predictor.limits import Limits
@@ -97,6 +103,17 @@ def test_parts_of_a_layer_are_the_layer() -> None:
 @pytest.mark.parametrize("shape", [(48, 40), (40, 48)])
 def test_a_weight_of_other_sides_stays_as_it_is(shape: tuple[int, int]) -> None:
     assert isinstance(make_float8(_drawn(*shape)), PlainLinear)
+    values, scales = round_rows(_drawn(*shape))
+    stored = make_float8(Rounded(values, scales.flatten(), torch.bfloat16))
+    assert isinstance(stored, PlainLinear)
+    assert torch.equal(stored.dense_from(0)[0], (values.float() * scales).to(torch.bfloat16))
+
+
+def test_a_given_scale_cuts_off_what_is_beyond_it() -> None:
+    x = torch.tensor([[0.26, -500.0, 3e38, 1.0], [torch.nan, 1, 0, -0.5], [torch.inf, 1, 0, -0.5]])
+    values, scales = scale_rows(x, torch.tensor([0.5]))
+    assert scales[0] == 0.5 and scales[1:].isnan().all() and values.dtype == FLOAT8
+    assert values[0].tolist() == [0.5, -448, 448, 2] and values[:, 1:].float().isfinite().all()
 
 
 @pytest.mark.parametrize("rows", [1, 3, 16, 257])
@@ -123,14 +140,17 @@ def test_a_model_of_such_layers_is_near_the_model() -> None:
     assert 0 < divergence < 0.05
 
 
+@pytest.mark.parametrize("stored", [False, True], ids=["scales of rows", "stored scales"])
 @pytest.mark.parametrize("kind", ["greedy", "all of them"])
-def test_steps_of_such_layers_wait_for_nothing_and_compile_nothing(kind: str) -> None:
-    triton_rows = pytest.importorskip("engine.triton_kernels.round_rows").round_rows
+def test_steps_of_such_layers_wait_for_nothing_and_compile_nothing(kind: str, stored: bool) -> None:
+    kernels = pytest.importorskip("engine.triton_kernels.round_rows")
+    rounding = Rounding(kernels.round_rows, kernels.scale_rows)
 
     def make(weight: Tensor, bias: Tensor | None = None, *, gated: bool = False) -> Float8Linear:
         n, k = weight.shape
         values = torch.empty(n, k, dtype=FLOAT8, device=META)
-        return Float8Linear(values, torch.empty(n, 1, device=META), bias, triton_rows)
+        inputs = torch.ones(1, device=META) if stored else None
+        return Float8Linear(values, torch.empty(n, 1, device=META), bias, rounding, inputs)
 
     spec = spec_from_config(SHAPES["8B"] | {"num_hidden_layers": 2, "vocab_size": 4096, "eos_token_id": None})
     limits = Limits(4, 32, 128, num_units=120, block_size=16)
@@ -140,7 +160,7 @@ def test_steps_of_such_layers_wait_for_nothing_and_compile_nothing(kind: str) ->
         runner = Runner(CudaDevice(spec, weights, triton_kernels(), limits, graphs=True, host_units=8))
         dry.sealed = True
         assert all(not each["blocking"] for each in counts_of(dry, runner, kind))
-        assert any("round_rows" in each for each in dry.compiled)
+        assert any(("scale_rows" if stored else "round_rows") in each for each in dry.compiled)
 
 
 # ---- where it runs
@@ -188,3 +208,134 @@ def test_elsewhere_weights_stay_and_a_line_says_so(gpu, folder: str) -> None:
     assert line in plan.notes
     with pytest.raises(ConfigError, match="does not go with --offload-weights"):
         EngineConfig(quantization="fp8", offload_weights="1")
+
+
+# ---- floats that a checkpoint stores
+
+F32, BF16 = torch.float32, torch.bfloat16
+
+
+def _stored(folder: Path, name: str, static: float | None = None, case: str = "llama-gqa2") -> dict[str, Tensor]:
+    """A tiny checkpoint by packed_checkpoints.FORMATS[name], whose inputs have these scales; see `write`."""
+    weights = packed_checkpoints.write(folder, name, case)
+    if static is not None:
+        tensors = load_file(folder / "model.safetensors")
+        tensors |= {key.replace(".weight", ".input_scale"): torch.tensor(static) for key in weights}
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return weights
+
+
+def _loaded(folder: Path, **options: bool) -> ModelWeights:
+    make = partial(make_float8, keeps_floats=True)
+    return load_weights(load_spec(folder), folder, dtype="bfloat16", make=make, stored=True, **options)
+
+
+def _odd(weight: Tensor) -> bool:
+    return any(size % 16 for size in weight.shape)  # such a layer is a plain one
+
+
+def _by_transformers(
+    folder: Path, weights: dict[str, Tensor], static: float | None, ids: list[int], kind: torch.dtype
+) -> Tensor:
+    """Logits of transformers' modules with the dequantised weights in a type, whose linear layers are given what the
+    formats' definition makes of their inputs: x / scale as e4m3 between its ends, times scale."""
+    packed_checkpoints.write_dense(folder, weights)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=kind)
+
+    def rounded(_module: object, given: tuple[Tensor, ...]) -> tuple[Tensor]:
+        x = given[0].float()
+        scale = x.abs().amax(-1, keepdim=True) / 448 if static is None else torch.tensor(static)
+        return (((x / scale).clamp(-448, 448).to(FLOAT8).float() * scale).to(kind),)
+
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear) and "layers." in name and module.in_features % 16 == 0:
+            module.register_forward_pre_hook(rounded)
+    with torch.inference_mode():
+        return model(torch.tensor([ids])).logits[0].double()
+
+
+@pytest.mark.parametrize(
+    ("name", "static"), [("float8 by outputs", None), ("fp8", 0.02), ("fp8", 0.0015)], ids=["rows", "wide", "cut off"]
+)
+def test_stored_floats_compute_as_transformers_modules_do(name: str, static: float | None, tmp_path: Path) -> None:
+    """As near to float32 as transformers' own modules in bfloat16 are."""
+    weights = _stored(tmp_path / "packed", name, static)
+    ids = list(range(3, 40))
+    exact, theirs = (_by_transformers(tmp_path / "dense", weights, static, ids, kind) for kind in (F32, BF16))
+    model = _loaded(tmp_path / "packed")
+    ours = logits_of(load_spec(tmp_path / "packed"), model, ids).double()
+    assert isinstance(model.layers[0].up, Float8Linear) and not isinstance(model.head, Float8Linear)
+    assert (ours - exact).norm() < 1.1 * (theirs - exact).norm() < 0.2 * exact.norm()
+    if static == 0.0015:  # what is cut off is: with scales of rows the answer is another
+        other = _by_transformers(tmp_path / "dense", weights, None, ids, F32)
+        assert (other - exact).norm() > exact.norm()
+
+
+@pytest.mark.parametrize("case", ["llama-gqa2", "neox"])
+@pytest.mark.parametrize("name", ["float8 by outputs", "fp8"])
+def test_stored_values_and_scales_are_the_layers(name: str, case: str, tmp_path: Path) -> None:
+    """Of a layer's weight every value is the checkpoint's, dequantised to the last bit by the format's formula."""
+    weights = _stored(tmp_path, name, case=case)
+    spec = load_spec(tmp_path)
+    model, plain = _loaded(tmp_path), load_weights(spec, tmp_path, dtype="bfloat16")
+    for ours, others in zip(model.layers, plain.layers, strict=True):
+        for layer, other in zip(matrices(ours), matrices(others), strict=True):
+            dense = layer.dense_from(0)[0]
+            assert torch.equal(dense, other.dense_from(0)[0]) and isinstance(layer, Float8Linear) != _odd(dense)
+    out = next(key for key in weights if "layers.1." in key and ("o_proj" in key or "attention.dense." in key))
+    values = load_file(tmp_path / "model.safetensors")[out]
+    assert torch.equal(model.layers[1].out.data(), values.view(torch.uint8).flatten())
+
+
+def test_layers_of_one_input_take_the_largest_of_its_scales(tmp_path: Path) -> None:
+    _stored(tmp_path, "fp8", 0.02)
+    tensors = load_file(tmp_path / "model.safetensors")
+    key = "model.layers.0.self_attn.k_proj.input_scale"
+    for given, expected in ((torch.tensor([0.03]), 0.03), (torch.tensor(0.01), 0.02)):
+        save_file(tensors | {key: given}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+        layer = _loaded(tmp_path).layers[0].qkv
+        assert isinstance(layer, Float8Linear)
+        x, dense = _drawn(2, layer.in_features), layer.dense_from(0)[0].double()
+        rounded = (x.float() / expected).clamp(-448, 448).to(FLOAT8).double() * expected
+        exact = rounded @ dense.t()
+        torch.testing.assert_close(layer(x).double(), exact, rtol=2**-7, atol=0.01 * float(exact.std()))
+        assert torch.equal(layer.outputs_from(16)(x), layer(x)[:, 16:])
+    for wrong in (torch.tensor(0.0), torch.tensor(torch.nan), torch.ones(2)):
+        save_file(tensors | {key: wrong}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(ModelLoadError, match="a scale of inputs"):
+            _loaded(tmp_path)
+
+
+def test_a_gpu_computes_with_stored_floats(gpu, tmp_path: Path) -> None:
+    gpu((9, 0))
+    _stored(tmp_path / "rows", "float8 by outputs")
+    _stored(tmp_path / "fp8", "fp8", 0.02)
+    for name, said in (("rows", "a scale for each token"), ("fp8", "with the scales of inputs that are stored")):
+        config = EngineConfig(model=str(tmp_path / name))
+        plan = plan_launch(config)
+        assert (plan.quantization, plan.precision, plan.stored) == ("stored fp8", "bfloat16, stored fp8 layers", True)
+        assert plan.notes[-1].endswith(said)
+        again = plan_launch(EngineConfig(model=str(tmp_path / name), quantization="fp8"))
+        assert (again.quantization, again.stored) == ("fp8", True) and again.notes[-1].endswith("as they are stored")
+        unpacked = plan_launch(EngineConfig(model=str(tmp_path / name), dtype="float16"))
+        assert again.weight_bytes < plan.weight_bytes < unpacked.weight_bytes
+        make = CudaBackend().prepare(config, plan, print)[1]
+        weights = load_weights(plan.own, plan.folder, dtype=plan.dtype, make=make, stored=plan.stored)
+        assert isinstance(weights.layers[0].up, Float8Linear) and isinstance(weights.head, PlainLinear)
+
+
+def test_elsewhere_stored_floats_are_unpacked_and_a_line_says_why(gpu, tmp_path: Path) -> None:
+    _stored(tmp_path / "rows", "float8 by outputs")
+    _stored(tmp_path / "blocks", "fp8 in blocks")
+    for quantization in ("none", "int8"):
+        plan = plan_launch(EngineConfig(model=str(tmp_path / "rows"), device="cpu", quantization=quantization))
+        assert plan.quantization == quantization and not plan.stored
+    gpu((9, 0))
+    cases = [("blocks", {}, "not for a block"), ("rows", {"dtype": "float16"}, "not of float16")]
+    for name, options, why in cases:
+        plan = plan_launch(EngineConfig(model=str(tmp_path / name), **options))
+        assert plan.quantization == "none" and not plan.stored and plan.notes[-1].endswith(why)
+    assert plan_launch(EngineConfig(model=str(tmp_path / "rows"), offload_weights="1")).quantization == "none"
+    gpu((8, 6))
+    plan = plan_launch(EngineConfig(model=str(tmp_path / "rows")))
+    assert plan.quantization == "none" and "compute capability 8.6 is older than 8.9" in plan.notes[-1]

@@ -298,6 +298,9 @@ def test_rounding_to_floats_of_8_bits(compiler: Compiler, arch: int) -> None:
             load.endswith(".128") for load in binary.instructions("LDG")
         )  # eight values, which come out as bytes
         assert any(store.endswith(".64") for store in binary.instructions("STG"))
+        one = meta(1, dtype=torch.float32)
+        (binary,) = compiler.launch(round_rows, "scale_rows", arch, meta(64, width), one)
+        assert binary.stack == 0 and binary.registers <= 64
 
 
 @pytest.mark.parametrize("arch", [90, 80])

@@ -88,7 +88,7 @@ def test_tokens_by_transformers_modules(name: str, tmp_path: Path) -> None:
 def test_stored_integers_are_computed_with(name: str, case: str, tmp_path: Path) -> None:
     weights = packed_checkpoints.write(tmp_path, name, case)
     spec = load_spec(tmp_path)
-    model = load_weights(spec, tmp_path, dtype="float32", integers=True)
+    model = load_weights(spec, tmp_path, dtype="float32", stored=True)
     down = next(key for key in weights if "layers.1." in key and ("down_proj" in key or "4h_to_h" in key))
     stored = load_file(tmp_path / "model.safetensors")
     layer = model.layers[1].down

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import torch
 
 from engine.errors import ConfigError
+from engine.execution.plan import STORED
 from engine.machine.free_memory import available_memory as available_memory
 from engine.models.int8_cells import slice_elements
 from engine.models.spec import ModelShape, ModelSpec
@@ -21,9 +22,6 @@ SWAP_SHARE, SWAP_LIMIT = 0.25, 16 * 1024**3
 WEIGHT_SHARE = 0.75
 """Of the free memory, what weights may take before some of them stream (`--offload-weights auto`)."""
 
-STORED_INTEGERS = "w8a8"
-"""`LaunchPlan.quantization` of layers that compute with the integers that the checkpoint stores."""
-
 
 def unit_bytes(spec: ModelShape, block_size: int, dtype: torch.dtype) -> int:
     """One block of K, or of V, for all layers, in a cache of this type."""
@@ -32,7 +30,7 @@ def unit_bytes(spec: ModelShape, block_size: int, dtype: torch.dtype) -> int:
 
 def weight_bytes(spec: ModelShape, dtype: torch.dtype, quantization: str) -> int:
     """All weights. Quantised, a linear layer's are bytes, with a scale and a sum of 4 bytes for each output; its bias,
-    norms and embeddings stay in `dtype`, a tied head beside its embedding. Beside stored integers the head is in
+    norms and embeddings stay in `dtype`, a tied head beside its embedding. Beside stored values the head is in
     `dtype`, as such checkpoints have it."""
     if quantization == "none":
         return spec.num_parameters * dtype.itemsize
@@ -41,8 +39,8 @@ def weight_bytes(spec: ModelShape, dtype: torch.dtype, quantization: str) -> int
     up = ffn * (2 if spec.gated_mlp else 1)
     layers = ((spec.q_size + 2 * spec.kv_size, hidden), (hidden, spec.q_size), (up, hidden), (hidden, ffn))
     head = (spec.vocab_size, hidden)
-    every = [*layers * spec.num_layers, *([head] if quantization != STORED_INTEGERS else [])]
-    tied = spec.tie_word_embeddings and quantization != STORED_INTEGERS
+    every = [*layers * spec.num_layers, *([head] if quantization not in STORED else [])]
+    tied = spec.tie_word_embeddings and quantization not in STORED
     dense = sum(n * k for n, k in every) - (spec.vocab_size * hidden if tied else 0)
     return sum(n * (k + 8) for n, k in every) + (spec.num_parameters - dense) * dtype.itemsize
 

@@ -9,13 +9,18 @@ from engine.models.lora import AdapterPlan
 from engine.models.spec import ModelShape, ModelSpec
 from predictor.limits import UNITS_PER_BLOCK, Limits
 
+FLOAT8 = "fp8"
+STORED_INTEGERS, STORED_FLOATS = STORED = ("w8a8", "stored fp8")
+"""`LaunchPlan.quantization` of layers that compute with the integers, or the floats of 8 bits, of the checkpoint."""
+
 
 @dataclass(frozen=True, slots=True)
 class LaunchPlan:
     """`device`: the name of the backend; `dtype`: type of weights and cache. `cache_bytes` of device memory for the
     cache and the units in `limits` are estimates where only the loaded weights show what is left.
 
-    `quantization` of the linear layers: "none", "int8", "fp8", or "w8a8" for the integers of the checkpoint.
+    `quantization` of the linear layers: "none", "int8", "fp8", or "w8a8" and "stored fp8" for the integers, or floats
+    of 8 bits, of the checkpoint.
     `memory_utilization`: share of a GPU's memory to use. `host_units` of the host tier; `scratch_blocks`: how many
     blocks a step may run from hidden state. `int8_cache`: K and V are kept in 8 bits; `parked_int8`: those
     on the tiers behind the device are; `preempted_int8`: those of requests that wait may be. `kernels`: what steps on a
@@ -65,6 +70,14 @@ class LaunchPlan:
     def _cache(self) -> list[str]:
         ways = {"int8 cache": self.int8_cache, "int8 parked": self.parked_int8, "int8 preempted": self.preempted_int8}
         return [name for name, chosen in ways.items() if chosen]
+
+    @property
+    def stored(self) -> bool:
+        """Whether layers are made of the 8 bits that the checkpoint stores, as they are."""
+        packing = self.spec.packing
+        if packing is None or self.quantization == "none":
+            return False
+        return packing.floats if self.quantization in (FLOAT8, STORED_FLOATS) else packing.integers
 
     @property
     def held_bytes(self) -> int:

@@ -90,8 +90,8 @@ class PickedLayers:
     def fetch(self, name: str, shape: tuple[int, ...]) -> Tensor:
         return self._tensors.fetch(self._renamed(name), shape)
 
-    def fetch_integers(self, name: str, shape: tuple[int, int]) -> Rounded | None:
-        return self._tensors.fetch_integers(self._renamed(name), shape)
+    def fetch_bytes(self, name: str, shape: tuple[int, int]) -> Rounded | None:
+        return self._tensors.fetch_bytes(self._renamed(name), shape)
 
     def _renamed(self, name: str) -> str:
         return _LAYER.sub(lambda found: f"layers.{self._picked[int(found[1])]}.", name)

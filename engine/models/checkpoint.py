@@ -23,7 +23,7 @@ from engine.models.linear import MakeLinear, make_linear
 from engine.models.packing import Packing
 from engine.models.quantized import Rounded
 from engine.models.spec import ModelSpec
-from engine.models.unpacking import CACHE_SCALES, body_of, dense, integers_of, is_packed, parts_of
+from engine.models.unpacking import CACHE_SCALES, body_of, bytes_of, dense, is_packed, parts_of
 from engine.models.weights import (
     DummyTensors,
     Gather,
@@ -51,12 +51,12 @@ def load_weights(
     seed: int = 0,
     make: MakeLinear = make_linear,
     gather: Gather = ResidentLayers,
-    integers: bool = False,
+    stored: bool = False,
 ) -> ModelWeights:
     """Load the checkpoint in `folder`, or with `load_format` "dummy" invent weights of its shape.
 
     `dtype` "auto" is the checkpoint's own; `make` makes the linear layers, `gather` keeps the layers;
-    `integers`: those that the checkpoint stores as integers compute with them. Errors: ModelLoadError, one line that
+    `stored`: those that the checkpoint stores in 8 bits compute with them. Errors: ModelLoadError, one line that
     names what is missing or wrong.
     """
     kind = torch_dtype(spec.dtype if dtype == "auto" else dtype)
@@ -64,7 +64,7 @@ def load_weights(
     with torch.inference_mode():
         if load_format == "dummy":
             return build_weights(spec, DummyTensors(seed, kind, target), make, gather)
-        with Checkpoint(folder, kind, target, spec.packing, integers=integers) as checkpoint:
+        with Checkpoint(folder, kind, target, spec.packing, stored=stored) as checkpoint:
             weights = build_weights(spec, checkpoint, make, gather)
             copies = tuple(f"{name}.weight" for name in family_named(spec.family).names.head)
             checkpoint.check_all_used(tied_copies=copies if spec.tie_word_embeddings else ())
@@ -82,13 +82,13 @@ def load_layers(
     load_format: str = "auto",
     seed: int = 0,
     make: MakeLinear = make_linear,
-    integers: bool = False,
+    stored: bool = False,
 ) -> list[LayerWeights]:
     """Some layers as `load_weights` gave them on the CPU, once more. Errors: ModelLoadError."""
     kind, target = torch_dtype(dtype), torch.device("cpu")
     with torch.inference_mode():
         if load_format != "dummy":
-            with Checkpoint(folder, kind, target, spec.packing, integers=integers) as checkpoint:
+            with Checkpoint(folder, kind, target, spec.packing, stored=stored) as checkpoint:
                 return list(build_layers(spec, checkpoint, wanted, make))
         kept: list[LayerWeights] = []
 
@@ -104,7 +104,7 @@ def load_layers(
 class Checkpoint:
     """The tensors of a folder. A context manager: the files are mapped while it is open. `packing`: of linear layers.
     `vocabulary`: how many tokens the model has; of tensors with a row for each, fewer rows can be had then, those in
-    the middle. `integers`: weights that are stored so are to be had as they are.
+    the middle. `stored`: weights that are stored in 8 bits are to be had as they are.
 
     Errors: ModelLoadError when the folder has no safetensors, or a file is missing, damaged or inconsistent.
     """
@@ -117,10 +117,10 @@ class Checkpoint:
         packing: Packing | None = None,
         *,
         vocabulary: int | None = None,
-        integers: bool = False,
+        stored: bool = False,
     ) -> None:
         self._packing = packing
-        self._integers = integers and packing is not None and packing.integers
+        self._bytes = stored and packing is not None and (packing.integers or packing.floats)
         self._vocabulary = vocabulary
         self._folder = folder
         self._dtype = dtype
@@ -156,13 +156,14 @@ class Checkpoint:
         rows = self._rows(name, tuple(file.get_slice(name).get_shape()), shape)
         return self._floats(name, rows).to(self._device, self._dtype)
 
-    def fetch_integers(self, name: str, shape: tuple[int, int]) -> Rounded | None:
+    def fetch_bytes(self, name: str, shape: tuple[int, int]) -> Rounded | None:
         """See TensorSource."""
-        if not self._integers or not self._stored(name):
+        if not self._bytes or not self._stored(name):
             return None
-        values, scales = self._unpack(name, integers_of)
+        values, scales, inputs = self._unpack(name, bytes_of)
         self._rows(name, tuple(values.shape), shape)
-        return Rounded(values.to(self._device), scales.to(self._device), self._dtype)
+        inputs = None if inputs is None else inputs.to(self._device)
+        return Rounded(values.to(self._device), scales.to(self._device), self._dtype, inputs)
 
     def dense_tensors(self) -> dict[str, Tensor]:
         """All of them by name: layers in fewer bits as one weight of the type asked for, others as they are."""

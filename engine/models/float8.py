@@ -1,5 +1,5 @@
-"""Linear layers on floats of 8 bits (e4m3): weights rounded once, with a scale for each output; inputs in every call,
-with a scale for each token.
+"""Linear layers on floats of 8 bits (e4m3): weights rounded once, or by who made the checkpoint, with a scale for each
+output; inputs in every call, with a scale for each token, or with the checkpoint's for all of them.
 
 On a CUDA device `torch._scaled_mm` multiplies the bytes themselves, with the scales of rows and columns inside; its
 results are bfloat16 and both sides of a weight multiples of 16. Elsewhere the same rounded numbers are multiplied as
@@ -9,6 +9,7 @@ Knows nothing of models.
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,28 +34,51 @@ def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     return (x / scales).to(FLOAT8), scales
 
 
-RoundRows = Callable[[Tensor], tuple[Tensor, Tensor]]
-"""See round_rows."""
+def scale_rows(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """The same with one scale [1] float32 for all rows that are finite. What is beyond the largest float becomes it."""
+    values = (x.float() / scale).clamp(-_HIGHEST, _HIGHEST).to(FLOAT8)
+    return values, torch.where(x.isfinite().all(-1, keepdim=True), scale, torch.nan)
+
+
+class Rounding(NamedTuple):
+    """How inputs of layers become floats of 8 bits: by torch's operators, or by kernels."""
+
+    by_row: Callable[[Tensor], tuple[Tensor, Tensor]] = round_rows
+    by_scale: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = scale_rows
+
+
+BY_TORCH = Rounding()
 
 
 class Float8Linear:
-    """See engine.models.linear.Linear. values [n, k] e4m3, scales [n, 1] float32; takes and gives bfloat16."""
+    """See engine.models.linear.Linear. values [n, k] e4m3, scales [n, 1] float32; takes and gives bfloat16. `inputs`:
+    the scale [1] float32 of all that it takes; None: each token has its own."""
 
-    def __init__(self, values: Tensor, scales: Tensor, bias: Tensor | None, rounder: RoundRows = round_rows) -> None:
+    def __init__(
+        self,
+        values: Tensor,
+        scales: Tensor,
+        bias: Tensor | None,
+        rounding: Rounding = BY_TORCH,
+        inputs: Tensor | None = None,
+    ) -> None:
         self.out_features, self.in_features = values.shape
-        self._round = rounder
+        self._rounding, self._inputs = rounding, inputs
         self._values, self._scales, self._bias = values, scales, bias
 
     @classmethod
-    def of(cls, weight: Tensor, bias: Tensor | None, rounder: RoundRows = round_rows) -> "Float8Linear":
+    def of(cls, weight: Tensor, bias: Tensor | None, rounding: Rounding = BY_TORCH) -> "Float8Linear":
         """A layer of a weight [n, k], which is not kept. Errors: ValueError for one that is not finite."""
         values, scales = round_rows(weight)
         if not bool(scales.isfinite().all()):
             raise ValueError("a weight that is not finite")
-        return cls(values, scales, bias, rounder)
+        return cls(values, scales, bias, rounding)
+
+    def _rows(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self._rounding.by_row(x) if self._inputs is None else self._rounding.by_scale(x, self._inputs)
 
     def __call__(self, x: Tensor) -> Tensor:
-        rows, scales = self._round(x.reshape(-1, self.in_features))
+        rows, scales = self._rows(x.reshape(-1, self.in_features))
         product = _on_device if x.device.type in ("cuda", "meta") else _as_floats
         result = product(rows, scales, self._values, self._scales)
         if self._bias is not None:
@@ -63,7 +87,7 @@ class Float8Linear:
 
     def outputs_from(self, first: int) -> "Float8Linear":
         bias = None if self._bias is None else self._bias[first:]
-        return Float8Linear(self._values[first:], self._scales[first:], bias, self._round)
+        return Float8Linear(self._values[first:], self._scales[first:], bias, self._rounding, self._inputs)
 
     def dense_from(self, first: int) -> tuple[Tensor, Tensor | None]:
         weight = self._values[first:].float() * self._scales[first:]
@@ -73,7 +97,8 @@ class Float8Linear:
         return as_bytes(self._values)
 
     def on(self, data: Tensor) -> "Float8Linear":
-        return Float8Linear(data.view(FLOAT8).view(self._values.shape), self._scales, self._bias, self._round)
+        values = data.view(FLOAT8).view(self._values.shape)
+        return Float8Linear(values, self._scales, self._bias, self._rounding, self._inputs)
 
 
 def make_float8(
@@ -81,14 +106,23 @@ def make_float8(
     bias: Tensor | None = None,
     *,
     gated: bool = False,  # noqa: ARG001
-    rounder: RoundRows = round_rows,
+    rounding: Rounding = BY_TORCH,
+    keeps_floats: bool = False,
 ) -> Linear:
-    """A MakeLinear for weights in bfloat16; `rounder` rounds what its layers are given. A weight whose sides are no
-    multiples of 16 stays as it is."""
-    assert isinstance(weight, Tensor), "integers of a checkpoint are unpacked before they are rounded to floats"
-    if any(size % _MULTIPLE for size in weight.shape):
+    """A MakeLinear for weights in bfloat16 and for those that a checkpoint stores as such floats; `rounding` of what
+    its layers are given. One whose sides are no multiples of 16 is a plain layer; so is, with `keeps_floats`, one that
+    is not stored in 8 bits."""
+    if isinstance(weight, Rounded):
+        assert weight.values.dtype == FLOAT8, "integers of a checkpoint are unpacked before they are rounded to floats"
+        layer = Float8Linear(weight.values, weight.scales[:, None].contiguous(), bias, rounding, weight.inputs)
+        return PlainLinear(*layer.dense_from(0)) if _is_odd(weight.values) else layer
+    if keeps_floats or _is_odd(weight):
         return PlainLinear(weight, bias)
-    return Float8Linear.of(weight, bias, rounder)
+    return Float8Linear.of(weight, bias, rounding)
+
+
+def _is_odd(weight: Tensor) -> bool:
+    return any(size % _MULTIPLE for size in weight.shape)
 
 
 def _on_device(rows: Tensor, scales: Tensor, values: Tensor, by_output: Tensor) -> Tensor:

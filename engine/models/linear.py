@@ -106,7 +106,7 @@ class PackedLinear:
 
 class MakeLinear(Protocol):
     """Makes a layer of `weight [out, in]` and `bias [out]`. `gated`: half of the outputs gate the other half. A weight
-    that comes as integers stays so."""
+    that comes in 8 bits stays so."""
 
     def __call__(self, weight: Tensor | Rounded, bias: Tensor | None = None, *, gated: bool = False) -> Linear: ...
 

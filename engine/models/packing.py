@@ -21,7 +21,8 @@ class Packing:
     GPTQ (words beside scales [groups, outputs]), or SCALED (a byte for each value).
 
     `block`: how many outputs and inputs share a scale; 0: all of them. `shift` is added to stored zero points.
-    `integers`: made for products of 8-bit integers, with one scale for an output. `in_float`: products of values and
+    `integers`, `floats`: made for products of 8-bit integers, or of 8-bit floats (e4m3), with one scale for an output;
+    `static`: inputs of such layers have one stored scale, not one for each token. `in_float`: products of values and
     scales are float32 whatever type the scales are of.
     """
 
@@ -33,6 +34,8 @@ class Packing:
     shift: int = 0
     integers: bool = False
     in_float: bool = False
+    floats: bool = False
+    static: bool = False
 
     def check(self, inputs: Iterable[int], outputs: Iterable[int]) -> None:
         """Errors: ModelLoadError if layers of these widths cannot be in groups or words."""
@@ -88,7 +91,8 @@ def _fp8(given: Mapping[str, Any]) -> Packing:
     _require("fp8", kind == "e4m3", f"values in {kind}", "e4m3")
     block = given.get("weight_block_size")
     if block is None:
-        return Packing("FP8", SCALED, 8, (0, 0), in_float=True)
+        static = given.get("activation_scheme") == "static"
+        return Packing("FP8", SCALED, 8, (0, 0), in_float=True, floats=True, static=static)
     pair = _pair("fp8", block)
     return Packing(f"FP8 in blocks of {pair[0]}x{pair[1]}", SCALED, 8, pair, in_float=True)
 
@@ -119,12 +123,16 @@ def _compressed(given: Mapping[str, Any]) -> Packing:
     symmetric = scheme.get("symmetric") is not False
     _require(method, kind in ("int", "float") and (symmetric or kind == "int"), f"{kind} with zero points", "int")
     inputs = first.get("input_activations")
-    whole = isinstance(inputs, Mapping) and inputs.get("num_bits") == 8 and inputs.get("type", "int") == "int"
-    integers = layout == SCALED and kind == "int" and symmetric and whole and block in ((0, 0), (1, 0))
+    alike = isinstance(inputs, Mapping) and inputs.get("num_bits") == 8 and inputs.get("type", "int") == kind
+    whole = layout == SCALED and symmetric and alike and block in ((0, 0), (1, 0))
+    integers, floats = whole and kind == "int", whole and kind == "float"
+    static = floats and isinstance(inputs, Mapping) and not inputs.get("dynamic", False)
     values = f"{'FP' if kind == 'float' else 'int'}{bits}"
     grouped = _in_groups(block[1]) if block[0] == 1 else ""
     name = f"compressed-tensors {'W8A8 ' if integers else ''}{values}{grouped}"
-    return Packing(name, layout, bits, block, zero_points=not symmetric, integers=integers)
+    return Packing(
+        name, layout, bits, block, zero_points=not symmetric, integers=integers, floats=floats, static=static
+    )
 
 
 def _strategy(scheme: Mapping[str, Any]) -> tuple[int, int]:

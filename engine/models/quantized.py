@@ -15,11 +15,13 @@ _SMALLEST = 1e-30  # rows that are smaller than this everywhere are zero
 
 
 class Rounded(NamedTuple):
-    """A weight as integers: values [n, k] int8 and scales [n] float32. `dtype`: of what a layer takes and gives."""
+    """A weight of 8 bits: values [n, k] int8 or e4m3, scales [n] float32. `dtype`: of what a layer takes and gives.
+    `inputs`: the scale [1] float32 that all it takes is rounded with; None: each token has its own."""
 
     values: Tensor
     scales: Tensor
     dtype: torch.dtype
+    inputs: Tensor | None = None
 
 
 def as_bytes(weight: Tensor) -> Tensor:
@@ -61,7 +63,7 @@ class QuantizedLinear:
     @classmethod
     def of(cls, weight: Tensor | Rounded, bias: Tensor | None) -> "QuantizedLinear":
         """A layer of a weight [n, k], which is not kept."""
-        values, scales, dtype = round_weight(weight)
+        values, scales, dtype, _ = round_weight(weight)
         return cls(values, scales, bias, dtype)
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -16,7 +16,8 @@ _BODY = {WORDS: "weight_packed", AWQ: "qweight", GPTQ: "qweight", SCALED: "weigh
 _SCALES = {WORDS: ("weight_scale",), AWQ: ("scales",), GPTQ: ("scales",), SCALED: ("weight_scale", "weight_scale_inv")}
 _ZEROS = {WORDS: "weight_zero_point", AWQ: "qzeros", GPTQ: "qzeros", SCALED: "weight_zero_point"}
 _ORDERS = {WORDS: "weight_g_idx", GPTQ: "g_idx"}
-_ASIDE = ("weight_shape", "input_scale", "input_zero_point", "activation_scale")
+_INPUTS = ("input_scale", "activation_scale")
+_ASIDE = ("weight_shape", "input_zero_point", *_INPUTS)
 CACHE_SCALES = ("k_scale", "v_scale", "q_scale", "output_scale", "prob_output_scale")
 """Of a cache in fewer bits, which ours is not: left aside."""
 _AWQ_FIELDS = (0, 4, 1, 5, 2, 6, 3, 7)  # where a word has the values of eight outputs
@@ -67,13 +68,21 @@ def dense(packing: Packing, parts: Mapping[str, Tensor]) -> Tensor:
     return values.to(scales.dtype) * _spread(scales, packing, shape, order)
 
 
-def integers_of(packing: Packing, parts: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Values [out, in] int8 and scales [out] float32 of a layer; only where `packing.integers`. Errors: as `dense`."""
+def bytes_of(packing: Packing, parts: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Values [out, in] int8 or e4m3, scales [out] float32, and the stored scale [1] float32 of what the layer takes,
+    None where tokens have their own; only where `packing.integers` or `packing.floats`. Errors: as `dense`."""
     shape = shape_of(packing, parts)
     scales = _scales(packing, parts, shape).float().reshape(-1).expand(shape[0]).contiguous()
     if not bool(scales.isfinite().all()):
         raise ModelLoadError("scales that are not finite")
-    return _typed(parts[_BODY[SCALED]], torch.int8, "values"), scales
+    values = _typed(parts[_BODY[SCALED]], torch.float8_e4m3fn if packing.floats else torch.int8, "values")
+    given = next((parts[name] for name in _INPUTS if name in parts), None) if packing.static else None
+    if given is None:  # without one, a scale for each token is the more precise
+        return values, scales, None
+    inputs = given.float().reshape(-1)
+    if inputs.numel() != 1 or not bool(inputs.isfinite() & (inputs > 0)):
+        raise ModelLoadError(f"a scale of inputs {inputs.tolist()[:4]} (read: one that is finite and positive)")
+    return values, scales, inputs
 
 
 def _values(packing: Packing, parts: Mapping[str, Tensor], shape: tuple[int, int]) -> Tensor:

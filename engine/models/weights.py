@@ -124,8 +124,8 @@ class TensorSource(Protocol):
     def fetch(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """The tensor, of exactly this shape. Errors: ModelLoadError if it is missing or has another shape."""
 
-    def fetch_integers(self, name: str, shape: tuple[int, int]) -> Rounded | None:
-        """The weight as the integers that it is stored as, where layers are to compute with them; None elsewhere."""
+    def fetch_bytes(self, name: str, shape: tuple[int, int]) -> Rounded | None:
+        """The weight as the 8 bits that it is stored in, where layers are to compute with them; None elsewhere."""
 
 
 class DummyTensors:
@@ -145,7 +145,7 @@ class DummyTensors:
         empty = torch.empty(shape, dtype=self._dtype, device=self._device)
         return empty.normal_(0.0, shape[-1] ** -0.5 if len(shape) > 1 else 0.02, generator=self._generator)
 
-    def fetch_integers(self, _name: str, _shape: tuple[int, int]) -> None:
+    def fetch_bytes(self, _name: str, _shape: tuple[int, int]) -> None:
         return None
 
 
@@ -222,18 +222,22 @@ class _Builder:
             spec = self._spec
             bias = None if bias is None else straighten(spec, bias)
             if isinstance(weight, Rounded):
-                weight = Rounded(straighten(spec, weight.values), straighten(spec, weight.scales), weight.dtype)
+                values, scales = straighten(spec, weight.values), straighten(spec, weight.scales)
+                weight = weight._replace(values=values, scales=scales)
             else:
                 weight = straighten(spec, weight)
         return self._make(weight, bias, gated=gated)
 
     def _weight(self, modules: list[tuple[str, tuple[int, int]]]) -> Tensor | Rounded:
-        """As integers only if every module is."""
-        integers = [found for each in modules if (found := self._source.fetch_integers(*each)) is not None]
-        if len(integers) < len(modules):
+        """In 8 bits only if every module is stored so."""
+        found = [each for module in modules if (each := self._source.fetch_bytes(*module)) is not None]
+        if len(found) < len(modules):
             return _stack([self._source.fetch(*each) for each in modules])
-        values, scales = _stack([each.values for each in integers]), _stack([each.scales for each in integers])
-        return Rounded(values, scales, integers[0].dtype)
+        values, scales = _stack([each.values for each in found]), _stack([each.scales for each in found])
+        given = [each.inputs for each in found if each.inputs is not None]
+        # one input for all of them: of scales that differ nevertheless, the largest cuts nobody's off
+        inputs = torch.stack(given).amax(0) if len(given) == len(found) else None
+        return Rounded(values, scales, found[0].dtype, inputs)
 
     def _norm(self, module: str) -> Norm:
         shape = (self._spec.hidden_size,)

@@ -40,6 +40,34 @@ def round_rows_kernel(x, values, scales, width, SMALLEST: tl.constexpr, BLOCK: t
         tl.store(values + row * width + columns, _nearest(exact).to(values.dtype.element_ty), mask=columns < width)
 
 
+@triton.jit
+def scale_rows_kernel(x, given, values, scales, width, BLOCK: tl.constexpr):
+    """Program (row), in one reading. `given` [1]: the scale of all rows, which one that is not finite does not get."""
+    row = tl.program_id(0).to(tl.int64)
+    scale = tl.load(given)
+    bad = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, width, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        part = tl.load(x + row * width + columns, mask=columns < width, other=0.0).to(tl.float32)
+        bad += part - part
+        exact = tl.div_rn(part, tl.zeros_like(part) + scale)
+        cut = tl.minimum(tl.maximum(exact, -448.0), 448.0)
+        tl.store(values + row * width + columns, _nearest(cut).to(values.dtype.element_ty), mask=columns < width)
+    tl.store(scales + row, scale + tl.sum(bad, 0))
+
+
+def scale_rows(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """x [T, k], scale [1] float32 -> floats [T, k] e4m3, at most 448, and the scale for each row [T, 1]; NaN in that of
+    a row that is not finite."""
+    x = x.contiguous()
+    values, scales = torch.empty_like(x, dtype=torch.float8_e4m3fn), x.new_empty((len(x), 1), dtype=torch.float32)
+    if len(x):
+        scale_rows_kernel[(len(x),)](
+            x, scale, values, scales, x.shape[1], BLOCK=_BLOCK, num_warps=8, enable_fp_fusion=False
+        )
+    return values, scales
+
+
 def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """x [T, k] -> floats [T, k] e4m3 and scales [T, 1] float32; NaN in the scale of a row that is not finite."""
     x = x.contiguous()

@@ -134,10 +134,9 @@ def staged(config: EngineConfig, plan: LaunchPlan, runner: Runner[Any]) -> Stage
     make = _by_torch(plan)
     if isinstance(head, NativeLinear):
         make = head.native.int8_linear if plan.quantization == "int8" else head.native.linear
-    integers = plan.quantization != "none"
     load = partial(
         load_layers, plan.own, plan.folder, dtype=plan.dtype, load_format=config.load_format, seed=config.seed,
-        make=make, integers=integers,
+        make=make, stored=plan.stored,
     )  # fmt: skip
     return StagedRunner(runner, load)
 

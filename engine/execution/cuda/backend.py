@@ -22,7 +22,7 @@ from engine.execution.cuda.kernels import triton_kernels
 from engine.execution.cuda.pinned_weights import PinnedWeights
 from engine.execution.cuda.shapes import GRAPH_TOKENS, Buckets, decode_buckets, mixed_buckets
 from engine.execution.cuda.swap import staging_units
-from engine.execution.plan import LaunchPlan
+from engine.execution.plan import STORED_FLOATS, LaunchPlan
 from engine.execution.runner import Runner
 from engine.machine.facts import BUS_RATE, host_engines
 from engine.models import float8
@@ -121,7 +121,9 @@ class CudaBackend:
     def prepare(
         self, _config: EngineConfig, plan: LaunchPlan, _say: Callable[[str], None]
     ) -> tuple[LaunchPlan, MakeLinear]:
-        return plan, float8_layers() if plan.quantization == "fp8" else make_linear
+        if plan.quantization == "none":
+            return plan, make_linear
+        return plan, float8_layers(keeps_floats=plan.quantization == STORED_FLOATS)
 
     def make_runner(
         self,
@@ -158,11 +160,14 @@ def kernel_refusal(spec: ModelSpec, dtype: torch.dtype, capability: tuple[int, i
     return None
 
 
-def float8_layers() -> MakeLinear:
-    """Makes layers on floats of 8 bits, whose inputs our kernel rounds where Triton launches any."""
-    if launch_refusal() is not None:
-        return float8.make_float8
-    return partial(float8.make_float8, rounder=importlib.import_module("engine.triton_kernels.round_rows").round_rows)
+def float8_layers(*, keeps_floats: bool = False) -> MakeLinear:
+    """Makes layers on floats of 8 bits, whose inputs our kernels round where Triton launches any. `keeps_floats`: of
+    weights that are stored so, and no others."""
+    rounding = float8.BY_TORCH
+    if launch_refusal() is None:
+        kernels = importlib.import_module("engine.triton_kernels.round_rows")
+        rounding = float8.Rounding(kernels.round_rows, kernels.scale_rows)
+    return partial(float8.make_float8, rounding=rounding, keeps_floats=keeps_floats)
 
 
 @cache

@@ -49,7 +49,7 @@ class _StateDict:
         assert tensor.shape == shape, f"{name}: {tensor.shape}, not {shape}"
         return tensor
 
-    def fetch_integers(self, _name: str, _shape: tuple[int, int]) -> None:
+    def fetch_bytes(self, _name: str, _shape: tuple[int, int]) -> None:
         return None
 
 

@@ -48,7 +48,7 @@ class Native:
 
     def int8_linear(self, weight: Tensor | Rounded, bias: Tensor | None = None, *, gated: bool = False) -> "NativeInt8":
         """A layer that computes with integers of 8 bits."""
-        values, scales, dtype = round_weight(weight)
+        values, scales, dtype, _ = round_weight(weight)
         return NativeInt8(self, (values, scales), bias, dtype, gated)
 
 
