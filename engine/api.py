@@ -388,7 +388,8 @@ class DroppableLayers(NamedTuple):
 class EngineInfo:
     """Facts of the loaded model. `vocab_size` is the logits' width: any token id below it may be sent.
     `cache_tokens`: what the device cache holds of KV, in blocks of `block_size` tokens (0: not known).
-    `shares_prefixes`: between requests.
+    `shares_prefixes`: between requests. `keeps_chats`: what a process has of them in its cache when it ends in order is
+    there for the next one, on a disk.
     `embedding`: how a text becomes a vector; None: it does not. `max_num_seqs`: the most requests in a step.
     `adapters`: names of the LoRA adapters beside it, in the order of their numbers; `adapter_dir`: where further ones
     may come from, empty: there are none. `droppable`: None where no layer can be given up."""
@@ -408,6 +409,7 @@ class EngineInfo:
     adapter_dir: str = ""
     droppable: DroppableLayers | None = None
     shares_prefixes: bool = True
+    keeps_chats: bool = False
 
     @property
     def batch_lines(self) -> int:

@@ -610,4 +610,5 @@ def _info(plan: LaunchPlan, config: EngineConfig, scheduler: SchedulerConfig) ->
         adapters=tuple(each.name for each in plan.adapters),
         adapter_dir=str(Path(config.allowed_lora_dir).expanduser().resolve()) if config.allowed_lora_dir else "",
         shares_prefixes=scheduler.enable_prefix_caching,
+        keeps_chats=scheduler.disk_units > 0,
     )

@@ -255,6 +255,7 @@ def build(faults: Faults, config: EngineConfig, planned: child.Plan) -> Engine:
     settings = replace(settings, block_size=4, unit_bytes=1, disk_units=400 if config.disk_space else 0)
     core = EngineCore(settings)
     info = EngineInfo(CONTEXT, VOCAB, frozenset({EOS}), "scripted", "none", "none", 0, 800)
+    info = replace(info, keeps_chats=settings.disk_units > 0)
     info = replace(info, droppable=DroppableLayers(LAYERS, LAYER_BYTES, UNIT_LAYER_BYTES, num_units))
     runner = ScriptedRunner(faults, num_units)
     grammars: Any = ScriptedGrammars()

@@ -556,6 +556,38 @@ async def test_what_a_disk_can_keep_of_chats_is_written_at_an_orderly_end(tmp_pa
     assert (tmp_path / "run" / "kept").exists()
 
 
+@pytest.mark.parametrize("stuck", [False, True])
+async def test_it_is_written_at_a_planned_restart_too_and_requests_go_on(
+    tmp_path: Path, undisturbed: dict[str, tuple[Any, ...]], stuck: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Streams are not ended with the process that they are taken from; one that is stuck is not waited for."""
+    if stuck:
+        monkeypatch.setattr(client, "STOP_SECONDS", 0.1)
+        monkeypatch.setattr(client, "KEEP_SECONDS", 0.1)
+    await asyncio.to_thread((tmp_path / "model").mkdir)
+    (tmp_path / "model" / "model.safetensors").write_text("1")
+    config = replace(CONFIG, disk_space=1.0, model=str(tmp_path / "model"))
+    async with engine_process(tmp_path / "run", config=config, loaded=True) as engine:
+        await collect(engine, request("chat", prompt=40))
+        first = int((tmp_path / "engine.pid").read_text())
+        streams = await engine.submit(mixture())
+        ends = [asyncio.create_task(_read(stream)) for stream in streams]
+        await until(lambda: any(entry.token_ids for entry in engine._open))
+        if stuck:
+            os.kill(first, signal.SIGSTOP)
+        renewal = asyncio.create_task(engine.renew(anyway=True))
+        await asyncio.sleep(0)
+        late = asyncio.create_task(collect(engine, request("late")))
+        assert "another engine process" in await renewal
+        found = {each.request_id: summed(await end)[:4] for each, end in zip(mixture(), ends, strict=True)}
+        assert found == {name: expected[:4] for name, expected in undisturbed.items()}
+        assert (await late)[-1].finish_reason is FinishReason.LENGTH
+        assert (await engine.stats()).restarts == {"renewed": 1}
+        assert int((tmp_path / "engine.pid").read_text()) != first
+        assert (tmp_path / "run" / "kept").exists() is not stuck
+        await until_idle(engine)
+
+
 def test_frames_come_out_as_they_went_in_however_they_are_cut() -> None:
     messages: list[frames.ToEngine] = [frames.Submit(1, tuple(mixture())), frames.Shutdown(), frames.AskStats(2)]
     data = b"".join(map(frames.encode, messages))

@@ -363,7 +363,8 @@ class FleetClient:
         for member in self._members:
             if member.engine.is_up:
                 continue
-            member.lose_cache()
+            if not (member.leaves and member.engine.info.keeps_chats):
+                member.lose_cache()
             living = self._living()
             entries = member.engine.take_movable() if living else []
             for entry in entries:

@@ -1,7 +1,8 @@
 """Which prompts an engine of several is expected to have in its prefix cache: those that it was given last.
 
 A record of what was routed, not of the cache: it holds as many blocks as the cache does, those not used for longest are
-forgotten first, and all of them when the process ends. Where it is wrong a prompt is computed, and nothing is lost.
+forgotten first, and all of them when the process ends, unless it could write what it had to a disk before. Where it is
+wrong a prompt is computed, and nothing is lost.
 """
 
 from collections.abc import Sequence

@@ -131,6 +131,7 @@ class EngineProcess:
         self._adapters: dict[int, AdapterFiles] = {}
         self._task: asyncio.Task[None] | None = None
         self._started = self._draining = self._stopping = self._judged = self._has_worked = False
+        self._dismissal: asyncio.TimerHandle | None = None
         self._death: str | None = None
         self._dead = asyncio.Event()
 
@@ -377,14 +378,26 @@ class EngineProcess:
             if self._child is not child or self._stopping:
                 await launcher.drop()
                 return STARTED_ANYWAY
+        keeps = launcher.launch.config.disk_space > 0 and source == launcher.source
         launcher.source = source
         self._cause = RENEWED
         self._ready.clear()
-        child.kill()
+        self._dismiss(child, KEEP_SECONDS if keeps else 0.0)
         while not self._ready.is_set() and self._death is None and not self._draining:
             self._changed.clear()
             await self._changed.wait()
         return "another engine process runs"
+
+    def _dismiss(self, child: Endpoint, keep_seconds: float) -> None:
+        """Have it end, now or after it has written what the disk keeps of chats for the next one. Its requests stay
+        open here: see `_deliver`."""
+        if not keep_seconds:
+            child.kill()
+            return
+        self._watch.end()
+        self._calls.end()  # what it has not answered yet is asked of the next one
+        self._send(frames.Shutdown(keep_seconds))
+        self._dismissal = asyncio.get_running_loop().call_later(STOP_SECONDS + keep_seconds, child.kill)
 
     async def start(self) -> None:
         """Start stepping; a process that cannot is an error now, and later one that died."""
@@ -543,6 +556,8 @@ class EngineProcess:
     async def _end(self, child: Endpoint, grace: float) -> str:
         """See that it is gone, and all that was asked of it with it."""
         self._down()
+        if self._dismissal is not None:
+            self._dismissal.cancel()
         ended = ""
         if grace:
             with suppress(TimeoutError):
@@ -659,6 +674,8 @@ class EngineProcess:
         entry = self._open.get(output.request_id)
         if entry is None:
             return  # ended here meanwhile
+        if output.finish_reason is FinishReason.ABORT:
+            return  # nobody asked for that: the process was dismissed, and the next one goes on with the request
         keeps_up = entry.take(output)
         self._has_worked = self._has_worked or bool(output.token_ids)
         self._suspects.got_on(output.request_id, entry.num_computed)
