@@ -40,6 +40,8 @@ def decode_both(
     seed: int,
     max_items: int,
     window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> DecodeWork:
     """Decode request i with lengths[i] tokens of table row rows[i], in a batch with two padded requests."""
     generator = torch.Generator().manual_seed(seed + 1)
@@ -53,6 +55,7 @@ def decode_both(
     partial_lse = torch.full((max_items, heads), NAN, device=DEVICE)
     where = {
         "layer": cache.layer, "scratch_base": cache.scratch_base, "scale": 1.3 * head_dim**-0.5, "window": window,
+        "softcap": softcap, "sinks": sinks,
     }  # fmt: skip
     actual = torch.full(q.shape, NAN, dtype=dtype, device=DEVICE)
     tables = (cache.k_table, cache.v_table)
@@ -98,6 +101,22 @@ def test_decode_sees_a_window(window: int) -> None:
     assert work.ranges[0, 1].item() > 16
 
 
+def sinks_of(heads: int) -> Tensor:
+    """Below every score, among them, above all: so far that the exponential of the difference is none."""
+    return torch.tensor([-9.0, 0.0, 0.5, 2.0, 6.0, 200.0], device=DEVICE).repeat(heads // 6 + 1)[:heads].contiguous()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("sinks", [False, True], ids=["no sinks", "sinks"])
+@pytest.mark.parametrize(("softcap", "window"), [(0.0, 0), (0.7, 0), (30.0, 95)])
+def test_decode_caps_scores_and_counts_sinks_once(softcap: float, window: int, sinks: bool, dtype: torch.dtype) -> None:
+    """Contexts that are split, whole and empty ones."""
+    cache = paged_cache([640, 40], seed=6, dtype=dtype, kv_heads=2, head_dim=64)
+    learned = sinks_of(6) if sinks else None
+    work = decode_both(cache, [640, 40, 0], [0, 1, 0], 3, dtype, 6, 64, window, softcap, learned)
+    assert work.ranges[:3, 1].tolist()[1:] == [2, 0] and work.ranges[0, 1].item() > 16
+
+
 def test_decode_with_no_room_to_split() -> None:
     cache = paged_cache([90, 40], seed=4, dtype=torch.float32, kv_heads=2, head_dim=64)
     work = decode_both(cache, [90, 40], [1, 0][::-1], 2, torch.float32, 4, max_items=5)
@@ -119,6 +138,8 @@ def prefill_both(
     config: LaunchConfig,
     window: int = 0,
     slots: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> tuple[PrefillWork, Tensor]:
     """The work list and what the kernel gave; with `slots` contexts of 128 tokens are split."""
     generator = torch.Generator().manual_seed(7)
@@ -130,6 +151,7 @@ def prefill_both(
     q = fused_heads(generator, count, kv_heads * group, head_dim, dtype)
     where = {
         "layer": cache.layer, "scratch_base": cache.scratch_base, "scale": 1.3 * head_dim**-0.5, "window": window,
+        "softcap": softcap, "sinks": sinks,
     }  # fmt: skip
     actual = torch.full(q.shape, NAN, dtype=dtype, device=DEVICE)
     expected = torch.full(q.shape, NAN, dtype=torch.float64, device=DEVICE)
@@ -227,6 +249,21 @@ def test_prefill_of_random_chunks(seed: int) -> None:
     group = int(rng.integers(1, 9))
     cache = paged_cache(lengths, seed=seed, dtype=torch.float32, kv_heads=1, head_dim=64)
     prefill_both(cache, chunks, int(sizes.sum()) + 1, group, torch.float32, PREFILL_TILE)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("sinks", [False, True], ids=["no sinks", "sinks"])
+@pytest.mark.parametrize(("softcap", "window"), [(0.0, 0), (0.7, 0), (30.0, 95)])
+@pytest.mark.parametrize("slots", [0, 10])
+def test_prefill_caps_scores_and_counts_sinks_once(
+    slots: int, softcap: float, window: int, sinks: bool, dtype: torch.dtype
+) -> None:
+    """Chunks behind long pasts, which are split or not, beside a short prompt."""
+    cache = paged_cache([20, 300], seed=14, dtype=dtype, kv_heads=3, head_dim=64)
+    learned = sinks_of(6) if sinks else None
+    chunks = [[0, 0, 20, 0], [1, 20, 7, 293]]
+    work, _ = prefill_both(cache, chunks, 27, 2, dtype, PREFILL_TILE, window, slots, softcap, learned)
+    assert bool((work.items[:, 7] > 1).any()) == (slots > 0)
 
 
 @pytest.mark.parametrize("window", [1, 32, 70])

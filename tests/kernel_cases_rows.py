@@ -15,7 +15,7 @@ from engine.triton_kernels.layer_norm import add_layer_norm, layer_norm
 from engine.triton_kernels.penalties import count_tokens, penalise
 from engine.triton_kernels.rms_norm import add_rms_norm, rms_norm
 from engine.triton_kernels.round_rows import round_rows, scale_rows
-from engine.triton_kernels.silu_and_mul import silu_and_mul
+from engine.triton_kernels.silu_and_mul import gelu_tanh_and_mul, silu_and_mul
 from engine.triton_kernels.token_mask import token_mask
 
 WIDTHS = [(1, 64), (3, 576), (5, 1000), (2, 5120)]
@@ -53,6 +53,18 @@ def test_rms_norm(rows: int, width: int, dtype: torch.dtype) -> None:
     # The sum is rounded before it is normed, so the norm in float32 starts from the rounded sum.
     assert_same(out, twin.rms_norm(total.float(), weight.float(), 1e-2), dtype)
     assert_same(out, twin_out, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rms_norm_with_a_weight_of_floats_is_rounded_once(dtype: torch.dtype) -> None:
+    generator, x = inputs(5, 1000, dtype)
+    weight = random(generator, 1000) + 1.0
+    wide = x.double()
+    expected = (wide * (wide.square().mean(-1, keepdim=True) + 1e-2).rsqrt() * weight).to(dtype)
+    for found in (rms_norm(x, weight, 1e-2), twin.rms_norm(x, weight, 1e-2)):
+        assert found.dtype == dtype
+        assert float((found != expected).float().mean()) < (0.01 if dtype.itemsize == 2 else 1.0), "rounded twice"
+        assert_same(found, expected, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -118,10 +130,12 @@ def test_scale_rows(rows: int, width: int, dtype: torch.dtype) -> None:
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # numpy's, in the interpreter; wanted below
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("rows", "width"), [(1, 64), (3, 1536), (2, 1000)])
-def test_silu_and_mul(rows: int, width: int, dtype: torch.dtype) -> None:
+def test_gates(rows: int, width: int, dtype: torch.dtype) -> None:
     _, x = inputs(rows, 2 * width, dtype)
     x[0, 0] = -200.0  # exp overflows
     assert_same(silu_and_mul(x), twin.silu_and_mul(x.double()), dtype)
+    x[0, 1] = -40.0  # a cube of which half precision has no number
+    assert_same(gelu_tanh_and_mul(x), twin.gelu_tanh_and_mul(x.double()), dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -1,7 +1,7 @@
 """What every kernel that a served step launches compiles to, for seven architectures; no GPU is needed.
 
 The launches are recorded on the dry device: the shapes of real models (two layers of each), every kind of step, the
-cache in 8 bits, windows, graphs and none. Each is compiled as Triton's own front end asks for it. `python
+cache in 8 bits, windows, softcaps, graphs and none. Each is compiled as Triton's own front end asks for it. `python
 tests/kernel_ledger.py` writes docs/develop/kernels.md anew (minutes); tests/test_kernel_ledger.py compares.
 """
 
@@ -52,7 +52,15 @@ MODELS: dict[str, tuple[dict[str, object], bool]] = {
         SHAPES["8B"] | {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 64},
         False,
     ),
-}
+    "gemma2": (
+        SHAPES["8B"]
+        | {
+            "architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "hidden_size": 3584, "head_dim": 256,
+            "num_attention_heads": 16, "num_key_value_heads": 8, "sliding_window": 64, "tie_word_embeddings": True,
+        },
+        False,
+    ),
+}  # fmt: skip
 """Shapes, and whether K and V are kept in 8 bits. The window is one that the steps here go beyond."""
 
 
@@ -212,7 +220,7 @@ def read(path: Path = PAGE) -> tuple[str, dict[tuple[str, int], Binary]]:
 _ABOUT = """# What the Triton kernels compile to
 
 Made by `python tests/kernel_ledger.py` with Triton {version}, without a GPU: counts of the code, not times. Every
-launch of a step of eight models (two layers each; d256: heads of 256), as it is served, for each architecture:
+launch of a step of nine models (two layers each; d256: heads of 256), as it is served, for each architecture:
 registers of a thread / bytes of its stack / bytes of shared memory / instructions / instructions of the longest loop. A
 stack where many registers are in use is of those that did not fit, and none may have one. An empty cell: not launched
 there, another variant is. Tests fail where a launch is missing here, and where a figure changed by more than a tenth.

@@ -129,7 +129,7 @@ def kinds_of(spec: ModelSpec) -> list[str]:
     return [kind for kind in KINDS if kind not in ("from hidden state", "restored") or not hidden_offer(spec).refusal]
 
 
-@pytest.mark.parametrize("name", [name for name in FAMILY_CASES if not name.startswith("gemma")])
+@pytest.mark.parametrize("name", FAMILY_CASES)
 def test_no_step_waits_for_the_device_or_the_compiler(name: str) -> None:
     spec = load_spec(model_folder(name))
     with dry_device() as dry:

@@ -136,6 +136,7 @@ HYBRID_RUNS = [
     ("neox", "apt", 1),
     ("llama-mha-tied", "apt", 0),
     ("qwen3", "goodput", 0),
+    ("gemma3", "apt", 1),
     ("llama-gqa2", "apt", 1),
 ]
 """Case, policy and depth."""

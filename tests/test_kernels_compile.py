@@ -161,13 +161,13 @@ def attention_inputs(head_dim: int, group: int, dtype: torch.dtype, table: torch
 
 
 def compile_decode(
-    compiler: Compiler, arch: int, head_dim: int, group: int, dtype: torch.dtype, table: torch.dtype, window: int = 0
+    compiler: Compiler, arch: int, head_dim: int, group: int, dtype: torch.dtype, table: torch.dtype, **features: Any
 ) -> None:
     q, *cache = attention_inputs(head_dim, group, dtype, table)
     tile = configs.decode_config(arch, head_dim, group, dtype)
     work = DecodeWork(32, 98, tile.block_n, META)
     partial = meta(98, *q.shape[1:], dtype=torch.float32), meta(98, q.shape[1], dtype=torch.float32)
-    where = {"layer": 5, "scratch_base": 900, "scale": 0.1, "window": window}
+    where = {"layer": 5, "scratch_base": 900, "scale": 0.1, **features}
     split, merge = compiler.launch(decode_attention, "decode_attention", arch, q, *cache, work, *partial, q, **where)
     for binary in (split, merge):
         check(binary, arch)
@@ -183,7 +183,7 @@ def compile_decode(
 
 
 def compile_prefill(
-    compiler: Compiler, arch: int, head_dim: int, group: int, dtype: torch.dtype, table: torch.dtype, window: int = 0
+    compiler: Compiler, arch: int, head_dim: int, group: int, dtype: torch.dtype, table: torch.dtype, **features: Any
 ) -> None:
     q, *cache = attention_inputs(head_dim, group, dtype, table)
     tile = configs.prefill_config(arch, head_dim, dtype)
@@ -194,7 +194,7 @@ def compile_prefill(
     partial = (
         meta(work.partials, *q.shape[1:], dtype=torch.float32), meta(work.partials, q.shape[1], dtype=torch.float32)
     )  # fmt: skip
-    where = {"layer": 5, "scratch_base": 900, "scale": 0.1, "window": window}
+    where = {"layer": 5, "scratch_base": 900, "scale": 0.1, **features}
     binary, merge = compiler.launch(prefill_attention, "prefill_attention", arch, q, *cache, work, *partial, q, **where)
     for each in (binary, merge):
         check(each, arch)
@@ -220,6 +220,15 @@ def test_attention(compiler: Compiler, phase: str, arch: int, head_dim: int, gro
 @pytest.mark.parametrize("arch", [90, 80])
 def test_attention_within_a_window(compiler: Compiler, phase: str, arch: int) -> None:
     ATTENTION[phase](compiler, arch, 128, 4, torch.bfloat16, torch.int32, window=4096)
+
+
+@pytest.mark.parametrize("phase", ATTENTION)
+@pytest.mark.parametrize("arch", [90, 80])
+def test_attention_of_gemma_and_gpt_oss(compiler: Compiler, phase: str, arch: int) -> None:
+    """Softcaps in heads of 256; sinks beside a window in heads of 64."""
+    ATTENTION[phase](compiler, arch, 256, 2, torch.bfloat16, torch.int32, softcap=50.0)
+    sinks = meta(64, dtype=torch.float32)
+    ATTENTION[phase](compiler, arch, 64, 8, torch.bfloat16, torch.int32, window=128, sinks=sinks)
 
 
 @pytest.mark.slow
@@ -278,6 +287,7 @@ def test_copies_and_activation(compiler: Compiler, arch: int) -> None:
     x, index, table = meta(512, 4096), meta(512, dtype=torch.int32), meta(64, 512, dtype=torch.int32)
     cache = x, index, index, meta(999, 16, 32, 128), table
     binaries = compiler.launch(silu_and_mul, "silu_and_mul", arch, x)
+    binaries += compiler.launch(silu_and_mul, "gelu_tanh_and_mul", arch, x)
     binaries += compiler.launch(hidden_state, "hidden_write", arch, *cache, layer=5, scratch_base=900)
     binaries += compiler.launch(hidden_state, "hidden_gather", arch, *cache, layer=5, scratch_base=900)
     binaries += compiler.launch(unit_copy, "unit_copy", arch, x, x, meta(9, 2, dtype=torch.int64))

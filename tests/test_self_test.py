@@ -9,15 +9,19 @@ import pytest
 import tiny_models
 import tiny_transformers
 import torch
+from native_build import native_library
 
 from engine import build
 from engine.build import build_runner, plan_launch
 from engine.config import EngineConfig
 from engine.errors import ModelLoadError
 from engine.execution.cpu.device import TorchDevice
-from engine.execution.cpu.native.library import load
+from engine.execution.cpu.native.device import NativeDevice
+from engine.execution.cpu.native.library import Team, load
+from engine.execution.cpu.native.linear import Native, NativeLinear
 from engine.execution.self_test import LIMITS, test_family, test_modules
 from engine.models.decoder import Decoder
+from engine.models.linear import MakeLinear, make_linear
 from engine.models.manner import Manner
 from engine.models.spec import ModelSpec, load_spec
 from engine.models.transformers_model import Attend, TransformersModel, load_model, load_shape
@@ -80,16 +84,30 @@ GEMMA_MUTANTS: dict[str, tuple[str, Callable[[ModelSpec], dict[str, Any]]]] = {
 }
 
 
+def native_device(spec: ModelSpec, weights: ModelWeights) -> NativeDevice:
+    assert isinstance(weights.head, NativeLinear)
+    return NativeDevice(Decoder(spec, weights), weights.head.native, LIMITS)
+
+
+@pytest.mark.timeout(900)  # the first test may have to build the library
+@pytest.mark.parametrize("native", [False, True], ids=["torch", "native"])
 @pytest.mark.parametrize("mutant", GEMMA_MUTANTS)
-def test_what_is_dropped_of_a_gemma_is_noticed(mutant: str) -> None:
+def test_what_is_dropped_of_a_gemma_is_noticed(mutant: str, native: bool) -> None:
     """Layers of both kinds are looked at, though its first three are of one."""
     name, change = GEMMA_MUTANTS[mutant]
     folder = tiny_models.model_folder(name)
+    make: MakeLinear = make_linear
+    if native:
+        library = native_library()
+        make = Native(library, max(library.levels()), Team(library, 1)).linear
+    device = native_device if native else torch_device
 
     def forgetful(small: ModelSpec, weights: ModelWeights) -> TorchDevice:
-        return torch_device(replace(small, **change(small)), weights)
+        return device(replace(small, **change(small)), weights)
 
-    assert "of their spread" in test_family(load_spec(folder), folder, "float32", forgetful)
+    spec = load_spec(folder)
+    assert test_family(spec, folder, "float32", device, make) == ""
+    assert "of their spread" in test_family(spec, folder, "float32", forgetful, make)
 
 
 @pytest.mark.parametrize("stored", ["centered_norms", "branch_norms"])

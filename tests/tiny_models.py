@@ -111,7 +111,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "Gemma3TextConfig",
         {
             **_GEMMA,
-            "num_key_value_heads": 2,
+            "num_key_value_heads": 4,
             "attn_logit_softcapping": None,
             "num_hidden_layers": 5,
             "sliding_window_pattern": 4,

@@ -38,6 +38,7 @@ class Ops(Protocol):
         self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]: ...
     def silu_and_mul(self, x: Tensor) -> Tensor: ...
+    def gelu_tanh_and_mul(self, x: Tensor) -> Tensor: ...
 
 
 class Decoder:
@@ -48,7 +49,8 @@ class Decoder:
         self.weights = weights
         self._ops = ops
         self._embedding_scale = embedding_scale(spec, weights.embedding.dtype)
-        self._activation = (torch_ops.ACTIVATIONS | {"silu": ops.silu_and_mul})[spec.activation]
+        gates = {"silu": ops.silu_and_mul, "gelu_tanh_gated": ops.gelu_tanh_and_mul}
+        self._activation = (torch_ops.ACTIVATIONS | gates)[spec.activation]
 
     def embed(self, token_ids: Tensor, positions: Tensor) -> Tensor:
         """token_ids [T], positions [T] -> hidden state [T, H]."""

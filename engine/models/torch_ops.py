@@ -195,12 +195,14 @@ def decode_attention(
     scratch_base: int,
     scale: float,
     window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> None:
     """out[i] = softmax(scale * q[i] K^T) V; shapes as in the kernel's wrapper, `partial*` unused."""
     del partial, partial_lse
     for index, (row, length) in enumerate(work.requests.tolist()[: len(q)]):
         k, v = (_gather(pool, table[row], length, layer, scratch_base)[-window:] for table in (k_table, v_table))
-        out[index] = _attend(q[index], k, v, scale).to(out.dtype) if length else 0.0
+        out[index] = _attend(q[index], k, v, scale, softcap, sinks).to(out.dtype) if length else 0.0
 
 
 def prefill_attention(
@@ -217,6 +219,8 @@ def prefill_attention(
     scratch_base: int,
     scale: float,
     window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> None:
     """Causal attention of every chunk's tokens; shapes as in the kernel's wrapper, `partial*` unused."""
     del partial, partial_lse
@@ -225,7 +229,7 @@ def prefill_attention(
         for token in range(length):
             end = position + token + 1
             seen = slice(max(0, end - window) if window else 0, end)
-            out[first + token] = _attend(q[first + token], k[seen], v[seen], scale).to(out.dtype)
+            out[first + token] = _attend(q[first + token], k[seen], v[seen], scale, softcap, sinks).to(out.dtype)
 
 
 def _gather(pool: Tensor, row: Tensor, length: int, layer: int, scratch_base: int) -> Tensor:
@@ -246,13 +250,17 @@ def _keep(pool: Tensor, slots: Tensor, x: Tensor) -> None:
         pool.flatten(0, 1)[slots] = x
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """q [heads, head_dim] over k, v [tokens, kv_heads, head_dim]."""
+def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, cap: float, sinks: Tensor | None) -> Tensor:
+    """q [heads, head_dim] over k, v [tokens, kv_heads, head_dim]; sinks [heads] or None."""
     wide = torch.promote_types(q.dtype, torch.float32)
     group = q.shape[0] // k.shape[1]
     k, v = (value.to(wide).repeat_interleave(group, dim=1) for value in (k, v))
-    weights = (torch.einsum("hd,thd->ht", q.to(wide), k) * scale).softmax(dim=-1)
-    return torch.einsum("ht,thd->hd", weights, v)
+    scores = torch.einsum("hd,thd->ht", q.to(wide), k) * scale
+    if cap:
+        scores = cap * torch.tanh(scores / cap)
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.to(wide)[:, None]), dim=-1)
+    return torch.einsum("ht,thd->hd", scores.softmax(dim=-1)[:, : len(k)], v)
 
 
 def hidden_write(

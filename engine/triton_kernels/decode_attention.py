@@ -23,6 +23,7 @@ from engine.triton_kernels.addressing import (
 from engine.triton_kernels.work import DecodeWork
 
 _LOG2_E = 1.4426950408889634
+_BASE_2 = tl.constexpr(_LOG2_E)
 _NOTHING = tl.constexpr(-1e38)  # the maximum of no scores: finite, unlike that of hidden ones
 
 
@@ -42,10 +43,27 @@ def online_softmax(scores, peak, total):
 
 
 @triton.jit
+def capped(scores, SOFTCAP: tl.constexpr):
+    """SOFTCAP * tanh(scores) in base 2, where there is a cap: such scores come divided by it, and not in base 2."""
+    if SOFTCAP > 0:
+        scores = (1.0 - 2.0 / (tl.exp2(scores * (2.0 * _BASE_2)) + 1.0)) * (SOFTCAP * _BASE_2)
+    return scores
+
+
+@triton.jit
+def with_sink(acc, peak, total, sink):
+    """What is summed of whole contexts [rows, dims], and its sum, beside a score `sink [rows]` without a value."""
+    sink = sink * _BASE_2
+    new_peak = tl.maximum(peak, sink)
+    scale = tl.exp2(peak - new_peak)
+    return acc * scale[:, None], total * scale + tl.exp2(sink - new_peak)
+
+
+@triton.jit
 def attend_split(
     q, pool, k_row, v_row, head, begin, end, oldest, layer, scratch_base, scale,
     BLOCK_SIZE: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, SLICE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, WINDOW: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """Tokens [begin, end) of one KV head, with a window from `oldest` on, for the rows of `q` [BLOCK_M, BLOCK_D]:
     (weighted V, peak, sum)."""
@@ -77,6 +95,7 @@ def attend_split(
         if pool.dtype.element_ty == tl.int8:
             at = scale_pointers(pool, k_at, tokens, head, BLOCK_SIZE, ROW, KV_HEADS)
             scores *= load_scales(at, seen)[None, :]
+        scores = capped(scores, SOFTCAP)
         scores = tl.where(seen[None, :], scores, float("-inf"))
         weights, peak, total, rescale = online_softmax(scores, peak, total)
         if pool.dtype.element_ty == tl.int8:
@@ -88,10 +107,11 @@ def attend_split(
 
 @triton.jit(do_not_specialize=["layer", "scratch_base"])
 def split_kernel(
-    q_ptr, pool, k_table, v_table, items, ranges, out_ptr, partial, partial_lse, q_stride, out_stride, table_stride,
-    layer, scratch_base, scale,
+    q_ptr, pool, k_table, v_table, items, ranges, out_ptr, partial, partial_lse, sinks, q_stride, out_stride,
+    table_stride, layer, scratch_base, scale,
     BLOCK_SIZE: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     SLICE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     """Program (KV head, item). A request with one split goes straight to `out`, others to partial results."""
     head = tl.program_id(0)
@@ -116,11 +136,14 @@ def split_kernel(
     q = tl.load(q_at, mask=mask, other=0.0)
     acc, peak, total = attend_split(
         q, pool, k_table + row, v_table + row, head, begin, end, oldest, layer, scratch_base, scale,
-        BLOCK_SIZE, KV_HEADS, HEAD_DIM, SLICE, BLOCK_M, BLOCK_N, BLOCK_D, WINDOW,
+        BLOCK_SIZE, KV_HEADS, HEAD_DIM, SLICE, BLOCK_M, BLOCK_N, BLOCK_D, WINDOW, SOFTCAP,
     )  # fmt: skip
     if WINDOW > 0:  # an empty split weighs nothing beside others, and must not be NaN
         peak = tl.where(total == 0.0, _NOTHING, peak)
         total = tl.where(total == 0.0, 1.0, total)
+    if SINKS:  # of a context that is split it counts in the merge, once
+        sink = tl.load(sinks + head * GROUP + group, mask=group < GROUP, other=0.0)
+        acc, total = with_sink(acc, peak, total, tl.where(splits == 1, sink, float("-inf")))
     acc = acc / total[:, None]
     if splits == 1:
         out_at = out_ptr + request.to(tl.int64) * out_stride + columns[:, None] + dims[None, :]
@@ -133,8 +156,8 @@ def split_kernel(
 
 @triton.jit
 def merge_kernel(
-    ranges, partial, partial_lse, out_ptr, out_stride,
-    NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
+    ranges, partial, partial_lse, sinks, out_ptr, out_stride,
+    NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     """Program (head, range): weigh the splits of a row of `out` by their sums. A range is (first row of the partial
     results, splits, row of `out`, -); without any split the output is zero, one is in `out` already."""
@@ -149,6 +172,9 @@ def merge_kernel(
     inside = dims < HEAD_DIM
     peak = tl.full([1], float("-inf"), tl.float32)
     total = tl.zeros([1], tl.float32)
+    if SINKS:  # as if a split had seen it alone
+        peak = total + tl.load(sinks + head) * _BASE_2
+        total += 1.0
     acc = tl.zeros([BLOCK_D], tl.float32)
     for start in range(0, count, BLOCK_S):
         index = start + tl.arange(0, BLOCK_S)
@@ -177,6 +203,8 @@ def decode_attention(
     scratch_base: int,
     scale: float,
     window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
     config: configs.LaunchConfig | None = None,
 ) -> None:
     """out[i] = softmax(scale * q[i] K^T) V over the context of request i; zeros where `work` has no such request.
@@ -184,10 +212,13 @@ def decode_attention(
     Shapes: q, out [n, heads, head_dim] with n <= the work list's requests; pool [slices, block_size, kv_heads,
     head_dim], int8 too; k_table, v_table [rows, max_blocks]; partial [max_items, heads, head_dim] and partial_lse
     [max_items, heads] float32, scratch whose contents do not matter. `window`: the last tokens that are seen, 0: all.
+    `softcap` c, if not 0: a score s becomes c * tanh(s / c). `sinks` [heads] float32: of every head a score that takes
+    part in the softmax and has no value.
     The grid depends on shapes alone.
     """
     (num_requests, num_heads, head_dim), (_, block_size, kv_heads, _) = q.shape, pool.shape
     _check(q, pool, k_table, v_table, work, partial, partial_lse, out)
+    check_sinks(sinks, num_heads)
     group = num_heads // kv_heads
     int8 = pool.dtype == torch.int8
     config = config or configs.decode_config(configs.device_arch(q.device), head_dim, group, q.dtype, int8=int8)
@@ -196,21 +227,31 @@ def decode_attention(
         return
     block_d = configs.next_power_of_two(head_dim)
     split_kernel[(kv_heads, work.items.shape[0])](
-        q, pool, k_table, v_table, work.items, work.ranges, out, partial, partial_lse, q.stride(0), out.stride(0),
-        k_table.stride(0), layer, scratch_base, scale * _LOG2_E, BLOCK_SIZE=block_size, KV_HEADS=kv_heads, GROUP=group,
-        HEAD_DIM=head_dim, BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_D=block_d, **config.options,
-        SLICE=pool.stride(0), WINDOW=window,
+        q, pool, k_table, v_table, work.items, work.ranges, out, partial, partial_lse,
+        partial_lse if sinks is None else sinks, q.stride(0), out.stride(0), k_table.stride(0), layer, scratch_base,
+        scale_of(scale, softcap), BLOCK_SIZE=block_size, KV_HEADS=kv_heads, GROUP=group, HEAD_DIM=head_dim,
+        BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_D=block_d, **config.options, SLICE=pool.stride(0),
+        WINDOW=window, SOFTCAP=softcap, SINKS=sinks is not None,
     )  # fmt: skip
-    merge_splits(work.ranges[:num_requests], partial, partial_lse, out)
+    merge_splits(work.ranges[:num_requests], partial, partial_lse, out, sinks)
 
 
-def merge_splits(ranges: Tensor, partial: Tensor, partial_lse: Tensor, out: Tensor) -> None:
-    """Rows of `out` [n, heads, head_dim] from their splits: `ranges` [m, 4] as in `merge_kernel`, `partial` and
-    `partial_lse` as in `decode_attention`. Of prefill too: one variant serves both, so neither compiles another."""
+def scale_of(scale: float, softcap: float) -> float:
+    """What products are multiplied by in front of `capped`."""
+    return scale / softcap if softcap else scale * _LOG2_E
+
+
+def merge_splits(
+    ranges: Tensor, partial: Tensor, partial_lse: Tensor, out: Tensor, sinks: Tensor | None = None
+) -> None:
+    """Rows of `out` [n, heads, head_dim] from their splits: `ranges` [m, 4] as in `merge_kernel`, `partial`,
+    `partial_lse` and `sinks` as in `decode_attention`. Of prefill too: one variant serves both, so neither compiles
+    another."""
     _, num_heads, head_dim = out.shape
     merge_kernel[(num_heads, len(ranges))](
-        ranges, partial, partial_lse, out, out.stride(0), NUM_HEADS=num_heads, HEAD_DIM=head_dim, BLOCK_S=16,
-        BLOCK_D=configs.next_power_of_two(head_dim), num_warps=4, num_stages=1, enable_fp_fusion=True,
+        ranges, partial, partial_lse, partial_lse if sinks is None else sinks, out, out.stride(0), NUM_HEADS=num_heads,
+        HEAD_DIM=head_dim, BLOCK_S=16, BLOCK_D=configs.next_power_of_two(head_dim), SINKS=sinks is not None,
+        num_warps=4, num_stages=1, enable_fp_fusion=True,
     )  # fmt: skip
 
 
@@ -238,3 +279,10 @@ def check_partials(partial: Tensor, partial_lse: Tensor, shape: tuple[int, ...])
     assert partial.shape == shape and partial.is_contiguous(), f"partial: contiguous {shape}, not {partial.shape}"
     assert partial_lse.shape == shape[:2] and partial_lse.is_contiguous(), f"partial_lse: contiguous {shape[:2]}"
     assert partial.dtype == partial_lse.dtype == torch.float32, "partial results are float32"
+
+
+def check_sinks(sinks: Tensor | None, num_heads: int) -> None:
+    """Assert the contract of a layer's sinks."""
+    if sinks is not None:
+        assert sinks.shape == (num_heads,) and sinks.is_contiguous(), f"sinks: [{num_heads}], not {list(sinks.shape)}"
+        assert sinks.dtype == torch.float32, "sinks are float32"

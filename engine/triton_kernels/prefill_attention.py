@@ -24,21 +24,23 @@ from engine.triton_kernels.addressing import (
 )
 from engine.triton_kernels.decode_attention import (
     _NOTHING,
+    capped,
     check_partials,
+    check_sinks,
     load_entries,
     merge_splits,
     online_softmax,
+    scale_of,
+    with_sink,
 )
 from engine.triton_kernels.work import PrefillWork
-
-_LOG2_E = 1.4426950408889634
 
 
 @triton.jit
 def attend_tiles(
     q, state, entries, pool, k_row, v_row, head, positions, begin, end, last, layer, scratch_base, scale,
     BLOCK_SIZE: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, SLICE: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr, WINDOW: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """Continue `state` = (acc, peak, total) over tokens [begin, end); `entries` are those of the tile at `begin`."""
     ROW: tl.constexpr = KV_HEADS * HEAD_DIM
@@ -64,6 +66,7 @@ def attend_tiles(
         if pool.dtype.element_ty == tl.int8:
             at = scale_pointers(pool, k_at, tokens, head, BLOCK_SIZE, ROW, KV_HEADS)
             scores *= load_scales(at, tokens < last)[None, :]
+        scores = capped(scores, SOFTCAP)
         if MASKED:
             seen = tokens[None, :] <= positions[:, None]
             if WINDOW > 0:
@@ -79,10 +82,11 @@ def attend_tiles(
 
 @triton.jit(do_not_specialize=["layer", "scratch_base"])
 def prefill_kernel(
-    q_ptr, pool, k_table, v_table, items, out_ptr, partial, partial_lse, q_stride, out_stride, table_stride,
+    q_ptr, pool, k_table, v_table, items, out_ptr, partial, partial_lse, sinks, q_stride, out_stride, table_stride,
     layer, scratch_base, scale,
     BLOCK_SIZE: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     SLICE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     """Program (KV head, item). A tile with one split goes straight to `out`, others to partial results."""
     head = tl.program_id(0)
@@ -120,12 +124,16 @@ def prefill_kernel(
         state, entries = attend_tiles(
             q, state, entries, pool, k_row, v_row, head, position + token, begin, seen_by_all, last, layer,
             scratch_base, scale, BLOCK_SIZE, KV_HEADS, HEAD_DIM, SLICE, BLOCK_N, BLOCK_D, False, WINDOW,
+            SOFTCAP,
         )  # fmt: skip
     state, entries = attend_tiles(
         q, state, entries, pool, k_row, v_row, head, position + token, seen_by_all, end, last, layer, scratch_base,
-        scale, BLOCK_SIZE, KV_HEADS, HEAD_DIM, SLICE, BLOCK_N, BLOCK_D, True, WINDOW,
+        scale, BLOCK_SIZE, KV_HEADS, HEAD_DIM, SLICE, BLOCK_N, BLOCK_D, True, WINDOW, SOFTCAP,
     )  # fmt: skip
     acc, peak, total = state
+    if SINKS:  # of a context that is split it counts in the merge, once
+        sink = tl.load(sinks + head * GROUP + pairs % GROUP)
+        acc, total = with_sink(acc, peak, total, tl.where(splits == 1, sink, float("-inf")))
     total = tl.where(total == 0.0, 1.0, total)  # what sees nothing weighs nothing beside other splits
     acc = acc / total[:, None]
     if splits == 1:
@@ -152,6 +160,8 @@ def prefill_attention(
     scratch_base: int,
     scale: float,
     window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
     config: configs.LaunchConfig | None = None,
 ) -> None:
     """Token at position p of a chunk attends cached tokens [0, p] of its row; other tokens' `out` is not touched.
@@ -159,7 +169,8 @@ def prefill_attention(
     Shapes: q, out [tokens, heads, head_dim], the chunks' tokens where `work` says; pool [slices, block_size, kv_heads,
     head_dim]; k_table, v_table [rows, max_blocks]; partial [work.partials, heads, head_dim] and partial_lse
     [work.partials, heads] float32, scratch whose contents do not matter. `window`: a token sees itself and the window -
-    1 before it, 0: all. The grids depend on shapes alone; splits of a step of no bucket are merged where there are any.
+    1 before it, 0: all. `softcap`, `sinks`: as in `decode_attention`. The grids depend on shapes alone; splits of a
+    step of no bucket are merged where there are any.
     """
     (_, num_heads, head_dim), (_, block_size, kv_heads, _) = q.shape, pool.shape
     check_pool(pool, k_table, v_table)
@@ -168,6 +179,7 @@ def prefill_attention(
     assert head_dim == pool.shape[3], f"head_dim {head_dim} of q, {pool.shape[3]} of the pool"
     assert q.shape == out.shape, f"out {out.shape} differs from q {q.shape}"
     assert num_heads % kv_heads == 0, f"{num_heads} query heads over {kv_heads} KV heads"
+    check_sinks(sinks, num_heads)
     check_partials(partial, partial_lse, (work.partials, num_heads, head_dim))
     group = num_heads // kv_heads
     int8 = pool.dtype == torch.int8
@@ -175,10 +187,11 @@ def prefill_attention(
     assert work.tokens_per_tile * group <= config.block_m, "the work list's tiles are larger than the kernel's"
     assert work.tile % config.block_n == 0, f"splits of the work list begin at {work.tile}, tiles are {config.block_n}"
     prefill_kernel[(kv_heads, work.items.shape[0])](
-        q, pool, k_table, v_table, work.items, out, partial, partial_lse, q.stride(0), out.stride(0),
-        k_table.stride(0), layer, scratch_base, scale * _LOG2_E, BLOCK_SIZE=block_size, KV_HEADS=kv_heads, GROUP=group,
-        HEAD_DIM=head_dim, BLOCK_M=config.block_m, BLOCK_N=config.block_n, **config.options,
-        BLOCK_D=configs.next_power_of_two(head_dim), SLICE=pool.stride(0), WINDOW=window,
+        q, pool, k_table, v_table, work.items, out, partial, partial_lse,
+        partial_lse if sinks is None else sinks, q.stride(0), out.stride(0), k_table.stride(0), layer, scratch_base,
+        scale_of(scale, softcap), BLOCK_SIZE=block_size, KV_HEADS=kv_heads, GROUP=group, HEAD_DIM=head_dim,
+        BLOCK_M=config.block_m, BLOCK_N=config.block_n, **config.options, BLOCK_D=configs.next_power_of_two(head_dim),
+        SLICE=pool.stride(0), WINDOW=window, SOFTCAP=softcap, SINKS=sinks is not None,
     )  # fmt: skip
     if work.merging:
-        merge_splits(work.merges, partial, partial_lse, out)
+        merge_splits(work.merges, partial, partial_lse, out, sinks)

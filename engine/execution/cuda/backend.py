@@ -148,8 +148,6 @@ class CudaBackend:
 
 def kernel_refusal(spec: ModelSpec, dtype: torch.dtype, capability: tuple[int, int]) -> str | None:
     """Why the kernels cannot run this model on a device of this compute capability; None if they can."""
-    if spec.softcap is not None or spec.centered_norms:
-        return f"no kernel of ours has the norms, scales and caps of {spec.family}"
     if capability < _OLDEST_ARCH:
         return f"compute capability {capability[0]}.{capability[1]} is older than 8.0"
     if not _SMALLEST_HEAD <= spec.head_dim <= 256 or spec.head_dim * dtype.itemsize % 16:

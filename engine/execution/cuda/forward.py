@@ -16,6 +16,7 @@ from engine.execution.cuda.tables import DeviceTables
 from engine.execution.pool import UnitPool
 from engine.models import torch_ops
 from engine.models.decoder import Adapt, Decoder
+from engine.models.rope import RopeSpec
 from engine.models.rotary import attention_scaling, inverse_frequencies
 from engine.models.spec import ModelSpec
 from engine.models.weights import LayerWeights, ModelWeights
@@ -47,8 +48,10 @@ class Forward:
         self._decoder = Decoder(spec, weights, kernels)
         dtype, device = weights.embedding.dtype, weights.embedding.device
         self._scratch_base = pool.scratch_base
-        self._scale = spec.head_dim**-0.5
-        self._cos_sin = _cos_sin(spec, limits.max_model_len, device)
+        scale = spec.head_dim**-0.5 if spec.scale is None else spec.scale
+        self._scale, self._softcap = scale, spec.softcap or 0.0
+        tables_of = {rope: _cos_sin(rope, limits.max_model_len, device) for rope in (spec.rope, spec.local_rope)}
+        self._cos_sin = [tables_of[spec.rope_of(layer)] for layer in range(spec.num_layers)]
         # views of the weights on a GPU; what is projected from hidden state
         self._kv = [layer.qkv.outputs_from(spec.q_size) for layer in weights.layers] if pool.scratch_blocks else []
         # Padding keeps what earlier steps left there: finite numbers, which uninitialised memory need not hold.
@@ -103,7 +106,7 @@ class Forward:
         k, v = self._kv[layer](x).view(len(x), 2, spec.num_kv_heads, spec.head_dim).unbind(1)
         norm = self._weights.layers[layer].qk_norm
         self._kernels.rope_cache_write(
-            None, k, v, self._cos_sin, positions, rows, self._pool, tables[0], tables[1], layer=layer,
+            None, k, v, self._cos_sin[layer], positions, rows, self._pool, tables[0], tables[1], layer=layer,
             scratch_base=base, k_norm=None if norm is None else norm[spec.num_heads], eps=spec.norm_eps,
         )  # fmt: skip
 
@@ -115,27 +118,28 @@ class Forward:
         tables = (self.tables[0], self.tables[1])
         norms = (None, None) if layer.qk_norm is None else (layer.qk_norm[0], layer.qk_norm[num_heads])
         kernels.rope_cache_write(
-            q, k, v, self._cos_sin, inputs.positions, inputs.rows, self._pool, *tables, layer=index,
+            q, k, v, self._cos_sin[index], inputs.positions, inputs.rows, self._pool, *tables, layer=index,
             scratch_base=self._scratch_base, q_norm=norms[0], k_norm=norms[1], eps=spec.norm_eps,
         )  # fmt: skip
         out, count, window = self._mixed[: len(normed)], shape.decodes, spec.window_of(index) or 0
         if count:  # first: it writes zeros where a bucket has room for more decodes than a step has
             kernels.decode_attention(
                 q[:count], self._pool, *tables, inputs.decode, inputs.partial, inputs.partial_lse, out[:count],
-                layer=index, scratch_base=self._scratch_base, scale=self._scale, window=window,
+                layer=index, window=window,
+                scratch_base=self._scratch_base, scale=self._scale, softcap=self._softcap,
             )  # fmt: skip
         if shape.prefill:
             kernels.prefill_attention(
                 q, self._pool, *tables, inputs.prefill, inputs.prefill_partial, inputs.prefill_lse, out, layer=index,
-                scratch_base=self._scratch_base, scale=self._scale, window=window,
+                window=window, scratch_base=self._scratch_base, scale=self._scale, softcap=self._softcap,
             )  # fmt: skip
         return out.view(len(normed), -1)
 
 
-def _cos_sin(spec: ModelSpec, max_model_len: int, device: torch.device) -> Tensor | None:
+def _cos_sin(rope: RopeSpec | None, max_model_len: int, device: torch.device) -> Tensor | None:
     """[max_model_len + 1, rotary_dim] float32: cosines, then sines, of every position."""
-    if spec.rope is None:
+    if rope is None:
         return None
-    inv_freq = inverse_frequencies(spec.rope, max_model_len).to(device)
+    inv_freq = inverse_frequencies(rope, max_model_len).to(device)
     positions = torch.arange(max_model_len + 1, device=device)
-    return torch.cat(torch_ops.rotary_tables(positions, inv_freq, attention_scaling(spec.rope)), dim=-1)
+    return torch.cat(torch_ops.rotary_tables(positions, inv_freq, attention_scaling(rope)), dim=-1)

@@ -48,6 +48,8 @@ class Kernels(Ops, Protocol):
         scratch_base: int,
         scale: float,
         window: int = 0,
+        softcap: float = 0.0,
+        sinks: Tensor | None = None,
     ) -> None: ...
 
     def prefill_attention(
@@ -65,6 +67,8 @@ class Kernels(Ops, Protocol):
         scratch_base: int,
         scale: float,
         window: int = 0,
+        softcap: float = 0.0,
+        sinks: Tensor | None = None,
     ) -> None: ...
 
     def hidden_write(
