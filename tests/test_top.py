@@ -13,10 +13,12 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from batch_tools import batch_server, jsonl, line, submit
 from conftest import StartServer
@@ -304,6 +306,19 @@ async def test_one_print_of_a_server(start_server: StartServer) -> None:
     await served.app.state.recorder.record()
     text = await top(served.url)
     assert f"{MODEL}  {served.url}  ready" in text and "no objective is set" in text and "batch" not in text
+
+
+async def test_a_print_knows_the_chat_before_it(start_server: StartServer) -> None:
+    """With no page open the last snapshot is up to ten seconds old: the print was of a server without chats."""
+    served = await start_server("hello world")
+    recorder = served.app.state.recorder
+    recorder._engine_clock = lambda: 0.0  # the fake engine's
+    await recorder.record()
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "?"}]}
+    async with httpx.AsyncClient() as client:
+        assert (await client.post(f"{served.url}/v1/chat/completions", json=body)).status_code == 200
+    recorder._clock = lambda: time.time() + 1.5
+    assert "no chat yet" not in await top(served.url)
 
 
 async def test_batches_are_shown(tokenizer: Tokenizer, tmp_path: Path) -> None:

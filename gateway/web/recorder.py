@@ -41,6 +41,7 @@ class Recorder:
         self._clock = clock
         self._engine_clock = engine_clock
         self._snapshots: deque[bytes] = deque(maxlen=KEPT_SNAPSHOTS)
+        self._recorded_at = -math.inf
         self._followers = 0
         self._followed = asyncio.Event()
         self._next: asyncio.Future[bytes] | None = None
@@ -60,8 +61,10 @@ class Recorder:
             self._next.cancel()
             self._next = None
 
-    def history(self) -> bytes:
-        """Every kept snapshot as one JSON document."""
+    async def history(self) -> bytes:
+        """Every kept snapshot as one JSON document, and one of now if the last is older than pages are used to."""
+        if self._clock() - self._recorded_at >= FOLLOWED_SECONDS:
+            await self.record()
         return b'{"snapshots":[' + b",".join(self._snapshots) + b"]}"
 
     async def follow(self) -> AsyncGenerator[bytes, None]:
@@ -83,7 +86,7 @@ class Recorder:
         """Take a snapshot now and hand it to those that follow; returns it, encoded."""
         await self._metrics.take_snapshot()
         answers = self._metrics.by_class[RequestClass.ONLINE].answers
-        now = self._clock()
+        now = self._recorded_at = self._clock()
         shift = now - self._engine_clock()
         chats = [_chat(answer, answer.ended + shift) for answer in answers]
         snapshot = take(self._metrics.stats, chats, now) | self._readiness()

@@ -67,7 +67,8 @@ async def page_file(request: Request, name: str) -> Response:
 @router.get("/dashboard/history")
 async def history(request: Request) -> Response:
     check_sees_all(request)
-    return Response(_recorder(request).history(), media_type="application/json", headers={"cache-control": "no-store"})
+    known = await _recorder(request).history()
+    return Response(known, media_type="application/json", headers={"cache-control": "no-store"})
 
 
 @router.get("/dashboard/events")
