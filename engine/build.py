@@ -21,7 +21,7 @@ from engine import __version__
 from engine.adapters import parse_adapters, stamps_of
 from engine.api import DroppableLayers, EngineInfo
 from engine.colocation.controller import make_controller
-from engine.config import EngineConfig, SchedulerConfig, parse_offload, step_limits
+from engine.config import MIXED_CACHES, EngineConfig, SchedulerConfig, parse_offload, step_limits
 from engine.engine import Engine
 from engine.errors import ConfigError, ModelLoadError
 from engine.execution import memory
@@ -98,6 +98,8 @@ def plan_launch(config: EngineConfig) -> LaunchPlan:
         raise ConfigError(f"--kv-cache-dtype {config.kv_cache_dtype} runs with models of our own families only")
     if config.kv_cache_dtype == "parked-int8" and backend.name != "cpu":
         raise ConfigError("--kv-cache-dtype parked-int8 runs on a CPU only: on a GPU say int8, for the whole cache")
+    if config.kv_cache_dtype == "running-int8" and backend.name != "cpu":
+        raise ConfigError("--kv-cache-dtype running-int8 runs on a CPU only: on a GPU say int8, for the whole cache")
     if foreign and config.quantization != "none":
         raise ConfigError(
             f"--quantization {config.quantization} is of families of ours, and {spec.architecture} is none"
@@ -133,7 +135,8 @@ def plan_launch(config: EngineConfig) -> LaunchPlan:
         implementation=choice.implementation,
         int8_cache=config.kv_cache_dtype == "int8",
         parked_int8=config.kv_cache_dtype == "parked-int8",
-        preempted_int8=config.kv_cache_dtype == "preempted-int8",
+        preempted_int8=config.kv_cache_dtype in MIXED_CACHES,
+        running_int8=config.kv_cache_dtype == "running-int8",
         memory_utilization=config.gpu_memory_utilization,
         droppable=config.overload == "drop",
         notes=tuple(each for each in (by, note, slow, unrounded, _state_note(spec)) if each),
@@ -334,6 +337,7 @@ def _test_family(config: EngineConfig, plan: LaunchPlan, make: MakeLinear) -> No
             int8_cache=False,
             parked_int8=False,
             preempted_int8=False,
+            running_int8=False,
         )
         device: Device = find_backend(plan.device).make_runner(quick, small, weights, lambda _line: None)[0].device
         return device
@@ -421,7 +425,12 @@ def _join(config: EngineConfig, plan: LaunchPlan, runner: Runner[Any], say: Call
     scheduler = scheduler_config(config, plan)
     copy_rate = find_backend(plan.device).copy_rate() if plan.host_units else BUS_RATE
     tiers = CacheTiers(
-        scheduler.scratch_blocks, scheduler.host_units, scheduler.unit_bytes, copy_rate, scheduler.preempted_int8
+        scheduler.scratch_blocks,
+        scheduler.host_units,
+        scheduler.unit_bytes,
+        copy_rate,
+        scheduler.preempted_int8,
+        scheduler.running_int8,
     )
     profile = load_or_measure(
         profile_folder(config),
@@ -583,6 +592,7 @@ def scheduler_config(config: EngineConfig, plan: LaunchPlan) -> SchedulerConfig:
         max_num_batched_tokens=plan.limits.max_num_batched_tokens,
         scratch_blocks=plan.scratch_blocks,
         preempted_int8=plan.preempted_int8,
+        running_int8=plan.running_int8,
         pipeline_depth=find_backend(plan.device).pipeline_depth,
         enable_prefix_caching=config.enable_prefix_caching and not plan.spec.state_bytes,
     )

@@ -15,6 +15,7 @@ USUAL_STEP, WIDE_STEP = (64, 512), (256, 2048)
 """Requests and tokens that a step may hold where nobody says."""
 MAX_THREADS = 1024  # beyond any machine that it was tried on: a slip would take every thread that there is
 OVERLOADS = ("recompute", "swap", "drop")
+MIXED_CACHES = ("preempted-int8", "running-int8")  # some blocks of the pool in 8 bits
 
 
 def _flag(default: Any, help_text: str, choices: tuple[str, ...] = ()) -> Any:
@@ -39,8 +40,9 @@ class EngineConfig:
         "auto",
         "type of K and V in the cache; int8: each head of a token rounded to 255 steps, for about twice the tokens in "
         "the same memory; parked-int8: only what the host tier and the disk keep; preempted-int8: what requests that "
-        "lost their place have computed, while the room is short (on a CPU)",
-        ("auto", "int8", "parked-int8", "preempted-int8"),
+        "lost their place have computed, while the room is short; running-int8: and of those that run, so that fewer "
+        "lose it (all three on a CPU)",
+        ("auto", "int8", "parked-int8", "preempted-int8", "running-int8"),
     )
     cpu_kernels: str = _flag(
         "auto", "on a CPU: our native kernels where they were built and pass their test, or torch's", ("auto", "torch")
@@ -170,7 +172,8 @@ class SchedulerConfig:
     `host_units`: units of the host tier (0: none), `unit_bytes`: the size of one on any tier. `disk_units`: of the
     disk, and `disk_seconds` that writing and reading one takes. `scratch_blocks`: how
     many blocks a step may run from hidden state (0: hidden state is not offered), `rho`: seconds that one token run
-    from it adds to a step. `preempted_int8`: blocks of requests that wait may be put in 8 bits.
+    from it adds to a step. `preempted_int8`: blocks of requests that wait may be put in 8 bits,
+    `running_int8`: so may full blocks of those that run, and are read as they are.
     `chunked_prefill`: prompts run in chunks beside decodes; else a step is whole prompts or decodes.
     `pipeline_depth`: steps that may be in flight when `schedule` is called (0 on CPU, 1 on a GPU).
     `min_prefill_chunk`: what the oldest prompt gets in every step, unless it makes decodes beside it late: then as much
@@ -190,6 +193,7 @@ class SchedulerConfig:
     scratch_blocks: int = 0
     rho: float = 0.0
     preempted_int8: bool = False
+    running_int8: bool = False
     block_size: int = 16
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
@@ -263,7 +267,7 @@ def _check_overload(config: EngineConfig) -> None:
         "--hidden-cache": config.hidden_cache,
         "--swap-space": config.swap_space,
         "--disk-space": config.disk_space,
-        "--kv-cache-dtype preempted-int8": config.kv_cache_dtype == "preempted-int8",
+        f"--kv-cache-dtype {config.kv_cache_dtype}": config.kv_cache_dtype in MIXED_CACHES,
         "--offload-weights": parse_offload(config.offload_weights) is not None,
         "--model-impl transformers": config.model_impl == "transformers",
         "--device cuda": config.device == "cuda",

@@ -7,7 +7,7 @@ from dataclasses import astuple, dataclass
 class CacheCosts:
     """Seconds, above zero; None where the engine did not offer the representation when it was measured.
 
-    run_hidden    of one step, for every past token of it that is run from hidden state instead of KV (ρ)
+    run_hidden    of one step, for every past token of it that is run from hidden state, or 8 bits, instead of KV (ρ)
     restore       once, for every token whose K and V are projected from its hidden state, or go to 8 bits, or come back
     swap_out      once, for every unit that goes from the device to the host
     swap_in       once, for every unit that comes back

@@ -19,7 +19,8 @@ class CacheKind(enum.Enum):
 
     HIDDEN is the normed input of every attention layer, from which K and V are projected again; it is offered only by
     models whose hidden state fits in half the room of K and V (`engine.models.spec.hidden_offer`). KV8 is K and V in 8
-    bits in the unit that was K's, for requests that wait: it is made from K and V, and made K and V again to run.
+    bits in the unit that was K's: it is made from K and V. Full blocks of it run as they are where the config says so
+    (`running_int8`); else it is for requests that wait, and made K and V again to run.
     """
 
     KV = "kv"
@@ -90,17 +91,18 @@ class CacheMap:
     """The blocks of one request in token order; block i covers tokens [i·block_size, (i+1)·block_size).
 
     While the request runs, all blocks are on the device. While it waits, they are what is kept of its past
-    (`engine.cache.parked`): its first `num_parked_tokens` tokens, on either tier; the last copy to the host was made by
-    the step `parked_in_step`.
+    (`engine.cache.parked`): its first `num_parked_tokens` tokens, on either tier. The last copy to the host, or to 8
+    bits, was made by the step `parked_in_step`.
 
     `kind`: what new blocks are stored as; it outlives preemptions. `num_compact` blocks of a running request are
-    compact. `hashes` are the chained hashes of the full blocks known so far (computed lazily, kept across preemptions);
-    the first `num_published` blocks are already offered to the prefix index.
+    compact, `num_narrow` in 8 bits. `hashes` are the chained hashes of the full blocks known so far (computed lazily,
+    kept across preemptions); the first `num_published` blocks are already offered to the prefix index.
     """
 
     blocks: list[CacheBlock] = field(default_factory=list)
     kind: CacheKind = CacheKind.KV
     num_compact: int = 0
+    num_narrow: int = 0
     num_parked_tokens: int = 0
     parked_in_step: int = -1
     hashes: list[bytes] = field(default_factory=list)
@@ -152,6 +154,11 @@ def count_units(blocks: Iterable[CacheBlock]) -> int:
 def count_missing(blocks: Iterable[CacheBlock]) -> int:
     """Units that these blocks must get besides theirs to run."""
     return sum(REPRESENTATIONS[block.entry.kind].missing for block in blocks)
+
+
+def count_narrow(blocks: Iterable[CacheBlock]) -> int:
+    """How many of these blocks are in 8 bits."""
+    return sum(block.entry.kind is CacheKind.KV8 for block in blocks)
 
 
 def count_compact(blocks: Iterable[CacheBlock]) -> int:

@@ -6,7 +6,7 @@ lies if there is a host tier. What that does to units becomes the step's cache o
 victims, of time and of steps' limits.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import takewhile
 from typing import NamedTuple
@@ -22,6 +22,7 @@ from engine.cache.blocks import (
     CacheOperation,
     count_compact,
     count_missing,
+    count_narrow,
     count_units,
 )
 from engine.cache.parked import ParkedPasts
@@ -52,13 +53,14 @@ class Claim(NamedTuple):
 
 class Cache:
     """`num_compact` blocks of running requests are compact; every one of them may be in the next step, and a step has
-    `scratch_blocks`."""
+    `scratch_blocks`. `num_narrow` are in 8 bits."""
 
     def __init__(self, config: SchedulerConfig, model: LatencyPredictor | None) -> None:
         self.tiers = Tiers(config, model)
         self.device, self.host = self.tiers.device, self.tiers.host
         self.parked = ParkedPasts(config, self.tiers, model)
-        self.num_compact = 0
+        self.num_compact = self.num_narrow = 0
+        self._replaced: list[tuple[Request, int, CacheEntry]] = []
         self._config = config
 
     @property
@@ -109,18 +111,20 @@ class Cache:
             hits = _on_device(hits)
         if parked and count_compact(hits) + count_compact(parked[len(hits) :]) > self._config.scratch_blocks:
             hits = []  # never both: its own past alone has run before
+        widened = self.parked.widened(request.cache_map.num_parked_tokens, parked, len(hits))
         parked = parked[len(hits) :]
         num_tokens, num_compact = len(hits) * block_size, count_compact(hits) + count_compact(parked)
         num_blocks = request.num_blocks(block_size) - len(hits) - len(parked)
         of_kind = max(0, min(num_blocks, self.compact_room - num_compact)) if self._stores_compact(request) else 0
         units = of_kind * REPRESENTATIONS[COMPACT].units + (num_blocks - of_kind) * UNITS_PER_BLOCK
+        if request.cache_map.kind is CacheKind.KV8:  # what a step computes is K and V, what lies behind it need not be
+            units -= max(0, num_blocks - self._config.max_num_batched_tokens // self._config.block_size - 1)
         if parked:
             num_tokens = request.cache_map.num_parked_tokens
         elsewhere = [block for block in (*hits, *parked) if not block.on_device]
         copied_bytes = self.tiers.copied_bytes(elsewhere)
-        units += count_units(elsewhere) + count_missing(parked)
-        widened = block_size * sum(block.entry.kind is CacheKind.KV8 for block in parked)
-        return Claim(hits, num_tokens, num_compact, units, copied_bytes, widened)
+        units += count_units(elsewhere) + count_missing(widened)
+        return Claim(hits, num_tokens, num_compact, units, copied_bytes, block_size * len(widened))
 
     @contextmanager
     def holding(self, claim: Claim) -> Iterator[None]:
@@ -143,6 +147,7 @@ class Cache:
         hits = [b if b.on_device else self.tiers.fetch(b, step_id, online=online) for b in claim.hits]
         self.parked.resume(request, hits, step_id)
         self._count(request, count_compact(request.cache_map.blocks))
+        self._count_narrow(request, count_narrow(request.cache_map.blocks))
         request.cache_map.num_published = len(_on_device(claim.hits))
         request.num_computed_tokens = request.num_confirmed_tokens = claim.num_tokens
 
@@ -156,11 +161,13 @@ class Cache:
         kept: int,
         from_online: bool,
         growing: bool = False,
+        narrow: Callable[[int], object] | None = None,
     ) -> int:
         """Allocate what `length` more tokens of a running request need; returns for how many (≤ length) there is room.
 
         `kept`: units to leave alone. `from_online`: whether parked pasts of online requests may lose for it. `growing`:
-        tokens of the answer, one by one, which were no part of what the request claimed.
+        tokens of the answer, one by one, which were no part of what the request claimed. `narrow`: puts as many blocks
+        of running requests in 8 bits, where they may be.
         """
         cache_map, block_size = request.cache_map, self._config.block_size
         start, online = request.num_computed_tokens, request.request_class is RequestClass.ONLINE
@@ -171,6 +178,9 @@ class Cache:
             room = self.units_for(request, num_offline) - kept
             if wanted > room:
                 self.parked.reclaim(wanted - room, step_id, online=from_online)
+                room = self.units_for(request, num_offline) - kept
+            if wanted > room and narrow is not None:
+                narrow(wanted - room)
                 room = self.units_for(request, num_offline) - kept
             block = self.tiers.allocate(kind, step_id, online=online) if room >= size else None
             if block is None:
@@ -206,11 +216,48 @@ class Cache:
             request.cache_map.kind = CacheKind.KV
         return replaced
 
+    def narrow(
+        self, requests: Iterable[Request], units: int, step_id: int, spared: Collection[CacheBlock] = frozenset()
+    ) -> None:
+        """Put up to `units` blocks of running requests in 8 bits, the first ones first: each gives up a unit, which may
+        come free only when the steps in flight have ended. `take_replaced` tells the rows. Not what is `spared`."""
+        for request, index, source in self._narrowable(requests, spared):
+            if units <= 0:
+                return
+            # nothing of the step `step_id` reads V: operations come before chunks
+            target = self.device.compress(source, step_id, min(request.last_step, step_id - 1))
+            self.tiers.operations.append(CacheOperation(CacheAction.COMPRESS, source.entry, target.entry))
+            request.cache_map.blocks[index] = target
+            request.cache_map.parked_in_step = step_id
+            self._count_narrow(request, 1)
+            self._replaced.append((request, index, target.entry))
+            units -= 1
+
+    def num_narrowable(self, requests: Iterable[Request], spared: Collection[CacheBlock] = frozenset()) -> int:
+        """How many units `narrow` could give."""
+        return sum(1 for _ in self._narrowable(requests, spared))
+
+    def _narrowable(
+        self, requests: Iterable[Request], spared: Collection[CacheBlock]
+    ) -> Iterator[tuple[Request, int, CacheBlock]]:
+        """Full blocks, with their numbers, that steps before this one have computed and that no other request holds."""
+        for request in requests:
+            num_full = request.num_confirmed_tokens // self._config.block_size
+            for index, block in enumerate(request.cache_map.blocks[:num_full]):
+                if block.entry.kind is CacheKind.KV and block.ref_count == 1 and block not in spared:
+                    yield request, index, block
+
+    def take_replaced(self) -> list[tuple[Request, int, CacheEntry]]:
+        """Blocks of running requests that lie elsewhere since the last call: their numbers, and where."""
+        replaced, self._replaced = self._replaced, []
+        return [each for each in replaced if _has(*each)]
+
     def vacate(self, request: Request, *, keep: bool) -> None:
         """A running request leaves its row. `keep`: what it has computed stays where it lies until the room is needed,
         if there is a host tier or a form in 8 bits; else its full blocks stay in the prefix index for as long."""
         cache_map = request.cache_map
         self._count(request, -cache_map.num_compact)
+        self.num_narrow -= cache_map.num_narrow
         if keep and not request.starts_over:
             given_up = self.parked.park(request)
         else:
@@ -218,7 +265,7 @@ class Cache:
         # Tail first: the head of a prefix is the most valuable part and must be evicted last.
         for block in reversed(given_up):
             self.device.release(block, request.last_step)
-        cache_map.num_published = 0
+        cache_map.num_published = cache_map.num_narrow = 0
         request.num_computed_tokens = request.num_confirmed_tokens = 0
 
     def rewind(self, requests: Iterable[Request], failed: set[int]) -> None:
@@ -236,7 +283,8 @@ class Cache:
             return
         extend_hashes(cache_map.hashes, request.token_ids, config.block_size, request.spec.prefix_root)
         for index in range(cache_map.num_published, num_full):
-            self.device.publish(cache_map.blocks[index], cache_map.hashes[index])
+            if cache_map.blocks[index].entry.kind is not CacheKind.KV8:  # others would take it for exact
+                self.device.publish(cache_map.blocks[index], cache_map.hashes[index])
         cache_map.num_published = num_full
 
     def withdraw(self, request: Request) -> None:
@@ -251,7 +299,7 @@ class Cache:
     def check_integrity(self, requests: Iterable[Request]) -> None:
         """Assert unit conservation on both tiers, given every request that has not ended."""
         held: list[CacheBlock] = []
-        num_compact = 0
+        num_compact = num_narrow = 0
         for request in requests:
             cache_map = request.cache_map
             held.extend(cache_map.blocks)
@@ -259,11 +307,15 @@ class Cache:
                 assert not cache_map.num_parked_tokens, "a running request has a parked past"
                 assert cache_map.num_compact == count_compact(cache_map.blocks), "compact blocks are miscounted"
                 assert all(block.on_device for block in cache_map.blocks), "a running request has blocks on the host"
-                assert not count_missing(cache_map.blocks), "a running request has blocks in 8 bits"
+                assert cache_map.num_narrow == count_narrow(cache_map.blocks), "blocks in 8 bits are miscounted"
+                num_full = request.num_confirmed_tokens // self._config.block_size if self._config.running_int8 else 0
+                assert not count_narrow(cache_map.blocks[num_full:]), "a running request has other blocks in 8 bits"
                 num_compact += cache_map.num_compact
+                num_narrow += cache_map.num_narrow
             else:
                 self.parked.check_integrity(request)
         assert num_compact == self.num_compact <= self._config.scratch_blocks, "scratch is overdrawn"
+        assert num_narrow == self.num_narrow, "blocks in 8 bits that run are miscounted"
         self.tiers.check_integrity(held)
 
     def _usable(self, hits: list[CacheBlock]) -> list[CacheBlock]:
@@ -284,10 +336,19 @@ class Cache:
     def _stores_compact(self, request: Request) -> bool:
         return REPRESENTATIONS[request.cache_map.kind].compact
 
+    def _count_narrow(self, request: Request, change: int) -> None:
+        request.cache_map.num_narrow += change
+        self.num_narrow += change
+
     def _count(self, request: Request, change: int) -> None:
         """`change` more blocks of a running request are compact."""
         request.cache_map.num_compact += change
         self.num_compact += change
+
+
+def _has(request: Request, index: int, entry: CacheEntry) -> bool:
+    blocks = request.cache_map.blocks
+    return request.status is RequestStatus.RUNNING and index < len(blocks) and blocks[index].entry == entry
 
 
 def _on_device(hits: list[CacheBlock]) -> list[CacheBlock]:

@@ -68,7 +68,9 @@ class ParkedPasts:
         num_kept = -(-request.num_computed_tokens // self._config.block_size) if self._keeps else 0
         cache_map.blocks, given_up = cache_map.blocks[:num_kept], cache_map.blocks[num_kept:]
         if num_kept:
-            cache_map.num_parked_tokens, cache_map.parked_in_step = request.num_computed_tokens, -1
+            cache_map.num_parked_tokens = request.num_computed_tokens
+            if not cache_map.num_narrow:
+                cache_map.parked_in_step = -1
             self._holders[request] = None
         return given_up
 
@@ -114,15 +116,22 @@ class ParkedPasts:
         cache_map, num_hits = request.cache_map, len(hits)
         online = request.request_class is RequestClass.ONLINE
         parked, cache_map.blocks = cache_map.blocks, [*hits]
+        widened = set(self.widened(cache_map.num_parked_tokens, parked, num_hits))
         for source in parked[num_hits:]:
             block = source if source.on_device else self._tiers.fetch(source, step_id, online=online)
-            if block.entry.kind is CacheKind.KV8:
+            if source in widened:
                 block = self._tiers.expand(block, step_id, online=online)
             cache_map.blocks.append(block)
         for source in reversed(parked[:num_hits]):
             self._give_up(source, request.last_step if source.on_device else step_id)
         cache_map.num_parked_tokens = 0
         self._holders.pop(request, None)
+
+    def widened(self, num_tokens: int, blocks: Sequence[CacheBlock], first: int) -> list[CacheBlock]:
+        """Which of a past's blocks from number `first` on must be K and V again to run: those in 8 bits, or only the
+        one that is not full, where the others run as they are. The past has `num_tokens` tokens."""
+        full = num_tokens // self._config.block_size if self._config.running_int8 else 0
+        return [block for block in blocks[max(first, full) :] if block.entry.kind is CacheKind.KV8]
 
     def forget(self, request: Request) -> None:
         """Give up the past of a request that will not come back for it, and copies of it not yet on their way."""

@@ -26,6 +26,10 @@ from predictor.features import BatchFeatures, chunk_attention_work
 from predictor.limits import UNITS_PER_BLOCK
 from predictor.model import LatencyPredictor
 
+READ_STEPS = 64
+"""Steps for which a request that starts from compact form is charged, or a block that goes to 8 bits while it runs: it
+does so until memory is no longer short."""
+
 
 class Place(enum.IntEnum):
     """Where blocks of a past may go; of equal cost, the first. COMPRESS: they stay, as KV8."""
@@ -74,6 +78,16 @@ def restore_costs(model: LatencyPredictor | None, config: SchedulerConfig) -> Re
     copy = 2.0 * model.cache_work(transferred_bytes=config.unit_bytes)
     restore = model.cache_work(restored_tokens=1)
     return RestoreCosts(recompute, restore, copy, pair, 2.0 * restore if converts else math.inf)
+
+
+def narrow_pays(model: LatencyPredictor | None, config: SchedulerConfig) -> bool:
+    """Whether running requests should rather be read from 8 bits than lose their place: what a unit costs that a block
+    gives up so, made once and read in `READ_STEPS` steps, against half a block computed again."""
+    if not config.running_int8 or model is None:
+        return config.running_int8
+    narrow = model.cache_work(restored_tokens=1) + READ_STEPS * model.cache_work(compact_tokens=1)
+    recompute = restore_costs(model, config).recompute_seconds(0, config.block_size)
+    return narrow * config.block_size <= recompute / UNITS_PER_BLOCK
 
 
 @dataclass(frozen=True, slots=True)

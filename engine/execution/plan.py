@@ -23,7 +23,8 @@ class LaunchPlan:
     of 8 bits, of the checkpoint.
     `memory_utilization`: share of a GPU's memory to use. `host_units` of the host tier; `scratch_blocks`: how many
     blocks a step may run from hidden state. `int8_cache`: K and V are kept in 8 bits; `parked_int8`: those
-    on the tiers behind the device are; `preempted_int8`: those of requests that wait may be. `kernels`: what steps on a
+    on the tiers behind the device are; `preempted_int8`: those of requests that wait may be,
+    `running_int8`: and full blocks of those that run. `kernels`: what steps on a
     CPU run by, and `threads` how many work on one, once known. `offload`: which layers stream; None: all weights stay.
     `droppable`: layers may be given up for a while, for more units (`engine.execution.stages`).
     `adapters`: LoRA beside the weights, which take `adapter_bytes`.
@@ -50,6 +51,7 @@ class LaunchPlan:
     int8_cache: bool = False
     parked_int8: bool = False
     preempted_int8: bool = False
+    running_int8: bool = False
     droppable: bool = False
     adapters: tuple[AdapterPlan, ...] = ()
     adapter_bytes: int = 0
@@ -69,6 +71,8 @@ class LaunchPlan:
     @property
     def _cache(self) -> list[str]:
         ways = {"int8 cache": self.int8_cache, "int8 parked": self.parked_int8, "int8 preempted": self.preempted_int8}
+        if self.running_int8:
+            return ["int8 preempted and running"]
         return [name for name, chosen in ways.items() if chosen]
 
     @property

@@ -34,13 +34,14 @@ GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
 class CacheTiers:
     """What a runner offers beside KV on the device: blocks of scratch for hidden state, units of the host tier, and the
     bytes of a unit. Nothing by default. `copy_rate`: bytes/s that no copy between the tiers exceeds. `compresses`: K
-    and V go to 8 bits and back."""
+    and V go to 8 bits and back; `reads`: and are read there."""
 
     scratch_blocks: int = 0
     host_units: int = 0
     unit_bytes: int = 0
     copy_rate: float = BUS_RATE
     compresses: bool = False
+    reads: bool = False
 
 
 KV_ONLY = CacheTiers()
@@ -65,6 +66,8 @@ def measure_cache_costs(runner: ModelRunner, limits: Limits, tiers: CacheTiers, 
     blocks = min(limits.num_units // 2 - 1, -(-MAX_TOKENS // limits.block_size))
     if tiers.compresses and blocks > 0:
         restore = bench.convert(blocks, 3 * token_seconds)
+    if tiers.reads and min(blocks, longest) > 1:
+        run_hidden = bench.run_narrow(_shares(blocks, longest, limits.max_num_seqs), token_seconds)
     units = min(tiers.host_units, limits.num_units - 2, MAX_UNITS)
     if units > 0:
         floor = unit_bytes / tiers.copy_rate
@@ -96,6 +99,13 @@ class _Bench:
         tokens = sum(len(share) * self._block_size - 1 for share in shares)
         return self._cost(hidden, kv, tokens, floor)
 
+    def run_narrow(self, shares: Sequence[range], floor: float) -> float:
+        """The same from 8 bits, but for each share's last block, which is written to."""
+        kv = [_kv(range(2 * share.start, 2 * share.stop)) for share in shares]
+        narrow = [(*map(_narrow, entries[:-1]), entries[-1]) for entries in kv]
+        tokens = sum(len(entries) - 1 for entries in kv) * self._block_size
+        return self._cost(self._decode(narrow), self._decode(kv), max(1, tokens), floor)
+
     def restore(self, blocks: int, floor: float) -> float:
         """Seconds per token; units 0 and 1 are those of the step's own request."""
         sources = _hidden(range(2, 2 + blocks))
@@ -109,7 +119,7 @@ class _Bench:
     def convert(self, blocks: int, floor: float) -> float:
         """Seconds per token on one way, of all that go to 8 bits and come back."""
         wide = _kv(range(2, 2 + 2 * blocks))
-        narrow = [CacheEntry(CacheKind.KV8, Tier.DEVICE, entry.units[:1]) for entry in wide]
+        narrow = [_narrow(entry) for entry in wide]
         operations = [CacheOperation(CacheAction.COMPRESS, *pair) for pair in zip(wide, narrow, strict=True)]
         operations += [CacheOperation(CacheAction.EXPAND, *pair) for pair in zip(narrow, wide, strict=True)]
         return self._cost_of(operations, 2 * blocks * self._block_size, floor)
@@ -168,3 +178,7 @@ def _hidden(units: Sequence[int]) -> tuple[CacheEntry, ...]:
 def _kv(units: Sequence[int]) -> tuple[CacheEntry, ...]:
     pairs = zip(units[::2], units[1::2], strict=True)
     return tuple(CacheEntry(CacheKind.KV, Tier.DEVICE, pair) for pair in pairs)
+
+
+def _narrow(entry: CacheEntry) -> CacheEntry:
+    return CacheEntry(CacheKind.KV8, Tier.DEVICE, entry.units[:1])

@@ -15,7 +15,7 @@ from engine.cache.cache import Claim
 from engine.request import Request, RequestStatus
 from engine.scheduling.allocation import Allocation
 from engine.scheduling.laxity import PrefillPace, prefill_pace
-from engine.scheduling.output import NO_CACHE_WORK, CacheWork, Chunk, NewRequest, SchedulerOutput
+from engine.scheduling.output import NO_CACHE_WORK, CacheWork, Chunk, NewRequest, ReplacedEntry, SchedulerOutput
 from engine.scheduling.reservation import NOTHING, reservation_of
 from engine.scheduling.state import SchedulerState
 from predictor.features import BatchFeatures
@@ -147,13 +147,15 @@ class StepDraft:
         released, self.state.released_rows = self.state.released_rows, []
         features = self.ledger.features
         new_rows = {new.row for new in self._new_requests}
+        narrowed = self.state.cache.take_replaced()
+        moved = tuple(ReplacedEntry(request.row, index, entry) for request, index, entry in narrowed)
         output = SchedulerOutput(
             step_id=self.step_id,
             chunks=tuple(self.chunks),
             new_requests=tuple(self._new_requests),
             appended=tuple(entry for entry in self.allocation.appended if entry.row not in new_rows),
             released_rows=tuple(released),
-            replaced=tuple(self.allocation.replaced),
+            replaced=tuple(self.allocation.replaced) + moved,
             operations=operations,
             cache_work=CacheWork(features.compact_tokens, features.restored_tokens, features.transferred_bytes),
             adapters=features.adapters,
@@ -169,8 +171,8 @@ class StepDraft:
         start = request.num_computed_tokens
         end = start + length
         sample = request.spec.pooling is None and end == len(request.token_ids) + request.num_placeholders
-        if num_compact := request.cache_map.num_compact:
-            self.ledger.charge_cache_work(CacheWork(compact_tokens=num_compact * self.state.config.block_size))
+        if widened := request.cache_map.num_compact + request.cache_map.num_narrow:
+            self.ledger.charge_cache_work(CacheWork(compact_tokens=widened * self.state.config.block_size))
         if request.spec.adapter:
             self.ledger.charge_adapter(request.spec.adapter, length)
         if self.state.unwritten and request in self.state.unwritten:
@@ -188,7 +190,8 @@ class StepDraft:
     def add_decodes(self, requests: Sequence[Request]) -> None:
         """The next token of each, charged in bulk: what `add_chunk` does, for the hundreds that every step has. They
         are marked as part of the step already."""
-        special = self.state.cache.num_compact or self.state.unwritten
+        cache = self.state.cache
+        special = cache.num_compact or cache.num_narrow or self.state.unwritten
         if special or any(map(_pooling, requests)) or any(map(_adapter, requests)):
             for request in requests:
                 self.add_chunk(request, 1)

@@ -57,7 +57,7 @@ class OfflineFill:
         """The decodes before anything else in the plan, at once, if there is room for all of them: what `_continue`
         does one by one. Returns how many items of the plan are done with."""
         state, draft, ledger, step_id = self._state, self._draft, self._draft.ledger, self._draft.step_id
-        if state.cache.num_compact or state.unwritten:
+        if state.cache.num_compact or state.cache.num_narrow or state.unwritten:
             return 0
         decodes, context_sum, examined = self._leading_decodes(plan)
         if not decodes or len(decodes) > min(ledger.tokens_left, ledger.sequences_left):

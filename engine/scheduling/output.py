@@ -74,9 +74,9 @@ class ReplacedEntry(NamedTuple):
 
 
 class CacheWork(NamedTuple):
-    """What a step does for its cache, as the latency model counts it: past tokens run from hidden state, tokens whose K
-    and V are restored (or put in 8 bits, or made of them), bytes moved between device and host (of the disk, as many as
-    take as long)."""
+    """What a step does for its cache, as the latency model counts it: past tokens run from hidden state or 8 bits,
+    tokens whose K and V are restored (or put in 8 bits, or made of them), bytes moved between device and host (of the
+    disk, as many as take as long)."""
 
     compact_tokens: int = 0
     restored_tokens: int = 0

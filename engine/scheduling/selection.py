@@ -42,8 +42,8 @@ GRAIN = 16
 @dataclass(frozen=True, slots=True)
 class Pressure:
     """What the choice depends on. `capacity`: device units that online requests could get now, `compact_blocks`: how
-    many more blocks may be run from hidden state (0: none is offered). `rho`: seconds that a KV unit's worth of tokens
-    adds to the steps in which it is run from hidden state, all together. `ttft`, `tbt`: limits in seconds, infinite
+    many more blocks may be run from the form `compact` (0: none is offered). `rho`: seconds that a KV unit's worth of
+    tokens adds to the steps in which it is run from that form, all together. `ttft`, `tbt`: limits in seconds, infinite
     where none is stated.
     """
 
@@ -52,6 +52,7 @@ class Pressure:
     capacity: int
     block_size: int
     compact_blocks: int = 0
+    compact: CacheKind = COMPACT
     rho: float = 0.0
     ttft: float = math.inf
     tbt: float = math.inf
@@ -64,7 +65,7 @@ class Pressure:
         for request, kind, _ in starts:
             blocks = len(request.token_ids) // self.block_size + 1
             units += blocks * REPRESENTATIONS[kind].units
-            compact += blocks * REPRESENTATIONS[kind].compact
+            compact += blocks * (kind is self.compact)
         return replace(self, capacity=self.capacity - units, compact_blocks=self.compact_blocks - compact)
 
 
@@ -136,7 +137,9 @@ def _correct(queue: _Queue, index: int, request: Request, pressure: Pressure) ->
     queue.kv[index] = blocks * UNITS_PER_BLOCK
     if cache_map.blocks:
         missing = (blocks - len(cache_map.blocks)) * REPRESENTATIONS[cache_map.kind].units
-        queue.kv[index] = count_units(cache_map.blocks) + count_missing(cache_map.blocks) + missing
+        narrow = pressure.compact is CacheKind.KV8  # what is in 8 bits runs so
+        queue.kv[index] = count_units(cache_map.blocks) + missing
+        queue.kv[index] += 0 if narrow else count_missing(cache_map.blocks)
         queue.compact[index] = 0
     elif queue.compact[index]:
         queue.compact[index] = queue.kv[index] // KV_PER_COMPACT
@@ -189,7 +192,7 @@ def _chosen(queue: _Queue, values: Floats, savable: Bools, pressure: Pressure, r
                 allowed[index] = columns.compact[index]
         selection = choose(columns._replace(compact=allowed), pressure.capacity, live=live, rho=rho)
     chosen = [(index, CacheKind.KV) for index in selection.kv]
-    chosen += [(index, COMPACT) for index in selection.compact]
+    chosen += [(index, pressure.compact) for index in selection.compact]
     chosen.sort(key=lambda item: -columns.values[item[0]] / columns.kv[item[0]])
     places = indices.tolist()
     return [Start(queue.requests[places[index]], kind, bool(savable[places[index]])) for index, kind in chosen]

@@ -230,13 +230,14 @@ class SchedulerState:
         """Derive queues and rows anew from the requests themselves, all that have not ended."""
         self.running = {request_class: [] for request_class in RequestClass}
         self.waiting_online, self.waiting_offline, self.aside = WaitingQueue(), self._make_offline_queue(), []
-        self.cache.num_compact = 0
+        self.cache.num_compact = self.cache.num_narrow = 0
         for request in sorted(requests, key=lambda request: request.arrival_order):
             if request.request_class is RequestClass.OFFLINE and request.status is not RequestStatus.WAITING:
                 self.waiting_offline.adopt(request)
             if request.status is RequestStatus.RUNNING:
                 (self.aside if request.aside else self.running[request.request_class]).append(request)
                 self.cache.num_compact += request.cache_map.num_compact
+                self.cache.num_narrow += request.cache_map.num_narrow
             else:
                 self.add_waiting(request)
         held = {request.row for group in (*self.running.values(), self.aside) for request in group}

@@ -12,6 +12,8 @@ from collections.abc import Callable
 import numpy as np
 
 from engine.api import RequestClass
+from engine.cache.blocks import COMPACT, CacheKind, count_units
+from engine.cache.placement import READ_STEPS, narrow_pays
 from engine.request import Request
 from engine.scheduling.crowding import let_in
 from engine.scheduling.draft import Step, StepDraft
@@ -24,9 +26,6 @@ from engine.scheduling.reservation import reservation_of
 from engine.scheduling.selection import IterationType, Pressure, Select, Start, has_missed, pending_time, vote
 from engine.scheduling.state import SchedulerState
 from predictor.limits import UNITS_PER_BLOCK
-
-COMPACT_STEPS = 64
-"""Steps for which a request that starts from compact form is charged: it does so until memory is no longer short."""
 
 
 class StepBuilder:
@@ -200,19 +199,22 @@ def _pressure(state: SchedulerState, now: float) -> Pressure | None:
     capacity = (
         state.pool.num_available_units + state.pool.num_deferred_units + state.cache.parked.num_units(online=True)
     )
-    capacity += UNITS_PER_BLOCK * sum(len(request.cache_map.blocks) for request in offline)
+    capacity += sum(count_units(request.cache_map.blocks) for request in offline)
+    narrows = narrow_pays(state.model, state.config)
+    capacity += state.cache.num_narrowable(state.running[RequestClass.ONLINE]) if narrows else 0
     capacity -= state.prompt_reserve(state.running_prompts())
     capacity -= reservation_of(state).held
     if not _demand_exceeds(state, capacity):
         return None
-    capacity += UNITS_PER_BLOCK * sum(len(request.cache_map.blocks) for request in state.evictable(now))
+    capacity += sum(count_units(request.cache_map.blocks) for request in state.evictable(now))
     return Pressure(
         now=now,
         running=state.running[RequestClass.ONLINE],
         capacity=capacity,
         block_size=block_size,
-        compact_blocks=state.cache.compact_room,
-        rho=state.config.rho * COMPACT_STEPS * block_size / UNITS_PER_BLOCK,
+        compact_blocks=state.pool.num_units if narrows else state.cache.compact_room,
+        compact=CacheKind.KV8 if narrows else COMPACT,
+        rho=state.config.rho * READ_STEPS * block_size / UNITS_PER_BLOCK,
         ttft=state.objective.ttft,
         tbt=state.objective.tbt,
         model=state.model,

@@ -229,8 +229,10 @@ def _pool_metrics(stats: EngineStats) -> Iterator[Metric]:
     yield GaugeMetricFamily("tidemill_disk_units", "Cache units in the disk tier.", value=stats.disk_units_total)
     yield GaugeMetricFamily("tidemill_disk_units_used", "Those that hold something.", value=stats.disk_units_used)
     yield GaugeMetricFamily("tidemill_hidden_blocks", "Blocks run from hidden state.", value=stats.hidden_blocks)
-    moved = CounterMetricFamily("tidemill_cache_units", "Cache units moved or restored.", labels=["operation"])
-    for operation in ("swap_out", "swap_in", "disk_write", "disk_read", "restore"):
+    moved = CounterMetricFamily(
+        "tidemill_cache_units", "Cache units moved, restored, or put in 8 bits and back.", labels=["operation"]
+    )
+    for operation in ("swap_out", "swap_in", "disk_write", "disk_read", "restore", "compress", "expand"):
         moved.add_metric([operation], stats.cache_units.get(operation, 0))
     yield moved
 

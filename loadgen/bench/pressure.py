@@ -60,6 +60,11 @@ ARMS = {
         "--no-hidden-cache",
         "--kv-cache-dtype=preempted-int8",
     ),
+    "goodput-strict, running in 8 bits": (
+        "--online-policy=goodput-strict",
+        "--no-hidden-cache",
+        "--kv-cache-dtype=running-int8",
+    ),
 }
 """The arms: flags of their servers."""
 GQA_HEADS = 2

@@ -198,6 +198,12 @@ class FakeRunner:
         row.extend_to(end)
         for first, entry in zip(range(0, end, self.block_size), row.entries, strict=False):
             past, stop = max(chunk.start - first, 0), end - first
+            if entry.kind is CacheKind.KV8:
+                assert past >= self.block_size, "a block in 8 bits is written to"
+                due_parts = (row.due[part][first : first + self.block_size] for part in _PARTS[CacheKind.KV])
+                held = self._unit(Tier.DEVICE, entry.units[0])
+                assert held == [cell for part in due_parts for cell in part], "a block in 8 bits is not this request's"
+                continue
             for part, unit in zip(_PARTS[entry.kind], entry.units, strict=True):
                 due, cells = row.due[part][first : first + self.block_size], self._unit(Tier.DEVICE, unit)
                 del cells[self.block_size :]  # an earlier owner's, in 8 bits
