@@ -13,9 +13,9 @@ from engine.models import torch_ops as twin
 from engine.triton_kernels.draw import draw
 from engine.triton_kernels.layer_norm import add_layer_norm, layer_norm
 from engine.triton_kernels.penalties import count_tokens, penalise
-from engine.triton_kernels.rms_norm import add_rms_norm, rms_norm
+from engine.triton_kernels.rms_norm import add_rms_norm, add_rms_norm_rounded, rms_norm, rms_norm_rounded
 from engine.triton_kernels.round_rows import round_rows, scale_rows
-from engine.triton_kernels.silu_and_mul import gelu_tanh_and_mul, silu_and_mul
+from engine.triton_kernels.silu_and_mul import gelu_tanh_and_mul, silu_and_mul, silu_and_mul_rounded
 from engine.triton_kernels.token_mask import token_mask
 
 WIDTHS = [(1, 64), (3, 576), (5, 1000), (2, 5120)]
@@ -125,6 +125,37 @@ def test_scale_rows(rows: int, width: int, dtype: torch.dtype) -> None:
     differ = values[:rows].float() != expected[:rows].float()
     assert differ.sum() <= (0 if DEVICE.type == "cpu" else x.numel() // 1000)
     assert not rows or (values[:rows].float().abs() == 448).any()
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered")  # of an infinity
+@pytest.mark.parametrize("given", [None, 0.004], ids=["by row", "by scale"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(("rows", "width"), [(1, 64), (3, 4112), (0, 64)])
+def test_rounding_behind_norms_and_gates(rows: int, width: int, dtype: torch.dtype, given: float | None) -> None:
+    """To the last bit what the kernels give one after the other; the twins are those of each."""
+    generator, x = inputs(rows, width, dtype)
+    scale = None if given is None else torch.full((1,), given, device=DEVICE)
+
+    def check(found: tuple[Tensor, Tensor], plain: Tensor, twins: tuple[Tensor, Tensor]) -> None:
+        values, scales = round_rows(plain) if scale is None else scale_rows(plain, scale)
+        assert torch.equal(found[1].isnan(), scales.isnan())
+        fine = ~scales.isnan().flatten()
+        assert torch.equal(found[1][fine], scales[fine])
+        assert torch.equal(found[0][fine].float(), values[fine].float())
+        whole, other = (each[0][fine].float() * each[1][fine] for each in (found, twins))
+        torch.testing.assert_close(whole, other, rtol=0.13, atol=0.02 * float(scales[fine].sum()))
+
+    weight, residual = random(generator, width, dtype=dtype), random(generator, rows, width + 8, dtype=dtype)[:, :width]
+    for bad in (0.0, torch.inf) if rows else (0.0,):
+        x[:1, 0] += bad
+        found, plain = rms_norm_rounded(x, weight, 1e-2, scale), rms_norm(x, weight, 1e-2)
+        check(found, plain, twin.rms_norm_rounded(x, weight, 1e-2, scale))
+        both, total = add_rms_norm_rounded(x, residual, weight, 1e-2, scale)
+        other, expected = add_rms_norm(x, residual, weight, 1e-2)
+        assert torch.equal(total, expected)
+        check(both, other, twin.add_rms_norm_rounded(x, residual, weight, 1e-2, scale)[0])
+        wide = torch.cat((x, residual), 1)
+        check(silu_and_mul_rounded(wide, scale), silu_and_mul(wide), twin.silu_and_mul_rounded(wide, scale))
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # numpy's, in the interpreter; wanted below

@@ -29,8 +29,11 @@ from triton.compiler import ASTSource
 from engine.execution.cuda.device import CudaDevice
 from engine.execution.cuda.kernels import triton_kernels
 from engine.execution.runner import Runner
+from engine.models.float8 import FLOAT8, Float8Linear, Rounding
+from engine.models.linear import make_linear
 from engine.models.spec import hidden_offer, spec_from_config
 from engine.models.weights import build_weights
+from engine.triton_kernels.round_rows import round_rows, scale_rows
 from loadgen.bench.gpu.setup import SHAPES
 from predictor.limits import Limits
 
@@ -60,8 +63,11 @@ MODELS: dict[str, tuple[dict[str, object], bool]] = {
         },
         False,
     ),
+    "8B fp8": (SHAPES["8B"], False),
 }  # fmt: skip
 """Shapes, and whether K and V are kept in 8 bits. The window is one that the steps here go beyond."""
+FLOAT8_MODELS = ("8B fp8",)
+"""Whose linear layers are of floats of 8 bits: half of them with stored scales of their inputs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,12 +117,14 @@ def record(arch: int, names: Iterable[str] = MODELS) -> dict[Variant, list[str]]
     found: dict[Variant, list[str]] = {}
     for name in names:
         config, int8 = MODELS[name]
+        if name in FLOAT8_MODELS and arch < 89:
+            continue
         spec = spec_from_config(config | {"num_hidden_layers": 2, "vocab_size": 4096, "eos_token_id": None})
         with dry_device(arch) as dry:
             for graphs in (True, False):
                 limits = Limits(4, 32, 128, num_units=120, block_size=16)
                 with torch.inference_mode():
-                    weights = build_weights(spec, _Tensors())
+                    weights = build_weights(spec, _Tensors(), _float8 if name in FLOAT8_MODELS else make_linear)
                 offered = not hidden_offer(spec).refusal and not int8
                 device = CudaDevice(
                     spec, weights, triton_kernels(), limits, graphs=graphs, int8_cache=int8, host_units=8,
@@ -132,6 +140,14 @@ def record(arch: int, names: Iterable[str] = MODELS) -> dict[Variant, list[str]]
                 if name not in users:
                     users.append(name)
     return found
+
+
+def _float8(weight: torch.Tensor, bias: torch.Tensor | None = None, *, gated: bool = False) -> Float8Linear:
+    """Those with a gate, or with fewer outputs than inputs (down), take stored scales."""
+    values = weight.new_empty(weight.shape, dtype=FLOAT8)
+    inputs = weight.new_ones(1, dtype=torch.float32) if gated or len(weight) < weight.shape[1] else None
+    scales = weight.new_ones((len(weight), 1), dtype=torch.float32)
+    return Float8Linear(values, scales, bias, Rounding(round_rows, scale_rows), inputs)
 
 
 class _Tensors(MetaTensors):
@@ -220,7 +236,7 @@ def read(path: Path = PAGE) -> tuple[str, dict[tuple[str, int], Binary]]:
 _ABOUT = """# What the Triton kernels compile to
 
 Made by `python tests/kernel_ledger.py` with Triton {version}, without a GPU: counts of the code, not times. Every
-launch of a step of nine models (two layers each; d256: heads of 256), as it is served, for each architecture:
+launch of a step of ten models (two layers each; d256: heads of 256), as it is served, for each architecture:
 registers of a thread / bytes of its stack / bytes of shared memory / instructions / instructions of the longest loop. A
 stack where many registers are in use is of those that did not fit, and none may have one. An empty cell: not launched
 there, another variant is. Tests fail where a launch is missing here, and where a figure changed by more than a tenth.

@@ -1,5 +1,6 @@
 """Linear layers on floats of 8 bits: the arithmetic, what a device is asked for, and where it runs."""
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -21,11 +22,12 @@ from engine.execution.cuda.device import CudaDevice
 from engine.execution.cuda.kernels import triton_kernels
 from engine.execution.runner import Runner
 from engine.models.checkpoint import load_weights
-from engine.models.float8 import FLOAT8, Float8Linear, Rounding, make_float8, round_rows, scale_rows
-from engine.models.linear import PlainLinear, make_linear
+from engine.models.decoder import Decoder
+from engine.models.float8 import FLOAT8, Float8Linear, RoundedRows, Rounding, make_float8, round_rows, scale_rows
+from engine.models.linear import Linear, MakeLinear, PlainLinear, make_linear
 from engine.models.quantized import Rounded
 from engine.models.spec import load_spec, spec_from_config
-from engine.models.weights import DummyTensors, ModelWeights, build_weights, matrices
+from engine.models.weights import DummyTensors, LayerWeights, ModelWeights, ResidentLayers, build_weights, matrices
 from loadgen.bench.gpu.setup import SHAPES
 from loadgen.bench.quantization import logits_of
 from predictor.limits import Limits
@@ -140,9 +142,7 @@ def test_a_model_of_such_layers_is_near_the_model() -> None:
     assert 0 < divergence < 0.05
 
 
-@pytest.mark.parametrize("stored", [False, True], ids=["scales of rows", "stored scales"])
-@pytest.mark.parametrize("kind", ["greedy", "all of them"])
-def test_steps_of_such_layers_wait_for_nothing_and_compile_nothing(kind: str, stored: bool) -> None:
+def _meta_layers(stored: bool) -> MakeLinear:
     kernels = pytest.importorskip("engine.triton_kernels.round_rows")
     rounding = Rounding(kernels.round_rows, kernels.scale_rows)
 
@@ -152,15 +152,77 @@ def test_steps_of_such_layers_wait_for_nothing_and_compile_nothing(kind: str, st
         inputs = torch.ones(1, device=META) if stored else None
         return Float8Linear(values, torch.empty(n, 1, device=META), bias, rounding, inputs)
 
+    return make
+
+
+def _dry_runner(make: MakeLinear, *, graphs: bool = True) -> Runner[CudaDevice]:
     spec = spec_from_config(SHAPES["8B"] | {"num_hidden_layers": 2, "vocab_size": 4096, "eos_token_id": None})
     limits = Limits(4, 32, 128, num_units=120, block_size=16)
+    with torch.inference_mode():
+        weights = build_weights(spec, _Tensors(), make)
+    return Runner(CudaDevice(spec, weights, triton_kernels(), limits, graphs=graphs, host_units=8))
+
+
+@pytest.mark.parametrize("stored", [False, True], ids=["scales of rows", "stored scales"])
+@pytest.mark.parametrize("kind", ["greedy", "all of them"])
+def test_steps_of_such_layers_wait_for_nothing_and_compile_nothing(kind: str, stored: bool) -> None:
     with dry_device() as dry:
-        with torch.inference_mode():
-            weights = build_weights(spec, _Tensors(), make)
-        runner = Runner(CudaDevice(spec, weights, triton_kernels(), limits, graphs=True, host_units=8))
+        runner = _dry_runner(_meta_layers(stored))
         dry.sealed = True
         assert all(not each["blocking"] for each in counts_of(dry, runner, kind))
-        assert any(("scale_rows" if stored else "round_rows") in each for each in dry.compiled)
+        for name in (
+            "scale_rows_kernel" if stored else "round_rows_kernel",
+            "rms_norm_rounded",
+            "silu_and_mul_rounded",
+        ):
+            assert any(name in each for each in dry.compiled)
+
+
+def test_inputs_are_rounded_by_the_kernel_before_where_there_is_one() -> None:
+    """Of a layer's four inputs, what attention gives takes a launch of its own."""
+    launches = []
+    for make in (make_linear, _meta_layers(False), _meta_layers(True)):
+        with dry_device() as dry:
+            runner = _dry_runner(make, graphs=False)
+            launches.append([each["kernels"] for each in counts_of(dry, runner, "greedy")])
+    plain, *rounded = launches
+    assert all(each == [count + 2 for count in plain] for each in rounded)
+
+
+@pytest.mark.parametrize("static", [None, 0.02])
+def test_rounding_in_norms_and_gates_changes_no_bit(static: float | None) -> None:
+    class Whole:  # a layer that nobody rounds for
+        def __init__(self, layer: Linear) -> None:
+            self._layer = layer
+
+        def __call__(self, x: Tensor) -> Tensor:
+            return self._layer(x)
+
+    def make(weight: Tensor | Rounded, bias: Tensor | None = None, *, gated: bool = False) -> Linear:
+        layer = make_float8(weight, bias, gated=gated)
+        if isinstance(layer, Float8Linear) and static is not None:
+            layer.inputs = torch.tensor([static])
+        return layer
+
+    spec, device = spec_from_config(tiny_models.llama_config(intermediate_size=96)), torch.device("cpu")
+    weights = build_weights(spec, DummyTensors(0, torch.bfloat16, device), make)
+    fused = Decoder(spec, weights)
+    layers = [replace(each, qkv=Whole(each.qkv), up=Whole(each.up), down=Whole(each.down)) for each in weights.layers]
+    apart = Decoder(spec, replace(weights, layers=ResidentLayers(layers), head=Whole(weights.head)))
+    seen = []
+
+    def attend(_index: int, layer: LayerWeights, x: Tensor) -> Tensor:
+        return layer.qkv(x)[:, : spec.q_size]
+
+    def attend_rounded(index: int, layer: LayerWeights, rows: RoundedRows) -> Tensor:
+        seen.append(index)
+        assert isinstance(layer.qkv, Float8Linear)
+        return layer.qkv.product(rows)[:, : spec.q_size]
+
+    hidden = _drawn(5, spec.hidden_size)
+    expected, got = apart.run(hidden, attend), fused.run(hidden, attend, attend_rounded=attend_rounded)
+    assert torch.equal(got, expected) and torch.equal(fused.run(hidden, attend), expected)
+    assert torch.equal(fused.logits(hidden), apart.logits(hidden)) and seen == list(range(spec.num_layers))
 
 
 # ---- where it runs

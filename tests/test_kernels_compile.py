@@ -311,6 +311,12 @@ def test_rounding_to_floats_of_8_bits(compiler: Compiler, arch: int) -> None:
         one = meta(1, dtype=torch.float32)
         (binary,) = compiler.launch(round_rows, "scale_rows", arch, meta(64, width), one)
         assert binary.stack == 0 and binary.registers <= 64
+        for scale in (one, None):
+            binaries = compiler.launch(silu_and_mul, "silu_and_mul_rounded", arch, meta(64, 2 * width), scale)
+            rows, weight = (meta(64, width), meta(64, width)), meta(width)
+            binaries += compiler.launch(rms_norm, "add_rms_norm_rounded", arch, *rows, weight, 1e-5, scale)
+            binaries += compiler.launch(rms_norm, "rms_norm_rounded", arch, rows[0], weight, 1e-5, scale)
+            assert len(binaries) == 3 and all(each.stack == 0 for each in binaries)
 
 
 @pytest.mark.parametrize("arch", [90, 80])

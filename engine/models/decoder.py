@@ -12,6 +12,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from engine.models import torch_ops
+from engine.models.float8 import Float8Linear, RoundedRows
+from engine.models.linear import Linear
 from engine.models.spec import ModelSpec
 from engine.models.weights import LayerWeights, ModelWeights, Norm, embedding_scale
 
@@ -23,6 +25,8 @@ keys and values with their norms and rotation, the write to the cache, and causa
 also what a hidden cache stores.
 """
 
+AttendRounded = Callable[[int, LayerWeights, RoundedRows], Tensor]
+"""The same with an input that is rounded for the layer's `qkv`, a Float8Linear."""
 
 Adapt = Callable[[int, LayerWeights], LayerWeights]
 """(layer index, the layer) -> the layer as this step is to see it: with what adapters add."""
@@ -39,6 +43,13 @@ class Ops(Protocol):
     ) -> tuple[Tensor, Tensor]: ...
     def silu_and_mul(self, x: Tensor) -> Tensor: ...
     def gelu_tanh_and_mul(self, x: Tensor) -> Tensor: ...
+    def rms_norm_rounded(
+        self, x: Tensor, weight: Tensor, eps: float, scale: Tensor | None
+    ) -> tuple[Tensor, Tensor]: ...
+    def add_rms_norm_rounded(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, scale: Tensor | None
+    ) -> tuple[tuple[Tensor, Tensor], Tensor]: ...
+    def silu_and_mul_rounded(self, x: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]: ...
 
 
 class Decoder:
@@ -62,36 +73,82 @@ class Decoder:
         assert self.spec.position_offset is not None
         return hidden + functional.embedding(positions + self.spec.position_offset, self.weights.positions)
 
-    def run(self, hidden: Tensor, attend: Attend, layers: range | None = None, adapt: Adapt | None = None) -> Tensor:
-        """These layers (all by default) on hidden [T, H] -> [T, H]. The argument is not modified."""
+    def run(
+        self,
+        hidden: Tensor,
+        attend: Attend,
+        layers: range | None = None,
+        adapt: Adapt | None = None,
+        attend_rounded: AttendRounded | None = None,
+    ) -> Tensor:
+        """These layers (all by default) on hidden [T, H] -> [T, H]. The argument is not modified. With `attend_rounded`
+        norms round what they give to layers on floats of 8 bits."""
         # The sum of a layer's two branches is added together with the next norm: one pass over the rows.
         delta: Tensor | None = None
         for index in range(len(self.weights.layers)) if layers is None else layers:
             with self.weights.layers.use(index) as stored:
                 layer = stored if adapt is None else adapt(index, stored)
-                normed, hidden = self._add_norm(delta, hidden, layer.input_norm)
-                attention = layer.out(attend(index, layer, normed))
+                if attend_rounded is not None and self._rounds(layer.input_norm, layer.qkv):
+                    rows, hidden = self._add_norm_rounded(delta, hidden, layer.input_norm, layer.qkv)
+                    attention = layer.out(attend_rounded(index, layer, rows))
+                else:
+                    normed, hidden = self._add_norm(delta, hidden, layer.input_norm)
+                    attention = layer.out(attend(index, layer, normed))
                 if self.spec.parallel_residual:
-                    normed = self._norm(hidden, layer.post_norm)
-                    delta = layer.down(self._activation(layer.up(normed))) + attention
+                    delta = self._feed_forward(layer, self._norm(hidden, layer.post_norm)) + attention
                     continue
                 after = layer.branch_norms
                 if after is not None:
                     attention = self._norm(attention, after[0])
-                normed, hidden = self._add_norm(attention, hidden, layer.post_norm)
-                delta = layer.down(self._activation(layer.up(normed)))
+                if self._rounds(layer.post_norm, layer.up):
+                    rows, hidden = self._add_norm_rounded(attention, hidden, layer.post_norm, layer.up)
+                    delta = self._feed_forward(layer, rows)
+                else:
+                    normed, hidden = self._add_norm(attention, hidden, layer.post_norm)
+                    delta = self._feed_forward(layer, normed)
                 if after is not None:
                     delta = self._norm(delta, after[1])
         return hidden if delta is None else hidden + delta
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Final norm and head of the rows that sample: hidden [R, H] -> [R, vocab]."""
-        logits = self.weights.head(self.normed(hidden))
+        head, norm = self.weights.head, self.weights.final_norm
+        if self._rounds(norm, head):
+            logits = self._product(head, self._add_norm_rounded(None, hidden, norm, head)[0])
+        else:
+            logits = head(self.normed(hidden))
         return logits if self.spec.logit_softcap is None else torch_ops.softcap(logits, self.spec.logit_softcap)
 
     def normed(self, hidden: Tensor) -> Tensor:
         """The final norm: hidden [T, H] -> [T, H]."""
         return self._norm(hidden, self.weights.final_norm)
+
+    def _feed_forward(self, layer: LayerWeights, x: Tensor | RoundedRows) -> Tensor:
+        wide = self._product(layer.up, x)
+        if self.spec.activation == "silu" and isinstance(layer.down, Float8Linear):
+            return layer.down.product(RoundedRows(*self._ops.silu_and_mul_rounded(wide, layer.down.inputs)))
+        return layer.down(self._activation(wide))
+
+    def _product(self, linear: Linear, x: Tensor | RoundedRows) -> Tensor:
+        if isinstance(x, RoundedRows):
+            assert isinstance(linear, Float8Linear)
+            return linear.product(x)
+        return linear(x)
+
+    def _rounds(self, norm: Norm, linear: Linear) -> bool:
+        """Whether the norm may round for this layer: an RMS norm, and no adapter that sees what the layer is given."""
+        return norm.bias is None and isinstance(linear, Float8Linear)
+
+    def _add_norm_rounded(
+        self, x: Tensor | None, residual: Tensor, norm: Norm, linear: Linear
+    ) -> tuple[RoundedRows, Tensor]:
+        """See _add_norm; the norm as `linear` takes it."""
+        assert isinstance(linear, Float8Linear)
+        eps, scale = self.spec.norm_eps, linear.inputs
+        if x is None:
+            return RoundedRows(*self._ops.rms_norm_rounded(residual, norm.weight, eps, scale)), residual
+        rows, total = self._ops.add_rms_norm_rounded(x, residual, norm.weight, eps, scale)
+        return RoundedRows(*rows), total
 
     def _norm(self, x: Tensor, norm: Norm) -> Tensor:
         if norm.bias is None:

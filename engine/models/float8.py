@@ -40,6 +40,18 @@ def scale_rows(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     return values, torch.where(x.isfinite().all(-1, keepdim=True), scale, torch.nan)
 
 
+def rounded(x: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]:
+    """By one of the two."""
+    return round_rows(x) if scale is None else scale_rows(x, scale)
+
+
+class RoundedRows(NamedTuple):
+    """Inputs of a layer that are rounded already: values [T, k] e4m3, scales [T, 1] float32."""
+
+    values: Tensor
+    scales: Tensor
+
+
 class Rounding(NamedTuple):
     """How inputs of layers become floats of 8 bits: by torch's operators, or by kernels."""
 
@@ -63,7 +75,7 @@ class Float8Linear:
         inputs: Tensor | None = None,
     ) -> None:
         self.out_features, self.in_features = values.shape
-        self._rounding, self._inputs = rounding, inputs
+        self._rounding, self.inputs = rounding, inputs
         self._values, self._scales, self._bias = values, scales, bias
 
     @classmethod
@@ -74,20 +86,21 @@ class Float8Linear:
             raise ValueError("a weight that is not finite")
         return cls(values, scales, bias, rounding)
 
-    def _rows(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return self._rounding.by_row(x) if self._inputs is None else self._rounding.by_scale(x, self._inputs)
-
     def __call__(self, x: Tensor) -> Tensor:
-        rows, scales = self._rows(x.reshape(-1, self.in_features))
-        product = _on_device if x.device.type in ("cuda", "meta") else _as_floats
-        result = product(rows, scales, self._values, self._scales)
-        if self._bias is not None:
-            result = result + self._bias
+        rows = x.reshape(-1, self.in_features)
+        by_row, by_scale = self._rounding
+        result = self.product(RoundedRows(*(by_row(rows) if self.inputs is None else by_scale(rows, self.inputs))))
         return result.view(*x.shape[:-1], self.out_features)
+
+    def product(self, rows: RoundedRows) -> Tensor:
+        """[T, n] of what was rounded for this layer, by `inputs`."""
+        product = _on_device if rows.values.device.type in ("cuda", "meta") else _as_floats
+        result = product(*rows, self._values, self._scales)
+        return result if self._bias is None else result + self._bias
 
     def outputs_from(self, first: int) -> "Float8Linear":
         bias = None if self._bias is None else self._bias[first:]
-        return Float8Linear(self._values[first:], self._scales[first:], bias, self._rounding, self._inputs)
+        return Float8Linear(self._values[first:], self._scales[first:], bias, self._rounding, self.inputs)
 
     def dense_from(self, first: int) -> tuple[Tensor, Tensor | None]:
         weight = self._values[first:].float() * self._scales[first:]
@@ -98,7 +111,7 @@ class Float8Linear:
 
     def on(self, data: Tensor) -> "Float8Linear":
         values = data.view(FLOAT8).view(self._values.shape)
-        return Float8Linear(values, self._scales, self._bias, self._rounding, self._inputs)
+        return Float8Linear(values, self._scales, self._bias, self._rounding, self.inputs)
 
 
 def make_float8(

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from engine.models.float8 import rounded
 from engine.models.int8_cells import Int8Slices, dequantize
 from engine.triton_kernels import configs
 
@@ -43,6 +44,19 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     """residual + x, normed; and residual + x. All [T, H]."""
     total = residual + x
     return rms_norm(total, weight, eps), total
+
+
+def rms_norm_rounded(x: Tensor, weight: Tensor, eps: float, scale: Tensor | None) -> tuple[Tensor, Tensor]:
+    """RMS norm as floats of 8 bits: values [T, H] e4m3 and scales [T, 1] float32, by row or by `scale` [1]."""
+    return rounded(rms_norm(x, weight, eps), scale)
+
+
+def add_rms_norm_rounded(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, scale: Tensor | None
+) -> tuple[tuple[Tensor, Tensor], Tensor]:
+    """residual + x, normed and rounded; and residual + x."""
+    normed, total = add_rms_norm(x, residual, weight, eps)
+    return rounded(normed, scale), total
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
@@ -82,6 +96,11 @@ def silu_and_mul(x: Tensor) -> Tensor:
     """SwiGLU: silu(gate) · up. x [T, 2·F], gate first -> [T, F]."""
     gate, up = x.chunk(2, -1)
     return functional.silu(gate).mul_(up)
+
+
+def silu_and_mul_rounded(x: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]:
+    """SwiGLU as floats of 8 bits, as `rms_norm_rounded`."""
+    return rounded(silu_and_mul(x), scale)
 
 
 def gelu_tanh_and_mul(x: Tensor) -> Tensor:

@@ -6,8 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_BLOCK = 2048
-_SMALLEST = 1e-12
+BLOCK = 2048
+SMALLEST = 1e-12
 
 
 @triton.jit
@@ -18,6 +18,22 @@ def _nearest(exact):
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
     small = (exact + 24576.0) - 24576.0  # 1.5 * 2**14: its last digit is 2**-9
     return tl.where(tl.abs(exact) < 0.015625, small, normal)
+
+
+@triton.jit
+def round_part(part, scale):
+    """part float32 [n], scale -> what of e4m3 is nearest to part / scale, in float32."""
+    exact = tl.div_rn(part, tl.zeros_like(part) + scale)
+    return _nearest(tl.minimum(tl.maximum(exact, -448.0), 448.0))
+
+
+@triton.jit
+def scale_of(top, given, SMALLEST: tl.constexpr, HAS_SCALE: tl.constexpr):
+    """The scale of a row whose largest is `top`, unless one is given."""
+    scale = tl.maximum(top, SMALLEST) * (1.0 / 448.0)
+    if HAS_SCALE:
+        scale = tl.load(given)
+    return scale
 
 
 @triton.jit
@@ -50,10 +66,15 @@ def scale_rows_kernel(x, given, values, scales, width, BLOCK: tl.constexpr):
         columns = start + tl.arange(0, BLOCK)
         part = tl.load(x + row * width + columns, mask=columns < width, other=0.0).to(tl.float32)
         bad += part - part
-        exact = tl.div_rn(part, tl.zeros_like(part) + scale)
-        cut = tl.minimum(tl.maximum(exact, -448.0), 448.0)
-        tl.store(values + row * width + columns, _nearest(cut).to(values.dtype.element_ty), mask=columns < width)
+        cut = round_part(part, scale)
+        tl.store(values + row * width + columns, cut.to(values.dtype.element_ty), mask=columns < width)
     tl.store(scales + row, scale + tl.sum(bad, 0))
+
+
+def empty_rows(x: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Room for values [T, width] e4m3 and scales [T, 1] float32 of x's rows."""
+    values = torch.empty((len(x), width), dtype=torch.float8_e4m3fn, device=x.device)
+    return values, x.new_empty((len(x), 1), dtype=torch.float32)
 
 
 def scale_rows(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
@@ -63,7 +84,7 @@ def scale_rows(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     values, scales = torch.empty_like(x, dtype=torch.float8_e4m3fn), x.new_empty((len(x), 1), dtype=torch.float32)
     if len(x):
         scale_rows_kernel[(len(x),)](
-            x, scale, values, scales, x.shape[1], BLOCK=_BLOCK, num_warps=8, enable_fp_fusion=False
+            x, scale, values, scales, x.shape[1], BLOCK=BLOCK, num_warps=8, enable_fp_fusion=False
         )
     return values, scales
 
@@ -74,6 +95,6 @@ def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     values, scales = torch.empty_like(x, dtype=torch.float8_e4m3fn), x.new_empty((len(x), 1), dtype=torch.float32)
     if len(x):
         round_rows_kernel[(len(x),)](
-            x, values, scales, x.shape[1], SMALLEST=_SMALLEST, BLOCK=_BLOCK, num_warps=8, enable_fp_fusion=False
+            x, values, scales, x.shape[1], SMALLEST=SMALLEST, BLOCK=BLOCK, num_warps=8, enable_fp_fusion=False
         )
     return values, scales

@@ -1,5 +1,6 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
-"""The gate of a feed-forward layer: silu(gate) * up (SwiGLU) or gelu_tanh(gate) * up (GeGLU), from one projection.
+"""The gate of a feed-forward layer: silu(gate) * up (SwiGLU) or gelu_tanh(gate) * up (GeGLU), from one projection; the
+first rounded to floats of 8 bits where the next layer computes with them.
 
 ReLU and GELU alone have no kernel. Both follow a plain projection: torch._addmm_activation lets cuBLASLt apply ReLU and
 the tanh form of GELU in its epilogue, and for the exact form torch's own operator is the one pass that a kernel here
@@ -11,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.triton_kernels import configs
+from engine.triton_kernels.round_rows import BLOCK, SMALLEST, empty_rows, round_part, scale_of
 
 
 @triton.jit
@@ -26,6 +28,49 @@ def silu_and_mul_kernel(x, out, x_stride, width, BLOCK: tl.constexpr, GELU: tl.c
         inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
     value = gate / (1.0 + tl.exp(-inner)) * up
     tl.store(out + row * width + columns, value.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _gated(x, row, x_stride, width, columns):
+    """silu(gate) * up of some columns as the kernel above stores it, in float32; zeros beyond the width."""
+    mask = columns < width
+    gate = tl.load(x + row * x_stride + columns, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(x + row * x_stride + width + columns, mask=mask, other=0.0).to(tl.float32)
+    return (gate / (1.0 + tl.exp(-gate)) * up).to(x.dtype.element_ty).to(tl.float32)
+
+
+@triton.jit
+def silu_and_mul_rounded_kernel(
+    x, given, out, scales, x_stride, width, HAS_SCALE: tl.constexpr, SMALLEST: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Program (row): its largest, unless a scale is given, then its values."""
+    row = tl.program_id(0).to(tl.int64)
+    top = tl.zeros((BLOCK,), tl.float32)
+    if not HAS_SCALE:
+        for start in range(0, width, BLOCK):
+            top = tl.maximum(top, tl.abs(_gated(x, row, x_stride, width, start + tl.arange(0, BLOCK))))
+    step = scale_of(tl.max(top, 0), given, SMALLEST, HAS_SCALE)
+    bad = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, width, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        part = _gated(x, row, x_stride, width, columns)
+        bad += part - part
+        tl.store(out + row * width + columns, round_part(part, step).to(out.dtype.element_ty), mask=columns < width)
+    tl.store(scales + row, step + tl.sum(bad, 0))  # not a number for a row that is not finite
+
+
+def silu_and_mul_rounded(x: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]:
+    """silu(gate) * up as floats of 8 bits: values [n, width] e4m3 and scales [n, 1] float32, by row or by `scale` [1].
+    x as in `silu_and_mul`."""
+    assert x.dim() == 2 and x.shape[1] % 2 == 0 and x.stride(1) == 1, f"x: rows of 2 * width, not {x.shape}"
+    width = x.shape[1] // 2
+    out, scales = empty_rows(x, width)
+    if len(x):
+        silu_and_mul_rounded_kernel[(len(x),)](
+            x, scales if scale is None else scale, out, scales, x.stride(0), width, HAS_SCALE=scale is not None,
+            SMALLEST=SMALLEST, BLOCK=BLOCK, num_warps=8, enable_fp_fusion=True,
+        )  # fmt: skip
+    return out, scales
 
 
 def silu_and_mul(x: Tensor) -> Tensor:

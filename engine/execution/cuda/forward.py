@@ -16,6 +16,7 @@ from engine.execution.cuda.tables import DeviceTables
 from engine.execution.pool import UnitPool
 from engine.models import torch_ops
 from engine.models.decoder import Adapt, Decoder
+from engine.models.float8 import Float8Linear, RoundedRows
 from engine.models.rope import RopeSpec
 from engine.models.rotary import attention_scaling, inverse_frequencies
 from engine.models.spec import ModelSpec
@@ -71,11 +72,15 @@ class Forward:
         def attend(index: int, layer: LayerWeights, x: Tensor) -> Tensor:
             if observe is not None:
                 observe(index, x)
-            return self._attend(index, layer, x, inputs)
+            return self._attend(index, layer, layer.qkv(x), inputs)
+
+        def attend_rounded(index: int, layer: LayerWeights, rows: RoundedRows) -> Tensor:
+            assert isinstance(layer.qkv, Float8Linear)
+            return self._attend(index, layer, layer.qkv.product(rows), inputs)
 
         last = self._last_tokens.index_select(0, inputs.source)
         hidden = self._decoder.embed(torch.where(inputs.ids < 0, last, inputs.ids), inputs.positions)
-        hidden = self._decoder.run(hidden, attend, None, adapt)
+        hidden = self._decoder.run(hidden, attend, None, adapt, None if observe else attend_rounded)
         if take is not None:
             take(self._decoder.normed(hidden))
         logits = self._decoder.logits(hidden.index_select(0, inputs.sample_tokens))
@@ -110,10 +115,10 @@ class Forward:
             scratch_base=base, k_norm=None if norm is None else norm[spec.num_heads], eps=spec.norm_eps,
         )  # fmt: skip
 
-    def _attend(self, index: int, layer: LayerWeights, normed: Tensor, inputs: StepInputs) -> Tensor:
+    def _attend(self, index: int, layer: LayerWeights, projected: Tensor, inputs: StepInputs) -> Tensor:
         spec, shape, kernels = self._spec, inputs.shape, self._kernels
         num_heads, kv_heads = spec.num_heads, spec.num_kv_heads
-        heads = layer.qkv(normed).view(len(normed), num_heads + 2 * kv_heads, spec.head_dim)
+        heads = projected.view(len(projected), num_heads + 2 * kv_heads, spec.head_dim)
         q, k, v = heads.tensor_split((num_heads, num_heads + kv_heads), dim=1)
         tables = (self.tables[0], self.tables[1])
         norms = (None, None) if layer.qk_norm is None else (layer.qk_norm[0], layer.qk_norm[num_heads])
@@ -121,7 +126,7 @@ class Forward:
             q, k, v, self._cos_sin[index], inputs.positions, inputs.rows, self._pool, *tables, layer=index,
             scratch_base=self._scratch_base, q_norm=norms[0], k_norm=norms[1], eps=spec.norm_eps,
         )  # fmt: skip
-        out, count, window = self._mixed[: len(normed)], shape.decodes, spec.window_of(index) or 0
+        out, count, window = self._mixed[: len(projected)], shape.decodes, spec.window_of(index) or 0
         if count:  # first: it writes zeros where a bucket has room for more decodes than a step has
             kernels.decode_attention(
                 q[:count], self._pool, *tables, inputs.decode, inputs.partial, inputs.partial_lse, out[:count],
@@ -133,7 +138,7 @@ class Forward:
                 q, self._pool, *tables, inputs.prefill, inputs.prefill_partial, inputs.prefill_lse, out, layer=index,
                 window=window, scratch_base=self._scratch_base, scale=self._scale, softcap=self._softcap,
             )  # fmt: skip
-        return out.view(len(normed), -1)
+        return out.view(len(projected), -1)
 
 
 def _cos_sin(rope: RopeSpec | None, max_model_len: int, device: torch.device) -> Tensor | None:
