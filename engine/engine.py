@@ -360,6 +360,11 @@ class Engine:
             self._close(request_id)
             self._wake_up()
 
+    def drop_all(self) -> None:
+        """`drop` every request: they go on elsewhere."""
+        for request_id in list(self._streams):
+            self.drop(request_id)
+
     def _abort(self, request_id: str, reason: FinishReason) -> RequestOutput:
         output = self._core.abort(request_id, self._clock(), reason)
         assert output is not None, "a stream is open for a request that the core does not know"

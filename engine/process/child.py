@@ -290,6 +290,12 @@ class EngineServer:
             case frames.Shutdown(keep_seconds):
                 self._keep_seconds = keep_seconds
                 self._shutdown.set()
+            case frames.Keep(seconds):
+                self._ending = True
+                self._preparing.clear()  # nor is anything begun that waits for its grammar
+                self._engine.drop_all()
+                self._keep_seconds = seconds
+                self._shutdown.set()
             case _:
                 raise AssertionError(f"{message} comes once, and first")
 

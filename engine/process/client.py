@@ -132,6 +132,7 @@ class EngineProcess:
         self._task: asyncio.Task[None] | None = None
         self._started = self._draining = self._stopping = self._judged = self._has_worked = False
         self._dismissal: asyncio.TimerHandle | None = None
+        self._keep_until: float | None = None
         self._death: str | None = None
         self._dead = asyncio.Event()
 
@@ -389,15 +390,18 @@ class EngineProcess:
         return "another engine process runs"
 
     def _dismiss(self, child: Endpoint, keep_seconds: float) -> None:
-        """Have it end, now or after it has written what the disk keeps of chats for the next one. Its requests stay
-        open here: see `_deliver`."""
+        """Have it end, now or after it has written what the disk keeps of chats for the next one. It says nothing more
+        about its requests, so others of a fleet may go on with them from now on."""
         if not keep_seconds:
             child.kill()
             return
         self._watch.end()
         self._calls.end()  # what it has not answered yet is asked of the next one
-        self._send(frames.Shutdown(keep_seconds))
+        self._send(frames.Keep(keep_seconds))
+        self._keep_until = self._clock() + STOP_SECONDS + keep_seconds
         self._dismissal = asyncio.get_running_loop().call_later(STOP_SECONDS + keep_seconds, child.kill)
+        self._judged = True
+        self._tell_change()
 
     async def start(self) -> None:
         """Start stepping; a process that cannot is an error now, and later one that died."""
@@ -548,7 +552,11 @@ class EngineProcess:
         await asyncio.wait([self._lost])
         if not self._lost.cancelled():
             self._lost.exception()
-        ended = await self._end(child, grace=0.0)
+        keep_until, self._keep_until = (
+            self._keep_until,
+            None,
+        )  # its disk may have something to write when its loop has not
+        ended = await self._end(child, grace=0.0 if keep_until is None else keep_until - self._clock())
         cause = self._cause or ("killed" if ended == "signal 9" else "crash")
         self._keep_flight(cause, child)
         return cause, ended
@@ -559,7 +567,7 @@ class EngineProcess:
         if self._dismissal is not None:
             self._dismissal.cancel()
         ended = ""
-        if grace:
+        if grace > 0:
             with suppress(TimeoutError):
                 ended = await asyncio.to_thread(child.reap, grace)
         if not ended:
@@ -620,7 +628,8 @@ class EngineProcess:
             case frames.Pulse():
                 self._pulse = message
                 self._given.hear(message.load)
-                self._watch.begin(None)
+                if self._ready.is_set():  # none comes any more from one that ends
+                    self._watch.begin(None)
                 self._try_suspect()
             case frames.Built(info):
                 self._info = info
@@ -674,8 +683,6 @@ class EngineProcess:
         entry = self._open.get(output.request_id)
         if entry is None:
             return  # ended here meanwhile
-        if output.finish_reason is FinishReason.ABORT:
-            return  # nobody asked for that: the process was dismissed, and the next one goes on with the request
         keeps_up = entry.take(output)
         self._has_worked = self._has_worked or bool(output.token_ids)
         self._suspects.got_on(output.request_id, entry.num_computed)

@@ -127,9 +127,16 @@ class Shutdown(Message, frozen=True):
     keep_seconds: float = 0.0
 
 
+class Keep(Message, frozen=True):
+    """End, as another process takes over: let go of every request without a word, and write what the disk keeps of
+    chats, for at most `seconds`. Nothing that comes behind it is heard."""
+
+    seconds: float
+
+
 ToEngine = (
     Launch | Begin | Submit | Resume | CheckRoom | Abort | SetLane | LoadAdapter | UnloadAdapter | AskStats | Regroup
-    | Shutdown
+    | Shutdown | Keep
 )  # fmt: skip
 
 

@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
@@ -75,6 +76,7 @@ class Child(Endpoint):
         super().__init__(sock)
         self.process = process
         self._recording = recording
+        self._reaping = threading.Lock()
         self._entries: list[flight.AnyEntry] | None = None
 
     @classmethod
@@ -145,10 +147,11 @@ class Child(Endpoint):
             code = self.process.wait(timeout)
         except subprocess.TimeoutExpired:
             raise TimeoutError from None
-        self.sock.close()
-        if self._entries is None:
-            self._entries = flight.read(self._recording)
-            self._recording.close()
+        with self._reaping:  # a shutdown may come while somebody waits for its end
+            self.sock.close()
+            if self._entries is None:
+                self._entries = flight.read(self._recording)
+                self._recording.close()
         return f"signal {-code}" if code < 0 else f"exit code {code}"
 
 
