@@ -30,7 +30,7 @@ from engine.execution.cuda.device import CudaDevice
 from engine.execution.cuda.kernels import triton_kernels
 from engine.execution.runner import Runner
 from engine.models.float8 import FLOAT8, Float8Linear, Rounding
-from engine.models.linear import make_linear
+from engine.models.linear import MakeLinear, make_linear
 from engine.models.spec import hidden_offer, spec_from_config
 from engine.models.weights import build_weights
 from engine.triton_kernels.round_rows import round_rows, scale_rows
@@ -64,10 +64,11 @@ MODELS: dict[str, tuple[dict[str, object], bool]] = {
         False,
     ),
     "8B fp8": (SHAPES["8B"], False),
+    "8B fp8 static": (SHAPES["8B"], False),
 }  # fmt: skip
 """Shapes, and whether K and V are kept in 8 bits. The window is one that the steps here go beyond."""
-FLOAT8_MODELS = ("8B fp8",)
-"""Whose linear layers are of floats of 8 bits: half of them with stored scales of their inputs."""
+FLOAT8_MODELS = {"8B fp8": False, "8B fp8 static": True}
+"""Whose linear layers are of floats of 8 bits, and whether their inputs have stored scales."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +125,9 @@ def record(arch: int, names: Iterable[str] = MODELS) -> dict[Variant, list[str]]
             for graphs in (True, False):
                 limits = Limits(4, 32, 128, num_units=120, block_size=16)
                 with torch.inference_mode():
-                    weights = build_weights(spec, _Tensors(), _float8 if name in FLOAT8_MODELS else make_linear)
+                    weights = build_weights(
+                        spec, _Tensors(), _float8(FLOAT8_MODELS[name]) if name in FLOAT8_MODELS else make_linear
+                    )
                 offered = not hidden_offer(spec).refusal and not int8
                 device = CudaDevice(
                     spec, weights, triton_kernels(), limits, graphs=graphs, int8_cache=int8, host_units=8,
@@ -142,12 +145,13 @@ def record(arch: int, names: Iterable[str] = MODELS) -> dict[Variant, list[str]]
     return found
 
 
-def _float8(weight: torch.Tensor, bias: torch.Tensor | None = None, *, gated: bool = False) -> Float8Linear:
-    """Those with a gate, or with fewer outputs than inputs (down), take stored scales."""
-    values = weight.new_empty(weight.shape, dtype=FLOAT8)
-    inputs = weight.new_ones(1, dtype=torch.float32) if gated or len(weight) < weight.shape[1] else None
-    scales = weight.new_ones((len(weight), 1), dtype=torch.float32)
-    return Float8Linear(values, scales, bias, Rounding(round_rows, scale_rows), inputs)
+def _float8(stored: bool) -> MakeLinear:
+    def make(weight: torch.Tensor, bias: torch.Tensor | None = None, *, gated: bool = False) -> Float8Linear:
+        values, ones = weight.new_empty(weight.shape, dtype=FLOAT8), partial(weight.new_ones, dtype=torch.float32)
+        inputs = ones(1) if stored else None
+        return Float8Linear(values, ones((len(weight), 1)), bias, Rounding(round_rows, scale_rows), inputs)
+
+    return make
 
 
 class _Tensors(MetaTensors):
@@ -236,7 +240,7 @@ def read(path: Path = PAGE) -> tuple[str, dict[tuple[str, int], Binary]]:
 _ABOUT = """# What the Triton kernels compile to
 
 Made by `python tests/kernel_ledger.py` with Triton {version}, without a GPU: counts of the code, not times. Every
-launch of a step of ten models (two layers each; d256: heads of 256), as it is served, for each architecture:
+launch of a step of eleven models (two layers each; d256: heads of 256), as it is served, for each architecture:
 registers of a thread / bytes of its stack / bytes of shared memory / instructions / instructions of the longest loop. A
 stack where many registers are in use is of those that did not fit, and none may have one. An empty cell: not launched
 there, another variant is. Tests fail where a launch is missing here, and where a figure changed by more than a tenth.
