@@ -22,7 +22,7 @@ from engine.execution.cpu.native import LIBRARY, is_built
 
 logger = logging.getLogger(__name__)
 
-_ABI = 6
+_ABI = 7
 _ERROR_BYTES = 256
 
 

@@ -5,7 +5,7 @@
 
 #include <stdint.h>
 
-#define TM_ABI 6
+#define TM_ABI 7
 
 enum tm_level : int32_t { TM_AVX2, TM_AVX512, TM_BF16, TM_AMX, TM_LEVELS };
 enum tm_type : int32_t { TM_FLOAT32, TM_FLOAT16, TM_BFLOAT16 };
