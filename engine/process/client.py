@@ -553,7 +553,7 @@ class EngineProcess:
         if not self._lost.cancelled():
             self._lost.exception()
         keep_until, self._keep_until = self._keep_until, None
-        # its disk may still be written when its loop has ended and the socket is closed
+        # the socket closes with the process, as things are; this does not rest on it while the disk is being written
         ended = await self._end(child, grace=0.0 if keep_until is None else keep_until - self._clock())
         cause = self._cause or ("killed" if ended == "signal 9" else "crash")
         self._keep_flight(cause, child)
