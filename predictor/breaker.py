@@ -10,8 +10,8 @@ Requests that no offline work touched say what the promise is worth without any.
 be shown beside them and every trial makes it worse: it stays open until they keep it again, or nobody comes to say so.
 
 What is granted follows the evidence: a quarter of a budget that nobody has proven, a little of itself more by every
-good request beside offline work, half by every one that missed a limit or came close to it; it also grows back while
-nothing happens. Who opens again and again stays open longer and longer.
+good request beside offline work, half by every one that missed a limit or came close to it; once a request has been
+judged it also grows back while nothing happens. Who opens again and again stays open longer and longer.
 
 A pure state machine without timers: times are arguments, in seconds, and never go back; it may be asked at any event.
 """
@@ -100,7 +100,7 @@ class CircuitBreaker:
         self._opened_at = -math.inf
         self._open_for = self.settings.open_seconds
         self._granted = 1.0 if self.settings.attainment is None else self.settings.first_share
-        self._granted_at = 0.0
+        self._granted_at = math.inf  # never: time alone proves nothing, and the clock may have run for days
         self._probed = 0
         self._misses = MissTest(1.0 - (self.settings.attainment or 0.0))
         self._excesses: dict[str, ExcessTest] = {}

@@ -316,7 +316,7 @@ def test_a_wrong_predictor_opens_it_at_any_pace_but_a_hiccup_does_not() -> None:
         if breaker.num_openings:
             break
     assert breaker.state(1 + 60.0 * step) is OPEN and breaker.cause == "predictor"
-    assert breaker.share(1e6) == 1.0, "the budget is not to blame"
+    assert breaker.share(1e6) == SETTINGS.first_share, "the budget is not to blame"
 
 
 @given(st.lists(st.tuples(st.floats(0, 5), st.sampled_from(".xoea")), max_size=200))
@@ -346,3 +346,14 @@ def test_it_never_gives_more_than_its_state_allows(events: list[tuple[float, str
 def test_breaker_settings_are_checked(change: dict[str, float]) -> None:
     with pytest.raises(ValueError):
         BreakerSettings(**change)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("start", [0.0, 3.0, 1e6])
+def test_what_nobody_has_proven_does_not_grow_with_the_clock(start: float) -> None:
+    """A machine's clock has run for days when a server starts, and no request may come for hours."""
+    breaker = CircuitBreaker()
+    first = breaker.settings.first_share
+    assert [breaker.share(start + seconds) for seconds in (0.0, 60.0, 36_000.0)] == [first] * 3
+    breaker.record_request(start + 36_001.0, start + 36_000.0, good=True, offline_contributed=True)
+    proven = breaker.share(start + 36_001.0)
+    assert first < proven < 2 * first and breaker.share(start + 36_001.0 + 10.0 + 600.0) == 1.0
