@@ -10,8 +10,8 @@ Requests that no offline work touched say what the promise is worth without any.
 be shown beside them and every trial makes it worse: it stays open until they keep it again, or nobody comes to say so.
 
 What is granted follows the evidence: a quarter of a budget that nobody has proven, a little of itself more by every
-good request beside offline work, half by every one that missed a limit or came close to it; once a request has been
-judged it also grows back while nothing happens. Who opens again and again stays open longer and longer.
+good request beside offline work, half by every one that missed a limit or came close to it; once evidence
+has changed it, it also grows back while nothing happens. Who opens again and again stays open longer and longer.
 
 A pure state machine without timers: times are arguments, in seconds, and never go back; it may be asked at any event.
 """
@@ -249,6 +249,7 @@ class CircuitBreaker:
             self._granted = max(self._granted, settings.smallest_share)
         elif cause != "predictor":
             self._granted = max(self.share(now) / 2.0, settings.smallest_share)
+            self._granted_at = now
         self.num_openings += 1
         self.cause = cause
         self._opened_at = now

@@ -357,3 +357,13 @@ def test_what_nobody_has_proven_does_not_grow_with_the_clock(start: float) -> No
     breaker.record_request(start + 36_001.0, start + 36_000.0, good=True, offline_contributed=True)
     proven = breaker.share(start + 36_001.0)
     assert first < proven < 2 * first and breaker.share(start + 36_001.0 + 10.0 + 600.0) == 1.0
+
+
+def test_what_an_aggregate_has_cost_grows_back_where_no_request_is_judged_by_itself() -> None:
+    breaker, now = CircuitBreaker(BreakerSettings(attainment=None)), 5e5
+    while not breaker.num_openings:
+        now += 1.0
+        breaker.record_request(now, now - 0.1, good=True, offline_contributed=True, excesses={"tbt_mean": 0.5})
+        assert now < 5e5 + 1000.0
+    later = now + 1000.0
+    assert breaker.state(later) is CLOSED and breaker.share(later) == 1.0
