@@ -307,6 +307,7 @@ class Cache:
                 assert not cache_map.num_parked_tokens, "a running request has a parked past"
                 assert cache_map.num_compact == count_compact(cache_map.blocks), "compact blocks are miscounted"
                 assert all(block.on_device for block in cache_map.blocks), "a running request has blocks on the host"
+                assert cache_map.num_running_units == count_units(cache_map.blocks), "units are miscounted"
                 assert cache_map.num_narrow == count_narrow(cache_map.blocks), "blocks in 8 bits are miscounted"
                 num_full = request.num_confirmed_tokens // self._config.block_size if self._config.running_int8 else 0
                 assert not count_narrow(cache_map.blocks[num_full:]), "a running request has other blocks in 8 bits"

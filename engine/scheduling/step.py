@@ -12,7 +12,7 @@ from collections.abc import Callable
 import numpy as np
 
 from engine.api import RequestClass
-from engine.cache.blocks import COMPACT, CacheKind, count_units
+from engine.cache.blocks import COMPACT, CacheKind
 from engine.cache.placement import READ_STEPS, narrow_pays
 from engine.request import Request
 from engine.scheduling.crowding import let_in
@@ -48,7 +48,7 @@ class StepBuilder:
         return self._draft.finish(self._spare())
 
     def _spare(self) -> float:
-        """None where a prompt waits for its first token: it has been late enough to be in a step or in the queue."""
+        """See `SchedulerOutput`. It is 0 where a prompt waits for its first token, in the step or in the queue."""
         state, ledger = self._state, self._draft.ledger
         if ledger.model is None or self._prompts.has_added or state.waiting_online:
             return 0.0
@@ -199,14 +199,14 @@ def _pressure(state: SchedulerState, now: float) -> Pressure | None:
     capacity = (
         state.pool.num_available_units + state.pool.num_deferred_units + state.cache.parked.num_units(online=True)
     )
-    capacity += sum(count_units(request.cache_map.blocks) for request in offline)
+    capacity += sum(request.cache_map.num_running_units for request in offline)
     narrows = narrow_pays(state.model, state.config)
     capacity += state.cache.num_narrowable(state.running[RequestClass.ONLINE]) if narrows else 0
     capacity -= state.prompt_reserve(state.running_prompts())
     capacity -= reservation_of(state).held
     if not _demand_exceeds(state, capacity):
         return None
-    capacity += sum(count_units(request.cache_map.blocks) for request in state.evictable(now))
+    capacity += sum(request.cache_map.num_running_units for request in state.evictable(now))
     return Pressure(
         now=now,
         running=state.running[RequestClass.ONLINE],
