@@ -4,7 +4,7 @@ Adding a family that is a recombination of known parts is adding a `Family` and 
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from engine.errors import ModelLoadError
@@ -189,6 +189,37 @@ _LLAMA_BIAS = _flag("attention_bias", False)
 _OPT_BIAS = _flag("enable_bias", True)
 _NEOX_BIAS = _flag("attention_bias", True)
 
+_GEMMA2 = Family(
+    name="gemma2",
+    architecture="Gemma2ForCausalLM",
+    names=_GEMMA_NAMES,
+    activation_key="hidden_activation",
+    activation_default="gelu_pytorch_tanh",
+    kv_heads_default=4,
+    head_dim_default=256,
+    qkv_bias=_LLAMA_BIAS,
+    out_bias=_LLAMA_BIAS,
+    tied_default=True,
+    window="patterned",
+    window_default=4096,
+    pattern_default=2,
+    centered_norms=True,
+    scaled_embedding=True,
+    query_scalar_default=256.0,
+    softcaps=(50.0, 30.0),
+    check=_check_gemma,
+)
+_GEMMA3 = replace(
+    _GEMMA2,
+    name="gemma3_text",
+    architecture="Gemma3ForCausalLM",
+    qk_norm=True,
+    pattern_default=6,
+    softcaps=(None, None),
+    local_rope=True,
+    check=_check_gemma3,
+)
+
 FAMILIES: tuple[Family, ...] = (
     Family(
         name="llama",
@@ -226,48 +257,8 @@ FAMILIES: tuple[Family, ...] = (
         window_default=4096,
     ),
     Family(name="phi3", architecture="Phi3ForCausalLM", names=_PHI3_NAMES, eps_default=1e-5, window="always"),
-    Family(
-        name="gemma2",
-        architecture="Gemma2ForCausalLM",
-        names=_GEMMA_NAMES,
-        activation_key="hidden_activation",
-        activation_default="gelu_pytorch_tanh",
-        kv_heads_default=4,
-        head_dim_default=256,
-        qkv_bias=_LLAMA_BIAS,
-        out_bias=_LLAMA_BIAS,
-        tied_default=True,
-        window="patterned",
-        window_default=4096,
-        pattern_default=2,
-        centered_norms=True,
-        scaled_embedding=True,
-        query_scalar_default=256.0,
-        softcaps=(50.0, 30.0),
-        check=_check_gemma,
-    ),
-    Family(
-        name="gemma3_text",
-        architecture="Gemma3ForCausalLM",
-        names=_GEMMA_NAMES,
-        activation_key="hidden_activation",
-        activation_default="gelu_pytorch_tanh",
-        kv_heads_default=4,
-        head_dim_default=256,
-        qkv_bias=_LLAMA_BIAS,
-        out_bias=_LLAMA_BIAS,
-        qk_norm=True,
-        tied_default=True,
-        window="patterned",
-        window_default=4096,
-        pattern_default=6,
-        centered_norms=True,
-        scaled_embedding=True,
-        query_scalar_default=256.0,
-        softcaps=(None, None),
-        local_rope=True,
-        check=_check_gemma3,
-    ),
+    _GEMMA2,
+    _GEMMA3,
     Family(
         name="opt",
         architecture="OPTForCausalLM",
