@@ -248,7 +248,7 @@ def _serve(arguments: argparse.Namespace) -> int:
         given = given_where(arguments, [EngineConfig, ServerConfig])
         dry_run = importlib.import_module("gateway.commands.dry_run")
         return int(dry_run.run(given, engine_config, server_config, model_name(engine_config)))
-    signal.signal(signal.SIGTERM, _end_start)  # without a handler the first process of a container would ignore it
+    start = _Start()
     preflight = importlib.import_module("gateway.commands.preflight")
     preflight.check_start(engine_config, server_config)  # before minutes of loading
     server = importlib.import_module("gateway.server")
@@ -259,23 +259,40 @@ def _serve(arguments: argparse.Namespace) -> int:
     if engine_config.disk_space and not engine_config.disk_dir:
         engine_config = dataclasses.replace(engine_config, disk_dir=str(folder.root / "cache"))
     try:
-        return _serve_with(folder, engine_config, server_config, server)
+        return _serve_with(folder, engine_config, server_config, server, start)
     finally:
         folder.close_now()
 
 
-def _end_start(_number: int, _frame: Any) -> NoReturn:
-    """SIGTERM before anything is served: there is nothing to drain."""
-    raise SystemExit(0)
+class _Start:
+    """SIGTERM before anything is served ends the process with 0: there is nothing to drain. Without a handler the first
+    process of a container would ignore it."""
+
+    def __init__(self) -> None:
+        self._ended = False
+        signal.signal(signal.SIGTERM, self._end)
+
+    def _end(self, _number: int, _frame: Any) -> NoReturn:
+        self._ended = True
+        raise SystemExit(0)
+
+    def go_on(self) -> None:
+        """Ends here what SIGTERM did not end where it came: libraries being imported swallow every exception, and so
+        does whatever is called back from C."""
+        if self._ended:
+            raise SystemExit(0)
 
 
-def _serve_with(folder: Any, engine_config: EngineConfig, server_config: ServerConfig, server: Any) -> int:
+def _serve_with(
+    folder: Any, engine_config: EngineConfig, server_config: ServerConfig, server: Any, start: _Start
+) -> int:
     load = _load_processes if server_config.engine_process else _load_here
-    engine, tokenizer, discard = load(engine_config, server_config, folder)
+    engine, tokenizer, discard = load(engine_config, server_config, folder, start.go_on)
     try:
         window = server_config.engines * engine.info.batch_lines
         limits = importlib.import_module("gateway.batch.limits").BatchLimits(window_lines=window)
         app = importlib.import_module("gateway.app").create_app(engine, tokenizer, server_config, folder, limits)
+        start.go_on()
         print(summary(server_config, engine.info), flush=True)
         return int(server.run(app, server_config))
     finally:
@@ -286,7 +303,9 @@ Loaded = tuple[EngineClient, Any, Callable[[], None]]
 """An engine, the tokenizer of its model (read before the weights are), and what takes down an engine not stopped."""
 
 
-def _load_here(engine_config: EngineConfig, server_config: ServerConfig, _folder: Any) -> Loaded:
+def _load_here(
+    engine_config: EngineConfig, server_config: ServerConfig, _folder: Any, go_on: Callable[[], None]
+) -> Loaded:
     """The engine in this process."""
     from engine.text.tokenizer import Tokenizer
 
@@ -296,11 +315,14 @@ def _load_here(engine_config: EngineConfig, server_config: ServerConfig, _folder
     tokenizer = Tokenizer.load(plan.folder, server_config.chat_template)
     for note in plan.notes:
         say(note)
+    go_on()
     engine = build.build_engine(engine_config, plan, say)
     return engine, tokenizer, engine.kill
 
 
-def _load_processes(engine_config: EngineConfig, server_config: ServerConfig, folder: Any) -> Loaded:
+def _load_processes(
+    engine_config: EngineConfig, server_config: ServerConfig, folder: Any, go_on: Callable[[], None]
+) -> Loaded:
     """Engines in processes of their own: torch is never loaded in this one."""
     from engine.text.tokenizer import Tokenizer
 
@@ -310,6 +332,7 @@ def _load_processes(engine_config: EngineConfig, server_config: ServerConfig, fo
         tokenizers.append(Tokenizer.load(Path(plan.folder), server_config.chat_template))
         for note in plan.notes:
             say(note)
+        go_on()  # what this process imports, it has; from here on it waits
 
     engine = _make_engine(engine_config, server_config, folder.root)
     engine.load(planned)

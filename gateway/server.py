@@ -234,6 +234,8 @@ def run(app: FastAPI, config: ServerConfig) -> int:
         server.run(sockets=[listener])
     except SystemExit:  # uvicorn's way to say that the lifespan did not start; it has logged why
         error = app.state.context.lifecycle.startup_error
+        if error is None:
+            raise  # SIGTERM came before uvicorn listened to it
         if isinstance(error, TidemillError):
             raise error from None
         raise ConfigError(f"the engine did not start: {type(error).__name__}") from error

@@ -2,6 +2,7 @@
 
 import math
 import os
+import threading
 from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,6 +26,7 @@ from engine.api import (
 )
 from engine.config import SchedulerConfig
 from engine.errors import ConfigError
+from engine.fleet.client import FleetClient
 from engine.fleet.harvest import Harvest, shares, windows
 from engine.fleet.member import Member, hits_of, online_load
 from engine.fleet.prefixes import MAX_BLOCKS, PrefixMemory, prefix_chain
@@ -271,3 +273,28 @@ def test_a_process_moves_into_its_place(monkeypatch: pytest.MonkeyPatch) -> None
     assert not moved and environment == {HOST_ENGINES: "1"}
     Place((1, 2), "7", engines=3).move_in(environment)
     assert moved == [(0, (1, 2))] and environment == {"CUDA_VISIBLE_DEVICES": "7", HOST_ENGINES: "3"}
+
+
+def test_a_start_that_ends_waits_for_no_process_that_still_loads() -> None:
+    """One fails to load; another would need an hour more, but for its end."""
+    hour, ended = threading.Event(), []
+
+    class Loading:
+        def __init__(self, number: int) -> None:
+            self.number = number
+
+        def load(self, _planned: Any) -> None:
+            if self.number == 2:
+                raise ConfigError("too small")
+            if self.number == 1:
+                assert hour.wait(60)
+
+        def discard(self) -> None:
+            ended.append(self.number)
+            hour.set()
+
+    made: Any = lambda number, _changed: Loading(number)  # noqa: E731
+    fleet = FleetClient(made, 3)
+    with pytest.raises(ConfigError, match="too small"):
+        fleet.load(lambda _planned: None)
+    assert set(ended) == {0, 1, 2}

@@ -582,6 +582,38 @@ async def test_a_signal_ends_a_server_that_still_starts(tmp_path: Path) -> None:
     assert await process.wait() == 0 and b"Traceback" not in rest, rest.decode()
 
 
+SWALLOWS = """
+import os, signal, sys
+from engine.text.tokenizer import Tokenizer
+load = Tokenizer.load
+def swallows(*given):
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+        signal.pause()
+    except BaseException:
+        print("swallowed", file=sys.stderr)
+    return load(*given)
+Tokenizer.load = swallows
+from gateway.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("engine", ["--engine-process", "--no-engine-process"])
+async def test_a_signal_ends_a_start_in_which_it_was_swallowed(tmp_path: Path, engine: str) -> None:
+    """As libraries do that are imported with a bare `except`, and what C calls back."""
+    flags = ["--port", "0", "--device", "cpu", "--profile-seconds", "0", "--profile-dir", str(tmp_path / "profiles")]
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", SWALLOWS, "serve", engine, *flags, "--state-dir", str(tmp_path / "state")),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)},
+    )
+    out, errors = await process.communicate()
+    assert process.returncode == 0 and errors.strip() == b"swallowed", errors.decode()
+    assert b"Serving" not in out and b"/v1" not in out, out.decode()
+
+
 LAST_ACTS = {
     "dead": ("engine.die()", 70),  # the engine can never step again
     "hangs": ("engine.stop = lambda _seconds=0.0: asyncio.Event().wait()", 1),  # SIGTERM, and something never ends

@@ -12,7 +12,7 @@ import math
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import replace
 
 from engine.adapters import AdapterFiles
@@ -241,7 +241,13 @@ class FleetClient:
         try:
             first.load(planned)
             with ThreadPoolExecutor(max(1, len(others))) as threads:
-                list(threads.map(lambda engine: engine.load(lambda _planned: None), others))
+                try:
+                    loads = [threads.submit(engine.load, lambda _planned: None) for engine in others]
+                    for load in as_completed(loads):
+                        load.result()
+                except BaseException:
+                    self.discard()  # at once: the threads wait for the processes, and the pool for the threads
+                    raise
         except BaseException:
             self.discard()
             raise
