@@ -94,8 +94,9 @@ class Evaluated:
 class SearchResult:
     """`best` and all replays in the order in which they were made, the online-only one (`baseline`) first.
 
-    `confirmed` is None without a second window, else whether `best` kept the whole SLO there. `slo_in_reach` is False
-    when the online-only run itself breaks an absolute limit: then the search kept co-location from making it worse.
+    `confirmed` is None without further windows, else whether `best` kept the whole SLO in all of them. `slo_in_reach`
+    is False when the online-only run itself breaks an absolute limit: then the search kept co-location from making it
+    worse.
     """
 
     best: Evaluated
@@ -117,21 +118,21 @@ def search_budget(
     latency_range: tuple[float, float],
     policy: str = "tidemill",
     *,
-    confirm: Callable[[BudgetParams], Metrics] | None = None,
+    confirm: Sequence[Callable[[BudgetParams], Metrics]] = (),
     margin: float = MARGIN,
     max_evaluations: int = MAX_EVALUATIONS,
 ) -> SearchResult:
     """The parameters of `policy` with the highest offline throughput that keep the SLO.
 
     `latency_range`: from the shortest step to the longest one, seconds; L is sought between. `margin`: the share of
-    the tolerance that may be used on the searched window; `confirm` replays the next window, where the whole of it may
-    be. At most `max_evaluations` calls of `evaluate` and `confirm` together. Raises ValueError for an impossible range,
-    an unknown policy or too few evaluations, KeyError when a replay lacks a metric.
+    the tolerance that may be used on the searched window; each of `confirm` replays another window, where the whole of
+    it may be. At most `max_evaluations` calls of `evaluate` and `confirm` together. Raises ValueError for an impossible
+    range, an unknown policy or too few evaluations, KeyError when a replay lacks a metric.
     """
     low, high = latency_range
     if not 0.0 < low < high < math.inf:
         raise ValueError(f"latency_range must ascend from above 0, not {latency_range}")
-    reserve = 0 if confirm is None else MAX_CONFIRMATIONS + 1
+    reserve = (MAX_CONFIRMATIONS + 1) * len(confirm)
     if max_evaluations - reserve < 4:
         raise ValueError(f"max_evaluations must leave at least 4 for the search, not {max_evaluations - reserve}")
     search = _Search(evaluate, slo, margin, (low, high), max_evaluations - reserve)
@@ -142,7 +143,7 @@ def search_budget(
         rules = protecting_rules(slo)
         for index, rule in enumerate(rules):
             search.weighted(rule, flat.params.latency_budget, search.left // (len(rules) - index))
-    if confirm is None:
+    if not confirm:
         best, confirmed, spent = search.best(), None, 0
     else:
         best, confirmed, spent = _confirm(search, confirm, slo)
@@ -273,26 +274,33 @@ def _next_budgets(points: Sequence[Evaluated]) -> list[float]:
     return list(dict.fromkeys(found))
 
 
-def _confirm(search: _Search, confirm: Callable[[BudgetParams], Metrics], slo: SLO) -> tuple[Evaluated, bool, int]:
-    """(the best candidate that keeps the SLO in the second window, True, replays spent).
+def _confirm(
+    search: _Search, windows: Sequence[Callable[[BudgetParams], Metrics]], slo: SLO
+) -> tuple[Evaluated, bool, int]:
+    """(the best candidate that keeps the SLO in all further windows, True, replays spent).
 
     If none of the first few does, the online-only parameters, which make nothing worse, and False.
     """
     assert search.baseline is not None
-    base = dict(confirm(search.baseline.params))
+    bases = [dict(replay(search.baseline.params)) for replay in windows]
+    spent = len(windows)
     ranking = sorted((e for e in search.done.values() if e.feasible), key=Evaluated.rank, reverse=True)
     tried: list[Evaluated] = []
     for candidate in ranking:
         if candidate is search.baseline:
-            return candidate, True, 1 + len(tried)
+            return candidate, True, spent
         if any(_alike(candidate.params, other.params) for other in tried):
             continue
         if len(tried) == MAX_CONFIRMATIONS:
             break
         tried.append(candidate)
-        if not slo.violations(dict(confirm(candidate.params)), base):
-            return candidate, True, 1 + len(tried)
-    return search.baseline, False, 1 + len(tried)
+        for replay, base in zip(windows, bases, strict=True):
+            spent += 1
+            if slo.violations(dict(replay(candidate.params)), base):
+                break
+        else:
+            return candidate, True, spent
+    return search.baseline, False, spent
 
 
 def _alike(one: BudgetParams, other: BudgetParams) -> bool:

@@ -27,7 +27,7 @@ MAX_AGE = 3600.0
 
 def cell_of(rate: float, current: int | None = None) -> int:
     """The cell of a rate; the `current` one as long as the rate is not clearly outside it."""
-    if current is not None and upper_rate(current - 1) / HYSTERESIS < rate <= upper_rate(current) * HYSTERESIS:
+    if current is not None and lowest_rate(current) < rate <= upper_rate(current) * HYSTERESIS:
         return current
     if rate <= 0.0:
         return LOWEST_CELL
@@ -37,6 +37,11 @@ def cell_of(rate: float, current: int | None = None) -> int:
 def upper_rate(cell: int) -> float:
     """The highest rate of a cell, requests a second."""
     return GRID**cell
+
+
+def lowest_rate(cell: int) -> float:
+    """The lowest rate for which a cell may be in force, requests a second."""
+    return upper_rate(cell - 1) / HYSTERESIS
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,13 +86,17 @@ class BudgetTable:
     def put(self, cell: int, entry: Entry) -> None:
         self.entries[cell] = entry
 
-    def look_up(self, cell: int, situation: Situation) -> tuple[BudgetParams, int] | None:
+    def look_up(self, cell: int, situation: Situation, relative: bool = False) -> tuple[BudgetParams, int] | None:
         """The budget for a cell, and the cell that it was searched for; None when nothing of use is known.
 
         An old entry is better than none, one for other lengths is not; entries for another pace say something where
         there are none for this one. Of other cells, the next one above is safe. What kept the SLO at a lower rate was
         searched for less than there is: so much less of its L is left as the rate is higher, and "none at all" stays
         none.
+
+        `relative`: the SLO has tolerances over the online-only run. Then no other cell is safe: where fewer requests
+        come they have shorter steps alone, and λ lets more be added to a step with fewer of them. So much less of L and
+        of λ is left, and "none at all" says nothing of it.
         """
         alike = {c: e for c, e in self.entries.items() if not e.situation.shape.differs(situation.shape, SAME_LENGTHS)}
         usable = {c: e for c, e in alike.items() if e.situation.is_like(situation)}
@@ -95,7 +104,8 @@ class BudgetTable:
             usable = {c: there for c, e in alike.items() if (there := e.at_pace(situation.pace)) is not None}
         above = min((c for c in usable if c >= cell), default=None)
         if above is not None and (above == cell or usable[above].params.latency_budget > 0.0):
-            return usable[above].params, above
+            params = usable[above].params
+            return _for_fewer(params, upper_rate(cell) / upper_rate(above)) if relative else params, above
         below = max((c for c in usable if c < cell), default=None)
         if below is None:
             return None
@@ -131,6 +141,11 @@ def _lower(params: BudgetParams, budget: float) -> BudgetParams:
     if budget >= params.latency_budget:
         return params
     return replace(params, latency_budget=budget, rule="flat" if params.rule == "tbt_p99" else params.rule)
+
+
+def _for_fewer(params: BudgetParams, share: float) -> BudgetParams:
+    """Where only a `share` of the requests come."""
+    return _lower(replace(params, lam=params.lam * share), params.latency_budget * share)
 
 
 def _plain(entry: Entry) -> dict[str, Any]:

@@ -234,7 +234,7 @@ def test_offline_work_gathers_rows_where_no_step_keeps_the_promise(online: int) 
 def test_search_finds_offline_room_that_keeps_the_slo(policy: str, slo: str) -> None:
     server = replace(SERVER, slo=SLO.parse(slo), fill_policy=policy)
     first, second = (poisson_window(2.0, 200, 40, 8.0, seed) for seed in (1, 2))
-    result = find_budget(first, second, server, max_evaluations=12)
+    result = find_budget(first, [second], server, max_evaluations=12)
     assert result.params.latency_budget > 0 and result.confirmed
     again = replay(second, server, result.params)
     base = replay(second, server, BudgetParams(policy, 0.0))
@@ -271,7 +271,7 @@ def test_the_search_sees_how_much_real_steps_vary() -> None:
     noisy = replace(calm, noise=noise)
     edge = BudgetParams("hygen", 0.040)
     assert replay(first, calm, edge)["tbt_p99"] < replay(first, noisy, edge)["tbt_p99"]
-    found = find_budget(first, second, noisy, max_evaluations=10)
+    found = find_budget(first, [second], noisy, max_evaluations=10)
     assert found.best.metrics["tbt_p99"] <= 0.040 and found.best.throughput > 0
     assert normal_noise(0.15)[49] == pytest.approx(1.0)
     assert sum(abs(1 - ratio) for ratio in noise) / len(noise) == pytest.approx(0.15, rel=0.1)
@@ -293,7 +293,7 @@ def test_a_trivial_load_keeps_its_slo_in_the_replay(seed: int) -> None:
     assert window.arrivals[-1].at == window.seconds
     for budget in (0.0, 0.04):
         assert replay(window, SERVER, BudgetParams("tidemill", budget))["slo_attainment"] == 1.0
-    assert find_budget(window, None, SERVER, max_evaluations=6).slo_in_reach
+    assert find_budget(window, [], SERVER, max_evaluations=6).slo_in_reach
 
 
 def test_offline_tokens_count_inside_the_window_alone() -> None:
@@ -393,7 +393,7 @@ def test_no_budget_that_keeps_the_slo_is_obeyed() -> None:
     """A real search on a load whose SLO is out of reach: nothing offline may make it worse."""
     hopeless = replace(SERVER, slo=SLO.parse("tbt_mean=8.02ms"))
     window = poisson_window(2.0, 100, 40, 12.0, 1)
-    found = find_budget(window, None, hopeless, max_evaluations=8)
+    found = find_budget(window, [], hopeless, max_evaluations=8)
     assert found.params.latency_budget == 0.0 and not found.slo_in_reach
     core, keeper = make_keeper(hopeless.slo)
     before = keeper.stats(0.0)

@@ -236,6 +236,19 @@ def test_none_at_all_holds_for_every_higher_rate_but_for_no_lower_one() -> None:
     assert table.look_up(1, HERE) is None
 
 
+def test_of_a_tolerance_a_budget_says_less_of_every_other_rate() -> None:
+    """Where fewer requests come, a second offline is more of what they take alone, and λ lets more of it in."""
+    table = BudgetTable()
+    table.put(3, Entry(BudgetParams("tidemill", 0.05, 8.0, 4.0, "tbt_mean"), HERE, 0.0))
+    assert table.look_up(3, HERE, relative=True) == table.look_up(3, HERE)
+    found = table.look_up(1, HERE, relative=True)
+    assert found is not None and found[1] == 3
+    assert found[0].latency_budget == pytest.approx(0.05 / 1.5**2) and found[0].lam == pytest.approx(8.0 / 1.5**2)
+    assert (found[0].rule, found[0].delta) == ("tbt_mean", 4.0)
+    above = table.look_up(5, HERE, relative=True)
+    assert above is not None and above[0].latency_budget == pytest.approx(0.05 / 1.5**2) and above[0].lam == 8.0
+
+
 def test_entries_age() -> None:
     table = BudgetTable()
     table.put(0, entry(0.05, at=100.0))

@@ -107,7 +107,8 @@ def found(budget: float) -> dict[str, Any]:
 
 def rates_of(jobs: list[dict[str, Any]]) -> list[float]:
     """The rates of the windows that were searched."""
-    return [len(job["second"]["arrivals"]) / job["second"]["seconds"] for job in jobs if job["kind"] == "budget"]
+    windows = [job["others"][0] for job in jobs if job["kind"] == "budget"]
+    return [len(window["arrivals"]) / window["seconds"] for window in windows]
 
 
 async def test_the_load_that_comes_is_searched_and_then_the_next_higher_one() -> None:
@@ -123,7 +124,9 @@ async def test_the_load_that_comes_is_searched_and_then_the_next_higher_one() ->
     assert len(bench.jobs) == 2, "all is known now"
     assert bench.budget == pytest.approx(0.02 / (1 + first), rel=1e-6)
     job = bench.jobs[0]
-    assert len(job["second"]["arrivals"]) == 1000 and len(job["first"]["arrivals"]) == 300
+    assert (
+        len(job["others"]) == 1 and len(job["others"][0]["arrivals"]) == 1000 and len(job["first"]["arrivals"]) == 300
+    )
     assert job["first"]["offline_lengths"] == [[80, 12, 0]], "the job that waits"
     await bench.tuner.stop()
 
@@ -161,6 +164,23 @@ async def test_a_load_above_all_that_was_searched_gets_less_than_any_of_them() -
     assert "less of it" in bench.keeper.stats(bench.now).budget_origin
     await bench.serve(300, 0.1)
     assert bench.budget == 0.0123
+    await bench.tuner.stop()
+
+
+async def test_a_tolerance_is_searched_at_both_edges_of_a_cell_and_held_to_less_at_every_other_rate() -> None:
+    """Chats that come more rarely have shorter steps alone: what is five per cent of theirs was never searched."""
+    bench = Bench(lambda job: found(0.004), "5%")
+    bench.tuner.start()
+    bench.queue_a_job()
+    await bench.serve(60, 4.0)
+    assert bench.budget == 0.004
+    job = next(job for job in bench.jobs if job["kind"] == "budget")
+    upper, lower = (len(each["arrivals"]) / each["seconds"] for each in job["others"])
+    assert lower == pytest.approx(upper / (1.5 * 1.1), rel=0.15)
+    bench.answer = lambda job: ChildError("busy")
+    await bench.serve(300, 0.5)
+    assert 0.0 < bench.budget < 0.004 / 5
+    assert "less of it" in bench.keeper.stats(bench.now).budget_origin
     await bench.tuner.stop()
 
 
@@ -335,7 +355,7 @@ async def test_a_tolerance_is_compared_beside_the_searches() -> None:
 async def test_jobs_run_in_a_process_of_their_own() -> None:
     first, second = (poisson_window(2.0, 100, 20, 4.0, seed) for seed in (1, 2))
     server = ReplayedServer(MODEL, SLO.parse("ttft_p99=500ms,tbt_p99=60ms"), CONFIG)
-    answer = await run_child(budget_job(first, second, server), USUAL)
+    answer = await run_child(budget_job(first, [second], server), USUAL)
     assert params_of(answer["params"]).latency_budget > 0
     counted = [True] * len(first.arrivals)
     answer = await run_child(baseline_job(first, counted, server), USUAL)
@@ -364,7 +384,7 @@ def test_priorities_are_those_of_the_name(priority: str) -> None:
 
 async def test_a_child_is_killed_with_who_waits_for_it() -> None:
     window = Workload(tuple(OnlineArrival(i / 10, Lengths(200, 100)) for i in range(20_000)), 2000.0)
-    job = budget_job(window, window, ReplayedServer(MODEL, SLO.parse("tbt_p99=60ms"), CONFIG))
+    job = budget_job(window, [window], ReplayedServer(MODEL, SLO.parse("tbt_p99=60ms"), CONFIG))
     task = asyncio.create_task(run_child(job))
     await asyncio.sleep(0.05)
     task.cancel()

@@ -8,14 +8,14 @@ deterministic per job.
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
 from engine.colocation.baseline import replay_alone
 from engine.colocation.replay import ReplayedServer, Workload, replay
 from engine.config import SchedulerConfig
-from predictor.budget import BudgetParams, SearchResult, search_budget, to_plain
+from predictor.budget import MAX_CONFIRMATIONS, BudgetParams, SearchResult, search_budget, to_plain
 from predictor.features import BatchFeatures
 from predictor.load import Lengths, OnlineArrival
 from predictor.model import LatencyModel
@@ -38,9 +38,9 @@ def step_range(model: LatencyModel, config: SchedulerConfig) -> tuple[float, flo
 
 
 def find_budget(
-    first: Workload, second: Workload | None, server: ReplayedServer, max_evaluations: int = 24
+    first: Workload, others: Sequence[Workload], server: ReplayedServer, max_evaluations: int = 24
 ) -> SearchResult:
-    """Search on the first window, confirm on the second."""
+    """Search on the first window, confirm on the others; `max_evaluations` with one of them."""
 
     def evaluate_on(workload: Workload) -> Callable[[BudgetParams], dict[str, float]]:
         return lambda budget: replay(workload, server, budget)
@@ -50,17 +50,17 @@ def find_budget(
         server.slo,
         step_range(server.model, server.config),
         server.fill_policy,
-        confirm=evaluate_on(second) if second is not None else None,
-        max_evaluations=max_evaluations,
+        confirm=[evaluate_on(other) for other in others],
+        max_evaluations=max_evaluations + (MAX_CONFIRMATIONS + 1) * max(0, len(others) - 1),
     )
 
 
-def budget_job(first: Workload, second: Workload | None, server: ReplayedServer) -> Job:
-    """Search on the first window, confirm on the second."""
+def budget_job(first: Workload, others: Sequence[Workload], server: ReplayedServer) -> Job:
+    """Search on the first window, confirm on the others."""
     return {
         "kind": "budget",
         "first": _plain(first),
-        "second": _plain(second) if second is not None else None,
+        "others": [_plain(other) for other in others],
         "server": _describe(server),
     }
 
@@ -126,8 +126,7 @@ def answer(job: Job) -> Job:
     if job["kind"] == "baseline":
         aggregates, own = replay_alone(_workload(job["workload"]), server, job["counted"])
         return {"aggregates": aggregates, "own": own}
-    second = _workload(job["second"]) if job["second"] is not None else None
-    result = find_budget(_workload(job["first"]), second, server)
+    result = find_budget(_workload(job["first"]), [_workload(other) for other in job["others"]], server)
     found = {"params": to_plain(result.params), "metrics": result.best.metrics, "in_reach": result.slo_in_reach}
     return {**found, "confirmed": result.confirmed, "evaluations": result.num_evaluations}
 

@@ -21,7 +21,7 @@ from engine.colocation.replay import ReplayedServer, Workload
 from engine.colocation.search import baseline_job, budget_job
 from engine.colocation.search_child import IDLE_SECONDS, NICE_SECONDS, ChildError, Turn, run_child
 from predictor.budget import BudgetParams, params_of
-from predictor.budget_table import BudgetTable, Entry, Situation, cell_of, upper_rate
+from predictor.budget_table import BudgetTable, Entry, Situation, cell_of, lowest_rate, upper_rate
 from predictor.features import BatchFeatures
 
 log = logging.getLogger("tidemill.colocation")
@@ -77,6 +77,7 @@ class BudgetTuner:
         self._clock = clock
         self._child = child
         self._refit = refit
+        self._is_relative = bool(server.slo.tolerances())
         self._cell: int | None = None
         self._in_force: tuple[BudgetParams, str] | None = None
         self._searched: dict[int, _Searched] = {}
@@ -93,7 +94,7 @@ class BudgetTuner:
         self._tasks.append(asyncio.create_task(self._tune(), name="tidemill-budget"))
         if self._refit is not None:
             self._refit.start()
-        if self._server.slo.tolerances():
+        if self._is_relative:
             self._tasks.append(asyncio.create_task(self._compare_on(), name="tidemill-baseline"))
 
     async def stop(self) -> None:
@@ -151,7 +152,7 @@ class BudgetTuner:
         if situation is None or rate <= 0.0:
             return
         self._cell = cell_of(rate, self._cell)
-        found = self.table.look_up(self._cell, situation)
+        found = self.table.look_up(self._cell, situation, self._is_relative)
         if found is None:
             chosen = self._colocation.initial, "as long as no search for this load has ended"
         else:
@@ -217,11 +218,14 @@ class BudgetTuner:
         needed = self._server.slo.arrivals_needed
         self._searched[cell] = _Searched(self._clock(), keeper.num_openings)
         try:
-            first, second = (
-                Workload.recorded(arrivals, offline, rate, count, seed)
-                for seed, count in ((1, min(needed, SEARCH_ARRIVALS)), (2, needed))
+            windows = [(rate, min(needed, SEARCH_ARRIVALS)), (rate, needed)]
+            if self._is_relative:  # a limit that is kept at the upper edge of the cell is kept in all of it
+                windows.append((lowest_rate(cell), min(needed, SEARCH_ARRIVALS)))
+            first, *others = (
+                Workload.recorded(arrivals, offline, each, count, seed)
+                for seed, (each, count) in enumerate(windows, start=1)
             )
-            answer = await self._child(budget_job(first, second, self._live_server()))
+            answer = await self._child(budget_job(first, others, self._live_server()))
             params = params_of(answer["params"])
         except (ChildError, ValueError, KeyError, TypeError) as error:
             self._failed_at = self._clock()

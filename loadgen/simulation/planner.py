@@ -129,7 +129,7 @@ def answer(question: Question, say: Say = lambda _line: None) -> Answer:
             slo,
             step_range(question.machine.model, question.machine.config),
             question.config.fill_policy,
-            confirm=replays.metrics,
+            confirm=[replays.metrics],
             max_evaluations=question.evaluations,
         )
     budget = search.params if search is not None else question.budget or BudgetParams(question.config.fill_policy, 0.0)

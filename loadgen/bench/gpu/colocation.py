@@ -120,7 +120,7 @@ async def _check(setup: Setup) -> list[Row]:
     server = ReplayedServer(before.model.as_fixed(), slo, config, noise=tuple(before.model.residuals()))
     window = Workload.recorded(tuple(before.load.arrivals), [sizes], rate, setup.size(slo.arrivals_needed // 5, 20), 1)
     answer, oracle = await asyncio.gather(
-        run_child(budget_job(window, None, server)), asyncio.to_thread(_oracle, window, server)
+        run_child(budget_job(window, [], server)), asyncio.to_thread(_oracle, window, server)
     )
     keeper = Watched(config, model, slo, params_of(answer["params"]))
     keeper.set_baseline({"tbt_p99": _p99(alone.gaps)}, [], time.monotonic())
