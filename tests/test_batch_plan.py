@@ -3,6 +3,7 @@
 import asyncio
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -15,6 +16,7 @@ from hypothesis import given
 from engine.api import EngineStats, Lane, TokenCosts
 from engine.text.tokenizer import Tokenizer
 from gateway.batch.forecast import LEAST_LINES, URGENT_SHARE, Forecast, Load, Pace, finish_times
+from gateway.batch.metrics import MAX_SHOWN, BatchCollector
 from gateway.store.objects import BatchJob, Lengths, Usage
 from gateway.store.states import BatchStatus
 
@@ -95,6 +97,22 @@ def test_who_is_at_risk_and_until_when() -> None:
     notes = forecast.outlooks["late"].notes(late)
     assert notes["tidemill.at_risk"] == "true" and int(notes["tidemill.eta"]) > 350
     assert "will not be done" in notes["tidemill.warning"]
+
+
+def test_each_job_says_when_it_will_end_and_the_first_hundred_are_shown() -> None:
+    forecast = a_forecast(rate=10.0)
+    forecast.update(
+        [(a_batch(f"batch_{i}", 10**6, 10 + i), Lengths(1_000 + 100 * i, 100.0)) for i in range(150)], 250.0
+    )
+    worker: Any = SimpleNamespace(
+        states={}, forecast=forecast, lines_ended={True: 0, False: 0}, storage_fault=lambda: None
+    )
+    samples = [sample for metric in BatchCollector(worker).collect() for sample in metric.samples]
+    shown = {s.labels["batch"]: s.value for s in samples if s.name == "tidemill_batch_job_eta_timestamp_seconds"}
+    etas = {batch: outlook.eta or 0.0 for batch, outlook in forecast.outlooks.items()}
+    assert len(shown) == MAX_SHOWN and all(value == etas[batch] for batch, value in shown.items())
+    assert max(shown.values()) <= min(eta for batch, eta in etas.items() if batch not in shown)
+    assert max(etas.values()) in [s.value for s in samples if s.name == "tidemill_batch_eta_timestamp_seconds"]
 
 
 def test_a_job_with_finished_lines_is_judged_by_them() -> None:

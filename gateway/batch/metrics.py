@@ -1,13 +1,18 @@
 """Batch jobs in /metrics: how many are in which state, how many lines have ended, whether the disk takes data."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from heapq import nsmallest
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from gateway.batch.forecast import Outlook
 from gateway.batch.worker import BatchWorker
 from gateway.store.states import UNFINISHED
+
+MAX_SHOWN = 100
+"""Batches of which each has series of its own: those that will be done first."""
 
 
 class BatchCollector(Collector):
@@ -34,9 +39,20 @@ class BatchCollector(Collector):
         text = "When the last batch in progress is expected to end, Unix time (0: none is, or nobody can tell)."
         end = max((outlook.eta or 0.0 for outlook in outlooks), default=0.0)
         yield GaugeMetricFamily("tidemill_batch_eta_timestamp_seconds", text, value=end)
+        yield from _each(forecast.outlooks)
         lines = CounterMetricFamily("tidemill_batch_lines", "Batch lines that ended, by outcome.", labels=["outcome"])
         for succeeded, outcome in ((True, "completed"), (False, "failed")):
             lines.add_metric([outcome], self._worker.lines_ended[succeeded])
         yield lines
         text = "1 while the disk takes no data or the state folder is lost, and batch jobs pause."
         yield GaugeMetricFamily("tidemill_storage_fault", text, value=int(self._worker.storage_fault() is not None))
+
+
+def _each(outlooks: Mapping[str, Outlook]) -> Iterator[Metric]:
+    """Who may read /metrics sees ids; what a batch holds takes the key of its tenant."""
+    text = "When a batch in progress is expected to end, Unix time, by its id; the first hundred to end."
+    etas = GaugeMetricFamily("tidemill_batch_job_eta_timestamp_seconds", text, labels=["batch"])
+    known = ((outlook.eta, batch) for batch, outlook in outlooks.items() if outlook.eta is not None)
+    for eta, batch in nsmallest(MAX_SHOWN, known):
+        etas.add_metric([batch], eta)
+    yield etas
