@@ -8,6 +8,7 @@ and units it gave up wait until the step in flight has ended. Blocks are offered
 once their content is confirmed. HyGen §4.1; reliability E1-E8.
 """
 
+import math
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -127,6 +128,7 @@ class EngineCore:
         self._undone_through = -1
         self._num_arrived = 0
         self._counters = StepCounters()
+        self._rest_until: float | None = None
 
     @property
     def has_requests(self) -> bool:
@@ -150,7 +152,8 @@ class EngineCore:
     @property
     def retry_at(self) -> float | None:
         """When to call `schedule` again although nothing has happened: something waits for that time."""
-        return self._recovery.retry_at
+        times = [self._recovery.retry_at, self._rest_until if self.has_offline else None]
+        return min((time for time in times if time is not None), default=None)
 
     @property
     def sick_since(self) -> float | None:
@@ -211,6 +214,10 @@ class EngineCore:
         At most `pipeline_depth` steps may be in flight. A None with a step in flight means: update first.
         """
         assert len(self._in_flight) <= self.config.pipeline_depth, "too many steps in flight"
+        if self._rest_until is not None and now >= self._rest_until:
+            self._rest_until = None
+        if plan is not None and not self.has_online and self._rests:
+            plan = None
         last_completed = self._in_flight[0].output.step_id - 1 if self._in_flight else self._next_step_id - 1
         step = self._build(plan, last_completed, now)
         if step is None:
@@ -222,6 +229,13 @@ class EngineCore:
             if request.times.first_scheduled is None:
                 request.times = RequestTimes(request.times.arrival, first_scheduled=now)
         return output
+
+    @property
+    def _rests(self) -> bool:
+        """Whether offline work gives who may arrive a rest (see `StepObjective.wait`), which what the step in flight
+        takes decides."""
+        limited = not math.isinf(self._state.objective.wait)
+        return self._rest_until is not None or (limited and bool(self._in_flight))
 
     def _build(self, plan: OfflinePlan | None, last_completed: int, now: float) -> Step | None:
         """The next step: the first turn in which anything can run. A trial has the device for itself, so that whatever
@@ -259,6 +273,9 @@ class EngineCore:
         """
         flight = self._in_flight.popleft()
         assert flight.output is output, "steps must be updated in the order they were scheduled"
+        alone = all(request.request_class is RequestClass.OFFLINE for request in flight.requests)
+        rest = self._state.objective.rest_after(result.latency) if alone and result is not None else 0.0
+        self._rest_until = now + rest if rest > 0.0 else None
         if self.is_undone(output):
             outputs = []  # it was built on a step that failed; whatever it gave, its requests run again
         elif result is None or self._distrust(flight, result):

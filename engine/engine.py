@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -485,8 +485,10 @@ class Engine:
         self._at_rest.set()
         retry_at = None if self._held else self._rest_until or self._core.retry_at
         rest = None if retry_at is None else max(MIN_REST, retry_at - self._clock())
-        with suppress(TimeoutError):
+        try:
             await asyncio.wait_for(self._wake.wait(), rest)
+        except TimeoutError:
+            self._plan_tried = False  # what waited may need a plan
 
     def _wake_up(self) -> None:
         self._plan_tried = False

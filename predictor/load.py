@@ -45,6 +45,11 @@ class Lengths(NamedTuple):
     output: int
     cached: int = 0
 
+    @property
+    def to_compute(self) -> int:
+        """Prompt tokens to compute, one at least."""
+        return max(1, self.prompt - self.cached)
+
 
 class OnlineArrival(NamedTuple):
     """An online request and when it came, in seconds."""

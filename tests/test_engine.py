@@ -17,6 +17,7 @@ from engine.core import EngineCore
 from engine.engine import Engine
 from engine.errors import EngineUnavailableError, InvalidRequestError, QueueFullError
 from engine.loop.step_watch import StepLimits
+from engine.scheduling.objective import StepObjective
 from engine.scheduling.output import Collect, ModelRunnerOutput, SchedulerOutput
 from engine.scheduling.planner import OfflinePlan, PlannedChunk
 from engine.stream import STREAM_LIMIT
@@ -382,3 +383,32 @@ async def test_a_refused_request_is_a_part_of_the_recorded_load() -> None:
     with pytest.raises(EngineUnavailableError):
         await engine.check_room(RequestClass.ONLINE, 50, "")
     assert [arrival.lengths.prompt for arrival in keeper.load.arrivals] == [40, 50, 30]
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+async def test_offline_work_takes_turns_with_rests_and_chats_do_not(depth: int) -> None:
+    """A rest of 0.1 s behind every offline step that no chat is beside; a chat that comes meanwhile runs."""
+    rests: list[float] = []
+    engine = make_engine(depth, FakeRunner(block_size=64, vocab_size=VOCAB, latency=lambda _: 0.005))
+    core = engine._core
+    core.set_objective(StepObjective(wait=0.005 / 42))
+    schedule = core.schedule
+
+    def watched(now: float, plan: OfflinePlan | None = None) -> SchedulerOutput | None:
+        output = schedule(now, plan)
+        if output is None and core.retry_at is not None:
+            rests.append(core.retry_at - now)
+        return output
+
+    core.schedule = watched  # type: ignore[method-assign]
+    await engine.start()
+    job = make_request("job", range(5), 3, request_class=RequestClass.OFFLINE)
+    ended = asyncio.create_task(collect(engine, job))
+    await until(lambda: bool(rests))
+    chat = make_request("chat", range(7), 20)
+    tokens, _ = await collect(engine, chat)
+    assert tokens == solo(chat)
+    tokens, output = await ended
+    assert tokens == solo(job) and output.finish_reason is FinishReason.LENGTH
+    assert 0.0 < max(rests) <= 0.1 + 1e-6
+    await engine.stop()

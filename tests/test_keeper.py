@@ -12,15 +12,16 @@ from windows import poisson_window
 
 from engine.api import FinishReason, RequestClass, RequestOutput, RequestTimes
 from engine.colocation.baseline import replay_alone, workload_of
-from engine.colocation.keeper import BUDGET_SHARE, MIN_OFFLINE, Colocation, idle_limit, initial_budget
+from engine.colocation.keeper import BUDGET_SHARE, MIN_OFFLINE, Colocation, initial_budget
 from engine.colocation.replay import ReplayedServer, Workload, metrics_of, normal_noise, replay
 from engine.colocation.search import find_budget
 from engine.colocation.virtual import Arrival, PredictedRunner, VirtualDriver, VirtualRecord, VirtualRun, step_features
+from engine.colocation.waits import ArrivalWaits
 from engine.config import SchedulerConfig
 from engine.core import EngineCore
 from engine.errors import ConfigError
 from engine.queue_time import UNLIMITED_QUEUE
-from engine.scheduling.objective import StepObjective
+from engine.scheduling.objective import LONGEST_REST, StepObjective
 from engine.scheduling.output import Chunk, Collect, SchedulerOutput
 from predictor.breaker import BreakerSettings
 from predictor.budget import BudgetParams
@@ -493,7 +494,7 @@ def test_at_no_budget_idle_steps_are_short_enough_for_who_arrives_meanwhile(monk
     smallest = MODEL.predict(StepShape(1, 1).features())
     assert bounded.idle == pytest.approx(max(0.4 * alone, 2 * smallest), rel=0.2)
     ttfts = {}
-    for name, objective in {"bounded": bounded, "as before": replace(bounded, idle=math.inf)}.items():
+    for name, objective in {"bounded": bounded, "as before": replace(bounded, idle=math.inf, wait=math.inf)}.items():
         run = idle_run(replace(objective, budget=replace(objective.budget, latency_budget=0.2)))
         chats = [record.ttft for record in run.online if record.ttft is not None]
         assert len(chats) == len(run.online) == 60 and run.offline_tokens > 0
@@ -503,15 +504,48 @@ def test_at_no_budget_idle_steps_are_short_enough_for_who_arrives_meanwhile(monk
     assert ttfts["as before"] > 1.5 * base
     assert ttfts["bounded"] - base < 0.6 * bounded.idle, "half of such a step on average"
     keeper.set_budget(BudgetParams("tidemill", 0.2), "searched")
-    assert objectives[-1].idle == math.inf, "it was replayed with its own steps"
-    assert idle_limit(LIMITS, MODEL, 200) > 0.2, "a limit of half a second needs none of this"
+    assert objectives[-1].idle == bounded.idle, "a replay shows what it does beside chats"
+    waits = ArrivalWaits.of(LIMITS, MODEL, [200])
+    searched, held = (waits.objective(LIMITS, BudgetParams("tidemill", 0.2), searched=each) for each in (True, False))
+    assert searched.idle == math.inf, "it was replayed with its own steps"
+    assert held.idle == waits.idle > 0.2 and math.isinf(waits.mean), "a limit of half a second needs none of this"
 
 
-def idle_run(objective: StepObjective, offline: bool = True) -> VirtualRun:
+@pytest.mark.parametrize("prompt", [200, 40])
+def test_a_tolerance_is_kept_where_chats_meet_nothing_but_offline_work(prompt: int) -> None:
+    """5 % of a short prompt are less than half of the smallest step: offline steps take turns with rests."""
+    slo = SLO.parse("ttft_mean=5%")
+    waits = ArrivalWaits.of(slo, MODEL, [prompt])
+    budget = BudgetParams("tidemill", 0.05)
+    base = mean_ttft(idle_run(waits.objective(slo, budget, searched=True), offline=False, prompt=prompt))
+    for searched in (True, False):
+        objective = waits.objective(slo, budget, searched=searched)
+        run = idle_run(objective, prompt=prompt)
+        assert mean_ttft(run) <= 1.05 * base and run.offline_tokens > 0
+        without = idle_run(replace(objective, wait=math.inf), prompt=prompt)
+        assert mean_ttft(without) > 1.05 * base
+        assert run.offline_tokens > 0.5 * waits.mean / (waits.idle / 2) * without.offline_tokens, "it rests no longer"
+
+
+def test_rests_are_as_long_as_steps_were() -> None:
+    objective = StepObjective(wait=0.002)
+    assert objective.rest_after(0.004) == 0.0, "half of it is what may be waited"
+    assert objective.rest_after(0.008) == pytest.approx(0.008), "half of the time"
+    assert objective.rest_after(0.016) == pytest.approx(3 * 0.016), "a quarter of it"
+    assert objective.rest_after(30.0) == LONGEST_REST and StepObjective().rest_after(30.0) == 0.0
+
+
+def mean_ttft(run: VirtualRun) -> float:
+    ttfts = [record.ttft for record in run.online if record.ttft is not None]
+    assert len(ttfts) == len(run.online)
+    return sum(ttfts) / len(ttfts)
+
+
+def idle_run(objective: StepObjective, offline: bool = True, prompt: int = 200) -> VirtualRun:
     """Chats of one token, so far apart that each meets a machine with offline work alone."""
     core = EngineCore(CONFIG, model=OnlineModel(MODEL), objective=objective)
     core.set_offline_share(0.0)
-    arrivals = tuple(OnlineArrival(0.503 * (index + 1), Lengths(200, 1)) for index in range(60))
+    arrivals = tuple(OnlineArrival(0.503 * (index + 1), Lengths(prompt, 1)) for index in range(60))
     workload = Workload(arrivals, 32.0, (Lengths(400, 16),))
     requests = workload.offline(CONFIG.max_model_len, seed=1) if offline else None
     return VirtualDriver(core, PredictedRunner(MODEL), workload.online(CONFIG.max_model_len), requests).run(

@@ -13,15 +13,14 @@ from dataclasses import dataclass, field
 from engine.api import ColocationStats, FinishReason, RequestClass, RequestOutput
 from engine.colocation.baseline import RecentRequests
 from engine.colocation.virtual import step_features
+from engine.colocation.waits import ArrivalWaits, smallest_step
 from engine.core import EngineCore
-from engine.scheduling.objective import StepObjective
 from engine.scheduling.output import SchedulerOutput
 from predictor.breaker import BreakerSettings, BreakerState, CircuitBreaker
 from predictor.budget import BudgetParams
-from predictor.features import BatchFeatures
 from predictor.judge import Judge, Served
 from predictor.load import Lengths, LoadModel, OnlineArrival
-from predictor.model import LatencyModel, LatencyPredictor
+from predictor.model import LatencyModel
 from predictor.online import OnlineModel
 from predictor.slo import SLO
 
@@ -32,9 +31,6 @@ BUDGET_SHARE = 0.8
 their own: 0.8 of the limit itself shuts offline work out where online steps take as much (3 ms of 3.2)."""
 FALLBACK_BUDGET_STEPS = 4.0
 """L in smallest steps where the SLO says nothing of TBT."""
-IDLE_STEPS = 2.0
-USUAL_PROMPT = 256
-"""What the prompt of a chat is taken for before the first one came."""
 MIN_OFFLINE = 32
 """Offline requests that must have ended before their lengths stand for those that wait."""
 MAX_QUEUED = 1024
@@ -46,36 +42,11 @@ def initial_budget(slo: SLO, model: LatencyModel, policy: str) -> BudgetParams:
     what a tolerance leaves; a few smallest steps where nothing is said of TBT, or nothing that any step could keep: a
     promise that is lost anyway (weights stream: no step is short) must not cut offline work into steps of one
     request."""
-    smallest = _smallest_step(model)
+    smallest = smallest_step(model)
     stated = [limit for metric in ("tbt", "tpot") if (limit := slo.limit_of(metric)) is not None]
     limits = [smallest + BUDGET_SHARE * (limit - smallest) for limit in stated if limit >= smallest]
     limits += [smallest * (1.0 + o.tolerance) for o in slo.objectives if o.tolerance is not None and o.metric != "ttft"]
     return BudgetParams(policy, min(limits, default=FALLBACK_BUDGET_STEPS * smallest))
-
-
-def idle_limit(slo: SLO, model: LatencyPredictor, prompt: int) -> float:
-    """The longest step without online work, seconds: who arrives within it, with a prompt of that many tokens, waits
-    for its end, half of it on average.
-
-    Of an absolute limit on single requests half of what the prompt itself leaves may go, for it may not be alone. A
-    promise so tight that hardly any step kept it does not stop offline work: IDLE_STEPS of the smallest step may run.
-    """
-    features = BatchFeatures()
-    features.add_chunk(0, max(prompt, 2))
-    alone = model.predict(features)
-    limits = []
-    for objective in slo.objectives:
-        if objective.metric == "ttft" and objective.limit is not None:
-            limits.append((objective.limit - alone) * (2.0 if objective.percentile is None else 0.5))
-        elif objective.metric == "ttft" and objective.tolerance is not None:
-            limits.append(objective.tolerance * alone * (2.0 if objective.percentile is None else 1.0))
-    return max(min(limits, default=math.inf), IDLE_STEPS * _smallest_step(model))
-
-
-def _smallest_step(model: LatencyPredictor) -> float:
-    features = BatchFeatures()
-    features.add_decodes(1, 1)
-    return model.predict(features)
 
 
 @dataclass(slots=True)
@@ -154,11 +125,9 @@ class Colocation:
         self._follow_breaker(self._now)
 
     def _set_objective(self) -> None:
-        idle = math.inf
-        if self._held or self._budget == self._initial:
-            prompts = [max(1, a.lengths.prompt - a.lengths.cached) for a in self.load.arrivals]
-            idle = idle_limit(self.slo, self.model, sum(prompts) // len(prompts) if prompts else USUAL_PROMPT)
-        self._core.set_objective(StepObjective.from_slo(self.slo, self._budget, idle))
+        waits = ArrivalWaits.of(self.slo, self.model, [each.lengths.to_compute for each in self.load.arrivals])
+        searched = not self._held and self._budget != self._initial
+        self._core.set_objective(waits.objective(self.slo, self._budget, searched=searched))
 
     @property
     def initial(self) -> BudgetParams:

@@ -12,9 +12,9 @@ from statistics import NormalDist
 
 from engine.api import EngineRequest, RequestClass, SamplingParams
 from engine.colocation.virtual import Arrival, PredictedRunner, VirtualDriver, VirtualRecord, VirtualRun
+from engine.colocation.waits import ArrivalWaits
 from engine.config import SchedulerConfig
 from engine.core import EngineCore
-from engine.scheduling.objective import StepObjective
 from predictor.budget import BudgetParams
 from predictor.load import Lengths, OnlineArrival, resample
 from predictor.model import LatencyModel
@@ -106,12 +106,13 @@ def run_workload(
     """
     model, noise, config = server.model, server.noise, server.config
     online = OnlineModel(model, OnlineSettings.with_error(_mean_error(noise)))
+    waits = ArrivalWaits.of(server.slo, model, [lengths.to_compute for _, lengths in workload.arrivals])
     core = EngineCore(
         config,
         online_policy=server.online_policy,
         offline_policy=server.offline_policy,
         model=model if oracle or not noise else online,
-        objective=StepObjective.from_slo(server.slo, budget),
+        objective=waits.objective(server.slo, budget, searched=True),
     )
     driver = VirtualDriver(
         core,

@@ -190,9 +190,11 @@ class VirtualDriver:
             if output is None and self._core.has_offline:
                 output = self._core.schedule(self._now, whole(self._core.plan_offline(self._now)))
             if output is None:
-                if not self._arrivals:
+                arrival = self._arrivals[0].at if self._arrivals else math.inf
+                later = min(arrival, self._core.retry_at or math.inf)
+                if math.isinf(later):
                     break
-                self._now = max(self._now, self._arrivals[0].at)
+                self._now = max(self._now, later)
                 self._arrive()
                 plan = None
                 continue

@@ -15,6 +15,8 @@ from predictor.model import LatencyPredictor
 from predictor.slo import SLO
 
 UNLIMITED = BudgetParams("hygen", math.inf)
+LONGEST_REST = 1.0
+"""Seconds: a single step that took far longer than predicted stops nothing for long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +26,8 @@ class StepObjective:
     `ttft`, `tbt`: absolute limits in seconds (infinite: none stated). `gap_limited`: the TBT limit holds for every gap
     (`tbt_pNN`), not only for the mean (`tbt_mean`, `tpot`): then banked slack may not be spent in one gap.
     `idle`: the longest step without online work: a request that arrives within it waits for its end. L holds there too.
+    `wait`: if it is finite, offline steps without online work take turns with rests, such that who arrives at any time
+    waits that long on average for the end of one, seconds.
     `budget` is the offline fill's rule: L, λ, δ and which metric it protects; see `predictor.budget`.
     """
 
@@ -32,12 +36,20 @@ class StepObjective:
     gap_limited: bool = True
     budget: BudgetParams = UNLIMITED
     idle: float = math.inf
+    wait: float = math.inf
 
     @classmethod
-    def from_slo(cls, slo: SLO, budget: BudgetParams, idle: float = math.inf) -> "StepObjective":
-        """The absolute part of an SLO with a budget; tolerances live in the budget alone."""
+    def from_slo(
+        cls, slo: SLO, budget: BudgetParams, idle: float = math.inf, wait: float = math.inf
+    ) -> "StepObjective":
+        """The absolute part of an SLO with a budget; tolerances live in the budget, and in `idle` and `wait`."""
         tbt = min((limit for metric in ("tbt", "tpot") if (limit := slo.limit_of(metric))), default=math.inf)
-        return cls(slo.limit_of("ttft") or math.inf, tbt, slo.gap_limited, budget, idle)
+        return cls(slo.limit_of("ttft") or math.inf, tbt, slo.gap_limited, budget, idle, wait)
+
+    def rest_after(self, seconds: float) -> float:
+        """How long nothing offline runs after an offline step of so many seconds without online work. Who arrives in a
+        share q of the time waits for half a step: q · seconds ÷ 2 is `wait`."""
+        return min(max(0.0, seconds * (seconds / (2.0 * self.wait) - 1.0)), LONGEST_REST) if self.wait > 0.0 else 0.0
 
     def token_deadlines(self, requests: Sequence[Request]) -> list[float]:
         """When the next token of each is due; before its first token that is its TTFT limit."""

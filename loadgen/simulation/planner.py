@@ -13,8 +13,9 @@ from engine.api import RequestClass
 from engine.colocation.replay import MIN_DRAIN, WARM_UP_SHARE, span_of
 from engine.colocation.search import step_range
 from engine.colocation.virtual import VirtualRecord
+from engine.colocation.waits import ArrivalWaits
 from engine.config import EngineConfig
-from engine.scheduling.objective import UNLIMITED, StepObjective
+from engine.scheduling.objective import UNLIMITED
 from loadgen import traces
 from loadgen.errors import InputError
 from loadgen.plan import Windows
@@ -220,12 +221,14 @@ class _Replays:
         question, config = self._question, self._question.config
         assert made.horizon is not None
         warm_up = min(WARM_UP_SHARE * made.horizon, MAX_WARM_UP)
+        prompts = made.online.input_tokens.tolist() if made.online is not None else []
+        waits = ArrivalWaits.of(question.slo, question.machine.model, prompts)
         windows = Windows(warm_up, 0.0, max(made.horizon, MIN_DRAIN), made.horizon)
         ran = run_workload(
             question.machine,
             made,
             windows,
-            StepObjective.from_slo(question.slo, budget),
+            waits.objective(question.slo, budget, searched=True),
             question.seed,
             Policies(config.online_policy, config.offline_policy),
             drain=True,

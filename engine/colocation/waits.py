@@ -1,0 +1,63 @@
+"""What a chat may wait that arrives while nothing but offline work runs: for the end of the step that it finds.
+
+Torch-free; live and replays ask the same.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from engine.scheduling.objective import StepObjective
+from predictor.budget import BudgetParams
+from predictor.features import BatchFeatures
+from predictor.model import LatencyPredictor
+from predictor.slo import SLO
+
+IDLE_STEPS = 2.0
+"""A promise so tight that hardly any step keeps it does not stop offline work: so many of the smallest step may run.
+With the rests that a tolerance asks for that is also the length at which most is done: a step of n tokens takes
+a + b · n seconds, who arrives waits for its square, and n ÷ (a + b · n)² is highest where it takes 2a."""
+USUAL_PROMPT = 256
+"""What the prompt of a chat is taken for before the first one came."""
+
+
+@dataclass(frozen=True, slots=True)
+class ArrivalWaits:
+    """`idle`: the longest step without online work; `mean`: what arrivals may wait on average for the end of one, which
+    rests between steps see to (infinite: no tolerance over the mean TTFT says so). Seconds."""
+
+    idle: float
+    mean: float
+
+    @classmethod
+    def of(cls, slo: SLO, model: LatencyPredictor, prompts: Sequence[int]) -> "ArrivalWaits":
+        """For chats with prompts of so many tokens to compute.
+
+        Who arrives within a step waits for its end, half of it on average. Half of a tolerance may go so, and of an
+        absolute limit on single requests half of what the prompt itself leaves, for it may not be alone.
+        """
+        features = BatchFeatures()
+        features.add_chunk(0, max(2, sum(prompts) // len(prompts) if prompts else USUAL_PROMPT))
+        alone = model.predict(features)
+        limits, mean = [], math.inf
+        for objective in slo.objectives:
+            if objective.metric == "ttft" and objective.limit is not None:
+                limits.append((objective.limit - alone) * (2.0 if objective.percentile is None else 0.5))
+            elif objective.metric == "ttft" and objective.tolerance is not None:
+                limits.append(objective.tolerance * alone)
+                if objective.percentile is None:
+                    mean = objective.tolerance * alone / 2.0
+        return cls(max(min(limits, default=math.inf), IDLE_STEPS * smallest_step(model)), mean)
+
+    def objective(self, slo: SLO, budget: BudgetParams, *, searched: bool) -> StepObjective:
+        """What the core goes by. `searched`: replays have shown what the budget does to arrivals; they show only what
+        it does beside chats where rests see to the others."""
+        rests = not math.isinf(self.mean)
+        return StepObjective.from_slo(slo, budget, math.inf if searched and not rests else self.idle, self.mean)
+
+
+def smallest_step(model: LatencyPredictor) -> float:
+    """Seconds of a step of one decode."""
+    features = BatchFeatures()
+    features.add_decodes(1, 1)
+    return model.predict(features)
