@@ -373,6 +373,13 @@ class EngineStats:
     engines: tuple[EngineView, ...] = ()
     pipelines: PipelineStats | None = None
 
+    @property
+    def online_tokens(self) -> tuple[float, float]:
+        """Prompt and output tokens computed of online requests; what was offline work is divided as both were."""
+        computed = self.prefill_tokens + self.decode_tokens
+        share = 1.0 - self.offline_computed_tokens / computed if computed else 0.0
+        return share * self.prefill_tokens, share * self.decode_tokens
+
 
 class DroppableLayers(NamedTuple):
     """What an engine wins by giving up layers: bytes of the weights of one, and of its part of a cache unit; with all

@@ -58,7 +58,7 @@ from engine.scheduling.policies import find_policy
 from engine.scheduling.queued import QueuedWork, queued_work
 from engine.scheduling.recovery import Ending, Reached, Recovery
 from engine.scheduling.report import report_load
-from engine.scheduling.service_cost import token_costs
+from engine.scheduling.service_cost import usual_costs
 from engine.scheduling.state import SchedulerState
 from engine.scheduling.step import StepBuilder
 from engine.scheduling.trial import TrialBuilder
@@ -353,7 +353,7 @@ class EngineCore:
             preemptions=dict(counters.preemptions),
             leftover_seconds=counters.leftover_seconds,
             leftover_used_seconds=counters.leftover_used_seconds,
-            token_costs=None if state.model is None else token_costs(state.model, self.config),
+            token_costs=None if state.model is None else usual_costs(state.model, self.config),
             refused_requests=self._admission.num_refused,
             **asdict(self._counters),
         )

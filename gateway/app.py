@@ -145,6 +145,7 @@ def _add_batches(app: FastAPI, context: GatewayContext, folder: StateFolder, lim
         LineRunner(context).run,
         max_lines=lambda tenant: keys.quota(tenant).lines,
         costs=lambda: context.metrics.stats.token_costs,
+        online_tokens=lambda: context.metrics.stats.online_tokens,
         set_lane=context.client.set_lane,
     )
     context.lifecycle.background.append(worker)

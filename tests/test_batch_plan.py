@@ -1,6 +1,7 @@
 """The forecast of batches: shares, paces, who is at risk, and what clients are told of it."""
 
 import asyncio
+import math
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,11 +15,17 @@ from batch_tools import batch_server, jsonl, line, submit, until, until_counted
 from hypothesis import given
 
 from engine.api import EngineStats, Lane, TokenCosts
+from engine.config import SchedulerConfig
+from engine.core import EngineCore
+from engine.scheduling.service_cost import token_costs
 from engine.text.tokenizer import Tokenizer
 from gateway.batch.forecast import LEAST_LINES, URGENT_SHARE, Forecast, Load, Pace, finish_times
 from gateway.batch.metrics import MAX_SHOWN, BatchCollector
+from gateway.batch.output import read_head
 from gateway.store.objects import BatchJob, Lengths, Usage
 from gateway.store.states import BatchStatus
+from predictor.model import LatencyModel
+from predictor.online import OnlineModel, OnlineSettings
 
 loads_strategy = st.lists(
     st.tuples(st.sampled_from("abc"), st.floats(0.0, 1000.0), st.booleans()), min_size=1, max_size=12
@@ -131,6 +138,81 @@ def test_without_any_experience_the_machine_is_taken_for_idle() -> None:
     assert forecast.first(hopeless, 10_000_000, 0.0).misses
     assert not forecast.first(easy, 100_000, 0.0).misses
     assert forecast.first(easy, 100_000, 0.0).eta is None
+
+
+def test_a_fresh_server_has_what_online_work_leaves() -> None:
+    tokens = [0.0, 0.0]
+    forecast = Forecast(lambda: TokenCosts(0.001, 0.01), lambda: (tokens[0], tokens[1]))
+    batch = a_batch("x", 130, 0)
+    head = Lengths(1_000, 100.0, (64.0,) * 10)  # 100 lines: 2.5 s of prompts, 64 s of answers
+    forecast.update([], 0.0)
+    assert not forecast.first(batch, 10_000, 60.0, head).misses, "an idle machine"
+    tokens[:] = [30_000.0, 0.0]  # half of 60 s
+    assert forecast.first(batch, 10_000, 60.0, head).misses
+    tokens[:] = [30_000.0, 10**6]
+    forecast.update([], 120.0)
+    assert not forecast.first(a_batch("y", 10**6, 0), 10_000, 120.0, head).misses, "never without hope"
+    tokens[:] = [0.0, 0.0]  # the engine is another one
+    for minute in range(3, 200):
+        forecast.update([], 60.0 * minute)
+    assert not forecast.first(replace(batch, expires_at=12_020), 10_000, 60.0 * 199, head).misses
+
+
+def test_lines_answer_no_more_than_they_may() -> None:
+    forecast = Forecast(lambda: TokenCosts(0.001, 0.01))
+    assert forecast.first(a_batch("x", 30, 0), 10_000, 0.0, Lengths(1_000, 100.0, (math.inf,))).misses
+    assert not forecast.first(a_batch("x", 30, 0), 10_000, 0.0, Lengths(1_000, 100.0, (4.0,))).misses
+    seen = a_forecast()  # lines of others answer 5 tokens
+    seen.update([(a_batch("x", 10**9, 100), Lengths(10_000, 100.0, (2.0, 2000.0)))], 250.0)
+    assert seen.outlooks["x"].tokens == pytest.approx(100 * (20 + 3.5))
+
+
+def test_the_first_lines_of_a_job_count_as_many_as_they_are() -> None:
+    forecast = a_forecast()  # lines of others: 20 and 5
+    tokens = []
+    for ended in range(LEAST_LINES + 1):
+        usage = Usage(input_tokens=20 * ended, cached_tokens=0, output_tokens=805 * ended)
+        job = a_batch("long", 10**9, 10, ended, usage=usage)
+        forecast.update([(job, Lengths(100 * (10 + ended), 100.0, (2000.0,)))], 250.0)
+        tokens.append(forecast.outlooks["long"].tokens)
+    assert tokens == pytest.approx([10 * (25 + 800 * ended / LEAST_LINES) for ended in range(LEAST_LINES + 1)])
+
+
+def test_the_first_seconds_of_a_pace_are_not_believed_alone() -> None:
+    """Lines of ten seconds, 50 at a time: for as long nothing ends, then two do, and all others a moment later."""
+    forecast, batch = Forecast(lambda: TokenCosts(0.001, 0.01)), a_batch("x", 10**9, 1000)
+    jobs = [(batch, Lengths(100_000, 100.0, (10.0,)))]
+    forecast.update(jobs, 0.0)
+    forecast.update(jobs, 10.0)
+    forecast.line_ended(100, Usage(25, 0, 10))
+    forecast.line_ended(100, Usage(25, 0, 10))
+    forecast.update(jobs, 10.5)
+    eta = forecast.outlooks["x"].eta
+    assert eta is not None and eta - 10.5 < 3 * 1000 * 0.125, "by the two lines alone it is 5,250 s"
+
+
+def test_the_head_of_a_file_tells_of_its_lines(tmp_path: Path) -> None:
+    path = tmp_path / "in.jsonl"
+    assert read_head(path) is None
+    path.write_bytes(b"")
+    assert read_head(path) is None
+    bodies = [{"max_tokens": 7}, {"max_completion_tokens": 9, "n": 2}, {"max_output_tokens": 5}, {}]
+    path.write_bytes(jsonl({"body": body} for body in bodies) + b"\n[1]\n{")
+    head = read_head(path)
+    assert head is not None and head.answers == (7.0, 18.0, 5.0, math.inf)
+    path.write_bytes(jsonl(line(i) for i in range(5000)))
+    head = read_head(path)
+    assert head is not None and set(head.answers) == {4.0}
+    assert head.pending_line == pytest.approx(len(jsonl([line(100)])), rel=0.01)
+    path.write_bytes(b'{"body": {"prompt": "' + b"x" * 100_000)
+    assert read_head(path) is None, "no line is whole"
+
+
+def test_a_margin_that_guards_objectives_is_no_cost() -> None:
+    model = LatencyModel(intercept=0.01, decodes=0.001)
+    config = SchedulerConfig(num_units=64, max_model_len=64, max_num_seqs=8)
+    core = EngineCore(config, model=OnlineModel(model, OnlineSettings.with_error(0.25)))
+    assert core.stats().token_costs == token_costs(model, config)
 
 
 # ---- over HTTP

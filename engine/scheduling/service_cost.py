@@ -5,10 +5,13 @@ and an output token of a full batch of decodes differ by a factor of ten on some
 requests are a fair measure. Knows nothing of queues or jobs.
 """
 
+from collections.abc import Callable
+
 from engine.api import TokenCosts
 from engine.config import SchedulerConfig
 from predictor.features import BatchFeatures
 from predictor.model import LatencyPredictor
+from predictor.online import OnlineModel
 
 DECODE_CONTEXT = 512
 """Context of the decodes that an output token is priced among, tokens."""
@@ -16,11 +19,18 @@ DECODE_CONTEXT = 512
 
 def token_costs(model: LatencyPredictor | None, config: SchedulerConfig) -> TokenCosts:
     """The costs on a machine whose step times `model` predicts, in the fullest steps that `config` allows."""
-    if model is None:
-        return TokenCosts()
+    return TokenCosts() if model is None else _costs(model.predict, config)
+
+
+def usual_costs(model: LatencyPredictor, config: SchedulerConfig) -> TokenCosts:
+    """The same without the margin that guards objectives: a forecast wants what such steps usually take."""
+    return _costs(model.usual if isinstance(model, OnlineModel) else model.predict, config)
+
+
+def _costs(seconds: Callable[[BatchFeatures], float], config: SchedulerConfig) -> TokenCosts:
     prompt, decodes = BatchFeatures(), BatchFeatures()
     length = max(2, min(config.max_num_batched_tokens, config.max_model_len))
     prompt.add_chunk(0, length)
     count = config.max_num_seqs
     decodes.add_decodes(count, count * min(DECODE_CONTEXT, config.max_model_len))
-    return TokenCosts(model.predict(prompt) / length, model.predict(decodes) / count)
+    return TokenCosts(seconds(prompt) / length, seconds(decodes) / count)

@@ -2,8 +2,9 @@
 
 Work is measured in predicted seconds of the machine (`TokenCosts`), so that the pace that was seen with one job's
 prompts and answers tells something of another's. What a job has left is told by the bytes of its lines and by the
-tokens that its finished ones took; until it has finished some, by those of other jobs. The pace is what was harvested
-lately while there was batch work; a server that has none behind it is taken for an idle one, the best that can happen.
+tokens that its finished ones took; until it has finished some, by those of other jobs, as far as its lines may answer
+that much. The pace is what was harvested lately while there was batch work; before that, and a little in its first
+seconds, it is what the machine has left beside the online work of now.
 
 A job is at risk if the others and it, served alike, would not let it end in time. That judgement does not look at the
 help that jobs at risk get, so it is not undone by it.
@@ -20,7 +21,12 @@ HALF_LIFE = 600.0
 LEAST_SEEN = 2.0
 """Seconds of batch work before a pace is believed."""
 LEAST_LINES = 8
-"""Finished lines of a job before its own lengths are believed."""
+"""Finished lines of a job before nothing but its own lengths are believed."""
+FIRST_PACE_SECONDS = 10.0
+"""What the machine has left counts as much as a pace that was seen for so long: the lines of the first steps have not
+ended, and what they took is not counted yet."""
+LEAST_LEFT = 0.05
+"""Of the machine, for offline work beside online work that takes all of it."""
 URGENT_SHARE = 7 / 8
 """What jobs at risk get together beside others: see the engine's lanes."""
 ENTER_MARGIN, LEAVE_MARGIN = 1.1, 1.25
@@ -105,6 +111,12 @@ class Pace:
         """Work per second; None before enough was seen."""
         return self._work / self._seconds if self._seconds >= LEAST_SEEN and self._work > 0 else None
 
+    def rate_after(self, first: float) -> float:
+        """Work per second where `first` was expected before anything was seen."""
+        if self.rate is None:
+            return first
+        return (self._work + FIRST_PACE_SECONDS * first) / (self._seconds + FIRST_PACE_SECONDS)
+
     @property
     def tokens_per_second(self) -> float:
         """Prompt and output tokens of lines that ended; 0 before any did."""
@@ -122,6 +134,29 @@ class Pace:
     @property
     def bytes_per_line(self) -> float:
         return self._bytes / self._lines if self._lines else FIRST_LINE_BYTES
+
+
+class OnlineUse:
+    """Which share of the machine online work takes lately, of counters that grow."""
+
+    def __init__(self) -> None:
+        self._seconds = self._work = 0.0
+        self._last: tuple[float, float, float] | None = None
+
+    def advance(self, now: float, tokens: tuple[float, float], prices: TokenCosts) -> None:
+        """`tokens`: prompt tokens computed and output tokens of online requests, ever."""
+        if self._last is not None:
+            step = min(max(0.0, now - self._last[0]), MAX_STEP)
+            decay = 0.5 ** (step / HALF_LIFE)
+            prompt, output = (max(0.0, new - old) for new, old in zip(tokens, self._last[1:], strict=True))
+            self._seconds = self._seconds * decay + step
+            self._work = self._work * decay + prices.of(prompt, output)
+        self._last = (now, *tokens)
+
+    @property
+    def left(self) -> float:
+        """The share that it leaves; all of it before anything was seen."""
+        return max(LEAST_LEFT, 1.0 - self._work / self._seconds) if self._seconds > 0.0 else 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,10 +183,17 @@ class Outlook:
 
 
 class Forecast:
-    """The outlook of all jobs. `costs()` are the engine's as of now; None: it has no latency model."""
+    """The outlook of all jobs. `costs()` are the engine's as of now; None: it has no latency model. `online_tokens()`:
+    prompt tokens computed and output tokens of its online requests so far."""
 
-    def __init__(self, costs: Callable[[], TokenCosts | None]) -> None:
+    def __init__(
+        self,
+        costs: Callable[[], TokenCosts | None],
+        online_tokens: Callable[[], tuple[float, float]] = lambda: (0.0, 0.0),
+    ) -> None:
         self._ask_costs = costs
+        self._ask_online = online_tokens
+        self._online = OnlineUse()
         self._costs: TokenCosts | None = None
         self._batches: list[BatchJob] = []
         self._left: dict[str, tuple[float, float]] = {}
@@ -166,20 +208,30 @@ class Forecast:
     def update(self, jobs: Sequence[tuple[BatchJob, Lengths]], now: float) -> None:
         """Judge all jobs in progress anew."""
         self.pace.advance(now, bool(jobs))
-        self._costs = self._ask_costs()
+        self._look(now)
         self._batches = [batch for batch, _ in jobs]
         self._left = {batch.id: self._tokens_left(batch, lengths) for batch, lengths in jobs}
         self.outlooks = self._judge(self._batches, self._left, now)
 
-    def first(self, batch: BatchJob, num_bytes: int, now: float) -> Outlook:
-        """Of a batch that was just created, beside all others, by nothing but its size."""
-        lines = num_bytes / self.pace.bytes_per_line
+    def first(self, batch: BatchJob, num_bytes: int, now: float, head: Lengths | None = None) -> Outlook:
+        """Of a batch that was just created, beside all others, by its size and its first lines."""
         if batch.id in self.outlooks:  # the same request, sent again
             return self.outlooks[batch.id]
-        self._costs = self._ask_costs()
+        self._look(now)
+        lines = num_bytes / (self.pace.bytes_per_line if head is None else head.pending_line)
+        per_line = self._output_per_line(() if head is None else head.answers)
         left = dict(self._left)
-        left[batch.id] = (num_bytes * self.pace.tokens_per_byte, lines * self.pace.output_per_line)
+        left[batch.id] = (num_bytes * self.pace.tokens_per_byte, lines * per_line)
         return self._judge([*self._batches, batch], left, now)[batch.id]
+
+    def _look(self, now: float) -> None:
+        self._costs = self._ask_costs()
+        self._online.advance(now, self._ask_online(), self._prices())
+
+    def _output_per_line(self, answers: Sequence[float]) -> float:
+        """Of a job of which nothing is known but what its lines may answer."""
+        usual = self.pace.output_per_line
+        return sum(min(usual, most) for most in answers) / len(answers) if answers else usual
 
     def _prices(self) -> TokenCosts:
         return self._costs or TokenCosts()
@@ -188,17 +240,19 @@ class Forecast:
         """Prompt tokens to compute and output tokens that a job has left."""
         pending = lengths.pending_line * batch.remaining
         finished_bytes = lengths.total_bytes - pending
-        per_byte, per_line = self.pace.tokens_per_byte, self.pace.output_per_line
-        if batch.completed >= LEAST_LINES and finished_bytes > 0:
-            per_byte = (batch.usage.input_tokens - batch.usage.cached_tokens) / finished_bytes
-            per_line = batch.usage.output_tokens / batch.completed
+        per_byte, per_line = self.pace.tokens_per_byte, self._output_per_line(lengths.answers)
+        if batch.completed > 0 and finished_bytes > 0:
+            own = min(1.0, batch.completed / LEAST_LINES)
+            computed = batch.usage.input_tokens - batch.usage.cached_tokens
+            per_byte += own * (computed / finished_bytes - per_byte)
+            per_line += own * (batch.usage.output_tokens / batch.completed - per_line)
         return pending * per_byte, batch.remaining * per_line
 
     def _judge(
         self, batches: Sequence[BatchJob], left: dict[str, tuple[float, float]], now: float
     ) -> dict[str, Outlook]:
         prices, measured = self._prices(), self.pace.rate
-        rate = measured if measured is not None else 1.0 if self._costs is not None else None
+        rate = measured if self._costs is None else self.pace.rate_after(self._online.left)
         if rate is None:
             return {batch.id: Outlook(None, False, False, sum(left[batch.id])) for batch in batches}
         alike = [Load(batch.id, batch.tenant, prices.of(*left[batch.id])) for batch in batches]

@@ -30,8 +30,9 @@ class JobListener(Protocol):
         """What is expected of a batch, for its metadata."""
         ...
 
-    def first_notes(self, batch: BatchJob, num_bytes: int) -> dict[str, str]:
-        """The same of a batch that was just created, by the size of its input; nothing unless it is bad news."""
+    async def first_notes(self, batch: BatchJob, num_bytes: int) -> dict[str, str]:
+        """The same of a batch that was just created, by its input's size and first lines; nothing unless it is bad
+        news."""
         ...
 
 

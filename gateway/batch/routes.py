@@ -148,7 +148,8 @@ async def create_batch(request: Request) -> Response:
         raise ApiError(400, message, code="idempotency_key_reused") from None
     state.jobs.added(created)
     file = await state.folder.store.get_file(created.tenant, created.input_file_id, now)
-    return json_response(created.as_json(state.jobs.first_notes(created, 0 if file is None else file.bytes)))
+    notes = await state.jobs.first_notes(created, 0 if file is None else file.bytes)
+    return json_response(created.as_json(notes))
 
 
 def _idempotency(request: Request, body: BatchRequest) -> tuple[str, str] | None:

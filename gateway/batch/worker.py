@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from engine.api import Lane, TokenCosts
@@ -18,12 +19,12 @@ from gateway.batch.finish import INPUT_LOST, Finisher
 from gateway.batch.forecast import Forecast
 from gateway.batch.limits import BatchLimits
 from gateway.batch.line import LineAnswer, LineOrigin, LineRetry
-from gateway.batch.output import read_envelopes, response_row, unfinished_row
+from gateway.batch.output import read_envelopes, read_head, response_row, unfinished_row
 from gateway.batch.results import ResultWriter, StorageRetry, in_thread
 from gateway.http.errors import log_unexpected
 from gateway.store.disk import StorageError, UnreadableError
 from gateway.store.folder import StateFolder
-from gateway.store.objects import BatchJob, InputError, LineRef, Usage
+from gateway.store.objects import BatchJob, InputError, Lengths, LineRef, Usage
 from gateway.store.states import TERMINAL, BatchStatus, IllegalTransition
 
 RunLine = Callable[[str, dict[str, Any], LineOrigin], Awaitable[LineAnswer]]
@@ -40,14 +41,19 @@ def _no_costs() -> TokenCosts | None:
     return None
 
 
+def _no_tokens() -> tuple[float, float]:
+    return 0.0, 0.0
+
+
 def _no_lanes(_batch_id: str, _lane: Lane) -> None:
     pass
 
 
 class BatchWorker:
     """Implements JobListener. `clock` is the wall clock: deadlines outlive the process. `max_lines`: what a tenant's
-    unfinished batches may have together; `costs`: what tokens cost the engine, as of now; `set_lane`: tells the engine
-    that the lines of a batch which it holds are at risk, or not any more."""
+    unfinished batches may have together; `costs`: what tokens cost the engine, as of now; `online_tokens`: what it has
+    computed of online requests; `set_lane`: tells the engine that the lines of a batch which it holds are at risk, or
+    not any more."""
 
     def __init__(
         self,
@@ -57,6 +63,7 @@ class BatchWorker:
         clock: Callable[[], float] = time.time,
         max_lines: Callable[[str], int | None] = _no_limit,
         costs: Callable[[], TokenCosts | None] = _no_costs,
+        online_tokens: Callable[[], tuple[float, float]] = _no_tokens,
         set_lane: Callable[[str, Lane], None] = _no_lanes,
     ) -> None:
         self._folder = folder
@@ -73,7 +80,7 @@ class BatchWorker:
         self._results = ResultWriter(folder, self._retry, self._window, self._wake.set)
         self._finisher = Finisher(folder, limits, self._retry, self._now, max_lines)
         self._judged = 0.0
-        self.forecast = Forecast(costs)
+        self.forecast = Forecast(costs, online_tokens)
         self._jobs: dict[str, Job] = {}
         self._drives: dict[str, asyncio.Task[None]] = {}
         self._services: list[asyncio.Task[None]] = []
@@ -193,7 +200,9 @@ class BatchWorker:
             job.batch = await self._retry.run(lambda: self._store.load_batch(batch.id))
             if job.batch.status is not BatchStatus.IN_PROGRESS or not job.batch.remaining:
                 job.settled.set()
-            job.lengths = await self._retry.run(lambda: self._store.line_lengths(batch.id))
+            lengths = await self._retry.run(lambda: self._store.line_lengths(batch.id))
+            head = await self._head(batch)
+            job.lengths = lengths if head is None else replace(lengths, answers=head.answers)
             self._judge()
             self._wake.set()
             self._tick_now.set()
@@ -255,10 +264,14 @@ class BatchWorker:
         outlook = self.forecast.outlooks.get(batch.id)
         return {} if outlook is None or batch.status is not BatchStatus.IN_PROGRESS else outlook.notes(batch)
 
-    def first_notes(self, batch: BatchJob, num_bytes: int) -> dict[str, str]:
+    async def first_notes(self, batch: BatchJob, num_bytes: int) -> dict[str, str]:
         """See JobListener."""
-        outlook = self.forecast.first(batch, num_bytes, self._clock())
+        head = await self._head(batch)
+        outlook = self.forecast.first(batch, num_bytes, self._clock(), head)
         return outlook.notes(batch) if outlook.misses else {}
+
+    async def _head(self, batch: BatchJob) -> Lengths | None:
+        return await in_thread(lambda: read_head(self._folder.file_path(batch.input_file_id)))
 
     # Feeding
 

@@ -205,7 +205,9 @@ class IdempotencyConflict(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Bytes of a batch's lines: all of them, and one that has no result yet, on average."""
+    """Bytes of a batch's lines: all of them, and one that has no result yet, on average. `answers`: the most tokens
+    that some of them may answer, as they say themselves; infinity where one does not."""
 
     total_bytes: int
     pending_line: float
+    answers: tuple[float, ...] = ()
