@@ -1,7 +1,11 @@
 """The tuner: the load decides which budget is in force, and what is searched, compared and kept."""
 
 import asyncio
+import json
 import os
+import subprocess
+import sys
+import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -390,3 +394,36 @@ async def test_a_child_is_killed_with_who_waits_for_it() -> None:
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
+
+
+WAITS = """
+import asyncio, json, sys
+from engine.colocation.search_child import Turn, run_child
+asyncio.run(run_child(json.load(sys.stdin), (Turn("usual", 900.0),)))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="Linux")
+def test_a_child_ends_with_a_server_that_was_killed() -> None:
+    """SIGKILL: nobody was left to end it, and it computed for minutes beside the next engine."""
+    window = Workload(tuple(OnlineArrival(i / 10, Lengths(200, 100)) for i in range(20_000)), 2000.0)
+    job = budget_job(window, [window], ReplayedServer(MODEL, SLO.parse("tbt_p99=60ms"), CONFIG))
+    with subprocess.Popen([sys.executable, "-c", WAITS], stdin=subprocess.PIPE) as server:
+        assert server.stdin is not None
+        server.stdin.write(json.dumps(job).encode())
+        server.stdin.close()
+        children = Path(f"/proc/{server.pid}/task/{server.pid}/children")
+        while not (found := children.read_text().split()):
+            assert server.poll() is None
+            time.sleep(0.05)
+        server.kill()
+    while _lives(int(found[0])):
+        time.sleep(0.05)  # the test's own time limit says that it never ends
+
+
+def _lives(pid: int) -> bool:
+    """A zombie does not: whoever adopted it has not looked yet."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False

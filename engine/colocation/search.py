@@ -1,8 +1,8 @@
 """From a workload and a latency model to the offline budget, by replay on the virtual clock (HyGen §4.2, and ours).
 
-`python -m engine.colocation.search PRIORITY` reads one JSON job from standard input and prints its answer: the server
-runs it in a process of its own (`search_child`), of low priority, so that it takes no time from steps. Torch-free,
-deterministic per job.
+`python -m engine.colocation.search PRIORITY PARENT` reads one JSON job from standard input and prints its answer: the
+server runs it in a process of its own (`search_child`), of low priority, so that it takes no time from steps. It ends
+with PARENT, the process that started it. Torch-free, deterministic per job.
 """
 
 import json
@@ -15,6 +15,7 @@ from typing import Any
 from engine.colocation.baseline import replay_alone
 from engine.colocation.replay import ReplayedServer, Workload, replay
 from engine.config import SchedulerConfig
+from engine.machine.child import end_with
 from predictor.budget import MAX_CONFIRMATIONS, BudgetParams, SearchResult, search_budget, to_plain
 from predictor.features import BatchFeatures
 from predictor.load import Lengths, OnlineArrival
@@ -149,7 +150,9 @@ def step_aside(priority: str) -> None:
 
 
 def main() -> None:
-    step_aside(*sys.argv[1:])
+    priority, parent = sys.argv[1:]
+    end_with(int(parent))
+    step_aside(priority)
     print(json.dumps(answer(json.load(sys.stdin))))
 
 

@@ -8,6 +8,7 @@ killed, for dying takes a moment on a core, too.
 
 import asyncio
 import json
+import os
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -44,7 +45,7 @@ async def run_child(job: dict[str, Any], turns: Sequence[Turn] = TURNS) -> Any:
 async def _run(job: dict[str, Any], priority: str) -> Any:
     try:
         process = await asyncio.create_subprocess_exec(
-            *python_module("engine.colocation.search", priority),
+            *python_module("engine.colocation.search", priority, str(os.getpid())),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
