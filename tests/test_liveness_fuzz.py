@@ -12,7 +12,7 @@ from fakes.runner import FakeRunner
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import initialize, precondition, rule, run_state_machine_as_test
 
-from engine.api import EngineRequest, Lane, RequestClass
+from engine.api import EngineRequest, FinishReason, Lane, RequestClass
 from engine.config import SchedulerConfig
 from engine.pooling import Pooling
 from engine.queue_time import UNLIMITED_QUEUE
@@ -173,6 +173,36 @@ def test_a_prompt_too_large_for_their_room_beside_it_takes_the_room_of_embedding
         machine.line([], 11, 8, Lane.BATCH, "", Pooling.LAST)
         machine.step(3)
         machine.teardown()
+
+
+@pytest.mark.parametrize("policy", ["apt", "goodput"])
+def test_a_running_prompt_that_an_older_one_takes_the_memory_of_is_passed_over(policy: str) -> None:
+    """Found by the machine with longer histories: the knapsack had chosen among those that wait, and it waits now."""
+    config = SchedulerConfig(
+        num_units=28,
+        max_model_len=56,
+        block_size=4,
+        max_num_seqs=4,
+        max_num_batched_tokens=12,
+        min_prefill_chunk=4,
+        pipeline_depth=0,
+        max_queue_time=UNLIMITED_QUEUE,
+    )
+    objective = StepObjective(ttft=0.1, tbt=0.05)
+    driver = Driver(
+        FakeRunner(block_size=4, vocab_size=30), config, online_policy=policy, model=MODEL, objective=objective
+    )
+    for number, length in enumerate((18, 38, 32, 40)):
+        driver.add(make_request(str(number), [2 + number] * length, 1))
+    for _ in range(2):
+        driver.step()
+    lost = driver.core.stats().units_free
+    driver.core.shrink_cache(lost)
+    while not driver.core.stats().preemptions.get("memory"):
+        assert driver.step()
+    driver.core.grow_cache(lost)
+    driver.run()
+    assert {final.finish_reason for final in driver.finals.values()} == {FinishReason.LENGTH}
 
 
 @pytest.mark.timeout(600)

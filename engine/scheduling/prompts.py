@@ -168,8 +168,8 @@ class PromptFill:
         """Whether the next one that waits may be looked at."""
         may_start = self._draft.may_start(request)
         if chosen is not None:
-            start = chosen[request]
-            if may_start and (start.savable or self._allocation.spares(request)):
+            start = chosen.get(request)  # none: a running prompt that an older one took the memory of in this step
+            if start is not None and may_start and (start.savable or self._allocation.spares(request)):
                 self._admit(request, start.kind)
             return True  # a misfit does not end it
         policy = self._state.online_policy
