@@ -44,9 +44,13 @@ def test_everything_that_goes_wrong_breaks_a_promise() -> None:
     assert all(promise.kept is not False for promise in chaos_parts.of_work(run))
     run.outcome = Outcome(broken=1, differing=1, lost=1, doubled=1, failed=1, rows_differing=1)
     assert [promise.kept for promise in chaos_parts.of_work(run)].count(False) == 6
-    run.lag = {0.01: 0.0, 0.1: 0.0, math.inf: 0.0}, {0.01: 9.0, 0.1: 99.0, math.inf: 100.0}
+    late = {0.01: 0.0, 0.1: 0.0, math.inf: 0.0}, {0.01: 9.0, 0.1: 99.0, math.inf: 100.0}
+    in_time = {0.01: 0.0, 0.1: 0.0, math.inf: 0.0}, {0.01: 100.0, 0.1: 100.0, math.inf: 100.0}
     run.memory = [10, *[2**20] * 9, 300 * 2**20]
-    assert [promise.kept for promise in chaos_parts.of_loop(run)] == [False, False, False]
+    run.lag, run.own_lag = late, late
+    assert [promise.kept for promise in chaos_parts.of_loop(run)] == [None, None, False, False, False]
+    run.own_lag = in_time
+    assert [promise.kept for promise in chaos_parts.of_loop(run)] == [None, None, True, True, False]
     run.saboteur.down, run.outcome.gaps = [(1.0, 2.0)], [(1.0, 6.0)]
     assert [promise.kept for promise in chaos_parts.of_pauses(run)] == [None, None, False, False]
 

@@ -86,11 +86,13 @@ def pauses(gaps: Sequence[tuple[float, float]], down: Sequence[tuple[float, floa
 
 @dataclass(slots=True)
 class Run:
-    """What is known once the work has ended. `down`: without an engine; `lag`: of the loop, before and after."""
+    """What is known once the work has ended. `down`: without an engine; `lag`: of the loop, before and after; `own_lag`: but
+    for its waits for a core."""
 
     saboteur: Saboteur
     outcome: load.Outcome = field(default_factory=load.Outcome)
     lag: tuple[dict[float, float], dict[float, float]] = field(default_factory=lambda: ({}, {}))
+    own_lag: tuple[dict[float, float], dict[float, float]] = field(default_factory=lambda: ({}, {}))
     memory: list[int] = field(default_factory=list)
     ended: list[str] = field(default_factory=list)
     batch: str = ""
@@ -105,7 +107,7 @@ async def _watch_memory(server: Server, seen: list[int]) -> None:
 @asynccontextmanager
 async def watched(session: aiohttp.ClientSession, server: Server, run: Run) -> AsyncIterator[None]:
     """Memory and the lateness of the loop during the block."""
-    before = await read_lag(session)
+    before, own_before = await read_lag(session)
     watching = asyncio.create_task(_watch_memory(server, run.memory))
     try:
         yield
@@ -113,7 +115,8 @@ async def watched(session: aiohttp.ClientSession, server: Server, run: Run) -> A
         watching.cancel()
         with suppress(asyncio.CancelledError):
             await watching
-    run.lag = before, await read_lag(session)
+    after, own_after = await read_lag(session)
+    run.lag, run.own_lag = (before, after), (own_before, own_after)
 
 
 async def beside_work(
@@ -172,8 +175,10 @@ def of_pauses(run: Run) -> list[Promise]:
 def of_loop(run: Run) -> list[Promise]:
     warm = run.memory[int(WARM_SHARE * len(run.memory))]
     return [
-        at_most("loop lag, P99 at most", 1e3 * lag_within(*run.lag, 0.99), 20.0, "ms"),
-        at_most("loop lag, worst at most", 1e3 * lag_within(*run.lag, 1.0), 50.0, "ms"),
+        shown("loop lag with its waits for a core, P99", 1e3 * lag_within(*run.lag, 0.99), "ms"),
+        shown("the same, worst", 1e3 * lag_within(*run.lag, 1.0), "ms"),
+        at_most("loop lag, P99 at most", 1e3 * lag_within(*run.own_lag, 0.99), 20.0, "ms"),
+        at_most("loop lag, worst at most", 1e3 * lag_within(*run.own_lag, 1.0), 50.0, "ms"),
         at_most("memory of the server grew by", (max(run.memory) - warm) / 2**20, 256.0, "MiB"),
     ]
 
