@@ -86,8 +86,8 @@ def pauses(gaps: Sequence[tuple[float, float]], down: Sequence[tuple[float, floa
 
 @dataclass(slots=True)
 class Run:
-    """What is known once the work has ended. `down`: without an engine; `lag`: of the loop, before and after; `own_lag`: but
-    for its waits for a core."""
+    """What is known once the work has ended. `down`: without an engine; `lag`: of the loop, before and after;
+    `own_lag`: but for its waits for a core."""
 
     saboteur: Saboteur
     outcome: load.Outcome = field(default_factory=load.Outcome)
