@@ -2,6 +2,7 @@
 always run (`Driver.launch` asserts it), and every answer is the solo run's."""
 
 import dataclasses
+import math
 from unittest import mock
 
 import hypothesis.strategies as st
@@ -36,6 +37,7 @@ objectives = st.builds(
     ttft=st.sampled_from([0.001, 0.1, 10.0]),
     tbt=st.sampled_from([0.001, 0.05]),
     budget=st.sampled_from([BudgetParams("hygen", 0.001), BudgetParams("hygen", 0.05), BudgetParams("tidemill", 0.02)]),
+    wait=st.sampled_from([math.inf, math.inf, 0.0001, 0.02]),
 )
 
 
