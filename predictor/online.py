@@ -221,11 +221,15 @@ class OnlineModel:
     def _raise_margins(self) -> None:
         """Margins in seconds at 2^(r−1) tokens, never falling with r. Where the profile is far too slow, so is what
         it says of regimes without a step."""
-        highest, trust = 0.0, min(1.0, 2.0 * self._usual_scale)
+        highest, trust, margins = 0.0, min(1.0, 2.0 * self._usual_scale), self._margins
         for regime, stats in enumerate(self.regimes):
-            own = stats.quantile * stats.mean_expected * (1.0 if stats.count else trust)
-            highest = self._margins[regime] = max(highest, own)
-        self._margins[NUM_REGIMES] = highest
+            own = stats.quantile * stats.mean_expected
+            if not stats.count:
+                own *= trust
+            if own > highest:
+                highest = own
+            margins[regime] = highest
+        margins[NUM_REGIMES] = highest
 
     def _count_error(self, error: float) -> None:
         at = self.num_observed % len(self._errors)

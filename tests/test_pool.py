@@ -1,13 +1,18 @@
 """The block pool against a plain model: who holds what, what can be shared, what may be reused and when."""
 
+from unittest import mock
+
 import hypothesis.strategies as st
 import pytest
+from driver import Driver, make_request
+from fakes.runner import FakeRunner
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from engine.cache.blocks import REPRESENTATIONS, CacheBlock, CacheKind, Tier
+from engine.cache.blocks import REPRESENTATIONS, CacheBlock, CacheEntry, CacheKind, Tier
 from engine.cache.pool import BlockPool
 from engine.cache.prefix import extend_hashes
+from engine.config import SchedulerConfig
 
 
 def test_allocation_takes_two_units_and_stops_when_empty() -> None:
@@ -17,6 +22,36 @@ def test_allocation_takes_two_units_and_stops_when_empty() -> None:
     units = [u for b in blocks if b for u in b.entry.units]
     assert len(set(units)) == 4
     assert pool.num_available_units == 1
+
+
+@pytest.mark.parametrize("kind", list(CacheKind))
+@pytest.mark.parametrize("count", [0, 1, 5])
+def test_many_free_blocks_at_once_are_those_that_one_by_one_would_give(kind: CacheKind, count: int) -> None:
+    pools = BlockPool(12), BlockPool(12)
+    for pool in pools:
+        pool.complete_step(0)
+        held = [pool.allocate(CacheKind.HIDDEN, online=True) for _ in range(2)]
+        assert held[0] is not None
+        pool.release(held[0], last_step=0)
+        held.pop(0)
+    alone = [pools[0].allocate(kind, online=False) for _ in range(count)]
+    together = pools[1].take_free(kind, count, online=False)
+    assert [b.entry for b in alone if b] == [b.entry for b in together] and len(together) == count
+    assert all(isinstance(b.entry, CacheEntry) and b.ref_count == 1 and not b.online for b in together)
+    assert pools[0].num_owned_units == pools[1].num_owned_units and pools[0].num_free_units == pools[1].num_free_units
+    last = [pool.allocate(CacheKind.HIDDEN, online=True) for pool in pools]
+    assert last[0] is not None and last[1] is not None and last[0].entry == last[1].entry
+    with pytest.raises(AssertionError, match="so many units"):
+        pools[1].take_free(kind, 12, online=False)
+
+
+def test_a_chunk_takes_its_free_blocks_at_once() -> None:
+    config = SchedulerConfig(num_units=512, max_model_len=2048, block_size=16, max_num_batched_tokens=2048)
+    driver = Driver(FakeRunner(block_size=16, vocab_size=30), config)
+    driver.add(make_request("long", list(range(1, 29)) * 50, 20))
+    with mock.patch.object(BlockPool, "allocate", side_effect=AssertionError("one by one")):
+        driver.run()
+    assert len(driver.outputs["long"]) == 20
 
 
 def test_release_while_a_step_is_in_flight_defers_reuse() -> None:

@@ -171,6 +171,12 @@ class Cache:
         """
         cache_map, block_size = request.cache_map, self._config.block_size
         start, online = request.num_computed_tokens, request.request_class is RequestClass.ONLINE
+        missing = -(-(start + length) // block_size) - len(cache_map.blocks)
+        if missing > 0 and not self._stores_compact(request):
+            units = missing * UNITS_PER_BLOCK
+            if units <= min(self.device.num_free_units, self.units_for(request, num_offline) - kept):
+                cache_map.blocks += self.device.take_free(CacheKind.KV, missing, online=online)
+                return length
         while len(cache_map.blocks) * block_size < start + length:
             kind = self._next_kind(request, growing)
             size = REPRESENTATIONS[kind].units

@@ -15,9 +15,13 @@ takes numbers from the end. Units behind the new end that a block still holds *r
 they are gone when that block is given up. Memory may serve something else only once `num_retiring_units` is 0.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 
 from engine.cache.blocks import REPRESENTATIONS, CacheBlock, CacheEntry, CacheKind, Tier, count_units
+
+_make_entry: Callable[[Iterable[object]], CacheEntry] = partial(tuple.__new__, CacheEntry)
+"""`CacheEntry._make` without a call in Python: a prompt's chunk takes dozens."""
 
 
 class BlockPool:
@@ -89,6 +93,21 @@ class BlockPool:
         del self._free[-size:]
         self.num_owned_units += size
         return CacheBlock(CacheEntry(kind, self._tier, units), online=online)
+
+    def take_free(self, kind: CacheKind, count: int, *, online: bool) -> list[CacheBlock]:
+        """So many blocks of units that are free now: as if each were allocated."""
+        size, units = REPRESENTATIONS[kind].units, self._free
+        first = len(units) - size * count
+        assert first >= 0, "not so many units are free"
+        taken = units[first:]
+        taken.reverse()
+        del units[first:]
+        self.num_owned_units += size * count
+        tier = self._tier
+        return [
+            CacheBlock(_make_entry((kind, tier, each)), online=online)
+            for each in zip(*(taken[i::size] for i in range(size)), strict=True)
+        ]
 
     def adopt(self, found: Iterable[tuple[CacheEntry, bytes]]) -> None:
         """Offer what lies in free units already, of an earlier life: entries and the hashes they are published by."""

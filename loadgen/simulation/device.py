@@ -66,8 +66,9 @@ class _Observed:
     def launch(self, output: SchedulerOutput) -> Collect:
         result = self._inner.launch(output)()
         self._model.observe(step_features(output), result.latency)
-        taken = replace(result, latency=result.latency + self._host_seconds)
-        return lambda: taken
+        if self._host_seconds:
+            result = replace(result, latency=result.latency + self._host_seconds)
+        return lambda: result
 
 
 class ProfiledRunner:
