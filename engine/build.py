@@ -90,9 +90,9 @@ def plan_launch(config: EngineConfig) -> LaunchPlan:
     backend = find_backend(config.device)
     if config.quantization == "int8" and backend.name != "cpu":
         raise ConfigError("--quantization int8 runs on a CPU only: say --device cpu, fp8, or none")
-    if config.kv_cache_dtype not in ("auto", "int8") and backend.name != "cpu":
+    if config.kv_cache_dtype in ("parked-int8", "running-int8") and backend.name != "cpu":
         way = f"--kv-cache-dtype {config.kv_cache_dtype}"
-        raise ConfigError(f"{way} runs on a CPU only: on a GPU say int8, for the whole cache")
+        raise ConfigError(f"{way} runs on a CPU only: on a GPU say preempted-int8, or int8 for the whole cache")
     if config.disk_space and backend.name != "cpu":
         raise ConfigError("--disk-space runs on a CPU only: on a GPU --swap-space keeps the cache of chats")
     dtype, note = (config.dtype, None) if config.dtype != "auto" else backend.choose_dtype(spec, config)

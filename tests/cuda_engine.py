@@ -30,6 +30,7 @@ def make_runner(
             graphs=weights.embedding.device.type == "cuda",
             scratch_blocks=config.scratch_blocks,
             host_units=config.host_units,
+            preempted_int8=config.preempted_int8,
         )
     )
 

@@ -5,6 +5,7 @@ Run by test_kernels.py in a process of its own.
 
 import numpy as np
 import pytest
+import torch
 from cuda_engine import make_driver, make_runner
 from driver import make_request
 from kernel_pool import DEVICE
@@ -17,6 +18,7 @@ from engine.config import SchedulerConfig
 from engine.execution.cuda.kernels import triton_kernels
 from engine.models.checkpoint import load_weights
 from engine.models.decoder import Decoder
+from engine.models.int8_cells import dequantize, quantize
 from engine.models.spec import load_spec
 from engine.scheduling.output import Chunk, NewRequest, ReplacedEntry, SchedulerOutput
 
@@ -86,6 +88,49 @@ def test_hidden_state_restored_swapped_and_run_from(name: str) -> None:
         step = SchedulerOutput(2, (Chunk(1, 7, 1, True),), replaced=replaced, operations=operations)
         runs.append(tokens + runner.launch(step)().token_ids)
     assert runs[0] == runs[1] and min(runs[0]) >= 0
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.float16], ids=str)
+def test_a_block_that_waits_in_8_bits(kind: torch.dtype) -> None:
+    """Into 8 bits, through the host and back, and widened elsewhere; NaN lies where V was. The same tokens and logits
+    as over K and V that were rounded where they are."""
+    spec = load_spec(folder := model_folder("llama-gqa2"))
+    weights = load_weights(spec, folder, device=DEVICE, dtype=str(kind).removeprefix("torch."))
+    prompt = tuple(range(7, 7 + 11))
+    config = SchedulerConfig(
+        num_units=16, max_model_len=32, block_size=4, max_num_seqs=2, max_num_batched_tokens=16, host_units=4,
+        preempted_int8=True,
+    )  # fmt: skip
+    logits = []
+    for waits in (False, True):
+        runner = make_runner(spec, weights, config, triton_kernels())
+        if waits:
+            runner.device.warm_up()
+        pool, entries = runner.device.pool, (_entry(0, 1), _entry(2, 3), _entry(4, 5))
+        new = NewRequest(1, "r", prompt, 11, SamplingParams(max_tokens=4, temperature=0.0), entries)
+        runner.launch(SchedulerOutput(0, (Chunk(1, 0, 11, True),), (new,)))()
+        operations, replaced = (), ()
+        if waits:
+            first, second = (CacheEntry(CacheKind.KV8, Tier.DEVICE, (unit,)) for unit in (2, 9))
+            out = CacheEntry(CacheKind.KV8, Tier.HOST, (3,))
+            gone = (
+                CacheOperation(CacheAction.COMPRESS, _entry(2, 3), first),
+                CacheOperation(CacheAction.SWAP_OUT, first, out),
+            )
+            runner.launch(SchedulerOutput(1, (), operations=gone))()
+            pool.units[2:4] = float("nan")
+            operations = (
+                CacheOperation(CacheAction.SWAP_IN, out, second),
+                CacheOperation(CacheAction.EXPAND, second, _entry(9, 3)),
+            )
+            replaced = (ReplacedEntry(1, 1, _entry(9, 3)),)
+        else:
+            held = pool.units[2:4].view(2, spec.num_layers, 4, spec.num_kv_heads, spec.head_dim)
+            held.copy_(dequantize(*quantize(held), held.dtype))
+        step = SchedulerOutput(2, (Chunk(1, 11, 1, True),), replaced=replaced, operations=operations)
+        assert runner.launch(step)().token_ids[0] >= 0
+        logits.append(runner.device._forward.logits[0].clone())
+    assert torch.equal(*logits) and logits[0].isfinite().all()
 
 
 def _entry(*units: int) -> CacheEntry:

@@ -255,14 +255,19 @@ class LaterKernels:
 
 
 @pytest.mark.parametrize("hurry", [0.0, 0.5, 1.0])
-def test_swaps_hold_their_order_however_the_lanes_run(hurry: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Random swaps and writes of a step, in two lanes of any speed, end as they do one after the other."""
-    monkeypatch.setattr(swap, "STAGING_BYTES", 2 * 2 * 8 * 4)  # two units in each half
+@pytest.mark.parametrize("scales", [0, 8], ids=["plain", "with scales"])
+def test_swaps_hold_their_order_however_the_lanes_run(
+    hurry: float, scales: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Random swaps and writes of a step, in two lanes of any speed, end as they do one after the other; the scales of
+    blocks in 8 bits with their units."""
+    monkeypatch.setattr(swap, "STAGING_BYTES", 2 * 2 * (8 * 4 + scales * 2))  # two units in each half
     for seed in range(40):
         rng = random.Random(seed)
         pool = UnitPool(
-            8, num_layers=1, block_size=4, num_kv_heads=1, head_dim=2, dtype=torch.float32, device=CPU, num_host_units=8
-        )
+            8, num_layers=1, block_size=4, num_kv_heads=1, head_dim=2, dtype=torch.float32, device=CPU,
+            num_host_units=8, preempted_int8=bool(scales),
+        )  # fmt: skip
         lane, transfers = LaterLane(), LaterLane()
         swapper = Swapper(pool, LaterKernels(lane), lane, transfers)
         device, on_host = [0.0] * 8, [0.0] * 8
@@ -282,6 +287,8 @@ def test_swaps_hold_their_order_however_the_lanes_run(hurry: float, monkeypatch:
                     device[target] = on_host[source]
             else:
                 lane.put(functools.partial(pool.units[sources[0]].fill_, float(step)))
+                if pool.compressed is not None:
+                    lane.put(functools.partial(pool.compressed.scales[sources[0]].fill_, float(step)))
                 device[sources[0]] = float(step)
             while rng.random() < 0.8 and (lane.is_ready or transfers.is_ready):
                 ready = [each for each in (lane, transfers) if each.is_ready]
@@ -292,6 +299,9 @@ def test_swaps_hold_their_order_however_the_lanes_run(hurry: float, monkeypatch:
             (ready[-1] if rng.random() < hurry else ready[0]).advance()
         assert pool.units[:8, 0].tolist() == device
         assert pool.host_units[:, 0].tolist() == on_host
+        if pool.compressed is not None:
+            assert pool.compressed.scales.flatten(1).tolist() == [[value] * scales for value in device]
+            assert pool.compressed.host_scales.flatten(1).tolist() == [[value] * scales for value in on_host]
 
 
 def test_staging_is_bounded_and_there_only_with_a_host_tier() -> None:

@@ -5,6 +5,7 @@ import random
 from dataclasses import replace
 from itertools import product
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -29,7 +30,9 @@ from engine.config import EngineConfig, SchedulerConfig
 from engine.errors import ConfigError
 from engine.execution.compressed import CompressedUnits, scale_bytes
 from engine.execution.cpu.device import TorchDevice
+from engine.execution.cuda.device import CudaDevice
 from engine.execution.runner import Runner
+from engine.models import torch_ops
 from engine.models.int8_cells import dequantize, quantize
 from engine.profiling.cache_costs import CacheTiers, measure_cache_costs
 from engine.request import Request, RequestStatus
@@ -232,7 +235,8 @@ def test_a_block_fits_in_one_unit_and_comes_back_within_half_a_step(dtype: torch
     units = numbers(40, SIZE).to(dtype)
     units[7, 5] = math.nan
     before = units.clone()
-    held = CompressedUnits(units, torch.zeros(40 * scale_bytes(*SHAPE[:3]), dtype=torch.uint8), *SHAPE, 0)
+    none, scales = torch.zeros((2, 40 * scale_bytes(*SHAPE[:3])), dtype=torch.uint8)
+    held = CompressedUnits(units, scales, *SHAPE, none[:0])
     blocks = np.stack((np.arange(19), 39 - np.arange(19)), axis=1)  # more than a piece
     held.compress(blocks)
     units[20:] = 9.0  # V's units are somebody else's now
@@ -246,18 +250,25 @@ def test_a_block_fits_in_one_unit_and_comes_back_within_half_a_step(dtype: torch
     assert held.scales[0].nbytes == scale_bytes(3, 4, 2)
 
 
-def driver_of(host: int = 0) -> Driver:
+def driver_of(host: int = 0, *, cuda: bool = False) -> Driver:
+    """`cuda`: its device over the kernels' twins, which is a step ahead."""
     sizes = {"num_units": 24, "block_size": 4, "max_num_seqs": 8, "max_model_len": 64, "host_units": host}
-    config = SchedulerConfig(**sizes, max_num_batched_tokens=64, unit_bytes=1, preempted_int8=True)
+    more = {"max_num_batched_tokens": 64, "unit_bytes": 1, "pipeline_depth": int(cuda)}
+    config = SchedulerConfig(**sizes, **more, preempted_int8=True)
     model = CONVERTS if host else None
-    return Driver(
-        Runner(TorchDevice(decoder(), config.limits, host_units=host, preempted_int8=True)), config, model=model
-    )
+    tiers: dict[str, Any] = {"host_units": host, "preempted_int8": True}
+    kernels: Any = torch_ops
+    device: Any = TorchDevice(decoder(), config.limits, **tiers)
+    if cuda:
+        device = CudaDevice(decoder().spec, decoder().weights, kernels, config.limits, graphs=False, **tiers)
+        device.warm_up()
+    return Driver(Runner(device), config, model=model)
 
 
+@pytest.mark.parametrize("cuda", [False, True])
 @pytest.mark.parametrize("host", [0, 6])
-def test_requests_come_back_from_8_bits(host: int) -> None:
-    driver, requests = driver_of(host), requests_of()
+def test_requests_come_back_from_8_bits(host: int, cuda: bool) -> None:
+    driver, requests = driver_of(host, cuda=cuda), requests_of()
     driver.add(*requests)
     driver.run()
     assert {COMPRESS, EXPAND} <= set(actions(driver.steps)) and driver.core.stats().failed_steps == 0
@@ -265,8 +276,11 @@ def test_requests_come_back_from_8_bits(host: int) -> None:
     assert sum(same) >= 3, "a stay in 8 bits changes hardly a greedy token"
 
 
+@pytest.mark.parametrize("cuda", [False, True])
 @pytest.mark.parametrize("fault", ["raises", "leaves NaN"])
-def test_a_conversion_that_goes_wrong_costs_its_step_alone(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_conversion_that_goes_wrong_costs_its_step_alone(
+    fault: str, cuda: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     whole, batches = CompressedUnits.compress, []
 
     def compress(held: CompressedUnits, blocks: np.ndarray) -> None:
@@ -277,8 +291,8 @@ def test_a_conversion_that_goes_wrong_costs_its_step_alone(fault: str, monkeypat
             raise RuntimeError("no memory for it")
         whole(held, blocks)
 
+    driver, requests = driver_of(cuda=cuda), requests_of()
     monkeypatch.setattr(CompressedUnits, "compress", compress)
-    driver, requests = driver_of(), requests_of()
     driver.add(*requests)
     driver.run()
     assert batches and driver.core.stats().failed_steps >= 1

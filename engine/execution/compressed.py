@@ -6,6 +6,7 @@ step of its head and token is what a number is off by after a stay, and what the
 (`engine.models.int8_cells`); NaN comes back as NaN, for its whole head and token. In torch's operators, of any device.
 """
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,13 +15,15 @@ from engine.models.int8_cells import SCALE, dequantize, quantize
 
 KEYS_AND_VALUES = 2
 PIECE = 16
-"""Blocks converted at once."""
+"""Blocks converted at once, at most."""
+PIECE_BYTES = 2**24
+"""Of them, if that is more than one block: what is in between takes a few times as much."""
 
 
 class CompressedUnits:
     """`units [n, elements]`: the pool's, of which each layer has [block_size, kv_heads, head_dim] numbers; `scales`:
-    memory of n times `scale_bytes`. `scales [n, 2, layers, block_size, kv_heads]` are those of a block in this unit,
-    `host_scales` of one in this host unit."""
+    memory of n times `scale_bytes`, `host_scales` of that of the host's units. `scales [n, 2, layers, block_size,
+    kv_heads]` are those of a block in this unit, `host_scales` of one in this host unit."""
 
     def __init__(
         self,
@@ -30,7 +33,7 @@ class CompressedUnits:
         block_size: int,
         num_kv_heads: int,
         head_dim: int,
-        num_host_units: int,
+        host_scales: Tensor,
     ) -> None:
         assert units.itemsize >= KEYS_AND_VALUES, "numbers of 8 bits do not get any smaller"
         self._units, self._bytes = units, units.view(torch.int8)
@@ -38,7 +41,15 @@ class CompressedUnits:
         self.scales = scales.view(SCALE).view(-1, *self._shape[:-1])
         size = KEYS_AND_VALUES * units.shape[1]
         self._values = torch.unflatten(self._bytes[:, :size], 1, self._shape)
-        self.host_scales = torch.zeros((num_host_units, *self._shape[:-1]), dtype=SCALE)
+        self.host_scales = host_scales.view(SCALE).view(-1, *self._shape[:-1])
+        self._piece = max(1, min(PIECE, PIECE_BYTES // (KEYS_AND_VALUES * units[:1].nbytes)))
+
+    def rehearse(self) -> None:
+        """There and back for as many blocks as are ever converted at once, all of them units 0 and 1: what that takes,
+        and every kernel of it loaded. Only while nobody has anything there."""
+        blocks = np.tile(np.arange(KEYS_AND_VALUES), (self._piece, 1))
+        self.compress(blocks)
+        self.expand(blocks)
 
     def compress(self, blocks: IntArray) -> None:
         """Put blocks [n, 2] (K's unit, V's) in 8 bits, into K's unit."""
@@ -60,8 +71,10 @@ class CompressedUnits:
         return dequantize(values, scales, self._units.dtype).flatten(1)
 
     def _pieces(self, blocks: IntArray) -> list[Tensor]:
-        ids = torch.from_numpy(blocks).to(self._units.device)
-        return [ids[first : first + PIECE] for first in range(0, len(blocks), PIECE)]
+        host = torch.from_numpy(blocks)
+        # a copy from memory that is not page-locked would wait for the steps before it
+        ids = host.pin_memory().to(self._units.device, non_blocking=True) if self._units.is_cuda else host
+        return [ids[first : first + self._piece] for first in range(0, len(ids), self._piece)]
 
 
 def scale_bytes(num_layers: int, block_size: int, num_kv_heads: int) -> int:

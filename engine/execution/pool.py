@@ -101,7 +101,8 @@ class UnitPool:
         self.parked = ParkedForm(num_layers, block_size, num_kv_heads, head_dim, stored, int8=int8 or parked_int8)
         self.compressed = None
         if preempted_int8:
-            self.compressed = CompressedUnits(self.units[:num_units], storage[held:], *shape, num_host_units)
+            host = _host_zeros(num_host_units * scale_bytes(*shape[:-1]), torch.uint8, device)
+            self.compressed = CompressedUnits(self.units[:num_units], storage[held:], *shape, host)
         host = _host_zeros(num_host_units * self.parked.elements, self.parked.dtype, device)
         self.host_units = host.view(num_host_units, self.parked.elements)
         self._layers = np.arange(num_layers, dtype=np.int64)[:, None]

@@ -15,6 +15,7 @@ from torch.nn import functional
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.execution import memory
+from engine.execution.compressed import scale_bytes
 from engine.execution.cpu.device import TorchDevice
 from engine.execution.cpu.transformers_device import TransformersDevice
 from engine.execution.cuda.device import CudaDevice
@@ -142,7 +143,10 @@ class CudaBackend:
             graphs = not weights.layers.streamed  # copies would have to be part of them, and kernels wait for those
             return Runner(_device(plan, weights, graphs=graphs, scratch_blocks=hidden, host_units=host)), plan
         decoder, int8 = Decoder(plan.own, weights), plan.int8_cache
-        device = TorchDevice(decoder, plan.limits, scratch_blocks=hidden, host_units=host, int8_cache=int8)
+        device = TorchDevice(
+            decoder, plan.limits, scratch_blocks=hidden, host_units=host, int8_cache=int8,
+            preempted_int8=plan.preempted_int8,
+        )  # fmt: skip
         return Runner(device), plan
 
 
@@ -196,7 +200,7 @@ def _device(
 ) -> CudaDevice:
     return CudaDevice(
         plan.own, weights, triton_kernels(), plan.limits, graphs=graphs, scratch_blocks=scratch_blocks,
-        host_units=host_units, int8_cache=plan.int8_cache,
+        host_units=host_units, int8_cache=plan.int8_cache, preempted_int8=plan.preempted_int8,
     )  # fmt: skip
 
 
@@ -213,12 +217,15 @@ def _room_beside_graphs(plan: LaunchPlan, weights: ModelWeights) -> int:
         torch.cuda.reset_peak_memory_stats(device)
         rehearsed.run_padding(limits.max_num_batched_tokens, limits.max_num_seqs)
         step_bytes = torch.cuda.max_memory_allocated(device) - before
+        if rehearsed.pool.compressed is not None:
+            rehearsed.pool.compressed.rehearse()
 
     room = memory.cuda_cache_bytes(device, plan.memory_utilization, profile)
     num_shapes = len(Buckets(limits.max_num_seqs, limits.max_num_batched_tokens).all_shapes())
     stored = torch.int8 if plan.int8_cache else weights.embedding.dtype
     unit = memory.unit_bytes(plan.spec, limits.block_size, stored)
-    staging = staging_units(plan.host_units, unit) * unit
+    scales = scale_bytes(plan.spec.num_layers, limits.block_size, plan.spec.num_kv_heads) if plan.preempted_int8 else 0
+    staging = staging_units(plan.host_units, unit + scales) * (unit + scales)
     if weights.layers.streamed:
         return room - staging  # such steps run without graphs
     return room - staging - graph_bytes(num_shapes, step_bytes, limits.max_num_batched_tokens)

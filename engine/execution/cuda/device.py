@@ -53,8 +53,9 @@ class CudaDevice:
     """`graphs`: capture one for every bucket now (CUDA only). Two steps may be in flight; use it from one thread.
 
     `scratch_blocks`: blocks of hidden state that one step may read or write; 0 refuses them altogether.
-    `host_units`: units of the host tier. `int8_cache`: K and V are kept in 8 bits. Raises ConfigError for scratch where
-    the model's hidden state is no use."""
+    `host_units`: units of the host tier. `int8_cache`: K and V are kept in 8 bits; `preempted_int8`: those of requests
+    that wait may be (attention reads no such block). Raises ConfigError for scratch where the model's hidden state is
+    no use."""
 
     pipeline_depth = 1
 
@@ -69,13 +70,16 @@ class CudaDevice:
         scratch_blocks: int = 0,
         host_units: int = 0,
         int8_cache: bool = False,
+        preempted_int8: bool = False,
     ) -> None:
         limits = replace(limits, max_num_batched_tokens=max(limits.max_num_batched_tokens, limits.max_num_seqs))
         assert limits.num_units * spec.num_layers < 2**31, "table entries are 32 bits wide"
         device = weights.embedding.device
         self.lane = Lane(device)
         self.rows = RowTable(limits, hidden=scratch_blocks > 0)
-        self.pool = UnitPool.of(spec, limits, weights.embedding, scratch_blocks, host_units, int8=int8_cache)
+        self.pool = UnitPool.of(
+            spec, limits, weights.embedding, scratch_blocks, host_units, int8=int8_cache, preempted_int8=preempted_int8
+        )
         self._tables = DeviceTables(self.rows, self.pool)
         self._forward = Forward(spec, weights, kernels, self._tables, self.pool, limits)
         self._projection = Projection(self._forward, self.pool, limits)
@@ -185,6 +189,8 @@ class CudaDevice:
                 pair = np.zeros((1, 2), dtype=np.int64)
                 self.swap_out(pair)
                 self.swap_in(pair)
+            if self.pool.compressed is not None:
+                self.pool.compressed.rehearse()
             self.pool.units[:2].zero_()
             self.lane.mark().synchronize()
 

@@ -4,7 +4,8 @@ Units pass through a staging area on the device. Outwards they are copied there 
 of device memory, and go on to the host in a lane of their own: once the copy to staging is enqueued their units may be
 given away, and steps wait for the host's link only where staging is full. Inwards the transfer begins at once, beside
 steps launched before, and the lane of the steps waits for its end. All transfers share one lane, so that what was just
-written to the host can be read back. Knows nothing of requests or of what lies in a unit.
+written to the host can be read back. The scales of blocks in 8 bits go beside their units. Knows nothing of requests or
+of what lies in a unit.
 """
 
 from collections import deque
@@ -12,7 +13,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from engine.arrays import IntArray
@@ -35,10 +35,14 @@ def staging_units(host_units: int, bytes_per_unit: int) -> int:
 
 @dataclass(slots=True)
 class _Half:
-    """`units [n, elements of a unit]`, which may be overwritten once `free` is passed."""
+    """`parts`, each [n, elements]: units, and the scales that lie beside them, which may be overwritten once `free` is
+    passed."""
 
-    units: Tensor
+    parts: list[Tensor]
     free: Mark
+
+    def __len__(self) -> int:
+        return len(self.parts[0])
 
 
 class Swapper:
@@ -46,20 +50,26 @@ class Swapper:
 
     def __init__(self, pool: UnitPool, kernels: Kernels, lane: Lane, transfers: Lane) -> None:
         self._pool, self._kernels, self._lane, self._transfers = pool, kernels, lane, transfers
-        size = pool.units.shape[1]
-        count = staging_units(len(pool.host_units), pool.units[:1].nbytes)
-        staging = torch.zeros((count, size), dtype=pool.units.dtype, device=pool.device)
-        self._halves = deque(_Half(units, lane.mark()) for units in staging.chunk(_HALVES) if len(units))
+        self._device, self._host = [pool.units], [pool.host_units]
+        if (compressed := pool.compressed) is not None:  # as numbers of the pool's type: no other variant of a kernel
+            self._device.append(compressed.scales.flatten(1).view(pool.units.dtype))
+            self._host.append(compressed.host_scales.flatten(1).view(pool.units.dtype))
+        count = staging_units(len(pool.host_units), sum(part[:1].nbytes for part in self._device))
+        halves = zip(*(part.new_zeros((count, part.shape[1])).chunk(_HALVES) for part in self._device), strict=True)
+        self._halves = deque(_Half(list(parts), lane.mark()) for parts in halves if len(parts[0]))
 
     def swap_out(self, pairs: IntArray) -> None:
         """Device units to host units [n, 2]. What is launched next in `lane` may overwrite the device units."""
         for half, part in self._parts(pairs, host=1):
             self._lane.wait(half.free)
             staged = np.stack((part[:, 0], np.arange(len(part))), axis=1)
-            self._kernels.unit_copy(self._pool.units, half.units, self._send(staged))
+            sent = self._send(staged)
+            for units, passing in zip(self._device, half.parts, strict=True):
+                self._kernels.unit_copy(units, passing, sent)
             self._transfers.wait(self._lane.mark())
             for first, last, unit in _runs(part[:, 1]):
-                self._transfers.copy(half.units[first:last], self._pool.host_units[unit : unit + last - first])
+                for passing, kept in zip(half.parts, self._host, strict=True):
+                    self._transfers.copy(passing[first:last], kept[unit : unit + last - first])
             half.free = self._transfers.mark()
 
     def swap_in(self, pairs: IntArray) -> None:
@@ -67,17 +77,20 @@ class Swapper:
         for half, part in self._parts(pairs, host=0):
             self._transfers.wait(half.free)
             for first, last, unit in _runs(part[:, 0]):
-                self._transfers.copy(self._pool.host_units[unit : unit + last - first], half.units[first:last])
+                for passing, kept in zip(half.parts, self._host, strict=True):
+                    self._transfers.copy(kept[unit : unit + last - first], passing[first:last])
             self._lane.wait(self._transfers.mark())
             staged = np.stack((np.arange(len(part)), part[:, 1]), axis=1)
-            self._kernels.unit_copy(half.units, self._pool.units, self._send(staged))
+            sent = self._send(staged)
+            for units, passing in zip(self._device, half.parts, strict=True):
+                self._kernels.unit_copy(passing, units, sent)
             half.free = self._lane.mark()
 
     def _parts(self, pairs: IntArray, host: int) -> Iterator[tuple[_Half, IntArray]]:
         """Pairs in the order of their host units, as many at a time as half of staging takes, and which half."""
         assert self._halves, "this runner was made without a host tier"
         pairs = pairs[np.argsort(pairs[:, host], kind="stable")]
-        per_half = min(len(half.units) for half in self._halves)
+        per_half = min(map(len, self._halves))
         for first in range(0, len(pairs), per_half):
             self._halves.rotate(1)
             yield self._halves[0], pairs[first : first + per_half]

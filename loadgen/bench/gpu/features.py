@@ -47,6 +47,8 @@ def _build() -> Any:
 
 def _features(adapter: Path) -> list[Feature]:
     short: dict[str, Any] = {"num_gpu_blocks_override": _SHORT_OF_MEMORY}
+    narrow: dict[str, Any] = {"kv_cache_dtype": "preempted-int8"}
+    narrow |= {"profile_seconds": 1.0, "profile_dir": str(adapter.parent)}  # a conversion is chosen by measured costs
     return [
         Feature("our own layers, eager and graphs", {}),
         Feature("memory short, recompute", short, True),
@@ -57,6 +59,8 @@ def _features(adapter: Path) -> list[Feature]:
         Feature("a LoRA adapter beside none", {"lora": (f"a={adapter}",)}),
         Feature("cache of 8 bits", {"kv_cache_dtype": "int8"}),
         Feature("cache of 8 bits, memory short, swap", short | {"kv_cache_dtype": "int8", "swap_space": 0.25}, True),
+        Feature("preempted in 8 bits", short | narrow, True, False),
+        Feature("preempted in 8 bits, swap", short | narrow | {"swap_space": 0.25}, True, False),
         Feature("bfloat16", {"dtype": "bfloat16"}, exact=False),
         Feature("float16", {"dtype": "float16"}, exact=False),
     ]
@@ -83,7 +87,8 @@ def _row(setup: Setup, feature: Feature, expected: dict[str, tuple[int, ...]]) -
         return Row(name, "", None, note=f"{type(error).__name__}: {error}"[:300])
     different = [key for key, tokens in expected.items() if got.tokens[key] != tokens]
     wrong = [key for key in different if not key.startswith("drawn")] if feature.exact else different
-    note = f"of {len(expected)}; {got.preemptions} preemptions{'' if not different else ': ' + ', '.join(different)}"
+    moved = "".join(f", {count} units {name}" for name, count in sorted(got.moved.items()))
+    note = f"of {len(expected)}; {got.preemptions} preemptions{moved}{': ' if different else ''}{', '.join(different)}"
     if feature.preempts and not got.preemptions:
         return Row(name, "", None, note="no request was preempted: the check checks nothing")
     return Row(name, "", len(wrong), 0 if feature.exact else None, None, "", True, note)
@@ -93,6 +98,7 @@ def _row(setup: Setup, feature: Feature, expected: dict[str, tuple[int, ...]]) -
 class _Answers:
     tokens: dict[str, tuple[int, ...]]
     preemptions: int
+    moved: Mapping[str, int]
 
 
 async def _answers(config: EngineConfig, setup: Setup) -> _Answers:
@@ -103,7 +109,7 @@ async def _answers(config: EngineConfig, setup: Setup) -> _Answers:
         streams = await engine.submit(requests)
         tokens = await asyncio.gather(*map(_collect, streams))
         names = (request.request_id for request in requests)
-        return _Answers(dict(zip(names, tokens, strict=True)), _preemptions(engine))
+        return _Answers(dict(zip(names, tokens, strict=True)), _preemptions(engine), engine.snapshot().cache_units)
     finally:
         await engine.stop()
 
