@@ -129,6 +129,7 @@ class EngineCore:
         self._num_arrived = 0
         self._counters = StepCounters()
         self._rest_until: float | None = None
+        self._online_at = -math.inf
 
     @property
     def has_requests(self) -> bool:
@@ -178,6 +179,8 @@ class EngineCore:
         self._num_arrived += 1
         self._requests[spec.request_id] = request
         self._state.add(request)
+        if spec.request_class is RequestClass.ONLINE and not spec.probe:
+            self._online_at = now
         if resumed is not None and resumed.apart_until:
             self._recovery.suspect(Reached(request, resumed.apart_until))
 
@@ -214,9 +217,10 @@ class EngineCore:
         At most `pipeline_depth` steps may be in flight. A None with a step in flight means: update first.
         """
         assert len(self._in_flight) <= self.config.pipeline_depth, "too many steps in flight"
-        if self._rest_until is not None and now >= self._rest_until:
-            self._rest_until = None
-        if plan is not None and not self.has_online and self._rests:
+        if self.has_online:
+            if not math.isinf(self._online_at):
+                self._online_at = now
+        elif self._rests(now):
             plan = None
         last_completed = self._in_flight[0].output.step_id - 1 if self._in_flight else self._next_step_id - 1
         step = self._build(plan, last_completed, now)
@@ -230,12 +234,17 @@ class EngineCore:
                 request.times = RequestTimes(request.times.arrival, first_scheduled=now)
         return output
 
-    @property
-    def _rests(self) -> bool:
-        """Whether offline work gives who may arrive a rest (see `StepObjective.wait`), which what the step in flight
-        takes decides."""
-        limited = not math.isinf(self._state.objective.wait)
-        return self._rest_until is not None or (limited and bool(self._in_flight))
+    def _rests(self, now: float) -> bool:
+        """Whether offline work gives who may arrive a rest (see `StepObjective.wait`). What the step in flight takes
+        decides on the next one."""
+        objective = self._state.objective
+        if math.isinf(objective.wait) or now - self._online_at >= objective.awaited:
+            self._rest_until = None
+        elif self._in_flight:
+            return True
+        elif self._rest_until is not None and now >= self._rest_until:
+            self._rest_until = None
+        return self._rest_until is not None
 
     def _build(self, plan: OfflinePlan | None, last_completed: int, now: float) -> Step | None:
         """The next step: the first turn in which anything can run. A trial has the device for itself, so that whatever

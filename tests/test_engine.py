@@ -402,6 +402,9 @@ async def test_offline_work_takes_turns_with_rests_and_chats_do_not(depth: int) 
 
     core.schedule = watched  # type: ignore[method-assign]
     await engine.start()
+    early = make_request("early", range(5), 3, request_class=RequestClass.OFFLINE)
+    assert (await collect(engine, early))[0] == solo(early) and not rests, "nobody has come yet"
+    await collect(engine, make_request("first", range(7), 2))
     job = make_request("job", range(5), 3, request_class=RequestClass.OFFLINE)
     ended = asyncio.create_task(collect(engine, job))
     await until(lambda: bool(rests))

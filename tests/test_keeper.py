@@ -16,7 +16,7 @@ from engine.colocation.keeper import BUDGET_SHARE, MIN_OFFLINE, Colocation, init
 from engine.colocation.replay import ReplayedServer, Workload, metrics_of, normal_noise, replay
 from engine.colocation.search import find_budget
 from engine.colocation.virtual import Arrival, PredictedRunner, VirtualDriver, VirtualRecord, VirtualRun, step_features
-from engine.colocation.waits import ArrivalWaits
+from engine.colocation.waits import SHORTEST_AWAITED, ArrivalWaits
 from engine.config import SchedulerConfig
 from engine.core import EngineCore
 from engine.errors import ConfigError
@@ -505,7 +505,7 @@ def test_at_no_budget_idle_steps_are_short_enough_for_who_arrives_meanwhile(monk
     assert ttfts["bounded"] - base < 0.6 * bounded.idle, "half of such a step on average"
     keeper.set_budget(BudgetParams("tidemill", 0.2), "searched")
     assert objectives[-1].idle == bounded.idle, "a replay shows what it does beside chats"
-    waits = ArrivalWaits.of(LIMITS, MODEL, [200])
+    waits = ArrivalWaits.of(LIMITS, MODEL, [200], 2.0)
     searched, held = (waits.objective(LIMITS, BudgetParams("tidemill", 0.2), searched=each) for each in (True, False))
     assert searched.idle == math.inf, "it was replayed with its own steps"
     assert held.idle == waits.idle > 0.2 and math.isinf(waits.mean), "a limit of half a second needs none of this"
@@ -515,7 +515,7 @@ def test_at_no_budget_idle_steps_are_short_enough_for_who_arrives_meanwhile(monk
 def test_a_tolerance_is_kept_where_chats_meet_nothing_but_offline_work(prompt: int) -> None:
     """5 % of a short prompt are less than half of the smallest step: offline steps take turns with rests."""
     slo = SLO.parse("ttft_mean=5%")
-    waits = ArrivalWaits.of(slo, MODEL, [prompt])
+    waits = ArrivalWaits.of(slo, MODEL, [prompt], 2.0)
     budget = BudgetParams("tidemill", 0.05)
     base = mean_ttft(idle_run(waits.objective(slo, budget, searched=True), offline=False, prompt=prompt))
     for searched in (True, False):
@@ -525,6 +525,20 @@ def test_a_tolerance_is_kept_where_chats_meet_nothing_but_offline_work(prompt: i
         without = idle_run(replace(objective, wait=math.inf), prompt=prompt)
         assert mean_ttft(without) > 1.05 * base
         assert run.offline_tokens > 0.5 * waits.mean / (waits.idle / 2) * without.offline_tokens, "it rests no longer"
+
+
+def test_who_has_not_come_for_long_is_not_waited_for() -> None:
+    """At night nothing rests; with one chat in ten minutes it does not rest long after each."""
+    slo = SLO.parse("ttft_mean=5%")
+    for rate, awaited in ((2.0, SHORTEST_AWAITED), (0.05, 60.0), (1 / 900, 600.0), (0.0, 600.0)):
+        assert ArrivalWaits.of(slo, MODEL, [40], rate).awaited == pytest.approx(awaited)
+    objective = ArrivalWaits.of(slo, MODEL, [40], 2.0).objective(slo, BudgetParams("tidemill", 0.05), searched=True)
+    always = idle_run(replace(objective, wait=math.inf), prompt=40, chats=1)
+    never = idle_run(replace(objective, awaited=math.inf), prompt=40, chats=1)
+    run = idle_run(objective, prompt=40, chats=1)  # one at the beginning of 32 s
+    assert never.offline_tokens < 0.7 * always.offline_tokens
+    share = (run.offline_tokens - never.offline_tokens) / (always.offline_tokens - never.offline_tokens)
+    assert share == pytest.approx(1.0 - (0.5 + SHORTEST_AWAITED) / 32.0, abs=0.05) or share > 0.6
 
 
 def test_rests_are_as_long_as_steps_were() -> None:
@@ -541,11 +555,11 @@ def mean_ttft(run: VirtualRun) -> float:
     return sum(ttfts) / len(ttfts)
 
 
-def idle_run(objective: StepObjective, offline: bool = True, prompt: int = 200) -> VirtualRun:
+def idle_run(objective: StepObjective, offline: bool = True, prompt: int = 200, chats: int = 60) -> VirtualRun:
     """Chats of one token, so far apart that each meets a machine with offline work alone."""
     core = EngineCore(CONFIG, model=OnlineModel(MODEL), objective=objective)
     core.set_offline_share(0.0)
-    arrivals = tuple(OnlineArrival(0.503 * (index + 1), Lengths(prompt, 1)) for index in range(60))
+    arrivals = tuple(OnlineArrival(0.503 * (index + 1), Lengths(prompt, 1)) for index in range(chats))
     workload = Workload(arrivals, 32.0, (Lengths(400, 16),))
     requests = workload.offline(CONFIG.max_model_len, seed=1) if offline else None
     return VirtualDriver(core, PredictedRunner(MODEL), workload.online(CONFIG.max_model_len), requests).run(

@@ -125,7 +125,8 @@ class Colocation:
         self._follow_breaker(self._now)
 
     def _set_objective(self) -> None:
-        waits = ArrivalWaits.of(self.slo, self.model, [each.lengths.to_compute for each in self.load.arrivals])
+        prompts = [each.lengths.to_compute for each in self.load.arrivals]
+        waits = ArrivalWaits.of(self.slo, self.model, prompts, self.load.rate(self._now + self.calendar))
         searched = not self._held and self._budget != self._initial
         self._core.set_objective(waits.objective(self.slo, self._budget, searched=searched))
 

@@ -106,7 +106,8 @@ def run_workload(
     """
     model, noise, config = server.model, server.noise, server.config
     online = OnlineModel(model, OnlineSettings.with_error(_mean_error(noise)))
-    waits = ArrivalWaits.of(server.slo, model, [lengths.to_compute for _, lengths in workload.arrivals])
+    prompts = [lengths.to_compute for _, lengths in workload.arrivals]
+    waits = ArrivalWaits.of(server.slo, model, prompts, len(prompts) / workload.seconds if prompts else 0.0)
     core = EngineCore(
         config,
         online_policy=server.online_policy,

@@ -27,7 +27,7 @@ class StepObjective:
     (`tbt_pNN`), not only for the mean (`tbt_mean`, `tpot`): then banked slack may not be spent in one gap.
     `idle`: the longest step without online work: a request that arrives within it waits for its end. L holds there too.
     `wait`: if it is finite, offline steps without online work take turns with rests, such that who arrives at any time
-    waits that long on average for the end of one, seconds.
+    waits that long on average for the end of one, seconds; `awaited`: for so many seconds after the last online work.
     `budget` is the offline fill's rule: L, λ, δ and which metric it protects; see `predictor.budget`.
     """
 
@@ -37,14 +37,13 @@ class StepObjective:
     budget: BudgetParams = UNLIMITED
     idle: float = math.inf
     wait: float = math.inf
+    awaited: float = math.inf
 
     @classmethod
-    def from_slo(
-        cls, slo: SLO, budget: BudgetParams, idle: float = math.inf, wait: float = math.inf
-    ) -> "StepObjective":
+    def from_slo(cls, slo: SLO, budget: BudgetParams) -> "StepObjective":
         """The absolute part of an SLO with a budget; tolerances live in the budget, and in `idle` and `wait`."""
         tbt = min((limit for metric in ("tbt", "tpot") if (limit := slo.limit_of(metric))), default=math.inf)
-        return cls(slo.limit_of("ttft") or math.inf, tbt, slo.gap_limited, budget, idle, wait)
+        return cls(slo.limit_of("ttft") or math.inf, tbt, slo.gap_limited, budget)
 
     def rest_after(self, seconds: float) -> float:
         """How long nothing offline runs after an offline step of so many seconds without online work. Who arrives in a

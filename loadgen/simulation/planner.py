@@ -222,7 +222,7 @@ class _Replays:
         assert made.horizon is not None
         warm_up = min(WARM_UP_SHARE * made.horizon, MAX_WARM_UP)
         prompts = made.online.input_tokens.tolist() if made.online is not None else []
-        waits = ArrivalWaits.of(question.slo, question.machine.model, prompts)
+        waits = ArrivalWaits.of(question.slo, question.machine.model, prompts, len(prompts) / made.horizon)
         windows = Windows(warm_up, 0.0, max(made.horizon, MIN_DRAIN), made.horizon)
         ran = run_workload(
             question.machine,
