@@ -403,7 +403,7 @@ asyncio.run(run_child(json.load(sys.stdin), (Turn("usual", 900.0),)))
 """
 
 
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="Linux")
+@pytest.mark.skipif(not Path(f"/proc/self/task/{os.getpid()}/children").exists(), reason="Linux")
 def test_a_child_ends_with_a_server_that_was_killed() -> None:
     """SIGKILL: nobody was left to end it, and it computed for minutes beside the next engine."""
     window = Workload(tuple(OnlineArrival(i / 10, Lengths(200, 100)) for i in range(20_000)), 2000.0)
