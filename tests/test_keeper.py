@@ -541,6 +541,21 @@ def test_who_has_not_come_for_long_is_not_waited_for() -> None:
     assert share == pytest.approx(1.0 - (0.5 + SHORTEST_AWAITED) / 32.0, abs=0.05) or share > 0.6
 
 
+def test_the_first_chats_say_how_long_others_may_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before them prompts are taken for 256 tokens long, and 5 % of that is more than of these."""
+    core, keeper = make_keeper(SLO.parse("5%"))
+    objectives: list[StepObjective] = []
+    monkeypatch.setattr(core, "set_objective", objectives.append)
+    for index in range(4):
+        times = RequestTimes(float(index), first_token=index + 0.1, last_token=index + 0.1)
+        output = RequestOutput(str(index), [1], None, times, 40, 0, 1, FinishReason.LENGTH)
+        keeper.on_arrival(RequestClass.ONLINE, float(index))
+        keeper.on_step(STEP, 0.01, [output], index + 0.1)
+    assert len(objectives) == 3, "after 1, 2 and 4"
+    assert objectives[-1].wait == pytest.approx(ArrivalWaits.of(keeper.slo, keeper.model, [40], 1.0).mean)
+    assert objectives[-1].wait < ArrivalWaits.of(keeper.slo, keeper.model, [], 1.0).mean / 2
+
+
 def test_rests_are_as_long_as_steps_were() -> None:
     objective = StepObjective(wait=0.002)
     assert objective.rest_after(0.004) == 0.0, "half of it is what may be waited"

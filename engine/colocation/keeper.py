@@ -303,6 +303,9 @@ class Colocation:
     def _remember(self, arrival: OnlineArrival, served: Served | None, beside_offline: bool) -> None:
         self.recent.add(arrival, served, beside_offline)
         self.load.remember(arrival._replace(at=arrival.at + self.calendar))
+        known = len(self.load.arrivals)
+        if known & (known - 1) == 0:  # 1, 2, 4 ...: what chats are like changes most with the first ones
+            self._set_objective()
 
     def _share(self, now: float) -> float:
         """What of its budget offline work may use beside online work, 0 to 1."""
