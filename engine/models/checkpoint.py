@@ -22,6 +22,7 @@ from engine.models.families import family_named
 from engine.models.linear import MakeLinear, make_linear
 from engine.models.packing import Packing
 from engine.models.quantized import Rounded
+from engine.models.sharding import Shard
 from engine.models.spec import ModelSpec
 from engine.models.unpacking import CACHE_SCALES, body_of, bytes_of, dense, is_packed, parts_of
 from engine.models.weights import (
@@ -52,20 +53,21 @@ def load_weights(
     make: MakeLinear = make_linear,
     gather: Gather = ResidentLayers,
     stored: bool = False,
+    shard: Shard | None = None,
 ) -> ModelWeights:
     """Load the checkpoint in `folder`, or with `load_format` "dummy" invent weights of its shape.
 
     `dtype` "auto" is the checkpoint's own; `make` makes the linear layers, `gather` keeps the layers;
-    `stored`: those that the checkpoint stores in 8 bits compute with them. Errors: ModelLoadError, one line that
-    names what is missing or wrong.
+    `stored`: those that the checkpoint stores in 8 bits compute with them; `shard`: one rank's part of the layers, to
+    run with `shard.spec_of(spec)`. Errors: ModelLoadError, one line that names what is missing or wrong.
     """
     kind = torch_dtype(spec.dtype if dtype == "auto" else dtype)
     target = torch.device(device)
     with torch.inference_mode():
         if load_format == "dummy":
-            return build_weights(spec, DummyTensors(seed, kind, target), make, gather)
+            return build_weights(spec, DummyTensors(seed, kind, target), make, gather, shard)
         with Checkpoint(folder, kind, target, spec.packing, stored=stored) as checkpoint:
-            weights = build_weights(spec, checkpoint, make, gather)
+            weights = build_weights(spec, checkpoint, make, gather, shard)
             copies = tuple(f"{name}.weight" for name in family_named(spec.family).names.head)
             checkpoint.check_all_used(tied_copies=copies if spec.tie_word_embeddings else ())
         if weights.layers.streamed:

@@ -15,6 +15,7 @@ from engine.errors import ModelLoadError
 from engine.models.families import TensorNames, family_named
 from engine.models.linear import AbsentLinear, Linear, MakeLinear, make_linear
 from engine.models.quantized import Rounded
+from engine.models.sharding import Shard, ShardedTensors, SummedLinear, SumRanks
 from engine.models.spec import ModelSpec
 
 
@@ -150,10 +151,20 @@ class DummyTensors:
 
 
 def build_weights(
-    spec: ModelSpec, source: TensorSource, make: MakeLinear = make_linear, gather: Gather = ResidentLayers
+    spec: ModelSpec,
+    source: TensorSource,
+    make: MakeLinear = make_linear,
+    gather: Gather = ResidentLayers,
+    shard: Shard | None = None,
 ) -> ModelWeights:
-    """Fetch, stack and pack every tensor, one layer at a time; `gather` keeps the layers. Errors: ModelLoadError."""
-    return _Builder(spec, source, make).model(gather)
+    """Fetch, stack and pack every tensor, one layer at a time; `gather` keeps the layers. Errors: ModelLoadError.
+
+    `shard`: only that rank's part of the layers; `spec` and `source` are of the whole model all the same.
+    """
+    if shard is None:
+        return _Builder(spec, source, make).model(gather)
+    part = ShardedTensors(source.has, source.fetch, spec, shard)
+    return _Builder(shard.spec_of(spec), part, make, shard.total).model(gather)
 
 
 def build_layers(
@@ -166,10 +177,11 @@ def build_layers(
 class _Builder:
     """Walks a family's tensor names in the order in which the model runs."""
 
-    def __init__(self, spec: ModelSpec, source: TensorSource, make: MakeLinear) -> None:
+    def __init__(self, spec: ModelSpec, source: TensorSource, make: MakeLinear, total: SumRanks | None = None) -> None:
         self._spec = spec
         self._source = source
         self._make = make
+        self._total = total
         self._names: TensorNames = family_named(spec.family).names
         self._prefix = self._first_prefix()
 
@@ -196,10 +208,10 @@ class _Builder:
             input_norm=self._norm(prefix + names.input_norm),
             qkv=self._linear(prefix, names.qkv, qkv_sizes, hidden, spec.qkv_bias, names.interleaved_qkv),
             qk_norm=self._qk_norm(prefix),
-            out=self._linear(prefix, (names.out,), (hidden,), spec.q_size, spec.out_bias),
+            out=self._linear(prefix, (names.out,), (hidden,), spec.q_size, spec.out_bias, summed=True),
             post_norm=self._norm(prefix + names.post_norm),
             up=self._linear(prefix, names.up, up_sizes, hidden, spec.mlp_bias, gated=spec.gated_mlp),
-            down=self._linear(prefix, (names.down,), (hidden,), ffn, spec.mlp_bias),
+            down=self._linear(prefix, (names.down,), (hidden,), ffn, spec.mlp_bias, summed=True),
             branch_norms=self._branch_norms(prefix),
         )
 
@@ -212,7 +224,9 @@ class _Builder:
         has_bias: bool,
         interleaved: bool = False,
         gated: bool = False,
+        summed: bool = False,
     ) -> Linear:
+        """`summed`: where the layers are divided among ranks, this one's inputs are."""
         pairs = list(zip(modules, sizes, strict=True))
         weight = self._weight([(f"{prefix}{name}.weight", (size, width)) for name, size in pairs])
         bias = None
@@ -226,6 +240,8 @@ class _Builder:
                 weight = weight._replace(values=values, scales=scales)
             else:
                 weight = straighten(spec, weight)
+        if summed and self._total is not None:
+            return SummedLinear(self._make(weight), bias, self._total)
         return self._make(weight, bias, gated=gated)
 
     def _weight(self, modules: list[tuple[str, tuple[int, int]]]) -> Tensor | Rounded:

@@ -1,0 +1,123 @@
+"""One rank's part of a model whose layers are divided among ranks: its sizes, its tensors, and the sum over ranks.
+
+Of each layer a rank has some heads and some of the MLP's inner values: rows of what makes queries, keys, values, gate
+and up, and the columns of out and down that read them. What out and down give is a part of a sum over all ranks; the
+rest of the model (embedding, norms, head) is whole on every rank. Knows nothing of processes or how ranks are joined.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from engine.errors import ModelLoadError
+from engine.models.families import family_named
+from engine.models.linear import Linear
+from engine.models.spec import ModelSpec
+
+SumRanks = Callable[[Tensor], object]
+"""Replaces a tensor by its sum over all ranks, in place. Every rank calls it with its own, in the same order."""
+
+Fetch = Callable[[str, tuple[int, ...]], Tensor]
+"""(name, shape) -> the tensor, of exactly this shape; see TensorSource.fetch."""
+
+_IN_LAYER = re.compile(r"(?:^|\.)layers\.\d+\.(.+)\.(weight|bias)$")
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Which of how many ranks, and how they add what each has."""
+
+    rank: int
+    ranks: int
+    total: SumRanks
+
+    def spec_of(self, whole: ModelSpec) -> ModelSpec:
+        """The sizes of this rank's part. Errors: ModelLoadError where one is no multiple of the ranks."""
+        sizes = {
+            "attention heads": whole.num_heads,
+            "key-value heads": whole.num_kv_heads,
+            "inner values of the MLP": whole.intermediate_size,
+        }
+        for what, size in sizes.items():
+            if size % self.ranks:
+                raise ModelLoadError(f"the model's {size} {what} cannot be divided among {self.ranks} ranks")
+        return replace(
+            whole,
+            num_heads=whole.num_heads // self.ranks,
+            num_kv_heads=whole.num_kv_heads // self.ranks,
+            intermediate_size=whole.intermediate_size // self.ranks,
+        )
+
+    def part_of(self, whole: Tensor, dim: int) -> Tensor:
+        """A view of this rank's share of a dimension."""
+        size = whole.shape[dim] // self.ranks
+        return whole.narrow(dim, self.rank * size, size)
+
+
+class ShardedTensors:
+    """A rank's part of a model's tensors, as a TensorSource of the part's spec. Nothing of the rest stays in memory.
+
+    Weights that are stored in fewer bits come in full: their scales are not divided.
+    """
+
+    def __init__(self, has: Callable[[str], bool], fetch: Fetch, whole: ModelSpec, shard: Shard) -> None:
+        self.has, self._fetch, self._shard = has, fetch, shard
+        names = family_named(whole.family).names
+        inner = whole.intermediate_size
+        # a fused module's outputs are divided part by part, but for those that lie head by head
+        rows = _sections(names.qkv, (whole.q_size, whole.kv_size, whole.kv_size))
+        if names.interleaved_qkv:
+            rows = {module: (sum(sections),) for module, sections in rows.items()}
+        self._rows = rows | _sections(names.up, (inner, inner) if whole.gated_mlp else (inner,))
+        self._columns = {names.out: whole.q_size, names.down: inner}
+
+    def fetch(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """See TensorSource; `shape` is that of the part."""
+        found = _IN_LAYER.search(name)
+        module, kind = found.groups() if found else ("", "")
+        if sections := self._rows.get(module):
+            whole = self._fetch(name, (sum(sections), *shape[1:]))
+            return torch.cat([self._shard.part_of(each, 0) for each in whole.split_with_sizes(sections)])
+        if kind == "weight" and (width := self._columns.get(module)):
+            return self._shard.part_of(self._fetch(name, (shape[0], width)), 1).clone(
+                memory_format=torch.contiguous_format
+            )
+        return self._fetch(name, shape)
+
+    def fetch_bytes(self, _name: str, _shape: tuple[int, int]) -> None:
+        """None: no weight is had in 8 bits."""
+
+
+class SummedLinear:
+    """A layer whose inputs are divided among ranks: its products are added over them, and then the bias once."""
+
+    def __init__(self, part: Linear, bias: Tensor | None, total: SumRanks) -> None:
+        self.in_features, self.out_features = part.in_features, part.out_features
+        self._part, self._bias, self._total = part, bias, total
+
+    def __call__(self, x: Tensor) -> Tensor:
+        product = self._part(x)
+        self._total(product)
+        return product if self._bias is None else product.add_(self._bias)
+
+    def outputs_from(self, first: int) -> "SummedLinear":
+        bias = None if self._bias is None else self._bias[first:]
+        return SummedLinear(self._part.outputs_from(first), bias, self._total)
+
+    def dense_from(self, first: int) -> tuple[Tensor, Tensor | None]:
+        """See Linear; the weight is this rank's part [out - first, in / ranks]."""
+        return self._part.dense_from(first)[0], None if self._bias is None else self._bias[first:]
+
+    def data(self) -> Tensor:
+        return self._part.data()
+
+    def on(self, data: Tensor) -> "SummedLinear":
+        return SummedLinear(self._part.on(data), self._bias, self._total)
+
+
+def _sections(modules: tuple[str, ...], sizes: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+    """The sizes of what each module's outputs are: one each, or all in one fused module."""
+    return {modules[0]: sizes} if len(modules) == 1 else {m: (s,) for m, s in zip(modules, sizes, strict=True)}

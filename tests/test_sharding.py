@@ -1,0 +1,238 @@
+"""Layers divided among ranks: each has its part and no more, and together they are the whole model; through the whole
+engine by gloo, too, with prefix hits, preemption and seeded sampling."""
+
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import TypeVar
+
+import packed_checkpoints
+import pytest
+import tiny_models
+import torch
+from driver import Driver, make_request
+from test_families import assert_equal_but_for_ties, decoder_of, prompts_of
+from test_models import LENGTH, logits_of, tokens_for, worst_error
+from torch import Tensor, distributed
+
+from engine.config import SchedulerConfig
+from engine.errors import ModelLoadError
+from engine.execution.cpu.device import TorchDevice
+from engine.execution.runner import Runner
+from engine.models.checkpoint import load_weights
+from engine.models.decoder import Decoder
+from engine.models.linear import PlainLinear
+from engine.models.sharding import Shard, SummedLinear, SumRanks
+from engine.models.spec import load_spec
+from engine.models.weights import ModelWeights, matrices
+from engine.scheduling.output import Collect, ModelRunnerOutput, SchedulerOutput
+
+T = TypeVar("T")
+WAIT = 120.0  # seconds, until ranks that wait for one that failed give up
+INDIVISIBLE = {"llama-gqa3-odd-heads", "llama-head80-biases", "qwen2-gqa7", "gemma2-uncapped"}
+OUTPUT = 12
+
+
+def unjoined(rank: int, ranks: int) -> Shard:
+    """For what only loads."""
+
+    def total(_part: Tensor) -> None:
+        raise AssertionError("nothing was to run")
+
+    return Shard(rank, ranks, total)
+
+
+class Meeting:
+    """Sums over ranks that are threads."""
+
+    def __init__(self, ranks: int) -> None:
+        self._barrier = threading.Barrier(ranks, timeout=WAIT)
+        self._parts: list[Tensor] = [torch.empty(0)] * ranks
+
+    def of(self, rank: int) -> SumRanks:
+        def total(part: Tensor) -> None:
+            self._parts[rank] = part.clone()
+            self._barrier.wait()
+            part.copy_(functools.reduce(torch.add, self._parts))
+            self._barrier.wait()
+
+        return total
+
+    def at_once(self, calls: list[Callable[[], T]]) -> list[T]:
+        """One call on each rank."""
+
+        def guarded(call: Callable[[], T]) -> T:
+            try:
+                return call()
+            except BaseException:
+                self._barrier.abort()
+                raise
+
+        with ThreadPoolExecutor(len(calls)) as threads:
+            return list(threads.map(guarded, calls))
+
+
+def part_of(folder: Path, shard: Shard, dtype: str = "auto") -> Decoder:
+    whole = load_spec(folder)
+    return Decoder(shard.spec_of(whole), load_weights(whole, folder, dtype=dtype, shard=shard))
+
+
+# Loading --------------------------------------------------------------------------------------------------------------
+
+
+def refusal(name: str, ranks: int) -> str:
+    folder = tiny_models.model_folder(name)
+    with pytest.raises(ModelLoadError) as caught:
+        load_weights(load_spec(folder), folder, shard=unjoined(0, ranks))
+    return caught.value.message
+
+
+def test_what_cannot_be_divided_is_named() -> None:
+    said = "the model's {} cannot be divided among {} ranks"
+    assert refusal("llama-gqa3-odd-heads", 2) == said.format("9 attention heads", 2)
+    assert refusal("llama-head80-biases", 2) == said.format("1 key-value heads", 2)
+    assert refusal("llama-gqa3-odd-heads", 3) == said.format("88 inner values of the MLP", 3)
+
+
+@pytest.mark.parametrize("name", ["llama-gqa2", "phi3", "neox", "opt"])
+def test_a_rank_holds_its_part_alone(name: str) -> None:
+    folder = tiny_models.model_folder(name)
+    whole = load_weights(load_spec(folder), folder).layers
+    part = load_weights(load_spec(folder), folder, shard=unjoined(1, 2)).layers
+    assert 2 * part.held_bytes == whole.held_bytes
+    for layer in part:
+        for matrix in matrices(layer):
+            weight, _ = matrix.dense_from(0)
+            assert weight.untyped_storage().nbytes() == weight.nbytes, "the whole weight is still in memory"
+
+
+def test_parts_of_dummy_weights_are_of_one_model() -> None:
+    spec = load_spec(tiny_models.model_folder("llama-gqa2"))
+
+    def load(shard: Shard | None = None) -> ModelWeights:
+        return load_weights(spec, Path("/nonexistent"), load_format="dummy", seed=3, shard=shard)
+
+    parts = [load(unjoined(rank, 2)) for rank in (0, 1)]
+    for index, layer in enumerate(load().layers):
+        for sized, dim in (("down", 1), ("out", 1)):
+            halves = [getattr(part.layers[index], sized).dense_from(0)[0] for part in parts]
+            assert torch.equal(torch.cat(halves, dim), getattr(layer, sized).dense_from(0)[0])
+        gates, ups = zip(*[part.layers[index].up.dense_from(0)[0].chunk(2) for part in parts], strict=True)
+        assert torch.equal(torch.cat([*gates, *ups]), layer.up.dense_from(0)[0])
+
+
+def test_weights_in_fewer_bits_are_unpacked_and_cut(tmp_path: Path) -> None:
+    packed_checkpoints.write(tmp_path, "w8a8")
+    spec = load_spec(tmp_path)
+    whole = load_weights(spec, tmp_path, dtype="float32").layers
+    part = load_weights(spec, tmp_path, dtype="float32", stored=True, shard=unjoined(1, 2)).layers
+    for index, layer in enumerate(whole):
+        assert torch.equal(part[index].down.dense_from(0)[0], layer.down.dense_from(0)[0].chunk(2, 1)[1])
+        assert torch.equal(part[index].up.dense_from(0)[0][:44], layer.up.dense_from(0)[0][44:88])
+
+
+# Running --------------------------------------------------------------------------------------------------------------
+
+
+def test_the_bias_is_added_once_behind_the_sum() -> None:
+    generator = torch.Generator().manual_seed(2)
+    weight, bias, x = (torch.randn(*shape, generator=generator) for shape in ((6, 4), (6,), (3, 4)))
+    layer = SummedLinear(PlainLinear(weight, None), bias, lambda part: part.mul_(2))
+    expected = 2 * x @ weight.t() + bias
+    assert (layer.in_features, layer.out_features) == (4, 6)
+    torch.testing.assert_close(layer(x), expected)
+    torch.testing.assert_close(layer.outputs_from(2)(x), expected[:, 2:])
+    torch.testing.assert_close(layer.on(layer.data().clone())(x), expected)
+    assert torch.equal(layer.dense_from(1)[0], weight[1:]) and torch.equal(layer.dense_from(1)[1], bias[1:])
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    [(name, 2) for name in tiny_models.CASES if name not in INDIVISIBLE]
+    + [(name, 4) for name in ("llama-mha-tied", "phi3", "gemma3", "opt", "neox")],
+)
+def test_ranks_together_are_the_whole_model(name: str, ranks: int) -> None:
+    """In chunks. Every rank has the same logits to the last bit, so that any may sample."""
+    folder, meeting = tiny_models.model_folder(name), Meeting(ranks)
+    parts = [part_of(folder, Shard(rank, ranks, meeting.of(rank))) for rank in range(ranks)]
+    chunks = [17, 1, 19, LENGTH - 37]
+    found = meeting.at_once([functools.partial(logits_of, part, tokens_for(), chunks) for part in parts])
+    spec = load_spec(folder)
+    expected = logits_of(Decoder(spec, load_weights(spec, folder)), tokens_for(), chunks)
+    assert all(torch.equal(each, found[0]) for each in found)
+    assert worst_error(found[0], expected) < 1e-4
+
+
+# The engine -----------------------------------------------------------------------------------------------------------
+
+
+class Ranks:
+    """A runner for each rank, each in a thread of its own; all take every step, and have to sample the same."""
+
+    def __init__(self, runners: list[Runner[TorchDevice]], threads: list[ThreadPoolExecutor]) -> None:
+        self._ranks = list(zip(runners, threads, strict=True))
+
+    def launch(self, output: SchedulerOutput) -> Collect:
+        launched = [thread.submit(runner.launch, output) for runner, thread in self._ranks]
+        collects = [each.result() for each in launched]
+
+        def collect() -> ModelRunnerOutput:
+            first, *others = [each() for each in collects]
+            assert all(other.token_ids == first.token_ids for other in others)
+            return first
+
+        return collect
+
+
+CONFIG = SchedulerConfig(
+    num_units=68, max_model_len=100, block_size=4, max_num_seqs=8, max_num_batched_tokens=24, pipeline_depth=1
+)
+
+
+def gloo_of(store: distributed.Store, rank: int, ranks: int) -> SumRanks:
+    """Meets the other ranks."""
+    group = distributed.ProcessGroupGloo(store, rank, ranks, timedelta(seconds=WAIT))
+    return lambda part: group.allreduce([part]).wait()
+
+
+@contextmanager
+def two_ranks(case: str) -> Iterator[Driver]:
+    folder, store = tiny_models.model_folder(case), distributed.HashStore()
+    threads = [ThreadPoolExecutor(1) for _ in range(2)]
+    try:
+        met = [thread.submit(gloo_of, store, rank, 2) for rank, thread in enumerate(threads)]
+        shards = [Shard(rank, 2, each.result()) for rank, each in enumerate(met)]
+        devices = [TorchDevice(part_of(folder, shard, "float32"), CONFIG.limits) for shard in shards]
+        yield Driver(Ranks([Runner(device) for device in devices], threads), CONFIG)
+    finally:
+        for thread in threads:
+            thread.shutdown()
+
+
+def generate(driver: Driver, prompts: list[list[int]], temperature: float) -> dict[str, list[int]]:
+    for index, prompt in enumerate(prompts):
+        driver.add(make_request(str(index), prompt, OUTPUT, temperature=temperature, seed=index))
+        driver.step()
+    driver.run()
+    stats = driver.core.stats()
+    assert sum(stats.preemptions.values()) > 0, "the pool was meant to be too small"
+    assert stats.prefix_hit_tokens > 0
+    return driver.outputs
+
+
+@pytest.mark.parametrize("case", ["llama-gqa2", "qwen2-yarn", "gemma2"])
+def test_two_gloo_ranks_equal_one(case: str) -> None:
+    decoder = decoder_of(case)
+    prompts = prompts_of(decoder.spec.vocab_size)
+    with two_ranks(case) as driver:
+        for index, tokens in generate(driver, prompts, 0.0).items():
+            assert len(tokens) == OUTPUT
+            assert_equal_but_for_ties(case, prompts[int(index)], tokens)
+    with two_ranks(case) as driver:
+        found = generate(driver, prompts, 1.0)
+    alone = Driver(Runner(TorchDevice(decoder, CONFIG.limits)), CONFIG)
+    assert found == generate(alone, prompts, 1.0)
