@@ -65,10 +65,6 @@ class Tokenizer:
         return cls(backend, _chat_template(backend, sources, facts))
 
     @property
-    def has_chat_template(self) -> bool:
-        return self._chat is not None
-
-    @property
     def chat_template_text(self) -> str:
         """The text of the template, of all where there are several; empty without one."""
         return "" if self._chat is None else self._chat.text
@@ -114,10 +110,6 @@ class Tokenizer:
         if self._byte_rule is None:
             return self.decode_window([token_id], False).encode()
         return self.visible_bytes(token_id, False) or b""
-
-    def token_text(self, token_id: int) -> str:
-        """`token_bytes` as text, U+FFFD where they are no whole characters."""
-        return self.token_bytes(token_id).decode("utf-8", "replace")
 
     def visible_bytes(self, token_id: int, skip_special_tokens: bool) -> bytes | None:
         """The bytes of a token; None for an unknown id and, if they are skipped, for a special one."""

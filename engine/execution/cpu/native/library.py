@@ -8,7 +8,6 @@ structure means is said in src/abi.h, which this module mirrors; sizes are compa
 import ctypes
 import enum
 import functools
-import logging
 import platform
 from collections.abc import Sequence
 from ctypes import POINTER, Structure, c_char_p, c_double, c_float, c_int32, c_int64, c_void_p
@@ -19,8 +18,6 @@ from torch import Tensor
 
 from engine.errors import ConfigError
 from engine.execution.cpu.native import LIBRARY, is_built
-
-logger = logging.getLogger(__name__)
 
 _ABI = 7
 _ERROR_BYTES = 256
