@@ -10,8 +10,8 @@ once their content is confirmed. HyGen §4.1; reliability E1-E8.
 
 import math
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from dataclasses import asdict
 from functools import partial
 from itertools import chain, islice
 from operator import attrgetter
@@ -46,10 +46,6 @@ from engine.scheduling.last_resort import LastResort
 from engine.scheduling.moving import MovedRequest, Moves
 from engine.scheduling.objective import StepObjective
 from engine.scheduling.output import (
-    INVALID_TOKEN,
-    LATE_TOKEN,
-    UNMASKED_TOKEN,
-    Chunk,
     ModelRunnerOutput,
     SchedulerOutput,
 )
@@ -58,6 +54,7 @@ from engine.scheduling.policies import find_policy
 from engine.scheduling.queued import QueuedWork, queued_work
 from engine.scheduling.recovery import Ending, Reached, Recovery
 from engine.scheduling.report import report_load
+from engine.scheduling.results import InFlight, Results
 from engine.scheduling.service_cost import usual_costs
 from engine.scheduling.state import SchedulerState
 from engine.scheduling.step import StepBuilder
@@ -68,30 +65,11 @@ from predictor.model import LatencyPredictor
 
 MAX_QUIET_RECOVERIES = 2
 """Attempts to get a standing engine going that end nobody's request."""
-TOLD_TOGETHER = 16
-"""Output tokens of an offline request whose reader waits for the whole answer: what is told at once, so that little is
-computed again where this engine is lost."""
-NO_TOKEN = -4
-"""Stands for the token of a chunk that samples none."""
 KEPT_BYTES = 16 * 1024**2
 """Of one step that keeps prefixes: the time for it may be over behind any of them."""
 
 
 _aside = attrgetter("aside")
-# `_make` without a call in Python: there are hundreds in a step
-_make_times: Callable[[Iterable[object]], RequestTimes] = partial(tuple.__new__, RequestTimes)
-_make_output: Callable[[Iterable[object]], RequestOutput] = partial(tuple.__new__, RequestOutput)
-
-
-@dataclass(frozen=True, slots=True)
-class _InFlight:
-    """A step that was scheduled and not yet updated; `epochs` tell which requests were rewound since, `known` whose
-    next token became known, and was told, while the step ran."""
-
-    output: SchedulerOutput
-    requests: list[Request]
-    epochs: list[int]
-    known: set[Request] = field(default_factory=set)
 
 
 class OpenRequest(NamedTuple):
@@ -123,11 +101,12 @@ class EngineCore:
         self._admission = Admission(self._state)
         self._recovery = Recovery(self._state, self._requests, Blame(lone_waits))
         self._moves = Moves(self._state, self._requests)
-        self._in_flight: deque[_InFlight] = deque()
+        self._in_flight: deque[InFlight] = deque()
         self._next_step_id = 0
         self._undone_through = -1
         self._num_arrived = 0
         self._counters = StepCounters()
+        self._results = Results(self._state, self._counters, self._in_flight, self._finish)
         self._rest_until: float | None = None
         self._online_at = -math.inf
 
@@ -228,7 +207,7 @@ class EngineCore:
             return None
         output, requests = step
         self._next_step_id += 1
-        self._in_flight.append(_InFlight(output, requests, [request.epoch for request in requests]))
+        self._in_flight.append(InFlight(output, requests, [request.epoch for request in requests]))
         for request in requests:
             if request.times.first_scheduled is None:
                 request.times = RequestTimes(request.times.arrival, first_scheduled=now)
@@ -287,10 +266,10 @@ class EngineCore:
         self._rest_until = now + rest if rest > 0.0 else None
         if self.is_undone(output):
             outputs = []  # it was built on a step that failed; whatever it gave, its requests run again
-        elif result is None or self._distrust(flight, result):
+        elif result is None or self._results.distrusts(flight, result):
             outputs = list(self._fail(flight, now))
         else:
-            outputs = list(self._confirm(flight, result, now))
+            outputs = list(self._results.take_in(flight, result, now))
             if self._recovery.active:
                 outputs = list(self._pass(flight, outputs, now))
         self._state.cache.tiers.complete_step(output.step_id)
@@ -382,7 +361,7 @@ class EngineCore:
             tiers.keep(blocks[first : first + size], self._next_step_id)
             output = SchedulerOutput(self._next_step_id, (), operations=tiers.take_operations())
             self._next_step_id += 1
-            self._in_flight.append(_InFlight(output, [], []))
+            self._in_flight.append(InFlight(output, [], []))
             yield output
 
     def load(self, now: float) -> LoadReport:
@@ -484,169 +463,9 @@ class EngineCore:
         """Assert E1 (every unit in one place), E3 (ended requests hold nothing) and the queues' agreement."""
         self._state.check_integrity(self._requests)
 
-    def _confirm(self, flight: _InFlight, result: ModelRunnerOutput, now: float) -> list[RequestOutput]:
-        self._counters.steps += 1
-        self._counters.step_seconds += result.latency
-        self._counters.predicted_seconds += flight.output.predicted_latency or 0.0
-        chunks, tokens = flight.output.chunks, result.token_ids
-        if len(tokens) < len(chunks):
-            given = iter(tokens)
-            tokens = [next(given) if chunk[3] else NO_TOKEN for chunk in chunks]
-        if flight.known:
-            pairs = zip(flight.requests, tokens, strict=True)
-            tokens = [NO_TOKEN if request in flight.known else token for request, token in pairs]
-        if result.logprobs or result.forced or result.pooled:
-            return self._confirm_others(flight, tokens, result, now)
-        running, block_size, publish = RequestStatus.RUNNING, self.config.block_size, self._state.cache.publish
-        outputs: list[RequestOutput] = []
-        decodes, offline, offline_class = 0, 0, RequestClass.OFFLINE
-        for chunk, request, epoch, token in zip(chunks, flight.requests, flight.epochs, tokens, strict=True):
-            if token < 0 or request.status is not running or request.epoch != epoch:
-                if (output := self._confirm_chunk(request, epoch, chunk, token, now)) is not None:
-                    outputs.append(output)
-                continue
-            # a token and nothing else: what nearly every row of every step gives
-            _, start, length, _ = chunk
-            end = request.num_confirmed_tokens = start + length
-            if end // block_size > request.cache_map.num_published:
-                publish(request)
-            request.num_placeholders -= 1
-            spec = request.spec
-            if length == 1 and not spec.probe:
-                decodes += 1
-                offline += spec.request_class is offline_class
-            else:
-                self._counters.count(chunk, spec)
-            if len(request.token_ids) < request.quiet_until and token not in spec.sampling.stop_token_ids:
-                request.token_ids.append(token)
-            else:
-                outputs.append(self._append_token(request, token, None, now))
-        self._counters.count_decodes(decodes, offline)
-        return outputs
-
-    def _confirm_others(
-        self, flight: _InFlight, tokens: list[int], result: ModelRunnerOutput, now: float
-    ) -> list[RequestOutput]:
-        """A step that gives more than tokens; `tokens`: of every chunk."""
-        sampled = iter(range(len(tokens)))
-        outputs: list[RequestOutput] = []
-        chunks = zip(flight.output.chunks, flight.requests, flight.epochs, tokens, strict=True)
-        for number, (chunk, request, epoch, token) in enumerate(chunks):
-            index = next(sampled) if chunk.sample else -1
-            logprobs = result.logprobs[index] if chunk.sample and result.logprobs else None
-            output = self._confirm_chunk(request, epoch, chunk, token, now, logprobs)
-            if output is not None:
-                outputs.append(self._append_forced(request, output, result.forced.get(index, ()), now))
-            elif number in result.pooled and request.epoch == epoch and request.status is not RequestStatus.FINISHED:
-                outputs.append(self._finish_pooled(request, result.pooled[number], now))
-        return outputs
-
-    def _confirm_chunk(
-        self, request: Request, epoch: int, chunk: Chunk, token: int, now: float, logprobs: TokenLogprobs | None = None
-    ) -> RequestOutput | None:
-        """A chunk was computed, whatever became of its request meanwhile; the output of its token, if it gave one."""
-        if request.status is RequestStatus.FINISHED or request.epoch != epoch:
-            return None
-        if token == LATE_TOKEN:
-            self._sit_out(request, chunk)
-            return None
-        self._confirm_progress(request, chunk)
-        if token == NO_TOKEN:
-            return None
-        request.num_placeholders -= 1
-        return self._append_token(request, token, logprobs, now)
-
-    def _finish_pooled(self, request: Request, embedding: bytes, now: float) -> RequestOutput:
-        """All of its prompt is computed: the vector is what a first token is to others."""
-        request.times = request.times._replace(first_token=now, last_token=now)
-        return self._finish(request, FinishReason.STOP, now)._replace(embedding=embedding)
-
-    def _sit_out(self, request: Request, chunk: Chunk) -> None:
-        """Its mask was late: the last position of the chunk runs again, and gives its token then. What a step in flight
-        makes of the token that is missing means nothing."""
-        last = chunk.start + chunk.length - 1
-        if chunk.length > 1:
-            self._confirm_progress(request, Chunk(chunk.row, chunk.start, chunk.length - 1, False))
-        request.epoch += 1
-        request.num_placeholders = 0
-        if request.status is RequestStatus.RUNNING:
-            request.num_computed_tokens = request.num_confirmed_tokens = last
-
-    def _confirm_progress(self, request: Request, chunk: Chunk) -> None:
-        self._counters.count(chunk, request.spec)
-        if request.status is not RequestStatus.RUNNING:
-            return  # preempted meanwhile: the token counts, the cache is gone
-        request.num_confirmed_tokens = chunk.start + chunk.length
-        self._state.cache.publish(request)
-
-    def _append_forced(
-        self, request: Request, output: RequestOutput, run: tuple[int, ...], now: float
-    ) -> RequestOutput:
-        """`output`, and behind its token what must follow it. A step in flight computes the token and samples what is
-        the first of the run; the others are a chunk of the step behind it."""
-        if not run or output.finish_reason is not None:
-            return output
-        if request.num_placeholders:
-            behind = self._in_flight[0]
-            assert request.num_placeholders == 1 and behind.output.step_id == request.last_step
-            behind.known.add(request)
-            request.num_placeholders = 0
-        given = list(output.token_ids)
-        for token in run:
-            output = self._append_token(request, token, None, now)
-            self._counters.forced_tokens += 1
-            given.append(token)
-            if output.finish_reason is not None:
-                break
-        return output._replace(token_ids=tuple(given))
-
-    def _append_token(
-        self, request: Request, token: int, token_logprobs: TokenLogprobs | None, now: float
-    ) -> RequestOutput:
-        if token == UNMASKED_TOKEN:
-            return self._fail_grammar(request, now)
-        times, sampling = request.times, request.spec.sampling
-        first = now if times.first_token is None else times.first_token
-        request.times = _make_times((times.arrival, times.first_scheduled, first, now, None))
-        request.token_ids.append(token)
-        logprobs = None if token_logprobs is None else (token_logprobs,)
-        num_output = len(request.token_ids) - request.num_prompt_tokens
-        # where there is a grammar its masks see to the least length
-        if token in sampling.stop_token_ids and (num_output >= sampling.min_tokens or sampling.grammar is not None):
-            return self._finish(request, FinishReason.STOP, now, (token,), logprobs, stop_token_id=token)
-        if num_output >= sampling.max_tokens:
-            return self._finish(request, FinishReason.LENGTH, now, (token,), logprobs)
-        spec = request.spec
-        new = request.tell(TOLD_TOGETHER) if request.withholds else (token,)
-        return _make_output((
-            spec.request_id, new, logprobs, request.times, request.num_prompt_tokens, request.num_cached_tokens,
-            num_output, None, None, None, request.num_preemptions, spec.request_class, request.beside_offline, None,
-            spec.probe,
-        ))  # fmt: skip
-
-    def _distrust(self, flight: _InFlight, result: ModelRunnerOutput) -> bool:
-        """Whether logits of the step were not finite; what their requests computed leaves the prefix cache (E7)."""
-        if INVALID_TOKEN not in result.token_ids and all(result.pooled.values()):
-            return False
-        live = _live(flight)
-        pooled = (flight.requests[number] for number, vector in result.pooled.items() if not vector)
-        sampled = (r for c, r in zip(flight.output.chunks, flight.requests, strict=True) if c.sample)
-        bad = [r for r, token in zip(sampled, result.token_ids, strict=True) if token == INVALID_TOKEN and r in live]
-        bad += [request for request in pooled if request in live]
-        for request in bad:
-            self._state.cache.withdraw(request)
-        return bool(bad)
-
-    def _fail_grammar(self, request: Request, now: float) -> RequestOutput:
-        """A limit of what enforces the grammar: only this request has it."""
-        grammar = request.spec.sampling.grammar
-        message = "The grammar became too complex while the answer grew."
-        error = InvalidRequestError(message, param=grammar.param if grammar else None, code="invalid_value")
-        return self._finish(request, FinishReason.ERROR, now, error=error)
-
-    def _pass(self, flight: _InFlight, outputs: list[RequestOutput], now: float) -> Iterator[RequestOutput]:
+    def _pass(self, flight: InFlight, outputs: list[RequestOutput], now: float) -> Iterator[RequestOutput]:
         """A step passed while suspects, or the canary, are about; nobody waits for what the canary says."""
-        self._recovery.passed(_reached(flight))
+        self._recovery.passed(flight.reached())
         for output in outputs:
             if output.request_id != CANARY_ID:
                 yield output
@@ -654,9 +473,9 @@ class EngineCore:
                 works = output.finish_reason is not FinishReason.ERROR
                 yield from self._end(self._recovery.canary_ended(works, now), now)
 
-    def _fail(self, flight: _InFlight, now: float) -> Iterator[RequestOutput]:
+    def _fail(self, flight: InFlight, now: float) -> Iterator[RequestOutput]:
         self._counters.failed_steps += 1
-        step = _reached(flight)
+        step = flight.reached()
         self._rewind(flight)
         yield from self._end(self._recovery.failed(step, now), now)
 
@@ -664,7 +483,7 @@ class EngineCore:
         for request, error in endings:
             yield self._finish(request, FinishReason.ERROR, now, error=error)
 
-    def _rewind(self, flight: _InFlight) -> None:
+    def _rewind(self, flight: InFlight) -> None:
         """Undo a failed step and the steps in flight behind it, which were built on its tokens.
 
         The runner may have applied only part of the deltas: every row concerned is released and written whole again.
@@ -672,7 +491,7 @@ class EngineCore:
         self._undone_through = self._next_step_id - 1
         undone = (flight, *self._in_flight)
         for each in undone:
-            for request in _live(each):
+            for request in each.live():
                 self._restart(request)
         failed = {each.output.step_id for each in undone}
         for request in self._requests.values():  # who runs from 8 bits that are in doubt, in a step or not
@@ -711,43 +530,19 @@ class EngineCore:
         request.times = request.times._replace(finished=now)
         if request.withholds:
             token_ids = request.tell()
-        return _output(request, token_ids, logprobs, reason, stop_token_id, error)
-
-
-def _live(flight: _InFlight) -> list[Request]:
-    """The step's requests that have neither ended nor been rewound since."""
-    pairs = zip(flight.requests, flight.epochs, strict=True)
-    return [r for r, epoch in pairs if r.status is not RequestStatus.FINISHED and r.epoch == epoch]
-
-
-def _reached(flight: _InFlight) -> list[Reached]:
-    """The step's requests that have neither ended nor been rewound since, and what was computed of them."""
-    pairs = zip(flight.output.chunks, flight.requests, strict=True)
-    live = set(_live(flight))
-    return [Reached(request, chunk.start + chunk.length) for chunk, request in pairs if request in live]
-
-
-def _output(
-    request: Request,
-    token_ids: tuple[int, ...],
-    logprobs: tuple[TokenLogprobs, ...] | None,
-    reason: FinishReason | None = None,
-    stop_token_id: int | None = None,
-    error: TidemillError | None = None,
-) -> RequestOutput:
-    return RequestOutput(
-        request_id=request.request_id,
-        token_ids=token_ids,
-        logprobs=logprobs,
-        times=request.times,
-        num_prompt_tokens=request.num_prompt_tokens,
-        num_cached_tokens=request.num_cached_tokens,
-        num_output_tokens=request.num_output_tokens,
-        finish_reason=reason,
-        stop_token_id=stop_token_id,
-        error=None if error is None else ErrorInfo.of(error),
-        num_preemptions=request.num_preemptions,
-        request_class=request.spec.request_class,
-        beside_offline=request.beside_offline,
-        probe=request.spec.probe,
-    )
+        return RequestOutput(
+            request_id=request.request_id,
+            token_ids=token_ids,
+            logprobs=logprobs,
+            times=request.times,
+            num_prompt_tokens=request.num_prompt_tokens,
+            num_cached_tokens=request.num_cached_tokens,
+            num_output_tokens=request.num_output_tokens,
+            finish_reason=reason,
+            stop_token_id=stop_token_id,
+            error=None if error is None else ErrorInfo.of(error),
+            num_preemptions=request.num_preemptions,
+            request_class=request.spec.request_class,
+            beside_offline=request.beside_offline,
+            probe=request.spec.probe,
+        )

@@ -7,10 +7,11 @@ import pytest
 
 from engine.api import EngineRequest, RequestClass, SamplingParams
 from engine.config import SchedulerConfig
-from engine.core import TOLD_TOGETHER, EngineCore
+from engine.core import EngineCore
 from engine.scheduling.objective import OfflineAllowance, StepObjective
 from engine.scheduling.output import ModelRunnerOutput
 from engine.scheduling.planner import whole
+from engine.scheduling.results import TOLD_TOGETHER
 from predictor.budget import BudgetParams
 from predictor.model import LatencyModel
 

@@ -1,0 +1,246 @@
+"""What a step gave goes to its requests: their progress, their new tokens, and whether these end them.
+
+A request that ended or was rewound while the step ran gets nothing of it. Knows nothing of steps that failed, nor of
+what comes next.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol
+
+from engine.api import FinishReason, RequestClass, RequestOutput, RequestTimes, TokenLogprobs
+from engine.errors import InvalidRequestError, TidemillError
+from engine.request import Request, RequestStatus
+from engine.scheduling.counters import StepCounters
+from engine.scheduling.output import (
+    INVALID_TOKEN,
+    LATE_TOKEN,
+    UNMASKED_TOKEN,
+    Chunk,
+    ModelRunnerOutput,
+    SchedulerOutput,
+)
+from engine.scheduling.recovery import Reached
+from engine.scheduling.state import SchedulerState
+
+TOLD_TOGETHER = 16
+"""Output tokens of an offline request whose reader waits for the whole answer: what is told at once, so that little is
+computed again where this engine is lost."""
+NO_TOKEN = -4
+"""Stands for the token of a chunk that samples none."""
+
+# `_make` without a call in Python: there are hundreds in a step
+_make_times: Callable[[Iterable[object]], RequestTimes] = partial(tuple.__new__, RequestTimes)
+_make_output: Callable[[Iterable[object]], RequestOutput] = partial(tuple.__new__, RequestOutput)
+
+
+@dataclass(frozen=True, slots=True)
+class InFlight:
+    """A step that was scheduled and not yet updated; `epochs` tell which requests were rewound since, `known` whose
+    next token became known, and was told, while the step ran."""
+
+    output: SchedulerOutput
+    requests: list[Request]
+    epochs: list[int]
+    known: set[Request] = field(default_factory=set)
+
+    def live(self) -> list[Request]:
+        """The step's requests that have neither ended nor been rewound since."""
+        pairs = zip(self.requests, self.epochs, strict=True)
+        return [r for r, epoch in pairs if r.status is not RequestStatus.FINISHED and r.epoch == epoch]
+
+    def reached(self) -> list[Reached]:
+        """The live requests, and what was computed of them."""
+        pairs = zip(self.output.chunks, self.requests, strict=True)
+        live = set(self.live())
+        return [Reached(request, chunk.start + chunk.length) for chunk, request in pairs if request in live]
+
+
+class Finish(Protocol):
+    """Ends a request and gives its last output."""
+
+    def __call__(
+        self,
+        request: Request,
+        reason: FinishReason,
+        now: float,
+        token_ids: tuple[int, ...] = (),
+        logprobs: tuple[TokenLogprobs, ...] | None = None,
+        *,
+        stop_token_id: int | None = None,
+        error: TidemillError | None = None,
+    ) -> RequestOutput: ...
+
+
+class Results:
+    """Takes in what steps gave. `in_flight`: the steps behind the one that is taken in."""
+
+    def __init__(
+        self, state: SchedulerState, counters: StepCounters, in_flight: deque[InFlight], finish: Finish
+    ) -> None:
+        self._state = state
+        self._counters = counters
+        self._in_flight = in_flight
+        self._finish = finish
+
+    def take_in(self, flight: InFlight, result: ModelRunnerOutput, now: float) -> list[RequestOutput]:
+        self._counters.steps += 1
+        self._counters.step_seconds += result.latency
+        self._counters.predicted_seconds += flight.output.predicted_latency or 0.0
+        chunks, tokens = flight.output.chunks, result.token_ids
+        if len(tokens) < len(chunks):
+            given = iter(tokens)
+            tokens = [next(given) if chunk[3] else NO_TOKEN for chunk in chunks]
+        if flight.known:
+            pairs = zip(flight.requests, tokens, strict=True)
+            tokens = [NO_TOKEN if request in flight.known else token for request, token in pairs]
+        if result.logprobs or result.forced or result.pooled:
+            return self._confirm_others(flight, tokens, result, now)
+        running, block_size, publish = RequestStatus.RUNNING, self._state.config.block_size, self._state.cache.publish
+        outputs: list[RequestOutput] = []
+        decodes, offline, offline_class = 0, 0, RequestClass.OFFLINE
+        for chunk, request, epoch, token in zip(chunks, flight.requests, flight.epochs, tokens, strict=True):
+            if token < 0 or request.status is not running or request.epoch != epoch:
+                if (output := self._confirm_chunk(request, epoch, chunk, token, now)) is not None:
+                    outputs.append(output)
+                continue
+            # a token and nothing else: what nearly every row of every step gives
+            _, start, length, _ = chunk
+            end = request.num_confirmed_tokens = start + length
+            if end // block_size > request.cache_map.num_published:
+                publish(request)
+            request.num_placeholders -= 1
+            spec = request.spec
+            if length == 1 and not spec.probe:
+                decodes += 1
+                offline += spec.request_class is offline_class
+            else:
+                self._counters.count(chunk, spec)
+            if len(request.token_ids) < request.quiet_until and token not in spec.sampling.stop_token_ids:
+                request.token_ids.append(token)
+            else:
+                outputs.append(self._append_token(request, token, None, now))
+        self._counters.count_decodes(decodes, offline)
+        return outputs
+
+    def _confirm_others(
+        self, flight: InFlight, tokens: list[int], result: ModelRunnerOutput, now: float
+    ) -> list[RequestOutput]:
+        """A step that gives more than tokens; `tokens`: of every chunk."""
+        sampled = iter(range(len(tokens)))
+        outputs: list[RequestOutput] = []
+        chunks = zip(flight.output.chunks, flight.requests, flight.epochs, tokens, strict=True)
+        for number, (chunk, request, epoch, token) in enumerate(chunks):
+            index = next(sampled) if chunk.sample else -1
+            logprobs = result.logprobs[index] if chunk.sample and result.logprobs else None
+            output = self._confirm_chunk(request, epoch, chunk, token, now, logprobs)
+            if output is not None:
+                outputs.append(self._append_forced(request, output, result.forced.get(index, ()), now))
+            elif number in result.pooled and request.epoch == epoch and request.status is not RequestStatus.FINISHED:
+                outputs.append(self._finish_pooled(request, result.pooled[number], now))
+        return outputs
+
+    def _confirm_chunk(
+        self, request: Request, epoch: int, chunk: Chunk, token: int, now: float, logprobs: TokenLogprobs | None = None
+    ) -> RequestOutput | None:
+        """A chunk was computed, whatever became of its request meanwhile; the output of its token, if it gave one."""
+        if request.status is RequestStatus.FINISHED or request.epoch != epoch:
+            return None
+        if token == LATE_TOKEN:
+            self._sit_out(request, chunk)
+            return None
+        self._confirm_progress(request, chunk)
+        if token == NO_TOKEN:
+            return None
+        request.num_placeholders -= 1
+        return self._append_token(request, token, logprobs, now)
+
+    def _finish_pooled(self, request: Request, embedding: bytes, now: float) -> RequestOutput:
+        """All of its prompt is computed: the vector is what a first token is to others."""
+        request.times = request.times._replace(first_token=now, last_token=now)
+        return self._finish(request, FinishReason.STOP, now)._replace(embedding=embedding)
+
+    def _sit_out(self, request: Request, chunk: Chunk) -> None:
+        """Its mask was late: the last position of the chunk runs again, and gives its token then. What a step in flight
+        makes of the token that is missing means nothing."""
+        last = chunk.start + chunk.length - 1
+        if chunk.length > 1:
+            self._confirm_progress(request, Chunk(chunk.row, chunk.start, chunk.length - 1, False))
+        request.epoch += 1
+        request.num_placeholders = 0
+        if request.status is RequestStatus.RUNNING:
+            request.num_computed_tokens = request.num_confirmed_tokens = last
+
+    def _confirm_progress(self, request: Request, chunk: Chunk) -> None:
+        self._counters.count(chunk, request.spec)
+        if request.status is not RequestStatus.RUNNING:
+            return  # preempted meanwhile: the token counts, the cache is gone
+        request.num_confirmed_tokens = chunk.start + chunk.length
+        self._state.cache.publish(request)
+
+    def _append_forced(
+        self, request: Request, output: RequestOutput, run: tuple[int, ...], now: float
+    ) -> RequestOutput:
+        """`output`, and behind its token what must follow it. A step in flight computes the token and samples what is
+        the first of the run; the others are a chunk of the step behind it."""
+        if not run or output.finish_reason is not None:
+            return output
+        if request.num_placeholders:
+            behind = self._in_flight[0]
+            assert request.num_placeholders == 1 and behind.output.step_id == request.last_step
+            behind.known.add(request)
+            request.num_placeholders = 0
+        given = list(output.token_ids)
+        for token in run:
+            output = self._append_token(request, token, None, now)
+            self._counters.forced_tokens += 1
+            given.append(token)
+            if output.finish_reason is not None:
+                break
+        return output._replace(token_ids=tuple(given))
+
+    def _append_token(
+        self, request: Request, token: int, token_logprobs: TokenLogprobs | None, now: float
+    ) -> RequestOutput:
+        if token == UNMASKED_TOKEN:
+            return self._fail_grammar(request, now)
+        times, sampling = request.times, request.spec.sampling
+        first = now if times.first_token is None else times.first_token
+        request.times = _make_times((times.arrival, times.first_scheduled, first, now, None))
+        request.token_ids.append(token)
+        logprobs = None if token_logprobs is None else (token_logprobs,)
+        num_output = len(request.token_ids) - request.num_prompt_tokens
+        # where there is a grammar its masks see to the least length
+        if token in sampling.stop_token_ids and (num_output >= sampling.min_tokens or sampling.grammar is not None):
+            return self._finish(request, FinishReason.STOP, now, (token,), logprobs, stop_token_id=token)
+        if num_output >= sampling.max_tokens:
+            return self._finish(request, FinishReason.LENGTH, now, (token,), logprobs)
+        spec = request.spec
+        new = request.tell(TOLD_TOGETHER) if request.withholds else (token,)
+        return _make_output((
+            spec.request_id, new, logprobs, request.times, request.num_prompt_tokens, request.num_cached_tokens,
+            num_output, None, None, None, request.num_preemptions, spec.request_class, request.beside_offline, None,
+            spec.probe,
+        ))  # fmt: skip
+
+    def distrusts(self, flight: InFlight, result: ModelRunnerOutput) -> bool:
+        """Whether logits of the step were not finite; what their requests computed leaves the prefix cache (E7)."""
+        if INVALID_TOKEN not in result.token_ids and all(result.pooled.values()):
+            return False
+        live = flight.live()
+        pooled = (flight.requests[number] for number, vector in result.pooled.items() if not vector)
+        sampled = (r for c, r in zip(flight.output.chunks, flight.requests, strict=True) if c.sample)
+        bad = [r for r, token in zip(sampled, result.token_ids, strict=True) if token == INVALID_TOKEN and r in live]
+        bad += [request for request in pooled if request in live]
+        for request in bad:
+            self._state.cache.withdraw(request)
+        return bool(bad)
+
+    def _fail_grammar(self, request: Request, now: float) -> RequestOutput:
+        """A limit of what enforces the grammar: only this request has it."""
+        grammar = request.spec.sampling.grammar
+        message = "The grammar became too complex while the answer grew."
+        error = InvalidRequestError(message, param=grammar.param if grammar else None, code="invalid_value")
+        return self._finish(request, FinishReason.ERROR, now, error=error)
