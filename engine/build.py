@@ -33,12 +33,16 @@ from engine.execution.disk import DiskTier, slot_bytes
 from engine.execution.masks import MAX_FORCED
 from engine.execution.offload import Offload, plan_offload
 from engine.execution.plan import FLOAT8, STORED_FLOATS, STORED_INTEGERS, LaunchPlan
+from engine.execution.ranks.follower import Follower
+from engine.execution.ranks.group import Group
+from engine.execution.ranks.leader import Leader, Seat
+from engine.execution.ranks.messages import LOADED, MADE
 from engine.execution.runner import Device, Runner
 from engine.execution.self_test import LIMITS as TEST_LIMITS
 from engine.execution.self_test import test_family, test_modules
 from engine.execution.stages import StagedRunner
 from engine.machine.core_share import processor_share
-from engine.machine.facts import BUS_RATE, host_engines
+from engine.machine.facts import BUS_RATE, cuda_devices, host_engines
 from engine.machine.passing_thread import in_passing_thread
 from engine.models.checkpoint import load_weights, stored_bytes
 from engine.models.hub import cached_folder, is_hub_id, resolve_model_folder
@@ -46,6 +50,7 @@ from engine.models.implementation import OWN, TRANSFORMERS, Choice, choose
 from engine.models.linear import MakeLinear
 from engine.models.lora import Delta, Site, load_adapter, plan_adapter
 from engine.models.packing import Packing
+from engine.models.sharding import Shard, divide
 from engine.models.spec import ModelShape, ModelSpec, hidden_offer, resolve_max_model_len
 from engine.models.streaming import StreamedLayers
 from engine.models.transformers_model import TransformersModel, TransformersShape, load_model
@@ -97,6 +102,7 @@ def plan_launch(config: EngineConfig) -> LaunchPlan:
         raise ConfigError("--disk-space runs on a CPU only: on a GPU --swap-space keeps the cache of chats")
     dtype, note = (config.dtype, None) if config.dtype != "auto" else backend.choose_dtype(spec, config)
     foreign = choice.implementation == TRANSFORMERS
+    whole, spec = _divided(config, choice, backend)
     if config.kv_cache_dtype != "auto" and foreign:
         raise ConfigError(f"--kv-cache-dtype {config.kv_cache_dtype} runs with models of our own families only")
     if foreign and config.quantization != "none":
@@ -138,11 +144,30 @@ def plan_launch(config: EngineConfig) -> LaunchPlan:
         running_int8=config.kv_cache_dtype == "running-int8",
         memory_utilization=config.gpu_memory_utilization,
         droppable=config.overload == "drop",
+        ranks=config.tensor_parallel_size,
+        whole=whole,
         notes=tuple(each for each in (by, note, slow, unrounded, _state_note(spec)) if each),
     )
+    if plan.ranks > 1:
+        note = f"each layer is divided among {plan.ranks} ranks, of which each has {_gib(plan.weight_bytes)} of weights"
+        plan = replace(plan, notes=(*plan.notes, note))
     plan = _with_adapters(_with_offload(_with_storage(plan, config), config), config)
     plan = replace(plan, limits=replace(plan.limits, padding=backend.padding(plan)))
     return _with_cache(plan, config, backend.cache_bytes(plan, None))
+
+
+def _divided(config: EngineConfig, choice: Choice, backend: Backend) -> tuple[ModelSpec | None, ModelShape]:
+    """What is divided among ranks, and the part that each has; None, and the model, where all of it is on one. Raises
+    ConfigError, or ModelLoadError for sizes that cannot be divided."""
+    ranks, spec = config.tensor_parallel_size, choice.shape
+    if ranks == 1:
+        return None, spec
+    flag = f"--tensor-parallel-size {ranks}"
+    if not isinstance(spec, ModelSpec):
+        raise ConfigError(f"{flag} divides layers of our own, and transformers' modules run {spec.architecture}")
+    if backend.name == "cuda" and (devices := len(cuda_devices())) < ranks:
+        raise ConfigError(f"{flag} needs as many CUDA devices; {devices} can be seen")
+    return spec, divide(spec, ranks)
 
 
 def _drop_refusal(choice: Choice, device: str) -> str | None:
@@ -172,6 +197,8 @@ def _quantization(config: EngineConfig, choice: Choice, backend: Backend) -> str
     packing, streams = choice.shape.packing, parse_offload(config.offload_weights) is not None
     if config.quantization != "none" or packing is None or config.load_format == "dummy":
         return config.quantization
+    if config.tensor_parallel_size > 1:
+        return "none"  # scales are of whole outputs or blocks
     if choice.implementation != OWN or streams:
         return "none"
     if packing.floats and backend.name != "cpu" and _floats_refusal(config, packing, backend) is None:
@@ -208,8 +235,12 @@ def _with_storage(plan: LaunchPlan, config: EngineConfig) -> LaunchPlan:
     if plan.quantization == STORED_FLOATS:
         note += f", {'with the scales of inputs that are stored' if packing.static else 'a scale for each token'}"
     if plan.quantization == "none":
-        note += f", unpacked to {plan.dtype} at load"
-        if plan.device != "cpu" and (why := _floats_refusal(config, packing, find_backend(plan.device))):
+        note += f", unpacked to {plan.dtype} at load" + (", as layers are divided" if plan.ranks > 1 else "")
+        if (
+            plan.ranks == 1
+            and plan.device != "cpu"
+            and (why := _floats_refusal(config, packing, find_backend(plan.device)))
+        ):
             note += f": {why}"
         if plan.device == "cpu" and plan.implementation == OWN and not config.hidden_cache:
             smaller = memory.weight_bytes(plan.spec, torch_dtype(plan.dtype), "int8")
@@ -252,22 +283,57 @@ def _build(config: EngineConfig, plan: LaunchPlan, say: Callable[[str], None]) -
 def build_runner(
     config: EngineConfig, plan: LaunchPlan, say: Callable[[str], None] = lambda _line: None
 ) -> tuple[Runner[Any], LaunchPlan]:
-    """Load the model; the plan comes back with the cache size that the device really has. Raises ConfigError."""
+    """Load the model; the plan comes back with the cache size that the device really has. Raises ConfigError.
+
+    Where its layers are divided this is the first rank, and the others are processes that the runner has (`ranks`).
+    """
+    if plan.ranks == 1:
+        return _make_runner(config, plan, say, None)
+    own = replace(config, model=str(plan.folder), revision=None, self_test=False)
+    leader = Leader(own, plan.limits, cuda_devices() if plan.device == "cuda" else ())
+    try:
+        runner, plan = _make_runner(config, plan, say, leader)
+        leader.reached(MADE)
+    except BaseException:
+        leader.close()
+        raise
+    leader.listen()
+    runner.ranks = leader
+    return runner, plan
+
+
+def build_follower(config: EngineConfig, limits: Limits, seat: Seat) -> Follower:
+    """Another rank than the first, whose plan had these limits. Raises ConfigError, or what keeps it from others."""
+    plan = replace(plan_launch(config), limits=limits)
+    runner, _ = _make_runner(config, plan, lambda _line: None, seat)
+    seat.reached(MADE)
+    return Follower(runner.device)
+
+
+def _make_runner(
+    config: EngineConfig, plan: LaunchPlan, say: Callable[[str], None], seat: Seat | None
+) -> tuple[Runner[Any], LaunchPlan]:
     backend = find_backend(plan.device)
     plan, make = backend.prepare(config, plan, say)
     _test_family(config, plan, make)
+    group = None if seat is None else seat.join(torch.device(plan.device))
     transport = None if plan.offload is None else backend.transport(config, plan)
     gather: Gather = ResidentLayers
     if plan.offload is not None and transport is not None:
         gather = partial(StreamedLayers, streamed=plan.offload.streamed, transport=transport)
-    weights = _load(config, plan, make, gather)
+    shard = None if seat is None or group is None else Shard(seat.rank, plan.ranks, group.total)
+    weights = _load(config, plan, make, gather, shard)
     if plan.offload is not None and transport is not None:
         _tell_floor(config, plan.offload, transport.seconds(), say)
     adapted = _load_adapters(plan, weights)
-    plan = _with_cache(plan, config, backend.cache_bytes(plan, weights))
+    if seat is not None:
+        seat.reached(LOADED)
+    plan = _with_cache(plan, config, backend.cache_bytes(plan, weights), group)
     if plan.host_units and config.swap_space is None:
         say(f"{_gib(host_bytes(plan))} of host memory keep what the cache has no room for; --swap-space says how much")
     runner, plan = backend.make_runner(config, plan, weights, say)
+    if group is not None:
+        runner.device.join(group.share)
     for number, deltas in enumerate(adapted, 1):
         runner.device.adapt(number, deltas)
     if config.allowed_lora_dir:
@@ -303,12 +369,15 @@ def _like(weights: ModelWeights | TransformersModel) -> Tensor:
     return weights.like if isinstance(weights, TransformersModel) else weights.embedding
 
 
-def _load(config: EngineConfig, plan: LaunchPlan, make: MakeLinear, gather: Gather) -> ModelWeights | TransformersModel:
+def _load(
+    config: EngineConfig, plan: LaunchPlan, make: MakeLinear, gather: Gather, shard: Shard | None
+) -> ModelWeights | TransformersModel:
     common: dict[str, Any] = {
         "dtype": plan.dtype, "device": plan.device, "load_format": config.load_format, "seed": config.seed, "make": make
     }  # fmt: skip
     if not isinstance(plan.spec, TransformersShape):
-        return load_weights(plan.own, plan.folder, **common, gather=gather, stored=plan.stored)
+        whole = plan.whole or plan.own
+        return load_weights(whole, plan.folder, **common, gather=gather, stored=plan.stored, shard=shard)
     model = load_model(plan.spec, plan.folder, **common)
     if config.self_test:
         _refuse(plan, test_modules(model))
@@ -341,7 +410,7 @@ def _test_family(config: EngineConfig, plan: LaunchPlan, make: MakeLinear) -> No
         device: Device = find_backend(plan.device).make_runner(quick, small, weights, lambda _line: None)[0].device
         return device
 
-    _refuse(plan, test_family(plan.own, plan.folder, plan.dtype, device_of, make))
+    _refuse(plan, test_family(plan.whole or plan.own, plan.folder, plan.dtype, device_of, make))
 
 
 def _refuse(plan: LaunchPlan, wrong: str) -> None:
@@ -398,7 +467,9 @@ def stored_profile(
 
 def profile_key(plan: LaunchPlan) -> ProfileKey:
     """What a latency profile of this launch holds for."""
-    name = f"{plan.folder.name}, {plan.spec.num_parameters} parameters"
+    name = f"{plan.folder.name}, {plan.model.num_parameters} parameters"
+    if plan.ranks > 1:
+        name += f" on {plan.ranks} ranks"
     if plan.implementation == TRANSFORMERS:
         name += ", by transformers"
     if plan.adapters:
@@ -469,6 +540,7 @@ def _join(config: EngineConfig, plan: LaunchPlan, runner: Runner[Any], say: Call
         tuner=tuner,
         grammars=runner.grammars,
         adapters=runner.adapters,
+        ranks=runner.ranks,
     )
 
 
@@ -498,8 +570,12 @@ def _content_key(config: EngineConfig, plan: LaunchPlan) -> bytes:
     return blake2b(repr((stamps_of(plan.folder), about, invented, *adapted)).encode(), digest_size=16).digest()
 
 
-def _with_cache(plan: LaunchPlan, config: EngineConfig, cache_bytes: int) -> LaunchPlan:
-    """The plan with its blocks and the context that they hold. Raises ConfigError."""
+def _with_cache(plan: LaunchPlan, config: EngineConfig, cache_bytes: int, group: Group | None = None) -> LaunchPlan:
+    """The plan with its blocks and the context that they hold: of all ranks that `group` joins, as much as the one has
+    that has least. Raises ConfigError."""
+    host_units = memory.host_units(_swap_bytes(config, plan), _parked_bytes(plan))
+    if group is not None:
+        cache_bytes, host_units = group.least([cache_bytes, host_units])
     plan = _with_states(plan, config, cache_bytes)
     states = plan.limits.max_num_seqs * plan.spec.state_bytes
     spec, limits, dtype = plan.spec, plan.limits, torch_dtype(plan.dtype)
@@ -520,7 +596,7 @@ def _with_cache(plan: LaunchPlan, config: EngineConfig, cache_bytes: int) -> Lau
         plan,
         cache_bytes=cache_bytes,
         scratch_blocks=blocks // HIDDEN_SHARE if refusal is None else 0,
-        host_units=0 if spec.state_bytes else memory.host_units(_swap_bytes(config, plan), _parked_bytes(plan)),
+        host_units=0 if spec.state_bytes else host_units,
         limits=replace(limits, num_units=blocks * UNITS_PER_BLOCK),
     )
     room = blocks * limits.block_size
@@ -548,8 +624,8 @@ def _with_states(plan: LaunchPlan, config: EngineConfig, cache_bytes: int) -> La
 
 
 def host_bytes(plan: LaunchPlan) -> int:
-    """Host memory that the host tier takes."""
-    return plan.host_units * _parked_bytes(plan)
+    """Host memory that the host tier takes, all ranks' together."""
+    return plan.ranks * plan.host_units * _parked_bytes(plan)
 
 
 def _parked_bytes(plan: LaunchPlan) -> int:
@@ -569,6 +645,11 @@ def _cache_dtype(plan: LaunchPlan) -> torch.dtype:
 
 
 def _swap_bytes(config: EngineConfig, plan: LaunchPlan) -> int:
+    """Host memory for the host tier of a rank."""
+    return _all_swap_bytes(config, plan) // plan.ranks
+
+
+def _all_swap_bytes(config: EngineConfig, plan: LaunchPlan) -> int:
     backend = find_backend(plan.device)
     if config.swap_space is None:
         if config.overload == "swap":
@@ -611,7 +692,7 @@ def _info(plan: LaunchPlan, config: EngineConfig, scheduler: SchedulerConfig) ->
         architecture=plan.spec.architecture,
         dtype=plan.precision,
         device=plan.device,
-        num_parameters=plan.spec.num_parameters,
+        num_parameters=plan.model.num_parameters,
         cache_tokens=plan.limits.num_units // UNITS_PER_BLOCK * plan.limits.block_size,
         block_size=plan.limits.block_size,
         max_num_seqs=plan.limits.max_num_seqs,

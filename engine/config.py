@@ -66,6 +66,9 @@ class EngineConfig:
     allowed_lora_dir: str = _flag(
         "", "folder whose adapters POST /v1/load_lora_adapter may load while the server runs (default: none may)"
     )
+    tensor_parallel_size: int = _flag(
+        1, "ranks that each layer is divided among: processes of one engine, on a GPU each, or on parts of the cores"
+    )
     max_model_len: int | None = _flag(None, "longest prompt plus output, tokens (default: the model's)")
     block_size: int = _flag(16, "tokens in a cache block")
     num_gpu_blocks_override: int | None = _flag(None, "device cache size in blocks of KV; also on CPU")
@@ -126,7 +129,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         _positive(self, "block_size", "max_num_seqs", "max_num_batched_tokens", "max_num_waiting")
-        _positive(self, "max_model_len", "num_gpu_blocks_override", "threads")
+        _positive(self, "max_model_len", "num_gpu_blocks_override", "threads", "tensor_parallel_size")
         if (self.threads or 0) > MAX_THREADS or not 0 <= self.seed < 2**63:
             raise ConfigError(f"--threads must be at most {MAX_THREADS}, and --seed from 0 and below 2**63")
         QueueTime.parse(self.max_queue_time)
@@ -154,6 +157,7 @@ class EngineConfig:
         if not 0.0 <= self.disk_space <= 1048576.0:
             raise ConfigError(f"--disk-space must be between 0 and 1048576 GiB, not {self.disk_space}")
         _check_overload(self)
+        _check_ranks(self)
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ConfigError(f"--gpu-memory-utilization must be in (0, 1], not {self.gpu_memory_utilization}")
         if not 0.0 <= self.profile_seconds <= 600.0:
@@ -274,6 +278,23 @@ def _check_overload(config: EngineConfig) -> None:
     }
     if others := [flag for flag, given in whole.items() if given]:
         raise ConfigError(f"--overload drop does not go with {' and '.join(others)} yet: leave out one of them")
+
+
+def _check_ranks(config: EngineConfig) -> None:
+    """What `--tensor-parallel-size` does not go with, as far as that is known without the model and the machine."""
+    if config.tensor_parallel_size == 1:
+        return
+    whole = {  # of which each rank would have a part that nothing divides or gathers
+        "--lora": config.lora,
+        "--allowed-lora-dir": config.allowed_lora_dir,
+        "--hidden-cache": config.hidden_cache,
+        "--disk-space": config.disk_space,
+        "--overload drop": config.overload == "drop",
+        "--offload-weights": parse_offload(config.offload_weights) is not None,
+        "--model-impl transformers": config.model_impl == "transformers",
+    }
+    if others := [flag for flag, given in whole.items() if given]:
+        raise ConfigError(f"--tensor-parallel-size does not go with {' and '.join(others)} yet: leave out one of them")
 
 
 def _check_slo(text: str) -> None:

@@ -57,7 +57,8 @@ from engine.scheduling.recovery import RETRY_AFTER
 from engine.stream import RequestStream
 from engine.structured.ready import Grammars
 
-if TYPE_CHECKING:  # an engine needs neither what compiles grammars nor what writes records
+if TYPE_CHECKING:  # an engine needs neither what compiles grammars nor what writes records, nor torch
+    from engine.execution.runner import OtherRanks
     from engine.flight.recorder import FlightRecorder
     from engine.structured.compiler import GrammarCompiler
 
@@ -93,6 +94,7 @@ class Engine:
     `step_limits`: when a step counts as hung; then its requests end, and `alive` is False until it does. With work but
     without a step for longer than `stall_seconds` the engine is not ready and recovers (see `engine.loop.watchdog`).
     `device_lost`: asked after a step that failed, outside the loop's thread; why no further one can run, or None.
+    `ranks`: of the runner's; with one of them the engine ends.
     """
 
     def __init__(
@@ -110,8 +112,11 @@ class Engine:
         tuner: BudgetTuner | None = None,
         grammars: "GrammarCompiler | None" = None,
         adapters: AdapterLoader | None = None,
+        ranks: "OtherRanks | None" = None,
     ) -> None:
         self.info = info
+        self._ranks = ranks
+        self._lost: str | None = None
         self._adapter_loader = adapters
         self._adapters = set(range(len(info.adapters) + 1))
         self._core = core
@@ -174,6 +179,8 @@ class Engine:
     async def start(self) -> None:
         """Start the loop and run one request through it; raises what the runner raised if that fails."""
         self._loop_task = asyncio.create_task(self._run(), name="tidemill-engine")
+        if self._ranks is not None:
+            self._ranks.watch(partial(self._tell_lost, asyncio.get_running_loop()))
         self._planner.start()
         self._watchdog.start()
         length = min(8, self.info.max_model_len - 2)
@@ -194,6 +201,7 @@ class Engine:
         self._draining = True
         ends = self._clock() + drain_seconds
         if self._loop_task is None:
+            await self._end_ranks()
             return
         if drain_seconds > 0 and self._streams and self.state is not EngineState.DEAD:
             self._idle.clear()
@@ -225,6 +233,11 @@ class Engine:
         self._grammars.stop()
         self._executor.shutdown(wait=False)
         self._waiter.shutdown(wait=False)
+        await self._end_ranks()
+
+    async def _end_ranks(self) -> None:
+        if self._ranks is not None:
+            await asyncio.to_thread(self._ranks.close)
 
     async def check_room(self, request_class: RequestClass, prompt_tokens: int, tenant: str) -> None:
         """See EngineClient.check_room."""
@@ -448,9 +461,22 @@ class Engine:
             self._supervisor(cause, why)
         self._dead.set()
 
+    def _tell_lost(self, loop: asyncio.AbstractEventLoop, why: str) -> None:
+        """From another thread."""
+        loop.call_soon_threadsafe(self._on_lost, why)
+
+    def _on_lost(self, why: str) -> None:
+        """A step that is in flight may never end: only who is supervised can do without it at once."""
+        self._lost = f"the device is lost: {why}"
+        if self._supervisor is not None:
+            self._give_up("device", self._lost)
+        self._wake_up()
+
     async def _run(self) -> None:
         try:
             while not self._stopping or self._in_flight:
+                if self._lost is not None:
+                    raise _DeviceLostError(self._lost)
                 self._launch()
                 interpreter.collect_due(at_rest=not self._core.has_online)
                 if self._in_flight:

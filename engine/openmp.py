@@ -61,7 +61,9 @@ def _is_decided(config: EngineConfig, environment: MutableMapping[str, str], thr
 def expects_native(config: EngineConfig) -> bool:
     """Whether the native kernels will run every step, as far as can be known before torch is loaded: they may still
     fail their test. Steps from hidden state go by torch."""
-    return config.device != "cuda" and config.cpu_kernels == "auto" and not config.hidden_cache and is_built()
+    if config.device == "cuda" or config.cpu_kernels != "auto" or config.tensor_parallel_size > 1:
+        return False
+    return not config.hidden_cache and is_built()
 
 
 def after_all(config: EngineConfig, environment: MutableMapping[str, str]) -> str:
@@ -72,11 +74,11 @@ def after_all(config: EngineConfig, environment: MutableMapping[str, str]) -> st
 
 
 def num_threads(config: EngineConfig, environment: MutableMapping[str, str]) -> int:
-    """Threads that a step will use: --threads, OMP_NUM_THREADS, or a thread per core."""
+    """Threads that a step will use, of each rank: --threads, OMP_NUM_THREADS, or a thread per core."""
     if config.threads is not None:
         return config.threads
     asked = environment.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
-    return int(asked) if asked.isdigit() else read_processor().cores
+    return int(asked) if asked.isdigit() else max(1, read_processor().cores // config.tensor_parallel_size)
 
 
 def announce(config: EngineConfig, say: Callable[[str], None]) -> None:

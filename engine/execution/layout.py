@@ -1,11 +1,14 @@
 """A step's chunks and tokens in the order in which the model sees them. Torch-free; knows nothing of caches."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Self
 
 import numpy as np
 
 from engine.arrays import IntArray
+from engine.scheduling.output import Chunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +29,8 @@ class Layout:
         place[order] = np.arange(len(chunks))
         sampled = place[np.flatnonzero(chunks[:, 3])]
         chunks = chunks[order]
-        rows, starts, lengths = chunks[:, 0], chunks[:, 1], chunks[:, 2]
-        firsts = np.cumsum(lengths) - lengths
-        positions = np.arange(int(lengths.sum())) + np.repeat(starts - firsts, lengths)
-        return cls(chunks, firsts, np.repeat(rows, lengths), positions, sampled)
+        lengths = chunks[:, 2]
+        return cls(chunks, np.cumsum(lengths) - lengths, *token_places(chunks), sampled)
 
     @property
     def rows(self) -> IntArray:
@@ -60,6 +61,18 @@ class Layout:
         """[S]: which of the T tokens the sampled ones follow."""
         tokens: IntArray = self.firsts[self.sampled] + self.lengths[self.sampled] - 1
         return tokens
+
+
+def chunk_array(chunks: Sequence[Chunk]) -> IntArray:
+    """[n, 4]: row, start, length, sample."""
+    return np.fromiter(chain.from_iterable(chunks), np.int64, 4 * len(chunks)).reshape(-1, 4)
+
+
+def token_places(chunks: IntArray) -> tuple[IntArray, IntArray]:
+    """Rows and positions [T] of the tokens of chunks [n, 4], in their order."""
+    rows, starts, lengths = chunks[:, 0], chunks[:, 1], chunks[:, 2]
+    firsts = np.cumsum(lengths) - lengths
+    return np.repeat(rows, lengths), np.arange(int(lengths.sum())) + np.repeat(starts - firsts, lengths)
 
 
 def decodes_first(chunks: IntArray) -> Layout:

@@ -28,8 +28,9 @@ class LaunchPlan:
     CPU run by, and `threads` how many work on one, once known. `offload`: which layers stream; None: all weights stay.
     `droppable`: layers may be given up for a while, for more units (`engine.execution.stages`).
     `adapters`: LoRA beside the weights, which take `adapter_bytes`.
-    `implementation` of the layers: "own" or "transformers". `notes`: decisions that a user may not expect, one sentence
-    each.
+    `implementation` of the layers: "own" or "transformers". `whole`: the model of which `spec` is the part that each of
+    `ranks` has; None where all of it is on one. Bytes are of one rank. `notes`: decisions that a user may not expect,
+    one sentence each.
     """
 
     folder: Path
@@ -55,6 +56,13 @@ class LaunchPlan:
     droppable: bool = False
     adapters: tuple[AdapterPlan, ...] = ()
     adapter_bytes: int = 0
+    ranks: int = 1
+    whole: ModelSpec | None = None
+
+    @property
+    def model(self) -> ModelShape:
+        """The model, whatever part of it is on a rank."""
+        return self.whole or self.spec
 
     @property
     def own(self) -> ModelSpec:

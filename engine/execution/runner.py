@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache, partial
-from itertools import chain
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 import numpy as np
@@ -27,6 +26,7 @@ from engine.arrays import Int32Array, IntArray
 from engine.errors import InvalidRequestError
 from engine.execution.disk import DiskTier
 from engine.execution.lane import Lane, Mark, pinned
+from engine.execution.layout import chunk_array
 from engine.execution.masks import MAX_FORCED, FinishMasks, RowMasks, StepMasks, masked
 from engine.execution.operations import CacheMover, run_operations
 from engine.execution.pool import UnitPool
@@ -69,6 +69,25 @@ class Device(CacheMover, Protocol):
         """
 
 
+class OtherRanks(Protocol):
+    """Where each layer is divided among ranks: all but the first one, which is this runner's device."""
+
+    def begin(self, output: SchedulerOutput, rows: RowTable) -> None:
+        """Have them run a step of the first rank's, whose `rows` know it already. Raises LinkLostError."""
+
+    def end(self) -> None:
+        """The first rank has launched its part of what was begun."""
+
+    def lost(self) -> str | None:
+        """After a step that failed: why there is no further one of all ranks; None if there is."""
+
+    def watch(self, lost: Callable[[str], None]) -> None:
+        """Call it, from another thread, when one of them is gone, with why."""
+
+    def close(self) -> None:
+        """They end. Any thread may call it, again, too."""
+
+
 DeviceT = TypeVar("DeviceT", bound=Device)
 
 
@@ -100,6 +119,7 @@ class Runner(Generic[DeviceT]):
         self.grammars: GrammarCompiler | None = None
         self.adapters: AdapterLoader | None = None
         self.disk: DiskTier | None = None
+        self.ranks: OtherRanks | None = None
         self._pools = RowPools(device.rows)
 
     def can_enforce(self, grammar: Grammar) -> bool:
@@ -118,7 +138,7 @@ class Runner(Generic[DeviceT]):
 
     def lost(self) -> str | None:
         """After a step that failed: why the device runs no further one; None if it does."""
-        return self.device.lane.lost()
+        return (None if self.ranks is None else self.ranks.lost()) or self.device.lane.lost()
 
     def launch(self, output: SchedulerOutput) -> Collect:
         """Start one step; where nothing is taken ahead it has ended when this returns."""
@@ -126,11 +146,15 @@ class Runner(Generic[DeviceT]):
         with torch.inference_mode(), device.lane.use():
             self._settle(all_but=device.pipeline_depth)
             self._rows.apply(output)
+            if self.ranks is not None:
+                self.ranks.begin(output, self._rows)
             run_operations(device, output.operations, self.disk)
-            chunks = np.fromiter(chain.from_iterable(output.chunks), np.int64, 4 * len(output.chunks)).reshape(-1, 4)
+            chunks = chunk_array(output.chunks)
             pools = self._pools.begin(chunks)
             samples = self._run(chunks, pools) if len(chunks) else None
             arrived = device.lane.mark() if samples is None or pools is not None else samples.arrived
+            if self.ranks is not None:
+                self.ranks.end()
         return partial(self._collect, output.step_id, samples, pools, arrived, began)
 
     def _run(self, chunks: IntArray, pools: StepPools | None) -> _Samples | None:

@@ -40,7 +40,7 @@ class FleetPlan:
         """Engines that are not started yet. Raises ConfigError where they have no place."""
         if self.ray:
             return self._make_on(Cluster.connect(self.ray, self.engines, config), config)
-        places = share_out(self.engines, config.device)
+        places = share_out(self.engines, config.device, ranks=config.tensor_parallel_size)
         own = _with_threads(config, self.engines) if not (places[0].processors or places[0].device) else config
 
         def make(number: int, changed: Callable[[], None]) -> EngineProcess:
@@ -88,5 +88,7 @@ def _notes(places: Sequence[Place]) -> Iterator[str]:
 
 
 def _with_threads(config: EngineConfig, engines: int) -> EngineConfig:
-    """They share their processors, so each has its part of the threads."""
-    return config if config.threads is not None else replace(config, threads=max(1, read_processor().cores // engines))
+    """They share their processors, so each has its part of the threads, and each rank of one."""
+    if config.threads is not None:
+        return config
+    return replace(config, threads=max(1, read_processor().cores // (engines * config.tensor_parallel_size)))

@@ -32,8 +32,8 @@ _SHOWN = ("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "asimdhp"
 
 
 class Place(NamedTuple):
-    """Where a process runs: on which processors (none named: all), and which CUDA device it sees ("": all); `engines`:
-    that share the memory of the host."""
+    """Where a process runs: on which processors (none named: all), and which CUDA devices it sees ("": all; several:
+    with commas between them); `engines`: that share the memory of the host."""
 
     processors: tuple[int, ...] = ()
     device: str = ""
@@ -43,7 +43,7 @@ class Place(NamedTuple):
     def shown(self) -> str:
         """For people."""
         if self.device:
-            return f"CUDA device {self.device}"
+            return f"CUDA device{'s' * (',' in self.device)} {self.device.replace(',', ', ')}"
         if self.processors:
             return f"processors {', '.join(map(str, self.processors))}"
         return "processors that it shares with the others"
@@ -112,17 +112,20 @@ def _quota() -> int | None:
         return None
 
 
-def share_out(engines: int, device: str = "auto", cpuinfo: str | None = None) -> list[Place]:
-    """A place for each of several engines: a CUDA device, or an equal part of the cores. Raises ConfigError.
+def share_out(engines: int, device: str = "auto", cpuinfo: str | None = None, ranks: int = 1) -> list[Place]:
+    """A place for each of several engines: a CUDA device for each of its ranks, or an equal part of the cores. Raises
+    ConfigError.
 
     `device`: as in `EngineConfig`. Threads of one core stay together. Where there are more engines than cores, or a
     container's quota is less than the processors it may use, they share them all.
     """
     devices = [] if device == "cpu" else cuda_devices()
     if devices or device == "cuda":
-        if len(devices) < engines:
-            raise ConfigError(f"--engines {engines} needs as many CUDA devices; {len(devices)} can be seen")
-        return [Place(device=name, engines=engines) for name in devices[:engines]]
+        if len(devices) < engines * ranks:
+            needs = "as many" if ranks == 1 else f"{engines * ranks}"
+            raise ConfigError(f"--engines {engines} needs {needs} CUDA devices; {len(devices)} can be seen")
+        firsts = range(0, engines * ranks, ranks)
+        return [Place(device=",".join(devices[first : first + ranks]), engines=engines) for first in firsts]
     cores = _cores(_read_cpuinfo() if cpuinfo is None else cpuinfo)
     if len(cores) < engines or (_quota() or len(cores)) < len(cores):
         return [Place(engines=engines)] * engines

@@ -26,6 +26,24 @@ Fetch = Callable[[str, tuple[int, ...]], Tensor]
 _IN_LAYER = re.compile(r"(?:^|\.)layers\.\d+\.(.+)\.(weight|bias)$")
 
 
+def divide(whole: ModelSpec, ranks: int) -> ModelSpec:
+    """The sizes of one rank's part. Errors: ModelLoadError where one is no multiple of the ranks."""
+    sizes = {
+        "attention heads": whole.num_heads,
+        "key-value heads": whole.num_kv_heads,
+        "inner values of the MLP": whole.intermediate_size,
+    }
+    for what, size in sizes.items():
+        if size % ranks:
+            raise ModelLoadError(f"the model's {size} {what} cannot be divided among {ranks} ranks")
+    return replace(
+        whole,
+        num_heads=whole.num_heads // ranks,
+        num_kv_heads=whole.num_kv_heads // ranks,
+        intermediate_size=whole.intermediate_size // ranks,
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Shard:
     """Which of how many ranks, and how they add what each has."""
@@ -35,21 +53,8 @@ class Shard:
     total: SumRanks
 
     def spec_of(self, whole: ModelSpec) -> ModelSpec:
-        """The sizes of this rank's part. Errors: ModelLoadError where one is no multiple of the ranks."""
-        sizes = {
-            "attention heads": whole.num_heads,
-            "key-value heads": whole.num_kv_heads,
-            "inner values of the MLP": whole.intermediate_size,
-        }
-        for what, size in sizes.items():
-            if size % self.ranks:
-                raise ModelLoadError(f"the model's {size} {what} cannot be divided among {self.ranks} ranks")
-        return replace(
-            whole,
-            num_heads=whole.num_heads // self.ranks,
-            num_kv_heads=whole.num_kv_heads // self.ranks,
-            intermediate_size=whole.intermediate_size // self.ranks,
-        )
+        """See `divide`."""
+        return divide(whole, self.ranks)
 
     def part_of(self, whole: Tensor, dim: int) -> Tensor:
         """A view of this rank's share of a dimension."""

@@ -38,7 +38,7 @@ def report_launch(plan: Any, name: str) -> list[str]:
     return [
         line(
             "model",
-            f"{name}: {plan.spec.architecture}, {plan.spec.num_parameters:,} parameters, {whose}",
+            f"{name}: {plan.spec.architecture}, {plan.model.num_parameters:,} parameters, {whose}",
         ),
         line("", f"{plan.precision} on {plan.device}, weights {size(plan.weight_bytes)}"),
         line("cache", f"{about}{tokens:,} tokens ({plan.num_blocks:,} blocks of {plan.limits.block_size})"),

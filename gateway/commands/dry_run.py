@@ -82,7 +82,7 @@ def _places(engine_config: EngineConfig, server_config: ServerConfig) -> list[st
         return [line("engines", f"{server_config.engines} in the Ray cluster at {server_config.ray}")]
     if server_config.engines == 1:
         return []
-    places = share_out(server_config.engines, engine_config.device)
+    places = share_out(server_config.engines, engine_config.device, ranks=engine_config.tensor_parallel_size)
     return [line(f"engine {number}", place.shown) for number, place in enumerate(places)]
 
 

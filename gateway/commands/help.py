@@ -72,7 +72,7 @@ FLAGS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("latency profile", ("profile_dir", "profile_seconds")),
     ("network and access", ("host", "port", "api_key", "api_key_file", "allowed_host", "max_body_bytes")),
     ("files, batches and logs", ("state_dir", "request_log", "otlp_traces_endpoint", "log_level")),
-    ("several engines", ("engines", "ray", "router", "overload")),
+    ("several engines or ranks", ("engines", "ray", "router", "overload", "tensor_parallel_size")),
     (
         "life and death",
         (

@@ -56,7 +56,7 @@ class CpuBackend:
     def cache_bytes(self, plan: LaunchPlan, weights: ModelWeights | TransformersModel | None) -> int:
         if weights is not None:
             return plan.cache_bytes
-        return memory.cpu_cache_bytes(max(0, _own_memory() - plan.held_bytes))
+        return memory.cpu_cache_bytes(max(0, _own_memory() // plan.ranks - plan.held_bytes))
 
     def weight_room(self, _plan: LaunchPlan) -> int:
         return int(_own_memory() * memory.WEIGHT_SHARE)
@@ -87,8 +87,10 @@ class CpuBackend:
     def prepare(
         self, config: EngineConfig, plan: LaunchPlan, say: Callable[[str], None]
     ) -> tuple[LaunchPlan, MakeLinear]:
-        _use_cores(config.threads)
-        if config.cpu_kernels == "torch":
+        _use_cores(config.threads, plan.ranks)
+        if plan.ranks > 1:
+            say("steps run by torch's own operators: the native kernels run no part of a layer")
+        if config.cpu_kernels == "torch" or plan.ranks > 1:
             return plan, _by_torch(plan)
         int8 = plan.quantization != "none"
         native = start(torch.get_num_threads(), torch_dtype(plan.dtype), int8=int8, int8_cache=plan.int8_cache)
@@ -153,7 +155,9 @@ def _by_torch(plan: LaunchPlan) -> MakeLinear:
 def _runs_natively(config: EngineConfig) -> bool:
     """Whether every step will run by the native kernels: they read half the bytes and compute in float32, so that half
     precision is the faster type on any processor. Steps from hidden state go by torch, which is slow in it."""
-    return config.cpu_kernels == "auto" and not config.hidden_cache and not isinstance(load(), str)
+    if config.cpu_kernels != "auto" or config.tensor_parallel_size > 1:
+        return False
+    return not config.hidden_cache and not isinstance(load(), str)
 
 
 def _offload_folder(config: EngineConfig) -> Path:
@@ -162,9 +166,10 @@ def _offload_folder(config: EngineConfig) -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tidemill" / "offload"
 
 
-def _use_cores(threads: int | None) -> None:
-    """One thread per physical core: two on one core share its vector units. OMP_NUM_THREADS has precedence."""
+def _use_cores(threads: int | None, ranks: int) -> None:
+    """One thread per physical core of the rank's: two on one core share its vector units. OMP_NUM_THREADS has
+    precedence."""
     if threads is not None:
         torch.set_num_threads(threads)
     elif "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(read_processor().cores)
+        torch.set_num_threads(max(1, read_processor().cores // ranks))

@@ -4,7 +4,7 @@ Tuned for the CPU, correct on every torch device. Nothing is taken ahead: each c
 and the host samples. Knows nothing of requests, sampling or the order of a step's parts (`Runner`).
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import numpy as np
@@ -139,6 +139,13 @@ class TorchDevice(PoolDevice):
         if not layout.sampled.size:
             return x[:0], None
         return self.decoder.logits(x.index_select(0, torch.from_numpy(layout.sampled_tokens).to(x.device))), None
+
+    def join(self, share: Callable[[Tensor], None]) -> None:
+        """See RankDevice: no token is on the device alone."""
+
+    def follow(self, chunks: IntArray) -> None:
+        """See RankDevice."""
+        self._begin(chunks)
 
     def _begin(self, chunks: IntArray) -> tuple[Layout, Tensor]:
         """The embedding, and the layers that are here: hidden state [T, H]."""

@@ -7,7 +7,7 @@ the same class runs on the CPU. Knows nothing of scheduling, requests or the ord
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -29,7 +29,7 @@ from engine.execution.cuda.swap import Swapper
 from engine.execution.cuda.tables import DeviceTables
 from engine.execution.hidden import has_hidden
 from engine.execution.lane import Lane
-from engine.execution.layout import decodes_first
+from engine.execution.layout import Layout, decodes_first
 from engine.execution.masks import FinishMasks, StepMasks
 from engine.execution.pool import UnitPool
 from engine.execution.pooling import TakeHidden
@@ -90,6 +90,7 @@ class CudaDevice:
         self._graphs = Graphs(self._forward, self.lane)
         self.adapters = Adapters()
         self._last_inputs: StepInputs | None = None
+        self._share: Callable[[Tensor], None] | None = None
         self.restore = self._projection.restore
         self.swap_out, self.swap_in = self._swapper.swap_out, self._swapper.swap_in
         if configs.is_cuda(device):
@@ -115,18 +116,15 @@ class CudaDevice:
         self, chunks: IntArray, masks: FinishMasks | None = None, take: TakeHidden | None = None
     ) -> tuple[Tensor, DeviceSamples]:
         """See Device. Nothing is waited for but what `masks` wait for, while the device runs."""
-        rows, buffers, layout = self.rows, self._buffers, decodes_first(chunks)
-        inputs = buffers.fill(self._buckets.fit(len(layout.positions), layout.num_decodes), layout, rows)
+        rows, layout = self.rows, decodes_first(chunks)
+        inputs = self._fill(layout)
         wishes, hidden = self._sampling.begin(layout), None
         if has_hidden(rows, chunks):
             hidden = StepHidden.of(self._projection, self._forward, rows, layout, inputs, self.pool.scratch_blocks)
         adapt = None
         if (numbers := rows.adapters[layout.token_rows]).any():
             adapt = self.adapters.of_step(numbers, self.pool.device, send)
-        changes = self._tables.take_changes()
-        buffers.fill_changes(*changes)
-        buffers.upload()
-        buffers.write_tables(self._tables.tables, *changes)
+        self._upload()
         if hidden is None and take is None and adapt is None:
             self._graphs.run(inputs)
         else:
@@ -137,7 +135,37 @@ class CudaDevice:
         samples = self._sampling.choose(logits, greedy, wishes, None if masks is None else masks())
         if samples.tokens is not greedy:
             self._forward.accept(inputs, samples.tokens)
+        if self._share is not None and count:
+            self._share(greedy)
         return logits, DeviceSamples(greedy, samples.logprobs)
+
+    def join(self, share: Callable[[Tensor], None]) -> None:
+        """See RankDevice."""
+        self._share = share
+
+    def follow(self, chunks: IntArray) -> None:
+        """See RankDevice. The greedy tokens that the graph gives here are of no use: the first rank's come behind it,
+        chosen as their rows wish."""
+        assert self._share is not None, "a rank follows others"
+        layout = decodes_first(chunks)
+        inputs = self._fill(layout)
+        self._upload()
+        self._graphs.run(inputs)
+        if count := len(layout.sampled):
+            tokens = self._forward.sampled[:count]
+            self._share(tokens)
+            self._forward.accept(inputs, tokens)
+
+    def _fill(self, layout: Layout) -> StepInputs:
+        """Write a step on the host's side of the buffers."""
+        return self._buffers.fill(self._buckets.fit(len(layout.positions), layout.num_decodes), layout, self.rows)
+
+    def _upload(self) -> None:
+        """Send what was written, and what has changed in the tables."""
+        changes = self._tables.take_changes()
+        self._buffers.fill_changes(*changes)
+        self._buffers.upload()
+        self._buffers.write_tables(self._tables.tables, *changes)
 
     def repeat_last(self) -> None:
         """Run the last step's forward pass again, as it is: for measuring what the device takes without the host."""

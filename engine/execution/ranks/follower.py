@@ -1,0 +1,56 @@
+"""A rank that follows: it runs its part of every step that the first rank sends, and samples nothing.
+
+It keeps rows as a runner does, but for what sampling wants of them: tokens come with the steps that run them. Where
+the first rank takes steps ahead it launches them ahead, too, and the tokens that only devices know yet go from device
+to device.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.arrays import IntArray
+from engine.execution.lane import Lane, Mark
+from engine.execution.layout import chunk_array, token_places
+from engine.execution.operations import CacheMover, run_operations
+from engine.execution.ranks.messages import Step
+from engine.execution.rows import RowTable
+
+
+class RankDevice(CacheMover, Protocol):
+    """A device with a part of each layer; see `engine.execution.runner.Device`."""
+
+    rows: RowTable
+    lane: Lane
+    pipeline_depth: int
+
+    def join(self, share: Callable[[Tensor], None]) -> None:
+        """There are other ranks: `share` replaces a tensor by the one that the first rank has."""
+
+    def follow(self, chunks: IntArray) -> None:
+        """Run chunks [n, 4] as `forward` does on the first rank, which samples."""
+
+
+class Follower:
+    """Runs steps on a device that is not the first rank's."""
+
+    def __init__(self, device: RankDevice) -> None:
+        self._device = device
+        self._launched: deque[Mark] = deque()
+
+    def run(self, step: Step) -> None:
+        """Start one step; where nothing is taken ahead it has ended when this returns."""
+        device, output = self._device, step.output
+        with torch.inference_mode(), device.lane.use():
+            while len(self._launched) > device.pipeline_depth:
+                self._launched.popleft().synchronize()
+            device.rows.apply(output)
+            run_operations(device, output.operations, None)
+            if len(chunks := chunk_array(output.chunks)):
+                device.rows.tokens[token_places(chunks)] = np.frombuffer(step.token_ids, np.int32)
+                device.follow(chunks)
+            self._launched.append(device.lane.mark())

@@ -1,0 +1,191 @@
+"""The first rank's side: it starts the processes of the others, sends them every step, and knows when one is gone.
+
+Whatever fails in a step between its sending and its end leaves ranks at different places in it, and nothing that could
+be done here brings them together again: the engine ends, and the next one starts all of them anew.
+"""
+
+import logging
+import os
+import socket
+import subprocess
+import threading
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+
+from engine.config import EngineConfig
+from engine.errors import EngineUnavailableError
+from engine.execution.ranks.group import Group, Meeting
+from engine.execution.ranks.messages import PLANNED, Failed, FromRank, Join, Step, decode_from_rank, encode
+from engine.execution.rows import RowTable
+from engine.machine.child import python_module
+from engine.machine.link import Link, LinkLostError
+from engine.scheduling.output import SchedulerOutput
+from predictor.limits import Limits
+
+log = logging.getLogger("tidemill.engine")
+
+CHILD = "engine.process.rank"
+END_SECONDS = 5.0
+"""How long a rank whose link is closed may take to end."""
+SAY_SECONDS = 1.0
+
+
+class _Rank:
+    """One of the others: its process, and our end of its link."""
+
+    def __init__(self, number: int, environment: dict[str, str]) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self.process = subprocess.Popen(
+                [*python_module(CHILD), str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                env=environment,
+            )
+        self.number = number
+        self.link = Link(ours)
+
+    def receive(self) -> FromRank:
+        """What it says next. Raises EngineUnavailableError where it is gone without a word."""
+        try:
+            said: FromRank = decode_from_rank(self.link.receive())
+        except LinkLostError:
+            raise EngineUnavailableError(f"{self} ended ({self._how()})") from None
+        return said
+
+    def _how(self) -> str:
+        try:
+            code = self.process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            return "it says nothing"
+        return f"signal {-code}" if code < 0 else f"exit code {code}"
+
+    def __str__(self) -> str:
+        return f"rank {self.number}"
+
+    def end(self) -> None:
+        """Now, whatever it does."""
+        self.link.close()
+        try:
+            self.process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+class Seat(Protocol):
+    """Of one of the ranks while they start, stage by stage (`engine.execution.ranks.messages`)."""
+
+    rank: int
+
+    def reached(self, stage: str) -> None:
+        """This rank is there. The first one goes on when all others are, and raises what keeps one from it."""
+
+    def join(self, device: torch.device) -> Group:
+        """Meet the others, which have planned what they load."""
+
+
+class RankLostError(RuntimeError):
+    """A rank is gone, and no step of the others ends."""
+
+
+class Leader:
+    """See OtherRanks; also their start, stage by stage.
+
+    `devices`: for each rank the CUDA device that it sees; none on a CPU. Raises OSError where no process starts.
+    """
+
+    rank = 0
+
+    def __init__(self, config: EngineConfig, limits: Limits, devices: Sequence[str] = ()) -> None:
+        self._size = config.tensor_parallel_size
+        self._meeting = Meeting()
+        self._others: list[_Rank] = []
+        self._listening: list[threading.Thread] = []
+        self._lock = threading.Lock()
+        self._in_step, self._closed = False, False
+        self._why, self._gone = "", threading.Event()
+        self._tell: Callable[[str], None] = lambda _why: None
+        level = logging.getLevelName(logging.getLogger().getEffectiveLevel()).lower()
+        try:
+            for number in range(1, self._size):
+                own = {"CUDA_VISIBLE_DEVICES": devices[number]} if devices else {}
+                other = _Rank(number, os.environ | own)
+                self._others.append(other)
+                other.link.send(encode(Join(config, limits, number, self._meeting.port, level)))
+        except BaseException:
+            self.close()
+            raise
+
+    def reached(self, stage: str) -> None:
+        """See Seat."""
+        for other in self._others:
+            said = other.receive()
+            if isinstance(said, Failed):
+                raise said.error.to_error()
+            assert said.stage == stage, f"rank {other.number} is at {said.stage}, not at {stage}"
+
+    def join(self, device: torch.device) -> Group:
+        """See Seat."""
+        self.reached(PLANNED)
+        return Group(self._meeting.store, self.rank, self._size, device)
+
+    def listen(self) -> None:
+        """All are made. From now on they say something only where they cannot go on."""
+        for other in self._others:
+            thread = threading.Thread(target=self._listen, args=(other,), name=f"tidemill-{other}", daemon=True)
+            thread.start()
+            self._listening.append(thread)
+
+    def _listen(self, other: _Rank) -> None:
+        try:
+            said = other.receive()
+            why = f"{other}: {said.error.message}" if isinstance(said, Failed) else f"{other} says {said}"
+        except EngineUnavailableError as error:
+            why = error.message
+        with self._lock:
+            if self._closed or self._why:
+                return
+            self._why, tell = why, self._tell
+        self._gone.set()
+        log.error("%s", why)
+        tell(why)
+
+    def watch(self, lost: Callable[[str], None]) -> None:
+        """See OtherRanks."""
+        with self._lock:
+            self._tell, why = lost, self._why
+        if why:
+            lost(why)
+
+    def begin(self, output: SchedulerOutput, rows: RowTable) -> None:
+        """See OtherRanks."""
+        message = encode(Step.of(output, rows))
+        self._in_step = True
+        for other in self._others:
+            try:
+                other.link.send(message)
+            except LinkLostError:
+                raise RankLostError(f"{other} is gone") from None
+
+    def end(self) -> None:
+        """See OtherRanks."""
+        self._in_step = False
+
+    def lost(self) -> str | None:
+        """See OtherRanks."""
+        if not self._in_step and not self._why:
+            return None
+        self._gone.wait(SAY_SECONDS)  # that a rank is gone is known to whom it left in the middle of a sum first
+        return self._why or "a step failed in the first of its ranks, and not in the others"
+
+    def close(self) -> None:
+        """See OtherRanks."""
+        with self._lock:
+            self._closed = True
+        for other in self._others:
+            other.end()
+        for thread in self._listening:
+            thread.join()

@@ -1,0 +1,91 @@
+"""A process with one rank of a model whose layers are divided: a child of an engine's process, which has the first one.
+
+    python -P -m engine.process.rank DESCRIPTOR
+
+It ends when the other side of its socket is closed, whatever it is doing; what keeps it from going on it says before.
+"""
+
+import contextlib
+import faulthandler
+import importlib
+import logging
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+from typing import Any
+
+from engine.errors import EngineUnavailableError, ErrorInfo, TidemillError
+from engine.execution.ranks import messages
+from engine.machine import interpreter
+from engine.machine.link import Link, LinkLostError
+
+log = logging.getLogger("tidemill.engine")
+
+
+class Seat:
+    """A rank's side of the start: it says what the first one waits for."""
+
+    def __init__(self, link: Link, join: messages.Join) -> None:
+        self._link, self._join = link, join
+        self.rank = join.rank
+
+    def reached(self, stage: str) -> None:
+        """Say so."""
+        self._link.send(messages.encode(messages.Reached(stage)))
+
+    def join(self, device: Any) -> Any:
+        """Meet the others."""
+        self.reached(messages.PLANNED)
+        group: Any = importlib.import_module("engine.execution.ranks.group")
+        size = self._join.config.tensor_parallel_size
+        return group.Group(group.find_meeting(self._join.port), self.rank, size, device)
+
+
+def main(arguments: list[str]) -> None:
+    sock = socket.socket(fileno=int(arguments[0]))
+    sock.set_inheritable(False)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # the engine says when it ends
+    faulthandler.enable()
+    threading.Thread(target=_watch, args=(sock,), name="tidemill-engine", daemon=True).start()
+    link = Link(sock)
+    try:
+        run(link)
+    except LinkLostError:
+        return
+    except TidemillError as error:
+        failure = ErrorInfo.of(error)
+    except BaseException as error:
+        log.critical("a rank cannot go on", exc_info=error)
+        failure = ErrorInfo.of(EngineUnavailableError(f"{type(error).__name__}: {error}"))
+    with contextlib.suppress(LinkLostError):
+        link.send(messages.encode(messages.Failed(failure)))
+
+
+def run(link: Link) -> None:
+    """Load a part of the model and run steps until the link is closed. Raises LinkLostError then."""
+    join = messages.decode_for_rank(link.receive())
+    assert isinstance(join, messages.Join), "the first message says what to load"
+    logging.basicConfig(level=join.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    interpreter.settle()
+    build: Any = importlib.import_module("engine.build")  # torch comes with it
+    follower = build.build_follower(join.config, join.limits, Seat(link, join))
+    interpreter.settle()
+    while isinstance(step := messages.decode_for_rank(link.receive()), messages.Step):
+        follower.run(step)
+        interpreter.collect_due(at_rest=False)
+
+
+def _watch(sock: socket.socket) -> None:
+    """End with the engine, even in the middle of a step or while weights are loaded."""
+    poll = select.poll()
+    poll.register(sock, select.POLLHUP | select.POLLERR)
+    poll.poll()
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,383 @@
+"""An engine whose layers are divided among processes: it answers as one process does, and ends as a whole when one of
+them does, so that its requests go on in the next."""
+
+import asyncio
+import os
+import signal
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_models
+import torch
+from cuda_engine import BLOCK
+from driver import Driver, make_request, outputs_of, submit_one
+from test_build import shape
+from test_families import assert_equal_but_for_ties, prompts_of
+from torch import distributed
+
+from engine import build
+from engine.api import EngineRequest, EngineState, SamplingParams
+from engine.cache.blocks import CacheAction
+from engine.config import EngineConfig, SchedulerConfig
+from engine.errors import ConfigError, EngineUnavailableError, ModelLoadError
+from engine.execution.cpu.device import TorchDevice
+from engine.execution.cuda.device import CudaDevice
+from engine.execution.ranks import leader, messages
+from engine.execution.ranks.follower import Follower
+from engine.execution.ranks.group import Group
+from engine.execution.ranks.leader import Leader
+from engine.execution.rows import RowTable
+from engine.execution.runner import Runner
+from engine.models import torch_ops
+from engine.models.checkpoint import load_weights
+from engine.models.decoder import Decoder
+from engine.models.sharding import Shard
+from engine.models.spec import load_spec
+from engine.process.client import EngineProcess
+from engine.process.policy import RestartPolicy
+from engine.scheduling.output import SchedulerOutput
+
+CPU = torch.device("cpu")
+OUTPUT = 12
+PROMPT, WISHES = tuple(range(3, 20)), SamplingParams(60, temperature=0.8, seed=7)
+
+
+def config_of(case: str = "llama-gqa2", ranks: int = 2, **changes: Any) -> EngineConfig:
+    """A pool that is too small for all requests at once."""
+    common: dict[str, Any] = {
+        "device": "cpu", "dtype": "float32", "cpu_kernels": "torch", "threads": 1, "block_size": 4,
+        "num_gpu_blocks_override": 34, "max_num_seqs": 8, "max_num_batched_tokens": 24, "max_model_len": 100,
+        "profile_seconds": 0.0, "self_test": False,
+    }  # fmt: skip
+    folder = str(tiny_models.model_folder(case))
+    return EngineConfig(**common | {"model": folder, "tensor_parallel_size": ranks} | changes)
+
+
+@contextmanager
+def driver_of(config: EngineConfig) -> Iterator[Driver]:
+    runner, plan = build.build_runner(config, build.plan_launch(config))
+    try:
+        yield Driver(runner, build.scheduler_config(config, plan))
+    finally:
+        if runner.ranks is not None:
+            runner.ranks.close()
+
+
+def generate(driver: Driver, prompts: list[list[int]]) -> dict[str, list[int]]:
+    """Every other request is sampled, with a seed; some repeat what they must not."""
+    for index, prompt in enumerate(prompts):
+        wishes = {"temperature": 1.0, "seed": index, "presence_penalty": index % 4 / 2} if index % 2 else {}
+        driver.add(make_request(str(index), prompt, OUTPUT, **wishes))
+        driver.step()
+    driver.run()
+    stats = driver.core.stats()
+    assert sum(stats.preemptions.values()) > 0, "the pool was meant to be too small"
+    assert stats.prefix_hit_tokens > 0
+    return driver.outputs
+
+
+# Processes ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("case", "options"),
+    [
+        ("llama-gqa2", {}),
+        ("gemma2", {"kv_cache_dtype": "int8"}),
+        ("llama-gqa2", {"overload": "swap", "swap_space": 0.01, "self_test": True}),
+    ],
+    ids=["recompute", "int8", "swap"],
+)
+def test_two_processes_equal_one(case: str, options: dict[str, Any]) -> None:
+    prompts = prompts_of(97)
+    with driver_of(config_of(case, 1, **options)) as driver:
+        alone = generate(driver, prompts)
+    with driver_of(config_of(case, **options)) as driver:
+        found = generate(driver, prompts)
+        moved = {operation.action for step in driver.steps for operation in step.operations}
+    assert found == alone
+    assert (CacheAction.SWAP_IN in moved) == ("swap_space" in options), "what was kept is in parts on both"
+    for index in range(0, len(prompts), 2) if "kv_cache_dtype" not in options else ():
+        assert_equal_but_for_ties(case, prompts[index], found[str(index)])
+
+
+async def answer(engine: Any, name: str) -> list[int]:
+    (output,) = [each async for each in outputs_of(engine, EngineRequest(name, PROMPT, WISHES, final_only=True))]
+    assert output.error is None, output.error
+    return list(output.token_ids)
+
+
+def rank_of(engine: int) -> int:
+    """The process with the other rank of the engine that runs in this one."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            command = (entry.parent / "cmdline").read_bytes().split(b"\0")
+            if leader.CHILD.encode() in command and int(entry.read_text().rpartition(")")[2].split()[1]) == engine:
+                found.append(int(entry.parent.name))
+    (rank,) = found
+    return rank
+
+
+def has_ended(pid: int) -> bool:
+    """Also where nobody has waited for it yet."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+async def until(done: Callable[[], Awaitable[bool]]) -> None:
+    for _ in range(6000):
+        if await done():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("it does not come")
+
+
+async def test_with_a_rank_the_engine_ends_and_its_requests_go_on(tmp_path: Path) -> None:
+    """Killed before the first token of a stream, in the middle of one, and while nothing runs."""
+    pid_file = tmp_path / "engine.pid"
+    engine = EngineProcess(config_of(), policy=RestartPolicy(max_delay=0.05), pid_file=pid_file)
+
+    def rank() -> int:
+        return rank_of(int(pid_file.read_text()))
+
+    async def restarted(times: int) -> None:
+        async def done() -> bool:
+            return (await engine.stats()).restarts == {"device": times} and engine.state is EngineState.READY
+
+        await until(done)
+
+    await engine.start()
+    try:
+        undisturbed = await answer(engine, "undisturbed")
+        request = EngineRequest("stream", PROMPT, WISHES)
+        os.kill(rank(), signal.SIGSTOP)
+        stream = await submit_one(engine, request)
+        os.kill(rank(), signal.SIGKILL)
+        assert [token async for output in stream for token in output.token_ids] == undisturbed
+        assert (await engine.stats()).resumed_requests == 1
+        await restarted(1)
+        found: list[int] = []
+        async for output in await submit_one(engine, request):
+            if not found:
+                os.kill(rank(), signal.SIGKILL)
+            found += output.token_ids
+        assert found == undisturbed
+        await restarted(2)
+        os.kill(rank(), signal.SIGKILL)
+        await restarted(3)
+        assert await answer(engine, "later") == undisturbed
+        last = rank()
+    finally:
+        await engine.stop()
+
+    async def gone() -> bool:
+        return has_ended(last)
+
+    await until(gone)
+
+
+async def test_an_engine_in_this_process_is_dead_without_a_rank() -> None:
+    engine = build.build_engine(config_of())
+    await engine.start()
+    try:
+        assert len(await answer(engine, "alive")) == WISHES.max_tokens
+        os.kill(rank_of(os.getpid()), signal.SIGKILL)
+        assert "rank 1 ended (signal 9)" in await asyncio.wait_for(engine.wait_dead(), 60.0)
+        assert engine.state is EngineState.DEAD
+    finally:
+        await engine.stop()
+
+
+async def test_ranks_end_with_the_engine() -> None:
+    engine = build.build_engine(config_of())
+    rank = rank_of(os.getpid())
+    await engine.stop()
+    with pytest.raises(ProcessLookupError):
+        os.kill(rank, 0)
+
+
+def test_a_step_that_failed_on_one_rank_is_the_last() -> None:
+    """The other waits for it in a sum: whatever failed, only a new start brings them together."""
+    with driver_of(config_of()) as driver:
+        runner: Any = driver.runner
+        driver.add(make_request("a", [5, 6, 7], 8))
+        driver.step()
+        assert runner.lost() is None
+
+        def fail(*_: Any) -> None:
+            raise MemoryError
+
+        runner.device.forward = fail
+        with pytest.raises(MemoryError):
+            runner.launch(driver.steps[-1])
+        assert "failed in the first of its ranks" in runner.lost()
+
+
+def test_a_rank_that_fails_says_why() -> None:
+    with driver_of(config_of()) as driver:
+        heard: list[str] = []
+        said = threading.Event()
+        runner: Any = driver.runner
+        runner.ranks.watch(lambda why: (heard.append(why), said.set()))
+        row = replace(SchedulerOutput(1, ()), released_rows=(99,))
+        with pytest.raises(IndexError):
+            runner.launch(row)
+        runner.ranks.begin(row, runner.device.rows)
+        assert said.wait(60.0) and heard == [runner.lost()]
+        assert heard[0].startswith("rank 1: IndexError: index 99")
+        again: list[str] = []
+        runner.ranks.watch(again.append)
+        assert again == heard, "who asks late is told, too"
+
+
+# The start ------------------------------------------------------------------------------------------------------------
+
+
+class ForeignLeader(Leader):
+    """The others are to load what is not there."""
+
+    def __init__(self, config: EngineConfig, *args: Any) -> None:
+        super().__init__(replace(config, model="/no/such/folder"), *args)
+
+
+def test_what_keeps_another_rank_from_its_start_is_raised_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[Any] = []
+    spawn = leader.subprocess.Popen
+
+    def keep(*args: Any, **kwargs: Any) -> Any:
+        started.append(spawn(*args, **kwargs))
+        return started[-1]
+
+    monkeypatch.setattr(leader.subprocess, "Popen", keep)
+    config = config_of(ranks=4, case="llama-mha-tied")
+    with monkeypatch.context() as patch:
+        patch.setattr(build, "Leader", ForeignLeader)
+        with pytest.raises(ModelLoadError, match="/no/such/folder"):
+            build.build_runner(config, build.plan_launch(config))
+    monkeypatch.setattr(leader, "CHILD", "engine.no.such.module")
+    with pytest.raises(EngineUnavailableError, match=r"rank 1 ended \(exit code 1\)"):
+        build.build_runner(config, build.plan_launch(config))
+    assert len(started) == 6 and all(each.returncode is not None for each in started), "a process is left"
+
+
+def test_all_ranks_have_the_least_of_what_one_has() -> None:
+    store = distributed.HashStore()
+    with ThreadPoolExecutor(2) as threads:
+        groups = list(threads.map(lambda rank: Group(store, rank, 2, CPU), range(2)))
+        found = list(threads.map(lambda pair: pair[0].least(pair[1]), zip(groups, ([5, 9], [7, 3]), strict=True)))
+        assert found == [[5, 3], [5, 3]]
+        shared = [torch.tensor([7]), torch.tensor([8])]
+        list(threads.map(lambda pair: pair[0].share(pair[1]), zip(groups, shared, strict=True)))
+        assert shared == [torch.tensor([7])] * 2
+
+
+def test_the_plan_is_of_one_rank() -> None:
+    whole, part = (build.plan_launch(config_of(ranks=ranks)) for ranks in (1, 2))
+    assert part.whole == whole.spec and part.model == whole.model
+    layers = whole.spec.num_parameters - part.spec.num_parameters  # a half of them, but norms
+    assert whole.weight_bytes - part.weight_bytes == 4 * layers > whole.weight_bytes // 4
+    assert build.profile_key(part) != build.profile_key(whole)
+    assert build.profile_key(part).model.endswith(" on 2 ranks")
+    assert any("divided among 2 ranks" in note for note in part.notes)
+    options = {"overload": "swap", "swap_space": 0.01}
+    swaps = [build.plan_launch(config_of(ranks=ranks, **options)) for ranks in (1, 2)]
+    assert swaps[0].host_units == swaps[1].host_units, "half of the memory for units of half the size"
+    assert build.host_bytes(swaps[0]) == build.host_bytes(swaps[1])
+    assert [build.scheduler_config(config_of(), each).unit_bytes for each in swaps] == [1536, 768]
+
+
+@pytest.mark.parametrize(
+    ("options", "flag"),
+    [
+        ({"lora": ("a=/a",)}, "--lora"),
+        ({"allowed_lora_dir": "/a"}, "--allowed-lora-dir"),
+        ({"hidden_cache": True}, "--hidden-cache"),
+        ({"disk_space": 1.0}, "--disk-space"),
+        ({"overload": "drop"}, "--overload drop"),
+        ({"offload_weights": "auto"}, "--offload-weights"),
+        ({"model_impl": "transformers"}, "--model-impl transformers"),
+    ],
+)
+def test_what_does_not_go_with_ranks_is_refused(options: dict[str, Any], flag: str) -> None:
+    with pytest.raises(ConfigError, match=f"--tensor-parallel-size does not go with {flag} yet"):
+        EngineConfig(tensor_parallel_size=2, **options)
+
+
+def test_models_that_cannot_be_divided_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match="9 attention heads cannot be divided among 2 ranks"):
+        build.plan_launch(config_of("llama-gqa3-odd-heads"))
+    mixture = shape(
+        tmp_path, architectures=["MixtralForCausalLM"], model_type="mixtral", num_local_experts=4,
+        num_experts_per_tok=2,
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match="layers of our own, and transformers' modules run MixtralForCausalLM"):
+        build.plan_launch(config_of(model=str(mixture)))
+    with pytest.raises(ConfigError, match="--tensor-parallel-size must be at least 1"):
+        EngineConfig(tensor_parallel_size=0)
+
+
+# Devices that take steps ahead ----------------------------------------------------------------------------------------
+
+
+class FollowersHere:
+    """See OtherRanks: the second rank is a thread, which hears what a process would."""
+
+    def __init__(self, follower: Callable[[], Follower]) -> None:
+        self.thread = ThreadPoolExecutor(1)
+        self._follower = self.thread.submit(follower)
+        self.failures: list[Any] = []
+
+    def begin(self, output: SchedulerOutput, rows: RowTable) -> None:
+        step = messages.decode_for_rank(messages.encode(messages.Step.of(output, rows)))
+        assert not any(new.token_ids for new in step.output.new_requests), "tokens go once, with the chunks"
+        self.failures.append(self.thread.submit(lambda: self._follower.result().run(step)))
+
+    def end(self) -> None: ...
+
+    def lost(self) -> None: ...
+
+
+@pytest.mark.parametrize("kind", [CudaDevice, TorchDevice])
+def test_two_devices_equal_one(kind: type) -> None:
+    """Of a device that takes steps ahead the second one is told no token that the host does not know."""
+    case = "llama-gqa2"
+    config = SchedulerConfig(
+        num_units=68, max_model_len=100, block_size=BLOCK, max_num_seqs=8, max_num_batched_tokens=24,
+        pipeline_depth=kind.pipeline_depth,
+    )  # fmt: skip
+    folder = tiny_models.model_folder(case)
+    whole, store = load_spec(folder), distributed.HashStore()
+
+    def device_of(rank: int, ranks: int) -> Any:
+        group = Group(store, rank, ranks, CPU) if ranks > 1 else None
+        shard = None if group is None else Shard(rank, ranks, group.total)
+        weights = load_weights(whole, folder, dtype="float32", shard=shard)
+        spec = whole if shard is None else shard.spec_of(whole)
+        if kind is CudaDevice:
+            device: Any = CudaDevice(spec, weights, torch_ops, config.limits, graphs=False)
+        else:
+            device = TorchDevice(Decoder(spec, weights), config.limits)
+        if group is not None:
+            device.join(group.share)
+        return device
+
+    prompts = prompts_of(97)
+    alone = generate(Driver(Runner(device_of(0, 1)), config), prompts)
+    others = FollowersHere(lambda: Follower(device_of(1, 2)))
+    with others.thread:
+        runner = Runner(device_of(0, 2))
+        runner.ranks = others  # type: ignore[assignment]
+        driver = Driver(runner, config)
+        assert generate(driver, prompts) == alone
+        assert driver.most_in_flight == 1 + config.pipeline_depth
+        for step in others.failures:
+            step.result()
