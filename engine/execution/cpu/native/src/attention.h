@@ -6,14 +6,20 @@ template <class T, class S, class C = T> struct Attention {
 
     // ---- one query and all of its heads
 
-    // Dot products of G heads' queries [G][padded] with the keys of W tokens; scores [G][SPLIT].
-    template <int G> static void score(const float *q, int64_t padded, const C *const *keys, int64_t dim, float *scores, Vec scale, float cap, int64_t live) {
+    // A head's part of a cell that is needed soon, on its way: few at a time, as a core drops or waits for what is too much.
+    static void fetch(const C *cell, int64_t dim) {
+        for (int64_t i = 0; i < dim * int64_t(sizeof(C)); i += 64) _mm_prefetch((const char *)cell + i, _MM_HINT_T0);
+    }
+
+    // Dot products of G heads' queries [G][padded] with the keys of W tokens, `at` in their cells; scores [G][SPLIT].
+    template <int G> static void score(const float *q, int64_t padded, const C *const *keys, int64_t at, int64_t dim, float *scores, Vec scale, float cap, int64_t live, const C *const *soon) {
         Vec products[G][W];
         for (int64_t j = 0; j < W; j++) {
+            if (soon) fetch(soon[j] + at, dim);
             Vec a[G];
             for (int g = 0; g < G; g++) a[g] = zero();
             for (int64_t d = 0; d < dim; d += W) {
-                const Vec k = get(keys[j] + d, dim - d);
+                const Vec k = get(keys[j] + at + d, dim - d);
                 for (int g = 0; g < G; g++) a[g] = fma(load(q + g * padded + d), k, a[g]);
             }
             for (int g = 0; g < G; g++) products[g][j] = a[g];
@@ -22,23 +28,25 @@ template <class T, class S, class C = T> struct Attention {
     }
 
     // Adds the values of `count` tokens, weighted: to [G][padded], N vectors from `d` on.
-    template <int G, int N> static void gather(const float *weights, const C *const *values, int64_t count, int64_t d, int64_t dim, float *to, int64_t padded) {
+    template <int G, int N> static void gather(const float *weights, const C *const *values, int64_t at, int64_t count, int64_t d, int64_t dim, float *to, int64_t padded, const C *const *soon) {
         Vec a[G][N];
         for (int g = 0; g < G; g++)
             for (int n = 0; n < N; n++) a[g][n] = load(to + g * padded + d + n * W);
-        for (int64_t j = 0; j < count; j++)
+        for (int64_t j = 0; j < count; j++) {
+            if (soon) fetch(soon[j] + at, dim);
             for (int n = 0; n < N; n++) {
-                const Vec v = get(values[j] + d + n * W, dim - d - n * W);
+                const Vec v = get(values[j] + at + d + n * W, dim - d - n * W);
                 for (int g = 0; g < G; g++) a[g][n] = fma(set(weights[g * SPLIT + j]), v, a[g][n]);
             }
+        }
         for (int g = 0; g < G; g++)
             for (int n = 0; n < N; n++) store(to + g * padded + d + n * W, a[g][n]);
     }
-    template <int G> static void gather_all(const float *weights, const C *const *values, int64_t count, int64_t dim, float *to, int64_t padded) {
+    template <int G> static void gather_all(const float *weights, const C *const *values, int64_t at, int64_t count, int64_t dim, float *to, int64_t padded, const C *const *soon) {
         constexpr int N = Vec::W == 16 ? 4 : 2;
         int64_t d = 0;
-        for (; d + (N - 1) * W < dim; d += N * W) gather<G, N>(weights, values, count, d, dim, to, padded);
-        for (; d < dim; d += W) gather<G, 1>(weights, values, count, d, dim, to, padded);
+        for (; d + (N - 1) * W < dim; d += N * W) gather<G, N>(weights, values, at, count, d, dim, to, padded, d ? nullptr : soon);
+        for (; d < dim; d += W) gather<G, 1>(weights, values, at, count, d, dim, to, padded, d ? nullptr : soon);
     }
 
     static float softmax(float *scores, int64_t keys, float &total) {  // gives the maximum; scores [keys rounded up to W]
@@ -54,75 +62,98 @@ template <class T, class S, class C = T> struct Attention {
         return top;
     }
 
+    // The keys that a piece looks at: from the first on, within its query's window.
+    static Span keys_of(const View &view, const tm_op &op, const Piece &piece) {
+        const int64_t first = most(piece.key, first_seen(op, view.chunks[piece.chunk].start + piece.query));
+        return {first, most(first, piece.key + piece.keys)};
+    }
+
+    // Where the K and the V of a piece lie, each padded to a multiple of W by what is there anyway, and behind them the
+    // first K of the piece that follows.
+    static void place_cells(const View &view, const tm_op &op, const Piece &piece, const C **to) {
+        const Cells<C> pool(view);
+        const Chunk &chunk = view.chunks[piece.chunk];
+        const Span keys = keys_of(view, op, piece);
+        for (int64_t part = 0; part < 2; part++) {
+            const C **end = pool.place(part, part ? chunk.v_table : chunk.k_table, op.layer, keys.first, keys.last, to);
+            to += round_up(keys.last - keys.first, W);
+            while (end < to) *end = end[-1], end++;
+        }
+        const C **end = to + ON_THE_WAY;
+        const Piece *next = &piece + 1;
+        if (next < view.pieces_end && next->keys > 0) {
+            const Span first = keys_of(view, op, *next);
+            to = pool.place(0, view.chunks[next->chunk].k_table, op.layer, first.first, least(first.last, first.first + ON_THE_WAY), to);
+        }
+        while (to < end) *to = to[-1], to++;
+    }
+
     static void decode(const View &view, const tm_op &op, const Piece &piece, char *scratch) {
         const tm_shape &s = *view.shape;
         const Chunk &chunk = view.chunks[piece.chunk];
         const int64_t dim = s.head_dim, padded = round_up(dim, 16), group = s.heads / s.kv_heads;
         const int64_t token = chunk.first + piece.query;
-        const int64_t begin = most(piece.key, first_seen(op, chunk.start + piece.query)), keys = most(0, piece.key + piece.keys - begin);
+        const Span span = keys_of(view, op, piece);
+        const int64_t begin = span.first, keys = span.last - span.first;
         const Cells<C> pool(view);
-        float *scores = (float *)scratch, *to = scores + s.heads * SPLIT, *q = to + s.heads * padded;
-        C *room = (C *)(q + s.heads * padded);  // [W][dim], for what is narrow
+        const C **cells = (const C **)scratch;  // [K, V, those of the next piece]
+        float *scores = (float *)(cells + 2 * SPLIT + 2 * W + ON_THE_WAY), *to = scores + s.heads * SPLIT, *q = to + s.heads * padded;
+        float *top = q + s.heads * padded, *total = top + s.heads;
+        C *room = (C *)(total + s.heads);  // [W][dim], for what is narrow
         const S *from = (const S *)op.in + token * op.in_stride;
         memset(to, 0, size_t(s.heads * padded) * 2 * sizeof(float));
         for (int64_t h = 0; h < s.heads; h++)
             for (int64_t d = 0; d < dim; d += W) store(q + h * padded + d, get(from + h * dim + d, dim - d));
-        const C *cells[W];
+        if (keys) place_cells(view, op, piece, cells);
+        const C *widened[W];
         float scales[W];
         for (int64_t i = 0; i < keys; i += W) {
             const int64_t live = least(W, keys - i);
             const bool narrow = pool.any_narrow(chunk.k_table, begin + i, live);
-            for (int64_t j = 0; !narrow && j < W; j++) cells[j] = pool.values(chunk.k_table, op.layer, begin + i + least(j, live - 1));
-            if (i + W < keys)
-                for (int64_t j = 0; j < least(W, keys - i - W); j++) pool.prefetch(0, chunk.k_table, op.layer, begin + i + W + j);
             for (int64_t kv = 0; kv < s.kv_heads; kv++) {
-                for (int64_t j = 0; narrow && j < W; j++) cells[j] = pool.head(0, chunk.k_table, op.layer, begin + i + least(j, live - 1), kv, room + j * dim);
+                for (int64_t j = 0; narrow && j < W; j++) widened[j] = pool.head(0, chunk.k_table, op.layer, begin + i + least(j, live - 1), kv, room + j * dim);
                 for (int64_t j = 0; Cells<C>::SCALED && j < W; j++) scales[j] = pool.scale(chunk.k_table, op.layer, begin + i + least(j, live - 1), kv);
                 const Vec scale = Cells<C>::SCALED ? mul(set(s.scale), load(scales)) : set(s.scale);
                 for (int64_t g = 0; g < group; g += 4) {
                     const int64_t h = kv * group + g;
-                    score_heads(least(4, group - g), q + h * padded, padded, cells, dim, scores + h * SPLIT + i, scale, op.softcap, live);
+                    score_heads(least(4, group - g), q + h * padded, padded, narrow ? widened : cells + i, narrow ? 0 : kv * dim, dim, scores + h * SPLIT + i, scale, op.softcap, live, g || narrow ? nullptr : cells + i + ON_THE_WAY);
                 }
-                if (!narrow) advance(cells, dim);
             }
         }
-        float top[4], total[4];
-        for (int64_t kv = 0; kv < s.kv_heads; kv++)
-            for (int64_t g = 0; g < group; g += 4) {
-                const int64_t h = kv * group + g, heads = least(4, group - g);
-                for (int64_t i = 0; i < heads; i++) top[i] = softmax(scores + (h + i) * SPLIT, keys, total[i]);
-                for (int64_t i = 0; i < keys; i += W) {
-                    const int64_t live = least(W, keys - i);
-                    for (int64_t j = 0; j < live; j++) cells[j] = pool.head(1, chunk.v_table, op.layer, begin + i + j, kv, room + j * dim);
-                    for (int64_t j = 0; Cells<C>::SCALED && j < live; j++) {
-                        const float scale = pool.scale(chunk.v_table, op.layer, begin + i + j, kv);
-                        for (int64_t n = h; n < h + heads; n++) scores[n * SPLIT + i + j] *= scale;
-                    }
-                    if (kv == 0 && g == 0 && i + W < keys)
-                        for (int64_t j = 0; j < least(W, keys - i - W); j++) pool.prefetch(1, chunk.v_table, op.layer, begin + i + W + j);
-                    gather_heads(heads, scores + h * SPLIT + i, cells, live, dim, to + h * padded, padded);
+        for (int64_t h = 0; h < s.heads; h++) top[h] = softmax(scores + h * SPLIT, keys, total[h]);
+        cells += round_up(keys, W);
+        for (int64_t i = 0; i < keys; i += W) {
+            const int64_t live = least(W, keys - i);
+            const bool narrow = pool.any_narrow(chunk.v_table, begin + i, live);
+            for (int64_t kv = 0; kv < s.kv_heads; kv++) {
+                for (int64_t j = 0; narrow && j < live; j++) widened[j] = pool.head(1, chunk.v_table, op.layer, begin + i + j, kv, room + j * dim);
+                for (int64_t j = 0; Cells<C>::SCALED && j < live; j++) {
+                    const float scale = pool.scale(chunk.v_table, op.layer, begin + i + j, kv);
+                    for (int64_t h = kv * group; h < (kv + 1) * group; h++) scores[h * SPLIT + i + j] *= scale;
                 }
-                for (int64_t i = 0; i < heads; i++) finish(view, op, piece, token, h + i, top[i], total[i], to + (h + i) * padded);
+                for (int64_t g = 0; g < group; g += 4) {
+                    const int64_t h = kv * group + g;
+                    gather_heads(least(4, group - g), scores + h * SPLIT + i, narrow ? widened : cells + i, narrow ? 0 : kv * dim, live, dim, to + h * padded, padded, g || narrow ? nullptr : cells + i + ON_THE_WAY);
+                }
             }
+        }
+        for (int64_t h = 0; h < s.heads; h++) finish(view, op, piece, token, h, top[h], total[h], to + h * padded);
     }
 
-    static void advance(const C **cells, int64_t by) {
-        for (int64_t j = 0; j < W; j++) cells[j] += by;
-    }
-    static void score_heads(int64_t heads, const float *q, int64_t padded, const C *const *keys, int64_t dim, float *scores, Vec scale, float cap, int64_t live) {
+    static void score_heads(int64_t heads, const float *q, int64_t padded, const C *const *keys, int64_t at, int64_t dim, float *scores, Vec scale, float cap, int64_t live, const C *const *soon) {
         switch (heads) {
-            case 1: return score<1>(q, padded, keys, dim, scores, scale, cap, live);
-            case 2: return score<2>(q, padded, keys, dim, scores, scale, cap, live);
-            case 3: return score<3>(q, padded, keys, dim, scores, scale, cap, live);
-            default: return score<4>(q, padded, keys, dim, scores, scale, cap, live);
+            case 1: return score<1>(q, padded, keys, at, dim, scores, scale, cap, live, soon);
+            case 2: return score<2>(q, padded, keys, at, dim, scores, scale, cap, live, soon);
+            case 3: return score<3>(q, padded, keys, at, dim, scores, scale, cap, live, soon);
+            default: return score<4>(q, padded, keys, at, dim, scores, scale, cap, live, soon);
         }
     }
-    static void gather_heads(int64_t heads, const float *weights, const C *const *values, int64_t count, int64_t dim, float *to, int64_t padded) {
+    static void gather_heads(int64_t heads, const float *weights, const C *const *values, int64_t at, int64_t count, int64_t dim, float *to, int64_t padded, const C *const *soon) {
         switch (heads) {
-            case 1: return gather_all<1>(weights, values, count, dim, to, padded);
-            case 2: return gather_all<2>(weights, values, count, dim, to, padded);
-            case 3: return gather_all<3>(weights, values, count, dim, to, padded);
-            default: return gather_all<4>(weights, values, count, dim, to, padded);
+            case 1: return gather_all<1>(weights, values, at, count, dim, to, padded, soon);
+            case 2: return gather_all<2>(weights, values, at, count, dim, to, padded, soon);
+            case 3: return gather_all<3>(weights, values, at, count, dim, to, padded, soon);
+            default: return gather_all<4>(weights, values, at, count, dim, to, padded, soon);
         }
     }
 

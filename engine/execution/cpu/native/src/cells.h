@@ -58,12 +58,17 @@ template <class C> struct Cells {
             }
         return values(entry * layers + layer, token % block_size) + head * dim;
     }
-    void prefetch(int64_t part, const int64_t *table, int64_t layer, int64_t token) const {
-        const int64_t entry = table[token / block_size];
-        const char *from = narrow(entry) ? (const char *)narrow_values(part, entry, layer, token)
-                                         : (const char *)values(entry * layers + layer, token % block_size);
-        const int64_t bytes = heads * dim * (narrow(entry) ? 1 : int64_t(sizeof(C)));
-        for (int64_t i = 0; i < bytes; i += 64) _mm_prefetch(from + i, _MM_HINT_T0);
+    // Where the values of tokens [first, last) lie, integers if their block is narrow; `to` behind the last of them.
+    const C **place(int64_t part, const int64_t *table, int64_t layer, int64_t first, int64_t last, const C **to) const {
+        while (first < last) {
+            const int64_t entry = table[first / block_size], count = least(last - first, block_size - first % block_size);
+            const char *from = narrow(entry) ? (const char *)narrow_values(part, entry, layer, first)
+                                             : (const char *)values(entry * layers + layer, first % block_size);
+            const int64_t bytes = heads * dim * (narrow(entry) ? 1 : int64_t(sizeof(C)));
+            for (int64_t i = 0; i < count; i++) *to++ = (const C *)(from + i * bytes);
+            first += count;
+        }
+        return to;
     }
 
     // Writes cell `id` (block * block_size + token) from x [heads][dim], rounded to the model's type already.

@@ -14,6 +14,7 @@ struct f16 { uint16_t bits; };
 constexpr int64_t PANEL = 32;       // outputs of a panel of a packed weight
 constexpr int64_t K_STEP = 32;      // inputs are padded to a multiple of it: weights with zeros, activations too
 constexpr int64_t SPLIT = 512;      // most keys of a decode that one task takes
+constexpr int64_t ON_THE_WAY = 32;  // keys of a decode that are asked for before they are needed
 constexpr int64_t MANY = 8;         // queries of a chunk from which attention works in tiles
 constexpr int64_t TILE_KEYS = 64;   // keys that a tile of queries takes at a time
 constexpr int64_t TILE_ROWS = 96;   // (query, head) pairs of such a tile, about
@@ -53,7 +54,7 @@ struct View {
     const int64_t *ids, *positions, *k_cells, *v_cells;  // of every token; cells of layer 0
     const int64_t *sampled;                              // tokens that sample
     const Chunk *chunks;
-    const Piece *pieces;
+    const Piece *pieces, *pieces_end;
     const int64_t *slot, *parts;  // of every token: its first partial result, and how many (0: none)
     float *partial;               // [slots][heads][PARTIAL + head_dim rounded up to 16]
     void *pool;

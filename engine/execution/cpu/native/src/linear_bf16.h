@@ -1,7 +1,26 @@
 // Linear layers on bfloat16 by AVX512-BF16: pairs of inputs times pairs of weights; included behind epilogue.h.
 
 constexpr int TILE = 12;
-constexpr int64_t AHEAD = 4096;  // bytes, so that the next page is on its way: the hardware stops at its border
+
+// Weights come from memory while sums are made only if they are asked for early enough. A tile that has its panel for
+// itself asks for what it needs next (one row waits for memory anyhow, and only has to cross the borders of pages, where
+// the hardware stops); where several tiles share a panel, the first two ask for half of the next panel each.
+enum class Asks { NOTHING, NEAR, FAR, HALF_A_PANEL };
+constexpr int64_t AHEAD = 4096, SOON = 1024, LATER = 16384;  // bytes; AHEAD: the next page
+
+template <Asks A> inline void ask(const bf16 *w, const char *&next) {
+    if (A == Asks::HALF_A_PANEL) {
+        _mm_prefetch(next, _MM_HINT_T1);
+        next += 64;
+    }
+    for (const bf16 *line = w; line <= w + 512; line += 512) {
+        if (A == Asks::NEAR) _mm_prefetch((const char *)line + AHEAD, _MM_HINT_T1);
+        if (A == Asks::FAR) {
+            _mm_prefetch((const char *)line + SOON, _MM_HINT_T0);
+            _mm_prefetch((const char *)line + LATER, _MM_HINT_T1);
+        }
+    }
+}
 
 inline __m512bh pair_of(const bf16 *p) {
     int32_t pair;
@@ -44,14 +63,8 @@ template <> struct Sums<0> {
     void put(float *) const {}
 };
 
-template <int R> inline void add_pair(Sums<R> &sums, const bf16 *a, int64_t lda, const bf16 *w) {
-    _mm_prefetch((const char *)w + AHEAD, _MM_HINT_T1);
-    _mm_prefetch((const char *)(w + 512) + AHEAD, _MM_HINT_T1);
-    sums.add(a, lda, line_of(w), line_of(w + 512));
-}
-
 // c [R][PANEL] = a [R][lda] * a panel. Few rows have two sums for each output, as one would wait for itself.
-template <int R> void tile_of_panel(const bf16 *a, int64_t lda, const bf16 *w, int64_t k, float *c) {
+template <int R, Asks A> void tile_of_panel(const bf16 *a, int64_t lda, const bf16 *w, int64_t k, float *c, const char *next) {
     constexpr bool TWICE = R <= 3;
     Sums<R> sums;
     Sums<TWICE ? R : 0> more;
@@ -59,20 +72,28 @@ template <int R> void tile_of_panel(const bf16 *a, int64_t lda, const bf16 *w, i
     more.clear();
     for (int64_t i = 0; i < k; i += 32, w += 1024)
         for (int j = 0; j < 16; j += TWICE ? 2 : 1) {
-            add_pair(sums, a + i + 2 * j, lda, w + j * 32);
-            if constexpr (TWICE) add_pair(more, a + i + 2 * j + 2, lda, w + (j + 1) * 32);
+            ask<A>(w + j * 32, next);
+            sums.add(a + i + 2 * j, lda, line_of(w + j * 32), line_of(w + j * 32 + 512));
+            if constexpr (TWICE) {
+                ask<A>(w + (j + 1) * 32, next);
+                more.add(a + i + 2 * j + 2, lda, line_of(w + (j + 1) * 32), line_of(w + (j + 1) * 32 + 512));
+            }
         }
     if constexpr (TWICE) sums.join(more);
     sums.put(c);
 }
 
-using Tile = void (*)(const bf16 *, int64_t, const bf16 *, int64_t, float *);
-inline Tile tile_for(int64_t rows) {
+using Tile = void (*)(const bf16 *, int64_t, const bf16 *, int64_t, float *, const char *);
+template <Asks A> inline Tile tile_for(int64_t rows) {
     static constexpr Tile tiles[] = {
-        tile_of_panel<1>, tile_of_panel<2>, tile_of_panel<3>, tile_of_panel<4>, tile_of_panel<5>, tile_of_panel<6>,
-        tile_of_panel<7>, tile_of_panel<8>, tile_of_panel<9>, tile_of_panel<10>, tile_of_panel<11>, tile_of_panel<12>,
+        tile_of_panel<1, A>, tile_of_panel<2, A>, tile_of_panel<3, A>, tile_of_panel<4, A>, tile_of_panel<5, A>, tile_of_panel<6, A>,
+        tile_of_panel<7, A>, tile_of_panel<8, A>, tile_of_panel<9, A>, tile_of_panel<10, A>, tile_of_panel<11, A>, tile_of_panel<12, A>,
     };
     return tiles[rows - 1];
+}
+inline Tile tile_for(int64_t rows, int64_t tile, int64_t tiles) {
+    if (tiles == 1) return rows <= 3 ? tile_for<Asks::NEAR>(rows) : tile_for<Asks::FAR>(rows);
+    return tile < 2 ? tile_for<Asks::HALF_A_PANEL>(rows) : tile_for<Asks::NOTHING>(rows);
 }
 
 void linear_bf16(const tm_op &op, Span rows, Span panels, float *logits, int64_t logits_stride, Best best) {
@@ -83,7 +104,8 @@ void linear_bf16(const tm_op &op, Span rows, Span panels, float *logits, int64_t
         const bf16 *weight = (const bf16 *)op.weight + panel * k * PANEL;
         for (int64_t i = 0; i < tiles; i++) {  // of nearly equal size
             const int64_t first = rows.first + i * count / tiles, last = rows.first + (i + 1) * count / tiles;
-            tile_for(last - first)((const bf16 *)op.in + first * op.in_stride, op.in_stride, weight, k, c);
+            const bf16 *next = weight + k * PANEL + i * k * PANEL / 2, *a = (const bf16 *)op.in + first * op.in_stride;
+            tile_for(last - first, i, tiles)(a, op.in_stride, weight, k, c, (const char *)next);
             epilogue(first, last - first, panel, c);
         }
     }

@@ -23,7 +23,7 @@ tm_result Plan::make(const tm_step &step, int threads) {
     view.tokens = int64_t(ids_.size()), view.samples = int64_t(sampled_.size());
     view.ids = ids_.data(), view.positions = positions_.data();
     view.k_cells = k_cells_.data(), view.v_cells = v_cells_.data(), view.sampled = sampled_.data();
-    view.chunks = chunks_.data(), view.pieces = pieces.data();
+    view.chunks = chunks_.data(), view.pieces = pieces.data(), view.pieces_end = pieces.data() + pieces.size();
     view.slot = slot_.data(), view.parts = parts_.data(), view.partial = partial_.data();
     view.pool = step.pool, view.logits = step.logits, view.logits_stride = step.logits_stride;
     return TM_DONE;
