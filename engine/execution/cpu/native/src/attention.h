@@ -284,6 +284,26 @@ template <class T, class S, class C = T> struct Attention {
         top = next;
     }
 
+    // The same for the row of `query`, which sees some of the `count` keys from `key` on; zero for those that it does not see.
+    static void weigh_row(const tm_op &op, float *scores, int64_t query, int64_t key, int64_t count, float &top, float &total, float *out, int64_t padded) {
+        const int64_t seen = least(query + 1 - key, count), unseen = first_seen(op, query) - key;
+        for (int64_t i = 0; op.softcap > 0 && i < TILE_KEYS; i += W) store(scores + i, capped(load(scores + i), op.softcap));
+        for (int64_t i = 0; i < least(unseen, seen); i++) scores[i] = -INFINITY;
+        if (seen > most(unseen, 0)) weigh(scores, seen, top, total, out, padded);
+        else memset(scores, 0, TILE_KEYS * sizeof(float));
+    }
+
+    // What a tile has gathered, out [queries * group][padded], to its tokens.
+    static void put_rows(const View &view, const tm_op &op, const Piece &piece, const float *out, int64_t padded, const float *top, const float *total) {
+        const int64_t dim = view.shape->head_dim, group = view.shape->heads / view.shape->kv_heads;
+        for (int64_t r = 0; r < piece.queries * group; r++) {
+            const int64_t token = view.chunks[piece.chunk].first + piece.query + r / group, head = piece.kv_head * group + r % group;
+            S *to = (S *)op.out + token * op.out_stride + head * dim;
+            const Vec share = set(share_of(op, head, top[r], total[r]));
+            for (int64_t d = 0; d < dim; d += W) put<T>(to + d, mul(load(out + r * padded + d), share), dim - d);
+        }
+    }
+
     static void tile(const View &view, const tm_op &op, const Piece &piece, char *scratch) {
         const tm_shape &s = *view.shape;
         const Chunk &chunk = view.chunks[piece.chunk];
@@ -305,14 +325,8 @@ template <class T, class S, class C = T> struct Attention {
             turn_keys(view, op, chunk, piece.kv_head, key, count, padded, keys, room);
             const bool finite = copy_values(view, op, chunk, piece.kv_head, key, count, padded, values, room);
             matmul<false>(all, TILE_KEYS, q, padded, keys, TILE_KEYS, padded, scores, TILE_KEYS);
-            for (int64_t r = 0; r < rows; r++) {
-                const int64_t query = first + r / group, seen = least(query + 1 - key, count), unseen = first_seen(op, query) - key;
-                for (int64_t i = 0; op.softcap > 0 && i < TILE_KEYS; i += W)
-                    store(scores + r * TILE_KEYS + i, capped(load(scores + r * TILE_KEYS + i), op.softcap));
-                for (int64_t i = 0; i < least(unseen, seen); i++) scores[r * TILE_KEYS + i] = -INFINITY;
-                if (seen > most(unseen, 0)) weigh(scores + r * TILE_KEYS, seen, top[r], total[r], out + r * padded, padded);
-                else memset(scores + r * TILE_KEYS, 0, TILE_KEYS * sizeof(float));
-            }
+            for (int64_t r = 0; r < rows; r++)
+                weigh_row(op, scores + r * TILE_KEYS, first + r / group, key, count, top[r], total[r], out + r * padded, padded);
             if (finite) {
                 matmul<true>(all, padded, scores, TILE_KEYS, values, padded, count, out, padded);
                 continue;
@@ -323,11 +337,6 @@ template <class T, class S, class C = T> struct Attention {
                     product<1, true>(scores + r * TILE_KEYS + from, 0, values + from * padded + d, padded, seen - from, out + r * padded + d, 0);
             }
         }
-        for (int64_t r = 0; r < rows; r++) {
-            const int64_t token = chunk.first + piece.query + r / group, head = piece.kv_head * group + r % group;
-            S *to = (S *)op.out + token * op.out_stride + head * dim;
-            const Vec share = set(share_of(op, head, top[r], total[r]));
-            for (int64_t d = 0; d < dim; d += W) put<T>(to + d, mul(load(out + r * padded + d), share), dim - d);
-        }
+        put_rows(view, op, piece, out, padded, top, total);
     }
 };

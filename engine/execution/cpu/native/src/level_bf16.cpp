@@ -23,12 +23,12 @@ namespace {
 #include "epilogue.h"
 #include "linear_bf16.h"
 #include "attention.h"
+#include "attention_bf16.h"
 #include "level_of_bf16.h"
-template <class C> using PlainTiles = Attention<bf16, bf16, C>;
 }  // namespace
 
 const Kernels *bf16_kernels(int32_t type) {
-    static const Kernels kernels = kernels_of_bf16<PlainTiles>("bf16", linear_bf16, nullptr, nullptr);
+    static const Kernels kernels = kernels_of_bf16<PairedTiles>("bf16", linear_bf16, nullptr, nullptr);
     return type == TM_BFLOAT16 ? &kernels : nullptr;
 }
 }  // namespace tide

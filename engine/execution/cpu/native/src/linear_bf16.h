@@ -50,17 +50,29 @@ template <int R> struct Sums {
         first = _mm512_add_ps(first, other.first);
         second = _mm512_add_ps(second, other.second);
     }
-    void put(float *c) const {
-        before.put(c);
-        _mm512_storeu_ps(c + (R - 1) * PANEL, first);
-        _mm512_storeu_ps(c + (R - 1) * PANEL + 16, second);
+    void put(float *c, int64_t ldc) const {
+        before.put(c, ldc);
+        _mm512_storeu_ps(c + (R - 1) * ldc, first);
+        _mm512_storeu_ps(c + (R - 1) * ldc + 16, second);
+    }
+    void take(const float *c, int64_t ldc) {
+        before.take(c, ldc);
+        first = _mm512_loadu_ps(c + (R - 1) * ldc);
+        second = _mm512_loadu_ps(c + (R - 1) * ldc + 16);
+    }
+    void scale(__m512 by) {
+        before.scale(by);
+        first = _mm512_mul_ps(first, by);
+        second = _mm512_mul_ps(second, by);
     }
 };
 template <> struct Sums<0> {
     void clear() {}
     void add(const bf16 *, int64_t, __m512bh, __m512bh) {}
     void join(const Sums &) {}
-    void put(float *) const {}
+    void put(float *, int64_t) const {}
+    void take(const float *, int64_t) {}
+    void scale(__m512) {}
 };
 
 // c [R][PANEL] = a [R][lda] * a panel. Few rows have two sums for each output, as one would wait for itself.
@@ -80,7 +92,7 @@ template <int R, Asks A> void tile_of_panel(const bf16 *a, int64_t lda, const bf
             }
         }
     if constexpr (TWICE) sums.join(more);
-    sums.put(c);
+    sums.put(c, PANEL);
 }
 
 using Tile = void (*)(const bf16 *, int64_t, const bf16 *, int64_t, float *, const char *);
