@@ -4,6 +4,7 @@
 `build_engine` loads and joins. The only module besides engine.engine that knows both control and data plane.
 """
 
+import importlib
 import math
 import os
 from collections.abc import Callable
@@ -34,9 +35,7 @@ from engine.execution.masks import MAX_FORCED
 from engine.execution.offload import Offload, plan_offload
 from engine.execution.plan import FLOAT8, STORED_FLOATS, STORED_INTEGERS, LaunchPlan
 from engine.execution.ranks.follower import Follower
-from engine.execution.ranks.group import Group
-from engine.execution.ranks.leader import Leader, Seat
-from engine.execution.ranks.messages import LOADED, MADE
+from engine.execution.ranks.group import LOADED, MADE, Group, Seat
 from engine.execution.runner import Device, Runner
 from engine.execution.self_test import LIMITS as TEST_LIMITS
 from engine.execution.self_test import test_family, test_modules
@@ -290,7 +289,8 @@ def build_runner(
     if plan.ranks == 1:
         return _make_runner(config, plan, say, None)
     own = replace(config, model=str(plan.folder), revision=None, self_test=False)
-    leader = Leader(own, plan.limits, cuda_devices() if plan.device == "cuda" else ())
+    ranks: Any = importlib.import_module("engine.execution.ranks.leader")  # msgspec comes with it
+    leader = ranks.Leader(own, plan.limits, cuda_devices() if plan.device == "cuda" else ())
     try:
         runner, plan = _make_runner(config, plan, say, leader)
         leader.reached(MADE)

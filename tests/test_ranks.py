@@ -32,6 +32,7 @@ from engine.execution.ranks import leader, messages
 from engine.execution.ranks.follower import Follower
 from engine.execution.ranks.group import Group
 from engine.execution.ranks.leader import Leader
+from engine.execution.ranks.step import Step
 from engine.execution.rows import RowTable
 from engine.execution.runner import Runner
 from engine.models import torch_ops
@@ -260,7 +261,7 @@ def test_what_keeps_another_rank_from_its_start_is_raised_here(monkeypatch: pyte
     monkeypatch.setattr(leader.subprocess, "Popen", keep)
     config = config_of(ranks=4, case="llama-mha-tied")
     with monkeypatch.context() as patch:
-        patch.setattr(build, "Leader", ForeignLeader)
+        patch.setattr(leader, "Leader", ForeignLeader)
         with pytest.raises(ModelLoadError, match="/no/such/folder"):
             build.build_runner(config, build.plan_launch(config))
     monkeypatch.setattr(leader, "CHILD", "engine.no.such.module")
@@ -272,7 +273,7 @@ def test_what_keeps_another_rank_from_its_start_is_raised_here(monkeypatch: pyte
 def test_all_ranks_have_the_least_of_what_one_has() -> None:
     store = distributed.HashStore()
     with ThreadPoolExecutor(2) as threads:
-        groups = list(threads.map(lambda rank: Group(store, rank, 2, CPU), range(2)))
+        groups = list(threads.map(lambda rank: Group(store, rank, 2, CPU, nccl=False), range(2)))
         found = list(threads.map(lambda pair: pair[0].least(pair[1]), zip(groups, ([5, 9], [7, 3]), strict=True)))
         assert found == [[5, 3], [5, 3]]
         shared = [torch.tensor([7]), torch.tensor([8])]
@@ -337,7 +338,7 @@ class FollowersHere:
         self.failures: list[Any] = []
 
     def begin(self, output: SchedulerOutput, rows: RowTable) -> None:
-        step = messages.decode_for_rank(messages.encode(messages.Step.of(output, rows)))
+        step = messages.decode_step(messages.encode(Step.of(output, rows)))
         assert not any(new.token_ids for new in step.output.new_requests), "tokens go once, with the chunks"
         self.failures.append(self.thread.submit(lambda: self._follower.result().run(step)))
 
@@ -358,7 +359,7 @@ def test_two_devices_equal_one(kind: type) -> None:
     whole, store = load_spec(folder), distributed.HashStore()
 
     def device_of(rank: int, ranks: int) -> Any:
-        group = Group(store, rank, ranks, CPU) if ranks > 1 else None
+        group = Group(store, rank, ranks, CPU, nccl=False) if ranks > 1 else None
         shard = None if group is None else Shard(rank, ranks, group.total)
         weights = load_weights(whole, folder, dtype="float32", shard=shard)
         spec = whole if shard is None else shard.spec_of(whole)

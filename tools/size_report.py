@@ -16,7 +16,7 @@ CEILINGS = {
     "gateway": 14_600,
     "engine": 36_000,
     "predictor": 3_300,
-    "loadgen": 18_100,
+    "loadgen": 18_200,
 }
 
 

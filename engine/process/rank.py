@@ -38,10 +38,11 @@ class Seat:
 
     def join(self, device: Any) -> Any:
         """Meet the others."""
-        self.reached(messages.PLANNED)
         group: Any = importlib.import_module("engine.execution.ranks.group")
+        self.reached(group.PLANNED)
         size = self._join.config.tensor_parallel_size
-        return group.Group(group.find_meeting(self._join.port), self.rank, size, device)
+        store = group.find_meeting(self._join.port)
+        return group.Group(store, self.rank, size, device, nccl=device.type == "cuda")
 
 
 def main(arguments: list[str]) -> None:
@@ -66,16 +67,15 @@ def main(arguments: list[str]) -> None:
 
 
 def run(link: Link) -> None:
-    """Load a part of the model and run steps until the link is closed. Raises LinkLostError then."""
-    join = messages.decode_for_rank(link.receive())
-    assert isinstance(join, messages.Join), "the first message says what to load"
+    """Load a part of the model and run steps. Raises LinkLostError when the link is closed."""
+    join = messages.decode_join(link.receive())
     logging.basicConfig(level=join.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     interpreter.settle()
     build: Any = importlib.import_module("engine.build")  # torch comes with it
     follower = build.build_follower(join.config, join.limits, Seat(link, join))
     interpreter.settle()
-    while isinstance(step := messages.decode_for_rank(link.receive()), messages.Step):
-        follower.run(step)
+    while True:
+        follower.run(messages.decode_step(link.receive()))
         interpreter.collect_due(at_rest=False)
 
 

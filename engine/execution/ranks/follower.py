@@ -17,7 +17,7 @@ from engine.arrays import IntArray
 from engine.execution.lane import Lane, Mark
 from engine.execution.layout import chunk_array, token_places
 from engine.execution.operations import CacheMover, run_operations
-from engine.execution.ranks.messages import Step
+from engine.execution.ranks.step import Step
 from engine.execution.rows import RowTable
 
 

@@ -1,4 +1,5 @@
-"""What ranks compute together: sums over all of them, and what the first one knows, by torch.distributed.
+"""How ranks meet, and what they compute together: sums over all of them, and what the first one knows, by
+torch.distributed.
 
 By gloo on a CPU and by NCCL on GPUs. Ranks are on one machine: whatever listens does so on its loopback.
 """
@@ -8,7 +9,7 @@ import os
 import socket
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -21,6 +22,10 @@ HOST = "127.0.0.1"
 WAIT = timedelta(seconds=300)
 """The longest that a rank waits for another: they begin together what they do together. One that ended is known at
 once."""
+
+
+PLANNED, LOADED, MADE = "planned", "loaded", "made"
+"""The stages of a start: what will run is decided; a rank's weights are there; its cache and its graphs are."""
 
 
 class Meeting:
@@ -40,17 +45,17 @@ def find_meeting(port: int) -> Store:
 
 
 class Group:
-    """The ranks of one model, whose tensors are of `device`. Each makes the same calls, in the same order. Where one is
-    gone a call of the others raises RuntimeError, or on a GPU never ends."""
+    """The ranks of one model, whose tensors are of `device`, by NCCL or by gloo. Each makes the same calls, in the same
+    order. Where one is gone a call of the others raises RuntimeError, or on a GPU never ends."""
 
-    def __init__(self, store: Store, rank: int, ranks: int, device: torch.device) -> None:
+    def __init__(self, store: Store, rank: int, ranks: int, device: torch.device, *, nccl: bool) -> None:
         self._device = device
         self._sum, self._least = c10d.AllreduceOptions(), c10d.AllreduceOptions()
         self._least.reduceOp = c10d.ReduceOp.MIN
         self._from_first = c10d.BroadcastOptions()
         for options in (self._sum, self._least, self._from_first):
             options.asyncOp = False  # in the stream of who calls: a graph that is captured there has it, too
-        self._group = (_by_nccl if device.type == "cuda" else _by_gloo)(store, rank, ranks)
+        self._group = (_by_nccl if nccl else _by_gloo)(store, rank, ranks)
 
     def total(self, part: Tensor) -> None:
         """Replace each rank's `part` by the sum of all."""
@@ -65,6 +70,18 @@ class Group:
         found = torch.tensor(values, dtype=torch.int64, device=self._device)
         self._group.allreduce([found], self._least).wait()
         return [int(value) for value in found.tolist()]
+
+
+class Seat(Protocol):
+    """Of one of the ranks while they start, stage by stage (PLANNED, LOADED, MADE)."""
+
+    rank: int
+
+    def reached(self, stage: str) -> None:
+        """This rank is there. The first one goes on when all others are, and raises what keeps one from it."""
+
+    def join(self, device: torch.device) -> Group:
+        """Meet the others, which have planned what they load."""
 
 
 def _by_gloo(store: Store, rank: int, ranks: int) -> Any:

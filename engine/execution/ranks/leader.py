@@ -10,14 +10,14 @@ import socket
 import subprocess
 import threading
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import torch
 
 from engine.config import EngineConfig
 from engine.errors import EngineUnavailableError
-from engine.execution.ranks.group import Group, Meeting
-from engine.execution.ranks.messages import PLANNED, Failed, FromRank, Join, Step, decode_from_rank, encode
+from engine.execution.ranks.group import PLANNED, Group, Meeting
+from engine.execution.ranks.messages import Failed, FromRank, Join, decode_from_rank, encode
+from engine.execution.ranks.step import Step
 from engine.execution.rows import RowTable
 from engine.machine.child import python_module
 from engine.machine.link import Link, LinkLostError
@@ -75,18 +75,6 @@ class _Rank:
             self.process.wait()
 
 
-class Seat(Protocol):
-    """Of one of the ranks while they start, stage by stage (`engine.execution.ranks.messages`)."""
-
-    rank: int
-
-    def reached(self, stage: str) -> None:
-        """This rank is there. The first one goes on when all others are, and raises what keeps one from it."""
-
-    def join(self, device: torch.device) -> Group:
-        """Meet the others, which have planned what they load."""
-
-
 class RankLostError(RuntimeError):
     """A rank is gone, and no step of the others ends."""
 
@@ -130,7 +118,7 @@ class Leader:
     def join(self, device: torch.device) -> Group:
         """See Seat."""
         self.reached(PLANNED)
-        return Group(self._meeting.store, self.rank, self._size, device)
+        return Group(self._meeting.store, self.rank, self._size, device, nccl=device.type == "cuda")
 
     def listen(self) -> None:
         """All are made. From now on they say something only where they cannot go on."""

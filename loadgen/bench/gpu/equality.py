@@ -1,7 +1,7 @@
 """The whole engine against transformers, on random models of every family: each token must be the reference's best, up
 to the rounding of the type, given the tokens before it."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -10,8 +10,11 @@ import torch
 from torch import Tensor
 
 from engine.api import EngineRequest, SamplingParams
-from engine.models.spec import spec_from_config
-from engine.models.weights import build_weights
+from engine.config import SchedulerConfig
+from engine.execution.cuda.device import CudaDevice
+from engine.execution.runner import Runner
+from engine.models.spec import ModelSpec, spec_from_config
+from engine.models.weights import TensorSource, build_weights
 from loadgen.bench.gpu.loop import BLOCK, Loop, make_runner, scheduler_config
 from loadgen.bench.gpu.setup import Setup
 from loadgen.bench.gpu.table import Row
@@ -33,6 +36,9 @@ _MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 _SLACK = {torch.bfloat16: 0.15, torch.float16: 0.03, torch.float32: 1e-3}
 """How far below the best logit a token may be; logits have a spread of about one."""
+
+
+MakeRunner = Callable[[Setup, ModelSpec, TensorSource, SchedulerConfig], Runner[CudaDevice]]
 
 
 class _StateDict:
@@ -57,17 +63,22 @@ def check_equality(setup: Setup) -> Iterator[Row]:
     torch.backends.cuda.matmul.allow_tf32 = False
     for dtype in (torch.float32, setup.dtype)[: setup.size(2, 1)]:
         for name in list(_MODELS)[: setup.size(len(_MODELS), 2)]:
-            yield _compare(replace(setup, dtype=dtype), name)
+            yield compare(replace(setup, dtype=dtype), name)
 
 
-def _compare(setup: Setup, name: str) -> Row:
+def whole(setup: Setup, spec: ModelSpec, source: TensorSource, config: SchedulerConfig) -> Runner[CudaDevice]:
+    """All of the model on one device."""
+    return make_runner(setup, spec, build_weights(spec, source), config)
+
+
+def compare(setup: Setup, name: str, make: MakeRunner = whole, how: str = "") -> Row:
     """Requests with shared prefixes in a pool that is too small for all of them; random weights from one seed."""
     model = _reference(setup, name)
     config = scheduler_config(8, 64, setup.size(512, 96), setup.size(60, 12))
     spec = spec_from_config({**model.config.to_dict(), "architectures": [type(model).__name__]})
     with torch.inference_mode():
-        weights = build_weights(spec, _StateDict(model.state_dict()))
-    loop = Loop(make_runner(setup, spec, weights, config), config)
+        runner = make(setup, spec, _StateDict(model.state_dict()), config)
+    loop = Loop(runner, config)
     requests = _requests(setup)
     loop.run(requests)
     worst, best, count = 0.0, 0, 0
@@ -77,7 +88,7 @@ def _compare(setup: Setup, name: str) -> Row:
     note = f"{best} of {count} tokens are the best; {sum(loop.core.stats().preemptions.values())} preemptions"
     kind = str(setup.dtype).removeprefix("torch.")
     return Row(
-        f"engine against transformers, {name}, {kind}", "below", worst, _SLACK[setup.dtype], None, "", True, note
+        f"engine against transformers, {name}, {kind}{how}", "below", worst, _SLACK[setup.dtype], None, "", True, note
     )
 
 

@@ -1,0 +1,33 @@
+"""What the ranks that follow are told of a step. Torch-free."""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from engine.api import SamplingParams
+from engine.execution.layout import chunk_array, token_places
+from engine.execution.rows import RowTable
+from engine.scheduling.output import SchedulerOutput
+
+_NO_WISHES = SamplingParams(1, temperature=0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What changes in rows and cache, the chunks, and their tokens (int32, in the order of the chunks), a negative one
+    where only devices know it yet. Nobody else's business: what is sampled, and how."""
+
+    output: SchedulerOutput
+    token_ids: bytes
+
+    @classmethod
+    def of(cls, output: SchedulerOutput, rows: RowTable) -> "Step":
+        """`rows` know the step already."""
+        if output.new_requests:
+            plain = tuple(
+                each._replace(request_id="", token_ids=(), sampling=_NO_WISHES, pooling=None)
+                for each in output.new_requests
+            )
+            output = replace(output, new_requests=plain)
+        where = token_places(chunk_array(output.chunks))
+        return cls(output, rows.tokens[where].astype(np.int32).tobytes())
