@@ -176,7 +176,8 @@ class SchedulerConfig:
     `host_units`: units of the host tier (0: none), `unit_bytes`: the size of one on any tier. `disk_units`: of the
     disk, and `disk_seconds` that writing and reading one takes. `scratch_blocks`: how
     many blocks a step may run from hidden state (0: hidden state is not offered), `rho`: seconds that one token run
-    from it adds to a step. `preempted_int8`: blocks of requests that wait may be put in 8 bits,
+    from it adds to a step that runs as many as may (`compact_tokens`).
+    `preempted_int8`: blocks of requests that wait may be put in 8 bits,
     `running_int8`: so may full blocks of those that run, and are read as they are.
     `chunked_prefill`: prompts run in chunks beside decodes; else a step is whole prompts or decodes.
     `pipeline_depth`: steps that may be in flight when `schedule` is called (0 on CPU, 1 on a GPU).
@@ -218,6 +219,11 @@ class SchedulerConfig:
         seqs, tokens = step_limits(config)
         said = {name: getattr(config, name) for name in named}
         return cls(**said | {"max_num_seqs": seqs, "max_num_batched_tokens": tokens} | resolved)
+
+    @property
+    def compact_tokens(self) -> int:
+        """Tokens that a step may run from hidden state, or from 8 bits."""
+        return self.block_size * (self.num_units if self.running_int8 else self.scratch_blocks)
 
     @property
     def limits(self) -> Limits:

@@ -35,8 +35,13 @@ LINEAR_TERMS = (
     "prefill_tokens",
     "prefill_tokens_squared",
     "decode_context_squared",
+    "compact_step",
+    "restored_step",
 )
 """Names of all coefficients but the hinges, each a field of `LatencyModel`."""
+
+CACHE_TERMS = ("compact", "restored", "transferred", "compact_step", "restored_step")
+"""Those of work on the cache: measured apart (`predictor.costs`), never fitted."""
 
 FEATURE_SETS: dict[str, tuple[str, ...]] = {
     "hygen": (
@@ -80,8 +85,15 @@ class LatencyPredictor(Protocol):
         is not without any."""
         ...
 
-    def cache_work(self, compact_tokens: int = 0, restored_tokens: int = 0, transferred_bytes: int = 0) -> float:
-        """What running from hidden state, restoring K and V and swapping add to any step."""
+    def cache_work(
+        self,
+        compact_tokens: int = 0,
+        restored_tokens: int = 0,
+        transferred_bytes: int = 0,
+        beside: BatchFeatures | None = None,
+    ) -> float:
+        """What running from hidden state, restoring K and V and swapping add by the token and byte; with the features
+        of the step `beside`, what the first token of a step costs is in it, or comes back with the last."""
         ...
 
     def adapter_work(self, adapters: int, tokens: int) -> float:
@@ -125,6 +137,8 @@ class LatencyModel:
     prefill_tokens: float = 0.0
     prefill_tokens_squared: float = 0.0
     decode_context_squared: float = 0.0
+    compact_step: float = 0.0
+    restored_step: float = 0.0
     knots: tuple[int, ...] = ()
     hinges: tuple[float, ...] = ()
     token_limit: int = 8192
@@ -180,6 +194,8 @@ class LatencyModel:
             + self.adapted_tokens * features.adapted_tokens
             + self.masks * features.masks
             + self.masked_rows * features.masked_rows
+            + (self.compact_step if features.compact_tokens > 0 else 0.0)
+            + (self.restored_step if features.restored_tokens > 0 else 0.0)
         )
 
     def marginal(self, features: BatchFeatures, start: int, length: int) -> float:
@@ -208,9 +224,22 @@ class LatencyModel:
         hinge = self._hinge(tokens + count, prompts) - self._hinge(tokens, prompts)
         return hinge + self.decodes * count + context_sum * (self.decode_context + squares)
 
-    def cache_work(self, compact_tokens: int = 0, restored_tokens: int = 0, transferred_bytes: int = 0) -> float:
-        """Seconds that such cache work adds to any step."""
-        return self.compact * compact_tokens + self.restored * restored_tokens + self.transferred * transferred_bytes
+    def cache_work(
+        self,
+        compact_tokens: int = 0,
+        restored_tokens: int = 0,
+        transferred_bytes: int = 0,
+        beside: BatchFeatures | None = None,
+    ) -> float:
+        """Seconds that such cache work adds to any step, or to `beside` with what the first token costs."""
+        seconds = self.compact * compact_tokens + self.restored * restored_tokens + self.transferred * transferred_bytes
+        if beside is not None:
+            for step, before, more in (
+                (self.compact_step, beside.compact_tokens, compact_tokens),
+                (self.restored_step, beside.restored_tokens, restored_tokens),
+            ):
+                seconds += step * ((before + more > 0) - (before > 0))
+        return seconds
 
     def adapter_work(self, adapters: int, tokens: int) -> float:
         """Seconds that further adapters and tokens under any add to a step."""

@@ -307,9 +307,15 @@ class OnlineModel:
         is not without any."""
         return self.model.expected_prefill(features, (limit - self._host.mean) / self.scale, max_tokens, start)
 
-    def cache_work(self, compact_tokens: int = 0, restored_tokens: int = 0, transferred_bytes: int = 0) -> float:
+    def cache_work(
+        self,
+        compact_tokens: int = 0,
+        restored_tokens: int = 0,
+        transferred_bytes: int = 0,
+        beside: BatchFeatures | None = None,
+    ) -> float:
         """What cache work adds; the margin does not depend on it."""
-        return self._sure_scale * self.model.cache_work(compact_tokens, restored_tokens, transferred_bytes)
+        return self._sure_scale * self.model.cache_work(compact_tokens, restored_tokens, transferred_bytes, beside)
 
     def adapter_work(self, adapters: int, tokens: int) -> float:
         """What adapters add; the margin does not depend on it."""

@@ -19,9 +19,9 @@ from predictor.features import BatchFeatures, FeatureRow
 from predictor.model import LINEAR_TERMS, LatencyModel
 from predictor.samples import Sample
 
-SCHEMA = 7
+SCHEMA = 8
 """2: the costs of the cache's representations came in; 3: none of them is zero; 4: the sweep itself, which later fits
-stand on; 5: adapters; 6: the contexts of chunks; 7: masks. Older files are measured again."""
+stand on; 5: adapters; 6: the contexts of chunks; 7: masks; 8: cache costs of a step. Older files are measured again."""
 
 
 class ProfileError(Exception):
@@ -67,12 +67,8 @@ class Profile:
     def with_cache_costs(self, costs: CacheCosts, unit_bytes: int) -> "Profile":
         """The profile with these costs, and a model that charges them; `unit_bytes`: size of a cache unit."""
         swap = (costs.swap_out or 0.0) + (costs.swap_in or 0.0)
-        model = replace(
-            self.model,
-            compact=costs.run_hidden or 0.0,
-            restored=costs.restore or 0.0,
-            transferred=swap / 2 / unit_bytes if swap else 0.0,
-        )
+        transferred = swap / 2 / unit_bytes if swap else 0.0
+        model = replace(self.model, transferred=transferred, **costs.coefficients())
         return replace(self, model=model, cache_costs=costs)
 
     def save(self, path: Path) -> None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 from predictor.features import BatchFeatures
 from predictor.fitting import fit
-from predictor.model import LatencyModel
+from predictor.model import CACHE_TERMS, LatencyModel
 from predictor.samples import Sample, split_samples
 
 FEWEST = 100
@@ -64,7 +64,7 @@ def refit(current: LatencyModel, sweep: Sequence[Sample], recent: Sequence[Sampl
     base = fit(sweep, **limits) if sweep else current  # type: ignore[arg-type]
     aged = _aged(sweep, train, base)
     found = fit([*train, *aged], current.feature_set, **limits)  # type: ignore[arg-type]
-    model = replace(found, compact=current.compact, restored=current.restored, transferred=current.transferred)
+    model = replace(found, **{name: getattr(current, name) for name in CACHE_TERMS})
     took = sum(s for _, s in train)
     scale, level = (took / sum(each.predict(f) for f, _ in train) for each in (current, base))
     return Refit(model, error_of(model, held_out), error_of(current.scaled(scale), held_out), level)

@@ -14,6 +14,7 @@ from loadgen.experiments import apt, apt_point, apt_table
 from loadgen.experiments.table import Result
 from loadgen.simulation.machine import Machine, build_machine
 from loadgen.simulation.specs import MODELS
+from predictor.features import BatchFeatures
 
 CHAT = apt_point.Load("apt-chat", 1.0, 1.0, (1.0,), (1.0,))
 TINY = apt.Config(
@@ -91,10 +92,16 @@ def test_hidden_state_is_offered_where_it_is_small(machine: Machine) -> None:
     assert hidden.num_units + scratch <= kv.num_units
     assert host.host_units * host.unit_bytes <= apt_point.HOST_BYTES and host.unit_bytes == 8 * 819_200
     # A restored token takes 2 · 5,120 · 10,240 FLOPs in each of 40 layers, at the rate of a large product; decodes read
-    # hidden state as it is, which takes no longer than reading W_k and W_v again.
-    restored = apt_point.with_cache(machine, "hidden").predictor.restored
-    assert restored == pytest.approx(40 * 2 * 5120 * 10240 / (312e12 * 0.655), rel=0.15)
-    assert 0.0 < hidden.rho < 40 * 2 * 2 * 5120**2 / (1.555e12 * 0.94) * 1.2 / apt_point.COMPACT_TOKENS
+    # hidden state as it is, which takes reading W_k and W_v again and some launches, and nothing for a token.
+    model = apt_point.with_cache(machine, "hidden").predictor
+    assert model.restored == pytest.approx(40 * 2 * 5120 * 10240 / (312e12 * 0.655), rel=0.15)
+    weights = 40 * 2 * 2 * 5120**2 / (1.555e12 * 0.94)
+    assert weights < model.compact_step < weights + 40 * 4 * machine.device.device.launch_seconds
+    assert hidden.rho == pytest.approx(model.compact + model.compact_step / hidden.compact_tokens)
+    step = BatchFeatures()
+    for tokens in (1, 500, 1000, 2000):
+        taken = machine.device.cache_work_seconds(tokens)
+        assert model.cache_work(compact_tokens=tokens, beside=step) == pytest.approx(taken, rel=0.15)
     with pytest.raises(ValueError, match="llama-3-8b"):
         apt_point.with_cache(build_machine(apt.LLAMA), "hidden")
 

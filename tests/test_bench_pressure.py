@@ -149,7 +149,13 @@ async def test_a_seed_against_a_server_whose_pool_is_too_small(tmp_path: Path) -
 
 def test_the_costs_of_a_profile(tmp_path: Path) -> None:
     costs = {"run_hidden": 2e-6, "restore": None, "swap_out": 1e-4, "swap_in": 5e-5}
+    costs |= {"run_hidden_step": 3e-4, "restore_step": None}
     path = tmp_path / "profile.json"
     path.write_text(json.dumps({"cache_costs": costs, "held_out_mape": 0.12}))
     line = pressure.costs(path)
-    assert line.startswith("measured: 2.00 µs") and "- restored" in line and line.endswith("12.0% off")
+    assert (
+        line.startswith("measured: 2.00 µs")
+        and "300.00 for the first" in line
+        and "- and - restored" in line
+        and line.endswith("12.0% off")
+    )

@@ -9,6 +9,8 @@ import pytest
 import torch
 from driver import Driver, make_request
 from fakes.runner import FakeRunner
+from hypothesis import given
+from hypothesis import strategies as st
 from tiny_models import llama_config
 
 from engine.cache.blocks import CacheAction, CacheEntry, CacheKind, Tier
@@ -23,7 +25,7 @@ from engine.models.weights import DummyTensors, build_weights
 from engine.profiling.cache_costs import KV_ONLY, CacheTiers, measure_cache_costs
 from engine.profiling.calibration import load_or_measure, load_profile, measure_profile
 from engine.scheduling.output import ModelRunnerOutput, SchedulerOutput
-from predictor.costs import NOT_MEASURED, CacheCosts
+from predictor.costs import NOT_MEASURED, CacheCosts, affine
 from predictor.limits import Limits
 from predictor.model import LatencyModel
 from predictor.profile import Profile, ProfileError, ProfileKey
@@ -164,6 +166,7 @@ def test_a_folder_that_cannot_be_written_is_said(tmp_path: Path) -> None:
 
 TIERS = CacheTiers(scratch_blocks=12, host_units=20, unit_bytes=1000)
 RUN_HIDDEN, RESTORE, SWAP_OUT, SWAP_IN = 3e-6, 8e-6, 2e-4, 1e-4
+RUN_HIDDEN_STEP, RESTORE_STEP = 1.5e-3, 7e-4
 
 
 class HybridRunner(FakeRunner):
@@ -184,7 +187,8 @@ class HybridRunner(FakeRunner):
         hidden = [entry for entry in self.entries if entry.kind is CacheKind.HIDDEN]
         assert len(hidden) <= self.scratch_blocks
         self.num_costed_steps += bool(hidden or output.operations)
-        latency += RUN_HIDDEN * max(0, 16 * len(hidden) - len(output.new_requests))
+        latency += RUN_HIDDEN * max(0, 16 * len(hidden) - len(output.new_requests)) + RUN_HIDDEN_STEP * bool(hidden)
+        latency += RESTORE_STEP * any(each.action is CacheAction.RESTORE for each in output.operations)
         used = [unit for entry in self.entries for unit in entry.units]
         for action, source, target, *_ in output.operations:
             for entry in (source, target):
@@ -206,9 +210,40 @@ def test_cache_costs_are_recovered_and_charged_by_the_model() -> None:
     assert (costs.swap_out, costs.swap_in) == (pytest.approx(SWAP_OUT), pytest.approx(SWAP_IN))
     step = StepShape(2, 100).features()
     before = profile.model.predict(step)
-    step.add_cache_work(compact_tokens=10, restored_tokens=16, transferred_bytes=2000)
+    work = {"compact_tokens": 10, "restored_tokens": 16, "transferred_bytes": 2000}
+    first = profile.model.cache_work(**work, beside=step)
+    step.add_cache_work(**work)
     expected = 10 * RUN_HIDDEN + 16 * RESTORE + SWAP_OUT + SWAP_IN
-    assert profile.model.predict(step) - before == pytest.approx(expected)
+    assert profile.model.predict(step) - before == pytest.approx(expected + RUN_HIDDEN_STEP + RESTORE_STEP)
+    assert first == pytest.approx(profile.model.predict(step) - before)
+    assert profile.model.cache_work(**work, beside=step) == pytest.approx(expected), "a step pays for the first once"
+    assert profile.model.cache_work(compact_tokens=-10, beside=step) == pytest.approx(
+        -10 * RUN_HIDDEN - RUN_HIDDEN_STEP
+    )
+
+
+def test_what_does_not_grow_with_the_tokens_is_measured_apart() -> None:
+    """One size would have charged half as much again for a token at 1,024 tokens, and five times as much at 128."""
+    costs = measure_cache_costs(HybridRunner(), LIMITS, TIERS)
+    assert costs.run_hidden_step == pytest.approx(RUN_HIDDEN_STEP)
+    assert costs.restore_step == pytest.approx(RESTORE_STEP)
+    assert costs.rho(1000) == pytest.approx(RUN_HIDDEN + RUN_HIDDEN_STEP / 1000)
+    assert NOT_MEASURED.rho(1000) == 0.0
+
+
+@given(st.integers(1, 500), st.integers(1, 2000), st.floats(0.0, 1e-2), st.floats(1e-9, 1e-4), st.floats(-2e-3, 2e-3))
+def test_the_line_through_two_sizes(few: int, more: int, fixed: float, token: float, error: float) -> None:
+    """Exact where the law is one; else the nearest that is possible, and never below what a token costs at least."""
+    many, floor = few + more, 1e-9
+    at_few, at_many = fixed + token * few, fixed + token * many
+    found = affine((few, at_few), (many, at_many), floor)
+    assert found.token == pytest.approx(token, rel=1e-6, abs=1e-12) and found.fixed == pytest.approx(fixed, abs=1e-12)
+    found = affine((few, max(0.0, at_few + error)), (many, at_many), floor)
+    assert found.fixed >= 0.0 and found.token >= floor
+    errors = [found.fixed + found.token * tokens - seconds for tokens, seconds in ((few, at_few), (many, at_many))]
+    assert max(map(abs, errors)) <= abs(error) + 1e-9, "no further from the truth than the worse measurement"
+    alone = affine((many, at_many), (many, at_many), floor)
+    assert (alone.fixed, alone.token) == (0.0, at_many / many)
 
 
 @pytest.mark.parametrize(
@@ -274,7 +309,7 @@ class NoisyHybridRunner(HybridRunner):
         result = super()._execute(output)
         plain = TRUTH.predict(step_features(output))
         seconds = plain + self._factor * (result.latency - plain)
-        seconds *= (1.0 + 1e-3 * output.step_id) * self._random.gauss(1.0, 0.05)
+        seconds *= (1.0 + 5e-4 * output.step_id) * self._random.gauss(1.0, 0.05)
         disturbed = 0.05 * (self._random.random() < 0.15)
         return ModelRunnerOutput(output.step_id, result.token_ids, None, max(1e-6, seconds) + disturbed)
 

@@ -1,13 +1,14 @@
 """The scheduler over the hybrid cache: parking on the host, running from hidden state, restoring, failing, aborting."""
 
 import random
+from dataclasses import replace
 
 import pytest
 from driver import Driver, make_request
 from fakes.runner import FakeRunner, solo_tokens
 
 from engine.api import EngineRequest, FinishReason, RequestClass
-from engine.cache.blocks import CacheAction
+from engine.cache.blocks import CacheAction, CacheKind
 from engine.config import SchedulerConfig
 from engine.scheduling.objective import StepObjective
 from engine.scheduling.output import SchedulerOutput
@@ -214,6 +215,22 @@ def test_an_expensive_rho_refuses_hidden_state(depth: int) -> None:
         assert driver.core.stats().hidden_blocks == 0
     driver.run()
     check_solo(driver, *requests)
+
+
+def test_what_a_step_pays_anyway_keeps_nobody_from_hidden_state(depth: int) -> None:
+    """Too dear for the first request, for all of a step's own share falls to it; not once another one runs from it."""
+    driver, requests = pressed(depth, "apt", 40)
+    for _ in range(4):
+        driver.step()
+    assert driver.core.stats().hidden_blocks > 0
+    core, before = driver.core, len(driver.steps)
+    core._state.config = replace(core._state.config, rho=10.0)
+    later = [make_request(f"later-{i}", [20 + i] * 14, 10) for i in range(4)]
+    driver.add(*later)
+    driver.run()
+    check_solo(driver, *requests, *later)
+    started = [new for step in driver.steps[before:] for new in step.new_requests]
+    assert any(entry.kind is CacheKind.HIDDEN for new in started for entry in new.entries)
 
 
 def test_without_pressure_apt_is_first_come_first_served(depth: int) -> None:

@@ -160,6 +160,8 @@ def by_definition(model: LatencyModel, f: BatchFeatures) -> float:
         model.prefill_context * f.prefill_context_sum,
         model.masks * (f.masked_rows > 0),
         model.masked_rows * f.masked_rows,
+        model.compact_step * (f.compact_tokens > 0),
+        model.restored_step * (f.restored_tokens > 0),
     )
     return math.fsum((*linear, hinges))
 
@@ -419,7 +421,7 @@ def damaged(text: str, **changes: object) -> str:
         (lambda text: damaged(text, key="x"), "damaged"),
         (lambda text: damaged(text, key={}), "missing 'model'"),
         (lambda text: damaged(text, token_limit=True), "whole number"),
-        (lambda text: damaged(text, schema=1, cache_costs=None), "schema 1, this version reads schema 7"),
+        (lambda text: damaged(text, schema=1, cache_costs=None), "schema 1, this version reads schema 8"),
         (lambda text: damaged(text, cache_costs=None), "missing 'cache_costs'"),
         (lambda text: damaged(text, cache_costs={}), "missing 'run_hidden'"),
         (lambda text: text.replace('"swap_in": null', '"swap_in": -1'), "above zero"),

@@ -94,14 +94,15 @@ def test_a_fit_that_is_no_better_is_refused() -> None:
 
 
 def test_cache_work_keeps_its_own_price() -> None:
-    model = LatencyModel(intercept=1e-3, compact=1e-6, restored=2e-6, transferred=3e-12, token_limit=512)
+    costs: dict[str, Any] = {"compact": 1e-6, "restored": 2e-6, "transferred": 3e-12, "compact_step": 1e-3}
+    model = LatencyModel(intercept=1e-3, **costs, token_limit=512)
     steps = measured(random.Random(7), 400)
     dirty = BatchFeatures()
     dirty.add_decodes(1, 10)
     dirty.add_cache_work(restored_tokens=1000)
     found = refit(model, SWEEP, [*steps, *[Sample(dirty, 5.0)] * 100])
     assert found is not None and found.better
-    assert (found.model.compact, found.model.restored, found.model.transferred) == (1e-6, 2e-6, 3e-12)
+    assert {name: getattr(found.model, name) for name in costs} == costs
     assert error_of(found.model, steps) < 0.02
 
 

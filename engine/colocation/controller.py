@@ -30,7 +30,7 @@ def make_controller(
 ) -> tuple[EngineCore, Colocation, BudgetTuner]:
     """Core, keeper and tuner for a profile. `folder`: where profiles are kept, and what is learned beside them."""
     model = OnlineModel.of(profile)
-    scheduler = replace(scheduler, rho=profile.cache_costs.run_hidden or 0.0)
+    scheduler = replace(scheduler, rho=profile.cache_costs.rho(scheduler.compact_tokens))
     core = EngineCore(scheduler, online_policy=config.online_policy, offline_policy=config.offline_policy, model=model)
     budget = initial_budget(slo, profile.model, config.fill_policy)
     say(f"SLO {slo}; offline work may extend a step to {budget.latency_budget * 1e3:.0f} ms")

@@ -15,18 +15,18 @@ from engine.api import SamplingParams
 from engine.cache.blocks import CacheAction, CacheEntry, CacheKind, CacheOperation, Tier
 from engine.machine.facts import BUS_RATE
 from engine.scheduling.output import Chunk, ModelRunner, NewRequest, SchedulerOutput
-from predictor.costs import CacheCosts
+from predictor.costs import FEW_TOKENS, MANY_TOKENS, MEMORY_RATE, Affine, CacheCosts, affine
 from predictor.limits import Limits
 
 REPEATS = 15
 """Pairs of steps; up to `PATIENCE` times as many where the difference does not stand out."""
 PATIENCE = 3
-MAX_TOKENS = 1024
-"""Tokens run from hidden state, or restored, in a measured step."""
 MAX_UNITS = 256
 """Units copied in a measured step."""
-MEMORY_RATE = 1e13
-"""Bytes/s that no device memory reaches."""
+FEWER = 4
+"""Parts of the larger size that the smaller one is where `FEW_TOKENS` are more: two sizes too close say nothing."""
+Measured = tuple[int, float]
+"""Tokens, and the seconds that they took."""
 GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
 
 
@@ -59,20 +59,36 @@ def measure_cache_costs(runner: ModelRunner, limits: Limits, tiers: CacheTiers, 
     token_seconds = unit_bytes / limits.block_size / MEMORY_RATE
     run_hidden = restore = swap_out = swap_in = None
     longest = limits.max_model_len // limits.block_size
-    blocks = min(tiers.scratch_blocks, (limits.num_units - 2) // 3, -(-MAX_TOKENS // limits.block_size))
+
+    def at_two_sizes(work: Callable[[int, float], Measured], blocks: int, floor: float) -> Affine:
+        few = max(2, min(blocks // FEWER, -(-FEW_TOKENS // limits.block_size)))
+        many = work(blocks, floor)
+        return affine(many if few >= blocks else work(few, floor), many, floor)
+
+    def in_rows(work: Callable[[Sequence[range], float], Measured]) -> Callable[[int, float], Measured]:
+        return lambda blocks, floor: work(_shares(blocks, longest, limits.max_num_seqs), floor)
+
+    blocks = min(tiers.scratch_blocks, (limits.num_units - 2) // 3, -(-MANY_TOKENS // limits.block_size))
     if min(blocks, longest) > 0:
-        run_hidden = bench.run_hidden(_shares(blocks, longest, limits.max_num_seqs), token_seconds)
-        restore = bench.restore(min(blocks, longest), 3 * token_seconds)
-    blocks = min(limits.num_units // 2 - 1, -(-MAX_TOKENS // limits.block_size))
+        run_hidden = at_two_sizes(in_rows(bench.run_hidden), blocks, token_seconds)
+        restore = at_two_sizes(bench.restore, min(blocks, longest), 3 * token_seconds)
+    blocks = min(limits.num_units // 2 - 1, -(-MANY_TOKENS // limits.block_size))
     if tiers.compresses and blocks > 0:
-        restore = bench.convert(blocks, 3 * token_seconds)
+        restore = at_two_sizes(bench.convert, blocks, 3 * token_seconds)
     if tiers.reads and min(blocks, longest) > 1:
-        run_hidden = bench.run_narrow(_shares(blocks, longest, limits.max_num_seqs), token_seconds)
+        run_hidden = at_two_sizes(in_rows(bench.run_narrow), blocks, token_seconds)
     units = min(tiers.host_units, limits.num_units - 2, MAX_UNITS)
     if units > 0:
         floor = unit_bytes / tiers.copy_rate
         swap_out, swap_in = (bench.swap(units, action, floor) for action in (CacheAction.SWAP_OUT, CacheAction.SWAP_IN))
-    return CacheCosts(run_hidden, restore, swap_out, swap_in)
+    return CacheCosts(
+        run_hidden and run_hidden.token,
+        restore and restore.token,
+        swap_out,
+        swap_in,
+        run_hidden and run_hidden.fixed,
+        restore and restore.fixed,
+    )
 
 
 def _shares(blocks: int, longest: int, max_rows: int) -> list[range]:
@@ -92,22 +108,22 @@ class _Bench:
         self._repeats = repeats
         self._step_ids = count()
 
-    def run_hidden(self, shares: Sequence[range], floor: float) -> float:
-        """A decode over each share of blocks, all from hidden state and all from KV; seconds per past token."""
+    def run_hidden(self, shares: Sequence[range], floor: float) -> Measured:
+        """A decode over each share of blocks, all from hidden state and all from KV, by past tokens."""
         hidden = self._decode([_hidden(share) for share in shares])
         kv = self._decode([_kv(range(2 * share.start, 2 * share.stop)) for share in shares])
         tokens = sum(len(share) * self._block_size - 1 for share in shares)
         return self._cost(hidden, kv, tokens, floor)
 
-    def run_narrow(self, shares: Sequence[range], floor: float) -> float:
+    def run_narrow(self, shares: Sequence[range], floor: float) -> Measured:
         """The same from 8 bits, but for each share's last block, which is written to."""
         kv = [_kv(range(2 * share.start, 2 * share.stop)) for share in shares]
         narrow = [(*map(_narrow, entries[:-1]), entries[-1]) for entries in kv]
         tokens = sum(len(entries) - 1 for entries in kv) * self._block_size
         return self._cost(self._decode(narrow), self._decode(kv), max(1, tokens), floor)
 
-    def restore(self, blocks: int, floor: float) -> float:
-        """Seconds per token; units 0 and 1 are those of the step's own request."""
+    def restore(self, blocks: int, floor: float) -> Measured:
+        """By the token; units 0 and 1 are those of the step's own request."""
         sources = _hidden(range(2, 2 + blocks))
         targets = _kv(range(2 + blocks, 2 + 3 * blocks))
         operations = [
@@ -116,8 +132,8 @@ class _Bench:
         ]
         return self._cost_of(operations, blocks * self._block_size, floor)
 
-    def convert(self, blocks: int, floor: float) -> float:
-        """Seconds per token on one way, of all that go to 8 bits and come back."""
+    def convert(self, blocks: int, floor: float) -> Measured:
+        """By the token on one way, of all that go to 8 bits and come back."""
         wide = _kv(range(2, 2 + 2 * blocks))
         narrow = [_narrow(entry) for entry in wide]
         operations = [CacheOperation(CacheAction.COMPRESS, *pair) for pair in zip(wide, narrow, strict=True)]
@@ -132,14 +148,14 @@ class _Bench:
             on_host = CacheEntry(entry.kind, Tier.HOST, (index,))
             source, target = (entry, on_host) if action is CacheAction.SWAP_OUT else (on_host, entry)
             operations.append(CacheOperation(action, source, target))
-        return self._cost_of(operations, units, floor)
+        return self._cost_of(operations, units, floor)[1] / units
 
-    def _cost_of(self, operations: Sequence[CacheOperation], count: int, floor: float) -> float:
+    def _cost_of(self, operations: Sequence[CacheOperation], count: int, floor: float) -> Measured:
         own = [_kv(range(2))]
         return self._cost(self._decode(own, operations), self._decode(own), count, floor)
 
-    def _cost(self, more: Callable[[], float], less: Callable[[], float], count: int, floor: float) -> float:
-        """What `more` takes longer than `less`, a piece of `count`, and not less than `floor`."""
+    def _cost(self, more: Callable[[], float], less: Callable[[], float], count: int, floor: float) -> Measured:
+        """`count` pieces and what `more` takes longer than `less`, not less than `floor` for each of them."""
         more(), less()  # warms up
         differences: list[float] = []
         for _ in range(PATIENCE):
@@ -150,7 +166,7 @@ class _Bench:
                 differences.append(taken[more] - taken[less])
             if median(differences) > floor * count:
                 break
-        return max(median(differences) / count, floor)
+        return count, max(median(differences), floor * count)
 
     def _decode(
         self, rows: Sequence[tuple[CacheEntry, ...]], operations: Sequence[CacheOperation] = ()

@@ -73,9 +73,9 @@ class StepLedger:
 
     def charge_cache_work(self, work: CacheWork) -> None:
         """Charge what is run from compact form, restored and moved; negative numbers take it back."""
-        self.features.add_cache_work(*work)
         if self.model is not None:
-            self.seconds += self.model.cache_work(*work)
+            self.seconds += self.model.cache_work(*work, beside=self.features)
+        self.features.add_cache_work(*work)
 
     def charge_adapter(self, number: int, tokens: int) -> None:
         """Charge the LoRA adapter of a chunk, each once in a step, and what it does with the tokens."""

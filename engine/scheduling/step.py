@@ -151,7 +151,8 @@ class StepBuilder:
         if not self._state.cache.num_compact:
             return
         if ledger.model is not None and (per_token := ledger.model.cache_work(restored_tokens=1)) > 0.0:
-            wanted = int(min(wanted, max(0.0, self._prompts.time_limit - ledger.seconds) / per_token))
+            first = ledger.model.cache_work(restored_tokens=1, beside=ledger.features) - per_token
+            wanted = int(min(wanted, max(0.0, self._prompts.time_limit - ledger.seconds - first) / per_token))
         for request in self._state.running[RequestClass.ONLINE]:
             if request.cache_map.num_compact and request.last_step == self._draft.step_id:
                 restored = self._draft.allocation.restore(request, wanted)
@@ -214,12 +215,20 @@ def _pressure(state: SchedulerState, now: float) -> Pressure | None:
         block_size=block_size,
         compact_blocks=state.pool.num_units if narrows else state.cache.compact_room,
         compact=CacheKind.KV8 if narrows else COMPACT,
-        rho=state.config.rho * READ_STEPS * block_size / UNITS_PER_BLOCK,
+        rho=_rho(state) * READ_STEPS * block_size / UNITS_PER_BLOCK,
         ttft=state.objective.ttft,
         tbt=state.objective.tbt,
         model=state.model,
         max_chunk=state.config.max_num_batched_tokens,
     )
+
+
+def _rho(state: SchedulerState) -> float:
+    """What a further token from compact form adds to a step: where some run from it already, the step pays what does
+    not grow with them anyway. Else it is shared by as many as there may be."""
+    if state.model is not None and (state.cache.num_compact or state.cache.num_narrow):
+        return state.model.cache_work(compact_tokens=1)
+    return state.config.rho
 
 
 def _demand_exceeds(state: SchedulerState, units: int) -> bool:

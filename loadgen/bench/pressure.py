@@ -201,7 +201,8 @@ def costs(profile: Path) -> str:
     about = json.loads(profile.read_bytes())
     found = {name: "-" if value is None else f"{value * 1e6:.2f}" for name, value in about["cache_costs"].items()}
     return (
-        f"measured: {found['run_hidden']} µs a step and token run from hidden state, {found['restore']} restored; "
+        f"measured: {found['run_hidden']} µs a token that a step runs from hidden state and {found['run_hidden_step']} "
+        f"for the first, {found['restore']} and {found['restore_step']} restored; "
         f"{found['swap_out']} µs a unit swapped out, {found['swap_in']} in; step times {about['held_out_mape']:.1%} off"
     )
 

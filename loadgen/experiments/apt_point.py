@@ -24,11 +24,6 @@ from predictor.limits import UNITS_PER_BLOCK
 HIDDEN_SHARE = 2
 """KV blocks in the pool for every block that a step may run from hidden state, as in the live engine."""
 HOST_BYTES = 64 * 2**30
-RESTORED_TOKENS = 1024
-"""Tokens at which the cost of restoring one is measured."""
-COMPACT_TOKENS = 8192
-"""Tokens at which that of running one from hidden state is: about what runs from it under pressure. Reading W_k and W_v
-once more is the larger part of it for few tokens, and no reason against many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +73,8 @@ def with_cache(machine: Machine, cache: str, chunked: bool = True) -> Machine:
     model, device, config = machine.spec.model, machine.device, machine.config
     shape = device.model
     unit_bytes = config.block_size * shape.kv_bytes_per_token // UNITS_PER_BLOCK
-    rho = max(0.0, device.cache_work_seconds(COMPACT_TOKENS) / COMPACT_TOKENS)
-    restored = device.cache_work_seconds(restored_tokens=RESTORED_TOKENS) / RESTORED_TOKENS
-    predictor = replace(machine.predictor, compact=rho, restored=restored, transferred=device.transfer_seconds(1))
+    costs = device.cache_costs()
+    predictor = replace(machine.predictor, transferred=device.transfer_seconds(1), **costs.coefficients())
     config = replace(config, unit_bytes=unit_bytes, max_queue_time=UNLIMITED_QUEUE, chunked_prefill=chunked)
     if cache in {"host", "both"}:
         config = replace(config, host_units=HOST_BYTES // unit_bytes)
@@ -90,7 +84,8 @@ def with_cache(machine: Machine, cache: str, chunked: bool = True) -> Machine:
         # Every HIDDEN_SHARE blocks of KV come with the K and V of one more block, for one layer.
         units = int(config.num_units / (1 + 1 / (HIDDEN_SHARE * shape.num_layers)))
         scratch = units // UNITS_PER_BLOCK // HIDDEN_SHARE
-        config = replace(config, num_units=units, scratch_blocks=scratch, rho=rho)
+        config = replace(config, num_units=units, scratch_blocks=scratch)
+        config = replace(config, rho=costs.rho(config.compact_tokens))
     return replace(machine, config=config, predictor=predictor)
 
 

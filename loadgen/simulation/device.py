@@ -20,6 +20,7 @@ from loadgen.errors import InputError
 from loadgen.simulation.gpu import SimulatedDevice, SimulatedRunner
 from loadgen.simulation.machine import NOISE, fit_device
 from loadgen.simulation.specs import DEVICES, MODELS, ModelShape
+from predictor.costs import CacheCosts
 from predictor.limits import UNITS_PER_BLOCK
 from predictor.model import LatencyModel
 from predictor.online import OnlineModel, OnlineSettings
@@ -30,8 +31,6 @@ PROFILE_BLOCKS, PROFILE_CONTEXT = 4096, 2048
 """KV blocks and context of a measured machine when no flag says more: its profile knows neither."""
 HIDDEN_SHARE = 2
 """KV blocks in the pool for every block that a step may run from hidden state, as in the live engine."""
-COST_TOKENS = 1024
-"""Tokens at which the costs of hidden state are measured, as at the start of a live engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,18 +99,14 @@ def named_device(model: str, device: str, config: EngineConfig, host_seconds: fl
     except ValueError as error:
         raise InputError(str(error)) from None
     room = _room(config, units, shape.max_model_len, config.block_size * shape.kv_bytes_per_token // UNITS_PER_BLOCK)
-    rho = max(0.0, simulated.cache_work_seconds(COST_TOKENS) / COST_TOKENS)
+    costs = simulated.cache_costs()
     if config.hidden_cache:
         if shape.hidden_size > shape.num_kv_heads * shape.head_dim:
             raise ConfigError(f"--hidden-cache: hidden state of {shape.name} takes more than half the room of K and V")
-        room = _with_hidden(room, config, rho, shape.num_layers)
+        room = _with_hidden(room, config, costs, shape.num_layers)
     fitted = fit_device(simulated, room, config.seed)
-    believed = replace(
-        fitted.predictor,
-        compact=rho if config.hidden_cache else 0.0,
-        restored=simulated.cache_work_seconds(restored_tokens=COST_TOKENS) / COST_TOKENS,
-        transferred=simulated.transfer_seconds(1),
-    )
+    known = costs.coefficients() if config.hidden_cache else {}
+    believed = replace(fitted.predictor, transferred=simulated.transfer_seconds(1), **known)
 
     def make_runner(seed: int) -> ModelRunner:
         return SimulatedRunner(simulated, noise=NOISE, seed=seed)
@@ -158,7 +153,7 @@ def profiled_device(path: Path, config: EngineConfig, host_seconds: float = 0.0)
     if config.hidden_cache:
         if costs.run_hidden is None:
             raise ConfigError(f"--hidden-cache: {path} was measured without it (tidemill profile --hidden-cache)")
-        room = _with_hidden(room, config, costs.run_hidden, None)
+        room = _with_hidden(room, config, costs, None)
     notes = _notes(room, config, PROFILE_CONTEXT)
     if config.num_gpu_blocks_override is None or config.max_model_len is None:
         blocks = room.num_units // UNITS_PER_BLOCK
@@ -205,7 +200,9 @@ def _room(config: EngineConfig, units: int, longest: int, unit_bytes: int) -> Sc
     )
 
 
-def _with_hidden(room: SchedulerConfig, config: EngineConfig, rho: float, num_layers: int | None) -> SchedulerConfig:
+def _with_hidden(
+    room: SchedulerConfig, config: EngineConfig, costs: CacheCosts, num_layers: int | None
+) -> SchedulerConfig:
     """The limits with hidden state. `num_layers`: of a model whose scratch area comes out of the same memory."""
     if find_policy(config.online_policy).select is None:
         raise ConfigError(f"--hidden-cache needs the policy apt or goodput, not {config.online_policy}")
@@ -213,7 +210,8 @@ def _with_hidden(room: SchedulerConfig, config: EngineConfig, rho: float, num_la
     if num_layers is not None:
         # Every HIDDEN_SHARE blocks of KV come with the K and V of one more block, for one layer.
         units = int(units / (1 + 1 / (HIDDEN_SHARE * num_layers)))
-    return replace(room, num_units=units, scratch_blocks=units // UNITS_PER_BLOCK // HIDDEN_SHARE, rho=rho)
+    room = replace(room, num_units=units, scratch_blocks=units // UNITS_PER_BLOCK // HIDDEN_SHARE)
+    return replace(room, rho=costs.rho(room.compact_tokens))
 
 
 def _notes(room: SchedulerConfig, config: EngineConfig, longest: int) -> tuple[str, ...]:

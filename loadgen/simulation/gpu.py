@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from engine.cache.blocks import REPRESENTATIONS, CacheEntry, CacheKind
 from engine.scheduling.output import Collect, ModelRunnerOutput, SchedulerOutput
 from loadgen.simulation.specs import DEVICES, MODELS, DeviceSpec, ModelShape
+from predictor.costs import FEW_TOKENS, MANY_TOKENS, MEMORY_RATE, CacheCosts, affine
 from predictor.features import BatchFeatures
 from predictor.limits import UNITS_PER_BLOCK
 from predictor.model import largest_chunk
@@ -130,6 +131,16 @@ class SimulatedDevice:
             seconds += self.model.num_layers * layer
         return seconds
 
+    def cache_costs(self) -> CacheCosts:
+        """What hidden state costs, measured at the sizes at which a live engine measures it."""
+        sizes = FEW_TOKENS, MANY_TOKENS
+        floor = self.model.kv_bytes_per_token / UNITS_PER_BLOCK / MEMORY_RATE
+        few, many = ((tokens, self.cache_work_seconds(tokens)) for tokens in sizes)
+        run = affine(few, many, floor)
+        few, many = ((tokens, self.cache_work_seconds(restored_tokens=tokens)) for tokens in sizes)
+        restore = affine(few, many, 3 * floor)
+        return CacheCosts(run.token, restore.token, run_hidden_step=run.fixed, restore_step=restore.fixed)
+
     def absorbed_seconds(self, tokens: int) -> float:
         """What it takes longer to attend, one query each, to so many tokens of hidden state than to their K and V.
 
@@ -233,9 +244,17 @@ class TrueLatency:
         work = (features.compact_tokens, features.restored_tokens, features.transferred_bytes)
         return seconds + self.cache_work(*work)
 
-    def cache_work(self, compact_tokens: int = 0, restored_tokens: int = 0, transferred_bytes: int = 0) -> float:
-        """What cache work adds to the step."""
-        return self._device.cache_work_seconds(compact_tokens, restored_tokens, transferred_bytes)
+    def cache_work(
+        self,
+        compact_tokens: int = 0,
+        restored_tokens: int = 0,
+        transferred_bytes: int = 0,
+        beside: BatchFeatures | None = None,
+    ) -> float:
+        """What cache work adds to an empty step, or to `beside`."""
+        there = (beside.compact_tokens, beside.restored_tokens) if beside is not None else (0, 0)
+        work = (there[0] + compact_tokens, there[1] + restored_tokens)
+        return self._device.cache_work_seconds(*work, transferred_bytes) - self._device.cache_work_seconds(*there)
 
     def adapter_work(self, adapters: int, tokens: int) -> float:  # noqa: ARG002
         """Nothing: the device has no adapters."""
