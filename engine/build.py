@@ -134,7 +134,7 @@ def plan_launch(config: EngineConfig) -> LaunchPlan:
             num_units=0,
             block_size=config.block_size,
         ),
-        weight_bytes=memory.weight_bytes(spec, torch_dtype(dtype), quantization),
+        weight_bytes=memory.weight_bytes(spec, torch_dtype(dtype), quantization, config.tensor_parallel_size),
         quantization=quantization,
         implementation=choice.implementation,
         int8_cache=config.kv_cache_dtype == "int8",
@@ -321,7 +321,7 @@ def _make_runner(
     gather: Gather = ResidentLayers
     if plan.offload is not None and transport is not None:
         gather = partial(StreamedLayers, streamed=plan.offload.streamed, transport=transport)
-    shard = None if seat is None or group is None else Shard(seat.rank, plan.ranks, group.total)
+    shard = None if seat is None or group is None else Shard(seat.rank, plan.ranks, group.total, group.gather)
     weights = _load(config, plan, make, gather, shard)
     if plan.offload is not None and transport is not None:
         _tell_floor(config, plan.offload, transport.seconds(), say)

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TypeVar
@@ -21,12 +22,13 @@ from torch import Tensor, distributed
 
 from engine.config import SchedulerConfig
 from engine.errors import ModelLoadError
+from engine.execution import memory
 from engine.execution.cpu.device import TorchDevice
 from engine.execution.runner import Runner
 from engine.models.checkpoint import load_weights
 from engine.models.decoder import Decoder
 from engine.models.linear import PlainLinear
-from engine.models.sharding import Shard, SummedLinear, SumRanks
+from engine.models.sharding import Shard, SummedLinear, SumRanks, divide
 from engine.models.spec import load_spec
 from engine.models.weights import ModelWeights, matrices
 from engine.scheduling.output import Collect, ModelRunnerOutput, SchedulerOutput
@@ -108,6 +110,37 @@ def test_a_rank_holds_its_part_alone(name: str) -> None:
         for matrix in matrices(layer):
             weight, _ = matrix.dense_from(0)
             assert weight.untyped_storage().nbytes() == weight.nbytes, "the whole weight is still in memory"
+
+
+@pytest.mark.parametrize("name", ["llama-gqa2", "llama-mha-tied"])
+def test_the_head_is_divided_where_the_vocabulary_can_be(name: str) -> None:
+    """And what it takes is known before it is loaded."""
+    folder = tiny_models.model_folder(name)
+
+    def beside(parts: Tensor) -> Tensor:
+        return torch.cat([parts, parts + 1], dim=-1)
+
+    for vocab in (98, 97):
+        spec = replace(load_spec(folder), vocab_size=vocab)
+        dummy = functools.partial(load_weights, spec, folder, load_format="dummy", dtype="float32")
+        whole = dummy()
+        part = dummy(shard=replace(unjoined(1, 2), gather=beside))
+        head, full = (each.head.dense_from(0)[0] for each in (part, whole))
+        x = torch.randn(3, spec.hidden_size, generator=torch.Generator().manual_seed(3))
+        logits = Decoder(divide(spec, 2), part).logits(x)
+        if vocab == 97:
+            assert part.gather is None and torch.equal(head, full) and logits.shape == (3, 97)
+        else:
+            assert torch.equal(head, full[49:]) and logits.shape == (3, 98)
+            torch.testing.assert_close(logits[:, 49:] - 1, Decoder(spec, whole).logits(x)[:, 49:])
+        storages = {tensor.untyped_storage().data_ptr(): tensor for tensor in (head, part.embedding)}
+        norms = part.final_norm.weight.nbytes + sum(
+            n.weight.nbytes for w in part.layers for n in (w.input_norm, w.post_norm)
+        )
+        held = part.layers.held_bytes + norms + sum(each.untyped_storage().nbytes() for each in storages.values())
+        assert memory.weight_bytes(divide(spec, 2), torch.float32, "none", 2) == held
+        rounded = [memory.weight_bytes(divide(spec, 2), torch.float32, "int8", ranks) for ranks in (1, 2)]
+        assert rounded[0] - rounded[1] == (vocab - len(head)) * (spec.hidden_size + 8)
 
 
 def test_parts_of_dummy_weights_are_of_one_model() -> None:

@@ -13,6 +13,7 @@ from engine.errors import ConfigError
 from engine.execution.plan import STORED
 from engine.machine.free_memory import available_memory as available_memory
 from engine.models.int8_cells import slice_elements
+from engine.models.sharding import head_ranks
 from engine.models.spec import ModelShape, ModelSpec
 from predictor.limits import UNITS_PER_BLOCK
 
@@ -28,20 +29,26 @@ def unit_bytes(spec: ModelShape, block_size: int, dtype: torch.dtype) -> int:
     return spec.num_layers * slice_elements(block_size, spec.num_kv_heads, spec.head_dim, dtype) * dtype.itemsize
 
 
-def weight_bytes(spec: ModelShape, dtype: torch.dtype, quantization: str) -> int:
-    """All weights. Quantised, a linear layer's are bytes, with a scale and a sum of 4 bytes for each output; its bias,
-    norms and embeddings stay in `dtype`, a tied head beside its embedding. Beside stored values the head is in
-    `dtype`, as such checkpoints have it."""
-    if quantization == "none":
+def weight_bytes(spec: ModelShape, dtype: torch.dtype, quantization: str, ranks: int = 1) -> int:
+    """All weights; those of one of several ranks, where `spec` has its layers' sizes, and its part of the head.
+    Quantised, a linear layer's are bytes, with a scale and a sum of 4 bytes for each output; its bias, norms and
+    embeddings stay in `dtype`, a tied head beside its embedding. Beside stored values the head is in `dtype`, as such
+    checkpoints have it."""
+    if not isinstance(spec, ModelSpec):
+        assert quantization == "none", "only layers of ours are quantised"
         return spec.num_parameters * dtype.itemsize
-    assert isinstance(spec, ModelSpec), "only layers of ours are quantised"
-    hidden, ffn = spec.hidden_size, spec.intermediate_size
+    hidden, ffn, vocab = spec.hidden_size, spec.intermediate_size, spec.vocab_size
+    head = vocab // head_ranks(vocab, ranks)
+    if quantization == "none":
+        elsewhere = 0 if spec.tie_word_embeddings else (vocab - head) * hidden
+        return (spec.num_parameters - elsewhere) * dtype.itemsize
     up = ffn * (2 if spec.gated_mlp else 1)
     layers = ((spec.q_size + 2 * spec.kv_size, hidden), (hidden, spec.q_size), (up, hidden), (hidden, ffn))
-    head = (spec.vocab_size, hidden)
-    every = [*layers * spec.num_layers, *([head] if quantization not in STORED else [])]
-    tied = spec.tie_word_embeddings and quantization not in STORED
-    dense = sum(n * k for n, k in every) - (spec.vocab_size * hidden if tied else 0)
+    rounds_head = quantization not in STORED
+    every = [*layers * spec.num_layers, *([(head, hidden)] if rounds_head else [])]
+    dense = spec.num_layers * sum(n * k for n, k in layers)
+    if rounds_head and not spec.tie_word_embeddings:
+        dense += vocab * hidden
     return sum(n * (k + 8) for n, k in every) + (spec.num_parameters - dense) * dtype.itemsize
 
 

@@ -117,6 +117,8 @@ class Decoder:
             logits = self._product(head, self._add_norm_rounded(None, hidden, norm, head)[0])
         else:
             logits = head(self.normed(hidden))
+        if self.weights.gather is not None:
+            logits = self.weights.gather(logits)
         return logits if self.spec.logit_softcap is None else torch_ops.softcap(logits, self.spec.logit_softcap)
 
     def normed(self, hidden: Tensor) -> Tensor:

@@ -1,8 +1,9 @@
 """One rank's part of a model whose layers are divided among ranks: its sizes, its tensors, and the sum over ranks.
 
 Of each layer a rank has some heads and some of the MLP's inner values: rows of what makes queries, keys, values, gate
-and up, and the columns of out and down that read them. What out and down give is a part of a sum over all ranks; the
-rest of the model (embedding, norms, head) is whole on every rank. Knows nothing of processes or how ranks are joined.
+and up, and the columns of out and down that read them. What out and down give is a part of a sum over all ranks. Where
+the vocabulary can be divided, a rank has the head's rows of a part of it, and all gather the logits. The rest of the
+model (embedding, norms) is whole on every rank. Knows nothing of processes or how ranks are joined.
 """
 
 import re
@@ -19,6 +20,9 @@ from engine.models.spec import ModelSpec
 
 SumRanks = Callable[[Tensor], object]
 """Replaces a tensor by its sum over all ranks, in place. Every rank calls it with its own, in the same order."""
+
+GatherRanks = Callable[[Tensor], Tensor]
+"""All ranks' tensors [rows, n], side by side [rows, ranks · n]. Every rank calls it with its own, in the same order."""
 
 Fetch = Callable[[str, tuple[int, ...]], Tensor]
 """(name, shape) -> the tensor, of exactly this shape; see TensorSource.fetch."""
@@ -44,17 +48,29 @@ def divide(whole: ModelSpec, ranks: int) -> ModelSpec:
     )
 
 
+def head_ranks(vocab: int, ranks: int) -> int:
+    """How many ranks the head is divided among."""
+    return 1 if vocab % ranks else ranks
+
+
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Which of how many ranks, and how they add what each has."""
+    """Which of how many ranks, how they add what each has, and how they gather it; None: the head is whole on each."""
 
     rank: int
     ranks: int
     total: SumRanks
+    gather: GatherRanks | None = None
 
     def spec_of(self, whole: ModelSpec) -> ModelSpec:
         """See `divide`."""
         return divide(whole, self.ranks)
+
+    def head_of(self, whole: Tensor) -> tuple[Tensor, GatherRanks | None]:
+        """This rank's part of a head [vocab, H], a view of it, and how the parts' logits become all; None: they are."""
+        if self.gather is None or head_ranks(len(whole), self.ranks) == 1:
+            return whole, None
+        return self.part_of(whole, 0), self.gather
 
     def part_of(self, whole: Tensor, dim: int) -> Tensor:
         """A view of this rank's share of a dimension."""

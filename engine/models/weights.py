@@ -15,7 +15,7 @@ from engine.errors import ModelLoadError
 from engine.models.families import TensorNames, family_named
 from engine.models.linear import AbsentLinear, Linear, MakeLinear, make_linear
 from engine.models.quantized import Rounded
-from engine.models.sharding import Shard, ShardedTensors, SummedLinear, SumRanks
+from engine.models.sharding import GatherRanks, Shard, ShardedTensors, SummedLinear
 from engine.models.spec import ModelSpec
 
 
@@ -102,13 +102,15 @@ def matrices(layer: LayerWeights) -> tuple[Linear, Linear, Linear, Linear]:
 
 @dataclass(frozen=True, slots=True)
 class ModelWeights:
-    """A whole model. embedding [vocab, H]; positions [max_position + offset, H] or None."""
+    """A whole model. embedding [vocab, H]; positions [max_position + offset, H] or None. `gather`: makes of a head's
+    logits all ranks'; None where the head is whole."""
 
     embedding: Tensor
     positions: Tensor | None
     layers: LayerSource
     final_norm: Norm
     head: Linear
+    gather: GatherRanks | None = None
 
 
 def embedding_scale(spec: ModelSpec, dtype: torch.dtype) -> float | None:
@@ -164,7 +166,7 @@ def build_weights(
     if shard is None:
         return _Builder(spec, source, make).model(gather)
     part = ShardedTensors(source.has, source.fetch, spec, shard)
-    return _Builder(shard.spec_of(spec), part, make, shard.total).model(gather)
+    return _Builder(shard.spec_of(spec), part, make, shard).model(gather)
 
 
 def build_layers(
@@ -177,11 +179,11 @@ def build_layers(
 class _Builder:
     """Walks a family's tensor names in the order in which the model runs."""
 
-    def __init__(self, spec: ModelSpec, source: TensorSource, make: MakeLinear, total: SumRanks | None = None) -> None:
+    def __init__(self, spec: ModelSpec, source: TensorSource, make: MakeLinear, shard: Shard | None = None) -> None:
         self._spec = spec
         self._source = source
         self._make = make
-        self._total = total
+        self._shard = shard
         self._names: TensorNames = family_named(spec.family).names
         self._prefix = self._first_prefix()
 
@@ -194,7 +196,7 @@ class _Builder:
             positions = self._source.fetch(f"{prefix}{names.positions}.weight", shape)
         layers = gather(self.layers(range(spec.num_layers)))
         final_norm = self._norm(prefix + names.final_norm)
-        return ModelWeights(embedding, positions, layers, final_norm, self._make(self._head(embedding)))
+        return ModelWeights(embedding, positions, layers, final_norm, *self._head(embedding))
 
     def layers(self, wanted: Sequence[int]) -> Iterator[LayerWeights]:
         return (self._layer(f"{self._prefix}layers.{index}.") for index in wanted)
@@ -240,8 +242,8 @@ class _Builder:
                 weight = weight._replace(values=values, scales=scales)
             else:
                 weight = straighten(spec, weight)
-        if summed and self._total is not None:
-            return SummedLinear(self._make(weight), bias, self._total)
+        if summed and self._shard is not None:
+            return SummedLinear(self._make(weight), bias, self._shard.total)
         return self._make(weight, bias, gated=gated)
 
     def _weight(self, modules: list[tuple[str, tuple[int, int]]]) -> Tensor | Rounded:
@@ -275,12 +277,16 @@ class _Builder:
         q, k = (self._norm_weight(f"{prefix}{name}", (spec.head_dim,)) for name in (names.q_norm, names.k_norm))
         return torch.cat((q.expand(spec.num_heads, -1), k.expand(spec.num_kv_heads, -1)))
 
-    def _head(self, embedding: Tensor) -> Tensor:
-        if self._spec.tie_word_embeddings:
-            return embedding
-        names = [f"{module}.weight" for module in self._names.head]
-        name = next((name for name in names if self._source.has(name)), names[0])
-        return self._source.fetch(name, (self._spec.vocab_size, self._spec.hidden_size))
+    def _head(self, embedding: Tensor) -> tuple[Linear, GatherRanks | None]:
+        whole, tied = embedding, self._spec.tie_word_embeddings
+        if not tied:
+            names = [f"{module}.weight" for module in self._names.head]
+            name = next((name for name in names if self._source.has(name)), names[0])
+            whole = self._source.fetch(name, (self._spec.vocab_size, self._spec.hidden_size))
+        if self._shard is None:
+            return self._make(whole), None
+        part, gather = self._shard.head_of(whole)
+        return self._make(part if tied or gather is None else part.clone()), gather
 
     def _first_prefix(self) -> str:
         """The prefix this checkpoint uses: some were saved from the model without its head."""

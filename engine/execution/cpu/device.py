@@ -136,16 +136,22 @@ class TorchDevice(PoolDevice):
             ((x,),) = self.beyond.receive()
         if take is not None:
             take(layout, self.decoder.normed(x))
+        return self._logits(layout, x), None
+
+    def _logits(self, layout: Layout, x: Tensor) -> Tensor:
+        """Of what is sampled [S, vocab] of hidden state [T, H]."""
         if not layout.sampled.size:
-            return x[:0], None
-        return self.decoder.logits(x.index_select(0, torch.from_numpy(layout.sampled_tokens).to(x.device))), None
+            return x[:0]
+        return self.decoder.logits(x.index_select(0, torch.from_numpy(layout.sampled_tokens).to(x.device)))
 
     def join(self, share: Callable[[Tensor], None]) -> None:
         """See RankDevice: no token is on the device alone."""
 
     def follow(self, chunks: IntArray) -> None:
         """See RankDevice."""
-        self._begin(chunks)
+        layout, x = self._begin(chunks)
+        if self.decoder.weights.gather is not None:
+            self._logits(layout, x)
 
     def _begin(self, chunks: IntArray) -> tuple[Layout, Tensor]:
         """The embedding, and the layers that are here: hidden state [T, H]."""

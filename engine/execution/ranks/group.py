@@ -9,12 +9,11 @@ import os
 import socket
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import cache
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-
-c10d: Any = importlib.import_module("torch.distributed")
 
 Store = Any
 """torch.distributed.Store"""
@@ -28,20 +27,26 @@ PLANNED, LOADED, MADE = "planned", "loaded", "made"
 """The stages of a start: what will run is decided; a rank's weights are there; its cache and its graphs are."""
 
 
+@cache
+def c10d() -> Any:
+    """The parts of torch.distributed. Some builds of torch have none, and serve models on one rank."""
+    return importlib.import_module("torch._C._distributed_c10d")
+
+
 class Meeting:
     """Where ranks find each other: the first one opens it."""
 
     def __init__(self) -> None:
         sock = socket.create_server((HOST, 0))
         self.port = int(sock.getsockname()[1])
-        self.store = c10d.TCPStore(
+        self.store = c10d().TCPStore(
             HOST, self.port, is_master=True, wait_for_workers=False, timeout=WAIT, master_listen_fd=sock.detach()
         )
 
 
 def find_meeting(port: int) -> Store:
     """The store of the first rank's `Meeting`."""
-    return c10d.TCPStore(HOST, port, is_master=False, wait_for_workers=False, timeout=WAIT)
+    return c10d().TCPStore(HOST, port, is_master=False, wait_for_workers=False, timeout=WAIT)
 
 
 class Group:
@@ -50,16 +55,23 @@ class Group:
 
     def __init__(self, store: Store, rank: int, ranks: int, device: torch.device, *, nccl: bool) -> None:
         self._device = device
-        self._sum, self._least = c10d.AllreduceOptions(), c10d.AllreduceOptions()
-        self._least.reduceOp = c10d.ReduceOp.MIN
-        self._from_first = c10d.BroadcastOptions()
-        for options in (self._sum, self._least, self._from_first):
+        self._sum, self._least = c10d().AllreduceOptions(), c10d().AllreduceOptions()
+        self._least.reduceOp = c10d().ReduceOp.MIN
+        self._ranks, self._from_first, self._from_all = ranks, c10d().BroadcastOptions(), c10d().AllgatherOptions()
+        for options in (self._sum, self._least, self._from_first, self._from_all):
             options.asyncOp = False  # in the stream of who calls: a graph that is captured there has it, too
         self._group = (_by_nccl if nccl else _by_gloo)(store, rank, ranks)
 
     def total(self, part: Tensor) -> None:
         """Replace each rank's `part` by the sum of all."""
         self._group.allreduce([part], self._sum).wait()
+
+    def gather(self, part: Tensor) -> Tensor:
+        """Every rank's part [rows, n], side by side [rows, ranks * n], in the order of the ranks."""
+        rows, width = part.shape
+        parts = part.new_empty((self._ranks * rows, width))
+        self._group._allgather_base(parts, part.contiguous(), self._from_all).wait()
+        return parts.view(self._ranks, rows, width).movedim(0, 1).reshape(rows, -1)
 
     def share(self, values: Tensor) -> None:
         """Replace each rank's `values` by the first one's."""
@@ -85,14 +97,14 @@ class Seat(Protocol):
 
 
 def _by_gloo(store: Store, rank: int, ranks: int) -> Any:
-    options = c10d.ProcessGroupGloo._Options()
+    options = c10d().ProcessGroupGloo._Options()
     options._timeout, options._threads = WAIT, 1
-    options._devices = [c10d.ProcessGroupGloo.create_device(hostname=HOST)]
-    return c10d.ProcessGroupGloo(store, rank, ranks, options)
+    options._devices = [c10d().ProcessGroupGloo.create_device(hostname=HOST)]
+    return c10d().ProcessGroupGloo(store, rank, ranks, options)
 
 
 def _by_nccl(store: Store, rank: int, ranks: int) -> Any:
     os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # where they meet; data goes from device to device
-    options = c10d.ProcessGroupNCCL.Options()
+    options = c10d().ProcessGroupNCCL.Options()
     options._timeout = WAIT
-    return c10d.ProcessGroupNCCL(store, rank, ranks, options)
+    return c10d().ProcessGroupNCCL(store, rank, ranks, options)

@@ -59,8 +59,8 @@ class _FollowerHere:
 
 def _one_by_nccl(setup: Setup, spec: ModelSpec, source: TensorSource, config: SchedulerConfig) -> Runner[CudaDevice]:
     on_gpu = setup.device.type == "cuda"
-    group = Group(c10d.HashStore(), 0, 1, setup.device, nccl=on_gpu)
-    device = _device(setup, spec, source, config, Shard(0, 1, group.total), graphs=on_gpu)
+    group = Group(c10d().HashStore(), 0, 1, setup.device, nccl=on_gpu)
+    device = _device(setup, spec, source, config, Shard(0, 1, group.total, group.gather), graphs=on_gpu)
     assert device.num_graphs == (device.num_shapes if on_gpu else 0), "a graph was not captured"
     device.join(group.share)
     return Runner(device)
@@ -69,12 +69,12 @@ def _one_by_nccl(setup: Setup, spec: ModelSpec, source: TensorSource, config: Sc
 def _two_by_gloo(
     thread: ThreadPoolExecutor, setup: Setup, spec: ModelSpec, source: TensorSource, config: SchedulerConfig
 ) -> Runner[CudaDevice]:
-    store = c10d.HashStore()
+    store = c10d().HashStore()
 
     def make(rank: int) -> CudaDevice:
         group = Group(store, rank, 2, setup.device, nccl=False)
         with torch.inference_mode():
-            device = _device(setup, spec, source, config, Shard(rank, 2, group.total), graphs=False)
+            device = _device(setup, spec, source, config, Shard(rank, 2, group.total, group.gather), graphs=False)
         device.join(group.share)
         return device
 
