@@ -276,7 +276,12 @@ def build_engine(
 
 def _build(config: EngineConfig, plan: LaunchPlan, say: Callable[[str], None]) -> Engine:
     runner, plan = build_runner(config, plan, say)
-    return _join(config, plan, runner, say)
+    try:
+        return _join(config, plan, runner, say)
+    except BaseException:
+        if runner.ranks is not None:
+            runner.ranks.close()
+        raise
 
 
 def build_runner(

@@ -214,6 +214,19 @@ async def test_ranks_end_with_the_engine() -> None:
         os.kill(rank, 0)
 
 
+def test_ranks_end_where_no_engine_comes_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[int] = []
+
+    def fail(*_: Any) -> None:
+        found.append(rank_of(os.getpid()))
+        raise ConfigError("no engine")
+
+    monkeypatch.setattr(build, "make_controller", fail)
+    with pytest.raises(ConfigError, match="no engine"):
+        build.build_engine(config_of())
+    assert has_ended(*found)
+
+
 def test_a_step_that_failed_on_one_rank_is_the_last() -> None:
     """The other waits for it in a sum: whatever failed, only a new start brings them together."""
     with driver_of(config_of()) as driver:
