@@ -51,7 +51,6 @@ from engine.scheduling.output import (
 )
 from engine.scheduling.planner import OfflinePlan, plan_offline
 from engine.scheduling.policies import find_policy
-from engine.scheduling.queued import QueuedWork, queued_work
 from engine.scheduling.recovery import Ending, Reached, Recovery
 from engine.scheduling.report import report_load
 from engine.scheduling.results import InFlight, Results
@@ -455,9 +454,10 @@ class EngineCore:
         """Units that the cache has lost and that blocks still hold: their memory is not free yet."""
         return self._state.pool.num_retiring_units
 
-    def queued_work(self) -> QueuedWork:
-        """The online work that is still to be done, as a load balancer counts it."""
-        return queued_work(self._state)
+    @property
+    def state(self) -> SchedulerState:
+        """What steps are built from: to be looked at."""
+        return self._state
 
     def check_integrity(self) -> None:
         """Assert E1 (every unit in one place), E3 (ended requests hold nothing) and the queues' agreement."""

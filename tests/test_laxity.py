@@ -23,8 +23,8 @@ from engine.queue_time import UNLIMITED_QUEUE, QueueTime
 from engine.request import Request
 from engine.scheduling import laxity
 from engine.scheduling.admission import expected_wait, longest_wait
-from engine.scheduling.draft import StepLedger
 from engine.scheduling.laxity import on_time, prefill_pace
+from engine.scheduling.ledger import StepLedger
 from engine.scheduling.objective import StepObjective
 from engine.scheduling.planner import offline_allowance
 from predictor.budget import BudgetParams

@@ -7,17 +7,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.scheduling.iterations import IterationType, vote
 from engine.scheduling.knapsack import Columns, choose
 from engine.scheduling.selection import (
     DEFAULT_TAIL,
     EPSILON,
-    IterationType,
     apt_values,
     goodput_values,
     has_missed,
     pending_time,
     seconds_to_token,
-    vote,
 )
 from predictor.features import BatchFeatures
 from predictor.model import LatencyModel

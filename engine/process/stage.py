@@ -17,8 +17,8 @@ from engine.errors import EngineUnavailableError, TidemillError
 from engine.machine.link import Link, LinkLostError
 from engine.process import orders
 from engine.process.orders import FOLLOWER, LEADER, WHOLE, Order, Part, Past
+from engine.process.staged_runner import StagedRunner
 from engine.scheduling.moving import MovedRequest
-from engine.scheduling.output import StagedRunner
 
 log = logging.getLogger("tidemill.engine")
 

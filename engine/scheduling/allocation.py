@@ -2,16 +2,16 @@
 
 Memory alone preempts (HyGen §4.1). Offline work loses first, and among it few requests, those that were evicted seldom,
 are small and young; none is immune. The last resort is the online request that arrived last. Before a running request
-loses its place, waiting ones lose blocks that they still hold; where the past of either goes is the cache's business
-(`engine.cache`). Knows nothing of time limits and of the order in which requests are considered.
+loses its place (`engine.scheduling.victims` says which), waiting ones lose blocks that they still hold; where the past
+of either goes is the cache's business (`engine.cache`). Knows nothing of time limits and of the order in which requests
+are considered.
 """
 
-from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property, partial
 
 from engine.api import RequestClass
-from engine.cache.blocks import REPRESENTATIONS, CacheBlock, count_units
+from engine.cache.blocks import REPRESENTATIONS
 from engine.cache.cache import Claim
 from engine.cache.placement import narrow_pays
 from engine.request import Request
@@ -19,6 +19,7 @@ from engine.scheduling.output import AppendedEntries, ReplacedEntry
 from engine.scheduling.reservation import NOTHING, Reservation, has_room_beside
 from engine.scheduling.selection import Start
 from engine.scheduling.state import SchedulerState
+from engine.scheduling.victims import Victims, freed_units
 from predictor.limits import UNITS_PER_BLOCK
 
 LATE_HEADROOM = 0.25
@@ -41,6 +42,7 @@ class Allocation:
         self._step_id = step_id
         self._now = now
         self._embedding_room = state.embedding_room()
+        self._victims = Victims(state, step_id, now, reservation.protected, self._embedding_room)
         # Units that requests of this step could not get because they are still deferred: no further victim for those.
         self._stalled_units = 0
         self._started: set[Request] = set()
@@ -63,9 +65,8 @@ class Allocation:
         if self._has_row(reservation) and missing <= 0:
             return False  # enough is on its way; a later step admits it
         protected = reservation.protected
-        for victim in self._victims(request, claim, missing, protected, online=False) or self._victims(
-            request, claim, missing, protected, online=True
-        ):
+        victims = self._victims.for_start(request, claim, missing, protected, online=False)
+        for victim in victims or self._victims.for_start(request, claim, missing, protected, online=True):
             state.preempt(victim, "online", self._now, self._step_id)
         return self._has_row(reservation) and self._has_units(request, claim, reservation, online=True)
 
@@ -184,7 +185,7 @@ class Allocation:
             if self._pool.num_deferred_units >= self._stalled_units + UNITS_PER_BLOCK:
                 self._stalled_units += UNITS_PER_BLOCK
                 return False  # the units of a victim are still in flight: wait for them, do not take another
-            victim = self._victim_for(request)
+            victim = self._victims.for_running(request)
             if victim is None:
                 return False
             self._state.preempt(victim, "memory", self._now, self._step_id)
@@ -198,7 +199,7 @@ class Allocation:
         while not (granted := self.grow_alone(request, length)):
             if self._pool.num_deferred_units > self._stalled_units:
                 return 0
-            victim = self._victim_for(request)
+            victim = self._victims.for_running(request)
             if victim is None or victim is request:
                 return 0  # it was the last to arrive: it keeps its cache and waits
             self._state.preempt(victim, "memory", self._now, self._step_id)
@@ -225,95 +226,14 @@ class Allocation:
         `claimed`: `make_room` has found the room for them. `growing`: tokens of the answer, one by one.
         """
         is_online = request.request_class is RequestClass.ONLINE
-        keeps = is_online and not claimed and self._spares_embeddings
+        keeps = is_online and not claimed and self._victims.spares_embeddings
         return self._cache.extend(
             request,
             length,
             self._step_id,
             num_offline=len(self._state.running[RequestClass.OFFLINE]),
             kept=self._kept_for_embeddings() if keeps else 0,
-            from_online=is_online and self._cache.has_parked and self._offline_victim() is None,
+            from_online=is_online and self._cache.has_parked and self._victims.offline() is None,
             growing=growing,
             narrow=partial(self._narrow_for, request) if self._narrows else None,
         )
-
-    @property
-    def _spares_embeddings(self) -> bool:
-        """Whether what runs online leaves them their room: of several, one can give way; the last one may need all."""
-        return self._embedding_room > 0 and len(self._state.running[RequestClass.ONLINE]) > 1
-
-    def _victims(
-        self, request: Request, claim: Claim, missing: int, protected: Collection[Request], *, online: bool
-    ) -> list[Request]:
-        """The offline requests to evict so that `missing` more units and a row come free for `request`.
-
-        None is immune: one that was evicted often loses last, but loses. Empty when even all of them would not do.
-        `online`: whether the pasts of other online requests, which wait, may be moved too.
-        """
-        state = self._state
-        limit, spared = state.config.max_offline_preemptions, frozenset(claim.hits)
-        held = self._cache.parked.references(online=online, but=request)
-        movable = (block for block, count in held.items() if count == block.ref_count and block not in spared)
-        missing -= count_units(movable)
-        offline = state.running[RequestClass.OFFLINE]
-        victims = [r for r in offline if r.last_step != self._step_id and r not in protected]
-        seldom = [victim for victim in victims if victim.num_preemptions < limit]
-        chosen = _smallest_victims(seldom, missing, held, spared)
-        if not chosen and len(seldom) < len(victims):
-            chosen = _smallest_victims(victims, missing, held, spared)
-        return chosen
-
-    def _victim_for(self, request: Request) -> Request | None:
-        """Which request gives way to a running one: offline first, then the last in the order (of lanes and age, if it
-        is offline itself); none of this step's."""
-        online = request.request_class is RequestClass.ONLINE
-        if online and (victim := self._offline_victim()) is not None:
-            return victim
-        state = self._state
-        offline = state.running[RequestClass.OFFLINE]
-        peers = state.online_order(self._now) if online else sorted(offline, key=lambda r: r.spec.lane)
-        for candidate in reversed(peers):
-            if candidate is request or candidate.last_step != self._step_id:
-                return candidate
-        return None
-
-    def _offline_victim(self) -> Request | None:
-        """Of the running offline requests that are not in this step: of the last lane, seldom evicted, small, young."""
-        offline = self._state.running[RequestClass.OFFLINE]
-        protected = self.reservation.protected
-        candidates = (r for r in offline if r.last_step != self._step_id and r not in protected)
-        if self._spares_embeddings:  # their room would only be kept for the next of them
-            candidates = (r for r in candidates if r.spec.pooling is None)
-        key = lambda r: (-r.spec.lane, r.num_preemptions, len(r.cache_map.blocks), -r.arrival_order)  # noqa: E731
-        return min(candidates, key=key, default=None)
-
-
-def _smallest_victims(
-    candidates: Sequence[Request], units: int, held: Mapping[CacheBlock, int], spared: Collection[CacheBlock]
-) -> list[Request]:
-    """The requests to evict so that `units` units come free; empty when all candidates together hold fewer.
-
-    Where one request is enough, it is one: of the last lane, then the least often evicted, the smallest, the youngest.
-    Otherwise the largest go first, and a block that several share counts when the last of them has lost it.
-    `held`: references that parked pasts give up as well. `spared`: blocks that never come free.
-    """
-    sizes = [(freed_units(request, spared), request) for request in candidates]
-    enough = [((-r.spec.lane, r.num_preemptions, freed, -r.arrival_order), r) for freed, r in sizes if freed >= units]
-    if enough:
-        return [min(enough, key=lambda item: item[0])[1]]
-    sizes.sort(key=lambda item: (-item[1].spec.lane, item[1].num_preemptions, -item[0], -item[1].arrival_order))
-    lost, chosen = Counter(held), []
-    for _, request in sizes:
-        chosen.append(request)
-        for block in request.cache_map.blocks:
-            lost[block] += 1
-            if lost[block] == block.ref_count and block not in spared:
-                units -= len(block.entry.units)
-        if units <= 0:
-            return chosen
-    return []
-
-
-def freed_units(request: Request, spared: Collection[CacheBlock] = frozenset()) -> int:
-    """Units that come free when a running request loses its place."""
-    return count_units(b for b in request.cache_map.blocks if b.ref_count == 1 and b not in spared)

@@ -10,8 +10,8 @@ from collections import Counter
 
 from engine.api import RequestClass
 from engine.request import Request
-from engine.scheduling.allocation import freed_units
 from engine.scheduling.draft import StepDraft
+from engine.scheduling.victims import freed_units
 from predictor.limits import UNITS_PER_BLOCK
 
 

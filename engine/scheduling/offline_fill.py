@@ -4,7 +4,9 @@ import math
 from collections.abc import Callable
 
 from engine.request import Request, RequestStatus
-from engine.scheduling.draft import StepDraft, num_masked
+from engine.scheduling.draft import StepDraft
+from engine.scheduling.iterations import IterationType
+from engine.scheduling.ledger import num_masked
 from engine.scheduling.objective import OfflineAllowance
 from engine.scheduling.planner import (
     OfflinePlan,
@@ -13,7 +15,6 @@ from engine.scheduling.planner import (
     reserved_allowance,
     reserved_lines,
 )
-from engine.scheduling.selection import IterationType
 
 
 class OfflineFill:

@@ -17,15 +17,13 @@ needs no row (a parked request is swapped out of its units), and a row may name 
 step. When a step fails, the targets of its operations are in doubt, whatever became of its rows.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from engine.api import SamplingParams, TokenLogprobs
 from engine.cache.blocks import CacheEntry, CacheOperation
-from engine.machine.link import Link
 from engine.pooling import Pooling
-from predictor.model import LatencyPredictor
 
 INVALID_TOKEN = -1
 """Stands for a token that could not be sampled (NaN logits)."""
@@ -151,37 +149,3 @@ class ModelRunner(Protocol):
 
         Either call raises what makes the step fail; its rows are undefined then, and must be written whole again.
         """
-
-
-class StagedRunner(ModelRunner, Protocol):
-    """One whose model can lose layers, and run as a stage of a pipeline with another engine's (KunServe §4). All but
-    `follow` is called by the thread that launches steps, while none is in flight.
-
-    What lies in units need not outlast `drop` and `restore`: what is still wanted was read before.
-    """
-
-    def drop(self, keep: range, num_units: int) -> None:
-        """Give up all layers but these, and make room for so many units of theirs."""
-
-    def prepare_restore(self, num_units: int) -> None:
-        """Load the layers that are absent into the memory of units from `num_units` on, which hold nothing any more; by
-        another thread, beside steps."""
-
-    def restore(self, num_units: int) -> None:
-        """All layers and so many units of them, whatever has happened before."""
-
-    def read_past(self, units: Sequence[int], layers: range) -> bytes:
-        """K and V of some of the layers that are here."""
-
-    def write_past(self, units: Sequence[int], layers: range, data: bytes) -> None:
-        """The opposite, for as many units and the same layers."""
-
-    def lead(self, link: Link, model: LatencyPredictor | None = None) -> None:
-        """From now on the other side of the link computes the layers behind those that are here; by `model` it is
-        decided into which parts a step is cut, so that both sides have something to do."""
-
-    def end_lead(self) -> None:
-        """Have the other side return from `follow`; the link is at rest then."""
-
-    def follow(self, link: Link) -> None:
-        """Compute for the other side until it ends that. Raises LinkLostError."""

@@ -16,8 +16,8 @@ from typing import NamedTuple
 from engine.api import Lane, RequestClass
 from engine.cache.blocks import count_units
 from engine.request import Request
-from engine.scheduling.draft import StepLedger, num_masked
 from engine.scheduling.laxity import EASY_SHARE, PrefillPace, floor_chunk, prefill_pace, prompt_slack
+from engine.scheduling.ledger import StepLedger, num_masked
 from engine.scheduling.objective import UNLIMITED, OfflineAllowance
 from engine.scheduling.output import CacheWork
 from engine.scheduling.reservation import Reservation, reservation_of

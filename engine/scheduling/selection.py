@@ -7,14 +7,12 @@ room nothing here is called, and requests start in the order of the policy, from
 What running a request is worth is its pending time (Apt-Serve §4.2), or one point (`goodput`). Both demote a request
 that has missed its SLO, by one knob, `tail`: it counts with `tail` times its pending time, so that after 1/tail
 objectives of waiting it is worth as much as any that can still be saved. 0 is the paper's near-zero constant, the best
-attainment, and starves about a tenth; 0.4 is the paper's decayed variant (§6.6). Also Apt-Serve's vote on the type of
-an iteration (§5), for schedulers without chunked prefill.
+attainment, and starves about a tenth; 0.4 is the paper's decayed variant (§6.6).
 
 Thousands may wait and a step is a few milliseconds, so the queue is handled by columns; what differs from request to
 request by more than arrival and length (those that were preempted) is filled in one by one.
 """
 
-import enum
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -248,25 +246,3 @@ def goodput_values(pending: Floats, savable: Bools, ttft: float, tail: float = D
     """1 for one that can still meet its SLO. `ttft` > 0: the objective; the values count in units of it, and so must ρ:
     divide seconds by `ttft`, or by 1 s when none is stated."""
     return np.where(savable, 1.0, np.maximum(EPSILON, tail / ttft * pending))
-
-
-class IterationType(enum.Enum):
-    """What one iteration runs when prompts are not chunked into the steps of the decodes."""
-
-    PREFILL = "prefill"
-    DECODE = "decode"
-
-
-def vote(waiting: Iterable[tuple[float, bool]], running: Iterable[tuple[float, bool]]) -> IterationType:
-    """The queue with the larger sum of pending times decides; equal sums decode. Items: (pending time, savable).
-
-    A request that has missed its SLO has no vote, unless all have missed theirs. An empty queue never wins.
-    """
-    waiting, running = list(waiting), list(running)
-    if not waiting or not running:
-        return IterationType.PREFILL if waiting else IterationType.DECODE
-    only_savable = any(savable for _, savable in (*waiting, *running))
-    urgent_waiting, urgent_running = (
-        sum(pending for pending, savable in queue if savable or not only_savable) for queue in (waiting, running)
-    )
-    return IterationType.PREFILL if urgent_waiting > urgent_running else IterationType.DECODE

@@ -20,6 +20,7 @@ from engine.core import EngineCore
 from engine.errors import RetryableError
 from engine.fleet.routing import Chance, Load, Prompt, Router
 from engine.scheduling.output import ModelRunner, ModelRunnerOutput, SchedulerOutput
+from loadgen.simulation.queued import queued_work
 from predictor.limits import UNITS_PER_BLOCK
 
 REPORT_SECONDS = 0.1
@@ -245,7 +246,7 @@ class FleetDriver:
 
     def _load(self, server: Server) -> Load:
         core = server.core
-        queued, pool = core.queued_work(), core.stats()
+        queued, pool = queued_work(core), core.stats()
         return Load(
             server.number,
             queued_tokens=queued.tokens,

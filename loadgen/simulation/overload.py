@@ -17,6 +17,7 @@ from engine.scheduling.moving import MovedRequest
 from loadgen.simulation.fleet import FleetDriver, OneByOne, Server
 from loadgen.simulation.machine import Machine
 from loadgen.simulation.pipeline import Bubbles, Link, PipelineRunner, Transfer
+from loadgen.simulation.queued import queued_work
 from predictor.limits import UNITS_PER_BLOCK
 
 DROP_SECONDS = 0.005
@@ -308,6 +309,6 @@ class OverloadedFleet:
 def _group(party: Party) -> Group:
     """How a server stands. Units that retire are held, and are no room."""
     core = party.server.core
-    stats, queued = core.stats(), core.queued_work()
+    stats, queued = core.stats(), queued_work(core)
     engines = tuple(engine for engine, _ in party.placement)
     return Group(engines, stats.units_total, stats.units_owned, queued.waiting_units)

@@ -1,9 +1,9 @@
-"""What online work an engine has before it: what a load balancer and a fleet that is short of memory ask for."""
+"""What online work a simulated engine has before it: what a load balancer and a fleet short of memory ask for."""
 
 from typing import NamedTuple
 
 from engine.api import RequestClass
-from engine.scheduling.state import SchedulerState
+from engine.core import EngineCore
 from predictor.limits import UNITS_PER_BLOCK
 
 
@@ -19,8 +19,9 @@ class QueuedWork(NamedTuple):
     waiting_units: int
 
 
-def queued_work(state: SchedulerState) -> QueuedWork:
+def queued_work(core: EngineCore) -> QueuedWork:
     """The online work of an engine now."""
+    state = core.state
     size = state.config.block_size
     requests = tokens = units = waiting_units = 0
     for request in state.waiting_online:

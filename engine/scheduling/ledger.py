@@ -1,0 +1,83 @@
+"""What one step may still hold, and what it will take: what is left of its limits, and its predicted time."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from engine.request import Request
+from engine.scheduling.output import CacheWork
+from predictor.features import BatchFeatures
+from predictor.model import LatencyPredictor
+
+
+@dataclass(slots=True)
+class StepLedger:
+    """What is left of each limit of one step, and what the step will take. Every chunk, decode included, is charged to
+    all of them (units are kept by the pool). `seconds`: the predicted time of what has been charged so far (0 without a
+    model)."""
+
+    tokens_left: int
+    sequences_left: int
+    model: LatencyPredictor | None = None
+    features: BatchFeatures = field(default_factory=BatchFeatures)
+    seconds: float = 0.0
+    adapters: set[int] = field(default_factory=set)
+
+    @property
+    def open(self) -> bool:
+        """Whether one more chunk could be charged."""
+        return self.tokens_left > 0 and self.sequences_left > 0
+
+    def charge_decodes(self, count: int, context_sum: int) -> None:
+        """Charge decodes in bulk; `context_sum` is the tokens they attend to, their own included."""
+        self.tokens_left -= count
+        self.sequences_left -= count
+        assert self.tokens_left >= 0 and self.sequences_left >= 0, "ledger overdrawn"
+        self.features.add_decodes(count, context_sum)
+        if self.model is not None:
+            self.seconds = self.model.predict(self.features)
+
+    def charge_more_decodes(self, count: int, context_sum: int) -> None:
+        """The same beside what has been charged: as much as if each were charged by itself."""
+        self.tokens_left -= count
+        self.sequences_left -= count
+        assert self.tokens_left >= 0 and self.sequences_left >= 0, "ledger overdrawn"
+        if self.model is not None:
+            self.seconds += self.model.marginal_decodes(self.features, count, context_sum)
+        self.features.add_decodes(count, context_sum)
+
+    def charge(self, start: int, length: int) -> None:
+        """Charge one chunk; the caller has checked that it fits."""
+        self.tokens_left -= length
+        self.sequences_left -= 1
+        assert self.tokens_left >= 0 and self.sequences_left >= 0, "ledger overdrawn"
+        if self.model is not None:
+            self.seconds += self.model.marginal(self.features, start, length)
+        self.features.add_chunk(start, length)
+
+    def charge_cache_work(self, work: CacheWork) -> None:
+        """Charge what is run from compact form, restored and moved; negative numbers take it back."""
+        if self.model is not None:
+            self.seconds += self.model.cache_work(*work, beside=self.features)
+        self.features.add_cache_work(*work)
+
+    def charge_adapter(self, number: int, tokens: int) -> None:
+        """Charge the LoRA adapter of a chunk, each once in a step, and what it does with the tokens."""
+        is_new = number not in self.adapters
+        self.adapters.add(number)
+        self.features.add_adapted(is_new, tokens)
+        if self.model is not None:
+            self.seconds += self.model.adapter_work(is_new, tokens)
+
+    def mask_seconds(self, rows: int) -> float:
+        """What so many masked samples would add."""
+        return self.model.mask_work(self.features, rows) if rows and self.model is not None else 0.0
+
+    def charge_masks(self, rows: int) -> None:
+        """Charge the masks of so many samples."""
+        self.seconds += self.mask_seconds(rows)
+        self.features.add_masked(rows)
+
+
+def num_masked(decodes: Sequence[Request]) -> int:
+    """Of requests whose next token is due, how many a mask may limit."""
+    return sum([request.num_computed_tokens + 1 >= request.masked_from for request in decodes])

@@ -1,0 +1,79 @@
+"""Whether waiting online requests want more memory than there is, and which are chosen then, tenant by tenant.
+
+What a choice is made by is in `engine.scheduling.selection`.
+"""
+
+import numpy as np
+
+from engine.api import RequestClass
+from engine.cache.blocks import COMPACT, CacheKind
+from engine.cache.placement import READ_STEPS, narrow_pays
+from engine.scheduling.online_share import by_tenant
+from engine.scheduling.reservation import reservation_of
+from engine.scheduling.selection import Pressure, Select, Start
+from engine.scheduling.state import SchedulerState
+from predictor.limits import UNITS_PER_BLOCK
+
+
+def pressure_of(state: SchedulerState, now: float) -> Pressure | None:
+    """The state of memory if the waiting online requests want more than they could get now, else None."""
+    block_size = state.config.block_size
+    offline = state.running[RequestClass.OFFLINE]
+    capacity = (
+        state.pool.num_available_units + state.pool.num_deferred_units + state.cache.parked.num_units(online=True)
+    )
+    capacity += sum(request.cache_map.num_running_units for request in offline)
+    narrows = narrow_pays(state.model, state.config)
+    capacity += state.cache.num_narrowable(state.running[RequestClass.ONLINE]) if narrows else 0
+    capacity -= state.prompt_reserve(state.running_prompts())
+    capacity -= reservation_of(state).held
+    if not _demand_exceeds(state, capacity):
+        return None
+    capacity += sum(request.cache_map.num_running_units for request in state.evictable(now))
+    return Pressure(
+        now=now,
+        running=state.running[RequestClass.ONLINE],
+        capacity=capacity,
+        block_size=block_size,
+        compact_blocks=state.pool.num_units if narrows else state.cache.compact_room,
+        compact=CacheKind.KV8 if narrows else COMPACT,
+        rho=_rho(state) * READ_STEPS * block_size / UNITS_PER_BLOCK,
+        ttft=state.objective.ttft,
+        tbt=state.objective.tbt,
+        model=state.model,
+        max_chunk=state.config.max_num_batched_tokens,
+    )
+
+
+def _rho(state: SchedulerState) -> float:
+    """What a further token from compact form adds to a step: where some run from it already, the step pays what does
+    not grow with them anyway. Else it is shared by as many as there may be."""
+    if state.model is not None and (state.cache.num_compact or state.cache.num_narrow):
+        return state.model.cache_work(compact_tokens=1)
+    return state.config.rho
+
+
+def _demand_exceeds(state: SchedulerState, units: int) -> bool:
+    """Whether the waiting online requests want more than so many units, all of them in KV."""
+    waiting, size = state.waiting_online, state.config.block_size
+    columns = waiting.columns
+    blocks = int((columns.lengths // size + 1)[~columns.began].sum())
+    for index in np.flatnonzero(columns.began).tolist():
+        blocks += len(waiting[index].token_ids) // size + 1
+    return blocks > units // UNITS_PER_BLOCK
+
+
+def select_by_tenant(state: SchedulerState, select: Select, pressure: Pressure) -> list[Start]:
+    """What `select` chooses of the waiting requests; where several tenants have some, of each tenant's what has room
+    beside those of the tenants before it."""
+    if not state.online_share.is_contested:
+        return select(state.waiting_online, pressure)
+    groups = by_tenant(state.waiting_online)
+    starts: list[Start] = []
+    for tenant in state.online_share.by_standing(groups):
+        found = select(groups[tenant], pressure)
+        starts += found
+        if not found:
+            break  # smaller ones of the tenants behind it would take its room again and again
+        pressure = pressure.less(found)
+    return starts
