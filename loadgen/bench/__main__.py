@@ -24,6 +24,7 @@ BENCHES = {
     "structured": "loadgen.bench.structured",
     "schemas": "loadgen.bench.schemas",
     "structured-beside": "loadgen.bench.structured_beside",
+    "neighbours": "loadgen.bench.neighbours",
     "host": "loadgen.bench.host",
     "planning": "loadgen.bench.planning",
     "sim-vs-live": "loadgen.bench.sim_vs_live",

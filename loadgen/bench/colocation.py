@@ -5,8 +5,8 @@ priority -, (4) ours: they have `service_tier: "flex"`, (5) the offline side is 
 through /v1/files and /v1/batches. Online requests are judged by their TTFT from the scheduled arrival and the
 nearest-rank P99 of their own gaps, pooled over the seeds and paired by request between arms. Every arm has a server of
 its own; its first seconds do not count.
-`--plot FILE.svg` makes one run with a sine-shaped online load instead and draws it; `--steps` is another benchmark,
-that of `loadgen.bench.steps`.
+`--plot FILE.svg` makes one run with a sine-shaped online load instead and draws it; `--steps` and `--alternate` are
+other benchmarks, those of `loadgen.bench.steps` and `loadgen.bench.alternate`.
 """
 
 import argparse
@@ -44,7 +44,7 @@ WARM_UP = 5.0
 """Seconds of an arm that do not count."""
 LEARNING = 15.0
 """Seconds of the same load, with offline work beside it, before each arm."""
-JOB_TOKENS_PER_SECOND = 2_000
+JOB_TOKENS_PER_SECOND = 6_000
 """A job has lines for this rate, and offline clients for ten times it, so that none ends before its arm."""
 JOB = "job"
 SMALL = "134.5M Llama"
@@ -285,9 +285,25 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--slos", type=forms_of, default=FORMS, help=f"some of {', '.join(FORMS)} (default: all)".replace("%", "%%")
     )
-    parser.add_argument("--seed", type=int, default=1, help="of the arrivals of --steps")
+    parser.add_argument("--seed", type=int, default=1, help="of the arrivals of --steps and --alternate")
+    parser.add_argument(
+        "--alternate", type=float, metavar="SECONDS", help="offline work in every second spell of so many"
+    )
+    parser.add_argument("--slo", default="5%", help="of --alternate (default: 5%%)")
+    parser.add_argument("--learning", type=float, default=120.0, help="seconds of --alternate that do not count")
     parser.add_argument("--output", type=Path, metavar="FOLDER", help="where --steps writes steps.json and steps.md")
     args = parser.parse_args(argv)
+    if args.alternate is not None:
+        from loadgen.bench import alternate  # it stands on this module
+
+        about = (
+            f"co-location by turns of {args.alternate:g} s: random {SMALL}, SLO {args.slo}, {args.rate} online "
+            f"requests/s of {ONLINE_PROMPT}/{ONLINE_OUTPUT}, {OUTSTANDING} offline clients of "
+            f"{OFFLINE_PROMPT}/{OFFLINE_OUTPUT}, seed {args.seed}; {describe()}"
+        )
+        print(about, flush=True)
+        alternate.run(args.slo, args.rate, args.seconds, args.alternate, args.seed, args.learning)
+        return
     if args.steps is not None:
         from loadgen.bench import steps  # it stands on this module
 

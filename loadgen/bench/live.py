@@ -16,7 +16,7 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Protocol
 
 from loadgen import workers
 from loadgen.client import Client, Target
@@ -174,9 +174,15 @@ class Watch:
         return [(at, total - before) for (_, before), (at, total) in pairwise(seen)]
 
 
-async def run(plan: Plan, watch: Watch | None = None) -> Records:
-    """Execute a plan in this loop; `watch` looks at the server meanwhile, on the clock of the records. Ctrl-C ends it
-    with KeyboardInterrupt."""
+class Follower(Protocol):
+    """What goes on beside a plan, on the clock of its records."""
+
+    async def follow(self, url: str, start: float) -> None:
+        """Until cancelled."""
+
+
+async def run(plan: Plan, watch: Follower | None = None) -> Records:
+    """Execute a plan in this loop, and `watch` beside it. Ctrl-C ends it with KeyboardInterrupt."""
     started: list[asyncio.Task[None]] = []
 
     def begin(epoch: float) -> None:
@@ -195,9 +201,13 @@ async def run(plan: Plan, watch: Watch | None = None) -> Records:
     return records
 
 
+Ask = Callable[..., Awaitable[tuple[int, Any]]]
+"""A body's fields in, (status, answer) out."""
+
+
 @asynccontextmanager
-async def completions(url: str, concurrency: int) -> AsyncIterator[Callable[..., Awaitable[tuple[int, Any]]]]:
-    """Asks a server for whole completions, at most so many at a time: a body's fields in, (status, answer) out."""
+async def completions(url: str, concurrency: int) -> AsyncIterator[Ask]:
+    """Asks a server for whole completions, at most so many at a time."""
     turns = asyncio.Semaphore(concurrency)
     async with Client(Target(url, timeout=ANSWER_SECONDS), time.monotonic) as client:
 

@@ -1,0 +1,37 @@
+"""The benchmark beside neighbours: that they never rest and end, and what its table says."""
+
+import os
+
+import pytest
+from test_bench_steps import record
+
+from loadgen.bench.neighbours import Situation, report, restless
+from loadgen.records import RequestRecord
+
+
+def test_neighbours_compute_and_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("loadgen.bench.neighbours.SETTLE", 0.0)
+    before = os.times()
+    with restless(2):
+        pass
+    with restless(0):
+        pass
+    after = os.times()
+    assert after.children_user + after.children_system > before.children_user + before.children_system
+
+
+def test_the_table_is_in_ratios_to_the_quiet_situation(capsys: pytest.CaptureFixture[str]) -> None:
+    quiet, beside = Situation(0), Situation(2)
+    for gap, prompt in ((0.01, 0.5), (0.02, 1.0), (0.01, 0.5)):
+        quiet.add([record(0.0, 0.1, (gap,) * 4)], sent(prompt))
+        beside.add([record(0.0, 0.1, (gap, gap, 3 * gap, 3 * gap))], sent(4 * prompt))
+    report([quiet, beside])
+    _, first, second = capsys.readouterr().out.splitlines()
+    assert first.split() == ["0", "100.0", "1.00", "20", "2.0", "0.50", "1.0"]
+    assert second.split() == ["2", "50.0", "0.50", "60", "6.0", "2.00", "4.0"]
+
+
+def sent(ttft: float) -> RequestRecord:
+    made = record(0.0, ttft)
+    made.sent_at = 0.0
+    return made
