@@ -1,9 +1,9 @@
 """Answers beside processes that never rest: decode rate and longest gap of one stream, and a long prompt.
 
-A step on several threads waits for the last of them, so that a thread which has lost its core costs more than its share.
-Of N cores with M such processes a fair share is N / (N + M) of the quiet rate where every thread runs, and less is lost
-the fewer threads a step has. One server for the whole run; the situations take turns, round by round, and a quiet one
-is among them: what counts is the ratio to it. Figures are medians of the rounds, the longest gap is that of all rounds.
+A step on several threads waits for the last of them: a thread that has lost its core costs more than its share. Of N
+cores with M such processes a fair share is N / (N + M) of the quiet rate. One server for the whole run; the situations
+take turns, round by round, and a quiet one is among them: what counts is the ratio to it. Figures are medians of the
+rounds, the longest gap is that of all rounds.
 """
 
 import argparse
