@@ -1,6 +1,6 @@
-"""The benchmark beside neighbours: that they never rest and end, and what its table says."""
+"""The benchmark beside neighbours: that they come and go, and what its table says."""
 
-import os
+import signal
 
 import pytest
 from test_bench_steps import record
@@ -9,15 +9,13 @@ from loadgen.bench.neighbours import Situation, report, restless
 from loadgen.records import RequestRecord
 
 
-def test_neighbours_compute_and_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_neighbours_live_as_long_as_the_situation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("loadgen.bench.neighbours.SETTLE", 0.0)
-    before = os.times()
-    with restless(2):
-        pass
-    with restless(0):
-        pass
-    after = os.times()
-    assert after.children_user + after.children_system > before.children_user + before.children_system
+    with restless(2) as processes:
+        assert [process.poll() for process in processes] == [None, None]
+    assert [process.returncode for process in processes] == [-signal.SIGKILL] * 2
+    with restless(0) as none:
+        assert none == []
 
 
 def test_the_table_is_in_ratios_to_the_quiet_situation(capsys: pytest.CaptureFixture[str]) -> None:

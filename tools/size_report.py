@@ -16,7 +16,7 @@ CEILINGS = {
     "gateway": 14_600,
     "engine": 36_120,
     "predictor": 3_370,
-    "loadgen": 18_250,
+    "loadgen": 18_650,
 }
 
 

@@ -57,12 +57,12 @@ class Situation:
 
 
 @contextmanager
-def restless(count: int) -> Iterator[None]:
+def restless(count: int) -> Iterator[list[subprocess.Popen[bytes]]]:
     """So many processes that compute all the time, of usual priority."""
     processes = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
     try:
         time.sleep(SETTLE)
-        yield
+        yield processes
     finally:
         for process in processes:
             process.kill()
