@@ -35,7 +35,7 @@ from engine.scheduling.output import Collect, ModelRunnerOutput, SchedulerOutput
 
 T = TypeVar("T")
 WAIT = 120.0  # seconds, until ranks that wait for one that failed give up
-INDIVISIBLE = {"llama-gqa3-odd-heads", "llama-head80-biases", "qwen2-gqa7", "gemma2-uncapped"}
+INDIVISIBLE = {"llama-gqa3-odd-heads", "qwen2-gqa7"}
 OUTPUT = 12
 
 
@@ -96,7 +96,12 @@ def refusal(name: str, ranks: int) -> str:
 def test_what_cannot_be_divided_is_named() -> None:
     said = "the model's {} cannot be divided among {} ranks"
     assert refusal("llama-gqa3-odd-heads", 2) == said.format("9 attention heads", 2)
-    assert refusal("llama-head80-biases", 2) == said.format("1 key-value heads", 2)
+    spec = replace(
+        load_spec(tiny_models.model_folder("llama-gqa2")), num_heads=12, num_kv_heads=3, intermediate_size=96
+    )
+    with pytest.raises(ModelLoadError, match="the model's 3 key-value heads cannot be divided among 2 ranks"):
+        divide(spec, 2)
+    assert divide(spec, 6).num_kv_heads == 1, "of which each is on two ranks"
     assert refusal("llama-gqa3-odd-heads", 3) == said.format("88 inner values of the MLP", 3)
 
 
@@ -186,7 +191,7 @@ def test_the_bias_is_added_once_behind_the_sum() -> None:
 @pytest.mark.parametrize(
     ("name", "ranks"),
     [(name, 2) for name in tiny_models.CASES if name not in INDIVISIBLE]
-    + [(name, 4) for name in ("llama-mha-tied", "phi3", "gemma3", "opt", "neox")],
+    + [(name, 4) for name in ("llama-mha-tied", "llama-gqa2", "llama-head80-biases", "phi3", "gemma3", "opt", "neox")],
 )
 def test_ranks_together_are_the_whole_model(name: str, ranks: int) -> None:
     """In chunks. Every rank has the same logits to the last bit, so that any may sample."""

@@ -31,21 +31,22 @@ _IN_LAYER = re.compile(r"(?:^|\.)layers\.\d+\.(.+)\.(weight|bias)$")
 
 
 def divide(whole: ModelSpec, ranks: int) -> ModelSpec:
-    """The sizes of one rank's part. Errors: ModelLoadError where one is no multiple of the ranks."""
+    """The sizes of one rank's part. Errors: ModelLoadError where one cannot be divided."""
     sizes = {
-        "attention heads": whole.num_heads,
-        "key-value heads": whole.num_kv_heads,
-        "inner values of the MLP": whole.intermediate_size,
+        "attention heads": (whole.num_heads, ranks),
+        "key-value heads": (whole.num_kv_heads, _kv_parts(whole, ranks)),
+        "inner values of the MLP": (whole.intermediate_size, ranks),
     }
-    for what, size in sizes.items():
-        if size % ranks:
+    for what, (size, parts) in sizes.items():
+        if size % parts:
             raise ModelLoadError(f"the model's {size} {what} cannot be divided among {ranks} ranks")
-    return replace(
-        whole,
-        num_heads=whole.num_heads // ranks,
-        num_kv_heads=whole.num_kv_heads // ranks,
-        intermediate_size=whole.intermediate_size // ranks,
-    )
+    heads, kv_heads, inner = (size // parts for size, parts in sizes.values())
+    return replace(whole, num_heads=heads, num_kv_heads=kv_heads, intermediate_size=inner)
+
+
+def _kv_parts(whole: ModelSpec, ranks: int) -> int:
+    """How many different parts of keys and values there are: ranks whose queries read the same head all have it."""
+    return ranks if ranks % whole.num_kv_heads else whole.num_kv_heads
 
 
 def head_ranks(vocab: int, ranks: int) -> int:
@@ -72,10 +73,11 @@ class Shard:
             return whole, None
         return self.part_of(whole, 0), self.gather
 
-    def part_of(self, whole: Tensor, dim: int) -> Tensor:
-        """A view of this rank's share of a dimension."""
-        size = whole.shape[dim] // self.ranks
-        return whole.narrow(dim, self.rank * size, size)
+    def part_of(self, whole: Tensor, dim: int, parts: int = 0) -> Tensor:
+        """A view of this rank's share of a dimension; of `parts`, where that is fewer than ranks, several have one."""
+        parts = parts or self.ranks
+        size = whole.shape[dim] // parts
+        return whole.narrow(dim, self.rank * parts // self.ranks * size, size)
 
 
 class ShardedTensors:
@@ -89,10 +91,12 @@ class ShardedTensors:
         names = family_named(whole.family).names
         inner = whole.intermediate_size
         # a fused module's outputs are divided part by part, but for those that lie head by head
-        rows = _sections(names.qkv, (whole.q_size, whole.kv_size, whole.kv_size))
+        kv = whole.kv_size, _kv_parts(whole, shard.ranks)
+        rows = _sections(names.qkv, ((whole.q_size, shard.ranks), kv, kv))
         if names.interleaved_qkv:
-            rows = {module: (sum(sections),) for module, sections in rows.items()}
-        self._rows = rows | _sections(names.up, (inner, inner) if whole.gated_mlp else (inner,))
+            rows = dict.fromkeys(rows, ((whole.q_size + 2 * whole.kv_size, shard.ranks),))
+        ups = 2 if whole.gated_mlp else 1
+        self._rows = rows | _sections(names.up, ((inner, shard.ranks),) * ups)
         self._columns = {names.out: whole.q_size, names.down: inner}
 
     def fetch(self, name: str, shape: tuple[int, ...]) -> Tensor:
@@ -100,8 +104,11 @@ class ShardedTensors:
         found = _IN_LAYER.search(name)
         module, kind = found.groups() if found else ("", "")
         if sections := self._rows.get(module):
-            whole = self._fetch(name, (sum(sections), *shape[1:]))
-            return torch.cat([self._shard.part_of(each, 0) for each in whole.split_with_sizes(sections)])
+            sizes = [size for size, _ in sections]
+            split = self._fetch(name, (sum(sizes), *shape[1:])).split_with_sizes(sizes)
+            return torch.cat(
+                [self._shard.part_of(each, 0, parts) for each, (_, parts) in zip(split, sections, strict=True)]
+            )
         if kind == "weight" and (width := self._columns.get(module)):
             return self._shard.part_of(self._fetch(name, (shape[0], width)), 1).clone(
                 memory_format=torch.contiguous_format
@@ -139,6 +146,12 @@ class SummedLinear:
         return SummedLinear(self._part.on(data), self._bias, self._total)
 
 
-def _sections(modules: tuple[str, ...], sizes: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-    """The sizes of what each module's outputs are: one each, or all in one fused module."""
-    return {modules[0]: sizes} if len(modules) == 1 else {m: (s,) for m, s in zip(modules, sizes, strict=True)}
+_Section = tuple[int, int]
+"""Outputs of a module that are divided for themselves: how many, and into how many parts."""
+
+
+def _sections(modules: tuple[str, ...], sections: tuple[_Section, ...]) -> dict[str, tuple[_Section, ...]]:
+    """What each module's outputs are: one section each, or all in one fused module."""
+    if len(modules) == 1:
+        return {modules[0]: sections}
+    return {module: (section,) for module, section in zip(modules, sections, strict=True)}
