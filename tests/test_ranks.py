@@ -21,12 +21,13 @@ from test_build import shape
 from test_families import assert_equal_but_for_ties, prompts_of
 from torch import distributed
 
-from engine import build
+from engine import build, openmp
 from engine.api import EngineRequest, EngineState, SamplingParams
 from engine.cache.blocks import CacheAction
 from engine.config import EngineConfig, SchedulerConfig
 from engine.errors import ConfigError, EngineUnavailableError, ModelLoadError
 from engine.execution.cpu.device import TorchDevice
+from engine.execution.cuda.backend import CudaBackend
 from engine.execution.cuda.device import CudaDevice
 from engine.execution.ranks import leader, messages
 from engine.execution.ranks.follower import Follower
@@ -35,6 +36,8 @@ from engine.execution.ranks.leader import Leader
 from engine.execution.ranks.step import Step
 from engine.execution.rows import RowTable
 from engine.execution.runner import Runner
+from engine.fleet.ray_engines import Cluster
+from engine.machine.facts import Processor
 from engine.models import torch_ops
 from engine.models.checkpoint import load_weights
 from engine.models.decoder import Decoder
@@ -343,8 +346,24 @@ def test_models_that_cannot_be_divided_are_refused(tmp_path: Path) -> None:
     )  # fmt: skip
     with pytest.raises(ConfigError, match="layers of our own, and transformers' modules run MixtralForCausalLM"):
         build.plan_launch(config_of(model=str(mixture)))
+    with pytest.raises(ConfigError, match="--ray does not go with --tensor-parallel-size yet"):
+        Cluster.connect("auto", 1, EngineConfig(tensor_parallel_size=2))
     with pytest.raises(ConfigError, match="--tensor-parallel-size must be at least 1"):
         EngineConfig(tensor_parallel_size=0)
+
+
+def test_each_rank_has_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "find_backend", lambda _name: CudaBackend())
+    monkeypatch.setattr(build, "cuda_devices", lambda: ["3"])
+    with pytest.raises(ConfigError, match="--tensor-parallel-size 2 needs as many CUDA devices; 1 can be seen"):
+        build.plan_launch(config_of(device="cuda"))
+
+
+def test_ranks_share_the_cores_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(openmp, "read_processor", lambda: Processor("fast", 8, 16, frozenset()))
+    counts = [openmp.num_threads(EngineConfig(tensor_parallel_size=ranks), {}) for ranks in (1, 2, 16)]
+    assert counts == [8, 4, 1]
+    assert not openmp.expects_native(EngineConfig(device="cpu", tensor_parallel_size=2))
 
 
 # Devices that take steps ahead ----------------------------------------------------------------------------------------
