@@ -1,6 +1,7 @@
 """The frozen configuration of engine and scheduler. Command-line flags are generated from `EngineConfig`'s fields:
 `metadata["help"]` is the flag's help, `metadata["choices"]` its choices. Torch-free."""
 
+import sys
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -179,6 +180,8 @@ class SchedulerConfig:
     from it adds to a step that runs as many as may (`compact_tokens`).
     `preempted_int8`: blocks of requests that wait may be put in 8 bits,
     `running_int8`: so may full blocks of those that run, and are read as they are.
+    `window`: tokens that a token sees in any layer, itself included, and those that a kernel reads with them; 0: all.
+    Blocks before them are given back while the request runs, so that it may be longer than the pool.
     `chunked_prefill`: prompts run in chunks beside decodes; else a step is whole prompts or decodes.
     `pipeline_depth`: steps that may be in flight when `schedule` is called (0 on CPU, 1 on a GPU).
     `min_prefill_chunk`: what the oldest prompt gets in every step, unless it makes decodes beside it late: then as much
@@ -199,6 +202,7 @@ class SchedulerConfig:
     rho: float = 0.0
     preempted_int8: bool = False
     running_int8: bool = False
+    window: int = 0
     block_size: int = 16
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
@@ -226,6 +230,11 @@ class SchedulerConfig:
         return self.block_size * (self.num_units if self.running_int8 else self.scratch_blocks)
 
     @property
+    def most_blocks(self) -> int:
+        """What a request holds at once."""
+        return most_blocks(self.window, self.block_size, (1 + self.pipeline_depth) * self.max_num_batched_tokens)
+
+    @property
     def limits(self) -> Limits:
         """What a step may hold."""
         return Limits(
@@ -237,6 +246,14 @@ class SchedulerConfig:
         QueueTime.parse(self.max_queue_time)
         _check_reserve(self.reserve, self.chunked_prefill)
         _check_whole_prompts(self.chunked_prefill, self.max_num_batched_tokens, self.max_model_len)
+        if self.window:
+            assert not self.scratch_blocks and not self.running_int8, "blocks of one kind are given back, K and V"
+
+
+def most_blocks(window: int, block_size: int, num_tokens: int) -> int:
+    """Blocks that a request holds at once which computes up to `num_tokens` tokens beyond those that are confirmed. At
+    either end of a window is a block of which it has a part, and what is behind it is given back a block later."""
+    return -(-(window + num_tokens) // block_size) + 3 if window else sys.maxsize
 
 
 def step_limits(config: EngineConfig, *, wide: bool = False) -> tuple[int, int]:

@@ -150,6 +150,7 @@ class EngineCore:
         resumed = spec.resumed
         arrival = now if spec.arrived is None else spec.arrived
         request = Request(spec, RequestTimes(arrival) if resumed is None else resumed.times, self._num_arrived)
+        request.most_blocks = self.config.most_blocks
         if resumed is None:
             self._admission.check(request, now)
         else:

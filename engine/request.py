@@ -2,6 +2,7 @@
 
 import enum
 import math
+import sys
 from dataclasses import dataclass, field
 
 from engine.api import EngineRequest, RequestClass, RequestTimes
@@ -41,7 +42,7 @@ class Request:
     `num_expected_hits`: tokens of its prompt that were in the prefix cache when it came. `was_let_in`: others gave up
     their rows for it; `was_moved`: it gave up its own (see `engine.scheduling.crowding`). `withholds`: nobody reads its
     answer before it is whole, so only `num_told` of its tokens were told, and the next ones are not while it has fewer
-    than `quiet_until`.
+    than `quiet_until`. `most_blocks`: that it holds at once (see `SchedulerConfig`).
     """
 
     spec: EngineRequest
@@ -70,6 +71,7 @@ class Request:
     num_prompt_tokens: int = field(init=False)
     max_total_tokens: int = field(init=False)
     masked_from: int = field(init=False)
+    most_blocks: int = sys.maxsize
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.spec.prompt_token_ids)
@@ -121,7 +123,15 @@ class Request:
         return max(1, len(self.token_ids) - kept)
 
     def num_blocks(self, block_size: int) -> int:
-        """Blocks of all its known tokens, and of the next one if any may follow."""
+        """Blocks of all its known tokens, and of the next one if any may follow; as many of them as it holds at once
+        (`SchedulerConfig.most_blocks`)."""
+        return min(self._all_blocks(block_size), self.most_blocks)
+
+    def num_missing_blocks(self, block_size: int, known: int, gone: int) -> int:
+        """What it has still to get of them where it has the first `known`, of which `gone` were given back."""
+        return min(self._all_blocks(block_size) - known, self.most_blocks - (known - gone))
+
+    def _all_blocks(self, block_size: int) -> int:
         return (len(self.token_ids) - (self.spec.pooling is not None)) // block_size + 1
 
     @property

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import initialize, precondition, rule, run_state_machine_as_test
 
 from engine.api import EngineRequest, FinishReason, Lane, RequestClass
-from engine.config import SchedulerConfig
+from engine.config import SchedulerConfig, most_blocks
 from engine.pooling import Pooling
 from engine.queue_time import UNLIMITED_QUEUE
 from engine.scheduling.objective import StepObjective
@@ -57,6 +57,7 @@ class LivenessMachine(CoreRules):
         objective=objectives,
         share=st.sampled_from([0.0, 0.1, 1.0]),
         reserve=st.sampled_from(["0%", "0%", "2%", "20%", "50%"]),
+        window=st.sampled_from([0, 0, 1, 6, 17]),
     )
     def start(
         self,
@@ -70,11 +71,16 @@ class LivenessMachine(CoreRules):
         objective: StepObjective,
         share: float,
         reserve: str,
+        window: int = 0,
     ) -> None:
         host_units, scratch_blocks = tiers
+        scratch_blocks = 0 if window else scratch_blocks
+        held = most_blocks(window, BLOCK, (1 + depth) * tokens)
+        self.longest = POOL_TOKENS * (3 if chunked and held <= NUM_BLOCKS else 1)
         config = SchedulerConfig(
             num_units=2 * NUM_BLOCKS,
-            max_model_len=POOL_TOKENS,
+            max_model_len=self.longest,
+            window=window,
             block_size=BLOCK,
             max_num_seqs=seqs,
             max_num_batched_tokens=tokens if chunked else POOL_TOKENS,
@@ -88,7 +94,9 @@ class LivenessMachine(CoreRules):
             max_offline_preemptions=limit,
             reserve=reserve if chunked else "0%",
         )
-        runner = FakeRunner(block_size=BLOCK, vocab_size=VOCAB, scratch_blocks=scratch_blocks, host_units=host_units)
+        runner = FakeRunner(
+            block_size=BLOCK, vocab_size=VOCAB, scratch_blocks=scratch_blocks, host_units=host_units, window=window
+        )
         self.driver = Driver(runner, config, online_policy=policy, model=MODEL, objective=objective)
         self.driver.core.set_offline_share(share)
         self.requests: dict[str, EngineRequest] = {}
@@ -104,9 +112,9 @@ class LivenessMachine(CoreRules):
         pooling: Pooling | None = None,
     ) -> None:
         name = str(len(self.requests))
-        output = min(output, POOL_TOKENS - 1)
-        tail = [2 + len(self.requests) % 20] * length
-        prompt = [*prefix, *tail][: POOL_TOKENS - output]
+        output = min(output, self.longest - 1)
+        tail = [2 + len(self.requests) % 20] * (length * self.longest // POOL_TOKENS)
+        prompt = [*prefix, *tail][: self.longest - output]
         request = make_request(name, prompt, output, request_class=request_class, lane=lane, tenant=tenant)
         request = dataclasses.replace(request, pooling=pooling)
         self.requests[name] = request
@@ -155,6 +163,7 @@ class LivenessMachine(CoreRules):
         if hasattr(self, "driver"):
             chats = sum(request.request_class is RequestClass.ONLINE for request in self.requests.values())
             assert self.driver.core.stats().preemptions.get("tenant", 0) <= chats, "each is moved once at most"
+            assert self.driver.core.stats().units_owned == 0, "what ended holds units"
 
 
 def run_machine(examples: int) -> None:

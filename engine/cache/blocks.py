@@ -9,6 +9,7 @@ knows about a kind.
 import enum
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import NamedTuple
 
 from predictor.limits import UNITS_PER_BLOCK
@@ -20,12 +21,14 @@ class CacheKind(enum.Enum):
     HIDDEN is the normed input of every attention layer, from which K and V are projected again; it is offered only by
     models whose hidden state fits in half the room of K and V (`engine.models.spec.hidden_offer`). KV8 is K and V in 8
     bits in the unit that was K's: it is made from K and V. Full blocks of it run as they are where the config says so
-    (`running_int8`); else it is for requests that wait, and made K and V again to run.
+    (`running_int8`); else it is for requests that wait, and made K and V again to run. GONE is the place of a block
+    that lies before every window of the model: it has no unit, and nobody reads it.
     """
 
     KV = "kv"
     HIDDEN = "hidden"
     KV8 = "kv8"
+    GONE = "gone"
 
     __hash__ = object.__hash__  # enum's own is written in Python; a step looks hundreds up
 
@@ -43,6 +46,7 @@ REPRESENTATIONS = {
     CacheKind.KV: Representation(UNITS_PER_BLOCK, compact=False),
     CacheKind.HIDDEN: Representation(1, compact=True),
     CacheKind.KV8: Representation(1, compact=False, missing=UNITS_PER_BLOCK - 1),
+    CacheKind.GONE: Representation(0, compact=False),
 }
 COMPACT = CacheKind.HIDDEN
 """The kind that is offered beside K and V when memory is short."""
@@ -95,24 +99,34 @@ class CacheMap:
     bits, was made by the step `parked_in_step`.
 
     `kind`: what new blocks are stored as; it outlives preemptions. `num_compact` blocks of a running request are
-    compact, `num_narrow` in 8 bits. `hashes` are the chained hashes of the full blocks known so far (computed lazily,
-    kept across preemptions); the first `num_published` blocks are already offered to the prefix index.
+    compact, `num_narrow` in 8 bits, its first `num_gone` given back. `hashes` are the chained hashes of the full blocks
+    known so far (computed lazily, kept across preemptions); the first `num_published` blocks are already offered to the
+    prefix index.
     """
 
     blocks: list[CacheBlock] = field(default_factory=list)
     kind: CacheKind = CacheKind.KV
     num_compact: int = 0
     num_narrow: int = 0
+    num_gone: int = 0
     num_parked_tokens: int = 0
     parked_in_step: int = -1
     hashes: list[bytes] = field(default_factory=list)
     num_published: int = 0
 
     @property
+    def num_live(self) -> int:
+        """Blocks of a running request that lie somewhere."""
+        return len(self.blocks) - self.num_gone
+
+    @property
     def num_running_units(self) -> int:
         """What the blocks of a running request take, as `count_units` says, without a look at each of them."""
         saved = UNITS_PER_BLOCK - REPRESENTATIONS[COMPACT].units
-        return UNITS_PER_BLOCK * len(self.blocks) - saved * self.num_compact - self.num_narrow
+        return UNITS_PER_BLOCK * self.num_live - saved * self.num_compact - self.num_narrow
+
+
+_NOWHERE = CacheEntry(CacheKind.GONE, Tier.DEVICE, ())
 
 
 class CacheAction(enum.Enum):
@@ -150,6 +164,16 @@ class CacheOperation(NamedTuple):
     target: CacheEntry
     start: int = 0
     key: bytes = b""
+
+
+def gone_block() -> CacheBlock:
+    """What stands in a block's place that was given back: one for each holder."""
+    return CacheBlock(_NOWHERE)
+
+
+def count_gone(blocks: Iterable[CacheBlock]) -> int:
+    """How many of these blocks were given back; none comes behind one that was not."""
+    return sum(1 for _ in takewhile(lambda block: block.entry.kind is CacheKind.GONE, blocks))
 
 
 def count_units(blocks: Iterable[CacheBlock]) -> int:

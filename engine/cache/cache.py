@@ -2,7 +2,9 @@
 
 Joins the tiers with their prefix indexes and the parked pasts. A running request *extends* its map, a waiting one
 *claims* what it would start from and *takes* it; a request that leaves its row *vacates* it, keeping its past where it
-lies if there is a host tier. What that does to units becomes the step's cache operations. Knows nothing of queues, of
+lies if there is a host tier. Where every layer of the model has a window, a request has blocks only from the oldest
+token on that its next one sees: those before it go back to the pool as it is computed, and are not taken from a prefix.
+What that does to units becomes the step's cache operations. Knows nothing of queues, of
 victims, of time and of steps' limits.
 """
 
@@ -21,9 +23,11 @@ from engine.cache.blocks import (
     CacheKind,
     CacheOperation,
     count_compact,
+    count_gone,
     count_missing,
     count_narrow,
     count_units,
+    gone_block,
 )
 from engine.cache.parked import ParkedPasts
 from engine.cache.prefix import extend_hashes
@@ -112,9 +116,9 @@ class Cache:
         if parked and count_compact(hits) + count_compact(parked[len(hits) :]) > self._config.scratch_blocks:
             hits = []  # never both: its own past alone has run before
         widened = self.parked.widened(request.cache_map.num_parked_tokens, parked, len(hits))
-        parked = parked[len(hits) :]
+        parked, hits = parked[len(hits) :], self.without_gone(hits)
         num_tokens, num_compact = len(hits) * block_size, count_compact(hits) + count_compact(parked)
-        num_blocks = request.num_blocks(block_size) - len(hits) - len(parked)
+        num_blocks = request.num_missing_blocks(block_size, len(hits) + len(parked), count_gone(hits))
         of_kind = max(0, min(num_blocks, self.compact_room - num_compact)) if self._stores_compact(request) else 0
         units = of_kind * REPRESENTATIONS[COMPACT].units + (num_blocks - of_kind) * UNITS_PER_BLOCK
         if request.cache_map.kind is CacheKind.KV8:  # what a step computes is K and V, what lies behind it need not be
@@ -142,7 +146,8 @@ class Cache:
         """Give a request that starts what it claimed; what lies on other tiers comes back in this step. There must be
         room."""
         online = request.request_class is RequestClass.ONLINE
-        for block in claim.hits:
+        request.cache_map.num_gone = count_gone(claim.hits)
+        for block in claim.hits[request.cache_map.num_gone :]:
             self.tiers.pool(block).acquire(block, online=online)
         hits = [b if b.on_device else self.tiers.fetch(b, step_id, online=online) for b in claim.hits]
         self.parked.resume(request, hits, step_id)
@@ -271,7 +276,7 @@ class Cache:
         # Tail first: the head of a prefix is the most valuable part and must be evicted last.
         for block in reversed(given_up):
             self.device.release(block, request.last_step)
-        cache_map.num_published = cache_map.num_narrow = 0
+        cache_map.num_published = cache_map.num_narrow = cache_map.num_gone = 0
         request.num_computed_tokens = request.num_confirmed_tokens = 0
 
     def rewind(self, requests: Iterable[Request], failed: set[int]) -> None:
@@ -282,7 +287,13 @@ class Cache:
                 self.parked.forget(request)
 
     def publish(self, request: Request) -> None:
-        """Offer the full blocks of a running request up to its last confirmed token to later ones."""
+        """Offer the full blocks of a running request up to its last confirmed token to later ones, and give up those
+        that no later token of its own sees."""
+        self._offer(request)
+        if self._config.window:
+            self._give_up_unseen(request)
+
+    def _offer(self, request: Request) -> None:
         cache_map, config = request.cache_map, self._config
         num_full = request.num_confirmed_tokens // config.block_size
         if num_full <= cache_map.num_published or not config.enable_prefix_caching or request.starts_over:
@@ -293,10 +304,33 @@ class Cache:
                 self.device.publish(cache_map.blocks[index], cache_map.hashes[index])
         cache_map.num_published = num_full
 
+    def _give_up_unseen(self, request: Request) -> None:
+        """Steps in flight were built on what is confirmed now, or more: they do not see these blocks either."""
+        cache_map = request.cache_map
+        first, end = cache_map.num_gone, self._num_unseen(request.num_confirmed_tokens)
+        if end <= first:
+            return
+        given_up, cache_map.num_gone = cache_map.blocks[first:end], end
+        cache_map.blocks[first:end] = [gone_block() for _ in given_up]
+        for block in reversed(given_up):  # of a prefix, the tail is evicted first
+            self.device.release(block, request.last_step)
+
+    def _num_unseen(self, num_tokens: int) -> int:
+        """Blocks that no token behind so many of them sees."""
+        config = self._config
+        return max(0, (num_tokens - config.window + 1) // config.block_size) if config.window else 0
+
+    def without_gone(self, hits: list[CacheBlock]) -> list[CacheBlock]:
+        """What is needed of these blocks by who starts behind them; the others' places are empty."""
+        num_gone = self._num_unseen(len(hits) * self._config.block_size)
+        return [*(gone_block() for _ in range(num_gone)), *hits[num_gone:]] if num_gone else hits
+
     def withdraw(self, request: Request) -> None:
         """What this request computed is in doubt: no other shall start from it."""
         cache_map = request.cache_map
-        self.tiers.withdraw(cache_map.blocks, cache_map.hashes[: len(cache_map.blocks)])
+        hashes = cache_map.hashes[: len(cache_map.blocks)]
+        given_up = filter(None, map(self.device.find, hashes[: cache_map.num_gone]))
+        self.tiers.withdraw([*given_up, *cache_map.blocks[cache_map.num_gone :]], hashes)
 
     def balance(self) -> None:
         """Divide the host anew for the step that is being built."""
@@ -315,6 +349,9 @@ class Cache:
                 assert all(block.on_device for block in cache_map.blocks), "a running request has blocks on the host"
                 assert cache_map.num_running_units == count_units(cache_map.blocks), "units are miscounted"
                 assert cache_map.num_narrow == count_narrow(cache_map.blocks), "blocks in 8 bits are miscounted"
+                assert cache_map.num_gone == count_gone(cache_map.blocks), "blocks that were given back are miscounted"
+                seen = cache_map.blocks[self._num_unseen(request.num_confirmed_tokens) :]
+                assert all(block.entry.units for block in seen), "a block that is seen was given back"
                 num_full = request.num_confirmed_tokens // self._config.block_size if self._config.running_int8 else 0
                 assert not count_narrow(cache_map.blocks[num_full:]), "a running request has other blocks in 8 bits"
                 num_compact += cache_map.num_compact

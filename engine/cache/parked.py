@@ -65,7 +65,9 @@ class ParkedPasts:
     def park(self, request: Request) -> list[CacheBlock]:
         """Keep what a request that leaves its row has computed, where it lies; returns the blocks that it gives up."""
         cache_map = request.cache_map
-        num_kept = -(-request.num_computed_tokens // self._config.block_size) if self._keeps else 0
+        # behind blocks that were given back no shorter past can be started from: it is kept whole, or not at all
+        keeps = self._keeps and not cache_map.num_gone
+        num_kept = -(-request.num_computed_tokens // self._config.block_size) if keeps else 0
         cache_map.blocks, given_up = cache_map.blocks[:num_kept], cache_map.blocks[num_kept:]
         if num_kept:
             cache_map.num_parked_tokens = request.num_computed_tokens

@@ -163,7 +163,7 @@ def longest_wait(state: SchedulerState, request: Request, mean_output_tokens: fl
     asked = columns.began | (columns.missing > pace.chunk)
     others = [*state.running_prompts(), *[waiting[index] for index in np.flatnonzero(asked).tolist()]]
     work = float(columns.missing[~asked].sum()) * pace.per_token + sum(pace.seconds_for(other) for other in others)
-    blocks = int((columns.lengths // block_size + 1)[~columns.began].sum())
+    blocks = int(np.minimum(columns.lengths // block_size + 1, state.config.most_blocks)[~columns.began].sum())
     blocks += sum(waiting[index].num_blocks(block_size) for index in np.flatnonzero(columns.began).tolist())
     return _wait_behind(state, request, _Crowd(work, len(waiting), blocks), pace, mean_output_tokens)
 

@@ -14,7 +14,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from engine.api import Lane, RequestClass
-from engine.cache.blocks import count_units
+from engine.cache.blocks import count_gone, count_units
 from engine.request import Request
 from engine.scheduling.laxity import EASY_SHARE, PrefillPace, floor_chunk, prefill_pace, prompt_slack
 from engine.scheduling.ledger import StepLedger, num_masked
@@ -214,9 +214,9 @@ def _plan_waiting(
     while (request := next(waiting, None)) is not None:
         if chunks and not ledger.open:
             return
-        hits = state.cache.find_prefix(request)
+        hits = state.cache.without_gone(state.cache.find_prefix(request))
         start = len(hits) * block_size
-        blocks = request.num_blocks(block_size) - len(hits)
+        blocks = request.num_missing_blocks(block_size, len(hits), count_gone(hits))
         copied = count_units(block for block in hits if not block.on_device)
         taken += blocks * UNITS_PER_BLOCK + copied + pool.num_idle_units(hits)
         if taken > state.offline_units(request, num_offline) + coming:
@@ -252,7 +252,7 @@ def _candidates(state: SchedulerState, now: float) -> Iterator[Request]:
 def _may_start(state: SchedulerState, request: Request) -> bool:
     """Whether a waiting online request could be in the next step: there is memory, with what offline work holds, beside
     the room of embeddings."""
-    held = sum(len(r.cache_map.blocks) for r in state.running[RequestClass.OFFLINE])
+    held = sum(r.cache_map.num_live for r in state.running[RequestClass.OFFLINE])
     parked = state.cache.parked.num_units(online=False)
     units = state.pool.num_available_units + state.pool.num_deferred_units + parked + UNITS_PER_BLOCK * held
     return request.num_blocks(state.config.block_size) * UNITS_PER_BLOCK + state.embedding_room() <= units

@@ -22,6 +22,7 @@ Knows nothing of steps, units' whereabouts or time limits.
 """
 
 import math
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -48,10 +49,11 @@ class QueueContext:
     block_size: int
     ttft: float = math.inf
     seed: int = 0
+    most_blocks: int = sys.maxsize
 
     def units(self, tokens: int) -> int:
         """Cache units that `tokens` tokens and the next one take."""
-        return (tokens // self.block_size + 1) * UNITS_PER_BLOCK
+        return min(tokens // self.block_size + 1, self.most_blocks) * UNITS_PER_BLOCK
 
     def is_aged(self, request: Request) -> bool:
         """Whether it has waited for longer than the TTFT objective."""

@@ -42,6 +42,7 @@ def pressure_of(state: SchedulerState, now: float) -> Pressure | None:
         tbt=state.objective.tbt,
         model=state.model,
         max_chunk=state.config.max_num_batched_tokens,
+        most_blocks=state.config.most_blocks,
     )
 
 
@@ -57,9 +58,9 @@ def _demand_exceeds(state: SchedulerState, units: int) -> bool:
     """Whether the waiting online requests want more than so many units, all of them in KV."""
     waiting, size = state.waiting_online, state.config.block_size
     columns = waiting.columns
-    blocks = int((columns.lengths // size + 1)[~columns.began].sum())
+    blocks = int(np.minimum(columns.lengths // size + 1, state.config.most_blocks)[~columns.began].sum())
     for index in np.flatnonzero(columns.began).tolist():
-        blocks += len(waiting[index].token_ids) // size + 1
+        blocks += min(len(waiting[index].token_ids) // size + 1, state.config.most_blocks)
     return blocks > units // UNITS_PER_BLOCK
 
 

@@ -26,7 +26,7 @@ def report_load(
     online, offline = (state.running[request_class] for request_class in (RequestClass.ONLINE, RequestClass.OFFLINE))
     missing = [request.num_missing_tokens for request in state.waiting_online]
     model = state.model if isinstance(state.model, OnlineModel) else None
-    held = UNITS_PER_BLOCK * sum(len(request.cache_map.blocks) for request in offline)
+    held = UNITS_PER_BLOCK * sum(request.cache_map.num_live for request in offline)
     return LoadReport(
         queued_tokens=sum(missing) + sum(request.num_missing_tokens for request in prompts),
         queued_units=UNITS_PER_BLOCK * sum(-(-tokens // size) for tokens in missing) + state.prompt_reserve(prompts),
@@ -54,7 +54,7 @@ def _growth(state: SchedulerState, online: Collection[Request], num_waiting: int
     runs = []
     for request in online:
         left = min(max(mean_output - request.num_output_tokens, LATE_PART * mean_output), request.num_left_tokens)
-        runs.append((left, UNITS_PER_BLOCK * len(request.cache_map.blocks)))
+        runs.append((left, UNITS_PER_BLOCK * request.cache_map.num_live))
     return round(peak_growth(runs, later, mean_output, size / UNITS_PER_BLOCK))
 
 

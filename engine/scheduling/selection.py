@@ -14,6 +14,7 @@ request by more than arrival and length (those that were preempted) is filled in
 """
 
 import math
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -56,12 +57,13 @@ class Pressure:
     tbt: float = math.inf
     model: LatencyPredictor | None = None
     max_chunk: int = 512
+    most_blocks: int = sys.maxsize
 
     def less(self, starts: Iterable["Start"]) -> "Pressure":
         """What is left once these have started."""
         units = compact = 0
         for request, kind, _ in starts:
-            blocks = len(request.token_ids) // self.block_size + 1
+            blocks = min(len(request.token_ids) // self.block_size + 1, self.most_blocks)
             units += blocks * REPRESENTATIONS[kind].units
             compact += blocks * (kind is self.compact)
         return replace(self, capacity=self.capacity - units, compact_blocks=self.compact_blocks - compact)
@@ -113,7 +115,7 @@ class _Queue(NamedTuple):
 def _transposed(waiting: Sequence[Request], pressure: Pressure) -> _Queue:
     columns = columns_of(waiting)
     pending = pressure.now - columns.arrivals
-    kv = (columns.lengths // pressure.block_size + 1) * UNITS_PER_BLOCK
+    kv = np.minimum(columns.lengths // pressure.block_size + 1, pressure.most_blocks) * UNITS_PER_BLOCK
     compact = kv // KV_PER_COMPACT if pressure.compact_blocks > 0 else np.zeros_like(kv)
     began = np.flatnonzero(columns.began).tolist()
     slack, hopeful = pressure.ttft - pending, pending <= pressure.ttft
@@ -131,7 +133,7 @@ def _correct(queue: _Queue, index: int, request: Request, pressure: Pressure) ->
     limit = pressure.ttft if times.last_token is None else pressure.tbt
     queue.slack[index] = limit - pending if hope else -math.inf
     queue.missing[index] = max(1, length - cache_map.num_parked_tokens)
-    blocks = length // pressure.block_size + 1
+    blocks = min(length // pressure.block_size + 1, pressure.most_blocks)
     queue.kv[index] = blocks * UNITS_PER_BLOCK
     if cache_map.blocks:
         missing = (blocks - len(cache_map.blocks)) * REPRESENTATIONS[cache_map.kind].units

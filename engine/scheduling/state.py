@@ -136,7 +136,7 @@ class SchedulerState:
     def prompt_reserve(self, prompts: Iterable[Request]) -> int:
         """Units that these prompts in progress have still to get: a request that starts leaves them alone."""
         size = self.config.block_size
-        missing = (r.num_blocks(size) - len(r.cache_map.blocks) for r in prompts if r.row >= 0)
+        missing = (_missing_blocks(r, size) for r in prompts if r.row >= 0)
         return UNITS_PER_BLOCK * sum(blocks for blocks in missing if blocks > 0)
 
     def is_late(self, request: Request, now: float) -> bool:
@@ -173,6 +173,7 @@ class SchedulerState:
             block_size=self.config.block_size,
             ttft=self.objective.ttft,
             seed=self.config.seed,
+            most_blocks=self.config.most_blocks,
         )
 
     def add(self, request: Request) -> None:
@@ -322,6 +323,11 @@ class SchedulerState:
         embeddings = [request for request in self.waiting_offline if request.spec.pooling is not None]
         assert len(embeddings) == self.waiting_offline.num_embeddings, "waiting embeddings were counted wrongly"
         self.cache.check_integrity(queued)
+
+
+def _missing_blocks(request: Request, block_size: int) -> int:
+    cache_map = request.cache_map
+    return request.num_missing_blocks(block_size, len(cache_map.blocks), cache_map.num_gone)
 
 
 def insert_by_age(requests: list[Request], request: Request) -> None:

@@ -27,10 +27,10 @@ def queued_work(core: EngineCore) -> QueuedWork:
     for request in state.waiting_online:
         missing = request.num_missing_tokens
         requests, tokens = requests + 1, tokens + missing
-        waiting_units += UNITS_PER_BLOCK * (missing // size + 1)
+        waiting_units += UNITS_PER_BLOCK * min(missing // size + 1, request.most_blocks)
     running = state.running[RequestClass.ONLINE]
     prompts = state.running_prompts()
     for request in prompts:
         requests, tokens = requests + 1, tokens + len(request.token_ids) - request.num_computed_tokens
-        units += UNITS_PER_BLOCK * max(0, len(request.token_ids) // size + 1 - len(request.cache_map.blocks))
+        units += UNITS_PER_BLOCK * max(0, request.num_blocks(size) - request.cache_map.num_live)
     return QueuedWork(requests, tokens, units + waiting_units, len(running) - len(prompts), waiting_units)

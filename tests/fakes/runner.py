@@ -63,7 +63,7 @@ class FakeRunner:
     `fail_steps`: step ids that raise RuntimeError, before any delta is applied (a later step must do without it);
     `fail_after_operations`: those that raise it when deltas and cache operations are done and chunks are not.
     `scratch_blocks`: the most distinct blocks of hidden state that a step's chunks may use; `host_units`: the host
-    tier.
+    tier. `window`: tokens that a token sees, itself included (0: all); blocks before those may be anybody's.
     `invalid(prefix)`: True for prefixes whose logits are NaN. `latency(output)`: seconds that a step claims to take.
     """
 
@@ -76,6 +76,7 @@ class FakeRunner:
         fail_after_operations: frozenset[int] = frozenset(),
         scratch_blocks: int = 0,
         host_units: int = 0,
+        window: int = 0,
         invalid: Callable[[Sequence[int]], bool] | None = None,
         latency: Callable[[SchedulerOutput], float] | None = None,
         sleep: bool = False,
@@ -86,6 +87,7 @@ class FakeRunner:
         self.fail_after_operations = fail_after_operations
         self.scratch_blocks = scratch_blocks
         self.host_units = host_units
+        self.window = window
         self._invalid = invalid or (lambda _: False)
         self._latency = latency or (lambda _: 0.0)
         self._sleep = sleep
@@ -198,6 +200,8 @@ class FakeRunner:
         row.extend_to(end)
         for first, entry in zip(range(0, end, self.block_size), row.entries, strict=False):
             past, stop = max(chunk.start - first, 0), end - first
+            if self.window and first + self.block_size <= chunk.start - self.window + 1:
+                continue
             if entry.kind is CacheKind.KV8:
                 assert past >= self.block_size, "a block in 8 bits is written to"
                 due_parts = (row.due[part][first : first + self.block_size] for part in _PARTS[CacheKind.KV])
