@@ -22,7 +22,7 @@ from engine import __version__
 from engine.adapters import parse_adapters, stamps_of
 from engine.api import DroppableLayers, EngineInfo
 from engine.colocation.controller import make_controller
-from engine.config import MIXED_CACHES, EngineConfig, SchedulerConfig, parse_offload, step_limits
+from engine.config import MIXED_CACHES, EngineConfig, SchedulerConfig, most_blocks, parse_offload, step_limits
 from engine.engine import Engine
 from engine.errors import ConfigError, ModelLoadError
 from engine.execution import memory
@@ -65,6 +65,8 @@ from predictor.slo import SLO
 
 DEFAULT_DISK_DIR = "~/.cache/tidemill/disk"
 HIDDEN_SHARE = 2  # at most a block of hidden state for every so many blocks of KV that fit: a quarter of the units
+READ_TOGETHER = 64
+"""Keys that a kernel reads at once: the first of them may lie that far before the window (`kernels.h`, TILE_KEYS)."""
 MIN_CONTEXT = 8  # tokens; the warm-up step alone takes most of it
 
 
@@ -464,7 +466,7 @@ def stored_profile(
     it would measure one. Sets this process up as a start does. Raises ConfigError."""
     plan, _ = find_backend(plan.device).prepare(config, plan, say)
     try:
-        return plan, load_profile(profile_folder(config), profile_key(plan), plan.limits)
+        return plan, load_profile(profile_folder(config), profile_key(plan), plan.limits.held)
     except ProfileError as error:
         say(f"{error}; a start measures again")
         return plan, None
@@ -510,7 +512,7 @@ def _join(config: EngineConfig, plan: LaunchPlan, runner: Runner[Any], say: Call
     profile = load_or_measure(
         profile_folder(config),
         runner,
-        plan.limits,
+        plan.limits.held,
         plan.spec.vocab_size,
         profile_key(plan),
         config.profile_seconds,
@@ -604,8 +606,9 @@ def _with_cache(plan: LaunchPlan, config: EngineConfig, cache_bytes: int, group:
         host_units=0 if spec.state_bytes else host_units,
         limits=replace(limits, num_units=blocks * UNITS_PER_BLOCK),
     )
+    plan = replace(plan, limits=replace(plan.limits, window=_window(plan)))
     room = blocks * limits.block_size
-    if limits.max_model_len <= room:
+    if limits.max_model_len <= room or (config.chunked_prefill and _most_blocks(plan) <= blocks):
         return plan
     if config.max_model_len is not None:
         raise ConfigError(f"--max-model-len {limits.max_model_len} does not fit: the cache holds {room} tokens")
@@ -613,6 +616,23 @@ def _with_cache(plan: LaunchPlan, config: EngineConfig, cache_bytes: int, group:
         raise ConfigError(f"the cache holds {room} tokens, too few for any request: raise --num-gpu-blocks-override")
     note = f"context limited to the {room} tokens that the cache holds; the model allows {limits.max_model_len}"
     return replace(plan, limits=replace(plan.limits, max_model_len=room), notes=(*plan.notes, note))
+
+
+def _window(plan: LaunchPlan) -> int:
+    """Tokens that a request's blocks are kept for, where every layer has a window; 0: for all. Blocks that are not K
+    and V, or that a pipeline of two engines counts whole, are kept."""
+    spec = plan.whole or plan.spec
+    if not isinstance(spec, ModelSpec) or plan.scratch_blocks or plan.running_int8 or plan.droppable:
+        return 0
+    windows = list(filter(None, spec.windows))
+    return max(windows) + READ_TOGETHER if windows and len(windows) == spec.num_layers else 0
+
+
+def _most_blocks(plan: LaunchPlan) -> float:
+    """What a request holds at once; infinite where that is all of its context."""
+    limits, depth = plan.limits, find_backend(plan.device).pipeline_depth
+    tokens = (1 + depth) * limits.max_num_batched_tokens
+    return most_blocks(limits.window, limits.block_size, tokens) if limits.window else math.inf
 
 
 def _with_states(plan: LaunchPlan, config: EngineConfig, cache_bytes: int) -> LaunchPlan:
@@ -678,6 +698,7 @@ def scheduler_config(config: EngineConfig, plan: LaunchPlan) -> SchedulerConfig:
         scratch_blocks=plan.scratch_blocks,
         preempted_int8=plan.preempted_int8,
         running_int8=plan.running_int8,
+        window=plan.limits.window,
         pipeline_depth=find_backend(plan.device).pipeline_depth,
         enable_prefix_caching=config.enable_prefix_caching and not plan.spec.state_bytes,
     )

@@ -238,7 +238,12 @@ class SchedulerConfig:
     def limits(self) -> Limits:
         """What a step may hold."""
         return Limits(
-            self.max_num_seqs, self.max_num_batched_tokens, self.max_model_len, self.num_units, self.block_size
+            self.max_num_seqs,
+            self.max_num_batched_tokens,
+            self.max_model_len,
+            self.num_units,
+            self.block_size,
+            window=self.window,
         )
 
     def __post_init__(self) -> None:

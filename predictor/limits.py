@@ -1,6 +1,6 @@
 """What a step of an engine may hold."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 UNITS_PER_BLOCK = 2
 """Cache units that a block of K and V takes."""
@@ -24,7 +24,9 @@ NO_PADDING = Padding()
 @dataclass(frozen=True, slots=True)
 class Limits:
     """Requests and tokens of a step, tokens of a request's context, and cache units: two to a block of KV, which is
-    `block_size` tokens. `padding`: what steps are padded to."""
+    `block_size` tokens. `padding`: what steps are padded to. `window`: see `SchedulerConfig`; with one, a context may
+    be longer than the cache.
+    """
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -32,6 +34,12 @@ class Limits:
     num_units: int
     block_size: int = 16
     padding: Padding = NO_PADDING
+    window: int = 0
+
+    @property
+    def held(self) -> "Limits":
+        """The same for contexts that the cache holds whole."""
+        return replace(self, max_model_len=min(self.max_model_len, self.num_units // UNITS_PER_BLOCK * self.block_size))
 
     def units(self, context: int) -> int:
         """Units that a request of `context` tokens needs."""

@@ -28,6 +28,9 @@ class RowTable:
     `pooling`, `pools [rows]`: how, and whether, a row's request is made one vector. `adapters [rows]`: the number of
     its LoRA adapter, 0: none.
 
+    `window`: see `SchedulerConfig`. Entries of blocks before it may be of units that others have by now, or mean
+    nothing: nobody reads what they say (`num_unseen`).
+
     A block in 8 bits has -1 - unit for K and for V (`engine.execution.compressed`).
 
     `is_hidden [rows, max_blocks]`: blocks of hidden state (the entries of other blocks in `hidden_table` mean nothing),
@@ -39,6 +42,7 @@ class RowTable:
     def __init__(self, limits: Limits, *, hidden: bool = False) -> None:
         self.num_rows, max_blocks = limits.max_num_seqs, limits.max_model_len // limits.block_size + 1
         self.block_size = limits.block_size
+        self.window = limits.window
         self.sampling = SamplingTable(self.num_rows)
         self.tokens = np.zeros((self.num_rows, limits.max_model_len + 1), dtype=np.int64)
         self.num_prompt = np.zeros(self.num_rows, dtype=np.int64)
@@ -84,6 +88,10 @@ class RowTable:
         """Set the K and V entries of blocks [n] of rows [n]."""
         self.k_table[rows, blocks], self.v_table[rows, blocks] = k_entries, v_entries
         self._note(rows, blocks)
+
+    def num_unseen(self, starts: IntArray) -> IntArray:
+        """Blocks in front of all that chunks see which begin at `starts` [n]."""
+        return np.maximum(starts - self.window + 1, 0) // self.block_size if self.window else np.zeros_like(starts)
 
     def track_changes(self) -> None:
         """From now on `take_changes` says what changed in the tables."""
@@ -134,6 +142,10 @@ class RowTable:
 
     def _put(self, row: int, block: int, entry: CacheEntry) -> None:
         assert entry.tier is Tier.DEVICE, "a row's blocks are on the device"
+        if entry.kind is CacheKind.GONE:
+            assert self.window, "a block was given back that is read"
+            self.k_table[row, block] = self.v_table[row, block] = 0  # a unit that exists: some check the whole table
+            return
         hidden = entry.kind is CacheKind.HIDDEN
         assert self._takes_hidden or not hidden, "this runner was made without scratch for hidden state"
         self.num_hidden[row] += int(hidden) - int(self.is_hidden[row, block])

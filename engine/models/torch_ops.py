@@ -220,7 +220,8 @@ def decode_attention(
     """out[i] = softmax(scale * q[i] K^T) V; shapes as in the kernel's wrapper, `partial*` unused."""
     del partial, partial_lse
     for index, (row, length) in enumerate(work.requests.tolist()[: len(q)]):
-        k, v = (_gather(pool, table[row], length, layer, scratch_base)[-window:] for table in (k_table, v_table))
+        first = max(0, length - window) if window else 0
+        k, v = (_gather(pool, table[row], first, length, layer, scratch_base) for table in (k_table, v_table))
         out[index] = _attend(q[index], k, v, scale, softcap, sinks).to(out.dtype) if length else 0.0
 
 
@@ -244,16 +245,18 @@ def prefill_attention(
     """Causal attention of every chunk's tokens; shapes as in the kernel's wrapper, `partial*` unused."""
     del partial, partial_lse
     for row, first, length, position in work.chunks.tolist():
-        k, v = (_gather(pool, table[row], position + length, layer, scratch_base) for table in (k_table, v_table))
+        oldest = max(0, position + 1 - window) if window else 0
+        end = position + length
+        k, v = (_gather(pool, table[row], oldest, end, layer, scratch_base) for table in (k_table, v_table))
         for token in range(length):
             end = position + token + 1
-            seen = slice(max(0, end - window) if window else 0, end)
+            seen = slice(max(0, end - window) - oldest if window else 0, end - oldest)
             out[first + token] = _attend(q[first + token], k[seen], v[seen], scale, softcap, sinks).to(out.dtype)
 
 
-def _gather(pool: Tensor, row: Tensor, length: int, layer: int, scratch_base: int) -> Tensor:
-    """[length, kv_heads, head_dim]: the first tokens behind one row of a block table."""
-    positions = torch.arange(length, device=pool.device)
+def _gather(pool: Tensor, row: Tensor, first: int, end: int, layer: int, scratch_base: int) -> Tensor:
+    """[end - first, kv_heads, head_dim]: tokens `first` to `end` behind one row of a block table."""
+    positions = torch.arange(first, end, device=pool.device)
     slots = _token_slots(row[None], torch.zeros_like(positions), positions, pool, layer, scratch_base)
     if pool.dtype != torch.int8:
         return pool.flatten(0, 1)[slots]

@@ -3,9 +3,9 @@
 The core builds it when no step is in flight and no other step holds anything. It cannot be empty while a request waits
 or runs that is no suspect: with nothing in flight no unit is deferred and every running request is due. The requests in
 its way lose their places one by one, until no other request holds a row or a unit. Then all kept pasts are given up as
-well, and every unit is free or can be taken from the prefix index. An accepted request is no longer than the pool
-(`max_model_len`), so its known length and its next token fit. The oldest request is chosen, online before offline, so
-that it reaches its end if every step is one of these.
+well, and every unit is free or can be taken from the prefix index. What an accepted request holds at once is no more
+than the pool (`max_model_len`, `most_blocks`), so its known length and its next token fit. The oldest request is
+chosen, online before offline, so that it reaches its end if every step is one of these.
 """
 
 from collections.abc import Iterator

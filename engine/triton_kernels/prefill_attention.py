@@ -55,8 +55,10 @@ def attend_tiles(
         mask = (dims < HEAD_DIM)[None, :]
         if MASKED:
             mask = mask & (tokens < last)[:, None]
-        if WINDOW > 0:
-            mask = mask & (tokens > tl.min(positions, 0) - WINDOW)[:, None]
+        near = tokens < last
+        if WINDOW > 0:  # what lies before it may be another request's by now
+            near = near & (tokens > tl.min(positions, 0) - WINDOW)
+            mask = mask & near[:, None]
         # One iteration ahead, as in decode: no K or V address waits for a load of its own iteration.
         k_entries = load_entries(k_row, tokens + BLOCK_N, last, BLOCK_SIZE)
         v_entries = load_entries(v_row, tokens + BLOCK_N, last, BLOCK_SIZE)
@@ -65,7 +67,7 @@ def attend_tiles(
         scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * scale
         if pool.dtype.element_ty == tl.int8:
             at = scale_pointers(pool, k_at, tokens, head, BLOCK_SIZE, ROW, KV_HEADS)
-            scores *= load_scales(at, tokens < last)[None, :]
+            scores *= load_scales(at, near)[None, :]
         scores = capped(scores, SOFTCAP)
         if MASKED:
             seen = tokens[None, :] <= positions[:, None]
@@ -75,7 +77,7 @@ def attend_tiles(
         weights, peak, total, rescale = online_softmax(scores, peak, total)
         if pool.dtype.element_ty == tl.int8:
             at = scale_pointers(pool, v_at, tokens, head, BLOCK_SIZE, ROW, KV_HEADS)
-            weights *= load_scales(at, tokens < last)[None, :]
+            weights *= load_scales(at, near)[None, :]
         acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc * rescale[:, None], input_precision="ieee")
     return (acc, peak, total), (k_entries, v_entries)
 

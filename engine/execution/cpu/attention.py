@@ -238,6 +238,7 @@ def _plan_group(pool: UnitPool, rows: RowTable, layout: Layout, first: int, last
     num_blocks, queries = int(blocks.max()), int(lengths.max())
     tables = np.stack((rows.k_table[members, :num_blocks], rows.v_table[members, :num_blocks]), axis=1)
     tables.swapaxes(1, 2)[np.arange(num_blocks) >= blocks[:, None]] = pool.zero_unit
+    tables.swapaxes(1, 2)[np.arange(num_blocks) < rows.num_unseen(starts)[:, None]] = pool.zero_unit
     entries, narrow = tables.reshape(-1), None
     if pool.compressed is not None and (where := np.flatnonzero(entries < 0)).size:
         narrow = _Narrow(_ids(pool, where), _ids(pool, -1 - entries[where]), _ids(pool, where // num_blocks % 2))

@@ -1,0 +1,140 @@
+"""Models all of whose layers have a window, on runners whose free units hold nothing but NaN: what was given back is
+read by nobody, and answers are those of transformers' `generate`."""
+
+from typing import Any
+
+import pytest
+import tiny_models
+import torch
+from driver import Driver, make_request
+from test_families import OUTPUT, decoder_of, prompts_of, reference
+
+from engine.api import RequestClass
+from engine.build import READ_TOGETHER, build_runner, plan_launch, scheduler_config
+from engine.config import EngineConfig, SchedulerConfig
+from engine.execution.cpu.device import TorchDevice
+from engine.execution.cpu.native.library import is_built
+from engine.execution.runner import Runner
+from engine.scheduling.output import Collect, SchedulerOutput
+
+CASE, WINDOW, BLOCK = "mistral-window", 17, 4
+
+
+class Poisoned:
+    """A runner, before each step of which all free units become NaN."""
+
+    def __init__(self, runner: Runner[Any]) -> None:
+        self.runner, self.driver = runner, None
+
+    def launch(self, output: SchedulerOutput) -> Collect:
+        pool = self.driver.core._state.pool  # type: ignore[attr-defined]
+        units = self.runner.device.pool.units
+        if units.dtype == torch.int8:
+            units.view(torch.int16)[pool._free] = 0x7FC0  # as a scale, NaN
+        else:
+            units[pool._free] = float("nan")
+        return self.runner.launch(output)
+
+
+def poisoned(runner: Runner[Any], config: SchedulerConfig) -> Driver:
+    between = Poisoned(runner)
+    between.driver = driver = Driver(between, config)  # type: ignore[assignment, arg-type]
+    return driver
+
+
+def run_all(driver: Driver, prompts: list[list[int]], output: int) -> None:
+    for index, prompt in enumerate(prompts):
+        request_class = RequestClass.OFFLINE if index % 5 == 4 else RequestClass.ONLINE
+        driver.add(make_request(str(index), prompt, output, request_class=request_class))
+        driver.step()
+    driver.run()
+    for index, prompt in enumerate(prompts):
+        got, (tokens, gaps) = driver.outputs[str(index)], reference(CASE, tuple(prompt), output)
+        assert len(got) == output
+        different = next((at for at in range(output) if got[at] != tokens[at]), None)
+        assert different is None or gaps[different] < 1e-4, f"prompt {index}, token {different}"
+    stats = driver.core.stats()
+    assert stats.units_owned == 0 and stats.units_free + stats.units_cached == stats.units_total
+
+
+@pytest.mark.parametrize(("depth", "host_units", "caching"), [(0, 0, True), (1, 0, False), (1, 60, True)])
+def test_tokens_are_those_of_transformers_with_preemptions_and_chunks(
+    depth: int, host_units: int, caching: bool
+) -> None:
+    config = SchedulerConfig(
+        num_units=2 * 28,
+        max_model_len=100,
+        window=WINDOW,
+        block_size=BLOCK,
+        max_num_seqs=8,
+        max_num_batched_tokens=24,
+        enable_prefix_caching=caching,
+        pipeline_depth=depth,
+        host_units=host_units,
+        unit_bytes=1,
+    )
+    driver = poisoned(Runner(TorchDevice(decoder_of(CASE), config.limits, host_units=host_units)), config)
+    prompts = prompts_of(decoder_of(CASE).spec.vocab_size)
+    run_all(driver, prompts, OUTPUT)
+    stats = driver.core.stats()
+    assert sum(stats.preemptions.values()) > 0 and (stats.prefix_hit_tokens > 0) == caching
+
+
+@pytest.mark.parametrize(
+    "kernels",
+    ["torch", pytest.param("auto", marks=pytest.mark.skipif(not is_built(), reason="no native kernels here"))],
+)
+@pytest.mark.parametrize("cache", ["auto", "int8"])
+def test_a_request_longer_than_the_cache_is_served(kernels: str, cache: str) -> None:
+    folder = tiny_models.model_folder(CASE)
+    config = EngineConfig(
+        model=str(folder),
+        device="cpu",
+        dtype="float32",
+        block_size=BLOCK,
+        cpu_kernels=kernels,
+        kv_cache_dtype=cache,
+        num_gpu_blocks_override=30,
+        max_num_batched_tokens=16,
+        max_num_seqs=4,
+        profile_seconds=0.0,
+        self_test=False,
+        threads=1,
+    )
+    plan = plan_launch(config)
+    assert plan.limits.window == WINDOW + READ_TOGETHER
+    assert plan.limits.max_model_len == 256 > 30 * BLOCK == plan.limits.held.max_model_len
+    runner, plan = build_runner(config, plan)
+    scheduler = scheduler_config(config, plan)
+    driver = poisoned(runner, scheduler)
+    generator = torch.Generator().manual_seed(5)
+    prompts = [torch.randint(3, plan.spec.vocab_size, (length,), generator=generator).tolist() for length in (180, 200)]
+    if cache == "auto":
+        run_all(driver, prompts, 30)
+        return
+    for index, prompt in enumerate(prompts):
+        driver.add(make_request(str(index), prompt, 30))
+    driver.run()
+    assert all(len(driver.outputs[str(index)]) == 30 for index in range(2)), "NaN was read"
+
+
+def test_a_cache_too_small_for_a_window_and_its_chunks_limits_the_context() -> None:
+    folder = tiny_models.model_folder(CASE)
+    config = EngineConfig(model=str(folder), device="cpu", block_size=BLOCK, num_gpu_blocks_override=20)
+    assert plan_launch(config).limits.max_model_len == 80
+
+
+@pytest.mark.parametrize("case", ["gemma3", "qwen2-window", "qwen3"])
+def test_where_a_layer_sees_everything_nothing_is_given_back(case: str) -> None:
+    plan = plan_launch(
+        EngineConfig(model=str(tiny_models.model_folder(case)), device="cpu", num_gpu_blocks_override=99)
+    )
+    assert plan.limits.window == 0
+
+
+@pytest.mark.parametrize(
+    "way", [{"kv_cache_dtype": "running-int8"}, {"overload": "drop"}, {"model_impl": "transformers"}]
+)
+def test_what_counts_on_all_blocks_keeps_them(way: dict[str, Any]) -> None:
+    config = EngineConfig(model=str(tiny_models.model_folder(CASE)), device="cpu", num_gpu_blocks_override=99, **way)
+    assert plan_launch(config).limits.window == 0
