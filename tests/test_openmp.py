@@ -10,6 +10,7 @@ import pytest
 
 from engine import openmp
 from engine.config import EngineConfig
+from engine.machine.core_share import wait_for_quiet
 from engine.openmp import POLICY, choose_waiting
 
 TORCH = EngineConfig(cpu_kernels="torch")
@@ -98,6 +99,18 @@ def test_as_many_threads_are_measured_as_a_step_uses(asked: str, threads: int) -
 
 def test_the_share_of_busy_threads_is_a_share() -> None:
     assert 0.0 < openmp.processor_share(2, seconds=0.01) < 1.1
+
+
+def test_a_start_waits_for_quiet_as_long_as_it_has_patience() -> None:
+    shares, looks = iter((0.5, 0.6, 0.9, 0.95)), []
+
+    def look(threads: int, seconds: float) -> float:
+        looks.append((threads, seconds))
+        return next(shares, 0.5)
+
+    assert wait_for_quiet(2, look=look) and looks == [(2, 0.1)] * 3
+    assert wait_for_quiet(2, look=look) and len(looks) == 4
+    assert not wait_for_quiet(2, 0.5, look) and len(looks) == 9
 
 
 @pytest.mark.parametrize(("flags", "told"), [(["--cpu-kernels", "torch"], True), ([], False)])

@@ -24,6 +24,7 @@ from engine.execution.cpu.weight_file import WeightFile
 from engine.execution.plan import LaunchPlan
 from engine.execution.runner import Runner
 from engine.execution.stages import StagedRunner
+from engine.machine.core_share import wait_for_quiet
 from engine.machine.facts import host_engines, memcpy_rate, read_processor
 from engine.models.checkpoint import load_layers
 from engine.models.decoder import Decoder
@@ -124,6 +125,7 @@ class CpuBackend:
         most = native.team.threads
         if config.threads is not None or most == 1 or config.profile_seconds <= 0:
             return runner, replace(plan, threads=most)
+        wait_for_quiet(most)  # the gateway's process has begun with this one, and computes for a second yet
         threads, line = choose_threads(runner, plan.limits, plan.spec.vocab_size, most, native.team.resize)
         say(line)
         runner.watch = ThreadWatch(candidates(most), threads, native.team.resize)
