@@ -331,7 +331,7 @@ def _make_runner(
     shard = None if seat is None or group is None else Shard(seat.rank, plan.ranks, group.total, group.gather)
     weights = _load(config, plan, make, gather, shard)
     if plan.offload is not None and transport is not None:
-        _tell_floor(config, plan.offload, transport.seconds(), say)
+        plan = replace(plan, stream_seconds=_tell_floor(config, plan.offload, transport.seconds(), say))
     adapted = _load_adapters(plan, weights)
     if seat is not None:
         seat.reached(LOADED)
@@ -433,6 +433,8 @@ def _with_offload(plan: LaunchPlan, config: EngineConfig) -> LaunchPlan:
         return plan
     if plan.implementation == TRANSFORMERS:
         raise ConfigError("--offload-weights streams layers of our own, and transformers' modules run this model")
+    if config.hidden_cache and plan.device != "cpu":
+        raise ConfigError("--offload-weights does not go with --hidden-cache on a GPU yet: projections need weights")
     budget = find_backend(plan.device).weight_room(plan) if math.isinf(gib) else int(gib * 2**30)
     offload = plan_offload(plan.own, torch_dtype(plan.dtype).itemsize, plan.quantization, budget)
     if offload is None:
@@ -446,13 +448,15 @@ def _with_offload(plan: LaunchPlan, config: EngineConfig) -> LaunchPlan:
     return replace(plan, offload=offload, limits=limits, notes=(*plan.notes, note))
 
 
-def _tell_floor(config: EngineConfig, offload: Offload, seconds: float, say: Callable[[str], None]) -> None:
-    """Say what streaming costs, and which objectives are out of reach for it; `seconds` of a layer."""
+def _tell_floor(config: EngineConfig, offload: Offload, seconds: float, say: Callable[[str], None]) -> float:
+    """Say what streaming costs a step, and which objectives are out of reach for it; `seconds` of a layer. Gives those
+    of a step."""
     floor, rate = len(offload.streamed) * seconds, offload.layer_bytes / seconds
     say(f"{offload}, {rate / 1e9:.2g} GB/s: a step takes at least {floor * 1e3:.0f} ms")
     lost = [str(each) for each in SLO.parse(config.slo).objectives if each.limit is not None and each.limit < floor]
     if lost:
         say(f"{', '.join(lost)} cannot be met: one step takes longer; batch work is not affected")
+    return floor
 
 
 def _gib(num_bytes: int) -> str:
@@ -597,7 +601,9 @@ def _with_cache(plan: LaunchPlan, config: EngineConfig, cache_bytes: int, group:
         blocks = memory.num_units(cache_bytes, unit, limits.block_size, 1, states) // UNITS_PER_BLOCK
         if refusal is None:
             device, share = torch.device(plan.device), blocks // HIDDEN_SHARE
-            extra = memory.hidden_cache_bytes(plan.own, limits.block_size, dtype, share, device)
+            extra = memory.hidden_cache_bytes(
+                plan.own, limits.block_size, dtype, share, device, streams=plan.offload is not None
+            )
             blocks = memory.num_units(cache_bytes, unit, limits.block_size, 1, extra) // UNITS_PER_BLOCK
     plan = replace(
         plan,
@@ -696,6 +702,7 @@ def scheduler_config(config: EngineConfig, plan: LaunchPlan) -> SchedulerConfig:
         max_num_seqs=plan.limits.max_num_seqs,
         max_num_batched_tokens=plan.limits.max_num_batched_tokens,
         scratch_blocks=plan.scratch_blocks,
+        stream_seconds=plan.stream_seconds,
         preempted_int8=plan.preempted_int8,
         running_int8=plan.running_int8,
         window=plan.limits.window,

@@ -148,8 +148,7 @@ class EngineConfig:
             raise ConfigError(
                 "--kv-cache-dtype parked-int8 is of what --swap-space and --disk-space keep: say one of them"
             )
-        if parse_offload(self.offload_weights) is not None and self.hidden_cache:
-            raise ConfigError("--offload-weights does not go with --hidden-cache yet: its projections need the weights")
+        parse_offload(self.offload_weights)
         parse_adapters(self.lora)
         if flag := "--lora" if self.lora else "--allowed-lora-dir" if self.allowed_lora_dir else "":
             _check_adapters(self, flag)
@@ -178,6 +177,7 @@ class SchedulerConfig:
     disk, and `disk_seconds` that writing and reading one takes. `scratch_blocks`: how
     many blocks a step may run from hidden state (0: hidden state is not offered), `rho`: seconds that one token run
     from it adds to a step that runs as many as may (`compact_tokens`).
+    `stream_seconds`: what weights that stream take of every step.
     `preempted_int8`: blocks of requests that wait may be put in 8 bits,
     `running_int8`: so may full blocks of those that run, and are read as they are.
     `window`: tokens that a token sees in any layer, itself included, and those that a kernel reads with them; 0: all.
@@ -199,6 +199,7 @@ class SchedulerConfig:
     disk_units: int = 0
     disk_seconds: float = 0.0
     scratch_blocks: int = 0
+    stream_seconds: float = 0.0
     rho: float = 0.0
     preempted_int8: bool = False
     running_int8: bool = False

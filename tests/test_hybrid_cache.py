@@ -7,6 +7,7 @@ import pytest
 import torch
 from fakes.runner import FakeRunner, solo_tokens
 from hand_driver import BLOCK, CPU, GREEDY, VOCAB, HandDriver, Live, RecordingDecoder
+from test_offload import FakeTransport
 from tiny_models import llama_config
 
 from engine.api import SamplingParams
@@ -14,8 +15,10 @@ from engine.cache.blocks import CacheAction, CacheEntry, CacheKind, CacheOperati
 from engine.errors import ConfigError
 from engine.execution.cpu.device import TorchDevice
 from engine.execution.runner import Runner
+from engine.models.linear import make_plain
 from engine.models.spec import hidden_offer, spec_from_config
-from engine.models.weights import DummyTensors, build_weights
+from engine.models.streaming import StreamedLayers, aligned
+from engine.models.weights import DummyTensors, Gather, build_weights, matrices
 from engine.scheduling.output import Chunk, ModelRunner, NewRequest, ReplacedEntry, SchedulerOutput
 from predictor.limits import Limits
 
@@ -125,6 +128,33 @@ def test_every_mix_equals_the_solo_run(name: str, seed: int) -> None:
         check_equal(name, request)
     wanted = {"swap_out kv", "swap_in kv"} if name == "gqa" else {"restore hidden", "swap_out hidden", "swap_in hidden"}
     assert driver.seen >= wanted
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("name", HYBRID)
+def test_every_mix_is_the_same_where_weights_stream(name: str, seed: int) -> None:
+    """What a layer that streams projects, restores or reads as it is, it does by weights that are in a buffer then."""
+    spec = spec_from_config(llama_config(**CONFIGS[name], num_hidden_layers=5))
+
+    def made(*gather: Gather) -> RecordingDecoder:
+        return RecordingDecoder(spec, build_weights(spec, RoughTensors(0, torch.float32, CPU), make_plain, *gather))
+
+    resident = made()
+    size = max(sum(aligned(each.data().nbytes) for each in matrices(layer)) for layer in resident.weights.layers)
+    gather = functools.partial(StreamedLayers, streamed=(0, 2, 3), transport=FakeTransport(size))
+    runs = []
+    for decoder in (resident, made(gather)):
+        driver = HandDriver(decoder, seed, kinds=BOTH[seed:], num_units=50, host_units=60, scratch_blocks=16)
+        requests = []
+        for prompt in prompts_of(seed):
+            requests.append(driver.add(prompt, 6))
+            driver.step()
+        driver.run()
+        assert driver.seen >= {"restore hidden", "swap_in hidden"}
+        runs.append(requests)
+    for expected, found in zip(*runs, strict=True):
+        assert found.token_ids == expected.token_ids
+        torch.testing.assert_close(torch.stack(found.logits), torch.stack(expected.logits), rtol=1e-4, atol=1e-4)
 
 
 def test_hidden_blocks_are_shared_by_prefix_and_projected_once() -> None:

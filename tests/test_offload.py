@@ -21,6 +21,7 @@ from test_build import DEMO, answer
 from test_runner import BLOCK, CPU, crowd, run_in_waves
 from tiny_models import FAMILY_CASES, llama_config, model_folder
 
+from engine import build
 from engine.api import EngineRequest, SamplingParams
 from engine.build import build_engine, build_runner, plan_launch, profile_key, scheduler_config
 from engine.config import EngineConfig, SchedulerConfig
@@ -97,11 +98,6 @@ def test_layers_that_stream_are_spread_evenly(count: int, data: st.DataObject) -
 def test_a_budget_that_is_none_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="--offload-weights must be off, auto or a number of GiB"):
         EngineConfig(offload_weights=text)
-
-
-def test_hidden_state_does_not_go_with_weights_that_stream() -> None:
-    with pytest.raises(ConfigError, match="--offload-weights does not go with --hidden-cache"):
-        EngineConfig(offload_weights="1", hidden_cache=True, online_policy="apt")
 
 
 # ---- the order of reads
@@ -575,6 +571,24 @@ async def test_a_launch_streams_what_does_not_fit_and_says_so(tmp_path: Path, ke
     prompt = (5, 6, 7)
     resident = await answer(replace(DEMO, cpu_kernels=kernels), prompt, 30)
     assert await answer(config, prompt, 30) == resident
+
+
+async def test_hidden_state_is_offered_while_weights_stream(tmp_path: Path) -> None:
+    """On a CPU, in no more memory; the scheduler knows what the stream takes, to divide the host by."""
+    config = offloading_config(tmp_path, hidden_cache=True, online_policy="goodput", swap_space=0.01)
+    plan = plan_launch(config)
+    assert plan.offload is not None and plan.scratch_blocks > 0
+    with pytest.raises(ConfigError, match="does not go with --hidden-cache on a GPU"):
+        build._with_offload(replace(plan, device="cuda"), config)
+    lines: list[str] = []
+    runner, made = build_runner(config, plan, lines.append)
+    scheduler = scheduler_config(config, made)
+    assert scheduler.stream_seconds > 0.0 and scheduler.host_units > 0
+    assert any("steps run by torch's own operators: projections of hidden state" in line for line in lines)
+    weights = cast(TorchDevice, runner.device).decoder.weights
+    assert held(weights) <= plan.offload.held_bytes <= plan.offload.budget_bytes
+    prompt = (5, 6, 7)
+    assert await answer(config, prompt, 30) == await answer(replace(DEMO, cpu_kernels="torch"), prompt, 30)
 
 
 def test_explicit_limits_of_a_step_stay(tmp_path: Path) -> None:

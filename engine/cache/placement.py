@@ -250,18 +250,19 @@ def split_host(costs: OffloadCosts, room: int, act_device: int) -> HostSplit:
 def host_split(model: LatencyPredictor | None, config: SchedulerConfig, act_device: int) -> HostSplit | None:
     """The split of this engine's host tier; None where there is nothing to choose. `act_device`: compact blocks there.
 
-    Weights stay on the device wherever hidden state is offered (`--offload-weights` refuses it), and a whole step takes
-    the place of the paper's layer: costs are in proportion.
+    A whole step takes the place of the paper's layer: costs are in proportion. Where weights stay, what comes back in
+    compact form is restored. Where they stream, that would take a pass more, and it is projected in every step, beside
+    the stream: it costs as much as it was seen to make such a step longer.
     """
     room = config.host_units // UNITS_PER_BLOCK
     if model is None or not room or not config.scratch_blocks:
         return None
-    empty = BatchFeatures()
+    empty, stream, size = BatchFeatures(), config.stream_seconds, config.block_size
     costs = OffloadCosts(
-        load_weights=0.0,
+        load_weights=stream,
         load_kv=model.cache_work(transferred_bytes=UNITS_PER_BLOCK * config.unit_bytes),
-        regenerate=model.cache_work(restored_tokens=config.block_size),
-        forward_fixed=model.predict(empty),
+        regenerate=model.cache_work(compact_tokens=size) if stream else model.cache_work(restored_tokens=size),
+        forward_fixed=max(0.0, model.predict(empty) - stream),
         forward=model.marginal_decodes(empty, 0, config.block_size),
         ratio=REPRESENTATIONS[COMPACT].units / UNITS_PER_BLOCK,
     )

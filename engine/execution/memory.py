@@ -68,12 +68,19 @@ def projection_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
 
 
 def hidden_cache_bytes(
-    spec: ModelSpec, block_size: int, dtype: torch.dtype, scratch_blocks: int, device: torch.device
+    spec: ModelSpec,
+    block_size: int,
+    dtype: torch.dtype,
+    scratch_blocks: int,
+    device: torch.device,
+    *,
+    streams: bool = False,
 ) -> int:
-    """All device memory that running from hidden state takes beside cache units; 0 without scratch."""
+    """All device memory that running from hidden state takes beside cache units; 0 without scratch. Where layers
+    stream, none is packed and projections are views."""
     if not scratch_blocks:
         return 0
-    copies = projection_bytes(spec, dtype) if device.type == "cpu" else 0
+    copies = projection_bytes(spec, dtype) if device.type == "cpu" and not streams else 0
     return scratch_bytes(spec, block_size, dtype, scratch_blocks) + copies
 
 

@@ -26,6 +26,7 @@ class LaunchPlan:
     on the tiers behind the device are; `preempted_int8`: those of requests that wait may be,
     `running_int8`: and full blocks of those that run. `kernels`: what steps on a
     CPU run by, and `threads` how many work on one, once known. `offload`: which layers stream; None: all weights stay.
+    `stream_seconds`: what that takes of a step, once measured.
     `droppable`: layers may be given up for a while, for more units (`engine.execution.stages`).
     `adapters`: LoRA beside the weights, which take `adapter_bytes`.
     `implementation` of the layers: "own" or "transformers". `whole`: the model of which `spec` is the part that each of
@@ -48,6 +49,7 @@ class LaunchPlan:
     threads: int = 0
     quantization: str = "none"
     offload: Offload | None = None
+    stream_seconds: float = 0.0
     implementation: str = OWN
     int8_cache: bool = False
     parked_int8: bool = False

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from engine.models.spec import ModelSpec
-from engine.models.weights import ModelWeights
+from engine.models.weights import LayerWeights, ModelWeights
 
 
 class Absorption:
@@ -21,13 +21,19 @@ class Absorption:
     def __init__(self, spec: ModelSpec, weights: ModelWeights) -> None:
         assert spec.absorbs_kv, "K of this model depends on more than the hidden state"
         self._kv_heads, self._head_dim, self._hidden = spec.num_kv_heads, spec.head_dim, spec.hidden_size
-        self._weights: list[tuple[Tensor, Tensor]] = []
-        self._biases: list[tuple[Tensor, Tensor] | None] = []
-        for layer in weights.layers:
-            weight, bias = layer.qkv.dense_from(spec.q_size)
-            k, v = weight.view(2, self._kv_heads, self._head_dim, self._hidden).unbind(0)
-            self._weights.append((k, v))
-            self._biases.append(None if bias is None else _pair(bias.view(2, self._kv_heads, 1, self._head_dim)))
+        self._q_size = spec.q_size
+        self._weights: dict[int, tuple[Tensor, Tensor]] = {}
+        self._biases: dict[int, tuple[Tensor, Tensor] | None] = {}
+        for index, layer in enumerate(weights.layers):
+            if index not in weights.layers.streamed:
+                self.hold(index, layer)
+
+    def hold(self, index: int, layer: LayerWeights) -> None:
+        """Take W_k and W_v from this layer's weights as they are now; one that streams is in use."""
+        weight, bias = layer.qkv.dense_from(self._q_size)
+        k, v = weight.view(2, self._kv_heads, self._head_dim, self._hidden).unbind(0)
+        self._weights[index] = k, v
+        self._biases[index] = None if bias is None else _pair(bias.view(2, self._kv_heads, 1, self._head_dim))
 
     def queries(self, layer: int, q: Tensor) -> tuple[Tensor, Tensor | None]:
         """q [T, heads, D] -> W_kᵀ q [T, heads, H], and q·b_k [T, heads] in float32 (None without biases)."""

@@ -6,7 +6,7 @@ What a backend without a fused kernel for it does before it attends. Knows nothi
 from torch import Tensor
 
 from engine.models import torch_ops
-from engine.models.linear import Linear
+from engine.models.linear import Linear, PlainLinear
 from engine.models.rope import RopeSpec
 from engine.models.rotary import attention_scaling, inverse_frequencies
 from engine.models.spec import ModelSpec
@@ -16,7 +16,8 @@ from engine.models.weights import LayerWeights, ModelWeights
 
 class Heads:
     """`max_model_len` is the engine's longest context (it picks longrope's factors). `hidden`: make the layers of `kv`;
-    where weights are packed these take the memory of their K and V parts once more."""
+    where weights are packed these take the memory of their K and V parts once more. Those of layers that stream are
+    views, of what `hold` was given last."""
 
     def __init__(self, spec: ModelSpec, weights: ModelWeights, max_model_len: int, *, hidden: bool = False) -> None:
         self.hidden_size = spec.hidden_size
@@ -31,7 +32,8 @@ class Heads:
             for rope in (spec.rope, spec.local_rope)
             if rope is not None
         }
-        assert not (hidden and weights.layers.streamed), "projections of hidden state would stay in memory"
+        views = all(isinstance(weights.layers[index].qkv, PlainLinear) for index in weights.layers.streamed)
+        assert views or not hidden, "projections of hidden state would stay in memory"
         self._kv: list[Linear] = [layer.qkv.outputs_from(spec.q_size) for layer in weights.layers] if hidden else []
 
     def rotary(self, positions: Tensor) -> list[Rotary | None]:
@@ -56,6 +58,11 @@ class Heads:
             qk = torch_ops.apply_rotary(qk, rotary)
         num_heads = self._spec.num_heads
         return qk[:, :num_heads], qk[:, num_heads:], heads[:, self._qk_heads :]
+
+    def hold(self, index: int, layer: LayerWeights) -> None:
+        """Take K and V from this layer's weights as they are now: it streams, and is in use."""
+        if self._kv:
+            self._kv[index] = layer.qkv.outputs_from(self._spec.q_size)
 
     def kv(self, layer: int, x: Tensor, rotary: Rotary | None) -> tuple[Tensor, Tensor]:
         """K and V alone, of tokens whose attention input was x, as `qkv` gave them. Needs `hidden`."""

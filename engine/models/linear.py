@@ -111,6 +111,12 @@ class MakeLinear(Protocol):
     def __call__(self, weight: Tensor | Rounded, bias: Tensor | None = None, *, gated: bool = False) -> Linear: ...
 
 
+def make_plain(weight: Tensor | Rounded, bias: Tensor | None = None, *, gated: bool = False) -> PlainLinear:  # noqa: ARG001
+    """A MakeLinear whose layers are as the checkpoint has them, and whose parts are views."""
+    assert isinstance(weight, Tensor), "integers stay only where layers of ours read them"
+    return PlainLinear(weight, bias)
+
+
 class AbsentLinear:
     """In place of a layer whose weight was given up: its sizes, and no bytes."""
 

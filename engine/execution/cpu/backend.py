@@ -28,7 +28,7 @@ from engine.machine.core_share import wait_for_quiet
 from engine.machine.facts import host_engines, memcpy_rate, read_processor
 from engine.models.checkpoint import load_layers
 from engine.models.decoder import Decoder
-from engine.models.linear import MakeLinear, make_linear
+from engine.models.linear import MakeLinear, make_linear, make_plain
 from engine.models.quantized import make_quantized
 from engine.models.spec import ModelShape
 from engine.models.transformers_model import TransformersModel
@@ -91,6 +91,9 @@ class CpuBackend:
         _use_cores(config.threads, plan.ranks)
         if plan.ranks > 1:
             say("steps run by torch's own operators: the native kernels run no part of a layer")
+        if plan.offload is not None and config.hidden_cache:
+            say("steps run by torch's own operators: projections of hidden state are parts of weights that stream")
+            return plan, make_plain
         if config.cpu_kernels == "torch" or plan.ranks > 1:
             return plan, _by_torch(plan)
         int8 = plan.quantization != "none"

@@ -119,7 +119,7 @@ class TorchDevice(PoolDevice):
 
     def restore(self, units: IntArray, starts: IntArray) -> None:
         """See CacheMover."""
-        restore(self._heads, self.pool, units, starts)
+        restore(self._heads, self.pool, self.decoder.weights.layers, units, starts)
 
     def forward(
         self, chunks: IntArray, masks: FinishMasks | None = None, take: TakeHidden | None = None
@@ -214,12 +214,20 @@ class TorchDevice(PoolDevice):
             absorbed = AbsorbedAttention(self._absorption, self.pool, self.rows, groups, self._heads.hidden_size)
         paged = PagedAttention(self.pool, self.rows, batch, absorbed)
         rotary = self._heads.rotary(torch.from_numpy(layout.positions).to(self.pool.device))
-        first, spec = self.layers.start, self.decoder.spec
+        first, spec, streamed = self.layers.start, self.decoder.spec, self.decoder.weights.layers.streamed
         manners = [Manner(spec.scale, spec.window_of(index), spec.softcap) for index in range(spec.num_layers)]
 
         def attend(index: int, layer: LayerWeights, x: Tensor) -> Tensor:
             if hidden is not None:
+                if index in streamed:
+                    self._hold(index, layer)
                 hidden(index, x)
             return paged(index - first, *self._heads.qkv(layer, x, rotary[index]), manners[index])
 
         return attend
+
+    def _hold(self, index: int, layer: LayerWeights) -> None:
+        """What becomes of hidden state in this layer is by the weights that are in its buffer now."""
+        self._heads.hold(index, layer)
+        if self._absorption is not None:
+            self._absorption.hold(index, layer)

@@ -15,6 +15,7 @@ from engine.execution.pool import SLICES_PER_SCRATCH_BLOCK, UnitPool
 from engine.execution.rows import RowTable
 from engine.models.heads import Heads
 from engine.models.torch_ops import Rotary
+from engine.models.weights import LayerSource
 
 PIECE = 1024
 """Tokens projected per call: enough for the matrix products' full rate, small beside the scratch."""
@@ -76,17 +77,22 @@ class HiddenPlan:
             self._pool.cells.index_copy_(0, cells[piece], values.reshape(len(values), -1))
 
 
-def restore(heads: Heads, pool: UnitPool, units: IntArray, starts: IntArray) -> None:
+def restore(heads: Heads, pool: UnitPool, layers: LayerSource, units: IntArray, starts: IntArray) -> None:
     """Project blocks [n] once, `units [n, 3]` and `starts [n]` as in CacheMover. The cells of a block that is not full
-    hold zeros, whose K and V are finite."""
+    hold zeros, whose K and V are finite. One pass over the layers: those that stream come in once."""
     per_call = max(1, PIECE // pool.block_size)
+    parts = []
     for first in range(0, len(units), per_call):
         part = units[first : first + per_call]
-        sources, k_targets, v_targets = (pool.slice_ids(part[:, column]) for column in range(3))
         positions = (starts[first : first + per_call, None] + np.arange(pool.block_size)).reshape(-1)
         rotary = heads.rotary(torch.from_numpy(positions).to(pool.device))
-        for layer in range(pool.num_layers):
-            cells = pool.slices.index_select(0, sources[layer]).view(len(positions), -1)
-            k, v = heads.kv(layer, cells[:, : heads.hidden_size], rotary[layer])
-            pool.slices.index_copy_(0, k_targets[layer], k.reshape(len(part), -1))
-            pool.slices.index_copy_(0, v_targets[layer], v.reshape(len(part), -1))
+        parts.append(([pool.slice_ids(part[:, column]) for column in range(3)], rotary, len(part)))
+    for layer in range(pool.num_layers):
+        with layers.use(layer) as stored:
+            if layer in layers.streamed:
+                heads.hold(layer, stored)
+            for (sources, k_targets, v_targets), rotary, count in parts:
+                cells = pool.slices.index_select(0, sources[layer]).view(count * pool.block_size, -1)
+                k, v = heads.kv(layer, cells[:, : heads.hidden_size], rotary[layer])
+                pool.slices.index_copy_(0, k_targets[layer], k.reshape(count, -1))
+                pool.slices.index_copy_(0, v_targets[layer], v.reshape(count, -1))
