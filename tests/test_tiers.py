@@ -84,6 +84,20 @@ def test_a_batch_that_fills_the_pool_costs_a_chat_a_copy(depth: int) -> None:
     assert computed == 0 and driver.core.stats().prefix_host_hit_tokens > 0
 
 
+@pytest.mark.parametrize("chats", [2, 3])
+def test_chats_that_come_back_together_find_what_makes_room_for_each_other(depth: int, chats: int) -> None:
+    """The first one's history takes the place of the others' on the device, which is copied out in the same step: they
+    start from the copies when it has ended, and do not compute everything again."""
+    driver = make(depth, blocks=40, host=400)
+    histories = [[10 + number] * 60 for number in range(5)]
+    for number, history in enumerate(histories):
+        serve(driver, make_request(f"opens{number}", history, 2))
+    last = [make_request(f"back{number}", [*histories[number], 7, 7, 7, 7], 2) for number in (0, 3, 4)[:chats]]
+    found = driver.core.stats().prefix_hit_tokens
+    serve(driver, *last)
+    assert driver.core.stats().prefix_hit_tokens - found == chats * 60
+
+
 def test_what_only_offline_work_touched_is_not_saved(depth: int) -> None:
     driver = make(depth, blocks=24, host=400)
     for number in range(4):

@@ -45,7 +45,8 @@ class Claim(NamedTuple):
     """What a waiting request would start from: `hits` in the prefix indexes, then parked blocks of its own, both on
     either tier, which together hold its first `num_tokens` tokens, `num_compact` blocks of them compact. `units`: those
     of the device that it needs besides what lies there; `copied_bytes`: see Tiers, for what comes from elsewhere;
-    `widened_tokens`: of parked blocks in 8 bits."""
+    `widened_tokens`: of parked blocks in 8 bits. `goes_on`: the step that saves a copy of the block behind those of the
+    prefix, which is offered when it has ended."""
 
     hits: list[CacheBlock]
     num_tokens: int
@@ -53,6 +54,7 @@ class Claim(NamedTuple):
     units: int
     copied_bytes: int = 0
     widened_tokens: int = 0
+    goes_on: int | None = None
 
 
 class Cache:
@@ -110,7 +112,8 @@ class Cache:
         """What `request` could start from now. A prefix on the device is better than the same tokens of its own on the
         host, and these are better than others on the host."""
         block_size, parked = self._config.block_size, request.cache_map.blocks
-        hits = self._usable(self.find_prefix(request))
+        found = self.find_prefix(request)
+        hits, goes_on = self._usable(found), None if parked else self._goes_on(request, len(found))
         if parked:
             hits = _on_device(hits)
         if parked and count_compact(hits) + count_compact(parked[len(hits) :]) > self._config.scratch_blocks:
@@ -128,7 +131,14 @@ class Cache:
         elsewhere = [block for block in (*hits, *parked) if not block.on_device]
         copied_bytes = self.tiers.copied_bytes(elsewhere)
         units += count_units(elsewhere) + count_missing(widened)
-        return Claim(hits, num_tokens, num_compact, units, copied_bytes, block_size * len(widened))
+        return Claim(hits, num_tokens, num_compact, units, copied_bytes, block_size * len(widened), goes_on)
+
+    def _goes_on(self, request: Request, num_found: int) -> int | None:
+        """The step that saves the block behind the published ones of a prefix."""
+        hashes = request.cache_map.hashes
+        if request.starts_over or not (len(request.token_ids) - 1) // self._config.block_size > num_found < len(hashes):
+            return None
+        return self.tiers.saving_step(hashes[num_found])
 
     @contextmanager
     def holding(self, claim: Claim) -> Iterator[None]:

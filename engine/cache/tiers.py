@@ -94,6 +94,10 @@ class Tiers:
             found.append(block)
         return found
 
+    def saving_step(self, block_hash: bytes) -> int | None:
+        """The step that copies such a block to a lower tier, where it is offered when that step has ended."""
+        return next((block.last_step for block, saved in self._saving.items() if saved == block_hash), None)
+
     def allocate(self, kind: CacheKind, step_id: int, *, online: bool, tier: Tier = Tier.DEVICE) -> CacheBlock | None:
         """A block for the step `step_id`, with reference count 1, or None when not enough units are available. What it
         takes the place of is saved on the tier below if that pays."""

@@ -9,6 +9,7 @@ from itertools import repeat
 from operator import attrgetter
 from typing import NamedTuple
 
+from engine.api import RequestClass
 from engine.cache.blocks import CacheKind, CacheOperation, Tier
 from engine.cache.cache import Claim
 from engine.request import Request, RequestStatus
@@ -153,12 +154,16 @@ class StepDraft:
 
         `choose_length`: how many tokens, of (tokens that are there, tokens that are not). `kind`: what it stores from
         now on, if nothing is stored yet. A request is admitted only when its whole known length fits beside what is
-        running: half a prompt that must be preempted again helps none.
+        running: half a prompt that must be preempted again helps none. An online one waits for the end of this
+        step, or of one in flight, where more of its prefix will be there then: others took its room and copied it out.
         """
         cache = self.state.cache
         if kind is not None and not request.cache_map.blocks:
             request.cache_map.kind = kind
         claim = cache.claim(request)
+        waits = claim.goes_on is not None and request.request_class is RequestClass.ONLINE
+        if waits and (self.chunks or claim.goes_on != self.step_id):  # (a step without chunks is not launched)
+            return False
         work = CacheWork(restored_tokens=claim.widened_tokens, transferred_bytes=claim.copied_bytes)
         self._charge_moves(work)
         length = choose_length(claim.num_tokens, len(request.token_ids) - claim.num_tokens)
