@@ -108,3 +108,26 @@ def test_prefill(shape: tuple[int, int, int], dtype: torch.dtype, slots: int) ->
     assert work.merging == (slots > 0)
     tolerance = 1e-4 if dtype == torch.float32 else 6e-3
     torch.testing.assert_close(actual.float(), expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("slots", [0, 6])
+def test_prefill_reads_no_scale_before_its_window(slots: int) -> None:
+    """What lies there was given back, and may hold anything by now; the first tile begins before it."""
+    window, (head_dim, group, kv_heads) = 10, CASES[0][0]
+    cache, heads = filled((head_dim, group, kv_heads), seed=5), kv_heads * group
+    scales = Int8Slices.of(cache.pool).scales
+    for table in (cache.k_table, cache.v_table):
+        lost = index(cache.slots(table, 1, 32 + 1 - window), torch.int64)
+        scales[lost // cache.pool.shape[1], lost % cache.pool.shape[1]] = NAN
+    tile = PREFILL_TILE.block_n
+    work = PrefillWork(8, 4 + slots, PREFILL_TILE.block_m // group, DEVICE, slots=slots, tile=tile, min_split=8)
+    work.fill(np.array([(1, 0, 16, 32)], np.int32))
+    work.buffer.upload()
+    q = fused_heads(torch.Generator().manual_seed(6), 16, heads, head_dim, torch.float32)
+    where = {"layer": cache.layer, "scratch_base": cache.scratch_base, "scale": head_dim**-0.5, "window": window}
+    actual, expected = torch.full_like(q, NAN), torch.full(q.shape, NAN, device=DEVICE)
+    tables, partial = (cache.k_table, cache.v_table), prefill_scratch(work, q)
+    prefill_attention(q, cache.pool, *tables, work, *partial, actual, **where, config=PREFILL_TILE)
+    twin.prefill_attention(q, cache.pool, *tables, work, *partial, expected, **where)
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+    assert expected.isfinite().all()
