@@ -326,7 +326,7 @@ class Engine:
 
     def detach(self, request_id: str) -> MovedRequest:
         """Let go of a request: nothing more is said about it here."""
-        moved = self._core.detach(request_id)
+        moved = self._core.moves.detach(request_id)
         self._close(request_id)
         return moved
 
@@ -334,7 +334,7 @@ class Engine:
         """Go on with a request of another engine; see EngineCore.attach."""
         self._check_accepting()
         self._streams[moved.spec.request_id] = sink
-        return self._core.attach(moved)
+        return self._core.moves.attach(moved)
 
     def open(self, pairs: Iterable[tuple[EngineRequest, OutputSink]]) -> None:
         """Queue requests, all or none; their outputs go to the sinks. Raises what `submit` raises."""

@@ -61,11 +61,11 @@ class Process:
 
     def detach(self, request_id: str) -> MovedRequest:
         self.open.discard(request_id)
-        return self.core.detach(request_id)
+        return self.core.moves.detach(request_id)
 
     def attach(self, moved: MovedRequest, _sink: Any) -> bool:
         self.open.add(moved.spec.request_id)
-        return self.core.attach(moved)
+        return self.core.moves.attach(moved)
 
     def drop(self, request_id: str) -> None:
         if request_id in self.open:

@@ -208,10 +208,10 @@ def test_a_running_prompt_that_an_older_one_takes_the_memory_of_is_passed_over(p
     for _ in range(2):
         driver.step()
     lost = driver.core.stats().units_free
-    driver.core.shrink_cache(lost)
+    driver.core.moves.shrink_cache(lost)
     while not driver.core.stats().preemptions.get("memory"):
         assert driver.step()
-    driver.core.grow_cache(lost)
+    driver.core.moves.grow_cache(lost)
     driver.run()
     assert {final.finish_reason for final in driver.finals.values()} == {FinishReason.LENGTH}
 

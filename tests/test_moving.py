@@ -25,24 +25,24 @@ def test_a_request_goes_on_in_another_engine_without_computing_anything_again() 
     first.add_request(request("a"), 1.0)
     for _ in range(3):
         step(first, 2.0)
-    moved = first.detach("a")
+    moved = first.moves.detach("a")
     first.check_integrity()
     assert not first.has_requests and first.stats().units_owned == 0
     assert moved.num_tokens == 12 and moved.arrival == 1.0
     assert moved.spec.resumed is not None and moved.spec.resumed.token_ids == (7, 7, 7)
 
-    assert second.attach(moved)
+    assert second.moves.attach(moved)
     second.check_integrity()
     assert second.stats().units_owned == 6, "its units are its own before the past has come"
     assert second.schedule(3.0) is None, "until then it stands still"
-    second.arrived("a")
+    second.moves.arrived("a")
     output = step(second, 4.0)
     assert [(c.start, c.length, c.sample) for c in output.chunks] == [(12, 1, True)]
     (new,) = output.new_requests
     assert new.token_ids == (*range(1, 11), 7, 7, 7) and len(new.entries) == 4
     assert not output.appended, "the block of this step is written with the others"
     assert not step(second, 5.0).new_requests
-    found = list(second.open_requests())
+    found = list(second.moves.open_requests())
     assert [(r.request_id, r.arrival, r.running) for r in found] == [("a", 1.0, True)]
     step(second, 6.0)
     assert not second.has_requests, "six tokens in all"
@@ -53,16 +53,16 @@ def test_others_run_while_a_past_is_on_its_way_and_cannot_take_its_units() -> No
     first, second = EngineCore(CONFIG), EngineCore(CONFIG)
     first.add_request(request("a", prompt=16), 0.0)
     step(first)
-    moved = first.detach("a")
-    assert second.attach(moved)
+    moved = first.moves.detach("a")
+    assert second.moves.attach(moved)
     for name in "bcd":
         second.add_request(request(name, prompt=16, output=40), 1.0)
     for _ in range(30):
         step(second, 1.0)
     assert sum(second.stats().preemptions.values()) > 0, "memory is short"
-    held = {r.request_id: r.units for r in second.open_requests()}
+    held = {r.request_id: r.units for r in second.moves.open_requests()}
     assert held["a"] == 8
-    second.arrived("a")
+    second.moves.arrived("a")
     assert any(new.request_id == "a" for new in step(second, 2.0).new_requests)
 
 
@@ -71,17 +71,17 @@ def test_without_room_or_past_a_request_waits_to_be_computed() -> None:
     for name in ("a", "b"):
         first.add_request(request(name, prompt=16), 0.0)
     step(first)
-    waiting, running = first.detach("b"), first.detach("a")
+    waiting, running = first.moves.detach("b"), first.moves.detach("a")
     assert waiting.num_tokens == 0 and running.num_tokens == 16
-    second.shrink_cache(34)
-    assert not second.attach(running) and not second.attach(waiting)
+    second.moves.shrink_cache(34)
+    assert not second.moves.attach(running) and not second.moves.attach(waiting)
     second.check_integrity()
-    second.grow_cache(34)
+    second.moves.grow_cache(34)
     output = step(second)
     assert [(c.start, c.length) for c in output.chunks] == [(0, 16)]
     third = EngineCore(CONFIG)
     third.add_request(request("o", kind=RequestClass.OFFLINE), 0.0)
-    assert not second.attach(third.detach("o")), "offline work is computed again"
+    assert not second.moves.attach(third.detach("o")), "offline work is computed again"
     second.check_integrity()
 
 
@@ -89,9 +89,9 @@ def test_a_request_that_ends_on_its_way_is_forgotten() -> None:
     first, second = EngineCore(CONFIG), EngineCore(CONFIG)
     first.add_request(request("a"), 0.0)
     step(first)
-    assert second.attach(first.detach("a"))
+    assert second.moves.attach(first.moves.detach("a"))
     assert second.abort("a", 1.0) is not None
-    second.arrived("a")
+    second.moves.arrived("a")
     second.check_integrity()
     assert second.stats().units_owned == 0
 
@@ -105,20 +105,20 @@ def test_what_stands_still_keeps_its_units_while_the_cache_grows_and_others_come
     for each in (core, core, other):
         step(each, 3.0)
     core.add_request(request("new"), 4.0)
-    units = core.units_of("a")
-    assert core.stall("a", 40) == (11, units)
-    assert core.stall("late", max(core.units_of("late"))) is None, "it has a unit that will not be there"
-    assert core.stall("new", 40) is None, "it has no past"
+    units = core.moves.units_of("a")
+    assert core.moves.stall("a", 40) == (11, units)
+    assert core.moves.stall("late", max(core.moves.units_of("late"))) is None, "it has a unit that will not be there"
+    assert core.moves.stall("new", 40) is None, "it has no past"
     core.check_integrity()
-    core.resize_cache(60)
-    core.put_last("a")
-    assert core.attach(other.detach("b"))
-    core.put_last("late")
-    core.put_last("new")
+    core.moves.resize_cache(60)
+    core.moves.put_last("a")
+    assert core.moves.attach(other.moves.detach("b"))
+    core.moves.put_last("late")
+    core.moves.put_last("new")
     core.check_integrity()
-    assert core.units_of("a") == units and set(units).isdisjoint(core.units_of("b"))
+    assert core.moves.units_of("a") == units and set(units).isdisjoint(core.moves.units_of("b"))
     for name in "ab":
-        core.arrived(name)
+        core.moves.arrived(name)
     output = step(core, 5.0)
     assert [new.request_id for new in output.new_requests] == ["a", "b", "late", "new"], "by arrival"
     assert [(c.start, c.length) for c in output.chunks][:2] == [(11, 1), (10, 1)], "nothing of them is computed again"
@@ -134,12 +134,12 @@ def test_a_cache_that_shrinks_under_running_requests_is_empty_behind_its_end_onc
         core.add_request(request(name), 0.0)
     for _ in range(3):
         step(core)
-    core.shrink_cache(30)
-    assert core.num_retiring_units > 0
+    core.moves.shrink_cache(30)
+    assert core.moves.num_retiring_units > 0
     core.check_integrity()
     for _ in range(60):
         if core.has_requests:
             step(core)
         core.check_integrity()
-    assert not core.has_requests and core.num_retiring_units == 0
+    assert not core.has_requests and core.moves.num_retiring_units == 0
     assert core.stats().units_total == 10

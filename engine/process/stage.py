@@ -66,7 +66,7 @@ class Stage:
         if isinstance(order, orders.Reset):
             self.close()  # whoever waits for the other engine waits no more
             known = set(order.known)
-            for found in list(self._engine.core.open_requests()):
+            for found in list(self._engine.core.moves.open_requests()):
                 if found.request_id not in known and self._knows(found.request_id):
                     self._engine.drop(found.request_id)
         return self._when_free(order)
@@ -170,19 +170,19 @@ class Stage:
 
     def _stall(self, num_units: int) -> tuple[Past, ...]:
         core = self._engine.core
-        names = [request.request_id for request in core.open_requests()]
-        found = {name: core.stall(name, num_units) for name in names}
+        names = [request.request_id for request in core.moves.open_requests()]
+        found = {name: core.moves.stall(name, num_units) for name in names}
         return tuple(Past(name, *held) for name, held in found.items() if held is not None)
 
     def _detach(self) -> tuple[Past, ...]:
         """What is not the gateway's, canaries, stays and is computed again."""
         engine, pasts = self._engine, []
-        for found in sorted(engine.core.open_requests(), key=lambda request: request.arrival):
+        for found in sorted(engine.core.moves.open_requests(), key=lambda request: request.arrival):
             request_id = found.request_id
             if not engine.serves(request_id, self._sink):
-                engine.core.start_over(request_id)
+                engine.core.moves.start_over(request_id)
                 continue
-            units = engine.core.units_of(request_id)
+            units = engine.core.moves.units_of(request_id)
             moved = engine.detach(request_id)
             if moved.num_tokens:
                 needed = 2 * -(-moved.num_tokens // engine.core.config.block_size)
@@ -212,7 +212,7 @@ class Stage:
 
     async def _reform(self, order: orders.Reform) -> None:
         engine = self._engine
-        engine.core.resize_cache(order.num_units if order.schedules else 0)
+        engine.core.moves.resize_cache(order.num_units if order.schedules else 0)
         if order.layers is None:
             await engine.aside(self._runner.restore, order.num_units)
         else:
@@ -223,12 +223,12 @@ class Stage:
         for request, num_tokens in requests:
             name = request.request_id
             if engine.serves(name, self._sink):  # it stands still, or came after the others had left
-                engine.core.put_last(name)
+                engine.core.moves.put_last(name)
             elif self._knows(name) or name in self._aborted:
                 continue  # it is about to come, or has ended
             elif engine.attach(MovedRequest(request, num_tokens), self._sink):
                 needed = 2 * -(-num_tokens // engine.core.config.block_size)
-                placed.append(Past(name, num_tokens, engine.core.units_of(name)[:needed]))
+                placed.append(Past(name, num_tokens, engine.core.moves.units_of(name)[:needed]))
         return placed
 
     def _place(self, pasts: Sequence[Past]) -> None:
@@ -249,7 +249,7 @@ class Stage:
             self.close()
             self.closed = False
         for request_id in arrived:
-            engine.core.arrived(request_id)
+            engine.core.moves.arrived(request_id)
         engine.go()
 
     def _follow(self, link: Link) -> None:
@@ -278,14 +278,14 @@ class Stage:
 
     async def _retire(self, num_units: int) -> tuple[Past, ...]:
         core = self._engine.core
-        core.shrink_cache(max(0, self._engine.load().num_units - num_units))
+        core.moves.shrink_cache(max(0, self._engine.load().num_units - num_units))
         for _ in range(RETIRE_LOOKS):
-            if not core.num_retiring_units:
+            if not core.moves.num_retiring_units:
                 return ()
             if self._num_orders > 1:  # a reset does not wait
                 break
             await asyncio.sleep(LOOK_SECONDS)
-        held = [(each.request_id, core.units_of(each.request_id)) for each in core.open_requests()]
+        held = [(each.request_id, core.moves.units_of(each.request_id)) for each in core.moves.open_requests()]
         return tuple(Past(name, 0, units) for name, units in held if units and max(units) >= num_units)
 
     async def _dissolve(self) -> None:
@@ -299,12 +299,12 @@ class Stage:
         if self.role == FOLLOWER:
             await self._ended.wait()
         await engine.hold()
-        for found in sorted(core.open_requests(), key=lambda request: request.arrival):
-            core.start_over(found.request_id)
+        for found in sorted(core.moves.open_requests(), key=lambda request: request.arrival):
+            core.moves.start_over(found.request_id)
         self._staged = {}
-        core.resize_cache(0)
+        core.moves.resize_cache(0)
         await engine.aside(self._runner.restore, order.num_units)
-        core.resize_cache(order.num_units)
+        core.moves.resize_cache(order.num_units)
         self.role, self.closed = WHOLE, False
         engine.go()
         for request in order.requests:

@@ -1,6 +1,6 @@
-"""What the core counts of its steps."""
+"""What is counted of steps, and of what the scheduler decides."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from engine.api import EngineRequest, RequestClass
 from engine.scheduling.output import Chunk
@@ -38,3 +38,16 @@ class StepCounters:
             self.decode_tokens += 1
         else:
             self.prefill_tokens += length
+
+
+@dataclass(slots=True)
+class SchedulerCounters:
+    """Counters for `EngineStats`; they only grow. Seconds are predicted ones."""
+
+    preemptions: dict[str, int] = field(default_factory=dict)
+    prefix_queried_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    prefix_host_hit_tokens: int = 0
+    prefix_disk_hit_tokens: int = 0
+    leftover_seconds: float = 0.0
+    leftover_used_seconds: float = 0.0

@@ -1,19 +1,51 @@
-"""How much of each engine's time and memory is taken, as a router of several must know it (LARRY section 4.2).
-
-Online work only: it goes before offline work, and takes the memory that this holds.
+"""What an engine tells of itself: its figures; and how much of its time and memory is taken, as a router of several
+must know it (LARRY section 4.2): online work, which goes before offline work and takes the memory that this holds.
 """
 
 from collections.abc import Collection, Iterable
+from dataclasses import asdict
 
-from engine.api import LoadReport, RequestClass
+from engine.api import EngineStats, LoadReport, RequestClass
 from engine.request import Request
-from engine.scheduling.service_cost import token_costs
+from engine.scheduling.counters import StepCounters
+from engine.scheduling.service_cost import token_costs, usual_costs
 from engine.scheduling.state import SchedulerState
 from predictor.limits import UNITS_PER_BLOCK
 from predictor.online import OnlineModel
 
 LATE_PART = 0.25
 """Of the mean output: what a request that is past it may still give."""
+
+
+def report_stats(state: SchedulerState, steps: StepCounters, num_refused: int) -> EngineStats:
+    """A snapshot; see EngineStats."""
+    cache, counters = state.cache, state.counters
+    pool, host, disk = cache.device, cache.host, cache.tiers.disk
+    return EngineStats(
+        running={c: state.num_running(c) for c in RequestClass},
+        waiting={c: state.num_waiting(c) for c in RequestClass},
+        units_total=pool.num_units,
+        units_free=pool.num_free_units,
+        units_cached=pool.num_cached_units,
+        units_owned=pool.num_owned_units + pool.num_deferred_units,
+        host_units_total=host.num_units,
+        host_units_used=host.num_units - host.num_free_units,
+        host_units_cached=host.num_cached_units,
+        hidden_blocks=cache.num_compact,
+        cache_units=dict(cache.tiers.moved_units),
+        prefix_queried_tokens=counters.prefix_queried_tokens,
+        prefix_hit_tokens=counters.prefix_hit_tokens,
+        prefix_host_hit_tokens=counters.prefix_host_hit_tokens,
+        prefix_disk_hit_tokens=counters.prefix_disk_hit_tokens,
+        disk_units_total=disk.num_units,
+        disk_units_used=disk.num_units - disk.num_free_units,
+        preemptions=dict(counters.preemptions),
+        leftover_seconds=counters.leftover_seconds,
+        leftover_used_seconds=counters.leftover_used_seconds,
+        token_costs=None if state.model is None else usual_costs(state.model, state.config),
+        refused_requests=num_refused,
+        **asdict(steps),
+    )
 
 
 def report_load(

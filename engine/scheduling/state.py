@@ -7,7 +7,6 @@ clocks or tensors.
 import math
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
 from itertools import compress
 from operator import not_
 
@@ -17,6 +16,7 @@ from engine.config import SchedulerConfig
 from engine.queue_time import QueueTime
 from engine.request import Request, RequestStatus
 from engine.reserve import parse_reserve
+from engine.scheduling.counters import SchedulerCounters
 from engine.scheduling.objective import StepObjective
 from engine.scheduling.offline_queue import OfflineQueue
 from engine.scheduling.online_share import OnlineShare
@@ -28,19 +28,6 @@ from predictor.model import LatencyPredictor
 
 MAX_BACK_OFF = 64.0
 """The longest time in seconds for which an evicted offline request keeps away from online work."""
-
-
-@dataclass(slots=True)
-class SchedulerCounters:
-    """Counters for `EngineStats`; they only grow. Seconds are predicted ones."""
-
-    preemptions: dict[str, int] = field(default_factory=dict)
-    prefix_queried_tokens: int = 0
-    prefix_hit_tokens: int = 0
-    prefix_host_hit_tokens: int = 0
-    prefix_disk_hit_tokens: int = 0
-    leftover_seconds: float = 0.0
-    leftover_used_seconds: float = 0.0
 
 
 class SchedulerState:

@@ -149,7 +149,7 @@ class OverloadedFleet:
         plan = plan_drop(groups, copy_units)
         for party, group in zip(parties, groups, strict=True):
             if group.is_short and party.retiring and party.pulls is None:  # what is being given back is needed
-                party.server.core.grow_cache(party.retiring)
+                party.server.core.moves.grow_cache(party.retiring)
                 party.retiring = 0
         if any(group.is_short for group in groups):
             self.tally.too_little += not plan.enough
@@ -183,7 +183,7 @@ class OverloadedFleet:
         for party in old:
             core = party.server.core
             self._preempted += sum(core.stats().preemptions.values())
-            moved += [(core.detach(found.request_id), party) for found in list(core.open_requests())]
+            moved += [(core.moves.detach(found.request_id), party) for found in list(core.moves.open_requests())]
             del self.parties[party.server.number]
             driver.remove(party.server)
         made = [self._make(group, now + DROP_SECONDS) for group in groups]
@@ -199,7 +199,7 @@ class OverloadedFleet:
     def _hand_over(self, moved: MovedRequest, placement: Sequence[tuple[int, range]], target: Party) -> None:
         """Attach a request to its new server, and let it run when the layers of its past have come."""
         core, now = target.server.core, self.driver.now
-        if not core.attach(moved):
+        if not core.moves.attach(moved):
             return
         transfers = [self._send(part, moved.num_tokens) for part in exchanges(placement, target.placement)]
         self.tally.moved += 1
@@ -207,7 +207,7 @@ class OverloadedFleet:
 
     def _arrived(self, server: Server, request_id: str, since: float) -> None:
         self.tally.stalled += self.driver.now - since
-        server.core.arrived(request_id)
+        server.core.moves.arrived(request_id)
         self.driver.pump(server)
 
     def _send(self, part: Exchange, tokens: int) -> Transfer:
@@ -229,7 +229,7 @@ class OverloadedFleet:
         if party.pulls is not None:
             return
         if party.retiring:
-            if core.num_retiring_units == 0:
+            if core.moves.num_retiring_units == 0:
                 self._pull(party)
             return
         if now - party.used[0] < FALLING:
@@ -238,7 +238,7 @@ class OverloadedFleet:
         party.used = (now, group.used)
         if falling:
             party.retiring = party.dropped
-            core.shrink_cache(party.retiring)
+            core.moves.shrink_cache(party.retiring)
 
     def _pull(self, party: Party) -> None:
         """The layers that each engine lacks, from those that have them."""
@@ -262,11 +262,11 @@ class OverloadedFleet:
     def _leave(self, party: Party, target: Party, units: int) -> None:
         """Some of its requests go, the largest first: no step of theirs is in flight."""
         core = party.server.core
-        running = sorted((r for r in core.open_requests() if r.running), key=lambda r: -r.units)
+        running = sorted((r for r in core.moves.open_requests() if r.running), key=lambda r: -r.units)
         for found in [r for r in running if r.units <= units][:MOVES]:
             if found.units <= units:
                 units -= found.units
-                self._hand_over(core.detach(found.request_id), party.placement, target)
+                self._hand_over(core.moves.detach(found.request_id), party.placement, target)
 
     def _make(self, engines: tuple[int, ...], at: float) -> Party:
         """A server of these engines: one, or a pipeline with a copy of the model between them."""
@@ -291,7 +291,7 @@ class OverloadedFleet:
                 pipeline_depth=1,
             )
             core = EngineCore(limits, offline_policy="fcfs")
-            core.grow_cache(units - undropped)
+            core.moves.grow_cache(units - undropped)
             links = [self._links[engine] for engine in engines]
             runner = PipelineRunner(machine.device, kept, links, self._former(size), self.tally.bubbles, seed)
             server = Server(number, core, runner, free_at=at)
