@@ -29,7 +29,6 @@ from engine.execution import memory
 from engine.execution.adapter_loader import RuntimeAdapters
 from engine.execution.backend import Backend, find_backend
 from engine.execution.compressed import scale_bytes
-from engine.execution.cpu.backend import staged
 from engine.execution.disk import DiskTier, slot_bytes
 from engine.execution.masks import MAX_FORCED
 from engine.execution.offload import Offload, plan_offload
@@ -40,8 +39,7 @@ from engine.execution.runner import Device, Runner
 from engine.execution.self_test import LIMITS as TEST_LIMITS
 from engine.execution.self_test import test_family, test_modules
 from engine.execution.stages import StagedRunner
-from engine.machine.core_share import processor_share
-from engine.machine.facts import BUS_RATE, cuda_devices, host_engines
+from engine.machine.facts import BUS_RATE, host_engines
 from engine.machine.passing_thread import in_passing_thread
 from engine.models.checkpoint import load_weights, stored_bytes
 from engine.models.hub import cached_folder, is_hub_id, resolve_model_folder
@@ -94,13 +92,8 @@ def plan_launch(config: EngineConfig) -> LaunchPlan:
     choice = choose(folder, config.model_impl)
     spec = choice.shape
     backend = find_backend(config.device)
-    if config.quantization == "int8" and backend.name != "cpu":
-        raise ConfigError("--quantization int8 runs on a CPU only: say --device cpu, fp8, or none")
-    if config.kv_cache_dtype in ("parked-int8", "running-int8") and backend.name != "cpu":
-        way = f"--kv-cache-dtype {config.kv_cache_dtype}"
-        raise ConfigError(f"{way} runs on a CPU only: on a GPU say preempted-int8, or int8 for the whole cache")
-    if config.disk_space and backend.name != "cpu":
-        raise ConfigError("--disk-space runs on a CPU only: on a GPU --swap-space keeps the cache of chats")
+    if refusal := backend.config_refusal(config):
+        raise ConfigError(refusal)
     dtype, note = (config.dtype, None) if config.dtype != "auto" else backend.choose_dtype(spec, config)
     foreign = choice.implementation == TRANSFORMERS
     whole, spec = _divided(config, choice, backend)
@@ -115,7 +108,7 @@ def plan_launch(config: EngineConfig) -> LaunchPlan:
             f"--swap-space, --overload swap and --disk-space keep keys and values alone, and {spec.architecture} has "
             "recurrent layers"
         )
-    if config.overload == "drop" and (refusal := _drop_refusal(choice, backend.name)):
+    if config.overload == "drop" and (refusal := _drop_refusal(choice, backend)):
         raise ConfigError(f"--overload drop: {refusal}")
     by = f"transformers' modules run {spec.architecture}: {choice.why}" if foreign else None
     refusal = backend.refusal(spec, dtype)
@@ -166,16 +159,16 @@ def _divided(config: EngineConfig, choice: Choice, backend: Backend) -> tuple[Mo
     flag = f"--tensor-parallel-size {ranks}"
     if not isinstance(spec, ModelSpec):
         raise ConfigError(f"{flag} divides layers of our own, and transformers' modules run {spec.architecture}")
-    if backend.name == "cuda" and (devices := len(cuda_devices())) < ranks:
-        raise ConfigError(f"{flag} needs as many CUDA devices; {devices} can be seen")
+    if (devices := backend.devices()) is not None and len(devices) < ranks:
+        raise ConfigError(f"{flag} needs as many {backend.name.upper()} devices; {len(devices)} can be seen")
     return spec, divide(spec, ranks)
 
 
-def _drop_refusal(choice: Choice, device: str) -> str | None:
+def _drop_refusal(choice: Choice, backend: Backend) -> str | None:
     """Why no engine of this model can give up layers on this machine; None if it can."""
     spec = choice.shape
-    if device != "cpu":
-        return "layers are given up on a CPU only so far: say --device cpu, or --overload recompute"
+    if refusal := backend.drop_refusal():
+        return refusal
     if choice.implementation == TRANSFORMERS:
         return f"layers of our own families are given up, and transformers' modules run {spec.architecture}"
     return f"{spec.architecture} has one layer here, and gives up none" if spec.num_layers < 2 else None
@@ -192,9 +185,9 @@ def _state_note(spec: ModelShape) -> str | None:
 
 
 def _quantization(config: EngineConfig, choice: Choice, backend: Backend) -> str:
-    """Of the linear layers: what is asked for, or else the integers, on a GPU the floats of 8 bits, that the checkpoint
-    stores, where they can be run as they are. Layers that stream, and K and V restored from hidden state on a CPU, are
-    of unpacked weights."""
+    """Of the linear layers: what is asked for, or else the integers, or the floats of 8 bits, that the checkpoint
+    stores, where the backend runs them as they are. Layers that stream, and K and V restored from hidden state beside
+    integers, are of unpacked weights."""
     packing, streams = choice.shape.packing, parse_offload(config.offload_weights) is not None
     if config.quantization != "none" or packing is None or config.load_format == "dummy":
         return config.quantization
@@ -202,9 +195,9 @@ def _quantization(config: EngineConfig, choice: Choice, backend: Backend) -> str
         return "none"  # scales are of whole outputs or blocks
     if choice.implementation != OWN or streams:
         return "none"
-    if packing.floats and backend.name != "cpu" and _floats_refusal(config, packing, backend) is None:
+    if packing.floats and _floats_refusal(config, packing, backend) is None:
         return STORED_FLOATS
-    return STORED_INTEGERS if packing.integers and backend.name == "cpu" and not config.hidden_cache else "none"
+    return STORED_INTEGERS if packing.integers and backend.multiplies_integers and not config.hidden_cache else "none"
 
 
 def _floats_refusal(config: EngineConfig, packing: Packing, backend: Backend) -> str | None:
@@ -237,13 +230,11 @@ def _with_storage(plan: LaunchPlan, config: EngineConfig) -> LaunchPlan:
         note += f", {'with the scales of inputs that are stored' if packing.static else 'a scale for each token'}"
     if plan.quantization == "none":
         note += f", unpacked to {plan.dtype} at load" + (", as layers are divided" if plan.ranks > 1 else "")
-        if (
-            plan.ranks == 1
-            and plan.device != "cpu"
-            and (why := _floats_refusal(config, packing, find_backend(plan.device)))
-        ):
+        backend = find_backend(plan.device)
+        rounds = backend.multiplies_integers
+        if plan.ranks == 1 and not rounds and (why := _floats_refusal(config, packing, backend)):
             note += f": {why}"
-        if plan.device == "cpu" and plan.implementation == OWN and not config.hidden_cache:
+        if rounds and plan.implementation == OWN and not config.hidden_cache:
             smaller = memory.weight_bytes(plan.spec, torch_dtype(plan.dtype), "int8")
             note += f" ({_gib(smaller)} with --quantization int8)"
     return replace(plan, notes=(*plan.notes, note))
@@ -297,7 +288,7 @@ def build_runner(
         return _make_runner(config, plan, say, None)
     own = replace(config, model=str(plan.folder), revision=None, self_test=False)
     ranks: Any = importlib.import_module("engine.execution.ranks.leader")  # msgspec comes with it
-    leader = ranks.Leader(own, plan.limits, cuda_devices() if plan.device == "cuda" else ())
+    leader = ranks.Leader(own, plan.limits, find_backend(plan.device).devices() or ())
     try:
         runner, plan = _make_runner(config, plan, say, leader)
         leader.reached(MADE)
@@ -322,7 +313,7 @@ def _make_runner(
 ) -> tuple[Runner[Any], LaunchPlan]:
     backend = find_backend(plan.device)
     plan, make = backend.prepare(config, plan, say)
-    _test_family(config, plan, make)
+    _test_family(config, plan, make, backend)
     group = None if seat is None else seat.join(torch.device(plan.device))
     transport = None if plan.offload is None else backend.transport(config, plan)
     gather: Gather = ResidentLayers
@@ -359,9 +350,9 @@ def _with_adapters(plan: LaunchPlan, config: EngineConfig) -> LaunchPlan:
         raise ConfigError(f"adapters: {plan.spec.architecture} has recurrent layers, which take none yet")
     adapters = tuple(plan_adapter(each, plan.spec) for each in parse_adapters(config.lora))
     size = 4 * sum(each.num_parameters for each in adapters)  # native kernels may want them in float32
-    if plan.implementation == TRANSFORMERS or (plan.device == "cpu" and plan.offload is None):
+    how = None if plan.implementation == TRANSFORMERS else find_backend(plan.device).adapted_steps(plan)
+    if how is None:
         return replace(plan, adapters=adapters, adapter_bytes=size)
-    how = "without CUDA graphs" if plan.device == "cuda" else "by torch's operators, as weights stream"
     notes = (*plan.notes, f"steps with rows of adapters run {how}")
     return replace(plan, adapters=adapters, adapter_bytes=size, notes=notes)
 
@@ -391,11 +382,11 @@ def _load(
     return model
 
 
-def _test_family(config: EngineConfig, plan: LaunchPlan, make: MakeLinear) -> None:
+def _test_family(config: EngineConfig, plan: LaunchPlan, make: MakeLinear, backend: Backend) -> None:
     """Refuse a model of ours that does not answer as transformers does. The packaged model, random weights and layers
-    that round their inputs are not tested, nor is a GPU. Raises ModelLoadError."""
+    that round their inputs are not tested, nor are all backends. Raises ModelLoadError."""
     rounded, invented = "none" not in (config.quantization, plan.quantization), config.load_format == "dummy"
-    if not (config.self_test and config.model and plan.device == "cpu" and plan.implementation == OWN):
+    if not (config.self_test and config.model and backend.tests_families and plan.implementation == OWN):
         return
     if rounded or invented:
         return
@@ -414,7 +405,7 @@ def _test_family(config: EngineConfig, plan: LaunchPlan, make: MakeLinear) -> No
             preempted_int8=False,
             running_int8=False,
         )
-        device: Device = find_backend(plan.device).make_runner(quick, small, weights, lambda _line: None)[0].device
+        device: Device = backend.make_runner(quick, small, weights, lambda _line: None)[0].device
         return device
 
     _refuse(plan, test_family(plan.whole or plan.own, plan.folder, plan.dtype, device_of, make))
@@ -504,7 +495,8 @@ def _join(config: EngineConfig, plan: LaunchPlan, runner: Runner[Any], say: Call
     """Profile, SLO, budget and grammars around the runner."""
     slo = SLO.parse(config.slo)
     scheduler = scheduler_config(config, plan)
-    copy_rate = find_backend(plan.device).copy_rate() if plan.host_units else BUS_RATE
+    backend = find_backend(plan.device)
+    copy_rate = backend.copy_rate() if plan.host_units else BUS_RATE
     tiers = CacheTiers(
         scheduler.scratch_blocks,
         scheduler.host_units,
@@ -524,7 +516,7 @@ def _join(config: EngineConfig, plan: LaunchPlan, runner: Runner[Any], say: Call
         tiers,
         len(plan.adapters),
         partial(runner.can_enforce, INSIDE_STRING),
-        partial(processor_share, plan.threads or torch.get_num_threads()) if plan.device == "cpu" else lambda: 1.0,
+        partial(backend.busy_share, plan),
     )
     disk = _open_disk(config, plan, runner, say)
     if disk is not None:
@@ -537,7 +529,8 @@ def _join(config: EngineConfig, plan: LaunchPlan, runner: Runner[Any], say: Call
     if disk is not None:
         runner.disk = disk
         core.adopt(disk.found)
-    info, steps = _info(plan, config, scheduler), staged(config, plan, runner) if plan.droppable else runner
+    info = _info(plan, config, scheduler)
+    steps = backend.make_staged(config, plan, runner) if plan.droppable else runner
     if isinstance(steps, StagedRunner):
         sizes = DroppableLayers(steps.num_layers, steps.layer_bytes, steps.unit_layer_bytes, plan.limits.num_units)
         info = replace(info, droppable=sizes)
@@ -687,7 +680,7 @@ def _all_swap_bytes(config: EngineConfig, plan: LaunchPlan) -> int:
             return memory.swap_bytes(memory.available_memory() // host_engines())
         return backend.swap_bytes()
     wanted, free = int(config.swap_space * 2**30), memory.available_memory()
-    if backend.name != "cpu" and wanted > free:  # page-locked, it would be taken at once
+    if backend.locks_pages and wanted > free:  # it would be taken at once
         raise ConfigError(f"--swap-space {config.swap_space:g}: {_gib(free)} of host memory are free")
     return wanted
 

@@ -81,7 +81,7 @@ def test_without_room_or_past_a_request_waits_to_be_computed() -> None:
     assert [(c.start, c.length) for c in output.chunks] == [(0, 16)]
     third = EngineCore(CONFIG)
     third.add_request(request("o", kind=RequestClass.OFFLINE), 0.0)
-    assert not second.moves.attach(third.detach("o")), "offline work is computed again"
+    assert not second.moves.attach(third.moves.detach("o")), "offline work is computed again"
     second.check_integrity()
 
 

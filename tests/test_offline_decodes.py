@@ -106,7 +106,7 @@ def test_what_was_not_told_moves_with_its_request() -> None:
     first.add_request(request, 0.0)
     for core, steps in ((first, 7), (second, 13)):
         if core is second:
-            second.attach(first.detach("r"))
+            second.moves.attach(first.moves.detach("r"))
         for step in range(steps):
             output = core.schedule(float(step), whole(core.plan_offline(float(step))))
             assert output is not None

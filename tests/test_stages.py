@@ -26,7 +26,7 @@ from engine.build import build_runner, plan_launch
 from engine.cache.blocks import CacheEntry, CacheKind, Tier
 from engine.config import EngineConfig, SchedulerConfig
 from engine.errors import ConfigError, ModelLoadError
-from engine.execution.cpu.backend import staged
+from engine.execution.cpu.backend import CpuBackend
 from engine.execution.cpu.device import TorchDevice
 from engine.execution.cpu.native.device import NativeDevice
 from engine.execution.cpu.native.library import Level, Team
@@ -95,7 +95,7 @@ def make_any(kind: str) -> StagedRunner:
         return make(llama(), kind)
     config, plan = demo_plan()
     runner, plan = build_runner(config, plan)
-    return staged(config, plan, runner)
+    return CpuBackend().make_staged(config, plan, runner)
 
 
 def drive(runner: StagedRunner, units: int) -> Driver:

@@ -1,6 +1,6 @@
 """Backends: kinds of devices, and how a model is made to run on one. A new one is a folder and a line in BACKENDS."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from engine.config import EngineConfig
@@ -9,6 +9,7 @@ from engine.execution.cpu.backend import CpuBackend
 from engine.execution.cuda.backend import CudaBackend
 from engine.execution.plan import LaunchPlan
 from engine.execution.runner import Runner
+from engine.execution.stages import StagedRunner
 from engine.models.linear import MakeLinear
 from engine.models.spec import ModelShape
 from engine.models.streaming import Transport
@@ -20,14 +21,28 @@ from predictor.limits import Padding
 class Backend(Protocol):
     """`name`: what users and `torch.device` call it. `pipeline_depth`: steps that its runner takes ahead of the one in
     execution. `leaves_workers`: threads that have run a model here leave workers behind that slow down those of the
-    engine's thread (`engine.machine.passing_thread`)."""
+    engine's thread (`engine.machine.passing_thread`). `multiplies_integers`: layers run on integers of 8 bits, a
+    checkpoint's own among them. `tests_families`: a model is compared with transformers' at load. `locks_pages`: of the
+    host tier, whose memory is taken at once."""
 
     name: str
     pipeline_depth: int
     leaves_workers: bool
+    multiplies_integers: bool
+    tests_families: bool
+    locks_pages: bool
 
     def absence(self) -> str | None:
         """Why there is no such device here; None if there is one."""
+
+    def devices(self) -> Sequence[str] | None:
+        """Of which each rank has one; None: all ranks are on the same."""
+
+    def config_refusal(self, config: EngineConfig) -> str | None:
+        """What of the configuration does not run here, and what to say instead; None if all does."""
+
+    def drop_refusal(self) -> str | None:
+        """Why no layer can be given up here; None if some can."""
 
     def refusal(self, spec: ModelShape, dtype: str) -> str | None:
         """Why the backend's own kernels cannot run this model, which torch's operators do then, slower."""
@@ -56,6 +71,12 @@ class Backend(Protocol):
     def copy_rate(self) -> float:
         """Bytes/s that no copy between the device and the host exceeds."""
 
+    def busy_share(self, plan: LaunchPlan) -> float:
+        """Of their time, what the threads that steps run by get beside whatever else the machine does."""
+
+    def adapted_steps(self, plan: LaunchPlan) -> str | None:
+        """How steps with rows of LoRA adapters run where that is slower; None where they run like others."""
+
     def fingerprint(self, plan: LaunchPlan) -> str:
         """The device as far as step times depend on it: a part of the latency profile's key."""
 
@@ -75,6 +96,9 @@ class Backend(Protocol):
         say: Callable[[str], None],
     ) -> tuple[Runner[Any], LaunchPlan]:
         """The runner that the plan describes, and the plan with what was measured on it. Raises ConfigError."""
+
+    def make_staged(self, config: EngineConfig, plan: LaunchPlan, runner: Runner[Any]) -> StagedRunner:
+        """The runner of a plan that is `droppable`, whose layers can be given up. Raises ConfigError."""
 
 
 BACKENDS: tuple[Backend, ...] = (CudaBackend(), CpuBackend())

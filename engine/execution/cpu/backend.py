@@ -24,7 +24,7 @@ from engine.execution.cpu.weight_file import WeightFile
 from engine.execution.plan import LaunchPlan
 from engine.execution.runner import Runner
 from engine.execution.stages import StagedRunner
-from engine.machine.core_share import wait_for_quiet
+from engine.machine.core_share import processor_share, wait_for_quiet
 from engine.machine.facts import host_engines, memcpy_rate, read_processor
 from engine.models.checkpoint import load_layers
 from engine.models.decoder import Decoder
@@ -42,8 +42,20 @@ class CpuBackend:
     name = "cpu"
     pipeline_depth = 0
     leaves_workers = True
+    multiplies_integers = True
+    tests_families = True
+    locks_pages = False
 
     def absence(self) -> None:
+        return None
+
+    def devices(self) -> None:
+        return None
+
+    def config_refusal(self, _config: EngineConfig) -> None:
+        return None
+
+    def drop_refusal(self) -> None:
         return None
 
     def refusal(self, _spec: ModelShape, _dtype: str) -> None:
@@ -77,6 +89,12 @@ class CpuBackend:
 
     def copy_rate(self) -> float:
         return memcpy_rate()
+
+    def busy_share(self, plan: LaunchPlan) -> float:
+        return processor_share(plan.threads or torch.get_num_threads())
+
+    def adapted_steps(self, plan: LaunchPlan) -> str | None:
+        return None if plan.offload is None else "by torch's operators, as weights stream"
 
     def fingerprint(self, plan: LaunchPlan) -> str:
         kernels = "" if plan.kernels == "torch" else f", {plan.kernels}"
@@ -134,18 +152,16 @@ class CpuBackend:
         runner.watch = ThreadWatch(candidates(most), threads, native.team.resize)
         return runner, replace(plan, threads=threads)
 
-
-def staged(config: EngineConfig, plan: LaunchPlan, runner: Runner[Any]) -> StagedRunner:
-    """A runner of a plan that is `droppable`, whose layers can be given up."""
-    head = runner.device.decoder.weights.head
-    make = _by_torch(plan)
-    if isinstance(head, NativeLinear):
-        make = head.native.int8_linear if plan.quantization == "int8" else head.native.linear
-    load = partial(
-        load_layers, plan.own, plan.folder, dtype=plan.dtype, load_format=config.load_format, seed=config.seed,
-        make=make, stored=plan.stored,
-    )  # fmt: skip
-    return StagedRunner(runner, load)
+    def make_staged(self, config: EngineConfig, plan: LaunchPlan, runner: Runner[Any]) -> StagedRunner:
+        head = runner.device.decoder.weights.head
+        make = _by_torch(plan)
+        if isinstance(head, NativeLinear):
+            make = head.native.int8_linear if plan.quantization == "int8" else head.native.linear
+        load = partial(
+            load_layers, plan.own, plan.folder, dtype=plan.dtype, load_format=config.load_format, seed=config.seed,
+            make=make, stored=plan.stored,
+        )  # fmt: skip
+        return StagedRunner(runner, load)
 
 
 def _own_memory() -> int:

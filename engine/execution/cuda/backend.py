@@ -25,7 +25,8 @@ from engine.execution.cuda.shapes import GRAPH_TOKENS, Buckets, decode_buckets, 
 from engine.execution.cuda.swap import staging_units
 from engine.execution.plan import STORED_FLOATS, LaunchPlan
 from engine.execution.runner import Runner
-from engine.machine.facts import BUS_RATE, host_engines
+from engine.execution.stages import StagedRunner
+from engine.machine.facts import BUS_RATE, cuda_devices, host_engines
 from engine.models import float8
 from engine.models.decoder import Decoder
 from engine.models.heads import Heads
@@ -49,9 +50,28 @@ class CudaBackend:
     name = "cuda"
     pipeline_depth = 1
     leaves_workers = False
+    multiplies_integers = False
+    tests_families = False
+    locks_pages = True
 
     def absence(self) -> str | None:
         return None if torch.cuda.is_available() else "torch finds no CUDA device here"
+
+    def devices(self) -> list[str]:
+        return cuda_devices()
+
+    def config_refusal(self, config: EngineConfig) -> str | None:
+        if config.quantization == "int8":
+            return "--quantization int8 runs on a CPU only: say --device cpu, fp8, or none"
+        if config.kv_cache_dtype in ("parked-int8", "running-int8"):
+            way = f"--kv-cache-dtype {config.kv_cache_dtype}"
+            return f"{way} runs on a CPU only: on a GPU say preempted-int8, or int8 for the whole cache"
+        if config.disk_space:
+            return "--disk-space runs on a CPU only: on a GPU --swap-space keeps the cache of chats"
+        return None
+
+    def drop_refusal(self) -> str | None:
+        return "layers are given up on a CPU only so far: say --device cpu, or --overload recompute"
 
     def refusal(self, spec: ModelShape, dtype: str) -> str | None:
         if not isinstance(spec, ModelSpec):
@@ -109,6 +129,12 @@ class CudaBackend:
     def copy_rate(self) -> float:
         return BUS_RATE
 
+    def busy_share(self, _plan: LaunchPlan) -> float:
+        return 1.0
+
+    def adapted_steps(self, _plan: LaunchPlan) -> str:
+        return "without CUDA graphs"
+
     def fingerprint(self, _plan: LaunchPlan) -> str:
         return torch.cuda.get_device_name()
 
@@ -148,6 +174,9 @@ class CudaBackend:
             preempted_int8=plan.preempted_int8,
         )  # fmt: skip
         return Runner(device), plan
+
+    def make_staged(self, _config: EngineConfig, _plan: LaunchPlan, _runner: Runner[Any]) -> StagedRunner:
+        raise ConfigError(f"--overload drop: {self.drop_refusal()}")
 
 
 def kernel_refusal(spec: ModelSpec, dtype: torch.dtype, capability: tuple[int, int]) -> str | None:
