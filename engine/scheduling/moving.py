@@ -14,7 +14,8 @@ from engine.cache.blocks import CacheKind, count_units
 from engine.request import Request, RequestStatus
 from engine.scheduling.recovery import Recovery
 from engine.scheduling.results import InFlight
-from engine.scheduling.state import SchedulerState, insert_by_age, remove_by_age
+from engine.scheduling.state import SchedulerState
+from engine.scheduling.waiting import insert_by_age, remove_by_age
 from predictor.limits import UNITS_PER_BLOCK
 
 

@@ -5,7 +5,6 @@ clocks or tensors.
 """
 
 import math
-from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import compress
 from operator import not_
@@ -22,7 +21,7 @@ from engine.scheduling.offline_queue import OfflineQueue
 from engine.scheduling.online_share import OnlineShare
 from engine.scheduling.policies import OnlinePolicy, QueueContext
 from engine.scheduling.service_cost import token_costs
-from engine.scheduling.waiting import WaitingQueue, by_age
+from engine.scheduling.waiting import WaitingQueue, insert_by_age, remove_by_age
 from predictor.limits import UNITS_PER_BLOCK
 from predictor.model import LatencyPredictor
 
@@ -315,14 +314,3 @@ class SchedulerState:
 def _missing_blocks(request: Request, block_size: int) -> int:
     cache_map = request.cache_map
     return request.num_missing_blocks(block_size, len(cache_map.blocks), cache_map.num_gone)
-
-
-def insert_by_age(requests: list[Request], request: Request) -> None:
-    """Into a list in arrival order: a preempted request returns to its place, ahead of later arrivals."""
-    insort(requests, request, key=by_age)
-
-
-def remove_by_age(requests: list[Request], request: Request) -> None:
-    index = bisect_left(requests, request.arrival_order, key=by_age)
-    assert requests[index] is request, "request is not in the queue that its status says"
-    del requests[index]

@@ -107,3 +107,14 @@ def _row(request: Request) -> tuple[float, int, int, bool]:
 def _columns(table: Floats) -> QueueColumns:
     arrivals, lengths, missing, began = table
     return QueueColumns(arrivals, lengths.astype(np.int64), missing.astype(np.int64), began > 0.0)
+
+
+def insert_by_age(requests: list[Request], request: Request) -> None:
+    """Into a list in arrival order: a preempted request returns to its place, ahead of later arrivals."""
+    insort(requests, request, key=by_age)
+
+
+def remove_by_age(requests: list[Request], request: Request) -> None:
+    index = bisect_left(requests, request.arrival_order, key=by_age)
+    assert requests[index] is request, "request is not in the queue that its status says"
+    del requests[index]
