@@ -424,8 +424,6 @@ def _with_offload(plan: LaunchPlan, config: EngineConfig) -> LaunchPlan:
         return plan
     if plan.implementation == TRANSFORMERS:
         raise ConfigError("--offload-weights streams layers of our own, and transformers' modules run this model")
-    if config.hidden_cache and plan.device != "cpu":
-        raise ConfigError("--offload-weights does not go with --hidden-cache on a GPU yet: projections need weights")
     budget = find_backend(plan.device).weight_room(plan) if math.isinf(gib) else int(gib * 2**30)
     offload = plan_offload(plan.own, torch_dtype(plan.dtype).itemsize, plan.quantization, budget)
     if offload is None:

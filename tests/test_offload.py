@@ -21,7 +21,6 @@ from test_build import DEMO, answer
 from test_runner import BLOCK, CPU, crowd, run_in_waves
 from tiny_models import FAMILY_CASES, llama_config, model_folder
 
-from engine import build
 from engine.api import EngineRequest, SamplingParams
 from engine.build import build_engine, build_runner, plan_launch, profile_key, scheduler_config
 from engine.config import EngineConfig, SchedulerConfig
@@ -578,8 +577,9 @@ async def test_hidden_state_is_offered_while_weights_stream(tmp_path: Path) -> N
     config = offloading_config(tmp_path, hidden_cache=True, online_policy="goodput", swap_space=0.01)
     plan = plan_launch(config)
     assert plan.offload is not None and plan.scratch_blocks > 0
-    with pytest.raises(ConfigError, match="does not go with --hidden-cache on a GPU"):
-        build._with_offload(replace(plan, device="cuda"), config)
+    gpu = cuda_backend.CudaBackend()
+    assert "does not go with --hidden-cache on a GPU" in str(gpu.config_refusal(config))
+    assert gpu.config_refusal(replace(config, hidden_cache=False)) is None
     lines: list[str] = []
     runner, made = build_runner(config, plan, lines.append)
     scheduler = scheduler_config(config, made)

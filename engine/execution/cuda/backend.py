@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engine.config import EngineConfig
+from engine.config import EngineConfig, parse_offload
 from engine.errors import ConfigError
 from engine.execution import memory
 from engine.execution.compressed import scale_bytes
@@ -68,6 +68,8 @@ class CudaBackend:
             return f"{way} runs on a CPU only: on a GPU say preempted-int8, or int8 for the whole cache"
         if config.disk_space:
             return "--disk-space runs on a CPU only: on a GPU --swap-space keeps the cache of chats"
+        if config.hidden_cache and parse_offload(config.offload_weights) is not None:
+            return "--offload-weights does not go with --hidden-cache on a GPU yet: projections need weights"
         return None
 
     def drop_refusal(self) -> str | None:
