@@ -354,7 +354,7 @@ def test_models_that_cannot_be_divided_are_refused(tmp_path: Path) -> None:
 
 def test_each_rank_has_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "find_backend", lambda _name: CudaBackend())
-    monkeypatch.setattr(build, "cuda_devices", lambda: ["3"])
+    monkeypatch.setattr(CudaBackend, "devices", lambda _self: ["3"])
     with pytest.raises(ConfigError, match="--tensor-parallel-size 2 needs as many CUDA devices; 1 can be seen"):
         build.plan_launch(config_of(device="cuda"))
 
