@@ -31,6 +31,7 @@ def make_runner(
             scratch_blocks=config.scratch_blocks,
             host_units=config.host_units,
             preempted_int8=config.preempted_int8,
+            running_int8=config.running_int8,
         )
     )
 

@@ -22,7 +22,7 @@ import torch
 import triton
 from dry_device import dry_device
 from test_cuda_runner import MetaTensors
-from test_dry_device import KINDS, Masks, counts_of
+from test_dry_device import Masks, counts_of, kinds_of
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -45,6 +45,9 @@ SHARED_MEMORY = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99}
 _D256 = SHAPES["8B"] | {"head_dim": 256, "num_attention_heads": 16, "num_key_value_heads": 4}
 MODELS: dict[str, tuple[dict[str, object], bool]] = {
     "8B": (SHAPES["8B"], False),
+    "8B mixed": (SHAPES["8B"], False),
+    "0.5B mixed": (SHAPES["Qwen2.5-0.5B"], False),
+    "d256 mixed": (_D256, False),
     "0.5B": (SHAPES["Qwen2.5-0.5B"], False),
     "0.6B": (SHAPES["Qwen3-0.6B"], False),
     "8B int8": (SHAPES["8B"], True),
@@ -67,6 +70,8 @@ MODELS: dict[str, tuple[dict[str, object], bool]] = {
     "8B fp8 static": (SHAPES["8B"], False),
 }  # fmt: skip
 """Shapes, and whether K and V are kept in 8 bits. The window is one that the steps here go beyond."""
+MIXED_MODELS = ("8B mixed", "0.5B mixed", "d256 mixed")
+"""Whose requests may run from blocks in 8 bits among others."""
 FLOAT8_MODELS = {"8B fp8": False, "8B fp8 static": True}
 """Whose linear layers are of floats of 8 bits, and whether their inputs have stored scales."""
 
@@ -128,16 +133,16 @@ def record(arch: int, names: Iterable[str] = MODELS) -> dict[Variant, list[str]]
                     weights = build_weights(
                         spec, _Tensors(), _float8(FLOAT8_MODELS[name]) if name in FLOAT8_MODELS else make_linear
                     )
-                offered = not hidden_offer(spec).refusal and not int8
+                mixed = name in MIXED_MODELS
+                offered = not hidden_offer(spec).refusal and not int8 and not mixed
                 device = CudaDevice(
                     spec, weights, triton_kernels(), limits, graphs=graphs, int8_cache=int8, host_units=8,
-                    scratch_blocks=12 if offered else 0,
+                    scratch_blocks=12 if offered else 0, preempted_int8=mixed, running_int8=mixed,
                 )  # fmt: skip
                 runner = Runner(device)
                 runner.masks = Masks(spec.vocab_size)  # type: ignore[assignment]
-                for kind in KINDS:
-                    if offered or kind not in ("from hidden state", "restored"):
-                        counts_of(dry, runner, kind)
+                for kind in kinds_of(spec, int8=int8, running_int8=mixed):
+                    counts_of(dry, runner, kind)
             for kernel, *asked in dry.variants:
                 users = found.setdefault(_variant(kernel, *asked), [])
                 if name not in users:
@@ -240,7 +245,7 @@ def read(path: Path = PAGE) -> tuple[str, dict[tuple[str, int], Binary]]:
 _ABOUT = """# What the Triton kernels compile to
 
 Made by `python tests/kernel_ledger.py` with Triton {version}, without a GPU: counts of the code, not times. Every
-launch of a step of eleven models (two layers each; d256: heads of 256), as it is served, for each architecture:
+launch of a step of fourteen models (two layers each; d256: heads of 256), as it is served, for each architecture:
 registers of a thread / bytes of its stack / bytes of shared memory / instructions / instructions of the longest loop. A
 stack where many registers are in use is of those that did not fit, and none may have one. An empty cell: not launched
 there, another variant is. Tests fail where a launch is missing here, and where a figure changed by more than a tenth.

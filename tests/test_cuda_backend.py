@@ -206,20 +206,20 @@ def test_scratch_and_host_tier_are_made_and_accounted_for(monkeypatch: pytest.Mo
 
 
 @pytest.mark.usefixtures("on_a_gpu")
-def test_blocks_that_wait_in_8_bits_have_their_scales_accounted_for(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize("way", ["preempted-int8", "running-int8"])
+def test_blocks_in_8_bits_have_their_scales_accounted_for(
+    way: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """In the pool, in what units pass through on their way to the host, and on the host; attention that reads them is
-    refused."""
+    """In the pool, in what units pass through on their way to the host, and on the host; attention reads them where
+    they run."""
     write_config(tmp_path, llama_config())
     config = EngineConfig(
         model=str(tmp_path), device="cpu", dtype="float32", load_format="dummy", max_num_seqs=4,
-        max_num_batched_tokens=64, max_model_len=64, swap_space=0.01, kv_cache_dtype="preempted-int8",
+        max_num_batched_tokens=64, max_model_len=64, swap_space=0.01, kv_cache_dtype=way,
     )  # fmt: skip
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (10**10, 10**10))
-    for way in ("running-int8", "parked-int8"):
-        with pytest.raises(ConfigError, match="runs on a CPU only: on a GPU say preempted-int8"):
-            build.plan_launch(dataclasses.replace(config, kv_cache_dtype=way))
+    with pytest.raises(ConfigError, match="runs on a CPU only: on a GPU say preempted-int8"):
+        build.plan_launch(dataclasses.replace(config, kv_cache_dtype="parked-int8"))
     assert build.plan_launch(config).preempted_int8
     plan = plan_on_cpu(config)
     unit = memory.unit_bytes(plan.spec, 16, torch.float32)
@@ -231,6 +231,7 @@ def test_blocks_that_wait_in_8_bits_have_their_scales_accounted_for(
     runner, sized = build.build_runner(config, plan)
     pool = runner.device.pool
     assert isinstance(runner.device, CudaDevice) and pool.compressed is not None
+    assert runner.device._forward._mixed_layers == (plan.spec.num_layers if way == "running-int8" else 0)
     assert len(pool.compressed.host_scales) == sized.host_units == int(0.01 * 2**30) // unit
     assert room - 3 * unit < (2 * sized.num_blocks + 1 + 4) * unit <= room
 

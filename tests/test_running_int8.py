@@ -5,6 +5,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+from cuda_engine import make_runner
 from driver import Driver, make_request
 from native_build import library_of
 from test_hybrid_scheduling import VOCAB, actions, check_solo, four_that_grow, make
@@ -153,12 +154,16 @@ def test_random_loads_get_every_token_right() -> None:
 
 
 @pytest.mark.timeout(900)  # the library may have to be built
-@pytest.mark.parametrize(("host", "by"), [(0, "torch"), (6, "torch"), (0, "native"), (6, "native")])
-def test_both_paths_run_them_and_hardly_a_token_changes(host: int, by: str) -> None:
+@pytest.mark.parametrize(
+    ("host", "by"), [(host, by) for host in (0, 6) for by in ("torch", "native", "the kernels' twins")]
+)
+def test_every_path_runs_them_and_hardly_a_token_changes(host: int, by: str) -> None:
     sizes = {"num_units": 24, "block_size": 4, "max_num_seqs": 8, "max_model_len": 64, "host_units": host}
     config = SchedulerConfig(**sizes, max_num_batched_tokens=64, unit_bytes=1, **BOTH)
     if by == "torch":
         device = TorchDevice(decoder(), config.limits, host_units=host, preempted_int8=True)
+    elif by == "the kernels' twins":
+        device = make_runner(decoder().spec, decoder().weights, config).device
     else:
         native = Native(library_of(Level.AVX2), Level.AVX2, team_of(library_of(Level.AVX2), 1))
         device = NativeDevice(decoder(), native, config.limits, host_units=host, preempted_int8=True)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from engine.arrays import IntArray
 from engine.models.int8_cells import SCALE, dequantize, quantize
+from engine.triton_kernels import configs
 
 KEYS_AND_VALUES = 2
 PIECE = 16
@@ -73,7 +74,9 @@ class CompressedUnits:
     def _pieces(self, blocks: IntArray) -> list[Tensor]:
         host = torch.from_numpy(blocks)
         # a copy from memory that is not page-locked would wait for the steps before it
-        ids = host.pin_memory().to(self._units.device, non_blocking=True) if self._units.is_cuda else host
+        ids = (
+            host.pin_memory().to(self._units.device, non_blocking=True) if configs.is_cuda(self._units.device) else host
+        )
         return [ids[first : first + self._piece] for first in range(0, len(ids), self._piece)]
 
 

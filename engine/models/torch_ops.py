@@ -216,12 +216,13 @@ def decode_attention(
     window: int = 0,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    mixed: int = 0,
 ) -> None:
     """out[i] = softmax(scale * q[i] K^T) V; shapes as in the kernel's wrapper, `partial*` unused."""
     del partial, partial_lse
     for index, (row, length) in enumerate(work.requests.tolist()[: len(q)]):
         first = max(0, length - window) if window else 0
-        k, v = (_gather(pool, table[row], first, length, layer, scratch_base) for table in (k_table, v_table))
+        k, v = _gather(pool, (k_table[row], v_table[row]), first, length, layer, scratch_base, mixed)
         out[index] = _attend(q[index], k, v, scale, softcap, sinks).to(out.dtype) if length else 0.0
 
 
@@ -241,27 +242,51 @@ def prefill_attention(
     window: int = 0,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    mixed: int = 0,
 ) -> None:
     """Causal attention of every chunk's tokens; shapes as in the kernel's wrapper, `partial*` unused."""
     del partial, partial_lse
     for row, first, length, position in work.chunks.tolist():
         oldest = max(0, position + 1 - window) if window else 0
-        end = position + length
-        k, v = (_gather(pool, table[row], oldest, end, layer, scratch_base) for table in (k_table, v_table))
+        k, v = _gather(pool, (k_table[row], v_table[row]), oldest, position + length, layer, scratch_base, mixed)
         for token in range(length):
             end = position + token + 1
             seen = slice(max(0, end - window) - oldest if window else 0, end - oldest)
             out[first + token] = _attend(q[first + token], k[seen], v[seen], scale, softcap, sinks).to(out.dtype)
 
 
-def _gather(pool: Tensor, row: Tensor, first: int, end: int, layer: int, scratch_base: int) -> Tensor:
-    """[end - first, kv_heads, head_dim]: tokens `first` to `end` behind one row of a block table."""
+def _gather(
+    pool: Tensor, rows: tuple[Tensor, Tensor], first: int, end: int, layer: int, scratch_base: int, mixed: int
+) -> Tensor:
+    """K and V [2, end - first, kv_heads, head_dim] of tokens `first` to `end` behind `rows`, each of a block table."""
     positions = torch.arange(first, end, device=pool.device)
-    slots = _token_slots(row[None], torch.zeros_like(positions), positions, pool, layer, scratch_base)
-    if pool.dtype != torch.int8:
+    zeros = torch.zeros_like(positions)
+    slots = torch.stack([_token_slots(row[None], zeros, positions, pool, layer, scratch_base) for row in rows])
+    if pool.dtype == torch.int8:
+        slices, where = Int8Slices.of(pool), (slots // pool.shape[1], slots % pool.shape[1])
+        return dequantize(slices.values[where], slices.scales[where], torch.float32)
+    if not mixed:
         return pool.flatten(0, 1)[slots]
-    slices, where = Int8Slices.of(pool), (slots // pool.shape[1], slots % pool.shape[1])
-    return dequantize(slices.values[where], slices.scales[where], torch.float32)
+    entries = torch.stack([row[positions // pool.shape[1]] for row in rows]).long()
+    wide = pool.flatten(0, 1)[torch.where(entries < 0, 0, slots)]
+    narrow = _narrow_tokens(pool, (-1 - entries).clamp(min=0), positions, layer, scratch_base, mixed)
+    return torch.where((entries < 0)[:, :, None, None], narrow, wide.to(narrow.dtype))
+
+
+def _narrow_tokens(
+    pool: Tensor, starts: Tensor, positions: Tensor, layer: int, scratch_base: int, layers: int
+) -> Tensor:
+    """K and V [2, n, kv_heads, head_dim] float32 of tokens at `positions [n]`, of blocks in 8 bits in units whose first
+    slices are `starts [2, n]`."""
+    block_size, kv_heads, head_dim = pool.shape[1:]
+    shape = (2, layers, block_size, kv_heads)
+    values = pool.flatten().view(torch.int8).view(scratch_base // layers, -1)[:, : torch.Size(shape).numel() * head_dim]
+    behind = torch.empty(0, dtype=torch.bfloat16, device=pool.device).set_(pool.untyped_storage())
+    first = (pool.storage_offset() + pool.numel()) * pool.element_size() // behind.element_size()
+    scales = behind[first:][: (scratch_base // layers - 1) * torch.Size(shape).numel()].view(-1, *shape)
+    parts = torch.arange(2, device=pool.device)[:, None]
+    where = (starts // layers, parts, layer, positions % block_size)
+    return dequantize(torch.unflatten(values, 1, (*shape, head_dim))[where], scales[where], torch.float32)
 
 
 def _keep(pool: Tensor, slots: Tensor, x: Tensor) -> None:

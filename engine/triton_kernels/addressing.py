@@ -7,6 +7,10 @@ layers), the same in every layer. Offsets are 64 bit: a pool is larger than 2^31
 
 A pool of int8 is the view of its values; their scales lie behind those of each slice (`engine.models.int8_cells`),
 which is SLICE bytes long. They are bfloat16, read and written as 16 bits.
+
+A mixed pool, of another type and without scratch, has LAYERS > 0 of them in a unit. Its entries t < 0 are of blocks in
+8 bits, whose integers, of K and then of V, fill the first half or less of the unit that begins at slice -t - 1; their
+scales lie behind the pool's zeros, at `scratch_base` (`engine.execution.compressed`).
 """
 
 import torch
@@ -39,6 +43,32 @@ def scale_pointers(pool, starts, tokens, heads, BLOCK_SIZE: tl.constexpr, ROW: t
     """Pointers to the scales (16 bits each) of `heads` of `tokens`, in slices of int8 that begin at `starts`."""
     first = (pool + starts + BLOCK_SIZE * ROW).to(tl.pointer_type(tl.int16))
     return first + (tokens % BLOCK_SIZE) * KV_HEADS + heads
+
+
+@triton.jit
+def narrow_pointers(
+    pool, entry, tokens, layer, scratch_base, head, PART: tl.constexpr, LAYERS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, SLICE: tl.constexpr,
+):  # fmt: skip
+    """Pointers to what blocks in 8 bits have of a head of `tokens`: its first integer, of K (PART 0) or of V (1), and
+    its scale (16 bits)."""
+    unit = -1 - entry.to(tl.int64)
+    part = PART * LAYERS + layer
+    cell = (tokens % BLOCK_SIZE) * KV_HEADS + head
+    # two steps: a unit counts in elements of the pool, what is in it in bytes
+    values = (pool + unit * SLICE).to(tl.pointer_type(tl.int8)) + part * SLICE + cell * HEAD_DIM
+    scales = (pool + tl.cast(scratch_base, tl.int64) * SLICE).to(tl.pointer_type(tl.int16))
+    return values, scales + (unit * 2 + part) * (BLOCK_SIZE * KV_HEADS) + cell
+
+
+@triton.jit
+def load_mixed(wide, narrow_values, narrow_scales, is_narrow, dims, mask, DTYPE: tl.constexpr):
+    """A tile of cells of a mixed pool, (numbers [n, d], what they are to be multiplied by [n]). `wide` and
+    `narrow_values [n]` point to where a cell begins, and `is_narrow [n]` says in which; `mask [n, d]`."""
+    here = is_narrow[:, None]
+    numbers = tl.load(wide[:, None] + dims[None, :], mask=mask & (is_narrow == 0)[:, None], other=0.0).to(DTYPE)
+    steps = tl.load(narrow_values[:, None] + dims[None, :], mask=mask & here, other=0).to(DTYPE)
+    return tl.where(here, steps, numbers), tl.where(is_narrow, load_scales(narrow_scales, is_narrow), 1.0)
 
 
 @triton.jit
@@ -83,6 +113,19 @@ def check_pool(pool: Tensor, *tables: Tensor) -> None:
         assert table.dim() == 2 and table.stride(1) == 1, "block table: [rows, max_blocks], rows contiguous"
         assert table.dtype in (torch.int32, torch.int64), "block table: int32 or int64"
         assert table.shape == tables[0].shape and table.stride() == tables[0].stride(), "tables of one shape"
+
+
+def check_mixed(pool: Tensor, layers: int, scratch_base: int) -> None:
+    """Assert that a pool whose units have `layers` slices has room for the scales of blocks in 8 bits behind it; 0: it
+    has no such blocks."""
+    if layers:
+        assert pool.element_size() > 1 and len(pool) == scratch_base, (
+            "blocks in 8 bits: of a wider pool without scratch"
+        )
+        _, block_size, kv_heads, _ = pool.shape
+        scales = 2 * (scratch_base - layers) * block_size * kv_heads * 2  # bytes
+        room = pool.untyped_storage().nbytes() - (pool.storage_offset() + pool.numel()) * pool.element_size()
+        assert room >= scales, f"{scales} bytes of scales lie behind the pool, there is room for {room}"
 
 
 def computed_in(pool: Tensor, like: Tensor) -> torch.dtype:

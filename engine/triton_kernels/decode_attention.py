@@ -14,9 +14,12 @@ from torch import Tensor
 from engine.triton_kernels import configs
 from engine.triton_kernels.addressing import (
     check_heads,
+    check_mixed,
     check_pool,
     computed_in,
+    load_mixed,
     load_scales,
+    narrow_pointers,
     scale_pointers,
     slice_start,
 )
@@ -64,6 +67,7 @@ def attend_split(
     q, pool, k_row, v_row, head, begin, end, oldest, layer, scratch_base, scale,
     BLOCK_SIZE: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, SLICE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    LAYERS: tl.constexpr,
 ):  # fmt: skip
     """Tokens [begin, end) of one KV head, with a window from `oldest` on, for the rows of `q` [BLOCK_M, BLOCK_D]:
     (weighted V, peak, sum)."""
@@ -85,22 +89,40 @@ def attend_split(
         if WINDOW > 0:
             seen = seen & (tokens >= oldest)
         mask = seen[:, None] & inside
+        if LAYERS > 0:
+            is_narrow = k_entries < 0  # beyond the end an entry is 0
+            if WINDOW > 0:
+                is_narrow = is_narrow & seen
+            k8, k_scales = narrow_pointers(
+                pool, k_entries, tokens, layer, scratch_base, head, 0, LAYERS, BLOCK_SIZE, KV_HEADS, HEAD_DIM, SLICE
+            )
+            v8, v_scales = narrow_pointers(
+                pool, v_entries, tokens, layer, scratch_base, head, 1, LAYERS, BLOCK_SIZE, KV_HEADS, HEAD_DIM, SLICE
+            )
         # The next tile's entries are loaded one iteration ahead: K and V addresses then depend on nothing that this
         # iteration loads, and the pipeliner can keep several tiles in flight.
         k_entries = load_entries(k_row, tokens + BLOCK_N, end, BLOCK_SIZE)
         v_entries = load_entries(v_row, tokens + BLOCK_N, end, BLOCK_SIZE)
-        k = tl.load(pool + (k_at + in_block)[:, None] + dims[None, :], mask=mask, other=0)
-        v = tl.load(pool + (v_at + in_block)[:, None] + dims[None, :], mask=mask, other=0)
+        if LAYERS > 0:
+            k, k_steps = load_mixed(pool + k_at + in_block, k8, k_scales, is_narrow, dims, mask, q.dtype)
+            v, v_steps = load_mixed(pool + v_at + in_block, v8, v_scales, is_narrow, dims, mask, q.dtype)
+        else:
+            k = tl.load(pool + (k_at + in_block)[:, None] + dims[None, :], mask=mask, other=0)
+            v = tl.load(pool + (v_at + in_block)[:, None] + dims[None, :], mask=mask, other=0)
         scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * scale
         if pool.dtype.element_ty == tl.int8:
             at = scale_pointers(pool, k_at, tokens, head, BLOCK_SIZE, ROW, KV_HEADS)
             scores *= load_scales(at, seen)[None, :]
+        if LAYERS > 0:
+            scores *= k_steps[None, :]
         scores = capped(scores, SOFTCAP)
         scores = tl.where(seen[None, :], scores, float("-inf"))
         weights, peak, total, rescale = online_softmax(scores, peak, total)
         if pool.dtype.element_ty == tl.int8:
             at = scale_pointers(pool, v_at, tokens, head, BLOCK_SIZE, ROW, KV_HEADS)
             weights *= load_scales(at, seen)[None, :]
+        if LAYERS > 0:
+            weights *= v_steps[None, :]
         acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc * rescale[:, None], input_precision="ieee")
     return acc, peak, total
 
@@ -111,7 +133,7 @@ def split_kernel(
     table_stride, layer, scratch_base, scale,
     BLOCK_SIZE: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     SLICE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
+    SOFTCAP: tl.constexpr, SINKS: tl.constexpr, LAYERS: tl.constexpr,
 ):  # fmt: skip
     """Program (KV head, item). A request with one split goes straight to `out`, others to partial results."""
     head = tl.program_id(0)
@@ -136,7 +158,7 @@ def split_kernel(
     q = tl.load(q_at, mask=mask, other=0.0)
     acc, peak, total = attend_split(
         q, pool, k_table + row, v_table + row, head, begin, end, oldest, layer, scratch_base, scale,
-        BLOCK_SIZE, KV_HEADS, HEAD_DIM, SLICE, BLOCK_M, BLOCK_N, BLOCK_D, WINDOW, SOFTCAP,
+        BLOCK_SIZE, KV_HEADS, HEAD_DIM, SLICE, BLOCK_M, BLOCK_N, BLOCK_D, WINDOW, SOFTCAP, LAYERS,
     )  # fmt: skip
     if WINDOW > 0:  # an empty split weighs nothing beside others, and must not be NaN
         peak = tl.where(total == 0.0, _NOTHING, peak)
@@ -205,6 +227,7 @@ def decode_attention(
     window: int = 0,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    mixed: int = 0,
     config: configs.LaunchConfig | None = None,
 ) -> None:
     """out[i] = softmax(scale * q[i] K^T) V over the context of request i; zeros where `work` has no such request.
@@ -213,15 +236,17 @@ def decode_attention(
     head_dim], int8 too; k_table, v_table [rows, max_blocks]; partial [max_items, heads, head_dim] and partial_lse
     [max_items, heads] float32, scratch whose contents do not matter. `window`: the last tokens that are seen, 0: all.
     `softcap` c, if not 0: a score s becomes c * tanh(s / c). `sinks` [heads] float32: of every head a score that takes
-    part in the softmax and has no value.
+    part in the softmax and has no value. `mixed`: the layers of a unit, in a pool that has blocks in 8 bits too, with
+    their scales behind it; 0: in another.
     The grid depends on shapes alone.
     """
     (num_requests, num_heads, head_dim), (_, block_size, kv_heads, _) = q.shape, pool.shape
     _check(q, pool, k_table, v_table, work, partial, partial_lse, out)
     check_sinks(sinks, num_heads)
+    check_mixed(pool, mixed, scratch_base)
     group = num_heads // kv_heads
-    int8 = pool.dtype == torch.int8
-    config = config or configs.decode_config(configs.device_arch(q.device), head_dim, group, q.dtype, int8=int8)
+    widths = {"int8": pool.dtype == torch.int8, "mixed": mixed > 0}
+    config = config or configs.decode_config(configs.device_arch(q.device), head_dim, group, q.dtype, **widths)
     assert work.tile % config.block_n == 0, f"splits of the work list begin at {work.tile}, tiles are {config.block_n}"
     if num_requests == 0:
         return
@@ -231,7 +256,7 @@ def decode_attention(
         partial_lse if sinks is None else sinks, q.stride(0), out.stride(0), k_table.stride(0), layer, scratch_base,
         scale_of(scale, softcap), BLOCK_SIZE=block_size, KV_HEADS=kv_heads, GROUP=group, HEAD_DIM=head_dim,
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_D=block_d, **config.options, SLICE=pool.stride(0),
-        WINDOW=window, SOFTCAP=softcap, SINKS=sinks is not None,
+        WINDOW=window, SOFTCAP=softcap, SINKS=sinks is not None, LAYERS=mixed,
     )  # fmt: skip
     merge_splits(work.ranges[:num_requests], partial, partial_lse, out, sinks)
 

@@ -16,9 +16,12 @@ from torch import Tensor
 from engine.triton_kernels import configs
 from engine.triton_kernels.addressing import (
     check_heads,
+    check_mixed,
     check_pool,
     computed_in,
+    load_mixed,
     load_scales,
+    narrow_pointers,
     scale_pointers,
     slice_start,
 )
@@ -41,6 +44,7 @@ def attend_tiles(
     q, state, entries, pool, k_row, v_row, head, positions, begin, end, last, layer, scratch_base, scale,
     BLOCK_SIZE: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, SLICE: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    LAYERS: tl.constexpr,
 ):  # fmt: skip
     """Continue `state` = (acc, peak, total) over tokens [begin, end); `entries` are those of the tile at `begin`."""
     ROW: tl.constexpr = KV_HEADS * HEAD_DIM
@@ -59,15 +63,29 @@ def attend_tiles(
         if WINDOW > 0:  # what lies before it may be another request's by now
             near = near & (tokens > tl.min(positions, 0) - WINDOW)
             mask = mask & near[:, None]
+        if LAYERS > 0:
+            is_narrow = (k_entries < 0) & near
+            k8, k_scales = narrow_pointers(
+                pool, k_entries, tokens, layer, scratch_base, head, 0, LAYERS, BLOCK_SIZE, KV_HEADS, HEAD_DIM, SLICE
+            )
+            v8, v_scales = narrow_pointers(
+                pool, v_entries, tokens, layer, scratch_base, head, 1, LAYERS, BLOCK_SIZE, KV_HEADS, HEAD_DIM, SLICE
+            )
         # One iteration ahead, as in decode: no K or V address waits for a load of its own iteration.
         k_entries = load_entries(k_row, tokens + BLOCK_N, last, BLOCK_SIZE)
         v_entries = load_entries(v_row, tokens + BLOCK_N, last, BLOCK_SIZE)
-        k = tl.load(pool + (k_at + in_block)[:, None] + dims[None, :], mask=mask, other=0)
-        v = tl.load(pool + (v_at + in_block)[:, None] + dims[None, :], mask=mask, other=0)
+        if LAYERS > 0:
+            k, k_steps = load_mixed(pool + k_at + in_block, k8, k_scales, is_narrow, dims, mask, q.dtype)
+            v, v_steps = load_mixed(pool + v_at + in_block, v8, v_scales, is_narrow, dims, mask, q.dtype)
+        else:
+            k = tl.load(pool + (k_at + in_block)[:, None] + dims[None, :], mask=mask, other=0)
+            v = tl.load(pool + (v_at + in_block)[:, None] + dims[None, :], mask=mask, other=0)
         scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * scale
         if pool.dtype.element_ty == tl.int8:
             at = scale_pointers(pool, k_at, tokens, head, BLOCK_SIZE, ROW, KV_HEADS)
             scores *= load_scales(at, near)[None, :]
+        if LAYERS > 0:
+            scores *= k_steps[None, :]
         scores = capped(scores, SOFTCAP)
         if MASKED:
             seen = tokens[None, :] <= positions[:, None]
@@ -78,6 +96,8 @@ def attend_tiles(
         if pool.dtype.element_ty == tl.int8:
             at = scale_pointers(pool, v_at, tokens, head, BLOCK_SIZE, ROW, KV_HEADS)
             weights *= load_scales(at, near)[None, :]
+        if LAYERS > 0:
+            weights *= v_steps[None, :]
         acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc * rescale[:, None], input_precision="ieee")
     return (acc, peak, total), (k_entries, v_entries)
 
@@ -88,7 +108,7 @@ def prefill_kernel(
     layer, scratch_base, scale,
     BLOCK_SIZE: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     SLICE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
+    SOFTCAP: tl.constexpr, SINKS: tl.constexpr, LAYERS: tl.constexpr,
 ):  # fmt: skip
     """Program (KV head, item). A tile with one split goes straight to `out`, others to partial results."""
     head = tl.program_id(0)
@@ -126,11 +146,11 @@ def prefill_kernel(
         state, entries = attend_tiles(
             q, state, entries, pool, k_row, v_row, head, position + token, begin, seen_by_all, last, layer,
             scratch_base, scale, BLOCK_SIZE, KV_HEADS, HEAD_DIM, SLICE, BLOCK_N, BLOCK_D, False, WINDOW,
-            SOFTCAP,
+            SOFTCAP, LAYERS,
         )  # fmt: skip
     state, entries = attend_tiles(
         q, state, entries, pool, k_row, v_row, head, position + token, seen_by_all, end, last, layer, scratch_base,
-        scale, BLOCK_SIZE, KV_HEADS, HEAD_DIM, SLICE, BLOCK_N, BLOCK_D, True, WINDOW, SOFTCAP,
+        scale, BLOCK_SIZE, KV_HEADS, HEAD_DIM, SLICE, BLOCK_N, BLOCK_D, True, WINDOW, SOFTCAP, LAYERS,
     )  # fmt: skip
     acc, peak, total = state
     if SINKS:  # of a context that is split it counts in the merge, once
@@ -164,6 +184,7 @@ def prefill_attention(
     window: int = 0,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    mixed: int = 0,
     config: configs.LaunchConfig | None = None,
 ) -> None:
     """Token at position p of a chunk attends cached tokens [0, p] of its row; other tokens' `out` is not touched.
@@ -171,8 +192,8 @@ def prefill_attention(
     Shapes: q, out [tokens, heads, head_dim], the chunks' tokens where `work` says; pool [slices, block_size, kv_heads,
     head_dim]; k_table, v_table [rows, max_blocks]; partial [work.partials, heads, head_dim] and partial_lse
     [work.partials, heads] float32, scratch whose contents do not matter. `window`: a token sees itself and the window -
-    1 before it, 0: all. `softcap`, `sinks`: as in `decode_attention`. The grids depend on shapes alone; splits of a
-    step of no bucket are merged where there are any.
+    1 before it, 0: all. `softcap`, `sinks`, `mixed`: as in `decode_attention`. The grids depend on shapes alone;
+    splits of a step of no bucket are merged where there are any.
     """
     (_, num_heads, head_dim), (_, block_size, kv_heads, _) = q.shape, pool.shape
     check_pool(pool, k_table, v_table)
@@ -182,10 +203,11 @@ def prefill_attention(
     assert q.shape == out.shape, f"out {out.shape} differs from q {q.shape}"
     assert num_heads % kv_heads == 0, f"{num_heads} query heads over {kv_heads} KV heads"
     check_sinks(sinks, num_heads)
+    check_mixed(pool, mixed, scratch_base)
     check_partials(partial, partial_lse, (work.partials, num_heads, head_dim))
     group = num_heads // kv_heads
-    int8 = pool.dtype == torch.int8
-    config = config or configs.prefill_config(configs.device_arch(q.device), head_dim, q.dtype, int8=int8)
+    widths = {"int8": pool.dtype == torch.int8, "mixed": mixed > 0}
+    config = config or configs.prefill_config(configs.device_arch(q.device), head_dim, q.dtype, **widths)
     assert work.tokens_per_tile * group <= config.block_m, "the work list's tiles are larger than the kernel's"
     assert work.tile % config.block_n == 0, f"splits of the work list begin at {work.tile}, tiles are {config.block_n}"
     prefill_kernel[(kv_heads, work.items.shape[0])](
@@ -194,6 +216,7 @@ def prefill_attention(
         scale_of(scale, softcap), BLOCK_SIZE=block_size, KV_HEADS=kv_heads, GROUP=group, HEAD_DIM=head_dim,
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, **config.options, BLOCK_D=configs.next_power_of_two(head_dim),
         SLICE=pool.stride(0), WINDOW=window, SOFTCAP=softcap, SINKS=sinks is not None,
+        LAYERS=mixed,
     )  # fmt: skip
     if work.merging:
         merge_splits(work.merges, partial, partial_lse, out, sinks)

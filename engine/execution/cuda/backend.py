@@ -63,9 +63,9 @@ class CudaBackend:
     def config_refusal(self, config: EngineConfig) -> str | None:
         if config.quantization == "int8":
             return "--quantization int8 runs on a CPU only: say --device cpu, fp8, or none"
-        if config.kv_cache_dtype in ("parked-int8", "running-int8"):
-            way = f"--kv-cache-dtype {config.kv_cache_dtype}"
-            return f"{way} runs on a CPU only: on a GPU say preempted-int8, or int8 for the whole cache"
+        if config.kv_cache_dtype == "parked-int8":
+            way = "on a GPU say preempted-int8 or running-int8, or int8 for the whole cache"
+            return f"--kv-cache-dtype parked-int8 runs on a CPU only: {way}"
         if config.disk_space:
             return "--disk-space runs on a CPU only: on a GPU --swap-space keeps the cache of chats"
         if config.hidden_cache and parse_offload(config.offload_weights) is not None:
@@ -232,6 +232,7 @@ def _device(
     return CudaDevice(
         plan.own, weights, triton_kernels(), plan.limits, graphs=graphs, scratch_blocks=scratch_blocks,
         host_units=host_units, int8_cache=plan.int8_cache, preempted_int8=plan.preempted_int8,
+        running_int8=plan.running_int8,
     )  # fmt: skip
 
 

@@ -54,8 +54,8 @@ class CudaDevice:
 
     `scratch_blocks`: blocks of hidden state that one step may read or write; 0 refuses them altogether.
     `host_units`: units of the host tier. `int8_cache`: K and V are kept in 8 bits; `preempted_int8`: those of requests
-    that wait may be (attention reads no such block). Raises ConfigError for scratch where the model's hidden state is
-    no use."""
+    that wait may be, `running_int8`: and of those that run, so that attention reads them. Raises ConfigError for
+    scratch where the model's hidden state is no use."""
 
     pipeline_depth = 1
 
@@ -71,8 +71,10 @@ class CudaDevice:
         host_units: int = 0,
         int8_cache: bool = False,
         preempted_int8: bool = False,
+        running_int8: bool = False,
     ) -> None:
         limits = replace(limits, max_num_batched_tokens=max(limits.max_num_batched_tokens, limits.max_num_seqs))
+        assert preempted_int8 or not running_int8, "blocks in 8 bits come of requests that wait, too"
         assert limits.num_units * spec.num_layers < 2**31, "table entries are 32 bits wide"
         device = weights.embedding.device
         self.lane = Lane(device)
@@ -81,7 +83,7 @@ class CudaDevice:
             spec, limits, weights.embedding, scratch_blocks, host_units, int8=int8_cache, preempted_int8=preempted_int8
         )
         self._tables = DeviceTables(self.rows, self.pool)
-        self._forward = Forward(spec, weights, kernels, self._tables, self.pool, limits)
+        self._forward = Forward(spec, weights, kernels, self._tables, self.pool, limits, mixed=running_int8)
         self._projection = Projection(self._forward, self.pool, limits)
         self._swapper = Swapper(self.pool, kernels, self.lane, Lane(device))
         self._buffers = StepBuffers(spec, limits, weights.embedding.dtype, device)

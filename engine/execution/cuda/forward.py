@@ -31,7 +31,7 @@ Observe = Callable[[int, Tensor], None]
 class Forward:
     """Call it with a step's inputs. Leaves `logits [max_samples, vocab]` of the step's samples, `sampled [max_samples]`
     int32 (their greedy tokens, INVALID_TOKEN where logits are not finite), and `last_tokens` of their rows. `tables` as
-    in `DeviceTables`."""
+    in `DeviceTables`. `mixed`: attention reads blocks in 8 bits, too."""
 
     def __init__(
         self,
@@ -41,6 +41,8 @@ class Forward:
         tables: DeviceTables,
         pool: UnitPool,
         limits: Limits,
+        *,
+        mixed: bool = False,
     ) -> None:
         self._spec, self._weights, self._kernels = spec, weights, kernels
         self.tables, self._last_tokens = tables.tables, tables.last_tokens
@@ -49,6 +51,7 @@ class Forward:
         self._decoder = Decoder(spec, weights, kernels)
         dtype, device = weights.embedding.dtype, weights.embedding.device
         self._scratch_base = pool.scratch_base
+        self._mixed_layers = pool.num_layers if mixed else 0
         scale = spec.head_dim**-0.5 if spec.scale is None else spec.scale
         self._scale, self._softcap = scale, spec.softcap or 0.0
         tables_of = {rope: _cos_sin(rope, limits.max_model_len, device) for rope in (spec.rope, spec.local_rope)}
@@ -132,11 +135,13 @@ class Forward:
                 q[:count], self._pool, *tables, inputs.decode, inputs.partial, inputs.partial_lse, out[:count],
                 layer=index, window=window,
                 scratch_base=self._scratch_base, scale=self._scale, softcap=self._softcap,
+                mixed=self._mixed_layers,
             )  # fmt: skip
         if shape.prefill:
             kernels.prefill_attention(
                 q, self._pool, *tables, inputs.prefill, inputs.prefill_partial, inputs.prefill_lse, out, layer=index,
                 window=window, scratch_base=self._scratch_base, scale=self._scale, softcap=self._softcap,
+                mixed=self._mixed_layers,
             )  # fmt: skip
         return out.view(len(projected), -1)
 

@@ -50,6 +50,7 @@ class Kernels(Ops, Protocol):
         window: int = 0,
         softcap: float = 0.0,
         sinks: Tensor | None = None,
+        mixed: int = 0,
     ) -> None: ...
 
     def prefill_attention(
@@ -69,6 +70,7 @@ class Kernels(Ops, Protocol):
         window: int = 0,
         softcap: float = 0.0,
         sinks: Tensor | None = None,
+        mixed: int = 0,
     ) -> None: ...
 
     def hidden_write(

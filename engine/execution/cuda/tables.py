@@ -12,8 +12,9 @@ _NO_CHANGES = np.zeros(0, dtype=np.int32)
 
 class DeviceTables:
     """`tables [2 or 3, rows, max_blocks]` int32: entries of K, of V and, where there is scratch, of hidden state. It
-    is a unit's first slice, to which a kernel adds its layer, or below zero for scratch. `last_tokens [rows + 1]`
-    int32: the token sampled last; the place behind the last row takes what padding writes."""
+    is a unit's first slice, to which a kernel adds its layer, or below zero for scratch; of a block in 8 bits -1 - that
+    slice. `last_tokens [rows + 1]` int32: the token sampled last; the place behind the last row takes what padding
+    writes."""
 
     def __init__(self, rows: RowTable, pool: UnitPool) -> None:
         _, num_rows, max_blocks = rows.tables.shape
@@ -21,6 +22,7 @@ class DeviceTables:
         self.tables = torch.zeros(shape, dtype=torch.int32, device=pool.device)
         self.last_tokens = torch.zeros(num_rows + 1, dtype=torch.int32, device=pool.device)
         self._rows, self._num_layers = rows, pool.num_layers
+        self._narrow_layers = 1 if pool.compressed is None else pool.num_layers
         rows.track_changes()
 
     def take_changes(self) -> tuple[Int32Array, Int32Array]:
@@ -29,6 +31,6 @@ class DeviceTables:
         if not len(blocks):
             return _NO_CHANGES, _NO_CHANGES
         units = self._rows.tables[:count].reshape(count, -1)[:, blocks]
-        entries = np.where(units < 0, units, units * self._num_layers)
+        entries = np.where(units < 0, (units + 1) * self._narrow_layers - 1, units * self._num_layers)
         places = blocks + np.arange(count)[:, None] * self.tables[0].numel()
         return places.ravel().astype(np.int32), entries.ravel().astype(np.int32)

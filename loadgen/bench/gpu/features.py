@@ -61,6 +61,7 @@ def _features(adapter: Path) -> list[Feature]:
         Feature("cache of 8 bits, memory short, swap", short | {"kv_cache_dtype": "int8", "swap_space": 0.25}, True),
         Feature("preempted in 8 bits", short | narrow, True, False),
         Feature("preempted in 8 bits, swap", short | narrow | {"swap_space": 0.25}, True, False),
+        Feature("running in 8 bits", short | narrow | {"kv_cache_dtype": "running-int8"}, True, False),
         Feature("bfloat16", {"dtype": "bfloat16"}, exact=False),
         Feature("float16", {"dtype": "float16"}, exact=False),
     ]
