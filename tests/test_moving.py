@@ -1,5 +1,7 @@
 """Requests that go on in another engine with what was computed of them, and a cache that shrinks under them."""
 
+from dataclasses import replace
+
 from engine.api import EngineRequest, RequestClass, SamplingParams
 from engine.config import SchedulerConfig
 from engine.core import EngineCore
@@ -143,3 +145,14 @@ def test_a_cache_that_shrinks_under_running_requests_is_empty_behind_its_end_onc
         core.check_integrity()
     assert not core.has_requests and core.moves.num_retiring_units == 0
     assert core.stats().units_total == 10
+
+
+def test_a_request_longer_than_the_cache_starts_over_where_windows_let_it() -> None:
+    core = EngineCore(replace(CONFIG, max_model_len=200, window=8))
+    core.add_request(request("a", prompt=120, output=4), 0.0)
+    step(core)
+    core.moves.start_over("a")
+    for _ in range(20):
+        if core.has_requests:
+            step(core)
+    assert not core.has_requests and core.stats().units_owned == 0

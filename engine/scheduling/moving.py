@@ -119,6 +119,7 @@ class Moves:
         waits its turn to be computed again."""
         assert moved.spec.resumed is not None
         request = Request(moved.spec, moved.spec.resumed.times, next(self._arrivals))
+        request.most_blocks = self._state.config.most_blocks
         self._requests[request.request_id] = request
         if not moved.num_tokens or not self._take_room(request, moved.num_tokens):
             self._state.add(request)
