@@ -58,8 +58,10 @@ class Situation:
 
 @contextmanager
 def restless(count: int) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """So many processes that compute all the time, of usual priority."""
-    processes = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    """So many processes that compute all the time, of usual priority, each in a session of its own: where the kernel
+    shares the cores among sessions first (autogroups), those of one session would count as one."""
+    command = [sys.executable, "-c", "while True: pass"]
+    processes = [subprocess.Popen(command, start_new_session=True) for _ in range(count)]
     try:
         time.sleep(SETTLE)
         yield processes
