@@ -392,7 +392,7 @@ async def test_lines_wait_for_an_engine_that_is_not_there(tokenizer: Tokenizer, 
         batch = await until(client, (await submit(client, jsonl([line(i) for i in range(8)]))).id)
         output, _ = await check_ended(client, batch, [f"id-{i}" for i in range(8)])
         assert len(output) == 8 and not served.engine.add_errors
-        assert {asked for asked, _ in served.engine.looked_for_room} == {RequestClass.OFFLINE}
+        assert {request.request_class for request in served.engine.requests} == {RequestClass.OFFLINE}
 
 
 async def test_a_step_that_fails_under_a_line_is_an_error_row(tokenizer: Tokenizer, tmp_path: Path) -> None:

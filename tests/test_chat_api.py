@@ -331,15 +331,20 @@ async def test_a_full_queue_is_told_before_the_prompt_is_read(
     monkeypatch.setattr(Tokenizer, "encode_chat", read)
     served.engine.room_error = QueueFullError("12 requests are waiting already.", retry_after=2.2)
     bodies = {
-        "/v1/chat/completions": {"messages": [{"role": "user", "content": "word " * 100}]},
-        "/v1/completions": {"prompt": ["word " * 50, [1] * 60]},
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": "word " * 500}]},
+        "/v1/completions": {"prompt": ["word " * 250, [1] * 300]},
     }
     async with httpx.AsyncClient(timeout=60, verify=False, base_url=served.url) as client:
         for path, body in bodies.items():
             answer = await client.post(path, json={"model": MODEL, "service_tier": tier, **body})
             assert answer.status_code == 429 and answer.headers["retry-after"] == "3"
     asked = RequestClass.OFFLINE if tier == "flex" else RequestClass.ONLINE
-    assert served.engine.looked_for_room == [(asked, 125), (asked, 122)]
+    assert served.engine.looked_for_room == [(asked, 625), (asked, 612)]
+
+
+async def test_a_short_prompt_is_queued_without_asking_first(served: Served) -> None:
+    assert (await post(served, {})).status_code == 200
+    assert served.engine.looked_for_room == []
 
 
 async def test_the_official_client_retries_as_told(served: Served) -> None:

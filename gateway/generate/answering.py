@@ -114,8 +114,11 @@ async def run_by_size(context: GatewayContext, messages: object, work: Callable[
 
 
 async def check_room(context: GatewayContext, body: ModelBody, num_chars: int, tenant: str) -> None:
-    """Before a prompt of about so many characters is read: would it be queued? Raises QueueFullError or
+    """Before a prompt of about so many characters is read: would it be queued? A short one is read in less time than
+    it takes to ask an engine in another process, which refuses it by itself. Raises QueueFullError or
     EngineUnavailableError."""
+    if num_chars <= INLINE_CHARS:
+        return
     offline = context.is_offline or body.service_tier == "flex"
     tokens = num_chars // CHARS_PER_TOKEN
     await context.client.check_room(RequestClass.OFFLINE if offline else RequestClass.ONLINE, tokens, tenant)
