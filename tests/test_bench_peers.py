@@ -5,8 +5,9 @@ import json
 import sys
 import urllib.request
 from contextlib import ExitStack
+from itertools import chain, count
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -32,6 +33,22 @@ def start(stack: ExitStack, folder: Path, *engines: Engine) -> list[tuple[Engine
 def bodies(served: live.Served) -> list[dict[str, Any]]:
     with urllib.request.urlopen(f"{served.url}/seen") as answer:
         return list(json.loads(answer.read()))
+
+
+def test_a_turn_begins_when_the_others_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving, "LOOK_SECONDS", 0.001)
+    spent = chain([0.0, 0.5, 0.5, 0.8, 0.8, 0.8], count(9))
+    looked: list[float] = []
+
+    class Spinning:
+        def cpu_seconds(self) -> float:
+            looked.append(next(spent))
+            return looked[-1]
+
+    serving.wait_for_rest([serving.Arm(engine("other"), cast(live.Served, Spinning()))])
+    assert looked == [0.0, 0.5, 0.5, 0.8, 0.8, 0.8], "until there is a look in which nothing was spent"
+    serving.wait_for_rest([serving.Arm(engine("other"), cast(live.Served, Spinning()))])
+    assert len(looked) == 6 + 2 * serving.MOST_LOOKS, "but not for ever"
 
 
 def test_engines_take_turns_and_get_the_same_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

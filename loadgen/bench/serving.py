@@ -4,7 +4,8 @@ All servers run beside each other and are measured in turn, round by round, by o
 a prompt of 512 tokens, 8 and 16 streams of 128 in and 64 out; the same words, greedy, no end before its length. Figures
 are medians of the rounds. What the servers that wait for their turn take of the cores meanwhile is said. The machine's
 limits are measured in the same run: one stream against reading the weights once per token, prefill against the matmul
-rate, batches against the bare linear layers of a step at that batch size.
+rate, batches against their prompts at that rate and the bare linear layers of as many steps as they have tokens. A turn
+begins when the threads of the server before it have ceased to spin.
 """
 
 import argparse
@@ -13,6 +14,7 @@ import json
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
@@ -32,6 +34,8 @@ from loadgen.workloads import fixed
 
 SLO = ("--slo", "ttft_p99=60s,tbt_p99=1s")
 """Nothing is refused or held back."""
+LOOK_SECONDS, MOST_LOOKS, RESTING = 0.5, 20, 0.04
+"""How long a look at servers that should rest takes, how often at most, and how much of a core they may have then."""
 TICK = 1e-6
 """Seconds; a server that is a script may answer in less than the clock tells."""
 
@@ -99,6 +103,7 @@ def alternate(arms: Sequence[Arm], rounds: int, **settings: Any) -> None:
     for number in range(rounds + 1):
         for arm in in_turn(arms, number):
             others = [other for other in arms if other is not arm]
+            wait_for_rest(others)
             before = [other.served.cpu_seconds() for other in others]
             try:
                 chosen = {**settings, **arm.engine.settings()}
@@ -115,20 +120,30 @@ def alternate(arms: Sequence[Arm], rounds: int, **settings: Any) -> None:
             print(f"{f'round {number}' if number else 'warm-up'}: {arm.engine.name} {cells}", flush=True)
 
 
+def wait_for_rest(arms: Sequence[Arm]) -> None:
+    """Until those whose turn is over do nothing any more: threads of OpenMP spin for a while after the last step, on
+    the cores of whoever is next."""
+    for _ in range(MOST_LOOKS):
+        before = sum(arm.served.cpu_seconds() for arm in arms)
+        time.sleep(LOOK_SECONDS)
+        if sum(arm.served.cpu_seconds() for arm in arms) - before <= RESTING * LOOK_SECONDS:
+            return
+
+
 def measure_limits(folder: Path, threads: int, dtype: str) -> tuple[Figures, dict[str, Any]]:
     """The best this machine could do, by the roofline of the linear layers alone."""
     command = [sys.executable, "-m", "loadgen.bench.limits", "--config", str(folder / "config.json"), "--dtype", dtype]
     found = json.loads(subprocess.run([*command, "--threads", str(threads)], capture_output=True, check=True).stdout)
     # A prompt's head is computed for its last token only.
     prefill_flops = PREFILL * (found["linear_flops_per_token"] - found["head_flops_per_token"])
-    stack = found["linear_stack_seconds"]
-    limits = Figures(
-        one_stream=found["read_bandwidth"] / found["linear_bytes"],
-        prefill=found["matmul_rate"] / prefill_flops * PREFILL,
-        eight=8 / stack["8"],
-        sixteen=16 / stack["16"],
-    )
-    return limits, found
+    prefill = float(found["matmul_rate"] / prefill_flops * PREFILL)
+
+    def batch(count: int) -> float:
+        """Output tokens per second: the prompts come first, in the time that is measured."""
+        stack = float(found["linear_stack_seconds"][str(count)])
+        return count * OUTPUT / (count * PROMPT / prefill + OUTPUT * stack)
+
+    return Figures(found["read_bandwidth"] / found["linear_bytes"], prefill, batch(8), batch(16)), found
 
 
 def show(arms: Sequence[Arm], limits: Figures | None) -> None:
