@@ -698,6 +698,7 @@ def scheduler_config(config: EngineConfig, plan: LaunchPlan) -> SchedulerConfig:
         running_int8=plan.running_int8,
         window=plan.limits.window,
         pipeline_depth=find_backend(plan.device).pipeline_depth,
+        ahead_seconds=find_backend(plan.device).ahead_seconds,
         enable_prefix_caching=config.enable_prefix_caching and not plan.spec.state_bytes,
     )
 

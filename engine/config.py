@@ -1,6 +1,7 @@
 """The frozen configuration of engine and scheduler. Command-line flags are generated from `EngineConfig`'s fields:
 `metadata["help"]` is the flag's help, `metadata["choices"]` its choices. Torch-free."""
 
+import math
 import sys
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -183,7 +184,8 @@ class SchedulerConfig:
     `window`: tokens that a token sees in any layer, itself included, and those that a kernel reads with them; 0: all.
     Blocks before them are given back while the request runs, so that it may be longer than the pool.
     `chunked_prefill`: prompts run in chunks beside decodes; else a step is whole prompts or decodes.
-    `pipeline_depth`: steps that may be in flight when `schedule` is called (0 on CPU, 1 on a GPU).
+    `pipeline_depth`: steps that may be in flight when `schedule` is called. `ahead_seconds`: where that is finite,
+    `schedule` is called ahead of the end of steps that are expected to be shorter, see `EngineCore.may_run_ahead`.
     `min_prefill_chunk`: what the oldest prompt gets in every step, unless it makes decodes beside it late: then as much
     as they can bear, and a block at least.
     `max_queue_time`: an online request that could not start within it is refused (429); see `engine.queue_time`.
@@ -211,6 +213,7 @@ class SchedulerConfig:
     enable_prefix_caching: bool = True
     chunked_prefill: bool = True
     pipeline_depth: int = 0
+    ahead_seconds: float = math.inf
     min_prefill_chunk: int = 64
     max_offline_preemptions: int = 8
     max_queue_time: str = DEFAULT_QUEUE

@@ -8,6 +8,7 @@ and units it gave up wait until the step in flight has ended. Blocks are offered
 once their content is confirmed. HyGen §4.1; reliability E1-E8.
 """
 
+import math
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from functools import partial
@@ -51,6 +52,8 @@ from predictor.limits import UNITS_PER_BLOCK
 from predictor.load import Lengths
 from predictor.model import LatencyPredictor
 
+MOST_ROWS_AHEAD = 4
+"""Running requests with which the host's work is hidden behind a step of its own cores."""
 KEPT_BYTES = 16 * 1024**2
 """Of one step that keeps prefixes: the time for it may be over behind any of them."""
 
@@ -117,6 +120,25 @@ class EngineCore:
     def sick_since(self) -> float | None:
         """Since when steps have been failing whoever is in them; None while the engine is not known to be sick."""
         return self._recovery.sick_since
+
+    @property
+    def may_run_ahead(self) -> bool:
+        """Whether the next step is to be scheduled behind one in flight.
+
+        A GPU must not wait for the host. Where both are the same cores, the host's work is worth hiding behind a step
+        only while few rows leave cores for it; and since what arrives meanwhile waits for one step more, only behind
+        short steps of decodes, with nothing else to be done.
+        """
+        longest = self.config.ahead_seconds
+        if not self._in_flight or longest == math.inf:
+            return True
+        running = self._state.running[RequestClass.ONLINE]
+        return (
+            len(running) <= MOST_ROWS_AHEAD
+            and len(running) == len(self._requests)
+            and all(request.decode_is_due for request in running)
+            and all((step.output.predicted_latency or math.inf) <= longest for step in self._in_flight)
+        )
 
     @property
     def num_in_flight(self) -> int:

@@ -7,6 +7,7 @@ its request is ended. Implements `engine.api.EngineClient` in this process.
 
 import asyncio
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
@@ -149,7 +150,7 @@ class Engine:
         self._idle = asyncio.Event()
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tidemill-runner")
         self._waiter = self._executor
-        if core.config.pipeline_depth:
+        if core.config.pipeline_depth and core.config.ahead_seconds == math.inf:
             self._waiter = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tidemill-waiter")
         self._loop_task: asyncio.Task[None] | None = None
         self._warm = self._draining = self._stopping = False
@@ -530,7 +531,7 @@ class Engine:
         core = self._core
         if self._held or self._clock() < self._rest_until:
             return
-        while not self._stopping and len(self._in_flight) <= core.config.pipeline_depth:
+        while not self._stopping and len(self._in_flight) <= core.config.pipeline_depth and core.may_run_ahead:
             plan = self._planner.take(go_on=core.has_online or bool(self._in_flight))
             output = core.schedule(self._clock(), plan)
             if output is None:
@@ -553,7 +554,9 @@ class Engine:
         self._step_watch.begin(output.predicted_latency if self._warm else None)
 
     def _start(self, output: SchedulerOutput) -> asyncio.Future[ModelRunnerOutput]:
-        """Launches happen in one thread; with a pipeline, waits in another: a step starts while another runs."""
+        """Launches happen in one thread, waits where a device runs by itself in another: a step starts while another
+        runs. Elsewhere a launch is the step, and one that is launched ahead begins when its thread is done with the
+        one before it."""
         launched = self._executor.submit(self._runner.launch, output)
         return asyncio.wrap_future(self._waiter.submit(lambda: launched.result()()))
 

@@ -1,5 +1,6 @@
 """EngineCore by hand: the contract of schedule/update at pipeline depth 0 and 1 over a runner that checks the cache."""
 
+import math
 import subprocess
 import sys
 from dataclasses import replace
@@ -13,6 +14,7 @@ from engine.api import EngineRequest, FinishReason, RequestClass, RequestTimes, 
 from engine.config import SchedulerConfig
 from engine.errors import ContextLengthError, InvalidRequestError, QueueFullError
 from engine.request import RequestStatus
+from predictor.model import LatencyModel
 
 VOCAB = 50
 BLOCK = 4
@@ -23,7 +25,9 @@ def depth(request: pytest.FixtureRequest) -> int:
     return int(request.param)
 
 
-def make_driver(depth: int, *, runner: FakeRunner | None = None, **changes: Any) -> Driver:
+def make_driver(
+    depth: int, *, runner: FakeRunner | None = None, model: LatencyModel | None = None, **changes: Any
+) -> Driver:
     settings: dict[str, Any] = {
         "num_units": 64,
         "max_model_len": 64,
@@ -33,7 +37,7 @@ def make_driver(depth: int, *, runner: FakeRunner | None = None, **changes: Any)
         "pipeline_depth": depth,
     }
     config = SchedulerConfig(**{**settings, **changes})
-    return Driver(runner or FakeRunner(block_size=BLOCK, vocab_size=VOCAB), config)
+    return Driver(runner or FakeRunner(block_size=BLOCK, vocab_size=VOCAB), config, model=model)
 
 
 def check_solo(driver: Driver, *requests: EngineRequest) -> None:
@@ -54,6 +58,26 @@ def test_one_request(depth: int) -> None:
     times = final.times
     assert times.arrival == 0.0 and times.first_scheduled == 0.0
     assert times.first_token is not None and times.last_token == times.finished
+
+
+def test_steps_are_scheduled_ahead_where_the_host_is_the_device_behind_short_ones_of_few_rows() -> None:
+    def runs_ahead(num: int, *, step: float = 0.001, ahead: float = 0.02, prompt: int = 3, offline: int = 0) -> bool:
+        model = LatencyModel(intercept=step)
+        driver = make_driver(1, ahead_seconds=ahead, model=model)
+        driver.add(*[make_request(f"r{i}", range(prompt), 6) for i in range(num)])
+        driver.add(*[make_request(f"o{i}", range(3), 6, request_class=RequestClass.OFFLINE) for i in range(offline)])
+        assert driver.core.may_run_ahead, "nothing is in flight"
+        assert driver.launch()
+        found = driver.core.may_run_ahead
+        driver.run()
+        return found
+
+    assert runs_ahead(1) and runs_ahead(4)
+    assert not runs_ahead(5), "the host's work has no core to itself"
+    assert not runs_ahead(1, step=0.05), "what arrives would wait for a long step more"
+    assert not runs_ahead(1, prompt=20), "a prompt goes on"
+    assert not runs_ahead(1, offline=1)
+    assert runs_ahead(5, step=0.05, offline=1, ahead=math.inf), "a GPU does not wait for the host"
 
 
 def test_prompts_run_in_chunks_beside_decodes(depth: int) -> None:

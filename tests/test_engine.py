@@ -28,9 +28,12 @@ from predictor.slo import SLO
 VOCAB = 50
 
 
-def make_engine(depth: int = 0, runner: Any = None, **changes: Any) -> Engine:
+SHORT = LatencyModel(intercept=0.001)
+
+
+def make_engine(depth: int = 0, runner: Any = None, model: LatencyModel | None = None, **changes: Any) -> Engine:
     settings: dict[str, Any] = {"num_units": 128, "max_model_len": 4096, "block_size": 64, "pipeline_depth": depth}
-    core = EngineCore(SchedulerConfig(**{**settings, **changes}))
+    core = EngineCore(SchedulerConfig(**{**settings, **changes}), model=model)
     info = EngineInfo(4096, VOCAB, frozenset(), "fake", "none", "none", 0)
     return Engine(core, runner or FakeRunner(block_size=64, vocab_size=VOCAB), info)
 
@@ -54,9 +57,10 @@ class GatedRunner:
         return self.inner.launch(output)()
 
 
-@pytest.fixture(params=[0, 1], ids=["depth0", "depth1"])
+@pytest.fixture(params=[0, 1, 0.02], ids=["depth0", "depth1", "short steps ahead"])
 async def engine(request: pytest.FixtureRequest) -> AsyncIterator[Engine]:
-    engine = make_engine(request.param)
+    ahead = isinstance(request.param, float)
+    engine = make_engine(1, model=SHORT, ahead_seconds=request.param) if ahead else make_engine(request.param)
     await engine.start()
     yield engine
     await engine.stop()
@@ -190,6 +194,24 @@ async def test_requests_arriving_during_a_step_join_the_next() -> None:
     assert len([o async for o in second]) == 3
     # warm-up 2 steps, then: first alone, first + second three times at most
     assert (await engine.stats()).steps <= 2 + 4
+    await engine.stop()
+
+
+async def test_behind_a_short_step_of_its_own_cores_the_next_one_is_scheduled() -> None:
+    runner = GatedRunner()
+    engine = make_engine(1, runner, SHORT, ahead_seconds=0.02)
+    await engine.start()
+    runner.open = False
+    first = make_request("first", range(5), 30)
+    stream = await submit_one(engine, first)
+    assert await asyncio.to_thread(runner.entered.acquire, timeout=30)
+    await until(lambda: engine._core.num_in_flight == 2)
+    assert not runner.entered.acquire(blocking=False), "one begins when the other has ended"
+    late = make_request("late", range(7), 3)
+    others = await submit_one(engine, late)
+    runner.permits.release(100)
+    assert [token for o in [o async for o in stream] for token in o.token_ids] == solo(first)
+    assert [token for o in [o async for o in others] for token in o.token_ids] == solo(late)
     await engine.stop()
 
 

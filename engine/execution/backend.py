@@ -20,13 +20,14 @@ from predictor.limits import Padding
 
 class Backend(Protocol):
     """`name`: what users and `torch.device` call it. `pipeline_depth`: steps that its runner takes ahead of the one in
-    execution. `leaves_workers`: threads that have run a model here leave workers behind that slow down those of the
-    engine's thread (`engine.machine.passing_thread`). `multiplies_integers`: layers run on integers of 8 bits, a
-    checkpoint's own among them. `tests_families`: a model is compared with transformers' at load. `locks_pages`: of the
-    host tier, whose memory is taken at once."""
+    execution; `ahead_seconds`: only behind steps that are expected to be shorter. `leaves_workers`: threads that have
+    run a model here leave workers behind that slow down those of the engine's thread (`engine.machine.passing_thread`).
+    `multiplies_integers`: layers run on integers of 8 bits, a checkpoint's own among them. `tests_families`: a model is
+    compared with transformers' at load. `locks_pages`: of the host tier, whose memory is taken at once."""
 
     name: str
     pipeline_depth: int
+    ahead_seconds: float
     leaves_workers: bool
     multiplies_integers: bool
     tests_families: bool

@@ -40,7 +40,8 @@ class CpuBackend:
     """See Backend."""
 
     name = "cpu"
-    pipeline_depth = 0
+    pipeline_depth = 1
+    ahead_seconds = 0.02
     leaves_workers = True
     multiplies_integers = True
     tests_families = True

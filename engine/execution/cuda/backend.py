@@ -1,6 +1,7 @@
 """NVIDIA GPUs: our Triton kernels and CUDA graphs, or torch's operators where the kernels refuse a model."""
 
 import importlib
+import math
 import os
 import shutil
 from collections.abc import Callable
@@ -49,6 +50,7 @@ class CudaBackend:
 
     name = "cuda"
     pipeline_depth = 1
+    ahead_seconds = math.inf
     leaves_workers = False
     multiplies_integers = False
     tests_families = False
