@@ -7,14 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.cache.blocks import REPRESENTATIONS, CacheKind
+from engine.cache.blocks import CacheKind
 from engine.cache.placement import Move, Past, Place, RestoreCosts, recompute_costs, release_units
 from predictor.features import BatchFeatures
 from predictor.model import LatencyModel
 
 BLOCK = 16
 KV, HIDDEN = CacheKind.KV, CacheKind.HIDDEN
-HELD = [kind for kind in CacheKind if REPRESENTATIONS[kind].units]  # what a block can be allocated for
+HELD = [kind for kind in CacheKind if kind.form.units]  # what a block can be allocated for
 
 
 def past(blocks: int, kind: CacheKind = KV, *, start: int = 0) -> Past:
@@ -30,7 +30,7 @@ def block_cost(one: Past, place: Place | None, costs: RestoreCosts) -> float:
     if place is None:
         return 0.0
     if place is Place.HOST:
-        return REPRESENTATIONS[one.kind].units * costs.copy
+        return one.kind.form.units * costs.copy
     owed = BLOCK * costs.restore if one.kind is HIDDEN else 0.0  # (the projection is owed anyway)
     return max(0.0, BLOCK * costs.recompute - owed)
 

@@ -9,12 +9,12 @@ from fakes.runner import FakeRunner
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from engine.cache.blocks import REPRESENTATIONS, CacheBlock, CacheEntry, CacheKind, Tier
+from engine.cache.blocks import CacheBlock, CacheEntry, CacheKind, Tier
 from engine.cache.pool import BlockPool
 from engine.cache.prefix import extend_hashes
 from engine.config import SchedulerConfig
 
-HELD = [kind for kind in CacheKind if REPRESENTATIONS[kind].units]  # what a block can be allocated for
+HELD = [kind for kind in CacheKind if kind.form.units]  # what a block can be allocated for
 
 
 def test_allocation_takes_two_units_and_stops_when_empty() -> None:
@@ -224,7 +224,7 @@ class PoolMachine(RuleBasedStateMachine):
         pool = self.pools[tier]
         available = pool.num_available_units
         block = pool.allocate(kind, online=online)
-        assert (block is not None) == (available >= REPRESENTATIONS[kind].units)
+        assert (block is not None) == (available >= kind.form.units)
         if block is not None:
             assert (block.entry.kind, block.entry.tier) == (kind, tier)
             busy = {u for step, units in self.in_flight_units.items() if step > self.completed for u in units}

@@ -2,8 +2,8 @@
 
 A *block* is `block_size` tokens of one request. A *unit* is one block's worth of K, or of V, or a part of its hidden
 state, for all layers: the pool's currency. An entry names its kind and tier, so that one request may mix
-representations block by block (Apt-Serve §4, HybridServe §4). `REPRESENTATIONS` says everything that the control plane
-knows about a kind.
+representations block by block (Apt-Serve §4, HybridServe §4). The rows of `CacheKind` say everything that the control
+plane knows about a kind: it asks `kind.form`, not which kind it is.
 """
 
 import enum
@@ -13,6 +13,19 @@ from itertools import takewhile
 from typing import NamedTuple
 
 from predictor.limits import UNITS_PER_BLOCK
+
+
+class Representation(NamedTuple):
+    """`units`: what a block takes, on either tier. `compact`: K and V are made from it in every step that runs it, for
+    which the step needs a block of scratch; RESTORE makes them once. `saves`: units that COMPRESS frees of it, none if
+    it cannot be compressed. `narrow`: it is what COMPRESS makes, no exact copy of what was computed. `missing`: units
+    that it must get to be K and V again."""
+
+    units: int
+    compact: bool = False
+    saves: int = 0
+    narrow: bool = False
+    missing: int = 0
 
 
 class CacheKind(enum.Enum):
@@ -25,29 +38,21 @@ class CacheKind(enum.Enum):
     that lies before every window of the model: it has no unit, and nobody reads it.
     """
 
-    KV = "kv"
-    HIDDEN = "hidden"
-    KV8 = "kv8"
-    GONE = "gone"
+    KV = "kv", Representation(UNITS_PER_BLOCK, saves=UNITS_PER_BLOCK - 1)
+    HIDDEN = "hidden", Representation(1, compact=True)
+    KV8 = "kv8", Representation(1, narrow=True, missing=UNITS_PER_BLOCK - 1)
+    GONE = "gone", Representation(0)
+
+    form: Representation
+
+    def __new__(cls, value: str, form: Representation) -> "CacheKind":
+        member = object.__new__(cls)
+        member._value_, member.form = value, form
+        return member
 
     __hash__ = object.__hash__  # enum's own is written in Python; a step looks hundreds up
 
 
-class Representation(NamedTuple):
-    """`units`: what a block takes, on either tier. `compact`: K and V are made from it in every step that runs it, for
-    which the step needs a block of scratch; RESTORE makes them once. `missing`: units that it must get to run."""
-
-    units: int
-    compact: bool
-    missing: int = 0
-
-
-REPRESENTATIONS = {
-    CacheKind.KV: Representation(UNITS_PER_BLOCK, compact=False),
-    CacheKind.HIDDEN: Representation(1, compact=True),
-    CacheKind.KV8: Representation(1, compact=False, missing=UNITS_PER_BLOCK - 1),
-    CacheKind.GONE: Representation(0, compact=False),
-}
 COMPACT = CacheKind.HIDDEN
 """The kind that is offered beside K and V when memory is short."""
 
@@ -69,6 +74,15 @@ class CacheEntry(NamedTuple):
     kind: CacheKind
     tier: Tier
     units: tuple[int, ...]
+
+    def narrowed(self) -> tuple["CacheEntry", "CacheEntry"]:
+        """(What COMPRESS makes of a KV entry where K lies, the rest of it, which is free)."""
+        kept, freed = self.units
+        return self._replace(kind=CacheKind.KV8, units=(kept,)), self._replace(units=(freed,))
+
+    def widened(self, spare: "CacheEntry") -> "CacheEntry":
+        """What EXPAND makes of an entry in 8 bits, where it lies and in the unit of another."""
+        return self._replace(kind=CacheKind.KV, units=self.units + spare.units)
 
 
 @dataclass(slots=True, eq=False)
@@ -122,7 +136,7 @@ class CacheMap:
     @property
     def num_running_units(self) -> int:
         """What the blocks of a running request take, as `count_units` says, without a look at each of them."""
-        saved = UNITS_PER_BLOCK - REPRESENTATIONS[COMPACT].units
+        saved = UNITS_PER_BLOCK - COMPACT.form.units
         return UNITS_PER_BLOCK * self.num_live - saved * self.num_compact - self.num_narrow
 
 
@@ -183,14 +197,14 @@ def count_units(blocks: Iterable[CacheBlock]) -> int:
 
 def count_missing(blocks: Iterable[CacheBlock]) -> int:
     """Units that these blocks must get besides theirs to run."""
-    return sum(REPRESENTATIONS[block.entry.kind].missing for block in blocks)
+    return sum(block.entry.kind.form.missing for block in blocks)
 
 
 def count_narrow(blocks: Iterable[CacheBlock]) -> int:
     """How many of these blocks are in 8 bits."""
-    return sum(block.entry.kind is CacheKind.KV8 for block in blocks)
+    return sum(block.entry.kind.form.narrow for block in blocks)
 
 
 def count_compact(blocks: Iterable[CacheBlock]) -> int:
     """How many of these blocks need scratch in every step that runs them."""
-    return sum(REPRESENTATIONS[block.entry.kind].compact for block in blocks)
+    return sum(block.entry.kind.form.compact for block in blocks)

@@ -16,7 +16,6 @@ from typing import NamedTuple
 from engine.api import RequestClass
 from engine.cache.blocks import (
     COMPACT,
-    REPRESENTATIONS,
     CacheAction,
     CacheBlock,
     CacheEntry,
@@ -123,8 +122,8 @@ class Cache:
         num_tokens, num_compact = len(hits) * block_size, count_compact(hits) + count_compact(parked)
         num_blocks = request.num_missing_blocks(block_size, len(hits) + len(parked), count_gone(hits))
         of_kind = max(0, min(num_blocks, self.compact_room - num_compact)) if self._stores_compact(request) else 0
-        units = of_kind * REPRESENTATIONS[COMPACT].units + (num_blocks - of_kind) * UNITS_PER_BLOCK
-        if request.cache_map.kind is CacheKind.KV8:  # what a step computes is K and V, what lies behind it need not be
+        units = of_kind * COMPACT.form.units + (num_blocks - of_kind) * UNITS_PER_BLOCK
+        if request.cache_map.kind.form.narrow:  # what a step computes is K and V, what lies behind it need not be
             units -= max(0, num_blocks - self._config.max_num_batched_tokens // self._config.block_size - 1)
         if parked:
             num_tokens = request.cache_map.num_parked_tokens
@@ -194,7 +193,7 @@ class Cache:
                 return length
         while len(cache_map.blocks) * block_size < start + length:
             kind = self._next_kind(request, growing)
-            size = REPRESENTATIONS[kind].units
+            size = kind.form.units
             wanted = size * (-(-(start + length) // block_size) - len(cache_map.blocks))
             room = self.units_for(request, num_offline) - kept
             if wanted > room:
@@ -206,7 +205,7 @@ class Cache:
             block = self.tiers.allocate(kind, step_id, online=online) if room >= size else None
             if block is None:
                 break
-            self._count(request, REPRESENTATIONS[kind].compact)
+            self._count(request, kind.form.compact)
             cache_map.blocks.append(block)
         return min(length, len(cache_map.blocks) * block_size - start)
 
@@ -221,7 +220,7 @@ class Cache:
         for index, source in enumerate(blocks):
             if (len(replaced) + 1) * block_size > max_tokens:
                 break
-            if not REPRESENTATIONS[source.entry.kind].compact:
+            if not source.entry.kind.form.compact:
                 continue
             if self.device.num_available_units < UNITS_PER_BLOCK + reserve:
                 break
@@ -265,7 +264,7 @@ class Cache:
         for request in requests:
             num_full = request.num_confirmed_tokens // self._config.block_size
             for index, block in enumerate(request.cache_map.blocks[:num_full]):
-                if block.entry.kind is CacheKind.KV and block.ref_count == 1 and block not in spared:
+                if block.entry.kind.form.saves and block.ref_count == 1 and block not in spared:
                     yield request, index, block
 
     def take_replaced(self) -> list[tuple[Request, int, CacheEntry]]:
@@ -310,7 +309,7 @@ class Cache:
             return
         extend_hashes(cache_map.hashes, request.token_ids, config.block_size, request.spec.prefix_root)
         for index in range(cache_map.num_published, num_full):
-            if cache_map.blocks[index].entry.kind is not CacheKind.KV8:  # others would take it for exact
+            if not cache_map.blocks[index].entry.kind.form.narrow:  # others would take it for exact
                 self.device.publish(cache_map.blocks[index], cache_map.hashes[index])
         cache_map.num_published = num_full
 
@@ -376,7 +375,7 @@ class Cache:
         """The hits in front of the first compact one for which the scratch area has no room."""
         room = self.compact_room
         for index, block in enumerate(hits):
-            room -= REPRESENTATIONS[block.entry.kind].compact
+            room -= block.entry.kind.form.compact
             if room < 0:
                 return hits[:index]
         return hits
@@ -388,7 +387,7 @@ class Cache:
         return self.parked.next_kind(request) if growing else COMPACT
 
     def _stores_compact(self, request: Request) -> bool:
-        return REPRESENTATIONS[request.cache_map.kind].compact
+        return request.cache_map.kind.form.compact
 
     def _count_narrow(self, request: Request, change: int) -> None:
         request.cache_map.num_narrow += change

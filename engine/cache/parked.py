@@ -133,7 +133,7 @@ class ParkedPasts:
         """Which of a past's blocks from number `first` on must be K and V again to run: those in 8 bits, or only the
         one that is not full, where the others run as they are. The past has `num_tokens` tokens."""
         full = num_tokens // self._config.block_size if self._config.running_int8 else 0
-        return [block for block in blocks[max(first, full) :] if block.entry.kind is CacheKind.KV8]
+        return [block for block in blocks[max(first, full) :] if block.entry.kind.form.narrow]
 
     def forget(self, request: Request) -> None:
         """Give up the past of a request that will not come back for it, and copies of it not yet on their way."""
@@ -277,7 +277,7 @@ def _is_movable(block: CacheBlock) -> bool:
 
 
 def _is_compressed(block: CacheBlock) -> bool:
-    return block.on_device and block.entry.kind is CacheKind.KV8
+    return block.on_device and block.entry.kind.form.narrow
 
 
 def _count_kinds(blocks: Iterable[CacheBlock]) -> tuple[int, int]:

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from engine.cache.blocks import COMPACT, REPRESENTATIONS, CacheKind
+from engine.cache.blocks import COMPACT, CacheKind
 from engine.config import SchedulerConfig
 from predictor.features import BatchFeatures, chunk_attention_work
 from predictor.limits import UNITS_PER_BLOCK
@@ -32,7 +32,7 @@ does so until memory is no longer short."""
 
 
 class Place(enum.IntEnum):
-    """Where blocks of a past may go; of equal cost, the first. COMPRESS: they stay, as KV8."""
+    """Where blocks of a past may go; of equal cost, the first. COMPRESS: they stay, in 8 bits."""
 
     DROP = 0
     HOST = 1
@@ -111,18 +111,18 @@ class Past:
     @property
     def block_units(self) -> int:
         """Units of each block."""
-        return REPRESENTATIONS[self.kind].units
+        return self.kind.form.units
 
     def freed_units(self, place: Place) -> int:
         """By each block that goes there."""
-        return self.block_units - (REPRESENTATIONS[CacheKind.KV8].units if place is Place.COMPRESS else 0)
+        return self.kind.form.saves if place is Place.COMPRESS else self.block_units
 
     def drop_seconds(self, blocks: int, costs: RestoreCosts) -> float:
         """Computing the last `blocks` blocks again. What lies there in compact form would have to be restored anyway:
         only what goes beyond that counts."""
         tokens = self.tokens - (self.num_blocks - blocks) * self.block_size
         recompute = costs.recompute_seconds(self.start + self.tokens - tokens, tokens)
-        return max(0.0, recompute - costs.restore * tokens) if REPRESENTATIONS[self.kind].compact else recompute
+        return max(0.0, recompute - costs.restore * tokens) if self.kind.form.compact else recompute
 
 
 class Move(NamedTuple):
@@ -159,7 +159,7 @@ def release_units(pasts: Sequence[Past], units: int, host_room: int, costs: Rest
             moves.append(Move(index, place, blocks))
             kept[index] -= blocks
             units -= blocks * frees
-            half -= blocks if pasts[index].kind is CacheKind.KV else 0
+            half -= blocks if pasts[index].kind.form.saves else 0
     return sorted(moves)
 
 
@@ -169,7 +169,7 @@ def _ways(pasts: Sequence[Past], units: int, costs: RestoreCosts) -> Iterator[tu
     copy = _rounded(costs.copy)
     for index, past in enumerate(pasts):
         yield copy, index, Place.HOST
-        if past.kind is CacheKind.KV and math.isfinite(costs.convert):
+        if past.kind.form.saves and math.isfinite(costs.convert):
             yield _rounded(costs.convert * past.block_size), index, Place.COMPRESS
         if past.can_drop:
             blocks = min(past.num_blocks, -(-units // past.block_units))
@@ -264,7 +264,7 @@ def host_split(model: LatencyPredictor | None, config: SchedulerConfig, act_devi
         regenerate=model.cache_work(compact_tokens=size) if stream else model.cache_work(restored_tokens=size),
         forward_fixed=max(0.0, model.predict(empty) - stream),
         forward=model.marginal_decodes(empty, 0, config.block_size),
-        ratio=REPRESENTATIONS[COMPACT].units / UNITS_PER_BLOCK,
+        ratio=COMPACT.form.units / UNITS_PER_BLOCK,
     )
     return split_host(costs, room, act_device)
 

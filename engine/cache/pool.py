@@ -18,7 +18,7 @@ they are gone when that block is given up. Memory may serve something else only 
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
-from engine.cache.blocks import REPRESENTATIONS, CacheBlock, CacheEntry, CacheKind, Tier, count_units
+from engine.cache.blocks import CacheBlock, CacheEntry, CacheKind, Tier, count_units
 
 _make_entry: Callable[[Iterable[object]], CacheEntry] = partial(tuple.__new__, CacheEntry)
 """`CacheEntry._make` without a call in Python: a prompt's chunk takes dozens."""
@@ -84,7 +84,7 @@ class BlockPool:
 
     def allocate(self, kind: CacheKind, *, online: bool) -> CacheBlock | None:
         """A block with reference count 1, or None when not enough units are available."""
-        size = REPRESENTATIONS[kind].units
+        size = kind.form.units
         while len(self._free) < size:
             if (block := self.next_evicted) is None:
                 return None
@@ -96,7 +96,7 @@ class BlockPool:
 
     def take_free(self, kind: CacheKind, count: int, *, online: bool) -> list[CacheBlock]:
         """So many blocks of units that are free now: as if each were allocated."""
-        size, units = REPRESENTATIONS[kind].units, self._free
+        size, units = kind.form.units, self._free
         first = len(units) - size * count
         assert first >= 0, "not so many units are free"
         taken = units[first:]
@@ -177,17 +177,17 @@ class BlockPool:
     def compress(self, block: CacheBlock, step_id: int, last_step: int) -> CacheBlock:
         """The block that its one holder has in place of a KV block once the step `step_id` has put it in 8 bits. V's
         unit is given up; `last_step` is the newest step that may touch it. Nobody is offered the old one any more."""
-        assert block.ref_count == 1 and block.entry.kind is CacheKind.KV, "this block cannot be compressed"
+        assert block.ref_count == 1 and block.entry.kind.form.saves, "this block cannot be compressed"
         self.withdraw(block)
-        kept, freed = block.entry.units
-        self.release(CacheBlock(block.entry._replace(units=(freed,)), online=block.online), last_step)
-        entry = block.entry._replace(kind=CacheKind.KV8, units=(kept,))
+        entry, freed = block.entry.narrowed()
+        self.release(CacheBlock(freed, online=block.online), last_step)
         return CacheBlock(entry, online=block.online, last_step=step_id)
 
     def expand(self, block: CacheBlock, spare: CacheBlock) -> CacheBlock:
         """The KV block that a holder has in place of one in 8 bits, with the unit of `spare`, which is his too."""
-        assert block.ref_count == spare.ref_count == 1 and block.entry.kind is spare.entry.kind is CacheKind.KV8
-        entry = block.entry._replace(kind=CacheKind.KV, units=block.entry.units + spare.entry.units)
+        assert block.ref_count == spare.ref_count == 1
+        assert block.entry.kind is spare.entry.kind and block.entry.kind.form.narrow, "this block cannot be expanded"
+        entry = block.entry.widened(spare.entry)
         return CacheBlock(entry, online=block.online, last_step=max(block.last_step, spare.last_step))
 
     def complete_step(self, step_id: int) -> None:

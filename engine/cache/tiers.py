@@ -19,7 +19,6 @@ from collections.abc import Collection, Iterable, Sequence
 from itertools import chain, pairwise
 
 from engine.cache.blocks import (
-    REPRESENTATIONS,
     CacheAction,
     CacheBlock,
     CacheEntry,
@@ -101,7 +100,7 @@ class Tiers:
     def allocate(self, kind: CacheKind, step_id: int, *, online: bool, tier: Tier = Tier.DEVICE) -> CacheBlock | None:
         """A block for the step `step_id`, with reference count 1, or None when not enough units are available. What it
         takes the place of is saved on the tier below if that pays."""
-        pool, size = self._pools[tier], REPRESENTATIONS[kind].units
+        pool, size = self._pools[tier], kind.form.units
         while pool.num_free_units < size and (block := pool.next_evicted) is not None:
             self._save(block, step_id)
             pool.withdraw(block)
@@ -120,7 +119,7 @@ class Tiers:
     def expand(self, source: CacheBlock, step_id: int, *, online: bool) -> CacheBlock:
         """The KV block that the step `step_id` makes of one in 8 bits on the device, where it lies. There must be
         room."""
-        spare = self.allocate(CacheKind.KV8, step_id, online=online)
+        spare = self.allocate(source.entry.kind, step_id, online=online)
         assert spare is not None, "admitted without room"
         target = self.device.expand(source, spare)
         self.operations.append(CacheOperation(CacheAction.EXPAND, source.entry, target.entry))
@@ -230,9 +229,7 @@ class Tiers:
             computed = costs.recompute_seconds(0, size)
             copies = {Tier.HOST: costs.copy, Tier.DISK: self._config.disk_seconds}
             self._pays = {
-                (each, tier): form.units * copy < computed
-                for each, form in REPRESENTATIONS.items()
-                for tier, copy in copies.items()
+                (each, tier): each.form.units * copy < computed for each in CacheKind for tier, copy in copies.items()
             }
             self._priced_step = step_id
         return self._pays[kind, below]

@@ -25,7 +25,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engine.cache.blocks import REPRESENTATIONS, CacheEntry, CacheKind, CacheOperation, Tier
+from engine.cache.blocks import CacheEntry, CacheKind, CacheOperation, Tier
 from engine.execution.pool import UnitPool
 
 log = logging.getLogger("tidemill.engine")
@@ -142,8 +142,8 @@ class DiskTier:
                 parts.setdefault((key, kind), {})[part] = slot
         for (key, number), slots in parts.items():
             kind = _KINDS[number]
-            units = tuple(slots[part] for part in range(REPRESENTATIONS[kind].units) if part in slots)
-            if len(units) == REPRESENTATIONS[kind].units:
+            units = tuple(slots[part] for part in range(kind.form.units) if part in slots)
+            if len(units) == kind.form.units:
                 yield CacheEntry(kind, Tier.DISK, units), key
 
     def _begin(self, slot: int, label: Label, data: bytes) -> None:

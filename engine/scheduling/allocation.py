@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from functools import cached_property, partial
 
 from engine.api import RequestClass
-from engine.cache.blocks import REPRESENTATIONS
 from engine.cache.cache import Claim
 from engine.cache.placement import narrow_pays
 from engine.request import Request
@@ -149,7 +148,7 @@ class Allocation:
         state, units, tokens = self._state, 0, 0
         for request, kind, savable in starts:
             if savable and tokens < state.config.max_num_batched_tokens:
-                units += request.num_blocks(self._block_size) * REPRESENTATIONS[kind].units
+                units += request.num_blocks(self._block_size) * kind.form.units
                 tokens += len(request.token_ids)
         missing = units - self._pool.num_available_units - self._pool.num_deferred_units
         missing -= self._cache.parked.num_units(online=True)

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from engine.cache.blocks import COMPACT, REPRESENTATIONS, CacheKind, count_missing, count_units
+from engine.cache.blocks import COMPACT, CacheKind, count_missing, count_units
 from engine.request import Request
 from engine.scheduling.knapsack import Columns, Floats, Ints, Selection, choose
 from engine.scheduling.waiting import Bools, columns_of
@@ -33,7 +33,7 @@ DEFAULT_TAIL = 0.4
 EPSILON = 1e-6
 """What a request is worth that has missed its SLO, at least: more than nothing, less than any that can be saved."""
 DEFAULT_TTFT = 1.0
-KV_PER_COMPACT = UNITS_PER_BLOCK // REPRESENTATIONS[COMPACT].units
+KV_PER_COMPACT = UNITS_PER_BLOCK // COMPACT.form.units
 GRAIN = 16
 """Tokens to which a prompt is rounded up when its time is predicted."""
 
@@ -64,7 +64,7 @@ class Pressure:
         units = compact = 0
         for request, kind, _ in starts:
             blocks = min(len(request.token_ids) // self.block_size + 1, self.most_blocks)
-            units += blocks * REPRESENTATIONS[kind].units
+            units += blocks * kind.form.units
             compact += blocks * (kind is self.compact)
         return replace(self, capacity=self.capacity - units, compact_blocks=self.compact_blocks - compact)
 
@@ -136,8 +136,8 @@ def _correct(queue: _Queue, index: int, request: Request, pressure: Pressure) ->
     blocks = min(length // pressure.block_size + 1, pressure.most_blocks)
     queue.kv[index] = blocks * UNITS_PER_BLOCK
     if cache_map.blocks:
-        missing = (blocks - len(cache_map.blocks)) * REPRESENTATIONS[cache_map.kind].units
-        narrow = pressure.compact is CacheKind.KV8  # what is in 8 bits runs so
+        missing = (blocks - len(cache_map.blocks)) * cache_map.kind.form.units
+        narrow = pressure.compact.form.narrow  # what is in 8 bits runs so
         queue.kv[index] = count_units(cache_map.blocks) + missing
         queue.kv[index] += 0 if narrow else count_missing(cache_map.blocks)
         queue.compact[index] = 0

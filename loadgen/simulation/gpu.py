@@ -10,7 +10,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from engine.cache.blocks import REPRESENTATIONS, CacheEntry, CacheKind
+from engine.cache.blocks import CacheEntry, CacheKind
 from engine.scheduling.output import Collect, ModelRunnerOutput, SchedulerOutput
 from loadgen.simulation.specs import DEVICES, MODELS, DeviceSpec, ModelShape
 from predictor.costs import FEW_TOKENS, MANY_TOKENS, MEMORY_RATE, CacheCosts, affine
@@ -286,7 +286,7 @@ class TrueLatency:
 
 
 def _num_hidden(entries: Sequence[CacheEntry]) -> int:
-    return sum(REPRESENTATIONS[entry.kind].compact for entry in entries)
+    return sum(entry.kind.form.compact for entry in entries)
 
 
 def _norm(one: float, other: float, power: float) -> float:
