@@ -37,6 +37,10 @@ blocks of keys and values.
 With `--model-impl auto`, the default, these types run by layers of our own: {own}; their
 sliding windows, too, where a config has them, in all layers or in some.
 
+The native CPU kernels compute linear layers and attention, for heads whose values are of another width than their keys,
+too (DeepSeek-V2/V3: 192 and 128). The cache's cells are of one width, that of the wider of the two in the widest layer:
+such a model's take 20 % more memory than its K and V. `--kv-cache-dtype` refuses 8 bits for all of these models.
+
 The self-test runs before a model serves, whoever's layers run it: 36 random tokens of two requests in chunks, beside
 what transformers' eager attention gives for each at once. More than rounding (16 units of the type's precision, at
 least 1e-4, of the spread of the logits) refuses the start with the figure. Of a family of ours it takes two layers

@@ -16,6 +16,7 @@ from torch.nn import functional
 from engine.errors import ConfigError
 from engine.execution.cpu.native.library import (
     TYPES,
+    CacheType,
     Epilogue,
     Kind,
     Level,
@@ -166,31 +167,36 @@ def run_attention(
     window: int = 0,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    value_dim: int | None = None,
+    spare: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Attention of chunks (start, length), each of a row of its own, to random keys and values in a scattered pool that
-    holds NaN elsewhere, before the windows too. Gives what came out and what should have."""
+    holds NaN elsewhere, before the windows too. `value_dim`: of V, if not `dim`; `spare`: elements that a cell has
+    beyond the wider of K and V. Gives what came out and what should have."""
     layers, layer = 2, 1
+    dims = dim, value_dim or dim
+    cell = kv_heads * max(dims) + spare
     blocks = [-(-(start + length) // block) for start, length in chunks]
     units = 2 * sum(blocks) + 3
     order = np.random.default_rng(0).permutation(units)
-    pool = torch.full((units, layers, block, kv_heads, dim), math.nan, dtype=dtype)
+    pool = torch.full((units, layers, block, cell), math.nan, dtype=dtype)
     tables = np.zeros((2, len(chunks), max(blocks)), dtype=np.int64)
-    total, width = sum(length for _, length in chunks), (heads + 2 * kv_heads) * dim
+    total, width = sum(length for _, length in chunks), heads * dim + kv_heads * sum(dims)
     level = native.level_for(dtype)
     qkv = random(total, stride_of(width), seed=3, dtype=dtype).to(activation_dtype(level))
-    out = torch.zeros(total, stride_of(heads * dim), dtype=activation_dtype(level))
-    expected = torch.empty(total, heads * dim, dtype=torch.float64)
+    out = torch.zeros(total, stride_of(heads * dims[1]), dtype=activation_dtype(level))
+    expected = torch.empty(total, heads * dims[1], dtype=torch.float64)
     given = iter(order.tolist())
     first = 0
     for row, (start, length) in enumerate(chunks):
-        past = [random(start + length, kv_heads, dim, seed=10 * row + which, dtype=dtype) for which in (1, 2)]
+        past = [random(start + length, kv_heads, d, seed=10 * row + n, dtype=dtype) for n, d in enumerate(dims, 1)]
         for which, values in enumerate(past):
             for index in range(blocks[row]):
                 part = values[index * block : (index + 1) * block].clone()
                 part[: max(0, start + 1 - window - index * block) if window else 0] = math.nan
                 unit = next(given)
                 tables[which, row, index] = unit
-                pool[unit, layer, : len(part)] = part
+                pool[unit, layer, : len(part), : part[0].numel()] = part.flatten(1)
         k, v = (values.double().repeat_interleave(heads // kv_heads, dim=1) for values in past)
         q = qkv[first : first + length, : heads * dim].double().view(length, heads, dim)
         scores = torch.einsum("qhd,khd->hqk", q, k) * dim**-0.5
@@ -206,9 +212,9 @@ def run_attention(
         first += length
     longest = max(start + length for start, length in chunks)
     shape = Shape(
-        heads=heads, kv_heads=kv_heads, head_dim=dim, hidden=8, layers=layers, vocab=5, block_size=block,
-        pool_units=units, num_rows=len(chunks), max_blocks=tables.shape[2], max_positions=longest, max_tokens=total,
-        max_samples=1, level=level, type=TYPES[dtype], scale=dim**-0.5,
+        heads=heads, kv_heads=kv_heads, head_dim=dim, value_dim=dims[1], cell=cell, hidden=8, layers=layers, vocab=5,
+        block_size=block, pool_units=units, num_rows=len(chunks), max_blocks=tables.shape[2], max_positions=longest,
+        max_tokens=total, max_samples=1, level=level, type=TYPES[dtype], scale=dim**-0.5,
     )  # fmt: skip
     attend = Op(kind=Kind.ATTEND, layer=layer, input=qkv.data_ptr(), in_stride=qkv.stride(0), n=window)
     merge = Op(kind=Kind.MERGE, layer=layer)
@@ -224,7 +230,7 @@ def run_attention(
         num_blocks=counts.ctypes.data, pool=pool.data_ptr(),
     )  # fmt: skip
     Tape(native.library, shape, [attend, merge]).run(native.team, step)
-    return out[:, : heads * dim], expected
+    return out[:, : heads * dims[1]], expected
 
 
 MIXES = {
@@ -282,13 +288,33 @@ def test_attention_shapes(level: Level, dtype: torch.dtype, heads: int, kv_heads
     close(actual, expected, dtype, steps=4, scale=0.5)
 
 
+@pytest.mark.parametrize(("level", "dtype"), LEVELS)
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dims", "block", "spare"),
+    [(4, 4, (192, 128), 16, 0), (6, 2, (96, 32), 16, 32), (4, 2, (32, 64), 32, 0), (3, 3, (12, 8), 4, 5)],
+)
+@pytest.mark.parametrize("sinks", [False, True], ids=["no sinks", "sinks"])
+def test_values_of_another_width_than_keys(
+    level: Level, dtype: torch.dtype, heads: int, kv_heads: int, dims: tuple[int, int], block: int, spare: int,
+    sinks: bool,
+) -> None:  # fmt: skip
+    """Narrower ones, as latent attention has, and wider ones; cells that are wider than both. What a cell has behind
+    them is NaN."""
+    chunks = [(70, 1), (0, 33), (20, 5), (100, 40), (1100, 1)]
+    learned = torch.linspace(-2, 3, heads) if sinks else None
+    actual, expected = run_attention(
+        native_of(level, dtype), dtype, chunks, heads, kv_heads, dims[0], block, 90, 0.0, learned, dims[1], spare
+    )
+    close(actual, expected, dtype, steps=4, scale=0.5)
+
+
 # ---- what is refused
 
 
 def tiny_shape(**changes: object) -> Shape:
     values: dict[str, object] = {
-        "heads": 2, "kv_heads": 1, "head_dim": 8, "hidden": 8, "layers": 1, "vocab": 5, "block_size": 4,
-        "pool_units": 6,
+        "heads": 2, "kv_heads": 1, "head_dim": 8, "value_dim": 8, "cell": 8, "hidden": 8, "layers": 1, "vocab": 5,
+        "block_size": 4, "pool_units": 6,
         "num_rows": 2, "max_blocks": 3, "max_positions": 12, "max_tokens": 8, "max_samples": 2,
         "level": Level.AVX2, "type": 0, "scale": 1.0,
     }  # fmt: skip
@@ -303,6 +329,11 @@ def tiny_shape(**changes: object) -> Shape:
         ({"rotary_dim": 10}, "rotary_dim"),
         ({"rotary_dim": 4}, "frequencies"),
         ({"type": 7}, "type"),
+        ({"value_dim": 0}, "positive"),
+        ({"value_dim": 9}, "narrower"),
+        ({"cell": 7}, "narrower"),
+        ({"value_dim": 4, "int8_cache": CacheType.INT8}, "8 bits"),
+        ({"cell": 9, "int8_cache": CacheType.MIXED}, "8 bits"),
         ({"level": 9}, "level"),
     ],
 )

@@ -10,11 +10,16 @@ import tiny_models
 import tiny_transformers
 import torch
 from driver import Driver, make_request
+from native_build import native_library
 
 from engine.api import RequestClass
 from engine.build import build_runner, plan_launch
 from engine.config import EngineConfig, SchedulerConfig
 from engine.errors import ConfigError, ModelLoadError
+from engine.execution import self_test
+from engine.execution.cpu import transformers_device
+from engine.execution.cpu.native.library import Level, Team
+from engine.execution.cpu.native.linear import Native
 from engine.execution.cpu.transformers_device import TransformersDevice
 from engine.execution.runner import Runner
 from engine.models.implementation import choose
@@ -25,6 +30,8 @@ OUTPUT = 12
 EXACT = ("granite", "olmo2", "stablelm", "gemma", "phi", "glm", "gpt2", "gemma2", "gpt_oss", "mixtral", "deepseek_v3")
 """Scaled residuals, norms behind branches, partial rotary, wide heads, parallel branches, learned positions, windows
 with soft caps, sinks, experts, K wider than V."""
+NATIVE = ("deepseek_v2", "deepseek_v3", "gemma2", "gpt_oss", "gpt2")
+"""K wider than V, without and with normed scores of experts; windows with soft caps; sinks; bare heads."""
 
 
 class Case:
@@ -87,7 +94,10 @@ def generated(model: Any, prompt: list[int], count: int = OUTPUT) -> list[int]:
 def test_tokens_equal_generate(case_of: Any, name: str, depth: int) -> None:
     """Chunks, prefix hits and preemptions: the pool is too small for all."""
     case = case_of(name)
-    driver = make_driver(case.model, depth)
+    check_tokens(case, make_driver(case.model, depth))
+
+
+def check_tokens(case: Case, driver: Driver) -> None:
     prompts = prompts_of(case.shape.vocab_size)
     for index, prompt in enumerate(prompts):
         request_class = RequestClass.OFFLINE if index % 5 == 4 else RequestClass.ONLINE
@@ -109,6 +119,26 @@ def test_parked_pasts_come_back(case_of: Any) -> None:
     driver.run()
     for index, prompt in enumerate(prompts):
         assert driver.outputs[str(index)] == generated(case.reference, prompt)
+
+
+@pytest.mark.parametrize("host_units", [0, 60])
+@pytest.mark.parametrize("name", NATIVE)
+def test_native_attention_equals_generate(
+    case_of: Any, name: str, host_units: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same by the native library, whose attention takes the place of torch's; pasts that are parked, too."""
+    case = case_of(name)
+    library = native_library()
+    level = min(max(library.levels()), Level.AVX512)
+    make = Native(library, level, Team(library, 1)).linear
+    model = load_model(case.shape, case.folder, dtype="float32", make=make)
+    monkeypatch.setattr(transformers_device, "PagedAttention", None)
+    driver = make_driver(model, 0, host_units=host_units, unit_bytes=1)
+    check_tokens(case, driver)
+    if host_units:
+        assert driver.core.stats().cache_units["swap_in"] > 0
+    with torch.inference_mode():
+        assert self_test.test_modules(model) == ""
 
 
 def test_shapes_are_read_from_tensors(case_of: Any) -> None:

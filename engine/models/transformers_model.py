@@ -314,6 +314,10 @@ class TransformersModel:
         finally:
             _ADAPTERS.reset(token)
 
+    def linear_layers(self) -> list[Linear]:
+        """Those of ours that stand in the place of transformers'."""
+        return [each.layer for each in self.module.modules() if isinstance(each, _Linear)]
+
     def take_adapters(self, plans: Sequence[AdapterPlan]) -> None:
         """Let these change linear layers of theirs. Errors: ModelLoadError for one that is not there, has another
         shape, or does not see every token of a step once."""

@@ -1,18 +1,25 @@
-"""A device that runs transformers' modules: attention over our pool, everything else theirs (see the model)."""
+"""A device that runs transformers' modules: attention over our pool, everything else theirs (see the model).
 
+Where their linear layers are the native library's, attention is, too; else torch's.
+"""
+
+import numpy as np
 import torch
 from torch import Tensor
 
 from engine.arrays import IntArray
 from engine.execution.cpu.attention import PagedAttention, arrange, clear_begun_blocks
 from engine.execution.cpu.device import PoolDevice
+from engine.execution.cpu.native.attention import NativeAttention
+from engine.execution.cpu.native.linear import Native, NativeLinear
+from engine.execution.layout import Layout
 from engine.execution.masks import FinishMasks
 from engine.execution.pool import UnitPool
 from engine.execution.pooling import TakeHidden
 from engine.execution.rows import RowTable
 from engine.execution.samples import DeviceSamples
 from engine.execution.states import StateTable
-from engine.models.transformers_model import TransformersModel
+from engine.models.transformers_model import Attend, TransformersModel
 from predictor.limits import Limits
 
 
@@ -23,6 +30,8 @@ class TransformersDevice(PoolDevice):
         super().__init__(UnitPool.of(model.shape, limits, model.like, 0, host_units), RowTable(limits))
         self._model = model
         self._states = StateTable(model.states(), limits.max_num_seqs)
+        native = _native_of(model)
+        self._native = None if native is None else NativeAttention(native, self.pool, self.rows, limits.max_model_len)
         self._cell_bytes = 2 * model.shape.kv_size * model.like.dtype.itemsize
 
     def restore(self, _units: IntArray, _starts: IntArray) -> None:
@@ -36,13 +45,25 @@ class TransformersDevice(PoolDevice):
         assert take is None, "a vector is asked of a model that makes none"
         del masks
         pool, rows = self.pool, self.rows
-        clear_begun_blocks(pool, rows, chunks)
-        batch = arrange(chunks, rows, self._cell_bytes)
-        layout = batch.layout
+        layout, attend = self._attention(chunks)
         ids, positions, keep = (
             torch.from_numpy(each).to(pool.device)
             for each in (rows.tokens[layout.token_rows, layout.positions], layout.positions, layout.sampled_tokens)
         )
         recur = self._states.of_step(layout, pool.device)
         adapt = self.adapters.of_step(rows.adapters[layout.token_rows], pool.device) if self.adapters else None
-        return self._model.forward(ids, positions, PagedAttention(pool, rows, batch), keep, recur, adapt), None
+        return self._model.forward(ids, positions, attend, keep, recur, adapt), None
+
+    def _attention(self, chunks: IntArray) -> tuple[Layout, Attend]:
+        """The order of a step's tokens, and what attends for each layer."""
+        if self._native is not None:
+            self._native.begin(chunks)
+            return Layout.of(chunks, np.arange(len(chunks))), self._native
+        clear_begun_blocks(self.pool, self.rows, chunks)
+        batch = arrange(chunks, self.rows, self._cell_bytes)
+        return batch.layout, PagedAttention(self.pool, self.rows, batch)
+
+
+def _native_of(model: TransformersModel) -> Native | None:
+    """The library that computes the model's linear layers."""
+    return next((layer.native for layer in model.linear_layers() if isinstance(layer, NativeLinear)), None)

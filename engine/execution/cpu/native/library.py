@@ -19,7 +19,7 @@ from torch import Tensor
 from engine.errors import ConfigError
 from engine.execution.cpu.native import LIBRARY, is_built
 
-_ABI = 7
+_ABI = 8
 _ERROR_BYTES = 256
 
 
@@ -93,7 +93,8 @@ class Shape(Structure):
     """`tm_shape`."""
 
     _fields_ = (
-        *((name, c_int64) for name in ("heads", "kv_heads", "head_dim", "rotary_dim", "hidden", "layers", "vocab")),
+        *((name, c_int64) for name in ("heads", "kv_heads", "head_dim", "value_dim", "cell")),
+        *((name, c_int64) for name in ("rotary_dim", "hidden", "layers", "vocab")),
         *((name, c_int64) for name in ("block_size", "pool_units", "num_rows", "max_blocks", "max_positions")),
         ("max_tokens", c_int64),
         ("max_samples", c_int64),

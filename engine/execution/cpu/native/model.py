@@ -11,7 +11,8 @@ from torch import Tensor
 
 from engine.arrays import IntArray
 from engine.execution.cpu.device import Beyond
-from engine.execution.cpu.native.library import TYPES, CacheType, Kind, Shape, Step, Tape, activation_dtype
+from engine.execution.cpu.native.binding import shape_over, step_over
+from engine.execution.cpu.native.library import TYPES, Kind, Shape, Step, Tape, activation_dtype
 from engine.execution.cpu.native.linear import Native
 from engine.execution.cpu.native.tape import Buffers, Composed, compose
 from engine.execution.cpu.native.weights import NativeWeights
@@ -207,18 +208,11 @@ class NativeModel:
         return self._tape.seconds()
 
     def _step(self, chunks: IntArray, logits: Tensor | None) -> Step:
-        rows = self._rows
-        return Step(
-            num_chunks=len(chunks),
-            token_stride=rows.tokens.shape[1],
-            table_stride=rows.k_table.shape[1],
+        return step_over(
+            self._pool,
+            self._rows,
+            chunks,
             logits_stride=self._spec.vocab_size,
-            chunks=chunks.ctypes.data,
-            tokens=rows.tokens.ctypes.data,
-            k_table=rows.k_table.ctypes.data,
-            v_table=rows.v_table.ctypes.data,
-            num_blocks=rows.num_blocks.ctypes.data,
-            pool=self._pool.slices.data_ptr(),
             logits=None if logits is None else logits.data_ptr(),
             best=self._best.ctypes.data,
             best_id=self._best_ids.ctypes.data,
@@ -243,24 +237,21 @@ class NativeModel:
             self._adapted = adapted, Tape(self.native.library, self._shape(), adapted.ops)
 
     def _shape(self) -> Shape:
-        spec, pool, rows = self._spec, self._pool, self._rows
-        return Shape(
+        spec = self._spec
+        return shape_over(
+            self._pool,
+            self._rows,
+            self._max_model_len,
             heads=spec.num_heads,
             kv_heads=spec.num_kv_heads,
             head_dim=spec.head_dim,
+            value_dim=spec.head_dim,
             rotary_dim=spec.rope.rotary_dim if spec.rope else 0,
             hidden=spec.hidden_size,
-            layers=pool.num_layers,
             vocab=spec.vocab_size,
-            block_size=pool.block_size,
-            pool_units=pool.num_units,
-            num_rows=rows.num_rows,
-            max_blocks=rows.k_table.shape[1],
-            max_positions=min(self._max_model_len, rows.tokens.shape[1]),
             max_tokens=self._max_tokens,
             max_samples=self._max_samples,
             rounds_once=int(spec.centered_norms),
-            int8_cache=_cache_type(pool),
             level=self._level,
             type=TYPES[self._dtype],
             scale=spec.head_dim**-0.5 if spec.scale is None else spec.scale,
@@ -273,9 +264,3 @@ def _wanted(chunks: IntArray, whole: bool) -> IntArray:
     """Of the tokens of a step, chunk by chunk, those behind whose last layer somebody looks."""
     ends = np.cumsum(chunks[:, 2])
     return np.arange(int(ends[-1])) if whole else ends[chunks[:, 3] > 0] - 1
-
-
-def _cache_type(pool: UnitPool) -> CacheType:
-    if pool.int8 is not None:
-        return CacheType.INT8
-    return CacheType.EXACT if pool.compressed is None else CacheType.MIXED

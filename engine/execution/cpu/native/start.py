@@ -9,6 +9,7 @@ from torch import Tensor
 
 from engine.errors import ConfigError
 from engine.execution.cpu.attention import mix
+from engine.execution.cpu.native.attention import NativeAttention
 from engine.execution.cpu.native.library import Library, StepError, Team, load
 from engine.execution.cpu.native.linear import Native
 from engine.execution.cpu.native.model import NativeModel
@@ -16,7 +17,7 @@ from engine.execution.pool import UnitPool
 from engine.execution.rows import RowTable
 from engine.models.decoder import Decoder
 from engine.models.heads import Heads
-from engine.models.manner import Manner
+from engine.models.manner import PLAIN, Manner
 from engine.models.quantized import make_quantized
 from engine.models.spec import ModelSpec, spec_from_config
 from engine.models.weights import DummyTensors, LayerWeights, ModelWeights, build_weights
@@ -85,7 +86,10 @@ def start(
 
 
 def self_test(native: Native, dtype: torch.dtype, *, int8_cache: bool = False) -> str:
-    """Run small models in chunks and compare their logits with torch's. What is wrong, or an empty string."""
+    """Run small models in chunks and compare their logits with torch's, and attention by itself. What is wrong, or an
+    empty string."""
+    if wrong := _test_attention(native, dtype):
+        return wrong
     specs = (spec_from_config(_CONFIG), replace(spec_from_config(_GEMMA), softcap=1.5))
     return next(filter(None, (_test_model(native, spec, dtype, int8_cache=int8_cache) for spec in specs)), "")
 
@@ -101,6 +105,28 @@ def _test_model(native: Native, spec: ModelSpec, dtype: torch.dtype, *, int8_cac
     error = float((logits - expected).square().mean().sqrt())
     allowed = 2.0 * float(torch.finfo(dtype).eps) * 8 + (_INT8_ERROR if int8_cache else 1e-5)
     return "" if error <= allowed else f"logits are {error:.1e} beside those of torch"
+
+
+def _test_attention(native: Native, dtype: torch.dtype) -> str:
+    """Values of another width than keys, in the same chunks."""
+    pool, rows = _cache(2, 64, 1, dtype, int8=False)
+    attention, generator = NativeAttention(native, pool, rows, _LENGTH), torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(_LENGTH, n, d, generator=generator).to(dtype) for n, d in ((4, 64), (2, 64), (2, 32)))
+    outputs, at = [], 0
+    try:
+        for length in _CUTS:
+            attention.begin(np.array([[0, at, length, 0]]))
+            end = at + length
+            outputs.append(attention(0, q[at:end], k[at:end], v[at:end]))
+            at = end
+    except (StepError, ConfigError) as problem:
+        return str(problem)
+    bias = torch.full((_LENGTH, _LENGTH), -torch.inf).triu(1)[None, None]
+    q, k, v = (part.float().transpose(0, 1).unsqueeze(0) for part in (q, k, v))
+    expected = mix(q, k, v, bias, PLAIN)
+    error = float((torch.cat(outputs).float() - expected[0].transpose(0, 1).flatten(1)).square().mean().sqrt())
+    allowed = 4.0 * float(torch.finfo(dtype).eps) + 1e-5
+    return "" if error <= allowed else f"attention is {error:.1e} beside that of torch"
 
 
 def int8_test(native: Native, dtype: torch.dtype) -> str:
@@ -126,21 +152,8 @@ def _typed(native: Native, spec: ModelSpec, dtype: torch.dtype) -> ModelWeights:
 def _by_chunks(
     native: Native, spec: ModelSpec, weights: ModelWeights, ids: np.ndarray, dtype: torch.dtype, int8_cache: bool
 ) -> Tensor:
-    block_size = 16
-    blocks = -(-_LENGTH // block_size)
-    pool = UnitPool(
-        2 * blocks,
-        num_layers=spec.num_layers,
-        block_size=block_size,
-        num_kv_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
-        dtype=dtype,
-        device=torch.device("cpu"),
-        int8=int8_cache,
-    )
-    rows = RowTable(Limits(1, _LENGTH, _LENGTH, 2 * blocks, block_size))
-    rows.tokens[0, :_LENGTH], rows.num_blocks[0] = ids, blocks
-    rows.k_table[0, :blocks], rows.v_table[0, :blocks] = np.arange(blocks), np.arange(blocks) + blocks
+    pool, rows = _cache(spec.num_kv_heads, spec.head_dim, spec.num_layers, dtype, int8=int8_cache)
+    rows.tokens[0, :_LENGTH] = ids
     model = NativeModel(native, spec, weights, pool, rows, _LENGTH)
     logits, at = [], 0
     for length in _CUTS:
@@ -149,6 +162,22 @@ def _by_chunks(
         logits.append(result.logits[0].clone())
         at += length
     return torch.stack(logits)
+
+
+def _cache(
+    num_kv_heads: int, head_dim: int, num_layers: int, dtype: torch.dtype, *, int8: bool
+) -> tuple[UnitPool, RowTable]:
+    """Blocks for one row."""
+    block_size = 16
+    blocks = -(-_LENGTH // block_size)
+    pool = UnitPool(
+        2 * blocks, num_layers=num_layers, block_size=block_size, num_kv_heads=num_kv_heads, head_dim=head_dim,
+        dtype=dtype, device=torch.device("cpu"), int8=int8,
+    )  # fmt: skip
+    rows = RowTable(Limits(1, _LENGTH, _LENGTH, 2 * blocks, block_size))
+    rows.num_blocks[0] = blocks
+    rows.k_table[0, :blocks], rows.v_table[0, :blocks] = np.arange(blocks), np.arange(blocks) + blocks
+    return pool, rows
 
 
 def _by_torch(spec: ModelSpec, weights: ModelWeights, token_ids: np.ndarray) -> Tensor:

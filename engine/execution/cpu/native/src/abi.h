@@ -5,7 +5,7 @@
 
 #include <stdint.h>
 
-#define TM_ABI 7
+#define TM_ABI 8
 
 enum tm_level : int32_t { TM_AVX2, TM_AVX512, TM_BF16, TM_AMX, TM_LEVELS };
 enum tm_type : int32_t { TM_FLOAT32, TM_FLOAT16, TM_BFLOAT16 };
@@ -18,8 +18,10 @@ enum tm_int8_cache : int32_t { TM_EXACT_CACHE, TM_INT8_CACHE, TM_MIXED_CACHE };
 enum tm_result : int32_t { TM_DONE, TM_TOO_MANY, TM_BAD_CHUNK, TM_BAD_TOKEN, TM_BAD_BLOCK, TM_NO_MEMORY };
 
 // The model, as far as operations need to know it. `max_tokens`, `max_samples`: rows of the buffers of the operations.
+// A head of q and k has `head_dim` elements, one of v `value_dim`; a token's cell in the pool has `cell`, of which all heads
+// of k, or of v, are the first. In 8 bits the three say the same: value_dim is head_dim, and cell kv_heads * head_dim.
 struct tm_shape {
-    int64_t heads, kv_heads, head_dim, rotary_dim, hidden, layers, vocab;
+    int64_t heads, kv_heads, head_dim, value_dim, cell, rotary_dim, hidden, layers, vocab;
     int64_t block_size, pool_units, num_rows, max_blocks, max_positions;
     int64_t max_tokens, max_samples;
     int64_t rounds_once;  // whether RMS norms round behind the weight alone, 0 or 1; else in front of it, too
@@ -43,7 +45,7 @@ struct tm_shape {
 //                inputs, with zeros; on TM_AMX as many rows as make a multiple of 32 must be readable
 //   ROPE_KV      norms (weight [heads + kv_heads, head_dim] or NULL) and rotates q and k of `out` in place by the angles in
 //                `in`, writes k and v to the pool
-//   ATTEND       q of in -> out [tokens, heads * head_dim]; n: a query sees itself and the n - 1 tokens before it, 0: all.
+//   ATTEND       q of in -> out [tokens, heads * value_dim]; n: a query sees itself and the n - 1 tokens before it, 0: all.
 //                `softcap` c, if not 0: a score s becomes c * tanh(s / c). `other`: sinks, float [heads], or NULL: a score of
 //                each head that takes part in the softmax and has no value. MERGE joins the parts of contexts that were
 //                split, and takes the same sinks: they are of whole contexts, not of parts

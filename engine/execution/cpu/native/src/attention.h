@@ -92,16 +92,17 @@ template <class T, class S, class C = T> struct Attention {
         const tm_shape &s = *view.shape;
         const Chunk &chunk = view.chunks[piece.chunk];
         const int64_t dim = s.head_dim, padded = round_up(dim, 16), group = s.heads / s.kv_heads;
+        const int64_t width = s.value_dim, gathered = round_up(width, 16);
         const int64_t token = chunk.first + piece.query;
         const Span span = keys_of(view, op, piece);
         const int64_t begin = span.first, keys = span.last - span.first;
         const Cells<C> pool(view);
         const C **cells = (const C **)scratch;  // [K, V, those of the next piece]
-        float *scores = (float *)(cells + 2 * SPLIT + 2 * W + ON_THE_WAY), *to = scores + s.heads * SPLIT, *q = to + s.heads * padded;
+        float *scores = (float *)(cells + 2 * SPLIT + 2 * W + ON_THE_WAY), *to = scores + s.heads * SPLIT, *q = to + s.heads * gathered;
         float *top = q + s.heads * padded, *total = top + s.heads;
         C *room = (C *)(total + s.heads);  // [W][dim], for what is narrow
         const S *from = (const S *)op.in + token * op.in_stride;
-        memset(to, 0, size_t(s.heads * padded) * 2 * sizeof(float));
+        memset(to, 0, size_t(s.heads * (gathered + padded)) * sizeof(float));
         for (int64_t h = 0; h < s.heads; h++)
             for (int64_t d = 0; d < dim; d += W) store(q + h * padded + d, get(from + h * dim + d, dim - d));
         if (keys) place_cells(view, op, piece, cells);
@@ -133,11 +134,11 @@ template <class T, class S, class C = T> struct Attention {
                 }
                 for (int64_t g = 0; g < group; g += 4) {
                     const int64_t h = kv * group + g;
-                    gather_heads(least(4, group - g), scores + h * SPLIT + i, narrow ? widened : cells + i, narrow ? 0 : kv * dim, live, dim, to + h * padded, padded, g || narrow ? nullptr : cells + i + ON_THE_WAY);
+                    gather_heads(least(4, group - g), scores + h * SPLIT + i, narrow ? widened : cells + i, narrow ? 0 : kv * width, live, width, to + h * gathered, gathered, g || narrow ? nullptr : cells + i + ON_THE_WAY);
                 }
             }
         }
-        for (int64_t h = 0; h < s.heads; h++) finish(view, op, piece, token, h, top[h], total[h], to + h * padded);
+        for (int64_t h = 0; h < s.heads; h++) finish(view, op, piece, token, h, top[h], total[h], to + h * gathered);
     }
 
     static void score_heads(int64_t heads, const float *q, int64_t padded, const C *const *keys, int64_t at, int64_t dim, float *scores, Vec scale, float cap, int64_t live, const C *const *soon) {
@@ -165,7 +166,7 @@ template <class T, class S, class C = T> struct Attention {
     }
 
     static void finish(const View &view, const tm_op &op, const Piece &piece, int64_t token, int64_t head, float top, float total, const float *values) {
-        const int64_t dim = view.shape->head_dim;
+        const int64_t dim = view.shape->value_dim;
         if (piece.slot >= 0) {
             float *to = view.partial + (piece.slot * view.shape->heads + head) * view.partial_stride();
             to[0] = top, to[1] = total;
@@ -189,12 +190,12 @@ template <class T, class S, class C = T> struct Attention {
                 for (int64_t i = 0; i < parts; i++) top = from[i * step] > top ? from[i * step] : top;
                 float total = op.other ? expf(sink - top) : 0;
                 for (int64_t i = 0; i < parts; i++) total += expf(from[i * step] - top) * from[i * step + 1];
-                S *out = (S *)op.out + t * op.out_stride + h * s.head_dim;
-                for (int64_t d = 0; d < s.head_dim; d += W) {
+                S *out = (S *)op.out + t * op.out_stride + h * s.value_dim;
+                for (int64_t d = 0; d < s.value_dim; d += W) {
                     Vec a = zero();
                     for (int64_t i = 0; i < parts; i++)
-                        a = fma(get(from + i * step + PARTIAL + d, s.head_dim - d), set(expf(from[i * step] - top) / total), a);
-                    put<T>(out + d, a, s.head_dim - d);
+                        a = fma(get(from + i * step + PARTIAL + d, s.value_dim - d), set(expf(from[i * step] - top) / total), a);
+                    put<T>(out + d, a, s.value_dim - d);
                 }
             }
         }
@@ -247,7 +248,7 @@ template <class T, class S, class C = T> struct Attention {
     static Vec scaled(Vec a, Vec scale) { return Cells<C>::SCALED ? mul(a, scale) : a; }
     // Whether all of them are finite. room [dim].
     static bool copy_values(const View &view, const tm_op &op, const Chunk &chunk, int64_t head, int64_t key, int64_t keys, int64_t padded, float *to, C *room) {
-        const int64_t dim = view.shape->head_dim;
+        const int64_t dim = view.shape->value_dim;
         const Cells<C> pool(view);
         Vec zeros = zero();
         for (int64_t j = 0; j < keys; j++) {
@@ -295,7 +296,7 @@ template <class T, class S, class C = T> struct Attention {
 
     // What a tile has gathered, out [queries * group][padded], to its tokens.
     static void put_rows(const View &view, const tm_op &op, const Piece &piece, const float *out, int64_t padded, const float *top, const float *total) {
-        const int64_t dim = view.shape->head_dim, group = view.shape->heads / view.shape->kv_heads;
+        const int64_t dim = view.shape->value_dim, group = view.shape->heads / view.shape->kv_heads;
         for (int64_t r = 0; r < piece.queries * group; r++) {
             const int64_t token = view.chunks[piece.chunk].first + piece.query + r / group, head = piece.kv_head * group + r % group;
             S *to = (S *)op.out + token * op.out_stride + head * dim;
@@ -307,12 +308,12 @@ template <class T, class S, class C = T> struct Attention {
     static void tile(const View &view, const tm_op &op, const Piece &piece, char *scratch) {
         const tm_shape &s = *view.shape;
         const Chunk &chunk = view.chunks[piece.chunk];
-        const int64_t dim = s.head_dim, padded = round_up(dim, 32), group = s.heads / s.kv_heads;
+        const int64_t dim = s.head_dim, padded = round_up(dim, 32), gathered = round_up(s.value_dim, 32), group = s.heads / s.kv_heads;
         const int64_t rows = piece.queries * group, all = round_up(rows, TILE);
-        float *q = (float *)scratch, *out = q + all * padded, *scores = out + all * padded;
-        float *keys = scores + all * TILE_KEYS, *values = keys + padded * TILE_KEYS, *top = values + padded * TILE_KEYS, *total = top + all;
+        float *q = (float *)scratch, *out = q + all * padded, *scores = out + all * gathered;
+        float *keys = scores + all * TILE_KEYS, *values = keys + padded * TILE_KEYS, *top = values + gathered * TILE_KEYS, *total = top + all;
         C *room = (C *)(total + all);  // [W][dim], for what is narrow
-        memset(q, 0, size_t(2 * all * padded) * sizeof(float));
+        memset(q, 0, size_t(all * (padded + gathered)) * sizeof(float));
         for (int64_t r = 0; r < rows; r++) {  // row: query, then head of the group
             const int64_t token = chunk.first + piece.query + r / group, head = piece.kv_head * group + r % group;
             const S *from = (const S *)op.in + token * op.in_stride + head * dim;
@@ -323,20 +324,20 @@ template <class T, class S, class C = T> struct Attention {
         for (int64_t key = first_seen(op, first) / TILE_KEYS * TILE_KEYS; key < end; key += TILE_KEYS) {
             const int64_t count = least(TILE_KEYS, end - key);
             turn_keys(view, op, chunk, piece.kv_head, key, count, padded, keys, room);
-            const bool finite = copy_values(view, op, chunk, piece.kv_head, key, count, padded, values, room);
+            const bool finite = copy_values(view, op, chunk, piece.kv_head, key, count, gathered, values, room);
             matmul<false>(all, TILE_KEYS, q, padded, keys, TILE_KEYS, padded, scores, TILE_KEYS);
             for (int64_t r = 0; r < rows; r++)
-                weigh_row(op, scores + r * TILE_KEYS, first + r / group, key, count, top[r], total[r], out + r * padded, padded);
+                weigh_row(op, scores + r * TILE_KEYS, first + r / group, key, count, top[r], total[r], out + r * gathered, gathered);
             if (finite) {
-                matmul<true>(all, padded, scores, TILE_KEYS, values, padded, count, out, padded);
+                matmul<true>(all, gathered, scores, TILE_KEYS, values, gathered, count, out, gathered);
                 continue;
             }
             for (int64_t r = 0; r < rows; r++) {  // a weight of zero does not hide a NaN from those that do not see it
                 const int64_t query = first + r / group, from = most(0, first_seen(op, query) - key), seen = least(count, query + 1 - key);
-                for (int64_t d = 0; from < seen && d < padded; d += 2 * W)
-                    product<1, true>(scores + r * TILE_KEYS + from, 0, values + from * padded + d, padded, seen - from, out + r * padded + d, 0);
+                for (int64_t d = 0; from < seen && d < gathered; d += 2 * W)
+                    product<1, true>(scores + r * TILE_KEYS + from, 0, values + from * gathered + d, gathered, seen - from, out + r * gathered + d, 0);
             }
         }
-        put_rows(view, op, piece, out, padded, top, total);
+        put_rows(view, op, piece, out, gathered, top, total);
     }
 };

@@ -11,25 +11,25 @@ template <class C> struct AmxAttention {
     static constexpr int64_t COLUMNS = 32, KEYS = TILE_KEYS;
     static constexpr float LOWEST = -3e38f;  // a maximum of nothing: a column may see none of its first keys
 
-    // What is known of 32 columns so far. `out` [head_dim][32] lies behind it.
+    // What is known of 32 columns so far. `out` [value_dim][32] lies behind it.
     struct Columns {
         float score[KEYS][COLUMNS], top[COLUMNS], total[COLUMNS], last_key[COLUMNS];
         uint32_t share[2][KEYS / 32][16][16];
     };
 
-    static bool fits(const tm_shape &s) { return s.head_dim % 32 == 0 && s.block_size % 16 == 0; }
-    static int64_t bytes_of_columns(int64_t dim) { return int64_t(sizeof(Columns)) + dim * COLUMNS * 4 + 2 * dim / 32 * 1024; }
+    static bool fits(const tm_shape &s) { return s.head_dim % 32 == 0 && s.value_dim % 32 == 0 && s.block_size % 16 == 0; }
+    static int64_t bytes_of_columns(const tm_shape &s) { return int64_t(sizeof(Columns)) + s.value_dim * COLUMNS * 4 + 2 * s.head_dim / 32 * 1024; }
 
     struct Room {  // of the group of columns `index`
         Columns *columns;
         float *out;
-        uint32_t *query;  // [2][dim / 32][16 pairs][16 columns]
+        uint32_t *query;  // [2][head_dim / 32][16 pairs][16 columns]
 
-        Room(char *scratch, int64_t index, int64_t dim) {
-            char *at = scratch + index * bytes_of_columns(dim);
+        Room(char *scratch, int64_t index, const tm_shape &s) {
+            char *at = scratch + index * bytes_of_columns(s);
             columns = (Columns *)at;
             out = (float *)(at + sizeof(Columns));
-            query = (uint32_t *)(at + sizeof(Columns)) + dim * COLUMNS;
+            query = (uint32_t *)(at + sizeof(Columns)) + s.value_dim * COLUMNS;
         }
     };
 
@@ -52,7 +52,7 @@ template <class C> struct AmxAttention {
                 transpose(r);
                 for (int64_t j = 0; j < 16; j++) _mm512_storeu_si512(room.query + ((h * dim / 32 + d) * 16 + j) * 16, r[j]);
             }
-        memset(room.out, 0, size_t(dim * COLUMNS) * sizeof(float));
+        memset(room.out, 0, size_t(s.value_dim * COLUMNS) * sizeof(float));
     }
 
     // Keys [key, key + keys) of one head, to [KEYS][dim]; behind the end any, as they are masked.
@@ -77,7 +77,7 @@ template <class C> struct AmxAttention {
         const tm_shape &s = *view.shape;
         const Chunk &chunk = view.chunks[piece.chunk];
         const Cells<C> pool(view);
-        const int64_t dim = s.head_dim, cell = (widened ? 1 : s.kv_heads) * dim * 2;
+        const int64_t dim = s.head_dim, cell = (widened ? dim : s.cell) * 2;
         for (int64_t i = 0; i < keys; i += 32) {
             const bf16 *k[2];
             for (int64_t j = 0; j < 2; j++)  // behind the end: any block, as it is masked
@@ -139,12 +139,12 @@ template <class C> struct AmxAttention {
         const __m512i exponent = _mm512_set1_epi32(0x7f80);
         __mmask16 wrong = 0;
         for (int64_t i = 0; i < keys; i += 16)
-            for (int64_t d = 0; d < s.head_dim; d += 16) {
+            for (int64_t d = 0; d < s.value_dim; d += 16) {
                 __m512i r[16];
                 for (int64_t j = 0; j < 16; j++) {
                     r[j] = _mm512_setzero_si512();
                     if (key + i + j >= end) continue;
-                    const int64_t token = key + i + j, entry = chunk.v_table[token / s.block_size], at = piece.kv_head * s.head_dim + d;
+                    const int64_t token = key + i + j, entry = chunk.v_table[token / s.block_size], at = piece.kv_head * s.value_dim + d;
                     if (pool.narrow(entry)) {
                         const Vec scale = set(pool.narrow_scale(1, entry, op.layer, token, piece.kv_head));
                         r[j] = _mm512_cvtepu16_epi32(narrow(mul(load(pool.narrow_values(1, entry, op.layer, token) + at), scale).v));
@@ -199,7 +199,7 @@ template <class C> struct AmxAttention {
     static void finish(const View &view, const tm_op &op, const Piece &piece, int64_t first_column, const Room &room) {
         const tm_shape &s = *view.shape;
         const Chunk &chunk = view.chunks[piece.chunk];
-        const int64_t dim = s.head_dim, group = s.heads / s.kv_heads, count = piece.queries * group;
+        const int64_t dim = s.value_dim, group = s.heads / s.kv_heads, count = piece.queries * group;
         for (int64_t h = 0; h < 2; h++) {
             const Vec share = shares(op, piece, first_column + h * 16, group, load(room.columns->top + h * 16), load(room.columns->total + h * 16));
             for (int64_t d = 0; d < dim; d += 16) {
@@ -220,10 +220,10 @@ template <class C> struct AmxAttention {
         const tm_shape &s = *view.shape;
         if (!fits(s)) return Plain::tile(view, op, piece, scratch);
         const Chunk &chunk = view.chunks[piece.chunk];
-        const int64_t dim = s.head_dim, groups = divide_up(piece.queries * (s.heads / s.kv_heads), COLUMNS);
+        const int64_t dim = s.value_dim, groups = divide_up(piece.queries * (s.heads / s.kv_heads), COLUMNS);
         const int64_t first = chunk.start + piece.query, end = first + piece.queries, from = first_seen(op, first) / KEYS * KEYS;
-        bf16 *turned = (bf16 *)(scratch + groups * bytes_of_columns(dim)), *widened = turned + dim * KEYS;
-        for (int64_t g = 0; g < groups; g++) begin(view, op, piece, g * COLUMNS, Room(scratch, g, dim));
+        bf16 *turned = (bf16 *)(scratch + groups * bytes_of_columns(s)), *widened = turned + dim * KEYS;
+        for (int64_t g = 0; g < groups; g++) begin(view, op, piece, g * COLUMNS, Room(scratch, g, s));
         for (int64_t key = from; key < end; key += KEYS) {
             const int64_t keys = least(KEYS, round_up(end - key, 32));
             // a share of zero does not hide a NaN from the queries that do not see it
@@ -231,12 +231,12 @@ template <class C> struct AmxAttention {
             const bool widens = SCALED || Cells<C>(view).any_narrow(chunk.k_table, key, least(keys, end - key));
             if (widens) widen_keys(view, op, piece, key, keys, end, widened);
             for (int64_t g = 0; g < groups; g++) {
-                const Room room(scratch, g, dim);
+                const Room room(scratch, g, s);
                 score(view, op, piece, key, keys, end, room, widens ? widened : nullptr);
                 for (int64_t half = 0; half < 2; half++) weigh(op, *room.columns, half, key, keys, from, first, end, set(s.scale), room.out, dim);
                 gather(turned, keys, dim, room);
             }
         }
-        for (int64_t g = 0; g < groups; g++) finish(view, op, piece, g * COLUMNS, Room(scratch, g, dim));
+        for (int64_t g = 0; g < groups; g++) finish(view, op, piece, g * COLUMNS, Room(scratch, g, s));
     }
 };

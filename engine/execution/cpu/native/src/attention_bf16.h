@@ -41,7 +41,7 @@ template <class C> struct PairedTiles {
 
     // Their values in pairs of keys [divide_up(keys, 2)][padded]. Whether all of them are finite. room [2][dim].
     static bool pair_values(const View &view, const tm_op &op, const Chunk &chunk, int64_t head, int64_t key, int64_t keys, int64_t padded, uint32_t *to, bf16 *room) {
-        const int64_t dim = view.shape->head_dim;
+        const int64_t dim = view.shape->value_dim;
         const Cells<bf16> pool(view);
         const __m512i exponent = _mm512_set1_epi16(0x7f80);
         __mmask32 wrong = 0;
@@ -65,12 +65,12 @@ template <class C> struct PairedTiles {
     static void tile(const View &view, const tm_op &op, const Piece &piece, char *scratch) {
         const tm_shape &s = *view.shape;
         const Chunk &chunk = view.chunks[piece.chunk];
-        const int64_t dim = s.head_dim, padded = round_up(dim, 32), group = s.heads / s.kv_heads;
+        const int64_t dim = s.head_dim, padded = round_up(dim, 32), gathered = round_up(s.value_dim, 32), group = s.heads / s.kv_heads;
         const int64_t rows = piece.queries * group, all = round_up(rows, TILE);
-        float *out = (float *)scratch, *scores = out + all * padded, *top = scores + all * TILE_KEYS, *total = top + all;
+        float *out = (float *)scratch, *scores = out + all * gathered, *top = scores + all * TILE_KEYS, *total = top + all;
         uint32_t *keys = (uint32_t *)(total + all), *values = keys + padded / 2 * TILE_KEYS;
-        bf16 *q = (bf16 *)(values + TILE_KEYS / 2 * padded), *shares = q + all * padded, *room = shares + all * TILE_KEYS;
-        memset(out, 0, size_t(all * padded) * sizeof(float));
+        bf16 *q = (bf16 *)(values + TILE_KEYS / 2 * gathered), *shares = q + all * padded, *room = shares + all * TILE_KEYS;
+        memset(out, 0, size_t(all * gathered) * sizeof(float));
         memset(q, 0, size_t(all * padded) * sizeof(bf16));
         memset(shares, 0, size_t(all * TILE_KEYS) * sizeof(bf16));
         for (int64_t r = 0; r < rows; r++) {  // row: query, then head of the group
@@ -82,17 +82,17 @@ template <class C> struct PairedTiles {
         for (int64_t key = first_seen(op, first) / TILE_KEYS * TILE_KEYS; key < end; key += TILE_KEYS) {
             const int64_t count = least(TILE_KEYS, end - key);
             // a share of zero does not hide a NaN from the queries that do not see it
-            if (!pair_values(view, op, chunk, piece.kv_head, key, count, padded, values, room)) return Plain::tile(view, op, piece, scratch);
+            if (!pair_values(view, op, chunk, piece.kv_head, key, count, gathered, values, room)) return Plain::tile(view, op, piece, scratch);
             turn_keys(view, op, chunk, piece.kv_head, key, count, padded, keys, room);
             matmul<false>(all, TILE_KEYS, q, padded, keys, TILE_KEYS, padded / 2, s.scale, scores, TILE_KEYS);
             for (int64_t r = 0; r < rows; r++) {
                 float *row = scores + r * TILE_KEYS;
-                Plain::weigh_row(op, row, first + r / group, key, count, top[r], total[r], out + r * padded, padded);
+                Plain::weigh_row(op, row, first + r / group, key, count, top[r], total[r], out + r * gathered, gathered);
                 for (int64_t i = 0; i < TILE_KEYS; i += Vec::W) store(shares + r * TILE_KEYS + i, load(row + i));
             }
-            matmul<true>(all, padded, shares, TILE_KEYS, values, padded, divide_up(count, 2), 1, out, padded);
+            matmul<true>(all, gathered, shares, TILE_KEYS, values, gathered, divide_up(count, 2), 1, out, gathered);
         }
-        Plain::put_rows(view, op, piece, out, padded, top, total);
+        Plain::put_rows(view, op, piece, out, gathered, top, total);
     }
 };
 

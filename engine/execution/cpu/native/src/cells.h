@@ -8,15 +8,16 @@ template <class C> struct Cells {
     static constexpr float STEPS = 127;
 
     char *pool;
-    int64_t block_size, layers, heads, dim, slice;  // slice: bytes of a block in one layer
+    int64_t block_size, layers, heads, dim, value_dim, cell, slice;  // cell: elements; slice: bytes of a block in one layer
     const bf16 *narrow_scales;
 
     explicit Cells(const View &view)
         : pool((char *)view.pool), block_size(view.shape->block_size), layers(view.shape->layers), heads(view.shape->kv_heads),
-          dim(view.shape->head_dim), slice(block_size * heads * (dim * int64_t(sizeof(C)) + (SCALED ? int64_t(sizeof(bf16)) : 0))),
+          dim(view.shape->head_dim), value_dim(view.shape->value_dim), cell(view.shape->cell),
+          slice(block_size * (cell * int64_t(sizeof(C)) + (SCALED ? heads * int64_t(sizeof(bf16)) : 0))),
           narrow_scales((const bf16 *)(pool + (view.shape->pool_units + 1) * layers * slice)) {}
 
-    C *values(int64_t block, int64_t token) const { return (C *)(pool + block * slice) + token * heads * dim; }
+    C *values(int64_t block, int64_t token) const { return (C *)(pool + block * slice) + token * cell; }
     bf16 *scales(int64_t block, int64_t token) const {
         return (bf16 *)(pool + block * slice + block_size * heads * dim) + token * heads;
     }
@@ -56,7 +57,7 @@ template <class C> struct Cells {
                 for (int64_t d = 0; d < dim; d += Vec::W) put<C>(room + d, mul(get(from + d, dim - d), scale), dim - d);
                 return room;
             }
-        return values(entry * layers + layer, token % block_size) + head * dim;
+        return values(entry * layers + layer, token % block_size) + head * (part ? value_dim : dim);
     }
     // Where the values of tokens [first, last) lie, integers if their block is narrow; `to` behind the last of them.
     const C **place(int64_t part, const int64_t *table, int64_t layer, int64_t first, int64_t last, const C **to) const {
@@ -64,21 +65,21 @@ template <class C> struct Cells {
             const int64_t entry = table[first / block_size], count = least(last - first, block_size - first % block_size);
             const char *from = narrow(entry) ? (const char *)narrow_values(part, entry, layer, first)
                                              : (const char *)values(entry * layers + layer, first % block_size);
-            const int64_t bytes = heads * dim * (narrow(entry) ? 1 : int64_t(sizeof(C)));
+            const int64_t bytes = cell * (narrow(entry) ? 1 : int64_t(sizeof(C)));
             for (int64_t i = 0; i < count; i++) *to++ = (const C *)(from + i * bytes);
             first += count;
         }
         return to;
     }
 
-    // Writes cell `id` (block * block_size + token) from x [heads][dim], rounded to the model's type already.
-    template <class T, class S> void write(int64_t id, const S *x) const {
+    // Writes cell `id` (block * block_size + token) from x [heads][width], rounded to the model's type already.
+    template <class T, class S> void write(int64_t id, const S *x, int64_t width) const {
         const int64_t block = id / block_size, token = id % block_size;
         C *to = values(block, token);
         if constexpr (SCALED) {
             for (int64_t h = 0; h < heads; h++) round_head(x + h * dim, to + h * dim, scales(block, token) + h);
         } else {
-            for (int64_t i = 0; i < heads * dim; i += Vec::W) put<T>(to + i, get(x + i, heads * dim - i), heads * dim - i);
+            for (int64_t i = 0; i < heads * width; i += Vec::W) put<T>(to + i, get(x + i, heads * width - i), heads * width - i);
         }
     }
 

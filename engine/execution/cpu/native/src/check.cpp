@@ -15,15 +15,17 @@ bool is_size(int64_t n) { return n > 0 && n < LARGEST; }
 }  // namespace
 
 std::string check_shape(const tm_shape &s) {
-    for (int64_t size : {s.heads, s.kv_heads, s.head_dim, s.hidden, s.layers, s.vocab, s.block_size, s.pool_units, s.num_rows,
+    for (int64_t size : {s.heads, s.kv_heads, s.head_dim, s.value_dim, s.cell, s.hidden, s.layers, s.vocab, s.block_size, s.pool_units, s.num_rows,
                          s.max_blocks, s.max_positions, s.max_tokens, s.max_samples})
         if (!is_size(size)) return "a size is not positive";
     if (s.heads % s.kv_heads) return "heads are not a multiple of kv_heads";
-    if (s.heads > 65536 || s.head_dim > 65536) return "too many heads, or too large ones";
+    if (s.heads > 65536 || most(s.head_dim, s.value_dim) > 65536) return "too many heads, or too large ones";
     if (s.rotary_dim < 0 || s.rotary_dim % 2 || s.rotary_dim > s.head_dim) return "rotary_dim does not fit in a head";
     if (s.rotary_dim && !s.inverse_frequencies) return "frequencies are missing";
     if (s.rounds_once != 0 && s.rounds_once != 1) return "unknown rounding of norms";
     if (s.int8_cache < TM_EXACT_CACHE || s.int8_cache > TM_MIXED_CACHE) return "unknown type of the cache";
+    if (s.cell < s.kv_heads * most(s.head_dim, s.value_dim)) return "a cell is narrower than what it holds";
+    if (s.int8_cache != TM_EXACT_CACHE && (s.value_dim != s.head_dim || s.cell != s.kv_heads * s.head_dim)) return "cells of 8 bits are as wide as K and V, which are of one width";
     if (s.type < TM_FLOAT32 || s.type > TM_BFLOAT16) return "unknown type";
     return "";
 }
@@ -46,7 +48,7 @@ std::string check_linear(const tm_op &op) {
 }
 
 std::string check_op(const tm_op &op, const tm_shape &s) {
-    const int64_t width = (s.heads + 2 * s.kv_heads) * s.head_dim;
+    const int64_t width = (s.heads + s.kv_heads) * s.head_dim + s.kv_heads * s.value_dim, gathered = s.heads * s.value_dim;
     if (op.layer < 0 || op.layer >= s.layers) return "no such layer";
     switch (op.kind) {
         case TM_EMBED:
@@ -63,8 +65,8 @@ std::string check_op(const tm_op &op, const tm_shape &s) {
         case TM_ROPE_KV: return op.out && op.out_stride >= width && (op.in || !s.rotary_dim) ? "" : "rope: out, its stride, or angles";
         case TM_ATTEND:
             if (!(op.softcap >= 0)) return "attention: a softcap below zero";
-            return op.in && op.out && op.n >= 0 && op.in_stride >= width && op.out_stride >= s.heads * s.head_dim ? "" : "attention: a pointer or stride";
-        case TM_MERGE: return op.out && op.out_stride >= s.heads * s.head_dim ? "" : "merge: out or its stride";
+            return op.in && op.out && op.n >= 0 && op.in_stride >= width && op.out_stride >= gathered ? "" : "attention: a pointer or stride";
+        case TM_MERGE: return op.out && op.out_stride >= gathered ? "" : "merge: out or its stride";
         case TM_BEST: return "";
         default: return "unknown operation";
     }

@@ -95,7 +95,7 @@ template <class T, class S> struct Rows {
 
     template <class C> static void rope_kv(const View &view, const tm_op &op, Span tokens) {
         const tm_shape &shape = *view.shape;
-        const int64_t dim = shape.head_dim, half = shape.rotary_dim / 2, cell = shape.kv_heads * dim;
+        const int64_t dim = shape.head_dim, half = shape.rotary_dim / 2;
         const int64_t rotated = shape.heads + shape.kv_heads, layer = op.layer * shape.block_size;
         const Cells<C> cells(view);
         for (int64_t t = tokens.first; t < tokens.last; t++) {
@@ -106,9 +106,9 @@ template <class T, class S> struct Rows {
                 if (op.weight) norm_row(x, x, (const float *)op.weight + h * dim, nullptr, dim, op.eps, shape.rounds_once != 0);
                 if (half) rotate(x, cos, cos + half, half);
             }
-            const S *k = heads + shape.heads * dim, *v = k + cell;
-            cells.template write<T>(view.k_cells[t] + layer, k);
-            cells.template write<T>(view.v_cells[t] + layer, v);
+            const S *k = heads + shape.heads * dim, *v = k + shape.kv_heads * dim;
+            cells.template write<T>(view.k_cells[t] + layer, k, dim);
+            cells.template write<T>(view.v_cells[t] + layer, v, shape.value_dim);
         }
     }
 };

@@ -56,14 +56,14 @@ struct View {
     const Chunk *chunks;
     const Piece *pieces, *pieces_end;
     const int64_t *slot, *parts;  // of every token: its first partial result, and how many (0: none)
-    float *partial;               // [slots][heads][PARTIAL + head_dim rounded up to 16]
+    float *partial;               // [slots][heads][PARTIAL + value_dim rounded up to 16]
     void *pool;
     float *logits;
     int64_t logits_stride;
     float *chunk_best;       // [chunks of the logits][samples]
     int64_t *chunk_best_id;
 
-    int64_t partial_stride() const { return PARTIAL + round_up(shape->head_dim, 16); }
+    int64_t partial_stride() const { return PARTIAL + round_up(shape->value_dim, 16); }
 };
 
 // Where one chunk of a linear layer puts the largest logits of its outputs; NULL for other layers.

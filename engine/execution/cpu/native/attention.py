@@ -1,0 +1,134 @@
+"""Attention of modules that are not ours by the C++ library: q, k and v of a layer come, what they gather goes back.
+
+Twin: `engine.execution.cpu.attention.PagedAttention`. Layers may differ in their heads, in the widths of K and V and in
+their manners: there is a tape for each shape of heads, with three operations for each layer (its cells are written, its
+queries attend, the parts of split contexts are merged), made when a layer first comes. A step is planned once for each
+tape.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.arrays import IntArray
+from engine.execution.cpu.native.binding import shape_over, step_over
+from engine.execution.cpu.native.library import TYPES, Kind, Op, Step, Tape, activation_dtype
+from engine.execution.cpu.native.linear import Native, rows_for, stride_of
+from engine.execution.pool import UnitPool
+from engine.execution.rows import RowTable
+from engine.models.manner import PLAIN, Manner
+
+_FIRST_TOKENS = 512  # rows of the buffers until a step needs more
+_ANY_TOKEN = 2**31  # nothing is looked up by token ids here
+
+
+class _Heads(NamedTuple):
+    """What a tape is for: heads and KV heads, the widths of K and V, and what scores are multiplied by."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    scale: float
+
+
+class NativeAttention:
+    """One step at a time, over a pool in the model's type. `max_model_len`: the engine's longest context."""
+
+    def __init__(self, native: Native, pool: UnitPool, rows: RowTable, max_model_len: int) -> None:
+        self._native = native
+        self._pool = pool
+        self._rows = rows
+        self._max_model_len = max_model_len
+        self._tapes: dict[_Heads, _HeadsTape] = {}
+        self._chunks: IntArray = np.empty((0, 4), dtype=np.int64)
+        self._step = Step()
+
+    def begin(self, chunks: IntArray) -> None:
+        """From now on calls are of the tokens of these chunks [n, 4] (row, start, length, sample), in their order."""
+        self._chunks = np.ascontiguousarray(chunks, dtype=np.int64)
+        self._step = step_over(self._pool, self._rows, self._chunks)
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, manner: Manner = PLAIN) -> Tensor:
+        """q [T, heads, d], k [T, kv_heads, d], v [T, kv_heads, e] of all tokens -> [T, heads * e]. Writes k and v to
+        the pool, whose cells may be wider than this layer's. Raises StepError."""
+        scale = q.shape[2] ** -0.5 if manner.scale is None else manner.scale
+        heads = _Heads(q.shape[1], k.shape[1], k.shape[2], v.shape[2], scale)
+        tape = self._tapes.get(heads)
+        if tape is None or tape.max_tokens < len(q):
+            room = max(len(q), 2 * tape.max_tokens if tape else _FIRST_TOKENS)
+            tape = _HeadsTape(self._native, self._pool, self._rows, self._max_model_len, heads, room)
+            self._tapes[heads] = tape
+        return tape.attend(self._step, layer, (q, k, v), manner)
+
+
+class _HeadsTape:
+    """The layers of one shape of heads, for steps of at most `max_tokens`."""
+
+    def __init__(
+        self, native: Native, pool: UnitPool, rows: RowTable, max_model_len: int, heads: _Heads, max_tokens: int
+    ) -> None:
+        self.max_tokens = max_tokens
+        self._native = native
+        self._heads = heads
+        level = native.level_for(pool.dtype)
+        self._shape = shape_over(
+            pool,
+            rows,
+            max_model_len,
+            **heads._asdict(),
+            hidden=heads.heads * heads.head_dim,
+            vocab=_ANY_TOKEN,
+            max_tokens=max_tokens,
+            max_samples=rows.num_rows,
+            level=level,
+            type=TYPES[pool.dtype],
+        )
+        widths = (heads.heads * heads.head_dim, heads.kv_heads * heads.head_dim, heads.kv_heads * heads.value_dim)
+        kind, count = activation_dtype(level), rows_for(max_tokens)
+        self._rows = torch.zeros(count, stride_of(sum(widths)), dtype=kind)
+        self._parts = torch.split(self._rows[:, : sum(widths)], list(widths), dim=1)  # q, k, v
+        self._gathered = torch.zeros(count, stride_of(heads.heads * heads.value_dim), dtype=kind)
+        self._ops: list[Op] = []
+        self._places: dict[tuple[object, ...], int] = {}
+        self._kept: list[Tensor] = []  # sinks: as modules have them, and as the tape reads them
+        self._tape: Tape | None = None
+        self._begun: Step | None = None
+
+    def attend(self, step: Step, layer: int, parts: tuple[Tensor, Tensor, Tensor], manner: Manner) -> Tensor:
+        """See NativeAttention."""
+        what = (layer, manner.window, manner.softcap, None if manner.sinks is None else id(manner.sinks))
+        place = self._places.get(what)
+        if place is None:
+            place = self._places[what] = len(self._ops)
+            self._ops += self._layer(layer, manner)
+            self._tape = None
+        if self._tape is None:
+            self._tape, self._begun = Tape(self._native.library, self._shape, self._ops), None
+        if self._begun is not step:
+            self._tape.begin(self._native.team, step)
+            self._begun = step
+        q, count = parts[0], len(parts[0])
+        for rows, part in zip(self._parts, parts, strict=True):
+            torch.unflatten(rows[:count], 1, part.shape[1:]).copy_(part)
+        self._tape.run_ops(self._native.team, place, place + 3)
+        width = self._heads.heads * self._heads.value_dim
+        return torch.empty(count, width, dtype=q.dtype).copy_(self._gathered[:count, :width])
+
+    def _layer(self, layer: int, manner: Manner) -> list[Op]:
+        sinks = None
+        if manner.sinks is not None:
+            learned = manner.sinks.detach().float().contiguous()
+            self._kept += [manner.sinks, learned]
+            sinks = learned.data_ptr()
+        rows, out = self._rows.data_ptr(), self._gathered.data_ptr()
+        in_stride, out_stride = self._rows.stride(0), self._gathered.stride(0)
+        attend = Op(kind=Kind.ATTEND, layer=layer, input=rows, in_stride=in_stride, out=out, out_stride=out_stride)
+        attend.n, attend.softcap, attend.other = manner.window or 0, manner.softcap or 0.0, sinks
+        return [
+            Op(kind=Kind.ROPE_KV, layer=layer, out=rows, out_stride=in_stride),  # nothing to rotate: writes cells
+            attend,
+            Op(kind=Kind.MERGE, layer=layer, out=out, out_stride=out_stride, other=sinks),
+        ]
