@@ -8,7 +8,6 @@ and units it gave up wait until the step in flight has ended. Blocks are offered
 once their content is confirmed. HyGen §4.1; reliability E1-E8.
 """
 
-import math
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from functools import partial
@@ -31,6 +30,7 @@ from engine.config import SchedulerConfig
 from engine.errors import ErrorInfo, InvalidRequestError, TidemillError
 from engine.request import Request, RequestStatus
 from engine.scheduling.admission import Admission, check_length
+from engine.scheduling.ahead import may_run_ahead
 from engine.scheduling.blame import LONE_WAITS, Blame
 from engine.scheduling.counters import StepCounters
 from engine.scheduling.draft import Step, StepDraft
@@ -52,8 +52,6 @@ from predictor.limits import UNITS_PER_BLOCK
 from predictor.load import Lengths
 from predictor.model import LatencyPredictor
 
-MOST_ROWS_AHEAD = 4
-"""Running requests with which the host's work is hidden behind a step of its own cores."""
 KEPT_BYTES = 16 * 1024**2
 """Of one step that keeps prefixes: the time for it may be over behind any of them."""
 
@@ -123,22 +121,8 @@ class EngineCore:
 
     @property
     def may_run_ahead(self) -> bool:
-        """Whether the next step is to be scheduled behind one in flight.
-
-        A GPU must not wait for the host. Where both are the same cores, the host's work is worth hiding behind a step
-        only while few rows leave cores for it; and since what arrives meanwhile waits for one step more, only behind
-        short steps of decodes, with nothing else to be done.
-        """
-        longest = self.config.ahead_seconds
-        if not self._in_flight or longest == math.inf:
-            return True
-        running = self._state.running[RequestClass.ONLINE]
-        return (
-            len(running) <= MOST_ROWS_AHEAD
-            and len(running) == len(self._requests)
-            and all(request.decode_is_due for request in running)
-            and all((step.output.predicted_latency or math.inf) <= longest for step in self._in_flight)
-        )
+        """Whether the next step may be scheduled now, whatever is in flight."""
+        return not self._in_flight or may_run_ahead(self._state, len(self._requests), self._in_flight)
 
     @property
     def num_in_flight(self) -> int:
