@@ -55,7 +55,6 @@ from predictor.model import LatencyPredictor
 KEPT_BYTES = 16 * 1024**2
 """Of one step that keeps prefixes: the time for it may be over behind any of them."""
 
-
 _aside = attrgetter("aside")
 
 
