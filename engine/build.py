@@ -22,7 +22,15 @@ from engine import __version__
 from engine.adapters import parse_adapters, stamps_of
 from engine.api import DroppableLayers, EngineInfo
 from engine.colocation.controller import make_controller
-from engine.config import MIXED_CACHES, EngineConfig, SchedulerConfig, most_blocks, parse_offload, step_limits
+from engine.config import (
+    MIXED_CACHES,
+    EngineConfig,
+    SchedulerConfig,
+    most_blocks,
+    most_unconfirmed,
+    parse_offload,
+    step_limits,
+)
 from engine.engine import Engine
 from engine.errors import ConfigError, ModelLoadError
 from engine.execution import memory
@@ -627,8 +635,8 @@ def _window(plan: LaunchPlan) -> int:
 
 def _most_blocks(plan: LaunchPlan) -> float:
     """What a request holds at once; infinite where that is all of its context."""
-    limits, depth = plan.limits, find_backend(plan.device).pipeline_depth
-    tokens = (1 + depth) * limits.max_num_batched_tokens
+    limits, backend = plan.limits, find_backend(plan.device)
+    tokens = most_unconfirmed(limits.max_num_batched_tokens, backend.pipeline_depth, backend.ahead_seconds)
     return most_blocks(limits.window, limits.block_size, tokens) if limits.window else math.inf
 
 

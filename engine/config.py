@@ -236,7 +236,8 @@ class SchedulerConfig:
     @property
     def most_blocks(self) -> int:
         """What a request holds at once."""
-        return most_blocks(self.window, self.block_size, (1 + self.pipeline_depth) * self.max_num_batched_tokens)
+        tokens = most_unconfirmed(self.max_num_batched_tokens, self.pipeline_depth, self.ahead_seconds)
+        return most_blocks(self.window, self.block_size, tokens)
 
     @property
     def limits(self) -> Limits:
@@ -257,6 +258,12 @@ class SchedulerConfig:
         _check_whole_prompts(self.chunked_prefill, self.max_num_batched_tokens, self.max_model_len)
         if self.window:
             assert not self.scratch_blocks and not self.running_int8, "blocks of one kind are given back, K and V"
+
+
+def most_unconfirmed(step_tokens: int, pipeline_depth: int, ahead_seconds: float) -> int:
+    """Tokens of one request in all steps in flight: the ones ahead are full where a device runs by itself, and a decode
+    each where they are scheduled behind short steps only."""
+    return (1 + pipeline_depth) * step_tokens if ahead_seconds == math.inf else step_tokens + pipeline_depth
 
 
 def most_blocks(window: int, block_size: int, num_tokens: int) -> int:

@@ -14,6 +14,7 @@ from engine.api import EngineRequest, FinishReason, RequestClass, RequestTimes, 
 from engine.config import SchedulerConfig
 from engine.errors import ContextLengthError, InvalidRequestError, QueueFullError
 from engine.request import RequestStatus
+from engine.text.thoughts import ThinkingBudget, ThoughtMarks
 from predictor.model import LatencyModel
 
 VOCAB = 50
@@ -61,10 +62,12 @@ def test_one_request(depth: int) -> None:
 
 
 def test_steps_are_scheduled_ahead_where_the_host_is_the_device_behind_short_ones_of_few_rows() -> None:
-    def runs_ahead(num: int, *, step: float = 0.001, ahead: float = 0.02, prompt: int = 3, offline: int = 0) -> bool:
+    def runs_ahead(
+        num: int, *, step: float = 0.001, ahead: float = 0.02, prompt: int = 3, offline: int = 0, **sampling: object
+    ) -> bool:
         model = LatencyModel(intercept=step)
         driver = make_driver(1, ahead_seconds=ahead, model=model)
-        driver.add(*[make_request(f"r{i}", range(prompt), 6) for i in range(num)])
+        driver.add(*[make_request(f"r{i}", range(prompt), 6, **sampling) for i in range(num)])
         driver.add(*[make_request(f"o{i}", range(3), 6, request_class=RequestClass.OFFLINE) for i in range(offline)])
         assert driver.core.may_run_ahead, "nothing is in flight"
         assert driver.launch()
@@ -77,7 +80,19 @@ def test_steps_are_scheduled_ahead_where_the_host_is_the_device_behind_short_one
     assert not runs_ahead(1, step=0.05), "what arrives would wait for a long step more"
     assert not runs_ahead(1, prompt=20), "a prompt goes on"
     assert not runs_ahead(1, offline=1)
+    thinking = ThinkingBudget(2, ThoughtMarks((1,), (2,)), begun=True)
+    assert not runs_ahead(1, thinking=thinking), "what may follow is made from the last token"
     assert runs_ahead(5, step=0.05, offline=1, ahead=math.inf), "a GPU does not wait for the host"
+
+
+def test_a_step_ahead_behind_a_short_one_needs_room_for_a_decode_where_a_full_one_needs_a_step() -> None:
+    settings: dict[str, Any] = {"num_units": 60, "max_model_len": 200, "block_size": BLOCK, "window": 40}
+    settings["max_num_batched_tokens"] = 16
+    alone, full, short = (
+        SchedulerConfig(**settings, pipeline_depth=depth, ahead_seconds=seconds).most_blocks
+        for depth, seconds in ((0, math.inf), (1, math.inf), (1, 0.02))
+    )
+    assert (full - alone, short - alone) == (4, 1)
 
 
 def test_prompts_run_in_chunks_beside_decodes(depth: int) -> None:
