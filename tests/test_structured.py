@@ -110,7 +110,7 @@ def make_driver(
         max_num_seqs=12,
         max_num_batched_tokens=48,
         min_prefill_chunk=8,
-        pipeline_depth=1 if backend == "cuda" else 0,
+        pipeline_depth=1 if backend in ("cuda", "torch ahead") else 0,
     )
     runner: Runner[Any]
     if backend == "cuda":
@@ -227,7 +227,7 @@ def test_json_is_compact_unless_asked_otherwise() -> None:
 # What is drawn
 
 
-@pytest.mark.parametrize("backend", ["torch", "native", "cuda"])
+@pytest.mark.parametrize("backend", ["torch", "native", "cuda", "torch ahead"])
 def test_every_answer_that_ends_is_valid(backend: str) -> None:
     """At temperature 2, in a pool that is too small: preemptions, mixed with requests that may say anything, with and
     without penalties, bias, a minimum length and log-probabilities."""
@@ -268,7 +268,7 @@ def test_backends_draw_what_torch_draws(backend: str) -> None:
     assert texts[0] == texts[1]
 
 
-@pytest.mark.parametrize("backend", ["torch", "native", "cuda"])
+@pytest.mark.parametrize("backend", ["torch", "native", "cuda", "torch ahead"])
 def test_forced_tokens_save_steps_and_change_nothing(backend: str) -> None:
     """Seeds, a short answer that ends in the middle of a run, penalties, a pool that is too small: token for token what
     comes one by one, in fewer steps."""
@@ -327,7 +327,7 @@ def test_forced_tokens_behind_a_step_in_flight_outlast_late_masks_and_failures(
     assert stats.forced_tokens > 0 and (stats.failed_steps > 0) is fails
 
 
-@pytest.mark.parametrize("backend", ["native", "cuda"])
+@pytest.mark.parametrize("backend", ["native", "cuda", "torch ahead"])
 def test_penalties_count_forced_tokens(backend: str) -> None:
     """As torch's path counts them, which looks at the tokens themselves."""
     answers = []
@@ -342,7 +342,7 @@ def test_penalties_count_forced_tokens(backend: str) -> None:
     assert answers[0] == answers[1]
 
 
-@pytest.mark.parametrize("backend", ["torch", "cuda"])
+@pytest.mark.parametrize("backend", ["torch", "cuda", "torch ahead"])
 def test_a_run_of_forced_tokens_is_one_chunk_and_as_urgent_as_a_decode(backend: str) -> None:
     """Beside a long prompt, which takes what is left of the steps. Where a step is in flight it computes the first of
     the tokens, and the chunk is in the one behind it."""

@@ -197,7 +197,8 @@ class Runner(Generic[DeviceT]):
         allowed = None if masks is None else masks()
         tokens, logprobs = sample(logits, rows.sampling, batch, allowed)
         generations = rows.generation[where]
-        rows.tokens[where, ends] = np.maximum(tokens, 0)
+        sought = ends >= rows.known_to[where]  # a step ahead may have computed the first of what was forced behind it
+        rows.tokens[where[sought], ends[sought]] = np.maximum(tokens, 0)[sought]
         forced = self._note_forced(where, ends, allowed)
         read = None if logprobs is None else lambda: logprobs
         return _Samples(where, ends, generations, tokens.astype(np.int32), self.device.lane.mark(), read, forced)
