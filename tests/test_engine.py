@@ -206,13 +206,40 @@ async def test_behind_a_short_step_of_its_own_cores_the_next_one_is_scheduled() 
     stream = await submit_one(engine, first)
     assert await asyncio.to_thread(runner.entered.acquire, timeout=30)
     await until(lambda: engine._core.num_in_flight == 2)
-    assert not runner.entered.acquire(blocking=False), "one begins when the other has ended"
     late = make_request("late", range(7), 3)
     others = await submit_one(engine, late)
     runner.permits.release(100)
     assert [token for o in [o async for o in stream] for token in o.token_ids] == solo(first)
     assert [token for o in [o async for o in others] for token in o.token_ids] == solo(late)
     await engine.stop()
+
+
+async def test_a_step_ahead_begins_when_the_one_before_it_has_been_collected() -> None:
+    """Where a launch is the step: what follows its threads must not see the next one before it has seen the end."""
+    seen: list[tuple[str, int, int]] = []
+    inner = FakeRunner(block_size=64, vocab_size=VOCAB)
+
+    class Noting:
+        def launch(self, output: SchedulerOutput) -> Collect:
+            collect = inner.launch(output)
+            seen.append(("launch", output.step_id, threading.get_ident()))
+
+            def collected() -> ModelRunnerOutput:
+                seen.append(("collect", output.step_id, threading.get_ident()))
+                return collect()
+
+            return collected
+
+    engine = make_engine(1, Noting(), SHORT, ahead_seconds=0.02)
+    await engine.start()
+    request = make_request("a", range(5), 20)
+    assert (await collect(engine, request))[0] == solo(request)
+    await engine.stop()
+    steps = [step for what, step, _ in seen if what == "launch"]
+    assert [(what, step) for what, step, _ in seen] == [
+        (what, step) for step in steps for what in ("launch", "collect")
+    ]
+    assert len({thread for *_, thread in seen}) == 1
 
 
 async def test_a_step_that_hangs_ends_every_stream_and_the_engine_recovers_with_it() -> None:
