@@ -1,22 +1,49 @@
 // Tiles of queries by AVX512-BF16; included behind attention.h and linear_bf16.h. As Attention::tile, but that products
-// are of pairs of bfloat16: K is turned in pairs of its dimension, V lies in pairs of keys, and shares are rounded.
+// are of pairs of bfloat16: K is turned in pairs of its dimension, V lies in pairs of keys, and shares are rounded. For each
+// block of keys TILE rows at a time go from scores to what they gather, within the first cache of a core.
 
 template <class C> struct PairedTiles {
     using Plain = Attention<bf16, bf16, C>;
 
-    // c [rows][ldc] (+)= a [rows][lda] * b [pairs][ldb], `rows` a multiple of TILE, `columns` of 32.
-    template <bool ADD> static void matmul(int64_t rows, int64_t columns, const bf16 *a, int64_t lda, const uint32_t *b, int64_t ldb, int64_t pairs, float scale, float *c, int64_t ldc) {
-        for (int64_t r = 0; r < rows; r += TILE)
-            for (int64_t i = 0; i < columns; i += 32) {
-                Sums<TILE> sums;
-                if (ADD) sums.take(c + r * ldc + i, ldc);
-                else sums.clear();
-                const bf16 *x = a + r * lda;
-                const uint32_t *w = b + i;
-                for (int64_t j = 0; j < pairs; j++, x += 2, w += ldb) sums.add(x, lda, line_of((const bf16 *)w), line_of((const bf16 *)(w + 16)));
-                if (!ADD) sums.scale(_mm512_set1_ps(scale));
-                sums.put(c + r * ldc + i, ldc);
-            }
+    // c [TILE][ldc] (+)= a [TILE][lda] * b [pairs][ldb], `columns` a multiple of 32.
+    template <bool ADD> static void product(int64_t columns, const bf16 *a, int64_t lda, const uint32_t *b, int64_t ldb, int64_t pairs, float scale, float *c, int64_t ldc) {
+        for (int64_t i = 0; i < columns; i += 32) {
+            Sums<TILE> sums;
+            if (ADD) sums.take(c + i, ldc);
+            else sums.clear();
+            const bf16 *x = a;
+            const uint32_t *w = b + i;
+            for (int64_t j = 0; j < pairs; j++, x += 2, w += ldb) sums.add(x, lda, line_of((const bf16 *)w), line_of((const bf16 *)(w + 16)));
+            if (!ADD) sums.scale(_mm512_set1_ps(scale));
+            sums.put(c + i, ldc);
+        }
+    }
+
+    // A row's `scores` of a block of keys, in powers of two, become `shares`: zero but for keys `seen`. What the row has
+    // gathered shrinks to the new maximum; `total` [16]: its sum, lane by lane.
+    static void share(const tm_op &op, const float *scores, int64_t columns, Span seen, float &top, float *total, float *out, int64_t gathered, bf16 *shares) {
+        Vec x[TILE_KEYS / Vec::W], high = set(-INFINITY), all = load(total);
+        for (int64_t i = 0; i < columns / Vec::W; i++) {
+            const int64_t at = i * Vec::W;
+            x[i] = load(scores + at);
+            if (op.softcap > 0) x[i] = mul(capped(x[i], op.softcap), set(LOG2_E));
+            if (seen.last < at + Vec::W) x[i] = seen.last > at ? first_lanes(x[i], seen.last - at, -INFINITY) : set(-INFINITY);
+            if (seen.first > at) x[i].v = seen.first < at + Vec::W ? _mm512_mask_mov_ps(x[i].v, lanes(seen.first - at), _mm512_set1_ps(-INFINITY)) : _mm512_set1_ps(-INFINITY);
+            high = max(high, x[i]);
+        }
+        const float now = highest(high), next = now > top || now != now ? now : top;
+        if (next != top) {
+            const Vec factor = power(sub(set(top), set(next)));
+            all = mul(all, factor);
+            for (int64_t d = 0; top != -INFINITY && d < gathered; d += Vec::W) store(out + d, mul(load(out + d), factor));
+            top = next;
+        }
+        for (int64_t i = 0; i < columns / Vec::W; i++) {
+            const Vec p = power(sub(x[i], set(next)));
+            all = add(all, p);
+            store(shares + i * Vec::W, p);
+        }
+        store(total, all);
     }
 
     static __m512i part_of(const bf16 *from, int64_t left) {  // 32 of them, zero behind the last one
@@ -67,31 +94,40 @@ template <class C> struct PairedTiles {
         const Chunk &chunk = view.chunks[piece.chunk];
         const int64_t dim = s.head_dim, padded = round_up(dim, 32), gathered = round_up(s.value_dim, 32), group = s.heads / s.kv_heads;
         const int64_t rows = piece.queries * group, all = round_up(rows, TILE);
-        float *out = (float *)scratch, *scores = out + all * gathered, *top = scores + all * TILE_KEYS, *total = top + all;
-        uint32_t *keys = (uint32_t *)(total + all), *values = keys + padded / 2 * TILE_KEYS;
-        bf16 *q = (bf16 *)(values + TILE_KEYS / 2 * gathered), *shares = q + all * padded, *room = shares + all * TILE_KEYS;
-        memset(out, 0, size_t(all * gathered) * sizeof(float));
+        float *out = (float *)scratch, *totals = out + all * gathered, *top = totals + all * Vec::W, *total = top + all;
+        float *scores = total + all;  // of TILE rows, as are shares
+        uint32_t *keys = (uint32_t *)(scores + TILE * TILE_KEYS), *values = keys + padded / 2 * TILE_KEYS;
+        bf16 *q = (bf16 *)(values + TILE_KEYS / 2 * gathered), *shares = q + all * padded, *room = shares + TILE * TILE_KEYS;
+        memset(out, 0, size_t(all * (gathered + Vec::W)) * sizeof(float));
         memset(q, 0, size_t(all * padded) * sizeof(bf16));
-        memset(shares, 0, size_t(all * TILE_KEYS) * sizeof(bf16));
+        const float scale = op.softcap > 0 ? s.scale : s.scale * LOG2_E;
         for (int64_t r = 0; r < rows; r++) {  // row: query, then head of the group
             const int64_t token = chunk.first + piece.query + r / group, head = piece.kv_head * group + r % group;
             memcpy(q + r * padded, (const bf16 *)op.in + token * op.in_stride + head * dim, size_t(dim) * sizeof(bf16));
         }
-        for (int64_t r = 0; r < all; r++) top[r] = -INFINITY, total[r] = 0;
+        for (int64_t r = 0; r < all; r++) top[r] = -INFINITY;
         const int64_t first = chunk.start + piece.query, end = first + piece.queries;  // keys that the last query sees
         for (int64_t key = first_seen(op, first) / TILE_KEYS * TILE_KEYS; key < end; key += TILE_KEYS) {
             const int64_t count = least(TILE_KEYS, end - key);
             // a share of zero does not hide a NaN from the queries that do not see it
             if (!pair_values(view, op, chunk, piece.kv_head, key, count, gathered, values, room)) return Plain::tile(view, op, piece, scratch);
             turn_keys(view, op, chunk, piece.kv_head, key, count, padded, keys, room);
-            matmul<false>(all, TILE_KEYS, q, padded, keys, TILE_KEYS, padded / 2, s.scale, scores, TILE_KEYS);
-            for (int64_t r = 0; r < rows; r++) {
-                float *row = scores + r * TILE_KEYS;
-                Plain::weigh_row(op, row, first + r / group, key, count, top[r], total[r], out + r * gathered, gathered);
-                for (int64_t i = 0; i < TILE_KEYS; i += Vec::W) store(shares + r * TILE_KEYS + i, load(row + i));
+            for (int64_t begin = 0; begin < rows; begin += TILE) {
+                const int64_t stop = least(begin + TILE, rows), longest = least(count, first + (stop - 1) / group + 1 - key);
+                if (longest <= 0) continue;
+                const int64_t columns = round_up(longest, 32);
+                product<false>(columns, q + begin * padded, padded, keys, TILE_KEYS, padded / 2, scale, scores, TILE_KEYS);
+                for (int64_t r = begin; r < begin + TILE; r++) {
+                    const int64_t query = first + r / group;
+                    const Span seen = {first_seen(op, query) - key, least(query + 1 - key, count)};
+                    bf16 *to = shares + (r - begin) * TILE_KEYS;
+                    if (r < stop && most(seen.first, 0) < seen.last) share(op, scores + (r - begin) * TILE_KEYS, columns, seen, top[r], totals + r * Vec::W, out + r * gathered, gathered, to);
+                    else memset(to, 0, size_t(columns) * sizeof(bf16));
+                }
+                product<true>(gathered, shares, TILE_KEYS, values, gathered, divide_up(longest, 2), 1, out + begin * gathered, gathered);
             }
-            matmul<true>(all, gathered, shares, TILE_KEYS, values, gathered, divide_up(count, 2), 1, out, gathered);
         }
+        for (int64_t r = 0; r < rows; r++) top[r] *= 1 / LOG2_E, total[r] = sum(load(totals + r * Vec::W));
         Plain::put_rows(view, op, piece, out, gathered, top, total);
     }
 };
