@@ -14,7 +14,7 @@ from tiny_models import CASES, FAMILY_CASES, model_folder, reference_model
 from torch import Tensor
 
 from engine.arrays import IntArray
-from engine.execution.cpu.native.library import Level, Library, Team
+from engine.execution.cpu.native.library import Kind, Level, Library, Team
 from engine.execution.cpu.native.linear import Native
 from engine.execution.cpu.native.model import NativeModel, Sampled
 from engine.execution.pool import UnitPool
@@ -47,10 +47,11 @@ class Bench:
         block_size: int = 16,
         threads: int = 2,
         max_model_len: int = LENGTH,
+        length: int = LENGTH,
     ) -> None:
         rng = np.random.default_rng(0)
         library = library_of(level)
-        per_row = -(-LENGTH // block_size)
+        per_row = -(-length // block_size)
         units = 2 * ROWS * per_row
         self.pool = UnitPool(
             units,
@@ -62,7 +63,7 @@ class Bench:
             device=torch.device("cpu"),
         )
         self.pool.units[:units].fill_(math.nan)
-        self.rows = RowTable(Limits(ROWS, ROWS, LENGTH, num_units=1, block_size=block_size))
+        self.rows = RowTable(Limits(ROWS, ROWS, length, num_units=1, block_size=block_size))
         order = rng.permutation(units)
         for row in range(ROWS):
             self.rows.num_blocks[row] = per_row
@@ -237,3 +238,24 @@ def test_chunks_that_do_not_sample_give_nothing() -> None:
     assert len(nothing.best) == 0 and nothing.logits is None
     some = bench.model.run(chunks_of((0, 10, 10, 1), (1, 5, 5, 0), (2, 0, 9, 1)), logits=False)
     assert len(some.best_ids) == 2 and some.logits is None
+
+
+@pytest.mark.parametrize("level", [Level.AVX2, Level.BF16])
+@pytest.mark.parametrize("name", FAMILY_CASES)
+def test_what_only_sampled_tokens_need_is_as_if_computed_of_all(name: str, level: Level) -> None:
+    spec, weights = load(name, "float32" if level is Level.AVX2 else "bfloat16")
+    length = 200  # so long that a decode's context is split
+    lean, plain = (Bench(level, spec, weights, max_model_len=length, length=length) for _ in range(2))
+    for step in (
+        chunks_of((0, 0, 150, 0), (1, 0, 40, 0), (2, 0, 1, 0)),  # nobody
+        chunks_of((0, 150, 1, 1), (1, 40, 33, 1), (2, 1, 70, 0), (3, 0, 5, 1), (4, 0, 97, 1)),
+        chunks_of((2, 71, 60, 0), (0, 151, 1, 1)),
+    ):
+        results = [each.model.run(step, logits=True, whole=each is plain) for each in (lean, plain)]
+        if not step[:, 3].any():
+            continue
+        (first, second) = (each.logits for each in results)
+        assert first is not None and second is not None and first.shape == second.shape
+        error = (first - second).abs().max()
+        assert error <= (FLOAT_ERROR if level is Level.AVX2 else 0.05)
+    assert lean.model.seconds()[Kind.GATHER] > 0 == plain.model.seconds()[Kind.GATHER]

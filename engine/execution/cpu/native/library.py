@@ -19,7 +19,7 @@ from torch import Tensor
 from engine.errors import ConfigError
 from engine.execution.cpu.native import LIBRARY, is_built
 
-_ABI = 8
+_ABI = 9
 _ERROR_BYTES = 256
 
 
@@ -45,6 +45,7 @@ class Kind(enum.IntEnum):
     MERGE = 7
     BEST = 8
     QUANTIZE = 9
+    GATHER = 10
 
 
 class Int8(enum.IntEnum):
@@ -117,6 +118,7 @@ class Op(Structure):
         *((name, c_void_p) for name in ("input", "other", "weight", "bias", "scales", "out", "residual")),
         *((name, c_float) for name in ("eps", "scale", "softcap")),
         ("int8", c_int32),
+        ("sampled", c_int32),
     )
 
 

@@ -134,17 +134,10 @@ class NativeInt8(NativeLinear):
         op.int8 = self.kind
         return op
 
-    def quantize_op(self, epilogue: Epilogue = Epilogue.PLAIN) -> Op:
+    def quantize_op(self) -> Op:
         """What goes in front of `op`, without its rows: these to integers."""
-        stride, logits = stride_of(self.in_features), epilogue is Epilogue.LOGITS
-        return Op(
-            kind=Kind.QUANTIZE,
-            int8=self.kind,
-            epilogue=Epilogue.LOGITS if logits else Epilogue.PLAIN,
-            k=self.in_features,
-            in_stride=stride,
-            out_stride=stride,
-        )
+        stride = stride_of(self.in_features)
+        return Op(kind=Kind.QUANTIZE, int8=self.kind, k=self.in_features, in_stride=stride, out_stride=stride)
 
     def outputs_from(self, first: int) -> "NativeInt8":
         values, scales = self._integers()

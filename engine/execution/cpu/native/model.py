@@ -25,6 +25,7 @@ from engine.models.spec import ModelSpec
 from engine.models.weights import ModelWeights, matrices
 
 _FIRST_TOKENS = 512  # rows of the buffers until a step needs more
+_MANY_A_SAMPLE = 4  # tokens for one that samples, from which on the end of a step is of those that sample alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +97,11 @@ class NativeModel:
         step = self._step(chunks, kept)
         if adapters is not None:
             self._run_adapted(step, int(chunks[:, 2].sum()), adapters)
+        elif self._layers.streamed and beyond is None:
+            self._run_streamed(step)
         elif beyond is None:
-            self._run(step)
+            lean = self._lean if not whole and int(chunks[:, 2].sum()) >= _MANY_A_SAMPLE * count else None
+            (lean or self._tape).run(self.native.team, step)
         else:
             self._run_pipeline(beyond, chunks, step, whole)
         return Sampled(self._best[:count], self._best_ids[:count], kept)
@@ -153,12 +157,9 @@ class NativeModel:
             self._make_room(max(total, 2 * self._max_tokens))
         return chunks
 
-    def _run(self, step: Step) -> None:
-        """The whole tape at once, or in parts around the layers that stream."""
+    def _run_streamed(self, step: Step) -> None:
+        """The tape in parts, around the layers that stream."""
         tape, team, layers = self._tape, self.native.team, self._layers
-        if not layers.streamed:
-            tape.run(team, step)
-            return
         tape.begin(team, step)
         done = 0
         for index in layers.streamed:
@@ -205,7 +206,9 @@ class NativeModel:
 
     def seconds(self) -> dict[Kind, float]:
         """What operations of each kind took since the last call."""
-        return self._tape.seconds()
+        seconds = self._tape.seconds()
+        lean = {} if self._lean is None else self._lean.seconds()
+        return {kind: value + lean.get(kind, 0.0) for kind, value in seconds.items()}
 
     def _step(self, chunks: IntArray, logits: Tensor | None) -> Step:
         return step_over(
@@ -231,10 +234,19 @@ class NativeModel:
         )  # fmt: skip
         self._composed = compose(self._spec, self._weights, self._buffers)
         self._tape = Tape(self.native.library, self._shape(), self._composed.ops)
+        self._lean = self._lean_tape() if len(self._weights.layers) == self._spec.num_layers else None
         self._adapted: tuple[Composed, Tape] | None = None
         if self._takes_adapters:
             adapted = compose(self._spec, self._weights, self._buffers, adapted=True)
             self._adapted = adapted, Tape(self.native.library, self._shape(), adapted.ops)
+
+    def _lean_tape(self) -> Tape:
+        """The same, but for what nobody needs of tokens that do not sample."""
+        self._sampled = Buffers(
+            self._spec, activation_dtype(self._level), self._max_samples, self._max_samples, int8=self._weights.has_int8
+        )
+        composed = compose(self._spec, self._weights, self._buffers, sampled=self._sampled)
+        return Tape(self.native.library, self._shape(), composed.ops)
 
     def _shape(self) -> Shape:
         spec = self._spec

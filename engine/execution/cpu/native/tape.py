@@ -61,18 +61,30 @@ class Composed:
         return tuple(place for place in self.layers[layer] if self.ops[place].kind == Kind.LINEAR)
 
 
-def compose(spec: ModelSpec, weights: NativeWeights, buffers: Buffers, *, adapted: bool = False) -> Composed:
+def compose(
+    spec: ModelSpec,
+    weights: NativeWeights,
+    buffers: Buffers,
+    *,
+    adapted: bool = False,
+    sampled: Buffers | None = None,
+) -> Composed:
     """The operations of a step, from token ids to the largest logits. `adapted`: activations are left to others, who
-    come between an MLP's two linear layers."""
-    return _Composer(spec, weights, buffers, adapted).compose()
+    come between an MLP's two linear layers. `sampled`: rows for the tokens that sample; all that only they need, from
+    the last layer's queries on, is computed of them alone."""
+    return _Composer(spec, weights, buffers, adapted, sampled).compose()
 
 
 class _Composer:
-    def __init__(self, spec: ModelSpec, weights: NativeWeights, buffers: Buffers, adapted: bool) -> None:
+    def __init__(
+        self, spec: ModelSpec, weights: NativeWeights, buffers: Buffers, adapted: bool, sampled: Buffers | None
+    ) -> None:
         self._spec = spec
         self._adapted = adapted
         self._weights = weights
         self._at = buffers
+        self._sampled = sampled
+        self._alone = 0  # whether the operations are of the tokens that sample alone
 
     def compose(self) -> Composed:
         at, ops, layers = self._at, [self._embed()], []
@@ -81,13 +93,15 @@ class _Composer:
         if at.local_angles is not None and (local := self._weights.local_rope) is not None:
             out = at.local_angles.data_ptr()
             ops.append(Op(kind=Kind.ANGLES, out=out, input=local.frequencies, scale=local.scaling))
+        last_index = max(self._weights.layers)
         for index, layer in self._weights.layers.items():
             first = len(ops)
-            ops += self._attention(index, layer)
+            ops += self._attention(index, layer, self._sampled if index == last_index else None)
             ops += self._mlp(layer)
             layers.append(range(first, len(ops)))
         last = self._norm(self._weights.final_norm, at.last, added=True)
-        last.kind = Kind.GATHER_NORM
+        if not self._alone:
+            last.kind, self._alone = Kind.GATHER_NORM, 1
         head = self._linear(self._weights.head, at.last, None, Epilogue.LOGITS)
         head[-1].softcap = self._spec.logit_softcap or 0.0
         ops += [last, *head, Op(kind=Kind.BEST)]
@@ -105,7 +119,8 @@ class _Composer:
             scale=self._weights.embedding_scale or 0.0,
         )
 
-    def _attention(self, index: int, layer: NativeLayer) -> list[Op]:
+    def _attention(self, index: int, layer: NativeLayer, sampled: Buffers | None) -> list[Op]:
+        """`sampled`: where the tokens that sample go on from here, alone."""
         at, spec = self._at, self._spec
         qkv, attended = at.qkv.data_ptr(), at.attended.data_ptr()
         place = index - min(self._weights.layers)  # of its slices in a unit
@@ -116,15 +131,18 @@ class _Composer:
         attend.n, attend.softcap = spec.window_of(index) or 0, spec.softcap or 0.0
         merge = Op(kind=Kind.MERGE, layer=place, out=attended)
         attend.out_stride = merge.out_stride = at.attended.stride(0)
-        return [
+        ops = [
             self._norm(layer.input_norm, at.normed, added=index > 0),
             *self._linear(layer.qkv, at.normed, at.qkv),
             rope,
             attend,
             merge,
-            *self._linear(layer.out, at.attended, at.delta),
-            *self._branch_norm(layer, 0),
         ]
+        if sampled is not None:
+            attend.sampled = merge.sampled = self._alone = 1
+            ops += [_gather(at.attended, sampled.attended, spec.q_size), _gather(at.x, sampled.x, spec.hidden_size)]
+            at = self._at = sampled
+        return [*ops, *self._linear(layer.out, at.attended, at.delta), *self._branch_norm(layer, 0)]
 
     def _mlp(self, layer: NativeLayer) -> list[Op]:
         """Its result is what the next norm adds: in place of attention's, or beside it."""
@@ -161,6 +179,7 @@ class _Composer:
             out=out.data_ptr(),
             residual=at.x.data_ptr(),
             eps=self._spec.norm_eps,
+            sampled=self._alone,
         )
 
     def _linear(
@@ -174,10 +193,19 @@ class _Composer:
         assert op.in_stride == rows.stride(0) and (out is None or op.out_stride == out.stride(0))
         op.input = rows.data_ptr()
         op.out = None if out is None else out.data_ptr()
+        op.sampled = self._alone
         if not isinstance(layer, NativeInt8):
             return [op]
-        integers = layer.quantize_op(epilogue)
+        integers = layer.quantize_op()
+        integers.sampled = self._alone
         integers.input, integers.out = op.input, self._at.integers.data_ptr()
         integers.residual = op.scales = self._at.scales.data_ptr()
         op.input = integers.out
         return [integers, op]
+
+
+def _gather(rows: torch.Tensor, sampled: torch.Tensor, width: int) -> Op:
+    """Those of `rows` whose tokens sample."""
+    op = Op(kind=Kind.GATHER, n=width, in_stride=rows.stride(0), out_stride=sampled.stride(0))
+    op.input, op.out = rows.data_ptr(), sampled.data_ptr()
+    return op

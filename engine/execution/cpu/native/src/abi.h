@@ -5,11 +5,11 @@
 
 #include <stdint.h>
 
-#define TM_ABI 8
+#define TM_ABI 9
 
 enum tm_level : int32_t { TM_AVX2, TM_AVX512, TM_BF16, TM_AMX, TM_LEVELS };
 enum tm_type : int32_t { TM_FLOAT32, TM_FLOAT16, TM_BFLOAT16 };
-enum tm_kind : int32_t { TM_EMBED, TM_ANGLES, TM_NORM, TM_GATHER_NORM, TM_LINEAR, TM_ROPE_KV, TM_ATTEND, TM_MERGE, TM_BEST, TM_QUANTIZE, TM_KINDS };
+enum tm_kind : int32_t { TM_EMBED, TM_ANGLES, TM_NORM, TM_GATHER_NORM, TM_LINEAR, TM_ROPE_KV, TM_ATTEND, TM_MERGE, TM_BEST, TM_QUANTIZE, TM_GATHER, TM_KINDS };
 enum tm_epilogue : int32_t { TM_PLAIN, TM_SWIGLU, TM_GELU, TM_GELU_TANH, TM_RELU, TM_LOGITS, TM_GEGLU };
 // How a linear layer computes with integers of 8 bits: not at all, by pairs of 16 bits (any level), by products of bytes.
 enum tm_int8 : int32_t { TM_NO_INT8, TM_WORDS, TM_BYTES };
@@ -39,20 +39,22 @@ struct tm_shape {
 //                [rotary_dim / 2], times `scale`, if that is not NULL, else by those of the model
 //   NORM         residual += in (+ other first, if not NULL); out = norm(residual). in NULL: no addition. bias: layer norm
 //   GATHER_NORM  the same of the tokens that sample, residual left as it is
-//   LINEAR       in [rows, k] * packed weight [n, k] + bias -> out; see tm_epilogue. LOGITS takes the rows that sample and
-//                writes float32, capped by `softcap`. SWIGLU, GEGLU: weight packed in halves, out [rows, n / 2]; GEGLU has GELU
-//                by tanh. Rows are padded to a multiple of 32
-//                inputs, with zeros; on TM_AMX as many rows as make a multiple of 32 must be readable
+//   GATHER       rows of `in` [tokens, n] that sample -> out [samples, n]
+//   LINEAR       in [rows, k] * packed weight [n, k] + bias -> out; see tm_epilogue. LOGITS, of rows that sample, writes
+//                float32, capped by `softcap`. SWIGLU, GEGLU: weight packed in halves, out [rows, n / 2]; GEGLU has GELU by
+//                tanh. Rows are padded to a multiple of 32 inputs, with zeros; on TM_AMX as many rows as make a multiple of
+//                32 must be readable
 //   ROPE_KV      norms (weight [heads + kv_heads, head_dim] or NULL) and rotates q and k of `out` in place by the angles in
 //                `in`, writes k and v to the pool
 //   ATTEND       q of in -> out [tokens, heads * value_dim]; n: a query sees itself and the n - 1 tokens before it, 0: all.
 //                `softcap` c, if not 0: a score s becomes c * tanh(s / c). `other`: sinks, float [heads], or NULL: a score of
 //                each head that takes part in the softmax and has no value. MERGE joins the parts of contexts that were
 //                split, and takes the same sinks: they are of whole contexts, not of parts
-//   QUANTIZE     rows of `in` to integers in `out`, their scales to `residual`, float [rows]; LOGITS: rows that sample. With
-//                `int8` a LINEAR layer reads these: in, scales, a weight of tm_pack_int8; int8 of both is the same. Strides
-//                in elements, for which 2 bytes are enough
+//   QUANTIZE     rows of `in` to integers in `out`, their scales to `residual`, float [rows]. With `int8` a LINEAR layer reads
+//                these: in, scales, a weight of tm_pack_int8; int8 of both is the same. Strides in elements, for which 2
+//                bytes are enough
 //   BEST         the largest logit of every row that samples, and its lowest id
+// With `sampled` NORM, LINEAR and QUANTIZE have the rows that sample, gathered; ATTEND and MERGE those alone, in their places.
 struct tm_op {
     int32_t kind, epilogue, layer, halves;
     int64_t n, k;
@@ -61,7 +63,7 @@ struct tm_op {
     const float *bias, *scales;
     void *out, *residual;
     float eps, scale, softcap;
-    int32_t int8;
+    int32_t int8, sampled;
 };
 
 // One step. `chunks` [num_chunks][4]: row, start, length, whether its last token samples. `tokens` [num_rows][token_stride],

@@ -178,11 +178,11 @@ template <class T, class S, class C = T> struct Attention {
         for (int64_t d = 0; d < dim; d += W) put<T>(out + d, mul(get(values + d, dim - d), share), dim - d);
     }
 
-    static void merge(const View &view, const tm_op &op, Span tokens) {
+    static void merge(const View &view, const tm_op &op, Span rows) {
         const tm_shape &s = *view.shape;
         const int64_t stride = view.partial_stride(), step = s.heads * stride;
-        for (int64_t t = tokens.first; t < tokens.last; t++) {
-            const int64_t parts = view.parts[t];
+        for (int64_t r = rows.first; r < rows.last; r++) {
+            const int64_t t = op.sampled ? view.sampled[r] : r, parts = view.parts[t];
             for (int64_t h = 0; parts && h < s.heads; h++) {
                 const float *from = view.partial + (view.slot[t] * s.heads + h) * stride;
                 const float sink = op.other ? ((const float *)op.other)[h] : -INFINITY;

@@ -50,6 +50,8 @@ std::string check_linear(const tm_op &op) {
 std::string check_op(const tm_op &op, const tm_shape &s) {
     const int64_t width = (s.heads + s.kv_heads) * s.head_dim + s.kv_heads * s.value_dim, gathered = s.heads * s.value_dim;
     if (op.layer < 0 || op.layer >= s.layers) return "no such layer";
+    if (op.sampled != 0 && op.sampled != 1) return "rows that are neither all nor those that sample";
+    if (op.kind == TM_LINEAR && op.epilogue == TM_LOGITS && !op.sampled) return "logits of rows that do not sample";
     switch (op.kind) {
         case TM_EMBED:
             return op.weight && op.out && op.out_stride >= s.hidden && op.n >= 0 ? "" : "embedding: weight, out or its stride";
@@ -58,6 +60,7 @@ std::string check_op(const tm_op &op, const tm_shape &s) {
         case TM_GATHER_NORM:
             if (op.other && !op.in) return "norm: a second addend without a first";
             return is_size(op.k) && op.weight && op.out && op.residual && op.in_stride >= op.k && op.out_stride >= op.k ? "" : "norm: a pointer or stride";
+        case TM_GATHER: return is_size(op.n) && op.in && op.out && least(op.in_stride, op.out_stride) >= op.n ? "" : "gather: a pointer or stride";
         case TM_LINEAR: return op.int8 && !op.scales ? "a linear layer on integers without their scales" : check_linear(op);
         case TM_QUANTIZE:
             if (op.int8 != TM_WORDS && op.int8 != TM_BYTES) return "unknown kind of integers";

@@ -84,6 +84,11 @@ template <class T, class S> struct Rows {
         }
     }
 
+    static void gather(const View &view, const tm_op &op, Span samples) {
+        for (int64_t r = samples.first; r < samples.last; r++)
+            memcpy(row(op.out, r, op.out_stride), row(op.in, view.sampled[r], op.in_stride), size_t(op.n) * sizeof(S));
+    }
+
     static void rotate(S *x, const float *cos, const float *sin, int64_t half) {
         for (int64_t i = 0; i < half; i += Vec::W) {
             const int64_t left = half - i;

@@ -38,6 +38,7 @@ struct Span { int64_t first, last; };
 struct Chunk {
     int64_t first, start, length;
     const int64_t *k_table, *v_table;
+    bool samples;
 };
 
 // A part of attention: `queries` of a chunk from `query` on. Tiles of queries take one KV head and all keys that they see;
@@ -87,7 +88,8 @@ struct Kernels {
     void (*norm)(const View &, const tm_op &, Span rows);  // of samples for GATHER_NORM
     CacheKernels cache[2];  // for pools in the model's type or mixed, and for TM_INT8_CACHE
     void (*linear)(const tm_op &, Span rows, Span panels, float *logits, int64_t logits_stride, Best best);
-    void (*merge)(const View &, const tm_op &, Span tokens);
+    void (*gather)(const View &, const tm_op &, Span samples);
+    void (*merge)(const View &, const tm_op &, Span rows);
     void (*enter)();
     void (*leave)();
 };

@@ -10,6 +10,7 @@ template <class T> const Kernels *float_kernels(const char *name) {
         {{Rows<T, float>::template rope_kv<T>, Attention<T, float>::decode, Attention<T, float>::tile},
          {Rows<T, float>::template rope_kv<int8_t>, Attention<T, float, int8_t>::decode, Attention<T, float, int8_t>::tile}},
         Linear<T>::run,
+        Rows<T, float>::gather,
         Attention<T, float>::merge,
         nullptr,
         nullptr,

@@ -19,6 +19,7 @@ tm_result Plan::make(const tm_step &step, int threads) {
         if (chunks_[size_t(i)].length >= MANY) cut_tiles(i);
     for (int32_t i = 0; i < int32_t(chunks_.size()); i++)
         if (chunks_[size_t(i)].length < MANY) cut_decodes(i, 2 * threads / most(decodes, 1));
+    find_sampled();
     partial_.resize(size_t(num_slots * shape_.heads * view.partial_stride()));
     view.tokens = int64_t(ids_.size()), view.samples = int64_t(sampled_.size());
     view.ids = ids_.data(), view.positions = positions_.data();
@@ -60,7 +61,7 @@ void Plan::place_tokens(const tm_step &step) {
         const int64_t row = c[0], start = c[1], length = c[2];
         const int64_t *k_table = step.k_table + row * step.table_stride, *v_table = step.v_table + row * step.table_stride;
         const int64_t *ids = step.tokens + row * step.token_stride;
-        chunks_.push_back({int64_t(ids_.size()), start, length, k_table, v_table});
+        chunks_.push_back({int64_t(ids_.size()), start, length, k_table, v_table, c[3] != 0});
         for (int64_t at = start; at < start + length; at++) {
             ids_.push_back(ids[at]);
             positions_.push_back(at);
@@ -71,6 +72,16 @@ void Plan::place_tokens(const tm_step &step) {
     }
     slot_.assign(ids_.size(), 0);
     parts_.assign(ids_.size(), 0);
+}
+
+// A chunk samples behind its last token.
+void Plan::find_sampled() {
+    sampled_pieces.clear();
+    for (int32_t i = 0; i < int32_t(pieces.size()); i++) {
+        const Piece &piece = pieces[size_t(i)];
+        const Chunk &chunk = chunks_[size_t(piece.chunk)];
+        if (chunk.samples && piece.query + piece.queries == chunk.length) sampled_pieces.push_back(i);
+    }
 }
 
 // The longest contexts first, so that the last pieces to be claimed are short.

@@ -18,11 +18,13 @@ public:
 
     View view{};
     std::vector<Piece> pieces;
+    std::vector<int32_t> sampled_pieces;  // of them, those of tokens that sample
     int64_t num_slots = 0;
 
 private:
     tm_result check(const tm_step &step) const;
     void place_tokens(const tm_step &step);
+    void find_sampled();
     void cut_tiles(int32_t index);
     void cut_decodes(int32_t index, int64_t wanted);
 

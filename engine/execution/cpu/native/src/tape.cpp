@@ -112,11 +112,10 @@ int64_t Tape::begin(int64_t part_op, int threads) {
 }
 
 int64_t Tape::chunks_of(const tm_op &op, int threads) {
-    const int64_t tokens = plan_.view.tokens, samples = plan_.view.samples;
-    int64_t rows = tokens;
+    const int64_t samples = plan_.view.samples;
+    int64_t rows = op.sampled ? samples : plan_.view.tokens;
     switch (op.kind) {
         case TM_LINEAR: {
-            rows = op.epilogue == TM_LOGITS ? samples : tokens;
             if (rows == 0) return 0;
             cut_.assign(1, LinearCut(op, rows, kernels_, integers(op), threads));
             if (op.epilogue == TM_LOGITS) {
@@ -127,14 +126,14 @@ int64_t Tape::chunks_of(const tm_op &op, int threads) {
             return cut_[0].chunks();
         }
         case TM_ATTEND: {
-            const int64_t pieces = int64_t(plan_.pieces.size());
+            const int64_t pieces = num_pieces(op);
             pieces_per_chunk_ = divide_up(pieces, MOST_PIECES);
             return divide_up(pieces, most(pieces_per_chunk_, 1));
         }
         case TM_BEST: return samples > 0;
-        case TM_MERGE: rows = plan_.num_slots ? tokens : 0; break;
+        case TM_MERGE: rows = plan_.num_slots ? rows : 0; break;
+        case TM_GATHER:
         case TM_GATHER_NORM: rows = samples; break;
-        case TM_QUANTIZE: rows = op.epilogue == TM_LOGITS ? samples : tokens; break;
         default: break;
     }
     rows_per_chunk_ = most(1, least(LARGE_ROWS, rows / (threads * 4)));
@@ -148,17 +147,19 @@ Span Tape::rows_of(int64_t chunk, int64_t count) const {
 void Tape::run(int64_t index, int64_t chunk, int thread) {
     const tm_op &op = ops_[size_t(first_ + index)];
     const View &view = plan_.view;
+    const int64_t rows = op.sampled ? view.samples : view.tokens;
     switch (op.kind) {
         case TM_EMBED: return kernels_.embed(view, op, rows_of(chunk, view.tokens));
         case TM_ANGLES: return kernels_.angles(view, op, rows_of(chunk, view.tokens));
-        case TM_NORM: return kernels_.norm(view, op, rows_of(chunk, view.tokens));
+        case TM_NORM: return kernels_.norm(view, op, rows_of(chunk, rows));
+        case TM_GATHER: return kernels_.gather(view, op, rows_of(chunk, view.samples));
         case TM_GATHER_NORM: return kernels_.norm(view, op, rows_of(chunk, view.samples));
         case TM_ROPE_KV: return kernels_.cache[shape_.int8_cache == TM_INT8_CACHE].rope_kv(view, op, rows_of(chunk, view.tokens));
-        case TM_MERGE: return kernels_.merge(view, op, rows_of(chunk, view.tokens));
+        case TM_MERGE: return kernels_.merge(view, op, rows_of(chunk, rows));
         case TM_LINEAR: return run_linear(op, chunk);
         case TM_ATTEND: return attend(op, chunk, thread);
         case TM_BEST: return take_best();
-        case TM_QUANTIZE: return integers(op)->quantize(op, rows_of(chunk, op.epilogue == TM_LOGITS ? view.samples : view.tokens));
+        case TM_QUANTIZE: return integers(op)->quantize(op, rows_of(chunk, rows));
     }
 }
 
@@ -176,9 +177,9 @@ void Tape::run_linear(const tm_op &op, int64_t chunk) {
 void Tape::attend(const tm_op &op, int64_t chunk, int thread) {
     char *room = scratch_[size_t(thread)].data();
     room += -uintptr_t(room) & 63;
-    const int64_t first = chunk * pieces_per_chunk_, last = least(int64_t(plan_.pieces.size()), first + pieces_per_chunk_);
+    const int64_t first = chunk * pieces_per_chunk_, last = least(num_pieces(op), first + pieces_per_chunk_);
     for (int64_t i = first; i < last; i++) {
-        const Piece &piece = plan_.pieces[size_t(i)];
+        const Piece &piece = plan_.pieces[size_t(op.sampled ? plan_.sampled_pieces[size_t(i)] : i)];
         const CacheKernels &kernels = kernels_.cache[shape_.int8_cache == TM_INT8_CACHE];
         if (piece.keys == 0) kernels.attend_tile(plan_.view, op, piece, room);
         else kernels.attend_decode(plan_.view, op, piece, room);

@@ -50,6 +50,7 @@ private:
     const Integers *integers(const tm_op &op) const { return integers_[op.int8]; }
     void run_linear(const tm_op &op, int64_t chunk);
     void attend(const tm_op &op, int64_t chunk, int thread);
+    int64_t num_pieces(const tm_op &op) const { return int64_t(op.sampled ? plan_.sampled_pieces.size() : plan_.pieces.size()); }
     void take_best();
     void stamp(int64_t op);
 
