@@ -627,3 +627,26 @@ def children() -> set[int]:
             if int(fields[1]) == os.getpid():
                 found.add(int(entry.parent.name))
     return found
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (None, "glibc.malloc.hugetlb=1"),
+        ("glibc.malloc.check=0", "glibc.malloc.check=0:glibc.malloc.hugetlb=1"),
+        ("glibc.malloc.hugetlb=0", "glibc.malloc.hugetlb=0"),
+    ],
+)
+def test_a_process_asks_for_huge_pages_unless_it_is_told(
+    given: str | None, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
+    if given is not None:
+        monkeypatch.setenv("GLIBC_TUNABLES", given)
+    code = "import os, socket, sys; socket.socket(fileno=int(sys.argv[1])).sendall(os.environb[b'GLIBC_TUNABLES'])"
+    child = Child.spawn([sys.executable, "-c", code], frames.Launch(EngineConfig()))
+    try:
+        assert child.sock.recv(100).decode() == told
+    finally:
+        child.kill()
+        child.reap()
