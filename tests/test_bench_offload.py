@@ -20,8 +20,8 @@ async def test_every_arm_serves_all_tokens_and_streaming_ones_have_a_limit(
     monkeypatch.setattr(offload, "PROFILE_SECONDS", 0.0)
     model = model_folder(tmp_path, 8, **TINY)
     arms = arms_for(6)
-    results = await compare(model, tmp_path / "disk", arms, 0.6 * 2**20, 3)
-    assert [result.tokens for result in results] == [18, 18, 12]
+    results = await compare(model, tmp_path / "disk", arms, 0.6 * 2**20, 3, 2)
+    assert [result.tokens for result in results] == [36, 36, 24]
     assert [result.floor > 0 for result in results] == [False, True, True]
     assert [arm.batch for arm in arms] == [6, 6, 4]
 
@@ -36,7 +36,7 @@ def test_the_table_says_what_share_of_the_limit_was_reached() -> None:
 async def test_a_model_that_fits_is_no_measurement(tmp_path: Path) -> None:
     model = model_folder(tmp_path, 4, **TINY)
     with pytest.raises(SystemExit, match="fits"):
-        await compare(model, tmp_path / "disk", arms_for(2)[1:], 2**30, 3)
+        await compare(model, tmp_path / "disk", arms_for(2)[1:], 2**30, 3, 1)
 
 
 def test_it_can_be_asked_for() -> None:

@@ -1,12 +1,12 @@
 """Weights that stream: a random model of twice the memory that its weights may take serves a batch.
 
-    python -m loadgen.bench offload [--budget MiB] [--rows N] [--output TOKENS] [--folder DISK]
+    python -m loadgen.bench offload [--budget MiB] [--rows N] [--output TOKENS] [--rounds N] [--folder DISK]
 
 Three arms in this process, one after another: all weights in memory; streaming with as many rows in a step as there
 are requests, which is what the engine does by itself; and streaming with a small fixed batch for each run over the
 model, the next when the last one has ended (as FlexGen's policy does where nobody balances it). The stream's limit is
-what reading the same bytes from the same folder takes and nothing else, measured before and after each arm: a row of a
-step gives at most a token for it.
+what reading the same bytes from the same folder takes and nothing else, measured before and after every round of an
+arm, as a disk's speed changes by itself: a row of a step gives at most a token for it.
 """
 
 import argparse
@@ -14,10 +14,12 @@ import asyncio
 import json
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 import numpy as np
@@ -91,25 +93,30 @@ def configuration(model: Path, disk: Path, arm: Arm, budget: float) -> EngineCon
     )
 
 
-def stream_seconds(disk: Path, offload: Offload) -> float:
-    """What reading the layers of one step takes and nothing else."""
-    file = WeightFile(disk, offload.layer_bytes, len(offload.streamed))
+@contextmanager
+def stream_by_itself(disk: Path, offload: Offload | None) -> Iterator[Callable[[], float]]:
+    """What measures the seconds that reading the layers of one step takes and nothing else; 0 where nothing streams."""
+    if offload is None:
+        yield lambda: 0.0
+        return
+    file, count = WeightFile(disk, offload.layer_bytes, len(offload.streamed)), len(offload.streamed)
     data = torch.randint(0, 256, (offload.layer_bytes,), dtype=torch.uint8)
-    for place in range(len(offload.streamed)):
+    for place in range(count):
         file.keep(place, [(0, data)])
-    seconds = median(file.seconds() for _ in range(3)) * len(offload.streamed)
-    file.close()
-    return seconds
+    try:
+        yield lambda: median(file.seconds() for _ in range(3)) * count
+    finally:
+        file.close()
 
 
-async def serve(engine: Engine, arm: Arm, output: int) -> Result:
-    """The arm's requests from the first to the end of the last."""
-    draw, tokens = np.random.default_rng(0), 0
+async def serve(engine: Engine, arm: Arm, output: int, number: int) -> tuple[int, float]:
+    """The arm's requests from the first to the end of the last: tokens and seconds."""
+    draw, tokens = np.random.default_rng(number), 0
     began = time.perf_counter()
     for first in range(0, arm.requests, arm.batch):
         requests = [
             EngineRequest(
-                f"{arm.name}-{index}",
+                f"{arm.name}-{number}-{index}",
                 tuple(draw.integers(2, 1000, PROMPT).tolist()),
                 SamplingParams(max_tokens=output, temperature=0.0),
                 RequestClass.OFFLINE,
@@ -122,25 +129,27 @@ async def serve(engine: Engine, arm: Arm, output: int) -> Result:
             if last.error is not None:
                 raise last.error.to_error()
             tokens += len(last.token_ids)
-    return Result(tokens, time.perf_counter() - began, 0.0)
+    return tokens, time.perf_counter() - began
 
 
-async def measure(model: Path, disk: Path, arm: Arm, budget: float, output: int) -> Result:
-    """Load, serve, stop; the stream by itself before and after."""
+async def measure(model: Path, disk: Path, arm: Arm, budget: float, output: int, rounds: int) -> Result:
+    """Load, serve in rounds, stop; the stream by itself around every round."""
     config = configuration(model, disk, arm, budget)
     offload = plan_launch(config).offload
     if arm.streams and offload is None:
         raise SystemExit("the model fits in the budget: nothing streams")
-    floors = [] if offload is None else [stream_seconds(disk, offload)]
-    engine = build_engine(config, say=lambda line: print(f"  {arm.name}: {line}", flush=True))
-    await engine.start()
-    try:
-        result = await serve(engine, arm, output)
-    finally:
-        await engine.stop()
-    if offload is not None:
-        floors.append(stream_seconds(disk, offload))
-    return Result(result.tokens, result.seconds, sum(floors) / max(len(floors), 1))
+    with stream_by_itself(disk, offload) as floor:
+        engine = build_engine(config, say=lambda line: print(f"  {arm.name}: {line}", flush=True))
+        await engine.start()
+        try:
+            floors, served = [floor()], []
+            for number in range(rounds):
+                served.append(await serve(engine, arm, output, number))
+                floors.append(floor())
+        finally:
+            await engine.stop()
+    around = mean((before + after) / 2 for before, after in pairwise(floors))
+    return Result(sum(tokens for tokens, _ in served), sum(seconds for _, seconds in served), around)
 
 
 def report(arms: Sequence[Arm], results: Sequence[Result]) -> str:
@@ -165,7 +174,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--budget", type=float, default=256.0, help="MiB that weights may take (default: 256)")
     parser.add_argument("--rows", type=int, default=32, help="requests of the batch (default: 32)")
-    parser.add_argument("--output", type=int, default=48, help="tokens of each answer (default: 48)")
+    parser.add_argument("--output", type=int, default=32, help="tokens of each answer (default: 32)")
+    parser.add_argument("--rounds", type=int, default=3, help="of each arm (default: 3)")
     parser.add_argument("--folder", type=Path, help="a folder on the disk to stream from (default: a temporary one)")
     return parser.parse_args(argv)
 
@@ -178,8 +188,10 @@ def arms_for(rows: int) -> list[Arm]:
     ]
 
 
-async def compare(model: Path, disk: Path, arms: Sequence[Arm], budget: float, output: int) -> list[Result]:
-    return [await measure(model, disk, arm, budget, output) for arm in arms]
+async def compare(
+    model: Path, disk: Path, arms: Sequence[Arm], budget: float, output: int, rounds: int
+) -> list[Result]:
+    return [await measure(model, disk, arm, budget, output, rounds) for arm in arms]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -190,7 +202,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as name:
         arms, model = arms_for(options.rows), model_folder(Path(name), layers)
         disk = options.folder or Path(name) / "disk"
-        results = asyncio.run(compare(model, disk, arms, budget, options.output))
+        results = asyncio.run(compare(model, disk, arms, budget, options.output, options.rounds))
     print(report(arms, results))
 
 
