@@ -7,6 +7,7 @@
 import importlib
 import math
 import os
+import zlib
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -323,6 +324,8 @@ def _make_runner(
     plan, make = backend.prepare(config, plan, say)
     _test_family(config, plan, make, backend)
     group = None if seat is None else seat.join(torch.device(plan.device))
+    if group is not None:
+        _compare_kernels(plan, group)
     transport = None if plan.offload is None else backend.transport(config, plan)
     gather: Gather = ResidentLayers
     if plan.offload is not None and transport is not None:
@@ -348,6 +351,13 @@ def _make_runner(
     grammars = GrammarCompiler(plan.folder, plan.spec.vocab_size, plan.spec.eos_token_ids)
     runner.enforce(grammars, MAX_FORCED if config.forced_tokens else 0)
     return runner, plan
+
+
+def _compare_kernels(plan: LaunchPlan, group: Group) -> None:
+    """Raises ConfigError where ranks run by different kernels: what they add has another type and stride then."""
+    own = zlib.crc32(plan.kernels.encode())
+    if group.least((own, -own)) != [own, -own]:
+        raise ConfigError(f"ranks run by different kernels, the first one by {plan.kernels}: say --cpu-kernels torch")
 
 
 def _with_adapters(plan: LaunchPlan, config: EngineConfig) -> LaunchPlan:

@@ -61,7 +61,7 @@ def _is_decided(config: EngineConfig, environment: MutableMapping[str, str], thr
 def expects_native(config: EngineConfig) -> bool:
     """Whether the native kernels will run every step, as far as can be known before torch is loaded: they may still
     fail their test. Steps from hidden state go by torch."""
-    if config.device == "cuda" or config.cpu_kernels != "auto" or config.tensor_parallel_size > 1:
+    if config.device == "cuda" or config.cpu_kernels != "auto":
         return False
     return not config.hidden_cache and is_built()
 

@@ -10,13 +10,15 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import tiny_models
 import torch
 from cuda_engine import BLOCK
 from driver import Driver, make_request, outputs_of, submit_one
+from native_build import native_library
 from test_build import shape
 from test_families import assert_equal_but_for_ties, prompts_of
 from torch import distributed
@@ -26,7 +28,12 @@ from engine.api import EngineRequest, EngineState, SamplingParams
 from engine.cache.blocks import CacheAction
 from engine.config import EngineConfig, SchedulerConfig
 from engine.errors import ConfigError, EngineUnavailableError, ModelLoadError
+from engine.execution.cpu import backend
 from engine.execution.cpu.device import TorchDevice
+from engine.execution.cpu.native import is_built
+from engine.execution.cpu.native.device import NativeDevice
+from engine.execution.cpu.native.library import Level, Team
+from engine.execution.cpu.native.linear import Native
 from engine.execution.cuda.backend import CudaBackend
 from engine.execution.cuda.device import CudaDevice
 from engine.execution.ranks import leader, messages
@@ -41,13 +48,16 @@ from engine.machine.facts import Processor
 from engine.models import torch_ops
 from engine.models.checkpoint import load_weights
 from engine.models.decoder import Decoder
+from engine.models.linear import make_linear
 from engine.models.sharding import Shard
 from engine.models.spec import load_spec
+from engine.pooling import Pooling
 from engine.process.client import EngineProcess
 from engine.process.policy import RestartPolicy
 from engine.scheduling.output import SchedulerOutput
 
 CPU = torch.device("cpu")
+NATIVE = pytest.mark.skipif(not is_built(), reason="no native kernels here")
 OUTPUT = 12
 PROMPT, WISHES = tuple(range(3, 20)), SamplingParams(60, temperature=0.8, seed=7)
 
@@ -74,7 +84,8 @@ def driver_of(config: EngineConfig) -> Iterator[Driver]:
 
 
 def generate(driver: Driver, prompts: list[list[int]]) -> dict[str, list[int]]:
-    """Every other request is sampled, with a seed; some repeat what they must not."""
+    """Every other request is sampled, with a seed; some repeat what they must not. Then come texts
+    whose vectors are wanted, for which a step computes all tokens to the end."""
     for index, prompt in enumerate(prompts):
         wishes = {"temperature": 1.0, "seed": index, "presence_penalty": index % 4 / 2} if index % 2 else {}
         driver.add(make_request(str(index), prompt, OUTPUT, **wishes))
@@ -83,7 +94,20 @@ def generate(driver: Driver, prompts: list[list[int]]) -> dict[str, list[int]]:
     stats = driver.core.stats()
     assert sum(stats.preemptions.values()) > 0, "the pool was meant to be too small"
     assert stats.prefix_hit_tokens > 0
+    wish = SamplingParams(max_tokens=1, temperature=0.0)
+    for index in range(3):
+        text = tuple(range(5 + index, 45 + index))
+        driver.add(EngineRequest(f"vector {index}", text, wish, pooling=Pooling.MEAN))
+        driver.add(make_request(f"beside {index}", prompts[-1], OUTPUT))
+    driver.run()
     return driver.outputs
+
+
+def assert_vectors_equal(found: Driver, alone: Driver) -> None:
+    for index in range(3):
+        vectors = [np.frombuffer(each.finals[f"vector {index}"].embedding or b"", "<f4") for each in (found, alone)]
+        assert len(vectors[0]) > 1
+        np.testing.assert_allclose(*vectors, rtol=1e-3, atol=1e-3)
 
 
 # Processes ------------------------------------------------------------------------------------------------------------
@@ -99,15 +123,18 @@ def generate(driver: Driver, prompts: list[list[int]]) -> dict[str, list[int]]:
     ],
     ids=["recompute", "int8", "swap", "divided-head"],
 )
-def test_two_processes_equal_one(case: str, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("kernels", ["torch", pytest.param("auto", marks=NATIVE)])
+def test_two_processes_equal_one(case: str, options: dict[str, Any], kernels: str) -> None:
     """The vocabulary of the packaged model is even, so that its head is divided, too."""
-    prompts = prompts_of(97)
-    with driver_of(config_of(case, 1, **options)) as driver:
-        alone = generate(driver, prompts)
+    prompts, options = prompts_of(97), options | {"cpu_kernels": kernels}
+    with driver_of(config_of(case, 1, **options)) as one:
+        alone = generate(one, prompts)
     with driver_of(config_of(case, **options)) as driver:
         found = generate(driver, prompts)
         moved = {operation.action for step in driver.steps for operation in step.operations}
+        assert isinstance(driver.runner.device, NativeDevice) == (kernels == "auto")
     assert found == alone
+    assert_vectors_equal(driver, one)
     assert (CacheAction.SWAP_IN in moved) == ("swap_space" in options), "what was kept is in parts on both"
     for index in range(0, len(prompts), 2) if case == "llama-gqa2" else ():
         assert_equal_but_for_ties(case, prompts[index], found[str(index)])
@@ -270,8 +297,37 @@ def test_a_rank_that_fails_says_why() -> None:
 class ForeignLeader(Leader):
     """The others are to load what is not there."""
 
+    others: ClassVar[dict[str, Any]] = {"model": "/no/such/folder"}
+
     def __init__(self, config: EngineConfig, *args: Any) -> None:
-        super().__init__(replace(config, model="/no/such/folder"), *args)
+        super().__init__(replace(config, **self.others), *args)
+
+
+@NATIVE
+def test_ranks_that_run_by_different_kernels_do_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What they add would be of other types and strides."""
+    monkeypatch.setattr(ForeignLeader, "others", {"cpu_kernels": "torch"})
+    monkeypatch.setattr(leader, "Leader", ForeignLeader)
+    config = config_of(cpu_kernels="auto")
+    with pytest.raises(ConfigError, match="ranks run by different kernels, the first one by native"):
+        build.build_runner(config, build.plan_launch(config))
+
+
+@NATIVE
+def test_ranks_keep_the_threads_that_they_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps that measure how many are best would wait for others that run none."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    monkeypatch.setattr(backend, "choose_threads", lambda *_: pytest.fail("a step of one rank alone"))
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        config = config_of(cpu_kernels="auto", threads=None, profile_seconds=1.0)
+        runner, plan = build.build_runner(config, build.plan_launch(config))
+    finally:
+        torch.set_num_threads(before)
+    assert runner.ranks is not None
+    runner.ranks.close()
+    assert plan.threads == 2
 
 
 def test_what_keeps_another_rank_from_its_start_is_raised_here(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -363,7 +419,6 @@ def test_ranks_share_the_cores_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(openmp, "read_processor", lambda: Processor("fast", 8, 16, frozenset()))
     counts = [openmp.num_threads(EngineConfig(tensor_parallel_size=ranks), {}) for ranks in (1, 2, 16)]
     assert counts == [8, 4, 1]
-    assert not openmp.expects_native(EngineConfig(device="cpu", tensor_parallel_size=2))
 
 
 # Devices that take steps ahead ----------------------------------------------------------------------------------------
@@ -387,11 +442,28 @@ class FollowersHere:
     def lost(self) -> None: ...
 
 
-@pytest.mark.parametrize("vocab", [97, 98], ids=["whole-head", "divided-head"])
-@pytest.mark.parametrize("kind", [CudaDevice, TorchDevice])
-def test_two_devices_equal_one(kind: type, vocab: int) -> None:
+def native_kernels() -> Native:
+    library = native_library()
+    return Native(library, min(max(library.levels()), Level.AVX512), Team(library, 1))
+
+
+@pytest.mark.timeout(600)  # may have to build the library
+@pytest.mark.parametrize(
+    ("kind", "case", "vocab"),
+    [
+        (CudaDevice, "llama-gqa2", 97),
+        (CudaDevice, "llama-gqa2", 98),
+        (TorchDevice, "llama-gqa2", 97),
+        (TorchDevice, "llama-gqa2", 98),
+        (NativeDevice, "llama-gqa2", 97),
+        (NativeDevice, "llama-gqa2", 98),
+        (NativeDevice, "opt", 97),  # a bias behind the sums
+        (NativeDevice, "neox", 98),  # two branches of the same rows
+        (NativeDevice, "gemma3", 97),  # a norm behind the sums
+    ],
+)
+def test_two_devices_equal_one(kind: type, case: str, vocab: int) -> None:
     """Of a device that takes steps ahead the second one is told no token that the host does not know."""
-    case = "llama-gqa2"
     config = SchedulerConfig(
         num_units=68, max_model_len=100, block_size=BLOCK, max_num_seqs=8, max_num_batched_tokens=24,
         pipeline_depth=kind.pipeline_depth,
@@ -403,24 +475,31 @@ def test_two_devices_equal_one(kind: type, vocab: int) -> None:
     def device_of(rank: int, ranks: int) -> Any:
         group = Group(store, rank, ranks, CPU, nccl=False) if ranks > 1 else None
         shard = None if group is None else Shard(rank, ranks, group.total, group.gather)
-        weights = load_weights(whole, folder, dtype="float32", load_format=load_format, shard=shard)
+        native = native_kernels() if kind is NativeDevice else None
+        make = make_linear if native is None else native.linear
+        weights = load_weights(whole, folder, dtype="float32", load_format=load_format, shard=shard, make=make)
         spec = whole if shard is None else shard.spec_of(whole)
         if kind is CudaDevice:
             device: Any = CudaDevice(spec, weights, torch_ops, config.limits, graphs=False)
         else:
-            device = TorchDevice(Decoder(spec, weights), config.limits)
+            decoder = Decoder(spec, weights)
+            device = (
+                TorchDevice(decoder, config.limits) if native is None else NativeDevice(decoder, native, config.limits)
+            )
         if group is not None:
             device.join(group.share)
         return device
 
     prompts = prompts_of(97)
-    alone = generate(Driver(Runner(device_of(0, 1)), config), prompts)
+    one = Driver(Runner(device_of(0, 1)), config)
+    alone = generate(one, prompts)
     others = FollowersHere(lambda: Follower(device_of(1, 2)))
     with others.thread:
         runner = Runner(device_of(0, 2))
         runner.ranks = others  # type: ignore[assignment]
         driver = Driver(runner, config)
         assert generate(driver, prompts) == alone
+        assert_vectors_equal(driver, one)
         assert driver.most_in_flight == 1 + config.pipeline_depth
         for step in others.failures:
             step.result()

@@ -120,30 +120,31 @@ class ShardedTensors:
 
 
 class SummedLinear:
-    """A layer whose inputs are divided among ranks: its products are added over them, and then the bias once."""
+    """A layer whose inputs are divided among ranks: the products of each `part` are added over them by `total`, and
+    then the `bias` once."""
 
     def __init__(self, part: Linear, bias: Tensor | None, total: SumRanks) -> None:
         self.in_features, self.out_features = part.in_features, part.out_features
-        self._part, self._bias, self._total = part, bias, total
+        self.part, self.bias, self.total = part, bias, total
 
     def __call__(self, x: Tensor) -> Tensor:
-        product = self._part(x)
-        self._total(product)
-        return product if self._bias is None else product.add_(self._bias)
+        product = self.part(x)
+        self.total(product)
+        return product if self.bias is None else product.add_(self.bias)
 
     def outputs_from(self, first: int) -> "SummedLinear":
-        bias = None if self._bias is None else self._bias[first:]
-        return SummedLinear(self._part.outputs_from(first), bias, self._total)
+        bias = None if self.bias is None else self.bias[first:]
+        return SummedLinear(self.part.outputs_from(first), bias, self.total)
 
     def dense_from(self, first: int) -> tuple[Tensor, Tensor | None]:
         """See Linear; the weight is this rank's part [out - first, in / ranks]."""
-        return self._part.dense_from(first)[0], None if self._bias is None else self._bias[first:]
+        return self.part.dense_from(first)[0], None if self.bias is None else self.bias[first:]
 
     def data(self) -> Tensor:
-        return self._part.data()
+        return self.part.data()
 
     def on(self, data: Tensor) -> "SummedLinear":
-        return SummedLinear(self._part.on(data), self._bias, self._total)
+        return SummedLinear(self.part.on(data), self.bias, self.total)
 
 
 _Section = tuple[int, int]

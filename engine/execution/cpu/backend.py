@@ -108,12 +108,10 @@ class CpuBackend:
         self, config: EngineConfig, plan: LaunchPlan, say: Callable[[str], None]
     ) -> tuple[LaunchPlan, MakeLinear]:
         _use_cores(config.threads, plan.ranks)
-        if plan.ranks > 1:
-            say("steps run by torch's own operators: the native kernels run no part of a layer")
         if plan.offload is not None and config.hidden_cache:
             say("steps run by torch's own operators: projections of hidden state are parts of weights that stream")
             return plan, make_plain
-        if config.cpu_kernels == "torch" or plan.ranks > 1:
+        if config.cpu_kernels == "torch":
             return plan, _by_torch(plan)
         int8 = plan.quantization != "none"
         native = start(torch.get_num_threads(), torch_dtype(plan.dtype), int8=int8, int8_cache=plan.int8_cache)
@@ -145,7 +143,7 @@ class CpuBackend:
         native = weights.head.native
         runner = NativeRunner(NativeDevice(decoder, native, plan.limits, **pool))
         most = native.team.threads
-        if config.threads is not None or most == 1 or config.profile_seconds <= 0:
+        if config.threads is not None or most == 1 or config.profile_seconds <= 0 or plan.ranks > 1:
             return runner, replace(plan, threads=most)
         wait_for_quiet(most)  # the gateway's process has begun with this one, and computes for a second yet
         threads, line = choose_threads(runner, plan.limits, plan.spec.vocab_size, most, native.team.resize)
@@ -177,7 +175,7 @@ def _by_torch(plan: LaunchPlan) -> MakeLinear:
 def _runs_natively(config: EngineConfig) -> bool:
     """Whether every step will run by the native kernels: they read half the bytes and compute in float32, so that half
     precision is the faster type on any processor. Steps from hidden state go by torch, which is slow in it."""
-    if config.cpu_kernels != "auto" or config.tensor_parallel_size > 1:
+    if config.cpu_kernels != "auto":
         return False
     return not config.hidden_cache and not isinstance(load(), str)
 

@@ -147,8 +147,9 @@ class TorchDevice(PoolDevice):
     def join(self, share: Callable[[Tensor], None]) -> None:
         """See RankDevice: no token is on the device alone."""
 
-    def follow(self, chunks: IntArray) -> None:
-        """See RankDevice."""
+    def follow(self, chunks: IntArray, *, whole: bool) -> None:
+        """See RankDevice. It is whole at any rate."""
+        del whole
         layout, x = self._begin(chunks)
         if self.decoder.weights.gather is not None:
             self._logits(layout, x)

@@ -145,9 +145,10 @@ class CudaDevice:
         """See RankDevice."""
         self._share = share
 
-    def follow(self, chunks: IntArray) -> None:
-        """See RankDevice. The greedy tokens that the graph gives here are of no use: the first rank's come behind it,
-        chosen as their rows wish."""
+    def follow(self, chunks: IntArray, *, whole: bool) -> None:
+        """See RankDevice; whole at any rate. The greedy tokens that the graph gives here are of no use: the first
+        rank's come behind it, chosen as their rows wish."""
+        del whole
         assert self._share is not None, "a rank follows others"
         layout = decodes_first(chunks)
         inputs = self._fill(layout)

@@ -31,8 +31,9 @@ class RankDevice(CacheMover, Protocol):
     def join(self, share: Callable[[Tensor], None]) -> None:
         """There are other ranks: `share` replaces a tensor by the one that the first rank has."""
 
-    def follow(self, chunks: IntArray) -> None:
-        """Run chunks [n, 4] as `forward` does on the first rank, which samples."""
+    def follow(self, chunks: IntArray, *, whole: bool) -> None:
+        """Run chunks [n, 4] as `forward` does on the first rank, which samples. `whole`: it looks at the hidden states
+        of all tokens there."""
 
 
 class Follower:
@@ -52,5 +53,5 @@ class Follower:
             run_operations(device, output.operations, None)
             if len(chunks := chunk_array(output.chunks)):
                 device.rows.tokens[token_places(chunks)] = np.frombuffer(step.token_ids, np.int32)
-                device.follow(chunks)
+                device.follow(chunks, whole=step.whole)
             self._launched.append(device.lane.mark())

@@ -15,10 +15,12 @@ _NO_WISHES = SamplingParams(1, temperature=0.0)
 @dataclass(frozen=True, slots=True)
 class Step:
     """What changes in rows and cache, the chunks, and their tokens (int32, in the order of the chunks), a negative one
-    where only devices know it yet. Nobody else's business: what is sampled, and how."""
+    where only devices know it yet; `whole`: hidden states of all tokens are wanted. Nobody else's business: what is
+    sampled, and how."""
 
     output: SchedulerOutput
     token_ids: bytes
+    whole: bool
 
     @classmethod
     def of(cls, output: SchedulerOutput, rows: RowTable) -> "Step":
@@ -29,5 +31,6 @@ class Step:
                 for each in output.new_requests
             )
             output = replace(output, new_requests=plain)
-        where = token_places(chunk_array(output.chunks))
-        return cls(output, rows.tokens[where].astype(np.int32).tobytes())
+        chunks = chunk_array(output.chunks)
+        tokens = rows.tokens[token_places(chunks)].astype(np.int32).tobytes()
+        return cls(output, tokens, whole=bool(rows.pools[chunks[:, 0]].any()))

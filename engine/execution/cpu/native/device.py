@@ -85,6 +85,10 @@ class NativeDevice(TorchDevice):
         tokens = np.where(np.isfinite(result.best), result.best_ids, INVALID_TOKEN)
         return torch.empty((len(tokens), 0)), DeviceSamples(torch.from_numpy(tokens.astype(np.int32)))
 
+    def follow(self, chunks: IntArray, *, whole: bool) -> None:
+        """See RankDevice."""
+        self._native.run(chunks, logits=False, whole=whole, follows=True)
+
     def keep(self, layers: range) -> None:
         """See TorchDevice."""
         super().keep(layers)

@@ -12,6 +12,7 @@ from torch import Tensor
 from engine.arrays import IntArray
 from engine.execution.cpu.device import Beyond
 from engine.execution.cpu.native.binding import shape_over, step_over
+from engine.execution.cpu.native.divided import DividedTape
 from engine.execution.cpu.native.library import TYPES, Kind, Shape, Step, Tape, activation_dtype
 from engine.execution.cpu.native.linear import Native
 from engine.execution.cpu.native.tape import Buffers, Composed, compose
@@ -64,7 +65,7 @@ class NativeModel:
         self._frequencies = inverse_frequencies(spec.rope, max_model_len).contiguous() if spec.rope else None
         self._best = np.empty(self._max_samples, dtype=np.float32)
         self._best_ids = np.empty(self._max_samples, dtype=np.int64)
-        self._logits: Tensor | None = None
+        self._logits = torch.empty(0, self._weights.head.out_features)
         self._takes_adapters = False
         self._activation = torch_ops.ACTIVATIONS[spec.activation]
         self._make_room(_FIRST_TOKENS)
@@ -84,26 +85,36 @@ class NativeModel:
         beyond: Beyond | None = None,
         whole: bool = False,
         adapters: StepAdapters | None = None,
+        follows: bool = False,
     ) -> Sampled:
         """Run chunks [n, 4] (row, start, length, sample) of rows whose blocks all hold K and V. `beyond` runs the
         layers behind those that are kept here; it leaves `hidden` right only if it is asked for the `whole`.
-        `adapters` of its tokens, chunk by chunk; not where layers stream, or lie elsewhere.
+        `adapters` of its tokens, chunk by chunk; not where layers stream, or lie elsewhere. `follows`: of ranks that
+        divide the layers another one samples.
 
-        Raises StepError, and WeightReadError where layers stream.
+        Raises StepError, WeightReadError where layers stream, and RuntimeError where a rank is gone.
         """
         chunks = self._take(chunks)
         count = int(np.count_nonzero(chunks[:, 3]))
-        kept = self._logits_for(count) if logits and count else None
+        gather = self._model.gather
+        kept = self._logits_for(count) if (logits or gather is not None) and count else None
         step = self._step(chunks, kept)
         if adapters is not None:
             self._run_adapted(step, int(chunks[:, 2].sum()), adapters)
         elif self._layers.streamed and beyond is None:
             self._run_streamed(step)
         elif beyond is None:
-            lean = self._lean if not whole and int(chunks[:, 2].sum()) >= _MANY_A_SAMPLE * count else None
-            (lean or self._tape).run(self.native.team, step)
+            tokens = int(chunks[:, 2].sum())
+            lean = self._lean if not whole and tokens >= _MANY_A_SAMPLE * count else None
+            tape = lean or self._tape
+            if isinstance(tape, DividedTape):
+                tape.run_part(self.native.team, step, tokens, count, head=gather is not None or not follows)
+            else:
+                tape.run(self.native.team, step)
         else:
             self._run_pipeline(beyond, chunks, step, whole)
+        if gather is not None and kept is not None:
+            kept = gather(kept)
         return Sampled(self._best[:count], self._best_ids[:count], kept)
 
     def keep(self, layers: range) -> None:
@@ -215,15 +226,15 @@ class NativeModel:
             self._pool,
             self._rows,
             chunks,
-            logits_stride=self._spec.vocab_size,
+            logits_stride=self._weights.head.out_features,
             logits=None if logits is None else logits.data_ptr(),
             best=self._best.ctypes.data,
             best_id=self._best_ids.ctypes.data,
         )
 
     def _logits_for(self, count: int) -> Tensor:
-        if self._logits is None:
-            self._logits = torch.empty(self._max_samples, self._spec.vocab_size)
+        if not len(self._logits):
+            self._logits = self._logits.new_empty(self._max_samples, self._weights.head.out_features)
         return self._logits[:count]
 
     def _make_room(self, max_tokens: int) -> None:
@@ -233,7 +244,7 @@ class NativeModel:
             adapted=self._takes_adapters,
         )  # fmt: skip
         self._composed = compose(self._spec, self._weights, self._buffers)
-        self._tape = Tape(self.native.library, self._shape(), self._composed.ops)
+        self._tape = self._tape_of(self._composed)
         self._lean = self._lean_tape() if len(self._weights.layers) == self._spec.num_layers else None
         self._adapted: tuple[Composed, Tape] | None = None
         if self._takes_adapters:
@@ -246,7 +257,13 @@ class NativeModel:
             self._spec, activation_dtype(self._level), self._max_samples, self._max_samples, int8=self._weights.has_int8
         )
         composed = compose(self._spec, self._weights, self._buffers, sampled=self._sampled)
-        return Tape(self.native.library, self._shape(), composed.ops)
+        return self._tape_of(composed, self._sampled)
+
+    def _tape_of(self, composed: Composed, sampled: Buffers | None = None) -> Tape:
+        library, shape = self.native.library, self._shape()
+        if not self._weights.is_part:
+            return Tape(library, shape, composed.ops)
+        return DividedTape(library, shape, composed, self._weights, self._buffers, sampled)
 
     def _shape(self) -> Shape:
         spec = self._spec

@@ -7,6 +7,7 @@ from torch import Tensor
 from engine.execution.cpu.native.linear import Native, NativeInt8, NativeLinear
 from engine.models.linear import Linear
 from engine.models.rotary import attention_scaling, inverse_frequencies
+from engine.models.sharding import SummedLinear, SumRanks
 from engine.models.spec import ModelSpec
 from engine.models.weights import LayerWeights, ModelWeights, Norm, embedding_scale
 
@@ -20,8 +21,23 @@ class NativeNorm:
 
 
 @dataclass(frozen=True, slots=True)
+class RankSum:
+    """What becomes of a part of a sum over ranks; `bias [H]` is added to it once."""
+
+    total: SumRanks
+    bias: Tensor | None
+
+    def add(self, rows: Tensor) -> None:
+        """Make rows [n, stride], the first H of which are products, those of all ranks. Padding is zero on each."""
+        self.total(rows)
+        if self.bias is not None:
+            rows[:, : len(self.bias)] += self.bias
+
+
+@dataclass(frozen=True, slots=True)
 class NativeLayer:
-    """One decoder layer; `qk_norm` is the address of floats [heads + kv_heads, head_dim]."""
+    """One decoder layer; `qk_norm` is the address of floats [heads + kv_heads, head_dim]. `out_sum`, `down_sum`: of
+    what `out` and `down` give, where the layer is one rank's part."""
 
     input_norm: NativeNorm
     qkv: NativeLinear
@@ -31,6 +47,8 @@ class NativeLayer:
     up: NativeLinear
     down: NativeLinear
     branch_norms: tuple[NativeNorm, NativeNorm] | None
+    out_sum: RankSum | None = None
+    down_sum: RankSum | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +78,7 @@ class NativeWeights:
         self.positions = weights.positions
         self.layers = {index: self._layer(weights.layers[index], spec.gated_mlp) for index in kept}
         self.final_norm = self._norm(weights.final_norm)
+        self.is_part = any(each.out_sum is not None for each in self.layers.values())
         self.head = self._linear(weights.head)
         every = (
             self.head,
@@ -78,9 +97,14 @@ class NativeWeights:
             up=self._linear(layer.up, gated),
             down=self._linear(layer.down),
             branch_norms=None if after is None else (self._norm(after[0]), self._norm(after[1])),
+            out_sum=_sum_of(layer.out),
+            down_sum=_sum_of(layer.down),
         )
 
     def _linear(self, layer: Linear, gated: bool = False) -> NativeLinear:
+        """Of a layer that ranks divide, this one's part."""
+        if isinstance(layer, SummedLinear):
+            layer = layer.part
         if isinstance(layer, NativeLinear) and layer.gated == gated:
             return layer
         return NativeLinear(self._native, *layer.dense_from(0), gated)
@@ -91,3 +115,7 @@ class NativeWeights:
     def _constant(self, values: Tensor) -> int:
         self._constants.append(values.float().contiguous())
         return self._constants[-1].data_ptr()
+
+
+def _sum_of(layer: Linear) -> RankSum | None:
+    return RankSum(layer.total, layer.bias) if isinstance(layer, SummedLinear) else None

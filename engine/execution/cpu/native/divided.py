@@ -1,0 +1,60 @@
+"""A tape whose layers are one rank's part: it runs in parts, and between two of them all ranks add up what each has.
+
+Every rank runs the same chunks, so that a row is the same token's on each. Knows nothing of how ranks are joined.
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from engine.execution.cpu.native.library import Library, Shape, Step, Tape, Team
+from engine.execution.cpu.native.tape import Buffers, Composed
+from engine.execution.cpu.native.weights import NativeWeights, RankSum
+
+
+@dataclass(frozen=True, slots=True)
+class _Sum:
+    """Behind the operations in front of `end`, of `rows [n, stride]`: of the tokens that sample alone, if `sampled`."""
+
+    end: int
+    rows: Tensor
+    sampled: bool
+    ranks: RankSum
+
+
+class DividedTape(Tape):
+    """A tape, and the sums between its operations. `sampled`: see `compose`."""
+
+    def __init__(
+        self,
+        library: Library,
+        shape: Shape,
+        composed: Composed,
+        weights: NativeWeights,
+        buffers: Buffers,
+        sampled: Buffers | None,
+    ) -> None:
+        super().__init__(library, shape, composed.ops)
+        self._sums: list[_Sum] = []
+        self._after_layers, self._after_all = composed.layers[-1].stop, len(composed.ops)
+        for place, layer in enumerate(weights.layers.values()):
+            _, out, _, down = composed.linear_ops(place)
+            for op, ranks in ((out, layer.out_sum), (down, layer.down_sum)):
+                if ranks is None:
+                    continue
+                alone = bool(composed.ops[op].sampled)
+                at = sampled if alone and sampled is not None else buffers
+                rows = at.delta if op == out or at.other is None else at.other
+                self._sums.append(_Sum(op + 1, rows, alone, ranks))
+
+    def run_part(self, team: Team, step: Step, tokens: int, samples: int, *, head: bool) -> None:
+        """Run this rank's part of a step of so many tokens, `samples` of which sample, and the `head` if asked for.
+        Raises StepError, and RuntimeError where a rank is gone."""
+        self.begin(team, step)
+        done = 0
+        for each in self._sums:
+            self.run_ops(team, done, each.end)
+            done = each.end
+            if count := samples if each.sampled else tokens:
+                each.ranks.add(each.rows[:count])
+        self.run_ops(team, done, self._after_all if head else self._after_layers)
