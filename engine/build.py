@@ -68,6 +68,7 @@ from engine.scheduling.policies import find_policy
 from engine.structured.compiler import GrammarCompiler
 from predictor.limits import UNITS_PER_BLOCK, Limits
 from predictor.profile import Profile, ProfileError, ProfileKey
+from predictor.reach import Reach
 from predictor.slo import SLO
 
 DEFAULT_DISK_DIR = "~/.cache/tidemill/disk"
@@ -137,6 +138,7 @@ def plan_launch(config: EngineConfig) -> LaunchPlan:
             resolve_max_model_len(spec, config.max_model_len),
             num_units=0,
             block_size=config.block_size,
+            reach=Reach.of((whole or spec).windows),
         ),
         weight_bytes=memory.weight_bytes(spec, torch_dtype(dtype), quantization, config.tensor_parallel_size),
         quantization=quantization,
@@ -498,6 +500,7 @@ def profile_key(plan: LaunchPlan) -> ProfileKey:
         plan.precision,
         __version__,
         str(plan.limits.padding),
+        str(plan.limits.reach),
     )
 
 

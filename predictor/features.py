@@ -7,6 +7,8 @@ The sums are Python integers, so that removing what was added restores them exac
 
 from typing import NamedTuple
 
+from predictor.reach import EVERYTHING, Reach
+
 
 class FeatureRow(NamedTuple):
     """The sums of one step in the order in which samples store them."""
@@ -28,28 +30,30 @@ class FeatureRow(NamedTuple):
 
 
 class BatchFeatures:
-    """Running sums of the step being built; every operation is O(1).
+    """Running sums of the step being built; every operation is O(1). What chunks attend to counts as far as layers
+    read it, on average over them: see `Reach`.
 
     num_tokens           T: all tokens of the step, decodes included
     num_decodes          N_d
     decode_context_sum   S_d: tokens that the decodes attend to, each its own included
     num_prefill_chunks   N_p
     prefill_token_sum    S_p
-    attention_work       Σ over prefill chunks of length·start + length·(length + 1)/2 query-key pairs
+    attention_work       Σ over prefill chunks of length·start + length·(length + 1)/2 query-key pairs, or fewer
     compact_tokens       context tokens run from compact (hidden) cache
     restored_tokens      tokens whose KV is restored in this step
     transferred_bytes    bytes moved between host and device in this step
     adapters             LoRA adapters that its chunks have, each counted once
     adapted_tokens       tokens of those chunks
-    prefill_context_sum  tokens that the prefill chunks attend to, start + length of each: a short one behind a long
-                         past reads all of it, and on a GPU few programs do that
+    prefill_context_sum  tokens that the prefill chunks attend to, start + length of each at most: a short one behind a
+                         long past reads all of it, and on a GPU few programs do that
     masks                1 where a grammar or a thinking budget limits what is sampled, else 0
     masked_rows          samples that are limited
     """
 
-    __slots__ = FeatureRow._fields
+    __slots__ = (*FeatureRow._fields, "reach")
 
-    def __init__(self) -> None:
+    def __init__(self, reach: Reach = EVERYTHING) -> None:
+        self.reach = reach
         self.clear()
 
     def clear(self) -> None:
@@ -70,7 +74,7 @@ class BatchFeatures:
         self.masked_rows = 0
 
     def add_decodes(self, count: int, context_sum: int) -> None:
-        """Add `count` decodes whose contexts (own token included) sum to `context_sum`."""
+        """Add `count` decodes whose contexts (own token included), as far as they are read, sum to `context_sum`."""
         self.num_tokens += count
         self.num_decodes += count
         self.decode_context_sum += context_sum
@@ -79,13 +83,13 @@ class BatchFeatures:
         """Add one chunk of `length` ≥ 1 tokens behind `start` computed ones; length 1 counts as a decode."""
         assert start >= 0 and length >= 1, "a chunk has a start >= 0 and a length >= 1"
         if length == 1:
-            self.add_decodes(1, start + 1)
+            self.add_decodes(1, self.reach.tokens(start, 1))
             return
         self.num_tokens += length
         self.num_prefill_chunks += 1
         self.prefill_token_sum += length
-        self.attention_work += chunk_attention_work(start, length)
-        self.prefill_context_sum += start + length
+        self.attention_work += self.reach.pairs(start, length)
+        self.prefill_context_sum += self.reach.tokens(start, length)
 
     def add_cache_work(self, compact_tokens: int = 0, restored_tokens: int = 0, transferred_bytes: int = 0) -> None:
         """Add the hidden-cache and host-tier terms (negative numbers take them back)."""
@@ -105,7 +109,7 @@ class BatchFeatures:
 
     def copy(self) -> "BatchFeatures":
         """An independent copy."""
-        return BatchFeatures.from_row(self.row())
+        return BatchFeatures.from_row(self.row(), self.reach)
 
     def row(self) -> FeatureRow:
         """The sums as a tuple."""
@@ -127,9 +131,9 @@ class BatchFeatures:
         )
 
     @classmethod
-    def from_row(cls, row: FeatureRow) -> "BatchFeatures":
+    def from_row(cls, row: FeatureRow, reach: Reach = EVERYTHING) -> "BatchFeatures":
         """Inverse of `row`."""
-        features = cls()
+        features = cls(reach)
         (
             features.num_tokens,
             features.num_decodes,
@@ -155,8 +159,3 @@ class BatchFeatures:
 
     def __repr__(self) -> str:
         return f"BatchFeatures{tuple(self.row())}"
-
-
-def chunk_attention_work(start: int, length: int) -> int:
-    """Query-key pairs of a causal chunk: every token attends to `start` earlier ones and to its own chunk so far."""
-    return length * start + length * (length + 1) // 2

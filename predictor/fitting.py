@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from predictor.features import FeatureRow
 from predictor.model import FEATURE_SETS, LatencyModel, default_knots
+from predictor.reach import EVERYTHING, Reach
 from predictor.samples import ROW_WIDTH, Sample, SampleLog
 
 if TYPE_CHECKING:
@@ -54,13 +55,14 @@ def fit(
     token_limit: int = 8192,
     buckets: tuple[int, ...] = (),
     decode_buckets: tuple[int, ...] = (),
+    reach: Reach = EVERYTHING,
     passes: int = 2,
 ) -> LatencyModel:
     """The model of `feature_set` with the least mean relative error over `samples`.
 
     `token_limit` is the largest step in tokens, `buckets` what token counts are padded to, `decode_buckets` those of
-    steps without prompts. A `SampleLog` is used in place. Raises ValueError when there are no samples, a time is not
-    positive, or the feature set is unknown.
+    steps without prompts, `reach` what the features count of contexts. A `SampleLog` is used in place. Raises
+    ValueError when there are no samples, a time is not positive, or the feature set is unknown.
     """
     import numpy as np
 
@@ -91,6 +93,7 @@ def fit(
         token_limit=token_limit,
         buckets=buckets,
         decode_buckets=decode_buckets,
+        reach=reach,
     )
 
 

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, replace
 
+from predictor.reach import EVERYTHING, Reach
+
 UNITS_PER_BLOCK = 2
 """Cache units that a block of K and V takes."""
 
@@ -25,7 +27,7 @@ NO_PADDING = Padding()
 class Limits:
     """Requests and tokens of a step, tokens of a request's context, and cache units: two to a block of KV, which is
     `block_size` tokens. `padding`: what steps are padded to. `window`: see `SchedulerConfig`; with one, a context may
-    be longer than the cache.
+    be longer than the cache. `reach`: what layers read of a context.
     """
 
     max_num_seqs: int
@@ -35,6 +37,7 @@ class Limits:
     block_size: int = 16
     padding: Padding = NO_PADDING
     window: int = 0
+    reach: Reach = EVERYTHING
 
     @property
     def held(self) -> "Limits":

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from predictor.features import BatchFeatures
+from predictor.reach import EVERYTHING, Reach
 from predictor.samples import Sample
 
 LINEAR_TERMS = (
@@ -64,6 +65,11 @@ LAST_KNOT = 1024
 class LatencyPredictor(Protocol):
     """What a scheduler needs; times in seconds. `LatencyModel` and `OnlineModel` both serve."""
 
+    @property
+    def reach(self) -> Reach:
+        """What its features count of a context: those that it is given must count the same."""
+        ...
+
     def predict(self, features: BatchFeatures) -> float:
         """Time of the whole step; of the empty step, the fixed cost of any step."""
         ...
@@ -73,7 +79,7 @@ class LatencyPredictor(Protocol):
         ...
 
     def marginal_decodes(self, features: BatchFeatures, count: int, context_sum: int) -> float:
-        """What `count` decodes with that sum of contexts add to the step."""
+        """What `count` decodes with that sum of contexts, as far as they are read, add to the step."""
         ...
 
     def max_prefill(self, features: BatchFeatures, seconds: float, max_tokens: int, start: int) -> int:
@@ -116,7 +122,7 @@ class LatencyModel:
 
     `hinges[i]` belongs to `knots[i]` (ascending). `token_limit` sizes the table of the hinge part; larger steps are
     extrapolated by its last slope. `buckets` (ascending) are the token counts that steps are padded to; empty: none.
-    `decode_buckets` are those of steps without prompts; empty: the same.
+    `decode_buckets` are those of steps without prompts; empty: the same. `reach`: what its features count of contexts.
     Raises ValueError when the parts do not fit together.
     """
 
@@ -144,6 +150,7 @@ class LatencyModel:
     token_limit: int = 8192
     buckets: tuple[int, ...] = ()
     decode_buckets: tuple[int, ...] = ()
+    reach: Reach = EVERYTHING
     _table: list[float] = field(init=False, repr=False, compare=False)
     _decode_table: list[float] = field(init=False, repr=False, compare=False)
     _table_end: int = field(init=False, repr=False, compare=False)
@@ -209,12 +216,16 @@ class LatencyModel:
         else:
             hinge = self._hinge(end, prompts or length > 1) - self._hinge(tokens, prompts)
         if length == 1:
-            context = start + 1
+            context = self.reach.tokens(start, 1)
             squares = self.decode_context_squared * (2 * features.decode_context_sum + context)
             return hinge + self.decodes + context * (self.decode_context + squares)
         squares = self.prefill_tokens_squared * (2 * features.prefill_token_sum + length)
-        per_token = self.attention * (start + 0.5 * (length + 1)) + self.prefill_tokens + squares
-        return hinge + self.prefill_chunks + self.prefill_context * (start + length) + length * per_token
+        if not self.reach.kinds:  # (the hot path)
+            per_token = self.attention * (start + 0.5 * (length + 1)) + self.prefill_tokens + squares
+            return hinge + self.prefill_chunks + self.prefill_context * (start + length) + length * per_token
+        attended = self.attention * self.reach.pairs(start, length)
+        read = self.prefill_context * self.reach.tokens(start, length)
+        return hinge + self.prefill_chunks + read + attended + length * (self.prefill_tokens + squares)
 
     def marginal_decodes(self, features: BatchFeatures, count: int, context_sum: int) -> float:
         """Seconds that `count` decodes whose contexts sum to `context_sum` add."""

@@ -27,6 +27,7 @@ from dataclasses import replace as dataclass_replace
 from predictor.features import BatchFeatures
 from predictor.model import LatencyModel, largest_chunk
 from predictor.profile import Profile
+from predictor.reach import Reach
 from predictor.samples import Sample, SampleLog
 
 NUM_REGIMES = 16
@@ -147,9 +148,14 @@ class OnlineModel:
 
     def _prior(self, regime: int) -> RegimeStats:
         """A regime before its first step: the initial margin of what a prompt of its smallest size would take."""
-        features = BatchFeatures()
+        features = BatchFeatures(self.reach)
         features.add_chunk(0, 1 << max(regime - 1, 0))
         return RegimeStats(quantile=self.settings.initial_margin, mean_expected=self.model.predict(features))
+
+    @property
+    def reach(self) -> Reach:
+        """That of its fit."""
+        return self.model.reach
 
     def observe(self, features: BatchFeatures, measured: float, host: float = 0.0) -> None:
         """Learn from one executed step of `measured` > 0 seconds, `host` of them not the device's; anything else is not

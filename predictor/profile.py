@@ -17,6 +17,7 @@ from typing import Any
 from predictor.costs import NOT_MEASURED, CacheCosts
 from predictor.features import BatchFeatures, FeatureRow
 from predictor.model import LINEAR_TERMS, LatencyModel
+from predictor.reach import Reach
 from predictor.samples import Sample
 
 SCHEMA = 8
@@ -30,18 +31,19 @@ class ProfileError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ProfileKey:
-    """What a profile holds for: model name, device name, dtype, the version of the code that ran the steps, and what
-    steps are padded to."""
+    """What a profile holds for: model name, device name, dtype, the version of the code that ran the steps, what steps
+    are padded to, and the windows of the model's layers (as a `Reach` writes itself)."""
 
     model: str
     device: str
     dtype: str
     version: str
     padding: str = ""
+    windows: str = ""
 
     def filename(self) -> str:
         """A file name that is readable, safe on any file system, and distinct for distinct keys."""
-        parts = (self.model, self.device, self.dtype, self.version, *filter(None, [self.padding]))
+        parts = (self.model, self.device, self.dtype, self.version, *filter(None, [self.padding, self.windows]))
         readable = re.sub(r"[^A-Za-z0-9.]+", "-", "_".join(parts[:4])).strip("-.")[:100]
         return f"{readable}-{hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:10]}.json"
 
@@ -79,7 +81,7 @@ class Profile:
         coefficients = {name: getattr(self.model, name) for name in LINEAR_TERMS}
         document = {
             "schema": SCHEMA,
-            "key": asdict(self.key),
+            "key": {name: part for name, part in asdict(self.key).items() if part or name != "windows"},
             "created_at": self.created_at,
             "held_out_mape": self.held_out_mape,
             "num_samples": self.num_samples,
@@ -121,7 +123,8 @@ class Profile:
 
 def _parse(document: dict[str, Any]) -> Profile:
     """The profile in a parsed document; raises KeyError, TypeError or ValueError when a part is missing or wrong."""
-    key = ProfileKey(**{field.name: _string(document["key"][field.name]) for field in fields(ProfileKey)})
+    parts = {"windows": "", **document["key"]}
+    key = ProfileKey(**{field.name: _string(parts[field.name]) for field in fields(ProfileKey)})
     mape = _number(document["held_out_mape"])
     if mape < 0:
         raise ValueError("held_out_mape is negative")
@@ -133,6 +136,7 @@ def _parse(document: dict[str, Any]) -> Profile:
         token_limit=_integer(document["token_limit"]),
         buckets=tuple(_integer(bucket) for bucket in document["buckets"]),
         decode_buckets=tuple(_integer(bucket) for bucket in document["decode_buckets"]),
+        reach=Reach.parse(key.windows),
     )
     found = {field.name: document["cache_costs"][field.name] for field in fields(CacheCosts)}
     costs = CacheCosts(**{name: None if value is None else _number(value) for name, value in found.items()})

@@ -60,10 +60,10 @@ def refit(current: LatencyModel, sweep: Sequence[Sample], recent: Sequence[Sampl
     if len(steps) < FEWEST:
         return None
     train, held_out = split_samples(steps, HELD_OUT)
-    limits = {"token_limit": current.token_limit, "buckets": current.buckets, "decode_buckets": current.decode_buckets}
-    base = fit(sweep, **limits) if sweep else current  # type: ignore[arg-type]
+    limits = {name: getattr(current, name) for name in ("token_limit", "buckets", "decode_buckets", "reach")}
+    base = fit(sweep, **limits) if sweep else current
     aged = _aged(sweep, train, base)
-    found = fit([*train, *aged], current.feature_set, **limits)  # type: ignore[arg-type]
+    found = fit([*train, *aged], current.feature_set, **limits)
     model = replace(found, **{name: getattr(current, name) for name in CACHE_TERMS})
     took = sum(s for _, s in train)
     scale, level = (took / sum(each.predict(f) for f, _ in train) for each in (current, base))

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from predictor.features import BatchFeatures
 from predictor.limits import Limits
+from predictor.reach import EVERYTHING, Reach
 from predictor.samples import Sample
 
 MAX_SHAPES = 400
@@ -48,11 +49,6 @@ class StepShape:
         """T of the step."""
         return self.num_decodes + sum(length for _, length in self.chunks)
 
-    @property
-    def num_context(self) -> int:
-        """Tokens of all contexts, what they reach in this step included: the memory that the step touches."""
-        return self.num_decodes * self.decode_context + sum(start + length for start, length in self.chunks)
-
     def fits(self, limits: Limits) -> bool:
         """True when the step can be run under these limits."""
         contexts = [start + length for start, length in self.chunks] + [self.decode_context] * self.num_decodes
@@ -63,11 +59,11 @@ class StepShape:
             and sum(map(limits.units, contexts)) <= limits.num_units
         )
 
-    def features(self) -> BatchFeatures:
+    def features(self, reach: Reach = EVERYTHING) -> BatchFeatures:
         """The step as the latency model sees it."""
-        features = BatchFeatures()
+        features = BatchFeatures(reach)
         if self.num_decodes:
-            features.add_decodes(self.num_decodes, self.num_decodes * self.decode_context)
+            features.add_decodes(self.num_decodes, self.num_decodes * reach.tokens(self.decode_context - 1, 1))
         for start, length in self.chunks:
             features.add_chunk(start, length)
         features.add_adapted(self.adapters, self.num_tokens if self.adapters else 0)
@@ -197,7 +193,7 @@ def run_sweep(
     expected to overrun what is left is left out. At least one shape is always measured. `adapters`: LoRA adapters that
     the runner has, from 1 on. `masks`: it can enforce a grammar.
     """
-    sweep = _Sweep(measure, clock, budget_seconds)
+    sweep = _Sweep(measure, clock, budget_seconds, limits.reach)
     anchors = [shape for shape in dict.fromkeys(anchor_shapes(limits)) if shape.fits(limits)]
     for shape in anchors:
         sweep.take(shape)
@@ -211,7 +207,10 @@ def run_sweep(
 class _Sweep:
     """Measures shapes one by one and keeps within the deadline."""
 
-    def __init__(self, measure: Callable[[StepShape], float], clock: Callable[[], float], budget: float) -> None:
+    def __init__(
+        self, measure: Callable[[StepShape], float], clock: Callable[[], float], budget: float, reach: Reach
+    ) -> None:
+        self._reach = reach
         self.samples: list[Sample] = []
         self._measure = measure
         self._clock = clock
@@ -235,19 +234,26 @@ class _Sweep:
             repeats = max(repeats, 1)  # the very first run also pays for everything that is set up lazily
         if repeats >= 1:
             times = [self._measure(shape) for _ in range(repeats)]
-        self._costs.append((shape.num_tokens, shape.num_context, first))
-        self.samples.append(Sample(shape.features(), sorted(times)[len(times) // 2]))
+        features = shape.features(self._reach)
+        self._costs.append((features.num_tokens, _num_read(features), first))
+        self.samples.append(Sample(features, sorted(times)[len(times) // 2]))
         return True
 
     def _expected(self, shape: StepShape) -> float:
         """Seconds the first run may take on the wall clock: a smaller step, grown by its tokens or its contexts."""
-        tokens, context = shape.num_tokens, shape.num_context
+        features = shape.features(self._reach)
+        tokens, context = features.num_tokens, _num_read(features)
         grown = [
             cost * max(tokens / smaller_tokens, context / smaller_context)
             for smaller_tokens, smaller_context, cost in self._costs
             if smaller_tokens <= tokens and smaller_context <= context
         ]
         return min(grown, default=0.0)
+
+
+def _num_read(features: BatchFeatures) -> int:
+    """Tokens of all contexts that the step reads: the memory that it touches."""
+    return features.decode_context_sum + features.prefill_context_sum
 
 
 def _radical_inverse(index: int, base: int) -> float:

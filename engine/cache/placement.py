@@ -22,9 +22,10 @@ from typing import NamedTuple
 
 from engine.cache.blocks import COMPACT, CacheKind
 from engine.config import SchedulerConfig
-from predictor.features import BatchFeatures, chunk_attention_work
+from predictor.features import BatchFeatures
 from predictor.limits import UNITS_PER_BLOCK
 from predictor.model import LatencyPredictor
+from predictor.reach import EVERYTHING, Reach
 
 READ_STEPS = 64
 """Steps for which a request that starts from compact form is charged, or a block that goes to 8 bits while it runs: it
@@ -48,6 +49,7 @@ class RestoreCosts:
     restore           K and V of one token from its compact form, once
     copy              one unit to the host and back, as far as it delays steps
     convert           one token's K and V to 8 bits and back; infinite where they are not kept so
+    reach             to which earlier tokens one attends
     """
 
     recompute: float
@@ -55,18 +57,20 @@ class RestoreCosts:
     copy: float
     recompute_pair: float = 0.0
     convert: float = math.inf
+    reach: Reach = EVERYTHING
 
     def recompute_seconds(self, start: int, tokens: int) -> float:
         """Recomputing `tokens` tokens behind `start` that are there."""
-        return self.recompute * tokens + self.recompute_pair * chunk_attention_work(start, tokens)
+        return self.recompute * tokens + self.recompute_pair * self.reach.pairs(start, tokens)
 
 
 def recompute_costs(model: LatencyPredictor, beside: BatchFeatures, chunk: int) -> tuple[float, float]:
     """(`recompute`, `recompute_pair`) as the latency model has them for chunks of `chunk` ≥ 2 tokens in a step that
-    already holds `beside`: the model is linear in the chunk's start, so two points give both."""
-    at_start = model.marginal(beside, 0, chunk)
-    pair = max(0.0, model.marginal(beside, chunk, chunk) - at_start) / (chunk * chunk)
-    return max(0.0, at_start - pair * chunk_attention_work(0, chunk)) / chunk, pair
+    already holds `beside`: the model is linear in the pairs of a chunk, so two points give both."""
+    at_start, pairs = model.marginal(beside, 0, chunk), model.reach.pairs(0, chunk)
+    more = max(1, model.reach.pairs(chunk, chunk) - pairs)
+    pair = max(0.0, model.marginal(beside, chunk, chunk) - at_start) / more
+    return max(0.0, at_start - pair * pairs) / chunk, pair
 
 
 def restore_costs(model: LatencyPredictor | None, config: SchedulerConfig) -> RestoreCosts:
@@ -74,10 +78,10 @@ def restore_costs(model: LatencyPredictor | None, config: SchedulerConfig) -> Re
     converts = config.preempted_int8
     if model is None:
         return RestoreCosts(recompute=1.0, restore=0.0, copy=0.0, convert=0.0 if converts else math.inf)
-    recompute, pair = recompute_costs(model, BatchFeatures(), max(2, config.max_num_batched_tokens))
+    recompute, pair = recompute_costs(model, BatchFeatures(model.reach), max(2, config.max_num_batched_tokens))
     copy = 2.0 * model.cache_work(transferred_bytes=config.unit_bytes)
     restore = model.cache_work(restored_tokens=1)
-    return RestoreCosts(recompute, restore, copy, pair, 2.0 * restore if converts else math.inf)
+    return RestoreCosts(recompute, restore, copy, pair, 2.0 * restore if converts else math.inf, model.reach)
 
 
 def narrow_pays(model: LatencyPredictor | None, config: SchedulerConfig) -> bool:
@@ -257,7 +261,7 @@ def host_split(model: LatencyPredictor | None, config: SchedulerConfig, act_devi
     room = config.host_units // UNITS_PER_BLOCK
     if model is None or not room or not config.scratch_blocks:
         return None
-    empty, stream, size = BatchFeatures(), config.stream_seconds, config.block_size
+    empty, stream, size = BatchFeatures(model.reach), config.stream_seconds, config.block_size
     costs = OffloadCosts(
         load_weights=stream,
         load_kv=model.cache_work(transferred_bytes=UNITS_PER_BLOCK * config.unit_bytes),

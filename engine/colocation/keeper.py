@@ -175,7 +175,7 @@ class Colocation:
         now: float,
         device: float | None,
     ) -> None:
-        features = step_features(output)
+        features = step_features(output, self.model.reach)
         predicted = self.model.predict(features)
         self.model.observe(features, measured, 0.0 if device is None else measured - device)
         if self._core.has_online or any(o.request_class is RequestClass.ONLINE for o in outputs):

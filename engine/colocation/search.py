@@ -20,6 +20,7 @@ from predictor.budget import MAX_CONFIRMATIONS, BudgetParams, SearchResult, sear
 from predictor.features import BatchFeatures
 from predictor.load import Lengths, OnlineArrival
 from predictor.model import LatencyModel
+from predictor.reach import Reach
 from predictor.refit import refit
 from predictor.samples import Sample, SampleLog
 from predictor.slo import SLO
@@ -31,7 +32,7 @@ Job = dict[str, Any]
 
 def step_range(model: LatencyModel, config: SchedulerConfig) -> tuple[float, float]:
     """Seconds of the smallest and of a full step: the range in which L is sought."""
-    smallest, largest = BatchFeatures(), BatchFeatures()
+    smallest, largest = BatchFeatures(model.reach), BatchFeatures(model.reach)
     smallest.add_decodes(1, 1)
     largest.add_chunk(0, max(2, config.max_num_batched_tokens))
     low = model.predict(smallest)
@@ -92,13 +93,14 @@ def _describe(server: ReplayedServer) -> Job:
 
 
 def _describe_model(model: LatencyModel) -> Job:
-    return {name: value for name, value in asdict(model).items() if not name.startswith("_")}
+    plain = {name: value for name, value in asdict(model).items() if not name.startswith("_")}
+    return plain | {"reach": str(model.reach)}
 
 
 def model_of(document: Job) -> LatencyModel:
     """A model out of an answer. Raises ValueError, KeyError or TypeError for what is none."""
     lists = {name: tuple(document[name]) for name in ("knots", "hinges", "buckets", "decode_buckets")}
-    return LatencyModel(**{**document, **lists})
+    return LatencyModel(**{**document, **lists, "reach": Reach.parse(document["reach"])})
 
 
 def _workload(document: Job) -> Workload:

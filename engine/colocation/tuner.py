@@ -186,8 +186,9 @@ class BudgetTuner:
     def _pace(self) -> float:
         """Seconds of a step that stands for all others, by what they usually take: as the search has it. What they take
         just now changes within seconds where others share the machine, and would take every answer out of force."""
-        features, model = BatchFeatures(), self._colocation.model
-        features.add_decodes(8, 8 * 512)
+        model = self._colocation.model
+        features = BatchFeatures(model.reach)
+        features.add_decodes(8, 8 * model.reach.tokens(511, 1))
         features.add_chunk(0, 128)
         return model.usual(features)
 

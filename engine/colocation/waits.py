@@ -42,7 +42,7 @@ class ArrivalWaits:
         Who arrives within a step waits for its end, half of it on average. Half of a tolerance may go so, and of an
         absolute limit on single requests half of what the prompt itself leaves, for it may not be alone.
         """
-        features = BatchFeatures()
+        features = BatchFeatures(model.reach)
         features.add_chunk(0, max(2, sum(prompts) // len(prompts) if prompts else USUAL_PROMPT))
         alone = model.predict(features)
         limits, mean = [], math.inf
@@ -65,6 +65,6 @@ class ArrivalWaits:
 
 def smallest_step(model: LatencyPredictor) -> float:
     """Seconds of a step of one decode."""
-    features = BatchFeatures()
+    features = BatchFeatures(model.reach)
     features.add_decodes(1, 1)
     return model.predict(features)

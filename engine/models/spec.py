@@ -38,6 +38,8 @@ class ModelShape:
 
     `num_layers`: layers that attend; `vocab_size`: width of the logits; `dtype` is the checkpoint's own, `architecture`
     the class that its config names. `packing`: how the checkpoint stores linear layers in fewer bits than `dtype` has.
+    `windows`: of every layer that attends the tokens that a query sees, itself included, or None for all before it;
+    empty where no layer has a window.
     """
 
     hidden_size: int
@@ -51,6 +53,7 @@ class ModelShape:
     dtype: str
     architecture: str
     packing: Packing | None = field(default=None, kw_only=True)
+    windows: tuple[int | None, ...] = field(default=(), kw_only=True)
 
     @property
     def num_parameters(self) -> int:
@@ -88,8 +91,7 @@ class ModelShape:
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec(ModelShape):
-    """A model of a family of ours. `position_offset` is None without learned positions. `windows`: of every layer the
-    tokens that a query sees, itself included, or None for all before it; empty where no layer has a window.
+    """A model of a family of ours. `position_offset` is None without learned positions.
 
     `scale` of scores, None for 1 / sqrt(head_dim); `softcap` c: a score s becomes c · tanh(s / c), and `logit_softcap`
     for logits; `local_rope`: of layers with a window, where it differs; `centered_norms`: weights of norms are stored
@@ -110,7 +112,6 @@ class ModelSpec(ModelShape):
     position_offset: int | None
     parallel_residual: bool
     tie_word_embeddings: bool
-    windows: tuple[int | None, ...] = ()
     scale: float | None = None
     softcap: float | None = None
     logit_softcap: float | None = None

@@ -177,6 +177,7 @@ def _shape(config: Any, raw: Mapping[str, Any], ends: frozenset[int]) -> Transfo
     widest = max(each.kv_heads * max(each.widths) for each in seen)
     if kv_heads * width < widest:
         kv_heads, width = 1, widest
+    windows = [each.manner.window for each in seen]
     return TransformersShape(
         hidden_size=int(getattr(config, "hidden_size", width * seen[0].heads)),
         num_layers=len(seen),
@@ -193,6 +194,7 @@ def _shape(config: Any, raw: Mapping[str, Any], ends: frozenset[int]) -> Transfo
         longest=limit,
         limit=reason,
         packing=packing_from_config(raw),
+        windows=tuple(windows) if any(windows) else (),
         recurrent=recurrent,
         state_size=sum(state[0].numel() for parts in states.values() for state in parts.values()),
     )

@@ -145,7 +145,8 @@ def measure_profile(
     limit, padding = limits.max_num_batched_tokens, limits.padding
 
     def fitted(chosen: list[Sample], name: str) -> LatencyModel:
-        return fit(chosen, name, token_limit=limit, buckets=padding.mixed, decode_buckets=padding.decode)
+        buckets, decode_buckets = padding.mixed, padding.decode
+        return fit(chosen, name, token_limit=limit, buckets=buckets, decode_buckets=decode_buckets, reach=limits.reach)
 
     models = {name: fitted(train, name) for name in ("hygen", "full")}
     mape = {name: model.mape(held_out) for name, model in models.items()}

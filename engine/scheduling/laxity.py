@@ -67,11 +67,12 @@ class PrefillPace:
 
     def seconds(self, start: int, length: int) -> float:
         """For `length` tokens behind `start`. A long prompt attends to its past: the model is linear in the start of a
-        chunk, so the middle one counts for all."""
+        chunk up to a window, so the middle one counts for all."""
         if length <= self.chunk:
             return length * self.per_token
-        middle = start + (length - self.chunk) // 2
-        return self.stretch * length / self.chunk * (self.step + self.model.marginal(self.beside, middle, self.chunk))
+        steps, model, beside = self.stretch * length / self.chunk, self.model, self.beside
+        parts = model.reach.middles(start, length, self.chunk)
+        return sum([steps * share * (self.step + model.marginal(beside, at, self.chunk)) for share, at in parts])
 
     def seconds_for(self, request: Request) -> float:
         """For what is missing of a request."""
@@ -89,9 +90,9 @@ def prefill_pace(state: SchedulerState, tbt_share: float = 1.0) -> PrefillPace |
     model, config = state.model, state.config
     if model is None:
         return None
-    beside = BatchFeatures()
+    beside = BatchFeatures(model.reach)
     decodes = [r for r in state.running[RequestClass.ONLINE] if r.times.first_token is not None]
-    beside.add_decodes(len(decodes), sum(len(r.token_ids) for r in decodes))
+    beside.add_decodes(len(decodes), model.reach.contexts([len(r.token_ids) for r in decodes]))
     reservation = reservation_of(state)
     step = model.predict(beside)
     tokens = max(1, config.max_num_batched_tokens - len(decodes) - reservation.tokens)

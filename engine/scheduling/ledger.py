@@ -18,32 +18,41 @@ class StepLedger:
     tokens_left: int
     sequences_left: int
     model: LatencyPredictor | None = None
-    features: BatchFeatures = field(default_factory=BatchFeatures)
+    features: BatchFeatures = field(init=False)
     seconds: float = 0.0
     adapters: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.features = BatchFeatures() if self.model is None else BatchFeatures(self.model.reach)
 
     @property
     def open(self) -> bool:
         """Whether one more chunk could be charged."""
         return self.tokens_left > 0 and self.sequences_left > 0
 
-    def charge_decodes(self, count: int, context_sum: int) -> None:
-        """Charge decodes in bulk; `context_sum` is the tokens they attend to, their own included."""
+    def charge_decodes(self, contexts: Sequence[int]) -> None:
+        """Charge decodes in bulk; `contexts`: tokens that lie before or at each, its own included."""
+        count = len(contexts)
         self.tokens_left -= count
         self.sequences_left -= count
         assert self.tokens_left >= 0 and self.sequences_left >= 0, "ledger overdrawn"
-        self.features.add_decodes(count, context_sum)
+        self.features.add_decodes(count, self.read(contexts))
         if self.model is not None:
             self.seconds = self.model.predict(self.features)
 
     def charge_more_decodes(self, count: int, context_sum: int) -> None:
-        """The same beside what has been charged: as much as if each were charged by itself."""
+        """The same beside what has been charged: as much as if each were charged by itself. `context_sum`: what is read
+        of their contexts."""
         self.tokens_left -= count
         self.sequences_left -= count
         assert self.tokens_left >= 0 and self.sequences_left >= 0, "ledger overdrawn"
         if self.model is not None:
             self.seconds += self.model.marginal_decodes(self.features, count, context_sum)
         self.features.add_decodes(count, context_sum)
+
+    def read(self, contexts: Sequence[int]) -> int:
+        """What decodes with such contexts read, in tokens."""
+        return self.features.reach.contexts(contexts)
 
     def charge(self, start: int, length: int) -> None:
         """Charge one chunk; the caller has checked that it fits."""

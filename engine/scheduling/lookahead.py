@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-from predictor.features import BatchFeatures, FeatureRow, chunk_attention_work
+from predictor.features import BatchFeatures, FeatureRow
 from predictor.model import LatencyPredictor
+from predictor.reach import Reach
 
 GRAIN = 16
 """Chunks are cut at multiples of so many tokens."""
@@ -71,7 +72,7 @@ def quickest(pieces: Sequence[Piece], model: LatencyPredictor, *, stages: int, m
 
 def cost(pieces: Sequence[Piece], model: LatencyPredictor) -> float:
     """Predicted seconds of one micro-batch, by itself, through all layers."""
-    features = BatchFeatures()
+    features = BatchFeatures(model.reach)
     for _, start, length in pieces:
         features.add_chunk(start, length)
     return model.predict(features)
@@ -82,15 +83,17 @@ def _halve(batch: MicroBatch, model: LatencyPredictor, grain: int) -> tuple[Micr
     bisection. What cannot be cut is the first half alone."""
     if sum(piece.length for piece in batch) == 1:
         return batch, []
-    sums = [FeatureRow(*([0] * len(FeatureRow._fields))), *accumulate(map(_row, batch), _plus)]
+    reach = model.reach
+    sums = [FeatureRow(*([0] * len(FeatureRow._fields))), *accumulate((_row(piece, reach) for piece in batch), _plus)]
 
     def gap(index: int, tokens: int) -> float:
         """Cost of what lies before `tokens` tokens of piece `index`, minus that of the rest."""
         left, right = sums[index], _minus(sums[-1], sums[index])
         if tokens:
             _, start, length = batch[index]
-            left = _plus(left, _row(Piece(0, start, tokens)))
-            right = _plus(_minus(right, _row(batch[index])), _row(Piece(0, start + tokens, length - tokens)))
+            rest = Piece(0, start + tokens, length - tokens)
+            left = _plus(left, _row(Piece(0, start, tokens), reach))
+            right = _plus(_minus(right, _row(batch[index], reach)), _row(rest, reach))
         return model.predict(BatchFeatures.from_row(left)) - model.predict(BatchFeatures.from_row(right))
 
     low, high = 0, len(batch)  # the last piece boundary whose left side costs no more
@@ -120,11 +123,10 @@ def _cut(batch: Sequence[Piece], tokens: int) -> tuple[MicroBatch, MicroBatch]:
     return first, []
 
 
-def _row(piece: Piece) -> FeatureRow:
-    _, start, length = piece
-    if length == 1:
-        return FeatureRow(1, 1, start + 1, 0, 0, 0, 0, 0, 0, 0, 0)
-    return FeatureRow(length, 0, 0, 1, length, chunk_attention_work(start, length), 0, 0, 0, 0, 0, start + length)
+def _row(piece: Piece, reach: Reach) -> FeatureRow:
+    features = BatchFeatures(reach)
+    features.add_chunk(piece.start, piece.length)
+    return features.row()
 
 
 def _plus(one: FeatureRow, other: FeatureRow) -> FeatureRow:

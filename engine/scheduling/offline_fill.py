@@ -60,11 +60,11 @@ class OfflineFill:
         state, draft, ledger, step_id = self._state, self._draft, self._draft.ledger, self._draft.step_id
         if state.cache.num_compact or state.cache.num_narrow or state.unwritten:
             return 0
-        decodes, context_sum, examined = self._leading_decodes(plan)
+        decodes, contexts, examined = self._leading_decodes(plan)
         if not decodes or len(decodes) > min(ledger.tokens_left, ledger.sequences_left):
             return 0
         seconds = ledger.seconds + ledger.mask_seconds(num_masked(decodes))
-        if not allowance.fits_decodes(ledger.features, seconds, len(decodes), context_sum):
+        if not allowance.fits_decodes(ledger.features, seconds, len(decodes), ledger.read(contexts)):
             return 0
         allocation, block_size, running = draft.allocation, state.config.block_size, RequestStatus.RUNNING
         granted: list[Request] = []
@@ -76,16 +76,17 @@ class OfflineFill:
                 request.last_step = step_id  # none of the others may take its place any more
                 granted.append(request)
         if granted:
-            ledger.charge_more_decodes(len(granted), sum([r.num_computed_tokens for r in granted]) + len(granted))
+            ledger.charge_more_decodes(len(granted), ledger.read([r.num_computed_tokens + 1 for r in granted]))
             draft.add_decodes(granted)
         return examined
 
-    def _leading_decodes(self, plan: OfflinePlan) -> tuple[list[Request], int, int]:
-        """What the plan begins with: running requests whose next token is due, the sum of their contexts, and how many
-        items they and those between them are that have ended or run no more."""
+    def _leading_decodes(self, plan: OfflinePlan) -> tuple[list[Request], list[int], int]:
+        """What the plan begins with: running requests whose next token is due, their contexts, and how many items they
+        and those between them are that have ended or run no more."""
         lookup, step_id, running = self._lookup, self._draft.step_id, RequestStatus.RUNNING
         decodes: list[Request] = []
-        context_sum = examined = 0
+        contexts: list[int] = []
+        examined = 0
         for request_id, length, planned in plan.chunks:
             if length != 1 or not planned:
                 break
@@ -94,12 +95,12 @@ class OfflineFill:
                 expected = len(request.token_ids) + request.num_placeholders
                 pending = expected - request.num_computed_tokens
                 if pending == 1 and expected < request.max_total_tokens:
-                    context_sum += expected
+                    contexts.append(expected)
                     decodes.append(request)
                 elif pending > 1:
                     break
             examined += 1
-        return decodes, context_sum, examined
+        return decodes, contexts, examined
 
     def add_reserved(self) -> None:
         """Lines at risk, as far as their share goes, whatever the budget says beside online work."""

@@ -89,7 +89,7 @@ def offline_allowance(
         limit = 0.0
     elif beside_prompt:
         limit = min(limit, ledger.seconds + prompt_slack(state, pace, now) / 2)
-    saturated = BatchFeatures()
+    saturated = BatchFeatures() if state.model is None else BatchFeatures(state.model.reach)
     saturated.add_decodes(state.config.max_num_batched_tokens, 0)
     return OfflineAllowance(state.model, limit, num_online_decodes, objective.budget, saturated)
 
@@ -175,20 +175,22 @@ def _plan_decodes(
     """The decodes before anything else of `running`, at once, if there is room for all of them; and how many of
     `running` need not be looked at any more."""
     names: list[str] = []
-    context_sum = examined = masked = 0
+    contexts: list[int] = []
+    examined = masked = 0
     for request in running:
         expected = len(request.token_ids) + request.num_placeholders
         pending = expected - request.num_computed_tokens
         if pending > 1 and expected < request.max_total_tokens:
             break
         if pending == 1 and expected < request.max_total_tokens:
-            context_sum += expected
+            contexts.append(expected)
             masked += expected >= request.masked_from
             names.append(request.spec.request_id)
         examined += 1
     count = len(names)
     if not count or count > min(ledger.tokens_left, ledger.sequences_left):
         return [], 0
+    context_sum = ledger.read(contexts)
     if not allowance.fits_decodes(ledger.features, ledger.seconds + ledger.mask_seconds(masked), count, context_sum):
         return [], 0
     ledger.charge_more_decodes(count, context_sum)
@@ -263,17 +265,15 @@ def _expected_online(state: SchedulerState, reservation: Reservation) -> StepLed
     the decodes beside them the time that these have."""
     config = state.config
     ledger = StepLedger(config.max_num_batched_tokens, config.max_num_seqs, state.model)
-    context_sum = 0
     decodes: list[Request] = []
     prompts: list[Request] = []
     for request in state.running[RequestClass.ONLINE]:
         pending = request.num_expected_tokens - request.num_computed_tokens
         if pending == 1 and request.num_expected_tokens < request.max_total_tokens:
             decodes.append(request)
-            context_sum += request.num_computed_tokens + 1
         elif pending > 1:
             prompts.append(request)
-    ledger.charge_decodes(len(decodes), context_sum)
+    ledger.charge_decodes([request.num_computed_tokens + 1 for request in decodes])
     ledger.charge_masks(num_masked(decodes))
     next_prompt = [request for request in state.waiting_online[:1] if _may_start(state, request)]
     limit = state.objective.tbt * EASY_SHARE * (1.0 - reservation.share) if decodes else math.inf

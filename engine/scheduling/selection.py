@@ -158,8 +158,9 @@ def _savable(queue: _Queue, pressure: Pressure) -> Bools:
     model = pressure.model
     if model is None or not len(queue.requests):
         return queue.hopeful
-    beside = BatchFeatures()
-    beside.add_decodes(len(pressure.running), sum([request.num_computed_tokens for request in pressure.running]))
+    beside = BatchFeatures(model.reach)
+    contexts = model.reach.contexts([request.num_computed_tokens for request in pressure.running])
+    beside.add_decodes(len(pressure.running), contexts)
     base, chunk = model.predict(beside), pressure.max_chunk
     grains = queue.missing // GRAIN
     seconds = np.full(int(grains.max()) + 1, math.inf)
@@ -228,12 +229,13 @@ def seconds_to_token(
 
     `beside`: the decodes that run in the same steps; `base`: `model.predict(beside)`. `start` computed tokens, `length`
     ≥ 1 still to be computed, at most `chunk` in a step. Steps differ only in their start, in which every term of the
-    model is linear: the middle one, times their number.
+    model is linear up to a window: the middle one, times their number.
     """
     full, rest = divmod(length, chunk)
     seconds = 0.0
     if full:
-        seconds += full * (base + model.marginal(beside, start + chunk * (full - 1) // 2, chunk))
+        for share, middle in model.reach.middles(start, full * chunk, chunk):
+            seconds += full * share * (base + model.marginal(beside, middle, chunk))
     if rest:
         seconds += base + model.marginal(beside, start + full * chunk, rest)
     return seconds

@@ -93,9 +93,9 @@ class StepBuilder:
         decodes, runs = self._due()
         timed = ledger.model is not None and not math.isinf(objective.tbt)
         slacks = [deadline - draft.now for deadline in objective.token_deadlines(decodes)] if timed else []
-        context_sum = sum([request.num_computed_tokens for request in decodes]) + len(decodes)
+        contexts = [request.num_computed_tokens + 1 for request in decodes]
         draft.add_decodes(decodes)
-        ledger.charge_decodes(len(decodes), context_sum)
+        ledger.charge_decodes(contexts)
         for request in runs:
             pending = len(request.token_ids) - request.num_computed_tokens
             if request.row < 0 or not ledger.open or not draft.advance(request, min(pending, ledger.tokens_left)):

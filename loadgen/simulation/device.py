@@ -64,7 +64,7 @@ class _Observed:
 
     def launch(self, output: SchedulerOutput) -> Collect:
         result = self._inner.launch(output)()
-        self._model.observe(step_features(output), result.latency)
+        self._model.observe(step_features(output, self._model.reach), result.latency)
         if self._host_seconds:
             result = replace(result, latency=result.latency + self._host_seconds)
         return lambda: result
@@ -136,6 +136,7 @@ def shape_of(model: str) -> ModelShape:
         tied=spec.tie_word_embeddings,
         max_model_len=spec.max_context,
         rope=not spec.absorbs_kv,
+        windows=spec.windows,
     )
 
 

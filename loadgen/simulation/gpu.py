@@ -165,6 +165,7 @@ class SimulatedRunner:
 
     def __init__(self, device: SimulatedDevice, *, noise: float = 0.02, seed: int = 0) -> None:
         self.device = device
+        self._reach = device.model.reach
         self._noise = noise
         self._random = random.Random(seed)
         self._hidden_blocks: dict[int, int] = {}
@@ -173,13 +174,14 @@ class SimulatedRunner:
         """The step's time and a token for every sample; the cache is only accounted for, by the scheduler."""
         if not self.device.model.rope:
             self._count_hidden(output)
+        reach = self._reach
         tokens = samples = context = pairs = 0
         for _, start, length, sample in output.chunks:
             tokens += length
             samples += sample
-            context += start + length
+            context += reach.tokens(start, length)
             if length > 1:
-                pairs += length * start + length * (length + 1) // 2
+                pairs += reach.pairs(start, length)
         exact = self.device.step_seconds(tokens, len(output.chunks), samples, context, pairs)
         if any(output.cache_work):
             exact += self._cache_seconds(output)
@@ -223,22 +225,16 @@ class SimulatedRunner:
 
 
 class TrueLatency:
-    """The device itself as a latency predictor: an oracle that knows step times up to noise.
-
-    Exact for decodes and one prefill chunk; with several chunks their contexts are taken to be alike.
-    """
+    """The device itself as a latency predictor: an oracle that knows step times up to noise."""
 
     def __init__(self, device: SimulatedDevice) -> None:
         self._device = device
+        self.reach = device.model.reach
 
     def predict(self, features: BatchFeatures) -> float:
         """Seconds of the step; every sequence is taken to be sampled."""
         sequences = features.num_decodes + features.num_prefill_chunks
-        context = features.decode_context_sum
-        if features.num_prefill_chunks:
-            tokens, chunks = features.prefill_token_sum, features.num_prefill_chunks
-            # work ÷ tokens is start + (length + 1) ÷ 2 of a mean chunk, so this is start + length of it
-            context += round(chunks * (features.attention_work / tokens + (tokens / chunks - 1) / 2))
+        context = features.decode_context_sum + features.prefill_context_sum
         tokens, pairs = features.num_tokens, features.attention_work
         seconds = self._device.step_seconds(tokens, sequences, sequences, context, pairs)
         work = (features.compact_tokens, features.restored_tokens, features.transferred_bytes)

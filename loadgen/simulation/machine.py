@@ -2,7 +2,7 @@
 same start-up sweep as on a real one (HyGen §4.2). The scheduler never sees the device's own formula.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from engine.config import SchedulerConfig
@@ -85,10 +85,12 @@ def fit_device(device: SimulatedDevice, config: SchedulerConfig, seed: int) -> F
     sweep = _Sweep(SimulatedRunner(device, noise=NOISE, seed=seed))
     limit = config.max_num_batched_tokens
     limits = Limits(config.max_num_seqs, limit, config.max_model_len, config.num_units, config.block_size)
+    limits = replace(limits, reach=device.model.reach)
     samples = run_sweep(sweep.measure, limits, SWEEP_SECONDS, sweep.clock)
     train, held_out = split_samples(samples, seed=seed)
-    mape = {name: fit(train, name, token_limit=limit).mape(held_out) for name in ("full", "hygen")}
-    full, hygen = (fit(samples, name, token_limit=limit) for name in mape)
+    reach = limits.reach
+    mape = {name: fit(train, name, token_limit=limit, reach=reach).mape(held_out) for name in ("full", "hygen")}
+    full, hygen = (fit(samples, name, token_limit=limit, reach=reach) for name in mape)
     return Fitted(full, mape["full"], hygen, mape["hygen"])
 
 

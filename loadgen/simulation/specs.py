@@ -7,13 +7,16 @@ Llama-2-7B (`PUBLISHED_LINEAR_MS` below), the rest from data sheets. Knows nothi
 
 from dataclasses import dataclass
 
+from predictor.reach import Reach
+
 GIB = 1024**3
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
     """A decoder-only model: sizes in elements. `gated`: a SwiGLU-style ffn (three matrices instead of two).
-    Without `rope` K and V are linear in the hidden state, so that attention can read it as it is."""
+    Without `rope` K and V are linear in the hidden state, so that attention can read it as it is. `windows`: of every
+    layer the tokens that a query sees, itself included, None for all; empty where no layer has one."""
 
     name: str
     num_layers: int
@@ -28,6 +31,12 @@ class ModelShape:
     max_model_len: int = 4096
     bytes_per_value: int = 2
     rope: bool = True
+    windows: tuple[int | None, ...] = ()
+
+    @property
+    def reach(self) -> Reach:
+        """What its layers read of a context."""
+        return Reach.of(self.windows)
 
     def linears(self) -> tuple[tuple[int, int], ...]:
         """(inputs, outputs) of the matrices of one layer, as they are launched: QKV, output, ffn up, ffn down."""

@@ -68,7 +68,7 @@ class WatchedCore(EngineCore):
         outputs = super().update(output, result, now)
         classes = {each.request_class for each in outputs}
         if RequestClass.ONLINE in classes:
-            expected = self._online_model.expected(step_features(output))
+            expected = self._online_model.expected(step_features(output, self._online_model.reach))
             self.steps.append((expected, now - self._last, RequestClass.OFFLINE in classes))
         self._last = now
         return outputs
