@@ -2,8 +2,9 @@
 float32's, and what steps take, in alternation; of `--quantization fp8` the first alone, by its twin on the CPU.
 
 Divergence is KL(float32 || other) of the next token, teacher-forced, by torch's path: over texts that the demo model
-knows, and over random tokens with random weights. Steps are those of the runner that `tidemill serve` would use, one
-model of random weights for each arm in this process, so that a busy machine is busy for both: read the ratios.
+knows, and over random tokens with random weights, a Gemma's with windows and caps among them. Steps are those of the
+runner that `tidemill serve` would use, one model of random weights for each arm in this process, so that a busy machine
+is busy for both: read the ratios.
 """
 
 import tempfile
@@ -14,19 +15,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from engine.build import build_runner, plan_launch, resolve_model
 from engine.config import EngineConfig
+from engine.execution.cpu.dense import dense_logits
 from engine.models.checkpoint import load_weights
-from engine.models.decoder import Decoder
 from engine.models.float8 import make_float8
-from engine.models.heads import Heads
 from engine.models.int8_cells import dequantize, quantize
 from engine.models.linear import MakeLinear, make_linear
 from engine.models.quantized import make_quantized
 from engine.models.spec import ModelSpec, load_spec
-from engine.models.weights import LayerWeights, ModelWeights
+from engine.models.weights import ModelWeights
 from engine.profiling.calibration import ShapeRunner
 from engine.text.tokenizer import Tokenizer
 from loadgen.bench.live import CONFIG, make_model_folder
@@ -44,6 +43,18 @@ STEPS: dict[str, dict[str, Any]] = {
     "int8 layers": {"quantization": "int8"},
     "int8 cache": {"kv_cache_dtype": "int8"},
 }
+GEMMA = CONFIG | {
+    "architectures": ["Gemma2ForCausalLM"],
+    "model_type": "gemma2",
+    "num_hidden_layers": 26,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 48,
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+    "sliding_window": 128,
+}
+"""What a Gemma 2 attends by: a scale of its own, caps, and in every other layer a window that ends within what is
+drawn."""
 BLOCKS = 1200  # of KV: room for the longest shape
 QUESTIONS = (
     "What is the capital of France?",
@@ -64,20 +75,9 @@ class Arm:
 
 def logits_of(spec: ModelSpec, weights: ModelWeights, ids: list[int], *, int8_cache: bool = False) -> Tensor:
     """Logits [length, vocab] of one sequence, whose K and V are kept as a cache of 8 bits has them, or as they are."""
-    heads, decoder = Heads(spec, weights, len(ids)), Decoder(spec, weights)
-    positions = torch.arange(len(ids))
-    rotary = heads.rotary(positions)
-
-    def attend(index: int, layer: LayerWeights, x: Tensor) -> Tensor:
-        q, k, v = heads.qkv(layer, x, rotary[index])
-        if int8_cache:
-            k, v = (dequantize(*quantize(part), part.dtype) for part in (k, v))
-        q, k, v = (part.transpose(0, 1).unsqueeze(0) for part in (q, k, v))
-        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        return mixed.squeeze(0).transpose(0, 1).reshape(len(x), -1)
-
-    with torch.inference_mode():
-        return decoder.logits(decoder.run(decoder.embed(torch.tensor(ids), positions), attend)).float()
+    if not int8_cache:
+        return dense_logits(spec, weights, torch.tensor(ids))
+    return dense_logits(spec, weights, torch.tensor(ids), lambda cells: dequantize(*quantize(cells), cells.dtype))
 
 
 def answers(folder: Path, spec: ModelSpec, weights: ModelWeights) -> list[list[int]]:
@@ -157,6 +157,8 @@ def main(_argv: list[str] | None = None) -> None:
         make_model_folder(folder)
         show_divergence(f"random, {CONFIG['num_hidden_layers']} layers", folder, "dummy")
         show_steps(folder)
+        make_model_folder(folder, GEMMA)
+        show_divergence(f"random Gemma, {GEMMA['num_hidden_layers']} layers", folder, "dummy")
 
 
 if __name__ == "__main__":

@@ -9,18 +9,17 @@ from torch import Tensor
 
 from engine.errors import ConfigError
 from engine.execution.cpu.attention import mix
+from engine.execution.cpu.dense import dense_logits
 from engine.execution.cpu.native.attention import NativeAttention
 from engine.execution.cpu.native.library import Library, StepError, Team, load
 from engine.execution.cpu.native.linear import Native
 from engine.execution.cpu.native.model import NativeModel
 from engine.execution.pool import UnitPool
 from engine.execution.rows import RowTable
-from engine.models.decoder import Decoder
-from engine.models.heads import Heads
-from engine.models.manner import PLAIN, Manner
+from engine.models.manner import PLAIN
 from engine.models.quantized import make_quantized
 from engine.models.spec import ModelSpec, spec_from_config
-from engine.models.weights import DummyTensors, LayerWeights, ModelWeights, build_weights
+from engine.models.weights import DummyTensors, ModelWeights, build_weights
 from predictor.limits import Limits
 
 logger = logging.getLogger(__name__)
@@ -101,7 +100,7 @@ def _test_model(native: Native, spec: ModelSpec, dtype: torch.dtype, *, int8_cac
         logits = _by_chunks(native, spec, _typed(native, spec, dtype), ids, dtype, int8_cache)
     except (StepError, ConfigError) as problem:
         return str(problem)
-    expected = _by_torch(spec, weights, ids)[np.cumsum(_CUTS) - 1]
+    expected = dense_logits(spec, weights, torch.from_numpy(ids))[np.cumsum(_CUTS) - 1]
     error = float((logits - expected).square().mean().sqrt())
     allowed = 2.0 * float(torch.finfo(dtype).eps) * 8 + (_INT8_ERROR if int8_cache else 1e-5)
     return "" if error <= allowed else f"logits are {error:.1e} beside those of torch"
@@ -178,21 +177,3 @@ def _cache(
     rows.num_blocks[0] = blocks
     rows.k_table[0, :blocks], rows.v_table[0, :blocks] = np.arange(blocks), np.arange(blocks) + blocks
     return pool, rows
-
-
-def _by_torch(spec: ModelSpec, weights: ModelWeights, token_ids: np.ndarray) -> Tensor:
-    """Logits [length, vocab] of one sequence, without a cache."""
-    heads, decoder = Heads(spec, weights, _LENGTH), Decoder(spec, weights)
-    ids, positions = torch.from_numpy(token_ids), torch.arange(_LENGTH)
-    rotary = heads.rotary(positions)
-    past_by = positions[:, None] - positions
-
-    def attend(index: int, layer: LayerWeights, x: Tensor) -> Tensor:
-        q, k, v = (part.transpose(0, 1).unsqueeze(0) for part in heads.qkv(layer, x, rotary[index]))
-        window = spec.window_of(index)
-        bias = torch.zeros(past_by.shape).masked_fill_((past_by < 0) | (past_by >= (window or _LENGTH)), -torch.inf)
-        mixed = mix(q, k, v, bias[None, None], Manner(spec.scale, window, spec.softcap))
-        return mixed.squeeze(0).transpose(0, 1).reshape(len(x), -1)
-
-    with torch.inference_mode():
-        return decoder.logits(decoder.run(decoder.embed(ids, positions), attend)).float()

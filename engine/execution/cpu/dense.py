@@ -1,0 +1,35 @@
+"""A model's logits over one sequence, by torch's operators and without a cache: what others are held against."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from engine.execution.cpu.attention import mix
+from engine.models.decoder import Decoder
+from engine.models.heads import Heads
+from engine.models.manner import Manner
+from engine.models.spec import ModelSpec
+from engine.models.weights import LayerWeights, ModelWeights
+
+
+def dense_logits(
+    spec: ModelSpec, weights: ModelWeights, ids: Tensor, keep: Callable[[Tensor], Tensor] = lambda cells: cells
+) -> Tensor:
+    """[length, vocab] float32. `keep`: what a cache makes of K and of V [length, kv_heads, d]."""
+    length = len(ids)
+    heads, decoder = Heads(spec, weights, length), Decoder(spec, weights)
+    positions = torch.arange(length)
+    rotary, past_by = heads.rotary(positions), positions[:, None] - positions
+
+    def attend(index: int, layer: LayerWeights, x: Tensor) -> Tensor:
+        q, k, v = heads.qkv(layer, x, rotary[index])
+        q, k, v = (part.transpose(0, 1).unsqueeze(0) for part in (q, keep(k), keep(v)))
+        window = spec.window_of(index)
+        hidden = (past_by < 0) | (past_by >= (window or length))
+        bias = torch.zeros(past_by.shape, dtype=x.dtype).masked_fill_(hidden, -torch.inf)
+        mixed = mix(q, k, v, bias[None, None], Manner(spec.scale, window, spec.softcap))
+        return mixed.squeeze(0).transpose(0, 1).reshape(length, -1)
+
+    with torch.inference_mode():
+        return decoder.logits(decoder.run(decoder.embed(ids, positions), attend)).float()
