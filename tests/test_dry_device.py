@@ -1,12 +1,17 @@
 """Every family and every kind of step on a device that runs nothing: no step waits for it, or for the compiler."""
 
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from dry_device import DryDevice, WouldCompileError, WouldWaitError, dry_device
 from test_cuda_runner import MetaTensors
+from test_sharding import INDIVISIBLE
 from tiny_models import FAMILY_CASES, model_folder
 
 from engine.api import SamplingParams
@@ -18,8 +23,13 @@ from engine.execution.cuda.forward import Forward
 from engine.execution.cuda.kernels import triton_kernels
 from engine.execution.cuda.sampling import Sampling
 from engine.execution.masks import FinishMasks, StepMasks
+from engine.execution.ranks.follower import Follower
+from engine.execution.ranks.messages import decode_step, encode
+from engine.execution.ranks.step import Step
+from engine.execution.rows import RowTable
 from engine.execution.runner import Runner
 from engine.grammar import Grammar
+from engine.models.sharding import Shard
 from engine.models.spec import ModelSpec, hidden_offer, load_spec
 from engine.models.weights import build_weights
 from engine.scheduling.output import Chunk, NewRequest, ReplacedEntry, SchedulerOutput
@@ -72,15 +82,18 @@ def narrow(unit: int) -> CacheEntry:
     return CacheEntry(CacheKind.KV8, Tier.DEVICE, (unit,))
 
 
-def make_runner(spec: ModelSpec, *, graphs: bool = True, tokens: int = 32, int8: bool = False) -> Runner[CudaDevice]:
-    """`int8`: its requests may run from blocks in 8 bits, and not from hidden state."""
+def make_runner(
+    spec: ModelSpec, *, graphs: bool = True, tokens: int = 32, int8: bool = False, shard: Shard | None = None
+) -> Runner[CudaDevice]:
+    """`int8`: its requests may run from blocks in 8 bits, and not from hidden state. `shard`: of this rank."""
     limits = Limits(4, tokens, 64, num_units=60, block_size=BLOCK)
-    scratch = 0 if int8 or hidden_offer(spec).refusal else 12
+    scratch = 0 if int8 or shard or hidden_offer(spec).refusal else 12
     with torch.inference_mode():
-        weights = build_weights(spec, MetaTensors())
+        weights = build_weights(spec, MetaTensors(), shard=shard)
+    part = spec if shard is None else shard.spec_of(spec)
     runner = Runner(
         CudaDevice(
-            spec, weights, triton_kernels(), limits, graphs=graphs, scratch_blocks=scratch, host_units=8,
+            part, weights, triton_kernels(), limits, graphs=graphs, scratch_blocks=scratch, host_units=8,
             preempted_int8=int8, running_int8=int8,
         )
     )  # fmt: skip
@@ -179,6 +192,118 @@ def test_no_step_that_runs_from_8_bits_waits(graphs: bool) -> None:
             counts = counts_of(dry, runner, kind)
             assert [each["graphs"] for each in counts] == [int(graphs)] * len(counts)
         assert runner.device.rows.k_table[0, :2].tolist() == [-1, 2], "one block of the last ones was there"
+
+
+def shard_of(dry: DryDevice, rank: int) -> Shard:
+    """One of two; what it adds and gathers is counted."""
+
+    def take(what: str, part: torch.Tensor) -> torch.Tensor:
+        assert part.is_meta and part.is_contiguous(), "no tensor of the device that a collective takes"
+        dry.counts[what] += 1
+        return part
+
+    def gather(part: torch.Tensor) -> torch.Tensor:
+        return take("gathers", part).new_empty((len(part), 2 * part.shape[1]))
+
+    return Shard(rank, 2, lambda part: take("sums", part), gather)
+
+
+class FollowerHere:
+    """See OtherRanks: the second rank, which hears what a process would, and runs its part first."""
+
+    def __init__(self, dry: DryDevice, device: CudaDevice) -> None:
+        self._dry, self._follower = dry, Follower(device)
+        self.counts: list[Counter[str]] = []
+
+    def begin(self, output: SchedulerOutput, rows: RowTable) -> None:
+        dry, counts = self._dry, self._dry.counts
+        dry.counts = Counter()
+        self._follower.run(decode_step(encode(Step.of(output, rows))))
+        self.counts.append(dry.counts)
+        dry.counts = counts
+
+    def end(self) -> None: ...
+
+
+@pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "eager"])
+@pytest.mark.parametrize("name", [name for name in FAMILY_CASES if name not in INDIVISIBLE])
+def test_no_step_of_a_rank_waits_for_the_device_or_the_compiler(name: str, graphs: bool) -> None:
+    """Nor does that of one that follows. Sums are in the graphs: two a layer, and the logits gathered where the head
+    is divided."""
+    spec = replace(load_spec(model_folder(name)), vocab_size=98)
+    with dry_device() as dry:
+        shared: list[torch.Tensor] = []
+        runners = [make_runner(spec, graphs=graphs, shard=shard_of(dry, rank)) for rank in range(2)]
+        forwards = dry.counts["gathers"]
+        assert dry.counts["sums"] == 2 * spec.num_layers * forwards and forwards > 0
+        for each in runners:
+            assert each.device.num_graphs == (each.device.num_shapes if graphs else 0)
+            each.device.join(shared.append)
+        runner, (_, other) = runners[0], runners
+        runner.ranks = follower = FollowerHere(dry, other.device)  # type: ignore[assignment]
+        dry.sealed = True
+        for kind in kinds_of(spec, int8=True):
+            counts = counts_of(dry, runner, kind)
+            theirs = follower.counts[-len(counts) :]
+            for each in (*counts, *theirs):
+                assert each["graphs"] == int(graphs) and not each["blocking"]
+                assert each["sums"] == (0 if graphs else 2 * spec.num_layers)
+                assert each["gathers"] == (0 if graphs else 1)
+        assert len(shared) == 2 * len(follower.counts) and all(each.is_meta for each in shared)
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, RuntimeError])
+def test_a_rank_that_captures_no_graph_adds_up_as_often_as_the_others(
+    error: type[RuntimeError], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that replays a graph would wait for what another, which has none, does not add."""
+    spec = load_spec(model_folder("llama-gqa2"))
+
+    def added(captures: int) -> tuple[list[tuple[int, ...]], CudaDevice]:
+        """What a rank that can capture so many graphs adds up, in graphs and without, until it is made."""
+        every, in_graph = [], []  # type: tuple[list[tuple[int, ...]], list[tuple[int, ...]]]
+
+        class Graph:
+            def replay(self) -> None:
+                every.extend(in_graph)
+
+        with dry_device() as dry, monkeypatch.context() as patch:
+            begin, left = torch.cuda.graph, iter(range(captures))
+
+            @contextmanager
+            def graph(*args: Any, **options: Any) -> Iterator[None]:
+                in_graph.clear()
+                with begin(*args, **options):
+                    yield
+                if next(left, None) is None:
+                    raise error("no room")
+
+            def total(part: torch.Tensor) -> None:
+                (in_graph if dry.capturing else every).append(tuple(part.shape))
+
+            patch.setattr(torch.cuda, "graph", graph)
+            patch.setattr(torch.cuda, "CUDAGraph", Graph)
+            return every, make_runner(spec, shard=Shard(0, 2, total)).device
+
+    (whole, first), (found, second) = added(1000), added(2)
+    assert (first.num_graphs, second.num_graphs) == (first.num_shapes, 2)
+    assert len(whole) > 4 * spec.num_layers * first.num_shapes and found == whole
+
+
+def test_a_rank_without_memory_for_a_step_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others wait for it in the middle of one."""
+    spec, forward = load_spec(model_folder("llama-gqa2")), Forward.__call__
+
+    def fail(self: Forward, inputs: Any, *others: Any) -> None:
+        if len(inputs.positions) > 8:
+            raise torch.OutOfMemoryError
+        forward(self, inputs, *others)
+
+    monkeypatch.setattr(Forward, "__call__", fail)
+    with dry_device() as dry:
+        assert make_runner(spec).device.num_graphs > 0
+        with pytest.raises(torch.OutOfMemoryError):
+            make_runner(spec, shard=shard_of(dry, 0))
 
 
 def test_nothing_is_compiled_for_steps_of_any_size_without_graphs() -> None:

@@ -36,6 +36,7 @@ from engine.execution.pooling import TakeHidden
 from engine.execution.rows import RowTable
 from engine.execution.samples import DeviceSamples
 from engine.models.lora import Adapters, Delta, Site
+from engine.models.sharding import SummedLinear
 from engine.models.spec import ModelSpec
 from engine.models.weights import ModelWeights
 from engine.triton_kernels import configs
@@ -90,6 +91,7 @@ class CudaDevice:
         self._sampling = Sampling(self.rows, kernels, self._buffers, spec.vocab_size, device)
         self._buckets = Buckets(limits.max_num_seqs, limits.max_num_batched_tokens)
         self._graphs = Graphs(self._forward, self.lane)
+        self._divided = any(isinstance(layer.out, SummedLinear) for layer in weights.layers)
         self.adapters = Adapters()
         self._last_inputs: StepInputs | None = None
         self._share: Callable[[Tensor], None] | None = None
@@ -226,19 +228,22 @@ class CudaDevice:
             self.lane.mark().synchronize()
 
     def _capture(self) -> None:
-        """A graph for every bucket. Where the device refuses, steps run without: slower, and right."""
-        empty, reason = decodes_first(_NO_CHUNKS), ""
+        """A graph for every bucket. Where the device refuses, steps run without: slower, and right. Of ranks that
+        divide layers each runs every bucket, as the others do, and one that cannot raises what keeps it from it."""
+        empty, refused = decodes_first(_NO_CHUNKS), None
         with torch.inference_mode(), self.lane.use():
             for shape in self._buckets.all_shapes():
                 inputs = self._buffers.fill(shape, empty, self.rows)
                 self._buffers.upload()
                 try:
-                    self._graphs.capture(inputs)
-                except torch.OutOfMemoryError as error:  # smaller ones, which are worth more, may fit
-                    reason = str(error)
+                    refused = self._graphs.capture(inputs) or refused
                 except RuntimeError as error:
-                    reason = str(error)
+                    if self._divided:
+                        raise
+                    refused = error.with_traceback(None)  # which would keep what was allocated
+                # without memory smaller ones, which are worth more, may fit
+                if refused and not isinstance(refused, torch.OutOfMemoryError) and not self._divided:
                     break
             self.lane.mark().synchronize()
-        if reason:
-            log.warning("%d of %d CUDA graphs: other steps will be slow: %s", self.num_graphs, self.num_shapes, reason)
+        if refused:
+            log.warning("%d of %d CUDA graphs: other steps will be slow: %s", self.num_graphs, self.num_shapes, refused)

@@ -24,19 +24,26 @@ class Graphs:
         self._inputs: list[StepInputs] = []
         self._pool: Any = None
 
-    def capture(self, inputs: StepInputs) -> None:
-        """Capture a shape. Its inputs must lie on the device, padding only, and keep their addresses."""
+    def capture(self, inputs: StepInputs) -> RuntimeError | None:
+        """Capture a shape, and give what the device has against it. Its inputs must lie on the device, padding only,
+        and keep their addresses. The shape has run twice then, also without a graph: of ranks that divide layers every
+        one adds up as often as the others. Raises what keeps it from running."""
         assert self._lane.stream is not None, "graphs need a CUDA device"
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         self._forward(inputs)
         self._lane.stream.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._lane.stream):
+        try:
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._lane.stream):
+                self._forward(inputs)
+        except RuntimeError as error:
             self._forward(inputs)
+            return error.with_traceback(None)
         graph.replay()  # the first launch sends it to the device, which no step shall wait for
         self._graphs[id(inputs)] = graph
         self._inputs.append(inputs)  # keeps its id, and the tensors that the graph reads
+        return None
 
     @property
     def count(self) -> int:
