@@ -19,15 +19,21 @@ class CudaDriver(Driver):
 
 
 def make_runner(
-    spec: ModelSpec, weights: ModelWeights, config: SchedulerConfig, kernels: Kernels | None = None
+    spec: ModelSpec,
+    weights: ModelWeights,
+    config: SchedulerConfig,
+    kernels: Kernels | None = None,
+    *,
+    graphs: bool = True,
 ) -> Runner[CudaDevice]:
+    """`graphs`: where there is a GPU."""
     return Runner(
         CudaDevice(
             spec,
             weights,
             kernels or torch_ops,
             config.limits,
-            graphs=weights.embedding.device.type == "cuda",
+            graphs=graphs and weights.embedding.device.type == "cuda",
             scratch_blocks=config.scratch_blocks,
             host_units=config.host_units,
             preempted_int8=config.preempted_int8,
@@ -48,6 +54,7 @@ def make_driver(
     host_units: int = 0,
     scratch_blocks: int = 0,
     policy: str = "fcfs",
+    graphs: bool = True,
 ) -> CudaDriver:
     config = SchedulerConfig(
         num_units=2 * num_blocks,
@@ -62,4 +69,4 @@ def make_driver(
         scratch_blocks=scratch_blocks,
     )
     torch.set_num_threads(1)
-    return CudaDriver(make_runner(spec, weights, config, kernels), config, online_policy=policy)
+    return CudaDriver(make_runner(spec, weights, config, kernels, graphs=graphs), config, online_policy=policy)

@@ -3,33 +3,51 @@
 Run by test_kernels.py in a process of its own.
 """
 
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
 import numpy as np
 import pytest
 import torch
-from cuda_engine import make_driver, make_runner
+from cuda_engine import CudaDriver, make_driver, make_runner
 from driver import make_request
 from kernel_pool import DEVICE
+from test_ranks import FollowersHere
 from test_runner import POISON, check_greedy
 from tiny_models import model_folder
+from torch import Tensor, distributed
 
 from engine.api import SamplingParams
 from engine.cache.blocks import CacheAction, CacheEntry, CacheKind, CacheOperation, Tier
 from engine.config import SchedulerConfig
 from engine.execution.cuda.kernels import triton_kernels
+from engine.execution.ranks.follower import Follower
+from engine.execution.ranks.group import Group
+from engine.execution.ranks.step import Step
 from engine.models.checkpoint import load_weights
 from engine.models.decoder import Decoder
 from engine.models.int8_cells import dequantize, quantize
+from engine.models.sharding import Shard
 from engine.models.spec import load_spec
 from engine.scheduling.output import Chunk, NewRequest, ReplacedEntry, SchedulerOutput
 
+T = TypeVar("T")
 
-def check_engine(name: str, num_blocks: int, lengths: list[int], max_tokens: int) -> dict[str, int]:
-    """Requests with a shared first block, steps launched ahead; returns the number of preemptions and prefix hits."""
-    folder = model_folder(name)
-    spec = load_spec(folder)
-    reference = Decoder(spec, load_weights(spec, folder))
+
+def driver_of(name: str, num_blocks: int) -> CudaDriver:
+    spec = load_spec(folder := model_folder(name))
     weights = load_weights(spec, folder, device=DEVICE)
-    driver = make_driver(spec, weights, kernels=triton_kernels(), num_blocks=num_blocks, seqs=3, tokens=16)
+    return make_driver(spec, weights, kernels=triton_kernels(), num_blocks=num_blocks, seqs=3, tokens=16)
+
+
+def check_engine(
+    name: str, num_blocks: int, lengths: list[int], max_tokens: int, driver: CudaDriver | None = None
+) -> dict[str, int]:
+    """Requests with a shared first block, steps launched ahead; returns the number of preemptions and prefix hits."""
+    spec = load_spec(folder := model_folder(name))
+    reference = Decoder(spec, load_weights(spec, folder))
+    driver = driver or driver_of(name, num_blocks)
     rng = np.random.default_rng(5)
     shared = rng.integers(0, POISON, 4).tolist()
     requests = [
@@ -49,6 +67,53 @@ def check_engine(name: str, num_blocks: int, lengths: list[int], max_tokens: int
 def test_llama_with_preemptions_and_prefix_hits() -> None:
     seen = check_engine("llama-gqa2", 6, [2, 1, 3], 10)
     assert seen["preemptions"] > 0 and seen["hits"] > 0
+
+
+@pytest.mark.parametrize("name", ["llama-gqa2", "neox"])
+def test_two_ranks_of_one_device(name: str) -> None:
+    """Each with half of the heads, joined by gloo. One runs at a time, and the other while it waits for it: Triton's
+    interpreter has one thread."""
+    whole, store, turn = load_spec(folder := model_folder(name)), distributed.HashStore(), threading.Lock()
+    num_blocks = 6 if name == "llama-gqa2" else 40
+
+    def waiting(call: Callable[[Tensor], T]) -> Callable[[Tensor], T]:
+        def called(part: Tensor) -> T:
+            turn.release()
+            try:
+                return call(part)
+            finally:
+                turn.acquire()
+
+        return called
+
+    def driver_of_rank(rank: int) -> CudaDriver:
+        group = Group(store, rank, 2, torch.device(DEVICE), nccl=False)
+        with turn:
+            shard = Shard(rank, 2, waiting(group.total), waiting(group.gather))
+            weights = load_weights(whole, folder, device=DEVICE, shard=shard)
+            driver = make_driver(
+                shard.spec_of(whole), weights, kernels=triton_kernels(), num_blocks=num_blocks, seqs=3, tokens=16,
+                graphs=False,
+            )  # fmt: skip
+            driver.runner.device.join(waiting(group.share))
+        return driver
+
+    class InTurn(Follower):
+        def run(self, step: Step) -> None:
+            with turn:
+                super().run(step)
+
+    others = FollowersHere(lambda: InTurn(driver_of_rank(1).runner.device))
+    with others.thread:
+        driver = driver_of_rank(0)
+        driver.runner.ranks = others  # type: ignore[assignment]
+        with turn:
+            seen = check_engine(name, num_blocks, [2, 1, 3], 10, driver)
+        for step in others.failures:
+            step.result()
+    assert len(others.failures) == len(driver.steps)
+    if name == "llama-gqa2":
+        assert seen["preemptions"] > 0 and seen["hits"] > 0
 
 
 @pytest.mark.parametrize("name", ["qwen3", "neox", "opt"])
