@@ -50,6 +50,7 @@ from engine.execution.self_test import test_family, test_modules
 from engine.execution.stages import StagedRunner
 from engine.machine.facts import BUS_RATE, host_engines
 from engine.machine.passing_thread import in_passing_thread
+from engine.models.byte_cells import CELL_TYPES
 from engine.models.checkpoint import load_weights, stored_bytes
 from engine.models.hub import cached_folder, is_hub_id, resolve_model_folder
 from engine.models.implementation import OWN, TRANSFORMERS, Choice, choose
@@ -143,7 +144,7 @@ def plan_launch(config: EngineConfig) -> LaunchPlan:
         weight_bytes=memory.weight_bytes(spec, torch_dtype(dtype), quantization, config.tensor_parallel_size),
         quantization=quantization,
         implementation=choice.implementation,
-        int8_cache=config.kv_cache_dtype == "int8",
+        eight_bits=config.kv_cache_dtype if config.kv_cache_dtype in CELL_TYPES else "",
         parked_int8=config.kv_cache_dtype == "parked-int8",
         preempted_int8=config.kv_cache_dtype in MIXED_CACHES,
         running_int8=config.kv_cache_dtype == "running-int8",
@@ -420,7 +421,7 @@ def _test_family(config: EngineConfig, plan: LaunchPlan, make: MakeLinear, backe
             scratch_blocks=0,
             host_units=0,
             offload=None,
-            int8_cache=False,
+            eight_bits="",
             parked_int8=False,
             preempted_int8=False,
             running_int8=False,
@@ -684,7 +685,7 @@ def _scale_bytes(plan: LaunchPlan) -> int:
 
 
 def _cache_dtype(plan: LaunchPlan) -> torch.dtype:
-    return torch.int8 if plan.int8_cache else torch_dtype(plan.dtype)
+    return plan.cell_type or torch_dtype(plan.dtype)
 
 
 def _swap_bytes(config: EngineConfig, plan: LaunchPlan) -> int:

@@ -41,10 +41,10 @@ class EngineConfig:
     kv_cache_dtype: str = _flag(
         "auto",
         "type of K and V in the cache; int8: each head of a token rounded to 255 steps, for about twice the tokens in "
-        "the same memory; parked-int8: only what the host tier and the disk keep; preempted-int8: what requests that "
-        "lost their place have computed, while the room is short; running-int8: and of those that run, so that fewer "
-        "lose it (parked-int8 on a CPU)",
-        ("auto", "int8", "parked-int8", "preempted-int8", "running-int8"),
+        "the same memory; fp8: to floats (e4m3), in the same room and further off; parked-int8: only what the host "
+        "tier and the disk keep; preempted-int8: what requests that lost their place have computed, while the room is "
+        "short; running-int8: and of those that run, so that fewer lose it (parked-int8 on a CPU)",
+        ("auto", "int8", "fp8", "parked-int8", "preempted-int8", "running-int8"),
     )
     cpu_kernels: str = _flag(
         "auto", "on a CPU: our native kernels where they were built and pass their test, or torch's", ("auto", "torch")

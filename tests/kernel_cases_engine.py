@@ -25,9 +25,9 @@ from engine.execution.cuda.kernels import triton_kernels
 from engine.execution.ranks.follower import Follower
 from engine.execution.ranks.group import Group
 from engine.execution.ranks.step import Step
+from engine.models.byte_cells import dequantize, quantize
 from engine.models.checkpoint import load_weights
 from engine.models.decoder import Decoder
-from engine.models.int8_cells import dequantize, quantize
 from engine.models.sharding import Shard
 from engine.models.spec import load_spec
 from engine.scheduling.output import Chunk, NewRequest, ReplacedEntry, SchedulerOutput

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engine.execution.pool import UnitPool
 from engine.models import torch_ops as twin
-from engine.models.int8_cells import Int8Slices, dequantize, quantize, slice_elements
+from engine.models.byte_cells import FLOATS, INTEGERS, ByteSlices, dequantize, quantize, slice_elements
 from engine.triton_kernels.decode_attention import decode_attention
 from engine.triton_kernels.prefill_attention import prefill_attention
 from engine.triton_kernels.rope_cache_write import rope_cache_write
@@ -21,17 +21,16 @@ from engine.triton_kernels.work import DecodeWork, PrefillWork
 
 CASES = [((64, 3, 2), torch.float16), ((80, 1, 3), torch.float32)]
 """(head_dim, group, kv_heads), type."""
+CELLS = pytest.mark.parametrize("kind", [INTEGERS, FLOATS], ids=("int8", "fp8"))
 
 
-def int8_cache(kv_heads: int, head_dim: int, block_size: int = 16) -> PagedCache:
+def byte_cache(kind: torch.dtype, kv_heads: int, head_dim: int, block_size: int = 16) -> PagedCache:
     """A pool whose scales are all NaN."""
     plain = paged_cache(
         LENGTHS, seed=1, dtype=torch.float32, kv_heads=kv_heads, head_dim=head_dim, block_size=block_size
     )
-    size = slice_elements(block_size, kv_heads, head_dim, torch.int8)
-    slices = Int8Slices(
-        torch.zeros((len(plain.pool), size), dtype=torch.int8, device=DEVICE), block_size, kv_heads, head_dim
-    )
+    size = slice_elements(block_size, kv_heads, head_dim, kind)
+    slices = ByteSlices(torch.zeros((len(plain.pool), size), dtype=kind, device=DEVICE), block_size, kv_heads, head_dim)
     slices.scales.fill_(NAN)
     return PagedCache(slices.values, plain.k_table, plain.v_table, plain.layer, plain.scratch_base)
 
@@ -39,15 +38,16 @@ def int8_cache(kv_heads: int, head_dim: int, block_size: int = 16) -> PagedCache
 def copy_of(cache: PagedCache) -> PagedCache:
     count, stride = len(cache.pool), cache.pool.stride(0)
     whole = cache.pool.as_strided((count, stride), (stride, 1)).clone()
-    values = Int8Slices(whole, *cache.pool.shape[1:]).values
+    values = ByteSlices(whole, *cache.pool.shape[1:]).values
     return PagedCache(values, cache.k_table, cache.v_table, cache.layer, cache.scratch_base)
 
 
+@CELLS
 @pytest.mark.parametrize(("rotary", "dtype"), [(0, torch.float32), (32, torch.float16)], ids=str)
-def test_what_is_written(rotary: int, dtype: torch.dtype) -> None:
+def test_what_is_written(rotary: int, dtype: torch.dtype, kind: torch.dtype) -> None:
     """Steps and scales; where a rotated number lies between two steps, either. A token of NaN has scales of NaN."""
     generator = torch.Generator().manual_seed(rotary)
-    cache, count = int8_cache(9, 64), len(TOKENS)
+    cache, count = byte_cache(kind, 9, 64), len(TOKENS)
     q = fused_heads(generator, count, 9, 64, dtype)
     k, v = (fused_heads(generator, count, 9, 64, dtype) for _ in range(2))
     k[2, 3, 5], v[3, 8, 0], k[4, 1] = NAN, float("inf"), 0.0
@@ -59,20 +59,25 @@ def test_what_is_written(rotary: int, dtype: torch.dtype) -> None:
     tables = (cache.k_table, cache.v_table)
     twin.rope_cache_write(q.clone(), k, v, cos_sin, positions, rows, expected.pool, *tables, **where, k_norm=norm)
     rope_cache_write(q, k, v, cos_sin, positions, rows, cache.pool, *tables, **where, k_norm=norm)
-    ours, theirs = Int8Slices.of(cache.pool), Int8Slices.of(expected.pool)
+    ours, theirs = ByteSlices.of(cache.pool), ByteSlices.of(expected.pool)
     torch.testing.assert_close(ours.scales, theirs.scales, rtol=1e-2, atol=0, equal_nan=True)
-    apart = (ours.values.int() - theirs.values.int()).abs()[~theirs.scales.isnan()]
+    # the bits of floats of one sign are in their order, so that a step is one of them, too; both zeros are zero
+    numbers = [
+        torch.where(each.values == 128, 0, each.values.int()) if kind == FLOATS else each.values.int()
+        for each in (ours, theirs)
+    ]
+    apart = (numbers[0] - numbers[1]).abs()[~theirs.scales.isnan()]
     assert apart.max() <= 1 and (apart > 0).float().mean() < 0.02
     assert (~theirs.scales.isnan()).sum() == 2 * 6 * 9 - 2
 
 
-def filled(shape: tuple[int, int, int], seed: int) -> PagedCache:
+def filled(kind: torch.dtype, shape: tuple[int, int, int], seed: int) -> PagedCache:
     head_dim, _, kv_heads = shape
-    cache, generator = int8_cache(kv_heads, head_dim), torch.Generator().manual_seed(seed)
+    cache, generator = byte_cache(kind, kv_heads, head_dim), torch.Generator().manual_seed(seed)
     for row, length in enumerate(LENGTHS):
         for table in (cache.k_table, cache.v_table):
             slots = index(cache.slots(table, row, length), torch.int64)
-            Int8Slices.of(cache.pool).write(slots, random(generator, length, kv_heads, head_dim))
+            ByteSlices.of(cache.pool).write(slots, random(generator, length, kv_heads, head_dim))
     return cache
 
 
@@ -212,10 +217,11 @@ def test_a_mixed_pool_has_its_scales_behind_it() -> None:
         decode_attention(q, mixed.pool, *tables, work, partial, lse, q.clone(), **where | {"scratch_base": 9})
 
 
+@CELLS
 @pytest.mark.parametrize(("shape", "dtype"), CASES, ids=str)
-def test_decode(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+def test_decode(shape: tuple[int, int, int], dtype: torch.dtype, kind: torch.dtype) -> None:
     head_dim, group, kv_heads = shape
-    cache, heads = filled(shape, seed=3), kv_heads * group
+    cache, heads = filled(kind, shape, seed=3), kv_heads * group
     work = DecodeWork(4, 9, DECODE_TILE.block_n, DEVICE, min_split=DECODE_TILE.block_n)
     work.fill(np.arange(3, dtype=np.int32), np.array(LENGTHS, np.int32))
     work.buffer.upload()
@@ -232,9 +238,10 @@ def test_decode(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(("shape", "dtype"), CASES, ids=str)
 @pytest.mark.parametrize("slots", [0, 6])
-def test_prefill(shape: tuple[int, int, int], dtype: torch.dtype, slots: int) -> None:
+@CELLS
+def test_prefill(shape: tuple[int, int, int], dtype: torch.dtype, slots: int, kind: torch.dtype) -> None:
     head_dim, group, kv_heads = shape
-    cache, heads = filled(shape, seed=5), kv_heads * group
+    cache, heads = filled(kind, shape, seed=5), kv_heads * group
     tile = PREFILL_TILE.block_n
     work = PrefillWork(8, 4 + slots, PREFILL_TILE.block_m // group, DEVICE, slots=slots, tile=tile, min_split=8)
     work.fill(np.array([(0, 0, 20, 0), (1, 20, 16, 32), (2, 36, 1, 32)], np.int32))
@@ -255,8 +262,8 @@ def test_prefill(shape: tuple[int, int, int], dtype: torch.dtype, slots: int) ->
 def test_prefill_reads_no_scale_before_its_window(slots: int) -> None:
     """What lies there was given back, and may hold anything by now; the first tile begins before it."""
     window, (head_dim, group, kv_heads) = 10, CASES[0][0]
-    cache, heads = filled((head_dim, group, kv_heads), seed=5), kv_heads * group
-    scales = Int8Slices.of(cache.pool).scales
+    cache, heads = filled(INTEGERS, (head_dim, group, kv_heads), seed=5), kv_heads * group
+    scales = ByteSlices.of(cache.pool).scales
     for table in (cache.k_table, cache.v_table):
         lost = index(cache.slots(table, 1, 32 + 1 - window), torch.int64)
         scales[lost // cache.pool.shape[1], lost % cache.pool.shape[1]] = NAN

@@ -29,6 +29,7 @@ from triton.compiler import ASTSource
 from engine.execution.cuda.device import CudaDevice
 from engine.execution.cuda.kernels import triton_kernels
 from engine.execution.runner import Runner
+from engine.models.byte_cells import FLOATS, INTEGERS
 from engine.models.float8 import FLOAT8, Float8Linear, Rounding
 from engine.models.linear import MakeLinear, make_linear
 from engine.models.spec import hidden_offer, spec_from_config
@@ -43,20 +44,23 @@ TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 SHARED_MEMORY = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99}
 """KB that a program may have."""
 _D256 = SHAPES["8B"] | {"head_dim": 256, "num_attention_heads": 16, "num_key_value_heads": 4}
-MODELS: dict[str, tuple[dict[str, object], bool]] = {
-    "8B": (SHAPES["8B"], False),
-    "8B mixed": (SHAPES["8B"], False),
-    "0.5B mixed": (SHAPES["Qwen2.5-0.5B"], False),
-    "d256 mixed": (_D256, False),
-    "0.5B": (SHAPES["Qwen2.5-0.5B"], False),
-    "0.6B": (SHAPES["Qwen3-0.6B"], False),
-    "8B int8": (SHAPES["8B"], True),
-    "0.5B int8": (SHAPES["Qwen2.5-0.5B"], True),
-    "d256": (_D256, False),
-    "d256 int8": (_D256, True),
+MODELS: dict[str, tuple[dict[str, object], torch.dtype | None]] = {
+    "8B": (SHAPES["8B"], None),
+    "8B mixed": (SHAPES["8B"], None),
+    "0.5B mixed": (SHAPES["Qwen2.5-0.5B"], None),
+    "d256 mixed": (_D256, None),
+    "0.5B": (SHAPES["Qwen2.5-0.5B"], None),
+    "0.6B": (SHAPES["Qwen3-0.6B"], None),
+    "8B int8": (SHAPES["8B"], INTEGERS),
+    "0.5B int8": (SHAPES["Qwen2.5-0.5B"], INTEGERS),
+    "d256": (_D256, None),
+    "8B fp8 cache": (SHAPES["8B"], FLOATS),
+    "0.5B fp8 cache": (SHAPES["Qwen2.5-0.5B"], FLOATS),
+    "d256 fp8 cache": (_D256, FLOATS),
+    "d256 int8": (_D256, INTEGERS),
     "window": (
         SHAPES["8B"] | {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 64},
-        False,
+        None,
     ),
     "gemma2": (
         SHAPES["8B"]
@@ -64,12 +68,12 @@ MODELS: dict[str, tuple[dict[str, object], bool]] = {
             "architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "hidden_size": 3584, "head_dim": 256,
             "num_attention_heads": 16, "num_key_value_heads": 8, "sliding_window": 64, "tie_word_embeddings": True,
         },
-        False,
+        None,
     ),
-    "8B fp8": (SHAPES["8B"], False),
-    "8B fp8 static": (SHAPES["8B"], False),
+    "8B fp8": (SHAPES["8B"], None),
+    "8B fp8 static": (SHAPES["8B"], None),
 }  # fmt: skip
-"""Shapes, and whether K and V are kept in 8 bits. The window is one that the steps here go beyond."""
+"""Shapes, and the 8 bits that K and V are kept in, if they are. The window is one that the steps here go beyond."""
 MIXED_MODELS = ("8B mixed", "0.5B mixed", "d256 mixed")
 """Whose requests may run from blocks in 8 bits among others."""
 FLOAT8_MODELS = {"8B fp8": False, "8B fp8 static": True}
@@ -122,7 +126,7 @@ def record(arch: int, names: Iterable[str] = MODELS) -> dict[Variant, list[str]]
     """The variants that steps of these models launch on this architecture, and the models of each."""
     found: dict[Variant, list[str]] = {}
     for name in names:
-        config, int8 = MODELS[name]
+        config, cell_type = MODELS[name]
         if name in FLOAT8_MODELS and arch < 89:
             continue
         spec = spec_from_config(config | {"num_hidden_layers": 2, "vocab_size": 4096, "eos_token_id": None})
@@ -134,14 +138,14 @@ def record(arch: int, names: Iterable[str] = MODELS) -> dict[Variant, list[str]]
                         spec, _Tensors(), _float8(FLOAT8_MODELS[name]) if name in FLOAT8_MODELS else make_linear
                     )
                 mixed = name in MIXED_MODELS
-                offered = not hidden_offer(spec).refusal and not int8 and not mixed
+                offered = not hidden_offer(spec).refusal and not cell_type and not mixed
                 device = CudaDevice(
-                    spec, weights, triton_kernels(), limits, graphs=graphs, int8_cache=int8, host_units=8,
+                    spec, weights, triton_kernels(), limits, graphs=graphs, cell_type=cell_type, host_units=8,
                     scratch_blocks=12 if offered else 0, preempted_int8=mixed, running_int8=mixed,
                 )  # fmt: skip
                 runner = Runner(device)
                 runner.masks = Masks(spec.vocab_size)  # type: ignore[assignment]
-                for kind in kinds_of(spec, int8=int8, running_int8=mixed):
+                for kind in kinds_of(spec, int8=cell_type is not None, running_int8=mixed):
                     counts_of(dry, runner, kind)
             for kernel, *asked in dry.variants:
                 users = found.setdefault(_variant(kernel, *asked), [])
@@ -245,7 +249,7 @@ def read(path: Path = PAGE) -> tuple[str, dict[tuple[str, int], Binary]]:
 _ABOUT = """# What the Triton kernels compile to
 
 Made by `python tests/kernel_ledger.py` with Triton {version}, without a GPU: counts of the code, not times. Every
-launch of a step of fourteen models (two layers each; d256: heads of 256), as it is served, for each architecture:
+launch of a step of seventeen models (two layers each; d256: heads of 256), as it is served, for each architecture:
 registers of a thread / bytes of its stack / bytes of shared memory / instructions / instructions of the longest loop. A
 stack where many registers are in use is of those that did not fit, and none may have one. An empty cell: not launched
 there, another variant is. Tests fail where a launch is missing here, and where a figure changed by more than a tenth.

@@ -20,6 +20,7 @@ from engine.engine import Engine
 from engine.execution.cpu.device import TorchDevice
 from engine.execution.disk import DiskTier, Label
 from engine.execution.runner import Runner
+from engine.models.byte_cells import FLOATS, INTEGERS
 from engine.scheduling.output import SchedulerOutput
 from gateway.store.folder import open_state
 from predictor.model import LatencyModel
@@ -360,10 +361,10 @@ def test_two_engines_have_a_file_each(tmp_path: Path) -> None:
         close(driver)
 
 
-@pytest.mark.parametrize("int8", [False, True])
-def test_units_of_every_kind_come_back_and_lost_ones_are_nan(tmp_path: Path, int8: bool) -> None:
+@pytest.mark.parametrize("cell_type", [None, INTEGERS, FLOATS], ids=str)
+def test_units_of_every_kind_come_back_and_lost_ones_are_nan(tmp_path: Path, cell_type: torch.dtype | None) -> None:
     device = TorchDevice(
-        decoder(), SchedulerConfig(num_units=8, max_model_len=16, block_size=BLOCK).limits, int8_cache=int8
+        decoder(), SchedulerConfig(num_units=8, max_model_len=16, block_size=BLOCK).limits, cell_type=cell_type
     )
     pool = device.pool
     pool.units[:2].view(torch.uint8).random_(0, 100, generator=torch.Generator().manual_seed(0))

@@ -16,8 +16,8 @@ from engine.execution.cpu.native.device import NativeDevice
 from engine.execution.cpu.native.library import Level, StepError
 from engine.execution.cpu.native.linear import Native
 from engine.execution.pool import UnitPool
+from engine.models.byte_cells import dequantize, quantize
 from engine.models.decoder import Decoder
-from engine.models.int8_cells import dequantize, quantize
 from engine.scheduling.output import ReplacedEntry, SchedulerOutput
 from predictor.limits import Limits
 

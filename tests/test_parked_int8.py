@@ -19,9 +19,9 @@ from engine.execution.cpu.device import TorchDevice
 from engine.execution.disk import DiskTier, slot_bytes
 from engine.execution.parked_form import ParkedForm
 from engine.execution.runner import Runner
+from engine.models.byte_cells import ByteSlices, slice_elements
 from engine.models.checkpoint import load_weights
 from engine.models.decoder import Decoder
-from engine.models.int8_cells import Int8Slices, slice_elements
 from engine.models.spec import load_spec
 from predictor.limits import Limits
 
@@ -37,7 +37,7 @@ def test_a_unit_comes_back_within_half_a_step_as_the_cache_of_8_bits_has_it(dtyp
     form.keep(unit.view(-1), parked)
     form.give_back(parked, back.view(-1))
     assert form.num_bytes == 3 * slice_elements(BLOCK, 2, 24, torch.int8)
-    twin = Int8Slices(torch.empty(3, form.elements // 3, dtype=torch.int8), *SHAPE[1:])
+    twin = ByteSlices(torch.empty(3, form.elements // 3, dtype=torch.int8), *SHAPE[1:])
     twin.write(torch.arange(3 * BLOCK), unit.flatten(0, 1))
     assert torch.equal(twin.read(torch.arange(3), dtype).view(SHAPE).nan_to_num(9.0), back.nan_to_num(9.0))
     assert back[1, 2, 0].isnan().all() and back.isnan().sum() == 24, "NaN stays visible, in its head alone"
@@ -48,13 +48,13 @@ def test_a_unit_comes_back_within_half_a_step_as_the_cache_of_8_bits_has_it(dtyp
     assert (error[sound] <= 0.51 * step[sound] + torch.finfo(dtype).eps * back.float().abs()[sound]).all()
 
 
-@pytest.mark.parametrize("stored", [torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.int8, torch.uint8])
 @pytest.mark.parametrize("int8", [False, True])
 def test_what_is_stored_already_is_kept_byte_for_byte(stored: torch.dtype, int8: bool) -> None:
-    if int8 and stored != torch.int8:
+    if int8 and stored == torch.bfloat16:
         return
     form = ParkedForm(*SHAPE, stored, int8=int8)
-    unit = torch.randint(-9, 9, (form.elements,), generator=torch.Generator().manual_seed(0)).to(stored)
+    unit = torch.randint(0, 99, (form.elements,), generator=torch.Generator().manual_seed(0)).to(stored)
     parked, back = torch.empty_like(unit), torch.empty_like(unit)
     form.keep(unit, parked)
     form.give_back(parked, back)
@@ -161,7 +161,7 @@ def test_a_start_has_nearly_twice_the_room_there() -> None:
     flags = {"dtype": "bfloat16", "swap_space": 0.5}
     (plain, _), (small, _) = plan(**flags), plan(**flags, kv_cache_dtype="parked-int8")
     assert 1.9 < small.host_units / plain.host_units < 2.0 and small.num_blocks == plain.num_blocks
-    assert small.precision == "bfloat16, int8 parked" and not small.int8_cache
+    assert small.precision == "bfloat16, int8 parked" and not small.eight_bits
     with pytest.raises(ConfigError, match="--swap-space"):
         EngineConfig(kv_cache_dtype="parked-int8")
     with pytest.raises(ConfigError, match="hidden-cache"):

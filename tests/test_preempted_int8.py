@@ -33,7 +33,7 @@ from engine.execution.cpu.device import TorchDevice
 from engine.execution.cuda.device import CudaDevice
 from engine.execution.runner import Runner
 from engine.models import torch_ops
-from engine.models.int8_cells import dequantize, quantize
+from engine.models.byte_cells import dequantize, quantize
 from engine.profiling.cache_costs import CacheTiers, measure_cache_costs
 from engine.request import Request, RequestStatus
 from engine.scheduling.output import SchedulerOutput

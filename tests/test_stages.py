@@ -37,6 +37,7 @@ from engine.execution.runner import Runner
 from engine.execution.stages import StagedRunner, StageError
 from engine.fleet.drop import pipeline_units, split_layers
 from engine.machine.link import Link, LinkLostError
+from engine.models.byte_cells import INTEGERS
 from engine.models.checkpoint import load_layers
 from engine.models.decoder import Decoder
 from engine.models.linear import MakeLinear, make_linear
@@ -139,7 +140,8 @@ def pipeline(
 def test_a_pipeline_computes_what_one_engine_computes(kind: str, case: str) -> None:
     """To the last bit: sampled tokens agree as well."""
     spec = load_spec(model_folder(case)) if case in ("neox", "opt") else llama()
-    dtype, more = "bfloat16" if case == "bfloat16" else "float32", {"int8_cache": case == "int8 cache"}
+    dtype = "bfloat16" if case == "bfloat16" else "float32"
+    more = {"cell_type": INTEGERS if case == "int8 cache" else None}
     kept = split_layers(spec.num_layers, [1.0] * (3 if case == "three engines" else 2))
     runners = [make(spec, kind, dtype, **more) for _ in kept]
     units = units_of_group(runners[0], kept)

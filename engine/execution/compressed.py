@@ -3,7 +3,7 @@
 A table names such a block by -1 - unit in place of both units, and attention widens it as it reads; nothing is written
 to one. Scales have no room in the unit: they lie behind the pool, and beside the host tier for what goes there. Half a
 step of its head and token is what a number is off by after a stay, and what the scale and the pool's type round
-(`engine.models.int8_cells`); NaN comes back as NaN, for its whole head and token. In torch's operators, of any device.
+(`engine.models.byte_cells`); NaN comes back as NaN, for its whole head and token. In torch's operators, of any device.
 """
 
 import numpy as np
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from engine.arrays import IntArray
-from engine.models.int8_cells import SCALE, dequantize, quantize
+from engine.models.byte_cells import SCALE, dequantize, quantize
 from engine.triton_kernels import configs
 
 KEYS_AND_VALUES = 2

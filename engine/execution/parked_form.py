@@ -8,21 +8,21 @@ What runs in the pool and never leaves it is exact. NaN comes back as NaN, for i
 import torch
 from torch import Tensor
 
-from engine.models.int8_cells import Int8Slices, dequantize, quantize, slice_elements
+from engine.models.byte_cells import INTEGERS, ByteSlices, dequantize, is_bytes, quantize, slice_elements
 
 
 class ParkedForm:
     """`elements` of type `dtype`, in all `num_bytes`, are kept of a unit whose numbers the pool stores as `stored`.
-    `int8`: in 8 bits, each layer as `engine.models.int8_cells` has it."""
+    `int8`: in integers of 8 bits, each layer as `engine.models.byte_cells` has it, unless the pool is of 8 bits."""
 
     def __init__(
         self, num_layers: int, block_size: int, num_kv_heads: int, head_dim: int, stored: torch.dtype, *, int8: bool
     ) -> None:
-        self.dtype = torch.int8 if int8 else stored
+        self._rounds = int8 and not is_bytes(stored)
+        self.dtype = INTEGERS if self._rounds else stored
         self.elements = num_layers * slice_elements(block_size, num_kv_heads, head_dim, self.dtype)
         self.num_bytes = self.elements * self.dtype.itemsize
         self._shape = (num_layers, block_size, num_kv_heads, head_dim)
-        self._rounds = int8 and stored != torch.int8
 
     def keep(self, unit: Tensor, parked: Tensor) -> None:
         """Write a unit of the pool to `parked [elements]`."""
@@ -42,5 +42,5 @@ class ParkedForm:
         slices = self._slices(parked)
         unit.view(self._shape).copy_(dequantize(slices.values, slices.scales, unit.dtype))
 
-    def _slices(self, parked: Tensor) -> Int8Slices:
-        return Int8Slices(parked.view(self._shape[0], -1), *self._shape[1:])
+    def _slices(self, parked: Tensor) -> ByteSlices:
+        return ByteSlices(parked.view(self._shape[0], -1), *self._shape[1:])

@@ -3,7 +3,10 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from engine.execution.offload import Offload
+from engine.models.byte_cells import CELL_TYPES
 from engine.models.implementation import OWN
 from engine.models.lora import AdapterPlan
 from engine.models.spec import ModelShape, ModelSpec
@@ -22,7 +25,8 @@ class LaunchPlan:
     `quantization` of the linear layers: "none", "int8", "fp8", or "w8a8" and "stored fp8" for the integers, or floats
     of 8 bits, of the checkpoint.
     `memory_utilization`: share of a GPU's memory to use. `host_units` of the host tier; `scratch_blocks`: how many
-    blocks a step may run from hidden state. `int8_cache`: K and V are kept in 8 bits; `parked_int8`: those
+    blocks a step may run from hidden state. `eight_bits`: what K and V are kept in, as
+    `--kv-cache-dtype` says it (int8, fp8), or nothing; `parked_int8`: those
     on the tiers behind the device are; `preempted_int8`: those of requests that wait may be,
     `running_int8`: and full blocks of those that run. `kernels`: what steps on a
     CPU run by, and `threads` how many work on one, once known. `offload`: which layers stream; None: all weights stay.
@@ -51,7 +55,7 @@ class LaunchPlan:
     offload: Offload | None = None
     stream_seconds: float = 0.0
     implementation: str = OWN
-    int8_cache: bool = False
+    eight_bits: str = ""
     parked_int8: bool = False
     preempted_int8: bool = False
     running_int8: bool = False
@@ -79,8 +83,15 @@ class LaunchPlan:
         return ", ".join((self.dtype, *layers, *self._cache))
 
     @property
+    def cell_type(self) -> torch.dtype | None:
+        """The type of a cache of 8 bits; None: K and V are kept in the type that they are computed in."""
+        return CELL_TYPES.get(self.eight_bits)
+
+    @property
     def _cache(self) -> list[str]:
-        ways = {"int8 cache": self.int8_cache, "int8 parked": self.parked_int8, "int8 preempted": self.preempted_int8}
+        if self.eight_bits:
+            return [f"{self.eight_bits} cache"]
+        ways = {"int8 parked": self.parked_int8, "int8 preempted": self.preempted_int8}
         if self.running_int8:
             return ["int8 preempted and running"]
         return [name for name, chosen in ways.items() if chosen]

@@ -1,7 +1,7 @@
 """The device side of the unified block pool: one flat tensor of slices, and the addresses of units in it.
 
 A *unit* is one block of K, or of V, or of hidden state, for all layers. Unit u of layer l is slice `u * layers + l`; a
-slice is `[block_size, kv_heads, head_dim]`, a *cell* one token's part of it; in 8 bits as `engine.models.int8_cells`
+slice is `[block_size, kv_heads, head_dim]`, a *cell* one token's part of it; in 8 bits as `engine.models.byte_cells`
 has it. One more unit behind the last is all zeros, never written, the target of every padded block table entry. Behind
 it lie the scratch slices, which K and V of hidden blocks pass through: table entry -1 - i is scratch slice i, the same
 in every layer. (A pool without scratch may have blocks in 8 bits: `engine.execution.compressed`.) A host tier of units
@@ -21,7 +21,7 @@ from engine.errors import ConfigError
 from engine.execution.compressed import CompressedUnits, scale_bytes
 from engine.execution.lane import host_zeros
 from engine.execution.parked_form import ParkedForm
-from engine.models.int8_cells import Int8Slices, slice_elements
+from engine.models.byte_cells import ByteSlices, slice_elements
 from engine.models.spec import ModelShape, hidden_offer
 from predictor.limits import Limits
 
@@ -32,7 +32,7 @@ SLICES_PER_SCRATCH_BLOCK = 2  # K and V
 
 class UnitPool:
     """`num_units` units of `layers` slices, zero at first. `dtype`: what K and V are computed in, and stored in but for
-    `int8`.
+    `cell_type`, one of 8 bits.
 
     `slices [num_slices, block_size * kv_heads * head_dim]`, `cells [num_slices * block_size, kv_heads * head_dim]`
     (none of 8 bits) and `units [num_units + 1, elements of a unit]` are views of the same memory; `host_units
@@ -56,12 +56,12 @@ class UnitPool:
         device: torch.device,
         scratch_blocks: int = 0,
         num_host_units: int = 0,
-        int8: bool = False,
+        cell_type: torch.dtype | None = None,
         parked_int8: bool = False,
         preempted_int8: bool = False,
         spare_bytes: int = 0,
     ) -> None:
-        assert not ((int8 or parked_int8) and scratch_blocks), "hidden state does not fit in units of 8 bits"
+        assert not ((cell_type or parked_int8) and scratch_blocks), "hidden state does not fit in units of 8 bits"
         assert not (spare_bytes and (scratch_blocks or num_host_units or preempted_int8)), (
             "nothing else depends on a unit's size"
         )
@@ -78,7 +78,7 @@ class UnitPool:
         self.zero_unit = num_units
         self.scratch_blocks = scratch_blocks
         self.scratch_base = (num_units + 1) * num_layers
-        stored = torch.int8 if int8 else dtype
+        stored = cell_type or dtype
         slice_size = slice_elements(block_size, num_kv_heads, head_dim, stored)
         unit_size = num_layers * slice_size
         num_slices = self.scratch_base + scratch_blocks * SLICES_PER_SCRATCH_BLOCK
@@ -94,11 +94,11 @@ class UnitPool:
         else:
             storage = _zeros(held + scales, stored, device)
         self.slices: Tensor = storage[: num_slices * slice_size].view(num_slices, slice_size)
-        self.int8 = Int8Slices(self.slices, block_size, num_kv_heads, head_dim) if int8 else None
-        if not int8:
+        self.bytes = ByteSlices(self.slices, block_size, num_kv_heads, head_dim) if cell_type else None
+        if not cell_type:
             self.cells: Tensor = self.slices.view(num_slices * block_size, num_kv_heads * head_dim)
         self.units: Tensor = storage[: (num_units + 1) * unit_size].view(num_units + 1, unit_size)
-        self.parked = ParkedForm(num_layers, block_size, num_kv_heads, head_dim, stored, int8=int8 or parked_int8)
+        self.parked = ParkedForm(num_layers, block_size, num_kv_heads, head_dim, stored, int8=parked_int8)
         self.compressed = None
         if preempted_int8:
             host = _host_zeros(num_host_units * scale_bytes(*shape[:-1]), torch.uint8, device)
@@ -116,7 +116,7 @@ class UnitPool:
         scratch_blocks: int,
         host_units: int,
         *,
-        int8: bool = False,
+        cell_type: torch.dtype | None = None,
         parked_int8: bool = False,
         preempted_int8: bool = False,
         spare_bytes: int = 0,
@@ -128,20 +128,20 @@ class UnitPool:
         return cls(
             limits.num_units, num_layers=spec.num_layers, block_size=limits.block_size, num_kv_heads=spec.num_kv_heads,
             head_dim=spec.head_dim, dtype=like.dtype, device=like.device, scratch_blocks=scratch_blocks,
-            num_host_units=host_units, int8=int8, parked_int8=parked_int8, preempted_int8=preempted_int8,
+            num_host_units=host_units, cell_type=cell_type, parked_int8=parked_int8, preempted_int8=preempted_int8,
             spare_bytes=spare_bytes,
         )  # fmt: skip
 
     def write(self, cells: Tensor, values: Tensor) -> None:
         """Keep values [n, heads, d] in cells [n], which may be wider if they are not of 8 bits."""
-        if self.int8 is not None:
-            self.int8.write(cells, values)
+        if self.bytes is not None:
+            self.bytes.write(cells, values)
         else:
             self.cells[:, : values.shape[1:].numel()].index_copy_(0, cells, values.flatten(1))
 
     def read(self, slices: Tensor) -> Tensor:
         """What slices [n] hold, in `dtype`: [n, block_size * kv_heads * head_dim]."""
-        return self.slices.index_select(0, slices) if self.int8 is None else self.int8.read(slices, self.dtype)
+        return self.slices.index_select(0, slices) if self.bytes is None else self.bytes.read(slices, self.dtype)
 
     def slice_ids(self, entries: np.ndarray) -> Tensor:
         """Table entries [n] -> slice ids [layers, n] on the device."""

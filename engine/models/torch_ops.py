@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from engine.models.byte_cells import ByteSlices, dequantize, is_bytes
 from engine.models.float8 import rounded
-from engine.models.int8_cells import Int8Slices, dequantize
 from engine.triton_kernels import configs
 
 if TYPE_CHECKING:
@@ -262,8 +262,8 @@ def _gather(
     positions = torch.arange(first, end, device=pool.device)
     zeros = torch.zeros_like(positions)
     slots = torch.stack([_token_slots(row[None], zeros, positions, pool, layer, scratch_base) for row in rows])
-    if pool.dtype == torch.int8:
-        slices, where = Int8Slices.of(pool), (slots // pool.shape[1], slots % pool.shape[1])
+    if is_bytes(pool.dtype):
+        slices, where = ByteSlices.of(pool), (slots // pool.shape[1], slots % pool.shape[1])
         return dequantize(slices.values[where], slices.scales[where], torch.float32)
     if not mixed:
         return pool.flatten(0, 1)[slots]
@@ -291,8 +291,8 @@ def _narrow_tokens(
 
 def _keep(pool: Tensor, slots: Tensor, x: Tensor) -> None:
     """Write tokens x [n, kv_heads, head_dim] to slots [n]."""
-    if pool.dtype == torch.int8:
-        Int8Slices.of(pool).write(slots, x)
+    if is_bytes(pool.dtype):
+        ByteSlices.of(pool).write(slots, x)
     else:
         pool.flatten(0, 1)[slots] = x
 

@@ -5,8 +5,9 @@ The pool is `[num_units * layers + scratch_slices, block_size, kv_heads, head_di
 a unit, so layer l of it is slice t + l; t < 0 is scratch slice -t - 1 (counted from `scratch_base` = num_units *
 layers), the same in every layer. Offsets are 64 bit: a pool is larger than 2^31 elements.
 
-A pool of int8 is the view of its values; their scales lie behind those of each slice (`engine.models.int8_cells`),
-which is SLICE bytes long. They are bfloat16, read and written as 16 bits.
+A pool of 8 bits is the view of its values; their scales lie behind those of each slice (`engine.models.byte_cells`),
+which is SLICE bytes long. They are bfloat16, read and written as 16 bits. Values are integers (int8) or the bits of
+floats (e4m3, uint8), which whole numbers alone make and read: devices before 8.9 have no instruction for it.
 
 A mixed pool, of another type and without scratch, has LAYERS > 0 of them in a unit. Its entries t < 0 are of blocks in
 8 bits, whose integers, of K and then of V, fill the first half or less of the unit that begins at slice -t - 1; their
@@ -18,7 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.models.int8_cells import slice_elements
+from engine.models.byte_cells import is_bytes, slice_elements
+from engine.triton_kernels.round_rows import nearest_float
 
 
 @triton.jit
@@ -40,7 +42,7 @@ def token_start(
 
 @triton.jit
 def scale_pointers(pool, starts, tokens, heads, BLOCK_SIZE: tl.constexpr, ROW: tl.constexpr, KV_HEADS: tl.constexpr):
-    """Pointers to the scales (16 bits each) of `heads` of `tokens`, in slices of int8 that begin at `starts`."""
+    """Pointers to the scales (16 bits each) of `heads` of `tokens`, in slices of 8 bits that begin at `starts`."""
     first = (pool + starts + BLOCK_SIZE * ROW).to(tl.pointer_type(tl.int16))
     return first + (tokens % BLOCK_SIZE) * KV_HEADS + heads
 
@@ -79,6 +81,25 @@ def load_scales(pointers, mask):
 
 
 @triton.jit
+def load_steps(pool, pointers, mask, FLOATS_BY: tl.constexpr):
+    """Scales of cells of a pool of 8 bits, for what `widened` makes of them."""
+    scales = load_scales(pointers, mask)
+    if pool.dtype.element_ty == tl.uint8:
+        scales *= FLOATS_BY
+    return scales
+
+
+@triton.jit
+def widened(cells, DTYPE: tl.constexpr):
+    """Values of a pool as they are loaded, in type DTYPE; of floats of 8 bits a 256th, which float16 holds exactly: the
+    same digits behind an exponent that counts from 15, not from 7."""
+    if cells.dtype == tl.uint8:
+        wide = cells.to(tl.int16)
+        cells = (((wide & 0x80) << 8) | ((wide & 0x7F) << 7)).to(tl.float16, bitcast=True)
+    return cells.to(DTYPE)
+
+
+@triton.jit
 def extent(x):
     """Of the rows of x: the largest magnitude, and how many numbers are not finite."""
     size = tl.abs(x)
@@ -87,19 +108,25 @@ def extent(x):
 
 
 @triton.jit
-def least_scales(highest, unsound):
-    """Scales of heads with these extents: (16 bits of each, as float32). What is not finite makes them NaN."""
-    upwards = ((highest / 127).to(tl.int32, bitcast=True) + 0xFFFF) >> 16
+def least_scales(highest, unsound, cell: tl.constexpr):
+    """Scales of heads with these extents, in cells of type `cell`: (16 bits of each, as float32). What is not finite
+    makes them NaN."""
+    upwards = ((highest / (448 if cell == tl.uint8 else 127)).to(tl.int32, bitcast=True) + 0xFFFF) >> 16
     bits = tl.where(unsound == 0, upwards, 0x7FC0)
     return bits.to(tl.int16), (bits << 16).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def to_steps(x, scales):
-    """x in whole steps of `scales`, int8; 0 where a scale is 0 or NaN."""
+def to_steps(x, scales, cell: tl.constexpr):
+    """x in steps of `scales`, in type `cell`: whole ones, or the bits of floats; 0 where a scale is 0 or NaN."""
     steps = tl.where(scales > 0, x, 0.0) * (1 / tl.where(scales > 0, scales, 1.0))
-    steps = tl.minimum(tl.maximum(steps, -127.0), 127.0) + 12582912.0  # 1.5 * 2^23: whole numbers, to the nearest
-    return (steps - 12582912.0).to(tl.int8)
+    if cell == tl.uint8:
+        nearest = nearest_float(tl.minimum(tl.maximum(steps, -448.0), 448.0))
+        bits = (nearest * 0.00390625).to(tl.float16).to(tl.int16, bitcast=True)  # see `widened`: exact
+        whole = ((bits >> 8) & 0x80) | ((bits >> 7) & 0x7F)
+    else:  # 1.5 * 2^23: whole numbers, to the nearest
+        whole = (tl.minimum(tl.maximum(steps, -127.0), 127.0) + 12582912.0) - 12582912.0
+    return whole.to(cell)
 
 
 def check_pool(pool: Tensor, *tables: Tensor) -> None:
@@ -130,7 +157,7 @@ def check_mixed(pool: Tensor, layers: int, scratch_base: int) -> None:
 
 def computed_in(pool: Tensor, like: Tensor) -> torch.dtype:
     """The type of K and V before they are stored: that of `like` where the pool is of 8 bits."""
-    return like.dtype if pool.dtype == torch.int8 else pool.dtype
+    return like.dtype if is_bytes(pool.dtype) else pool.dtype
 
 
 def check_heads(name: str, value: Tensor, head_dim: int, dtype: torch.dtype) -> None:

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.models.byte_cells import is_bytes
 from engine.triton_kernels import configs
 from engine.triton_kernels.addressing import (
     check_heads,
@@ -18,10 +19,11 @@ from engine.triton_kernels.addressing import (
     check_pool,
     computed_in,
     load_mixed,
-    load_scales,
+    load_steps,
     narrow_pointers,
     scale_pointers,
     slice_start,
+    widened,
 )
 from engine.triton_kernels.work import DecodeWork
 
@@ -109,21 +111,21 @@ def attend_split(
         else:
             k = tl.load(pool + (k_at + in_block)[:, None] + dims[None, :], mask=mask, other=0)
             v = tl.load(pool + (v_at + in_block)[:, None] + dims[None, :], mask=mask, other=0)
-        scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * scale
-        if pool.dtype.element_ty == tl.int8:
+        scores = tl.dot(q, tl.trans(widened(k, q.dtype)), input_precision="ieee") * scale
+        if pool.dtype.element_ty.primitive_bitwidth == 8:
             at = scale_pointers(pool, k_at, tokens, head, BLOCK_SIZE, ROW, KV_HEADS)
-            scores *= load_scales(at, seen)[None, :]
+            scores *= load_steps(pool, at, seen, 256.0)[None, :]
         if LAYERS > 0:
             scores *= k_steps[None, :]
         scores = capped(scores, SOFTCAP)
         scores = tl.where(seen[None, :], scores, float("-inf"))
         weights, peak, total, rescale = online_softmax(scores, peak, total)
-        if pool.dtype.element_ty == tl.int8:
+        if pool.dtype.element_ty.primitive_bitwidth == 8:
             at = scale_pointers(pool, v_at, tokens, head, BLOCK_SIZE, ROW, KV_HEADS)
-            weights *= load_scales(at, seen)[None, :]
+            weights *= load_steps(pool, at, seen, 256.0)[None, :]
         if LAYERS > 0:
             weights *= v_steps[None, :]
-        acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc * rescale[:, None], input_precision="ieee")
+        acc = tl.dot(weights.to(q.dtype), widened(v, q.dtype), acc * rescale[:, None], input_precision="ieee")
     return acc, peak, total
 
 
@@ -233,7 +235,7 @@ def decode_attention(
     """out[i] = softmax(scale * q[i] K^T) V over the context of request i; zeros where `work` has no such request.
 
     Shapes: q, out [n, heads, head_dim] with n <= the work list's requests; pool [slices, block_size, kv_heads,
-    head_dim], int8 too; k_table, v_table [rows, max_blocks]; partial [max_items, heads, head_dim] and partial_lse
+    head_dim], of 8 bits too; k_table, v_table [rows, max_blocks]; partial [max_items, heads, head_dim] and partial_lse
     [max_items, heads] float32, scratch whose contents do not matter. `window`: the last tokens that are seen, 0: all.
     `softcap` c, if not 0: a score s becomes c * tanh(s / c). `sinks` [heads] float32: of every head a score that takes
     part in the softmax and has no value. `mixed`: the layers of a unit, in a pool that has blocks in 8 bits too, with
@@ -245,7 +247,7 @@ def decode_attention(
     check_sinks(sinks, num_heads)
     check_mixed(pool, mixed, scratch_base)
     group = num_heads // kv_heads
-    widths = {"int8": pool.dtype == torch.int8, "mixed": mixed > 0}
+    widths = {"int8": is_bytes(pool.dtype), "mixed": mixed > 0}
     config = config or configs.decode_config(configs.device_arch(q.device), head_dim, group, q.dtype, **widths)
     assert work.tile % config.block_n == 0, f"splits of the work list begin at {work.tile}, tiles are {config.block_n}"
     if num_requests == 0:

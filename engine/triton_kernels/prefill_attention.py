@@ -8,11 +8,11 @@ few tiles for the device: each is split over its cached tokens, and decode's ker
 Twin: engine.models.torch_ops.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.models.byte_cells import is_bytes
 from engine.triton_kernels import configs
 from engine.triton_kernels.addressing import (
     check_heads,
@@ -20,10 +20,11 @@ from engine.triton_kernels.addressing import (
     check_pool,
     computed_in,
     load_mixed,
-    load_scales,
+    load_steps,
     narrow_pointers,
     scale_pointers,
     slice_start,
+    widened,
 )
 from engine.triton_kernels.decode_attention import (
     _NOTHING,
@@ -80,10 +81,10 @@ def attend_tiles(
         else:
             k = tl.load(pool + (k_at + in_block)[:, None] + dims[None, :], mask=mask, other=0)
             v = tl.load(pool + (v_at + in_block)[:, None] + dims[None, :], mask=mask, other=0)
-        scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * scale
-        if pool.dtype.element_ty == tl.int8:
+        scores = tl.dot(q, tl.trans(widened(k, q.dtype)), input_precision="ieee") * scale
+        if pool.dtype.element_ty.primitive_bitwidth == 8:
             at = scale_pointers(pool, k_at, tokens, head, BLOCK_SIZE, ROW, KV_HEADS)
-            scores *= load_scales(at, near)[None, :]
+            scores *= load_steps(pool, at, near, 256.0)[None, :]
         if LAYERS > 0:
             scores *= k_steps[None, :]
         scores = capped(scores, SOFTCAP)
@@ -93,12 +94,12 @@ def attend_tiles(
                 seen = seen & (tokens[None, :] > positions[:, None] - WINDOW)
             scores = tl.where(seen, scores, float("-inf"))
         weights, peak, total, rescale = online_softmax(scores, peak, total)
-        if pool.dtype.element_ty == tl.int8:
+        if pool.dtype.element_ty.primitive_bitwidth == 8:
             at = scale_pointers(pool, v_at, tokens, head, BLOCK_SIZE, ROW, KV_HEADS)
-            weights *= load_scales(at, near)[None, :]
+            weights *= load_steps(pool, at, near, 256.0)[None, :]
         if LAYERS > 0:
             weights *= v_steps[None, :]
-        acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc * rescale[:, None], input_precision="ieee")
+        acc = tl.dot(weights.to(q.dtype), widened(v, q.dtype), acc * rescale[:, None], input_precision="ieee")
     return (acc, peak, total), (k_entries, v_entries)
 
 
@@ -206,7 +207,7 @@ def prefill_attention(
     check_mixed(pool, mixed, scratch_base)
     check_partials(partial, partial_lse, (work.partials, num_heads, head_dim))
     group = num_heads // kv_heads
-    widths = {"int8": pool.dtype == torch.int8, "mixed": mixed > 0}
+    widths = {"int8": is_bytes(pool.dtype), "mixed": mixed > 0}
     config = config or configs.prefill_config(configs.device_arch(q.device), head_dim, q.dtype, **widths)
     assert work.tokens_per_tile * group <= config.block_m, "the work list's tiles are larger than the kernel's"
     assert work.tile % config.block_n == 0, f"splits of the work list begin at {work.tile}, tiles are {config.block_n}"

@@ -43,7 +43,7 @@ def transform_heads(
     BLOCK_H: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
     """Heads [block * BLOCK_H, ...) of one token from `source` to `target` (may be the same): norm, then rotation; to
-    int8 with `scales`."""
+    8 bits with `scales`."""
     heads = block * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
     half = tl.arange(0, HALF)[None, :]
     tail = ROTARY + tl.arange(0, REST)[None, :]
@@ -62,15 +62,17 @@ def transform_heads(
         sin = tl.load(cos_sin + ROTARY // 2 + half, mask=half < ROTARY // 2, other=0.0)
         x, y = a * cos - b * sin, b * cos + a * sin
     x, y, z = x.to(kind), y.to(kind), rest.to(kind)
-    if target.dtype.element_ty == tl.int8:
+    cell: tl.constexpr = target.dtype.element_ty
+    if cell.primitive_bitwidth == 8:
         wide_x, wide_y, wide_z = x.to(tl.float32), y.to(tl.float32), z.to(tl.float32)
         highest, unsound = extent(wide_x)
         highest_y, unsound_y = extent(wide_y)
         highest_z, unsound_z = extent(wide_z)
         highest = tl.maximum(tl.maximum(highest, highest_y), highest_z)
-        bits, step = least_scales(highest, unsound + unsound_y + unsound_z)
+        bits, step = least_scales(highest, unsound + unsound_y + unsound_z, cell)
         tl.store(scales + heads, bits[:, None], mask=heads < NUM_HEADS)
-        x, y, z = to_steps(wide_x, step[:, None]), to_steps(wide_y, step[:, None]), to_steps(wide_z, step[:, None])
+        x, y = to_steps(wide_x, step[:, None], cell), to_steps(wide_y, step[:, None], cell)
+        z = to_steps(wide_z, step[:, None], cell)
     if ROTARY > 0:
         tl.store(target + first, x, mask=turns)
         tl.store(target + first + ROTARY // 2, y, mask=turns)
@@ -100,6 +102,7 @@ def rope_cache_kernel(
     position = tl.load(positions + token)
     angles = cos_sin + position.to(tl.int64) * ROTARY
     ROW: tl.constexpr = KV_HEADS * HEAD_DIM
+    cell: tl.constexpr = pool.dtype.element_ty
     if part < Q_BLOCKS:
         at = q + token * q_stride
         transform_heads(
@@ -108,7 +111,7 @@ def rope_cache_kernel(
     elif part < Q_BLOCKS + KV_BLOCKS:
         to = token_start(k_table, row, table_stride, position, layer, scratch_base, BLOCK_SIZE, ROW, SLICE)
         scales = pool
-        if pool.dtype.element_ty == tl.int8:
+        if cell.primitive_bitwidth == 8:
             scales = scale_pointers(pool, to - position % BLOCK_SIZE * ROW, position, 0, BLOCK_SIZE, ROW, KV_HEADS)
         transform_heads(
             k + token * k_stride, pool + to, scales, k_weight, angles, part - Q_BLOCKS, eps, KV_HEADS, HEAD_DIM, ROTARY,
@@ -120,13 +123,13 @@ def rope_cache_kernel(
         dims = tl.arange(0, WIDE)[None, :]
         mask = (heads < KV_HEADS) & (dims < HEAD_DIM)
         values = tl.load(v + token * v_stride + heads * HEAD_DIM + dims, mask=mask, other=0)
-        if pool.dtype.element_ty == tl.int8:
+        if cell.primitive_bitwidth == 8:
             wide = values.to(tl.float32)
             highest, unsound = extent(wide)
-            bits, step = least_scales(highest, unsound)
+            bits, step = least_scales(highest, unsound, cell)
             at = scale_pointers(pool, to - position % BLOCK_SIZE * ROW, position, heads, BLOCK_SIZE, ROW, KV_HEADS)
             tl.store(at, bits[:, None], mask=heads < KV_HEADS)
-            tl.store(pool + to + heads * HEAD_DIM + dims, to_steps(wide, step[:, None]), mask=mask)
+            tl.store(pool + to + heads * HEAD_DIM + dims, to_steps(wide, step[:, None], cell), mask=mask)
         else:
             tl.store(pool + to + heads * HEAD_DIM + dims, values, mask=mask)
 

@@ -11,7 +11,7 @@ SMALLEST = 1e-12
 
 
 @triton.jit
-def _nearest(exact):
+def nearest_float(exact):
     """The float32 that an e4m3 holds: four digits, or steps of 2**-9 below 2**-6; halves to even. The cast that follows
     has nothing left to round, which the interpreter's does without a carry into the exponent."""
     bits = exact.to(tl.int32, bitcast=True)
@@ -24,7 +24,7 @@ def _nearest(exact):
 def round_part(part, scale):
     """part float32 [n], scale -> what of e4m3 is nearest to part / scale, in float32."""
     exact = tl.div_rn(part, tl.zeros_like(part) + scale)
-    return _nearest(tl.minimum(tl.maximum(exact, -448.0), 448.0))
+    return nearest_float(tl.minimum(tl.maximum(exact, -448.0), 448.0))
 
 
 @triton.jit
@@ -53,7 +53,7 @@ def round_rows_kernel(x, values, scales, width, SMALLEST: tl.constexpr, BLOCK: t
         columns = start + tl.arange(0, BLOCK)
         part = tl.load(x + row * width + columns, mask=columns < width, other=0.0).to(tl.float32)
         exact = tl.div_rn(part, tl.zeros_like(part) + scale)
-        tl.store(values + row * width + columns, _nearest(exact).to(values.dtype.element_ty), mask=columns < width)
+        tl.store(values + row * width + columns, nearest_float(exact).to(values.dtype.element_ty), mask=columns < width)
 
 
 @triton.jit

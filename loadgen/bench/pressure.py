@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from engine.models.int8_cells import slice_elements
+from engine.models.byte_cells import slice_elements
 from engine.models.spec import load_spec
 from loadgen.arrivals import constant_rate, schedule
 from loadgen.bench.frame import Table

@@ -1,5 +1,6 @@
-"""Eight bits beside sixteen: `--quantization int8`, `--kv-cache-dtype int8`. How far their distributions are from
-float32's, and what steps take, in alternation; of `--quantization fp8` the first alone, by its twin on the CPU.
+"""Eight bits beside sixteen: `--quantization int8`, `--kv-cache-dtype int8` and `fp8`. How far their
+distributions are from float32's, and what steps take, in alternation; of both `fp8` the first alone, by their twins on
+the CPU.
 
 Divergence is KL(float32 || other) of the next token, teacher-forced, by torch's path: over texts that the demo model
 knows, and over random tokens with random weights, a Gemma's with windows and caps among them. Steps are those of the
@@ -19,9 +20,9 @@ from torch import Tensor
 from engine.build import build_runner, plan_launch, resolve_model
 from engine.config import EngineConfig
 from engine.execution.cpu.dense import dense_logits
+from engine.models.byte_cells import CELL_TYPES, dequantize, quantize
 from engine.models.checkpoint import load_weights
 from engine.models.float8 import make_float8
-from engine.models.int8_cells import dequantize, quantize
 from engine.models.linear import MakeLinear, make_linear
 from engine.models.quantized import make_quantized
 from engine.models.spec import ModelSpec, load_spec
@@ -67,17 +68,21 @@ QUESTIONS = (
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """Weights, and whether K and V are kept in 8 bits."""
+    """Weights, and the type of 8 bits that K and V are kept in, if they are."""
 
     weights: ModelWeights
-    int8_cache: bool = False
+    cell_type: torch.dtype | None = None
 
 
-def logits_of(spec: ModelSpec, weights: ModelWeights, ids: list[int], *, int8_cache: bool = False) -> Tensor:
+def logits_of(spec: ModelSpec, weights: ModelWeights, ids: list[int], cell_type: torch.dtype | None = None) -> Tensor:
     """Logits [length, vocab] of one sequence, whose K and V are kept as a cache of 8 bits has them, or as they are."""
-    if not int8_cache:
+    if cell_type is None:
         return dense_logits(spec, weights, torch.tensor(ids))
-    return dense_logits(spec, weights, torch.tensor(ids), lambda cells: dequantize(*quantize(cells), cells.dtype))
+
+    def kept(cells: Tensor) -> Tensor:
+        return dequantize(*quantize(cells, cell_type), cells.dtype)
+
+    return dense_logits(spec, weights, torch.tensor(ids), kept)
 
 
 def answers(folder: Path, spec: ModelSpec, weights: ModelWeights) -> list[list[int]]:
@@ -98,7 +103,7 @@ def divergences(spec: ModelSpec, exact: ModelWeights, other: Arm, texts: list[li
     kl, same = [], []
     for ids in texts:
         arms = (Arm(exact), other)
-        p, q = (logits_of(spec, arm.weights, ids, int8_cache=arm.int8_cache).double().log_softmax(-1) for arm in arms)
+        p, q = (logits_of(spec, arm.weights, ids, arm.cell_type).double().log_softmax(-1) for arm in arms)
         kl.append((p.exp() * (p - q)).sum(-1))
         same.append((p.argmax(-1) == q.argmax(-1)).double())
     every, equal = torch.cat(kl), torch.cat(same)
@@ -123,9 +128,9 @@ def show_divergence(name: str, folder: Path, load_format: str) -> None:
         "int8 in float32": Arm(load("float32", make_quantized)),
         "int8 in bfloat16": Arm(load("bfloat16", make_quantized)),
         "fp8 in bfloat16": Arm(load("bfloat16", make_float8)),
-        "float32, int8 cache": Arm(exact, int8_cache=True),
-        "bfloat16, int8 cache": Arm(plain, int8_cache=True),
     }
+    for cells, kind in CELL_TYPES.items():
+        arms |= {f"float32, {cells} cache": Arm(exact, kind), f"bfloat16, {cells} cache": Arm(plain, kind)}
     for title, arm in arms.items():
         print(f"{name:24} {title:20} {divergences(spec, exact, arm, texts)}", flush=True)
 

@@ -77,7 +77,7 @@ class PoolDevice:
 
 class TorchDevice(PoolDevice):
     """`scratch_blocks`: blocks of hidden state that one step may read or write; 0 refuses them altogether.
-    `host_units`: units of the host tier. `int8_cache`: K and V are kept in 8 bits. `parked_int8`, `preempted_int8`,
+    `host_units`: units of the host tier. `cell_type`: of K and V in 8 bits. `parked_int8`, `preempted_int8`,
     `spare_bytes`: see UnitPool. Raises ConfigError for scratch where the model's hidden state is no use.
 
     `layers`: those it runs; `beyond`: what runs the ones behind them, on the next engine of a pipeline."""
@@ -89,7 +89,7 @@ class TorchDevice(PoolDevice):
         *,
         scratch_blocks: int = 0,
         host_units: int = 0,
-        int8_cache: bool = False,
+        cell_type: torch.dtype | None = None,
         parked_int8: bool = False,
         preempted_int8: bool = False,
         spare_bytes: int = 0,
@@ -102,7 +102,7 @@ class TorchDevice(PoolDevice):
                 weights.embedding,
                 scratch_blocks,
                 host_units,
-                int8=int8_cache,
+                cell_type=cell_type,
                 parked_int8=parked_int8,
                 preempted_int8=preempted_int8,
                 spare_bytes=spare_bytes,

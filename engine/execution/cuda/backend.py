@@ -66,7 +66,7 @@ class CudaBackend:
         if config.quantization == "int8":
             return "--quantization int8 runs on a CPU only: say --device cpu, fp8, or none"
         if config.kv_cache_dtype == "parked-int8":
-            way = "on a GPU say preempted-int8 or running-int8, or int8 for the whole cache"
+            way = "on a GPU say preempted-int8 or running-int8, or int8 or fp8 for the whole cache"
             return f"--kv-cache-dtype parked-int8 runs on a CPU only: {way}"
         if config.disk_space:
             return "--disk-space runs on a CPU only: on a GPU --swap-space keeps the cache of chats"
@@ -172,9 +172,9 @@ class CudaBackend:
         if self.refusal(plan.spec, plan.dtype) is None:
             graphs = not weights.layers.streamed  # copies would have to be part of them, and kernels wait for those
             return Runner(_device(plan, weights, graphs=graphs, scratch_blocks=hidden, host_units=host)), plan
-        decoder, int8 = Decoder(plan.own, weights), plan.int8_cache
+        decoder = Decoder(plan.own, weights)
         device = TorchDevice(
-            decoder, plan.limits, scratch_blocks=hidden, host_units=host, int8_cache=int8,
+            decoder, plan.limits, scratch_blocks=hidden, host_units=host, cell_type=plan.cell_type,
             preempted_int8=plan.preempted_int8,
         )  # fmt: skip
         return Runner(device), plan
@@ -233,7 +233,7 @@ def _device(
 ) -> CudaDevice:
     return CudaDevice(
         plan.own, weights, triton_kernels(), plan.limits, graphs=graphs, scratch_blocks=scratch_blocks,
-        host_units=host_units, int8_cache=plan.int8_cache, preempted_int8=plan.preempted_int8,
+        host_units=host_units, cell_type=plan.cell_type, preempted_int8=plan.preempted_int8,
         running_int8=plan.running_int8,
     )  # fmt: skip
 
@@ -256,7 +256,7 @@ def _room_beside_graphs(plan: LaunchPlan, weights: ModelWeights) -> int:
 
     room = memory.cuda_cache_bytes(device, plan.memory_utilization, profile)
     num_shapes = len(Buckets(limits.max_num_seqs, limits.max_num_batched_tokens).all_shapes())
-    stored = torch.int8 if plan.int8_cache else weights.embedding.dtype
+    stored = plan.cell_type or weights.embedding.dtype
     unit = memory.unit_bytes(plan.spec, limits.block_size, stored)
     scales = scale_bytes(plan.spec.num_layers, limits.block_size, plan.spec.num_kv_heads) if plan.preempted_int8 else 0
     staging = staging_units(plan.host_units, unit + scales) * (unit + scales)

@@ -54,7 +54,7 @@ class CudaDevice:
     """`graphs`: capture one for every bucket now (CUDA only). Two steps may be in flight; use it from one thread.
 
     `scratch_blocks`: blocks of hidden state that one step may read or write; 0 refuses them altogether.
-    `host_units`: units of the host tier. `int8_cache`: K and V are kept in 8 bits; `preempted_int8`: those of requests
+    `host_units`: units of the host tier. `cell_type`: of K and V in 8 bits; `preempted_int8`: those of requests
     that wait may be, `running_int8`: and of those that run, so that attention reads them. Raises ConfigError for
     scratch where the model's hidden state is no use."""
 
@@ -70,7 +70,7 @@ class CudaDevice:
         graphs: bool,
         scratch_blocks: int = 0,
         host_units: int = 0,
-        int8_cache: bool = False,
+        cell_type: torch.dtype | None = None,
         preempted_int8: bool = False,
         running_int8: bool = False,
     ) -> None:
@@ -81,8 +81,9 @@ class CudaDevice:
         self.lane = Lane(device)
         self.rows = RowTable(limits, hidden=scratch_blocks > 0)
         self.pool = UnitPool.of(
-            spec, limits, weights.embedding, scratch_blocks, host_units, int8=int8_cache, preempted_int8=preempted_int8
-        )
+            spec, limits, weights.embedding, scratch_blocks, host_units, cell_type=cell_type,
+            preempted_int8=preempted_int8,
+        )  # fmt: skip
         self._tables = DeviceTables(self.rows, self.pool)
         self._forward = Forward(spec, weights, kernels, self._tables, self.pool, limits, mixed=running_int8)
         self._projection = Projection(self._forward, self.pool, limits)

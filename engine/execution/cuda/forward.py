@@ -47,7 +47,7 @@ class Forward:
         self._spec, self._weights, self._kernels = spec, weights, kernels
         self.tables, self._last_tokens = tables.tables, tables.last_tokens
         shape = (-1, pool.block_size, pool.num_kv_heads, pool.head_dim)
-        self._pool = pool.cells.view(shape) if pool.int8 is None else pool.int8.values
+        self._pool = pool.cells.view(shape) if pool.bytes is None else pool.bytes.values
         self._decoder = Decoder(spec, weights, kernels)
         dtype, device = weights.embedding.dtype, weights.embedding.device
         self._scratch_base = pool.scratch_base

@@ -58,6 +58,7 @@ def _features(adapter: Path) -> list[Feature]:
         Feature("transformers' modules", {"model_impl": "transformers"}),
         Feature("a LoRA adapter beside none", {"lora": (f"a={adapter}",)}),
         Feature("cache of 8 bits", {"kv_cache_dtype": "int8"}),
+        Feature("cache of 8 bits, floats", {"kv_cache_dtype": "fp8"}),
         Feature("cache of 8 bits, memory short, swap", short | {"kv_cache_dtype": "int8", "swap_space": 0.25}, True),
         Feature("preempted in 8 bits", short | narrow, True, False),
         Feature("preempted in 8 bits, swap", short | narrow | {"swap_space": 0.25}, True, False),

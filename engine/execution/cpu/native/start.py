@@ -16,6 +16,7 @@ from engine.execution.cpu.native.linear import Native
 from engine.execution.cpu.native.model import NativeModel
 from engine.execution.pool import UnitPool
 from engine.execution.rows import RowTable
+from engine.models.byte_cells import INTEGERS
 from engine.models.manner import PLAIN
 from engine.models.quantized import make_quantized
 from engine.models.spec import ModelSpec, spec_from_config
@@ -108,7 +109,7 @@ def _test_model(native: Native, spec: ModelSpec, dtype: torch.dtype, *, int8_cac
 
 def _test_attention(native: Native, dtype: torch.dtype) -> str:
     """Values of another width than keys, in the same chunks."""
-    pool, rows = _cache(2, 64, 1, dtype, int8=False)
+    pool, rows = _cache(2, 64, 1, dtype)
     attention, generator = NativeAttention(native, pool, rows, _LENGTH), torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(_LENGTH, n, d, generator=generator).to(dtype) for n, d in ((4, 64), (2, 64), (2, 32)))
     outputs, at = [], 0
@@ -151,7 +152,9 @@ def _typed(native: Native, spec: ModelSpec, dtype: torch.dtype) -> ModelWeights:
 def _by_chunks(
     native: Native, spec: ModelSpec, weights: ModelWeights, ids: np.ndarray, dtype: torch.dtype, int8_cache: bool
 ) -> Tensor:
-    pool, rows = _cache(spec.num_kv_heads, spec.head_dim, spec.num_layers, dtype, int8=int8_cache)
+    pool, rows = _cache(
+        spec.num_kv_heads, spec.head_dim, spec.num_layers, dtype, cell_type=INTEGERS if int8_cache else None
+    )
     rows.tokens[0, :_LENGTH] = ids
     model = NativeModel(native, spec, weights, pool, rows, _LENGTH)
     logits, at = [], 0
@@ -164,14 +167,14 @@ def _by_chunks(
 
 
 def _cache(
-    num_kv_heads: int, head_dim: int, num_layers: int, dtype: torch.dtype, *, int8: bool
+    num_kv_heads: int, head_dim: int, num_layers: int, dtype: torch.dtype, cell_type: torch.dtype | None = None
 ) -> tuple[UnitPool, RowTable]:
     """Blocks for one row."""
     block_size = 16
     blocks = -(-_LENGTH // block_size)
     pool = UnitPool(
         2 * blocks, num_layers=num_layers, block_size=block_size, num_kv_heads=num_kv_heads, head_dim=head_dim,
-        dtype=dtype, device=torch.device("cpu"), int8=int8,
+        dtype=dtype, device=torch.device("cpu"), cell_type=cell_type,
     )  # fmt: skip
     rows = RowTable(Limits(1, _LENGTH, _LENGTH, 2 * blocks, block_size))
     rows.num_blocks[0] = blocks

@@ -1,5 +1,5 @@
 // Cells of the pool, each the keys or values of one token, all KV heads, in the pool's type C; included behind functions.h.
-// Cells of 8 bits are integers, and behind those of a block lie their scales [token][head] (engine.models.int8_cells).
+// Cells of 8 bits are integers, and behind those of a block lie their scales [token][head] (engine.models.byte_cells).
 // Of a mixed pool (tm_shape.int8_cache) a block may be narrow, its table entries -1 - unit: integers of K, then of V, [layer]
 // [token][head][dim] in that unit, and their scales [unit][K, V][layer][token][head] behind the pool's zeros.
 
