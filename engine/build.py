@@ -372,10 +372,10 @@ def _with_adapters(plan: LaunchPlan, config: EngineConfig) -> LaunchPlan:
     adapters = tuple(plan_adapter(each, plan.spec) for each in parse_adapters(config.lora))
     size = 4 * sum(each.num_parameters for each in adapters)  # native kernels may want them in float32
     how = None if plan.implementation == TRANSFORMERS else find_backend(plan.device).adapted_steps(plan)
+    plan = replace(plan, adapters=adapters, adapter_bytes=size, takes_adapters=True)
     if how is None:
-        return replace(plan, adapters=adapters, adapter_bytes=size)
-    notes = (*plan.notes, f"steps with rows of adapters run {how}")
-    return replace(plan, adapters=adapters, adapter_bytes=size, notes=notes)
+        return plan
+    return replace(plan, notes=(*plan.notes, f"steps with rows of adapters run {how}"))
 
 
 def _load_adapters(plan: LaunchPlan, weights: ModelWeights | TransformersModel) -> list[dict[Site, Delta]]:

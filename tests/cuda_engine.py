@@ -25,6 +25,7 @@ def make_runner(
     kernels: Kernels | None = None,
     *,
     graphs: bool = True,
+    adapted: bool = False,
 ) -> Runner[CudaDevice]:
     """`graphs`: where there is a GPU."""
     return Runner(
@@ -38,6 +39,7 @@ def make_runner(
             host_units=config.host_units,
             preempted_int8=config.preempted_int8,
             running_int8=config.running_int8,
+            adapted=adapted,
         )
     )
 
@@ -55,6 +57,7 @@ def make_driver(
     scratch_blocks: int = 0,
     policy: str = "fcfs",
     graphs: bool = True,
+    adapted: bool = False,
 ) -> CudaDriver:
     config = SchedulerConfig(
         num_units=2 * num_blocks,
@@ -69,4 +72,5 @@ def make_driver(
         scratch_blocks=scratch_blocks,
     )
     torch.set_num_threads(1)
-    return CudaDriver(make_runner(spec, weights, config, kernels, graphs=graphs), config, online_policy=policy)
+    runner = make_runner(spec, weights, config, kernels, graphs=graphs, adapted=adapted)
+    return CudaDriver(runner, config, online_policy=policy)

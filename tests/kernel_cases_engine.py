@@ -5,6 +5,8 @@ Run by test_kernels.py in a process of its own.
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
@@ -13,11 +15,13 @@ import torch
 from cuda_engine import CudaDriver, make_driver, make_runner
 from driver import make_request
 from kernel_pool import DEVICE
+from lora_adapters import make_adapter
 from test_ranks import FollowersHere
 from test_runner import POISON, check_greedy
-from tiny_models import model_folder
+from tiny_models import model_folder, reference_model
 from torch import Tensor, distributed
 
+from engine.adapters import NamedFolder
 from engine.api import SamplingParams
 from engine.cache.blocks import CacheAction, CacheEntry, CacheKind, CacheOperation, Tier
 from engine.config import SchedulerConfig
@@ -28,6 +32,7 @@ from engine.execution.ranks.step import Step
 from engine.models.byte_cells import dequantize, quantize
 from engine.models.checkpoint import load_weights
 from engine.models.decoder import Decoder
+from engine.models.lora import load_adapter, plan_adapter
 from engine.models.sharding import Shard
 from engine.models.spec import load_spec
 from engine.scheduling.output import Chunk, NewRequest, ReplacedEntry, SchedulerOutput
@@ -119,6 +124,33 @@ def test_two_ranks_of_one_device(name: str) -> None:
 @pytest.mark.parametrize("name", ["qwen3", "neox", "opt"])
 def test_families(name: str) -> None:
     check_engine(name, 40, [2, 9], 3)
+
+
+def test_rows_of_two_adapters_and_of_none(tmp_path: Path) -> None:
+    """In one step each answers as a model with merged weights: prompts gather their rows, decodes go by slots."""
+    folder = model_folder("qwen3")
+    spec, original = load_spec(folder), reference_model("qwen3")
+    weights = load_weights(spec, folder, device=DEVICE)
+    driver = make_driver(spec, weights, kernels=triton_kernels(), num_blocks=40, seqs=3, tokens=16, adapted=True)
+    models = [original]
+    for number, rank in ((1, 3), (2, 17)):
+        made = make_adapter(tmp_path / str(number), original, lambda last: last.endswith("_proj"), rank=rank, seed=rank)
+        plan = plan_adapter(NamedFolder(str(number), made.folder), spec)
+        driver.runner.device.adapt(number, load_adapter(plan, spec, weights.embedding))
+        models.append(made.merged(original))
+    prompt = [5, 9, 14, 20, 33]
+    for number in range(3):
+        driver.add(replace(make_request(f"r{number}", prompt, 5), adapter=number))
+    driver.run()
+    answers = []
+    for model in models:
+        ids = list(prompt)
+        for _ in range(5):
+            with torch.inference_mode():
+                ids.append(int(model(input_ids=torch.tensor([ids])).logits[0, -1].argmax()))
+        answers.append(ids[len(prompt) :])
+    assert [driver.outputs[f"r{number}"] for number in range(3)] == answers
+    assert len(set(map(tuple, answers))) == 3 and driver.runner.device.adapters.slots_of(np.array([1, 2])) is not None
 
 
 @pytest.mark.parametrize("name", ["opt", "qwen3"])

@@ -1,7 +1,7 @@
 """Every family and every kind of step on a device that runs nothing: no step waits for it, or for the compiler."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -18,6 +18,7 @@ from engine.api import SamplingParams
 from engine.arrays import IntArray
 from engine.cache.blocks import CacheAction, CacheEntry, CacheKind, CacheOperation, Tier
 from engine.execution.cuda import shapes
+from engine.execution.cuda.adapters import LARGEST_RANK
 from engine.execution.cuda.device import CudaDevice
 from engine.execution.cuda.forward import Forward
 from engine.execution.cuda.kernels import triton_kernels
@@ -29,6 +30,7 @@ from engine.execution.ranks.step import Step
 from engine.execution.rows import RowTable
 from engine.execution.runner import Runner
 from engine.grammar import Grammar
+from engine.models.lora import Delta, Site
 from engine.models.sharding import Shard
 from engine.models.spec import ModelSpec, hidden_offer, load_spec
 from engine.models.weights import build_weights
@@ -83,9 +85,16 @@ def narrow(unit: int) -> CacheEntry:
 
 
 def make_runner(
-    spec: ModelSpec, *, graphs: bool = True, tokens: int = 32, int8: bool = False, shard: Shard | None = None
+    spec: ModelSpec,
+    *,
+    graphs: bool = True,
+    tokens: int = 32,
+    int8: bool = False,
+    shard: Shard | None = None,
+    adapted: bool = False,
 ) -> Runner[CudaDevice]:
-    """`int8`: its requests may run from blocks in 8 bits, and not from hidden state. `shard`: of this rank."""
+    """`int8`: its requests may run from blocks in 8 bits, and not from hidden state. `shard`: of this rank. `adapted`:
+    under LoRA adapters."""
     limits = Limits(4, tokens, 64, num_units=60, block_size=BLOCK)
     scratch = 0 if int8 or shard or hidden_offer(spec).refusal else 12
     with torch.inference_mode():
@@ -94,7 +103,7 @@ def make_runner(
     runner = Runner(
         CudaDevice(
             part, weights, triton_kernels(), limits, graphs=graphs, scratch_blocks=scratch, host_units=8,
-            preempted_int8=int8, running_int8=int8,
+            preempted_int8=int8, running_int8=int8, adapted=adapted,
         )
     )  # fmt: skip
     runner.masks = Masks(spec.vocab_size)  # type: ignore[assignment]
@@ -116,7 +125,7 @@ def operations(kind: str) -> tuple[CacheOperation, ...]:
     return ()
 
 
-def steps_of(kind: str, rows: int = ROWS) -> list[SchedulerOutput]:
+def steps_of(kind: str, rows: int = ROWS, adapters: Sequence[int] = (0,) * ROWS) -> list[SchedulerOutput]:
     """Prompts, decodes, decodes beside another prompt, decodes: the last but one is mixed. The last has `rows`."""
     params = SamplingParams(**{"max_tokens": 40, **KINDS[kind]})  # type: ignore[arg-type]
 
@@ -127,7 +136,7 @@ def steps_of(kind: str, rows: int = ROWS) -> list[SchedulerOutput]:
             if "hidden" in kind
             else [kv(first + 2 * block) for block in range(4)]
         )
-        return NewRequest(row, f"r{row}", (5, 6, 7, 8, 9), 5, params, tuple(entries))
+        return NewRequest(row, f"r{row}", (5, 6, 7, 8, 9), 5, params, tuple(entries), adapter=adapters[row])
 
     before = tuple(range(rows - 1))
     prompts = SchedulerOutput(0, tuple(Chunk(row, 0, 5, True) for row in before), tuple(map(new, before)))
@@ -140,12 +149,18 @@ def steps_of(kind: str, rows: int = ROWS) -> list[SchedulerOutput]:
     return [prompts, *decodes, mixed, SchedulerOutput(4, last, **moved)]  # type: ignore[arg-type]
 
 
-def counts_of(dry: DryDevice, runner: Runner[CudaDevice], kind: str, rows: int = ROWS) -> list[Counter[str]]:
+def counts_of(
+    dry: DryDevice,
+    runner: Runner[CudaDevice],
+    kind: str,
+    rows: int = ROWS,
+    adapters: Sequence[int] = (0,) * ROWS,
+) -> list[Counter[str]]:
     """Of each launch; every step is launched while the one before it runs, and nothing but their ends is waited for;
     for masks, which follow from the last step's tokens, that step is waited for while this one runs."""
     counts, collects = [], []
     dry.step += 3  # what was launched before has ended
-    steps = steps_of(kind, rows)
+    steps = steps_of(kind, rows, adapters)
     for step in steps:
         dry.step, dry.strict, dry.counts = dry.step + 1, "masks" not in kind, Counter()
         collects.append(runner.launch(step))
@@ -304,6 +319,46 @@ def test_a_rank_without_memory_for_a_step_does_not_start(monkeypatch: pytest.Mon
         assert make_runner(spec).device.num_graphs > 0
         with pytest.raises(torch.OutOfMemoryError):
             make_runner(spec, shard=shard_of(dry, 0))
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+@pytest.mark.parametrize("name", ["llama-gqa2", "neox", "gemma3"])
+def test_decodes_with_adapters_replay_a_graph(name: str, graphs: bool) -> None:
+    """One for rows of any adapters and of none, which launches, copies and waits for as much as one without. Prompts
+    among such rows run without, and so do rows of an adapter that no slot holds."""
+    spec = load_spec(model_folder(name))
+    with dry_device() as dry:
+        runner = make_runner(spec, graphs=graphs, adapted=True)
+        device, decodes = runner.device, len(shapes.decode_buckets(4))
+        assert device.num_graphs == (device.num_shapes if graphs else 0)
+        assert device.num_shapes == len(shapes.mixed_buckets(32)) + 2 * decodes
+        for number, rank in ((1, 3), (2, 8), (3, LARGEST_RANK + 1)):
+            device.adapt(number, deltas_of(spec, rank))
+        dry.sealed = True
+        for kind in ("greedy", "all of them"):
+            plain = counts_of(dry, runner, kind)
+            adapted = counts_of(dry, runner, kind, adapters=(1, 0, 2))
+            replayed = [1, 2, 4]  # steps of decodes alone
+            assert [each["graphs"] for each in adapted] == [int(graphs and i in replayed) for i in range(5)]
+            for index in replayed:
+                mine, theirs = adapted[index], plain[index]
+                counted = ("graphs", "uploads", "fetches", "pins", "operators", "blocking")
+                assert [mine[name] for name in counted] == [theirs[name] for name in counted] and not mine["blocking"]
+                more = 0 if graphs else 2 * 4 * spec.num_layers  # two for each matrix of a layer
+                assert mine["kernels"] == theirs["kernels"] + more
+            large = counts_of(dry, runner, kind, adapters=(3, 0, 1))
+            assert [each["graphs"] for each in large] == [0] * 5
+        device.adapters.drop(2)
+        device.adapt(9, deltas_of(spec, 5))
+        again = counts_of(dry, runner, "greedy", adapters=(9, 1, 9))
+        assert [each["graphs"] for each in again] == [int(graphs and i in replayed) for i in range(5)]
+
+
+def deltas_of(spec: ModelSpec, rank: int) -> dict[Site, Delta]:
+    """Of the attention's inputs in each layer."""
+    width = spec.q_size + 2 * spec.kv_size
+    a, b = (torch.empty(*shape, device="meta") for shape in ((rank, spec.hidden_size), (width, rank)))
+    return {Site(layer, "qkv"): Delta(a, b) for layer in range(spec.num_layers)}
 
 
 def test_nothing_is_compiled_for_steps_of_any_size_without_graphs() -> None:

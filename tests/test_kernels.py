@@ -18,7 +18,10 @@ from hypothesis import strategies as st
 from engine.triton_kernels import configs
 from engine.triton_kernels.work import DecodeWork, PrefillWork
 
-CASES = [("attention", "decode"), ("attention", "prefill"), ("cache", ""), ("int8", ""), ("rows", ""), ("engine", "")]
+CASES = [
+    ("attention", "decode"), ("attention", "prefill"), ("cache", ""), ("int8", ""), ("rows", ""), ("lora", ""),
+    ("engine", ""),
+]  # fmt: skip
 """(file kernel_cases_<name>.py, which tests of it)"""
 CPU = torch.device("cpu")
 TESTS = Path(__file__).parent

@@ -26,6 +26,7 @@ from engine.triton_kernels import (  # noqa: E402
     draw,
     hidden_state,
     layer_norm,
+    lora,
     penalties,
     prefill_attention,
     rms_norm,
@@ -297,6 +298,20 @@ def test_copies_and_activation(compiler: Compiler, arch: int) -> None:
     bits = meta(8, 4000, dtype=torch.int32)
     for binary in compiler.launch(token_mask, "token_mask", arch, meta(64, 128000), meta(8, dtype=torch.int32), bits):
         check(binary, arch)
+
+
+@pytest.mark.parametrize(
+    ("arch", "dtype"),
+    [*((arch, torch.bfloat16) for arch in (80, 86, 89, 90, 100, 103, 120)), (80, torch.float32), (90, torch.float32)],
+)
+def test_adapters(compiler: Compiler, arch: int, dtype: torch.dtype) -> None:
+    slots, table = meta(64, dtype=torch.int32), meta(64, 3, dtype=torch.int64)
+    for width, outputs in ((4096, 6144), (14336, 4096), (576, 960)):
+        splits = -(-width // configs.LORA_SPLIT)
+        scratch = meta(splits, 256, 192, dtype=torch.float32)
+        rows = meta(64, width, dtype=dtype), meta(64, outputs, dtype=dtype)
+        binaries = compiler.launch(lora, "lora_add", arch, *rows, slots, table, scratch)
+        assert len(binaries) == 2 and all(each.stack == 0 and each.registers <= 128 for each in binaries)
 
 
 @pytest.mark.parametrize("arch", [89, 90, 100, 103, 120])

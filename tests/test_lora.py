@@ -31,6 +31,7 @@ from engine.execution.cpu.native.library import Level, Team
 from engine.execution.cpu.native.linear import Native
 from engine.execution.cpu.native.model import NativeModel
 from engine.execution.cpu.transformers_device import TransformersDevice
+from engine.execution.cuda import adapters as slotted
 from engine.execution.cuda.device import CudaDevice
 from engine.execution.runner import Device, Runner
 from engine.models import torch_ops
@@ -84,7 +85,7 @@ def device_of(case: str, adapters: tuple[Made, ...], config: SchedulerConfig, ba
     weights = load_weights(spec, folder, make=native().linear if backend == "native" else make_linear)
     device: Device
     if backend == "cuda":
-        device = CudaDevice(spec, weights, torch_ops, config.limits, graphs=False)
+        device = CudaDevice(spec, weights, torch_ops, config.limits, graphs=False, adapted=True)
     elif backend == "native":
         device = NativeDevice(Decoder(spec, weights), native(), config.limits)
     else:
@@ -183,6 +184,47 @@ def test_steps_without_an_adapter_run_as_they_did(made: Any, monkeypatch: pytest
     driver.add(make_request("r", list(range(9)), 4))
     driver.run()
     assert len(driver.outputs["r"]) == 4 and not runs
+
+
+@pytest.mark.parametrize("num_slots", [2, 1, 0])
+def test_decodes_on_a_gpu_find_adapters_by_slots(num_slots: int, made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of decodes alone, as their graphs do, while there are slots; where there are too few, and in steps with a
+    prompt, rows are gathered. The answers are the same."""
+    monkeypatch.setattr(slotted, "NUM_SLOTS", num_slots)
+    case, gathered, by_slots = "qwen3", list[int](), list[int]()
+    gather, add = Adapters.of_step, torch_ops.lora_add
+    driver = make_driver(case, adapters := made(case), "cuda")
+    monkeypatch.setattr(Adapters, "of_step", lambda *given: gathered.append(len(driver.steps)) or gather(*given))
+    monkeypatch.setattr(torch_ops, "lora_add", lambda *given: by_slots.append(len(driver.steps)) or add(*given))
+    driver.add(*(requests := crowd(6)))
+    driver.run()
+    models = [reference_model(case), *(each.merged(reference_model(case)) for each in adapters)]
+    for request in requests:
+        check(models[request.adapter], request, driver.outputs[request.request_id])
+    assert not set(gathered) & set(by_slots), "a step goes by the one or by the other"
+    assert bool(by_slots) is (num_slots == 2), "with one slot each step of these has rows of both, or of the other"
+    assert gathered, "prompts"
+
+
+def test_slots_are_given_back(made: Any) -> None:
+    case = "llama-gqa2"
+    device = make_driver(case, made(case), "cuda").runner.device
+    assert isinstance(device, CudaDevice) and isinstance(device.adapters, slotted.SlottedAdapters)
+    adapters, numbers = device.adapters, np.array([1, 0, 2])
+    first = adapters.slots_of(numbers)
+    assert first is not None and first[1] == 0 < first[0] != first[2] > 0
+    adapters.drop(1)
+    assert adapters.slots_of(numbers) is None
+    spec = load_spec(model_folder(case))
+    plan = plan_adapter(NamedFolder("all", made(case)[0].folder), spec)
+    for number in range(3, 3 + slotted.NUM_SLOTS):  # one more than are left
+        device.adapt(number, load_adapter(plan, spec, torch.zeros(1)))
+    late = 2 + slotted.NUM_SLOTS
+    assert adapters.slots_of(np.array([late])) is None and adapters.slots_of(np.array([late - 1, 2])) is not None
+    adapters.drop(2)
+    adapters.drop(late)
+    device.adapt(late + 1, load_adapter(plan, spec, torch.zeros(1)))
+    assert adapters.slots_of(np.array([late + 1])) == first[2], "the slot of the one that went"
 
 
 def test_a_prefix_is_shared_under_one_adapter_only(made: Any) -> None:

@@ -8,6 +8,7 @@ from a work list, never the kernels' items: a wrong split shows as a difference.
 Knows nothing of models or requests.
 """
 
+import ctypes
 from collections.abc import Callable
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
@@ -333,6 +334,22 @@ def unit_copy(source: Tensor, target: Tensor, pairs: Tensor) -> None:
     """target[pairs[i, 1]] = source[pairs[i, 0]]; negative sources are skipped. Shapes as in the kernel's wrapper."""
     real = pairs[pairs[:, 0] >= 0].long()
     target[real[:, 1]] = source[real[:, 0]]
+
+
+def lora_add(x: Tensor, y: Tensor, slots: Tensor, table: Tensor, _partial: Tensor) -> None:
+    """y[i] += b (a x[i]) with the matrices at the addresses of row slots[i] of the table, which lie in host memory."""
+    for slot in set(slots.tolist()):
+        at, to, rank = table[slot].tolist()
+        if rank:
+            places = (slots == slot).nonzero().flatten()
+            a, b = _at(at, (rank, x.shape[1]), x.dtype), _at(to, (y.shape[1], rank), x.dtype)
+            y.index_add_(0, places, (x[places] @ a.t()) @ b.t())
+
+
+def _at(address: int, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    """What lies at an address of the host."""
+    size = shape[0] * shape[1] * dtype.itemsize
+    return torch.frombuffer((ctypes.c_char * size).from_address(address), dtype=dtype).view(shape)
 
 
 def token_mask(logits: Tensor, places: Tensor, bits: Tensor) -> None:

@@ -22,6 +22,9 @@ MIN_PREFILL_SPLIT = 256
 """Cached tokens that a split of a prompt's chunk reads at least, in prefill; one of under four times as many is not
 split: the merge would take as long as it saves."""
 
+LORA_SPLIT = 1024
+"""Inputs of a linear layer that one program multiplies with an adapter's matrix."""
+
 SHARE_ONE = float(2**40)
 """The share of a row's best token in draws; the shares of a vocabulary fit into 63 bits."""
 

@@ -4,6 +4,7 @@ from engine.triton_kernels.decode_attention import decode_attention
 from engine.triton_kernels.draw import draw
 from engine.triton_kernels.hidden_state import hidden_gather, hidden_write
 from engine.triton_kernels.layer_norm import add_layer_norm, layer_norm
+from engine.triton_kernels.lora import lora_add
 from engine.triton_kernels.penalties import count_tokens, penalise
 from engine.triton_kernels.prefill_attention import prefill_attention
 from engine.triton_kernels.rms_norm import add_rms_norm, add_rms_norm_rounded, rms_norm, rms_norm_rounded
@@ -14,6 +15,7 @@ from engine.triton_kernels.unit_copy import unit_copy
 
 __all__ = [
     "add_layer_norm", "add_rms_norm", "add_rms_norm_rounded", "count_tokens", "decode_attention", "draw",
-    "gelu_tanh_and_mul", "hidden_gather", "hidden_write", "layer_norm", "penalise", "prefill_attention", "rms_norm",
-    "rms_norm_rounded", "rope_cache_write", "silu_and_mul", "silu_and_mul_rounded", "token_mask", "unit_copy",
+    "gelu_tanh_and_mul", "hidden_gather", "hidden_write", "layer_norm", "lora_add", "penalise", "prefill_attention",
+    "rms_norm", "rms_norm_rounded", "rope_cache_write", "silu_and_mul", "silu_and_mul_rounded", "token_mask",
+    "unit_copy",
 ]  # fmt: skip

@@ -137,7 +137,7 @@ class CudaBackend:
         return 1.0
 
     def adapted_steps(self, _plan: LaunchPlan) -> str:
-        return "without CUDA graphs"
+        return "without CUDA graphs where a prompt is among them"
 
     def fingerprint(self, _plan: LaunchPlan) -> str:
         return torch.cuda.get_device_name()
@@ -234,7 +234,7 @@ def _device(
     return CudaDevice(
         plan.own, weights, triton_kernels(), plan.limits, graphs=graphs, scratch_blocks=scratch_blocks,
         host_units=host_units, cell_type=plan.cell_type, preempted_int8=plan.preempted_int8,
-        running_int8=plan.running_int8,
+        running_int8=plan.running_int8, adapted=plan.takes_adapters,
     )  # fmt: skip
 
 
@@ -256,6 +256,8 @@ def _room_beside_graphs(plan: LaunchPlan, weights: ModelWeights) -> int:
 
     room = memory.cuda_cache_bytes(device, plan.memory_utilization, profile)
     num_shapes = len(Buckets(limits.max_num_seqs, limits.max_num_batched_tokens).all_shapes())
+    if plan.takes_adapters:
+        num_shapes += len(decode_buckets(limits.max_num_seqs))
     stored = plan.cell_type or weights.embedding.dtype
     unit = memory.unit_bytes(plan.spec, limits.block_size, stored)
     scales = scale_bytes(plan.spec.num_layers, limits.block_size, plan.spec.num_kv_heads) if plan.preempted_int8 else 0

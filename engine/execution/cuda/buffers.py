@@ -34,6 +34,7 @@ class StepInputs:
     `ids [T]`: negative where the token is the one sampled last for `source [T]`; `positions [T]`; `rows [T]`: -1 for
     padding; `sample_tokens [S]`: which of the T are sampled, for rows `sample_rows [S]`. `partial`, `partial_lse`:
     scratch of the decode kernel; `prefill_partial`, `prefill_lse`: the same memory for the prefill kernel behind it.
+    `slots [T]`: of decodes alone, whose LoRA adapters are in these slots.
     """
 
     shape: StepShape
@@ -49,6 +50,7 @@ class StepInputs:
     partial_lse: Tensor
     prefill_partial: Tensor
     prefill_lse: Tensor
+    slots: Tensor
 
 
 class DrawInputs(NamedTuple):
@@ -114,13 +116,14 @@ class StepBuffers:
         shapes = (*DecodeWork.shapes(max_samples, items), *PrefillWork.shapes(max_samples, tiles, merged))
         lists = sum(aligned(rows * columns) for rows, columns in shapes)
         self._buffer = WorkBuffer(
-            4 * max_tokens + 14 * max_samples + lists + 2 * _CHANGES + 2 * _EDITS + _SLACK, device
+            4 * max_tokens + 15 * max_samples + lists + 2 * _CHANGES + 2 * _EDITS + _SLACK, device
         )
         take = self._buffer.take
         (self._ids, self._ids_), (self._source, self._source_) = take(max_tokens), take(max_tokens)
         (self._positions, self._positions_), (self._rows, self._rows_) = take(max_tokens), take(max_tokens)
         (self._sample_tokens, self._sample_tokens_) = take(max_samples)
         (self._sample_rows, self._sample_rows_) = take(max_samples)
+        (self._slots_of, self._slots_of_) = take(max_samples)
         self._draw_host, self._draw = zip(*(take(max_samples) for _ in range(4)), strict=True)
         self._uniform, self._uniform_ = take(max_samples * 2)
         self._penalised, self._penalised_rows, self._wanted = take(max_samples), take(max_samples), take(max_samples)
@@ -148,7 +151,7 @@ class StepBuffers:
             shape, self._ids_[:tokens], self._source_[:tokens], self._positions_[:tokens], self._rows_[:tokens],
             self._sample_tokens_[:samples], self._sample_rows_[:samples], self._decode.head(requests, items),
             self._prefill.head(samples, tiles, tokens, not shape.exact), self._partial[:items],
-            self._partial_lse[:items], self._partial[:splits], self._partial_lse[:splits],
+            self._partial_lse[:items], self._partial[:splits], self._partial_lse[:splits], self._slots_of_[:samples],
         )  # fmt: skip
         if not shape.exact:
             self._views[shape] = views
@@ -169,6 +172,10 @@ class StepBuffers:
             chunks = np.stack((row, layout.firsts, length, start), axis=1)[count:]
             views.prefill.fill(chunks.astype(np.int32))
         return views
+
+    def fill_slots(self, shape: StepShape, slots: IntArray) -> None:
+        """Write the slots of a step of decodes alone: of their adapters, padded."""
+        _pad(self._slots_of, slots, shape.samples, 0)
 
     def fill_wishes(self, where: IntArray, ends: IntArray, rows: RowTable, vocab: int) -> StepWishes:
         """Write what samples of rows `where [S]` at positions `ends [S]` want."""

@@ -2,8 +2,9 @@
 
 `forward` turns a step into one upload and one graph replay and comes back at once; operations of the cache go down the
 same lane, transfers of the host tier down another (`engine.execution.cuda.swap`). Steps that run from hidden state, or
-make vectors of it, or have rows with adapters, do without a graph. With `kernels` from torch, or Triton's interpreter,
-the same class runs on the CPU. Knows nothing of scheduling, requests or the order of a step's parts (`Runner`).
+make vectors of it, or have prompts beside rows with adapters, do without a graph. With `kernels` from torch, or
+Triton's interpreter, the same class runs on the CPU. Knows nothing of scheduling, requests or the order of a step's
+parts (`Runner`).
 """
 
 import logging
@@ -18,13 +19,14 @@ from torch import Tensor
 
 from engine.api import MAX_LOGPROBS, SamplingParams
 from engine.arrays import IntArray
+from engine.execution.cuda.adapters import SlottedAdapters
 from engine.execution.cuda.buffers import StepBuffers, StepInputs, send
 from engine.execution.cuda.forward import Forward
 from engine.execution.cuda.graphs import Graphs
 from engine.execution.cuda.hidden import Projection, StepHidden
 from engine.execution.cuda.kernels import Kernels
 from engine.execution.cuda.sampling import Sampling
-from engine.execution.cuda.shapes import Buckets
+from engine.execution.cuda.shapes import Buckets, StepShape
 from engine.execution.cuda.swap import Swapper
 from engine.execution.cuda.tables import DeviceTables
 from engine.execution.hidden import has_hidden
@@ -55,8 +57,8 @@ class CudaDevice:
 
     `scratch_blocks`: blocks of hidden state that one step may read or write; 0 refuses them altogether.
     `host_units`: units of the host tier. `cell_type`: of K and V in 8 bits; `preempted_int8`: those of requests
-    that wait may be, `running_int8`: and of those that run, so that attention reads them. Raises ConfigError for
-    scratch where the model's hidden state is no use."""
+    that wait may be, `running_int8`: and of those that run, so that attention reads them. `adapted`: LoRA adapters may
+    come. Raises ConfigError for scratch where the model's hidden state is no use."""
 
     pipeline_depth = 1
 
@@ -73,6 +75,7 @@ class CudaDevice:
         cell_type: torch.dtype | None = None,
         preempted_int8: bool = False,
         running_int8: bool = False,
+        adapted: bool = False,
     ) -> None:
         limits = replace(limits, max_num_batched_tokens=max(limits.max_num_batched_tokens, limits.max_num_seqs))
         assert preempted_int8 or not running_int8, "blocks in 8 bits come of requests that wait, too"
@@ -91,10 +94,12 @@ class CudaDevice:
         self._buffers = StepBuffers(spec, limits, weights.embedding.dtype, device)
         self._sampling = Sampling(self.rows, kernels, self._buffers, spec.vocab_size, device)
         self._buckets = Buckets(limits.max_num_seqs, limits.max_num_batched_tokens)
-        self._graphs = Graphs(self._forward, self.lane)
+        self._kernels = kernels
+        self._graphs = Graphs(self._run, self.lane)
         self._divided = any(isinstance(layer.out, SummedLinear) for layer in weights.layers)
-        self.adapters = Adapters()
-        self._last_inputs: StepInputs | None = None
+        self._slotted = SlottedAdapters(spec, limits.max_num_seqs, device, taken=adapted)
+        self.adapters: Adapters = self._slotted
+        self._last: tuple[StepInputs, bool] | None = None
         self._share: Callable[[Tensor], None] | None = None
         self.restore = self._projection.restore
         self.swap_out, self.swap_in = self._swapper.swap_out, self._swapper.swap_in
@@ -105,8 +110,9 @@ class CudaDevice:
             self._capture()
 
     def adapt(self, number: int, deltas: Mapping[Site, Delta]) -> None:
-        """See Device. Steps with rows of one do without a graph."""
-        self.adapters.put(number, deltas)
+        """See Device. Between two steps."""
+        with torch.inference_mode(), self.lane.use():
+            self.adapters.put(number, deltas)
 
     @property
     def num_graphs(self) -> int:
@@ -115,7 +121,7 @@ class CudaDevice:
 
     @property
     def num_shapes(self) -> int:
-        return len(self._buckets.all_shapes())
+        return len(self._buckets.all_shapes()) + len(self._adapted_shapes())
 
     def forward(
         self, chunks: IntArray, masks: FinishMasks | None = None, take: TakeHidden | None = None
@@ -126,15 +132,20 @@ class CudaDevice:
         wishes, hidden = self._sampling.begin(layout), None
         if has_hidden(rows, chunks):
             hidden = StepHidden.of(self._projection, self._forward, rows, layout, inputs, self.pool.scratch_blocks)
-        adapt = None
+        adapt, slots = None, None
         if (numbers := rows.adapters[layout.token_rows]).any():
-            adapt = self.adapters.of_step(numbers, self.pool.device, send)
+            if hidden is None and take is None and not inputs.shape.prefill:
+                slots = self._slotted.slots_of(numbers)
+            if slots is None:
+                adapt = self.adapters.of_step(numbers, self.pool.device, send)
+            else:
+                self._buffers.fill_slots(inputs.shape, slots)
         self._upload()
         if hidden is None and take is None and adapt is None:
-            self._graphs.run(inputs)
+            self._graphs.run(inputs, adapted=slots is not None)
         else:
             self._forward(inputs, hidden, None if take is None else partial(take, layout), adapt)
-        self._last_inputs = inputs
+        self._last = inputs, slots is not None
         count = len(layout.sampled)
         logits, greedy = self._forward.logits[:count], self._forward.sampled[:count]
         samples = self._sampling.choose(logits, greedy, wishes, None if masks is None else masks())
@@ -143,6 +154,17 @@ class CudaDevice:
         if self._share is not None and count:
             self._share(greedy)
         return logits, DeviceSamples(greedy, samples.logprobs)
+
+    def _run(self, inputs: StepInputs, adapted: bool) -> None:
+        """What a graph is captured of."""
+        if adapted:
+            self._forward(inputs, adapt=self._slotted.in_slots(inputs.slots, self._kernels))
+        else:
+            self._forward(inputs)
+
+    def _adapted_shapes(self) -> list[StepShape]:
+        """Buckets that have a graph for rows with adapters, too: decodes alone."""
+        return [shape for shape in self._buckets.all_shapes() if not shape.prefill] if self._slotted.taken else []
 
     def join(self, share: Callable[[Tensor], None]) -> None:
         """See RankDevice."""
@@ -175,9 +197,10 @@ class CudaDevice:
 
     def repeat_last(self) -> None:
         """Run the last step's forward pass again, as it is: for measuring what the device takes without the host."""
-        assert self._last_inputs is not None, "no step was run yet"
+        assert self._last is not None, "no step was run yet"
+        inputs, adapted = self._last
         with torch.inference_mode(), self.lane.use():
-            self._graphs.run(self._last_inputs)
+            self._graphs.run(inputs, adapted=adapted)
 
     def run_padding(self, num_tokens: int, num_samples: int) -> None:
         """A step of `num_tokens` of padding with `num_samples` that want everything: what the largest step allocates.
@@ -217,6 +240,10 @@ class CudaDevice:
                 if self.pool.scratch_blocks:
                     hidden = StepHidden.padding(self._projection, self._forward, inputs)
                 self._run_padding(inputs, 1, params, masked, hidden)
+            if self._slotted.taken:
+                inputs = self._buffers.fill(self._buckets.fit(1, 1), decodes_first(_NO_CHUNKS), self.rows)
+                self._buffers.upload()
+                self._run(inputs, True)
             if self.pool.scratch_blocks:
                 self.restore(np.array([[self.pool.zero_unit, 0, 1]]), np.zeros(1, dtype=np.int64))
             if len(self.pool.host_units):
@@ -232,12 +259,13 @@ class CudaDevice:
         """A graph for every bucket. Where the device refuses, steps run without: slower, and right. Of ranks that
         divide layers each runs every bucket, as the others do, and one that cannot raises what keeps it from it."""
         empty, refused = decodes_first(_NO_CHUNKS), None
+        shapes = [(shape, False) for shape in self._buckets.all_shapes()]
         with torch.inference_mode(), self.lane.use():
-            for shape in self._buckets.all_shapes():
+            for shape, adapted in (*shapes, *((shape, True) for shape in self._adapted_shapes())):
                 inputs = self._buffers.fill(shape, empty, self.rows)
                 self._buffers.upload()
                 try:
-                    refused = self._graphs.capture(inputs) or refused
+                    refused = self._graphs.capture(inputs, adapted=adapted) or refused
                 except RuntimeError as error:
                     if self._divided:
                         raise

@@ -15,33 +15,34 @@ from engine.execution.lane import Lane
 
 
 class Graphs:
-    """Runs `forward` on a step's inputs: from a graph where one was captured for their shape, else as it is."""
+    """Runs `forward` on a step's inputs: from a graph where one was captured for their shape, else as it is. With
+    adapters or without: two graphs."""
 
-    def __init__(self, forward: Callable[[StepInputs], None], lane: Lane) -> None:
+    def __init__(self, forward: Callable[[StepInputs, bool], None], lane: Lane) -> None:
         self._forward = forward
         self._lane = lane
-        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
         self._inputs: list[StepInputs] = []
         self._pool: Any = None
 
-    def capture(self, inputs: StepInputs) -> RuntimeError | None:
+    def capture(self, inputs: StepInputs, *, adapted: bool = False) -> RuntimeError | None:
         """Capture a shape, and give what the device has against it. Its inputs must lie on the device, padding only,
         and keep their addresses. The shape has run twice then, also without a graph: of ranks that divide layers every
         one adds up as often as the others. Raises what keeps it from running."""
         assert self._lane.stream is not None, "graphs need a CUDA device"
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
-        self._forward(inputs)
+        self._forward(inputs, adapted)
         self._lane.stream.synchronize()
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(graph, pool=self._pool, stream=self._lane.stream):
-                self._forward(inputs)
+                self._forward(inputs, adapted)
         except RuntimeError as error:
-            self._forward(inputs)
+            self._forward(inputs, adapted)
             return error.with_traceback(None)
         graph.replay()  # the first launch sends it to the device, which no step shall wait for
-        self._graphs[id(inputs)] = graph
+        self._graphs[id(inputs), adapted] = graph
         self._inputs.append(inputs)  # keeps its id, and the tensors that the graph reads
         return None
 
@@ -49,9 +50,9 @@ class Graphs:
     def count(self) -> int:
         return len(self._graphs)
 
-    def run(self, inputs: StepInputs) -> None:
-        graph = self._graphs.get(id(inputs))
+    def run(self, inputs: StepInputs, *, adapted: bool = False) -> None:
+        graph = self._graphs.get((id(inputs), adapted))
         if graph is None:
-            self._forward(inputs)
+            self._forward(inputs, adapted)
         else:
             graph.replay()

@@ -1,0 +1,84 @@
+"""LoRA adapters where CUDA graphs find them: a table of addresses by slot, which rows of a step name.
+
+A graph is captured once and reads in every step which slot a row has, so that rows of any adapters share it. Adapters
+that come when all slots are taken, or whose matrices are of too large a rank, do without; steps with their rows run
+without a graph.
+"""
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.arrays import IntArray
+from engine.execution.cuda.buffers import send
+from engine.execution.cuda.kernels import Kernels
+from engine.models.lora import Adapters, Delta, Site, StepAdapters
+from engine.models.spec import ModelSpec
+from engine.triton_kernels import configs
+
+NUM_SLOTS = 63  # and the one of none: parts of the table then begin at multiples of 16 bytes
+LARGEST_RANK = 192
+"""Of one site: q, k and v of rank 64 together."""
+_PLACES = ("qkv", "out", "up", "down")
+
+
+class SlottedAdapters(Adapters):
+    """`max_rows`: of a step. Slot 0 is no adapter. With `taken`, adapters may come; without, no table is kept."""
+
+    def __init__(self, spec: ModelSpec, max_rows: int, device: torch.device, *, taken: bool) -> None:
+        super().__init__()
+        self.taken = taken
+        sites = [Site(layer, name) for layer in range(spec.num_layers) for name in _PLACES]
+        self._places = {site: place for place, site in enumerate(sites)}
+        self._slots: dict[int, int] = {}
+        self._free = list(range(NUM_SLOTS, 0, -1)) if taken else []
+        widest = max(spec.hidden_size, spec.q_size, spec.intermediate_size)
+        count, rows = (len(sites), max_rows) if taken else (0, 0)
+        self.table = torch.zeros((count, NUM_SLOTS + 1, 3), dtype=torch.int64, device=device)
+        parts = -(-widest // configs.LORA_SPLIT), rows, LARGEST_RANK
+        self.partial = torch.zeros(parts, dtype=torch.float32, device=device)
+
+    def put(self, number: int, deltas: Mapping[Site, Delta]) -> None:
+        super().put(number, deltas)
+        if not self._free or max((len(delta.a) for delta in deltas.values()), default=0) > LARGEST_RANK:
+            return
+        entries = np.zeros((len(self._places), 3), dtype=np.int64)
+        for site, delta in deltas.items():
+            assert delta.a.is_contiguous() and delta.b.is_contiguous(), "kernels know addresses alone"
+            entries[self._places[site]] = delta.a.data_ptr(), delta.b.data_ptr(), len(delta.a)
+        slot = self._slots[number] = self._free.pop()
+        self.table[:, slot].copy_(send(entries, self.table.device))
+
+    def drop(self, number: int) -> None:
+        super().drop(number)
+        if (slot := self._slots.pop(number, None)) is not None:
+            self._free.append(slot)  # nobody reads it until it is written again
+
+    def slots_of(self, numbers: IntArray) -> IntArray | None:
+        """Slots of these adapters [T]; None where one of them has none."""
+        found = [self._slots.get(number, -1) if number else 0 for number in numbers.tolist()]
+        return None if -1 in found else np.array(found, dtype=np.int64)
+
+    def in_slots(self, slots: Tensor, kernels: Kernels) -> "StepSlots":
+        """For steps whose rows have the slots [T] that the device finds there."""
+        return StepSlots(self, slots, kernels)
+
+    def add(self, site: Site, x: Tensor, y: Tensor, slots: Tensor, kernels: Kernels) -> None:
+        """To y [T, out] what the slots' adapters make of x [T, in]."""
+        kernels.lora_add(x, y, slots, self.table[self._places[site]], self.partial)
+
+
+class StepSlots(StepAdapters):
+    """A decoder's layers with what any adapters add, by a table: all of them, since nobody knows of which rows."""
+
+    def __init__(self, adapters: SlottedAdapters, slots: Tensor, kernels: Kernels) -> None:
+        super().__init__((), len(slots))
+        self._adapters, self._slots, self._kernels = adapters, slots, kernels
+
+    def has(self, site: Site) -> bool:  # noqa: ARG002
+        return True
+
+    def add(self, site: Site, x: Tensor, y: Tensor) -> None:
+        self._adapters.add(site, x, y, self._slots, self._kernels)
