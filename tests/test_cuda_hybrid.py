@@ -21,7 +21,7 @@ from engine.execution.cuda import swap
 from engine.execution.cuda.device import CudaDevice
 from engine.execution.cuda.graphs import Graphs
 from engine.execution.cuda.swap import Swapper
-from engine.execution.lane import Lane
+from engine.execution.lane import Lane, Mark
 from engine.execution.pool import UnitPool
 from engine.execution.runner import Runner
 from engine.models import torch_ops
@@ -209,6 +209,14 @@ class LaterMark:
     def passed(self) -> bool:
         return self.lane.done >= self.count
 
+    def reach(self) -> None:
+        """Run what leads here, and nothing else."""
+        while not self.passed:
+            first = self.lane.queue[0]
+            if isinstance(first, LaterMark):
+                first.reach()
+            self.lane.advance()
+
     def synchronize(self) -> None:
         raise AssertionError("nothing may wait on the host")
 
@@ -229,8 +237,8 @@ class LaterLane(Lane):
         self.put(lambda: target.copy_(source))
 
     def wait(self, mark: object) -> None:
-        assert isinstance(mark, LaterMark)
-        self.put(mark)
+        if isinstance(mark, LaterMark):  # others are of a lane that runs at once
+            self.put(mark)
 
     def mark(self) -> LaterMark:
         return LaterMark(self)
@@ -246,6 +254,24 @@ class LaterLane(Lane):
         self.done += 1
 
 
+class StepLane(Lane):
+    """Runs at once, and so has to wait for what it needs of lanes that do not, which run as far as they like before."""
+
+    def __init__(self, others: list[LaterLane], rng: random.Random, hurry: float) -> None:
+        super().__init__(CPU)
+        self._others, self._rng, self._hurry = others, rng, hurry
+
+    def mark(self) -> Mark:
+        for lane in self._others:
+            while lane.is_ready and self._rng.random() < self._hurry:
+                lane.advance()
+        return super().mark()
+
+    def wait(self, mark: object) -> None:
+        if isinstance(mark, LaterMark):
+            mark.reach()
+
+
 class LaterKernels:
     def __init__(self, lane: LaterLane) -> None:
         self._lane = lane
@@ -259,17 +285,19 @@ class LaterKernels:
 def test_swaps_hold_their_order_however_the_lanes_run(
     hurry: float, scales: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Random swaps and writes of a step, in two lanes of any speed, end as they do one after the other; the scales of
-    blocks in 8 bits with their units."""
-    monkeypatch.setattr(swap, "STAGING_BYTES", 2 * 2 * (8 * 4 + scales * 2))  # two units in each half
+    """Random swaps and writes of a step, in three lanes of any speed, end as they do one after the other; the scales of
+    blocks in 8 bits with their units. Marks are kept of two transfers at least."""
+    monkeypatch.setattr(swap, "STAGING_BYTES", 4 * 2 * (8 * 4 + scales * 2))  # two units in each half
     for seed in range(40):
+        monkeypatch.setattr(swap, "_MOST_MARKS", 2 if seed % 2 else 64)
         rng = random.Random(seed)
         pool = UnitPool(
             8, num_layers=1, block_size=4, num_kv_heads=1, head_dim=2, dtype=torch.float32, device=CPU,
             num_host_units=8, preempted_int8=bool(scales),
         )  # fmt: skip
-        lane, transfers = LaterLane(), LaterLane()
-        swapper = Swapper(pool, LaterKernels(lane), lane, transfers)
+        lane, *ways = lanes = [LaterLane() for _ in range(3)]
+        rng.shuffle(lanes)  # which of them are in a hurry
+        swapper = Swapper(pool, LaterKernels(lane), lane, *ways)
         device, on_host = [0.0] * 8, [0.0] * 8
         for step in range(1, 30):
             count = rng.randint(1, 5)
@@ -290,11 +318,10 @@ def test_swaps_hold_their_order_however_the_lanes_run(
                 if pool.compressed is not None:
                     lane.put(functools.partial(pool.compressed.scales[sources[0]].fill_, float(step)))
                 device[sources[0]] = float(step)
-            while rng.random() < 0.8 and (lane.is_ready or transfers.is_ready):
-                ready = [each for each in (lane, transfers) if each.is_ready]
+            while rng.random() < 0.8 and (ready := [each for each in lanes if each.is_ready]):
                 (ready[-1] if rng.random() < hurry else ready[0]).advance()
-        while lane.queue or transfers.queue:
-            ready = [each for each in (lane, transfers) if each.is_ready]
+        while any(each.queue for each in lanes):
+            ready = [each for each in lanes if each.is_ready]
             assert ready, "the lanes wait for each other"
             (ready[-1] if rng.random() < hurry else ready[0]).advance()
         assert pool.units[:8, 0].tolist() == device
@@ -304,22 +331,70 @@ def test_swaps_hold_their_order_however_the_lanes_run(
             assert pool.compressed.host_scales.flatten(1).tolist() == [[value] * scales for value in on_host]
 
 
+def swapper_of(*ways: LaterLane) -> tuple[UnitPool, Swapper]:
+    pool = UnitPool(
+        8, num_layers=1, block_size=4, num_kv_heads=1, head_dim=2, dtype=torch.float32, device=CPU, num_host_units=8
+    )
+    return pool, Swapper(pool, torch_ops, StepLane([], random.Random(0), 0.0), *ways)
+
+
+def test_what_comes_back_does_not_stand_behind_what_goes() -> None:
+    """Of other units: nothing that goes out has moved yet when this has come."""
+    out, back = LaterLane(), LaterLane()
+    pool, swapper = swapper_of(out, back)
+    pool.host_units[7] = 3.0
+    swapper.swap_out(np.array([[0, 0], [1, 1]]))
+    swapper.swap_in(np.array([[7, 5]]))
+    assert out.done == 0 and len(out.queue) > 0 and (pool.units[5] == 3.0).all()
+
+
+def test_both_ways_meet_at_a_host_unit_in_their_order() -> None:
+    out, back = LaterLane(), LaterLane()
+    pool, swapper = swapper_of(out, back)
+    pool.units[0], pool.units[1] = 1.0, 2.0
+    swapper.swap_out(np.array([[0, 4]]))
+    swapper.swap_in(np.array([[4, 6]]))  # the lane of the steps needs it, and so it is read
+    assert (pool.units[6] == 1.0).all(), "what was written is read, not what was there before"
+    lazy = LaterLane()
+    pool, swapper = swapper_of(out, lazy)
+    lane = LaterLane()
+    swapper._lane, swapper._kernels = lane, LaterKernels(lane)
+    pool.host_units[4], pool.units[1] = 5.0, 9.0
+    swapper.swap_in(np.array([[4, 6]]))
+    swapper.swap_out(np.array([[1, 4]]))
+    while any(each.is_ready for each in (lane, out)):
+        next(each for each in (lane, out) if each.is_ready).advance()
+    assert (pool.host_units[4] == 5.0).all(), "nobody has read it yet"
+    while any(each.is_ready for each in (lazy, lane, out)):
+        next(each for each in (lazy, lane, out) if each.is_ready).advance()
+    assert (pool.units[6] == 5.0).all() and (pool.host_units[4] == 9.0).all()
+
+
 def test_staging_is_bounded_and_there_only_with_a_host_tier() -> None:
     assert swap.staging_units(0, 2**20) == 0
-    assert swap.staging_units(3, 2**20) == 6
+    assert swap.staging_units(3, 2**20) == 12
     assert swap.staging_units(1000, 2**20) == 64
-    assert swap.staging_units(1000, 2**30) == 2
+    assert swap.staging_units(1000, 2**30) == 4
 
 
-def test_long_requests_go_out_and_come_back_by_preemption() -> None:
-    """First come, first served, without hidden state: the host tier alone, as with --swap-space."""
+@pytest.mark.parametrize("hurry", [None, 0.0, 0.4, 0.9], ids=["at once", "last", "slow", "fast"])
+def test_long_requests_go_out_and_come_back_by_preemption(hurry: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """First come, first served, without hidden state: the host tier alone, as with --swap-space. Tokens are the same
+    at any speed of the two lanes of transfers, and no step waits for one on the host."""
+    ways = [LaterLane(), LaterLane()]
+    if hurry is not None:
+        lanes = iter([StepLane(ways, random.Random(1), hurry), *ways])
+        monkeypatch.setattr("engine.execution.cuda.device.Lane", lambda _device: next(lanes))
+        monkeypatch.setattr(swap, "STAGING_BYTES", 1)  # a unit in each half
     decoder = decoder_of("llama-gqa2")
     driver = make_driver(decoder.spec, decoder.weights, num_blocks=24, seqs=6, tokens=24, host_units=80)
     requests = [make_request(f"r{i}", [3 + i, 5, 7 * i % 50, 11] * 4, 24) for i in range(6)]
+    monkeypatch.undo()
     driver.add(*requests)
     driver.run()
     met = {operation.action for step in driver.steps for operation in step.operations}
     assert met == {CacheAction.SWAP_OUT, CacheAction.SWAP_IN}
+    assert [way.done > 0 for way in ways] == [hurry is not None] * 2, "each way in a lane of its own"
     for request in requests:
         alone = make_driver(decoder.spec, decoder.weights, depth=0, num_blocks=100)
         alone.add(request)

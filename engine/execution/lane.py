@@ -1,7 +1,7 @@
 """One CUDA stream with its events; on the CPU nothing at all. Lets the same runner run on both.
 
-Everything the runner computes goes down one lane, in order, and transfers of the host tier down another: no step has to
-wait for another on the host.
+Everything the runner computes goes down one lane, in order, and transfers of the host tier down two others, one each
+way: no step has to wait for another on the host.
 """
 
 import weakref

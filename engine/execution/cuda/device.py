@@ -90,7 +90,7 @@ class CudaDevice:
         self._tables = DeviceTables(self.rows, self.pool)
         self._forward = Forward(spec, weights, kernels, self._tables, self.pool, limits, mixed=running_int8)
         self._projection = Projection(self._forward, self.pool, limits)
-        self._swapper = Swapper(self.pool, kernels, self.lane, Lane(device))
+        self._swapper = Swapper(self.pool, kernels, self.lane, out=Lane(device), back=Lane(device))
         self._buffers = StepBuffers(spec, limits, weights.embedding.dtype, device)
         self._sampling = Sampling(self.rows, kernels, self._buffers, spec.vocab_size, device)
         self._buckets = Buckets(limits.max_num_seqs, limits.max_num_batched_tokens)

@@ -3,8 +3,10 @@
 Units pass through a staging area on the device. Outwards they are copied there in the lane of the steps, at the speed
 of device memory, and go on to the host in a lane of their own: once the copy to staging is enqueued their units may be
 given away, and steps wait for the host's link only where staging is full. Inwards the transfer begins at once, beside
-steps launched before, and the lane of the steps waits for its end. All transfers share one lane, so that what was just
-written to the host can be read back. The scales of blocks in 8 bits go beside their units. Knows nothing of requests or
+steps launched before, and the lane of the steps waits for its end. The link carries both ways at once, so each way has
+a lane and staging of its own: what comes back does not stand behind what goes. A host unit that was written is read
+once that has arrived; one that is read is not written before, for outwards the lane of the steps is waited for, and
+that has waited for what came back. The scales of blocks in 8 bits go beside their units. Knows nothing of requests or
 of what lies in a unit.
 """
 
@@ -22,15 +24,17 @@ from engine.execution.lane import Lane, Mark
 from engine.execution.pool import UnitPool
 
 STAGING_BYTES = 64 * 1024**2
-"""Of staging in all, or what two units take if that is more: a transfer of half of it hides its launch."""
+"""Of staging in all, or what four units take if that is more: a transfer of a quarter of it hides its launch."""
 
-_HALVES = 2  # one is filled while the other is emptied
+_HALVES = 2  # of each way's: one is filled while the other is emptied
+_PARTS = 2 * _HALVES
+_MOST_MARKS = 64  # that are kept of a lane; who needs an older one waits for the oldest of these
 
 
 def staging_units(host_units: int, bytes_per_unit: int) -> int:
     """Units of staging for a host tier of so many: 0 without one."""
-    per_half = max(1, STAGING_BYTES // _HALVES // bytes_per_unit)
-    return _HALVES * min(host_units, per_half)
+    per_half = max(1, STAGING_BYTES // _PARTS // bytes_per_unit)
+    return _PARTS * min(host_units, per_half)
 
 
 @dataclass(slots=True)
@@ -45,58 +49,86 @@ class _Half:
         return len(self.parts[0])
 
 
-class Swapper:
-    """Moves units of `pool` to and from its host units. `lane`: where steps run; `transfers`: where copies run."""
+class _Written:
+    """When each of `num_units` host units was last written, by transfers that end in their order."""
 
-    def __init__(self, pool: UnitPool, kernels: Kernels, lane: Lane, transfers: Lane) -> None:
-        self._pool, self._kernels, self._lane, self._transfers = pool, kernels, lane, transfers
+    def __init__(self, num_units: int) -> None:
+        self._transfers = np.zeros(num_units, dtype=np.int64)  # the last of each unit, counted from 1
+        self._count = 0
+        self._marks: deque[Mark] = deque(maxlen=_MOST_MARKS)  # of the newest transfers
+
+    def put(self, units: IntArray, mark: Mark) -> None:
+        """The next transfer writes these, and has ended at `mark`."""
+        self._marks.append(mark)
+        self._count += 1
+        self._transfers[units] = self._count
+
+    def awaited_in(self, lane: Lane, units: IntArray) -> None:
+        """What is launched next in `lane` finds them written."""
+        newest = int(self._transfers[units].max())
+        if newest:
+            lane.wait(self._marks[max(0, len(self._marks) - 1 - (self._count - newest))])
+
+
+class Swapper:
+    """Moves units of `pool` to and from its host units. `lane`: where steps run; `out`, `back`: where copies to the
+    host and from it run."""
+
+    def __init__(self, pool: UnitPool, kernels: Kernels, lane: Lane, out: Lane, back: Lane) -> None:
+        self._pool, self._kernels = pool, kernels
+        self._lane, self._out, self._back = lane, out, back
+        self._written = _Written(len(pool.host_units))
         self._device, self._host = [pool.units], [pool.host_units]
         if (compressed := pool.compressed) is not None:  # as numbers of the pool's type: no other variant of a kernel
             self._device.append(compressed.scales.flatten(1).view(pool.units.dtype))
             self._host.append(compressed.host_scales.flatten(1).view(pool.units.dtype))
         count = staging_units(len(pool.host_units), sum(part[:1].nbytes for part in self._device))
-        halves = zip(*(part.new_zeros((count, part.shape[1])).chunk(_HALVES) for part in self._device), strict=True)
-        self._halves = deque(_Half(list(parts), lane.mark()) for parts in halves if len(parts[0]))
+        staging = zip(*(part.new_zeros((count, part.shape[1])).chunk(_PARTS) for part in self._device), strict=True)
+        halves = [_Half(list(parts), lane.mark()) for parts in staging if len(parts[0])]
+        self._outwards, self._inwards = deque(halves[:_HALVES]), deque(halves[_HALVES:])
 
     def swap_out(self, pairs: IntArray) -> None:
         """Device units to host units [n, 2]. What is launched next in `lane` may overwrite the device units."""
-        for half, part in self._parts(pairs, host=1):
+        for half, part in _parts(pairs, self._outwards, host=1):
             self._lane.wait(half.free)
             staged = np.stack((part[:, 0], np.arange(len(part))), axis=1)
             sent = self._send(staged)
             for units, passing in zip(self._device, half.parts, strict=True):
                 self._kernels.unit_copy(units, passing, sent)
-            self._transfers.wait(self._lane.mark())
+            self._out.wait(self._lane.mark())
             for first, last, unit in _runs(part[:, 1]):
                 for passing, kept in zip(half.parts, self._host, strict=True):
-                    self._transfers.copy(passing[first:last], kept[unit : unit + last - first])
-            half.free = self._transfers.mark()
+                    self._out.copy(passing[first:last], kept[unit : unit + last - first])
+            half.free = self._out.mark()
+            self._written.put(part[:, 1], half.free)
 
     def swap_in(self, pairs: IntArray) -> None:
         """Host units to device units [n, 2]. What is launched next in `lane` finds them there."""
-        for half, part in self._parts(pairs, host=0):
-            self._transfers.wait(half.free)
+        for half, part in _parts(pairs, self._inwards, host=0):
+            self._back.wait(half.free)
+            self._written.awaited_in(self._back, part[:, 0])
             for first, last, unit in _runs(part[:, 0]):
                 for passing, kept in zip(half.parts, self._host, strict=True):
-                    self._transfers.copy(kept[unit : unit + last - first], passing[first:last])
-            self._lane.wait(self._transfers.mark())
+                    self._back.copy(kept[unit : unit + last - first], passing[first:last])
+            self._lane.wait(self._back.mark())
             staged = np.stack((np.arange(len(part)), part[:, 1]), axis=1)
             sent = self._send(staged)
             for units, passing in zip(self._device, half.parts, strict=True):
                 self._kernels.unit_copy(passing, units, sent)
             half.free = self._lane.mark()
 
-    def _parts(self, pairs: IntArray, host: int) -> Iterator[tuple[_Half, IntArray]]:
-        """Pairs in the order of their host units, as many at a time as half of staging takes, and which half."""
-        assert self._halves, "this runner was made without a host tier"
-        pairs = pairs[np.argsort(pairs[:, host], kind="stable")]
-        per_half = min(map(len, self._halves))
-        for first in range(0, len(pairs), per_half):
-            self._halves.rotate(1)
-            yield self._halves[0], pairs[first : first + per_half]
-
     def _send(self, pairs: IntArray) -> Tensor:
         return send(pairs.astype(np.int32), self._pool.device)
+
+
+def _parts(pairs: IntArray, halves: deque[_Half], host: int) -> Iterator[tuple[_Half, IntArray]]:
+    """Pairs in the order of their host units, as many at a time as a half takes, and which half."""
+    assert halves, "this runner was made without a host tier"
+    pairs = pairs[np.argsort(pairs[:, host], kind="stable")]
+    per_half = min(map(len, halves))
+    for first in range(0, len(pairs), per_half):
+        halves.rotate(1)
+        yield halves[0], pairs[first : first + per_half]
 
 
 def _runs(units: IntArray) -> Iterator[tuple[int, int, int]]:
