@@ -88,6 +88,7 @@ EXPERIMENTS = {
     "larry": Experiment(larry.CONFIG, larry.SHORT, larry.run_seed, larry.summary, larry.figures),
     "llmd-491": Experiment(llmd.CONFIG, llmd.SHORT, llmd.run_seed, llmd.summary, llmd.figures),
     "sal": Experiment(sal.CONFIG, sal.SHORT, sal.run_seed, sal.summary, sal.figures),
+    "sal-loads": Experiment(sal.LOADS, sal.LOADS_SHORT, sal.run_seed, sal.summary, sal.figures),
     "unsteady": Experiment(unsteady.CONFIG, unsteady.SHORT, unsteady.run_seed, unsteady.summary, unsteady.figures),
 }
 

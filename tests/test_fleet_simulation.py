@@ -15,6 +15,7 @@ from loadgen.experiments import kunserve, sal
 from loadgen.experiments.table import Result
 from loadgen.simulation.fleet import FleetDriver, OneByOne, Server
 from loadgen.simulation.machine import MachineSpec, build_machine
+from loadgen.simulation.merged import MergedDriver
 from loadgen.simulation.overload import Means, OverloadedFleet
 from loadgen.simulation.pipeline import CHUNK_SECONDS, Bubbles, Link, PipelineRunner
 from loadgen.simulation.requests import request_of
@@ -69,6 +70,25 @@ def test_a_fleet_run_is_the_same_each_time() -> None:
     assert sal.run_task(task) == sal.run_task(task)
 
 
+def test_with_one_queue_for_all_no_prompt_waits_behind_another_while_an_engine_is_idle() -> None:
+    """Two engines, a long prompt on one of them; four of one step each: bound on arrival, by turns, two of them wait
+    behind the long one; merged, all of them run on the other. Nothing runs twice or is lost."""
+    rows = [(0.0, 500, 1), *((0.001 * n, 64, 1) for n in range(1, 5))]
+    bound = FleetDriver([server(0), server(1)], find_router("round-robin"), arrivals(*rows)).run()
+    merged = MergedDriver([server(0), server(1)], arrivals(*rows))
+    ran = merged.run()
+    step = 0.01 + 64e-4
+    assert [record.ttft for record in ran.online[1:]] == [
+        pytest.approx(0.001 + step * n - 0.001 * n) for n in range(1, 5)
+    ]
+    assert max(r.ttft or 0.0 for r in bound.online[1:]) > 8 * step
+    assert [len(record.token_times) for record in ran.online] == [1] * 5 and merged.num_open == 0
+    assert set(merged.placed) == set()
+    for one in merged.servers.values():
+        one.core.check_integrity()
+        assert not one.core.has_requests
+
+
 def test_sal_gives_a_slower_engine_less() -> None:
     config = replace(sal.CONFIG, warm_up=0.0)
     rows = tuple((i * 0.02, 1500, 4) for i in range(60))
@@ -87,8 +107,25 @@ def test_the_experiment_in_small_and_its_table() -> None:
     assert set(sal.figures(results)) == {"sal-larry-p99", "sal-goodput-p99"}
 
 
+def test_the_loads_have_a_row_each_and_the_merged_queue_is_no_rival() -> None:
+    fleets = (sal.Fleet("2", ("a100-40gb",) * 2, ("larry",), ("code",)),)
+    config = replace(
+        sal.LOADS_SHORT, fleets=fleets, window=4.0, warm_up=1.0, routers=("sal", "round-robin", sal.MERGED)
+    )
+    results = sal.run_seed(config, None, 0, 1, lambda _text: None)
+    header, rows = sal.summary(results)
+    assert len(rows) == len(results) == 2 * 3
+    named = [dict(zip(header, row, strict=True)) for row in rows]
+    assert [row["rate"] for row in named] == [0.7] * 3 + [1.0] * 3
+    assert all((row["p99 / rr"] is not None) == (row["router"] != "round-robin") for row in named)
+    first = {r.policy: r for r in results[:3]}
+    assert named[0]["p95 gain"] == pytest.approx(
+        first["round-robin"].metrics["ttft_p95"] / first["sal"].metrics["ttft_p95"]
+    )
+
+
 def result(router: str, seed: int, ttft: float) -> Result:
-    setting = {"workload": "code", "fleet": "4", "online_policy": "larry"}
+    setting = {"workload": "code", "rate": 1.5, "fleet": "4", "online_policy": "larry"}
     return Result("sal", router, setting, seed, dict.fromkeys(sal.COLUMNS, ttft))
 
 

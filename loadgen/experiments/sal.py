@@ -3,6 +3,9 @@
 Azure chat and code conversations and ShareGPT's lengths at a rate per engine, Llama-3-8B on A100-40GB, at most 1,024
 tokens a step as in the paper; fleets of equal engines, and one whose second half is slower. Each seed takes its own
 part of a trace. The paper's arrivals are another trace's; here they are those of the conversations.
+
+`sal-loads` goes through the loads of code and sets a fleet without a router beside them (`merged`: one queue for all
+engines, see `loadgen.simulation.merged`): what a router could gain at all.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,6 +28,7 @@ from loadgen.randomness import stream
 from loadgen.simulation.fleet import FleetDriver, OneByOne, Server
 from loadgen.simulation.machine import Machine, MachineSpec, build_machine
 from loadgen.simulation.measure import Metrics, measure
+from loadgen.simulation.merged import MergedDriver
 from loadgen.simulation.requests import Row, request_of, rows_of
 from loadgen.svg import Series
 from predictor.features import BatchFeatures
@@ -32,6 +36,8 @@ from predictor.limits import UNITS_PER_BLOCK
 
 SOURCES = {"chat": lengths.AZURE_CONV, "code": lengths.AZURE_CODE, "sharegpt": lengths.SHAREGPT}
 ROUTERS = ("sal", "p2c", "round-robin", "random")
+MERGED = "merged"
+"""No router: one queue for all engines."""
 MACHINE = MachineSpec("llama-3-8b", "a100-40gb", max_num_seqs=256, max_num_batched_tokens=1024, max_model_len=8192)
 
 
@@ -67,6 +73,17 @@ class Config:
 
 CONFIG = Config()
 SHORT = replace(CONFIG, fleets=FLEETS[:1], window=20.0)
+LOADS = replace(
+    CONFIG,
+    fleets=(
+        Fleet("4", ("a100-40gb",) * 4, ("larry",), ("code",)),
+        Fleet("8", ("a100-40gb",) * 8, ("larry",), ("code",)),
+        Fleet("2+2 slow", ("a100-40gb",) * 2 + ("a40",) * 2, ("larry",), ("code",)),
+    ),
+    rates=tuple(("code", rate) for rate in (0.4, 0.7, 1.0, 1.5, 2.0)),
+    routers=("sal", "p2c", "round-robin", MERGED),
+)
+LOADS_SHORT = replace(LOADS, fleets=LOADS.fleets[:1], rates=LOADS.rates[1:3], window=20.0)
 
 
 class Task(NamedTuple):
@@ -137,7 +154,10 @@ def run_task(task: Task) -> Metrics:
         Arrival(row[0], request_of(f"n{i}", row, RequestClass.ONLINE, limit)) for i, row in enumerate(task.rows)
     ]
     servers = servers_of(task)
-    driver = FleetDriver(servers, find_router(task.router), arrivals, seed=task.seed)
+    if task.router == MERGED:
+        driver: FleetDriver = MergedDriver(servers, arrivals)
+    else:
+        driver = FleetDriver(servers, find_router(task.router), arrivals, seed=task.seed)
     found = measure(driver.run(), task.config.warm_up, arrivals[-1].at)
     stats = [server.core.stats() for server in servers]
     found["preemptions"] = float(sum(sum(stat.preemptions.values()) for stat in stats))
@@ -166,19 +186,33 @@ def run_seed(config: Config, data: Path | None, seed: int, workers: int, say: Ca
 
 
 COLUMNS = ("ttft_p50", "ttft_p95", "ttft_p99", "normalized_ttft_p50", "tbt_p50", "tbt_p99", "e2e_p50", "e2e_p95")
-HEADER = ("workload", "engines", "policy", "router", "ttft p50 s", "p95", "p99", "norm p50 ms", "tbt p50 ms", "p99 ms")
+HEADER = (
+    "workload",
+    "rate",
+    "engines",
+    "policy",
+    "router",
+    "ttft p50 s",
+    "p95",
+    "p99",
+    "norm p50 ms",
+    "tbt p50 ms",
+    "p99 ms",
+)
 GAINS = ("tgt p50 s", "p95 s", "ttft p50 gain", "p95 gain", "p99 gain", "tgt p50 gain", "p99 / rr", "p99 / p2c")
-Group = tuple[str, str, str]
+Group = tuple[str, float, str, str]
 
 
 def group_of(result: Result) -> Group:
     """What runs share that are compared with one another."""
-    return result.setting["workload"], result.setting["fleet"], result.setting["online_policy"]
+    setting = result.setting
+    return setting["workload"], setting["rate"], setting["fleet"], setting["online_policy"]
 
 
 def summary(results: Sequence[Result]) -> tuple[list[str], list[list[Any]]]:
     """Header and rows: means over the seeds. A gain is the best of the other routers' ÷ SAL's (mean of the seeds' own,
-    above 1: SAL is better); the last two are SAL's P99 TTFT ÷ that of round-robin and of p2c."""
+    above 1: SAL is better); the last two are a P99 TTFT, SAL's or the merged queue's, ÷ that of round-robin and of p2c.
+    """
     rows: list[list[Any]] = []
     for group in dict.fromkeys(map(group_of, results)):
         members = [r for r in results if group_of(r) == group]
@@ -187,8 +221,9 @@ def summary(results: Sequence[Result]) -> tuple[list[str], list[list[Any]]]:
             values = [mean(mine, key) * (1e3 if "norm" in key or "tbt" in key else 1.0) for key in COLUMNS]
             gains: list[float | None] = [None] * 6
             if router == "sal":
-                gains = [gain(members, key) for key in ("ttft_p50", "ttft_p95", "ttft_p99", "e2e_p50")]
-                gains += [ratio(members, "ttft_p99", rival) for rival in ("round-robin", "p2c")]
+                gains[:4] = [gain(members, key) for key in ("ttft_p50", "ttft_p95", "ttft_p99", "e2e_p50")]
+            if router in ("sal", MERGED):
+                gains[4:] = [ratio(members, "ttft_p99", rival, router) for rival in ("round-robin", "p2c")]
             rows.append([*group, router, *values, *gains])
     return [*HEADER, *GAINS], rows
 
@@ -197,16 +232,18 @@ def gain(members: Sequence[Result], key: str) -> float | None:
     """The least of the other routers' ÷ SAL's, mean of the seeds' own."""
     found = []
     for mine in (r for r in members if r.policy == "sal"):
-        rivals = [float(r.metrics[key] or 0.0) for r in members if r.seed == mine.seed and r.policy != "sal"]
+        rivals = [
+            float(r.metrics[key] or 0.0) for r in members if r.seed == mine.seed and r.policy not in ("sal", MERGED)
+        ]
         if rivals and mine.metrics[key]:
             found.append(min(rivals) / float(mine.metrics[key] or 1.0))
     return sum(found) / len(found) if found else None
 
 
-def ratio(members: Sequence[Result], key: str, rival: str) -> float | None:
-    """SAL's ÷ the rival's, mean of the seeds' own."""
+def ratio(members: Sequence[Result], key: str, rival: str, router: str = "sal") -> float | None:
+    """The router's ÷ the rival's, mean of the seeds' own."""
     found: list[float] = []
-    for mine in (r for r in members if r.policy == "sal"):
+    for mine in (r for r in members if r.policy == router):
         others = [r for r in members if r.seed == mine.seed and r.policy == rival and r.metrics[key]]
         found += [float(mine.metrics[key] or 0.0) / float(other.metrics[key] or 1.0) for other in others]
     return sum(found) / len(found) if found else None
@@ -223,6 +260,6 @@ def figures(results: Sequence[Result]) -> dict[str, str]:
             groups = list(dict.fromkeys(map(group_of, mine)))
             values = [mean([r for r in mine if group_of(r) == group], "ttft_p99") for group in groups]
             series.append(Series(router, [float(i) for i in range(len(groups))], values, points=True))
-        order = ", ".join(f"{w} {f}" for w, f, _ in dict.fromkeys(map(group_of, results)) if _ == policy)
+        order = ", ".join(f"{w} {r} {f}" for w, r, f, p in dict.fromkeys(map(group_of, results)) if p == policy)
         found[f"sal-{policy}-p99"] = figure(f"P99 TTFT under {policy}: {order}", series, "case", "seconds")
     return found
