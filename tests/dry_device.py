@@ -78,8 +78,9 @@ class DryDevice(TorchDispatchMode):
         if here and name in ("index", "index_put_") and any(each.dtype == torch.bool for each in tensors[1:]):
             self.block(f"{func} by a mask")
         result = func(*args, **kwargs)
+        cast = name == "to" and result is not args[0]  # the rest of what `to` gives is its argument
         if (
-            not func.is_view
+            (cast or not func.is_view)
             and name not in _MAKES
             and any(each.is_meta for each in tree_leaves((here, result)) if isinstance(each, Tensor))
         ):

@@ -16,6 +16,7 @@ from engine.triton_kernels.penalties import count_tokens, penalise
 from engine.triton_kernels.rms_norm import add_rms_norm, add_rms_norm_rounded, rms_norm, rms_norm_rounded
 from engine.triton_kernels.round_rows import round_rows, scale_rows
 from engine.triton_kernels.silu_and_mul import gelu_tanh_and_mul, silu_and_mul, silu_and_mul_rounded
+from engine.triton_kernels.step_tokens import accept_tokens, embed_tokens
 from engine.triton_kernels.token_mask import token_mask
 
 WIDTHS = [(1, 64), (3, 576), (5, 1000), (2, 5120)]
@@ -167,6 +168,41 @@ def test_gates(rows: int, width: int, dtype: torch.dtype) -> None:
     assert_same(silu_and_mul(x), twin.silu_and_mul(x.double()), dtype)
     x[0, 1] = -40.0  # a cube of which half precision has no number
     assert_same(gelu_tanh_and_mul(x), twin.gelu_tanh_and_mul(x.double()), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("scale", [None, 5.5])
+@pytest.mark.parametrize("learned", [False, True])
+@pytest.mark.parametrize(("tokens", "width"), [(1, 64), (5, 1000), (3, 2085)])
+def test_embed_tokens(tokens: int, width: int, learned: bool, scale: float | None, dtype: torch.dtype) -> None:
+    """Tokens that the host knows, and such as the device alone does."""
+    generator = torch.Generator().manual_seed(width)
+    embedding, places = random(generator, 17, width, dtype=dtype), random(generator, 9, width, dtype=dtype)
+    last = torch.tensor([3, 16, 0, 7], dtype=torch.int32, device=DEVICE)
+    ids, source, positions = (
+        torch.tensor(each[:tokens], dtype=torch.int32, device=DEVICE)
+        for each in ([-1, 16, -1, 0, -1], [1, 0, 3, 2, 0], [6, 0, 1, 3, 5])
+    )
+    common = ids, source, last, positions, embedding, scale, places if learned else None, 2
+    assert torch.equal(embed_tokens(*common), twin.embed_tokens(*common))
+
+
+@pytest.mark.parametrize("kind", [torch.int32, torch.int64])
+@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize("count", [1, 5, 1500])
+def test_accept_tokens(count: int, known: bool, kind: torch.dtype) -> None:
+    """Of tokens without a finite logit the request learns, and a step behind it reads some id nevertheless."""
+    generator = torch.Generator().manual_seed(count)
+    tokens = torch.randint(-1, 99, (count,), generator=generator, dtype=kind).to(DEVICE)
+    best = random(generator, count)
+    for place, value in enumerate((-torch.inf, torch.nan, torch.inf)):
+        best[place::7] = value
+    rows = torch.randperm(count + 3, generator=generator)[:count].to(DEVICE, torch.int32)
+    found, expected = ([torch.full((count + 3,), 55, dtype=torch.int32, device=DEVICE) for _ in "ab"] for _ in "ab")
+    for accept, (sampled, last) in ((accept_tokens, found), (twin.accept_tokens, expected)):
+        accept(tokens, None if known else best, rows, sampled[:count], last)
+    assert all(map(torch.equal, found, expected))
+    assert known or found[0][0] == -1, "a logit that is not finite"
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

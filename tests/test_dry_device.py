@@ -23,6 +23,7 @@ from engine.execution.cuda.device import CudaDevice
 from engine.execution.cuda.forward import Forward
 from engine.execution.cuda.kernels import triton_kernels
 from engine.execution.cuda.sampling import Sampling
+from engine.execution.layout import decodes_first
 from engine.execution.masks import FinishMasks, StepMasks
 from engine.execution.ranks.follower import Follower
 from engine.execution.ranks.messages import decode_step, encode
@@ -39,6 +40,7 @@ from predictor.limits import Limits
 
 pytest.importorskip("triton")
 BLOCK, ROWS = 4, 3
+_NO_CHUNKS = np.zeros((0, 4), dtype=np.int64)
 KINDS: dict[str, dict[str, object]] = {
     "greedy": {"temperature": 0.0},
     "drawn": {},
@@ -389,6 +391,24 @@ def test_a_step_that_would_wait_for_the_compiler_is_seen(monkeypatch: pytest.Mon
                 counts_of(dry, runner, kind)
 
 
+@pytest.mark.parametrize(
+    ("name", "layer", "outside"),
+    [("llama-gqa2", 10, 8), ("qwen3", 10, 8), ("opt", 10, 8), ("gemma3", 12, 11), ("neox", 11, 8)],
+)
+def test_launches_of_a_decode(name: str, layer: int, outside: int) -> None:
+    """Kernels of ours and operators of torch, in a layer and outside of all; norms of branches and caps cost more."""
+    found = []
+    for num_layers in (1, 2):
+        with dry_device() as dry:
+            device = make_runner(replace(load_spec(model_folder(name)), num_layers=num_layers), graphs=False).device
+            inputs = device._buffers.fill(device._buckets.fit(2, 2), decodes_first(_NO_CHUNKS), device.rows)
+            dry.counts = Counter()
+            with torch.inference_mode():
+                device._forward(inputs)
+            found.append(dry.counts["kernels"] + dry.counts["operators"])
+    assert (found[1] - found[0], 2 * found[0] - found[1]) == (layer, outside)
+
+
 MUTANTS = {
     "a value is looked at": (Forward, "accept", lambda tensor: int(tensor.sum())),
     "a copy to the host": (Forward, "accept", lambda tensor: tensor.cpu()),
@@ -417,9 +437,9 @@ def test_what_would_wait_is_seen(mutant: str, monkeypatch: pytest.MonkeyPatch) -
 def test_a_capture_that_would_wait_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     original = Forward.accept
 
-    def mutated(self: Forward, inputs: object, tokens: torch.Tensor) -> None:
+    def mutated(self: Forward, inputs: object, tokens: torch.Tensor, *best: torch.Tensor) -> None:
         tokens.cpu()
-        original(self, inputs, tokens)  # type: ignore[arg-type]
+        original(self, inputs, tokens, *best)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Forward, "accept", mutated)
     with dry_device(), pytest.raises(WouldWaitError):

@@ -352,6 +352,29 @@ def _at(address: int, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
     return torch.frombuffer((ctypes.c_char * size).from_address(address), dtype=dtype).view(shape)
 
 
+def embed_tokens(
+    ids: Tensor,
+    source: Tensor,
+    last_tokens: Tensor,
+    positions: Tensor,
+    embedding: Tensor,
+    scale: float | None,
+    learned: Tensor | None,
+    offset: int,
+) -> Tensor:
+    """Hidden state of tokens that the host knows, or the device alone. Shapes as in the kernel's wrapper."""
+    hidden = functional.embedding(torch.where(ids < 0, last_tokens[source], ids), embedding)
+    if scale is not None:
+        hidden = hidden * scale
+    return hidden if learned is None else hidden + functional.embedding(positions + offset, learned)
+
+
+def accept_tokens(tokens: Tensor, best: Tensor | None, rows: Tensor, sampled: Tensor, last_tokens: Tensor) -> None:
+    """Note sampled tokens, -1 where the best logit is not finite. Shapes as in the kernel's wrapper."""
+    sampled.copy_(tokens if best is None else tokens.masked_fill(~best.isfinite(), -1))
+    last_tokens.index_copy_(0, rows.long(), sampled.clamp(min=0))
+
+
 def token_mask(logits: Tensor, places: Tensor, bits: Tensor) -> None:
     """logits[places[i], t] = -inf where bit t of bits[i] is not set. Shapes as in the kernel's wrapper."""
     tokens = torch.arange(logits.shape[1], device=logits.device)

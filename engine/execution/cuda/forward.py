@@ -2,7 +2,7 @@
 
 The decoder over fused kernels and a paged cache, and the greedy token of every sample behind it, so that all of it fits
 one CUDA graph: nothing here waits for the device, and every input and output has a fixed address. GEMMs are cuBLAS's.
-Ten kernels a layer where the MLP is gated.
+Ten kernels a layer where the MLP is gated, and eight outside of all layers.
 """
 
 from collections.abc import Callable
@@ -20,8 +20,7 @@ from engine.models.float8 import Float8Linear, RoundedRows
 from engine.models.rope import RopeSpec
 from engine.models.rotary import attention_scaling, inverse_frequencies
 from engine.models.spec import ModelSpec
-from engine.models.weights import LayerWeights, ModelWeights
-from engine.scheduling.output import INVALID_TOKEN
+from engine.models.weights import LayerWeights, ModelWeights, embedding_scale
 from predictor.limits import Limits
 
 Observe = Callable[[int, Tensor], None]
@@ -50,6 +49,7 @@ class Forward:
         self._pool = pool.cells.view(shape) if pool.bytes is None else pool.bytes.values
         self._decoder = Decoder(spec, weights, kernels)
         dtype, device = weights.embedding.dtype, weights.embedding.device
+        self._embedding_scale = embedding_scale(spec, dtype)
         self._scratch_base = pool.scratch_base
         self._mixed_layers = pool.num_layers if mixed else 0
         scale = spec.head_dim**-0.5 if spec.scale is None else spec.scale
@@ -81,8 +81,10 @@ class Forward:
             assert isinstance(layer.qkv, Float8Linear)
             return self._attend(index, layer, layer.qkv.product(rows), inputs)
 
-        last = self._last_tokens.index_select(0, inputs.source)
-        hidden = self._decoder.embed(torch.where(inputs.ids < 0, last, inputs.ids), inputs.positions)
+        hidden = self._kernels.embed_tokens(
+            inputs.ids, inputs.source, self._last_tokens, inputs.positions, self._weights.embedding,
+            self._embedding_scale, self._weights.positions, self._spec.position_offset or 0,
+        )  # fmt: skip
         hidden = self._decoder.run(hidden, attend, None, adapt, None if observe else attend_rounded)
         if take is not None:
             take(self._decoder.normed(hidden))
@@ -90,14 +92,13 @@ class Forward:
         # A copy, so that graphs can share the memory of everything else they allocate.
         self.logits[: inputs.shape.samples].copy_(logits)
         best, tokens = logits.max(dim=-1)
-        self.accept(inputs, tokens.to(torch.int32).masked_fill_(~best.isfinite(), INVALID_TOKEN))
+        self.accept(inputs, tokens, best)
 
-    def accept(self, inputs: StepInputs, tokens: Tensor) -> None:
-        """Make `tokens [n]` int32 what the first n samples of the step gave."""
+    def accept(self, inputs: StepInputs, tokens: Tensor, best: Tensor | None = None) -> None:
+        """Make `tokens [n]` what the first n samples of the step gave; none are valid whose `best` logit is not
+        finite."""
         count = len(tokens)
-        self.sampled[:count].copy_(tokens)
-        # an invalid token ends its request; a step already in flight behind it still needs some id to read
-        self._last_tokens.index_copy_(0, inputs.sample_rows[:count].long(), tokens.clamp(min=0))
+        self._kernels.accept_tokens(tokens, best, inputs.sample_rows[:count], self.sampled[:count], self._last_tokens)
 
     def store(self, layer: int, tables: Tensor, x: Tensor, rows: Tensor, positions: Tensor) -> None:
         """Keep x [t, H], the attention input of tokens at `positions` of `rows`, as their hidden state; rows < 0: skip.

@@ -14,6 +14,22 @@ from engine.triton_kernels.work import DecodeWork, PrefillWork
 class Kernels(Ops, Protocol):
     """Shapes and contracts as in `engine.triton_kernels`."""
 
+    def embed_tokens(
+        self,
+        ids: Tensor,
+        source: Tensor,
+        last_tokens: Tensor,
+        positions: Tensor,
+        embedding: Tensor,
+        scale: float | None,
+        learned: Tensor | None,
+        offset: int,
+    ) -> Tensor: ...
+
+    def accept_tokens(
+        self, tokens: Tensor, best: Tensor | None, rows: Tensor, sampled: Tensor, last_tokens: Tensor
+    ) -> None: ...
+
     def rope_cache_write(
         self,
         q: Tensor | None,
