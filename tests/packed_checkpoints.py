@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import tiny_models
+import tiny_transformers
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -217,3 +218,40 @@ def write_dense(folder: Path, weights: dict[str, Tensor], case: str = "llama-gqa
     tiny_models.write_config(folder, json.loads((source / "config.json").read_text()))
     tensors = load_file(source / "model.safetensors") | {key: value.float() for key, value in weights.items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+
+
+def mxfp4(count: int, inputs: int, outputs: int, scale: tuple[int, int], generator: torch.Generator) -> Layer:
+    """Experts of gpt-oss: what is stored, by what its names end with, and the weight [experts, in, out]. `scale`: the
+    stored exponents are from the first to before the second; where there are as many as that, each is there."""
+    shape = (count, outputs, inputs // 32)
+    exponents = scale[0] + torch.arange(shape[0] * shape[1] * shape[2]) % (scale[1] - scale[0])
+    exponents = exponents[torch.randperm(len(exponents), generator=generator)].view(shape)
+    fields = draw(0, 16, (*shape, 16, 2), generator)
+    weight = torch.tensor(E2M1, dtype=torch.float64)[fields] * torch.pow(2.0, exponents.double() - 127)[..., None, None]
+    stored = {
+        "blocks": (fields[..., 0] + 16 * fields[..., 1]).to(torch.uint8),
+        "scales": exponents.to(torch.uint8),
+    }
+    return Layer(stored, weight.reshape(count, outputs, inputs).transpose(1, 2).to(torch.bfloat16))
+
+
+def write_gpt_oss(packed: Path, plain: Path) -> dict[str, Tensor]:
+    """A tiny gpt-oss twice, its experts in MXFP4 and what they stand for; gives the latter by name."""
+    tiny_transformers.save("gpt_oss", plain)
+    stored, generator = load_file(plain / "model.safetensors"), torch.Generator().manual_seed(11)
+    weights: dict[str, Tensor] = {}
+    for name in [name for name in stored if name.endswith("_proj") and ".experts." in name]:
+        made = mxfp4(*stored.pop(name).shape, (122, 126), generator)
+        weights[name] = made.weight
+        stored |= {f"{name}_{part}": value for part, value in made.stored.items()}
+    dense = {name: tensor for name, tensor in stored.items() if not name.endswith(("_blocks", "_scales"))}
+    save_file(dense | {name: each.float().contiguous() for name, each in weights.items()}, plain / "model.safetensors")
+    config = json.loads((plain / "config.json").read_text())
+    kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    given = {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": kept}}
+    tiny_models.write_config(packed, config | given)
+    save_file(stored, packed / "model.safetensors", metadata={"format": "pt"})
+    return weights

@@ -22,8 +22,10 @@ from engine.execution.cpu.native import library
 from engine.execution.plan import LaunchPlan
 from engine.models.checkpoint import Checkpoint, load_weights
 from engine.models.linear import make_linear
+from engine.models.packing import packing_from_config
 from engine.models.quantized import QuantizedLinear, Rounded
 from engine.models.spec import load_spec, spec_from_config
+from engine.models.unpacking import dense
 from gateway.commands.doctor import report_launch
 
 CPU = torch.device("cpu")
@@ -78,6 +80,59 @@ def test_tokens_by_transformers_modules(name: str, tmp_path: Path) -> None:
     found, plan = generated(config_of(tmp_path / "packed", model_impl="transformers"))
     assert plan.implementation == "transformers" and "unpacked to float32 at load" in plan.notes[-1]
     assert found == generated(config_of(tmp_path / "dense"))[0]
+
+
+# Experts of gpt-oss ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scale", [(0, 255), (0, 12), (243, 255)], ids=["all", "least", "greatest"])
+def test_mxfp4_stands_for_what_transformers_makes_of_it(scale: tuple[int, int]) -> None:
+    """Denormal numbers, infinities and signs of zeros, too."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    packing = packing_from_config({"quantization_config": {"quant_method": "mxfp4"}})
+    assert packing is not None
+    made = packed_checkpoints.mxfp4(3, 96, 40, scale, torch.Generator().manual_seed(5))
+    found = dense(packing, made.stored)
+    reference = convert_moe_packed_tensors(made.stored["blocks"], made.stored["scales"])
+    assert found.dtype == torch.bfloat16 and found.shape == (3, 96, 40)
+    assert torch.equal(found.view(torch.int16), reference.view(torch.int16))
+    assert torch.equal(found.view(torch.int16), made.weight.contiguous().view(torch.int16))
+
+
+def test_gpt_oss_with_stored_experts_gives_the_tokens_of_the_plain_one(tmp_path: Path) -> None:
+    weights = packed_checkpoints.write_gpt_oss(tmp_path / "packed", tmp_path / "plain")
+    plan = plan_launch(config_of(tmp_path / "packed"))
+    (note,) = [line for line in report_launch(plan, "tiny") if "MXFP4" in line]
+    assert note.startswith("note") and " on disk, " in note and "in memory, unpacked to float32 at load" in note
+    with Checkpoint(tmp_path / "packed", torch.bfloat16, CPU, plan.spec.packing) as checkpoint:
+        tensors = checkpoint.dense_tensors()
+    assert len(weights) == 8 and all(torch.equal(tensors[name], weight) for name, weight in weights.items())
+    assert tensors.keys() == load_file(tmp_path / "plain" / "model.safetensors").keys()
+    found, plan = generated(config_of(tmp_path / "packed"))
+    assert plan.implementation == "transformers"
+    assert found == generated(config_of(tmp_path / "plain"))[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t, name: t[f"{name}_scales"].fill_(255), "mlp.experts.down_proj by MXFP4: scales that are not finite"),
+        (lambda t, name: t.update({f"{name}_scales": t[f"{name}_scales"][:, 1:].contiguous()}), "MXFP4: scales [4, 63"),
+        (lambda t, name: t.update({f"{name}_blocks": t[f"{name}_blocks"][..., 1:].contiguous()}), "for blocks [4, 64,"),
+        (lambda t, name: t.update({f"{name}_scales": t[f"{name}_scales"].float()}), "scales of type float32"),
+        (lambda t, name: t.pop(f"{name}_scales"), "mlp.experts.down_proj_blocks is of type uint8"),
+    ],
+)
+def test_stored_experts_that_do_not_fit_are_refused(
+    change: Callable[[dict[str, Tensor], str], object], message: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / "packed"
+    packed_checkpoints.write_gpt_oss(folder, tmp_path / "plain")
+    rewrite(folder, lambda tensors: change(tensors, "model.layers.1.mlp.experts.down_proj"))
+    with pytest.raises(ModelLoadError) as caught:
+        build_runner(config_of(folder), plan_launch(config_of(folder)))
+    assert message in caught.value.message and "\n" not in caught.value.message
 
 
 # Integers that are computed with -----------------------------------------------------------------------------------

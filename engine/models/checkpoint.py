@@ -24,7 +24,7 @@ from engine.models.packing import Packing
 from engine.models.quantized import Rounded
 from engine.models.sharding import Shard
 from engine.models.spec import ModelSpec
-from engine.models.unpacking import CACHE_SCALES, body_of, bytes_of, dense, is_packed, parts_of
+from engine.models.unpacking import CACHE_SCALES, bytes_of, dense, is_packed, names_of, weight_of
 from engine.models.weights import (
     DummyTensors,
     Gather,
@@ -170,10 +170,11 @@ class Checkpoint:
     def dense_tensors(self) -> dict[str, Tensor]:
         """All of them by name: layers in fewer bits as one weight of the type asked for, others as they are."""
         assert self._packing is not None
-        body, found = body_of(self._packing), dict[str, Tensor]()
-        for module in sorted(name.removesuffix(f".{body}") for name in self._where if name.endswith(f".{body}")):
-            if self._stored(f"{module}.weight"):
-                found[f"{module}.weight"] = self._unpack(f"{module}.weight", dense).to(self._device, self._dtype)
+        found = dict[str, Tensor]()
+        bodies = (weight_of(self._packing, name) for name in self._where)
+        for weight in sorted(filter(None, bodies)):
+            if self._stored(weight):
+                found[weight] = self._unpack(weight, dense).to(self._device, self._dtype)
         for name in sorted(self._unused):
             if not _INERT.search(name) and name.rpartition(".")[2] not in CACHE_SCALES:
                 found[name] = self._floats(name).to(self._device)
@@ -197,11 +198,11 @@ class Checkpoint:
         return last == "bias" and bool(self._stored(f"{module}.weight")) and not bool(self._floats(name).any())
 
     def _stored(self, name: str) -> dict[str, str]:
-        """The tensors of a weight in fewer bits, by the last word of their names; empty for any other."""
-        module, _, last = name.rpartition(".")
-        if self._packing is None or last != "weight":
+        """The names of the tensors of a weight in fewer bits, by its parts; empty for any other."""
+        if self._packing is None:
             return {}
-        found = {part: f"{module}.{part}" for part in parts_of(self._packing) if f"{module}.{part}" in self._where}
+        named = names_of(self._packing, name)
+        found = {part: stored for part, stored in named.items() if stored in self._where}
         return found if is_packed(self._packing, tuple(found)) else {}
 
     def _unpack(self, name: str, how: Callable[[Packing, dict[str, Tensor]], _T]) -> _T:

@@ -10,7 +10,9 @@ from typing import Any
 
 from engine.errors import ModelLoadError
 
-WORDS, AWQ, GPTQ, SCALED = "words", "awq", "gptq", "scaled"
+WORDS, AWQ, GPTQ, SCALED, EXPERTS = "words", "awq", "gptq", "scaled", "experts"
+MX_GROUP = 32
+"""Values of MXFP4 that share a power of two."""
 _WORD = 32  # bits
 _INACTIVE = ("none", "dense", "", None)
 
@@ -18,7 +20,8 @@ _INACTIVE = ("none", "dense", "", None)
 @dataclass(frozen=True, slots=True)
 class Packing:
     """`name`: what a report calls it. `layout`: WORDS (compressed-tensors: integers in words along the inputs), AWQ or
-    GPTQ (words beside scales [groups, outputs]), or SCALED (a byte for each value).
+    GPTQ (words beside scales [groups, outputs]), SCALED (a byte for each value), or EXPERTS (MXFP4: all experts of a
+    layer in one tensor, two values in a byte, each group with a power of two).
 
     `block`: how many outputs and inputs share a scale; 0: all of them. `shift` is added to stored zero points.
     `integers`, `floats`: made for products of 8-bit integers, or of 8-bit floats (e4m3), with one scale for an output;
@@ -97,6 +100,10 @@ def _fp8(given: Mapping[str, Any]) -> Packing:
     return Packing(f"FP8 in blocks of {pair[0]}x{pair[1]}", SCALED, 8, pair, in_float=True)
 
 
+def _mxfp4(_given: Mapping[str, Any]) -> Packing:
+    return Packing("MXFP4", EXPERTS, 4, (1, MX_GROUP))
+
+
 def _compressed(given: Mapping[str, Any]) -> Packing:
     method, groups = "compressed-tensors", given.get("config_groups")
     kinds = [each for each in groups.values() if isinstance(each, Mapping)] if isinstance(groups, Mapping) else []
@@ -151,6 +158,7 @@ _METHODS: dict[str, Callable[[Mapping[str, Any]], Packing]] = {
     "awq": _awq,
     "gptq": _gptq,
     "fp8": _fp8,
+    "mxfp4": _mxfp4,
     "compressed-tensors": _compressed,
 }
 

@@ -1,7 +1,7 @@
-"""Weights of a few bits to what they stand for: compressed-tensors, AWQ, GPTQ (act-order too) and FP8.
+"""Weights of a few bits to what they stand for: compressed-tensors, AWQ, GPTQ (act-order too), FP8 and MXFP4.
 
-A layer's stored tensors are its `parts`: the last word of a name -> tensor. Results are equal to the last bit to those
-of the libraries that write such checkpoints. Knows nothing of files or models.
+A layer's stored tensors are its `parts`: the last word of a name, or what is appended to it, -> tensor. Results are
+equal to the last bit to those of the libraries that write such checkpoints. Knows nothing of files or models.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,10 +10,16 @@ import torch
 from torch import Tensor
 
 from engine.errors import ModelLoadError
-from engine.models.packing import AWQ, GPTQ, SCALED, WORDS, Packing
+from engine.models.packing import AWQ, EXPERTS, GPTQ, MX_GROUP, SCALED, WORDS, Packing
 
-_BODY = {WORDS: "weight_packed", AWQ: "qweight", GPTQ: "qweight", SCALED: "weight"}
-_SCALES = {WORDS: ("weight_scale",), AWQ: ("scales",), GPTQ: ("scales",), SCALED: ("weight_scale", "weight_scale_inv")}
+_BODY = {WORDS: "weight_packed", AWQ: "qweight", GPTQ: "qweight", SCALED: "weight", EXPERTS: "blocks"}
+_SCALES = {
+    WORDS: ("weight_scale",),
+    AWQ: ("scales",),
+    GPTQ: ("scales",),
+    SCALED: ("weight_scale", "weight_scale_inv"),
+    EXPERTS: ("scales",),
+}
 _ZEROS = {WORDS: "weight_zero_point", AWQ: "qzeros", GPTQ: "qzeros", SCALED: "weight_zero_point"}
 _ORDERS = {WORDS: "weight_g_idx", GPTQ: "g_idx"}
 _INPUTS = ("input_scale", "activation_scale")
@@ -22,16 +28,30 @@ CACHE_SCALES = ("k_scale", "v_scale", "q_scale", "output_scale", "prob_output_sc
 """Of a cache in fewer bits, which ours is not: left aside."""
 _AWQ_FIELDS = (0, 4, 1, 5, 2, 6, 3, 7)  # where a word has the values of eight outputs
 _BYTES = (torch.int8, torch.float8_e4m3fn)
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # the first eight of four bits' values; the others are their negatives
+_NO_SCALE = 255  # not a number
 
 
-def body_of(packing: Packing) -> str:
-    """The last word of the name of the tensor that holds a layer's values."""
-    return _BODY[packing.layout]
+def weight_of(packing: Packing, name: str) -> str | None:
+    """The name of the weight whose values a tensor of this name may hold; None for other tensors."""
+    if packing.layout == EXPERTS:
+        return name.removesuffix(f"_{_BODY[EXPERTS]}") if name.endswith(f"_{_BODY[EXPERTS]}") else None
+    module, _, last = name.rpartition(".")
+    return f"{module}.weight" if last == _BODY[packing.layout] else None
 
 
-def parts_of(packing: Packing) -> tuple[str, ...]:
-    """The last words of the names of all that a stored layer may have."""
+def names_of(packing: Packing, weight: str) -> dict[str, str]:
+    """The names of all that may be stored of a weight, by its parts; empty where no weight of this name can be."""
+    if packing.layout == EXPERTS:
+        return {part: f"{weight}_{part}" for part in _parts(packing)}
+    module, _, last = weight.rpartition(".")
+    return {part: f"{module}.{part}" for part in _parts(packing)} if last == "weight" else {}
+
+
+def _parts(packing: Packing) -> tuple[str, ...]:
     layout = packing.layout
+    if layout == EXPERTS:
+        return _BODY[layout], *_SCALES[layout]
     order = (_ORDERS[layout],) if layout in _ORDERS else ()
     return (_BODY[layout], *_SCALES[layout], _ZEROS[layout], *order, *_ASIDE)
 
@@ -58,7 +78,10 @@ def shape_of(packing: Packing, parts: Mapping[str, Tensor]) -> tuple[int, int]:
 
 
 def dense(packing: Packing, parts: Mapping[str, Tensor]) -> Tensor:
-    """The weight [out, in], of its scales' type. Errors: ModelLoadError if the parts do not fit each other."""
+    """The weight [out, in], of its scales' type, or [experts, in, out] bfloat16. Errors: ModelLoadError if the parts do
+    not fit each other."""
+    if packing.layout == EXPERTS:
+        return _experts(_part(parts, _BODY[EXPERTS]), _part(parts, _SCALES[EXPERTS][0]))
     shape = shape_of(packing, parts)
     scales = _scales(packing, parts, shape)
     values, order = _values(packing, parts, shape), _order(packing, parts, shape)
@@ -83,6 +106,25 @@ def bytes_of(packing: Packing, parts: Mapping[str, Tensor]) -> tuple[Tensor, Ten
     if inputs.numel() != 1 or not bool(inputs.isfinite() & (inputs > 0)):
         raise ModelLoadError(f"a scale of inputs {inputs.tolist()[:4]} (read: one that is finite and positive)")
     return values, scales, inputs
+
+
+def _experts(blocks: Tensor, scales: Tensor) -> Tensor:
+    """blocks [experts, out, groups, bytes] uint8, the lower four bits first, scales [experts, out, groups] uint8, a
+    power of two each -> [experts, in, out]. Expert by expert: what is in between takes many times a weight's bytes."""
+    blocks, scales = _typed(blocks, torch.uint8, "values"), _typed(scales, torch.uint8, "scales")
+    if blocks.dim() != 4 or blocks.shape[-1] != MX_GROUP // 2 or scales.shape != blocks.shape[:-1]:
+        raise ModelLoadError(f"scales {list(scales.shape)} for blocks {list(blocks.shape)}")
+    if bool((scales == _NO_SCALE).any()):
+        raise ModelLoadError("scales that are not finite")
+    values = torch.tensor([*_E2M1, *(-value for value in _E2M1)])
+    powers = torch.tensor([2.0 ** (exponent - 127) for exponent in range(_NO_SCALE)])
+    count, outputs, groups, _ = blocks.shape
+    weight = torch.empty(count, groups * MX_GROUP, outputs, dtype=torch.bfloat16)
+    for expert, bits, scale in zip(weight, blocks, scales, strict=True):
+        pairs = torch.stack((bits & 15, bits >> 4), -1).flatten(-2)
+        products = values[pairs.int()] * powers[scale.int()].unsqueeze(-1)  # exact in float32, and in bfloat16
+        expert.copy_(products.flatten(1).t())
+    return weight
 
 
 def _values(packing: Packing, parts: Mapping[str, Tensor], shape: tuple[int, int]) -> Tensor:
