@@ -334,7 +334,7 @@ def _make_runner(
     if plan.offload is not None and transport is not None:
         gather = partial(StreamedLayers, streamed=plan.offload.streamed, transport=transport)
     shard = None if seat is None or group is None else Shard(seat.rank, plan.ranks, group.total, group.gather)
-    weights = _load(config, plan, make, gather, shard)
+    weights = _load(config, plan, make, gather, shard, backend)
     if plan.offload is not None and transport is not None:
         plan = replace(plan, stream_seconds=_tell_floor(config, plan.offload, transport.seconds(), say))
     adapted = _load_adapters(plan, weights)
@@ -389,7 +389,7 @@ def _like(weights: ModelWeights | TransformersModel) -> Tensor:
 
 
 def _load(
-    config: EngineConfig, plan: LaunchPlan, make: MakeLinear, gather: Gather, shard: Shard | None
+    config: EngineConfig, plan: LaunchPlan, make: MakeLinear, gather: Gather, shard: Shard | None, backend: Backend
 ) -> ModelWeights | TransformersModel:
     common: dict[str, Any] = {
         "dtype": plan.dtype, "device": plan.device, "load_format": config.load_format, "seed": config.seed, "make": make
@@ -399,7 +399,7 @@ def _load(
         return load_weights(whole, plan.folder, **common, gather=gather, stored=plan.stored, shard=shard)
     model = load_model(plan.spec, plan.folder, **common)
     if config.self_test:
-        _refuse(plan, test_modules(model))
+        _refuse(plan, test_modules(model, backend.module_attention(model, TEST_LIMITS)[0]))
     return model
 
 

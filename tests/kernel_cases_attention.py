@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from kernel_pool import DEVICE, DTYPES, NAN, PagedCache, assert_same, fused_heads, index, paged_cache
+from kernel_pool import DEVICE, DTYPES, NAN, PagedCache, assert_same, double, fused_heads, index, paged_cache
 from torch import Tensor
 
 from engine.models import torch_ops as twin
@@ -42,6 +42,7 @@ def decode_both(
     window: int = 0,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    value_dim: int = 0,
 ) -> DecodeWork:
     """Decode request i with lengths[i] tokens of table row rows[i], in a batch with two padded requests."""
     generator = torch.Generator().manual_seed(seed + 1)
@@ -51,17 +52,18 @@ def decode_both(
     work.fill(np.array(rows, np.int32), np.array(lengths, np.int32))
     work.buffer.upload()
     q = fused_heads(generator, count, heads, head_dim, dtype)
-    partial = torch.full((max_items, heads, head_dim), NAN, device=DEVICE)
+    shape = (count, heads, value_dim or head_dim)
+    partial = torch.full((max_items, *shape[1:]), NAN, device=DEVICE)
     partial_lse = torch.full((max_items, heads), NAN, device=DEVICE)
     where = {
         "layer": cache.layer, "scratch_base": cache.scratch_base, "scale": 1.3 * head_dim**-0.5, "window": window,
         "softcap": softcap, "sinks": sinks,
     }  # fmt: skip
-    actual = torch.full(q.shape, NAN, dtype=dtype, device=DEVICE)
+    actual = torch.full(shape, NAN, dtype=dtype, device=DEVICE)
     tables = (cache.k_table, cache.v_table)
     decode_attention(q, cache.pool, *tables, work, partial, partial_lse, actual, **where, config=DECODE_TILE)
-    expected = torch.full(q.shape, NAN, dtype=torch.float64, device=DEVICE)
-    twin.decode_attention(q.double(), cache.pool.double(), *tables, work, partial, partial_lse, expected, **where)
+    expected = torch.full(shape, NAN, dtype=torch.float64, device=DEVICE)
+    twin.decode_attention(q.double(), double(cache.pool), *tables, work, partial, partial_lse, expected, **where)
     assert not expected.isnan().any()
     assert_same(actual, expected, dtype)
     return work
@@ -140,6 +142,7 @@ def prefill_both(
     slots: int = 0,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    value_dim: int = 0,
 ) -> tuple[PrefillWork, Tensor]:
     """The work list and what the kernel gave; with `slots` contexts of 128 tokens are split."""
     generator = torch.Generator().manual_seed(7)
@@ -153,12 +156,12 @@ def prefill_both(
         "layer": cache.layer, "scratch_base": cache.scratch_base, "scale": 1.3 * head_dim**-0.5, "window": window,
         "softcap": softcap, "sinks": sinks,
     }  # fmt: skip
-    actual = torch.full(q.shape, NAN, dtype=dtype, device=DEVICE)
-    expected = torch.full(q.shape, NAN, dtype=torch.float64, device=DEVICE)
+    actual = torch.full((*q.shape[:2], value_dim or head_dim), NAN, dtype=dtype, device=DEVICE)
+    expected = actual.double()
     tables = (cache.k_table, cache.v_table)
-    partial = prefill_scratch(work, q)
+    partial = prefill_scratch(work, actual)
     prefill_attention(q, cache.pool, *tables, work, *partial, actual, **where, config=config)
-    twin.prefill_attention(q.double(), cache.pool.double(), *tables, work, *partial, expected, **where)
+    twin.prefill_attention(q.double(), double(cache.pool), *tables, work, *partial, expected, **where)
     covered = torch.zeros(count, dtype=torch.bool)
     for _, first, length, _ in chunks:
         covered[first : first + length] = True
@@ -167,8 +170,8 @@ def prefill_both(
     return work, actual
 
 
-def prefill_scratch(work: PrefillWork, q: Tensor) -> tuple[Tensor, Tensor]:
-    shape = (work.partials, *q.shape[1:])
+def prefill_scratch(work: PrefillWork, out: Tensor) -> tuple[Tensor, Tensor]:
+    shape = (work.partials, *out.shape[1:])
     return torch.full(shape, NAN, device=DEVICE), torch.full(shape[:2], NAN, device=DEVICE)
 
 
@@ -317,3 +320,43 @@ def test_prefill_and_decode_refuse_wrong_shapes() -> None:
     decode = DecodeWork(3, 4, 32, DEVICE)
     with pytest.raises(AssertionError, match="partial"):
         decode_attention(q, cache.pool, *tables, decode, q, index([0]).float(), q.clone(), **args)
+
+
+WIDTHS = [
+    # head_dim, value_dim, group, kv_heads, spare
+    (192, 128, 1, 3, 0),  # DeepSeek-V2 and -V3
+    (24, 16, 4, 2, 0),
+    (40, 64, 3, 2, 8),  # V is the wider one, and cells are wider than both
+    (64, 64, 2, 2, 16),
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("widths", WIDTHS, ids=case_id)
+def test_decode_of_unlike_widths(widths: tuple[int, int, int, int, int], dtype: torch.dtype) -> None:
+    """Contexts that are split, whole and empty ones, in wide cells, with and without a window and sinks."""
+    head_dim, value_dim, group, kv_heads, spare = widths
+    cache = paged_cache(
+        [300, 40], seed=21, dtype=dtype, kv_heads=kv_heads, head_dim=head_dim, value_dim=value_dim, spare=spare
+    )
+    for window, sinks in ((0, None), (95, sinks_of(kv_heads * group))):
+        work = decode_both(
+            cache, [300, 40, 0], [0, 1, 0], group, dtype, 21, 64, window, sinks=sinks, value_dim=value_dim
+        )
+        assert work.ranges[0, 1].item() > 4
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("widths", WIDTHS, ids=case_id)
+def test_prefill_of_unlike_widths(widths: tuple[int, int, int, int, int], dtype: torch.dtype) -> None:
+    """Chunks whole and split, with and without a window and sinks."""
+    head_dim, value_dim, group, kv_heads, spare = widths
+    cache = paged_cache(
+        [20, 577], seed=22, dtype=dtype, kv_heads=kv_heads, head_dim=head_dim, value_dim=value_dim, spare=spare
+    )
+    chunks = [[0, 0, 20, 0], [1, 20, 7, 570]]
+    for window, sinks in ((0, None), (95, sinks_of(kv_heads * group))):
+        work, _ = prefill_both(
+            cache, chunks, 27, group, dtype, PREFILL_TILE, window, 10, sinks=sinks, value_dim=value_dim
+        )
+        assert work.merging

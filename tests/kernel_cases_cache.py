@@ -66,6 +66,31 @@ def test_rope_and_cache_write(case: tuple[int, int, int, int, bool, bool, torch.
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("head_dim", "value_dim", "spare"), [(192, 128, 0), (24, 16, 8), (40, 64, 0)])
+def test_cache_write_of_unlike_widths(head_dim: int, value_dim: int, spare: int, dtype: torch.dtype) -> None:
+    generator, kv_heads = torch.Generator().manual_seed(head_dim), 2
+    cache = paged_cache(
+        LENGTHS, seed=1, dtype=dtype, kv_heads=kv_heads, head_dim=head_dim, value_dim=value_dim, spare=spare
+    )
+    cells = cache.pool.as_strided((*cache.pool.shape[:2], cache.pool.stride(1)), (*cache.pool.stride()[:2], 1))
+    k, v = (fused_heads(generator, len(TOKENS), kv_heads, width, dtype) for width in (head_dim, value_dim))
+    rows, positions = (index([token[part] for token in TOKENS]) for part in (0, 1))
+    tables = (cache.k_table, cache.v_table)
+    expected = torch.full_like(cells, NAN)
+    tokens = expected.flatten(0, 1)
+    for at, (row, position) in enumerate(TOKENS):
+        for table, heads in zip(tables, (k, v), strict=True):
+            if row >= 0:
+                tokens[cache.slots(table, row, 48)[position], : heads[at].numel()] = heads[at].flatten()
+    for write in (rope_cache_write, twin.rope_cache_write):
+        cells.fill_(NAN)
+        write(
+            None, k, v, None, positions, rows, cache.pool, *tables, layer=cache.layer, scratch_base=cache.scratch_base
+        )
+        torch.testing.assert_close(cells, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("width", "kv_heads", "head_dim"), [(128, 2, 64), (1200, 19, 64), (512, 8, 80), (64, 1, 64)])
 def test_hidden_write_and_gather(width: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(width)

@@ -20,14 +20,18 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
-from dry_device import dry_device
+from dry_device import META, dry_device
 from test_cuda_runner import MetaTensors
 from test_dry_device import Masks, counts_of, kinds_of
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from engine.execution.cuda.buffers import HeadSizes
 from engine.execution.cuda.device import CudaDevice
 from engine.execution.cuda.kernels import triton_kernels
+from engine.execution.cuda.modules import KernelAttention
+from engine.execution.pool import UnitPool
+from engine.execution.rows import RowTable
 from engine.execution.runner import Runner
 from engine.models.byte_cells import FLOATS, INTEGERS
 from engine.models.float8 import FLOAT8, Float8Linear, Rounding
@@ -76,6 +80,9 @@ MODELS: dict[str, tuple[dict[str, object], torch.dtype | None]] = {
 """Shapes, and the 8 bits that K and V are kept in, if they are. The window is one that the steps here go beyond."""
 MIXED_MODELS = ("8B mixed", "0.5B mixed", "d256 mixed")
 """Whose requests may run from blocks in 8 bits among others."""
+MODULES = "K wider than V"
+"""Not a model of ours: attention of transformers' modules, as DeepSeek-V2 has it."""
+MODELS[MODULES] = (SHAPES["8B"], False)
 FLOAT8_MODELS = {"8B fp8": False, "8B fp8 static": True}
 """Whose linear layers are of floats of 8 bits, and whether their inputs have stored scales."""
 
@@ -131,7 +138,9 @@ def record(arch: int, names: Iterable[str] = MODELS) -> dict[Variant, list[str]]
             continue
         spec = spec_from_config(config | {"num_hidden_layers": 2, "vocab_size": 4096, "eos_token_id": None})
         with dry_device(arch) as dry:
-            for graphs in (True, False):
+            if name == MODULES:
+                _attend_in_modules()
+            for graphs in () if name == MODULES else (True, False):
                 limits = Limits(4, 32, 128, num_units=120, block_size=16)
                 with torch.inference_mode():
                     weights = build_weights(
@@ -152,6 +161,13 @@ def record(arch: int, names: Iterable[str] = MODELS) -> dict[Variant, list[str]]
                 if name not in users:
                     users.append(name)
     return found
+
+
+def _attend_in_modules() -> None:
+    limits = Limits(4, 32, 128, num_units=120, block_size=16)
+    pool = UnitPool(120, num_layers=2, block_size=16, num_kv_heads=16, head_dim=192, dtype=torch.bfloat16, device=META)
+    attention = KernelAttention(triton_kernels(), pool, RowTable(limits), limits)
+    attention.warm_up(HeadSizes(16, 16, 192, 128))
 
 
 def _float8(stored: bool) -> MakeLinear:
@@ -249,7 +265,8 @@ def read(path: Path = PAGE) -> tuple[str, dict[tuple[str, int], Binary]]:
 _ABOUT = """# What the Triton kernels compile to
 
 Made by `python tests/kernel_ledger.py` with Triton {version}, without a GPU: counts of the code, not times. Every
-launch of a step of seventeen models (two layers each; d256: heads of 256), as it is served, for each architecture:
+launch of a step of seventeen models (two layers each; d256: heads of 256), and of attention in modules that are not
+ours with heads of 192 and 128, as it is served, for each architecture:
 registers of a thread / bytes of its stack / bytes of shared memory / instructions / instructions of the longest loop. A
 stack where many registers are in use is of those that did not fit, and none may have one. An empty cell: not launched
 there, another variant is. Tests fail where a launch is missing here, and where a figure changed by more than a tenth.

@@ -61,7 +61,7 @@ class PagedCache:
         return [starts[position // size] * size + position % size for position in range(length)]
 
     def double(self) -> "PagedCache":
-        return replace(self, pool=self.pool.double())
+        return replace(self, pool=double(self.pool))
 
 
 def paged_cache(
@@ -74,10 +74,13 @@ def paged_cache(
     block_size: int = 16,
     table_dtype: torch.dtype = torch.int32,
     layers: int = 3,
+    value_dim: int = 0,
+    spare: int = 0,
 ) -> PagedCache:
     """A pool of NaN in which only the first lengths[row] tokens of each table row are numbers, in layer 1.
 
-    Units are scattered; every third entry is scratch; entries behind the last block name a unit of NaN.
+    Units are scattered; every third entry is scratch; entries behind the last block name a unit of NaN. With
+    `value_dim` V is of that width, and cells are as wide as the wider of the two and `spare` numbers more.
     """
     generator = torch.Generator().manual_seed(seed)
     blocks = max(-(-length // block_size) for length in lengths) + 2
@@ -86,17 +89,32 @@ def paged_cache(
     scratch = -1 - torch.randperm(entries, generator=generator)
     chosen = torch.where(torch.arange(entries) % 3 == 1, scratch, units).reshape(2, len(lengths), blocks)
     num_units = entries + SPARE
-    pool = torch.full((num_units * layers + entries, block_size, kv_heads, head_dim), NAN, dtype=dtype)
+    value_dim = value_dim or head_dim
+    cell = kv_heads * max(head_dim, value_dim) + spare
+    cells = torch.full((num_units * layers + entries, block_size, cell), NAN, dtype=dtype).to(DEVICE)
+    pool = heads_of(cells, kv_heads, head_dim)
     # A table is a view into a wider one: its rows are apart.
     tables = torch.full((2, len(lengths), blocks + 5), units[-1].item(), dtype=table_dtype)
     tables[:, :, :blocks] = chosen
     tables = tables.to(DEVICE)[:, :, : blocks + 1]
-    cache = PagedCache(pool.to(DEVICE), tables[0], tables[1], 1, num_units * layers)
-    tokens = cache.pool.flatten(0, 1)
+    cache = PagedCache(pool, tables[0], tables[1], 1, num_units * layers)
     for row, length in enumerate(lengths):
-        for table in (cache.k_table, cache.v_table):
-            tokens[cache.slots(table, row, length)] = random(generator, length, kv_heads, head_dim, dtype=dtype)
+        for table, width in ((cache.k_table, head_dim), (cache.v_table, value_dim)):
+            numbers = random(generator, length, kv_heads, width, dtype=dtype)
+            cells.flatten(0, 1)[cache.slots(table, row, length), : kv_heads * width] = numbers.flatten(1)
     return cache
+
+
+def heads_of(cells: Tensor, kv_heads: int, head_dim: int) -> Tensor:
+    """[slices, block_size, kv_heads, head_dim] of cells [slices, block_size, elements]: a view."""
+    return cells[..., : kv_heads * head_dim].unflatten(2, (kv_heads, head_dim))
+
+
+def double(pool: Tensor) -> Tensor:
+    """The pool in float64, with what its cells hold beyond the heads that it shows."""
+    slices, block_size, kv_heads, head_dim = pool.shape
+    cells = pool.as_strided((slices, block_size, pool.stride(1)), (pool.stride(0), pool.stride(1), 1))
+    return heads_of(cells.double(), kv_heads, head_dim)
 
 
 def fused_heads(generator: torch.Generator, count: int, heads: int, dim: int, dtype: torch.dtype) -> Tensor:

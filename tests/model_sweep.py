@@ -41,6 +41,11 @@ The native CPU kernels compute linear layers and attention, for heads whose valu
 too (DeepSeek-V2/V3: 192 and 128). The cache's cells are of one width, that of the wider of the two in the widest layer:
 such a model's take 20 % more memory than its K and V. `--kv-cache-dtype` refuses 8 bits for all of these models.
 
+On a GPU their attention is by our Triton kernels, with windows, caps, sinks and unlike widths, where heads have 16 to
+256 elements in multiples of 16 bytes; without CUDA graphs. The kernels equal their twins in Triton's interpreter and
+compile for seven architectures, and steps wait for nothing on a device that runs nothing; no GPU has run them with
+modules.
+
 The self-test runs before a model serves, whoever's layers run it: 36 random tokens of two requests in chunks, beside
 what transformers' eager attention gives for each at once. More than rounding (16 units of the type's precision, at
 least 1e-4, of the spread of the logits) refuses the start with the figure. Of a family of ours it takes two layers

@@ -21,6 +21,7 @@ from engine.execution.backend import find_backend
 from engine.execution.compressed import scale_bytes
 from engine.execution.cpu.device import TorchDevice
 from engine.execution.cuda import backend
+from engine.execution.cuda.buffers import HeadSizes
 from engine.execution.cuda.device import CudaDevice
 from engine.execution.cuda.shapes import GRAPH_TOKENS, Buckets
 from engine.execution.plan import LaunchPlan
@@ -35,19 +36,19 @@ from engine.scheduling.output import Chunk, NewRequest, SchedulerOutput
 
 def test_what_the_kernels_cannot_run_is_refused() -> None:
     spec = load_spec(model_folder("llama-gqa2"))
-    assert backend.kernel_refusal(spec, torch.bfloat16, (8, 0)) is None
-    assert "older than 8.0" in str(backend.kernel_refusal(spec, torch.bfloat16, (7, 5)))
+    assert backend.kernel_refusal(HeadSizes.of(spec), torch.bfloat16, (8, 0)) is None
+    assert "older than 8.0" in str(backend.kernel_refusal(HeadSizes.of(spec), torch.bfloat16, (7, 5)))
     odd = dataclasses.replace(spec, head_dim=20)
-    assert "multiple of 16 bytes" in str(backend.kernel_refusal(odd, torch.bfloat16, (9, 0)))
+    assert "multiple of 16 bytes" in str(backend.kernel_refusal(HeadSizes.of(odd), torch.bfloat16, (9, 0)))
     for size in (8, 12, 512):  # a product of the tensor cores is 16 wide
         small = dataclasses.replace(spec, head_dim=size)
         for dtype in (torch.bfloat16, torch.float32):
-            assert "16 up to 256" in str(backend.kernel_refusal(small, dtype, (9, 0)))
+            assert "16 up to 256" in str(backend.kernel_refusal(HeadSizes.of(small), dtype, (9, 0)))
     for heads, fits in ((64, torch.bfloat16), (32, torch.float32)):
         grouped = dataclasses.replace(spec, num_heads=heads, num_kv_heads=1)
-        assert backend.kernel_refusal(grouped, fits, (9, 0)) is None
+        assert backend.kernel_refusal(HeadSizes.of(grouped), fits, (9, 0)) is None
         wider = dataclasses.replace(grouped, num_heads=heads + 1)
-        assert f"more than {heads} query heads" in str(backend.kernel_refusal(wider, fits, (9, 0)))
+        assert f"more than {heads} query heads" in str(backend.kernel_refusal(HeadSizes.of(wider), fits, (9, 0)))
 
 
 def test_a_machine_on_which_triton_launches_nothing_takes_the_slow_path(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ from engine.core import EngineCore
 from engine.engine import Engine
 from engine.execution.cuda.buffers import (
     DrawInputs,
+    HeadSizes,
     LogprobInputs,
     PenaltyInputs,
     StepBuffers,
@@ -273,7 +274,7 @@ def test_nothing_in_a_captured_step_or_a_draw_waits_for_the_device(name: str) ->
         kernels: Kernels = MetaKernels()  # type: ignore[assignment]
         rows = RowTable(limits)
         forward = Forward(spec, weights, kernels, DeviceTables(rows, pool), pool, limits)
-        buffers = StepBuffers(spec, limits, torch.float32, meta)
+        buffers = StepBuffers(HeadSizes.of(spec), limits, torch.float32, meta)
         vector = torch.zeros(4, device=meta)
         places = torch.zeros(4, dtype=torch.int32, device=meta)
         draws = DrawInputs(vector.double(), vector, places, vector, vector)

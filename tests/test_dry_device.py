@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from dry_device import DryDevice, WouldCompileError, WouldWaitError, dry_device
+from dry_device import META, DryDevice, WouldCompileError, WouldWaitError, dry_device
 from test_cuda_runner import MetaTensors
 from test_sharding import INDIVISIBLE
 from tiny_models import FAMILY_CASES, model_folder
@@ -19,12 +19,15 @@ from engine.arrays import IntArray
 from engine.cache.blocks import CacheAction, CacheEntry, CacheKind, CacheOperation, Tier
 from engine.execution.cuda import shapes
 from engine.execution.cuda.adapters import LARGEST_RANK
+from engine.execution.cuda.buffers import HeadSizes
 from engine.execution.cuda.device import CudaDevice
 from engine.execution.cuda.forward import Forward
 from engine.execution.cuda.kernels import triton_kernels
+from engine.execution.cuda.modules import KernelAttention
 from engine.execution.cuda.sampling import Sampling
-from engine.execution.layout import decodes_first
+from engine.execution.layout import chunk_array, decodes_first
 from engine.execution.masks import FinishMasks, StepMasks
+from engine.execution.pool import UnitPool
 from engine.execution.ranks.follower import Follower
 from engine.execution.ranks.messages import decode_step, encode
 from engine.execution.ranks.step import Step
@@ -32,6 +35,7 @@ from engine.execution.rows import RowTable
 from engine.execution.runner import Runner
 from engine.grammar import Grammar
 from engine.models.lora import Delta, Site
+from engine.models.manner import PLAIN, Manner
 from engine.models.sharding import Shard
 from engine.models.spec import ModelSpec, hidden_offer, load_spec
 from engine.models.weights import build_weights
@@ -467,3 +471,63 @@ def test_nothing_is_compiled_for_a_chunk_behind_a_long_past(monkeypatch: pytest.
             kernels.append(dry.counts["kernels"])
             dry.strict = False
         assert kernels[1] == kernels[0] + spec.num_layers
+
+
+def module_layers() -> list[tuple[HeadSizes, Manner]]:
+    """Layers of one model that differ in all that decides what is launched: K wider than V, fewer heads with a window
+    and a cap, and sinks."""
+    sinks = torch.zeros(8, dtype=torch.bfloat16, device=META)
+    return [
+        (HeadSizes(4, 4, 192, 128), PLAIN),
+        (HeadSizes(8, 2, 64, 64), Manner(0.1, 7, 30.0)),
+        (HeadSizes(8, 2, 64, 64), Manner(sinks=sinks)),
+    ]
+
+
+def module_pool(layers: int) -> UnitPool:
+    sizes = {"num_layers": layers, "block_size": BLOCK, "num_kv_heads": 4, "head_dim": 192}
+    return UnitPool(60, **sizes, dtype=torch.bfloat16, device=META)
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+def test_modules_wait_for_nothing_and_compile_nothing_once_their_heads_are_known(arch: int) -> None:
+    with dry_device(arch) as dry, torch.inference_mode():
+        limits, layers = Limits(4, 32, 64, num_units=60, block_size=BLOCK), module_layers()
+        pool = UnitPool(
+            60,
+            num_layers=len(layers),
+            block_size=BLOCK,
+            num_kv_heads=4,
+            head_dim=192,
+            dtype=torch.bfloat16,
+            device=META,
+        )
+        rows = RowTable(limits)
+        attention = KernelAttention(triton_kernels(), pool, rows, limits)
+        for heads, manner in layers:
+            attention.warm_up(heads, manner)
+        dry.sealed = dry.strict = True
+        launches = []
+        for step in steps_of("greedy"):
+            dry.step, dry.counts = dry.step + 1, Counter()
+            rows.apply(step)
+            tokens = len(attention.begin(chunk_array(step.chunks)).positions)
+            for layer, (heads, manner) in enumerate(layers):
+                sizes = ((heads.num_heads, heads.head_dim), (heads.num_kv_heads, heads.head_dim))
+                q, k = (torch.empty((tokens, *size), dtype=pool.dtype, device=META) for size in sizes)
+                v = torch.empty((tokens, heads.num_kv_heads, heads.value_dim), dtype=pool.dtype, device=META)
+                out = attention(layer, q, k, v, manner)
+                assert out.shape == (tokens, heads.num_heads * heads.value_dim)
+            assert not dry.counts["blocking"] and dry.counts["uploads"] == len({heads for heads, _ in layers})
+            launches.append(dry.counts["kernels"] / len(layers))
+        assert launches == [2, 3, 3, 4, 3]  # prompts; decodes; both
+
+
+def test_heads_that_nobody_named_would_compile() -> None:
+    with dry_device() as dry, torch.inference_mode():
+        limits, ((heads, manner), *others) = Limits(4, 32, 64, num_units=60, block_size=BLOCK), module_layers()
+        attention = KernelAttention(triton_kernels(), module_pool(1), RowTable(limits), limits)
+        attention.warm_up(heads, manner)
+        dry.sealed = True
+        with pytest.raises(WouldCompileError):
+            attention.warm_up(*others[0])

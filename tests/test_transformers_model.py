@@ -21,7 +21,12 @@ from engine.execution.cpu import transformers_device
 from engine.execution.cpu.native.library import Level, Team
 from engine.execution.cpu.native.linear import Native
 from engine.execution.cpu.transformers_device import TransformersDevice
+from engine.execution.cuda.kernels import Kernels
+from engine.execution.cuda.modules import KernelAttention
+from engine.execution.pool import UnitPool
+from engine.execution.rows import RowTable
 from engine.execution.runner import Runner
+from engine.models import torch_ops
 from engine.models.implementation import choose
 from engine.models.transformers_model import TransformersModel, load_model, load_shape
 
@@ -57,7 +62,8 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
-def make_driver(model: TransformersModel, depth: int, **changes: Any) -> Driver:
+def make_driver(model: TransformersModel, depth: int, kernels: Kernels | None = None, **changes: Any) -> Driver:
+    """`kernels`: attention by them."""
     config = SchedulerConfig(
         num_units=2 * changes.pop("num_blocks", 30),
         max_model_len=changes.pop("max_model_len", 90),
@@ -67,7 +73,15 @@ def make_driver(model: TransformersModel, depth: int, **changes: Any) -> Driver:
         pipeline_depth=depth,
         **changes,
     )
-    return Driver(Runner(TransformersDevice(model, config.limits, host_units=config.host_units)), config)
+
+    def attention(pool: UnitPool, rows: RowTable) -> KernelAttention:
+        assert kernels is not None
+        return KernelAttention(kernels, pool, rows, config.limits)
+
+    device = TransformersDevice(
+        model, config.limits, host_units=config.host_units, attention=None if kernels is None else attention
+    )
+    return Driver(Runner(device), config)
 
 
 def prompts_of(vocab_size: int) -> list[list[int]]:
@@ -139,6 +153,27 @@ def test_native_attention_equals_generate(
         assert driver.core.stats().cache_units["swap_in"] > 0
     with torch.inference_mode():
         assert self_test.test_modules(model) == ""
+
+
+@pytest.mark.parametrize("host_units", [0, 60])
+@pytest.mark.parametrize("name", NATIVE)
+def test_attention_by_kernels_equals_generate(
+    case_of: Any, name: str, host_units: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same by the twins of the Triton kernels, as modules on a GPU attend."""
+    case = case_of(name)
+    monkeypatch.setattr(transformers_device, "PagedAttention", None)
+    kernels: Any = torch_ops
+    driver = make_driver(case.model, 0, kernels, host_units=host_units, unit_bytes=1)
+    check_tokens(case, driver)
+    if host_units:
+        assert driver.core.stats().cache_units["swap_in"] > 0
+
+    def attention(pool: UnitPool, rows: RowTable) -> KernelAttention:
+        return KernelAttention(kernels, pool, rows, self_test.LIMITS)
+
+    with torch.inference_mode():
+        assert self_test.test_modules(case.model, attention) == ""
 
 
 def test_shapes_are_read_from_tensors(case_of: Any) -> None:

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.execution.cpu.backend import CpuBackend
+from engine.execution.cpu.transformers_device import MakeAttention
 from engine.execution.cuda.backend import CudaBackend
 from engine.execution.plan import LaunchPlan
 from engine.execution.runner import Runner
@@ -15,7 +16,7 @@ from engine.models.spec import ModelShape
 from engine.models.streaming import Transport
 from engine.models.transformers_model import TransformersModel
 from engine.models.weights import ModelWeights
-from predictor.limits import Padding
+from predictor.limits import Limits, Padding
 
 
 class Backend(Protocol):
@@ -97,6 +98,9 @@ class Backend(Protocol):
         say: Callable[[str], None],
     ) -> tuple[Runner[Any], LaunchPlan]:
         """The runner that the plan describes, and the plan with what was measured on it. Raises ConfigError."""
+
+    def module_attention(self, model: TransformersModel, limits: Limits) -> tuple[MakeAttention | None, str]:
+        """What attends for modules that are not ours (None: what they bring, or torch), and how that is called."""
 
     def make_staged(self, config: EngineConfig, plan: LaunchPlan, runner: Runner[Any]) -> StagedRunner:
         """The runner of a plan that is `droppable`, whose layers can be given up. Raises ConfigError."""

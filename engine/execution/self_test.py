@@ -19,7 +19,8 @@ from torch import Tensor
 
 from engine.api import SamplingParams
 from engine.arrays import IntArray
-from engine.execution.cpu.transformers_device import TransformersDevice
+from engine.cache.blocks import CacheEntry, CacheKind, Tier
+from engine.execution.cpu.transformers_device import MakeAttention, TransformersDevice
 from engine.execution.runner import Device
 from engine.models.checkpoint import Checkpoint
 from engine.models.linear import MakeLinear, make_linear
@@ -27,6 +28,7 @@ from engine.models.quantized import Rounded
 from engine.models.spec import ModelSpec
 from engine.models.transformers_model import TransformersModel, own_reference
 from engine.models.weights import ModelWeights, TensorSource, build_weights, torch_dtype
+from engine.scheduling.output import NewRequest, SchedulerOutput
 from predictor.limits import UNITS_PER_BLOCK, Limits
 
 _CHUNKS = ((9, 1, 5, 9), (4, 1, 6, 1))  # tokens of each request in each step
@@ -40,12 +42,14 @@ LIMITS = Limits(len(_CHUNKS), 2 * _LONGEST, _LONGEST, 2 * len(_CHUNKS) * UNITS_P
 """What a device of a test must hold."""
 
 
-def test_modules(model: TransformersModel) -> str:
-    """What is wrong with transformers' modules over our cache; empty where nothing is."""
+def test_modules(model: TransformersModel, attention: MakeAttention | None = None) -> str:
+    """What is wrong with transformers' modules over our cache, with `attention` as in their device; empty where nothing
+    is."""
     requests = _tokens(model.shape.vocab_size)
     with torch.inference_mode(), model.short_windows(_WINDOW):
         expected = [model.eager(torch.from_numpy(ids).to(model.like.device)) for ids in requests]
-        return _compare(_by_chunks(TransformersDevice(model, LIMITS), requests), expected, model.like.dtype)
+        device = TransformersDevice(model, LIMITS, attention=attention)
+        return _compare(_by_chunks(device, requests), expected, model.like.dtype)
 
 
 def test_family(
@@ -104,12 +108,13 @@ def _tokens(vocab_size: int) -> list[IntArray]:
 
 def _by_chunks(device: Device, requests: list[IntArray]) -> list[Tensor]:
     """The logits [n, vocab] that follow each request's chunks, which run side by side."""
-    rows, blocks = device.rows, _LONGEST // _BLOCK
+    blocks, wish = _LONGEST // _BLOCK, SamplingParams(max_tokens=1, temperature=1.0)  # logits are wanted, not tokens
+    begun = []
     for row, ids in enumerate(requests):
-        units = np.arange(blocks * UNITS_PER_BLOCK) + row * blocks * UNITS_PER_BLOCK
-        rows.tokens[row, : len(ids)], rows.num_blocks[row] = ids, blocks
-        rows.k_table[row, :blocks], rows.v_table[row, :blocks] = units[::2], units[1::2]
-        rows.sampling.write(row, SamplingParams(max_tokens=1, temperature=1.0))  # logits are wanted, not tokens
+        units = range(row * blocks * UNITS_PER_BLOCK, (row + 1) * blocks * UNITS_PER_BLOCK, UNITS_PER_BLOCK)
+        entries = tuple(CacheEntry(CacheKind.KV, Tier.DEVICE, (unit, unit + 1)) for unit in units)
+        begun.append(NewRequest(row, f"test {row}", tuple(ids.tolist()), len(ids), wish, entries))
+    device.rows.apply(SchedulerOutput(0, (), tuple(begun)))
     starts, logits = [0] * len(requests), []
     for lengths in zip(*_CHUNKS, strict=True):
         step = np.array([(row, start, n, 1) for row, (start, n) in enumerate(zip(starts, lengths, strict=True))])

@@ -223,7 +223,7 @@ def decode_attention(
     del partial, partial_lse
     for index, (row, length) in enumerate(work.requests.tolist()[: len(q)]):
         first = max(0, length - window) if window else 0
-        k, v = _gather(pool, (k_table[row], v_table[row]), first, length, layer, scratch_base, mixed)
+        k, v = _gather(pool, (k_table[row], v_table[row]), first, length, layer, scratch_base, mixed, out.shape[2])
         out[index] = _attend(q[index], k, v, scale, softcap, sinks).to(out.dtype) if length else 0.0
 
 
@@ -249,7 +249,8 @@ def prefill_attention(
     del partial, partial_lse
     for row, first, length, position in work.chunks.tolist():
         oldest = max(0, position + 1 - window) if window else 0
-        k, v = _gather(pool, (k_table[row], v_table[row]), oldest, position + length, layer, scratch_base, mixed)
+        tables, end = (k_table[row], v_table[row]), position + length
+        k, v = _gather(pool, tables, oldest, end, layer, scratch_base, mixed, out.shape[2])
         for token in range(length):
             end = position + token + 1
             seen = slice(max(0, end - window) - oldest if window else 0, end - oldest)
@@ -257,21 +258,31 @@ def prefill_attention(
 
 
 def _gather(
-    pool: Tensor, rows: tuple[Tensor, Tensor], first: int, end: int, layer: int, scratch_base: int, mixed: int
-) -> Tensor:
-    """K and V [2, end - first, kv_heads, head_dim] of tokens `first` to `end` behind `rows`, each of a block table."""
+    pool: Tensor,
+    rows: tuple[Tensor, Tensor],
+    first: int,
+    end: int,
+    layer: int,
+    scratch_base: int,
+    mixed: int,
+    value_dim: int,
+) -> tuple[Tensor, Tensor]:
+    """K [end - first, kv_heads, head_dim] and V [end - first, kv_heads, value_dim] of tokens `first` to `end` behind
+    `rows`, each of a block table."""
     positions = torch.arange(first, end, device=pool.device)
     zeros = torch.zeros_like(positions)
     slots = torch.stack([_token_slots(row[None], zeros, positions, pool, layer, scratch_base) for row in rows])
     if is_bytes(pool.dtype):
         slices, where = ByteSlices.of(pool), (slots // pool.shape[1], slots % pool.shape[1])
-        return dequantize(slices.values[where], slices.scales[where], torch.float32)
+        k, v = dequantize(slices.values[where], slices.scales[where], torch.float32)
+        return k, v
     if not mixed:
-        return pool.flatten(0, 1)[slots]
+        return _cells(pool, pool.shape[3])[slots[0]], _cells(pool, value_dim)[slots[1]]
     entries = torch.stack([row[positions // pool.shape[1]] for row in rows]).long()
     wide = pool.flatten(0, 1)[torch.where(entries < 0, 0, slots)]
     narrow = _narrow_tokens(pool, (-1 - entries).clamp(min=0), positions, layer, scratch_base, mixed)
-    return torch.where((entries < 0)[:, :, None, None], narrow, wide.to(narrow.dtype))
+    k, v = torch.where((entries < 0)[:, :, None, None], narrow, wide.to(narrow.dtype))
+    return k, v
 
 
 def _narrow_tokens(
@@ -295,7 +306,14 @@ def _keep(pool: Tensor, slots: Tensor, x: Tensor) -> None:
     if is_bytes(pool.dtype):
         ByteSlices.of(pool).write(slots, x)
     else:
-        pool.flatten(0, 1)[slots] = x
+        _cells(pool, x.shape[2])[slots] = x
+
+
+def _cells(pool: Tensor, width: int) -> Tensor:
+    """The pool's cells as tokens [n, kv_heads, width]: a view."""
+    num_slices, block_size, kv_heads, _ = pool.shape
+    shape, stride = (num_slices * block_size, kv_heads, width), (pool.stride(1), width, 1)
+    return pool.as_strided(shape, stride, pool.storage_offset())
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, cap: float, sinks: Tensor | None) -> Tensor:

@@ -130,16 +130,45 @@ def to_steps(x, scales, cell: tl.constexpr):
 
 
 def check_pool(pool: Tensor, *tables: Tensor) -> None:
-    """Assert the contracts of the pool (contiguous, four dimensions, 16-byte rows) and of its block tables."""
-    assert pool.dim() == 4 and pool[0].is_contiguous(), "pool: contiguous [slices, block_size, kv_heads, head_dim]"
+    """Assert the contracts of the pool (four dimensions, 16-byte rows) and of its block tables.
+
+    A token's cell may be wider than what its heads of K fill, in a pool that is not of 8 bits: such a pool is a view of
+    it, with the strides of its cells. Heads of V, of the width `v` or `out` has, begin where those of K do.
+    """
+    assert pool.dim() == 4 and pool.stride(3) == 1 and pool.stride(2) == pool.shape[3], (
+        "pool: [slices, block_size, kv_heads, head_dim], the heads of a token contiguous"
+    )
     _, block_size, kv_heads, head_dim = pool.shape
-    assert pool.stride(0) == slice_elements(block_size, kv_heads, head_dim, pool.dtype), "slices follow each other"
+    if is_bytes(pool.dtype):
+        assert pool.stride(1) == kv_heads * head_dim, "cells of 8 bits are as wide as what they hold"
+        assert pool.stride(0) == slice_elements(block_size, kv_heads, head_dim, pool.dtype), "slices follow each other"
+    else:
+        assert pool.stride(1) >= kv_heads * head_dim, "a cell is narrower than its heads"
+        assert pool.stride(0) == block_size * pool.stride(1), "slices follow each other"
+        assert pool.stride(1) * pool.element_size() % 16 == 0, "a cell must be a multiple of 16 bytes"
     assert block_size & (block_size - 1) == 0, f"block_size {block_size} is not a power of two"
     assert pool.shape[3] * pool.element_size() % 16 == 0, "a head must be a multiple of 16 bytes"
     for table in tables:
         assert table.dim() == 2 and table.stride(1) == 1, "block table: [rows, max_blocks], rows contiguous"
         assert table.dtype in (torch.int32, torch.int64), "block table: int32 or int64"
         assert table.shape == tables[0].shape and table.stride() == tables[0].stride(), "tables of one shape"
+
+
+def check_value_width(pool: Tensor, width: int) -> None:
+    """Assert that cells of `pool` have room for heads of V of `width`."""
+    _, _, kv_heads, head_dim = pool.shape
+    assert width * pool.element_size() % 16 == 0, "a head must be a multiple of 16 bytes"
+    assert kv_heads * width <= pool.stride(1), f"heads of {width} do not fit in cells of {pool.stride(1)}"
+    assert width == head_dim or not is_bytes(pool.dtype), "cells of 8 bits hold K and V of one width"
+
+
+def check_queries(q: Tensor, out: Tensor, pool: Tensor) -> None:
+    """Assert the contracts of q [n, heads, head_dim] and of out [n, heads, value_dim]."""
+    dtype = computed_in(pool, q)
+    check_heads("q", q, pool.shape[3], dtype)
+    check_heads("out", out, out.shape[2], dtype)
+    assert q.shape[:2] == out.shape[:2], f"out {out.shape} differs from q {q.shape}"
+    check_value_width(pool, out.shape[2])
 
 
 def check_mixed(pool: Tensor, layers: int, scratch_base: int) -> None:
@@ -149,6 +178,7 @@ def check_mixed(pool: Tensor, layers: int, scratch_base: int) -> None:
         assert pool.element_size() > 1 and len(pool) == scratch_base, (
             "blocks in 8 bits: of a wider pool without scratch"
         )
+        assert pool.is_contiguous(), "blocks in 8 bits are as wide as what they hold"
         _, block_size, kv_heads, _ = pool.shape
         scales = 2 * (scratch_base - layers) * block_size * kv_heads * 2  # bytes
         room = pool.untyped_storage().nbytes() - (pool.storage_offset() + pool.numel()) * pool.element_size()

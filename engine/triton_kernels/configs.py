@@ -94,17 +94,24 @@ def device_arch(device: torch.device) -> int:
 
 
 def decode_config(
-    arch: int, head_dim: int, group: int, dtype: torch.dtype, *, int8: bool = False, mixed: bool = False
+    arch: int,
+    head_dim: int,
+    group: int,
+    dtype: torch.dtype,
+    *,
+    int8: bool = False,
+    mixed: bool = False,
+    unlike: bool = False,
 ) -> LaunchConfig:
     """Tile of the split-KV decode kernel; `group` = query heads per KV head, packed into `block_m` rows. `int8`: K
     and V are in 8 bits, which takes registers for their scales and types: more warps share them. `mixed`: some of them
-    are, and a tile takes registers for both."""
+    are, and a tile takes registers for both. `unlike`: K and V are of two widths, and so are their masks."""
     block_m = max(16, next_power_of_two(group))
     row = _DECODE_FLOAT32 if dtype.itemsize == 4 else _DECODE[_table_arch(arch), _padded_head_dim(head_dim)]
     if int8 or mixed:
         warps = 8 if mixed and _padded_head_dim(head_dim) == 256 else 4
         return LaunchConfig(block_m, row.block_n, max(warps, row.num_warps), min(2, row.num_stages))
-    return LaunchConfig(block_m, row.block_n, row.num_warps, row.num_stages)
+    return LaunchConfig(block_m, row.block_n, row.num_warps, min(2, row.num_stages) if unlike else row.num_stages)
 
 
 def prefill_config(

@@ -14,10 +14,9 @@ from torch import Tensor
 from engine.models.byte_cells import is_bytes
 from engine.triton_kernels import configs
 from engine.triton_kernels.addressing import (
-    check_heads,
     check_mixed,
     check_pool,
-    computed_in,
+    check_queries,
     load_mixed,
     load_steps,
     narrow_pointers,
@@ -67,30 +66,36 @@ def with_sink(acc, peak, total, sink):
 @triton.jit
 def attend_split(
     q, pool, k_row, v_row, head, begin, end, oldest, layer, scratch_base, scale,
-    BLOCK_SIZE: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, SLICE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    LAYERS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    ROW: tl.constexpr, SLICE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, LAYERS: tl.constexpr,
 ):  # fmt: skip
     """Tokens [begin, end) of one KV head, with a window from `oldest` on, for the rows of `q` [BLOCK_M, BLOCK_D]:
     (weighted V, peak, sum)."""
-    ROW: tl.constexpr = KV_HEADS * HEAD_DIM
     dims = tl.arange(0, BLOCK_D)
+    value_dims = tl.arange(0, BLOCK_V)
     inside = (dims < HEAD_DIM)[None, :]
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
     tokens = begin + tl.arange(0, BLOCK_N)
     k_entries = load_entries(k_row, tokens, end, BLOCK_SIZE)
     v_entries = load_entries(v_row, tokens, end, BLOCK_SIZE)
     for start in range(begin, end, BLOCK_N):
         tokens = start + tl.arange(0, BLOCK_N)
         in_block = (tokens % BLOCK_SIZE) * ROW + head * HEAD_DIM
+        values_in_block = in_block
+        if VALUE_DIM != HEAD_DIM:
+            values_in_block = (tokens % BLOCK_SIZE) * ROW + head * VALUE_DIM
         k_at = slice_start(k_entries, layer, scratch_base, SLICE)
         v_at = slice_start(v_entries, layer, scratch_base, SLICE)
         seen = tokens < end
         if WINDOW > 0:
             seen = seen & (tokens >= oldest)
         mask = seen[:, None] & inside
+        value_mask = mask
+        if VALUE_DIM != HEAD_DIM:
+            value_mask = seen[:, None] & (value_dims < VALUE_DIM)[None, :]
         if LAYERS > 0:
             is_narrow = k_entries < 0  # beyond the end an entry is 0
             if WINDOW > 0:
@@ -110,7 +115,7 @@ def attend_split(
             v, v_steps = load_mixed(pool + v_at + in_block, v8, v_scales, is_narrow, dims, mask, q.dtype)
         else:
             k = tl.load(pool + (k_at + in_block)[:, None] + dims[None, :], mask=mask, other=0)
-            v = tl.load(pool + (v_at + in_block)[:, None] + dims[None, :], mask=mask, other=0)
+            v = tl.load(pool + (v_at + values_in_block)[:, None] + value_dims[None, :], mask=value_mask, other=0)
         scores = tl.dot(q, tl.trans(widened(k, q.dtype)), input_precision="ieee") * scale
         if pool.dtype.element_ty.primitive_bitwidth == 8:
             at = scale_pointers(pool, k_at, tokens, head, BLOCK_SIZE, ROW, KV_HEADS)
@@ -134,8 +139,9 @@ def split_kernel(
     q_ptr, pool, k_table, v_table, items, ranges, out_ptr, partial, partial_lse, sinks, q_stride, out_stride,
     table_stride, layer, scratch_base, scale,
     BLOCK_SIZE: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
-    SLICE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr, SINKS: tl.constexpr, LAYERS: tl.constexpr,
+    VALUE_DIM: tl.constexpr, ROW: tl.constexpr, SLICE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
+    LAYERS: tl.constexpr,
 ):  # fmt: skip
     """Program (KV head, item). A request with one split goes straight to `out`, others to partial results."""
     head = tl.program_id(0)
@@ -154,13 +160,14 @@ def split_kernel(
         begin = tl.maximum(begin, oldest // BLOCK_N * BLOCK_N)
     group = tl.arange(0, BLOCK_M)
     dims = tl.arange(0, BLOCK_D)
-    columns = (head * GROUP + group) * HEAD_DIM
+    q_columns = (head * GROUP + group) * HEAD_DIM
     mask = (group < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
-    q_at = q_ptr + request.to(tl.int64) * q_stride + columns[:, None] + dims[None, :]
+    q_at = q_ptr + request.to(tl.int64) * q_stride + q_columns[:, None] + dims[None, :]
     q = tl.load(q_at, mask=mask, other=0.0)
     acc, peak, total = attend_split(
         q, pool, k_table + row, v_table + row, head, begin, end, oldest, layer, scratch_base, scale,
-        BLOCK_SIZE, KV_HEADS, HEAD_DIM, SLICE, BLOCK_M, BLOCK_N, BLOCK_D, WINDOW, SOFTCAP, LAYERS,
+        BLOCK_SIZE, KV_HEADS, HEAD_DIM, VALUE_DIM, ROW, SLICE, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V, WINDOW, SOFTCAP,
+        LAYERS,
     )  # fmt: skip
     if WINDOW > 0:  # an empty split weighs nothing beside others, and must not be NaN
         peak = tl.where(total == 0.0, _NOTHING, peak)
@@ -169,12 +176,15 @@ def split_kernel(
         sink = tl.load(sinks + head * GROUP + group, mask=group < GROUP, other=0.0)
         acc, total = with_sink(acc, peak, total, tl.where(splits == 1, sink, float("-inf")))
     acc = acc / total[:, None]
+    value_dims = tl.arange(0, BLOCK_V)
+    value_mask = (group < GROUP)[:, None] & (value_dims < VALUE_DIM)[None, :]
     if splits == 1:
-        out_at = out_ptr + request.to(tl.int64) * out_stride + columns[:, None] + dims[None, :]
-        tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=mask)
+        columns = (head * GROUP + group) * VALUE_DIM
+        out_at = out_ptr + request.to(tl.int64) * out_stride + columns[:, None] + value_dims[None, :]
+        tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=value_mask)
     else:
         heads = item * (KV_HEADS * GROUP) + head * GROUP + group
-        tl.store(partial + heads[:, None] * HEAD_DIM + dims[None, :], acc, mask=mask)
+        tl.store(partial + heads[:, None] * VALUE_DIM + value_dims[None, :], acc, mask=value_mask)
         tl.store(partial_lse + heads, peak + tl.log2(total), mask=group < GROUP)
 
 
@@ -234,9 +244,10 @@ def decode_attention(
 ) -> None:
     """out[i] = softmax(scale * q[i] K^T) V over the context of request i; zeros where `work` has no such request.
 
-    Shapes: q, out [n, heads, head_dim] with n <= the work list's requests; pool [slices, block_size, kv_heads,
-    head_dim], of 8 bits too; k_table, v_table [rows, max_blocks]; partial [max_items, heads, head_dim] and partial_lse
-    [max_items, heads] float32, scratch whose contents do not matter. `window`: the last tokens that are seen, 0: all.
+    Shapes: q [n, heads, head_dim] with n <= the work list's requests; out [n, heads, value_dim]; pool [slices,
+    block_size, kv_heads, head_dim], of 8 bits too, or a view of wider cells (`check_pool`); k_table, v_table [rows,
+    max_blocks]; partial [max_items, heads, value_dim] and partial_lse [max_items, heads] float32, scratch whose
+    contents do not matter. `window`: the last tokens that are seen, 0: all.
     `softcap` c, if not 0: a score s becomes c * tanh(s / c). `sinks` [heads] float32: of every head a score that takes
     part in the softmax and has no value. `mixed`: the layers of a unit, in a pool that has blocks in 8 bits too, with
     their scales behind it; 0: in another.
@@ -248,17 +259,20 @@ def decode_attention(
     check_mixed(pool, mixed, scratch_base)
     group = num_heads // kv_heads
     widths = {"int8": is_bytes(pool.dtype), "mixed": mixed > 0}
-    config = config or configs.decode_config(configs.device_arch(q.device), head_dim, group, q.dtype, **widths)
+    value_dim = out.shape[2]
+    widest = max(head_dim, value_dim)
+    widths["unlike"] = value_dim != head_dim
+    config = config or configs.decode_config(configs.device_arch(q.device), widest, group, q.dtype, **widths)
     assert work.tile % config.block_n == 0, f"splits of the work list begin at {work.tile}, tiles are {config.block_n}"
     if num_requests == 0:
         return
-    block_d = configs.next_power_of_two(head_dim)
     split_kernel[(kv_heads, work.items.shape[0])](
         q, pool, k_table, v_table, work.items, work.ranges, out, partial, partial_lse,
         partial_lse if sinks is None else sinks, q.stride(0), out.stride(0), k_table.stride(0), layer, scratch_base,
         scale_of(scale, softcap), BLOCK_SIZE=block_size, KV_HEADS=kv_heads, GROUP=group, HEAD_DIM=head_dim,
-        BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_D=block_d, **config.options, SLICE=pool.stride(0),
-        WINDOW=window, SOFTCAP=softcap, SINKS=sinks is not None, LAYERS=mixed,
+        VALUE_DIM=value_dim, ROW=pool.stride(1), BLOCK_M=config.block_m, BLOCK_N=config.block_n,
+        BLOCK_D=configs.next_power_of_two(head_dim), BLOCK_V=configs.next_power_of_two(value_dim), **config.options,
+        SLICE=pool.stride(0), WINDOW=window, SOFTCAP=softcap, SINKS=sinks is not None, LAYERS=mixed,
     )  # fmt: skip
     merge_splits(work.ranges[:num_requests], partial, partial_lse, out, sinks)
 
@@ -271,13 +285,13 @@ def scale_of(scale: float, softcap: float) -> float:
 def merge_splits(
     ranges: Tensor, partial: Tensor, partial_lse: Tensor, out: Tensor, sinks: Tensor | None = None
 ) -> None:
-    """Rows of `out` [n, heads, head_dim] from their splits: `ranges` [m, 4] as in `merge_kernel`, `partial`,
+    """Rows of `out` [n, heads, value_dim] from their splits: `ranges` [m, 4] as in `merge_kernel`, `partial`,
     `partial_lse` and `sinks` as in `decode_attention`. Of prefill too: one variant serves both, so neither compiles
     another."""
-    _, num_heads, head_dim = out.shape
+    _, num_heads, value_dim = out.shape
     merge_kernel[(num_heads, len(ranges))](
         ranges, partial, partial_lse, partial_lse if sinks is None else sinks, out, out.stride(0), NUM_HEADS=num_heads,
-        HEAD_DIM=head_dim, BLOCK_S=16, BLOCK_D=configs.next_power_of_two(head_dim), SINKS=sinks is not None,
+        HEAD_DIM=value_dim, BLOCK_S=16, BLOCK_D=configs.next_power_of_two(value_dim), SINKS=sinks is not None,
         num_warps=4, num_stages=1, enable_fp_fusion=True,
     )  # fmt: skip
 
@@ -293,16 +307,14 @@ def _check(
     out: Tensor,
 ) -> None:
     check_pool(pool, k_table, v_table)
-    for name, value in (("q", q), ("out", out)):
-        check_heads(name, value, pool.shape[3], computed_in(pool, q))
-    assert q.shape == out.shape, f"out {out.shape} differs from q {q.shape}"
+    check_queries(q, out, pool)
     assert q.shape[1] % pool.shape[2] == 0, f"{q.shape[1]} query heads over {pool.shape[2]} KV heads"
     assert q.shape[0] <= work.requests.shape[0], "more queries than the work list has requests"
-    check_partials(partial, partial_lse, (work.items.shape[0], *q.shape[1:]))
+    check_partials(partial, partial_lse, (work.items.shape[0], *out.shape[1:]))
 
 
 def check_partials(partial: Tensor, partial_lse: Tensor, shape: tuple[int, ...]) -> None:
-    """Assert that the scratch of splits has `shape` [rows, heads, head_dim] and its first two dimensions."""
+    """Assert that the scratch of splits has `shape` [rows, heads, value_dim] and its first two dimensions."""
     assert partial.shape == shape and partial.is_contiguous(), f"partial: contiguous {shape}, not {partial.shape}"
     assert partial_lse.shape == shape[:2] and partial_lse.is_contiguous(), f"partial_lse: contiguous {shape[:2]}"
     assert partial.dtype == partial_lse.dtype == torch.float32, "partial results are float32"

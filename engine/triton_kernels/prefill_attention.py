@@ -15,10 +15,9 @@ from torch import Tensor
 from engine.models.byte_cells import is_bytes
 from engine.triton_kernels import configs
 from engine.triton_kernels.addressing import (
-    check_heads,
     check_mixed,
     check_pool,
-    computed_in,
+    check_queries,
     load_mixed,
     load_steps,
     narrow_pointers,
@@ -43,18 +42,21 @@ from engine.triton_kernels.work import PrefillWork
 @triton.jit
 def attend_tiles(
     q, state, entries, pool, k_row, v_row, head, positions, begin, end, last, layer, scratch_base, scale,
-    BLOCK_SIZE: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, SLICE: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    LAYERS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    ROW: tl.constexpr, SLICE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    MASKED: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, LAYERS: tl.constexpr,
 ):  # fmt: skip
     """Continue `state` = (acc, peak, total) over tokens [begin, end); `entries` are those of the tile at `begin`."""
-    ROW: tl.constexpr = KV_HEADS * HEAD_DIM
     acc, peak, total = state
     k_entries, v_entries = entries
     dims = tl.arange(0, BLOCK_D)
+    value_dims = tl.arange(0, BLOCK_V)
     for start in range(begin, end, BLOCK_N):
         tokens = start + tl.arange(0, BLOCK_N)
         in_block = (tokens % BLOCK_SIZE) * ROW + head * HEAD_DIM
+        values_in_block = in_block
+        if VALUE_DIM != HEAD_DIM:
+            values_in_block = (tokens % BLOCK_SIZE) * ROW + head * VALUE_DIM
         k_at = slice_start(k_entries, layer, scratch_base, SLICE)
         v_at = slice_start(v_entries, layer, scratch_base, SLICE)
         mask = (dims < HEAD_DIM)[None, :]
@@ -64,6 +66,9 @@ def attend_tiles(
         if WINDOW > 0:  # what lies before it may be another request's by now
             near = near & (tokens > tl.min(positions, 0) - WINDOW)
             mask = mask & near[:, None]
+        value_mask = mask
+        if VALUE_DIM != HEAD_DIM:
+            value_mask = (value_dims < VALUE_DIM)[None, :] & near[:, None]
         if LAYERS > 0:
             is_narrow = (k_entries < 0) & near
             k8, k_scales = narrow_pointers(
@@ -80,7 +85,7 @@ def attend_tiles(
             v, v_steps = load_mixed(pool + v_at + in_block, v8, v_scales, is_narrow, dims, mask, q.dtype)
         else:
             k = tl.load(pool + (k_at + in_block)[:, None] + dims[None, :], mask=mask, other=0)
-            v = tl.load(pool + (v_at + in_block)[:, None] + dims[None, :], mask=mask, other=0)
+            v = tl.load(pool + (v_at + values_in_block)[:, None] + value_dims[None, :], mask=value_mask, other=0)
         scores = tl.dot(q, tl.trans(widened(k, q.dtype)), input_precision="ieee") * scale
         if pool.dtype.element_ty.primitive_bitwidth == 8:
             at = scale_pointers(pool, k_at, tokens, head, BLOCK_SIZE, ROW, KV_HEADS)
@@ -108,8 +113,9 @@ def prefill_kernel(
     q_ptr, pool, k_table, v_table, items, out_ptr, partial, partial_lse, sinks, q_stride, out_stride, table_stride,
     layer, scratch_base, scale,
     BLOCK_SIZE: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
-    SLICE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr, SINKS: tl.constexpr, LAYERS: tl.constexpr,
+    VALUE_DIM: tl.constexpr, ROW: tl.constexpr, SLICE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
+    LAYERS: tl.constexpr,
 ):  # fmt: skip
     """Program (KV head, item). A tile with one split goes straight to `out`, others to partial results."""
     head = tl.program_id(0)
@@ -126,9 +132,9 @@ def prefill_kernel(
     pairs = tl.arange(0, BLOCK_M)
     token = pairs // GROUP
     dims = tl.arange(0, BLOCK_D)
-    columns = (head * GROUP + pairs % GROUP) * HEAD_DIM
+    q_columns = (head * GROUP + pairs % GROUP) * HEAD_DIM
     mask = (token < count)[:, None] & (dims < HEAD_DIM)[None, :]
-    q_at = (first + token) * q_stride + columns
+    q_at = (first + token) * q_stride + q_columns
     q = tl.load(q_ptr + q_at[:, None] + dims[None, :], mask=mask, other=0.0)
     last = position + count
     seen_by_all = (position + 1) // BLOCK_N * BLOCK_N
@@ -139,19 +145,20 @@ def prefill_kernel(
     entries = (load_entries(k_row, tokens, last, BLOCK_SIZE), load_entries(v_row, tokens, last, BLOCK_SIZE))
     # a row that sees nothing of its first tile, or of its split, has a maximum all the same
     peak = tl.full([BLOCK_M], _NOTHING, tl.float32)
-    state = (tl.zeros([BLOCK_M, BLOCK_D], tl.float32), peak, tl.zeros([BLOCK_M], tl.float32))
+    state = (tl.zeros([BLOCK_M, BLOCK_V], tl.float32), peak, tl.zeros([BLOCK_M], tl.float32))
     if WINDOW > 0:  # both edges are masked in every tile: there are few
         seen_by_all = begin
     else:
         seen_by_all = tl.minimum(tl.maximum(seen_by_all, begin), end)
         state, entries = attend_tiles(
             q, state, entries, pool, k_row, v_row, head, position + token, begin, seen_by_all, last, layer,
-            scratch_base, scale, BLOCK_SIZE, KV_HEADS, HEAD_DIM, SLICE, BLOCK_N, BLOCK_D, False, WINDOW,
-            SOFTCAP, LAYERS,
+            scratch_base, scale, BLOCK_SIZE, KV_HEADS, HEAD_DIM, VALUE_DIM, ROW, SLICE, BLOCK_N, BLOCK_D, BLOCK_V,
+            False, WINDOW, SOFTCAP, LAYERS,
         )  # fmt: skip
     state, entries = attend_tiles(
         q, state, entries, pool, k_row, v_row, head, position + token, seen_by_all, end, last, layer, scratch_base,
-        scale, BLOCK_SIZE, KV_HEADS, HEAD_DIM, SLICE, BLOCK_N, BLOCK_D, True, WINDOW, SOFTCAP, LAYERS,
+        scale, BLOCK_SIZE, KV_HEADS, HEAD_DIM, VALUE_DIM, ROW, SLICE, BLOCK_N, BLOCK_D, BLOCK_V, True, WINDOW, SOFTCAP,
+        LAYERS,
     )  # fmt: skip
     acc, peak, total = state
     if SINKS:  # of a context that is split it counts in the merge, once
@@ -159,13 +166,15 @@ def prefill_kernel(
         acc, total = with_sink(acc, peak, total, tl.where(splits == 1, sink, float("-inf")))
     total = tl.where(total == 0.0, 1.0, total)  # what sees nothing weighs nothing beside other splits
     acc = acc / total[:, None]
+    value_dims = tl.arange(0, BLOCK_V)
+    value_mask = (token < count)[:, None] & (value_dims < VALUE_DIM)[None, :]
     if splits == 1:
-        out_at = (first + token) * out_stride + columns
-        tl.store(out_ptr + out_at[:, None] + dims[None, :], acc.to(out_ptr.dtype.element_ty), mask=mask)
+        out_at = (first + token) * out_stride + (head * GROUP + pairs % GROUP) * VALUE_DIM
+        tl.store(out_ptr + out_at[:, None] + value_dims[None, :], acc.to(out_ptr.dtype.element_ty), mask=value_mask)
     else:  # the splits of a token lie side by side
         rows = tl.load(item + 6).to(tl.int64) + token * splits
         heads = rows * (KV_HEADS * GROUP) + head * GROUP + pairs % GROUP
-        tl.store(partial + heads[:, None] * HEAD_DIM + dims[None, :], acc, mask=mask)
+        tl.store(partial + heads[:, None] * VALUE_DIM + value_dims[None, :], acc, mask=value_mask)
         tl.store(partial_lse + heads, peak + tl.log2(total), mask=token < count)
 
 
@@ -190,34 +199,34 @@ def prefill_attention(
 ) -> None:
     """Token at position p of a chunk attends cached tokens [0, p] of its row; other tokens' `out` is not touched.
 
-    Shapes: q, out [tokens, heads, head_dim], the chunks' tokens where `work` says; pool [slices, block_size, kv_heads,
-    head_dim]; k_table, v_table [rows, max_blocks]; partial [work.partials, heads, head_dim] and partial_lse
-    [work.partials, heads] float32, scratch whose contents do not matter. `window`: a token sees itself and the window -
+    Shapes: q [tokens, heads, head_dim] and out [tokens, heads, value_dim], the chunks' tokens where `work` says; pool
+    [slices, block_size, kv_heads, head_dim], or a view of wider cells (`check_pool`); k_table, v_table [rows,
+    max_blocks]; partial [work.partials, heads, value_dim] and partial_lse [work.partials, heads] float32, scratch whose
+    contents do not matter. `window`: a token sees itself and the window -
     1 before it, 0: all. `softcap`, `sinks`, `mixed`: as in `decode_attention`. The grids depend on shapes alone;
     splits of a step of no bucket are merged where there are any.
     """
     (_, num_heads, head_dim), (_, block_size, kv_heads, _) = q.shape, pool.shape
     check_pool(pool, k_table, v_table)
-    for name, value in (("q", q), ("out", out)):
-        check_heads(name, value, head_dim, computed_in(pool, q))
-    assert head_dim == pool.shape[3], f"head_dim {head_dim} of q, {pool.shape[3]} of the pool"
-    assert q.shape == out.shape, f"out {out.shape} differs from q {q.shape}"
+    check_queries(q, out, pool)
     assert num_heads % kv_heads == 0, f"{num_heads} query heads over {kv_heads} KV heads"
     check_sinks(sinks, num_heads)
     check_mixed(pool, mixed, scratch_base)
-    check_partials(partial, partial_lse, (work.partials, num_heads, head_dim))
+    value_dim = out.shape[2]
+    check_partials(partial, partial_lse, (work.partials, num_heads, value_dim))
     group = num_heads // kv_heads
     widths = {"int8": is_bytes(pool.dtype), "mixed": mixed > 0}
-    config = config or configs.prefill_config(configs.device_arch(q.device), head_dim, q.dtype, **widths)
+    widest = max(head_dim, value_dim)
+    config = config or configs.prefill_config(configs.device_arch(q.device), widest, q.dtype, **widths)
     assert work.tokens_per_tile * group <= config.block_m, "the work list's tiles are larger than the kernel's"
     assert work.tile % config.block_n == 0, f"splits of the work list begin at {work.tile}, tiles are {config.block_n}"
     prefill_kernel[(kv_heads, work.items.shape[0])](
         q, pool, k_table, v_table, work.items, out, partial, partial_lse,
         partial_lse if sinks is None else sinks, q.stride(0), out.stride(0), k_table.stride(0), layer, scratch_base,
         scale_of(scale, softcap), BLOCK_SIZE=block_size, KV_HEADS=kv_heads, GROUP=group, HEAD_DIM=head_dim,
-        BLOCK_M=config.block_m, BLOCK_N=config.block_n, **config.options, BLOCK_D=configs.next_power_of_two(head_dim),
-        SLICE=pool.stride(0), WINDOW=window, SOFTCAP=softcap, SINKS=sinks is not None,
-        LAYERS=mixed,
+        VALUE_DIM=value_dim, ROW=pool.stride(1), BLOCK_M=config.block_m, BLOCK_N=config.block_n, **config.options,
+        BLOCK_D=configs.next_power_of_two(head_dim), BLOCK_V=configs.next_power_of_two(value_dim),
+        SLICE=pool.stride(0), WINDOW=window, SOFTCAP=softcap, SINKS=sinks is not None, LAYERS=mixed,
     )  # fmt: skip
     if work.merging:
         merge_splits(work.merges, partial, partial_lse, out, sinks)

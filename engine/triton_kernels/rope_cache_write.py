@@ -16,6 +16,7 @@ from engine.triton_kernels import configs
 from engine.triton_kernels.addressing import (
     check_heads,
     check_pool,
+    check_value_width,
     computed_in,
     extent,
     least_scales,
@@ -87,9 +88,9 @@ def transform_heads(
 def rope_cache_kernel(
     q, k, v, cos_sin, positions, rows, pool, k_table, v_table, q_weight, k_weight, q_stride, k_stride, v_stride,
     table_stride, layer, scratch_base, eps,
-    Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, SLICE: tl.constexpr, Q_NORM: tl.constexpr, K_NORM: tl.constexpr,
-    BLOCK_H: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, WIDE: tl.constexpr,
+    Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    ROTARY: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROW: tl.constexpr, SLICE: tl.constexpr, Q_NORM: tl.constexpr,
+    K_NORM: tl.constexpr, BLOCK_H: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Program (token, block of heads): the blocks of Q come first, then those of K, then those of V."""
     token = tl.program_id(0).to(tl.int64)
@@ -101,7 +102,6 @@ def rope_cache_kernel(
         return
     position = tl.load(positions + token)
     angles = cos_sin + position.to(tl.int64) * ROTARY
-    ROW: tl.constexpr = KV_HEADS * HEAD_DIM
     cell: tl.constexpr = pool.dtype.element_ty
     if part < Q_BLOCKS:
         at = q + token * q_stride
@@ -121,8 +121,8 @@ def rope_cache_kernel(
         to = token_start(v_table, row, table_stride, position, layer, scratch_base, BLOCK_SIZE, ROW, SLICE)
         heads = (part - Q_BLOCKS - KV_BLOCKS) * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
         dims = tl.arange(0, WIDE)[None, :]
-        mask = (heads < KV_HEADS) & (dims < HEAD_DIM)
-        values = tl.load(v + token * v_stride + heads * HEAD_DIM + dims, mask=mask, other=0)
+        mask = (heads < KV_HEADS) & (dims < VALUE_DIM)
+        values = tl.load(v + token * v_stride + heads * VALUE_DIM + dims, mask=mask, other=0)
         if cell.primitive_bitwidth == 8:
             wide = values.to(tl.float32)
             highest, unsound = extent(wide)
@@ -131,7 +131,7 @@ def rope_cache_kernel(
             tl.store(at, bits[:, None], mask=heads < KV_HEADS)
             tl.store(pool + to + heads * HEAD_DIM + dims, to_steps(wide, step[:, None], cell), mask=mask)
         else:
-            tl.store(pool + to + heads * HEAD_DIM + dims, values, mask=mask)
+            tl.store(pool + to + heads * VALUE_DIM + dims, values, mask=mask)
 
 
 def rope_cache_write(
@@ -153,9 +153,9 @@ def rope_cache_write(
 ) -> None:
     """Rotate q in place; write rotated k, and v, of token i to position positions[i] of table row rows[i].
 
-    Shapes: q [n, heads, head_dim]; k, v [n, kv_heads, head_dim]; cos_sin [positions, rotary_dim] float32, cosines
-    first, or None for no rotation; positions, rows [n] int32 or int64, rows[i] < 0 = padding, nothing is done; q_norm,
-    k_norm [head_dim] or None.
+    Shapes: q [n, heads, head_dim]; k [n, kv_heads, head_dim]; v [n, kv_heads, value_dim]; cos_sin [positions,
+    rotary_dim] float32, cosines first, or None for no rotation; positions, rows [n] int32 or int64, rows[i] < 0 =
+    padding, nothing is done; q_norm, k_norm [head_dim] or None.
     """
     (count, kv_heads, head_dim), block_size = k.shape, pool.shape[1]
     rotary = 0 if cos_sin is None else cos_sin.shape[1]
@@ -170,10 +170,10 @@ def rope_cache_write(
         query, k, v, pool if cos_sin is None else cos_sin, positions, rows, pool, k_table, v_table,
         pool if q_norm is None else q_norm, pool if k_norm is None else k_norm, query.stride(0), k.stride(0),
         v.stride(0), k_table.stride(0), layer, scratch_base, eps, Q_HEADS=q_heads, KV_HEADS=kv_heads,
-        HEAD_DIM=head_dim, ROTARY=rotary, BLOCK_SIZE=block_size, Q_NORM=q_norm is not None, K_NORM=k_norm is not None,
-        SLICE=pool.stride(0),
+        HEAD_DIM=head_dim, VALUE_DIM=v.shape[2], ROW=pool.stride(1), ROTARY=rotary, BLOCK_SIZE=block_size,
+        Q_NORM=q_norm is not None, K_NORM=k_norm is not None, SLICE=pool.stride(0),
         BLOCK_H=config.block_m, HALF=configs.next_power_of_two(max(1, rotary // 2)), **config.options,
-        REST=configs.next_power_of_two(max(1, head_dim - rotary)), WIDE=configs.next_power_of_two(head_dim),
+        REST=configs.next_power_of_two(max(1, head_dim - rotary)), WIDE=configs.next_power_of_two(v.shape[2]),
     )  # fmt: skip
 
 
@@ -191,9 +191,12 @@ def _check(
 ) -> None:
     check_pool(pool, k_table, v_table)
     head_dim = pool.shape[3]
-    for name, value in (("k", k), ("v", v)):
-        check_heads(name, value, head_dim, computed_in(pool, k))
-        assert value.shape == k.shape and value.shape[1] == pool.shape[2], f"{name}: {value.shape}, pool {pool.shape}"
+    for name, value, width in (("k", k, head_dim), ("v", v, v.shape[2])):
+        check_heads(name, value, width, computed_in(pool, k))
+        assert value.shape[:2] == k.shape[:2] and value.shape[1] == pool.shape[2], (
+            f"{name}: {value.shape}, pool {pool.shape}"
+        )
+    check_value_width(pool, v.shape[2])
     if q is not None:
         check_heads("q", q, head_dim, k.dtype)
         assert len(q) == len(k), f"{len(q)} queries, {len(k)} keys"

@@ -19,7 +19,7 @@ from engine.execution.cpu.native.library import load
 from engine.execution.cpu.native.linear import NativeLinear
 from engine.execution.cpu.native.start import start
 from engine.execution.cpu.native.watched import NativeRunner, ThreadWatch, choose_threads
-from engine.execution.cpu.transformers_device import TransformersDevice
+from engine.execution.cpu.transformers_device import MakeAttention, TransformersDevice
 from engine.execution.cpu.weight_file import WeightFile
 from engine.execution.plan import LaunchPlan
 from engine.execution.runner import Runner
@@ -34,7 +34,7 @@ from engine.models.quantized import make_quantized
 from engine.models.spec import ModelShape
 from engine.models.transformers_model import TransformersModel
 from engine.models.weights import ModelWeights, torch_dtype
-from predictor.limits import NO_PADDING, Padding
+from predictor.limits import NO_PADDING, Limits, Padding
 
 
 class CpuBackend:
@@ -156,6 +156,10 @@ class CpuBackend:
         say(line)
         runner.watch = ThreadWatch(candidates(most), threads, native.team.resize)
         return runner, replace(plan, threads=threads)
+
+    def module_attention(self, _model: TransformersModel, _limits: Limits) -> tuple[MakeAttention | None, str]:
+        """See Backend: the library of the linear layers attends, else torch."""
+        return None, ""
 
     def make_staged(self, config: EngineConfig, plan: LaunchPlan, runner: Runner[Any]) -> StagedRunner:
         head = runner.device.decoder.weights.head

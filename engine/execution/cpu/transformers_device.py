@@ -1,9 +1,11 @@
 """A device that runs transformers' modules: attention over our pool, everything else theirs (see the model).
 
-Where their linear layers are the native library's, attention is, too; else torch's.
+Where their linear layers are the native library's, attention is, too; else it is what the device is given, or torch's.
 """
 
-import numpy as np
+from collections.abc import Callable
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
@@ -19,19 +21,45 @@ from engine.execution.pooling import TakeHidden
 from engine.execution.rows import RowTable
 from engine.execution.samples import DeviceSamples
 from engine.execution.states import StateTable
+from engine.models.manner import Manner
 from engine.models.transformers_model import Attend, TransformersModel
 from predictor.limits import Limits
 
 
-class TransformersDevice(PoolDevice):
-    """`host_units`: units of the host tier. There is no hidden state to run from."""
+class StepAttention(Protocol):
+    """Attends for each layer of a step that was begun."""
 
-    def __init__(self, model: TransformersModel, limits: Limits, *, host_units: int = 0) -> None:
+    def begin(self, chunks: IntArray) -> Layout:
+        """From now on calls are of the tokens of these chunks [n, 4], in the order of the layout."""
+        ...
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, manner: Manner, /) -> Tensor: ...
+
+
+MakeAttention = Callable[[UnitPool, RowTable], StepAttention]
+
+
+class TransformersDevice(PoolDevice):
+    """`host_units`: units of the host tier. `attention`: makes what attends, of a pool and its rows. There is no hidden
+    state to run from."""
+
+    def __init__(
+        self,
+        model: TransformersModel,
+        limits: Limits,
+        *,
+        host_units: int = 0,
+        attention: MakeAttention | None = None,
+    ) -> None:
         super().__init__(UnitPool.of(model.shape, limits, model.like, 0, host_units), RowTable(limits))
         self._model = model
         self._states = StateTable(model.states(), limits.max_num_seqs)
         native = _native_of(model)
-        self._native = None if native is None else NativeAttention(native, self.pool, self.rows, limits.max_model_len)
+        self._attend: StepAttention | None = None
+        if native is not None:
+            self._attend = NativeAttention(native, self.pool, self.rows, limits.max_model_len)
+        elif attention is not None:
+            self._attend = attention(self.pool, self.rows)
         self._cell_bytes = 2 * model.shape.kv_size * model.like.dtype.itemsize
 
     def restore(self, _units: IntArray, _starts: IntArray) -> None:
@@ -56,9 +84,8 @@ class TransformersDevice(PoolDevice):
 
     def _attention(self, chunks: IntArray) -> tuple[Layout, Attend]:
         """The order of a step's tokens, and what attends for each layer."""
-        if self._native is not None:
-            self._native.begin(chunks)
-            return Layout.of(chunks, np.arange(len(chunks))), self._native
+        if self._attend is not None:
+            return self._attend.begin(chunks), self._attend
         clear_begun_blocks(self.pool, self.rows, chunks)
         batch = arrange(chunks, self.rows, self._cell_bytes)
         return batch.layout, PagedAttention(self.pool, self.rows, batch)

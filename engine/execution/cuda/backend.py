@@ -18,13 +18,17 @@ from engine.errors import ConfigError
 from engine.execution import memory
 from engine.execution.compressed import scale_bytes
 from engine.execution.cpu.device import TorchDevice
-from engine.execution.cpu.transformers_device import TransformersDevice
+from engine.execution.cpu.transformers_device import MakeAttention, TransformersDevice
+from engine.execution.cuda.buffers import HeadSizes
 from engine.execution.cuda.device import CudaDevice
 from engine.execution.cuda.kernels import triton_kernels
+from engine.execution.cuda.modules import KernelAttention
 from engine.execution.cuda.pinned_weights import PinnedWeights
 from engine.execution.cuda.shapes import GRAPH_TOKENS, Buckets, decode_buckets, mixed_buckets
 from engine.execution.cuda.swap import staging_units
 from engine.execution.plan import STORED_FLOATS, LaunchPlan
+from engine.execution.pool import UnitPool
+from engine.execution.rows import RowTable
 from engine.execution.runner import Runner
 from engine.execution.stages import StagedRunner
 from engine.machine.facts import BUS_RATE, cuda_devices, host_engines
@@ -33,9 +37,9 @@ from engine.models.decoder import Decoder
 from engine.models.heads import Heads
 from engine.models.linear import MakeLinear, make_linear
 from engine.models.spec import ModelShape, ModelSpec
-from engine.models.transformers_model import TransformersModel
+from engine.models.transformers_model import TransformersModel, probe
 from engine.models.weights import LayerWeights, ModelWeights, torch_dtype
-from predictor.limits import NO_PADDING, UNITS_PER_BLOCK, Padding
+from predictor.limits import NO_PADDING, UNITS_PER_BLOCK, Limits, Padding
 
 _GRAPH_BYTES = 16 * 1024**2  # a guess at what the driver keeps of one graph of a few hundred kernels
 WIDE_BYTES = 39 * 2**30
@@ -78,9 +82,7 @@ class CudaBackend:
         return "layers are given up on a CPU only so far: say --device cpu, or --overload recompute"
 
     def refusal(self, spec: ModelShape, dtype: str) -> str | None:
-        if not isinstance(spec, ModelSpec):
-            return "transformers' modules run without our kernels and without CUDA graphs"
-        refusal = kernel_refusal(spec, torch_dtype(dtype), torch.cuda.get_device_capability())
+        refusal = kernel_refusal(HeadSizes.of(spec), torch_dtype(dtype), torch.cuda.get_device_capability())
         return refusal or launch_refusal()
 
     def float8_refusal(self) -> str | None:
@@ -143,8 +145,8 @@ class CudaBackend:
         return torch.cuda.get_device_name()
 
     def padding(self, plan: LaunchPlan) -> Padding:
-        if self.refusal(plan.spec, plan.dtype) is not None:
-            return NO_PADDING  # torch's operators run every step in its own size
+        if not isinstance(plan.spec, ModelSpec) or self.refusal(plan.spec, plan.dtype) is not None:
+            return NO_PADDING  # transformers' modules and torch's operators run every step in its own size
         limits = plan.limits
         decode, mixed = decode_buckets(limits.max_num_seqs), mixed_buckets(limits.max_num_batched_tokens)
         return Padding(tuple(decode), tuple(mixed))
@@ -161,14 +163,16 @@ class CudaBackend:
         _config: EngineConfig,
         plan: LaunchPlan,
         weights: ModelWeights | TransformersModel,
-        _say: Callable[[str], None],
+        say: Callable[[str], None],
     ) -> tuple[Runner[Any], LaunchPlan]:
         # What torch computes on the host is small from now on. With a thread for every core each such operation has to
         # wait until all of them have run, and they spin beside the event loop, the gateway and everybody else.
         torch.set_num_threads(1)
         hidden, host = plan.scratch_blocks, plan.host_units
         if isinstance(weights, TransformersModel):
-            return Runner(TransformersDevice(weights, plan.limits, host_units=host)), plan
+            attention, how = self.module_attention(weights, plan.limits)
+            say(f"attention of transformers' modules by {how}, without CUDA graphs")
+            return Runner(TransformersDevice(weights, plan.limits, host_units=host, attention=attention)), plan
         if self.refusal(plan.spec, plan.dtype) is None:
             graphs = not weights.layers.streamed  # copies would have to be part of them, and kernels wait for those
             return Runner(_device(plan, weights, graphs=graphs, scratch_blocks=hidden, host_units=host)), plan
@@ -179,18 +183,38 @@ class CudaBackend:
         )  # fmt: skip
         return Runner(device), plan
 
+    def module_attention(self, model: TransformersModel, limits: Limits) -> tuple[MakeAttention | None, str]:
+        """See Backend."""
+        seen, _ = probe(model.module)
+        calls = [(HeadSizes(each.heads, each.kv_heads, *each.widths), each.manner) for each in seen]
+        dtype, capability = model.like.dtype, torch.cuda.get_device_capability()
+        refusals = (kernel_refusal(heads, dtype, capability) for heads, _ in calls)
+        if model.shape.kv_size * dtype.itemsize % 16:
+            return None, "torch's operators: a token's keys are no multiple of 16 bytes"
+        if refusal := next(filter(None, refusals), None) or launch_refusal():
+            return None, f"torch's operators: {refusal}"
+
+        def make(pool: UnitPool, rows: RowTable) -> KernelAttention:
+            attention = KernelAttention(triton_kernels(), pool, rows, limits)
+            for heads, manner in calls:  # to compile one takes seconds, in which no token comes
+                attention.warm_up(heads, manner)
+            return attention
+
+        return make, "our kernels"
+
     def make_staged(self, _config: EngineConfig, _plan: LaunchPlan, _runner: Runner[Any]) -> StagedRunner:
         raise ConfigError(f"--overload drop: {self.drop_refusal()}")
 
 
-def kernel_refusal(spec: ModelSpec, dtype: torch.dtype, capability: tuple[int, int]) -> str | None:
-    """Why the kernels cannot run this model on a device of this compute capability; None if they can."""
+def kernel_refusal(heads: HeadSizes, dtype: torch.dtype, capability: tuple[int, int]) -> str | None:
+    """Why the kernels cannot run these heads on a device of this compute capability; None if they can."""
     if capability < _OLDEST_ARCH:
         return f"compute capability {capability[0]}.{capability[1]} is older than 8.0"
-    if not _SMALLEST_HEAD <= spec.head_dim <= 256 or spec.head_dim * dtype.itemsize % 16:
-        return f"heads of {spec.head_dim} are not supported ({_SMALLEST_HEAD} up to 256, a multiple of 16 bytes)"
+    for width in (heads.head_dim, heads.value_dim):
+        if not _SMALLEST_HEAD <= width <= 256 or width * dtype.itemsize % 16:
+            return f"heads of {width} are not supported ({_SMALLEST_HEAD} up to 256, a multiple of 16 bytes)"
     largest = _LARGEST_GROUP // 2 if dtype == torch.float32 else _LARGEST_GROUP
-    if spec.num_heads // spec.num_kv_heads > largest:
+    if heads.num_heads // heads.num_kv_heads > largest:
         return f"more than {largest} query heads share a KV head in {str(dtype).removeprefix('torch.')}"
     return None
 

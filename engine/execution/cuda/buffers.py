@@ -6,7 +6,7 @@ next step's data where it found the last one's. Knows nothing of models or of wh
 
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from engine.execution.cuda.shapes import StepShape
 from engine.execution.layout import Layout
 from engine.execution.rows import RowTable
 from engine.execution.sampling_table import SamplingTable, uniforms
-from engine.models.spec import ModelSpec
+from engine.models.spec import ModelShape
 from engine.triton_kernels import configs
 from engine.triton_kernels.work import DecodeWork, PrefillWork, WorkBuffer, aligned
 from predictor.limits import Limits
@@ -96,20 +96,37 @@ class StepWishes:
     logprobs: LogprobInputs | None = None
 
 
-class StepBuffers:
-    """The scratch of attention is shared by all layers and shapes."""
+class HeadSizes(NamedTuple):
+    """Query heads, KV heads, and the widths of a head of q and k, and of v."""
 
-    def __init__(self, spec: ModelSpec, limits: Limits, dtype: torch.dtype, device: torch.device) -> None:
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    value_dim: int
+
+    @classmethod
+    def of(cls, spec: ModelShape) -> Self:
+        return cls(spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.head_dim)
+
+    @property
+    def widest(self) -> int:
+        return max(self.head_dim, self.value_dim)
+
+
+class StepBuffers:
+    """The scratch of attention is shared by all layers of these `heads`, and by all shapes of steps."""
+
+    def __init__(self, heads: HeadSizes, limits: Limits, dtype: torch.dtype, device: torch.device) -> None:
         max_tokens, max_samples = limits.max_num_batched_tokens, limits.max_num_seqs
-        arch, group = configs.device_arch(device), spec.num_heads // spec.num_kv_heads
-        prefill = configs.prefill_config(arch, spec.head_dim, dtype)
+        arch, group = configs.device_arch(device), heads.num_heads // heads.num_kv_heads
+        prefill = configs.prefill_config(arch, heads.widest, dtype)
         self._tile_tokens = prefill.block_m // group
-        decode_tile = configs.decode_config(arch, spec.head_dim, group, dtype).block_n
+        decode_tile = configs.decode_config(arch, heads.widest, group, dtype).block_n
         processors = configs.num_multiprocessors(device)
         self._decode_items = partial(
-            configs.decode_items, num_kv_heads=spec.num_kv_heads, num_multiprocessors=processors
+            configs.decode_items, num_kv_heads=heads.num_kv_heads, num_multiprocessors=processors
         )
-        self._slots = configs.prefill_slots(spec.num_kv_heads, processors)
+        self._slots = configs.prefill_slots(heads.num_kv_heads, processors)
         items = self._decode_items(max_samples)
         tiles = configs.prefill_items(max_tokens, max_samples, self._tile_tokens, self._slots)
         merged = configs.prefill_merged(self._slots, self._tile_tokens)
@@ -133,8 +150,8 @@ class StepBuffers:
         self._prefill = PrefillWork(
             max_samples, tiles, self._tile_tokens, device, self._buffer, slots=self._slots, tile=prefill.block_n
         )
-        scratch = max(items, self._prefill.partials), spec.num_heads
-        self._partial = torch.zeros((*scratch, spec.head_dim), dtype=torch.float32, device=device)
+        scratch = max(items, self._prefill.partials), heads.num_heads
+        self._partial = torch.zeros((*scratch, heads.value_dim), dtype=torch.float32, device=device)
         self._partial_lse = torch.zeros(scratch, dtype=torch.float32, device=device)
         self._views: dict[StepShape, StepInputs] = {}
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from engine.api import MAX_LOGPROBS, SamplingParams
 from engine.arrays import IntArray
 from engine.execution.cuda.adapters import SlottedAdapters
-from engine.execution.cuda.buffers import StepBuffers, StepInputs, send
+from engine.execution.cuda.buffers import HeadSizes, StepBuffers, StepInputs, send
 from engine.execution.cuda.forward import Forward
 from engine.execution.cuda.graphs import Graphs
 from engine.execution.cuda.hidden import Projection, StepHidden
@@ -91,7 +91,7 @@ class CudaDevice:
         self._forward = Forward(spec, weights, kernels, self._tables, self.pool, limits, mixed=running_int8)
         self._projection = Projection(self._forward, self.pool, limits)
         self._swapper = Swapper(self.pool, kernels, self.lane, out=Lane(device), back=Lane(device))
-        self._buffers = StepBuffers(spec, limits, weights.embedding.dtype, device)
+        self._buffers = StepBuffers(HeadSizes.of(spec), limits, weights.embedding.dtype, device)
         self._sampling = Sampling(self.rows, kernels, self._buffers, spec.vocab_size, device)
         self._buckets = Buckets(limits.max_num_seqs, limits.max_num_batched_tokens)
         self._kernels = kernels

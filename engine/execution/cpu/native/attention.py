@@ -16,6 +16,7 @@ from engine.arrays import IntArray
 from engine.execution.cpu.native.binding import shape_over, step_over
 from engine.execution.cpu.native.library import TYPES, Kind, Op, Step, Tape, activation_dtype
 from engine.execution.cpu.native.linear import Native, rows_for, stride_of
+from engine.execution.layout import Layout
 from engine.execution.pool import UnitPool
 from engine.execution.rows import RowTable
 from engine.models.manner import PLAIN, Manner
@@ -46,10 +47,11 @@ class NativeAttention:
         self._chunks: IntArray = np.empty((0, 4), dtype=np.int64)
         self._step = Step()
 
-    def begin(self, chunks: IntArray) -> None:
+    def begin(self, chunks: IntArray) -> Layout:
         """From now on calls are of the tokens of these chunks [n, 4] (row, start, length, sample), in their order."""
         self._chunks = np.ascontiguousarray(chunks, dtype=np.int64)
         self._step = step_over(self._pool, self._rows, self._chunks)
+        return Layout.of(chunks, np.arange(len(chunks)))
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, manner: Manner = PLAIN) -> Tensor:
         """q [T, heads, d], k [T, kv_heads, d], v [T, kv_heads, e] of all tokens -> [T, heads * e]. Writes k and v to

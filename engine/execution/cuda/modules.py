@@ -1,0 +1,111 @@
+"""Attention of modules that are not ours by our kernels: q, k and v of a layer come, what they gather goes back.
+
+Twin: `engine.execution.cpu.attention.PagedAttention`. Layers may differ in their heads, in the widths of K and V and in
+their manners: for each shape of heads there are work lists of its own, which a step fills and sends when a layer of it
+first comes. Nothing here waits for the device. Knows nothing of models.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.arrays import IntArray
+from engine.execution.cuda.buffers import HeadSizes, StepBuffers, StepInputs
+from engine.execution.cuda.kernels import Kernels
+from engine.execution.cuda.shapes import StepShape
+from engine.execution.cuda.tables import DeviceTables
+from engine.execution.layout import Layout, decodes_first
+from engine.execution.pool import UnitPool
+from engine.execution.rows import RowTable
+from engine.models.manner import PLAIN, Manner
+from predictor.limits import Limits
+
+_NO_CHUNKS = np.zeros((0, 4), dtype=np.int64)
+
+
+class KernelAttention:
+    """One step at a time, over a pool in the model's type, on the stream that is current."""
+
+    def __init__(self, kernels: Kernels, pool: UnitPool, rows: RowTable, limits: Limits) -> None:
+        assert pool.bytes is None and not pool.scratch_blocks, "modules attend to K and V in their own type"
+        self._kernels, self._pool, self._rows = kernels, pool, rows
+        self._limits = replace(limits, max_num_batched_tokens=max(limits.max_num_batched_tokens, limits.max_num_seqs))
+        self._tables = DeviceTables(rows, pool)
+        self._cells = pool.cells.view(-1, pool.block_size, pool.cells.shape[1])
+        self._buffers: dict[HeadSizes, StepBuffers] = {}
+        self._inputs: dict[HeadSizes, StepInputs] = {}
+        self._sinks: dict[int, tuple[Tensor, Tensor]] = {}  # as modules have them, and as kernels read them
+        self._layout: Layout | None = None
+
+    def begin(self, chunks: IntArray) -> Layout:
+        """From now on calls are of the tokens of these chunks [n, 4] (row, start, length, sample), in this order."""
+        self._layout = decodes_first(chunks)
+        self._inputs.clear()
+        return self._layout
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, manner: Manner = PLAIN) -> Tensor:
+        """q [T, heads, d], k [T, kv_heads, d], v [T, kv_heads, e] of all tokens -> [T, heads * e]. Writes k and v to
+        the pool, whose cells may be wider than this layer's."""
+        heads = HeadSizes(q.shape[1], k.shape[1], k.shape[2], v.shape[2])
+        inputs = self._inputs.get(heads)
+        if inputs is None:
+            assert self._layout is not None, "no step was begun"
+            inputs = self._inputs[heads] = self._send(heads, self._layout, len(self._layout.positions))
+        return self._attend(inputs, layer, (q, k, v), manner)
+
+    def warm_up(self, heads: HeadSizes, manner: Manner = PLAIN) -> None:
+        """Compile what layers of these heads and of this manner launch: a decode and a prompt of padding."""
+
+        def zeros(count: int, width: int) -> Tensor:
+            return torch.zeros((2, count, width), dtype=self._pool.dtype, device=self._pool.device)
+
+        q, k = (zeros(count, heads.head_dim) for count in heads[:2])
+        inputs = self._send(heads, decodes_first(_NO_CHUNKS), 2, 1)
+        self._attend(inputs, 0, (q, k, zeros(heads.num_kv_heads, heads.value_dim)), manner)
+
+    def _attend(self, inputs: StepInputs, layer: int, parts: tuple[Tensor, Tensor, Tensor], manner: Manner) -> Tensor:
+        q, k, v = (each.contiguous() for each in parts)
+        pool = torch.unflatten(self._cells[..., : k[0].numel()], 2, k.shape[1:])
+        tables, base = (self._tables.tables[0], self._tables.tables[1]), self._pool.scratch_base
+        self._kernels.rope_cache_write(
+            None, k, v, None, inputs.positions, inputs.rows, pool, *tables, layer=layer, scratch_base=base
+        )
+        out, count = q.new_empty((*q.shape[:2], v.shape[2])), inputs.shape.decodes
+        scale = q.shape[2] ** -0.5 if manner.scale is None else manner.scale
+        window, cap, sinks = manner.window or 0, manner.softcap or 0.0, self._sinks_of(manner)
+        if count:
+            self._kernels.decode_attention(
+                q[:count], pool, *tables, inputs.decode, inputs.partial, inputs.partial_lse, out[:count], layer=layer,
+                scratch_base=base, scale=scale, window=window, softcap=cap, sinks=sinks,
+            )  # fmt: skip
+        if inputs.shape.prefill:
+            self._kernels.prefill_attention(
+                q, pool, *tables, inputs.prefill, inputs.prefill_partial, inputs.prefill_lse, out, layer=layer,
+                scratch_base=base, scale=scale, window=window, softcap=cap, sinks=sinks,
+            )  # fmt: skip
+        return out.flatten(1)
+
+    def _send(self, heads: HeadSizes, layout: Layout, tokens: int, decodes: int | None = None) -> StepInputs:
+        """Write a step for these heads and start its copy; with the first of them go the changes of the tables."""
+        buffers = self._buffers.get(heads)
+        if buffers is None:
+            buffers = self._buffers[heads] = StepBuffers(heads, self._limits, self._pool.dtype, self._pool.device)
+        decodes = layout.num_decodes if decodes is None else decodes
+        shape = StepShape(tokens, decodes, tokens > decodes, self._limits.max_num_seqs, exact=True)
+        inputs = buffers.fill(shape, layout, self._rows)
+        changes = self._tables.take_changes()
+        buffers.fill_changes(*changes)
+        buffers.upload()
+        buffers.write_tables(self._tables.tables, *changes)
+        return inputs
+
+    def _sinks_of(self, manner: Manner) -> Tensor | None:
+        if manner.sinks is None:
+            return None
+        known = self._sinks.get(id(manner.sinks))
+        if known is None:
+            known = manner.sinks, manner.sinks.detach().float().contiguous()
+            self._sinks[id(manner.sinks)] = known
+        return known[1]
