@@ -116,6 +116,13 @@ def default_knots(token_limit: int) -> tuple[int, ...]:
     return tuple(range(0, min(LAST_KNOT, max(token_limit - 1, 0)) + 1, KNOT_SPACING))
 
 
+def smallest_step(model: LatencyPredictor) -> float:
+    """Seconds of a step of one decode."""
+    features = BatchFeatures(model.reach)
+    features.add_decodes(1, 1)
+    return model.predict(features)
+
+
 @dataclass(frozen=True, slots=True)
 class LatencyModel:
     """Fitted coefficients in seconds per unit of their feature, all non-negative.

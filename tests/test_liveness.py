@@ -28,7 +28,7 @@ MODEL = LatencyModel(intercept=0.010, decode_context=1e-6, knots=(8,), hinges=(0
 OFFLINE = RequestClass.OFFLINE
 
 
-def make_driver(**changes: object) -> Driver:
+def make_driver(model: LatencyModel | None = None, **changes: object) -> Driver:
     """A pool of 20 blocks, deadlines that leave no time beside a prompt."""
     settings: dict[str, object] = {
         "num_units": 2 * 20,
@@ -41,7 +41,7 @@ def make_driver(**changes: object) -> Driver:
     }
     config = SchedulerConfig(**{**settings, **changes})  # type: ignore[arg-type]
     objective = StepObjective(ttft=0.1, tbt=0.05, budget=BudgetParams("hygen", 0.020))
-    return Driver(FakeRunner(block_size=BLOCK, vocab_size=VOCAB), config, model=MODEL, objective=objective)
+    return Driver(FakeRunner(block_size=BLOCK, vocab_size=VOCAB), config, model=model or MODEL, objective=objective)
 
 
 def test_an_offline_line_evicted_often_does_not_stop_the_engine() -> None:
@@ -265,3 +265,18 @@ def test_a_failed_step_is_no_eviction() -> None:
     assert driver.core.stats().failed_steps == 1 and job.status is RequestStatus.PREEMPTED
     assert job.num_preemptions == 0 and job.not_before < 0.0 and not driver.core.stats().preemptions
     driver.run()
+
+
+@pytest.mark.parametrize(("limit", "together"), [(0.2, 2), (0.1, 8), (0.5, 8)])
+def test_a_limit_that_no_step_keeps_does_not_cut_offline_work_into_steps_of_one_request(
+    limit: float, together: int
+) -> None:
+    """The smallest step takes 0.15 s, and every decode 0.04 s: 0.2 s are kept by two, 0.5 s by eight."""
+    model = LatencyModel(intercept=0.11, decodes=0.04, prefill_tokens=1e-4)
+    driver = make_driver(model=model)
+    driver.core.set_objective(StepObjective(tbt=limit, budget=BudgetParams("hygen", limit)))
+    for index in range(8):
+        driver.add(make_request(f"line {index}", [5, 6, 7], 12, request_class=OFFLINE))
+    driver.run()
+    decodes = [len(step.chunks) for step in driver.steps if all(chunk.length == 1 for chunk in step.chunks)]
+    assert max(decodes) == together

@@ -13,14 +13,15 @@ from dataclasses import dataclass, field
 from engine.api import ColocationStats, FinishReason, RequestClass, RequestOutput
 from engine.colocation.baseline import RecentRequests
 from engine.colocation.virtual import step_features
-from engine.colocation.waits import ArrivalWaits, smallest_step
+from engine.colocation.waits import ArrivalWaits
 from engine.core import EngineCore
 from engine.scheduling.output import SchedulerOutput
+from engine.scheduling.planner import LOST_BUDGET_STEPS
 from predictor.breaker import BreakerSettings, BreakerState, CircuitBreaker
 from predictor.budget import BudgetParams
 from predictor.judge import Judge, Served
 from predictor.load import Lengths, LoadModel, OnlineArrival
-from predictor.model import LatencyModel
+from predictor.model import LatencyModel, smallest_step
 from predictor.online import OnlineModel
 from predictor.slo import SLO
 
@@ -29,8 +30,6 @@ log = logging.getLogger("tidemill.colocation")
 BUDGET_SHARE = 0.8
 """Of what a TBT limit leaves above the smallest step, until a search has found better. Predictions keep a margin of
 their own: 0.8 of the limit itself shuts offline work out where online steps take as much (3 ms of 3.2)."""
-FALLBACK_BUDGET_STEPS = 4.0
-"""L in smallest steps where the SLO says nothing of TBT."""
 MIN_OFFLINE = 32
 """Offline requests that must have ended before their lengths stand for those that wait."""
 MAX_QUEUED = 1024
@@ -46,7 +45,7 @@ def initial_budget(slo: SLO, model: LatencyModel, policy: str) -> BudgetParams:
     stated = [limit for metric in ("tbt", "tpot") if (limit := slo.limit_of(metric)) is not None]
     limits = [smallest + BUDGET_SHARE * (limit - smallest) for limit in stated if limit >= smallest]
     limits += [smallest * (1.0 + o.tolerance) for o in slo.objectives if o.tolerance is not None and o.metric != "ttft"]
-    return BudgetParams(policy, min(limits, default=FALLBACK_BUDGET_STEPS * smallest))
+    return BudgetParams(policy, min(limits, default=LOST_BUDGET_STEPS * smallest))
 
 
 @dataclass(slots=True)

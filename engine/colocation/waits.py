@@ -11,7 +11,7 @@ from engine.scheduling.objective import StepObjective
 from predictor.budget import BudgetParams
 from predictor.features import BatchFeatures
 from predictor.judge import MAX_AGE
-from predictor.model import LatencyPredictor
+from predictor.model import LatencyPredictor, smallest_step
 from predictor.slo import SLO
 
 IDLE_STEPS = 2.0
@@ -61,10 +61,3 @@ class ArrivalWaits:
         it does beside chats where rests see to the others."""
         idle = math.inf if searched and math.isinf(self.mean) else self.idle
         return replace(StepObjective.from_slo(slo, budget), idle=idle, wait=self.mean, awaited=self.awaited)
-
-
-def smallest_step(model: LatencyPredictor) -> float:
-    """Seconds of a step of one decode."""
-    features = BatchFeatures(model.reach)
-    features.add_decodes(1, 1)
-    return model.predict(features)

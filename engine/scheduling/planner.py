@@ -24,6 +24,7 @@ from engine.scheduling.reservation import Reservation, reservation_of
 from engine.scheduling.state import SchedulerState
 from predictor.features import BatchFeatures
 from predictor.limits import UNITS_PER_BLOCK
+from predictor.model import smallest_step
 
 ITEMS_PER_SLICE = 32
 _lane = attrgetter("spec.lane")
@@ -36,6 +37,9 @@ class PlannedChunk(NamedTuple):
     length: int
     running: bool
 
+
+LOST_BUDGET_STEPS = 4.0
+"""Smallest steps that one of offline work may take where nothing is said of TBT, or nothing that any step keeps."""
 
 _make_planned = partial(tuple.__new__, PlannedChunk)
 
@@ -64,7 +68,9 @@ def offline_allowance(
 ) -> OfflineAllowance:
     """What offline work may add to a step whose online work is in `ledger`.
 
-    L bounds the step, without online work also what an arrival within it can lose. An absolute TBT limit, and the
+    L bounds the step, without online work also what an arrival within it can lose; where the smallest step has become
+    longer than an absolute TBT limit (weights stream, and the disk has become slow) that is lost anyway, and must not
+    cut offline work into steps of one request. An absolute TBT limit, and the
     tightest deadline, end it where they can still be met; of what they and L leave above online work the controller may
     grant a share. The budget's rule does the rest: beside a waiting prompt `ttft_mean` adds nothing and `ttft_p99`
     half of what the prompt can still lose; under `tbt_p99` a step that is over L anyway is in the tail already and may
@@ -76,6 +82,9 @@ def offline_allowance(
     online = bool(num_online_decodes or beside_prompt)
     if not online:
         limit = min(limit, objective.idle)
+        if limit > 0.0 and not math.isinf(objective.tbt) and state.model is not None:
+            smallest = smallest_step(state.model)
+            limit = limit if smallest <= objective.tbt else max(limit, LOST_BUDGET_STEPS * smallest)
     elif rule == "tbt_p99" and ledger.seconds > limit > 0.0:
         limit = 2.0 * ledger.seconds
     if num_online_decodes and not math.isinf(objective.tbt):
