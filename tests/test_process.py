@@ -621,7 +621,7 @@ def num_descriptors() -> int:
 def children() -> set[int]:
     """Processes that this one started and that still run, or that nobody has waited for."""
     found = set()
-    for entry in Path("/proc").glob("[0-9]*/stat"):
+    for entry in (each / "stat" for each in Path("/proc").glob("[0-9]*")):
         with suppress(OSError):
             fields = entry.read_text().rpartition(")")[2].split()
             if int(fields[1]) == os.getpid():

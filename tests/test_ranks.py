@@ -149,7 +149,7 @@ async def answer(engine: Any, name: str) -> list[int]:
 def rank_of(engine: int) -> int:
     """The process with the other rank of the engine that runs in this one."""
     found = []
-    for entry in Path("/proc").glob("[0-9]*/stat"):
+    for entry in (each / "stat" for each in Path("/proc").glob("[0-9]*")):
         with suppress(OSError):
             command = (entry.parent / "cmdline").read_bytes().split(b"\0")
             if leader.CHILD.encode() in command and int(entry.read_text().rpartition(")")[2].split()[1]) == engine:

@@ -70,7 +70,7 @@ class RowTable:
         for row, block, entry in output.replaced:
             assert block < self.num_blocks[row], "a block that the row does not have is replaced"
             self._put(row, block, entry)
-            self._note(row, np.array([block]))
+            self.note(row, np.array([block]))
 
     def settle(self, rows: IntArray, ends: IntArray, generations: IntArray, tokens: npt.NDArray[np.integer]) -> None:
         """Note sampled tokens [n] at positions `ends` that wait for one, of rows that still hold the request they were
@@ -87,7 +87,7 @@ class RowTable:
     def point(self, rows: IntArray, blocks: IntArray, k_entries: IntArray, v_entries: IntArray) -> None:
         """Set the K and V entries of blocks [n] of rows [n]."""
         self.k_table[rows, blocks], self.v_table[rows, blocks] = k_entries, v_entries
-        self._note(rows, blocks)
+        self.note(rows, blocks)
 
     def num_unseen(self, starts: IntArray) -> IntArray:
         """Blocks in front of all that chunks see which begin at `starts` [n]."""
@@ -104,7 +104,8 @@ class RowTable:
         changed, self._changed = self._changed, []
         return np.unique(np.concatenate(changed))
 
-    def _note(self, rows: IntArray | int, blocks: IntArray) -> None:
+    def note(self, rows: IntArray | int, blocks: IntArray) -> None:
+        """Entries of these blocks were written."""
         if self._changed is not None:
             self._changed.append(rows * self.tables.shape[2] + blocks)
 
@@ -138,7 +139,7 @@ class RowTable:
             for block, entry in enumerate(entries, first):
                 self._put(row, block, entry)
         self.num_blocks[row] = last
-        self._note(row, np.arange(first, last))
+        self.note(row, np.arange(first, last))
 
     def _put(self, row: int, block: int, entry: CacheEntry) -> None:
         assert entry.tier is Tier.DEVICE, "a row's blocks are on the device"

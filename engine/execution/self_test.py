@@ -19,7 +19,6 @@ from torch import Tensor
 
 from engine.api import SamplingParams
 from engine.arrays import IntArray
-from engine.cache.blocks import CacheEntry, CacheKind, Tier
 from engine.execution.cpu.transformers_device import MakeAttention, TransformersDevice
 from engine.execution.runner import Device
 from engine.models.checkpoint import Checkpoint
@@ -28,7 +27,6 @@ from engine.models.quantized import Rounded
 from engine.models.spec import ModelSpec
 from engine.models.transformers_model import TransformersModel, own_reference
 from engine.models.weights import ModelWeights, TensorSource, build_weights, torch_dtype
-from engine.scheduling.output import NewRequest, SchedulerOutput
 from predictor.limits import UNITS_PER_BLOCK, Limits
 
 _CHUNKS = ((9, 1, 5, 9), (4, 1, 6, 1))  # tokens of each request in each step
@@ -108,13 +106,13 @@ def _tokens(vocab_size: int) -> list[IntArray]:
 
 def _by_chunks(device: Device, requests: list[IntArray]) -> list[Tensor]:
     """The logits [n, vocab] that follow each request's chunks, which run side by side."""
-    blocks, wish = _LONGEST // _BLOCK, SamplingParams(max_tokens=1, temperature=1.0)  # logits are wanted, not tokens
-    begun = []
+    rows, blocks = device.rows, _LONGEST // _BLOCK
     for row, ids in enumerate(requests):
-        units = range(row * blocks * UNITS_PER_BLOCK, (row + 1) * blocks * UNITS_PER_BLOCK, UNITS_PER_BLOCK)
-        entries = tuple(CacheEntry(CacheKind.KV, Tier.DEVICE, (unit, unit + 1)) for unit in units)
-        begun.append(NewRequest(row, f"test {row}", tuple(ids.tolist()), len(ids), wish, entries))
-    device.rows.apply(SchedulerOutput(0, (), tuple(begun)))
+        units = np.arange(blocks * UNITS_PER_BLOCK) + row * blocks * UNITS_PER_BLOCK
+        rows.tokens[row, : len(ids)], rows.num_blocks[row] = ids, blocks
+        rows.k_table[row, :blocks], rows.v_table[row, :blocks] = units[::2], units[1::2]
+        rows.note(row, np.arange(blocks))
+        rows.sampling.write(row, SamplingParams(max_tokens=1, temperature=1.0))  # logits are wanted, not tokens
     starts, logits = [0] * len(requests), []
     for lengths in zip(*_CHUNKS, strict=True):
         step = np.array([(row, start, n, 1) for row, (start, n) in enumerate(zip(starts, lengths, strict=True))])

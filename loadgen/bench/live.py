@@ -72,7 +72,7 @@ class Served:
     def cpu_seconds(self) -> float:
         """Processor time of all its processes so far."""
         total = 0
-        for path in Path("/proc").glob("[0-9]*/stat"):
+        for path in (each / "stat" for each in Path("/proc").glob("[0-9]*")):
             with suppress(OSError):
                 fields = path.read_text().rpartition(") ")[2].split()
                 total += int(fields[11]) + int(fields[12]) if int(fields[2]) == self.group else 0
