@@ -234,6 +234,11 @@ class SchedulerConfig:
         return self.block_size * (self.num_units if self.running_int8 else self.scratch_blocks)
 
     @property
+    def paired(self) -> bool:
+        """Whether all blocks on the device are K and V, two units each."""
+        return not (self.scratch_blocks or self.preempted_int8)
+
+    @property
     def most_blocks(self) -> int:
         """What a request holds at once."""
         tokens = most_unconfirmed(self.max_num_batched_tokens, self.pipeline_depth, self.ahead_seconds)

@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from engine.cache.blocks import CacheBlock, CacheEntry, CacheKind, Tier
 from engine.cache.pool import BlockPool
 from engine.cache.prefix import extend_hashes
+from engine.cache.tiers import Tiers
 from engine.config import SchedulerConfig
 
 HELD = [kind for kind in CacheKind if kind.form.units]  # what a block can be allocated for
@@ -206,12 +207,39 @@ def places(block: CacheBlock) -> set[tuple[Tier, int]]:
     return {(block.entry.tier, unit) for unit in block.entry.units}
 
 
+def test_a_block_of_a_paired_pool_lies_in_neighbours_whatever_came_and_went() -> None:
+    pool = BlockPool(8, paired=True)
+    blocks = [take_kv(pool) for _ in range(4)]
+    for block in (blocks[2], blocks[0], blocks[3]):
+        pool.release(block, -1)
+    blocks = [blocks[1], *(take_kv(pool) for _ in range(3))]
+    assert sorted(block.entry.units for block in blocks) == [(0, 1), (2, 3), (4, 5), (6, 7)]
+    with pytest.raises(AssertionError, match="half of a block"):
+        pool.shrink(1)
+    single = pool.allocate(CacheKind.HIDDEN, online=True)
+    assert single is None, "it is full"
+    pool.release(blocks.pop(), -1)
+    single = pool.allocate(CacheKind.HIDDEN, online=True)
+    assert single is not None
+    with pytest.raises(AssertionError, match="behind its K"):
+        pool.check_integrity([*blocks, single])
+
+
+@pytest.mark.parametrize("options", [{"scratch_blocks": 4}, {"preempted_int8": True}, {}])
+def test_the_pool_of_a_core_is_paired_where_no_block_takes_one_unit(options: dict[str, object]) -> None:
+    config = SchedulerConfig(num_units=8, max_model_len=64, **options)  # type: ignore[arg-type]
+    assert config.paired == Tiers(config, None).device._paired == (not options)
+
+
 class PoolMachine(RuleBasedStateMachine):
     """References are held in a list, one item each; the pool must agree with it at every moment."""
 
+    paired = False
+
     def __init__(self) -> None:
         super().__init__()
-        self.pools = {Tier.DEVICE: BlockPool(13), Tier.HOST: BlockPool(7, Tier.HOST)}
+        device = BlockPool(12, paired=True) if self.paired else BlockPool(13)
+        self.pools = {Tier.DEVICE: device, Tier.HOST: BlockPool(7, Tier.HOST)}
         self.pool = self.pools[Tier.DEVICE]
         self.held: list[CacheBlock] = []
         # units given up, by the step that may still touch them
@@ -241,7 +269,11 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(kind=kinds, online=st.booleans())
     def allocate(self, kind: CacheKind, online: bool) -> None:
-        self.take(kind, Tier.DEVICE, online)
+        self.take(CacheKind.KV if self.paired else kind, Tier.DEVICE, online)
+
+    def whole(self, tier: Tier, units: int) -> int:
+        """As many units as this tier may gain or lose at once."""
+        return units - units % 2 if self.paired and tier is Tier.DEVICE else units
 
     @precondition(lambda self: self.held)
     @rule(data=st.data(), restore=st.booleans())
@@ -294,7 +326,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(tier=st.sampled_from([Tier.DEVICE, Tier.HOST]), units=st.integers(0, 5))
     def grow(self, tier: Tier, units: int) -> None:
-        pool = self.pools[tier]
+        pool, units = self.pools[tier], self.whole(tier, units)
         before, retiring = pool.num_available_units, pool.num_retiring_units
         pool.grow(units)
         back = retiring - pool.num_retiring_units
@@ -303,7 +335,7 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(tier=st.sampled_from([Tier.DEVICE, Tier.HOST]), units=st.integers(0, 5))
     def shrink(self, tier: Tier, units: int) -> None:
         pool = self.pools[tier]
-        pool.shrink(min(units, pool.num_units))
+        pool.shrink(self.whole(tier, min(units, pool.num_units)))
         held = {unit for block in self.held if block.entry.tier is tier for unit in block.entry.units}
         assert {unit for unit in held if unit >= pool.num_units} <= pool._retiring
         assert all(max(block.entry.units) < pool.num_units for block in pool._index.values())
@@ -321,5 +353,13 @@ class PoolMachine(RuleBasedStateMachine):
             pool.check_integrity(block for block in self.held if block.entry.tier is tier)
 
 
+class PairedPoolMachine(PoolMachine):
+    """With K and V alone on the device: every block in neighbours, and none is lost to halves that lie apart."""
+
+    paired = True
+
+
 TestPoolMachine = PoolMachine.TestCase
+TestPairedPoolMachine = PairedPoolMachine.TestCase
 TestPoolMachine.settings = settings(max_examples=80, stateful_step_count=50, deadline=None)
+TestPairedPoolMachine.settings = TestPoolMachine.settings

@@ -10,6 +10,10 @@ or swap one, allocate the target, schedule the `CacheOperation` in a
 step, put the target in the request's map in place of the source, and release the source with that step as `last_step`:
 its units stay what they are until the step has ended, so a copy may run at any time within it.
 
+In a *paired* pool every block takes two units, and V's is the one behind K's, so that one number says where a block
+lies: the free list is a stack of such pairs, which blocks leave and come back to whole. Where blocks of one unit are
+among others (hidden state, 8 bits) units come free one by one, and no pool is paired.
+
 A pool may gain memory and lose it again (KunServe §4.1, §4.4): `grow` adds unit numbers behind the last one, `shrink`
 takes numbers from the end. Units behind the new end that a block still holds *retire*: nobody gets them any more, and
 they are gone when that block is given up. Memory may serve something else only once `num_retiring_units` is 0.
@@ -19,20 +23,23 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
 from engine.cache.blocks import CacheBlock, CacheEntry, CacheKind, Tier, count_units
+from predictor.limits import UNITS_PER_BLOCK
 
 _make_entry: Callable[[Iterable[object]], CacheEntry] = partial(tuple.__new__, CacheEntry)
 """`CacheEntry._make` without a call in Python: a prompt's chunk takes dozens."""
 
 
 class BlockPool:
-    """Allocation, sharing and eviction of blocks over `num_units` units of one tier.
+    """Allocation, sharing and eviction of blocks over `num_units` units of one tier. `paired`: for K and V alone, each
+    block in neighbours; such a pool grows and shrinks by whole blocks.
 
     `num_owned_units` and `num_deferred_units` count those that retire as well.
     """
 
-    def __init__(self, num_units: int, tier: Tier = Tier.DEVICE) -> None:
+    def __init__(self, num_units: int, tier: Tier = Tier.DEVICE, *, paired: bool = False) -> None:
         self.num_units = num_units
         self._tier = tier
+        self._paired = paired
         self._free = list(range(num_units - 1, -1, -1))
         self._index: dict[bytes, CacheBlock] = {}
         # Insertion order is release order, so the first key is the least recently used block.
@@ -75,6 +82,7 @@ class BlockPool:
         blocks are offered to nobody any more, but who has one keeps it and may share it."""
         assert 0 <= units <= self.num_units, "a pool loses units that it has"
         end = self.num_units - units
+        assert not (self._paired and end % UNITS_PER_BLOCK), "half of a block would be left"
         self._retiring.update(range(end, self.num_units))
         self.num_units = end
         for block in [b for b in self._index.values() if max(b.entry.units) >= end]:
@@ -238,6 +246,10 @@ class BlockPool:
         assert self.num_cached_units == count_units(cached)
         assert self.num_cached_online_units == count_units(self._cached_online)
         assert self.num_deferred_units == count_units(self._deferred)
+        if self._paired:
+            free = self._free[::-1]
+            pairs = [*zip(free[::2], free[1::2], strict=False), *(b.entry.units for b in (*counts, *idle))]
+            assert all(units[1:] == (units[0] + 1,) for units in pairs if units), "V does not lie behind its K"
         alive = {*counts, *idle}
         assert all(b in alive and b.block_hash == h for h, b in self._index.items()), "the index holds a dead block"
 
@@ -250,11 +262,12 @@ class BlockPool:
             self.num_cached_online_units += len(block.entry.units) if block.online else 0
 
     def _give_back(self, block: CacheBlock) -> None:
-        """Units that nobody holds any more are free, or gone when they retire."""
+        """Units that nobody holds any more are free, or gone when they retire. The next block gets them in their
+        order: K's first."""
         if not self._retiring:
-            self._free.extend(block.entry.units)
+            self._free.extend(reversed(block.entry.units))
             return
-        for unit in block.entry.units:
+        for unit in reversed(block.entry.units):
             if unit in self._retiring:
                 self._retiring.discard(unit)
             else:

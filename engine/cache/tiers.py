@@ -37,7 +37,7 @@ class Tiers:
     action."""
 
     def __init__(self, config: SchedulerConfig, model: LatencyPredictor | None) -> None:
-        self.device = BlockPool(config.num_units)
+        self.device = BlockPool(config.num_units, paired=config.paired)
         self.host = BlockPool(config.host_units, Tier.HOST)
         self.disk = BlockPool(config.disk_units, Tier.DISK)
         self._pools = {Tier.DEVICE: self.device, Tier.HOST: self.host, Tier.DISK: self.disk}

@@ -145,7 +145,7 @@ class RowTable:
         assert entry.tier is Tier.DEVICE, "a row's blocks are on the device"
         if entry.kind is CacheKind.GONE:
             assert self.window, "a block was given back that is read"
-            self.k_table[row, block] = self.v_table[row, block] = 0  # a unit that exists: some check the whole table
+            self.tables[:2, row, block] = 0, 1  # units that exist, as a block's do: some check the whole table
             return
         hidden = entry.kind is CacheKind.HIDDEN
         assert self._takes_hidden or not hidden, "this runner was made without scratch for hidden state"
