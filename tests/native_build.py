@@ -63,10 +63,13 @@ def native_library() -> Library:
 
 @cache
 def library_of(level: Level) -> Library:
-    """A library that runs this level: where the processor lacks it, one that emulates its instructions in AVX-512."""
+    """A library that runs this level: where the processor lacks it, one that emulates its instructions."""
     library = native_library()
-    if level not in library.levels() and level > Level.AVX512 and Level.AVX512 in library.levels():
-        library = Library(build("-DTIDE_EMULATE"))
-    if level not in library.levels():
-        pytest.skip(f"this processor has no {level.name}")
-    return library
+    return library if level in library.levels() else emulating_library()
+
+
+@cache
+def emulating_library() -> Library:
+    """One that has all levels: emulated in AVX-512, and that in AVX2, as far as the processor goes."""
+    wide = Level.AVX512 in native_library().levels()
+    return Library(build("-DTIDE_EMULATE", *(() if wide else ("-DTIDE_EMULATE_WIDE", "-Wno-psabi"))))

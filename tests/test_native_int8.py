@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from native_build import build, library_of, native_library
+from native_build import emulating_library, library_of, native_library
 from test_native_model import Bench, load
 from test_native_ops import native_of, random, run_linear, tiny_shape
 from test_runner import reference_logits
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from engine.errors import ConfigError
-from engine.execution.cpu.native.library import Epilogue, Int8, Kind, Level, Library, Op, Tape, Team
+from engine.execution.cpu.native.library import Epilogue, Int8, Kind, Level, Op, Tape, Team
 from engine.execution.cpu.native.linear import Native, NativeInt8
 from engine.execution.cpu.native.start import int8_test, start
 from engine.models.checkpoint import load_weights
@@ -36,9 +36,7 @@ def native_with(level: Level, dtype: torch.dtype, kind: Int8) -> Native:
     native = native_of(level, dtype)
     if native.library.int8(level) >= kind:
         return native
-    if Level.AVX512 not in native.library.levels():
-        pytest.skip("no AVX-512 to emulate with")
-    library = Library(build("-DTIDE_EMULATE"))
+    library = emulating_library()
     if library.int8(level) < kind:
         pytest.skip("no products of bytes here")
     return Native(library, level, Team(library, 2))

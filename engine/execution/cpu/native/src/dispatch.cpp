@@ -37,6 +37,9 @@ int highest_level() {
     if (!xsave || !fma || !f16c || !avx2) return -1;
     const uint64_t saved = saved_registers();
     if ((saved & 0x6) != 0x6) return -1;
+#ifdef TIDE_EMULATE_WIDE
+    return TM_AMX;
+#endif
     const bool avx512 = bit(more.b, 16) && bit(more.b, 17) && bit(more.b, 30) && bit(more.b, 31);
     if (!avx512 || (saved & 0xe6) != 0xe6) return TM_AVX2;
 #ifdef TIDE_EMULATE
@@ -51,7 +54,9 @@ struct ByteProducts { bool wide, narrow; };  // in AVX-512, in AVX2
 
 ByteProducts byte_products() {
     const bool vnni = bit(cpuid(7, 0).c, 11);
-#ifdef TIDE_EMULATE
+#ifdef TIDE_EMULATE_WIDE
+    return {true, true};
+#elif defined(TIDE_EMULATE)
     return {vnni, vnni};
 #endif
     return {vnni, bit(cpuid(7, 1).a, 4)};

@@ -2,6 +2,10 @@
 // them, on processors that have none of them. Slow, and in no build that is installed. Included in a target region.
 #pragma once
 
+#ifdef TIDE_EMULATE_WIDE
+#include "emulated_wide.h"
+#endif
+
 namespace tide {
 namespace emulated {
 

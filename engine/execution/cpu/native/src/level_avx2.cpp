@@ -14,6 +14,7 @@ namespace {
 #include "cells.h"
 #include "elementwise.h"
 #include "epilogue.h"
+#include "asks.h"
 #include "linear.h"
 #include "attention.h"
 #include "linear_int8.h"

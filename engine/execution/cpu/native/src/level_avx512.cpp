@@ -7,7 +7,10 @@
 #include "target.h"
 
 #define TIDE_WIDE
-TIDE_TARGET("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c")
+TIDE_TARGET_WIDE("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c")
+#ifdef TIDE_EMULATE_WIDE
+#include "emulated_wide.h"
+#endif
 namespace tide {
 namespace {
 #include "vector_avx512.h"
@@ -15,6 +18,7 @@ namespace {
 #include "cells.h"
 #include "elementwise.h"
 #include "epilogue.h"
+#include "asks.h"
 #include "linear.h"
 #include "attention.h"
 #include "linear_int8.h"

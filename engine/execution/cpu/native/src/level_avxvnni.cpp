@@ -8,7 +8,10 @@
 
 #define TIDE_BYTES
 #ifdef TIDE_EMULATE
-TIDE_TARGET("avx2,fma,f16c,avx512f,avx512vl,avx512vnni")
+TIDE_TARGET_WIDE("avx2,fma,f16c,avx512f,avx512vl,avx512vnni")
+#ifdef TIDE_EMULATE_WIDE
+#include "emulated_wide.h"
+#endif
 #else
 TIDE_TARGET("avx2,fma,f16c,avxvnni")
 #endif
@@ -17,6 +20,7 @@ namespace {
 #include "vector_avx2.h"
 #include "functions.h"
 #include "epilogue.h"
+#include "asks.h"
 #include "linear_int8.h"
 }  // namespace
 

@@ -9,10 +9,10 @@
 #define TIDE_WIDE
 #define TIDE_HAS_BF16
 #ifdef TIDE_EMULATE
-TIDE_TARGET("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c")
+TIDE_TARGET_WIDE("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c")
 #include "emulated.h"
 #else
-TIDE_TARGET("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx2,fma,f16c")
+TIDE_TARGET_WIDE("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx2,fma,f16c")
 #endif
 namespace tide {
 namespace {

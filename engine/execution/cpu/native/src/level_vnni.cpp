@@ -8,12 +8,16 @@
 
 #define TIDE_WIDE
 #define TIDE_BYTES
-TIDE_TARGET("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx2,fma,f16c")
+TIDE_TARGET_WIDE("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx2,fma,f16c")
+#ifdef TIDE_EMULATE_WIDE
+#include "emulated_wide.h"
+#endif
 namespace tide {
 namespace {
 #include "vector_avx512.h"
 #include "functions.h"
 #include "epilogue.h"
+#include "asks.h"
 #include "linear_int8.h"
 }  // namespace
 

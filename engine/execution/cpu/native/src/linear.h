@@ -1,98 +1,138 @@
-// Linear layers on float activations by broadcast and fused multiply-add; included behind epilogue.h.
+// Linear layers on float activations by broadcast and fused multiply-add; included behind epilogue.h and asks.h.
 //
-// A tile is up to TILE rows by two vectors of outputs, held in registers; a panel is 32 / (2 W) tiles wide. Weights are
-// widened on the way: a tile of many rows pays for that once.
+// A panel's weights are taken DEPTH inputs at a time: such a block stays in the first cache while all rows take it, tile by
+// tile, and their sums wait in memory for the next. Where many rows share it, its weights are widened once.
 
 #ifdef TIDE_WIDE
-constexpr int TILE = 12;  // 24 sums, 2 weights, 1 activation of 32 registers
+constexpr int TILE = 12;  // rows of a tile: 24 sums, 2 weights, 1 activation of 32 registers
 #else
 constexpr int TILE = 6;  // 12 sums, 2 weights, 1 activation of 16 registers
 #endif
-constexpr int64_t PART = 2 * Vec::W;  // outputs of a tile
+constexpr int64_t DEPTH = 64;  // 8 KiB of weights in float
+constexpr int64_t ROWS = 48;   // whose sums are kept
 
-inline void prefetch_far(const void *p, int64_t bytes) {
-    for (int64_t i = 0; i < bytes; i += 64) _mm_prefetch((const char *)p + i, _MM_HINT_T1);
-}
-constexpr int64_t AHEAD = 4096;  // bytes, so that the next page is on its way: the hardware stops at its border
+// Sums of a tile, [R][V] vectors of the outputs from `c` on.
+template <int R, int V> struct Sums {
+    Vec v[R][V];
 
-// Sums of R rows: a [R][lda], `w` the weights of the tile's outputs, PANEL apart for successive inputs.
-template <class T, int R> inline void tile(const float *a, int64_t lda, const T *w, int64_t k, Vec (&c)[R][2]) {
-    for (int r = 0; r < R; r++) c[r][0] = c[r][1] = zero();
-    for (int64_t i = 0; i < k; i += 4) {
-        prefetch_far((const char *)(w + i * PANEL) + AHEAD, 4 * PART * int64_t(sizeof(T)));
-        for (int64_t j = i; j < i + 4; j++) {
-            const Vec w0 = load(w + j * PANEL), w1 = load(w + j * PANEL + Vec::W);
-            for (int r = 0; r < R; r++) {
-                const Vec x = set(a[r * lda + j]);
-                c[r][0] = fma(x, w0, c[r][0]);
-                c[r][1] = fma(x, w1, c[r][1]);
-            }
-        }
-    }
-}
-
-// bfloat16: 32 inputs of 16 outputs in 16 pairs, those of the other 16 outputs behind them.
-template <int R> inline void tile(const float *a, int64_t lda, const bf16 *w, int64_t k, Vec (&c)[R][2]) {
-    constexpr int64_t SECOND = Vec::W == 16 ? 512 : 16;  // from the first vector of outputs to the second
-    for (int r = 0; r < R; r++) c[r][0] = c[r][1] = zero();
-    for (int64_t i = 0; i < k; i += 32, w += 1024) {
-        for (int64_t j = 0; j < 16; j++) {
-            _mm_prefetch((const char *)(w + j * 32) + AHEAD, _MM_HINT_T1);
-            if (SECOND == 512) _mm_prefetch((const char *)(w + 512 + j * 32) + AHEAD, _MM_HINT_T1);
-            Vec even[2], odd[2];
-            load_pairs(w + j * 32, even[0], odd[0]);
-            load_pairs(w + j * 32 + SECOND, even[1], odd[1]);
-            for (int r = 0; r < R; r++) {
-                const Vec x = set(a[r * lda + i + 2 * j]);
-                c[r][0] = fma(x, even[0], c[r][0]);
-                c[r][1] = fma(x, even[1], c[r][1]);
-            }
-            for (int r = 0; r < R; r++) {
-                const Vec y = set(a[r * lda + i + 2 * j + 1]);
-                c[r][0] = fma(y, odd[0], c[r][0]);
-                c[r][1] = fma(y, odd[1], c[r][1]);
-            }
-        }
-    }
-}
-
-template <class T> inline const T *part_of_panel(const T *panel, int64_t part) { return panel + part * PART; }
-inline const bf16 *part_of_panel(const bf16 *panel, int64_t part) { return panel + part * (PART == PANEL ? 0 : 512); }
-
-template <class T, int R> inline void tile_of_panel(const float *a, int64_t lda, const T *panel, int64_t k, float *c) {
-    for (int64_t part = 0; part < PANEL / PART; part++) {
-        Vec sums[R][2];
-        tile(a, lda, part_of_panel(panel, part), k, sums);
+    Sums(const float *c, bool first) {
         for (int r = 0; r < R; r++)
-            for (int i = 0; i < 2; i++) store(c + r * PANEL + part * PART + i * Vec::W, sums[r][i]);
+            for (int i = 0; i < V; i++) v[r][i] = first ? zero() : load(c + r * PANEL + i * Vec::W);
     }
+    void put(float *c) const {
+        for (int r = 0; r < R; r++)
+            for (int i = 0; i < V; i++) store(c + r * PANEL + i * Vec::W, v[r][i]);
+    }
+    // Adds one input: a [R], lda apart, times its weights.
+    void add(const float *a, int64_t lda, const Vec (&w)[V]) {
+        for (int r = 0; r < R; r++) {
+            const Vec x = set(a[r * lda]);
+            for (int i = 0; i < V; i++) v[r][i] = fma(x, w[i], v[r][i]);
+        }
+    }
+};
+
+// bfloat16 lies in panels as pairs: 32 inputs of 16 outputs, and those of the other 16 outputs behind them.
+constexpr int64_t OTHER = 512;
+template <class T> constexpr bool IN_PAIRS = false;
+template <> constexpr bool IN_PAIRS<bf16> = true;
+inline void load_pairs(const bf16 *w, int64_t output, Vec &even, Vec &odd) {
+    load_pairs(w + output / 16 * OTHER + output % 16 * 2, even, odd);
+}
+
+// How many vectors of outputs a tile of R rows has: all of the panel if the sums of few rows leave room for it.
+template <class T> constexpr int vectors(int rows) {
+    return PANEL / Vec::W == 2 || rows > (IN_PAIRS<T> ? 1 : 3) ? 2 : 4;
+}
+
+// c [R][PANEL] (+)= a [R][lda] * k inputs of a panel.
+template <class T, int R> void tile(const float *a, int64_t lda, const T *w, int64_t k, float *c, bool first, Asks &asks) {
+    constexpr int V = vectors<T>(R);
+    for (int64_t part = 0; part < PANEL; part += V * Vec::W) {
+        Sums<R, V> sums(c + part, first);
+        for (int64_t i = 0; i < k; i += STRIDE) {
+            asks();
+            if constexpr (IN_PAIRS<T>) {
+                const bf16 *at = w + i / 32 * (2 * OTHER) + i % 32 * 16;
+                for (int64_t j = 0; j < STRIDE; j += 2) {
+                    Vec even[V], odd[V];
+                    for (int n = 0; n < V; n++) load_pairs(at + j * 16, part + n * Vec::W, even[n], odd[n]);
+                    sums.add(a + i + j, lda, even);
+                    sums.add(a + i + j + 1, lda, odd);
+                }
+            } else {
+                for (int64_t j = i; j < i + STRIDE; j++) {
+                    Vec x[V];
+                    for (int n = 0; n < V; n++) x[n] = load(w + j * PANEL + part + n * Vec::W);
+                    sums.add(a + j, lda, x);
+                }
+            }
+        }
+        sums.put(c + part);
+    }
+}
+
+// `k` inputs of a panel as floats, [k][PANEL].
+template <class T> void widen(const T *w, int64_t k, float *to) {
+    for (int64_t i = 0; i < k; i += IN_PAIRS<T> ? 2 : 1)
+        for (int64_t n = 0; n < PANEL; n += Vec::W) {
+            if constexpr (IN_PAIRS<T>) {
+                Vec even, odd;
+                load_pairs(w + i / 32 * (2 * OTHER) + i % 32 * 16, n, even, odd);
+                store(to + i * PANEL + n, even);
+                store(to + (i + 1) * PANEL + n, odd);
+            } else {
+                store(to + i * PANEL + n, load(w + i * PANEL + n));
+            }
+        }
 }
 
 template <class T> struct Linear {
-    using Tile = void (*)(const float *, int64_t, const T *, int64_t, float *);
+    template <class S> using Tile = void (*)(const float *, int64_t, const S *, int64_t, float *, bool, Asks &);
 
-    static Tile for_rows(int64_t rows) {
-        static constexpr Tile tiles[] = {
-            tile_of_panel<T, 1>, tile_of_panel<T, 2>, tile_of_panel<T, 3>, tile_of_panel<T, 4>, tile_of_panel<T, 5>, tile_of_panel<T, 6>,
+    // bfloat16 in pairs needs a register more for each vector, and gets smaller tiles where there are few.
+    static constexpr int64_t FUSED = sizeof(T) == 2 && Vec::W == 8 ? 4 : TILE;
+    static constexpr int64_t MOST_FUSED = sizeof(T) == 4 ? ROWS : 4 * FUSED;  // rows, beyond which weights are widened
+
+    template <class S> static Tile<S> for_rows(int64_t rows) {
+        static constexpr Tile<S> tiles[] = {
+            tile<S, 1>, tile<S, 2>, tile<S, 3>, tile<S, 4>, tile<S, 5>, tile<S, 6>,
 #ifdef TIDE_WIDE
-            tile_of_panel<T, 7>, tile_of_panel<T, 8>, tile_of_panel<T, 9>, tile_of_panel<T, 10>, tile_of_panel<T, 11>, tile_of_panel<T, 12>,
+            tile<S, 7>, tile<S, 8>, tile<S, 9>, tile<S, 10>, tile<S, 11>, tile<S, 12>,
 #endif
         };
         return tiles[rows - 1];
     }
 
+    // Tiles of nearly equal size, of at most `most` rows. `block`: the weights as they are stored.
+    template <class S> static void take(const float *a, int64_t lda, int64_t rows, int64_t most, const S *w, int64_t k, float *c, bool first, const T *block) {
+        const int64_t tiles = divide_up(rows, most), parts = PANEL / Vec::W / vectors<S>(int(divide_up(rows, tiles)));
+        Asks asks(block + k * PANEL, PANEL * int64_t(sizeof(T)), tiles * parts);
+        for (int64_t i = 0; i < tiles; i++) {
+            const int64_t begin = i * rows / tiles, size = (i + 1) * rows / tiles - begin;
+            for_rows<S>(size)(a + begin * lda, lda, w, k, c + begin * PANEL, first, asks);
+        }
+    }
+
     static void run(const tm_op &op, Span rows, Span panels, float *logits, int64_t logits_stride, Best best) {
-        alignas(64) float c[TILE * PANEL];
+        alignas(64) float c[ROWS * PANEL], wide[sizeof(T) == 4 ? 1 : DEPTH * PANEL];
         const Epilogue<T, float> epilogue{op, logits, logits_stride, best};
-        const int64_t k = round_up(op.k, K_STEP), count = rows.last - rows.first;
-        const int64_t tiles = divide_up(count, TILE);
-        for (int64_t panel = panels.first; panel < panels.last; panel++) {
-            const T *weight = (const T *)op.weight + panel * k * PANEL;
-            for (int64_t i = 0; i < tiles; i++) {  // of nearly equal size
-                const int64_t first = rows.first + i * count / tiles, last = rows.first + (i + 1) * count / tiles;
-                const float *a = (const float *)op.in + first * op.in_stride;
-                for_rows(last - first)(a, op.in_stride, weight, k, c);
-                epilogue(first, last - first, panel, c);
+        const int64_t k = round_up(op.k, K_STEP);
+        for (int64_t row = rows.first; row < rows.last; row += ROWS) {
+            const int64_t count = least(ROWS, rows.last - row);
+            for (int64_t panel = panels.first; panel < panels.last; panel++) {
+                for (int64_t i = 0; i < k; i += DEPTH) {
+                    const float *a = (const float *)op.in + row * op.in_stride + i;
+                    const T *block = (const T *)op.weight + (panel * k + i) * PANEL;
+                    const int64_t depth = least(DEPTH, k - i);
+                    if (count <= MOST_FUSED) {
+                        take(a, op.in_stride, count, FUSED, block, depth, c, i == 0, block);
+                    } else {
+                        widen(block, depth, wide);
+                        take(a, op.in_stride, count, TILE, wide, depth, c, i == 0, block);
+                    }
+                }
+                epilogue(row, count, panel, c);
             }
         }
     }

@@ -1,4 +1,4 @@
-// Linear layers on integers of 8 bits; included behind epilogue.h. Rows are rounded to 255 steps of their own (quantize),
+// Linear layers on integers of 8 bits; included behind epilogue.h and asks.h. Rows are rounded to 255 steps of their own (quantize),
 // weights were when they were packed: [panel][scales: 32 float][128 * sums: 32 int32][inputs / 4][32 outputs][4 inputs].
 //
 // With TIDE_BYTES four products of bytes are one instruction (AVX512-VNNI, AVX-VNNI), which takes rows unsigned: 128 above
@@ -32,8 +32,12 @@ constexpr int64_t OUTPUTS = Vec::W;
 #ifdef TIDE_WIDE
 constexpr int VECTORS = 2, INT_ROWS = 12;
 inline Ints dot(Ints sum, Ints x, Ints w) {
+#ifdef TIDE_EMULATE_WIDE
+    return {wide::byte_products(sum.v, x.v, w.v)};
+#else
     __asm__("vpdpbusd %2, %1, %0" : "+v"(sum.v) : "v"(x.v), "v"(w.v));  // of the intrinsic GCC 12 keeps sums in memory
     return sum;
+#endif
 }
 inline Ints weights(const int8_t *p) { return {_mm512_loadu_si512(p)}; }
 inline Ints inputs(const Input *p) {
@@ -42,7 +46,7 @@ inline Ints inputs(const Input *p) {
     return {_mm512_set1_epi32(four)};
 }
 inline Ints plus(Ints a, Ints b) { return {_mm512_add_epi32(a.v, b.v)}; }
-inline void store_sums(int32_t *p, Ints a) { _mm512_storeu_si512(p, a.v); }
+inline void add_sums(int32_t *p, Ints a, bool first) { _mm512_storeu_si512(p, first ? a.v : _mm512_add_epi32(a.v, _mm512_loadu_si512(p))); }
 inline void store_inputs(Input *p, Vec x) {
     const __m512i n = _mm512_add_epi32(_mm512_cvtps_epi32(x.v), _mm512_set1_epi32(128));
     _mm_storeu_si128((__m128i *)p, _mm512_cvtepi32_epi8(n));
@@ -55,8 +59,12 @@ constexpr int VECTORS = 2, INT_ROWS = 6;
 #define TIDE_VEX "%{vex%} "
 #endif
 inline Ints dot(Ints sum, Ints x, Ints w) {
+#ifdef TIDE_EMULATE_WIDE
+    return {wide::byte_products(sum.v, x.v, w.v)};
+#else
     __asm__(TIDE_VEX "vpdpbusd %2, %1, %0" : "+x"(sum.v) : "x"(x.v), "x"(w.v));
     return sum;
+#endif
 }
 inline Ints weights(const int8_t *p) { return {_mm256_loadu_si256((const __m256i *)p)}; }
 inline Ints inputs(const Input *p) {
@@ -65,7 +73,9 @@ inline Ints inputs(const Input *p) {
     return {_mm256_set1_epi32(four)};
 }
 inline Ints plus(Ints a, Ints b) { return {_mm256_add_epi32(a.v, b.v)}; }
-inline void store_sums(int32_t *p, Ints a) { _mm256_storeu_si256((__m256i *)p, a.v); }
+inline void add_sums(int32_t *p, Ints a, bool first) {
+    _mm256_storeu_si256((__m256i *)p, first ? a.v : _mm256_add_epi32(a.v, _mm256_loadu_si256((const __m256i *)p)));
+}
 inline void store_inputs(Input *p, Vec x) {
     const __m256i n = _mm256_add_epi32(_mm256_cvtps_epi32(x.v), _mm256_set1_epi32(128));
     const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(n), _mm256_extracti128_si256(n, 1));
@@ -80,30 +90,39 @@ constexpr int64_t OUTPUTS = Vec::W / 2;  // each with two sums side by side
 constexpr int VECTORS = 4, INT_ROWS = 5;
 inline Ints dot(Ints sum, Ints x, Ints w) { return {_mm512_add_epi32(sum.v, _mm512_madd_epi16(x.v, w.v))}; }
 inline Ints weights(const int8_t *p) { return {_mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)p))}; }
+inline Ints weights(const int16_t *p) { return {_mm512_loadu_si512(p)}; }
+inline void store_weights(int16_t *p, Ints a) { _mm512_storeu_si512(p, a.v); }
 inline Ints inputs(const Input *p) {
     int64_t four;
     memcpy(&four, p, sizeof four);
     return {_mm512_set1_epi64(four)};
 }
 inline Ints plus(Ints a, Ints b) { return {_mm512_add_epi32(a.v, b.v)}; }
-inline void store_sums(int32_t *p, Ints a) {
-    _mm256_storeu_si256((__m256i *)p, _mm512_cvtepi64_epi32(_mm512_add_epi64(a.v, _mm512_srli_epi64(a.v, 32))));
+inline void add_sums(int32_t *p, Ints a, bool first) {
+    const __m256i sum = _mm512_cvtepi64_epi32(_mm512_add_epi64(a.v, _mm512_srli_epi64(a.v, 32)));
+    _mm256_storeu_si256((__m256i *)p, first ? sum : _mm256_add_epi32(sum, _mm256_loadu_si256((const __m256i *)p)));
 }
 inline void store_inputs(Input *p, Vec x) { _mm256_storeu_si256((__m256i *)p, _mm512_cvtepi32_epi16(_mm512_cvtps_epi32(x.v))); }
 #else
 constexpr int VECTORS = 2, INT_ROWS = 4;
-inline Ints dot(Ints sum, Ints x, Ints w) { return {_mm256_add_epi32(sum.v, _mm256_madd_epi16(x.v, w.v))}; }
+inline Ints dot(Ints sum, Ints x, Ints w) {
+    Ints products;  // GCC 12 makes the products of all rows first, and has no registers left for their sums
+    __asm__("vpmaddwd %3, %2, %1\n\tvpaddd %1, %0, %0" : "+x"(sum.v), "=&x"(products.v) : "x"(x.v), "x"(w.v));
+    return sum;
+}
 inline Ints weights(const int8_t *p) { return {_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)p))}; }
+inline Ints weights(const int16_t *p) { return {_mm256_loadu_si256((const __m256i *)p)}; }
+inline void store_weights(int16_t *p, Ints a) { _mm256_storeu_si256((__m256i *)p, a.v); }
 inline Ints inputs(const Input *p) {
     int64_t four;
     memcpy(&four, p, sizeof four);
     return {_mm256_set1_epi64x(four)};
 }
 inline Ints plus(Ints a, Ints b) { return {_mm256_add_epi32(a.v, b.v)}; }
-inline void store_sums(int32_t *p, Ints a) {
+inline void add_sums(int32_t *p, Ints a, bool first) {
     const __m256i both = _mm256_add_epi64(a.v, _mm256_srli_epi64(a.v, 32));
-    const __m256i first = _mm256_permutevar8x32_epi32(both, _mm256_setr_epi32(0, 2, 4, 6, 0, 2, 4, 6));
-    _mm_storeu_si128((__m128i *)p, _mm256_castsi256_si128(first));
+    const __m128i sum = _mm256_castsi256_si128(_mm256_permutevar8x32_epi32(both, _mm256_setr_epi32(0, 2, 4, 6, 0, 2, 4, 6)));
+    _mm_storeu_si128((__m128i *)p, first ? sum : _mm_add_epi32(sum, _mm_loadu_si128((const __m128i *)p)));
 }
 inline void store_inputs(Input *p, Vec x) {
     const __m256i n = _mm256_cvtps_epi32(x.v);
@@ -113,11 +132,11 @@ inline void store_inputs(Input *p, Vec x) {
 #endif
 
 constexpr int64_t INT_PART = VECTORS * OUTPUTS;  // outputs of a tile
-constexpr int64_t INT_AHEAD = 4096;              // bytes, as in the other kernels
+constexpr int64_t INT_DEPTH = 256;               // inputs of a block of a panel, which stays in the first cache: see linear.h
+constexpr int64_t INT_BLOCK_ROWS = 48;           // whose sums are kept
 
 struct Weights { Ints a, b, c, d; };
-inline Weights part_of_four(const int8_t *w) {
-    for (int64_t line = 0; line < 4 * INT_PART; line += 64) _mm_prefetch((const char *)w + INT_AHEAD + line, _MM_HINT_T1);
+template <class W> inline Weights part_of_four(const W *w) {
     if (VECTORS == 2) return {weights(w), weights(w + OUTPUTS * 4), no_ints(), no_ints()};
     return {weights(w), weights(w + OUTPUTS * 4), weights(w + OUTPUTS * 8), weights(w + OUTPUTS * 12)};
 }
@@ -141,55 +160,76 @@ template <int R> struct IntSums {
         before.join(other.before);
         a = plus(a, other.a), b = plus(b, other.b), c = plus(c, other.c), d = plus(d, other.d);
     }
-    void put(int32_t *to) const {
-        before.put(to);
+    void put(int32_t *to, bool first) const {
+        before.put(to, first);
         to += (R - 1) * PANEL;
-        store_sums(to, a), store_sums(to + OUTPUTS, b);
-        if (VECTORS == 4) store_sums(to + 2 * OUTPUTS, c), store_sums(to + 3 * OUTPUTS, d);
+        add_sums(to, a, first), add_sums(to + OUTPUTS, b, first);
+        if (VECTORS == 4) add_sums(to + 2 * OUTPUTS, c, first), add_sums(to + 3 * OUTPUTS, d, first);
     }
 };
 template <> struct IntSums<0> {
     void clear() {}
     void add(const Input *, int64_t, const Weights &) {}
     void join(const IntSums &) {}
-    void put(int32_t *) const {}
+    void put(int32_t *, bool) const {}
 };
 
-// To c [R][PANEL]. Few rows have two sums for each output, as one would wait for itself.
-template <int R> inline void int_tile(const Input *x, int64_t stride, const int8_t *w, int64_t k, int32_t *c) {
+// c [R][PANEL] (+)= x [R][stride] * k inputs of a panel. Few rows have two sums for each output, as one would wait for itself.
+template <class W, int R> void int_tile(const Input *x, int64_t stride, const W *w, int64_t k, int32_t *c, bool first, Asks &asks) {
     constexpr bool TWICE = R <= INT_ROWS / 4;
-    IntSums<R> sums;
-    IntSums<TWICE ? R : 0> more;
-    sums.clear();
-    more.clear();
-    for (int64_t i = 0; i < k; i += TWICE ? 8 : 4) {
-        sums.add(x + i, stride, part_of_four(w + i * PANEL));
-        if (TWICE) more.add(x + i + 4, stride, part_of_four(w + (i + 4) * PANEL));
+    for (int64_t part = 0; part < PANEL; part += INT_PART) {
+        IntSums<R> sums;
+        IntSums<TWICE ? R : 0> more;
+        sums.clear();
+        more.clear();
+        for (int64_t i = 0; i < k; i += STRIDE) {
+            asks();
+            for (int64_t j = i; j < i + STRIDE; j += TWICE ? 8 : 4) {
+                sums.add(x + j, stride, part_of_four(w + j * PANEL + 4 * part));
+                if (TWICE) more.add(x + j + 4, stride, part_of_four(w + (j + 4) * PANEL + 4 * part));
+            }
+        }
+        if constexpr (TWICE) sums.join(more);
+        sums.put(c + part, first);
     }
-    if constexpr (TWICE) sums.join(more);
-    sums.put(c);
-}
-template <int R> void int_tile_of_panel(const Input *x, int64_t stride, const int8_t *w, int64_t k, int32_t *c) {
-    for (int64_t part = 0; part < PANEL; part += INT_PART) int_tile<R>(x, stride, w + 4 * part, k, c + part);
 }
 
-using IntTile = void (*)(const Input *, int64_t, const int8_t *, int64_t, int32_t *);
-inline IntTile int_tile_for(int64_t rows) {
-    static constexpr IntTile tiles[] = {
-        int_tile_of_panel<1>, int_tile_of_panel<2>, int_tile_of_panel<3>, int_tile_of_panel<4>,
+template <class W> using IntTile = void (*)(const Input *, int64_t, const W *, int64_t, int32_t *, bool, Asks &);
+template <class W> inline IntTile<W> int_tile_for(int64_t rows) {
+    static constexpr IntTile<W> tiles[] = {
+        int_tile<W, 1>, int_tile<W, 2>, int_tile<W, 3>, int_tile<W, 4>,
 #if defined(TIDE_WIDE) || defined(TIDE_BYTES)
-        int_tile_of_panel<5>,
+        int_tile<W, 5>,
 #endif
 #ifdef TIDE_BYTES
-        int_tile_of_panel<6>,
+        int_tile<W, 6>,
 #endif
 #if defined(TIDE_WIDE) && defined(TIDE_BYTES)
-        int_tile_of_panel<7>, int_tile_of_panel<8>, int_tile_of_panel<9>, int_tile_of_panel<10>, int_tile_of_panel<11>, int_tile_of_panel<12>,
+        int_tile<W, 7>, int_tile<W, 8>, int_tile<W, 9>, int_tile<W, 10>, int_tile<W, 11>, int_tile<W, 12>,
 #endif
     };
     static_assert(sizeof tiles / sizeof *tiles == INT_ROWS, "a tile for every number of rows");
     return tiles[rows - 1];
 }
+
+// Sums of `rows` rows by tiles of nearly equal size. `block`: the weights as they are stored, in front of the next.
+template <class W> inline void take_block(const Input *x, int64_t stride, int64_t rows, const W *w, int64_t k, int32_t *sums, bool first, const int8_t *block) {
+    const int64_t tiles = divide_up(rows, INT_ROWS);
+    Asks asks(block + k * PANEL, PANEL, tiles * (PANEL / INT_PART));
+    for (int64_t i = 0; i < tiles; i++) {
+        const int64_t begin = i * rows / tiles, size = (i + 1) * rows / tiles - begin;
+        int_tile_for<W>(size)(x + begin * stride, stride, w, k, sums + begin * PANEL, first, asks);
+    }
+}
+
+// The same where words are multiplied and several tiles share them: bytes become words once.
+#ifndef TIDE_BYTES
+inline void take_widened(const Input *x, int64_t stride, int64_t rows, int64_t k, int32_t *sums, bool first, const int8_t *block) {
+    alignas(64) int16_t words[INT_DEPTH * PANEL];
+    for (int64_t i = 0; i < k * PANEL; i += OUTPUTS * 4) store_weights(words + i, weights(block + i));
+    take_block(x, stride, rows, words, k, sums, first, block);
+}
+#endif
 
 // For a model's type T and activations of type S.
 template <class T, class S> struct IntLinear {
@@ -213,23 +253,34 @@ template <class T, class S> struct IntLinear {
     }
 
     static void run(const tm_op &op, Span rows, Span panels, float *logits, int64_t logits_stride, Best best) {
-        alignas(64) int32_t sums[INT_ROWS * PANEL];
-        alignas(64) float c[INT_ROWS * PANEL];
+        alignas(64) int32_t sums[INT_BLOCK_ROWS * PANEL];
+        alignas(64) float c[INT_BLOCK_ROWS * PANEL];
         const Epilogue<T, S> epilogue{op, logits, logits_stride, best};
-        const int64_t k = round_up(op.k, K_STEP), count = rows.last - rows.first, tiles = divide_up(count, INT_ROWS);
-        for (int64_t panel = panels.first; panel < panels.last; panel++) {
-            const char *packed = (const char *)op.weight + panel * int8_panel_bytes(op.k);
-            const float *scales = (const float *)packed;
-            const int32_t *offsets = UNSIGNED ? (const int32_t *)packed + PANEL : nullptr;
-            for (int64_t i = 0; i < tiles; i++) {  // of nearly equal size
-                const int64_t first = rows.first + i * count / tiles, last = rows.first + (i + 1) * count / tiles;
-                int_tile_for(last - first)((const Input *)op.in + first * op.in_stride, op.in_stride, (const int8_t *)packed + INT8_HEAD, k, sums);
-                for (int64_t r = 0; r < last - first; r++)
+        const int64_t k = round_up(op.k, K_STEP);
+        for (int64_t row = rows.first; row < rows.last; row += INT_BLOCK_ROWS) {
+            const int64_t count = least(INT_BLOCK_ROWS, rows.last - row);
+            for (int64_t panel = panels.first; panel < panels.last; panel++) {
+                const char *packed = (const char *)op.weight + panel * int8_panel_bytes(op.k);
+                const float *scales = (const float *)packed;
+                const int32_t *offsets = UNSIGNED ? (const int32_t *)packed + PANEL : nullptr;
+                for (int64_t i = 0; i < k; i += INT_DEPTH) {
+                    const Input *x = (const Input *)op.in + row * op.in_stride + i;
+                    const int8_t *block = (const int8_t *)packed + INT8_HEAD + i * PANEL;
+                    take(x, op.in_stride, count, least(INT_DEPTH, k - i), sums, i == 0, block);
+                }
+                for (int64_t r = 0; r < count; r++)
                     for (int64_t j = 0; j < PANEL; j += Vec::W)
-                        store_floats(c + r * PANEL + j, sums + r * PANEL + j, offsets ? offsets + j : nullptr, scales + j, set(op.scales[first + r]));
-                epilogue(first, last - first, panel, c);
+                        store_floats(c + r * PANEL + j, sums + r * PANEL + j, offsets ? offsets + j : nullptr, scales + j, set(op.scales[row + r]));
+                epilogue(row, count, panel, c);
             }
         }
+    }
+
+    static void take(const Input *x, int64_t stride, int64_t rows, int64_t k, int32_t *sums, bool first, const int8_t *block) {
+#ifndef TIDE_BYTES
+        if (rows > 2 * INT_ROWS) return take_widened(x, stride, rows, k, sums, first, block);
+#endif
+        take_block(x, stride, rows, block, k, sums, first, block);
     }
 
     static const Integers *table() {

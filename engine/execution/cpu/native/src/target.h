@@ -15,3 +15,10 @@
 #define TIDE_TARGET(names) TIDE_PRAGMA(GCC push_options) TIDE_PRAGMA(GCC target(names))
 #define TIDE_TARGET_END TIDE_PRAGMA(GCC pop_options)
 #endif
+
+// For the levels beyond AVX2, whose instructions a build for tests may emulate.
+#ifdef TIDE_EMULATE_WIDE
+#define TIDE_TARGET_WIDE(names) TIDE_TARGET("avx2,fma,f16c")
+#else
+#define TIDE_TARGET_WIDE(names) TIDE_TARGET(names)
+#endif
