@@ -39,7 +39,7 @@ from engine.execution.adapter_loader import RuntimeAdapters
 from engine.execution.backend import Backend, find_backend
 from engine.execution.compressed import scale_bytes
 from engine.execution.disk import DiskTier, slot_bytes
-from engine.execution.masks import MAX_FORCED
+from engine.execution.masks import FOREVER, MAX_FORCED, PATIENCE
 from engine.execution.offload import Offload, plan_offload
 from engine.execution.plan import FLOAT8, STORED_FLOATS, STORED_INTEGERS, LaunchPlan
 from engine.execution.ranks.follower import Follower
@@ -352,7 +352,8 @@ def _make_runner(
         modules = weights if isinstance(weights, TransformersModel) else None
         runner.adapters = RuntimeAdapters(runner.device, plan.spec, _like(weights), modules)
     grammars = GrammarCompiler(plan.folder, plan.spec.vocab_size, plan.spec.eos_token_ids)
-    runner.enforce(grammars, MAX_FORCED if config.forced_tokens else 0)
+    patience = FOREVER if plan.spec.state_bytes else PATIENCE
+    runner.enforce(grammars, MAX_FORCED if config.forced_tokens else 0, patience)
     return runner, plan
 
 

@@ -1,6 +1,7 @@
 """Models with recurrent layers beside attention: what transformers itself generates, whatever becomes of a request."""
 
 import functools
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -18,9 +19,11 @@ from engine.errors import ConfigError, ModelLoadError
 from engine.execution import states
 from engine.execution.cpu.transformers_device import TransformersDevice
 from engine.execution.layout import Layout
+from engine.execution.masks import FOREVER, PATIENCE
 from engine.execution.runner import Runner
 from engine.execution.self_test import test_modules
 from engine.execution.states import StateTable
+from engine.grammar import Grammar
 from engine.models.recurrent import Past
 from engine.models.transformers_model import TransformersModel, load_model, load_shape
 
@@ -127,6 +130,45 @@ def test_a_step_that_failed_half_way_is_not_counted_twice(case_of: Any, depth: i
     assert [driver.outputs[str(index)] for index in range(1, 5)] == case.answers[1:5]
 
 
+class SlowMatcher:
+    """Allows everything, later than a row waits."""
+
+    failed = None
+
+    def advance(self, _said: list[int]) -> None: ...
+
+    def forced(self) -> list[int]:
+        return []
+
+    def write_mask(self, bits: Any) -> None:
+        time.sleep(5 * PATIENCE)
+        bits[:] = -1
+
+
+class SlowGrammar:
+    mask_words = -(-97 // 32)
+
+    def find(self, _grammar: Grammar) -> "SlowGrammar":
+        return self
+
+    compile = find
+
+    def matcher(self) -> SlowMatcher:
+        return SlowMatcher()
+
+
+def test_no_token_is_run_twice_for_a_grammar_that_is_slow(case_of: Any) -> None:
+    """Its state would have it twice."""
+    case = case_of("lfm2")
+    driver = make_driver(case.model, num_blocks=40)
+    runner: Any = driver.runner
+    runner.enforce(SlowGrammar(), patience=FOREVER)
+    driver.add(make_request("masked", case.prompts[3], OUTPUT, grammar=Grammar("regex", ".*")))
+    driver.add(make_request("free", case.prompts[1], OUTPUT))
+    driver.run()
+    assert [driver.outputs["masked"], driver.outputs["free"]] == [case.answers[3], case.answers[1]]
+
+
 def test_a_state_that_is_dropped_is_noticed(case_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     case = case_of("lfm2")
     assert test_modules(case.model) == ""
@@ -168,6 +210,7 @@ def test_what_a_launch_says_and_leaves_out(case_of: Any) -> None:
     assert any("no prefixes are shared" in note for note in plan.notes)
     assert not scheduler_config(config, plan).enable_prefix_caching
     assert plan.host_units == 0
+    assert runner.masks is not None and runner.masks._patience == FOREVER
     # planned without weights, never less than what is taken
     assert runner.device._states.num_bytes == plan.limits.max_num_seqs * plan.spec.state_bytes
     for tier in ({"swap_space": 1.0}, {"disk_space": 1.0, "disk_dir": str(case.folder)}):

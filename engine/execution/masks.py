@@ -3,13 +3,15 @@ takes time in threads.
 
 A matcher belongs to a row's request and is made anew, from the tokens so far, whenever the row is written: preemption
 and a restart cost nothing else. Nobody waits for a slow grammar: a row whose mask is not there `PATIENCE` seconds after
-the forward pass sits the step out, and its mask is looked for again in its next step. Rows that were slow have a thread
+the forward pass sits the step out, and its mask is looked for again in its next step (but where the same token cannot
+be run twice, as by recurrent layers, whose states have it already: there all wait). Rows that were slow have a thread
 of their own, so that they cannot hold up the masks of the others. Where the grammar leaves no choice for a while, the
 mask allows the first token alone, and those behind it are known with it; so it is with the end of a thought that has
 spent its budget. Where an answer has both, its grammar holds behind the thought. Knows nothing of tensors.
 """
 
 import enum
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -33,6 +35,7 @@ if TYPE_CHECKING:  # running a model needs none of what compiles grammars
 MAX_FORCED = 32
 """Most tokens behind a sampled one that are known with it."""
 PATIENCE = 2e-3
+FOREVER = threading.TIMEOUT_MAX
 LONE_PATIENCE = 10e-3
 """Where nothing but rows with grammars is in the step: others may come meanwhile."""
 

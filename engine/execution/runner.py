@@ -27,7 +27,7 @@ from engine.errors import InvalidRequestError
 from engine.execution.disk import DiskTier
 from engine.execution.lane import Lane, Mark, pinned
 from engine.execution.layout import chunk_array
-from engine.execution.masks import MAX_FORCED, FinishMasks, RowMasks, StepMasks, masked
+from engine.execution.masks import MAX_FORCED, PATIENCE, FinishMasks, RowMasks, StepMasks, masked
 from engine.execution.operations import CacheMover, run_operations
 from engine.execution.pool import UnitPool
 from engine.execution.pooling import RowPools, StepPools, TakeHidden
@@ -131,10 +131,10 @@ class Runner(Generic[DeviceT]):
             return False
         return self.grammars is not None
 
-    def enforce(self, grammars: "GrammarCompiler", max_forced: int = MAX_FORCED) -> None:
-        """Take requests with grammars and budgets from now on. `max_forced`: see `RowMasks`."""
+    def enforce(self, grammars: "GrammarCompiler", max_forced: int = MAX_FORCED, patience: float = PATIENCE) -> None:
+        """Take requests with grammars and budgets from now on. `max_forced`, `patience`: see `RowMasks`."""
         self.grammars = grammars
-        self.masks = RowMasks(self._rows, grammars, max_forced=max_forced)
+        self.masks = RowMasks(self._rows, grammars, patience, max_forced=max_forced)
 
     def lost(self) -> str | None:
         """After a step that failed: why the device runs no further one; None if it does."""
