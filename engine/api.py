@@ -326,13 +326,14 @@ class EngineStats:
     Counts per class are keyed by RequestClass; units are pool units (a KV block takes two).
 
     `host_units_*`: of the host tier; `cached` are those of prefixes that nobody uses now; `prefix_host_hit_tokens`: the
-    part of the hits that came from there; `hidden_blocks`: run from hidden state; `cache_units`: units that were
-    swapped out, swapped in and restored, by the name of the operation. `prefill_tokens` and `decode_tokens` are of both
-    classes; `forced_tokens`: of answers, given without sampling by grammars and budgets; `offline_computed_tokens` is
-    the part of the former two that was offline work; `probe_tokens`: computed beside all of these, for probes of the
-    engine's own. `token_costs`: None without a latency model. `restarts`: of an
-    engine in a process of its own, by cause; `resumed_requests`: that went on in the next one. `engines`: where there
-    are several, each of them; all else is of all together. `pipelines`: where engines may drop layers.
+    part of the hits that came from there; `hidden_blocks`: run from hidden state; `state_slots_*`: of checkpoints of
+    recurrent layers, on the device and the host; `cache_units`: units that were swapped out, swapped in and restored,
+    by the name of the operation. `prefill_tokens` and `decode_tokens` are of both classes; `forced_tokens`: of answers,
+    given without sampling by grammars and budgets; `offline_computed_tokens` is the part of the former two that was
+    offline work; `probe_tokens`: computed beside all of these, for probes of the engine's own. `token_costs`: None
+    without a latency model. `restarts`: of an engine in a process of its own, by cause; `resumed_requests`: that went
+    on in the next one. `engines`: where there are several, each of them; all else is of all together. `pipelines`:
+    where engines may drop layers.
     """
 
     running: dict[RequestClass, int] = field(default_factory=dict)
@@ -345,6 +346,8 @@ class EngineStats:
     host_units_used: int = 0
     host_units_cached: int = 0
     hidden_blocks: int = 0
+    state_slots_total: int = 0
+    state_slots_used: int = 0
     cache_units: dict[str, int] = field(default_factory=dict)
     prefix_queried_tokens: int = 0
     prefix_hit_tokens: int = 0

@@ -114,11 +114,8 @@ def plan_launch(config: EngineConfig) -> LaunchPlan:
         raise ConfigError(
             f"--quantization {config.quantization} is of families of ours, and {spec.architecture} is none"
         )
-    if spec.state_bytes and (config.disk_space or config.swap_space or config.overload == "swap"):
-        raise ConfigError(
-            f"--swap-space, --overload swap and --disk-space keep keys and values alone, and {spec.architecture} has "
-            "recurrent layers"
-        )
+    if spec.state_bytes and (refusal := _tiers_refusal(config)):
+        raise ConfigError(f"{refusal}, and {spec.architecture} has recurrent layers")
     if config.overload == "drop" and (refusal := _drop_refusal(choice, backend)):
         raise ConfigError(f"--overload drop: {refusal}")
     by = f"transformers' modules run {spec.architecture}: {choice.why}" if foreign else None
@@ -176,6 +173,15 @@ def _divided(config: EngineConfig, choice: Choice, backend: Backend) -> tuple[Mo
     return spec, divide(spec, ranks)
 
 
+def _tiers_refusal(config: EngineConfig) -> str | None:
+    """Which tier was asked for that keeps no states; None if they all do."""
+    if config.disk_space:
+        return "--disk-space keeps keys and values alone"
+    if (config.swap_space or config.overload == "swap") and not config.enable_prefix_caching:
+        return "--swap-space without prefix caching keeps keys and values alone"
+    return None
+
+
 def _drop_refusal(choice: Choice, backend: Backend) -> str | None:
     """Why no engine of this model can give up layers on this machine; None if it can."""
     spec = choice.shape
@@ -191,8 +197,8 @@ def _state_note(spec: ModelShape) -> str | None:
     if not spec.state_bytes:
         return None
     return (
-        f"recurrent layers keep up to {spec.state_bytes / 2**20:.3g} MiB of each running request: no prefixes are "
-        "shared, and who is preempted is computed again from its first token"
+        f"recurrent layers keep up to {spec.state_bytes / 2**20:.3g} MiB of each running request, and as much of each "
+        "prefix that others may start behind"
     )
 
 
@@ -551,6 +557,8 @@ def _join(config: EngineConfig, plan: LaunchPlan, runner: Runner[Any], say: Call
         runner.disk = disk
         core.adopt(disk.found)
     info = _info(plan, config, scheduler)
+    if plan.spec.state_bytes:
+        say(_tell_checkpoints(plan, scheduler))
     steps = backend.make_staged(config, plan, runner) if plan.droppable else runner
     if isinstance(steps, StagedRunner):
         sizes = DroppableLayers(steps.num_layers, steps.layer_bytes, steps.unit_layer_bytes, plan.limits.num_units)
@@ -567,6 +575,15 @@ def _join(config: EngineConfig, plan: LaunchPlan, runner: Runner[Any], say: Call
         adapters=runner.adapters,
         ranks=runner.ranks,
     )
+
+
+def _tell_checkpoints(plan: LaunchPlan, scheduler: SchedulerConfig) -> str:
+    """From where prompts with recurrent layers go on."""
+    if not scheduler.state_slots:
+        return "no checkpoints of recurrent layers: prompts are computed from their first token on"
+    taken = _gib(scheduler.state_slots * plan.spec.state_bytes)
+    host = f", {scheduler.host_state_slots} more on the host" if scheduler.host_state_slots else ""
+    return f"{scheduler.state_slots} checkpoints of recurrent layers, {taken} of the cache's memory{host}"
 
 
 def _open_disk(
@@ -598,13 +615,13 @@ def _content_key(config: EngineConfig, plan: LaunchPlan) -> bytes:
 def _with_cache(plan: LaunchPlan, config: EngineConfig, cache_bytes: int, group: Group | None = None) -> LaunchPlan:
     """The plan with its blocks and the context that they hold: of all ranks that `group` joins, as much as the one has
     that has least. Raises ConfigError."""
-    host_units = memory.host_units(_swap_bytes(config, plan), _parked_bytes(plan))
+    host_units, host_states = _host_room(config, plan)
     if group is not None:
         cache_bytes, host_units = group.least([cache_bytes, host_units])
-    plan = _with_states(plan, config, cache_bytes)
-    states = plan.limits.max_num_seqs * plan.spec.state_bytes
+    unit = memory.unit_bytes(plan.spec, plan.limits.block_size, _cache_dtype(plan)) + _scale_bytes(plan)
+    plan = _with_checkpoints(_with_states(plan, config, cache_bytes), config, cache_bytes, unit)
+    states = (plan.limits.max_num_seqs + plan.state_slots) * plan.spec.state_bytes
     spec, limits, dtype = plan.spec, plan.limits, torch_dtype(plan.dtype)
-    unit = memory.unit_bytes(spec, limits.block_size, _cache_dtype(plan)) + _scale_bytes(plan)
     refusal = _hidden_refusal(config, spec)
     note = f"requests run from KV alone: {refusal}"
     if refusal and note not in plan.notes:  # a plan of the device's real memory follows one of an estimate
@@ -623,7 +640,8 @@ def _with_cache(plan: LaunchPlan, config: EngineConfig, cache_bytes: int, group:
         plan,
         cache_bytes=cache_bytes,
         scratch_blocks=blocks // HIDDEN_SHARE if refusal is None else 0,
-        host_units=0 if spec.state_bytes else host_units,
+        host_units=host_units,
+        host_state_slots=host_states,
         limits=replace(limits, num_units=blocks * UNITS_PER_BLOCK),
     )
     plan = replace(plan, limits=replace(plan.limits, window=_window(plan)))
@@ -668,9 +686,35 @@ def _with_states(plan: LaunchPlan, config: EngineConfig, cache_bytes: int) -> La
     return replace(plan, limits=replace(plan.limits, max_num_seqs=rows), notes=(*plan.notes, note))
 
 
+def _host_room(config: EngineConfig, plan: LaunchPlan) -> tuple[int, int]:
+    """Units of the host tier, and slots for states there; with these only where a tier was asked for."""
+    each, unit, limits = plan.spec.state_bytes, _parked_bytes(plan), plan.limits
+    if not each:
+        return memory.host_units(_swap_bytes(config, plan), unit), 0
+    if config.swap_space is None and config.overload != "swap":
+        return 0, 0
+    units = -(-memory.HOST_CHECKPOINT_TOKENS // limits.block_size) * UNITS_PER_BLOCK
+    slots = memory.host_units(_swap_bytes(config, plan), each + units * unit)
+    return slots * units, slots
+
+
+def _with_checkpoints(plan: LaunchPlan, config: EngineConfig, cache_bytes: int, unit: int) -> LaunchPlan:
+    """The plan with slots for checkpoints of states, in a part of what the rows' states leave of the cache's memory.
+    Prefixes cannot be shared without any."""
+    each, limits = plan.spec.state_bytes, plan.limits
+    if not each or not config.enable_prefix_caching:
+        return plan
+    left = max(0, cache_bytes - limits.max_num_seqs * each)
+    if config.num_gpu_blocks_override is not None:
+        return replace(plan, state_slots=memory.useful_slots(limits, config.num_gpu_blocks_override))
+    wanted = memory.useful_slots(limits, left // unit // UNITS_PER_BLOCK)
+    slots = min(wanted, left // memory.CHECKPOINT_PART // each)
+    return replace(plan, state_slots=slots if slots >= memory.LEAST_SLOTS else 0)
+
+
 def host_bytes(plan: LaunchPlan) -> int:
     """Host memory that the host tier takes, all ranks' together."""
-    return plan.ranks * plan.host_units * _parked_bytes(plan)
+    return plan.ranks * plan.host_units * _parked_bytes(plan) + plan.host_state_slots * plan.spec.state_bytes
 
 
 def _parked_bytes(plan: LaunchPlan) -> int:
@@ -707,11 +751,12 @@ def _all_swap_bytes(config: EngineConfig, plan: LaunchPlan) -> int:
 
 
 def scheduler_config(config: EngineConfig, plan: LaunchPlan) -> SchedulerConfig:
+    prefixes = bool(plan.state_slots) or not plan.spec.state_bytes
     return SchedulerConfig.of(
         config,
         num_units=plan.limits.num_units,
         max_model_len=plan.limits.max_model_len,
-        host_units=plan.host_units,
+        host_units=plan.host_units if prefixes else 0,
         unit_bytes=memory.unit_bytes(plan.spec, config.block_size, _cache_dtype(plan)),
         max_num_seqs=plan.limits.max_num_seqs,
         max_num_batched_tokens=plan.limits.max_num_batched_tokens,
@@ -722,7 +767,10 @@ def scheduler_config(config: EngineConfig, plan: LaunchPlan) -> SchedulerConfig:
         window=plan.limits.window,
         pipeline_depth=find_backend(plan.device).pipeline_depth,
         ahead_seconds=find_backend(plan.device).ahead_seconds,
-        enable_prefix_caching=config.enable_prefix_caching and not plan.spec.state_bytes,
+        state_slots=plan.state_slots,
+        host_state_slots=plan.host_state_slots if prefixes else 0,
+        state_bytes=plan.spec.state_bytes,
+        enable_prefix_caching=config.enable_prefix_caching and prefixes,
     )
 
 

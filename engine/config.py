@@ -15,6 +15,8 @@ from predictor.slo import SLO, SLOError
 
 USUAL_STEP, WIDE_STEP = (64, 512), (256, 2048)
 """Requests and tokens that a step may hold where nobody says."""
+CHECKPOINT_TOKENS = 512
+"""Tokens of a prompt from one checkpoint of recurrent layers to the next."""
 MAX_THREADS = 1024  # beyond any machine that it was tried on: a slip would take every thread that there is
 OVERLOADS = ("recompute", "swap", "drop")
 MIXED_CACHES = ("preempted-int8", "running-int8")  # some blocks of the pool in 8 bits
@@ -183,6 +185,9 @@ class SchedulerConfig:
     `running_int8`: so may full blocks of those that run, and are read as they are.
     `window`: tokens that a token sees in any layer, itself included, and those that a kernel reads with them; 0: all.
     Blocks before them are given back while the request runs, so that it may be longer than the pool.
+    `state_slots`: checkpoints of what recurrent layers keep of a request, where there are such layers; a prompt has one
+    at every `checkpoint_tokens` tokens, or at fewer places (`engine.cache.checkpoints`). `host_state_slots`: of those,
+    in host memory; `state_bytes`: of a state, at most.
     `chunked_prefill`: prompts run in chunks beside decodes; else a step is whole prompts or decodes.
     `pipeline_depth`: steps that may be in flight when `schedule` is called. `ahead_seconds`: where that is finite,
     `schedule` is called ahead of the end of steps that are expected to be shorter, see `EngineCore.may_run_ahead`.
@@ -206,6 +211,10 @@ class SchedulerConfig:
     preempted_int8: bool = False
     running_int8: bool = False
     window: int = 0
+    state_slots: int = 0
+    host_state_slots: int = 0
+    state_bytes: int = 0
+    checkpoint_tokens: int = CHECKPOINT_TOKENS
     block_size: int = 16
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512

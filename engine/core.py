@@ -242,7 +242,7 @@ class EngineCore:
             outputs = list(self._results.take_in(flight, result, now))
             if self._recovery.active:
                 outputs = list(self._failures.passed(flight, outputs, now))
-        self._state.cache.tiers.complete_step(output.step_id)
+        self._state.cache.complete_step(output.step_id)
         if result is not None and result.disk_failed:
             self._state.cache.tiers.lose_disk()
         return outputs

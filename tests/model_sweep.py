@@ -31,8 +31,8 @@ INTRO = """Written by `make models` with transformers {version}: every causal la
 random checkpoint in float32 with `--model-impl transformers`, on a CPU. *Exact*: the tokens of {prompts} requests side
 by side, in chunks, with prefix hits and preemptions, are those of `generate`. *Refused*: the start says so in a
 sentence. *Not tried*: no tiny checkpoint could be made that runs; the self-test still looks at such a model before it
-serves. Types with a *recurrent state* are run without prefix hits, here and when they serve: a state cannot be had from
-blocks of keys and values.
+serves. Types with a *recurrent state* start behind a prefix where there is a checkpoint of it; *without prefix hits*
+those do whose layers take what goes on behind a state token by token.
 
 With `--model-impl auto`, the default, these types run by layers of our own: {own}; their
 sliding windows, too, where a config has them, in all layers or in some.
@@ -116,7 +116,8 @@ def _run(model_type: str, folder: Path, reference: Any) -> Finding:
         return Finding(model_type, REFUSED, f"contexts end at the {plan.spec.limited_by}")
     scheduler = SchedulerConfig(
         num_units=plan.limits.num_units, max_model_len=context, block_size=BLOCK, max_num_seqs=8,
-        max_num_batched_tokens=24, enable_prefix_caching=not plan.spec.state_bytes,
+        max_num_batched_tokens=24, state_slots=plan.state_slots, checkpoint_tokens=2 * BLOCK,
+        enable_prefix_caching=bool(plan.state_slots or not plan.spec.state_bytes),
     )  # fmt: skip
     driver = Driver(runner, scheduler)
     prompts = [prompt[: context - OUTPUT] for prompt in _prompts(plan.spec.vocab_size)]
@@ -128,10 +129,11 @@ def _run(model_type: str, folder: Path, reference: Any) -> Finding:
     if wrong:
         return Finding(model_type, WRONG, f"{len(wrong)} of {len(prompts)} answers differ")
     stats = driver.core.stats()
-    hit = stats.prefix_hit_tokens > 0 or plan.spec.state_bytes > 0
+    hit = stats.prefix_hit_tokens > 0 or not scheduler.enable_prefix_caching
     met = sum(stats.preemptions.values()) > 0 and hit
     limit = f"contexts end at the {plan.spec.limited_by}" if plan.spec.limited_by else ""
-    state = "recurrent state: without prefix hits" if plan.spec.state_bytes else ""
+    state = "recurrent state" if plan.spec.state_bytes else ""
+    state += "" if scheduler.enable_prefix_caching else ": without prefix hits"
     return Finding(
         model_type, EXACT, "; ".join(filter(None, (state, limit))) if met or limit else "nothing was preempted"
     )

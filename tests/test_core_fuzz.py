@@ -51,7 +51,12 @@ tiers = st.sampled_from(
         (0, 0, "fcfs", False, 40),
     ]
 )
+NO_STATES = (0, 0, 0)
+states = st.sampled_from([NO_STATES, NO_STATES, (1, 0, 0), (3, 0, 0), (8, 0, 0), (40, 0, 0), (3, 4, 40), (5, 20, 120)])
+"""Slots of checkpoints of recurrent layers, and of those on the host beside so many units."""
+States = tuple[int, int, int]
 Tiers = tuple[int, int, str, bool] | tuple[int, int, str, bool, int]
+ALONE: Tiers = (0, 0, "fcfs", False)
 LIKE_COPIES = LatencyModel(
     intercept=0.01, decodes=1e-3, prefill_tokens=1e-3, attention=4e-5, transferred=1.3e-3, restored=1e-4, compact=1e-4
 )
@@ -59,9 +64,17 @@ LIKE_COPIES = LatencyModel(
 
 
 def make_fuzz_driver(
-    depth: int, num_blocks: int, seqs: int, chunk: int, prefix_caching: bool, tiers: Tiers = (0, 0, "fcfs", False)
+    depth: int,
+    num_blocks: int,
+    seqs: int,
+    chunk: int,
+    prefix_caching: bool,
+    tiers: Tiers = ALONE,
+    states: States = NO_STATES,
 ) -> Driver:
-    host_units, scratch_blocks, policy, costed, *disk_units = tiers
+    host_units, scratch_blocks, policy, costed, *disk_units = ALONE if any(states) else tiers
+    state_slots, host_state_slots, state_units = states
+    host_units += state_units
     config = SchedulerConfig(
         num_units=2 * num_blocks,
         max_model_len=num_blocks * BLOCK,
@@ -75,8 +88,15 @@ def make_fuzz_driver(
         unit_bytes=1,
         disk_units=sum(disk_units),
         scratch_blocks=scratch_blocks,
+        state_slots=state_slots,
+        host_state_slots=host_state_slots,
+        state_bytes=3,
+        checkpoint_tokens=2 * BLOCK,
     )
-    runner = FakeRunner(block_size=BLOCK, vocab_size=VOCAB, scratch_blocks=scratch_blocks, host_units=host_units)
+    runner = FakeRunner(
+        block_size=BLOCK, vocab_size=VOCAB, scratch_blocks=scratch_blocks, host_units=host_units,
+        state_slots=state_slots, host_state_slots=host_state_slots,
+    )  # fmt: skip
     return Driver(runner, config, online_policy=policy, model=LIKE_COPIES if costed else None)
 
 
@@ -89,6 +109,7 @@ def make_fuzz_driver(
     chunk=st.integers(1, 24),
     prefix_caching=st.booleans(),
     tiers=tiers,
+    states=states,
 )
 def test_every_output_equals_the_solo_run(
     depth: int,
@@ -98,8 +119,10 @@ def test_every_output_equals_the_solo_run(
     chunk: int,
     prefix_caching: bool,
     tiers: Tiers,
+    states: States,
 ) -> None:
-    driver = make_fuzz_driver(depth, num_blocks, seqs, chunk, prefix_caching, tiers)
+    states = states if prefix_caching else NO_STATES
+    driver = make_fuzz_driver(depth, num_blocks, seqs, chunk, prefix_caching, tiers, states)
     requests: dict[str, EngineRequest] = {}
     aborts: list[tuple[int, str, tuple | None]] = []  # type: ignore[type-arg]
     step = 0
@@ -140,9 +163,9 @@ class CoreMachine(CoreRules):
 
     vocab = VOCAB
 
-    @initialize(depth=st.integers(0, 1), seqs=st.integers(1, 4), chunk=st.integers(4, 20), tiers=tiers)
-    def start(self, depth: int, seqs: int, chunk: int, tiers: Tiers) -> None:
-        self.driver = make_fuzz_driver(depth, 14, seqs, chunk, True, tiers)
+    @initialize(depth=st.integers(0, 1), seqs=st.integers(1, 4), chunk=st.integers(4, 20), tiers=tiers, states=states)
+    def start(self, depth: int, seqs: int, chunk: int, tiers: Tiers, states: States) -> None:
+        self.driver = make_fuzz_driver(depth, 14, seqs, chunk, True, tiers, states)
         self.requests: dict[str, EngineRequest] = {}
 
     @rule(shape=request_shape)

@@ -202,7 +202,7 @@ def test_a_model_that_cannot_give_up_layers_is_refused_before_its_weights_are_re
         assert dry_run(str(tmp_path / name), "--engines", "2", "--overload", "drop") == 2
         err = capsys.readouterr().err
         assert err.startswith("tidemill: --overload drop: ") and why in err and err.count("\n") == 1
-    assert dry_run(str(tmp_path / "recurrent"), "--overload", "swap") == 2
+    assert dry_run(str(tmp_path / "recurrent"), "--disk-space", "1") == 2
     assert "has recurrent layers" in capsys.readouterr().err
 
 

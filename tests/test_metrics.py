@@ -86,6 +86,8 @@ async def test_figures_of_the_engine(start_server: StartServer) -> None:
         prefix_queried_tokens=1000,
         prefix_hit_tokens=250,
         prefix_host_hit_tokens=100,
+        state_slots_total=12,
+        state_slots_used=5,
         preemptions={"memory": 3, "latency": 4},
         steps=50,
         failed_steps=1,
@@ -99,6 +101,7 @@ async def test_figures_of_the_engine(start_server: StartServer) -> None:
     assert value(samples, "tidemill_device_units") == 100
     states = {s: value(samples, "tidemill_device_units_by_state", state=s) for s in ("free", "cached", "owned")}
     assert states == {"free": 10, "cached": 30, "owned": 60}
+    assert value(samples, "tidemill_state_slots") == 12 and value(samples, "tidemill_state_slots_used") == 5
     assert value(samples, "tidemill_prefix_hit_tokens_total") == 250
     tiers = {t: value(samples, "tidemill_prefix_hit_tokens_by_tier_total", tier=t) for t in ("device", "host")}
     assert tiers == {"device": 150, "host": 100}

@@ -13,7 +13,7 @@ import torch
 from driver import Driver, make_request
 
 from engine.api import FinishReason, RequestClass
-from engine.build import build_runner, plan_launch, scheduler_config
+from engine.build import build_runner, host_bytes, plan_launch, scheduler_config
 from engine.config import EngineConfig, SchedulerConfig
 from engine.errors import ConfigError, ModelLoadError
 from engine.execution import states
@@ -33,6 +33,7 @@ BLOCK, OUTPUT = 4, 12
 LENGTHS = (1, 33, 8, 40, 17, 47)
 EXACT = ("lfm2", "qwen3_next", "granitemoehybrid", "jamba")
 """Short convolutions, gated delta nets, Mamba 2, and Mamba 1, which takes a chunk that goes on token by token."""
+GOES_ON = EXACT[:3]
 
 
 class Case:
@@ -73,19 +74,35 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def make_driver(model: TransformersModel, depth: int = 0, num_blocks: int = 25, rows: int = 8) -> Driver:
+def make_driver(
+    model: TransformersModel, depth: int = 0, num_blocks: int = 25, rows: int = 8, slots: int = 0, host: int = 0
+) -> Driver:
+    """`slots` of checkpoints, and as many blocks as slots on the host."""
     config = SchedulerConfig(
-        num_units=2 * num_blocks, max_model_len=64, block_size=BLOCK, max_num_seqs=rows, max_num_batched_tokens=24,
-        pipeline_depth=depth, enable_prefix_caching=False,
+        num_units=2 * num_blocks, max_model_len=96, block_size=BLOCK, max_num_seqs=rows, max_num_batched_tokens=24,
+        pipeline_depth=depth, enable_prefix_caching=slots > 0, state_slots=slots, checkpoint_tokens=2 * BLOCK,
+        host_units=2 * host, host_state_slots=host,
     )  # fmt: skip
-    return Driver(Runner(TransformersDevice(model, config.limits)), config)
+    device = TransformersDevice(
+        model, config.limits, host_units=config.host_units, state_slots=slots, host_state_slots=host
+    )
+    assert (device.state_slots, device.host_state_slots) == (slots, host)
+    return Driver(Runner(device), config)
 
 
-@pytest.mark.parametrize(("name", "depth"), [*((name, 0) for name in EXACT), ("lfm2", 1)])
-def test_tokens_equal_generate(case_of: Any, name: str, depth: int) -> None:
+def resumed(driver: Driver) -> int:
+    """How many times a request started from a checkpoint."""
+    return sum(new.state >= 0 for step in driver.steps for new in step.new_requests)
+
+
+RUNS = [*((name, 0, 0) for name in EXACT), *((name, 0, 12) for name in GOES_ON), ("lfm2", 1, 0), ("lfm2", 1, 12)]
+
+
+@pytest.mark.parametrize(("name", "depth", "slots"), RUNS)
+def test_tokens_equal_generate(case_of: Any, name: str, depth: int, slots: int) -> None:
     """Chunks beside decodes, more requests than rows, and preemptions: the pool is too small for all."""
     case = case_of(name)
-    driver = make_driver(case.model, depth, num_blocks=18, rows=4)
+    driver = make_driver(case.model, depth, num_blocks=18, rows=4, slots=slots)
     for index, prompt in enumerate(case.prompts):
         request_class = RequestClass.ONLINE if index % 2 else RequestClass.OFFLINE
         driver.add(make_request(str(index), prompt, OUTPUT, request_class=request_class))
@@ -93,7 +110,48 @@ def test_tokens_equal_generate(case_of: Any, name: str, depth: int) -> None:
     driver.run()
     assert sum(driver.core.stats().preemptions.values()) > 0
     assert any({1} < {chunk.length for chunk in step.chunks} for step in driver.steps)
+    assert bool(resumed(driver)) == bool(slots)  # who was preempted
     assert [driver.outputs[str(index)] for index in range(len(case.prompts))] == case.answers
+
+
+SLOTS = [*((name, 0, 40, 0) for name in GOES_ON), ("qwen3_next", 1, 5, 0), *((name, 1, 5, 60) for name in GOES_ON)]
+
+
+@pytest.mark.parametrize(("name", "depth", "slots", "host"), SLOTS)
+def test_what_goes_on_from_a_checkpoint_equals_generate(
+    case_of: Any, name: str, depth: int, slots: int, host: int
+) -> None:
+    """Next turns, prompts with one beginning side by side, one aborted amidst them; few enough slots that some are
+    lost, or go to the host."""
+    case = case_of(name)
+    num_blocks, turns = 30 if host else 70, {}
+    driver = make_driver(case.model, depth, num_blocks, rows=4, slots=slots, host=host)
+    first, beginning = case.prompts[1], case.prompts[3][:29]
+    driver.add(make_request("turn 1", first, OUTPUT), make_request("gone", [*beginning, 5], OUTPUT))
+    for _ in range(4):
+        driver.step()
+    driver.abort("gone", FinishReason.ABORT)
+    driver.run()
+    if host:  # others take the slots
+        driver.add(*[make_request(f"other {i}", case.prompts[i], OUTPUT) for i in (0, 2, 4)])
+        driver.run()
+    turns["turn 2"] = [*first, *driver.outputs["turn 1"], 40, 41, 42]
+    turns |= {f"shares {i}": [*beginning, *case.prompts[5][i : i + 9]] for i in range(4)}
+    for index, (name, prompt) in enumerate(turns.items()):
+        driver.add(make_request(name, prompt, OUTPUT, request_class=list(RequestClass)[index % 2]))
+        driver.step()
+    driver.run()
+    assert driver.outputs["turn 1"] == case.answers[1]
+    for name, prompt in turns.items():
+        assert driver.outputs[name] == case.generated(prompt), name
+    assert resumed(driver) >= (1 if slots == 5 else 3)
+    assert (slots <= max(new.state for step in driver.steps for new in step.new_requests)) == (host > 0)
+    assert host or slots == 5 or driver.finals["turn 2"].num_cached_tokens == (len(first) + OUTPUT - 1) // BLOCK * BLOCK
+
+
+def test_layers_that_cannot_go_on_have_no_checkpoints(case_of: Any) -> None:
+    limits = SchedulerConfig(num_units=8, max_model_len=16, block_size=BLOCK).limits
+    assert TransformersDevice(case_of("jamba").model, limits, state_slots=9).state_slots == 0
 
 
 def test_a_row_forgets_who_was_aborted(case_of: Any) -> None:
@@ -177,7 +235,7 @@ def test_a_state_that_is_dropped_is_noticed(case_of: Any, monkeypatch: pytest.Mo
         assert "of their spread" in test_modules(case.model)
     mixed = StateTable.of_step
 
-    def swapped(self: StateTable, layout: Layout, device: torch.device) -> Any:
+    def swapped(self: StateTable, layout: Layout, device: torch.device, _moves: Any) -> Any:
         """Each row's state in the next one's place."""
         chunks = layout.chunks.copy()
         chunks[:, 0] = (chunks[:, 0] + layout.starts.clip(max=1)) % 2
@@ -207,15 +265,38 @@ def test_what_a_launch_says_and_leaves_out(case_of: Any) -> None:
     case = case_of("qwen3_next")
     config = EngineConfig(model=str(case.folder), device="cpu", num_gpu_blocks_override=40, profile_seconds=0.0)
     runner, plan = build_runner(config, plan_launch(config))
-    assert any("no prefixes are shared" in note for note in plan.notes)
-    assert not scheduler_config(config, plan).enable_prefix_caching
+    assert any("prefix that others may start behind" in note for note in plan.notes)
+    scheduler = scheduler_config(config, plan)
+    assert scheduler.enable_prefix_caching and scheduler.state_slots == plan.state_slots
+    assert plan.state_slots == 2 * plan.limits.max_num_seqs + 40 * 16 // 512
     assert plan.host_units == 0
     assert runner.masks is not None and runner.masks._patience == FOREVER
     # planned without weights, never less than what is taken
-    assert runner.device._states.num_bytes == plan.limits.max_num_seqs * plan.spec.state_bytes
-    for tier in ({"swap_space": 1.0}, {"disk_space": 1.0, "disk_dir": str(case.folder)}):
-        with pytest.raises(ConfigError, match="keep keys and values alone"):
+    rows = plan.limits.max_num_seqs + plan.state_slots
+    assert runner.device._states.num_bytes == rows * plan.spec.state_bytes
+    alone = plan_launch(replace(config, enable_prefix_caching=False))
+    assert alone.state_slots == 0 and not scheduler_config(config, alone).enable_prefix_caching
+    for tier in ({"swap_space": 1.0, "enable_prefix_caching": False}, {"disk_space": 1.0, "disk_dir": "unused"}):
+        with pytest.raises(ConfigError, match=r"keeps keys and values alone.*has recurrent layers"):
             plan_launch(replace(config, **tier))
+
+
+def test_the_host_tier_has_room_for_states(case_of: Any) -> None:
+    case = case_of("qwen3_next")
+    config = EngineConfig(
+        model=str(case.folder), device="cpu", num_gpu_blocks_override=40, profile_seconds=0.0, swap_space=0.1
+    )
+    runner, plan = build_runner(config, plan_launch(config))
+    scheduler, pool = scheduler_config(config, plan), runner.device.pool
+    assert scheduler.host_units == plan.host_units == len(pool.host_units) > 0
+    assert scheduler.host_state_slots == plan.host_state_slots == plan.host_units // (2 * 2048 // 16)
+    table = next(iter(runner.device._states._host.values()))
+    assert {len(each) for each in table.values()} == {plan.host_state_slots}
+    assert host_bytes(plan) <= 0.1 * 2**30
+    mamba = EngineConfig(model=str(case_of("jamba").folder), device="cpu", profile_seconds=0.0, swap_space=0.1)
+    _, plan = build_runner(mamba, plan_launch(mamba))
+    scheduler = scheduler_config(mamba, plan)
+    assert (scheduler.state_slots, scheduler.host_units, scheduler.enable_prefix_caching) == (0, 0, False)
 
 
 def test_states_take_half_of_the_memory_at_most(case_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,3 +310,16 @@ def test_states_take_half_of_the_memory_at_most(case_of: Any, monkeypatch: pytes
     with pytest.raises(ConfigError, match="--max-num-seqs 12 does not fit: memory holds the states of 10"):
         plan_launch(replace(config, max_num_seqs=12))
     assert plan_launch(replace(config, max_num_seqs=8)).limits.max_num_seqs == 8
+
+
+def test_checkpoints_take_a_part_of_what_rows_leave(case_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = EngineConfig(model=str(case_of("qwen3_next").folder), device="cpu", max_num_seqs=8)
+    each, rows = plan_launch(config).spec.state_bytes, 8
+    for left, slots in ((40, 10), (15, 0)):
+        room = (rows + left) * each
+        monkeypatch.setattr("engine.execution.memory.cpu_cache_bytes", lambda _available, room=room: room)
+        plan = plan_launch(config)
+        assert (plan.limits.max_num_seqs, plan.state_slots) == (rows, slots)
+        assert scheduler_config(config, plan).enable_prefix_caching == (slots > 0)
+        unit = scheduler_config(config, plan).unit_bytes
+        assert (rows + slots) * each + (plan.limits.num_units + 1) * unit <= room

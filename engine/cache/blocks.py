@@ -35,13 +35,16 @@ class CacheKind(enum.Enum):
     models whose hidden state fits in half the room of K and V (`engine.models.spec.hidden_offer`). KV8 is K and V in 8
     bits in the unit that was K's: it is made from K and V. Full blocks of it run as they are where the config says so
     (`running_int8`); else it is for requests that wait, and made K and V again to run. GONE is the place of a block
-    that lies before every window of the model: it has no unit, and nobody reads it.
+    that lies before every window of the model: it has no unit, and nobody reads it. STATE is what recurrent layers keep
+    of a request at the end of a block, however much lies before it; its unit is a slot of memory of its own
+    (`engine.cache.checkpoints`).
     """
 
     KV = "kv", Representation(UNITS_PER_BLOCK, saves=UNITS_PER_BLOCK - 1)
     HIDDEN = "hidden", Representation(1, compact=True)
     KV8 = "kv8", Representation(1, narrow=True, missing=UNITS_PER_BLOCK - 1)
     GONE = "gone", Representation(0)
+    STATE = "state", Representation(1)
 
     form: Representation
 
@@ -55,6 +58,9 @@ class CacheKind(enum.Enum):
 
 COMPACT = CacheKind.HIDDEN
 """The kind that is offered beside K and V when memory is short."""
+
+RECURRENT = CacheKind.STATE
+"""What layers keep that have no K and V."""
 
 
 class Tier(enum.Enum):
@@ -115,7 +121,8 @@ class CacheMap:
     `kind`: what new blocks are stored as; it outlives preemptions. `num_compact` blocks of a running request are
     compact, `num_narrow` in 8 bits, its first `num_gone` given back. `hashes` are the chained hashes of the full blocks
     known so far (computed lazily, kept across preemptions); the first `num_published` blocks are already offered to the
-    prefix index.
+    prefix index. `checkpoint`: the slot with the state that it started from, -1: it started from nothing; `branch`:
+    tokens of its prompt that blocks were there for when it started, but no state.
     """
 
     blocks: list[CacheBlock] = field(default_factory=list)
@@ -127,6 +134,8 @@ class CacheMap:
     parked_in_step: int = -1
     hashes: list[bytes] = field(default_factory=list)
     num_published: int = 0
+    checkpoint: int = -1
+    branch: int = 0
 
     @property
     def num_live(self) -> int:

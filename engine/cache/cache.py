@@ -4,7 +4,8 @@ Joins the tiers with their prefix indexes and the parked pasts. A running reques
 *claims* what it would start from and *takes* it; a request that leaves its row *vacates* it, keeping its past where it
 lies if there is a host tier. Where every layer of the model has a window, a request has blocks only from the oldest
 token on that its next one sees: those before it go back to the pool as it is computed, and are not taken from a prefix.
-What that does to units becomes the step's cache operations. Knows nothing of queues, of
+What that does to units becomes the step's cache operations. Where layers are recurrent, a prefix ends behind the last
+of its blocks that has a checkpoint of their state. Knows nothing of queues, of
 victims, of time and of steps' limits.
 """
 
@@ -28,6 +29,7 @@ from engine.cache.blocks import (
     count_units,
     gone_block,
 )
+from engine.cache.checkpoints import Checkpoints
 from engine.cache.parked import ParkedPasts
 from engine.cache.prefix import extend_hashes
 from engine.cache.tiers import Tiers
@@ -45,7 +47,8 @@ class Claim(NamedTuple):
     either tier, which together hold its first `num_tokens` tokens, `num_compact` blocks of them compact. `units`: those
     of the device that it needs besides what lies there; `copied_bytes`: see Tiers, for what comes from elsewhere;
     `widened_tokens`: of parked blocks in 8 bits. `goes_on`: the step that saves a copy of the block behind those of the
-    prefix, which is offered when it has ended."""
+    prefix, which is offered when it has ended. `num_published`: blocks of its prefix that there are, with those behind
+    the last checkpoint."""
 
     hits: list[CacheBlock]
     num_tokens: int
@@ -54,6 +57,7 @@ class Claim(NamedTuple):
     copied_bytes: int = 0
     widened_tokens: int = 0
     goes_on: int | None = None
+    num_published: int = 0
 
 
 class Cache:
@@ -64,6 +68,8 @@ class Cache:
         self.tiers = Tiers(config, model)
         self.device, self.host = self.tiers.device, self.tiers.host
         self.parked = ParkedPasts(config, self.tiers, model)
+        self.checkpoints = Checkpoints(config, model)
+        self.keeps_states = config.state_slots > 0
         self.num_compact = self.num_narrow = 0
         self._replaced: list[tuple[Request, int, CacheEntry]] = []
         self._config = config
@@ -98,8 +104,15 @@ class Cache:
         return UNITS_PER_BLOCK * min(blocks, self.device.num_units // (UNITS_PER_BLOCK * EMBEDDING_SHARE))
 
     def find_prefix(self, request: Request) -> list[CacheBlock]:
-        """Published blocks that hold this request's prefix, each on its nearest tier; at least one token is always left
-        to compute."""
+        """Published blocks that this request could start behind, each on its nearest tier; at least one token is always
+        left to compute."""
+        return self._startable(request, self._find_published(request))
+
+    def _startable(self, request: Request, found: list[CacheBlock]) -> list[CacheBlock]:
+        """Those of its published blocks behind which there is the state of recurrent layers, too."""
+        return found[: self.checkpoints.reach(request.cache_map.hashes, len(found))] if self.keeps_states else found
+
+    def _find_published(self, request: Request) -> list[CacheBlock]:
         config, cache_map = self._config, request.cache_map
         if not config.enable_prefix_caching or request.starts_over:
             return []
@@ -111,8 +124,9 @@ class Cache:
         """What `request` could start from now. A prefix on the device is better than the same tokens of its own on the
         host, and these are better than others on the host."""
         block_size, parked = self._config.block_size, request.cache_map.blocks
-        found = self.find_prefix(request)
-        hits, goes_on = self._usable(found), None if parked else self._goes_on(request, len(found))
+        published = self._find_published(request)
+        found = self._startable(request, published)
+        hits, goes_on = self._usable(found), None if parked else self._goes_on(request, len(published))
         if parked:
             hits = _on_device(hits)
         if parked and count_compact(hits) + count_compact(parked[len(hits) :]) > self._config.scratch_blocks:
@@ -129,8 +143,11 @@ class Cache:
             num_tokens = request.cache_map.num_parked_tokens
         elsewhere = [block for block in (*hits, *parked) if not block.on_device]
         copied_bytes = self.tiers.copied_bytes(elsewhere)
+        if self.keeps_states:
+            copied_bytes += self.checkpoints.copied_bytes(request.cache_map.hashes, len(hits))
         units += count_units(elsewhere) + count_missing(widened)
-        return Claim(hits, num_tokens, num_compact, units, copied_bytes, block_size * len(widened), goes_on)
+        widened_tokens = block_size * len(widened)
+        return Claim(hits, num_tokens, num_compact, units, copied_bytes, widened_tokens, goes_on, len(published))
 
     def _goes_on(self, request: Request, num_found: int) -> int | None:
         """The step that saves the block behind the published ones of a prefix."""
@@ -163,6 +180,8 @@ class Cache:
         self._count(request, count_compact(request.cache_map.blocks))
         self._count_narrow(request, count_narrow(request.cache_map.blocks))
         request.cache_map.num_published = len(_on_device(claim.hits))
+        if self.keeps_states:
+            self.checkpoints.start(request, len(claim.hits), claim.num_published, step_id)
         request.num_computed_tokens = request.num_confirmed_tokens = claim.num_tokens
 
     def extend(
@@ -285,12 +304,14 @@ class Cache:
         # Tail first: the head of a prefix is the most valuable part and must be evicted last.
         for block in reversed(given_up):
             self.device.release(block, request.last_step)
+        self.checkpoints.leave(request)
         cache_map.num_published = cache_map.num_narrow = cache_map.num_gone = 0
         request.num_computed_tokens = request.num_confirmed_tokens = 0
 
     def rewind(self, requests: Iterable[Request], failed: set[int]) -> None:
         """The steps `failed` have failed: what they copied to the host is in doubt."""
         self.tiers.rewind(failed)
+        self.checkpoints.rewind(failed)
         for request in requests:
             if request.cache_map.num_parked_tokens and request.cache_map.parked_in_step in failed:
                 self.parked.forget(request)
@@ -299,6 +320,8 @@ class Cache:
         """Offer the full blocks of a running request up to its last confirmed token to later ones, and give up those
         that no later token of its own sees."""
         self._offer(request)
+        if self.keeps_states:
+            self.checkpoints.confirm(request)
         if self._config.window:
             self._give_up_unseen(request)
 
@@ -340,6 +363,12 @@ class Cache:
         hashes = cache_map.hashes[: len(cache_map.blocks)]
         given_up = filter(None, map(self.device.find, hashes[: cache_map.num_gone]))
         self.tiers.withdraw([*given_up, *cache_map.blocks[cache_map.num_gone :]], hashes)
+        self.checkpoints.withdraw(hashes)
+
+    def complete_step(self, step_id: int) -> None:
+        """All steps up to `step_id` have ended."""
+        self.tiers.complete_step(step_id)
+        self.checkpoints.complete_step(step_id)
 
     def balance(self) -> None:
         """Divide the host anew for the step that is being built."""
@@ -370,6 +399,7 @@ class Cache:
         assert num_compact == self.num_compact <= self._config.scratch_blocks, "scratch is overdrawn"
         assert num_narrow == self.num_narrow, "blocks in 8 bits that run are miscounted"
         self.tiers.check_integrity(held)
+        self.checkpoints.check_integrity()
 
     def _usable(self, hits: list[CacheBlock]) -> list[CacheBlock]:
         """The hits in front of the first compact one for which the scratch area has no room."""

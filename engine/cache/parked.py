@@ -54,7 +54,8 @@ class ParkedPasts:
         self._host = tiers.host
         self._model = model
         self._holders: dict[Request, None] = {}
-        self._keeps = bool(config.host_units or config.preempted_int8)
+        # where layers are recurrent, a past ends at a checkpoint, and nowhere else
+        self._keeps = bool(config.host_units or config.preempted_int8) and not config.state_slots
         self._split: HostSplit | None = None
 
     @property

@@ -9,17 +9,24 @@ from collections.abc import Callable
 
 import torch
 
+from engine.config import CHECKPOINT_TOKENS
 from engine.errors import ConfigError
 from engine.execution.plan import STORED
 from engine.machine.free_memory import available_memory as available_memory
 from engine.models.byte_cells import slice_elements
 from engine.models.sharding import head_ranks
 from engine.models.spec import ModelShape, ModelSpec
-from predictor.limits import UNITS_PER_BLOCK
+from predictor.limits import UNITS_PER_BLOCK, Limits
 
 CPU_SHARE = 0.25
 CPU_LIMIT = 4 * 1024**3
 SWAP_SHARE, SWAP_LIMIT = 0.25, 16 * 1024**3
+CHECKPOINT_PART = 4
+"""One part in so many of what the rows' states leave of the cache's memory is the most that checkpoints take."""
+HOST_CHECKPOINT_TOKENS = 4 * CHECKPOINT_TOKENS
+"""Tokens of the host tier to a state there: a chat comes back for its last one or two."""
+LEAST_SLOTS = 4
+"""With fewer each prompt's states would push out those of the one before."""
 WEIGHT_SHARE = 0.75
 """Of the free memory, what weights may take before some of them stream (`--offload-weights auto`)."""
 
@@ -87,6 +94,12 @@ def hidden_cache_bytes(
 def host_units(host_bytes: int, bytes_per_unit: int) -> int:
     """Units of the host tier that fit into so many bytes of host memory."""
     return max(host_bytes, 0) // bytes_per_unit
+
+
+def useful_slots(limits: Limits, num_blocks: int) -> int:
+    """Checkpoints that so many blocks can be used with: as often as prompts have them, and two of each row, whose last
+    one must not take the place of these."""
+    return num_blocks * limits.block_size // CHECKPOINT_TOKENS + 2 * limits.max_num_seqs
 
 
 def swap_bytes(available: int) -> int:

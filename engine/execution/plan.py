@@ -25,12 +25,12 @@ class LaunchPlan:
     `quantization` of the linear layers: "none", "int8", "fp8", or "w8a8" and "stored fp8" for the integers, or floats
     of 8 bits, of the checkpoint.
     `memory_utilization`: share of a GPU's memory to use. `host_units` of the host tier; `scratch_blocks`: how many
-    blocks a step may run from hidden state. `eight_bits`: what K and V are kept in, as
-    `--kv-cache-dtype` says it (int8, fp8), or nothing; `parked_int8`: those
-    on the tiers behind the device are; `preempted_int8`: those of requests that wait may be,
-    `running_int8`: and full blocks of those that run. `kernels`: what steps on a
-    CPU run by, and `threads` how many work on one, once known. `offload`: which layers stream; None: all weights stay.
-    `stream_seconds`: what that takes of a step, once measured.
+    blocks a step may run from hidden state; `state_slots`: checkpoints of what recurrent layers keep, and
+    `host_state_slots` on the host. `eight_bits`: what K and V are kept in, as `--kv-cache-dtype` says it (int8, fp8),
+    or nothing; `parked_int8`: those on the tiers behind the device are; `preempted_int8`: those of requests that wait
+    may be, `running_int8`: and full blocks of those that run. `kernels`: what steps on a CPU run by, and `threads` how
+    many work on one, once known. `offload`: which layers stream; None: all weights stay. `stream_seconds`: what that
+    takes of a step, once measured.
     `droppable`: layers may be given up for a while, for more units (`engine.execution.stages`).
     `adapters`: LoRA beside the weights, which take `adapter_bytes`; `takes_adapters`: these or later ones may be.
     `implementation` of the layers: "own" or "transformers". `whole`: the model of which `spec` is the part that each of
@@ -49,6 +49,8 @@ class LaunchPlan:
     cache_bytes: int = 0
     host_units: int = 0
     scratch_blocks: int = 0
+    state_slots: int = 0
+    host_state_slots: int = 0
     kernels: str = "torch"
     threads: int = 0
     quantization: str = "none"

@@ -6,6 +6,7 @@ operations; native kernels read tokens and tables, 64 bits wide, where they lie.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -14,11 +15,20 @@ from engine.arrays import IntArray
 from engine.cache.blocks import CacheEntry, CacheKind, Tier
 from engine.execution.sampling_table import SamplingTable
 from engine.pooling import Pooling
-from engine.scheduling.output import NewRequest, SchedulerOutput
+from engine.scheduling.output import NewRequest, SavedState, SchedulerOutput
 from predictor.limits import Limits
 
 UNKNOWN = -1
 """Stands for a token that only the device knows yet."""
+
+
+class StateMoves(NamedTuple):
+    """What a step does with slots of recurrent layers' states: before all some are `parked`, (slot, slot on the host);
+    then (row, slot) are `loaded`; on the way others are `saved`."""
+
+    parked: tuple[tuple[int, int], ...] = ()
+    loaded: tuple[tuple[int, int], ...] = ()
+    saved: tuple[SavedState, ...] = ()
 
 
 class RowTable:
@@ -58,6 +68,7 @@ class RowTable:
         self.num_hidden = np.zeros(self.num_rows, dtype=np.int64)
         self._takes_hidden = hidden
         self._changed: list[IntArray] | None = None
+        self._state_moves = StateMoves()
 
     def apply(self, output: SchedulerOutput) -> None:
         """Release rows, write new requests whole, extend block tables, replace entries: in this order."""
@@ -71,6 +82,13 @@ class RowTable:
             assert block < self.num_blocks[row], "a block that the row does not have is replaced"
             self._put(row, block, entry)
             self.note(row, np.array([block]))
+        loaded = tuple((new.row, new.state) for new in output.new_requests if new.state >= 0)
+        self._state_moves = StateMoves(output.parked_states, loaded, output.saved_states)
+
+    def take_state_moves(self) -> StateMoves:
+        """What the step that was applied last does with states, once."""
+        moves, self._state_moves = self._state_moves, StateMoves()
+        return moves
 
     def settle(self, rows: IntArray, ends: IntArray, generations: IntArray, tokens: npt.NDArray[np.integer]) -> None:
         """Note sampled tokens [n] at positions `ends` that wait for one, of rows that still hold the request they were

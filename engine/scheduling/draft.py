@@ -16,7 +16,15 @@ from engine.request import Request, RequestStatus
 from engine.scheduling.allocation import Allocation
 from engine.scheduling.laxity import PrefillPace, prefill_pace
 from engine.scheduling.ledger import StepLedger, num_masked
-from engine.scheduling.output import NO_CACHE_WORK, CacheWork, Chunk, NewRequest, ReplacedEntry, SchedulerOutput
+from engine.scheduling.output import (
+    NO_CACHE_WORK,
+    CacheWork,
+    Chunk,
+    NewRequest,
+    ReplacedEntry,
+    SavedState,
+    SchedulerOutput,
+)
 from engine.scheduling.reservation import NOTHING, reservation_of
 from engine.scheduling.state import SchedulerState
 
@@ -52,6 +60,7 @@ class StepDraft:
         self.chunks: list[Chunk] = []
         self.requests: list[Request] = []
         self._new_requests: list[NewRequest] = []
+        self._saved_states: list[SavedState] = []
         self._charged = NO_CACHE_WORK
         self._last_completed_step = last_completed_step
 
@@ -73,7 +82,10 @@ class StepDraft:
         if not self.chunks:
             return None
         operations = self.state.cache.tiers.take_operations()
-        self._charge_rest(operations)
+        parked_states = self.state.cache.checkpoints.take_parked()
+        slots = self.state.config.state_slots
+        brought = sum(new.state >= slots for new in self._new_requests) if slots else 0
+        self._charge_rest(operations, len(parked_states) + brought)
         released, self.state.released_rows = self.state.released_rows, []
         features = self.ledger.features
         new_rows = {new.row for new in self._new_requests}
@@ -87,6 +99,8 @@ class StepDraft:
             released_rows=tuple(released),
             replaced=tuple(self.allocation.replaced) + moved,
             operations=operations,
+            saved_states=tuple(self._saved_states),
+            parked_states=parked_states,
             cache_work=CacheWork(features.compact_tokens, features.restored_tokens, features.transferred_bytes),
             adapters=features.adapters,
             adapted_tokens=features.adapted_tokens,
@@ -112,6 +126,9 @@ class StepDraft:
         self.requests.append(request)
         request.num_computed_tokens = end
         request.last_step = self.step_id
+        if self.state.cache.keeps_states:
+            saved = self.state.cache.checkpoints.save(request, start, self.step_id)
+            self._saved_states += [SavedState(request.row, *each) for each in saved]
         if sample:
             request.num_placeholders += 1
             if end >= request.masked_from:
@@ -121,7 +138,7 @@ class StepDraft:
         """The next token of each, charged in bulk: what `add_chunk` does, for the hundreds that every step has. They
         are marked as part of the step already."""
         cache = self.state.cache
-        special = cache.num_compact or cache.num_narrow or self.state.unwritten
+        special = cache.num_compact or cache.num_narrow or cache.keeps_states or self.state.unwritten
         if special or any(map(_pooling, requests)) or any(map(_adapter, requests)):
             for request in requests:
                 self.add_chunk(request, 1)
@@ -199,11 +216,12 @@ class StepDraft:
             self._charged = CacheWork(*map(sum, zip(self._charged, work, strict=True)))
             self.ledger.charge_cache_work(work)
 
-    def _charge_rest(self, operations: tuple[CacheOperation, ...]) -> None:
-        """What moves besides the pasts of those that start."""
-        if operations or any(self._charged):
+    def _charge_rest(self, operations: tuple[CacheOperation, ...], num_states: int) -> None:
+        """What moves besides the pasts of those that start; `num_states` to the host and from there."""
+        if operations or num_states or any(self._charged):
             tiers, charged = self.state.cache.tiers, self._charged
             tokens, moved = tiers.converted_tokens(operations), tiers.moved_bytes(operations)
+            moved += num_states * self.state.config.state_bytes
             self._charge_moves(CacheWork(0, tokens - charged.restored_tokens, moved - charged.transferred_bytes))
 
 
@@ -217,4 +235,5 @@ def _whole(request: Request) -> NewRequest:
         entries=tuple(block.entry for block in request.cache_map.blocks),
         pooling=request.spec.pooling,
         adapter=request.spec.adapter,
+        state=request.cache_map.checkpoint,
     )

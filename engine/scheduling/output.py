@@ -5,12 +5,15 @@ turns one into the other. It owns the per-row state (tokens, block tables, sampl
 deltas:
 
 1. rows in `released_rows` are forgotten,
-2. `new_requests` are written whole into their rows (a preempted request that resumes is new again),
+2. `new_requests` are written whole into their rows (a preempted request that resumes is new again), with the state of
+   recurrent layers from its slot,
 3. `appended` entries extend block tables,
 4. `replaced` entries take the place of others in block tables,
 5. `operations` move and convert what lies in units, in their order,
 6. the chunks run; for every chunk with `sample` the runner samples the token of position `start + length` and writes
-   it into the row's tokens, so that a later chunk of the row may refer to it before the core has seen it.
+   it into the row's tokens, so that a later chunk of the row may refer to it before the core has seen it. On the way
+   `saved_states` are copied: a chunk need not end where a state is kept. Before all, `parked_states` go from slots of
+   the device to slots of the host, which are numbered from 0; a new request's `state` counts them behind the device's.
 
 Rows hold device entries only, KV and HIDDEN in any mix. Steps 1-4 touch tables and step 5 touches units: an operation
 needs no row (a parked request is swapped out of its units), and a row may name the target of an operation of its own
@@ -44,7 +47,8 @@ class Chunk(NamedTuple):
 
 class NewRequest(NamedTuple):
     """A request whole: `token_ids` = prompt + outputs known so far, `entries` = its cache map with prefix hits.
-    With `pooling` no token is sampled: its vector comes with its last chunk. `adapter`: see `EngineRequest`."""
+    With `pooling` no token is sampled: its vector comes with its last chunk. `adapter`: see `EngineRequest`. `state`:
+    the slot with what recurrent layers keep of the tokens before its first chunk; -1: it begins, or there are none."""
 
     row: int
     request_id: str
@@ -54,6 +58,7 @@ class NewRequest(NamedTuple):
     entries: tuple[CacheEntry, ...]
     pooling: Pooling | None = None
     adapter: int = 0
+    state: int = -1
 
 
 class AppendedEntries(NamedTuple):
@@ -69,6 +74,15 @@ class ReplacedEntry(NamedTuple):
     row: int
     block: int
     entry: CacheEntry
+
+
+class SavedState(NamedTuple):
+    """What recurrent layers keep of the first `num_tokens` tokens of `row` goes to `slot`, too. The last of these is in
+    the row's chunk of the step."""
+
+    row: int
+    num_tokens: int
+    slot: int
 
 
 class CacheWork(NamedTuple):
@@ -103,6 +117,8 @@ class SchedulerOutput:
     replaced: tuple[ReplacedEntry, ...] = ()
     operations: tuple[CacheOperation, ...] = ()
     cache_work: CacheWork = NO_CACHE_WORK
+    saved_states: tuple[SavedState, ...] = ()
+    parked_states: tuple[tuple[int, int], ...] = ()
     adapters: int = 0
     adapted_tokens: int = 0
     masked_rows: int = 0

@@ -21,6 +21,7 @@ def report_stats(state: SchedulerState, steps: StepCounters, num_refused: int) -
     """A snapshot; see EngineStats."""
     cache, counters = state.cache, state.counters
     pool, host, disk = cache.device, cache.host, cache.tiers.disk
+    slots = cache.checkpoints.pool, cache.checkpoints.host
     return EngineStats(
         running={c: state.num_running(c) for c in RequestClass},
         waiting={c: state.num_waiting(c) for c in RequestClass},
@@ -32,6 +33,8 @@ def report_stats(state: SchedulerState, steps: StepCounters, num_refused: int) -
         host_units_used=host.num_units - host.num_free_units,
         host_units_cached=host.num_cached_units,
         hidden_blocks=cache.num_compact,
+        state_slots_total=sum(each.num_units for each in slots),
+        state_slots_used=sum(each.num_units - each.num_free_units for each in slots),
         cache_units=dict(cache.tiers.moved_units),
         prefix_queried_tokens=counters.prefix_queried_tokens,
         prefix_hit_tokens=counters.prefix_hit_tokens,

@@ -229,6 +229,9 @@ def _pool_metrics(stats: EngineStats) -> Iterator[Metric]:
     yield GaugeMetricFamily("tidemill_disk_units", "Cache units in the disk tier.", value=stats.disk_units_total)
     yield GaugeMetricFamily("tidemill_disk_units_used", "Those that hold something.", value=stats.disk_units_used)
     yield GaugeMetricFamily("tidemill_hidden_blocks", "Blocks run from hidden state.", value=stats.hidden_blocks)
+    name, text = "tidemill_state_slots", "Slots for checkpoints of recurrent layers."
+    yield GaugeMetricFamily(name, text, value=stats.state_slots_total)
+    yield GaugeMetricFamily("tidemill_state_slots_used", "Those that hold one.", value=stats.state_slots_used)
     moved = CounterMetricFamily(
         "tidemill_cache_units", "Cache units moved, restored, or put in 8 bits and back.", labels=["operation"]
     )

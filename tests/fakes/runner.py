@@ -3,7 +3,8 @@
 The cache is modelled cell by cell: a cell (tier, unit, offset) remembers which token prefix was written there, at which
 position, and as what (K, V or hidden state). A chunk reads its whole past through its block table and fails when a cell
 holds anything but that request's own prefix in the form that the table says, so a block that is wrongly shared,
-converted, swapped, reused too early or stale is found at once. The next token is a hash of the prefix that was read, so
+converted, swapped, reused too early or stale is found at once. The state of recurrent layers is the prefix that it has
+seen, in a row or in a slot. The next token is a hash of the prefix that was read, so
 every such error also changes the output.
 """
 
@@ -47,6 +48,7 @@ class _Row:
     sampling: SamplingParams
     entries: list[CacheEntry] = field(default_factory=list)
     pooled: bool = False
+    state: Digest = b""
     digests: list[Digest] = field(default_factory=list)
     due: dict[str, list[_Cell]] = field(default_factory=lambda: {"k": [], "v": [], "x": []})
     """By part, what its cells must hold at each position. Kept: a past is compared at every step."""
@@ -63,7 +65,9 @@ class FakeRunner:
     `fail_steps`: step ids that raise RuntimeError, before any delta is applied (a later step must do without it);
     `fail_after_operations`: those that raise it when deltas and cache operations are done and chunks are not.
     `scratch_blocks`: the most distinct blocks of hidden state that a step's chunks may use; `host_units`: the host
-    tier. `window`: tokens that a token sees, itself included (0: all); blocks before those may be anybody's.
+    tier. `state_slots`: of checkpoints of recurrent layers, which there are where it is more than 0, and on the host
+    `host_state_slots`. `window`: tokens that a token sees, itself included (0: all); blocks before those may be
+    anybody's.
     `invalid(prefix)`: True for prefixes whose logits are NaN. `latency(output)`: seconds that a step claims to take.
     """
 
@@ -77,6 +81,8 @@ class FakeRunner:
         scratch_blocks: int = 0,
         host_units: int = 0,
         window: int = 0,
+        state_slots: int = 0,
+        host_state_slots: int = 0,
         invalid: Callable[[Sequence[int]], bool] | None = None,
         latency: Callable[[SchedulerOutput], float] | None = None,
         sleep: bool = False,
@@ -88,6 +94,8 @@ class FakeRunner:
         self.scratch_blocks = scratch_blocks
         self.host_units = host_units
         self.window = window
+        self.state_slots, self.host_state_slots = state_slots, host_state_slots
+        self._states: dict[int, Digest] = {}
         self._invalid = invalid or (lambda _: False)
         self._latency = latency or (lambda _: 0.0)
         self._sleep = sleep
@@ -104,13 +112,15 @@ class FakeRunner:
             time.sleep(latency)
         if output.step_id in self.fail_steps:
             raise RuntimeError(f"step {output.step_id} was told to fail")
+        self._park_states(output)
         for row in output.released_rows:
             self._rows.pop(row, None)
         for new in output.new_requests:
             assert new.row not in self._rows, f"row {new.row} is given to {new.request_id} but not released"
             self._rows[new.row] = _Row(
-                list(new.token_ids), new.num_prompt_tokens, new.sampling, list(new.entries), new.pooling is not None
-            )
+                list(new.token_ids), new.num_prompt_tokens, new.sampling, list(new.entries), new.pooling is not None,
+                self._states[new.state] if new.state >= 0 else b"",
+            )  # fmt: skip
         for appended in output.appended:
             self._rows[appended.row].entries.extend(appended.entries)
         for replaced in output.replaced:
@@ -119,12 +129,38 @@ class FakeRunner:
         if output.step_id in self.fail_after_operations:
             raise RuntimeError(f"step {output.step_id} was told to fail after its operations")
         self._check_tables(output.chunks)
+        self._save_states(output)
         assert len({chunk.row for chunk in output.chunks}) == len(output.chunks), "one chunk per request in a step"
         sampled = [self._run(chunk) for chunk in output.chunks]
         tokens = [token for token in sampled if token is not None]
         ends = {number: self._rows[chunk.row] for number, chunk in enumerate(output.chunks) if self._is_end(chunk)}
         pooled = {number: b"\0\0\0\0" for number, row in ends.items() if row.pooled}
         return ModelRunnerOutput(output.step_id, tokens, None, latency, pooled=pooled)
+
+    def _park_states(self, output: SchedulerOutput) -> None:
+        """Copy states to the host, whose slots are numbered behind the device's."""
+        targets = [self.state_slots + target for _, target in output.parked_states]
+        read = {new.state for new in output.new_requests}
+        assert len(set(targets)) == len(targets) and read.isdisjoint(targets), "written twice, or while it is read"
+        assert all(target < self.state_slots + self.host_state_slots for target in targets), "no such slot on the host"
+        for (slot, _), target in zip(output.parked_states, targets, strict=True):
+            self._states[target] = self._states[slot]
+
+    def _save_states(self, output: SchedulerOutput) -> None:
+        """Move the states of rows on, and keep what they are on the way."""
+        slots = [saved.slot for saved in output.saved_states]
+        taken = {new.state for new in output.new_requests}
+        assert len(set(slots)) == len(slots) and taken.isdisjoint(slots), "a slot is written twice, or while it is read"
+        assert all(0 <= slot < self.state_slots for slot in slots), "no such slot"
+        for row, start, length, _ in output.chunks if self.state_slots else ():
+            state = self._rows[row]
+            state.extend_to(start + length)
+            assert state.state == (state.digests[start - 1] if start else b""), "a state of other tokens goes on"
+            state.state = state.digests[start + length - 1]
+            for saved in output.saved_states:
+                if saved.row == row:
+                    assert start < saved.num_tokens <= start + length, "a state is saved that the chunk does not pass"
+                    self._states[saved.slot] = state.digests[saved.num_tokens - 1]
 
     def _is_end(self, chunk: Chunk) -> bool:
         return chunk.start + chunk.length == self._rows[chunk.row].num_prompt_tokens

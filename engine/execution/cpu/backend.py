@@ -136,8 +136,8 @@ class CpuBackend:
         say: Callable[[str], None],
     ) -> tuple[Runner[Any], LaunchPlan]:
         if isinstance(weights, TransformersModel):
-            foreign = TransformersDevice(weights, plan.limits, host_units=plan.host_units)
-            return Runner(foreign), replace(plan, threads=torch.get_num_threads())
+            foreign = TransformersDevice.of(weights, plan)
+            return Runner(foreign), replace(plan, threads=torch.get_num_threads(), state_slots=foreign.state_slots)
         decoder, hidden, host = Decoder(plan.own, weights), plan.scratch_blocks, plan.host_units
         spare = weights.layers.held_bytes if plan.droppable else 0
         pool: dict[str, Any] = {

@@ -4,7 +4,7 @@ Where their linear layers are the native library's, attention is, too; else it i
 """
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from engine.execution.cpu.native.attention import NativeAttention
 from engine.execution.cpu.native.linear import Native, NativeLinear
 from engine.execution.layout import Layout
 from engine.execution.masks import FinishMasks
+from engine.execution.plan import LaunchPlan
 from engine.execution.pool import UnitPool
 from engine.execution.pooling import TakeHidden
 from engine.execution.rows import RowTable
@@ -40,8 +41,9 @@ MakeAttention = Callable[[UnitPool, RowTable], StepAttention]
 
 
 class TransformersDevice(PoolDevice):
-    """`host_units`: units of the host tier. `attention`: makes what attends, of a pool and its rows. There is no hidden
-    state to run from."""
+    """`host_units`: units of the host tier. `attention`: makes what attends, of a pool and its rows. `state_slots`: of
+    checkpoints of recurrent layers, none where these cannot go on from one; `host_state_slots`: on the host. There is
+    no hidden state to run from."""
 
     def __init__(
         self,
@@ -50,10 +52,15 @@ class TransformersDevice(PoolDevice):
         *,
         host_units: int = 0,
         attention: MakeAttention | None = None,
+        state_slots: int = 0,
+        host_state_slots: int = 0,
     ) -> None:
         super().__init__(UnitPool.of(model.shape, limits, model.like, 0, host_units), RowTable(limits))
         self._model = model
-        self._states = StateTable(model.states(), limits.max_num_seqs)
+        states = model.states()
+        goes_on = all(each.resumes for each in states.values())
+        self.state_slots, self.host_state_slots = (state_slots, host_state_slots) if goes_on else (0, 0)
+        self._states = StateTable(states, limits.max_num_seqs, self.state_slots, self.host_state_slots)
         native = _native_of(model)
         self._attend: StepAttention | None = None
         if native is not None:
@@ -61,6 +68,14 @@ class TransformersDevice(PoolDevice):
         elif attention is not None:
             self._attend = attention(self.pool, self.rows)
         self._cell_bytes = 2 * model.shape.kv_size * model.like.dtype.itemsize
+
+    @classmethod
+    def of(cls, model: TransformersModel, plan: LaunchPlan, attention: MakeAttention | None = None) -> Self:
+        """The device of a launch."""
+        return cls(
+            model, plan.limits, host_units=plan.host_units, attention=attention, state_slots=plan.state_slots,
+            host_state_slots=plan.host_state_slots,
+        )  # fmt: skip
 
     def restore(self, _units: IntArray, _starts: IntArray) -> None:
         """See CacheMover; nobody keeps hidden state here."""
@@ -78,7 +93,7 @@ class TransformersDevice(PoolDevice):
             torch.from_numpy(each).to(pool.device)
             for each in (rows.tokens[layout.token_rows, layout.positions], layout.positions, layout.sampled_tokens)
         )
-        recur = self._states.of_step(layout, pool.device)
+        recur = self._states.of_step(layout, pool.device, rows.take_state_moves())
         adapt = self.adapters.of_step(rows.adapters[layout.token_rows], pool.device) if self.adapters else None
         return self._model.forward(ids, positions, attend, keep, recur, adapt), None
 

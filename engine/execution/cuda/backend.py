@@ -172,7 +172,8 @@ class CudaBackend:
         if isinstance(weights, TransformersModel):
             attention, how = self.module_attention(weights, plan.limits)
             say(f"attention of transformers' modules by {how}, without CUDA graphs")
-            return Runner(TransformersDevice(weights, plan.limits, host_units=host, attention=attention)), plan
+            foreign = TransformersDevice.of(weights, plan, attention)
+            return Runner(foreign), replace(plan, state_slots=foreign.state_slots)
         if self.refusal(plan.spec, plan.dtype) is None:
             graphs = not weights.layers.streamed  # copies would have to be part of them, and kernels wait for those
             return Runner(_device(plan, weights, graphs=graphs, scratch_blocks=hidden, host_units=host)), plan
