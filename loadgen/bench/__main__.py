@@ -27,6 +27,7 @@ BENCHES = {
     "neighbours": "loadgen.bench.neighbours",
     "host": "loadgen.bench.host",
     "planning": "loadgen.bench.planning",
+    "recurrent": "loadgen.bench.recurrent",
     "sim-vs-live": "loadgen.bench.sim_vs_live",
 }
 
