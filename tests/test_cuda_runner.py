@@ -14,7 +14,8 @@ from tiny_models import FAMILY_CASES, model_folder
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from engine.api import EngineInfo, FinishReason, RequestClass
+from engine.api import EngineInfo, FinishReason, RequestClass, SamplingParams
+from engine.cache.blocks import CacheEntry, CacheKind, Tier
 from engine.core import EngineCore
 from engine.engine import Engine
 from engine.execution.cuda.buffers import (
@@ -39,7 +40,7 @@ from engine.models.checkpoint import load_weights
 from engine.models.decoder import Decoder
 from engine.models.spec import load_spec
 from engine.models.weights import ModelWeights, build_weights
-from engine.scheduling.output import Collect, SchedulerOutput
+from engine.scheduling.output import Collect, NewRequest, SchedulerOutput
 from predictor.limits import Limits
 
 
@@ -243,6 +244,32 @@ def test_the_largest_step_can_be_rehearsed() -> None:
     driver.add(request)
     driver.run()
     check_greedy(decoder, request, driver.outputs["after"])
+
+
+@pytest.mark.parametrize("options", [{}, {"preempted_int8": True}, {"scratch_blocks": 2}])
+def test_v_of_a_paired_pool_lies_behind_its_k_or_is_not_sent(options: dict[str, int]) -> None:
+    limits, layers = Limits(2, 32, 64, num_units=12, block_size=4), 3
+    pool = UnitPool(
+        12, num_layers=layers, block_size=4, num_kv_heads=1, head_dim=8, dtype=torch.float32,
+        device=torch.device("cpu"), **options,
+    )  # fmt: skip
+    rows = RowTable(limits)
+    tables = DeviceTables(rows, pool)
+    assert tables.pair == (0 if options else layers)
+
+    def give(*units: tuple[int, int]) -> None:
+        entries = tuple(CacheEntry(CacheKind.KV, Tier.DEVICE, pair) for pair in units)
+        request = NewRequest(1, "r", (5,), 1, SamplingParams(1), entries)
+        rows.apply(SchedulerOutput(0, (), (request,), released_rows=(1,)))
+
+    give((7, 8), (2, 3))
+    assert tables.take_changes()[1][:4].tolist() == [7 * layers, 2 * layers, 8 * layers, 3 * layers]
+    give((7, 8), (3, 2))
+    if options:
+        assert tables.take_changes()[1][:4].tolist() == [7 * layers, 3 * layers, 8 * layers, 2 * layers]
+    else:
+        with pytest.raises(AssertionError, match="behind its K"):
+            tables.take_changes()
 
 
 class OneDevice(TorchDispatchMode):

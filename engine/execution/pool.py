@@ -4,8 +4,9 @@ A *unit* is one block of K, or of V, or of hidden state, for all layers. Unit u 
 slice is `[block_size, kv_heads, head_dim]`, a *cell* one token's part of it; in 8 bits as `engine.models.byte_cells`
 has it. One more unit behind the last is all zeros, never written, the target of every padded block table entry. Behind
 it lie the scratch slices, which K and V of hidden blocks pass through: table entry -1 - i is scratch slice i, the same
-in every layer. (A pool without scratch may have blocks in 8 bits: `engine.execution.compressed`.) A host tier of units
-of the same layout takes what is swapped out. Who owns which unit is the control plane's affair.
+in every layer. (A pool without scratch may have blocks in 8 bits: `engine.execution.compressed`.) A pool with neither
+is *paired*: V of a block lies in the unit behind its K. A host tier of units of the same layout takes what is swapped
+out. Who owns which unit is the control plane's affair.
 
 A pool may be laid out anew for fewer layers, whose units are smaller and so more of them (KunServe §4.1), and back.
 """
@@ -106,6 +107,11 @@ class UnitPool:
         host = _host_zeros(num_host_units * self.parked.elements, self.parked.dtype, device)
         self.host_units = host.view(num_host_units, self.parked.elements)
         self._layers = np.arange(num_layers, dtype=np.int64)[:, None]
+
+    @property
+    def paired(self) -> bool:
+        """Whether the entry of a block's K says where its V lies, too: `num_layers` slices behind it."""
+        return not self.scratch_blocks and self.compressed is None
 
     @classmethod
     def of(

@@ -21,6 +21,7 @@ from engine.api import MAX_LOGPROBS, SamplingParams
 from engine.arrays import IntArray
 from engine.execution.cuda.adapters import SlottedAdapters
 from engine.execution.cuda.buffers import HeadSizes, StepBuffers, StepInputs, send
+from engine.execution.cuda.flash_trial import choose
 from engine.execution.cuda.forward import Forward
 from engine.execution.cuda.graphs import Graphs
 from engine.execution.cuda.hidden import Projection, StepHidden
@@ -106,6 +107,10 @@ class CudaDevice:
         if configs.is_cuda(device):
             torch.cuda.synchronize(device)  # weights and tables were written on another stream
             self.warm_up()
+            with torch.inference_mode(), self.lane.use():
+                self._forward.flash = choose(
+                    spec, limits, self.pool, self.rows, self._tables, self._forward, self._buffers
+                )
         if graphs:
             self._capture()
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from engine.execution.cuda.buffers import StepInputs
+from engine.execution.cuda.flash import FlashPrefill
 from engine.execution.cuda.kernels import Kernels
 from engine.execution.cuda.tables import DeviceTables
 from engine.execution.pool import UnitPool
@@ -30,7 +31,8 @@ Observe = Callable[[int, Tensor], None]
 class Forward:
     """Call it with a step's inputs. Leaves `logits [max_samples, vocab]` of the step's samples, `sampled [max_samples]`
     int32 (their greedy tokens, INVALID_TOKEN where logits are not finite), and `last_tokens` of their rows. `tables` as
-    in `DeviceTables`. `mixed`: attention reads blocks in 8 bits, too."""
+    in `DeviceTables`. `mixed`: attention reads blocks in 8 bits, too. `flash`: what chunks of prompts attend by, None:
+    our kernel."""
 
     def __init__(
         self,
@@ -47,6 +49,7 @@ class Forward:
         self.tables, self._last_tokens = tables.tables, tables.last_tokens
         shape = (-1, pool.block_size, pool.num_kv_heads, pool.head_dim)
         self._pool = pool.cells.view(shape) if pool.bytes is None else pool.bytes.values
+        self.flash: FlashPrefill | None = None
         self._decoder = Decoder(spec, weights, kernels)
         dtype, device = weights.embedding.dtype, weights.embedding.device
         self._embedding_scale = embedding_scale(spec, dtype)
@@ -65,6 +68,11 @@ class Forward:
         self.logits = torch.zeros((limits.max_num_seqs, spec.vocab_size), dtype=dtype, device=device)
         self.sampled = torch.zeros(limits.max_num_seqs, dtype=torch.int32, device=device)
 
+    @property
+    def cells(self) -> Tensor:
+        """The pool's, as kernels take them."""
+        return self._pool
+
     def __call__(
         self,
         inputs: StepInputs,
@@ -72,6 +80,9 @@ class Forward:
         take: Callable[[Tensor], None] | None = None,
         adapt: Adapt | None = None,
     ) -> None:
+        if self.flash is not None and inputs.shape.prefill:
+            self.flash.begin(inputs.prefill.chunks, self.tables[0])
+
         def attend(index: int, layer: LayerWeights, x: Tensor) -> Tensor:
             if observe is not None:
                 observe(index, x)
@@ -139,12 +150,20 @@ class Forward:
                 mixed=self._mixed_layers,
             )  # fmt: skip
         if shape.prefill:
-            kernels.prefill_attention(
-                q, self._pool, *tables, inputs.prefill, inputs.prefill_partial, inputs.prefill_lse, out, layer=index,
-                window=window, scratch_base=self._scratch_base, scale=self._scale, softcap=self._softcap,
-                mixed=self._mixed_layers,
-            )  # fmt: skip
+            self.prefill(index, q, inputs, self.flash, out)
         return out.view(len(projected), -1)
+
+    def prefill(self, index: int, q: Tensor, inputs: StepInputs, flash: FlashPrefill | None, out: Tensor) -> None:
+        """Write to `out` what the queries of chunks gather in a layer: by `flash`, which the step has begun, if any."""
+        window = self._spec.window_of(index) or 0
+        if flash is not None:
+            flash(q, out, layer=index, scale=self._scale, window=window)
+            return
+        self._kernels.prefill_attention(
+            q, self._pool, self.tables[0], self.tables[1], inputs.prefill, inputs.prefill_partial, inputs.prefill_lse,
+            out, layer=index, window=window, scratch_base=self._scratch_base, scale=self._scale,
+            softcap=self._softcap, mixed=self._mixed_layers,
+        )  # fmt: skip
 
 
 def _cos_sin(rope: RopeSpec | None, max_model_len: int, device: torch.device) -> Tensor | None:

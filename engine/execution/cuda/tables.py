@@ -13,12 +13,13 @@ _NO_CHANGES = np.zeros(0, dtype=np.int32)
 class DeviceTables:
     """`tables [2 or 3, rows, max_blocks]` int32: entries of K, of V and, where there is scratch, of hidden state. It
     is a unit's first slice, to which a kernel adds its layer, or below zero for scratch; of a block in 8 bits -1 - that
-    slice. `last_tokens [rows + 1]` int32: the token sampled last; the place behind the last row takes what padding
-    writes."""
+    slice. `pair`: slices from a block's K to its V in a paired pool; 0: of another. `last_tokens [rows + 1]` int32: the
+    token sampled last; the place behind the last row takes what padding writes."""
 
     def __init__(self, rows: RowTable, pool: UnitPool) -> None:
         _, num_rows, max_blocks = rows.tables.shape
         shape = (3 if pool.scratch_blocks else 2, num_rows, max_blocks)
+        self.pair = pool.num_layers if pool.paired else 0
         self.tables = torch.zeros(shape, dtype=torch.int32, device=pool.device)
         self.last_tokens = torch.zeros(num_rows + 1, dtype=torch.int32, device=pool.device)
         self._rows, self._num_layers = rows, pool.num_layers
@@ -31,6 +32,7 @@ class DeviceTables:
         if not len(blocks):
             return _NO_CHANGES, _NO_CHANGES
         units = self._rows.tables[:count].reshape(count, -1)[:, blocks]
+        assert not self.pair or (units[1] == units[0] + 1).all(), "V does not lie behind its K"
         entries = np.where(units < 0, (units + 1) * self._narrow_layers - 1, units * self._num_layers)
         places = blocks + np.arange(count)[:, None] * self.tables[0].numel()
         return places.ravel().astype(np.int32), entries.ravel().astype(np.int32)
