@@ -72,4 +72,4 @@ def library_of(level: Level) -> Library:
 def emulating_library() -> Library:
     """One that has all levels: emulated in AVX-512, and that in AVX2, as far as the processor goes."""
     wide = Level.AVX512 in native_library().levels()
-    return Library(build("-DTIDE_EMULATE", *(() if wide else ("-DTIDE_EMULATE_WIDE", "-Wno-psabi"))))
+    return Library(build("-DTIDE_EMULATE", *(() if wide else ("-DTIDE_EMULATE_WIDE", "-Wno-psabi", "-O1"))))
