@@ -11,9 +11,10 @@ from typing import Any, cast
 
 import pytest
 
-from loadgen.bench import colocation, colocation_peers, live, peers, serving
+from loadgen.bench import colocation, colocation_peers, live, serving
 from loadgen.bench.figures import Figures
-from loadgen.bench.peers import Engine
+from loadgen.bench.peers import finders
+from loadgen.bench.peers.engine import Engine, start_all
 from loadgen.bench.weights import make_tokenizer
 from loadgen.prompts import WordCosts
 
@@ -27,7 +28,7 @@ def engine(name: str, **settings: Any) -> Engine:
 
 
 def start(stack: ExitStack, folder: Path, *engines: Engine) -> list[tuple[Engine, live.Served]]:
-    return list(peers.start_all(engines, folder / "model", stack))
+    return list(start_all(engines, folder / "model", stack))
 
 
 def bodies(served: live.Served) -> list[dict[str, Any]]:
@@ -90,16 +91,28 @@ def test_a_round_with_an_answer_too_short_is_said_and_left_out(
 def test_a_missing_peer_is_one_line_and_one_that_does_not_start_is_left_out(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("TIDEMILL_BENCH_VLLM", str(tmp_path / "nowhere"))
+    nowhere = str(tmp_path / "nowhere")
+    for name in ("VLLM", "OPENVINO", "LLAMA"):
+        monkeypatch.setenv(f"TIDEMILL_BENCH_{name}", nowhere)
     parser = argparse.ArgumentParser()
-    peers.add_flags(parser)
-    assert peers.found(parser.parse_args(["--transformers", ""])) == []
+    finders.add_flags(parser)
+    assert finders.found(parser.parse_args(["--transformers", ""])) == []
     said = capsys.readouterr().out.splitlines()
-    assert len(said) == 2 and "there is none in" in said[0] and "not measured" in said[1]
+    assert [line.split(":")[0] for line in said] == ["vllm", "openvino", "llama", "transformers"]
+    assert all(f"not measured, {nowhere} is no " in line for line in said[:3]) and "(--transformers: " in said[3]
+
+    one = argparse.ArgumentParser()
+    finders.add_flags(one, ["vllm"])
+    assert finders.found(one.parse_args([])) == [] and len(capsys.readouterr().out.splitlines()) == 1
+
     broken = Engine("broken", "1", lambda _folder, _port: [sys.executable, "-c", "print('no such thing'); exit(3)"])
+    absent = Engine("absent", "1", lambda _folder, _port: [nowhere])
     with ExitStack() as stack:
-        assert [found.name for found, _ in start(stack, tmp_path, engine("ours"), broken)] == ["ours"]
-    assert "no such thing" in capsys.readouterr().out
+        engines = (engine("ours"), broken, absent, engine("other"))
+        assert [found.name for found, _ in start(stack, tmp_path, *engines)] == ["ours", "other"]
+    said = capsys.readouterr().out.splitlines()
+    assert said[0].startswith("broken is left out: the server did not start; its last lines:")
+    assert said[1] == "  no such thing" and said[2].startswith("absent is left out: ") and nowhere in said[2]
     with ExitStack() as stack, pytest.raises(SystemExit, match="did not start"):
         start(stack, tmp_path, broken)
 

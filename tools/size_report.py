@@ -16,7 +16,7 @@ CEILINGS = {
     "gateway": 14_620,
     "engine": 38_700,
     "predictor": 3_500,
-    "loadgen": 18_820,
+    "loadgen": 19_320,
 }
 
 

@@ -31,7 +31,7 @@ BENCHES = {
     "sim-vs-live": "loadgen.bench.sim_vs_live",
 }
 
-DEFAULT = ("serving", "control-plane", "planning")
+DEFAULT = ("serving", "colocation-peers", "control-plane", "planning")
 
 
 def main() -> None:

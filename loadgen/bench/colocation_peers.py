@@ -17,12 +17,13 @@ from statistics import mean
 from typing import Any
 
 from loadgen.arrivals import constant_rate, sine
-from loadgen.bench import colocation, peers
+from loadgen.bench import colocation
 from loadgen.bench.colocation import JOB, LEARNING, TABLE, Run, judged, poisson, run_arm, slo_of, summarise
 from loadgen.bench.frame import in_turn
 from loadgen.bench.live import Served
 from loadgen.bench.machine import describe
-from loadgen.bench.peers import Engine
+from loadgen.bench.peers import finders
+from loadgen.bench.peers.engine import Engine, start_all
 from loadgen.bench.weights import make_checkpoint
 
 
@@ -105,7 +106,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--tbt", type=float, default=0.15, help="limit on the P99 of a request's gaps in seconds")
     parser.add_argument("--output", type=Path, metavar="FILE.json", help="where all figures are written")
     parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="one run of a sine-shaped load each, drawn")
-    peers.add_flags(parser)
+    finders.add_flags(parser, ["vllm"])
     args = parser.parse_args(argv)
     if args.seconds <= colocation.WARM_UP:
         parser.error(f"--seconds is more than {colocation.WARM_UP:g}, which do not count")
@@ -116,13 +117,12 @@ def main(argv: list[str] | None = None) -> None:
         f"job) of {colocation.OFFLINE_PROMPT}/{colocation.OFFLINE_OUTPUT}; {describe()}"
     )
     print(about, flush=True)
-    classes = [engine for engine in peers.found(args) if engine.offline is not None]
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         folder = Path(name) / "model"
         folder.mkdir()
         words = make_checkpoint(folder, args.dtype)
-        ours = peers.tidemill(args.threads, args.dtype, "--slo", slo)
-        arms = [arm for pair in peers.start_all([ours, *classes], folder, stack) for arm in arms_of(*pair)]
+        ours = finders.tidemill(args.threads, args.dtype, "--slo", slo)
+        arms = [arm for pair in start_all([ours, *finders.found(args)], folder, stack) for arm in arms_of(*pair)]
         if args.plot is None:
             compare(arms, args, source=words)
         else:

@@ -22,7 +22,7 @@ from loadgen import workers
 from loadgen.client import Client, Target
 from loadgen.plan import Plan
 from loadgen.prompts import TokenIds
-from loadgen.records import Records
+from loadgen.records import Records, RequestRecord
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -77,6 +77,10 @@ class Served:
                 fields = path.read_text().rpartition(") ")[2].split()
                 total += int(fields[11]) + int(fields[12]) if int(fields[2]) == self.group else 0
         return total / os.sysconf("SC_CLK_TCK")
+
+    async def answers(self, plan: Plan) -> list[RequestRecord]:
+        """What came of a plan's requests."""
+        return await over_http(plan)
 
 
 @contextmanager
@@ -199,6 +203,11 @@ async def run(plan: Plan, watch: Follower | None = None) -> Records:
     if records.interrupted:
         raise KeyboardInterrupt
     return records
+
+
+async def over_http(plan: Plan) -> list[RequestRecord]:
+    """What came of a plan's requests, sent to its server."""
+    return (await run(plan)).requests
 
 
 Ask = Callable[..., Awaitable[tuple[int, Any]]]

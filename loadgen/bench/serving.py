@@ -1,11 +1,11 @@
 """Serving speed over HTTP on the CPU: a random 134.5 M Llama in this server and in every peer that is found.
 
-All servers run beside each other and are measured in turn, round by round, by one client on the same cores: one stream,
-a prompt of 512 tokens, 8 and 16 streams of 128 in and 64 out; the same words, greedy, no end before its length. Figures
-are medians of the rounds. What the servers that wait for their turn take of the cores meanwhile is said. The machine's
-limits are measured in the same run: one stream against reading the weights once per token, prefill against the matmul
-rate, batches against their prompts at that rate and the bare linear layers of as many steps as they have tokens. A turn
-begins when the threads of the server before it have ceased to spin.
+All run beside each other and are measured in turn, round by round, by one client on the same cores (a peer without a
+server in process, and its name says so): one stream, a prompt of 512 tokens, 8 and 16 streams of 128 in and 64 out; the
+same words, greedy, no end before its length. Figures are medians of the rounds. What those that wait for their turn
+take of the cores meanwhile is said. The machine's limits are measured in the same run: one stream against reading the
+weights once per token, prefill against the matmul rate, batches against their prompts at that rate and the bare linear
+layers of as many steps as they have tokens. A turn begins when the threads of those before it have ceased to spin.
 """
 
 import argparse
@@ -15,19 +15,20 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from loadgen.bench import peers
 from loadgen.bench.figures import OUTPUT, PREFILL, PROMPT, Figures, medians, ratio
 from loadgen.bench.frame import in_turn
-from loadgen.bench.live import Served, plan_for, run
+from loadgen.bench.live import Served, over_http, plan_for
 from loadgen.bench.machine import describe
-from loadgen.bench.peers import Engine
+from loadgen.bench.peers import finders
+from loadgen.bench.peers.engine import Engine, start_all
 from loadgen.bench.weights import make_checkpoint
+from loadgen.plan import Plan
 from loadgen.records import RequestRecord
 from loadgen.stats import percentile
 from loadgen.workloads import fixed
@@ -36,8 +37,12 @@ SLO = ("--slo", "ttft_p99=60s,tbt_p99=1s")
 """Nothing is refused or held back."""
 LOOK_SECONDS, MOST_LOOKS, RESTING = 0.5, 20, 0.04
 """How long a look at servers that should rest takes, how often at most, and how much of a core they may have then."""
+NAME = 46
+"""Characters of an engine's name with its version."""
 TICK = 1e-6
 """Seconds; a server that is a script may answer in less than the clock tells."""
+
+Answers = Callable[[Plan], Awaitable[list[RequestRecord]]]
 
 
 class Failed(Exception):
@@ -59,6 +64,7 @@ class Arm:
         """For the file: every round, the medians and the gaps between tokens."""
         return {
             "version": self.engine.version,
+            "http": self.engine.http,
             "command": self.engine.command(Path("model"), 0),
             "environment": self.engine.environment,
             "rounds": [asdict(found) for found in self.rounds],
@@ -69,10 +75,12 @@ class Arm:
         }
 
 
-async def at_once(url: str, count: int, prompt: int, output: int, seed: int, **settings: Any) -> list[RequestRecord]:
+async def at_once(
+    url: str, count: int, prompt: int, output: int, seed: int, *, answers: Answers = over_http, **settings: Any
+) -> list[RequestRecord]:
     """`count` requests sent together, each answered with exactly `output` tokens; raises Failed."""
     lines = fixed(count, prompt, output)
-    found = (await run(plan_for(url, seed, online=lines, closed_loop=True, **settings))).requests
+    found = await answers(plan_for(url, seed, online=lines, closed_loop=True, **settings))
     for record in found:
         if not record.ok or record.output_tokens != output:
             raise Failed(f"asked for {output} tokens, got {record.output_tokens} ({record.outcome} {record.error})")
@@ -106,7 +114,7 @@ def alternate(arms: Sequence[Arm], rounds: int, **settings: Any) -> None:
             wait_for_rest(others)
             before = [other.served.cpu_seconds() for other in others]
             try:
-                chosen = {**settings, **arm.engine.settings()}
+                chosen = {**settings, **arm.engine.settings(), "answers": arm.served.answers}
                 found, gaps = asyncio.run(measure_round(arm.served.url, 1 + number, **chosen))
             except Failed as error:
                 print(f"round {number} of {arm.engine.name} failed: {error}", flush=True)
@@ -149,7 +157,7 @@ def measure_limits(folder: Path, threads: int, dtype: str) -> tuple[Figures, dic
 def show(arms: Sequence[Arm], limits: Figures | None) -> None:
     """The table: this server first, then each other row with ours as a ratio to it."""
     columns = f"{'1 stream':>9} {'prefill 512':>12} {'8 x 128/64':>11} {'16 x 128/64':>12}"
-    print(f"{'tok/s (medians)':30} {columns}  TBT P50 / P99, ms")
+    print(f"{'tok/s (medians)':{NAME}} {columns}  TBT P50 / P99, ms")
     ours = medians(arms[0].rounds)
     for arm in arms:
         tail = f"{percentile(arm.gaps, 50) * 1e3:9.1f} / {percentile(arm.gaps, 99) * 1e3:.1f}"
@@ -162,7 +170,7 @@ def show(arms: Sequence[Arm], limits: Figures | None) -> None:
 def line(name: str, row: Figures, digits: int) -> str:
     """One row of the table."""
     one, prefill, eight, sixteen = (f"{value:.{digits}f}" for value in row.columns())
-    return f"{name[:30]:30} {one:>9} {prefill:>12} {eight:>11} {sixteen:>12}"
+    return f"{name:{NAME}} {one:>9} {prefill:>12} {eight:>11} {sixteen:>12}"
 
 
 def report(arms: Sequence[Arm], limits: tuple[Figures, dict[str, Any]] | None, output: Path | None, about: str) -> None:
@@ -193,7 +201,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=5, help="of each engine, besides one to warm up (default: 5)")
     parser.add_argument("--output", type=Path, metavar="FILE.json", help="where all figures are written")
     parser.add_argument("--no-limits", action="store_true", help="leave the machine's limits out")
-    peers.add_flags(parser)
+    finders.add_flags(parser)
     args = parser.parse_args(argv)
     if args.rounds < 1:
         parser.error("--rounds is at least 1")
@@ -201,13 +209,13 @@ def main(argv: list[str] | None = None) -> None:
         f"serving: random 134.5 M Llama, {args.dtype}, {args.threads} threads, client on the same cores; {describe()}"
     )
     print(about, flush=True)
-    engines = [peers.tidemill(args.threads, args.dtype, *SLO), *peers.found(args)]
+    engines = [finders.tidemill(args.threads, args.dtype, *SLO), *finders.found(args)]
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         folder = Path(name) / "model"
         folder.mkdir()
         words = make_checkpoint(folder, args.dtype)
         limits = None if args.no_limits else measure_limits(folder, args.threads, args.dtype)
-        arms = [Arm(engine, served) for engine, served in peers.start_all(engines, folder, stack)]
+        arms = [Arm(engine, served) for engine, served in start_all(engines, folder, stack)]
         alternate(arms, args.rounds, source=words)
         report(arms, limits, args.output, about)
 

