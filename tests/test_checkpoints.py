@@ -10,7 +10,6 @@ from engine.api import RequestClass
 from engine.cache.checkpoints import Checkpoints
 from engine.config import SchedulerConfig
 from engine.request import Request, RequestTimes
-from engine.scheduling.output import SavedState
 from engine.scheduling.planner import whole
 from predictor.model import LatencyModel
 
@@ -171,15 +170,13 @@ def test_states_that_pass_take_half_of_the_slots() -> None:
 
 
 def test_a_slot_is_not_given_away_while_a_step_reads_it() -> None:
-    driver = make_driver(slots=2, rows=2)
+    driver = make_driver(slots=1, rows=2)
     prompt = list(range(9))
     ask(driver, "a", prompt, max_tokens=1)
     driver.add(make_request("again", prompt, 1), make_request("other", list(range(40, 53)), 1))
     driver.launch()
     (step,) = driver.in_flight
-    read = [new.state for new in step.new_requests if new.state >= 0]
-    assert len(read) == 1 and step.saved_states and all(isinstance(each, SavedState) for each in step.saved_states)
-    assert set(read).isdisjoint(each.slot for each in step.saved_states)
+    assert [new.state for new in step.new_requests] == [0, -1] and not step.saved_states
     driver.run()
 
 

@@ -1,7 +1,7 @@
 """Models with recurrent layers beside attention: what transformers itself generates, whatever becomes of a request."""
 
 import functools
-import time
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,10 +16,10 @@ from engine.api import FinishReason, RequestClass
 from engine.build import build_runner, host_bytes, plan_launch, scheduler_config
 from engine.config import EngineConfig, SchedulerConfig
 from engine.errors import ConfigError, ModelLoadError
-from engine.execution import states
+from engine.execution import masks, states
 from engine.execution.cpu.transformers_device import TransformersDevice
 from engine.execution.layout import Layout
-from engine.execution.masks import FOREVER, PATIENCE
+from engine.execution.masks import FOREVER
 from engine.execution.runner import Runner
 from engine.execution.self_test import test_modules
 from engine.execution.states import StateTable
@@ -189,9 +189,12 @@ def test_a_step_that_failed_half_way_is_not_counted_twice(case_of: Any, depth: i
 
 
 class SlowMatcher:
-    """Allows everything, later than a row waits."""
+    """Allows everything, when it is waited for and not before."""
 
     failed = None
+
+    def __init__(self, waited: threading.Event) -> None:
+        self._waited = waited
 
     def advance(self, _said: list[int]) -> None: ...
 
@@ -199,12 +202,16 @@ class SlowMatcher:
         return []
 
     def write_mask(self, bits: Any) -> None:
-        time.sleep(5 * PATIENCE)
+        assert self._waited.wait(60.0)
+        self._waited.clear()
         bits[:] = -1
 
 
 class SlowGrammar:
     mask_words = -(-97 // 32)
+
+    def __init__(self) -> None:
+        self.waited = threading.Event()
 
     def find(self, _grammar: Grammar) -> "SlowGrammar":
         return self
@@ -212,15 +219,22 @@ class SlowGrammar:
     compile = find
 
     def matcher(self) -> SlowMatcher:
-        return SlowMatcher()
+        return SlowMatcher(self.waited)
 
 
-def test_no_token_is_run_twice_for_a_grammar_that_is_slow(case_of: Any) -> None:
+def test_no_token_is_run_twice_for_a_grammar_that_is_slow(case_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its state would have it twice."""
-    case = case_of("lfm2")
+    case, grammar, wait = case_of("lfm2"), SlowGrammar(), masks.wait
+
+    def waits(work: Any, timeout: float, **options: Any) -> Any:
+        late = None if timeout >= FOREVER else wait(work, timeout=0.0)  # while the mask cannot be there yet
+        grammar.waited.set()
+        return late or wait(work, timeout=timeout, **options)
+
+    monkeypatch.setattr(masks, "wait", waits)
     driver = make_driver(case.model, num_blocks=40)
     runner: Any = driver.runner
-    runner.enforce(SlowGrammar(), patience=FOREVER)
+    runner.enforce(grammar, patience=FOREVER)
     driver.add(make_request("masked", case.prompts[3], OUTPUT, grammar=Grammar("regex", ".*")))
     driver.add(make_request("free", case.prompts[1], OUTPUT))
     driver.run()
