@@ -9,6 +9,7 @@ of its blocks that has a checkpoint of their state. Knows nothing of queues, of
 victims, of time and of steps' limits.
 """
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import takewhile
@@ -44,11 +45,11 @@ EMBEDDING_SHARE = 16
 
 class Claim(NamedTuple):
     """What a waiting request would start from: `hits` in the prefix indexes, then parked blocks of its own, both on
-    either tier, which together hold its first `num_tokens` tokens, `num_compact` blocks of them compact. `units`: those
-    of the device that it needs besides what lies there; `copied_bytes`: see Tiers, for what comes from elsewhere;
-    `widened_tokens`: of parked blocks in 8 bits. `goes_on`: the step that saves a copy of the block behind those of the
-    prefix, which is offered when it has ended. `num_published`: blocks of its prefix that there are, with those behind
-    the last checkpoint."""
+    either tier, which together hold its first `num_tokens` tokens, `num_compact` blocks of them compact that no running
+    request has. `units`: those of the device that it needs besides what lies there; `copied_bytes`: see Tiers, for what
+    comes from elsewhere; `widened_tokens`: of parked blocks in 8 bits. `goes_on`: the step that saves a copy of the
+    block behind those of the prefix, which is offered when it has ended. `num_published`: blocks of its prefix that
+    there are, with those behind the last checkpoint."""
 
     hits: list[CacheBlock]
     num_tokens: int
@@ -61,8 +62,7 @@ class Claim(NamedTuple):
 
 
 class Cache:
-    """`num_compact` blocks of running requests are compact; every one of them may be in the next step, and a step has
-    `scratch_blocks`. `num_narrow` are in 8 bits."""
+    """`num_narrow` blocks of running requests are in 8 bits."""
 
     def __init__(self, config: SchedulerConfig, model: LatencyPredictor | None) -> None:
         self.tiers = Tiers(config, model)
@@ -70,9 +70,17 @@ class Cache:
         self.parked = ParkedPasts(config, self.tiers, model)
         self.checkpoints = Checkpoints(config, model)
         self.keeps_states = config.state_slots > 0
-        self.num_compact = self.num_narrow = 0
+        self.num_narrow = 0
+        self._compact: Counter[CacheBlock] = Counter()
+        """How many running requests have each compact block."""
         self._replaced: list[tuple[Request, int, CacheEntry]] = []
         self._config = config
+
+    @property
+    def num_compact(self) -> int:
+        """Compact blocks of running requests; all of them may be in the next step, and a step has `scratch_blocks`,
+        where what several requests share lies once."""
+        return len(self._compact)
 
     @property
     def compact_room(self) -> int:
@@ -133,7 +141,7 @@ class Cache:
             hits = []  # never both: its own past alone has run before
         widened = self.parked.widened(request.cache_map.num_parked_tokens, parked, len(hits))
         parked, hits = parked[len(hits) :], self.without_gone(hits)
-        num_tokens, num_compact = len(hits) * block_size, count_compact(hits) + count_compact(parked)
+        num_tokens, num_compact = len(hits) * block_size, sum(map(self._is_new_compact, (*hits, *parked)))
         num_blocks = request.num_missing_blocks(block_size, len(hits) + len(parked), count_gone(hits))
         of_kind = max(0, min(num_blocks, self.compact_room - num_compact)) if self._stores_compact(request) else 0
         units = of_kind * COMPACT.form.units + (num_blocks - of_kind) * UNITS_PER_BLOCK
@@ -177,7 +185,8 @@ class Cache:
             self.tiers.pool(block).acquire(block, online=online)
         hits = [b if b.on_device else self.tiers.fetch(b, step_id, online=online) for b in claim.hits]
         self.parked.resume(request, hits, step_id)
-        self._count(request, count_compact(request.cache_map.blocks))
+        for block in request.cache_map.blocks:
+            self._run(request, block)
         self._count_narrow(request, count_narrow(request.cache_map.blocks))
         request.cache_map.num_published = len(_on_device(claim.hits))
         if self.keeps_states:
@@ -224,7 +233,7 @@ class Cache:
             block = self.tiers.allocate(kind, step_id, online=online) if room >= size else None
             if block is None:
                 break
-            self._count(request, kind.form.compact)
+            self._run(request, block)
             cache_map.blocks.append(block)
         return min(length, len(cache_map.blocks) * block_size - start)
 
@@ -251,7 +260,7 @@ class Cache:
             replaced.append((index, target.entry))
             blocks[index] = target
             self.device.release(source, step_id)
-            self._count(request, -1)
+            self._rest(request, source)
             request.cache_map.kind = CacheKind.KV
         return replaced
 
@@ -295,7 +304,8 @@ class Cache:
         """A running request leaves its row. `keep`: what it has computed stays where it lies until the room is needed,
         if there is a host tier or a form in 8 bits; else its full blocks stay in the prefix index for as long."""
         cache_map = request.cache_map
-        self._count(request, -cache_map.num_compact)
+        for block in cache_map.blocks if cache_map.num_compact else ():
+            self._rest(request, block)
         self.num_narrow -= cache_map.num_narrow
         if keep and not request.starts_over:
             given_up = self.parked.park(request)
@@ -370,6 +380,13 @@ class Cache:
         self.tiers.complete_step(step_id)
         self.checkpoints.complete_step(step_id)
 
+    def recount(self, running: Iterable[Request]) -> None:
+        """What these, all that run, have in other forms than K and V."""
+        self.num_narrow, self._compact = 0, Counter()
+        for request in running:
+            self.num_narrow += request.cache_map.num_narrow
+            self._compact.update(b for b in request.cache_map.blocks if b.entry.kind.form.compact)
+
     def balance(self) -> None:
         """Divide the host anew for the step that is being built."""
         self.parked.balance(self.num_compact)
@@ -377,7 +394,8 @@ class Cache:
     def check_integrity(self, requests: Iterable[Request]) -> None:
         """Assert unit conservation on both tiers, given every request that has not ended."""
         held: list[CacheBlock] = []
-        num_compact = num_narrow = 0
+        compact: Counter[CacheBlock] = Counter()
+        num_narrow = 0
         for request in requests:
             cache_map = request.cache_map
             held.extend(cache_map.blocks)
@@ -392,11 +410,12 @@ class Cache:
                 assert all(block.entry.units for block in seen), "a block that is seen was given back"
                 num_full = request.num_confirmed_tokens // self._config.block_size if self._config.running_int8 else 0
                 assert not count_narrow(cache_map.blocks[num_full:]), "a running request has other blocks in 8 bits"
-                num_compact += cache_map.num_compact
+                compact.update(block for block in cache_map.blocks if block.entry.kind.form.compact)
                 num_narrow += cache_map.num_narrow
             else:
                 self.parked.check_integrity(request)
-        assert num_compact == self.num_compact <= self._config.scratch_blocks, "scratch is overdrawn"
+        assert compact == self._compact, "compact blocks that run are miscounted"
+        assert self.num_compact <= self._config.scratch_blocks, "scratch is overdrawn"
         assert num_narrow == self.num_narrow, "blocks in 8 bits that run are miscounted"
         self.tiers.check_integrity(held)
         self.checkpoints.check_integrity()
@@ -405,7 +424,7 @@ class Cache:
         """The hits in front of the first compact one for which the scratch area has no room."""
         room = self.compact_room
         for index, block in enumerate(hits):
-            room -= block.entry.kind.form.compact
+            room -= self._is_new_compact(block)
             if room < 0:
                 return hits[:index]
         return hits
@@ -423,10 +442,23 @@ class Cache:
         request.cache_map.num_narrow += change
         self.num_narrow += change
 
-    def _count(self, request: Request, change: int) -> None:
-        """`change` more blocks of a running request are compact."""
-        request.cache_map.num_compact += change
-        self.num_compact += change
+    def _is_new_compact(self, block: CacheBlock) -> bool:
+        """Whether a request that runs from this block takes scratch for it that no other has."""
+        return block.entry.kind.form.compact and block not in self._compact
+
+    def _run(self, request: Request, block: CacheBlock) -> None:
+        """A running request has a block more."""
+        if block.entry.kind.form.compact:
+            request.cache_map.num_compact += 1
+            self._compact[block] += 1
+
+    def _rest(self, request: Request, block: CacheBlock) -> None:
+        """And one less."""
+        if block.entry.kind.form.compact:
+            request.cache_map.num_compact -= 1
+            self._compact[block] -= 1
+            if not self._compact[block]:
+                del self._compact[block]
 
 
 def _has(request: Request, index: int, entry: CacheEntry) -> bool:

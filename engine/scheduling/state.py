@@ -6,7 +6,7 @@ clocks or tensors.
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import compress
+from itertools import chain, compress
 from operator import not_
 
 from engine.api import RequestClass
@@ -217,16 +217,14 @@ class SchedulerState:
         """Derive queues and rows anew from the requests themselves, all that have not ended."""
         self.running = {request_class: [] for request_class in RequestClass}
         self.waiting_online, self.waiting_offline, self.aside = WaitingQueue(), self._make_offline_queue(), []
-        self.cache.num_compact = self.cache.num_narrow = 0
         for request in sorted(requests, key=lambda request: request.arrival_order):
             if request.request_class is RequestClass.OFFLINE and request.status is not RequestStatus.WAITING:
                 self.waiting_offline.adopt(request)
             if request.status is RequestStatus.RUNNING:
                 (self.aside if request.aside else self.running[request.request_class]).append(request)
-                self.cache.num_compact += request.cache_map.num_compact
-                self.cache.num_narrow += request.cache_map.num_narrow
             else:
                 self.add_waiting(request)
+        self.cache.recount(chain(*self.running.values(), (r for r in self.aside if r.status is RequestStatus.RUNNING)))
         held = {request.row for group in (*self.running.values(), self.aside) for request in group}
         self.free_rows = [row for row in range(self.config.max_num_seqs - 1, -1, -1) if row not in held]
 
