@@ -138,6 +138,71 @@ def test_decodes_project_no_past_token(piece: int, monkeypatch: pytest.MonkeyPat
         check_against_transformers("opt", request)
 
 
+@pytest.fixture
+def keys(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Numbers of tokens whose K alone was projected."""
+    counts: list[int] = []
+    original = Heads.keys
+
+    def project(self: Heads, layer: int, x: torch.Tensor, rotary: Any) -> torch.Tensor:
+        counts.append(len(x))
+        return original(self, layer, x, rotary)
+
+    monkeypatch.setattr(Heads, "keys", project)
+    return counts
+
+
+@pytest.mark.parametrize("case", ["llama", "qwen3"])
+@pytest.mark.parametrize("kinds", [KINDS, KINDS[1:]], ids=["mixed", "hidden"])
+def test_decodes_with_rotary_embeddings_project_k_alone(
+    case: str, kinds: tuple[CacheKind, ...], projected: list[int], keys: list[int]
+) -> None:
+    """As many KV heads as heads, K with and without norms; every token's logits are those of the same from K and V."""
+    names = {"llama": {}, "qwen3": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}}
+    spec = spec_from_config(llama_config(num_key_value_heads=4, **names[case]))
+    decoder = RecordingDecoder(spec, weights_of(spec))
+    runs = []
+    for chosen in (KINDS[:1], kinds):
+        driver = HandDriver(decoder, 1, kinds=chosen, scratch_blocks=20, calm=True)
+        requests = [driver.add(list(range(5, 5 + length)), 6) for length in (9, 2, 14, 21)]
+        while not all(request.logits for request in requests):
+            driver.step()
+        projected.clear()
+        keys.clear()
+        driver.run()
+        runs.append(requests)
+        assert not projected and bool(keys) is (CacheKind.HIDDEN in chosen)
+    for expected, found in zip(*runs, strict=True):
+        assert found.token_ids == expected.token_ids
+        torch.testing.assert_close(torch.stack(found.logits), torch.stack(expected.logits), rtol=1e-4, atol=1e-4)
+
+
+def test_a_block_that_a_long_chunk_shares_with_a_decode_gets_both(projected: list[int], keys: list[int]) -> None:
+    """A prefix in hidden state: one request decodes behind it, another computes a long chunk; only its own blocks are
+    of the decode alone."""
+    spec = spec_from_config(llama_config(num_key_value_heads=4))
+    decoder = RecordingDecoder(spec, weights_of(spec))
+    prefix, runs = tuple(range(10, 10 + 2 * BLOCK)), []
+    first, second = (*prefix, 3, 4, 5, 6, 7), (*prefix, *range(30, 42))
+    for kind in ("hidden", "kv"):
+        runner = runner_of(decoder)
+        entries = hidden if kind == "hidden" else _kv_blocks
+        runner.launch(SchedulerOutput(0, (Chunk(1, 0, 12, False),), (start(runner, 1, entries(0, 1, 2, 3), first),)))()
+        projected.clear()
+        keys.clear()
+        new = (start(runner, 2, entries(0, 1, 4, 5, 6), second),)
+        runner.launch(SchedulerOutput(1, (Chunk(1, 12, 1, True), Chunk(2, 8, 12, True)), new))()
+        if kind == "hidden":
+            assert (sum(projected), sum(keys)) == (8 * spec.num_layers, 4 * spec.num_layers)
+        assert decoder.last is not None
+        runs.append(decoder.last.clone())
+    torch.testing.assert_close(runs[0], runs[1], rtol=1e-4, atol=1e-4)
+
+
+def _kv_blocks(*units: int) -> tuple[CacheEntry, ...]:
+    return tuple(CacheEntry(CacheKind.KV, Tier.DEVICE, (2 * unit, 2 * unit + 1)) for unit in units)
+
+
 def start(
     runner: Runner[TorchDevice], row: int, entries: tuple[CacheEntry, ...], tokens: tuple[int, ...]
 ) -> NewRequest:

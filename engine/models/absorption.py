@@ -2,7 +2,8 @@
 
 Where K is linear in the hidden state x (no rotary embedding, no norm on K: `ModelSpec.absorbs_kv`), a head's score of a
 past token is `q·(W_k x + b_k) = (W_kᵀ q)·x + q·b_k` and its output `Σ p (W_v x + b_v) = W_v (Σ p x) + b_v Σ p`: exact,
-and no past token is projected. Only the query is, and what it gathers. Knows nothing of caches.
+and no past token is projected. Only the query is, and what it gathers. The second half holds of every model of ours,
+for V is linear in x whatever becomes of K: where K has to be projected V need not be. Knows nothing of caches.
 """
 
 import torch
@@ -13,13 +14,10 @@ from engine.models.weights import LayerWeights, ModelWeights
 
 
 class Absorption:
-    """W_k and W_v of every layer as matrices; views of the weights, or copies of them where those are packed.
-
-    `spec.absorbs_kv` must hold.
-    """
+    """W_k and W_v of every layer as matrices; views of the weights, or copies of them where those are packed."""
 
     def __init__(self, spec: ModelSpec, weights: ModelWeights) -> None:
-        assert spec.absorbs_kv, "K of this model depends on more than the hidden state"
+        self.absorbs_keys = spec.absorbs_kv
         self._kv_heads, self._head_dim, self._hidden = spec.num_kv_heads, spec.head_dim, spec.hidden_size
         self._q_size = spec.q_size
         self._weights: dict[int, tuple[Tensor, Tensor]] = {}
@@ -37,6 +35,7 @@ class Absorption:
 
     def queries(self, layer: int, q: Tensor) -> tuple[Tensor, Tensor | None]:
         """q [T, heads, D] -> W_kᵀ q [T, heads, H], and q·b_k [T, heads] in float32 (None without biases)."""
+        assert self.absorbs_keys, "K of this model depends on more than the hidden state"
         by_head = self._by_kv_head(q)
         absorbed = self._by_token(torch.bmm(by_head, self._weights[layer][0]), len(q))
         bias = self._biases[layer]

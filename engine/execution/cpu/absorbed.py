@@ -1,4 +1,4 @@
-"""Attention that reads hidden state itself, for models whose K and V are linear in it (`engine.models.absorption`).
+"""Attention that reads hidden state itself, where K and V, or V alone, are linear in it (`engine.models.absorption`).
 
 The queries of such rows are projected instead of their past: no scratch, no projection. One softmax, in float32, over
 the scores of a row's hidden blocks and of its KV blocks, so that a row may mix them in any order.
@@ -15,6 +15,9 @@ Beside that, once a step and layer, W_k and W_v are read again, and 2·h·D·H m
 run this way. Chunks of prompts do up to `chunk_limit`, a quarter of D: the products here are narrow and the scores'
 float32, and reach a part of the rate of the wide packed ones. Measured in bfloat16 with AVX-512 at D = 64, over 1,024
 tokens: a decode takes 1/10 to 1/25 of the time of projecting alone, 16 query tokens half of it, 32 as long or longer.
+
+With rotary embeddings, or norms of K, K is projected to scratch as ever (`engine.execution.cpu.hidden`) and V alone is
+not: half of what such a past costs. Where weights are packed their V would be kept once more for it, and is not.
 
 Knows nothing of requests, sampling or layers other than attention.
 """
@@ -54,13 +57,15 @@ class AbsorbedGroup:
     """Chunks of `queries` tokens each that share their calls; `first:last` are their tokens.
 
     `hidden [layers, n * blocks]`: slices of hidden state; `kv [layers, n * 2 * blocks]`: of every chunk its K slices,
-    then its V slices, None where no chunk has any. `bias [n, queries, 1, keys]`, float32: 0 or -inf, hidden keys first.
+    then its V slices, None where no chunk has any; `keys`: of K of the `hidden` blocks, where it is projected.
+    `bias [n, queries, 1, keys]`, float32: 0 or -inf, hidden keys first.
     """
 
     first: int
     last: int
     queries: int
     hidden: Tensor
+    keys: Tensor | None
     kv: Tensor | None
     bias: Tensor
 
@@ -74,15 +79,16 @@ class AbsorbedAttention:
         self._absorption = absorption
         self._pool = pool
         self._width = width
-        self._groups = [group for first, chunks in groups for group in _plan(pool, rows, first, chunks, width)]
+        keyed = not absorption.absorbs_keys
+        self._groups = [group for first, chunks in groups for group in _plan(pool, rows, first, chunks, width, keyed)]
         self._first = groups[0][0]
 
     def __call__(self, layer: int, q: Tensor) -> Tensor:
         """q [T, heads, D] of all the step's tokens -> [t, heads * D] of those from the first group on. What they attend
         to, their own hidden state, K and V included, is stored."""
         q = q[self._first :]
-        absorbed, shift = self._absorption.queries(layer, q)
-        gathered, mass = torch.empty_like(absorbed), q.new_ones(q.shape[:2], dtype=torch.float32)
+        absorbed, shift = self._absorption.queries(layer, q) if self._absorption.absorbs_keys else (q, None)
+        gathered, mass = q.new_empty(*q.shape[:2], self._width), q.new_ones(q.shape[:2], dtype=torch.float32)
         beside: list[tuple[slice, Tensor]] = []
         for group in self._groups:
             tokens = slice(group.first - self._first, group.last - self._first)
@@ -109,14 +115,19 @@ class AbsorbedAttention:
         num_chunks, queries, heads = len(group.bias), group.queries, q.shape[1]
         x = self._pool.slices.index_select(0, group.hidden[layer]).view(num_chunks, -1, self._pool.cells.shape[1])
         x = x[..., : self._width]
-        by_chunk = absorbed.reshape(num_chunks, queries * heads, -1)
-        scores = torch.bmm(by_chunk.float(), x.float().transpose(1, 2)).view(num_chunks, queries, heads, -1)
+        by_head = q.view(num_chunks, queries, heads, -1).float()
+        if group.keys is not None:
+            (k,) = self._gather(group.keys[layer], num_chunks, 1)
+            scores = _by_heads(by_head, k.float())
+        else:
+            by_chunk = absorbed.reshape(num_chunks, queries * heads, -1)
+            scores = torch.bmm(by_chunk.float(), x.float().transpose(1, 2)).view(num_chunks, queries, heads, -1)
         if shift is not None:
             scores += shift.view(num_chunks, queries, heads, 1)
         num_hidden, v = x.shape[1], None
         if group.kv is not None:
-            k, v = self._gather_kv(group.kv[layer], num_chunks)
-            scores = torch.cat((scores, _by_heads(q.view(num_chunks, queries, heads, -1).float(), k.float())), dim=-1)
+            k, v = self._gather(group.kv[layer], num_chunks, 2)
+            scores = torch.cat((scores, _by_heads(by_head, k.float())), dim=-1)
         weights = scores.mul_(q.shape[2] ** -0.5).add_(group.bias).softmax(dim=-1)
         to_hidden = weights[..., :num_hidden]
         mass.copy_(to_hidden.sum(-1).flatten(0, 1))
@@ -127,12 +138,11 @@ class AbsorbedAttention:
         to_kv = weights[..., num_hidden:].to(v.dtype)
         return _by_heads(to_kv, v.transpose(2, 3)).flatten(0, 1)
 
-    def _gather_kv(self, slices: Tensor, num_chunks: int) -> tuple[Tensor, Tensor]:
-        """K and V [n, kv_heads, keys, D]."""
+    def _gather(self, slices: Tensor, num_chunks: int, parts: int) -> tuple[Tensor, ...]:
+        """K, or K and V, [n, kv_heads, keys, D]."""
         pool = self._pool
-        gathered = pool.slices.index_select(0, slices).view(num_chunks, 2, -1, pool.num_kv_heads, pool.head_dim)
-        k, v = gathered.transpose(2, 3).unbind(1)
-        return k, v
+        gathered = pool.slices.index_select(0, slices).view(num_chunks, parts, -1, pool.num_kv_heads, pool.head_dim)
+        return gathered.transpose(2, 3).unbind(1)
 
 
 def _by_heads(x: Tensor, y: Tensor) -> Tensor:
@@ -144,8 +154,9 @@ def _by_heads(x: Tensor, y: Tensor) -> Tensor:
     return product.view(num_chunks, kv_heads, queries, -1, y.shape[2]).transpose(1, 2).flatten(2, 3)
 
 
-def _plan(pool: UnitPool, rows: RowTable, first: int, chunks: IntArray, width: int) -> list[AbsorbedGroup]:
-    """The chunks of one group, in pieces that read at most `_PIECE` values of hidden state (a chunk at least)."""
+def _plan(pool: UnitPool, rows: RowTable, first: int, chunks: IntArray, width: int, keyed: bool) -> list[AbsorbedGroup]:
+    """The chunks of one group, in pieces that read at most `_PIECE` values of hidden state (a chunk at least). `keyed`:
+    their K is projected."""
     queries = int(chunks[0, 2])
     counts = -(-(chunks[:, 1] + queries) // pool.block_size)
     num_blocks = int(counts.max())
@@ -153,20 +164,22 @@ def _plan(pool: UnitPool, rows: RowTable, first: int, chunks: IntArray, width: i
     hidden = rows.is_hidden[chunks[:, 0], :num_blocks] & used
     per_piece = max(1, _PIECE // (int(hidden.sum(axis=1).max()) * pool.block_size * width))
     return [
-        _plan_piece(pool, rows, first + begin * queries, chunks[part], hidden[part], used[part])
+        _plan_piece(pool, rows, first + begin * queries, chunks[part], hidden[part], used[part], keyed)
         for begin in range(0, len(chunks), per_piece)
         for part in [slice(begin, begin + per_piece)]
     ]
 
 
 def _plan_piece(
-    pool: UnitPool, rows: RowTable, first: int, chunks: IntArray, hidden: BoolArray, used: BoolArray
+    pool: UnitPool, rows: RowTable, first: int, chunks: IntArray, hidden: BoolArray, used: BoolArray, keyed: bool
 ) -> AbsorbedGroup:
     members, queries = chunks[:, :1], int(chunks[0, 2])
     hidden_blocks, kv_blocks = _compact(hidden), _compact(used & ~hidden)
-    parts = []
-    for table, blocks in ((rows.hidden_table, hidden_blocks), (rows.k_table, kv_blocks), (rows.v_table, kv_blocks)):
-        parts.append(np.where(blocks >= 0, table[members, blocks], pool.zero_unit))
+
+    def slices(blocks: IntArray, *tables: IntArray) -> Tensor:
+        parts = [np.where(blocks >= 0, table[members, blocks], pool.zero_unit) for table in tables]
+        return pool.slice_ids(np.stack(parts, axis=1).reshape(-1))
+
     query_positions = chunks[:, 1:2] + np.arange(queries)
     blocks = np.concatenate((hidden_blocks, kv_blocks), axis=1)
     keys = (blocks[:, :, None] * pool.block_size + np.arange(pool.block_size)).reshape(len(chunks), -1)
@@ -176,8 +189,9 @@ def _plan_piece(
         first=first,
         last=first + len(chunks) * queries,
         queries=queries,
-        hidden=pool.slice_ids(parts[0].reshape(-1)),
-        kv=pool.slice_ids(np.stack(parts[1:], axis=1).reshape(-1)) if kv_blocks.shape[1] else None,
+        hidden=slices(hidden_blocks, rows.hidden_table),
+        keys=slices(hidden_blocks, rows.k_table) if keyed else None,
+        kv=slices(kv_blocks, rows.k_table, rows.v_table) if kv_blocks.shape[1] else None,
         bias=torch.from_numpy(bias).to(pool.device),
     )
 

@@ -125,11 +125,18 @@ def clear_begun_blocks(pool: UnitPool, rows: RowTable, chunks: IntArray) -> None
 class PagedAttention:
     """One step's attention: call it with each layer's q, k and v. Plans on creation, for all layers.
 
-    `absorbed`: what attends for the batch's absorbed groups (layer, q of all tokens) -> [t, heads * d] of theirs.
+    `absorbed`: what attends for the batch's absorbed groups (layer, q of all tokens) -> [t, heads * d] of theirs;
+    `keyed`: their hidden blocks have scratch for K all the same.
     """
 
     def __init__(
-        self, pool: UnitPool, rows: RowTable, batch: Batch, absorbed: Callable[[int, Tensor], Tensor] | None = None
+        self,
+        pool: UnitPool,
+        rows: RowTable,
+        batch: Batch,
+        absorbed: Callable[[int, Tensor], Tensor] | None = None,
+        *,
+        keyed: bool = False,
     ) -> None:
         self._pool = pool
         self._absorbed = absorbed
@@ -140,7 +147,7 @@ class PagedAttention:
             layout.positions % pool.block_size,
         )
         self._written: Tensor | None = None
-        if batch.absorbed:  # their hidden blocks have no place for K and V
+        if batch.absorbed and not keyed:  # their hidden blocks have no place for K and V
             first = int(layout.firsts[batch.absorbed[0][0]])
             has_kv = ~rows.is_hidden[token_rows, block]
             has_kv[:first] = True

@@ -26,9 +26,11 @@ from engine.execution.samples import DeviceSamples
 from engine.models.absorption import Absorption
 from engine.models.decoder import Attend, Decoder
 from engine.models.heads import Heads
+from engine.models.linear import PlainLinear
 from engine.models.lora import Adapters, Delta, Site
 from engine.models.manner import Manner
-from engine.models.weights import LayerWeights
+from engine.models.spec import ModelSpec
+from engine.models.weights import LayerWeights, ModelWeights
 from predictor.limits import Limits
 
 
@@ -113,7 +115,7 @@ class TorchDevice(PoolDevice):
         self.layers = range(spec.num_layers)
         self.beyond: Beyond | None = None
         self._heads = Heads(spec, weights, limits.max_model_len, hidden=scratch_blocks > 0)
-        reads = scratch_blocks > 0 and spec.absorbs_kv
+        reads = scratch_blocks > 0 and (spec.absorbs_kv or _absorbs_values(spec, weights))
         self._absorption = Absorption(spec, weights) if reads else None
         self._cell_bytes = 2 * spec.kv_size * weights.embedding.dtype.itemsize
 
@@ -193,27 +195,35 @@ class TorchDevice(PoolDevice):
 
     def _plan(self, chunks: IntArray) -> tuple[Batch, HiddenPlan | None]:
         """The step's layout, and what it does with hidden state. That is read as it is where the model allows it and
-        the chunk is short; the past of other chunks passes through scratch."""
+        the chunk is short, all of it or for V alone; what else is wanted of a past passes through scratch."""
         pool, rows = self.pool, self.rows
         hidden = has_hidden(rows, chunks)
         absorbed = np.zeros(len(chunks), dtype=np.bool_)
         if hidden and self._absorption is not None:
             absorbed = reads_hidden(rows, chunks, chunk_limit(self.decoder.spec))
-        others, scratch = chunks[~absorbed], None
-        if hidden and len(others):
-            scratch = ScratchPlan(rows, others, pool.scratch_blocks)
+        projected, scratch, whole = ~absorbed | self._keyed, None, np.zeros(0, dtype=np.bool_)
+        if hidden and projected.any():
+            scratch = ScratchPlan(rows, chunks[projected], pool.scratch_blocks)
             scratch.enter(rows)
-            pool.clear(scratch.beyond(rows, others))
+            pool.clear(scratch.beyond(rows, chunks[projected]))
+            whole = scratch.used_by(~absorbed[projected])
         clear_begun_blocks(pool, rows, chunks)
         batch = arrange(chunks, rows, self._cell_bytes, np.flatnonzero(absorbed))
-        return batch, HiddenPlan(self._heads, pool, rows, others, scratch, batch.layout) if hidden else None
+        if not hidden:
+            return batch, None
+        return batch, HiddenPlan(self._heads, pool, rows, chunks[projected], scratch, whole, batch.layout)
+
+    @property
+    def _keyed(self) -> bool:
+        """Whether K of what is read as hidden state has to be projected."""
+        return self._absorption is not None and not self._absorption.absorbs_keys
 
     def _attend(self, batch: Batch, hidden: HiddenPlan | None) -> Attend:
         layout, absorbed = batch.layout, None
         if self._absorption is not None and batch.absorbed:
             groups = [(int(layout.firsts[first]), layout.chunks[first:last]) for first, last in batch.absorbed]
             absorbed = AbsorbedAttention(self._absorption, self.pool, self.rows, groups, self._heads.hidden_size)
-        paged = PagedAttention(self.pool, self.rows, batch, absorbed)
+        paged = PagedAttention(self.pool, self.rows, batch, absorbed, keyed=self._keyed)
         rotary = self._heads.rotary(torch.from_numpy(layout.positions).to(self.pool.device))
         first, spec, streamed = self.layers.start, self.decoder.spec, self.decoder.weights.layers.streamed
         manners = [Manner(spec.scale, spec.window_of(index), spec.softcap) for index in range(spec.num_layers)]
@@ -232,3 +242,10 @@ class TorchDevice(PoolDevice):
         self._heads.hold(index, layer)
         if self._absorption is not None:
             self._absorption.hold(index, layer)
+
+
+def _absorbs_values(spec: ModelSpec, weights: ModelWeights) -> bool:
+    """Whether V of what is stored as hidden state need not be projected: by weights that are not packed (of those W_v
+    would be kept once more), in layers whose attention is of the plain kind."""
+    plain = spec.scale is None and spec.softcap is None and not any(spec.windows)
+    return plain and all(isinstance(layer.qkv, PlainLinear) for layer in weights.layers)

@@ -6,57 +6,47 @@ template <class T, class S, class C = T> struct Attention {
 
     // ---- one query and all of its heads
 
-    static constexpr int64_t LINE = 64 / int64_t(sizeof(C));  // elements of a cache line
-
-    // A line of a cell that is needed soon, on its way: one by one, as a core that waits for room for one does nothing else.
-    static void fetch(const C *line) { _mm_prefetch((const char *)line, _MM_HINT_T0); }
-    // WHOLE: heads are a multiple of LINE wide, else of what is left.
-    template <bool WHOLE> static Vec part(const C *p, int64_t left) { return WHOLE ? load(p) : get(p, left); }
+    // A head's part of a cell that is needed soon, on its way: few at a time, as a core drops or waits for what is too much.
+    static void fetch(const C *cell, int64_t dim) {
+        for (int64_t i = 0; i < dim * int64_t(sizeof(C)); i += 64) _mm_prefetch((const char *)cell + i, _MM_HINT_T0);
+    }
 
     // Dot products of G heads' queries [G][padded] with the keys of W tokens, `at` in their cells; scores [G][SPLIT].
-    template <int G, bool WHOLE> static void score(const float *q, int64_t padded, const C *const *keys, int64_t at, int64_t dim, float *scores, Vec scale, float cap, int64_t live, const C *const *soon) {
+    template <int G> static void score(const float *q, int64_t padded, const C *const *keys, int64_t at, int64_t dim, float *scores, Vec scale, float cap, int64_t live, const C *const *soon) {
         Vec products[G][W];
-        for (int64_t j = 0; j < W; j += 2) {
-            Vec a[G], b[G];
-            for (int g = 0; g < G; g++) a[g] = b[g] = zero();
-            for (int64_t line = 0; line < dim; line += LINE) {
-                if (soon) fetch(soon[j] + at + line), fetch(soon[j + 1] + at + line);
-                for (int64_t d = line; d < (WHOLE ? line + LINE : least(line + LINE, dim)); d += W) {
-                    const Vec k = part<WHOLE>(keys[j] + at + d, dim - d), l = part<WHOLE>(keys[j + 1] + at + d, dim - d);
-                    for (int g = 0; g < G; g++) {
-                        const Vec x = load(q + g * padded + d);
-                        a[g] = fma(x, k, a[g]);
-                        b[g] = fma(x, l, b[g]);
-                    }
-                }
+        for (int64_t j = 0; j < W; j++) {
+            if (soon) fetch(soon[j] + at, dim);
+            Vec a[G];
+            for (int g = 0; g < G; g++) a[g] = zero();
+            for (int64_t d = 0; d < dim; d += W) {
+                const Vec k = get(keys[j] + at + d, dim - d);
+                for (int g = 0; g < G; g++) a[g] = fma(load(q + g * padded + d), k, a[g]);
             }
-            for (int g = 0; g < G; g++) products[g][j] = a[g], products[g][j + 1] = b[g];
+            for (int g = 0; g < G; g++) products[g][j] = a[g];
         }
         for (int g = 0; g < G; g++) store(scores + g * SPLIT, first_lanes(capped(mul(sums(products[g]), scale), cap), live, -INFINITY));
     }
 
     // Adds the values of `count` tokens, weighted: to [G][padded], N vectors from `d` on.
-    template <int G, int N, bool WHOLE> static void gather(const float *weights, const C *const *values, int64_t at, int64_t count, int64_t d, int64_t dim, float *to, int64_t padded, const C *const *soon) {
+    template <int G, int N> static void gather(const float *weights, const C *const *values, int64_t at, int64_t count, int64_t d, int64_t dim, float *to, int64_t padded, const C *const *soon) {
         Vec a[G][N];
         for (int g = 0; g < G; g++)
             for (int n = 0; n < N; n++) a[g][n] = load(to + g * padded + d + n * W);
         for (int64_t j = 0; j < count; j++) {
-            Vec w[G];
-            for (int g = 0; g < G; g++) w[g] = set(weights[g * SPLIT + j]);
+            if (soon) fetch(soon[j] + at, dim);
             for (int n = 0; n < N; n++) {
-                if (soon && n * W % LINE == 0 && (N * W >= LINE || d % LINE == 0)) fetch(soon[j] + at + d + n * W);
-                const Vec v = part<WHOLE>(values[j] + at + d + n * W, dim - d - n * W);
-                for (int g = 0; g < G; g++) a[g][n] = fma(w[g], v, a[g][n]);
+                const Vec v = get(values[j] + at + d + n * W, dim - d - n * W);
+                for (int g = 0; g < G; g++) a[g][n] = fma(set(weights[g * SPLIT + j]), v, a[g][n]);
             }
         }
         for (int g = 0; g < G; g++)
             for (int n = 0; n < N; n++) store(to + g * padded + d + n * W, a[g][n]);
     }
-    template <int G, bool WHOLE> static void gather_all(const float *weights, const C *const *values, int64_t at, int64_t count, int64_t dim, float *to, int64_t padded, const C *const *soon) {
-        constexpr int N = Vec::W == 16 || G <= 3 ? 4 : 2;  // sums in registers
+    template <int G> static void gather_all(const float *weights, const C *const *values, int64_t at, int64_t count, int64_t dim, float *to, int64_t padded, const C *const *soon) {
+        constexpr int N = Vec::W == 16 ? 4 : 2;
         int64_t d = 0;
-        for (; d + (N - 1) * W < dim; d += N * W) gather<G, N, WHOLE>(weights, values, at, count, d, dim, to, padded, soon);
-        for (; d < dim; d += W) gather<G, 1, WHOLE>(weights, values, at, count, d, dim, to, padded, soon);
+        for (; d + (N - 1) * W < dim; d += N * W) gather<G, N>(weights, values, at, count, d, dim, to, padded, d ? nullptr : soon);
+        for (; d < dim; d += W) gather<G, 1>(weights, values, at, count, d, dim, to, padded, d ? nullptr : soon);
     }
 
     static float softmax(float *scores, int64_t keys, float &total) {  // gives the maximum; scores [keys rounded up to W]
@@ -151,26 +141,20 @@ template <class T, class S, class C = T> struct Attention {
         for (int64_t h = 0; h < s.heads; h++) finish(view, op, piece, token, h, top[h], total[h], to + h * gathered);
     }
 
-    template <int G> static void score_heads(const float *q, int64_t padded, const C *const *keys, int64_t at, int64_t dim, float *scores, Vec scale, float cap, int64_t live, const C *const *soon) {
-        return (dim % LINE ? score<G, false> : score<G, true>)(q, padded, keys, at, dim, scores, scale, cap, live, soon);
-    }
     static void score_heads(int64_t heads, const float *q, int64_t padded, const C *const *keys, int64_t at, int64_t dim, float *scores, Vec scale, float cap, int64_t live, const C *const *soon) {
         switch (heads) {
-            case 1: return score_heads<1>(q, padded, keys, at, dim, scores, scale, cap, live, soon);
-            case 2: return score_heads<2>(q, padded, keys, at, dim, scores, scale, cap, live, soon);
-            case 3: return score_heads<3>(q, padded, keys, at, dim, scores, scale, cap, live, soon);
-            default: return score_heads<4>(q, padded, keys, at, dim, scores, scale, cap, live, soon);
+            case 1: return score<1>(q, padded, keys, at, dim, scores, scale, cap, live, soon);
+            case 2: return score<2>(q, padded, keys, at, dim, scores, scale, cap, live, soon);
+            case 3: return score<3>(q, padded, keys, at, dim, scores, scale, cap, live, soon);
+            default: return score<4>(q, padded, keys, at, dim, scores, scale, cap, live, soon);
         }
-    }
-    template <int G> static void gather_heads(const float *weights, const C *const *values, int64_t at, int64_t count, int64_t dim, float *to, int64_t padded, const C *const *soon) {
-        return (dim % LINE ? gather_all<G, false> : gather_all<G, true>)(weights, values, at, count, dim, to, padded, soon);
     }
     static void gather_heads(int64_t heads, const float *weights, const C *const *values, int64_t at, int64_t count, int64_t dim, float *to, int64_t padded, const C *const *soon) {
         switch (heads) {
-            case 1: return gather_heads<1>(weights, values, at, count, dim, to, padded, soon);
-            case 2: return gather_heads<2>(weights, values, at, count, dim, to, padded, soon);
-            case 3: return gather_heads<3>(weights, values, at, count, dim, to, padded, soon);
-            default: return gather_heads<4>(weights, values, at, count, dim, to, padded, soon);
+            case 1: return gather_all<1>(weights, values, at, count, dim, to, padded, soon);
+            case 2: return gather_all<2>(weights, values, at, count, dim, to, padded, soon);
+            case 3: return gather_all<3>(weights, values, at, count, dim, to, padded, soon);
+            default: return gather_all<4>(weights, values, at, count, dim, to, padded, soon);
         }
     }
 
