@@ -75,6 +75,7 @@ class Experiment(NamedTuple):
 
 EXPERIMENTS = {
     "apt-serve": Experiment(apt.CONFIG, apt.SHORT, apt.run_seed, apt_table.summary, apt_table.figures),
+    "apt-serve-llama": Experiment(apt.LLAMAS, apt.LLAMAS_SHORT, apt.run_seed, apt_table.summary, apt_table.figures),
     "hybridserve": Experiment(
         hybridserve.CONFIG,
         hybridserve.SHORT,

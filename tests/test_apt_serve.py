@@ -12,6 +12,7 @@ from engine.colocation.virtual import Arrival, VirtualRecord, VirtualRun
 from loadgen import simulate
 from loadgen.experiments import apt, apt_point, apt_table
 from loadgen.experiments.table import Result
+from loadgen.simulation.gpu import SimulatedDevice
 from loadgen.simulation.machine import Machine, build_machine
 from loadgen.simulation.specs import MODELS
 from predictor.features import BatchFeatures
@@ -162,3 +163,44 @@ def test_a_run_is_deterministic_and_uses_what_its_arm_offers(machine: Machine) -
             assert apt_point.run_point(point) == found[arm.name]
     assert found["goodput-kv"]["cache_work"] == 0.0 < found["apt-hybrid"]["cache_work"]
     assert found["goodput-kv"]["good"] > found["fcfs"]["good"], "three times what the machine can serve"
+
+
+def test_a_cache_of_8_bits_has_nearly_twice_the_units_and_half_the_bytes_to_read() -> None:
+    plain = build_machine(replace(apt.LLAMA, device="rtx-4090"))
+    kv, int8, waits, runs = (
+        apt_point.with_cache(plain, cache) for cache in ("kv", "int8", "preempted-int8", "running-int8")
+    )
+    assert int8.config.num_units == pytest.approx(kv.config.num_units * 256 / 130, rel=1e-3)
+    assert int8.config.unit_bytes * 256 == pytest.approx(kv.config.unit_bytes * 130)
+    step = (1, 1, 1, 8192, 0)
+    read = kv.device.step_seconds(*step) - kv.device.step_seconds(1, 1, 1, 0, 0)
+    narrow = int8.device.step_seconds(*step) - int8.device.step_seconds(1, 1, 1, 0, 0)
+    assert narrow == pytest.approx(read * 130 / 256)
+    assert int8.predictor.decode_context == pytest.approx(kv.predictor.decode_context * 130 / 256, rel=0.1)
+    for machine, running in ((waits, False), (runs, True)):
+        config = machine.config
+        assert (config.preempted_int8, config.running_int8) == (True, running)
+        assert 0.98 * kv.config.num_units < config.num_units < kv.config.num_units, "scales lie beside the units"
+        bandwidth = 1.008e12 * 0.85
+        assert machine.predictor.restored == pytest.approx(1.5 * 131_072 / bandwidth, rel=0.1)
+        assert machine.predictor.compact < 1e-8, "reading half the bytes is not charged"
+
+
+@pytest.mark.parametrize(
+    ("model", "device", "share"),
+    [
+        ("opt-13b", "a100-40gb", 0.55),
+        ("llama-2-7b", "a100-40gb", 0.49),
+        ("llama-2-7b", "h100", 0.40),
+        ("llama-2-7b", "rtx-4090", 0.69),
+    ],
+)
+def test_hidden_state_written_through_pays_where_so_many_blocks_are_preempted(
+    model: str, device: str, share: float
+) -> None:
+    """A unit out for every block that is computed, and a unit in and a projection for each that comes back, against two
+    units out and two in for those alone: the figures of the guide."""
+    simulated = SimulatedDevice.named(model, device)
+    unit = simulated.transfer_seconds(16 * simulated.model.kv_bytes_per_token // 2)
+    restore = 16 * (simulated.cache_costs().restore or 0.0)
+    assert unit / (3 * unit - restore) == pytest.approx(share, abs=0.005)

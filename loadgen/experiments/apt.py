@@ -92,6 +92,40 @@ def shortened(config: Config) -> Config:
 
 
 SHORT = shortened(CONFIG)
+LLAMA_POLICIES = {"fcfs": "fcfs", "apt": "apt:0", "goodput": "goodput-strict"}
+LLAMA_CACHES = {
+    "kv": "kv",
+    "hybrid": "hidden",
+    "host": "host",
+    "int8": "int8",
+    "wait8": "preempted-int8",
+    "run8": "running-int8",
+}
+
+
+def llama_arms(*caches: str) -> tuple[Arm, ...]:
+    """Every policy on each of these caches; `fcfs` chooses nothing, and so starts nobody from hidden state."""
+    pairs = [(policy, cache) for policy in LLAMA_POLICIES for cache in caches if (policy, cache) != ("fcfs", "hybrid")]
+    return tuple(Arm(f"{name}-{cache}", LLAMA_POLICIES[name], LLAMA_CACHES[cache]) for name, cache in pairs)
+
+
+LLAMAS = Config(
+    parts=(
+        Part(
+            MachineSpec("llama-2-7b", "a100-40gb", max_num_seqs=256, max_model_len=4096),
+            (Load("apt-chat", 1.0, 1.0, (2.0, 3.0, 4.0, 5.0, 6.5), (3.0,)),),
+            llama_arms("kv", "hybrid", "host", "int8", "run8"),
+        ),
+        Part(
+            MachineSpec("llama-3-8b", "rtx-4090", max_num_seqs=256, max_model_len=8192),
+            (Load("apt-chat", 1.0, 1.0, (1.0, 1.5, 2.0, 2.5, 3.0, 4.0), (1.5,)),),
+            llama_arms("kv", "host", "int8", "wait8", "run8"),
+        ),
+    ),
+)
+"""Llamas whose memory is short before their compute: as many KV heads as heads and rotary embeddings, so that hidden
+state is projected in every step; and a quarter of them, where 8 bits take the place of hidden state."""
+LLAMAS_SHORT = shortened(replace(LLAMAS, parts=LLAMAS.parts[1:], cvs=()))
 
 
 def points(config: Config, data: Path | None, seed: int) -> list[Point]:

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -15,7 +16,7 @@ from engine.scheduling.objective import StepObjective
 from engine.scheduling.output import Collect, SchedulerOutput
 from loadgen import workloads
 from loadgen.arrivals import Process
-from loadgen.simulation.machine import Machine
+from loadgen.simulation.machine import Machine, fit_device
 from loadgen.simulation.measure import Metrics
 from loadgen.simulation.requests import Row, request_of, rows_of
 from loadgen.stats import percentile
@@ -24,6 +25,12 @@ from predictor.limits import UNITS_PER_BLOCK
 HIDDEN_SHARE = 2
 """KV blocks in the pool for every block that a step may run from hidden state, as in the live engine."""
 HOST_BYTES = 64 * 2**30
+NARROW: dict[str, dict[str, Any]] = {
+    "preempted-int8": {"preempted_int8": True},
+    "running-int8": {"preempted_int8": True, "running_int8": True},
+}
+SCALE_BYTES = 2
+"""Of each token and head, beside K, and V, in 8 bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +49,9 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """A policy on a cache: `kv`, `hidden` (KV and hidden state) `host` (KV, and a host tier for the preempted) or
-    `both`. `chunked`: prompts run in chunks beside decodes, else whole, in steps of their own."""
+    """A policy on a cache: `kv`, `hidden` (KV and hidden state), `host` (KV, and a host tier for the preempted),
+    `both`, or what `--kv-cache-dtype` says (`int8`, `preempted-int8`, `running-int8`). `chunked`: prompts run in chunks
+    beside decodes, else whole, in steps of their own."""
 
     name: str
     policy: str
@@ -70,9 +78,10 @@ def with_cache(machine: Machine, cache: str, chunked: bool = True) -> Machine:
     The scratch area that hidden state is projected into (K and V of one layer) is taken out of the pool. Raises
     ValueError where hidden state is not smaller than K and V.
     """
+    machine = _in_8_bits(machine, cache)
     model, device, config = machine.spec.model, machine.device, machine.config
     shape = device.model
-    unit_bytes = config.block_size * shape.kv_bytes_per_token // UNITS_PER_BLOCK
+    unit_bytes = int(config.block_size * device.kv_bytes_per_token) // UNITS_PER_BLOCK
     costs = device.cache_costs()
     predictor = replace(machine.predictor, transferred=device.transfer_seconds(1), **costs.coefficients())
     config = replace(config, unit_bytes=unit_bytes, max_queue_time=UNLIMITED_QUEUE, chunked_prefill=chunked)
@@ -86,7 +95,26 @@ def with_cache(machine: Machine, cache: str, chunked: bool = True) -> Machine:
         scratch = units // UNITS_PER_BLOCK // HIDDEN_SHARE
         config = replace(config, num_units=units, scratch_blocks=scratch)
         config = replace(config, rho=costs.rho(config.compact_tokens))
+    if cache in NARROW:
+        config = replace(config, **NARROW[cache])
+        config = replace(config, rho=costs.rho(config.compact_tokens))
     return replace(machine, config=config, predictor=predictor)
+
+
+def _in_8_bits(machine: Machine, cache: str) -> Machine:
+    """The machine whose cache is of 8 bits, or may come to be; scales take their part of the memory."""
+    device, config, head = machine.device, machine.config, machine.device.model.head_dim
+    scales = SCALE_BYTES / head
+    if cache == "int8":
+        device = replace(device, cell_share=(1.0 + scales) / 2)
+        config = replace(config, num_units=device.num_units(config.block_size))
+        return replace(
+            machine, device=device, config=config, predictor=fit_device(device, config, config.seed).predictor
+        )
+    if cache in NARROW:
+        units = int(config.num_units / (1.0 + scales))
+        return replace(machine, device=replace(device, narrow=True), config=replace(config, num_units=units))
+    return machine
 
 
 def requests_of(

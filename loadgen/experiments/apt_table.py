@@ -73,7 +73,7 @@ def _mean(results: Sequence[Result], key: str) -> float:
     return sum(float(r.metrics[key] or 0.0) for r in results) / len(results)
 
 
-DRAWN = ("fcfs", "larry", "apt-kv", "apt-hybrid", "apt-host", "goodput-kv", "goodput-hybrid", "goodput-host")
+DRAWN = ("fcfs", "fcfs-kv", "larry", "apt-kv", "apt-hybrid", "apt-host", "goodput-kv", "goodput-hybrid", "goodput-host")
 
 
 def figures(results: Sequence[Result]) -> dict[str, str]:

@@ -25,6 +25,8 @@ which the scheduler does not see."""
 ELEMENTWISE_PASSES = 12
 """Reads and writes of a hidden-size row in one layer outside matrix products and attention (norms, RoPE, residuals)."""
 ELEMENTWISE_KERNELS = 4
+NARROWED = 1.5
+"""Bytes that move when K and V go to 8 bits, or come back, over those of K and V."""
 ABSORBED_KERNELS = 3
 """Kernels that attention over hidden state adds to a layer: queries, attention beside that over KV, values."""
 
@@ -33,13 +35,16 @@ ABSORBED_KERNELS = 3
 class SimulatedDevice:
     """One model on one device; all results in seconds, without noise.
 
-    `utilization`: share of the memory for weights, activations and cache.
+    `utilization`: share of the memory for weights, activations and cache. `cell_share`: room of K and V over that in 16
+    bits. `narrow`: what is not K and V is in 8 bits instead of hidden state.
     """
 
     model: ModelShape
     device: DeviceSpec
     utilization: float = 0.9
     max_num_batched_tokens: int = 512
+    cell_share: float = 1.0
+    narrow: bool = False
     _token_seconds: dict[int, float] = field(default_factory=dict, repr=False)
     _head_seconds: dict[int, float] = field(default_factory=dict, repr=False)
     _bandwidth: float = field(init=False, repr=False)
@@ -49,9 +54,14 @@ class SimulatedDevice:
     def __post_init__(self) -> None:
         model, device = self.model, self.device
         self._bandwidth = device.bandwidth * device.memory_efficiency
-        self._kv_token_seconds = model.kv_bytes_per_token / self._bandwidth
+        self._kv_token_seconds = self.kv_bytes_per_token / self._bandwidth
         flops_per_pair = 4 * model.num_layers * model.num_heads * model.head_dim
         self._pair_seconds = flops_per_pair / (device.flops * device.attention_efficiency)
+
+    @property
+    def kv_bytes_per_token(self) -> float:
+        """What K and V of a token take in the cache."""
+        return self.model.kv_bytes_per_token * self.cell_share
 
     @classmethod
     def named(cls, model: str, device: str, **options: float) -> "SimulatedDevice":
@@ -107,7 +117,7 @@ class SimulatedDevice:
         widest = max(model.ffn_size * (2 if model.gated else 1), model.hidden_size * 4)
         activations = self.max_num_batched_tokens * (2 * widest) * model.bytes_per_value + 512 * 1024**2
         free = self.device.memory_bytes * self.utilization - model.weight_bytes - activations
-        units = int(free // (block_size * model.kv_bytes_per_token / UNITS_PER_BLOCK))
+        units = int(free // (block_size * self.kv_bytes_per_token / UNITS_PER_BLOCK))
         if units < UNITS_PER_BLOCK:
             raise ValueError(f"{model.name} does not fit on {self.device.name}")
         return units
@@ -120,7 +130,15 @@ class SimulatedDevice:
         self, compact_tokens: int = 0, restored_tokens: int = 0, transferred_bytes: int = 0
     ) -> float:
         """What decodes over `compact_tokens` of hidden state add to every step, K and V of `restored_tokens` projected
-        once, and copies. Models with rotary embeddings project the compact tokens too, in every step."""
+        once, and copies. Models with rotary embeddings project the compact tokens too, in every step.
+
+        Where these are in 8 bits: reading K and V from half the bytes takes no longer (and is not counted as less, for
+        they are widened then), going to 8 bits and back moves three halves of the bytes.
+        """
+        if self.narrow:
+            launches = self.model.num_layers * self.device.launch_seconds * (restored_tokens > 0)
+            moved = NARROWED * restored_tokens * self._kv_token_seconds
+            return self.transfer_seconds(transferred_bytes) + moved + launches
         projected, absorbed = compact_tokens + restored_tokens, 0
         if not self.model.rope:
             projected, absorbed = restored_tokens, compact_tokens
