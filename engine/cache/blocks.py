@@ -143,6 +143,11 @@ class CacheMap:
         return len(self.blocks) - self.num_gone
 
     @property
+    def num_widened(self) -> int:
+        """Blocks of a running request that every step makes K and V of, or reads as they are."""
+        return self.num_compact + self.num_narrow
+
+    @property
     def num_running_units(self) -> int:
         """What the blocks of a running request take, as `count_units` says, without a look at each of them."""
         saved = UNITS_PER_BLOCK - COMPACT.form.units

@@ -115,7 +115,7 @@ class StepDraft:
         start = request.num_computed_tokens
         end = start + length
         sample = request.spec.pooling is None and end == len(request.token_ids) + request.num_placeholders
-        if widened := request.cache_map.num_compact + request.cache_map.num_narrow:
+        if widened := request.cache_map.num_widened:
             self.ledger.charge_cache_work(CacheWork(compact_tokens=widened * self.state.config.block_size))
         if request.spec.adapter:
             self.ledger.charge_adapter(request.spec.adapter, length)

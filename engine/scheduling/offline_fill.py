@@ -7,6 +7,7 @@ from engine.request import Request, RequestStatus
 from engine.scheduling.draft import StepDraft
 from engine.scheduling.iterations import IterationType
 from engine.scheduling.ledger import num_masked
+from engine.scheduling.line_form import line_form
 from engine.scheduling.objective import OfflineAllowance
 from engine.scheduling.planner import (
     OfflinePlan,
@@ -141,13 +142,15 @@ class OfflineFill:
     def _start(self, request: Request, allowance: OfflineAllowance) -> bool:
         if not self._draft.may_start(request):
             return True
-        return self._draft.admit(request, lambda start, wanted: self._length(request, allowance, start, wanted))
+        form = line_form(self._state, request)
+        return self._draft.admit(request, lambda start, wanted: self._length(request, allowance, start, wanted), form)
 
     def _length(self, request: Request, allowance: OfflineAllowance, start: int, wanted: int) -> int:
         config, ledger, whole = self._state.config, self._draft.ledger, wanted
         wanted = min(wanted, ledger.tokens_left)
         # without time for its masks the rest of a prompt is of no use yet either
         seconds = ledger.seconds + ledger.mask_seconds(start + whole >= request.masked_from)
+        seconds += ledger.widened_seconds(request.cache_map.num_widened * config.block_size)
         length = allowance.largest(ledger.features, seconds, start, wanted)
         if not self._draft.chunks and (self._draft.nothing_in_flight or not self._state.has_online):
             # Nothing else moves: the first request always does, whatever the budget says (E4). Beside online work that
