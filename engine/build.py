@@ -61,7 +61,7 @@ from engine.models.sharding import Shard, divide
 from engine.models.spec import ModelShape, ModelSpec, hidden_offer, resolve_max_model_len
 from engine.models.streaming import StreamedLayers
 from engine.models.transformers_model import TransformersModel, TransformersShape, load_model
-from engine.models.weights import Gather, ModelWeights, ResidentLayers, torch_dtype
+from engine.models.weights import Gather, ModelWeights, torch_dtype
 from engine.pooling import EmbeddingSpec, read_embedding_spec
 from engine.profiling.cache_costs import CacheTiers
 from engine.profiling.calibration import INSIDE_STRING, load_or_measure, load_profile
@@ -117,7 +117,7 @@ def plan_launch(config: EngineConfig) -> LaunchPlan:
         )
     if spec.state_bytes and (refusal := _tiers_refusal(config)):
         raise ConfigError(f"{refusal}, and {spec.architecture} has recurrent layers")
-    if config.overload == "drop" and (refusal := _drop_refusal(choice, backend)):
+    if config.overload == "drop" and (refusal := _drop_refusal(choice, backend, dtype)):
         raise ConfigError(f"--overload drop: {refusal}")
     by = f"transformers' modules run {spec.architecture}: {choice.why}" if foreign else None
     refusal = backend.refusal(spec, dtype)
@@ -183,14 +183,14 @@ def _tiers_refusal(config: EngineConfig) -> str | None:
     return None
 
 
-def _drop_refusal(choice: Choice, backend: Backend) -> str | None:
+def _drop_refusal(choice: Choice, backend: Backend, dtype: str) -> str | None:
     """Why no engine of this model can give up layers on this machine; None if it can."""
     spec = choice.shape
-    if refusal := backend.drop_refusal():
-        return refusal
     if choice.implementation == TRANSFORMERS:
         return f"layers of our own families are given up, and transformers' modules run {spec.architecture}"
-    return f"{spec.architecture} has one layer here, and gives up none" if spec.num_layers < 2 else None
+    if spec.num_layers < 2:
+        return f"{spec.architecture} has one layer here, and gives up none"
+    return backend.drop_refusal(spec, dtype)
 
 
 def _state_note(spec: ModelShape) -> str | None:
@@ -337,7 +337,7 @@ def _make_runner(
     if group is not None:
         _compare_kernels(plan, group)
     transport = None if plan.offload is None else backend.transport(config, plan)
-    gather: Gather = ResidentLayers
+    gather = backend.resident(plan)
     if plan.offload is not None and transport is not None:
         gather = partial(StreamedLayers, streamed=plan.offload.streamed, transport=transport)
     shard = None if seat is None or group is None else Shard(seat.rank, plan.ranks, group.total, group.gather)
@@ -746,6 +746,8 @@ def _swap_bytes(config: EngineConfig, plan: LaunchPlan) -> int:
 
 def _all_swap_bytes(config: EngineConfig, plan: LaunchPlan) -> int:
     backend = find_backend(plan.device)
+    if config.overload == "drop":
+        return 0  # units of the host tier are of all layers
     if config.swap_space is None:
         if config.overload == "swap":
             return memory.swap_bytes(memory.available_memory() // host_engines())

@@ -109,7 +109,7 @@ class EngineConfig:
     swap_space: float | None = _flag(
         None,
         "GiB of host memory for the cache of preempted requests, and of chats until their next turn "
-        "(default: on a GPU and with --overload swap a quarter of what is free, at most 16; else 0)",
+        "(default: on a GPU and with --overload swap a quarter of what is free, at most 16; else, and with drop, 0)",
     )
     disk_space: float = _flag(
         0.0, "GiB on a disk for the cache of chats until their next turn, kept across restarts (on a CPU; 0: none)"
@@ -118,7 +118,7 @@ class EngineConfig:
     overload: str = _flag(
         "recompute",
         "when memory for online requests runs out: recompute (preempt the last ones), swap (and keep their cache in "
-        "host memory where it is back sooner than computed; see --swap-space), or drop (with several engines on a CPU: "
+        "host memory where it is back sooner than computed; see --swap-space), or drop (with several engines: "
         "two become one pipeline, and the layers that each gives up are room for requests)",
         OVERLOADS,
     )
@@ -327,7 +327,6 @@ def _check_overload(config: EngineConfig) -> None:
         f"--kv-cache-dtype {config.kv_cache_dtype}": config.kv_cache_dtype in MIXED_CACHES,
         "--offload-weights": parse_offload(config.offload_weights) is not None,
         "--model-impl transformers": config.model_impl == "transformers",
-        "--device cuda": config.device == "cuda",
     }
     if others := [flag for flag, given in whole.items() if given]:
         raise ConfigError(f"--overload drop does not go with {' and '.join(others)} yet: leave out one of them")

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from dry_device import Driver as DryDriver
+from fake_cuda_driver import fake_memory
 from test_runner import reference_logits
 from tiny_models import llama_config, model_folder, write_config
 
@@ -23,6 +24,7 @@ from engine.execution.cpu.device import TorchDevice
 from engine.execution.cuda import backend
 from engine.execution.cuda.buffers import HeadSizes
 from engine.execution.cuda.device import CudaDevice
+from engine.execution.cuda.mapped_layers import MappedLayers
 from engine.execution.cuda.shapes import GRAPH_TOKENS, Buckets
 from engine.execution.plan import LaunchPlan
 from engine.execution.runner import Runner
@@ -150,6 +152,59 @@ def test_the_cache_gets_what_step_and_graphs_leave(monkeypatch: pytest.MonkeyPat
     output = runner.launch(SchedulerOutput(0, (Chunk(0, 0, 3, True),), (new,)))()
     reference = reference_logits(Decoder(plan.spec, weights), [1, 2, 3])
     assert output.token_ids == [int(reference.argmax())]
+
+
+@pytest.mark.usefixtures("on_a_gpu")
+def test_layers_that_can_be_dropped_are_the_pools_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Of a model with biases, whose graphs know where all of it lies; no host tier, whatever a GPU has otherwise."""
+    write_config(
+        tmp_path, {**llama_config(num_hidden_layers=4), "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
+    )
+    config = EngineConfig(
+        model=str(tmp_path), device="cpu", dtype="float32", load_format="dummy", max_num_seqs=4, overload="drop",
+        max_num_batched_tokens=64, max_model_len=64, num_gpu_blocks_override=20, seed=5,
+    )  # fmt: skip
+    monkeypatch.setattr(memory, "cuda_cache_bytes", lambda *_: 110_000_000)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(backend, "Memory", lambda _device: fake_memory()[0])
+    monkeypatch.setattr(backend.CudaBackend, "swap_bytes", lambda _self: 2**20)
+    monkeypatch.setattr(CudaDevice, "_capture", lambda _self: None)
+    runner, sized = build.build_runner(config, plan_on_cpu(config))
+    layers = runner.device.decoder.weights.layers
+    assert isinstance(layers, MappedLayers) and sized.host_units == 0 and not len(runner.device.pool.host_units)
+    staged = backend.CudaBackend().make_staged(config, sized, runner)
+    places = [[part.data_ptr() for part in (layer.qkv._weight, layer.qkv._bias, layer.out._weight)] for layer in layers]
+    entry = (CacheEntry(CacheKind.KV, Tier.DEVICE, (0, 1)),)
+    new = NewRequest(0, "a", (1, 2, 3), 3, SamplingParams(max_tokens=2, temperature=0.0), entry)
+    step = SchedulerOutput(0, (Chunk(0, 0, 3, True),), (new,))
+    whole = staged.launch(step)().token_ids
+    staged.drop(range(2, 4), 60)
+    staged.restore(40)
+    assert staged.launch(step)().token_ids == whole
+    assert places == [
+        [part.data_ptr() for part in (layer.qkv._weight, layer.qkv._bias, layer.out._weight)] for layer in layers
+    ]
+
+
+@pytest.mark.usefixtures("on_a_gpu")
+def test_why_a_gpu_cannot_drop_layers_is_said_before_weights_are_read(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    write_config(tmp_path, llama_config())
+    config = EngineConfig(model=str(tmp_path), device="cuda", dtype="float32", overload="drop")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2**34, 2**34))
+    monkeypatch.setattr(backend, "mapping_refusal", lambda _ordinal: "no such driver")
+    with pytest.raises(ConfigError, match="--overload drop: no such driver"):
+        build.plan_launch(config)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
+    with pytest.raises(
+        ConfigError, match=r"--overload drop: our kernels do not run this model here: .* older than 8.0"
+    ):
+        build.plan_launch(config)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(backend, "mapping_refusal", lambda _ordinal: None)
+    assert build.plan_launch(config).droppable
 
 
 @pytest.mark.usefixtures("on_a_gpu")

@@ -384,6 +384,82 @@ def test_nothing_is_compiled_for_steps_of_any_size_without_graphs() -> None:
                 runner.device.swap_in(pairs[:count])
 
 
+class MetaMemory:
+    """See PoolMemory."""
+
+    def __init__(self, num_bytes: int, spare_bytes: int) -> None:
+        self.tensor = torch.empty(num_bytes + spare_bytes, dtype=torch.uint8, device=META)
+
+    def back(self, num_bytes: int) -> None: ...
+
+    def give_back(self, num_bytes: int) -> None: ...
+
+
+class Halved:
+    """See Beyond: takes steps in two micro-batches where it may, and passes on to `follower`."""
+
+    def __init__(self, rows: RowTable, follower: CudaDevice) -> None:
+        self._rows, self._follower = rows, follower
+        self._came: list[torch.Tensor] = []
+
+    def cut(self, chunks: IntArray, *, whole: bool) -> list[IntArray]:
+        return [chunks] if whole or len(chunks) < 2 else [chunks[:1], chunks[1:]]
+
+    def send(self, chunks: IntArray, hidden: torch.Tensor, wanted: IntArray) -> None:
+        assert hidden.device.type == "cpu" and hidden.shape[1] == chunks[:, 2].sum()
+        blocks = int(self._rows.num_blocks[chunks[:, 0]].max())
+        self._follower.rows.mirror(self._rows.tables[:2, chunks[:, 0], :blocks])
+        renamed = np.column_stack((np.arange(len(chunks)), chunks[:, 1:]))
+        self._came.append(self._follower.pass_through(renamed, hidden, wanted))
+        assert self._came[-1].shape == (1, len(wanted), hidden.shape[2])
+
+    def receive(self) -> list[torch.Tensor]:
+        came, self._came = self._came, []
+        return came
+
+
+@pytest.mark.parametrize("name", ["llama-gqa2", "gemma2", "opt", "neox"])
+def test_stages_of_a_pipeline_compile_nothing_and_copy_through_pinned_memory(name: str) -> None:
+    """They wait for what goes to the other engine, and for nothing else; whole again they replay the graphs that they
+    had."""
+    spec = load_spec(model_folder(name))
+    every, half = range(spec.num_layers), spec.num_layers // 2
+    with dry_device() as dry:
+        devices = []
+        for _ in range(2):
+            with torch.inference_mode():
+                weights = build_weights(spec, MetaTensors())
+            limits, spare = Limits(4, 32, 64, num_units=60, block_size=BLOCK), {"spare_bytes": 2**20}
+            devices.append(
+                CudaDevice(spec, weights, triton_kernels(), limits, graphs=True, reserve=MetaMemory, **spare)  # type: ignore[arg-type]
+            )
+        leader, follower = devices
+        runner = Runner(leader)
+        runner.masks = Masks(spec.vocab_size)  # type: ignore[assignment]
+        kinds = [kind for kind in kinds_of(spec, int8=True) if "swapped" not in kind]
+        for kind in kinds:
+            counts_of(dry, runner, kind)
+        for device, layers in zip(devices, (every[:half], every[half:]), strict=True):
+            device.pool.relay(layers, 70)
+            device.keep(layers)
+        leader.beyond = Halved(leader.rows, follower)
+        dry.sealed = True
+        for kind in kinds:
+            dry.step += 3
+            for step in steps_of(kind):
+                dry.step, dry.counts = dry.step + 1, Counter()
+                runner.launch(step)()
+                parts = min(2, len(step.chunks))
+                assert not dry.counts["blocking"] and not dry.counts["graphs"]
+                # of each micro-batch: the step, here and there, what enters there and what leaves; and what comes back
+                assert dry.counts["uploads"] >= 3 * parts + 2 and dry.counts["fetches"] >= 2 * parts + 1
+        leader.beyond = None
+        leader.pool.relay(every, 60)
+        leader.keep(every)
+        for kind in kinds:
+            assert [each["graphs"] for each in counts_of(dry, runner, kind)] == [1] * 5
+
+
 def test_a_step_that_would_wait_for_the_compiler_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CudaDevice, "warm_up", lambda self: None)
     spec = load_spec(model_folder("llama-mha-tied"))

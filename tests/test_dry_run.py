@@ -178,7 +178,6 @@ def test_where_several_engines_would_run(capsys: pytest.CaptureFixture[str], mon
         (["--swap-space", "1", "--disk-space", "1"], "does not go with --swap-space and --disk-space yet"),
         (["--offload-weights", "auto"], "does not go with --offload-weights yet"),
         (["--model-impl", "transformers"], "does not go with --model-impl transformers yet"),
-        (["--device", "cuda"], "does not go with --device cuda yet"),
     ],
 )
 @pytest.mark.parametrize("way", ["serve", "dry run"])

@@ -3,6 +3,7 @@ alone is answered, and are two again. Slow: real models in real processes."""
 
 import asyncio
 import random
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -54,8 +55,17 @@ async def pipelines(fleet: FleetClient) -> PipelineStats:
     return stats.pipelines
 
 
+@pytest.fixture(params=["cpu", "gpu"])
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What engines run on: as processes of this machine do, or by the GPU's runner over a stand-in for its driver."""
+    if request.param == "gpu":
+        child = str(Path(__file__).with_name("cuda_child.py"))
+        monkeypatch.setattr("engine.process.launcher.python_module", lambda *_: [sys.executable, child])
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
+@pytest.mark.usefixtures("device")
 async def test_a_burst_makes_one_pipeline_of_two_engines_and_its_end_two_again(tmp_path: Path) -> None:
     requests = burst(40)
     async with two_engines(tmp_path) as fleet:
@@ -81,6 +91,7 @@ async def test_a_burst_makes_one_pipeline_of_two_engines_and_its_end_two_again(t
         ("split", "7 place", 0),
     ],
 )
+@pytest.mark.usefixtures("device")
 async def test_an_engine_killed_on_the_way_costs_time_only(way: str, step: str, dies: int, tmp_path: Path) -> None:
     requests = burst(12, seed=1)
     async with two_engines(tmp_path) as fleet:

@@ -15,7 +15,7 @@ from engine.models.linear import MakeLinear
 from engine.models.spec import ModelShape
 from engine.models.streaming import Transport
 from engine.models.transformers_model import TransformersModel
-from engine.models.weights import ModelWeights
+from engine.models.weights import Gather, ModelWeights
 from predictor.limits import Limits, Padding
 
 
@@ -43,8 +43,12 @@ class Backend(Protocol):
     def config_refusal(self, config: EngineConfig) -> str | None:
         """What of the configuration does not run here, and what to say instead; None if all does."""
 
-    def drop_refusal(self) -> str | None:
-        """Why no layer can be given up here; None if some can."""
+    def drop_refusal(self, spec: ModelShape, dtype: str) -> str | None:
+        """Why no layer of a model of ours can be given up here; None if some can."""
+
+    def resident(self, plan: LaunchPlan) -> Gather:
+        """What keeps layers that stay in memory, so that they can be given up where the plan is `droppable`. Raises
+        ConfigError."""
 
     def refusal(self, spec: ModelShape, dtype: str) -> str | None:
         """Why the backend's own kernels cannot run this model, which torch's operators do then, slower."""

@@ -8,11 +8,13 @@ in every layer. (A pool without scratch may have blocks in 8 bits: `engine.execu
 is *paired*: V of a block lies in the unit behind its K. A host tier of units of the same layout takes what is swapped
 out. Who owns which unit is the control plane's affair.
 
-A pool may be laid out anew for fewer layers, whose units are smaller and so more of them (KunServe §4.1), and back.
+A pool may be laid out anew for fewer layers, whose units are smaller and so more of them (KunServe §4.1), and back: it
+has more addresses than memory then (`PoolMemory`).
 """
 
 import mmap
-from typing import Self
+from collections.abc import Callable
+from typing import Protocol, Self
 
 import numpy as np
 import torch
@@ -31,6 +33,39 @@ _PIECE = 16 * 2**20  # bytes that are moved at once
 SLICES_PER_SCRATCH_BLOCK = 2  # K and V
 
 
+class PoolMemory(Protocol):
+    """Addresses of which only a part needs memory. `tensor`: over all of them, uint8, zeros where there is memory."""
+
+    tensor: Tensor
+
+    def back(self, num_bytes: int) -> None:
+        """Have memory at the first bytes; what was there stays. Raises ValueError where there is not so much."""
+
+    def give_back(self, num_bytes: int) -> None:
+        """Nothing lies behind the first bytes any more: the memory there may serve something else."""
+
+
+Reserve = Callable[[int, int], PoolMemory]
+"""(bytes at once, bytes that may come behind them) -> memory."""
+
+
+class HostMemory:
+    """A PoolMemory of a CPU: the system commits a page when it is first touched."""
+
+    def __init__(self, num_bytes: int, spare_bytes: int) -> None:
+        self._pages = mmap.mmap(-1, num_bytes + spare_bytes, _PRIVATE)
+        self.tensor = torch.frombuffer(self._pages, dtype=torch.uint8)
+
+    def back(self, num_bytes: int) -> None:
+        """See PoolMemory; the system has what it has."""
+
+    def give_back(self, num_bytes: int) -> None:
+        """See PoolMemory. It reads as zeros then, on whole pages."""
+        begin = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        if begin < len(self._pages):
+            self._pages.madvise(mmap.MADV_DONTNEED, begin, len(self._pages) - begin)
+
+
 class UnitPool:
     """`num_units` units of `layers` slices, zero at first. `dtype`: what K and V are computed in, and stored in but for
     `cell_type`, one of 8 bits.
@@ -41,8 +76,8 @@ class UnitPool:
     when it is first touched.
 
     `parked_int8`: what goes to lower tiers is kept in 8 bits there; `preempted_int8`: what waits may be, anywhere
-    (`compressed`). `layers`: whose slices a unit has. `spare_bytes`:
-    addresses, on the CPU, that more units of fewer layers may take.
+    (`compressed`). `layers`: whose slices a unit has. `spare_bytes`: addresses that more units of fewer layers may
+    take, in memory that `reserve` gives.
     """
 
     def __init__(
@@ -61,6 +96,7 @@ class UnitPool:
         parked_int8: bool = False,
         preempted_int8: bool = False,
         spare_bytes: int = 0,
+        reserve: Reserve = HostMemory,
     ) -> None:
         assert not ((cell_type or parked_int8) and scratch_blocks), "hidden state does not fit in units of 8 bits"
         assert not (spare_bytes and (scratch_blocks or num_host_units or preempted_int8)), (
@@ -86,12 +122,11 @@ class UnitPool:
         held = num_slices * slice_size
         shape = (num_layers, block_size, num_kv_heads, head_dim)
         scales = num_units * scale_bytes(*shape[:-1]) // stored.itemsize if preempted_int8 else 0
-        self._memory: mmap.mmap | None = None
+        self._memory: PoolMemory | None = None
         if spare_bytes:
-            assert device.type == "cpu", "addresses without memory are had on the CPU alone"
+            self._memory = reserve(held * stored.itemsize, spare_bytes)
             num_slices += spare_bytes // (slice_size * stored.itemsize)
-            self._memory = mmap.mmap(-1, num_slices * slice_size * stored.itemsize, _PRIVATE)
-            storage = torch.frombuffer(self._memory, dtype=stored)
+            storage = self._memory.tensor[: num_slices * slice_size * stored.itemsize].view(stored)
         else:
             storage = _zeros(held + scales, stored, device)
         self.slices: Tensor = storage[: num_slices * slice_size].view(num_slices, slice_size)
@@ -110,8 +145,8 @@ class UnitPool:
 
     @property
     def paired(self) -> bool:
-        """Whether the entry of a block's K says where its V lies, too: `num_layers` slices behind it."""
-        return not self.scratch_blocks and self.compressed is None
+        """Whether the entry of a block's K says where its V lies, too: `num_layers` slices behind it, once for all."""
+        return not self.scratch_blocks and self.compressed is None and not self.spare_bytes
 
     @classmethod
     def of(
@@ -126,6 +161,7 @@ class UnitPool:
         parked_int8: bool = False,
         preempted_int8: bool = False,
         spare_bytes: int = 0,
+        reserve: Reserve = HostMemory,
     ) -> Self:
         """The pool of a model, in the type and on the device of `like`. Raises ConfigError for scratch where the
         model's hidden state is no use as a cache."""
@@ -135,7 +171,7 @@ class UnitPool:
             limits.num_units, num_layers=spec.num_layers, block_size=limits.block_size, num_kv_heads=spec.num_kv_heads,
             head_dim=spec.head_dim, dtype=like.dtype, device=like.device, scratch_blocks=scratch_blocks,
             num_host_units=host_units, cell_type=cell_type, parked_int8=parked_int8, preempted_int8=preempted_int8,
-            spare_bytes=spare_bytes,
+            spare_bytes=spare_bytes, reserve=reserve,
         )  # fmt: skip
 
     def write(self, cells: Tensor, values: Tensor) -> None:
@@ -171,16 +207,21 @@ class UnitPool:
         if scratch.size:
             self.slices.index_fill_(0, self._to_device(self.scratch_base - 1 - scratch), 0)
 
+    def bytes_of(self, layers: range, num_units: int) -> int:
+        """What so many units of these layers take. Raises ValueError for more than there are addresses for."""
+        if not layers or (num_units + 1) * len(layers) > len(self.slices):
+            raise ValueError(f"there is no room for {num_units} units of {len(layers)} layers")
+        return (num_units + 1) * len(layers) * self.slices.shape[1] * self.slices.itemsize
+
     def relay(self, layers: range, num_units: int) -> None:
         """Lay the units out for these layers, in place, so many of them. Those that there were and are keep what they
         hold of layers that they had and have; all else they hold is undefined. Memory behind them is given back.
 
-        Raises ValueError for more than there are addresses for.
+        Raises ValueError for more than there are addresses, or is memory, for.
         """
         assert self._memory is not None, "a pool without spare addresses stays as it is"
         before, common = self.layers, range(max(layers.start, self.layers.start), min(layers.stop, self.layers.stop))
-        if not layers or (num_units + 1) * len(layers) > len(self.slices):
-            raise ValueError(f"there is no room for {num_units} units of {len(layers)} layers")
+        self._memory.back(self.bytes_of(layers, num_units))
         kept = min(num_units, self.num_units) if common else 0
         per = max(1, _PIECE // (max(len(before), len(layers)) * self.slices.shape[1] * self.slices.itemsize))
         pieces = range(0, kept, per)
@@ -199,30 +240,40 @@ class UnitPool:
         self.give_back(num_units + 1)
 
     def give_back(self, first: int) -> None:
-        """Give the memory of units from `first` on back to the system: they are zeros, and need it when written."""
+        """Give the memory of units from `first` on back: nothing lies there, and nobody looks."""
         assert self._memory is not None
-        begin = first * self.num_layers * self.slices.shape[1] * self.slices.itemsize
-        begin = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE
-        if begin < len(self._memory):
-            self._memory.madvise(mmap.MADV_DONTNEED, begin, len(self._memory) - begin)
+        self._memory.give_back(first * self.num_layers * self.slices.shape[1] * self.slices.itemsize)
 
     def past(self, units: np.ndarray, layers: range) -> Tensor:
-        """What units [n] hold of some of the layers: a copy, [n, layers, elements of a slice]."""
+        """What units [n] hold of some of the layers: a copy on the host, [n, layers, elements of a slice]."""
         ids = self._ids_of(units, layers)
-        return self.slices.index_select(0, ids.flatten()).view(*ids.shape, self.slices.shape[1])
+        parts = [self.slices.index_select(0, self._to_device(part.ravel())).cpu() for part in self._pieces(ids)]
+        return (parts[0] if len(parts) == 1 else torch.cat(parts)).view(*ids.shape, self.slices.shape[1])
 
     def put_past(self, units: np.ndarray, layers: range, values: Tensor) -> None:
         """Write what `past` gave of as many units and the same layers."""
         ids = self._ids_of(units, layers)
-        self.slices.index_copy_(0, ids.flatten(), values.reshape(ids.numel(), self.slices.shape[1]))
+        rows = values.reshape(ids.size, self.slices.shape[1])
+        for part in self._pieces(ids):
+            held, rows = rows[: part.size], rows[part.size :]
+            self.slices.index_copy_(0, self._to_device(part.ravel()), held.to(self.device))
 
-    def _ids_of(self, units: np.ndarray, layers: range) -> Tensor:
+    def _pieces(self, ids: np.ndarray) -> list[np.ndarray]:
+        """Ids [n, layers] a few units at a time: a device has no room for all of a past once more."""
+        if self.device.type == "cpu" or not ids.size:
+            return [ids]
+        per = max(1, _PIECE // (ids.shape[1] * self.slices.shape[1] * self.slices.itemsize))
+        return [ids[first : first + per] for first in range(0, len(ids), per)]
+
+    def _ids_of(self, units: np.ndarray, layers: range) -> np.ndarray:
+        """[n, layers]"""
         if len(layers) and (layers.start < self.layers.start or layers.stop > self.layers.stop):
             raise ValueError(f"layers {layers} are not all among {self.layers}")
         if units.size and not 0 <= int(units.min()) <= int(units.max()) < self.num_units:
             raise ValueError(f"a unit that is none of the {self.num_units}")
         within = np.arange(layers.start, layers.stop) - self.layers.start
-        return self._to_device(units[:, None] * self.num_layers + within)
+        ids: np.ndarray = units[:, None] * self.num_layers + within
+        return ids
 
     def _view(self, first: int, last: int, num_layers: int) -> Tensor:
         """Units as if each had so many layers: [last - first, num_layers, elements of a slice]."""

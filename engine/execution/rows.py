@@ -107,6 +107,15 @@ class RowTable:
         self.k_table[rows, blocks], self.v_table[rows, blocks] = k_entries, v_entries
         self.note(rows, blocks)
 
+    def mirror(self, tables: IntArray) -> None:
+        """Let the first rows have these entries of K and V, [2, n, blocks]: those of another engine's rows."""
+        _, count, blocks = tables.shape
+        here = self.tables[:2, :count, :blocks]
+        if self._changed is not None:
+            self.note(*np.nonzero((here != tables).any(axis=0)))
+        here[...] = tables
+        self.num_blocks[:count] = blocks
+
     def num_unseen(self, starts: IntArray) -> IntArray:
         """Blocks in front of all that chunks see which begin at `starts` [n]."""
         return np.maximum(starts - self.window + 1, 0) // self.block_size if self.window else np.zeros_like(starts)

@@ -6,7 +6,7 @@ know of rows; the other engines run their layers of a step on what it sends: its
 state. They send back the hidden state of the tokens that sample. Units have the same numbers on all engines; so where
 the past of requests lies is the affair of who regroups the engines.
 
-For CPUs, by torch or the native kernels. Knows nothing of scheduling, nor of why layers are dropped.
+By whatever runs a range of layers (`StagedDevice`). Knows nothing of scheduling, nor of why layers are dropped.
 """
 
 import json
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
 from threading import Thread
-from typing import Any, cast
+from typing import Any, Protocol, cast, runtime_checkable
 
 import numpy as np
 import torch
@@ -22,21 +22,38 @@ from torch import Tensor
 
 from engine.arrays import IntArray
 from engine.errors import ConfigError
-from engine.execution.cpu.device import TorchDevice
-from engine.execution.runner import Runner
+from engine.execution.cpu.device import Beyond
+from engine.execution.runner import Device, Runner
 from engine.machine.link import Link
+from engine.models.decoder import Decoder
 from engine.models.weights import LayerWeights, ResidentLayers, matrices
 from engine.scheduling.lookahead import Piece, quickest
 from engine.scheduling.output import Collect, SchedulerOutput
 from predictor.model import LatencyPredictor
 
 LoadLayers = Callable[[Sequence[int]], list[LayerWeights]]
-"""Loads layers, by ascending index, as they were loaded at the start. Raises ModelLoadError."""
+"""Loads layers, by ascending index, as they were loaded at the start, and refills those that were given up
+(`ResidentLayers.refill`). Raises ModelLoadError."""
 _END = b"end"
 
 
 class StageError(RuntimeError):
     """A step that failed on another engine of the pipeline."""
+
+
+@runtime_checkable
+class StagedDevice(Device, Protocol):
+    """A device that runs a part of the layers, and leads those beyond it."""
+
+    decoder: Decoder
+    beyond: Beyond | None
+
+    def keep(self, layers: range) -> None:
+        """Run these layers alone from now on. The pool is laid out for them already; weights of others may be gone."""
+
+    def pass_through(self, chunks: IntArray, hidden: Tensor, wanted: IntArray) -> Tensor:
+        """The next part of a step that another device began, as `Beyond.send` has it, where chunk i is of row i; gives
+        what is wanted of it, on the host."""
 
 
 class StagedRunner:
@@ -50,7 +67,7 @@ class StagedRunner:
         if refusal := cannot_drop(runner):
             raise ConfigError(f"layers cannot be dropped: {refusal}")
         self._runner = runner
-        self._device: TorchDevice = runner.device
+        self._device: StagedDevice = runner.device
         self._layers = cast(ResidentLayers, self._device.decoder.weights.layers)
         self._load = load
         self._loaded: dict[int, LayerWeights] = {}
@@ -74,17 +91,17 @@ class StagedRunner:
             raise ValueError(f"no layers {keep} among {self.num_layers}")
         if absent := [index for index in self._layers.absent if index in keep]:
             raise ValueError(f"layers {absent} are not here")
-        with torch.inference_mode():
-            self._device.pool.relay(keep, num_units)
-            for index in set(range(self.num_layers)) - set(keep) - set(self._layers.absent):
-                self._layers.give_up(index)
+        pool, needed = self._device.pool, self._device.pool.bytes_of(keep, num_units)
+        self._loaded.clear()  # what was loaded may lie where units come to lie
+        with torch.inference_mode(), self._device.lane.use():
+            self._layers.give_up(sorted(set(range(self.num_layers)) - set(keep) - set(self._layers.absent)), needed)
+            pool.relay(keep, num_units)
             self._device.keep(keep)
 
     def prepare_restore(self, num_units: int) -> None:
         """Load the layers that are absent, in the memory of units from `num_units` on, which hold nothing any more.
         Saves `restore` the time, and may run in a thread beside steps. Raises ModelLoadError."""
-        pool = self._device.pool
-        pool.give_back(max(num_units, 0))
+        self._device.pool.give_back(max(num_units, 0))
         if absent := [index for index in self._layers.absent if index not in self._loaded]:
             self._loaded.update(zip(absent, self._load(absent), strict=True))
 
@@ -92,11 +109,10 @@ class StagedRunner:
         """Have all layers back, and lay out `num_units` units, which keep what they hold of the layers that were here.
         Whatever was begun before is undone: it may be called at any time. Raises ModelLoadError, with nothing changed.
         """
-        pool, every = self._device.pool, range(self.num_layers)
-        if absent := self._layers.absent:
-            self.prepare_restore(num_units)
+        pool, every, absent = self._device.pool, range(self.num_layers), self._layers.absent
+        self.prepare_restore(num_units)
         self._device.beyond = None
-        with torch.inference_mode():
+        with torch.inference_mode(), self._device.lane.use():
             if pool.layers != every or pool.num_units != num_units:
                 pool.relay(every, num_units)
             for index in absent:
@@ -106,7 +122,7 @@ class StagedRunner:
 
     def read_past(self, units: Sequence[int], layers: range) -> bytes:
         """K and V of whole units, of layers that are here. Raises ValueError for others."""
-        with torch.inference_mode():
+        with torch.inference_mode(), self._device.lane.use():
             past = self._device.pool.past(np.array(units, dtype=np.int64), layers)
             return bytes(_bytes_of(past))
 
@@ -116,7 +132,7 @@ class StagedRunner:
             raise ValueError(f"{len(data)} bytes are not {len(units)} units of {len(layers)} layers")
         pool = self._device.pool
         if data:
-            with torch.inference_mode():
+            with torch.inference_mode(), self._device.lane.use():
                 values = torch.frombuffer(bytearray(data), dtype=pool.slices.dtype)
                 pool.put_past(np.array(units, dtype=np.int64), layers, values)
 
@@ -133,7 +149,7 @@ class StagedRunner:
             beyond.link.send(_END)
 
     def follow(self, link: Link) -> None:
-        """Run steps for who leads until told to end. Raises LinkLostError."""
+        """Run steps for who leads until told to end. Raises LinkLostError, and StageError when none runs any more."""
         device = self._device
         tokens = device.rows.tokens  # nobody reads them here, but native kernels look at all that a chunk covers
         tokens[tokens < 0] = 0
@@ -144,14 +160,16 @@ class StagedRunner:
             except Exception as error:  # whatever it is, who leads waits for an answer
                 result, failure = torch.empty(0), str(error) or type(error).__name__
             _send(link, {"failure": failure, "parts": result.shape, "number": step.number}, [_bytes_of(result)])
+            if failure and (lost := device.lane.lost()) is not None:
+                raise StageError(f"the device is lost: {lost}")
         device.rows.num_blocks[:] = 0
 
 
 def cannot_drop(runner: Runner[Any]) -> str | None:
     """Why a runner's layers cannot be dropped, in one line; None if they can."""
     device = runner.device
-    if not isinstance(device, TorchDevice):
-        return "layers are dropped on a CPU, from a model of our own, and this one runs otherwise"
+    if not isinstance(device, StagedDevice):
+        return "layers are dropped from a model of our own, and this one runs otherwise"
     pool, layers = device.pool, device.decoder.weights.layers
     if not isinstance(layers, ResidentLayers):
         return "layers that stream take no memory that could be cache"
@@ -179,7 +197,7 @@ class _Step:
 class _Next:
     """See Beyond: the next stage, over a link. `model`: see `StagedRunner.lead`."""
 
-    def __init__(self, device: TorchDevice, link: Link, model: LatencyPredictor | None) -> None:
+    def __init__(self, device: StagedDevice, link: Link, model: LatencyPredictor | None) -> None:
         self._rows = device.rows
         self._model = model
         self.link = link
@@ -252,11 +270,8 @@ def _steps(link: Link) -> Iterator[_Step]:
     reader.join()
 
 
-def _run(device: TorchDevice, step: _Step) -> Tensor:
-    rows, count = device.rows, len(step.chunks)
-    blocks = step.tables.shape[2]
-    rows.tables[:2, :count, :blocks] = step.tables
-    rows.num_blocks[:count] = blocks
+def _run(device: StagedDevice, step: _Step) -> Tensor:
+    device.rows.mirror(step.tables)
     return device.pass_through(step.chunks, step.hidden, step.wanted)
 
 

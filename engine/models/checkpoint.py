@@ -81,21 +81,24 @@ def load_layers(
     wanted: Sequence[int],
     *,
     dtype: str,
+    device: str | torch.device = "cpu",
     load_format: str = "auto",
     seed: int = 0,
     make: MakeLinear = make_linear,
     stored: bool = False,
+    keep: Callable[[int, LayerWeights], LayerWeights] = lambda _index, layer: layer,
 ) -> list[LayerWeights]:
-    """Some layers as `load_weights` gave them on the CPU, once more. Errors: ModelLoadError."""
-    kind, target = torch_dtype(dtype), torch.device("cpu")
+    """Some layers, by ascending index, as `load_weights` gave them, once more; each as `keep` gives it back, before the
+    next one is loaded. Errors: ModelLoadError."""
+    kind, target = torch_dtype(dtype), torch.device(device)
     with torch.inference_mode():
         if load_format != "dummy":
             with Checkpoint(folder, kind, target, spec.packing, stored=stored) as checkpoint:
-                return list(build_layers(spec, checkpoint, wanted, make))
+                return list(map(keep, wanted, build_layers(spec, checkpoint, wanted, make)))
         kept: list[LayerWeights] = []
 
         def gather(layers: Iterator[LayerWeights]) -> ResidentLayers:
-            kept.extend(layer for index, layer in enumerate(layers) if index in wanted)
+            kept.extend(keep(index, layer) for index, layer in enumerate(layers) if index in wanted)
             return ResidentLayers()
 
         # random numbers depend on all that were drawn before them

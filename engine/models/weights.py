@@ -85,10 +85,23 @@ class ResidentLayers(list[LayerWeights]):
         """Indices of the layers that were given up."""
         return [index for index, layer in enumerate(self) if isinstance(layer.qkv, AbsentLinear)]
 
-    def give_up(self, index: int) -> None:
-        """Keep a layer's norms only, until `self[index]` is set to the whole layer again."""
-        qkv, out, up, down = map(AbsentLinear, matrices(self[index]))
-        self[index] = replace(self[index], qkv=qkv, out=out, up=up, down=down)
+    @property
+    def spare_bytes(self) -> int:
+        """What the pool may get when all of them are given up."""
+        return self.held_bytes
+
+    def give_up(self, indices: Sequence[int], needed: int) -> None:
+        """Keep only the norms of these layers, until each is set to the whole layer again. `needed`: bytes that the
+        pool is to have then; raises ValueError, with nothing changed, where that is more than there is."""
+        del needed  # a pool in host memory takes it from the system
+        for index in indices:
+            qkv, out, up, down = map(AbsentLinear, matrices(self[index]))
+            self[index] = replace(self[index], qkv=qkv, out=out, up=up, down=down)
+
+    def refill(self, index: int, loaded: LayerWeights) -> LayerWeights:
+        """What `self[index]` is to be set to, of the layer as it was loaded again."""
+        del index
+        return loaded
 
 
 Gather = Callable[[Iterator[LayerWeights]], LayerSource]

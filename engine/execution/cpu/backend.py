@@ -33,7 +33,7 @@ from engine.models.linear import MakeLinear, make_linear, make_plain
 from engine.models.quantized import make_quantized
 from engine.models.spec import ModelShape
 from engine.models.transformers_model import TransformersModel
-from engine.models.weights import ModelWeights, torch_dtype
+from engine.models.weights import Gather, ModelWeights, ResidentLayers, torch_dtype
 from predictor.limits import NO_PADDING, Limits, Padding
 
 
@@ -57,8 +57,11 @@ class CpuBackend:
     def config_refusal(self, _config: EngineConfig) -> None:
         return None
 
-    def drop_refusal(self) -> None:
+    def drop_refusal(self, _spec: ModelShape, _dtype: str) -> None:
         return None
+
+    def resident(self, _plan: LaunchPlan) -> Gather:
+        return ResidentLayers
 
     def refusal(self, _spec: ModelShape, _dtype: str) -> None:
         return None

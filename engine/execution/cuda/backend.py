@@ -22,10 +22,13 @@ from engine.execution.cpu.transformers_device import MakeAttention, Transformers
 from engine.execution.cuda.buffers import HeadSizes
 from engine.execution.cuda.device import CudaDevice
 from engine.execution.cuda.kernels import triton_kernels
+from engine.execution.cuda.mapped_layers import MappedLayers
 from engine.execution.cuda.modules import KernelAttention
 from engine.execution.cuda.pinned_weights import PinnedWeights
 from engine.execution.cuda.shapes import GRAPH_TOKENS, Buckets, decode_buckets, mixed_buckets
 from engine.execution.cuda.swap import staging_units
+from engine.execution.cuda.virtual_memory import Memory
+from engine.execution.cuda.virtual_memory import refusal as mapping_refusal
 from engine.execution.plan import STORED_FLOATS, LaunchPlan
 from engine.execution.pool import UnitPool
 from engine.execution.rows import RowTable
@@ -33,12 +36,13 @@ from engine.execution.runner import Runner
 from engine.execution.stages import StagedRunner
 from engine.machine.facts import BUS_RATE, cuda_devices, host_engines
 from engine.models import float8
+from engine.models.checkpoint import load_layers
 from engine.models.decoder import Decoder
 from engine.models.heads import Heads
 from engine.models.linear import MakeLinear, make_linear
 from engine.models.spec import ModelShape, ModelSpec
 from engine.models.transformers_model import TransformersModel, probe
-from engine.models.weights import LayerWeights, ModelWeights, torch_dtype
+from engine.models.weights import Gather, LayerWeights, ModelWeights, ResidentLayers, torch_dtype
 from predictor.limits import NO_PADDING, UNITS_PER_BLOCK, Limits, Padding
 
 _GRAPH_BYTES = 16 * 1024**2  # a guess at what the driver keeps of one graph of a few hundred kernels
@@ -78,8 +82,14 @@ class CudaBackend:
             return "--offload-weights does not go with --hidden-cache on a GPU yet: projections need weights"
         return None
 
-    def drop_refusal(self) -> str | None:
-        return "layers are given up on a CPU only so far: say --device cpu, or --overload recompute"
+    def drop_refusal(self, spec: ModelShape, dtype: str) -> str | None:
+        by = self.refusal(spec, dtype)
+        return f"our kernels do not run this model here: {by}" if by else mapping_refusal(torch.cuda.current_device())
+
+    def resident(self, plan: LaunchPlan) -> Gather:
+        if not plan.droppable:
+            return ResidentLayers
+        return partial(MappedLayers, Memory(torch.device(plan.device, torch.cuda.current_device())))
 
     def refusal(self, spec: ModelShape, dtype: str) -> str | None:
         refusal = kernel_refusal(HeadSizes.of(spec), torch_dtype(dtype), torch.cuda.get_device_capability())
@@ -176,7 +186,10 @@ class CudaBackend:
             return Runner(foreign), replace(plan, state_slots=foreign.state_slots)
         if self.refusal(plan.spec, plan.dtype) is None:
             graphs = not weights.layers.streamed  # copies would have to be part of them, and kernels wait for those
-            return Runner(_device(plan, weights, graphs=graphs, scratch_blocks=hidden, host_units=host)), plan
+            pool: dict[str, Any] = {"scratch_blocks": hidden, "host_units": host}
+            if isinstance(layers := weights.layers, MappedLayers):
+                pool |= {"spare_bytes": layers.spare_bytes, "reserve": layers.reserve}
+            return Runner(_device(plan, weights, graphs=graphs, **pool)), plan
         decoder = Decoder(plan.own, weights)
         device = TorchDevice(
             decoder, plan.limits, scratch_blocks=hidden, host_units=host, cell_type=plan.cell_type,
@@ -203,8 +216,14 @@ class CudaBackend:
 
         return make, "our kernels"
 
-    def make_staged(self, _config: EngineConfig, _plan: LaunchPlan, _runner: Runner[Any]) -> StagedRunner:
-        raise ConfigError(f"--overload drop: {self.drop_refusal()}")
+    def make_staged(self, config: EngineConfig, plan: LaunchPlan, runner: Runner[Any]) -> StagedRunner:
+        _, make = self.prepare(config, plan, lambda _line: None)
+        layers = runner.device.decoder.weights.layers
+        load = partial(
+            load_layers, plan.own, plan.folder, dtype=plan.dtype, device=runner.device.pool.device,
+            load_format=config.load_format, seed=config.seed, make=make, stored=plan.stored, keep=layers.refill,
+        )  # fmt: skip
+        return StagedRunner(runner, load)
 
 
 def kernel_refusal(heads: HeadSizes, dtype: torch.dtype, capability: tuple[int, int]) -> str | None:
@@ -253,13 +272,10 @@ def graph_bytes(num_shapes: int, step_bytes: int, max_tokens: int) -> int:
     return num_shapes * _GRAPH_BYTES + -(-step_bytes * largest // max_tokens)
 
 
-def _device(
-    plan: LaunchPlan, weights: ModelWeights, *, graphs: bool, scratch_blocks: int = 0, host_units: int = 0
-) -> CudaDevice:
+def _device(plan: LaunchPlan, weights: ModelWeights, *, graphs: bool, **pool: Any) -> CudaDevice:
     return CudaDevice(
-        plan.own, weights, triton_kernels(), plan.limits, graphs=graphs, scratch_blocks=scratch_blocks,
-        host_units=host_units, cell_type=plan.cell_type, preempted_int8=plan.preempted_int8,
-        running_int8=plan.running_int8, adapted=plan.takes_adapters,
+        plan.own, weights, triton_kernels(), plan.limits, graphs=graphs, cell_type=plan.cell_type,
+        preempted_int8=plan.preempted_int8, running_int8=plan.running_int8, adapted=plan.takes_adapters, **pool,
     )  # fmt: skip
 
 

@@ -19,8 +19,9 @@ from torch import Tensor
 
 from engine.api import MAX_LOGPROBS, SamplingParams
 from engine.arrays import IntArray
+from engine.execution.cpu.device import Beyond
 from engine.execution.cuda.adapters import SlottedAdapters
-from engine.execution.cuda.buffers import HeadSizes, StepBuffers, StepInputs, send
+from engine.execution.cuda.buffers import HeadSizes, StepBuffers, StepInputs, StepWishes, send
 from engine.execution.cuda.flash_trial import choose
 from engine.execution.cuda.forward import Forward
 from engine.execution.cuda.graphs import Graphs
@@ -28,13 +29,14 @@ from engine.execution.cuda.hidden import Projection, StepHidden
 from engine.execution.cuda.kernels import Kernels
 from engine.execution.cuda.sampling import Sampling
 from engine.execution.cuda.shapes import Buckets, StepShape
+from engine.execution.cuda.stage import Stage
 from engine.execution.cuda.swap import Swapper
 from engine.execution.cuda.tables import DeviceTables
 from engine.execution.hidden import has_hidden
 from engine.execution.lane import Lane
 from engine.execution.layout import Layout, decodes_first
 from engine.execution.masks import FinishMasks, StepMasks
-from engine.execution.pool import UnitPool
+from engine.execution.pool import HostMemory, Reserve, UnitPool
 from engine.execution.pooling import TakeHidden
 from engine.execution.rows import RowTable
 from engine.execution.samples import DeviceSamples
@@ -59,7 +61,10 @@ class CudaDevice:
     `scratch_blocks`: blocks of hidden state that one step may read or write; 0 refuses them altogether.
     `host_units`: units of the host tier. `cell_type`: of K and V in 8 bits; `preempted_int8`: those of requests
     that wait may be, `running_int8`: and of those that run, so that attention reads them. `adapted`: LoRA adapters may
-    come. Raises ConfigError for scratch where the model's hidden state is no use."""
+    come. `spare_bytes`, `reserve`: see UnitPool. Raises ConfigError for scratch where the model's hidden state is no
+    use.
+
+    `beyond`: what runs the layers behind those that are here, on the next engine of a pipeline."""
 
     pipeline_depth = 1
 
@@ -77,17 +82,19 @@ class CudaDevice:
         preempted_int8: bool = False,
         running_int8: bool = False,
         adapted: bool = False,
+        spare_bytes: int = 0,
+        reserve: Reserve = HostMemory,
     ) -> None:
         limits = replace(limits, max_num_batched_tokens=max(limits.max_num_batched_tokens, limits.max_num_seqs))
         assert preempted_int8 or not running_int8, "blocks in 8 bits come of requests that wait, too"
-        assert limits.num_units * spec.num_layers < 2**31, "table entries are 32 bits wide"
         device = weights.embedding.device
         self.lane = Lane(device)
         self.rows = RowTable(limits, hidden=scratch_blocks > 0)
         self.pool = UnitPool.of(
             spec, limits, weights.embedding, scratch_blocks, host_units, cell_type=cell_type,
-            preempted_int8=preempted_int8,
+            preempted_int8=preempted_int8, spare_bytes=spare_bytes, reserve=reserve,
         )  # fmt: skip
+        assert len(self.pool.slices) < 2**31, "table entries are 32 bits wide"
         self._tables = DeviceTables(self.rows, self.pool)
         self._forward = Forward(spec, weights, kernels, self._tables, self.pool, limits, mixed=running_int8)
         self._projection = Projection(self._forward, self.pool, limits)
@@ -96,6 +103,9 @@ class CudaDevice:
         self._sampling = Sampling(self.rows, kernels, self._buffers, spec.vocab_size, device)
         self._buckets = Buckets(limits.max_num_seqs, limits.max_num_batched_tokens)
         self._kernels = kernels
+        self.decoder = self._forward.decoder
+        self.beyond: Beyond | None = None
+        self._stage = Stage(self._forward, self.lane, self._fill_and_upload, limits.max_num_batched_tokens)
         self._graphs = Graphs(self._run, self.lane)
         self._divided = any(isinstance(layer.out, SummedLinear) for layer in weights.layers)
         self._slotted = SlottedAdapters(spec, limits.max_num_seqs, device, taken=adapted)
@@ -131,7 +141,9 @@ class CudaDevice:
     def forward(
         self, chunks: IntArray, masks: FinishMasks | None = None, take: TakeHidden | None = None
     ) -> tuple[Tensor, DeviceSamples]:
-        """See Device. Nothing is waited for but what `masks` wait for, while the device runs."""
+        """See Device. Nothing is waited for but what `masks` wait for, while the device runs, and what is beyond."""
+        if self.beyond is not None:
+            return self._run_pipeline(self.beyond, chunks, masks, take)
         rows, layout = self.rows, decodes_first(chunks)
         inputs = self._fill(layout)
         wishes, hidden = self._sampling.begin(layout), None
@@ -151,6 +163,12 @@ class CudaDevice:
         else:
             self._forward(inputs, hidden, None if take is None else partial(take, layout), adapt)
         self._last = inputs, slots is not None
+        return self._choose(inputs, layout, wishes, masks)
+
+    def _choose(
+        self, inputs: StepInputs, layout: Layout, wishes: StepWishes, masks: FinishMasks | None
+    ) -> tuple[Tensor, DeviceSamples]:
+        """What `forward` gives, of the logits that are there."""
         count = len(layout.sampled)
         logits, greedy = self._forward.logits[:count], self._forward.sampled[:count]
         samples = self._sampling.choose(logits, greedy, wishes, None if masks is None else masks())
@@ -159,6 +177,37 @@ class CudaDevice:
         if self._share is not None and count:
             self._share(greedy)
         return logits, DeviceSamples(greedy, samples.logprobs)
+
+    def keep(self, layers: range) -> None:
+        """Run these layers alone from now on, all of them from graphs again. The pool is laid out for them already."""
+        self._forward.layers = layers
+        self._tables.relaid(self.pool.num_layers)
+
+    def pass_through(self, chunks: IntArray, hidden: Tensor, wanted: IntArray) -> Tensor:
+        """See Stage. Raises ValueError for a unit that the pool does not have, which would be the end of the device."""
+        blocks = -(-(chunks[:, 1] + chunks[:, 2]) // self.rows.block_size)
+        tables = self.rows.tables[:2, : len(chunks), : int(blocks.max())]
+        read = tables[:, np.arange(tables.shape[2]) < blocks[:, None]]
+        if read.size and not 0 <= int(read.min()) <= int(read.max()) < self.pool.num_units:
+            raise ValueError(f"a unit that is none of the {self.pool.num_units}")
+        return self._stage.pass_through(self.beyond, chunks, hidden, wanted)
+
+    def _run_pipeline(
+        self, beyond: Beyond, chunks: IntArray, masks: FinishMasks | None, take: TakeHidden | None
+    ) -> tuple[Tensor, DeviceSamples]:
+        """See forward."""
+        came, layout = self._stage.lead(beyond, chunks, take), decodes_first(chunks)
+        inputs = self._fill(layout)
+        wishes = self._sampling.begin(layout)
+        self._upload()
+        if len(came):
+            self._forward.finish(inputs, self._stage.enter(came, inputs.shape.samples))
+        return self._choose(inputs, layout, wishes, masks)
+
+    def _fill_and_upload(self, layout: Layout) -> StepInputs:
+        inputs = self._fill(layout)
+        self._upload()
+        return inputs
 
     def _run(self, inputs: StepInputs, adapted: bool) -> None:
         """What a graph is captured of."""

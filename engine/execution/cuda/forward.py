@@ -32,7 +32,7 @@ class Forward:
     """Call it with a step's inputs. Leaves `logits [max_samples, vocab]` of the step's samples, `sampled [max_samples]`
     int32 (their greedy tokens, INVALID_TOKEN where logits are not finite), and `last_tokens` of their rows. `tables` as
     in `DeviceTables`. `mixed`: attention reads blocks in 8 bits, too. `flash`: what chunks of prompts attend by, None:
-    our kernel."""
+    our kernel. `layers`: those it runs, and the pool has."""
 
     def __init__(
         self,
@@ -50,7 +50,8 @@ class Forward:
         shape = (-1, pool.block_size, pool.num_kv_heads, pool.head_dim)
         self._pool = pool.cells.view(shape) if pool.bytes is None else pool.bytes.values
         self.flash: FlashPrefill | None = None
-        self._decoder = Decoder(spec, weights, kernels)
+        self.decoder = Decoder(spec, weights, kernels)
+        self.layers = range(spec.num_layers)
         dtype, device = weights.embedding.dtype, weights.embedding.device
         self._embedding_scale = embedding_scale(spec, dtype)
         self._scratch_base = pool.scratch_base
@@ -80,6 +81,22 @@ class Forward:
         take: Callable[[Tensor], None] | None = None,
         adapt: Adapt | None = None,
     ) -> None:
+        hidden = self.through(inputs, self.embed(inputs), observe, adapt)
+        if take is not None:
+            take(self.decoder.normed(hidden))
+        self.finish(inputs, hidden.index_select(0, inputs.sample_tokens))
+
+    def embed(self, inputs: StepInputs) -> Tensor:
+        """Hidden state [T, H] in front of the first layer."""
+        return self._kernels.embed_tokens(
+            inputs.ids, inputs.source, self._last_tokens, inputs.positions, self._weights.embedding,
+            self._embedding_scale, self._weights.positions, self._spec.position_offset or 0,
+        )  # fmt: skip
+
+    def through(
+        self, inputs: StepInputs, hidden: Tensor, observe: Observe | None = None, adapt: Adapt | None = None
+    ) -> Tensor:
+        """The layers: hidden state [T, H] -> [T, H]."""
         if self.flash is not None and inputs.shape.prefill:
             self.flash.begin(inputs.prefill.chunks, self.tables[0])
 
@@ -92,14 +109,11 @@ class Forward:
             assert isinstance(layer.qkv, Float8Linear)
             return self._attend(index, layer, layer.qkv.product(rows), inputs)
 
-        hidden = self._kernels.embed_tokens(
-            inputs.ids, inputs.source, self._last_tokens, inputs.positions, self._weights.embedding,
-            self._embedding_scale, self._weights.positions, self._spec.position_offset or 0,
-        )  # fmt: skip
-        hidden = self._decoder.run(hidden, attend, None, adapt, None if observe else attend_rounded)
-        if take is not None:
-            take(self._decoder.normed(hidden))
-        logits = self._decoder.logits(hidden.index_select(0, inputs.sample_tokens))
+        return self.decoder.run(hidden, attend, self.layers, adapt, None if observe else attend_rounded)
+
+    def finish(self, inputs: StepInputs, hidden: Tensor) -> None:
+        """The head, of the hidden state [samples, H] of what is sampled."""
+        logits = self.decoder.logits(hidden)
         # A copy, so that graphs can share the memory of everything else they allocate.
         self.logits[: inputs.shape.samples].copy_(logits)
         best, tokens = logits.max(dim=-1)
@@ -131,21 +145,21 @@ class Forward:
         )  # fmt: skip
 
     def _attend(self, index: int, layer: LayerWeights, projected: Tensor, inputs: StepInputs) -> Tensor:
-        spec, shape, kernels = self._spec, inputs.shape, self._kernels
+        spec, shape, kernels, here = self._spec, inputs.shape, self._kernels, index - self.layers.start
         num_heads, kv_heads = spec.num_heads, spec.num_kv_heads
         heads = projected.view(len(projected), num_heads + 2 * kv_heads, spec.head_dim)
         q, k, v = heads.tensor_split((num_heads, num_heads + kv_heads), dim=1)
         tables = (self.tables[0], self.tables[1])
         norms = (None, None) if layer.qk_norm is None else (layer.qk_norm[0], layer.qk_norm[num_heads])
         kernels.rope_cache_write(
-            q, k, v, self._cos_sin[index], inputs.positions, inputs.rows, self._pool, *tables, layer=index,
+            q, k, v, self._cos_sin[index], inputs.positions, inputs.rows, self._pool, *tables, layer=here,
             scratch_base=self._scratch_base, q_norm=norms[0], k_norm=norms[1], eps=spec.norm_eps,
         )  # fmt: skip
         out, count, window = self._mixed[: len(projected)], shape.decodes, spec.window_of(index) or 0
         if count:  # first: it writes zeros where a bucket has room for more decodes than a step has
             kernels.decode_attention(
                 q[:count], self._pool, *tables, inputs.decode, inputs.partial, inputs.partial_lse, out[:count],
-                layer=index, window=window,
+                layer=here, window=window,
                 scratch_base=self._scratch_base, scale=self._scale, softcap=self._softcap,
                 mixed=self._mixed_layers,
             )  # fmt: skip
@@ -161,7 +175,7 @@ class Forward:
             return
         self._kernels.prefill_attention(
             q, self._pool, self.tables[0], self.tables[1], inputs.prefill, inputs.prefill_partial, inputs.prefill_lse,
-            out, layer=index, window=window, scratch_base=self._scratch_base, scale=self._scale,
+            out, layer=index - self.layers.start, window=window, scratch_base=self._scratch_base, scale=self._scale,
             softcap=self._softcap, mixed=self._mixed_layers,
         )  # fmt: skip
 

@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from engine.arrays import Int32Array
+from engine.arrays import Int32Array, IntArray
 from engine.execution.pool import UnitPool
 from engine.execution.rows import RowTable
 
@@ -33,6 +33,17 @@ class DeviceTables:
             return _NO_CHANGES, _NO_CHANGES
         units = self._rows.tables[:count].reshape(count, -1)[:, blocks]
         assert not self.pair or (units[1] == units[0] + 1).all(), "V does not lie behind its K"
-        entries = np.where(units < 0, (units + 1) * self._narrow_layers - 1, units * self._num_layers)
+        entries = self._entries_of(units)
         places = blocks + np.arange(count)[:, None] * self.tables[0].numel()
         return places.ravel().astype(np.int32), entries.ravel().astype(np.int32)
+
+    def relaid(self, num_layers: int) -> None:
+        """Units have slices of so many layers from now on: write all entries anew. Waits for the device."""
+        self._num_layers = num_layers
+        self._rows.take_changes()
+        entries = self._entries_of(self._rows.tables[: len(self.tables)]).astype(np.int32)
+        self.tables.copy_(torch.from_numpy(entries))
+
+    def _entries_of(self, units: IntArray) -> IntArray:
+        entries: IntArray = np.where(units < 0, (units + 1) * self._narrow_layers - 1, units * self._num_layers)
+        return entries

@@ -1,0 +1,100 @@
+"""A CUDA device as one stage of a pipeline of engines: some of the layers, without graphs, between two hidden states
+that pass through page-locked host memory (KunServe §4).
+
+Steps have the shapes of their buckets, so that the kernels are those that a whole engine's graphs have. Knows nothing
+of who is beyond, nor of how it is reached.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.arrays import IntArray
+from engine.execution.cpu.device import Beyond
+from engine.execution.cuda.buffers import StepInputs, send
+from engine.execution.cuda.forward import Forward
+from engine.execution.lane import Lane, Mark, pinned
+from engine.execution.layout import Layout, decodes_first
+from engine.execution.pooling import TakeHidden
+
+
+class Stage:
+    """Of a `forward` that runs in `lane`. `fill`: writes a step and sends it to the device. A step has `max_tokens` at
+    most."""
+
+    def __init__(self, forward: Forward, lane: Lane, fill: Callable[[Layout], StepInputs], max_tokens: int) -> None:
+        self._forward, self._lane, self._fill = forward, lane, fill
+        self._weights, self._max_tokens = forward.decoder.weights, max_tokens
+        self._in: Tensor | None = None
+        self._out: Tensor | None = None
+        self._entered: Mark | None = None
+
+    def lead(self, beyond: Beyond, chunks: IntArray, take: TakeHidden | None) -> Tensor:
+        """Run chunks [n, 4] here and beyond: the hidden state [S, H] of what is sampled, on the host. All micro-batches
+        are launched before the first is waited for, and each goes on when it has ended."""
+        layouts, begun = [], []
+        for part in beyond.cut(chunks, whole=take is not None):
+            layouts.append(decodes_first(part))
+            inputs = self._fill(layouts[-1])
+            begun.append(self._forward.through(inputs, self._forward.embed(inputs))[: len(layouts[-1].positions)])
+        for layout, hidden in zip(layouts, self._leave(begun), strict=True):
+            wanted = layout.sampled_tokens if take is None else np.arange(len(hidden))
+            beyond.send(layout.chunks, hidden[None], wanted)
+        came = torch.cat([hidden[0] for hidden in beyond.receive()])
+        if take is None:
+            return came
+        take(layouts[0], self._forward.decoder.normed(self.enter(came, len(came))))
+        return came[torch.from_numpy(layouts[0].sampled_tokens)]
+
+    def pass_through(self, beyond: Beyond | None, chunks: IntArray, hidden: Tensor, wanted: IntArray) -> Tensor:
+        """The next part of a step that another device began, as `Beyond.send` has it, where chunk i is of row i; gives
+        what is wanted of it, on the host."""
+        layout = decodes_first(chunks)
+        inputs, chunk = self._fill(layout), layout.token_rows
+        firsts = np.cumsum(chunks[:, 2]) - chunks[:, 2]
+        # tokens in the order in which attention wants them, and back
+        came = firsts[chunk] + layout.positions - chunks[chunk, 1]
+        x = self._forward.through(inputs, self.enter(hidden[0], inputs.shape.tokens, came))
+        back = np.empty_like(came)
+        back[came] = np.arange(len(came))
+        leaving = back if beyond is not None else back[wanted]
+        (left,) = self._leave([x.index_select(0, send(leaving, x.device))])
+        if beyond is None:
+            return left[None]
+        beyond.send(chunks, left[None], wanted)
+        return beyond.receive()[0]
+
+    def enter(self, hidden: Tensor, rows: int, order: IntArray | None = None) -> Tensor:
+        """Hidden state [n, H] of the host, in an order [n] of its tokens, on the device, with zeros up to so many
+        rows."""
+        if self._entered is not None:
+            self._entered.synchronize()  # the memory on the way is free again
+        self._in = self._passing() if self._in is None else self._in
+        passing = self._in[: len(hidden)]
+        if order is None:
+            passing.copy_(hidden)
+        else:
+            torch.index_select(hidden, 0, torch.from_numpy(order), out=passing)
+        found = self._weights.embedding.new_zeros((rows, hidden.shape[1]))
+        self._lane.copy(passing, found[: len(hidden)])
+        self._entered = self._lane.mark()
+        return found
+
+    def _leave(self, parts: Sequence[Tensor]) -> Iterator[Tensor]:
+        """Hidden states [n, H] on the host, each when it has come; good until the next call."""
+        self._out = self._passing() if self._out is None else self._out
+        at, left = 0, list[tuple[Tensor, Mark]]()
+        for part in parts:
+            passing = self._out[at : at + len(part)]
+            left.append((passing, self._lane.fetch(part, passing)))
+            at += len(part)
+        for passing, mark in left:
+            mark.synchronize()
+            yield passing
+
+    def _passing(self) -> Tensor:
+        width = self._weights.embedding.shape[1]
+        size = self._max_tokens * width
+        return pinned(size, self._weights.embedding.dtype, self._weights.embedding.device).view(-1, width)
