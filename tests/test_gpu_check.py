@@ -53,7 +53,7 @@ def rows_without_a_server(*sections: str) -> list[list[Row]]:
 
 
 def test_sections() -> None:
-    counts = {"limits": 3, "attention": 3, "steps": 9, "float8": 2, "swap": 3, "serving": 4}
+    counts = {"limits": 3, "attention": 3, "steps": 9, "float8": 2, "swap": 3, "serving": 4, "drop": 3}
     found = rows_without_a_server(*counts)
     assert [len(rows) for rows in found] == list(counts.values())
     assert all(row.measured is not None and math.isfinite(row.measured) for rows in found for row in rows)

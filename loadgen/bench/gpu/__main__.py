@@ -26,6 +26,7 @@ SECTIONS: dict[str, tuple[str, str, float]] = {
     "attention": ("kernels", "check_attention", 60.0),
     "equality": ("equality", "check_equality", 120.0),
     "ranks": ("ranks", "check_ranks", 90.0),
+    "drop": ("drop", "check_drop", 90.0),
     "features": ("features", "check_features", 120.0),
     "steps": ("steps", "check_steps", 150.0),
     "swap": ("swap", "check_swap", 60.0),

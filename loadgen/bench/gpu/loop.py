@@ -12,7 +12,7 @@ from engine.execution.cuda.device import CudaDevice
 from engine.execution.runner import Runner
 from engine.models.spec import ModelSpec
 from engine.models.weights import ModelWeights
-from engine.scheduling.output import Collect, SchedulerOutput
+from engine.scheduling.output import Collect, ModelRunner, SchedulerOutput
 from engine.scheduling.planner import whole
 from loadgen.bench.gpu.setup import Setup
 
@@ -41,7 +41,7 @@ def make_runner(
 class Loop:
     """Runs requests to their end. `tokens` of every request, by its id; the first error ends the run with it."""
 
-    def __init__(self, runner: Runner[CudaDevice], config: SchedulerConfig) -> None:
+    def __init__(self, runner: ModelRunner, config: SchedulerConfig) -> None:
         self.core = EngineCore(config)
         self.tokens: dict[str, list[int]] = {}
         self._runner = runner
