@@ -37,7 +37,7 @@ from engine.execution.runner import Device, Runner
 from engine.models import torch_ops
 from engine.models.checkpoint import load_weights
 from engine.models.decoder import Decoder
-from engine.models.linear import make_linear
+from engine.models.linear import MakeLinear, make_linear
 from engine.models.lora import Adapters, load_adapter, plan_adapter
 from engine.models.spec import load_spec
 from engine.models.transformers_model import load_model, load_shape
@@ -244,12 +244,17 @@ def test_roots_of_prefixes() -> None:
     assert request.prefix_root == b"tenant" and len(roots | {other}) == 4
 
 
-@pytest.mark.parametrize("name", ["gemma2", "deepseek_v3"])
-def test_rows_of_modules_by_transformers(name: str, tmp_path: Path) -> None:
-    """Windows and soft caps, latent attention with experts shared by all; beside each other as alone."""
+@pytest.mark.parametrize(("name", "native"), [("gemma2", False), ("deepseek_v3", False), ("gemma2", True)])
+def test_rows_of_modules_by_transformers(name: str, native: bool, tmp_path: Path) -> None:
+    """Windows and soft caps, latent attention with experts shared by all; beside each other as alone. Layers that run
+    as wholes know nothing of adapters."""
     reference = tiny_transformers.save(name, tmp_path / "model")
     shape = load_shape(tmp_path / "model")
-    model = load_model(shape, tmp_path / "model", dtype="float32")
+    make: MakeLinear = make_linear
+    if native:
+        library = native_library()
+        make = Native(library, min(max(library.levels()), Level.AVX512), Team(library, 1)).linear
+    model = load_model(shape, tmp_path / "model", dtype="float32", make=make)
     adapters = [
         make_adapter(tmp_path / "a", reference, lambda last: last.endswith("_proj"), seed=1),
         make_adapter(tmp_path / "b", reference, lambda last: last == "o_proj", rank=2, seed=2),
@@ -260,6 +265,7 @@ def test_rows_of_modules_by_transformers(name: str, tmp_path: Path) -> None:
         num_units=44, max_model_len=80, block_size=BLOCK, max_num_seqs=8, max_num_batched_tokens=24
     )
     device = TransformersDevice(model, config.limits)
+    assert device.known_layers == (shape.num_layers if native else 0)
     for number, each in enumerate(plans, 1):
         device.adapt(number, load_adapter(each, shape, model.like))
     driver, requests = Driver(Runner(device), config), crowd(6)

@@ -30,6 +30,8 @@ from engine.execution.cpu.native.library import (
     activation_dtype,
 )
 from engine.execution.cpu.native.linear import Native, NativeLinear, rows_for, stride_of
+from engine.models.known_layers import Rotation
+from engine.models.layer_reader import rotated
 
 pytestmark = pytest.mark.timeout(900)  # the first test may have to build the library
 
@@ -101,8 +103,10 @@ ACTIVATIONS: dict[Epilogue, Callable[[Tensor], Tensor]] = {
 }
 
 
-def run_linear(native: Native, layer: NativeLinear, x: Tensor, epilogue: Epilogue) -> Tensor:
-    """The layer with an epilogue, as an operation of the library."""
+def run_linear(
+    native: Native, layer: NativeLinear, x: Tensor, epilogue: Epilogue, gates: Tensor | None = None
+) -> Tensor:
+    """The layer with an epilogue, as an operation of the library; `gates` lie where its outputs go."""
     level = native.level_for(layer.dtype)
     op = layer.op(epilogue)
     rows = torch.zeros(rows_for(len(x)), op.in_stride, dtype=activation_dtype(level))
@@ -110,6 +114,8 @@ def run_linear(native: Native, layer: NativeLinear, x: Tensor, epilogue: Epilogu
     width = layer.out_features // 2 if epilogue.gates else layer.out_features
     out = torch.zeros(len(x), op.out_stride, dtype=activation_dtype(level))
     op.input, op.out = rows.data_ptr(), out.data_ptr()
+    if gates is not None:
+        out[:, :width], op.other = gates, op.out
     native.library.linear(level, layer.dtype, op, len(x), native.team)
     assert not bool(out[:, width:].any()), "padding was written"
     return out[:, :width]
@@ -138,6 +144,28 @@ def test_swiglu(level: Level, dtype: torch.dtype, rows: int, inner: int, bias: b
     close(run_linear(native, layer, x, Epilogue.SWIGLU), functional.silu(gate) * up, dtype, steps=8, scale=4.0)
     close(run_linear(native, layer, x, Epilogue.GEGLU), gelu_tanh(gate) * up, dtype, steps=8, scale=4.0)
     close(layer(x), expected, dtype, scale=4.0)
+
+
+GATES = {
+    Epilogue.TIMES_SILU: functional.silu,
+    Epilogue.TIMES_GELU: functional.gelu,
+    Epilogue.TIMES_GELU_TANH: gelu_tanh,
+}
+
+
+@pytest.mark.parametrize(("level", "dtype"), LEVELS)
+@pytest.mark.parametrize(("rows", "inner"), [(1, 88), (7, 40), (40, 17)])
+@pytest.mark.parametrize("epilogue", GATES, ids=lambda epilogue: epilogue.name)
+def test_outputs_times_an_activated_gate(
+    level: Level, dtype: torch.dtype, rows: int, inner: int, epilogue: Epilogue
+) -> None:
+    native = native_of(level, dtype)
+    x, weight, bias = (
+        random(*shape, seed=n, dtype=dtype) for n, shape in enumerate(((rows, 64), (inner, 64), (inner,)))
+    )
+    gates, layer = random(rows, inner, seed=3, dtype=dtype), NativeLinear(native, weight / 4, bias)
+    expected = GATES[epilogue](gates.double()) * functional.linear(x.double(), (weight / 4).double(), bias.double())
+    close(run_linear(native, layer, x, epilogue, gates), expected, dtype, steps=8, scale=4.0)
 
 
 @pytest.mark.parametrize("level", Level)
@@ -308,6 +336,68 @@ def test_values_of_another_width_than_keys(
     close(actual, expected, dtype, steps=4, scale=0.5)
 
 
+# ---- additions, norms and rotations
+
+
+def run_ops(native: Native, dtype: torch.dtype, ops: list[Op], tokens: int, **changes: object) -> Tensor:
+    """Operations on a step of so many tokens of one request, in a pool of one row; gives its cells of k, and of v."""
+    shape = tiny_shape(
+        level=native.level_for(dtype), type=TYPES[dtype], max_tokens=tokens, num_rows=1, max_positions=12, **changes
+    )
+    pool = torch.zeros(shape.pool_units, shape.block_size, shape.cell, dtype=dtype)
+    chunk, tokens_of = np.array([(0, 0, tokens, 0)], np.int64), np.zeros((1, 12), np.int64)
+    tables, counts = np.arange(6, dtype=np.int64).reshape(2, 3), np.array([3], np.int64)
+    step = Step(
+        num_chunks=1, token_stride=12, table_stride=3, chunks=chunk.ctypes.data, tokens=tokens_of.ctypes.data,
+        k_table=tables[0].ctypes.data, v_table=tables[1].ctypes.data, num_blocks=counts.ctypes.data,
+        pool=pool.data_ptr(),
+    )  # fmt: skip
+    Tape(native.library, shape, ops).run(native.team, step)
+    return pool.view(2, 12, shape.cell)
+
+
+@pytest.mark.parametrize(("level", "dtype"), LEVELS)
+@pytest.mark.parametrize("scale", [0.0, 0.22])
+@pytest.mark.parametrize("normed", [False, True])
+def test_a_scaled_addition_with_a_norm_and_alone(level: Level, dtype: torch.dtype, scale: float, normed: bool) -> None:
+    native, kind = native_of(level, dtype), activation_dtype(level)
+    x, delta, weight = random(5, 40, dtype=dtype), random(5, 40, seed=1, dtype=dtype), random(40, seed=2)
+    rows, addend, out = x.to(kind, copy=True), delta.to(kind), torch.full((5, 40), 7.0, dtype=kind)
+    op = Op(kind=Kind.NORM, k=40, in_stride=40, out_stride=40, input=addend.data_ptr(), residual=rows.data_ptr())
+    op.scale, op.eps = scale, 1e-5
+    if normed:
+        op.out, op.weight = out.data_ptr(), weight.data_ptr()
+    run_ops(native, dtype, [op], 5)
+    total = x.double() + delta.double() * (scale or 1.0)
+    close(rows, total, dtype)
+    expected = functional.rms_norm(total, (40,), weight.double(), 1e-5) if normed else torch.full((5, 40), 7.0)
+    close(out, expected.double(), dtype, steps=4, scale=4.0)
+
+
+@pytest.mark.parametrize(("level", "dtype"), LEVELS)
+@pytest.mark.parametrize("pairs", [None, False, True], ids=["not", "halves", "pairs"])
+@pytest.mark.parametrize("rotary_dim", [4, 40, 44])
+def test_keys_are_written_turned_or_as_they_are(
+    level: Level, dtype: torch.dtype, pairs: bool | None, rotary_dim: int
+) -> None:
+    """Of heads of 44 elements some or all are turned."""
+    native, kind, width = native_of(level, dtype), activation_dtype(level), 4 * 44
+    qkv, angles = random(5, width, dtype=dtype), random(5, rotary_dim, seed=1, dtype=dtype).float()
+    rows, frequencies = qkv.to(kind, copy=True), torch.zeros(rotary_dim // 2)
+    op = Op(kind=Kind.ROPE_KV, out=rows.data_ptr(), out_stride=width)
+    if pairs is not None:
+        op.input, op.n = angles.data_ptr(), int(pairs)
+    changes = {"rotary_dim": rotary_dim, "inverse_frequencies": frequencies.data_ptr(), "rotary_scaling": 1.0}
+    k, v = run_ops(native, dtype, [op], 5, head_dim=44, value_dim=44, cell=44, **changes)
+    heads, (cos, sin) = qkv.to(torch.float64, copy=True).view(5, 4, 44), angles.double().chunk(2, dim=-1)
+    if pairs is not None:
+        doubled = (each.repeat(1, 2) for each in (cos, sin))
+        heads[:, :3] = rotated(heads[:, :3], Rotation(pairs, doubled=False), *doubled)
+    close(rows.view(5, 4, 44), heads, dtype, scale=4.0)
+    close(k[:5], heads[:, 2], dtype, scale=4.0)
+    assert torch.equal(v[:5], qkv.view(5, 4, 44)[:, 3])
+
+
 # ---- what is refused
 
 
@@ -355,6 +445,9 @@ def test_a_wrong_shape_is_refused_by_name(changes: dict[str, object], named: str
         (Op(kind=Kind.LINEAR, epilogue=Epilogue.GEGLU, n=8, k=8, in_stride=32), "packed in halves"),
         (Op(kind=Kind.EMBED), "embedding"),
         (Op(kind=Kind.NORM, k=8), "norm"),
+        (Op(kind=Kind.NORM, k=8, in_stride=8, residual=1), "neither a weight nor an addition"),
+        (Op(kind=Kind.NORM, k=8, in_stride=8, residual=1, weight=1), "norm: out"),
+        (Op(kind=Kind.LINEAR, epilogue=Epilogue.TIMES_SILU, n=8, k=8, in_stride=32), "nothing to activate"),
     ],
 )
 def test_a_wrong_operation_is_refused_by_name(op: Op, named: str) -> None:

@@ -42,9 +42,9 @@ NATIVE = ("deepseek_v2", "deepseek_v3", "gemma2", "gpt_oss", "gpt2")
 class Case:
     """A tiny checkpoint: transformers' model, ours, and where it lies."""
 
-    def __init__(self, model_type: str, folder: Path) -> None:
+    def __init__(self, model_type: str, folder: Path, **changes: Any) -> None:
         self.folder = folder
-        self.reference = tiny_transformers.save(model_type, folder)
+        self.reference = tiny_transformers.save(model_type, folder, **changes)
         self.shape = load_shape(folder)
         self.model = load_model(self.shape, folder, dtype="float32")
 

@@ -25,9 +25,13 @@ from torch import Tensor, nn
 from engine.errors import ModelLoadError
 from engine.models.checkpoint import Checkpoint
 from engine.models.families import family_named
+from engine.models.known_layers import LAYERS, Given, LayerForm, RunLayer, layer_of, observe
+from engine.models.known_layers import take_over as take_over_layer
+from engine.models.layer_reader import read_layer
 from engine.models.linear import Linear, MakeLinear, make_linear
 from engine.models.lora import AdapterPlan, Site
 from engine.models.manner import Manner
+from engine.models.norm_reader import UnknownError
 from engine.models.packing import Packing, packing_from_config
 from engine.models.recurrent import (
     RECUR,
@@ -277,6 +281,15 @@ def _nothing(_layer: int, q: Tensor, _k: Tensor, v: Tensor, _manner: Manner) -> 
     return q.new_zeros(len(q), q.shape[1] * v.shape[2])
 
 
+class Look(NamedTuple):
+    """A layer that attends, as a forward pass meets it: its decoder layer and what that is given, where it is one that
+    others may run; and its attention."""
+
+    layer: nn.Module | None
+    given: Given | None
+    seen: Seen
+
+
 class TransformersModel:
     """A model that runs: T packed tokens of any requests. `shape.layers` name the modules that attend."""
 
@@ -286,6 +299,13 @@ class TransformersModel:
         self._layers = {id(model.get_submodule(name)): index for index, name in enumerate(shape.layers)}
         for index, name in enumerate(shape.recurrent):
             take_over(model.get_submodule(name), index)
+        self._decoder_layers: dict[int, nn.Module] = {}
+        for index, name in enumerate(shape.layers):
+            above = layer_of(model, name)
+            if above is not None and model.get_submodule(above) not in self._decoder_layers.values():
+                self._decoder_layers[index] = model.get_submodule(above)
+                take_over_layer(self._decoder_layers[index], index)
+        self._forms: list[LayerForm | str] = []
 
     @property
     def like(self) -> Tensor:
@@ -301,20 +321,43 @@ class TransformersModel:
         keep: Tensor,
         recur: Recur = begin,
         adapters: "Adds | None" = None,
+        layers: RunLayer | None = None,
     ) -> Tensor:
         """token_ids, positions [T], `keep` [S]: which of the T -> logits [S, vocab]. `recur`: how layers with a
-        state run; `adapters`: of the T."""
+        state run; `adapters`: of the T; `layers`: runs decoder layers, which know nothing of adapters."""
 
         def attention(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, manner: Manner) -> Tensor:
             return attend(self._layers[id(module)], q, k, v, manner)
 
-        if adapters is None:
-            return _run(self.module, token_ids, positions, attention, keep, recur)
-        token = _ADAPTERS.set(adapters)
+        assert adapters is None or layers is None
+        token, before = _ADAPTERS.set(adapters), None if layers is None else LAYERS.set(layers)
         try:
             return _run(self.module, token_ids, positions, attention, keep, recur)
         finally:
             _ADAPTERS.reset(token)
+            if before is not None:
+                LAYERS.reset(before)
+
+    def look(self) -> list[Look]:
+        """The layers that attend, in their order, as they are called now."""
+        seen: dict[int, Seen] = {}
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, manner: Manner) -> Tensor:
+            seen[layer] = Seen(self.module, q.shape[1], k.shape[1], (k.shape[2], v.shape[2]), manner)
+            return _nothing(layer, q, k, v, manner)
+
+        with torch.inference_mode():
+            ids = torch.arange(_PROBED, device=self.like.device)
+            positions = torch.linspace(0, self.shape.max_context - 1, _PROBED, device=self.like.device).long()
+            given = observe(lambda: self.forward(ids, positions, attend, ids[:1]))
+        return [Look(self._decoder_layers.get(each), given.get(each), seen[each]) for each in range(len(seen))]
+
+    def layer_forms(self) -> list[LayerForm | str]:
+        """What the decoder layer of each layer that attends computes, or why that is not known."""
+        if not self._forms:
+            with torch.inference_mode():
+                self._forms = [_form_of(look) for look in self.look()]
+        return self._forms
 
     def linear_layers(self) -> list[Linear]:
         """Those of ours that stand in the place of transformers'."""
@@ -401,6 +444,15 @@ class TransformersModel:
         finally:
             self.module.set_attn_implementation(ATTENTION)
             assert config._attn_implementation == ATTENTION
+
+
+def _form_of(look: Look) -> LayerForm | str:
+    if look.layer is None or look.given is None:
+        return "its decoder layer is not found"
+    try:
+        return read_layer(look.layer, _Linear, look.given, _attending)
+    except UnknownError as error:
+        return str(error)
 
 
 def load_model(
@@ -492,6 +544,15 @@ def _replace_linear(model: nn.Module, make: MakeLinear) -> None:
 
 _Attention = Callable[[nn.Module, Tensor, Tensor, Tensor, Manner], Tensor]
 _CURRENT: ContextVar[_Attention] = ContextVar("attention of this forward pass")
+
+
+def _attending(attention: _Attention, call: Callable[[], Any]) -> Any:
+    """Run something of a model with this attention."""
+    token = _CURRENT.set(attention)
+    try:
+        return call()
+    finally:
+        _CURRENT.reset(token)
 
 
 def _run(

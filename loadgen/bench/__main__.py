@@ -20,6 +20,7 @@ BENCHES = {
     "control-plane": "loadgen.bench.control_plane",
     "offload": "loadgen.bench.offload",
     "quantization": "loadgen.bench.quantization",
+    "modules": "loadgen.bench.modules",
     "page": "loadgen.bench.page",
     "structured": "loadgen.bench.structured",
     "schemas": "loadgen.bench.schemas",

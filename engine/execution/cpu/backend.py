@@ -140,6 +140,8 @@ class CpuBackend:
     ) -> tuple[Runner[Any], LaunchPlan]:
         if isinstance(weights, TransformersModel):
             foreign = TransformersDevice.of(weights, plan)
+            if plan.kernels != "torch":
+                say(f"of {plan.spec.num_layers} layers with attention {foreign.known_layers} run as wholes")
             return Runner(foreign), replace(plan, threads=torch.get_num_threads(), state_slots=foreign.state_slots)
         decoder, hidden, host = Decoder(plan.own, weights), plan.scratch_blocks, plan.host_units
         spare = weights.layers.held_bytes if plan.droppable else 0

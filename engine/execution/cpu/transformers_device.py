@@ -1,6 +1,7 @@
 """A device that runs transformers' modules: attention over our pool, everything else theirs (see the model).
 
-Where their linear layers are the native library's, attention is, too; else it is what the device is given, or torch's.
+Where their linear layers are the native library's, attention is, too, and whole layers that are known are; else
+attention is what the device is given, or torch's.
 """
 
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from engine.arrays import IntArray
 from engine.execution.cpu.attention import PagedAttention, arrange, clear_begun_blocks
 from engine.execution.cpu.device import PoolDevice
 from engine.execution.cpu.native.attention import NativeAttention
+from engine.execution.cpu.native.layers import NativeLayers
 from engine.execution.cpu.native.linear import Native, NativeLinear
 from engine.execution.layout import Layout
 from engine.execution.masks import FinishMasks
@@ -63,8 +65,11 @@ class TransformersDevice(PoolDevice):
         self._states = StateTable(states, limits.max_num_seqs, self.state_slots, self.host_state_slots)
         native = _native_of(model)
         self._attend: StepAttention | None = None
+        self._layers: NativeLayers | None = None
         if native is not None:
-            self._attend = NativeAttention(native, self.pool, self.rows, limits.max_model_len)
+            length = limits.max_model_len
+            self._attend = NativeAttention(native, self.pool, self.rows, length)
+            self._layers = NativeLayers(native, model, self.pool, self.rows, self._attend, length)
         elif attention is not None:
             self._attend = attention(self.pool, self.rows)
         self._cell_bytes = 2 * model.shape.kv_size * model.like.dtype.itemsize
@@ -76,6 +81,11 @@ class TransformersDevice(PoolDevice):
             model, plan.limits, host_units=plan.host_units, attention=attention, state_slots=plan.state_slots,
             host_state_slots=plan.host_state_slots,
         )  # fmt: skip
+
+    @property
+    def known_layers(self) -> int:
+        """How many decoder layers run as wholes, by the native library."""
+        return 0 if self._layers is None else self._layers.known
 
     def restore(self, _units: IntArray, _starts: IntArray) -> None:
         """See CacheMover; nobody keeps hidden state here."""
@@ -95,7 +105,8 @@ class TransformersDevice(PoolDevice):
         )
         recur = self._states.of_step(layout, pool.device, rows.take_state_moves())
         adapt = self.adapters.of_step(rows.adapters[layout.token_rows], pool.device) if self.adapters else None
-        return self._model.forward(ids, positions, attend, keep, recur, adapt), None
+        layers = self._layers if adapt is None else None
+        return self._model.forward(ids, positions, attend, keep, recur, adapt, layers), None
 
     def _attention(self, chunks: IntArray) -> tuple[Layout, Attend]:
         """The order of a step's tokens, and what attends for each layer."""

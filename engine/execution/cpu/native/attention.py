@@ -21,11 +21,14 @@ from engine.execution.pool import UnitPool
 from engine.execution.rows import RowTable
 from engine.models.manner import PLAIN, Manner
 
-_FIRST_TOKENS = 512  # rows of the buffers until a step needs more
-_ANY_TOKEN = 2**31  # nothing is looked up by token ids here
+FIRST_TOKENS = 512
+"""Rows of the buffers until a step needs more."""
+
+ANY_TOKEN = 2**31
+"""A vocabulary of modules, whose tokens are not looked up by the library."""
 
 
-class _Heads(NamedTuple):
+class Heads(NamedTuple):
     """What a tape is for: heads and KV heads, the widths of K and V, and what scores are multiplied by."""
 
     heads: int
@@ -36,41 +39,41 @@ class _Heads(NamedTuple):
 
 
 class NativeAttention:
-    """One step at a time, over a pool in the model's type. `max_model_len`: the engine's longest context."""
+    """One `step` at a time, over a pool in the model's type. `max_model_len`: the engine's longest context."""
 
     def __init__(self, native: Native, pool: UnitPool, rows: RowTable, max_model_len: int) -> None:
         self._native = native
         self._pool = pool
         self._rows = rows
         self._max_model_len = max_model_len
-        self._tapes: dict[_Heads, _HeadsTape] = {}
+        self._tapes: dict[Heads, _HeadsTape] = {}
         self._chunks: IntArray = np.empty((0, 4), dtype=np.int64)
-        self._step = Step()
+        self.step = Step()
 
     def begin(self, chunks: IntArray) -> Layout:
         """From now on calls are of the tokens of these chunks [n, 4] (row, start, length, sample), in their order."""
         self._chunks = np.ascontiguousarray(chunks, dtype=np.int64)
-        self._step = step_over(self._pool, self._rows, self._chunks)
+        self.step = step_over(self._pool, self._rows, self._chunks)
         return Layout.of(chunks, np.arange(len(chunks)))
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, manner: Manner = PLAIN) -> Tensor:
         """q [T, heads, d], k [T, kv_heads, d], v [T, kv_heads, e] of all tokens -> [T, heads * e]. Writes k and v to
         the pool, whose cells may be wider than this layer's. Raises StepError."""
         scale = q.shape[2] ** -0.5 if manner.scale is None else manner.scale
-        heads = _Heads(q.shape[1], k.shape[1], k.shape[2], v.shape[2], scale)
+        heads = Heads(q.shape[1], k.shape[1], k.shape[2], v.shape[2], scale)
         tape = self._tapes.get(heads)
         if tape is None or tape.max_tokens < len(q):
-            room = max(len(q), 2 * tape.max_tokens if tape else _FIRST_TOKENS)
+            room = max(len(q), 2 * tape.max_tokens if tape else FIRST_TOKENS)
             tape = _HeadsTape(self._native, self._pool, self._rows, self._max_model_len, heads, room)
             self._tapes[heads] = tape
-        return tape.attend(self._step, layer, (q, k, v), manner)
+        return tape.attend(self.step, layer, (q, k, v), manner)
 
 
 class _HeadsTape:
     """The layers of one shape of heads, for steps of at most `max_tokens`."""
 
     def __init__(
-        self, native: Native, pool: UnitPool, rows: RowTable, max_model_len: int, heads: _Heads, max_tokens: int
+        self, native: Native, pool: UnitPool, rows: RowTable, max_model_len: int, heads: Heads, max_tokens: int
     ) -> None:
         self.max_tokens = max_tokens
         self._native = native
@@ -82,7 +85,7 @@ class _HeadsTape:
             max_model_len,
             **heads._asdict(),
             hidden=heads.heads * heads.head_dim,
-            vocab=_ANY_TOKEN,
+            vocab=ANY_TOKEN,
             max_tokens=max_tokens,
             max_samples=rows.num_rows,
             level=level,

@@ -19,7 +19,7 @@ from torch import Tensor
 from engine.errors import ConfigError
 from engine.execution.cpu.native import LIBRARY, is_built
 
-_ABI = 9
+_ABI = 10
 _ERROR_BYTES = 256
 
 
@@ -73,6 +73,9 @@ class Epilogue(enum.IntEnum):
     RELU = 4
     LOGITS = 5
     GEGLU = 6
+    TIMES_SILU = 7
+    TIMES_GELU = 8
+    TIMES_GELU_TANH = 9
 
     @property
     def gates(self) -> bool:

@@ -16,6 +16,14 @@ template <class T, class S> struct Epilogue {
         }
     }
 
+    static bool multiplies(int32_t kind) { return kind >= TM_TIMES_SILU; }
+
+    // Output x of a place where another layer's output is `gate`.
+    static Vec times(Vec x, Vec gate, int32_t kind) {
+        const Vec a = kind == TM_TIMES_SILU ? silu(gate) : kind == TM_TIMES_GELU ? gelu(gate) : gelu_tanh(gate);
+        return mul(rounded_to<T>(a), x);
+    }
+
     Vec output(const float *c, int64_t first, int64_t i) const {  // output `first` + i, `i` within the panel
         Vec x = load(c + i);
         if (op.bias && first + i < op.n) x = add(x, get(op.bias + first + i, op.n - first - i));
@@ -26,8 +34,12 @@ template <class T, class S> struct Epilogue {
         if (op.halves) return store_halves(row, panel, c);
         const int64_t first = panel * PANEL;
         S *out = (S *)op.out + row * op.out_stride + first;
-        for (int64_t i = 0; i < PANEL && first + i < op.n; i += Vec::W)
-            put<T>(out + i, activated(output(c, first, i), op.epilogue), op.n - first - i);
+        const S *gates = op.other ? (const S *)op.other + row * op.out_stride + first : nullptr;
+        for (int64_t i = 0; i < PANEL && first + i < op.n; i += Vec::W) {
+            const int64_t left = op.n - first - i;
+            const Vec x = output(c, first, i);
+            put<T>(out + i, multiplies(op.epilogue) ? times(x, get(gates + i, left), op.epilogue) : activated(x, op.epilogue), left);
+        }
     }
 
     // A panel of 16 outputs of the first half and the 16 of the second that belong to them.

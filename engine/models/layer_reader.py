@@ -1,0 +1,294 @@
+"""Reads what a decoder layer of transformers' modules computes, so that kernels of ours can compute all of it.
+
+A copy of the layer with random float32 weights runs a few tokens, and every tensor between its parts is noted. The
+layer is known if each of them is what one operation that we have makes of those before it: a norm, a linear layer, a
+rotation, an activation, a scaled addition; and if nothing in the layer is left over. Names of modules say nothing here.
+What cannot be read runs by its modules.
+"""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from engine.models.known_layers import Given, LayerForm, NormForm, Rotation
+from engine.models.norm_reader import UnknownError, floats, read_norm, same
+
+Attention = Callable[[nn.Module, Tensor, Tensor, Tensor, Any], Tensor]
+Attending = Callable[[Attention, Callable[[], Any]], Any]
+"""Runs something with this attention in the place of transformers'."""
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
+    "relu": functional.relu,
+}
+ROTATIONS = (Rotation(False, False), Rotation(True, False), Rotation(True, True))
+_GATES = ("silu", "gelu", "gelu_tanh")
+_PLAIN = ("gelu", "gelu_tanh", "relu")
+_MOST_LINEARS, _MATRIX = 7, 2
+_HEADS_FIRST = 4  # dimensions
+
+
+def read_layer(module: nn.Module, linear: type[nn.Module], given: Given, attending: Attending) -> LayerForm:
+    """What the layer computes, given such things. `linear`: the type of its linear layers, which have `in_features`,
+    `out_features` and `bias`. Raises UnknownError."""
+    if given.unknown:
+        raise UnknownError(f"it is given {given.unknown}")
+    linears = sum(isinstance(each, linear) for each in module.modules())
+    if linears > _MOST_LINEARS or any(each.dim() > _MATRIX for each in module.parameters()):
+        raise UnknownError("it has too many parts")  # experts, whose copy would be large
+    layer = _copy(module, linear)
+    form = _Matcher(layer, given, _run(layer, given, attending, 1.0)).read()
+    if form != _Matcher(layer, given, _run(layer, given, attending, 0.01)).read():  # where an epsilon matters
+        raise UnknownError("it computes other things of small values")
+    return form
+
+
+def _copy(module: nn.Module, linear: type[nn.Module]) -> nn.Module:
+    """The layer with random weights in float32."""
+    memo: dict[int, Any] = {id(each.config): each.config for each in module.modules() if hasattr(each, "config")}
+    for each in module.modules():
+        if isinstance(each, linear):
+            found: Any = each
+            memo[id(each)] = nn.Linear(found.in_features, found.out_features, found.bias is not None)
+    result = copy.deepcopy(module, memo).float()
+    generator = torch.Generator().manual_seed(0)
+    for each in result.modules():
+        each.__dict__.pop("forward", None)  # that of the module which was copied
+    with torch.no_grad():
+        for parameter in result.parameters():
+            spread = parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 0.3
+            parameter.normal_(0.0, spread, generator=generator)
+    return result.eval().requires_grad_(False)
+
+
+class _Leaf(NamedTuple):
+    """A call of a module that holds no others."""
+
+    name: str
+    module: Any
+    input: Tensor
+    output: Tensor
+
+    @property
+    def is_linear(self) -> bool:
+        return isinstance(self.module, nn.Linear)
+
+
+@dataclass
+class _Notes:
+    """One run of a layer: its parts in the order of their calls, those in front of attention and those behind it."""
+
+    x: Tensor
+    before: list[_Leaf] = field(default_factory=list)
+    after: list[_Leaf] = field(default_factory=list)
+    qkv: tuple[Tensor, Tensor, Tensor] | None = None
+    attended: Tensor | None = None
+    y: Any = None
+
+
+def _run(layer: nn.Module, given: Given, attending: Attending, size: float) -> _Notes:
+    """The layer on random tokens of this size, whose attention gives random values."""
+    generator = torch.Generator().manual_seed(1)
+    notes = _Notes(size * torch.randn(given.x.shape, generator=generator))
+
+    def attention(_module: nn.Module, q: Tensor, k: Tensor, v: Tensor, _manner: Any) -> Tensor:
+        if notes.qkv is not None:
+            raise UnknownError("it attends more than once")
+        notes.qkv = q, k, v
+        notes.attended = torch.randn(len(q), q.shape[1] * v.shape[2], generator=generator)
+        return notes.attended
+
+    def note(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            x = args[0] if args else next(iter(kwargs.values()), None)
+            if isinstance(x, Tensor) and isinstance(output, Tensor):
+                (notes.before if notes.qkv is None else notes.after).append(_Leaf(name, module, x, output))
+
+        return hook
+
+    leaves = [(name, each) for name, each in layer.named_modules() if not any(each.children())]
+    hooks = [each.register_forward_hook(note(name), with_kwargs=True) for name, each in leaves]
+    try:
+        notes.y = attending(attention, lambda: layer(hidden_states=notes.x, **_widened(given)))
+    except UnknownError:
+        raise
+    except Exception as error:  # of somebody else's code
+        raise UnknownError(f"a copy of it does not run: {error}") from None
+    finally:
+        for each in hooks:
+            each.remove()
+    if not isinstance(notes.y, Tensor) or notes.qkv is None:
+        raise UnknownError("it does not attend, or gives more than hidden state")
+    return notes
+
+
+def _widened(given: Given) -> dict[str, Any]:
+    def wide(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(wide(each) for each in value)
+        return value.float() if isinstance(value, Tensor) and value.is_floating_point() else value
+
+    return {name: wide(each) for name, each in given.others.items()}
+
+
+class _Matcher:
+    """One run against what we have, part by part."""
+
+    def __init__(self, layer: nn.Module, given: Given, notes: _Notes) -> None:
+        self._layer = layer
+        cos, sin = given.rotation or (None, None)
+        self._rotation = None if cos is None or sin is None else (cos.float()[0], sin.float()[0])
+        self._notes = notes
+        self._before = [leaf for leaf in notes.before if _does_something(leaf)]
+        self._after = [leaf for leaf in notes.after if _does_something(leaf)]
+        self._used: list[_Leaf] = []
+
+    def read(self) -> LayerForm:
+        notes = self._notes
+        assert notes.attended is not None
+        input_norm, normed = self._norm_of(self._before, notes.x)
+        qkv, qk_norms, rotation = self._queries(normed)
+        out = self._linear(self._after, notes.attended)
+        attention_norm, branch = self._norm_of(self._after, out.output)
+        scale, middle = self._middle(branch)
+        seen = self._after[0].input if self._after else notes.x
+        parallel = not same(seen, middle) and (same(seen, notes.x) or same(seen, normed))
+        mlp_norm, rows = (None, normed) if same(seen, normed) and parallel else self._norm_of(self._after, seen)
+        up, gated, activation, down = self._mlp(rows)
+        down_norm, result = self._norm_of(self._after, down.output)
+        total = middle + scale * result
+        if (not parallel and not same(seen, middle)) or not same(notes.y, total):
+            raise UnknownError("its branches are added in another way")
+        self._check_rest()
+        return LayerForm(
+            input_norm, qkv, qk_norms, rotation, out.name, attention_norm, parallel, mlp_norm, up, gated, activation,
+            down.name, down_norm, scale,
+        )  # fmt: skip
+
+    def _take(self, leaves: list[_Leaf]) -> _Leaf:
+        self._used.append(leaves[0])
+        return leaves.pop(0)
+
+    def _linear(self, leaves: list[_Leaf], x: Tensor) -> _Leaf:
+        """The next part, a linear layer of these rows."""
+        if not leaves or not leaves[0].is_linear or not same(leaves[0].input, x):
+            found = leaves[0].name if leaves else "nothing"
+            raise UnknownError(f"{found} stands where a linear layer is looked for")
+        return self._take(leaves)
+
+    def _norm_of(self, leaves: list[_Leaf], x: Tensor) -> tuple[NormForm | None, Tensor]:
+        """The next part if it is a norm of x, and what it gives; else none, and x."""
+        if not leaves or leaves[0].is_linear or not same(leaves[0].input, x):
+            return None, x
+        leaf = self._take(leaves)
+        return read_norm(leaf.name, leaf.module), leaf.output
+
+    def _queries(self, x: Tensor) -> tuple[tuple[str, ...], tuple[NormForm, NormForm] | None, Rotation | None]:
+        """The linear layers of q, k and v, norms on q and k, and how those are turned."""
+        assert self._notes.qkv is not None
+        q, k, v = self._notes.qkv
+        linear = [leaf for leaf in self._before if leaf.is_linear]
+        norms = [leaf for leaf in self._before if not leaf.is_linear]
+        sizes = [each.shape[1] * each.shape[2] for each in (q, k, v)]
+        rows = [self._linear([leaf], x).output.reshape(len(q), -1) for leaf in linear]
+        widths = [each.shape[1] for each in rows]
+        if widths not in (sizes, [sum(sizes)]) or len(norms) not in (0, 2):
+            raise UnknownError("queries, keys and values are made in another way")
+        mine, self._before = list(torch.split(torch.cat(rows, dim=1), sizes, dim=1)), []
+        forms: list[NormForm] = []
+        for place, leaf in enumerate(norms):
+            swaps = not same(leaf.input.reshape(len(q), -1), mine[place])  # heads come before tokens
+            if swaps and not (leaf.input.dim() == _HEADS_FIRST and same(_swapped(leaf.input), mine[place])):
+                raise UnknownError(f"{leaf.name} is a norm of something else")
+            form = read_norm(leaf.name, self._take([leaf]).module)
+            width = leaf.module.weight.shape[0]
+            if width not in (sizes[place], q.shape[2]):
+                raise UnknownError(f"{leaf.name} is a norm of {width} elements")
+            forms.append(replace(form, heads=width != sizes[place]))
+            mine[place] = _swapped(leaf.output) if swaps else leaf.output.reshape(len(q), -1)
+        if not same(v.reshape(len(v), -1), mine[2]):
+            raise UnknownError("values are not those of a linear layer")
+        turned = {self._turned(each, mine[place].view(each.shape)) for place, each in enumerate((q, k))}
+        if len(turned) != 1 or len({form.heads for form in forms}) > 1:
+            raise UnknownError("queries and keys are unlike")
+        return tuple(leaf.name for leaf in linear), (forms[0], forms[1]) if forms else None, turned.pop()
+
+    def _turned(self, found: Tensor, mine: Tensor) -> Rotation | None:
+        if same(found, mine):
+            return None
+        if self._rotation is not None:
+            for rotation in ROTATIONS:
+                if same(found, rotated(mine, rotation, *self._rotation)):
+                    return rotation
+        raise UnknownError("queries or keys are turned in another way")
+
+    def _middle(self, branch: Tensor) -> tuple[float, Tensor]:
+        """What a branch is multiplied by, and the hidden state behind the first."""
+        x = self._notes.x
+        for scale in (1.0, *floats(self._layer)):
+            middle = x + scale * branch.view(x.shape)
+            if self._after and same(self._after[0].input, middle):
+                return scale, middle
+        return 1.0, x + branch.view(x.shape)
+
+    def _mlp(self, x: Tensor) -> tuple[tuple[str, ...], bool, str, _Leaf]:
+        """The linear layers up, the gate first; whether there is one; the activation; the layer down."""
+        first = self._linear(self._after, x)
+        second = self._linear(self._after, x) if len(self._after) > 1 and same(self._after[0].input, x) else None
+        if not self._after or not self._after[0].is_linear:
+            raise UnknownError("its MLP is another")
+        down = self._take(self._after)
+        inner = down.input.reshape(-1, down.input.shape[-1])
+        rows = [leaf.output.reshape(len(inner), -1) for leaf in (first, second) if leaf is not None]
+        if second is None and rows[0].shape[1] == 2 * inner.shape[1]:
+            rows = list(rows[0].chunk(2, dim=1))
+        names = (first.name,) if second is None else (first.name, second.name)
+        if len(rows) == 1:
+            act = next((name for name in _PLAIN if same(inner, ACTIVATIONS[name](rows[0]))), None)
+            if act is not None:
+                return names, False, act, down
+            raise UnknownError("its activation is another")
+        for gate, up, order in ((rows[0], rows[1], names), (rows[1], rows[0], names[::-1])):
+            found = next((name for name in _GATES if same(inner, ACTIVATIONS[name](gate) * up)), None)
+            if found is not None and (order == names or second is not None):
+                return order, True, found, down
+        raise UnknownError("its activation is another")
+
+    def _check_rest(self) -> None:
+        rest = [*self._before, *self._after]
+        if rest:
+            raise UnknownError(f"{rest[0].name} has no place")
+        names = [leaf.name for leaf in self._used]
+        if len(set(names)) != len(names):
+            raise UnknownError("a part is called twice")
+        owned = {f"{leaf.name}.{name}" for leaf in self._used for name, _ in leaf.module.named_parameters()}
+        held = {name for name, _ in self._layer.named_parameters()}
+        if held - owned:
+            raise UnknownError(f"{min(held - owned)} has no place")
+
+
+def _swapped(x: Tensor) -> Tensor:
+    """x [1, heads, T, d] -> [T, heads * d]."""
+    return x[0].transpose(0, 1).flatten(1)
+
+
+def rotated(x: Tensor, rotation: Rotation, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [T, heads, d], of each head the first r elements turned; cos, sin [T, r]."""
+    width, (cos, sin) = cos.shape[-1], (rotation.once(each)[:, None] for each in (cos, sin))
+    part, rest = x[..., :width], x[..., width:]
+    first, second = (part[..., ::2], part[..., 1::2]) if rotation.pairs else part.chunk(2, dim=-1)
+    turned = first * cos - second * sin, second * cos + first * sin
+    joined = torch.stack(turned, dim=-1).flatten(-2) if rotation.pairs else torch.cat(turned, dim=-1)
+    return torch.cat((joined, rest), dim=-1)
+
+
+def _does_something(leaf: _Leaf) -> bool:
+    """Whether it has weights; activations and the like are seen in what comes of them."""
+    return any(True for _ in leaf.module.parameters())
