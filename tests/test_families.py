@@ -2,6 +2,7 @@
 transformers' own greedy generation; and random disturbances on one of them (reliability E6)."""
 
 import functools
+import inspect
 from typing import Any
 
 import hypothesis.strategies as st
@@ -62,12 +63,13 @@ def reference(case: str, prompt: tuple[int, ...], output: int = OUTPUT) -> tuple
     """Greedy tokens by transformers alone, and at each the gap between the best two logits."""
     model = tiny_models.reference_model(case)
     tokens, gaps = list(prompt), []
+    cache = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"  # since 5.24
     with torch.inference_mode():
         past = None
         ids = torch.tensor([tokens])
         for _ in range(output):
-            answer = model(input_ids=ids, past_key_values=past, use_cache=True)
-            past = answer.past_key_values
+            answer = model(input_ids=ids, use_cache=True, **{cache: past})
+            past = answer[cache]
             best = answer.logits[0, -1].float().topk(2)
             tokens.append(int(best.indices[0]))
             gaps.append(float(best.values[0] - best.values[1]))

@@ -28,7 +28,7 @@ Recur = Callable[[int, Call, Tensor], Tensor]
 STATES = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
 """Types of layers, in transformers' words, that keep a state."""
 
-_CACHES = ("cache_params", "past_key_values")
+_CACHES = ("cache_params", "cache", "past_key_values")
 _IGNORED = {"position_ids", "position_embeddings", "cache_position"}
 
 
