@@ -41,12 +41,14 @@ class WouldCompileError(AssertionError):
 class DryDevice(TorchDispatchMode):
     """`counts` of the phase: `uploads` and `fetches` begun, `waits` for what ended long ago, `pins` of host memory,
     `kernels` of Triton, `operators` of torch, `graphs` replayed, `blocking` (where `strict`, an error instead).
-    `step`: of the launch; a mark may be waited for when the step after its own has been launched too. `compiled`: what
-    was asked of the compiler; once `sealed`, to ask it for more is an error."""
+    `launched`: the names of kernels and operators, as they came. `step`: of the launch; a mark may be waited for when
+    the step after its own has been launched too. `compiled`: what was asked of the compiler; once `sealed`, to ask it
+    for more is an error."""
 
     def __init__(self) -> None:
         super().__init__()
         self.counts: Counter[str] = Counter()
+        self.launched: list[str] = []
         self.strict, self.step = False, 0
         self.capturing = self.sealed = False
         self.compiled: list[str] = []
@@ -85,6 +87,7 @@ class DryDevice(TorchDispatchMode):
             and any(each.is_meta for each in tree_leaves((here, result)) if isinstance(each, Tensor))
         ):
             self.counts["operators"] += 1
+            self.launched.append(name)
         return result
 
     def compile(self, kernel: str, specialisation: str) -> None:
@@ -182,6 +185,7 @@ class _Recorder:
 
     def _run(self, *_: Any) -> None:
         self._dry.counts["kernels"] += 1
+        self._dry.launched.append(self._kernel.__name__)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         assert all(0 < size < 2**16 for size in grid[1:]) and grid[0] > 0, "beyond what a grid may be"

@@ -1,5 +1,8 @@
 """Attention kernels against their twins in float64. Run by test_kernels.py, in a process of its own."""
 
+from copy import copy
+from itertools import permutations
+
 import numpy as np
 import pytest
 import torch
@@ -7,6 +10,7 @@ from kernel_pool import DEVICE, DTYPES, NAN, PagedCache, assert_same, double, fu
 from torch import Tensor
 
 from engine.models import torch_ops as twin
+from engine.triton_kernels import configs
 from engine.triton_kernels.configs import LaunchConfig, device_arch, prefill_config
 from engine.triton_kernels.decode_attention import decode_attention
 from engine.triton_kernels.prefill_attention import prefill_attention
@@ -60,12 +64,14 @@ def decode_both(
         "softcap": softcap, "sinks": sinks,
     }  # fmt: skip
     actual = torch.full(shape, NAN, dtype=dtype, device=DEVICE)
-    tables = (cache.k_table, cache.v_table)
-    decode_attention(q, cache.pool, *tables, work, partial, partial_lse, actual, **where, config=DECODE_TILE)
+    arrived = torch.zeros((max_items, kv_heads), dtype=torch.int32, device=DEVICE)
+    scratch, tables = (partial, partial_lse, arrived), (cache.k_table, cache.v_table)
+    decode_attention(q, cache.pool, *tables, work, *scratch, actual, **where, config=DECODE_TILE)
     expected = torch.full(shape, NAN, dtype=torch.float64, device=DEVICE)
-    twin.decode_attention(q.double(), double(cache.pool), *tables, work, partial, partial_lse, expected, **where)
-    assert not expected.isnan().any()
+    twin.decode_attention(q.double(), double(cache.pool), *tables, work, *scratch, expected, **where)
+    assert expected.isnan().all(-1).all(-1).tolist() == [not length for length in (*lengths, 0, 0)]
     assert_same(actual, expected, dtype)
+    assert not arrived.any(), "the next layer counts from zero"
     return work
 
 
@@ -93,6 +99,44 @@ def test_decode_merges_more_splits_than_one_tile(dtype: torch.dtype) -> None:
     cache = paged_cache([1300, 40], seed=3, dtype=dtype, kv_heads=1, head_dim=64)
     work = decode_both(cache, [1300, 40], [0, 1], 4, dtype, 3, max_items=64)
     assert work.ranges[0, 1].item() > 32
+
+
+@pytest.mark.parametrize(("at_once", "window", "sinks"), [(2, 0, False), (2, 100, True), (4, 0, True), (8, 0, False)])
+def test_decode_merges_in_any_order_of_arrival(
+    at_once: int, window: int, sinks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Five splits of a context end in every order, with another context between them: until its last split has, the
+    result is not touched; then it is the same to the last bit. The counters are zeros again, and serve the next."""
+    monkeypatch.setattr(configs, "merged_splits", lambda _width: at_once)
+    cache = paged_cache([150, 60], seed=9, dtype=torch.float16, kv_heads=1, head_dim=64)
+    work = DecodeWork(3, 9, DECODE_TILE.block_n, DEVICE, min_split=DECODE_TILE.block_n)
+    work.fill(np.array([0, 1], np.int32), np.array([150, 60], np.int32))
+    work.buffer.upload()
+    assert work.ranges[:, 1].tolist() == [5, 2, 0]
+    q = fused_heads(torch.Generator().manual_seed(9), 2, 6, 64, torch.float16)
+    arrived = torch.zeros((9, 1), dtype=torch.int32, device=DEVICE)
+    partial, lse = torch.empty((9, 6, 64), device=DEVICE), torch.empty((9, 6), device=DEVICE)
+    out, expected = torch.empty_like(q), torch.empty_like(q, dtype=torch.float64)
+    tables, where = (cache.k_table, cache.v_table), {"layer": cache.layer, "scratch_base": cache.scratch_base}
+    where |= {"scale": 0.2, "window": window, "sinks": sinks_of(6) if sinks else None}
+
+    def run(*items: int) -> None:
+        part = copy(work)
+        part.items = work.items.clone()
+        part.items[[item not in items for item in range(9)], 0] = -1
+        decode_attention(q, cache.pool, *tables, part, partial, lse, arrived, out, **where, config=DECODE_TILE)
+
+    twin.decode_attention(q.double(), double(cache.pool), *tables, work, partial, lse, arrived, expected, **where)
+    run(*range(9))
+    whole = out.clone()
+    assert_same(whole, expected, torch.float16)
+    for number, order in enumerate([*permutations(range(5))][::10]):
+        for scratch in (partial, lse, out):
+            scratch.fill_(NAN)
+        for ended, item in enumerate(order):
+            run(item, *((5, 6) if ended == number % 5 else ()))
+            assert torch.equal(out[0], whole[0]) if ended == 4 else out[0].isnan().all()
+        assert torch.equal(out[1], whole[1]) and not arrived.any()
 
 
 @pytest.mark.parametrize("window", [1, 32, 95])
@@ -318,8 +362,13 @@ def test_prefill_and_decode_refuse_wrong_shapes() -> None:
     with pytest.raises(AssertionError, match="int32 or int64"):
         prefill_attention(q, cache.pool, tables[0].float(), tables[1], work, *partial, q.clone(), **args)
     decode = DecodeWork(3, 4, 32, DEVICE)
+    counters = index([[0, 0]] * 4)
     with pytest.raises(AssertionError, match="partial"):
-        decode_attention(q, cache.pool, *tables, decode, q, index([0]).float(), q.clone(), **args)
+        decode_attention(q, cache.pool, *tables, decode, q, index([0]).float(), counters, q.clone(), **args)
+    scratch = torch.zeros((4, 4, 64), device=DEVICE), torch.zeros((4, 4), device=DEVICE)
+    for wrong in (counters[:2], counters[:, :1], counters.long()):
+        with pytest.raises(AssertionError, match=r"arrived: \(4, 2\)"):
+            decode_attention(q, cache.pool, *tables, decode, *scratch, wrong, q.clone(), **args)
 
 
 WIDTHS = [

@@ -127,6 +127,11 @@ def mixed_cache(shape: tuple[int, int, int], dtype: torch.dtype, seed: int) -> t
     return caches[0], caches[1]
 
 
+def decode_scratch(fill: float, kv_heads: int, heads: int, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
+    partial, lse = (torch.full(shape, fill, device=DEVICE) for shape in ((9, heads, head_dim), (9, heads)))
+    return partial, lse, torch.zeros((9, kv_heads), dtype=torch.int32, device=DEVICE)
+
+
 def check_mixed(shape: tuple[int, int, int], dtype: torch.dtype, actual: Tensor, twins: Tensor, whole: Tensor) -> None:
     torch.testing.assert_close(twins, whole, rtol=1e-5, atol=1e-5)
     tolerance = 1e-4 if dtype == torch.float32 else 6e-3
@@ -145,16 +150,16 @@ def test_decode_reads_blocks_of_both_widths(
     work.fill(np.arange(3, dtype=np.int32), np.array(LENGTHS, np.int32))
     work.buffer.upload()
     q = fused_heads(torch.Generator().manual_seed(8), 3, heads, head_dim, dtype)
-    partial, lse = torch.full((9, heads, head_dim), NAN, device=DEVICE), torch.full((9, heads), NAN, device=DEVICE)
+    scratch = decode_scratch(NAN, kv_heads, heads, head_dim)
     where = {"layer": LAYER, "scale": head_dim**-0.5, "window": window, "softcap": softcap}
     where["scratch_base"] = mixed.scratch_base
     actual, *expected = torch.full_like(q, NAN), *(torch.full(q.shape, NAN, device=DEVICE) for _ in range(2))
     for cache, out, layers in ((mixed, expected[0], LAYERS), (exact, expected[1], 0)):
         tables = (cache.k_table, cache.v_table)
-        twin.decode_attention(q.float(), cache.pool, *tables, work, partial, lse, out, **where, mixed=layers)
+        twin.decode_attention(q.float(), cache.pool, *tables, work, *scratch, out, **where, mixed=layers)
     tables = (mixed.k_table, mixed.v_table)
     decode_attention(
-        q, mixed.pool, *tables, work, partial, lse, actual, **where, mixed=LAYERS, config=DECODE_TILE
+        q, mixed.pool, *tables, work, *scratch, actual, **where, mixed=LAYERS, config=DECODE_TILE
     )  # fmt: skip
     check_mixed(shape, dtype, actual, *expected)
 
@@ -194,10 +199,10 @@ def test_scales_that_are_not_finite_stay_visible() -> None:
     work.fill(np.arange(3, dtype=np.int32), np.array(LENGTHS, np.int32))
     work.buffer.upload()
     q = fused_heads(torch.Generator().manual_seed(8), 3, kv_heads * group, head_dim, dtype)
-    partial, lse = torch.zeros((9, *q.shape[1:]), device=DEVICE), torch.zeros((9, q.shape[1]), device=DEVICE)
+    scratch = decode_scratch(0.0, kv_heads, *q.shape[1:])
     tables, out = (mixed.k_table, mixed.v_table), torch.zeros_like(q)
     decode_attention(
-        q, mixed.pool, *tables, work, partial, lse, out, layer=LAYER, scratch_base=mixed.scratch_base, scale=0.1,
+        q, mixed.pool, *tables, work, *scratch, out, layer=LAYER, scratch_base=mixed.scratch_base, scale=0.1,
         mixed=LAYERS, config=DECODE_TILE,
     )  # fmt: skip
     assert out.isnan().all(-1).nonzero().tolist() == [[1, 0]] and out.isnan().any(-1).sum() == 1
@@ -208,13 +213,13 @@ def test_a_mixed_pool_has_its_scales_behind_it() -> None:
     (mixed, _), (head_dim, group, kv_heads) = mixed_cache(shape, dtype, seed=11), shape
     work = DecodeWork(4, 9, DECODE_TILE.block_n, DEVICE, min_split=DECODE_TILE.block_n)
     q = torch.zeros((3, kv_heads * group, head_dim), device=DEVICE)
-    partial, lse = torch.zeros((9, *q.shape[1:]), device=DEVICE), torch.zeros((9, q.shape[1]), device=DEVICE)
+    scratch = decode_scratch(0.0, kv_heads, *q.shape[1:])
     tables = (mixed.k_table, mixed.v_table)
     where = {"layer": 0, "scratch_base": mixed.scratch_base, "scale": 0.1, "mixed": LAYERS}
     with pytest.raises(AssertionError, match="of scales lie behind the pool"):
-        decode_attention(q, mixed.pool.clone(), *tables, work, partial, lse, q.clone(), **where)
+        decode_attention(q, mixed.pool.clone(), *tables, work, *scratch, q.clone(), **where)
     with pytest.raises(AssertionError, match="without scratch"):
-        decode_attention(q, mixed.pool, *tables, work, partial, lse, q.clone(), **where | {"scratch_base": 9})
+        decode_attention(q, mixed.pool, *tables, work, *scratch, q.clone(), **where | {"scratch_base": 9})
 
 
 @CELLS
@@ -226,12 +231,12 @@ def test_decode(shape: tuple[int, int, int], dtype: torch.dtype, kind: torch.dty
     work.fill(np.arange(3, dtype=np.int32), np.array(LENGTHS, np.int32))
     work.buffer.upload()
     q = fused_heads(torch.Generator().manual_seed(4), 3, heads, head_dim, dtype)
-    partial, lse = torch.full((9, heads, head_dim), NAN, device=DEVICE), torch.full((9, heads), NAN, device=DEVICE)
+    scratch = decode_scratch(NAN, kv_heads, heads, head_dim)
     where = {"layer": cache.layer, "scratch_base": cache.scratch_base, "scale": head_dim**-0.5}
     actual, expected = torch.full_like(q, NAN), torch.full(q.shape, NAN, device=DEVICE)
     tables = (cache.k_table, cache.v_table)
-    decode_attention(q, cache.pool, *tables, work, partial, lse, actual, **where, config=DECODE_TILE)
-    twin.decode_attention(q.float(), cache.pool, *tables, work, partial, lse, expected, **where)
+    decode_attention(q, cache.pool, *tables, work, *scratch, actual, **where, config=DECODE_TILE)
+    twin.decode_attention(q.float(), cache.pool, *tables, work, *scratch, expected, **where)
     tolerance = 1e-4 if dtype == torch.float32 else 6e-3
     torch.testing.assert_close(actual.float(), expected, rtol=tolerance, atol=tolerance)
 

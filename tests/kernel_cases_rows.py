@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_pool import DEVICE, DTYPES, NAN, assert_same, random
+from kernel_pool import DEVICE, DTYPES, NAN, assert_same, index, random
 from torch import Tensor
 
 from engine.models import float8
@@ -16,7 +16,7 @@ from engine.triton_kernels.penalties import count_tokens, penalise
 from engine.triton_kernels.rms_norm import add_rms_norm, add_rms_norm_rounded, rms_norm, rms_norm_rounded
 from engine.triton_kernels.round_rows import round_rows, scale_rows
 from engine.triton_kernels.silu_and_mul import gelu_tanh_and_mul, silu_and_mul, silu_and_mul_rounded
-from engine.triton_kernels.step_tokens import accept_tokens, embed_tokens
+from engine.triton_kernels.step_tokens import accept_tokens, embed_tokens, softcap
 from engine.triton_kernels.token_mask import token_mask
 
 WIDTHS = [(1, 64), (3, 576), (5, 1000), (2, 5120)]
@@ -82,6 +82,71 @@ def test_layer_norm(rows: int, width: int, dtype: torch.dtype) -> None:
     assert torch.equal(total, twin_total)
     assert_same(out, twin.layer_norm(total.double(), *wide, 1e-2), dtype)
     assert_same(out, twin_out, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("chosen", [[4, 0, 4, 3], [2], []], ids=len)
+def test_sums_of_chosen_rows(chosen: list[int], dtype: torch.dtype) -> None:
+    """To the last bit what the norms of all rows have there; some rows come twice, most not at all."""
+    generator, x = inputs(5, 1000, dtype)
+    weight, bias = (random(generator, 1000, dtype=dtype) for _ in range(2))
+    residual, rows = random(generator, 5, 1008, dtype=dtype)[:, :1000], index(chosen)
+    scale = torch.full((1,), 0.004, device=DEVICE)
+    calls: list[tuple[Any, Any, tuple[Any, ...]]] = [
+        (add_rms_norm, twin.add_rms_norm, (weight, 1e-2)),
+        (add_layer_norm, twin.add_layer_norm, (weight, bias, 1e-2)),
+        (add_rms_norm_rounded, twin.add_rms_norm_rounded, (weight, 1e-2, None)),
+        (add_rms_norm_rounded, twin.add_rms_norm_rounded, (weight, 1e-2, scale)),
+    ]
+    for kernel, torchs, arguments in calls:
+        found, total = kernel(x, residual, *arguments, rows)
+        every, totals = kernel(x, residual, *arguments)
+        expected, twin_total = torchs(x, residual, *arguments, rows)
+        assert torch.equal(total, totals[chosen]) and torch.equal(total, twin_total)
+        if isinstance(found, Tensor):
+            assert torch.equal(found, every[chosen])
+            assert_same(found, expected, dtype)
+        else:
+            (values, scales), (all_values, all_scales) = found, every
+            assert torch.equal(values.float(), all_values.float()[chosen]) and torch.equal(scales, all_scales[chosen])
+            assert values.shape == expected[0].shape and scales.shape == expected[1].shape
+
+
+@pytest.mark.parametrize("wide", [False, True], ids=["weights as x", "weights of floats"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("rows", "width"), WIDTHS)
+def test_norms_of_what_is_added(rows: int, width: int, dtype: torch.dtype, wide: bool) -> None:
+    """To the last bit what a norm gives that runs before."""
+    generator, x = inputs(rows, width, dtype)
+    weight, inner = (random(generator, width, dtype=torch.float32 if wide else dtype) for _ in range(2))
+    residual, chosen = random(generator, rows, width + 8, dtype=dtype)[:, :width], index([0, rows - 1])
+    normed = rms_norm(x, inner, 1e-2)
+    for which in (None, chosen):
+        found = add_rms_norm(x, residual, weight, 1e-2, which, inner)
+        assert all(map(torch.equal, found, add_rms_norm(normed, residual, weight, 1e-2, which)))
+        expected = twin.add_rms_norm(x, residual, weight, 1e-2, which, inner)
+        for actual, other in zip(found, expected, strict=True):
+            assert actual.shape == other.shape
+            torch.testing.assert_close(actual.float(), other.float(), rtol=0.04, atol=0.04)
+        rounded, total = add_rms_norm_rounded(x, residual, weight, 1e-2, None, which, inner)
+        plain, same = add_rms_norm_rounded(normed, residual, weight, 1e-2, None, which)
+        assert torch.equal(total, same) and torch.equal(rounded[1], plain[1])
+        assert torch.equal(rounded[0].float(), plain[0].float())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("rows", "width"), WIDTHS)
+def test_layer_norm_of_two_branches(rows: int, width: int, dtype: torch.dtype) -> None:
+    """To the last bit what adding them first gives."""
+    generator, x = inputs(rows, width, dtype)
+    weight, bias = (random(generator, width, dtype=dtype) for _ in range(2))
+    residual, beside = (random(generator, rows, width + more, dtype=dtype)[:, :width] for more in (8, 16))
+    for which in (None, index([rows - 1])):
+        found = add_layer_norm(x, residual, weight, bias, 1e-2, which, beside)
+        assert all(map(torch.equal, found, add_layer_norm(x + beside, residual, weight, bias, 1e-2, which)))
+        out, total = twin.add_layer_norm(x, residual, weight, bias, 1e-2, which, beside)
+        assert torch.equal(found[1], total)
+        assert_same(found[0], out, dtype)
 
 
 def test_layer_norm_of_rows_far_from_zero() -> None:
@@ -168,6 +233,22 @@ def test_gates(rows: int, width: int, dtype: torch.dtype) -> None:
     assert_same(silu_and_mul(x), twin.silu_and_mul(x.double()), dtype)
     x[0, 1] = -40.0  # a cube of which half precision has no number
     assert_same(gelu_tanh_and_mul(x), twin.gelu_tanh_and_mul(x.double()), dtype)
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered")  # numpy's, in the interpreter
+@pytest.mark.filterwarnings("ignore:invalid value encountered")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("width", [64, 2085])
+def test_softcap(width: int, dtype: torch.dtype) -> None:
+    """From the smallest to those beyond the cap, each to its last digits; in rows of another stride."""
+    generator = torch.Generator().manual_seed(width)
+    x = (random(generator, 3, width + 5) * torch.logspace(-5, 3, width + 5, device=DEVICE)).to(dtype)[:, :width]
+    x[0, :3] = torch.tensor([torch.inf, -torch.inf, NAN])
+    out = torch.full((3, width + 2), NAN, dtype=dtype, device=DEVICE)[:, 1 : width + 1]
+    assert softcap(x, 30.0, out) is out
+    expected, rounding = twin.softcap(x.double(), 30.0), torch.finfo(dtype).eps
+    torch.testing.assert_close(out.double(), expected.double(), rtol=rounding + 2e-6, atol=1e-7, equal_nan=True)
+    assert torch.equal(softcap(x, 30.0)[1:], out[1:])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -22,7 +22,8 @@ import torch
 import triton
 from dry_device import META, dry_device
 from test_cuda_runner import MetaTensors
-from test_dry_device import Masks, counts_of, kinds_of
+from test_dry_device import LAUNCHING, Masks, counts_of, kinds_of, launches_of
+from tiny_models import model_folder
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -36,7 +37,7 @@ from engine.execution.runner import Runner
 from engine.models.byte_cells import FLOATS, INTEGERS
 from engine.models.float8 import FLOAT8, Float8Linear, Rounding
 from engine.models.linear import MakeLinear, make_linear
-from engine.models.spec import hidden_offer, spec_from_config
+from engine.models.spec import hidden_offer, load_spec, spec_from_config
 from engine.models.weights import build_weights
 from engine.triton_kernels.round_rows import round_rows, scale_rows
 from loadgen.bench.gpu.setup import SHAPES
@@ -236,10 +237,28 @@ def _compile_pair(pair: tuple[Variant, int]) -> Binary:
     return compile_variant(*pair)
 
 
+def launch_table() -> str:
+    """What steps launch, by name and in order."""
+    lines = ["| model | step | in a layer | outside of the layers |", "|---|---|---|---|"]
+    for name in LAUNCHING:
+        for step, tokens in (("decodes", 2), ("decodes and prompts", 20)):
+            cells = [f"{len(each)}: {', '.join(map(_operation, each))}" for each in launches_of(name, tokens)]
+            lines.append(f"| {load_spec(model_folder(name)).family} | {step} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _operation(name: str) -> str:
+    return f"**{name.removesuffix('_kernel')}**" if name.endswith("_kernel") else name.strip("_")
+
+
 def write(path: Path = PAGE) -> None:
     users, binaries = measure()
     head = ["kernel", "variant", "models", "warps, stages", *(f"sm_{arch}" for arch in ARCHS)]
-    lines = [_ABOUT.format(version=triton.__version__), f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    lines = [
+        _ABOUT.format(version=triton.__version__, launches=launch_table()),
+        f"| {' | '.join(head)} |",
+        "|---" * len(head) + "|",
+    ]
     for variant in sorted(users, key=lambda each: (each.kernel, each.digest)):
         cells = [str(binaries.get((variant, arch), "")) for arch in ARCHS]
         row = [variant.kernel, variant.digest, ", ".join(users[variant]), f"{variant.warps}, {variant.stages}", *cells]
@@ -262,7 +281,14 @@ def read(path: Path = PAGE) -> tuple[str, dict[tuple[str, int], Binary]]:
     return version[1], found
 
 
-_ABOUT = """# What the Triton kernels compile to
+_ABOUT = """# What steps launch, and what the Triton kernels compile to
+
+What the dry device records of a step within a bucket, in order: kernels of ours in bold, operators of torch. A CUDA
+graph replays all of them at once. Draws, penalties and masks come behind, where a request wants them.
+
+{launches}
+
+## What the kernels compile to
 
 Made by `python tests/kernel_ledger.py` with Triton {version}, without a GPU: counts of the code, not times. Every
 launch of a step of seventeen models (two layers each; d256: heads of 256), and of attention in modules that are not

@@ -471,22 +471,38 @@ def test_a_step_that_would_wait_for_the_compiler_is_seen(monkeypatch: pytest.Mon
                 counts_of(dry, runner, kind)
 
 
-@pytest.mark.parametrize(
-    ("name", "layer", "outside"),
-    [("llama-gqa2", 10, 8), ("qwen3", 10, 8), ("opt", 10, 8), ("gemma3", 12, 11), ("neox", 11, 8)],
-)
-def test_launches_of_a_decode(name: str, layer: int, outside: int) -> None:
-    """Kernels of ours and operators of torch, in a layer and outside of all; norms of branches and caps cost more."""
-    found = []
+LAUNCHING = ("llama-gqa2", "qwen3", "gemma3", "opt", "neox")
+"""One family for each shape of a layer."""
+
+
+def launches_of(name: str, tokens: int) -> tuple[list[str], list[str]]:
+    """What a step of two decodes, or of `tokens` with prompts among them, launches in a layer and outside of all:
+    kernels of ours and operators of torch, by name."""
+    found: list[list[str]] = []
     for num_layers in (1, 2):
         with dry_device() as dry:
             device = make_runner(replace(load_spec(model_folder(name)), num_layers=num_layers), graphs=False).device
-            inputs = device._buffers.fill(device._buckets.fit(2, 2), decodes_first(_NO_CHUNKS), device.rows)
-            dry.counts = Counter()
+            inputs = device._buffers.fill(device._buckets.fit(tokens, 2), decodes_first(_NO_CHUNKS), device.rows)
+            dry.launched.clear()
             with torch.inference_mode():
                 device._forward(inputs)
-            found.append(dry.counts["kernels"] + dry.counts["operators"])
-    assert (found[1] - found[0], 2 * found[0] - found[1]) == (layer, outside)
+            found.append(dry.launched)
+    one, two = found
+    layer = two[1 : 1 + len(two) - len(one)]  # behind the embedding
+    outside = one[:1] + one[1 + len(layer) :]
+    assert two == [outside[0], *layer, *layer, *outside[1:]]
+    return layer, outside
+
+
+@pytest.mark.parametrize("name", LAUNCHING)
+def test_launches_of_a_step(name: str) -> None:
+    """Nine in a layer, and two more where there are prompts, which the decode kernel does not attend to."""
+    layer, outside = launches_of(name, 2)
+    assert (len(layer), len(outside)) == (9, 6) and "split_kernel" in layer
+    mixed, same = launches_of(name, 20)
+    assert same == outside
+    assert [each for each in mixed if each not in ("prefill_kernel", "merge_kernel")] == layer
+    assert len(mixed) == 11
 
 
 MUTANTS = {
@@ -596,7 +612,7 @@ def test_modules_wait_for_nothing_and_compile_nothing_once_their_heads_are_known
                 assert out.shape == (tokens, heads.num_heads * heads.value_dim)
             assert not dry.counts["blocking"] and dry.counts["uploads"] == len({heads for heads, _ in layers})
             launches.append(dry.counts["kernels"] / len(layers))
-        assert launches == [2, 3, 3, 4, 3]  # prompts; decodes; both
+        assert launches == [2, 2, 2, 3, 2]  # prompts; decodes; both
 
 
 def test_heads_that_nobody_named_would_compile() -> None:

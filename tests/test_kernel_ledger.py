@@ -4,7 +4,18 @@ import pytest
 
 triton = pytest.importorskip("triton")
 
-from kernel_ledger import ARCHS, SHARED_MEMORY, Binary, Variant, compile_variant, measure, read, record  # noqa: E402
+from kernel_ledger import (  # noqa: E402
+    ARCHS,
+    PAGE,
+    SHARED_MEMORY,
+    Binary,
+    Variant,
+    compile_variant,
+    launch_table,
+    measure,
+    read,
+    record,
+)
 
 RENEW = "python tests/kernel_ledger.py writes the page anew"
 
@@ -22,6 +33,10 @@ def test_the_page_has_every_launch_and_no_other(arch: int) -> None:
     _, ledger = read()
     launched = {variant.digest for variant in record(arch)}
     assert launched == {digest for digest, each in ledger if each == arch}, RENEW
+
+
+def test_the_page_says_what_steps_launch() -> None:
+    assert launch_table() in PAGE.read_text(), RENEW
 
 
 def test_nothing_on_the_page_spills() -> None:

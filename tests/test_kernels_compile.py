@@ -87,9 +87,6 @@ class Compiler:
             for name, value in vars(module).copy().items():
                 if name.endswith("_kernel"):
                     patch.setattr(module, name, Recorder(value, launches))
-            if module is prefill_attention:  # they share the merge
-                recorder = Recorder(decode_attention.merge_kernel, launches)
-                patch.setattr(decode_attention, "merge_kernel", recorder)
             getattr(module, function)(*args, **kwargs)
         assert launches, "nothing was launched"
         return [self.compile(*launch, arch) for launch in launches]
@@ -155,6 +152,17 @@ def check_wide_copies(binary: Binary) -> None:
     assert copies and all(copy.endswith(".128") for copy in copies)
 
 
+def check_counting(binary: Binary) -> None:
+    """What a program has left in scratch is seen by whoever sees that it has arrived, by all of its threads: a barrier,
+    a fence, the addition, and a first-level cache that knows nothing of before."""
+    order = re.findall(r"\b(BAR\.SYNC|MEMBAR\.\w+(?:\.\w+)*|ATOMG?\.E\.ADD|CCTL\.IVALL)\b", binary.sass)
+    at = next(number for number, name in enumerate(order) if name.startswith("ATOM"))
+    before, after = order[:at], order[at + 1 :]
+    fence = next(number for number in reversed(range(at)) if before[number].startswith("MEMBAR"))
+    assert before[fence].endswith("GPU") and "BAR.SYNC" in before[:fence], order
+    assert after[:2] == ["CCTL.IVALL", "BAR.SYNC"] and sum(name.startswith("ATOM") for name in order) == 1, order
+
+
 def attention_inputs(head_dim: int, group: int, dtype: torch.dtype, table: torch.dtype) -> tuple[torch.Tensor, ...]:
     kv_heads = 8
     tables = meta(64, 512, dtype=table), meta(64, 512, dtype=table)
@@ -168,11 +176,13 @@ def compile_decode(
     tile = configs.decode_config(arch, head_dim, group, dtype)
     work = DecodeWork(32, 98, tile.block_n, META)
     partial = meta(98, *q.shape[1:], dtype=torch.float32), meta(98, q.shape[1], dtype=torch.float32)
-    where = {"layer": 5, "scratch_base": 900, "scale": 0.1, **features}
-    split, merge = compiler.launch(decode_attention, "decode_attention", arch, q, *cache, work, *partial, q, **where)
-    for binary in (split, merge):
-        check(binary, arch)
+    arrived, where = meta(98, 8, dtype=torch.int32), {"layer": 5, "scratch_base": 900, "scale": 0.1, **features}
+    (split,) = compiler.launch(
+        decode_attention, "decode_attention", arch, q, *cache, work, *partial, arrived, q, **where
+    )  # fmt: skip
+    check(split, arch)
     check_wide_copies(split)
+    check_counting(split)
     if dtype == torch.float32:
         return
     # Two programs fit into a multiprocessor's shared memory and registers (64 K), so that one computes as one waits.

@@ -6,7 +6,7 @@ weights of a layer are, and whether they stream, is the business of its `LayerSo
 """
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 from torch.nn import functional
@@ -36,10 +36,25 @@ class Ops(Protocol):
     """What a layer computes besides GEMMs, attention and activations without a gate."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]: ...
+    def add_rms_norm(
+        self,
+        x: Tensor,
+        residual: Tensor,
+        weight: Tensor,
+        eps: float,
+        rows: Tensor | None = None,
+        inner: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]: ...
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor: ...
     def add_layer_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float
+        self,
+        x: Tensor,
+        residual: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+        eps: float,
+        rows: Tensor | None = None,
+        beside: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]: ...
     def silu_and_mul(self, x: Tensor) -> Tensor: ...
     def gelu_tanh_and_mul(self, x: Tensor) -> Tensor: ...
@@ -47,9 +62,26 @@ class Ops(Protocol):
         self, x: Tensor, weight: Tensor, eps: float, scale: Tensor | None
     ) -> tuple[Tensor, Tensor]: ...
     def add_rms_norm_rounded(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, scale: Tensor | None
+        self,
+        x: Tensor,
+        residual: Tensor,
+        weight: Tensor,
+        eps: float,
+        scale: Tensor | None,
+        rows: Tensor | None = None,
+        inner: Tensor | None = None,
     ) -> tuple[tuple[Tensor, Tensor], Tensor]: ...
     def silu_and_mul_rounded(self, x: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]: ...
+    def softcap(self, x: Tensor, cap: float, out: Tensor | None = None) -> Tensor: ...
+
+
+class Branch(NamedTuple):
+    """What is still to be added to the hidden state: x [T, H], normed by `inner [H]` first or with `beside [T, H]`,
+    where a family has such."""
+
+    x: Tensor
+    inner: Tensor | None = None
+    beside: Tensor | None = None
 
 
 class Decoder:
@@ -83,8 +115,19 @@ class Decoder:
     ) -> Tensor:
         """These layers (all by default) on hidden [T, H] -> [T, H]. The argument is not modified. With `attend_rounded`
         norms round what they give to layers on floats of 8 bits."""
-        # The sum of a layer's two branches is added together with the next norm: one pass over the rows.
-        delta: Tensor | None = None
+        return self.summed(*self.run_unsummed(hidden, attend, layers, adapt, attend_rounded))
+
+    def run_unsummed(
+        self,
+        hidden: Tensor,
+        attend: Attend,
+        layers: range | None = None,
+        adapt: Adapt | None = None,
+        attend_rounded: AttendRounded | None = None,
+    ) -> tuple[Tensor, Branch | None]:
+        """See run; what the last layer adds, if there is one, is not added yet."""
+        # What a branch adds is added together with the next norm: one pass over the rows.
+        delta: Branch | None = None
         for index in range(len(self.weights.layers)) if layers is None else layers:
             with self.weights.layers.use(index) as stored:
                 layer = stored if adapt is None else adapt(index, stored)
@@ -95,31 +138,41 @@ class Decoder:
                     normed, hidden = self._add_norm(delta, hidden, layer.input_norm)
                     attention = layer.out(attend(index, layer, normed))
                 if self.spec.parallel_residual:
-                    delta = self._feed_forward(layer, self._norm(hidden, layer.post_norm)) + attention
+                    fed = self._feed_forward(layer, self._norm(hidden, layer.post_norm))
+                    delta = Branch(fed, beside=attention)
                     continue
-                after = layer.branch_norms
-                if after is not None:
-                    attention = self._norm(attention, after[0])
+                inner = (None, None) if layer.branch_norms is None else [each.weight for each in layer.branch_norms]
+                delta = Branch(attention, inner[0])
                 if self._rounds(layer.post_norm, layer.up):
-                    rows, hidden = self._add_norm_rounded(attention, hidden, layer.post_norm, layer.up)
-                    delta = self._feed_forward(layer, rows)
+                    rows, hidden = self._add_norm_rounded(delta, hidden, layer.post_norm, layer.up)
+                    delta = Branch(self._feed_forward(layer, rows), inner[1])
                 else:
-                    normed, hidden = self._add_norm(attention, hidden, layer.post_norm)
-                    delta = self._feed_forward(layer, normed)
-                if after is not None:
-                    delta = self._norm(delta, after[1])
-        return hidden if delta is None else hidden + delta
+                    normed, hidden = self._add_norm(delta, hidden, layer.post_norm)
+                    delta = Branch(self._feed_forward(layer, normed), inner[1])
+        return hidden, delta
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Final norm and head of the rows that sample: hidden [R, H] -> [R, vocab]."""
+    def summed(self, hidden: Tensor, delta: Branch | None) -> Tensor:
+        """The hidden state behind what `run_unsummed` gave."""
+        if delta is None:
+            return hidden
+        x = delta.x if delta.inner is None else self._ops.rms_norm(delta.x, delta.inner, self.spec.norm_eps)
+        return hidden + (x if delta.beside is None else x + delta.beside)
+
+    def logits(
+        self, hidden: Tensor, delta: Branch | None = None, rows: Tensor | None = None, out: Tensor | None = None
+    ) -> Tensor:
+        """Final norm and head of the rows that sample: hidden [R, H] -> [R, vocab], in `out` if it is given. With
+        `delta` of the sum of both, of which rows may be chosen by `rows [R]`."""
         head, norm = self.weights.head, self.weights.final_norm
         if self._rounds(norm, head):
-            logits = self._product(head, self._add_norm_rounded(None, hidden, norm, head)[0])
+            logits = self._product(head, self._add_norm_rounded(delta, hidden, norm, head, rows)[0])
         else:
-            logits = head(self.normed(hidden))
+            logits = head(self._add_norm(delta, hidden, norm, rows)[0])
         if self.weights.gather is not None:
             logits = self.weights.gather(logits)
-        return logits if self.spec.logit_softcap is None else torch_ops.softcap(logits, self.spec.logit_softcap)
+        if self.spec.logit_softcap is not None:
+            return self._ops.softcap(logits, self.spec.logit_softcap, out)
+        return logits if out is None else out.copy_(logits)
 
     def normed(self, hidden: Tensor) -> Tensor:
         """The final norm: hidden [T, H] -> [T, H]."""
@@ -142,25 +195,33 @@ class Decoder:
         return norm.bias is None and isinstance(linear, Float8Linear)
 
     def _add_norm_rounded(
-        self, x: Tensor | None, residual: Tensor, norm: Norm, linear: Linear
+        self, branch: Branch | None, residual: Tensor, norm: Norm, linear: Linear, rows: Tensor | None = None
     ) -> tuple[RoundedRows, Tensor]:
         """See _add_norm; the norm as `linear` takes it."""
         assert isinstance(linear, Float8Linear)
         eps, scale = self.spec.norm_eps, linear.inputs
-        if x is None:
+        if branch is None:
+            assert rows is None, "of a sum alone rows are chosen"
             return RoundedRows(*self._ops.rms_norm_rounded(residual, norm.weight, eps, scale)), residual
-        rows, total = self._ops.add_rms_norm_rounded(x, residual, norm.weight, eps, scale)
-        return RoundedRows(*rows), total
+        assert branch.beside is None, "layer norms alone add two branches"
+        normed, total = self._ops.add_rms_norm_rounded(branch.x, residual, norm.weight, eps, scale, rows, branch.inner)
+        return RoundedRows(*normed), total
 
     def _norm(self, x: Tensor, norm: Norm) -> Tensor:
         if norm.bias is None:
             return self._ops.rms_norm(x, norm.weight, self.spec.norm_eps)
         return self._ops.layer_norm(x, norm.weight, norm.bias, self.spec.norm_eps)
 
-    def _add_norm(self, x: Tensor | None, residual: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
-        """The norm of residual + x, and residual + x."""
-        if x is None:
+    def _add_norm(
+        self, branch: Branch | None, residual: Tensor, norm: Norm, rows: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The norm of the sum of residual and branch, and the sum; of all rows or of `rows`."""
+        if branch is None:
+            assert rows is None, "of a sum alone rows are chosen"
             return self._norm(residual, norm), residual
+        (x, inner, beside), eps = branch, self.spec.norm_eps
         if norm.bias is None:
-            return self._ops.add_rms_norm(x, residual, norm.weight, self.spec.norm_eps)
-        return self._ops.add_layer_norm(x, residual, norm.weight, norm.bias, self.spec.norm_eps)
+            assert beside is None, "layer norms alone add two branches"
+            return self._ops.add_rms_norm(x, residual, norm.weight, eps, rows, inner)
+        assert inner is None, "RMS norms alone follow another"
+        return self._ops.add_layer_norm(x, residual, norm.weight, norm.bias, eps, rows, beside)

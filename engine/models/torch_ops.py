@@ -41,9 +41,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return _rms_norm_cpu(x, eps).mul_(weight)
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """residual + x, normed; and residual + x. All [T, H]."""
-    total = residual + x
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, rows: Tensor | None = None, inner: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """residual + x, normed; and residual + x. All [T, H]; with `rows [R]` both of these rows alone, [R, H]. With
+    `inner [H]` x is normed by it before it is added."""
+    total = _sum(x if inner is None else rms_norm(x, inner, eps), residual, rows)
     return rms_norm(total, weight, eps), total
 
 
@@ -53,10 +56,16 @@ def rms_norm_rounded(x: Tensor, weight: Tensor, eps: float, scale: Tensor | None
 
 
 def add_rms_norm_rounded(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, scale: Tensor | None
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    scale: Tensor | None,
+    rows: Tensor | None = None,
+    inner: Tensor | None = None,
 ) -> tuple[tuple[Tensor, Tensor], Tensor]:
-    """residual + x, normed and rounded; and residual + x."""
-    normed, total = add_rms_norm(x, residual, weight, eps)
+    """residual + x, normed and rounded; and residual + x. `rows`, `inner`: as in `add_rms_norm`."""
+    normed, total = add_rms_norm(x, residual, weight, eps, rows, inner)
     return rounded(normed, scale), total
 
 
@@ -65,10 +74,23 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     return torch.layer_norm(x, x.shape[-1:], weight, bias, eps)
 
 
-def add_layer_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """residual + x, layer-normed; and residual + x. All [T, H]."""
-    total = residual + x
+def add_layer_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    eps: float,
+    rows: Tensor | None = None,
+    beside: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """residual + x, layer-normed; and residual + x. All [T, H]. `rows`: as in `add_rms_norm`. With `beside [T, H]`
+    x + beside takes the place of x."""
+    total = _sum(x if beside is None else x + beside, residual, rows)
     return torch.layer_norm(total, total.shape[-1:], weight, bias, eps), total
+
+
+def _sum(x: Tensor, residual: Tensor, rows: Tensor | None) -> Tensor:
+    return residual + x if rows is None else residual.index_select(0, rows) + x.index_select(0, rows)
 
 
 def rotary_tables(positions: Tensor, inv_freq: Tensor, scaling: float = 1.0) -> tuple[Tensor, Tensor]:
@@ -131,9 +153,10 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 """By their names in a spec: x [T, 2·F] or [T, F] -> [T, F]."""
 
 
-def softcap(x: Tensor, cap: float) -> Tensor:
-    """cap · tanh(x / cap), in float32 and rounded once. Any shape."""
-    return (x.float() / cap).tanh_().mul_(cap).to(x.dtype)
+def softcap(x: Tensor, cap: float, out: Tensor | None = None) -> Tensor:
+    """cap · tanh(x / cap), in float32 and rounded once, to `out` if it is given. Any shape."""
+    found = (x.float() / cap).tanh_().mul_(cap)
+    return found.to(x.dtype) if out is None else out.copy_(found)
 
 
 def _rms_norm_cpu(x: Tensor, eps: float) -> Tensor:
@@ -209,6 +232,7 @@ def decode_attention(
     work: "DecodeWork",
     partial: Tensor,
     partial_lse: Tensor,
+    arrived: Tensor,
     out: Tensor,
     *,
     layer: int,
@@ -219,12 +243,14 @@ def decode_attention(
     sinks: Tensor | None = None,
     mixed: int = 0,
 ) -> None:
-    """out[i] = softmax(scale * q[i] K^T) V; shapes as in the kernel's wrapper, `partial*` unused."""
-    del partial, partial_lse
+    """out[i] = softmax(scale * q[i] K^T) V; shapes as in the kernel's wrapper, `partial*` and `arrived` unused."""
+    del partial, partial_lse, arrived
     for index, (row, length) in enumerate(work.requests.tolist()[: len(q)]):
+        if not length:
+            continue
         first = max(0, length - window) if window else 0
         k, v = _gather(pool, (k_table[row], v_table[row]), first, length, layer, scratch_base, mixed, out.shape[2])
-        out[index] = _attend(q[index], k, v, scale, softcap, sinks).to(out.dtype) if length else 0.0
+        out[index] = _attend(q[index], k, v, scale, softcap, sinks).to(out.dtype)
 
 
 def prefill_attention(

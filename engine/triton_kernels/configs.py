@@ -128,6 +128,11 @@ def prefill_config(
     return replace(row, block_n=max(16, min(32, row.block_n // 2)), num_stages=1 if mixed else row.num_stages)
 
 
+def merged_splits(width: int) -> int:
+    """Splits that are merged at once, of `width` floats each: 32 KB in flight, for which two warps have registers."""
+    return max(2, min(32, 8192 // width))
+
+
 def row_config(width: int) -> LaunchConfig:
     """One program per row of `width` elements (norms): about 8 elements a thread, 16 bytes at two bytes each."""
     block = next_power_of_two(width)

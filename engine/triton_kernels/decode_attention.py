@@ -1,9 +1,10 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
-"""Attention of one new token per request over its cached context: split-KV (flash decoding) and a merge.
+"""Attention of one new token per request over its cached context: split-KV (flash decoding), merged by the last split.
 
 The query heads that share a KV head are packed into one tile, so that K and V are read once per group. A program takes
-one split of one context from the work list; splits of one request are merged by a second kernel. Knows nothing of
-requests or of who computed K and V. Twin: engine.models.torch_ops.
+one split of one context from the work list; of a group of splits the one that ends last weighs what all of them have
+left in scratch, whichever that is in the same order. Knows nothing of requests or of who computed K and V. Twin:
+engine.models.torch_ops.
 """
 
 import torch
@@ -134,16 +135,86 @@ def attend_split(
     return acc, peak, total
 
 
+@triton.jit
+def merged(
+    partial, partial_lse, first, stride, count, head, NUM_HEADS: tl.constexpr, GROUP: tl.constexpr,
+    VALUE_DIM: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """Up to BLOCK_S of `count` rows of partial results, `stride` apart from `first` on, of heads [head, head + GROUP),
+    weighed by their sums: (weighted [BLOCK_G, BLOCK_V], peak, sum)."""
+    index, group, dims = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_V)
+    at = (first + index * stride).to(tl.int64)[:, None] * NUM_HEADS + (head + group)[None, :]
+    mask = (index < count)[:, None] & (group < GROUP)[None, :]
+    wide = mask[:, :, None] & (dims < VALUE_DIM)[None, None, :]
+    # from the L2 cache, where other multiprocessors' results are
+    lse = tl.load(partial_lse + at, mask=mask, other=float("-inf"), cache_modifier=".cg")
+    values = tl.load(
+        partial + at[:, :, None] * VALUE_DIM + dims[None, None, :], mask=wide, other=0.0, cache_modifier=".cg"
+    )  # fmt: skip
+    peak = tl.maximum(tl.max(lse, 0), _NOTHING)
+    weights = tl.exp2(lse - peak[None, :])
+    return tl.sum(weights[:, :, None] * values, 0), peak, tl.sum(weights, 0)
+
+
+@triton.jit
+def merge_upwards(
+    out, partial, partial_lse, arrived, sinks, first, index, count, head,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_G: tl.constexpr,
+    BLOCK_V: tl.constexpr, SINKS: tl.constexpr,
+):  # fmt: skip
+    """Split `index` of `count`, whose results are in row first + index, has ended. Splits are merged in groups of
+    BLOCK_S, into the row of a group's first, and such groups again, each by the program that ends last of it: all of
+    a group's rows are in flight at once. The last of all writes `out`, the request's row."""
+    group, dims = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_V)
+    heads = head * GROUP + group
+    mask = (group < GROUP)[:, None] & (dims < VALUE_DIM)[None, :]
+    stride = index * 0 + 1  # rows between the members of a group
+    while count > 1:
+        index = index // BLOCK_S
+        members = tl.minimum(count - index * BLOCK_S, BLOCK_S)
+        count = (count + BLOCK_S - 1) // BLOCK_S
+        row = first + index * BLOCK_S * stride
+        if members > 1:
+            # Every thread has written before one says so, and all see what that one counts: a barrier, release and
+            # acquire. Counted is in the row of the second member, which no group of another level has.
+            tl.debug_barrier()
+            place = arrived + (row + stride) * KV_HEADS + head
+            if tl.atomic_add(place, 1, sem="acq_rel") == members - 1:
+                tl.store(place, 0)  # for the next layer
+                acc, peak, total = merged(
+                    partial, partial_lse, row, stride, members, head * GROUP, KV_HEADS * GROUP, GROUP, VALUE_DIM,
+                    BLOCK_S, BLOCK_G, BLOCK_V,
+                )  # fmt: skip
+                if count == 1:
+                    if SINKS:
+                        acc, total = with_sink(acc, peak, total, tl.load(sinks + heads, mask=group < GROUP, other=0.0))
+                    acc = acc / tl.where(total > 0, total, 1.0)[:, None]
+                    tl.store(
+                        out + heads[:, None] * VALUE_DIM + dims[None, :], acc.to(out.dtype.element_ty), mask=mask
+                    )  # fmt: skip
+                else:
+                    total = tl.where(total > 0, total, 1.0)
+                    at = row.to(tl.int64) * (KV_HEADS * GROUP) + heads
+                    tl.debug_barrier()  # all have read the row
+                    tl.store(
+                        partial + at[:, None] * VALUE_DIM + dims[None, :], acc / total[:, None], mask=mask
+                    )  # fmt: skip
+                    tl.store(partial_lse + at, peak + tl.log2(total), mask=group < GROUP)
+            else:
+                count = tl.minimum(count, 1)  # another goes on
+        stride = stride * BLOCK_S
+
+
 @triton.jit(do_not_specialize=["layer", "scratch_base"])
 def split_kernel(
-    q_ptr, pool, k_table, v_table, items, ranges, out_ptr, partial, partial_lse, sinks, q_stride, out_stride,
+    q_ptr, pool, k_table, v_table, items, ranges, out_ptr, partial, partial_lse, arrived, sinks, q_stride, out_stride,
     table_stride, layer, scratch_base, scale,
     BLOCK_SIZE: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr, ROW: tl.constexpr, SLICE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
-    LAYERS: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_G: tl.constexpr, WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr, SINKS: tl.constexpr, LAYERS: tl.constexpr,
 ):  # fmt: skip
-    """Program (KV head, item). A request with one split goes straight to `out`, others to partial results."""
+    """Program (KV head, item). A request with one split goes straight to `out`, others by way of partial results."""
     head = tl.program_id(0)
     item = tl.program_id(1).to(tl.int64)
     request = tl.load(items + item * 4)
@@ -186,41 +257,11 @@ def split_kernel(
         heads = item * (KV_HEADS * GROUP) + head * GROUP + group
         tl.store(partial + heads[:, None] * VALUE_DIM + value_dims[None, :], acc, mask=value_mask)
         tl.store(partial_lse + heads, peak + tl.log2(total), mask=group < GROUP)
-
-
-@triton.jit
-def merge_kernel(
-    ranges, partial, partial_lse, sinks, out_ptr, out_stride,
-    NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, SINKS: tl.constexpr,
-):  # fmt: skip
-    """Program (head, range): weigh the splits of a row of `out` by their sums. A range is (first row of the partial
-    results, splits, row of `out`, -); without any split the output is zero, one is in `out` already."""
-    head = tl.program_id(0)
-    place = ranges + tl.program_id(1).to(tl.int64) * 4
-    first = tl.load(place)
-    count = tl.load(place + 1)
-    if count == 1:
-        return
-    row = tl.load(place + 2).to(tl.int64)
-    dims = tl.arange(0, BLOCK_D)
-    inside = dims < HEAD_DIM
-    peak = tl.full([1], float("-inf"), tl.float32)
-    total = tl.zeros([1], tl.float32)
-    if SINKS:  # as if a split had seen it alone
-        peak = total + tl.load(sinks + head) * _BASE_2
-        total += 1.0
-    acc = tl.zeros([BLOCK_D], tl.float32)
-    for start in range(0, count, BLOCK_S):
-        index = start + tl.arange(0, BLOCK_S)
-        at = (first + index).to(tl.int64) * NUM_HEADS + head
-        lse = tl.load(partial_lse + at, mask=index < count, other=float("-inf"))
-        mask = (index < count)[:, None] & inside[None, :]
-        values = tl.load(partial + at[:, None] * HEAD_DIM + dims[None, :], mask=mask, other=0.0)
-        weights, peak, total, rescale = online_softmax(lse[None, :], peak, total)
-        acc = acc * tl.sum(rescale, 0) + tl.sum(tl.trans(weights) * values, 0)
-    acc = tl.where(count > 0, acc / tl.sum(tl.where(total > 0, total, 1.0), 0), 0.0)
-    out_at = out_ptr + row * out_stride + head * HEAD_DIM + dims
-    tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=inside)
+        first = tl.load(ranges + request * 4)
+        merge_upwards(
+            out_ptr + request.to(tl.int64) * out_stride, partial, partial_lse, arrived, sinks, first,
+            item.to(tl.int32) - first, splits, head, KV_HEADS, GROUP, VALUE_DIM, BLOCK_S, BLOCK_G, BLOCK_V, SINKS,
+        )  # fmt: skip
 
 
 def decode_attention(
@@ -231,6 +272,7 @@ def decode_attention(
     work: DecodeWork,
     partial: Tensor,
     partial_lse: Tensor,
+    arrived: Tensor,
     out: Tensor,
     *,
     layer: int,
@@ -242,58 +284,45 @@ def decode_attention(
     mixed: int = 0,
     config: configs.LaunchConfig | None = None,
 ) -> None:
-    """out[i] = softmax(scale * q[i] K^T) V over the context of request i; zeros where `work` has no such request.
+    """out[i] = softmax(scale * q[i] K^T) V over the context of request i; not touched where `work` has no such request.
 
     Shapes: q [n, heads, head_dim] with n <= the work list's requests; out [n, heads, value_dim]; pool [slices,
     block_size, kv_heads, head_dim], of 8 bits too, or a view of wider cells (`check_pool`); k_table, v_table [rows,
     max_blocks]; partial [max_items, heads, value_dim] and partial_lse [max_items, heads] float32, scratch whose
-    contents do not matter. `window`: the last tokens that are seen, 0: all.
+    contents do not matter; arrived [max_items, kv_heads] int32, contiguous: zeros, which are zeros again when the
+    kernel has ended. `window`: the last tokens that are seen, 0: all.
     `softcap` c, if not 0: a score s becomes c * tanh(s / c). `sinks` [heads] float32: of every head a score that takes
     part in the softmax and has no value. `mixed`: the layers of a unit, in a pool that has blocks in 8 bits too, with
     their scales behind it; 0: in another.
     The grid depends on shapes alone.
     """
     (num_requests, num_heads, head_dim), (_, block_size, kv_heads, _) = q.shape, pool.shape
-    _check(q, pool, k_table, v_table, work, partial, partial_lse, out)
+    _check(q, pool, k_table, v_table, work, partial, partial_lse, arrived, out)
     check_sinks(sinks, num_heads)
     check_mixed(pool, mixed, scratch_base)
     group = num_heads // kv_heads
     widths = {"int8": is_bytes(pool.dtype), "mixed": mixed > 0}
     value_dim = out.shape[2]
-    widest = max(head_dim, value_dim)
+    widest, block_g, block_v = max(head_dim, value_dim), *map(configs.next_power_of_two, (group, value_dim))
     widths["unlike"] = value_dim != head_dim
     config = config or configs.decode_config(configs.device_arch(q.device), widest, group, q.dtype, **widths)
     assert work.tile % config.block_n == 0, f"splits of the work list begin at {work.tile}, tiles are {config.block_n}"
     if num_requests == 0:
         return
     split_kernel[(kv_heads, work.items.shape[0])](
-        q, pool, k_table, v_table, work.items, work.ranges, out, partial, partial_lse,
+        q, pool, k_table, v_table, work.items, work.ranges, out, partial, partial_lse, arrived,
         partial_lse if sinks is None else sinks, q.stride(0), out.stride(0), k_table.stride(0), layer, scratch_base,
         scale_of(scale, softcap), BLOCK_SIZE=block_size, KV_HEADS=kv_heads, GROUP=group, HEAD_DIM=head_dim,
         VALUE_DIM=value_dim, ROW=pool.stride(1), BLOCK_M=config.block_m, BLOCK_N=config.block_n,
-        BLOCK_D=configs.next_power_of_two(head_dim), BLOCK_V=configs.next_power_of_two(value_dim), **config.options,
-        SLICE=pool.stride(0), WINDOW=window, SOFTCAP=softcap, SINKS=sinks is not None, LAYERS=mixed,
+        BLOCK_D=configs.next_power_of_two(head_dim), BLOCK_V=block_v, BLOCK_S=configs.merged_splits(block_g * block_v),
+        BLOCK_G=block_g, SLICE=pool.stride(0), WINDOW=window, SOFTCAP=softcap, SINKS=sinks is not None, LAYERS=mixed,
+        **config.options,
     )  # fmt: skip
-    merge_splits(work.ranges[:num_requests], partial, partial_lse, out, sinks)
 
 
 def scale_of(scale: float, softcap: float) -> float:
     """What products are multiplied by in front of `capped`."""
     return scale / softcap if softcap else scale * _LOG2_E
-
-
-def merge_splits(
-    ranges: Tensor, partial: Tensor, partial_lse: Tensor, out: Tensor, sinks: Tensor | None = None
-) -> None:
-    """Rows of `out` [n, heads, value_dim] from their splits: `ranges` [m, 4] as in `merge_kernel`, `partial`,
-    `partial_lse` and `sinks` as in `decode_attention`. Of prefill too: one variant serves both, so neither compiles
-    another."""
-    _, num_heads, value_dim = out.shape
-    merge_kernel[(num_heads, len(ranges))](
-        ranges, partial, partial_lse, partial_lse if sinks is None else sinks, out, out.stride(0), NUM_HEADS=num_heads,
-        HEAD_DIM=value_dim, BLOCK_S=16, BLOCK_D=configs.next_power_of_two(value_dim), SINKS=sinks is not None,
-        num_warps=4, num_stages=1, enable_fp_fusion=True,
-    )  # fmt: skip
 
 
 def _check(
@@ -304,6 +333,7 @@ def _check(
     work: DecodeWork,
     partial: Tensor,
     partial_lse: Tensor,
+    arrived: Tensor,
     out: Tensor,
 ) -> None:
     check_pool(pool, k_table, v_table)
@@ -311,6 +341,8 @@ def _check(
     assert q.shape[1] % pool.shape[2] == 0, f"{q.shape[1]} query heads over {pool.shape[2]} KV heads"
     assert q.shape[0] <= work.requests.shape[0], "more queries than the work list has requests"
     check_partials(partial, partial_lse, (work.items.shape[0], *out.shape[1:]))
+    shape = (work.items.shape[0], pool.shape[2])
+    assert arrived.shape == shape and arrived.dtype == torch.int32 and arrived.is_contiguous(), f"arrived: {shape}"
 
 
 def check_partials(partial: Tensor, partial_lse: Tensor, shape: tuple[int, ...]) -> None:

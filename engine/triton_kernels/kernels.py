@@ -10,7 +10,7 @@ from engine.triton_kernels.prefill_attention import prefill_attention
 from engine.triton_kernels.rms_norm import add_rms_norm, add_rms_norm_rounded, rms_norm, rms_norm_rounded
 from engine.triton_kernels.rope_cache_write import rope_cache_write
 from engine.triton_kernels.silu_and_mul import gelu_tanh_and_mul, silu_and_mul, silu_and_mul_rounded
-from engine.triton_kernels.step_tokens import accept_tokens, embed_tokens
+from engine.triton_kernels.step_tokens import accept_tokens, embed_tokens, softcap
 from engine.triton_kernels.token_mask import token_mask
 from engine.triton_kernels.unit_copy import unit_copy
 
@@ -18,5 +18,5 @@ __all__ = [
     "accept_tokens", "add_layer_norm", "add_rms_norm", "add_rms_norm_rounded", "count_tokens", "decode_attention",
     "draw", "embed_tokens", "gelu_tanh_and_mul", "hidden_gather", "hidden_write", "layer_norm", "lora_add",
     "penalise", "prefill_attention", "rms_norm", "rms_norm_rounded", "rope_cache_write", "silu_and_mul",
-    "silu_and_mul_rounded", "token_mask", "unit_copy",
+    "silu_and_mul_rounded", "softcap", "token_mask", "unit_copy",
 ]  # fmt: skip

@@ -4,8 +4,8 @@
 Chunks of any length, one-token ones too, so that a mixed step needs no other kernel. A tile's rows are (token, head of
 the group) pairs: with grouped heads a short chunk still fills a tile, and the causal edge is short. Tiles of cached
 tokens that every row sees run without a mask; only the last ones pay for it. A short chunk behind a long past has too
-few tiles for the device: each is split over its cached tokens, and decode's kernel merges. Knows nothing of requests.
-Twin: engine.models.torch_ops.
+few tiles for the device: each is split over its cached tokens, and a second kernel merges by token and head: the last
+split would take longer over all rows of a tile. Knows nothing of requests. Twin: engine.models.torch_ops.
 """
 
 import triton
@@ -31,7 +31,7 @@ from engine.triton_kernels.decode_attention import (
     check_partials,
     check_sinks,
     load_entries,
-    merge_splits,
+    merged,
     online_softmax,
     scale_of,
     with_sink,
@@ -178,6 +178,37 @@ def prefill_kernel(
         tl.store(partial_lse + heads, peak + tl.log2(total), mask=token < count)
 
 
+@triton.jit
+def merge_kernel(
+    merges, partial, partial_lse, sinks, out_ptr, out_stride, NUM_HEADS: tl.constexpr, VALUE_DIM: tl.constexpr,
+    BLOCK_S: tl.constexpr, BLOCK_V: tl.constexpr, SINKS: tl.constexpr,
+):  # fmt: skip
+    """Program (head, row of `merges`): (first row of the partial results, splits, row of `out`, -); one split is in
+    `out` already."""
+    head = tl.program_id(0)
+    place = merges + tl.program_id(1).to(tl.int64) * 4
+    first = tl.load(place)
+    count = tl.load(place + 1)
+    if count == 1:
+        return
+    peak = tl.full([1], _NOTHING, tl.float32)
+    acc, total = tl.zeros([1, BLOCK_V], tl.float32), tl.zeros([1], tl.float32)
+    for start in range(0, count, BLOCK_S):
+        part, highest, weight = merged(
+            partial, partial_lse, first + start, 1, count - start, head, NUM_HEADS, 1, VALUE_DIM, BLOCK_S, 1, BLOCK_V
+        )  # fmt: skip
+        new_peak = tl.maximum(peak, highest)
+        before, behind = tl.exp2(peak - new_peak), tl.exp2(highest - new_peak)
+        acc = acc * before[:, None] + part * behind[:, None]
+        peak, total = new_peak, total * before + weight * behind
+    if SINKS:
+        acc, total = with_sink(acc, peak, total, tl.load(sinks + head + tl.arange(0, 1)))
+    acc = acc / tl.where(total > 0, total, 1.0)[:, None]
+    dims = tl.arange(0, BLOCK_V)
+    out_at = out_ptr + tl.load(place + 2).to(tl.int64) * out_stride + head * VALUE_DIM + dims[None, :]
+    tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=(dims < VALUE_DIM)[None, :])
+
+
 def prefill_attention(
     q: Tensor,
     pool: Tensor,
@@ -229,4 +260,9 @@ def prefill_attention(
         SLICE=pool.stride(0), WINDOW=window, SOFTCAP=softcap, SINKS=sinks is not None, LAYERS=mixed,
     )  # fmt: skip
     if work.merging:
-        merge_splits(work.merges, partial, partial_lse, out, sinks)
+        block_v = configs.next_power_of_two(value_dim)
+        merge_kernel[(num_heads, len(work.merges))](
+            work.merges, partial, partial_lse, partial_lse if sinks is None else sinks, out, out.stride(0),
+            NUM_HEADS=num_heads, VALUE_DIM=value_dim, BLOCK_S=16, BLOCK_V=block_v, SINKS=sinks is not None,
+            num_warps=4, num_stages=1, enable_fp_fusion=True,
+        )  # fmt: skip

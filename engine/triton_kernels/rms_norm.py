@@ -1,7 +1,8 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
-"""RMS-norm, with the residual addition before it fused in, and the rounding to floats of 8 bits behind it. Twin:
-engine.models.torch_ops."""
+"""RMS-norm, with the residual addition before it fused in, a norm of what is added before that, and the rounding to
+floats of 8 bits behind it. Twin: engine.models.torch_ops."""
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -11,46 +12,65 @@ from engine.triton_kernels.round_rows import SMALLEST, empty_rows, round_part, s
 
 
 @triton.jit
+def source_row(row, rows, HAS_ROWS: tl.constexpr):
+    """The row of the inputs that a norm's row is made of."""
+    if HAS_ROWS:
+        row = tl.load(rows + row).to(tl.int64)
+    return row
+
+
+@triton.jit
+def normed_row(values, weight, columns, width, eps):
+    """The norm of a row [BLOCK] float32, zeros beyond its width."""
+    scale = tl.rsqrt(tl.sum(values * values, 0) / width + eps)
+    return values * scale * tl.load(weight + columns, mask=columns < width, other=0.0).to(tl.float32)
+
+
+@triton.jit
 def rms_norm_kernel(
-    x, weight, residual, out, total_out, x_stride, residual_stride, width, eps,
-    HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr,
+    x, inner, weight, residual, rows, out, total_out, x_stride, residual_stride, width, eps,
+    HAS_INNER: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program a row."""
+    """One program a row of the output."""
     row = tl.program_id(0).to(tl.int64)
+    source = source_row(row, rows, HAS_ROWS)
     columns = tl.arange(0, BLOCK)
     mask = columns < width
     kind = out.dtype.element_ty
-    values = tl.load(x + row * x_stride + columns, mask=mask, other=0.0).to(tl.float32)
+    values = tl.load(x + source * x_stride + columns, mask=mask, other=0.0).to(tl.float32)
+    if HAS_INNER:
+        values = normed_row(values, inner, columns, width, eps).to(kind).to(tl.float32)
     if HAS_RESIDUAL:
-        rest = tl.load(residual + row * residual_stride + columns, mask=mask, other=0.0).to(tl.float32)
+        rest = tl.load(residual + source * residual_stride + columns, mask=mask, other=0.0).to(tl.float32)
         # The sum is rounded before it is normalised: what the next layer reads is what this norm saw.
         total = (values + rest).to(kind)
         tl.store(total_out + row * width + columns, total, mask=mask)
         values = total.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(values * values, 0) / width + eps)
-    normed = values * scale * tl.load(weight + columns, mask=mask, other=0.0).to(tl.float32)
+    normed = normed_row(values, weight, columns, width, eps)
     tl.store(out + row * width + columns, normed.to(kind), mask=mask)
 
 
 @triton.jit
 def rms_norm_rounded_kernel(
-    x, weight, residual, given, out, scales, total_out, x_stride, residual_stride, width, eps,
-    HAS_RESIDUAL: tl.constexpr, HAS_SCALE: tl.constexpr, SMALLEST: tl.constexpr, BLOCK: tl.constexpr,
+    x, inner, weight, residual, rows, given, out, scales, total_out, x_stride, residual_stride, width, eps,
+    HAS_INNER: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_ROWS: tl.constexpr, HAS_SCALE: tl.constexpr,
+    SMALLEST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program a row. What is rounded to 8 bits is what the norm alone would have stored."""
+    """One program a row of the output. What is rounded to 8 bits is what the norm alone would have stored."""
     row = tl.program_id(0).to(tl.int64)
+    source = source_row(row, rows, HAS_ROWS)
     columns = tl.arange(0, BLOCK)
     mask = columns < width
     kind = x.dtype.element_ty
-    values = tl.load(x + row * x_stride + columns, mask=mask, other=0.0).to(tl.float32)
+    values = tl.load(x + source * x_stride + columns, mask=mask, other=0.0).to(tl.float32)
+    if HAS_INNER:
+        values = normed_row(values, inner, columns, width, eps).to(kind).to(tl.float32)
     if HAS_RESIDUAL:
-        rest = tl.load(residual + row * residual_stride + columns, mask=mask, other=0.0).to(tl.float32)
+        rest = tl.load(residual + source * residual_stride + columns, mask=mask, other=0.0).to(tl.float32)
         total = (values + rest).to(kind)
         tl.store(total_out + row * width + columns, total, mask=mask)
         values = total.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(values * values, 0) / width + eps)
-    normed = values * scale * tl.load(weight + columns, mask=mask, other=0.0).to(tl.float32)
-    normed = normed.to(kind).to(tl.float32)
+    normed = normed_row(values, weight, columns, width, eps).to(kind).to(tl.float32)
     step = scale_of(tl.max(tl.abs(normed), 0), given, SMALLEST, HAS_SCALE)
     tl.store(scales + row, step + tl.sum(normed - normed, 0))  # not a number for a row that is not finite
     tl.store(out + row * width + columns, round_part(normed, step).to(out.dtype.element_ty), mask=mask)
@@ -61,9 +81,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return _launch(x, None, weight, eps)[0]
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """residual + x, normed; and residual + x. All [n, width], rows contiguous; weight [width]."""
-    return _launch(x, residual, weight, eps)
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, rows: Tensor | None = None, inner: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """residual + x, normed; and residual + x. All [n, width], rows contiguous; weight [width]. With `rows [m]` int32
+    both are of these rows alone: [m, width]. With `inner [width]` x is normed by it before it is added."""
+    return _launch(x, residual, weight, eps, rows, inner)
 
 
 def rms_norm_rounded(x: Tensor, weight: Tensor, eps: float, scale: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -72,49 +95,71 @@ def rms_norm_rounded(x: Tensor, weight: Tensor, eps: float, scale: Tensor | None
 
 
 def add_rms_norm_rounded(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, scale: Tensor | None
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    scale: Tensor | None,
+    rows: Tensor | None = None,
+    inner: Tensor | None = None,
 ) -> tuple[tuple[Tensor, Tensor], Tensor]:
-    """residual + x, normed and rounded; and residual + x."""
-    return _launch_rounded(x, residual, weight, eps, scale)
+    """residual + x, normed and rounded; and residual + x. `rows`, `inner`: as in `add_rms_norm`."""
+    return _launch_rounded(x, residual, weight, eps, scale, rows, inner)
 
 
 def _launch_rounded(
-    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, scale: Tensor | None
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    scale: Tensor | None,
+    rows: Tensor | None = None,
+    inner: Tensor | None = None,
 ) -> tuple[tuple[Tensor, Tensor], Tensor]:
-    check_rows(x, residual, weight)
-    width = x.shape[1]
-    out, scales = empty_rows(x, width)
-    total = x if residual is None else x.new_empty(x.shape)
+    count, width = check_rows(x, residual, weight, inner, rows=rows), x.shape[1]
+    out, scales = empty_rows(x if rows is None else rows, width)
+    total = x if residual is None else x.new_empty((count, width))
     other = x if residual is None else residual
-    if len(x):
+    if count:
         config = configs.row_config(width)
-        rms_norm_rounded_kernel[(len(x),)](
-            x, weight, other, scales if scale is None else scale, out, scales, total, x.stride(0), other.stride(0),
-            width, eps, HAS_RESIDUAL=residual is not None, HAS_SCALE=scale is not None, SMALLEST=SMALLEST,
-            BLOCK=config.block_n, **config.options,
+        rms_norm_rounded_kernel[(count,)](
+            x, weight if inner is None else inner, weight, other, x if rows is None else rows,
+            scales if scale is None else scale, out, scales, total, x.stride(0), other.stride(0), width, eps,
+            HAS_INNER=inner is not None, HAS_RESIDUAL=residual is not None, HAS_ROWS=rows is not None,
+            HAS_SCALE=scale is not None, SMALLEST=SMALLEST, BLOCK=config.block_n, **config.options,
         )  # fmt: skip
     return (out, scales), total
 
 
-def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    check_rows(x, residual, weight)
-    out = x.new_empty(x.shape)
-    total = out if residual is None else x.new_empty(x.shape)
+def _launch(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    rows: Tensor | None = None,
+    inner: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    count, width = check_rows(x, residual, weight, inner, rows=rows), x.shape[1]
+    out = x.new_empty((count, width))
+    total = out if residual is None else x.new_empty((count, width))
     other = x if residual is None else residual
-    if len(x):
-        config = configs.row_config(x.shape[1])
-        rms_norm_kernel[(len(x),)](
-            x, weight, other, out, total, x.stride(0), other.stride(0), x.shape[1], eps,
-            HAS_RESIDUAL=residual is not None, BLOCK=config.block_n, **config.options,
+    if count:
+        config = configs.row_config(width)
+        rms_norm_kernel[(count,)](
+            x, weight if inner is None else inner, weight, other, x if rows is None else rows, out, total, x.stride(0),
+            other.stride(0), width, eps, HAS_INNER=inner is not None, HAS_RESIDUAL=residual is not None,
+            HAS_ROWS=rows is not None, BLOCK=config.block_n, **config.options,
         )  # fmt: skip
     return out, total
 
 
-def check_rows(x: Tensor, residual: Tensor | None, *weights: Tensor | None) -> None:
-    """Assert the contract that the norms share."""
+def check_rows(x: Tensor, residual: Tensor | None, *weights: Tensor | None, rows: Tensor | None = None) -> int:
+    """Assert the contract that the norms share; gives how many rows come out."""
     for name, value in (("x", x), ("residual", residual)):
         if value is not None:
             assert value.dim() == 2 and value.shape == x.shape, f"{name}: {value.shape}, not {x.shape}"
             assert value.dtype == x.dtype and value.stride(1) == 1, f"{name}: contiguous rows of {x.dtype}"
     for weight in weights:
         assert weight is None or (weight.shape == x.shape[1:] and weight.is_contiguous()), f"weight: [{x.shape[1]}]"
+    assert rows is None or (rows.dtype == torch.int32 and rows.is_contiguous()), "rows: [m] int32, contiguous"
+    return len(x if rows is None else rows)

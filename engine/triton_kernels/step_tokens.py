@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
-"""The two ends of a step: token ids to hidden state, and sampled tokens to where the next step finds them. Twin:
-engine.models.torch_ops."""
+"""The two ends of a step: token ids to hidden state; logits with their cap, and sampled tokens to where the next step
+finds them. Twin: engine.models.torch_ops."""
 
 import torch
 import triton
@@ -45,6 +45,20 @@ def accept_kernel(tokens, best, rows, sampled, last_tokens, count, BEST: tl.cons
     tl.store(last_tokens + tl.load(rows + at, mask=inside, other=0), tl.maximum(token, 0), mask=inside)
 
 
+@triton.jit
+def softcap_kernel(x, out, x_stride, out_stride, width, cap, BLOCK: tl.constexpr):
+    """Program (row, block of it)."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < width
+    share = tl.load(x + row * x_stride + at, mask=inside, other=0.0).to(tl.float32) / cap
+    wide = 1.0 - 2.0 / (tl.exp(2.0 * share) + 1.0)  # tanh
+    square = share * share
+    near = share * (1.0 - square * (0.33333333 - square * 0.13333333))  # where the difference would leave few digits
+    value = tl.where(tl.abs(share) < 0.12, near, wide) * cap
+    tl.store(out + row * out_stride + at, value.to(out.dtype.element_ty), mask=inside)
+
+
 def embed_tokens(
     ids: Tensor,
     source: Tensor,
@@ -84,3 +98,15 @@ def accept_tokens(tokens: Tensor, best: Tensor | None, rows: Tensor, sampled: Te
             tokens, tokens if best is None else best, rows, sampled, last_tokens, count, BEST=best is not None,
             BLOCK=config.block_n, **config.options,
         )  # fmt: skip
+
+
+def softcap(x: Tensor, cap: float, out: Tensor | None = None) -> Tensor:
+    """cap * tanh(x / cap) in float32, rounded once. x and out [n, width], rows contiguous."""
+    out = x.new_empty(x.shape) if out is None else out
+    assert x.dim() == 2 and out.shape == x.shape and x.stride(1) == out.stride(1) == 1, f"{x.shape} to {out.shape}"
+    if len(x):
+        config = configs.flat_config()
+        softcap_kernel[(len(x), -(-x.shape[1] // config.block_n))](
+            x, out, x.stride(0), out.stride(0), x.shape[1], cap, BLOCK=config.block_n, **config.options
+        )  # fmt: skip
+    return out

@@ -179,7 +179,7 @@ class PrefillWork:
         self._chunks, self._items, self._merges = (array for array, _ in parts)
         self.chunks, self.items, self.merges = (tensor for _, tensor in parts)
         self._merges[:, 1] = 1
-        self._merged = 0
+        self._merged, self._padding = 0, True
 
     @staticmethod
     def shapes(max_chunks: int, max_items: int, max_merged: int) -> tuple[tuple[int, int], ...]:
@@ -193,8 +193,9 @@ class PrefillWork:
 
     @property
     def merging(self) -> bool:
-        """Whether the merge is launched: always in a bucket, whose graph serves steps with splits and without."""
-        return len(self.merges) > 0 if self.fixed else self._merged > 0
+        """Whether the merge is launched: always in a bucket, whose graph serves steps with splits and without, and in
+        a step of padding, which is what compiles it for the others."""
+        return len(self.merges) > 0 and (self.fixed or self._padding or self._merged > 0)
 
     def head(self, max_chunks: int, max_items: int, max_tokens: int, fixed: bool) -> "PrefillWork":
         """A smaller list, of `max_tokens`, in the first part of this one's memory: of several only one can be filled at
@@ -227,7 +228,7 @@ class PrefillWork:
         items[:, 5] = items[:, 3] + items[:, 2]
         items[:, 7] = 1
         order = items[:, 3]
-        self._merged = 0
+        self._merged, self._padding = 0, not used
         if used and self.slots and int(items[:, 5].max()) >= 4 * self.min_split:
             items = self._split(items)
             order = np.where(items[:, 7] > 1, items[:, 5] - items[:, 4], items[:, 3])

@@ -34,6 +34,7 @@ class StepInputs:
     `ids [T]`: negative where the token is the one sampled last for `source [T]`; `positions [T]`; `rows [T]`: -1 for
     padding; `sample_tokens [S]`: which of the T are sampled, for rows `sample_rows [S]`. `partial`, `partial_lse`:
     scratch of the decode kernel; `prefill_partial`, `prefill_lse`: the same memory for the prefill kernel behind it.
+    `arrived`: zeros that the decode kernel counts in.
     `slots [T]`: of decodes alone, whose LoRA adapters are in these slots.
     """
 
@@ -48,6 +49,7 @@ class StepInputs:
     prefill: PrefillWork
     partial: Tensor
     partial_lse: Tensor
+    arrived: Tensor
     prefill_partial: Tensor
     prefill_lse: Tensor
     slots: Tensor
@@ -153,6 +155,7 @@ class StepBuffers:
         scratch = max(items, self._prefill.partials), heads.num_heads
         self._partial = torch.zeros((*scratch, heads.value_dim), dtype=torch.float32, device=device)
         self._partial_lse = torch.zeros(scratch, dtype=torch.float32, device=device)
+        self._arrived = torch.zeros((items, heads.num_kv_heads), dtype=torch.int32, device=device)
         self._views: dict[StepShape, StepInputs] = {}
 
     def inputs(self, shape: StepShape) -> StepInputs:
@@ -168,7 +171,8 @@ class StepBuffers:
             shape, self._ids_[:tokens], self._source_[:tokens], self._positions_[:tokens], self._rows_[:tokens],
             self._sample_tokens_[:samples], self._sample_rows_[:samples], self._decode.head(requests, items),
             self._prefill.head(samples, tiles, tokens, not shape.exact), self._partial[:items],
-            self._partial_lse[:items], self._partial[:splits], self._partial_lse[:splits], self._slots_of_[:samples],
+            self._partial_lse[:items], self._arrived[:items], self._partial[:splits], self._partial_lse[:splits],
+            self._slots_of_[:samples],
         )  # fmt: skip
         if not shape.exact:
             self._views[shape] = views

@@ -2,7 +2,7 @@
 
 The decoder over fused kernels and a paged cache, and the greedy token of every sample behind it, so that all of it fits
 one CUDA graph: nothing here waits for the device, and every input and output has a fixed address. GEMMs are cuBLAS's.
-Ten kernels a layer where the MLP is gated, and eight outside of all layers.
+Nine kernels a layer in a step of decodes where the MLP is gated, and six outside of all layers.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from engine.execution.cuda.kernels import Kernels
 from engine.execution.cuda.tables import DeviceTables
 from engine.execution.pool import UnitPool
 from engine.models import torch_ops
-from engine.models.decoder import Adapt, Decoder
+from engine.models.decoder import Adapt, Branch, Decoder
 from engine.models.float8 import Float8Linear, RoundedRows
 from engine.models.rope import RopeSpec
 from engine.models.rotary import attention_scaling, inverse_frequencies
@@ -81,10 +81,11 @@ class Forward:
         take: Callable[[Tensor], None] | None = None,
         adapt: Adapt | None = None,
     ) -> None:
-        hidden = self.through(inputs, self.embed(inputs), observe, adapt)
+        hidden, delta = self._unsummed(inputs, self.embed(inputs), observe, adapt)
+        assert delta is not None, "a model has layers"
         if take is not None:
-            take(self.decoder.normed(hidden))
-        self.finish(inputs, hidden.index_select(0, inputs.sample_tokens))
+            take(self.decoder.normed(self.decoder.summed(hidden, delta)))
+        self.finish(inputs, hidden, delta, inputs.sample_tokens)
 
     def embed(self, inputs: StepInputs) -> Tensor:
         """Hidden state [T, H] in front of the first layer."""
@@ -93,10 +94,13 @@ class Forward:
             self._embedding_scale, self._weights.positions, self._spec.position_offset or 0,
         )  # fmt: skip
 
-    def through(
-        self, inputs: StepInputs, hidden: Tensor, observe: Observe | None = None, adapt: Adapt | None = None
-    ) -> Tensor:
+    def through(self, inputs: StepInputs, hidden: Tensor) -> Tensor:
         """The layers: hidden state [T, H] -> [T, H]."""
+        return self.decoder.summed(*self._unsummed(inputs, hidden))
+
+    def _unsummed(
+        self, inputs: StepInputs, hidden: Tensor, observe: Observe | None = None, adapt: Adapt | None = None
+    ) -> tuple[Tensor, Branch | None]:
         if self.flash is not None and inputs.shape.prefill:
             self.flash.begin(inputs.prefill.chunks, self.tables[0])
 
@@ -109,13 +113,14 @@ class Forward:
             assert isinstance(layer.qkv, Float8Linear)
             return self._attend(index, layer, layer.qkv.product(rows), inputs)
 
-        return self.decoder.run(hidden, attend, self.layers, adapt, None if observe else attend_rounded)
+        return self.decoder.run_unsummed(hidden, attend, self.layers, adapt, None if observe else attend_rounded)
 
-    def finish(self, inputs: StepInputs, hidden: Tensor) -> None:
-        """The head, of the hidden state [samples, H] of what is sampled."""
-        logits = self.decoder.logits(hidden)
-        # A copy, so that graphs can share the memory of everything else they allocate.
-        self.logits[: inputs.shape.samples].copy_(logits)
+    def finish(
+        self, inputs: StepInputs, hidden: Tensor, delta: Branch | None = None, rows: Tensor | None = None
+    ) -> None:
+        """The head, of the hidden state [samples, H] of what is sampled; `delta`, `rows` as in `Decoder.logits`."""
+        # To memory of our own, so that graphs can share that of everything else they allocate.
+        logits = self.decoder.logits(hidden, delta, rows, self.logits[: inputs.shape.samples])
         best, tokens = logits.max(dim=-1)
         self.accept(inputs, tokens, best)
 
@@ -156,12 +161,11 @@ class Forward:
             scratch_base=self._scratch_base, q_norm=norms[0], k_norm=norms[1], eps=spec.norm_eps,
         )  # fmt: skip
         out, count, window = self._mixed[: len(projected)], shape.decodes, spec.window_of(index) or 0
-        if count:  # first: it writes zeros where a bucket has room for more decodes than a step has
+        if count:
             kernels.decode_attention(
-                q[:count], self._pool, *tables, inputs.decode, inputs.partial, inputs.partial_lse, out[:count],
-                layer=here, window=window,
-                scratch_base=self._scratch_base, scale=self._scale, softcap=self._softcap,
-                mixed=self._mixed_layers,
+                q[:count], self._pool, *tables, inputs.decode, inputs.partial, inputs.partial_lse, inputs.arrived,
+                out[:count], layer=here, window=window, scratch_base=self._scratch_base, scale=self._scale,
+                softcap=self._softcap, mixed=self._mixed_layers,
             )  # fmt: skip
         if shape.prefill:
             self.prefill(index, q, inputs, self.flash, out)

@@ -58,6 +58,7 @@ class Kernels(Ops, Protocol):
         work: DecodeWork,
         partial: Tensor,
         partial_lse: Tensor,
+        arrived: Tensor,
         out: Tensor,
         *,
         layer: int,

@@ -77,8 +77,8 @@ class KernelAttention:
         window, cap, sinks = manner.window or 0, manner.softcap or 0.0, self._sinks_of(manner)
         if count:
             self._kernels.decode_attention(
-                q[:count], pool, *tables, inputs.decode, inputs.partial, inputs.partial_lse, out[:count], layer=layer,
-                scratch_base=base, scale=scale, window=window, softcap=cap, sinks=sinks,
+                q[:count], pool, *tables, inputs.decode, inputs.partial, inputs.partial_lse, inputs.arrived,
+                out[:count], layer=layer, scratch_base=base, scale=scale, window=window, softcap=cap, sinks=sinks,
             )  # fmt: skip
         if inputs.shape.prefill:
             self._kernels.prefill_attention(

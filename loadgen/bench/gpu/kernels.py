@@ -61,6 +61,7 @@ def decode_call(setup: Setup, kernels: Kernels, case: PagedCase, q: Tensor, out:
     work.buffer.upload()
     partial = torch.empty((items, case.heads, head_dim), dtype=torch.float32, device=device)
     lse = torch.empty((items, case.heads), dtype=torch.float32, device=device)
+    arrived = torch.zeros((items, kv_heads), dtype=torch.int32, device=device)
     return lambda: kernels.decode_attention(
         q,
         case.pool,
@@ -69,6 +70,7 @@ def decode_call(setup: Setup, kernels: Kernels, case: PagedCase, q: Tensor, out:
         work,
         partial,
         lse,
+        arrived,
         out,
         scale=head_dim**-0.5,
         layer=1,
@@ -208,7 +210,7 @@ def _attention_errors(
     arguments = (wide, case.tables[0], case.tables[1])
     scale = head_dim**-0.5
     torch_ops.decode_attention(
-        q.double(), *arguments, requests, q, q, expected, scale=scale, layer=1, scratch_base=case.scratch_base
+        q.double(), *arguments, requests, q, q, q, expected, scale=scale, layer=1, scratch_base=case.scratch_base
     )
     yield "decode attention", _error(out, expected)
     tokens = sum(min(29, length) for length in case.lengths)
