@@ -30,6 +30,10 @@ class Server(ThreadingHTTPServer):
         self.status = 200
         self.client_gone = threading.Event()
 
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        if not isinstance(sys.exception(), ConnectionError):  # a client hangs up as soon as it has its answer
+            super().handle_error(request, client_address)
+
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.server_address[1]}"

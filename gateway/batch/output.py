@@ -21,6 +21,8 @@ from gateway.store.objects import Lengths, LineRecord, LineRef
 
 BUFFER_BYTES = 1024 * 1024
 HEAD_BYTES = 64 * 1024
+HEAD_ANSWERS = 64
+"""Of so many of the first lines what they may answer is kept: a batch that waits holds it."""
 ANSWER_LIMITS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 """Fields of a line's body."""
 _RESULT_LOST = ("result_unavailable", "The line was executed, but its result can no longer be read.")
@@ -63,7 +65,8 @@ def read_head(path: Path) -> Lengths | None:
         return None
     whole = data if len(data) < HEAD_BYTES else data[: data.rfind(b"\n") + 1]
     lines = [line for line in whole.split(b"\n") if line.strip()]
-    answers = tuple(most for line in lines if (most := _most_answered(line)) is not None)
+    evenly = lines[:: math.ceil(len(lines) / HEAD_ANSWERS) or 1]
+    answers = tuple(most for line in evenly if (most := _most_answered(line)) is not None)
     length = sum(len(line) + 1 for line in lines) / max(1, len(lines))
     return Lengths(len(whole), length, answers) if lines else None
 
