@@ -548,7 +548,7 @@ def _join(config: EngineConfig, plan: LaunchPlan, runner: Runner[Any], say: Call
     )
     disk = _open_disk(config, plan, runner, say)
     if disk is not None:
-        seconds = disk.seconds()
+        seconds = disk.measure()
         scheduler = replace(scheduler, disk_units=disk.num_units, disk_seconds=seconds)
         if profile.cache_costs.swap_in is None:  # what moves then is charged as the disk's
             costs = replace(profile.cache_costs, swap_out=seconds / 2, swap_in=seconds / 2)

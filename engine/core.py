@@ -245,6 +245,8 @@ class EngineCore:
         self._state.cache.complete_step(output.step_id)
         if result is not None and result.disk_failed:
             self._state.cache.tiers.lose_disk()
+        elif result is not None and result.disk_seconds:
+            self._state.cache.tiers.disk_seconds = result.disk_seconds
         return outputs
 
     def is_undone(self, output: SchedulerOutput) -> bool:

@@ -2,8 +2,11 @@
 
 import errno
 import os
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +20,7 @@ from engine.api import EngineInfo, EngineRequest, RequestClass
 from engine.cache.blocks import CacheAction, CacheEntry, CacheKind, CacheOperation, Tier
 from engine.config import SchedulerConfig
 from engine.engine import Engine
+from engine.execution import disk as disk_module
 from engine.execution.cpu.device import TorchDevice
 from engine.execution.disk import DiskTier, Label
 from engine.execution.runner import Runner
@@ -289,6 +293,107 @@ def test_a_disk_that_refuses_a_write_is_left_alone(tmp_path: Path, monkeypatch: 
     close(driver)
 
 
+class Clock:
+    """Seconds that pass when the test says so, and hardly otherwise."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        self.now += 1e-6
+        return self.now
+
+
+class Gate:
+    """A call to the disk that waits while it is shut."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+        self._open, self._call = threading.Event(), getattr(os, name)
+        self._open.set()
+        self.release, self.shut = self._open.set, self._open.clear
+        monkeypatch.setattr(os, name, self._behind)
+
+    def _behind(self, *args: Any) -> Any:
+        self._open.wait()
+        return self._call(*args)
+
+
+def test_a_disk_that_hangs_is_left_alone_until_it_answers(
+    written: tuple[Path, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step that reads waits for it as long as it may, and no other does."""
+    folder, expected = written
+    clock, gate = Clock(), Gate(monkeypatch, "preadv")
+    monkeypatch.setattr(disk_module, "time", clock)
+    monkeypatch.setattr(disk_module, "PATIENCE_SECONDS", 0.02)
+    driver = real(folder)
+    assert isinstance(driver.runner, Runner) and driver.runner.disk is not None
+    disk, stats = driver.runner.disk, driver.core.stats
+    disk.measure()
+    gate.shut()
+    assert turn(driver, "third") == expected
+    assert stats().failed_steps == 1 and stats().prefix_disk_hit_tokens == 32, "what came late was computed"
+    clock.now += 100
+    turn(driver, "others", 40)  # in the meantime the engine is told
+    for number in range(3):
+        turn(driver, f"another{number}", 50 + number)
+    assert turn(driver, "fourth") == expected
+    assert stats().failed_steps == 1 and stats().prefix_disk_hit_tokens == 32, "it was computed without asking"
+    gate.release()
+    while disk.seconds > 1:
+        time.sleep(0.001)
+    turn(driver, "more", 60)  # the engine is told again
+    assert turn(driver, "fifth") == expected
+    for number in range(3):
+        turn(driver, f"last{number}", 70 + number)
+    assert turn(driver, "sixth") == expected
+    assert stats().failed_steps == 1 and stats().prefix_disk_hit_tokens >= 64
+    close(driver)
+
+
+def test_a_slow_disk_is_tried_again(written: tuple[Path, list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr(disk_module, "time", clock)
+    monkeypatch.setattr(disk_module, "PATIENCE_SECONDS", 1e6)
+    folder, expected = written
+    driver = real(folder)
+    assert isinstance(driver.runner, Runner) and driver.runner.disk is not None
+    disk, call = driver.runner.disk, os.preadv
+
+    def slow(*args: Any) -> int:
+        clock.now += 50
+        return call(*args)
+
+    clock.now = 1.0
+    disk.measure()
+    monkeypatch.setattr(os, "preadv", slow)
+    assert turn(driver, "third") == expected and driver.core.stats().failed_steps == 0
+    assert disk.seconds == pytest.approx(50, abs=1)
+    monkeypatch.setattr(os, "preadv", call)
+    while disk.seconds > 1:
+        if disk._trial is None or disk._trial.done():
+            clock.now += disk_module.TRY_SECONDS + 1
+        time.sleep(0.001)
+    close(driver)
+
+
+def test_what_finds_no_room_to_be_written_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = Gate(monkeypatch, "pwrite")
+    monkeypatch.setattr(disk_module, "PATIENCE_SECONDS", 0.01)
+    driver = real(tmp_path)
+    expected = turn(driver, "first")
+    assert isinstance(driver.runner, Runner) and driver.runner.disk is not None
+    disk = driver.runner.disk
+    monkeypatch.setattr(disk_module, "PENDING_BYTES", 5 * disk._unit_bytes)
+    gate.shut()
+    for number in range(3):
+        turn(driver, f"other{number}", 20 + number)
+    assert len(disk._writes) == 6, "none is begun beside those that wait"
+    gate.release()
+    assert turn(driver, "second") == expected
+    close(driver)
+
+
 def test_a_disk_without_room_is_met_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(file: int, start: int, size: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -378,7 +483,7 @@ def test_units_of_every_kind_come_back_and_lost_ones_are_nan(tmp_path: Path, cel
         disk.read([CacheOperation(CacheAction.READ, there, back, key=KEY)])
         assert torch.equal(pool.units[[7, 4]].view(torch.uint8), pool.units[[0, 1]].view(torch.uint8))
         disk._thread.submit(lambda: None).result()
-    assert disk.seconds() > 0
+    assert disk.measure() > 0
     disk.read([CacheOperation(CacheAction.READ, there, back, key=bytes(16))])  # another block's
     assert pool.read(pool.slice_ids(torch.tensor([7, 4]).numpy()).flatten()).isnan().all()
     disk.close()

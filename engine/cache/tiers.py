@@ -34,7 +34,7 @@ from predictor.model import LatencyPredictor
 
 class Tiers:
     """`operations`: cache operations of the step that is being built. `moved_units`: units of all operations so far, by
-    action."""
+    action. `disk_seconds`: what writing a unit to the disk and reading it back takes now."""
 
     def __init__(self, config: SchedulerConfig, model: LatencyPredictor | None) -> None:
         self.device = BlockPool(config.num_units, paired=config.paired)
@@ -44,12 +44,13 @@ class Tiers:
         self._below = dict(pairwise(tier for tier, pool in self._pools.items() if pool.num_units))
         self.operations: list[CacheOperation] = []
         self.moved_units: dict[str, int] = {}
+        self.disk_seconds = config.disk_seconds
         self._config = config
         self._model = model
         # Blocks of lower tiers that the step `last_step` writes; a reference to each is held until it has ended.
         self._saving: dict[CacheBlock, bytes] = {}
-        self._priced_step = -1
-        self._pays: dict[tuple[CacheKind, Tier], bool] = {}
+        self._priced_step: int | None = None
+        self._computed = self._copied = 0.0
 
     def pool(self, block: CacheBlock) -> BlockPool:
         """Where the block lies."""
@@ -84,11 +85,12 @@ class Tiers:
                 self._copy(block, Tier.DISK, step_id)
 
     def find(self, hashes: Sequence[bytes]) -> list[CacheBlock]:
-        """The longest run of published blocks along a hash chain, from its root, each on the nearest tier."""
+        """The longest run of published blocks along a hash chain, from its root, each on the nearest tier; what lies on
+        a disk that has become too slow is not there."""
         found: list[CacheBlock] = []
         for block_hash in hashes:
             block = next(filter(None, (pool.find(block_hash) for pool in self._pools.values())), None)
-            if block is None:
+            if block is None or (block.entry.tier is Tier.DISK and not self._reading_pays(block)):
                 break
             found.append(block)
         return found
@@ -160,9 +162,9 @@ class Tiers:
     def _unit_bytes(self, tier: Tier) -> int:
         """Of a unit to or from this tier; the disk's has as many as the host's link moves in the time it takes."""
         config, per_byte = self._config, 0.0
-        if tier is Tier.DISK and config.disk_seconds and self._model is not None:
+        if tier is Tier.DISK and self.disk_seconds and self._model is not None:
             per_byte = self._model.cache_work(transferred_bytes=1)
-        return round(config.disk_seconds / 2 / per_byte) if per_byte else config.unit_bytes
+        return round(self.disk_seconds / 2 / per_byte) if per_byte else config.unit_bytes
 
     def withdraw(self, blocks: Iterable[CacheBlock], hashes: Sequence[bytes]) -> None:
         """The content of these device blocks is in doubt, and so are the copies under the hashes of their tokens."""
@@ -225,14 +227,19 @@ class Tiers:
         """Whether a block is copied to that tier and back sooner than computed again, were it the first of its prompt:
         further behind, computing takes longer still."""
         if step_id != self._priced_step:
-            costs, size = restore_costs(self._model, self._config), self._config.block_size
-            computed = costs.recompute_seconds(0, size)
-            copies = {Tier.HOST: costs.copy, Tier.DISK: self._config.disk_seconds}
-            self._pays = {
-                (each, tier): each.form.units * copy < computed for each in CacheKind for tier, copy in copies.items()
-            }
-            self._priced_step = step_id
-        return self._pays[kind, below]
+            self._price(step_id)
+        return kind.form.units * (self.disk_seconds if below is Tier.DISK else self._copied) < self._computed
+
+    def _reading_pays(self, block: CacheBlock) -> bool:
+        """Whether a block on the disk still is at hand sooner than computed again."""
+        if self._priced_step is None:
+            self._price(-1)
+        return len(block.entry.units) * self.disk_seconds / 2 < self._computed
+
+    def _price(self, step_id: int) -> None:
+        costs = restore_costs(self._model, self._config)
+        self._computed = costs.recompute_seconds(0, self._config.block_size)
+        self._copied, self._priced_step = costs.copy, step_id
 
 
 def _slowest(operation: CacheOperation) -> Tier:

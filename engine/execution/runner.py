@@ -245,10 +245,10 @@ class Runner(Generic[DeviceT]):
         ended = time.perf_counter()
         # a step launched behind another begins when that one ends
         latency, self._last_end = ended - max(began, self._last_end), ended
-        failed = self.disk is not None and self.disk.failed
+        failed, disk_seconds = (False, 0.0) if self.disk is None else (self.disk.failed, self.disk.seconds)
         if samples is None:
-            return ModelRunnerOutput(step_id, [], None, latency, pooled=pooled, disk_failed=failed)
+            return ModelRunnerOutput(step_id, [], None, latency, {}, pooled, failed, disk_seconds)
         logprobs = None if samples.logprobs is None else samples.logprobs()
         tokens = samples.tokens.tolist()
         forced = {at: run for at, run in samples.forced.items() if tokens[at] >= 0}
-        return ModelRunnerOutput(step_id, tokens, logprobs, latency, forced, pooled, failed)
+        return ModelRunnerOutput(step_id, tokens, logprobs, latency, forced, pooled, failed, disk_seconds)

@@ -138,8 +138,9 @@ class ModelRunnerOutput:
     `forced[i]`: the tokens that must follow the i-th, by its grammar or its thinking budget; they stand in the row's
     tokens already, and where a later step in flight samples one of them, what that gives means nothing. `pooled`: by
     the index of the chunk that ends its prompt, the vector of a request with `pooling`, as float32 numbers; empty where
-    one is not finite. `disk_failed`: the disk tier takes nothing any more. `trial`: the step was not run as steps are,
-    to see what that gives: its latency says nothing about others.
+    one is not finite. `disk_failed`: the disk tier takes nothing any more. `disk_seconds`: what writing a unit there
+    and reading it back takes now, 0 where there is no news. `trial`: the step was not run as steps are, to see what
+    that gives: its latency says nothing about others.
     """
 
     step_id: int
@@ -149,6 +150,7 @@ class ModelRunnerOutput:
     forced: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     pooled: Mapping[int, bytes] = field(default_factory=dict)
     disk_failed: bool = False
+    disk_seconds: float = 0.0
     trial: bool = False
 
 
